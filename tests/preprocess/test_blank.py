@@ -238,7 +238,7 @@ def test_a_kill_at_any_call_leaves_data_whole_and_new_whole_or_not_done(data: Pa
 
 
 @pytest.mark.parametrize("form", ["json", "best fit of sides", "chat"])
-def test_whoever_makes_a_blanked_shard_again_makes_the_same_one(
+def test_whoever_makes_a_blanked_shard_again_makes_an_equal_one(
     data: Path, form: str, tmp_path: Path
 ) -> None:
     new = tmp_path / "new"
@@ -257,9 +257,7 @@ def test_whoever_makes_a_blanked_shard_again_makes_the_same_one(
     assert not (new / "shard-00001.json").exists()
 
 
-def test_shards_without_such_a_document_are_the_same_files_and_what_was_blanked_stays_so(
-    data: Path, tmp_path: Path
-) -> None:
+def test_other_shards_are_the_same_files_and_what_was_blanked_stays_so(data: Path, tmp_path: Path) -> None:
     names, new, newer = tmp_path / "ids.txt", tmp_path / "new", tmp_path / "newer"
     names.write_text("d1\n")
     succeed("blank", data / "json", "--ids", names, "--output", new)
@@ -300,9 +298,7 @@ def test_a_list_that_names_nothing_is_refused(
     assert call_main("blank", data / "npy", *words).code == code
 
 
-def test_blanked_documents_are_exported_nowhere_and_peek_says_what_they_are(
-    data: Path, tmp_path: Path
-) -> None:
+def test_blanked_documents_are_not_exported_and_peek_says_what_they_are(data: Path, tmp_path: Path) -> None:
     words = ["export", data / "json.new", "--to", "megatron", "--output_dir", tmp_path / "out"]
     assert call_main(*words).code == 78
     first = min(BLANKED)

@@ -16,7 +16,7 @@ import shutil
 import signal
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +29,7 @@ from transformers import AutoTokenizer
 
 from tests import chat_tokenizers
 from tests.chat_sets import PLAIN, TAGGED, conversations, expected, write_chats
-from tests.checkout import ROOT
-from tests.children import child, environ_of_children, run_child, shardprep
+from tests.children import child, environ_of_children, shardprep
 from tests.forged import rewrite_json
 from tests.waiting import wait_until
 from tests.world import World, save_tokenizer
@@ -41,15 +40,11 @@ CHATS = conversations(40)
 PLACE = Path(__file__).parents[1] / "held"
 
 
-def world_of(
-    folder: Path, template: str, chats: list[Any] | None = None, *, lines: list[str] | None = None
-) -> World:
-    """Conversations, or lines of JSON, and a tokenizer with a chat template."""
+def world_of(folder: Path, template: str, chats: list[Any], lines: Sequence[str] = ()) -> World:
+    """Conversations, and lines of JSON behind them, and a tokenizer with a chat template."""
     world = World(folder, tokenizer=save_tokenizer(folder / "model", template))
-    if lines is not None:
-        return world.raw({"chats.jsonl": "\n".join(lines)})
-    if chats is not None:
-        write_chats(world.raw_dir, chats)
+    with (write_chats(world.raw_dir, chats) / "chats.jsonl").open("a") as file:
+        file.write("\n".join(lines))
     return world
 
 
@@ -182,10 +177,9 @@ def test_tables_give_what_json_lines_give_also_where_they_keep_messages_as_json(
     tables = {"rows": pyarrow.array(chats), "strings": whole, "lists of strings": each}
     tables["dictionary"] = whole.dictionary_encode()
     if hasattr(pyarrow, "json_"):  # pyarrow 19
-        kind = pyarrow.json_(pyarrow.string())
 
         def as_json(values: Any) -> Any:
-            return pyarrow.ExtensionArray.from_storage(kind, values)
+            return pyarrow.ExtensionArray.from_storage(pyarrow.json_(pyarrow.string()), values)
 
         content = as_json(pyarrow.array([json.dumps(m["content"]) for chat in chats for m in chat]))
         role = pyarrow.array([message["role"] for chat in chats for message in chat])
@@ -211,7 +205,8 @@ def test_one_bad_conversation_of_a_table_is_left_out_and_the_others_stay(tmp_pat
     texts = pyarrow.Array.from_buffers(pyarrow.string(), len(content), pyarrow.array(content).buffers())
     messages = pyarrow.StructArray.from_arrays([data.values.field("role"), texts], ["role", "content"])
     table = pyarrow.table({"messages": pyarrow.ListArray.from_arrays(data.offsets, messages)})
-    world = world_of(tmp_path, TAGGED)
+    world = world_of(tmp_path, TAGGED, [])
+    (world.raw_dir / "chats.jsonl").unlink()
     with pyarrow.ipc.new_stream(str(world.raw_dir / "a.arrow"), table.schema) as writer:
         writer.write_table(table)
     planned(world).run()
@@ -254,9 +249,9 @@ BAD: dict[str, tuple[str, str]] = {
 
 
 def test_what_is_no_conversation_is_left_out_with_its_reason(tmp_path: Path) -> None:
-    ends = [f'{{"messages": {json.dumps(chat)}}}' for chat in CHATS[:2]]
-    lines = [ends[0], *(f'{{"messages": {messages}}}' for messages, _ in BAD.values()), ends[1]]
-    world = planned(world_of(tmp_path, STRICT, lines=lines)).run()
+    lines = [f'{{"messages": {messages}}}' for messages, _ in BAD.values()]
+    lines.append(json.dumps({"messages": CHATS[1]}))
+    world = planned(world_of(tmp_path, STRICT, CHATS[:1], lines)).run()
     names = dict(enumerate(BAD, start=1))
     assert {names[line]: reason for line, reason in reasons(world).items()} == {
         name: reason for name, (_, reason) in BAD.items()
@@ -266,26 +261,18 @@ def test_what_is_no_conversation_is_left_out_with_its_reason(tmp_path: Path) -> 
     assert flat_of(world) == flat(expected(world.tokenizer, CHATS[:2]))
 
 
-NUMBERS = [
-    "18446744073709551616",
-    "-9223372036854775809",
-    "1.0",
-    "-0",
-    "-0.0",
-    "1e5",
-    "1.7976931348623157e308",
-]
+NUMBERS = ["18446744073709551616", "-9223372036854775809", "1.0", "-0", "-0.0", "1e5"]
+NUMBERS.append("1.7976931348623157e308")
 
 
 def test_numbers_and_deep_values_of_messages_are_rendered_as_pythons_json_reads_them(tmp_path: Path) -> None:
     template = TAGGED.replace("{{ m['content'] }}", "{{ m['content'] }}{{ (m['call'] or 0) | tojson }}")
     deep = "[" * 508 + "1" + "]" * 508
-    lines = [
-        f'{{"messages": [{{"role": "user", "content": "a"}}, '
-        f'{{"role": "assistant", "content": "b", "call": {{"x": {number}}}}}]}}'
-        for number in (*NUMBERS, deep)
-    ]
-    world = planned(world_of(tmp_path, template, lines=lines), seq_len=4096).run()
+    turns = (
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "call": %s}]}'
+    )
+    lines = [turns % f'{{"x": {number}}}' for number in (*NUMBERS, deep)]
+    world = planned(world_of(tmp_path, template, [], lines), seq_len=4096).run()
     assert reasons(world) == {}
     shown = world.main("peek", world.data_dir, num=99, chars=0).out
     for number in NUMBERS:
@@ -300,9 +287,7 @@ FORGETS = PLAIN.replace(
 )
 
 
-def test_a_template_whose_parts_are_no_beginnings_is_refused_or_its_conversations_left_out(
-    tmp_path: Path,
-) -> None:
+def test_a_template_whose_parts_are_no_beginnings_is_refused_or_its_chats_left_out(tmp_path: Path) -> None:
     never = world_of(tmp_path / "never", "{{ messages|length }} turns: " + PLAIN, CHATS)
     ended = never.try_plan(record="chat")
     assert ended.code == 2
@@ -359,9 +344,7 @@ def test_a_template_of_todays_date_gives_equal_bytes_on_any_day(tmp_path: Path) 
     assert "26 Jul 2024" in world.main("peek", world.data_dir, num=1).out
 
 
-def test_a_file_stands_in_place_of_the_tokenizers_own_template_and_an_altered_one_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_file_may_replace_the_tokenizers_template_and_an_altered_one_is_refused(tmp_path: Path) -> None:
     own = planned(world_of(tmp_path / "own", TAGGED, CHATS)).run()
     (tmp_path / "tagged.jinja").write_text(TAGGED, encoding="utf-8")
     world = World(tmp_path, raw_dir=own.raw_dir)
@@ -477,21 +460,6 @@ def test_a_killed_command_leaves_no_renderer_behind(tmp_path: Path) -> None:
         _, status = os.waitpid(renderer, 0)
     assert ctypes.CDLL(None).prctl(is_subreaper, 0, 0, 0, 0) == 0
     assert os.waitstatus_to_exitcode(status) == 1, "it ended by itself, before its limit"
-
-
-def test_what_renders_is_of_the_copy_of_the_project_that_asks(tmp_path: Path) -> None:
-    marker = tmp_path / "marker"
-    for package in ("preprocess", "shardprep", "lustre"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    (path,) = (tmp_path / "preprocess").rglob("chat.py")
-    with path.open("a") as file:
-        file.write(f"\nprint(os.getpid(), __file__, file=open({str(marker)!r}, 'a'))\n")
-    world = world_of(tmp_path / "world", TAGGED, CHATS)
-    command = shardprep("plan", *world.words_of_plan(), "--record", "chat")
-    run_child(command, cwd=tmp_path, env=environ_of_children(PYTHONPATH=str(tmp_path)))
-    told = [line.split(" ", 1) for line in marker.read_text().splitlines()]
-    assert {place for _, place in told} == {str(path)}
-    assert len({pid for pid, _ in told}) == 2, "of the command, and of what renders"
 
 
 # What others make of the mask. --------------------------------------------------------------------------

@@ -14,13 +14,14 @@ import sys
 import tarfile
 import unicodedata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gigatoken.gigatoken_rs
 import pytest
 import tokenizers
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.checkout import ROOT, SHARED
 from tests.forged import rewrite_plan
@@ -101,30 +102,15 @@ class PanicException(BaseException):
     """What a panic in Rust arrives as."""
 
 
-class WrongBackend:
-    """gigatoken, but for a last id that is one too large, of all texts or of those that hold a letter."""
-
-    def __init__(self, backend: Any, only: bytes = b"") -> None:
-        self._backend, self._only = backend, only
-
-    def encode_batch_padded(self, source: Any, *args: Any, **options: Any) -> Any:
-        rows, more = self._backend.encode_batch_padded(source, *args, **options)
-        if self._only in SOURCES[-1]:
-            rows[0][-1] += 1
-        return rows, more
-
-
 SOURCES: list[bytes] = []  # texts that gigatoken was given
 
 
-@pytest.fixture
-def sources(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    real = gigatoken.gigatoken_rs.BytesSource
-    monkeypatch.setattr(
-        gigatoken.gigatoken_rs, "BytesSource", lambda data: SOURCES.append(data) or real(data)
-    )
+@pytest.fixture(autouse=True)
+def sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See what gigatoken is given."""
+    rust, real = gigatoken.gigatoken_rs, gigatoken.gigatoken_rs.BytesSource
+    monkeypatch.setattr(rust, "BytesSource", lambda data: SOURCES.append(data) or real(data))
     SOURCES.clear()
-    return SOURCES
 
 
 @pytest.fixture(scope="module")
@@ -134,22 +120,27 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> World:
     return world.raw({"a.txt": "the kettle sings, and nobody's listening 12345\n" * 8000}).plan(num_shards=1)
 
 
-def load_another(monkeypatch: pytest.MonkeyPatch, kind: str) -> list[bytes]:
-    """Let gigatoken load something else; returns what it is given to load."""
-    loaded: list[bytes] = []
+def load_another(patch: pytest.MonkeyPatch, folder: Path, kind: str) -> None:
+    """Let gigatoken load something else: a last id may be one too large, of all texts or of some."""
     load = gigatoken.gigatoken_rs.load_hf_json
 
     def load_hf_json(raw: bytes) -> Any:
-        loaded.append(raw)
         if kind == "panics":
             raise PanicException("index out of bounds")
         if kind == "refuses":
             raise ValueError("unsupported pre-tokenizer")
-        only = "\u3404".encode() if kind == "wrong on an ideograph" else b""
-        return load(raw) if kind == "right" else WrongBackend(load(raw), only)
+        backend = load(raw)
 
-    monkeypatch.setattr(gigatoken.gigatoken_rs, "load_hf_json", load_hf_json)
-    return loaded
+        def encode(*args: Any, **options: Any) -> Any:
+            rows, more = backend.encode_batch_padded(*args, **options)
+            if kind == "wrong" or (kind == "wrong on an ideograph" and "\u3404".encode() in SOURCES[-1]):
+                rows[0][-1] += 1
+            return rows, more
+
+        return SimpleNamespace(encode_batch_padded=encode)
+
+    forget_engines(folder)
+    patch.setattr(gigatoken.gigatoken_rs, "load_hf_json", load_hf_json)
 
 
 def forget_engines(folder: Path) -> None:
@@ -163,17 +154,14 @@ def forget_engines(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("sources")
 @pytest.mark.parametrize("kind", ["right", "wrong", "panics", "refuses"])
 def test_a_fast_engine_that_is_wrong_or_fails_gives_way_to_the_reference(
     planned: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    forget_engines(tmp_path / "other")
-    loaded = load_another(monkeypatch, kind)
+    load_another(monkeypatch, tmp_path / "other", kind)
     world = planned.copy(tmp_path)
     ended = world.try_shard(0)
     assert ended.code == 0, ended.text
-    assert loaded
     assert engine_of(world) == ("gigatoken" if kind == "right" else "tokenizers")
     assert ("gigatoken cannot" in ended.text) == (kind != "right")
     (world.data_dir / "shard-00000.json").unlink()
@@ -182,26 +170,25 @@ def test_a_fast_engine_that_is_wrong_or_fails_gives_way_to_the_reference(
 
 @pytest.mark.slow
 def test_planning_tries_all_code_points_and_keeps_the_verdict_and_one_wrong_id_is_enough(
-    planned: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: list[bytes]
+    planned: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    forget_engines(tmp_path / "other")
     with monkeypatch.context() as patch:
-        load_another(patch, "wrong on an ideograph")
+        load_another(patch, tmp_path / "other", "wrong on an ideograph")
         doubted = World(tmp_path / "doubted", raw_dir=planned.raw_dir).plan(num_shards=1)
         assert not doubted.plan_json()["fast_engine_is_equal"]
     assert engine_of(doubted.run()) == "tokenizers"
     forget_engines(tmp_path / "another")
-    sources.clear()
+    SOURCES.clear()
     sure = World(tmp_path / "sure", raw_dir=planned.raw_dir).plan(num_shards=1)
     assert sure.plan_json()["fast_engine_is_equal"]
-    seen = set(b"".join(sources).decode())
+    seen = set(b"".join(SOURCES).decode())
     old = unicodedata.ucd_3_2_0
     points = (chr(point) for point in range(0x10000) if old.category(chr(point)) not in ("Cn", "Cs"))
     assert {point for point in points if point not in seen} == set()
-    sources.clear()
+    SOURCES.clear()
     World(tmp_path / "again", raw_dir=planned.raw_dir).plan(num_shards=1)
-    assert sum(map(len, sources)) < 1 << 20, "the verdict was kept"
+    assert sum(map(len, SOURCES)) < 1 << 20, "the verdict was kept"
 
 
 class TokenizerOfVersion1:
@@ -222,18 +209,14 @@ class TokenizerOfVersion1:
         return self._tokenizer.encode_batch(inputs, add_special_tokens=add_special_tokens)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"allow_special_tokens": True}, {"add_special_tokens": False}], ids=str
-)
-def test_tokenizers_of_version_1_give_the_same_ids(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
-    world = World(tmp_path).raw({"a.txt": f"a {EOS} 가\nx\n"}).plan(num_shards=1, **options)
-    newer = world.copy(tmp_path / "newer")
-    monkeypatch.setattr(tokenizers, "Tokenizer", TokenizerOfVersion1)
-    newer.run(engine="tokenizers")
-    monkeypatch.undo()
-    assert newer.documents() == world.run(engine="tokenizers").documents()
+def test_tokenizers_of_version_1_give_the_same_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, options in enumerate(({"allow_special_tokens": True}, {"add_special_tokens": False})):
+        world = World(tmp_path / str(number)).raw({"a.txt": f"a {EOS} 가\nx\n"})
+        newer = world.plan(num_shards=1, **options).copy(tmp_path / f"newer {number}")
+        with monkeypatch.context() as patch:
+            patch.setattr(tokenizers, "Tokenizer", TokenizerOfVersion1)
+            newer.run(engine="tokenizers")
+        assert newer.documents() == world.run(engine="tokenizers").documents()
 
 
 @pytest.mark.slow
@@ -310,15 +293,12 @@ def test_ids_of_json_are_written_as_json_dumps_does_for_vocabularies_of_any_size
     """Ids of one to seven digits."""
     for size in (10, 856, 128_256, 1_000_002):
         numbers = [n for n in (0, 9, 10, 99, 100, 9_999, 99_999, 100_000, 999_999, 10**6) if n < size - 2]
-        folder = tmp_path / str(size)
-        folder.mkdir()
-        vocab = {f"w{number}": number for number in [*numbers, size - 1]}
-        tokenizer = Tokenizer(tokenizers.models.WordLevel(vocab, "w0"))
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-        tokenizer.save(str(folder / "tokenizer.json"))
-        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
-        texts = [" ".join(f"w{n}" for n in some) for some in (numbers, numbers[::-1], [size - 1], [0])]
-        world = World(folder, tokenizer=folder).raw({"a.txt": "\n".join(texts)}).plan(num_shards=1).run()
+        words = Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in [*numbers, size - 1]}, "w0"))
+        words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        model = tmp_path / str(size)
+        PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(model)
+        expected = [numbers, numbers[::-1], [size - 1], [0]]
+        texts = "\n".join(" ".join(f"w{number}" for number in some) for some in expected)
+        world = World(model, tokenizer=model).raw({"a.txt": texts}).plan(num_shards=1).run()
         ids = [data.decode() for name, data in world.members() if name.endswith(".json")]
-        assert ids == [json.dumps(some) for some in (numbers, numbers[::-1], [size - 1], [0])]
+        assert ids == [json.dumps(some) for some in expected]

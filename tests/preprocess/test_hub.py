@@ -7,8 +7,9 @@ import os
 import re
 import sys
 import threading
+import zlib
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,26 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(ThreadingHTTPServer):
-    """What ``huggingface_hub`` asks for of repositories: their revision, the list of files, and files."""
+    """What ``huggingface_hub`` asks for of repositories, as files of a folder: revision, list, and files."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
-        self.repositories: dict[str, dict[str, bytes]] = {}  # "models/NAME" or "datasets/NAME" -> files
-        self.asked: list[str] = []
-        self.is_down = False
+        self.place, self.asked, self.is_down = (
+            World(folder / "hub", raw_dir=folder / "hub"),
+            list[str](),
+            False,
+        )
+
+    def add(self, name: str, files: dict[str, bytes]) -> None:
+        """Serve "models/NAME" or "datasets/NAME"."""
+        listed = [{"type": "file", "path": path, "size": len(raw), "oid": SHA} for path, raw in files.items()]
+        found = {"id": name.partition("/")[2], "sha": SHA, "siblings": []}
+        self.place.raw(
+            {f"api/{name}/revision/main": json.dumps(found), f"api/{name}/tree/{SHA}": json.dumps(listed)}
+        )
+        self.place.raw(
+            {f"{name.removeprefix('models/')}/resolve/{SHA}/{path}": raw for path, raw in files.items()}
+        )
 
     def environ(self, folder: Path) -> dict[str, str]:
         kept = {name: os.environ[name] for name in os.environ if not name.startswith(("HF_", "SLURM_"))}
@@ -39,49 +53,31 @@ class Hub(ThreadingHTTPServer):
         return {**kept, **hub, "PATH": path, "PYTHONPATH": str(ROOT)}
 
 
-class Answers(BaseHTTPRequestHandler):
+class Answers(SimpleHTTPRequestHandler):
     server: Hub
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
+    def send_head(self) -> Any:
+        self.server.asked.append(self.path)
+        if not self.server.is_down:
+            return super().send_head()
+        self.close_connection = True
+        return None
 
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0].strip("/")
-        self.server.asked.append(path)
-        if self.server.is_down:
-            self.close_connection = True
-            return None
-        for name, files in self.server.repositories.items():
-            listed: list[dict[str, Any]] = [
-                {"type": "file", "path": each, "size": len(raw), "oid": SHA} for each, raw in files.items()
-            ]
-            found = {
-                f"api/{name}/revision/main": {"id": name.partition("/")[2], "sha": SHA, "siblings": []},
-                f"api/{name}/tree/{SHA}": listed,
-            }
-            if path in found:
-                return self.answer(json.dumps(found[path]).encode())
-            for each, raw in files.items():
-                if path == f"{name.removeprefix('models/')}/resolve/{SHA}/{each}":
-                    return self.answer(raw)
-        return self.answer(b"", code=404)
+    def translate_path(self, path: str) -> str:
+        return str(self.server.place.raw_dir / path.partition("?")[0].strip("/"))
 
-    def answer(self, content: bytes, *, code: int = 200) -> None:
-        self.send_response(code)
-        tag = f'"{hash(content) & 0xFFFFFFFF:08x}"'
-        for name, value in {"ETag": tag, "X-Repo-Commit": SHA, "Content-Length": str(len(content))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
+    def end_headers(self) -> None:
+        self.send_header("ETag", f'"{zlib.crc32(self.path.encode()):08x}"')
+        self.send_header("X-Repo-Commit", SHA)
+        super().end_headers()
 
     def log_message(self, *args: Any) -> None:
         pass
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    with Hub() as server:
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    with Hub(tmp_path) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -98,20 +94,16 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path).raw({"a.txt": "a line\n" * 9})
 
 
-def test_a_model_that_is_on_no_disk_is_asked_for_once_where_no_hub_answers(
-    hub: Hub, world: World, tmp_path: Path
-) -> None:
+def test_a_hub_that_does_not_answer_is_asked_for_a_model_once(hub: Hub, world: World, tmp_path: Path) -> None:
     hub.is_down = True
     said = plan(hub, tmp_path, code=66, input_dir=world.raw_dir, output_dir="data", model_id="some/model")
     assert "hf download some/model " in said
     assert sum("some/model" in path for path in hub.asked) == 1
 
 
-def test_a_model_of_the_hub_is_fetched_once_and_later_found_without_a_hub(
-    hub: Hub, world: World, tmp_path: Path
-) -> None:
+def test_a_model_of_the_hub_is_fetched_once_and_later_found(hub: Hub, world: World, tmp_path: Path) -> None:
     files = {path.name: path.read_bytes() for path in world.tokenizer.iterdir()}
-    hub.repositories["models/some/model"] = {**files, "vocab.txt": b"", "model.safetensors": b"not fetched"}
+    hub.add("models/some/model", {**files, "vocab.txt": b"", "model.safetensors": b"not fetched"})
     flags = {"input_dir": world.raw_dir, "model_id": "some/model"}
     plan(hub, tmp_path, code=0, output_dir="first", **flags)
     assert not any("safetensors" in path for path in hub.asked)
@@ -126,11 +118,9 @@ def test_a_model_of_the_hub_is_fetched_once_and_later_found_without_a_hub(
     assert len(set(plans)) == 1
 
 
-def test_a_data_set_of_the_hub_is_answered_with_the_command_that_fetches_it(
-    hub: Hub, world: World, tmp_path: Path
-) -> None:
+def test_a_data_set_of_the_hub_is_told_how_to_be_fetched(hub: Hub, world: World, tmp_path: Path) -> None:
     lines = b"".join(b'{"input": "question %d", "output": "answer"}\n' % number for number in range(20))
-    hub.repositories["datasets/some/questions"] = {"README.md": b"# card", "data/train.jsonl": lines}
+    hub.add("datasets/some/questions", {"README.md": b"# card", "data/train.jsonl": lines})
     model = tmp_path / "model of mine"
     model.symlink_to(world.tokenizer)
     flags = {"output_dir": "data", "model_id": model, "text_template": r"{input}\n\n{output}"}

@@ -117,7 +117,7 @@ def test_plan_names_and_counts_what_it_leaves_out_and_plan_json_has_all_of_it(wo
         assert any(flag in line for line in told), "what takes them"
 
 
-def test_flags_take_what_is_left_out_without_them_and_one_that_took_nothing_is_not_in_the_plan(
+def test_flags_take_what_is_left_out_and_one_without_effect_is_not_in_the_plan(
     world: World, tmp_path: Path
 ) -> None:
     flags = {"follow_links": True, "also": "*.md, readme*"}
@@ -179,20 +179,14 @@ POINTERS = {
 
 
 @pytest.mark.parametrize("command", POINTERS)
-@pytest.mark.parametrize("name", ["b.txt", "b.jsonl", "b.parquet", "b.arrow", "b.txt.zst"])
-def test_an_input_that_was_not_fetched_is_refused_with_what_fetches_it(
-    tmp_path: Path, name: str, command: str
-) -> None:
-    world = World(tmp_path).raw({"a.txt": "a document\n", name: POINTERS[command]})
-    ended = world.try_plan()
-    assert (ended.code, str(world.raw_dir / name) in ended.err, command in ended.err) == (65, True, True)
-    assert not world.data_dir.exists()
-
-
-def test_a_text_about_pointers_is_an_input(tmp_path: Path) -> None:
-    pointer = POINTERS["git lfs pull"]
-    world = World(tmp_path).raw({"a.txt": "A pointer begins with:\n" + pointer, "b.txt": pointer * 20})
-    assert world.plan().inputs() == ["a.txt", "b.txt"]
+def test_a_pointer_to_an_input_is_refused_with_what_fetches_it(tmp_path: Path, command: str) -> None:
+    for name in ("b.txt", "b.jsonl", "b.parquet", "b.arrow", "b.txt.zst"):
+        world = World(tmp_path / name).raw({"a.txt": "a document\n", name: POINTERS[command]})
+        ended = world.try_plan()
+        assert (ended.code, str(world.raw_dir / name) in ended.err, command in ended.err) == (65, True, True)
+        assert not world.data_dir.exists()
+    texts = {"a.txt": "A pointer begins with:\n" + POINTERS[command], "b.txt": POINTERS[command] * 20}
+    assert World(tmp_path).raw(texts).plan().inputs() == ["a.txt", "b.txt"], "a text about pointers is one"
 
 
 # Folders as other tools leave them. ---------------------------------------------------------------------
@@ -204,8 +198,7 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("num", [30, 5000])
-@pytest.mark.parametrize("ending", PACKED)
+@pytest.mark.parametrize(("ending", "num"), [("gz", 30), ("gz", 5000), ("zst", 5000)])
 def test_a_file_and_its_compressed_form_are_taken_once(tmp_path: Path, ending: str, num: int) -> None:
     data = lines([f"document {n}" for n in range(num)])
     packed = PACKED[ending](data)
@@ -254,53 +247,44 @@ def test_splits_are_told_with_what_was_taken_and_a_flag_chooses(tmp_path: Path, 
     assert world.try_plan(split="trian", recursive=True).code == 2
 
 
-def delta_table(folder: Path, **facts: Any) -> Path:
-    """Two versions of a Delta table, by its log alone; returns its log."""
-    log = folder / "_delta_log"
-    log.mkdir(parents=True)
-    for number, (added, removed) in enumerate(
-        [(["part-0.parquet", "day=a%20b/part-1.parquet"], []), (["part-2.parquet"], ["part-0.parquet"])]
-    ):
+def delta_table(world: World, **facts: Any) -> list[Path]:
+    """Two versions of a Delta table, by its log alone; returns the files of the log."""
+    versions: list[tuple[list[str], list[str]]] = [
+        (["part-0.parquet", "day=a%20b/part-1.parquet"], []), (["part-2.parquet"], ["part-0.parquet"])
+    ]  # fmt: skip
+    logs = []
+    for number, (added, removed) in enumerate(versions):
         actions: list[Any] = [{"commitInfo": {}}, *({"remove": {"path": path}} for path in removed)]
         actions += [{"add": {"path": path, **facts}} for path in added]
-        (log / f"{number:020d}.json").write_text("".join(json.dumps(action) + "\n" for action in actions))
-        for path in added:
-            (folder / path.replace("%20", " ")).parent.mkdir(exist_ok=True)
-            (folder / path.replace("%20", " ")).write_bytes(parquet([path]))
-    return log
+        logs.append(f"_delta_log/{number:020d}.json")
+        world.raw({logs[-1]: actions, **{path.replace("%20", " "): parquet([path]) for path in added}})
+    return [world.raw_dir / log for log in logs]
 
 
-def test_old_versions_of_a_delta_table_are_left_out_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_checkpoint", [False, True])
+def test_old_versions_of_a_delta_table_are_left_out_by_name(tmp_path: Path, has_checkpoint: bool) -> None:
     world = World(tmp_path)
-    delta_table(world.raw_dir / "table")
+    first, _ = delta_table(world)
+    if has_checkpoint:  # in place of the first version, of which it has one file
+        first.unlink()
+        adds = [{"path": "part-0.parquet", "size": 1}, None]
+        table = pyarrow.table({"add": adds, "metaData": [None, "x"]})
+        pyarrow.parquet.write_table(table, first.with_suffix(".checkpoint.parquet"))
     told = planned(world)
-    assert world.inputs() == ["table/day=a b/part-1.parquet", "table/part-2.parquet"]
-    assert left_out(world)["old version in a Delta table"] == ["table/part-0.parquet"]
-    assert "table/part-0.parquet" in told
-
-
-def test_a_delta_table_with_a_checkpoint_is_read_from_it_on(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    log = delta_table(world.raw_dir)
-    (log / f"{0:020d}.json").unlink()
-    table = pyarrow.table({"add": [{"path": "part-0.parquet", "size": 1}, None], "metaData": [None, "x"]})
-    pyarrow.parquet.write_table(table, log / f"{0:020d}.checkpoint.parquet")
-    planned(world)
-    assert world.inputs() == ["part-2.parquet"]
+    assert world.inputs() == ["day=a b/part-1.parquet"] * (not has_checkpoint) + ["part-2.parquet"]
+    assert "part-0.parquet" in left_out(world)["old version in a Delta table"]
+    assert "part-0.parquet" in told
 
 
 @pytest.mark.parametrize("damage", ["a gap", "no JSON", "a deletion vector", "no log"])
 def test_a_delta_table_that_its_files_do_not_tell_is_refused(tmp_path: Path, damage: str) -> None:
     world = World(tmp_path)
-    log = delta_table(
-        world.raw_dir, **({"deletionVector": {"storageType": "u"}} if "vector" in damage else {})
-    )
-    if damage in ("a gap", "no log"):
-        (log / f"{0:020d}.json").unlink()
-    if damage == "no log":
-        (log / f"{1:020d}.json").unlink()
+    facts = {"deletionVector": {"storageType": "u"}} if damage == "a deletion vector" else {}
+    logs = delta_table(world, **facts)
+    for log in logs[: {"a gap": 1, "no log": 2}.get(damage, 0)]:
+        log.unlink()
     if damage == "no JSON":
-        (log / f"{0:020d}.json").write_text("{")
+        logs[0].write_text("{")
     ended = world.try_plan(recursive=True)
     assert ended.code == 65, ended.text
     assert ended.error is not None

@@ -106,15 +106,13 @@ def test_grep_chooses_the_samples_that_have_it(worlds: dict[str, World]) -> None
         ("id:nobody", 66),
     ],
 )
-def test_what_is_not_there_is_66_and_what_is_no_address_2(
-    worlds: dict[str, World], words: str, code: int
-) -> None:
+def test_what_is_not_there_is_66_and_no_address_2(worlds: dict[str, World], words: str, code: int) -> None:
     ended = worlds["documents"].main("peek", worlds["documents"].data_dir, *words.split())
     assert (ended.code, ended.out) == (code, "")
 
 
 @pytest.mark.parametrize("held", [{}, {"validation_fraction": 0.4}], ids=["all", "held"])
-def test_a_document_of_a_small_input_is_in_a_row_that_begins_in_another(
+def test_a_document_is_found_in_a_row_that_begins_in_another_input(
     tmp_path: Path, held: dict[str, Any]
 ) -> None:
     lines = [[f"the kettle {n * 111:03} sings\n", f"second line {n * 111:03}\n"] for n in range(9)]

@@ -111,9 +111,7 @@ def test_a_small_corpus_gives_a_smaller_vocabulary_and_says_so(tmp_path: Path) -
     assert sorted(vocab.values()) == list(range(258 + 256))
 
 
-def test_an_output_folder_is_filled_if_it_is_empty_and_else_refused_and_left_as_it_is(
-    world: World, tmp_path: Path
-) -> None:
+def test_an_output_folder_is_filled_if_it_is_empty_and_else_refused(world: World, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     before = trained(world.raw_dir, tmp_path / "out")
     assert train(world.raw_dir, tmp_path / "out", 310).code == 78

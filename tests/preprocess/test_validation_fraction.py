@@ -68,9 +68,7 @@ def digests(world: World) -> tuple[list[bytes], list[bytes]]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("record", RECORDS)
-def test_the_same_documents_are_held_out_whatever_shards_tokenizer_and_record(
-    tmp_path: Path, record: str
-) -> None:
+def test_the_same_documents_are_held_out_whatever_the_shards(tmp_path: Path, record: str) -> None:
     world = world_of(tmp_path, record)
     of_texts = [digest_of(text) for text in [*TEXTS, *TEXTS[::3]]]
     of_chats = [digest_of_chat(chat) for chat in [*CHATS[::3], *CHATS]]  # again.jsonl is the first file

@@ -1,4 +1,4 @@
-"""``verify`` writes index.json for a whole data set, and names each broken shard with what mends it.
+"""``verify`` writes an index of a whole data set or names what mends it; ``clean`` removes leavings.
 
 tests/oracle/test_done.py damages and forges the files of shards; here stand the side files, the index, and
 ``--deep``, which makes shards again and finds what agrees with itself, but not with the input.
@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_whole_data_set_gets_an_index_of_its_shards_equal_for_equal_data(
-    world: World, tmp_path: Path
-) -> None:
+def test_a_whole_data_set_gets_an_index_equal_for_equal_data(world: World, tmp_path: Path) -> None:
     world.verify()
     index = json.loads((world.data_dir / "index.json").read_bytes())
     assert index["spec"] == world.manifests()[0]["spec"]
@@ -83,9 +82,7 @@ def test_a_shard_of_a_broken_side_file_is_named_with_a_command_that_mends_it(
     assert world.contents() == before
 
 
-def test_every_broken_shard_is_named_and_the_fast_tier_sees_sizes_but_no_bits(
-    world: World, tmp_path: Path
-) -> None:
+def test_every_broken_shard_is_named_and_fast_sees_sizes_but_no_bits(world: World, tmp_path: Path) -> None:
     flip_a_bit(world.data_dir / "shard-00002.tar")
     assert world.main("verify", world.data_dir, "--fast").code == 0
     (world.data_dir / "shard-00000.tar").unlink()
@@ -114,22 +111,6 @@ def test_each_tar_is_read_once_by_verify(tmp_path: Path, form: dict[str, Any]) -
 
 
 # --deep -------------------------------------------------------------------------------------------------
-
-DEEP_FORMS: list[dict[str, Any]] = [
-    {"token_format": "npy", "keep_text": False, "digests": True},
-    {"record": "packed", "seq_len": 64},
-    {"record": "packed", "seq_len": 64, "pack": "best_fit"},
-]
-
-
-@pytest.mark.parametrize("form", DEEP_FORMS, ids=str)
-def test_right_shards_are_equal_and_nothing_is_written(tmp_path: Path, form: dict[str, Any]) -> None:
-    world = World(tmp_path).raw({"a.txt": hostile_text(90), "b.txt": hostile_text(50, 1)})
-    world.make(num_shards=4, **form)
-    before = {path: path.read_bytes() for path in world.data_dir.rglob("*") if path.is_file()}
-    told = [world.main("verify", world.data_dir, "--deep", 2).out for _ in range(2)]
-    assert told[0] == told[1], "the same shards each time"
-    assert {path: path.read_bytes() for path in world.data_dir.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.slow
@@ -170,3 +151,100 @@ def test_conversations_are_made_again_with_what_was_left_out(tmp_path: Path) -> 
     with (write_chats(world.raw_dir, conversations(40)) / "chats.jsonl").open("a") as file:
         file.write('{"messages": []}\n{"messages": [{"role": "elf", "content": ""}]}\n{"messages": 1}\n\n')
     world.make(record="chat", seq_len=64, id_field="id", max_bad_fraction=0.5).verify(deep=2)
+
+
+# clean -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_done(made: World, tmp_path: Path) -> World:
+    """Of five planned shards two are made."""
+    return made.copy(tmp_path / "of two", but=[f"shard-0000{number}.*" for number in (1, 3, 4)])
+
+
+# Shard 0 is done, shard 2 is broken, the others are not made; with the age in hours.
+GONE = [
+    (".shard-00000.tar", 0), ("quarantine/.shard-00000.jsonl", 0), (".shard-00001.tar", 25),
+    (".index.json", 25), ("jobs/.0000.json", 25),
+]  # fmt: skip
+KEPT = [
+    (".shard-00001.idx", 23), (".shard-00002.tar", 0), (".shard-00010.tar", 0), (".findings.json", 1),
+    ("jobs/.0001.json", 0),
+]  # fmt: skip
+NOT_OURS = [".shard-00000.tar.tmp", ".notes.tmp", "shard-00000.tar.h-1-0a1b2c3d.tmp", ".a.h-1-0A1B2C3D.tmp"]
+
+
+def left(folder: Path, name: str, hours: float) -> Path:
+    """A temporary of so many hours, as an attempt on another node leaves it."""
+    path = folder / f"{name}.node-1.site-123-0a1b2c3d.tmp"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"half of it")
+    then = time.time() - hours * 3600
+    os.utime(path, (then, then))
+    return path
+
+
+def test_temporaries_go_if_their_shard_is_done_or_after_a_day(one_done: World, tmp_path: Path) -> None:
+    data = one_done.data_dir
+    (data / "shard-00002.tar").write_bytes(b"cut")
+    gone = [left(data, *each) for each in GONE]
+    kept = [left(data, *each) for each in KEPT] + [data / name for name in NOT_OURS]
+    for path in kept[len(KEPT) :]:
+        path.touch()
+        os.utime(path, (0, 0))
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_bytes(b"precious")
+    link = data / ".shard-00001.tar.h-1-0a1b2c3d.tmp"
+    link.symlink_to(tmp_path / "precious")
+    os.utime(link, (0, 0), follow_symlinks=False)
+    for dry_run in (True, None):
+        ended = one_done.main("clean", data, dry_run=dry_run)
+        assert (ended.code, "6 files" in ended.out) == (0, True), ended.text
+        assert {path.exists() for path in gone} == {dry_run is True}
+    assert [path for path in kept if not path.exists()] == []
+    assert not link.is_symlink()
+    assert (tmp_path / "precious" / "file").read_bytes() == b"precious"
+
+
+def test_a_folder_of_a_temporary_is_as_young_as_what_lies_in_it(one_done: World) -> None:
+    folder = one_done.data_dir / ".tokenizer2.node-1.site-123-0a1b2c3d.tmp"
+    folder.mkdir()
+    (folder / "inside").write_bytes(b"12345")
+    for path in (folder / "inside", folder):
+        os.utime(path, (0, 0))
+    told = one_done.main("clean", one_done.data_dir, dry_run=True).out
+    assert f"{folder} (5 B)" in told
+    os.utime(folder / "inside")
+    assert str(folder) not in one_done.main("clean", one_done.data_dir, dry_run=True).out, "it is written to"
+
+
+def test_without_a_plan_only_what_is_old_goes_and_without_a_folder_nothing(tmp_path: Path) -> None:
+    empty = World(tmp_path)
+    old, young = left(tmp_path, ".plan.json", 25), left(tmp_path, ".shard-00000.tar", 0)
+    assert empty.main("clean", tmp_path).code == 0
+    assert (old.exists(), young.exists()) == (False, True)
+    assert empty.main("clean", empty.raw_dir).code == 66, "it holds no data set"
+
+
+@pytest.mark.parametrize(
+    ("owner", "call", "code"), [(Path, "unlink", 73), (Path, "lstat", 73), (os, "listdir", 74)], ids=str
+)
+def test_what_cannot_be_removed_or_looked_at_is_named_and_never_passed_over(
+    one_done: World, monkeypatch: pytest.MonkeyPatch, owner: Any, call: str, code: int
+) -> None:
+    mine = left(one_done.data_dir, ".shard-00002.tar", 25)
+    others = left(one_done.data_dir, "quarantine/.shard-00000.jsonl", 25)
+    hidden = others.parent if call == "listdir" else others
+    real = getattr(owner, call)
+
+    def refuse(wanted: os.PathLike[str], *args: Any, **options: Any) -> Any:
+        if Path(wanted) == hidden:
+            raise PermissionError(13, "Permission denied", str(wanted))
+        return real(wanted, *args, **options)
+
+    monkeypatch.setattr(owner, call, refuse)
+    ended = one_done.main("clean", one_done.data_dir)
+    monkeypatch.undo()
+    assert (ended.code, str(hidden) in ended.err) == (code, True), ended.text
+    assert others.exists()
+    assert mine.exists() == (call == "listdir"), "all others go, but where a folder cannot be listed"

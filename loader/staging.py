@@ -101,7 +101,7 @@ def stage(args: argparse.Namespace) -> int:
         except (BrokenShard, MissingShard) as error:  # of DATA; the other shards may be whole
             failures.append(error)
             say(f"error: {error}")
-    if not failures and size_of_file(folder / INDEX_NAME) is not None:
+    if not failures and os.path.lexists(folder / INDEX_NAME):  # a link to nothing is refused
         _copy_file(folder / INDEX_NAME, target / INDEX_NAME)
     num_copied, num_kept = len(missing) - len(failures), num_shards - len(missing)
     failed = f", {len(failures)} failed" if failures else f"; load {quoted(target)}"

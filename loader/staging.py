@@ -113,11 +113,16 @@ def stage(args: argparse.Namespace) -> int:
 
 def _other_files(folder: Path) -> Iterator[Path]:
     """Yield what a data set has beside its shards and its index: the plan, the tokenizer and the like."""
-    for place, folders, names in os.walk(folder):
-        if place == str(folder):
-            folders[:] = [name for name in folders if name not in (*_OF_SHARDS, *_LEFT_OUT)]
-            names = [name for name in names if name != INDEX_NAME and not name.startswith("shard-")]
-        yield from (Path(place, name) for name in names if not TEMPORARY_NAME.fullmatch(name))
+
+    def fail(error: OSError) -> None:
+        raise error  # os.walk would leave out the folder, without a word
+
+    with errors_named(folder):
+        for place, folders, names in os.walk(folder, onerror=fail):
+            if place == str(folder):
+                folders[:] = [name for name in folders if name not in (*_OF_SHARDS, *_LEFT_OUT)]
+                names = [name for name in names if name != INDEX_NAME and not name.startswith("shard-")]
+            yield from (Path(place, name) for name in names if not TEMPORARY_NAME.fullmatch(name))
 
 
 def _copy_shard(folder: Path, shard_id: int, target: Path, progress: Progress) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.slurm.fake_slurm import FakeSlurm, install_fake_slurm
+from tests.slurm.fake_slurm import Desk, FakeSlurm, install_fake_slurm
 
 
 @pytest.fixture
@@ -17,14 +15,6 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The paths that are opened from now on."""
-    paths: list[str] = []
-    real = os.open
-
-    def noted(path: Any, *args: Any, **settings: Any) -> int:
-        paths.append(str(path))
-        return real(path, *args, **settings)
-
-    monkeypatch.setattr(os, "open", noted)
-    return paths
+def desk(fake: FakeSlurm, data_dir: Path) -> Desk:
+    """A data set of five shards, none of them made."""
+    return Desk(data=data_dir, fake=fake)

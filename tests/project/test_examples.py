@@ -13,8 +13,13 @@ import pytest
 from tests.checkout import ROOT
 from tests.documented import examples_of
 
-PAGES = ["README.md", *sorted(path.name for path in (ROOT / "docs").glob("*.md"))]
-SCRIPTS = {path.name: path.read_text("utf-8") for path in (ROOT / "examples").glob("*.py")}
+# A page is read from top to bottom: an example may use a dictionary of one above it.
+# Conversations are packed by plan.
+SCRIPTS = {
+    page: "\n".join(code for code in examples_of(page) if "SFTTrainer" not in code)
+    for page in ("README.md", *sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+}
+SCRIPTS |= {path.name: path.read_text("utf-8") for path in (ROOT / "examples").glob("*.py")}
 # `make demo` prints the beginning of a training script at its end.
 SCRIPTS["demo.sh"] = "\n".join(
     re.findall(r"^dataloader = .*$", (ROOT / "examples/demo.sh").read_text("utf-8"), re.MULTILINE)
@@ -43,24 +48,11 @@ def arguments_of_loaders(code: str) -> list[set[str]]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_loader_of_a_page_packs_documents_and_keeps_them_apart(page: str) -> None:
-    # A page is read from top to bottom: an example may use a dictionary of one above it.
-    # Conversations are packed by plan.
-    examples = [code for code in examples_of(page) if "SFTTrainer" not in code]
-    for names in arguments_of_loaders("\n".join(examples)):
-        assert {"seq_len", "boundaries"} <= names, names
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_every_loader_of_an_example_packs_documents_and_keeps_them_apart(script: str) -> None:
-    for names in arguments_of_loaders(SCRIPTS[script]):
-        assert {"seq_len", "boundaries"} <= names, names
-
-
-def test_the_examples_make_loaders() -> None:
-    every = [*SCRIPTS.values(), *("\n".join(examples_of(page)) for page in PAGES)]
-    assert sum(len(arguments_of_loaders(code)) for code in every) > 15
+def test_every_loader_of_an_example_packs_documents_and_keeps_them_apart() -> None:
+    loaders = [(name, names) for name, code in SCRIPTS.items() for names in arguments_of_loaders(code)]
+    assert len(loaders) > 15
+    for name, names in loaders:
+        assert {"seq_len", "boundaries"} <= names, (name, names)
 
 
 @pytest.mark.processes

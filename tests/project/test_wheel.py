@@ -122,27 +122,6 @@ def test_each_next_command_of_plan_leads_on_from_any_folder(desk: Desk, way: str
         assert len(tried) > 1
 
 
-def test_what_verify_run_and_status_print_of_unmade_shards_makes_them(desk: Desk) -> None:
-    bad = r"{ seq 30; printf 'caf\xe9\n'; } > raw/c.txt"
-    desk.run(quick_start().partition("shardprep")[0] + bad)
-    plan = next(line for line in quick_start().splitlines() if " plan " in line)
-    desk.run(plan.replace("--output_dir data", "--output_dir 'my data'").replace("shards 2", "shards 3"))
-    data, desk.folder = desk.folder / "my data", desk.folder / "elsewhere"
-    desk.folder.mkdir()
-    place = shlex.quote(str(data))
-    tried = desk.follow(desk.run(f"shardprep verify {place}", code=66).stderr)
-    assert len(tried) == 3, "a command of each shard"
-    assert len(list(data.glob("shard-*.json"))) == 2
-    tried = desk.follow(desk.run(f"shardprep run {place}", code=65).stderr)
-    assert any(" --shards 2" in command for command in tried)
-    tar = data / "shard-00001.tar"
-    tar.write_bytes(bytes(tar.stat().st_size))
-    tried = desk.follow(desk.run(f"shardprep verify {place}", code=65).stderr)
-    assert any(command.startswith("rm ") for command in tried)
-    tried = desk.follow(desk.run(f"shardprep status {place}").stdout)
-    assert any("--max_bad_fraction 0." in command for command in tried)
-
-
 # Commands of the pages that cannot run here, by their beginnings.
 NOT_RUN = (
     ("python3 -m venv ", "this environment stands for it"),

@@ -1,11 +1,10 @@
-"""A shard that verify found wrong is done for nobody, and an error of reading says nothing of a shard.
+"""A shard that verify found wrong is done for nobody.
 
 tests/oracle/test_done.py says what verify finds; here every reader is asked what it makes of a finding.
 """
 
 from __future__ import annotations
 
-import errno
 import functools
 import hashlib
 import json
@@ -18,7 +17,6 @@ import pytest
 
 from loader import ShardprepError, get_llama3_dataloader
 from tests.forged import rewrite_json
-from tests.project.conftest import Fail
 from tests.world import World
 
 WRONG = 1  # the shard that is found wrong, of three
@@ -172,43 +170,3 @@ def test_a_finding_of_a_deep_look_stands_until_it_looks_again_or_the_shard_is_ma
     tar.write_bytes(good[0])
     manifest.write_bytes(good[1])
     whole.verify()  # it has another manifest
-
-
-ERRORS = ("EIO", "ESTALE", "EMFILE", "ENFILE", "ENOMEM", "EACCES", "ETIMEDOUT", "ENODEV")
-
-
-@pytest.mark.parametrize(
-    ("error", "suffix"), [*((error, "tar") for error in ERRORS), ("EIO", "idx"), ("ESTALE", "json")]
-)
-def test_an_error_of_reading_says_nothing_of_the_shard(
-    whole: World, fail: Fail, error: str, suffix: str
-) -> None:
-    before = (whole.data_dir / "index.json").read_bytes()
-    fail("open", f"shard-00001.{suffix}", getattr(errno, error))
-    ended = whole.main("verify", whole.data_dir)
-    assert (ended.code, f"shard-00001.{suffix}" in ended.err) == (74, True)
-    assert not (whole.data_dir / "findings.json").exists()
-    assert (whole.data_dir / "index.json").read_bytes() == before
-
-
-def test_a_finding_stands_or_is_written_though_another_or_the_same_shard_cannot_be_read(
-    whole: World, fail: Fail, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flip_id(whole)
-    fail("open", "shard-00002.tar", errno.EIO)
-    assert code_of(whole, "verify") == 65
-    fail("open", "shard-00001.tar", errno.EIO)
-    assert code_of(whole, "verify") == 74
-    monkeypatch.undo()
-    assert status(whole)["wrong"] == "1"
-
-
-def test_a_manifest_that_cannot_be_read_is_no_missing_shard(whole: World, fail: Fail) -> None:
-    (whole.data_dir / "index.json").unlink()
-    tar = whole.data_dir / f"shard-{WRONG:05d}.tar"
-    before = tar.stat().st_mtime_ns
-    fail("open", "shard-00001.json", errno.EACCES)
-    ended = whole.main("status", whole.data_dir)
-    assert (ended.code, "shard-00001.json" in ended.err) == (74, True)
-    assert code_of(whole, "run") == load(whole) == 74
-    assert tar.stat().st_mtime_ns == before, "it is not made again"

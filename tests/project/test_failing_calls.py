@@ -1,24 +1,58 @@
 """An error of the system is named with its file and ends a command with its code; and how often it is asked.
 
+An error of reading says nothing of a shard: it is neither wrong nor missing.
+
 tests/faults fails every call of every command; here stand what it found, what is tried again, and counts.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from loader import ShardprepError
 from tests.children import environ_of_children, run_child
-from tests.project.conftest import Fail
 from tests.slurm.fake_slurm import install_fake_slurm
-from tests.world import World, call_main, tokenizer_dir
+from tests.world import World, call_main, open_loader, tokenizer_dir
+
+Fail = Callable[..., list[str]]
+
+
+@pytest.fixture
+def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
+    """``fail("open", "a.txt", errno.EIO, times=2)``: that call of ``os`` fails for files of that name.
+
+    For a path, and for a descriptor that is open. Returns a list that gets the path of each failure.
+    """
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+
+    def apply(call: str, name: str, error: int, *, times: int = 10**9) -> list[str]:
+        failed: list[str] = []
+        real = getattr(os, call)
+
+        def failing(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+            shown = (
+                Path(f"/proc/self/fd/{path}").readlink() if isinstance(path, int) else Path(os.fspath(path))
+            )
+            if shown.name == name and len(failed) < times:
+                failed.append(str(shown))
+                raise OSError(error, os.strerror(error), None if isinstance(path, int) else path)
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(os, call, failing)
+        return failed
+
+    return apply
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +201,54 @@ def test_run_finds_what_is_missing_with_one_look_at_the_folder(
     assert asked["scandir", "data"] + asked["listdir", "data"] == 1
     assert (world.data_dir / "shard-00001.json").exists()
     assert not list(world.data_dir.glob(".shard-00000*")), "temporaries of done shards go"
+
+
+@pytest.fixture
+def whole(world: World) -> World:
+    """Two shards, verified."""
+    return world.run(1).verify()
+
+
+@pytest.mark.parametrize(
+    ("error", "suffix"),
+    [
+        *((error, "tar") for error in ("EIO", "ESTALE", "EMFILE", "ENFILE", "ENOMEM", "EACCES", "ENODEV")),
+        ("ETIMEDOUT", "idx"),
+        ("ESTALE", "json"),
+    ],
+)
+def test_an_error_of_reading_says_nothing_of_the_shard(
+    whole: World, fail: Fail, error: str, suffix: str
+) -> None:
+    before = (whole.data_dir / "index.json").read_bytes()
+    fail("open", f"shard-00001.{suffix}", getattr(errno, error))
+    ended = whole.main("verify", whole.data_dir)
+    assert (ended.code, f"shard-00001.{suffix}" in ended.err) == (74, True)
+    assert not (whole.data_dir / "findings.json").exists()
+    assert (whole.data_dir / "index.json").read_bytes() == before
+
+
+def test_a_finding_is_written_and_stands_though_another_or_the_same_shard_cannot_be_read(
+    whole: World, fail: Fail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tar = whole.data_dir / "shard-00001.tar"
+    tar.write_bytes(tar.read_bytes().replace(b"[", b"{", 1))
+    fail("open", "shard-00000.tar", errno.EIO)
+    assert whole.main("verify", whole.data_dir).code == 65
+    fail("open", "shard-00001.tar", errno.EIO)
+    assert whole.main("verify", whole.data_dir).code == 74
+    monkeypatch.undo()
+    assert json.loads(whole.main("status", whole.data_dir, json=True).out)["wrong"] == "1"
+
+
+def test_a_manifest_that_cannot_be_read_is_no_missing_shard(whole: World, fail: Fail) -> None:
+    (whole.data_dir / "index.json").unlink()
+    before = (whole.data_dir / "shard-00001.tar").stat().st_mtime_ns
+    fail("open", "shard-00001.json", errno.EACCES)
+    ended = whole.main("status", whole.data_dir)
+    assert (ended.code, "shard-00001.json" in ended.err) == (74, True)
+    assert whole.main("run", whole.data_dir).code == 74
+    with pytest.raises(ShardprepError) as raised:
+        open_loader(whole.data_dir)
+    assert raised.value.exit_code == 74
+    assert (whole.data_dir / "shard-00001.tar").stat().st_mtime_ns == before, "it is not made again"

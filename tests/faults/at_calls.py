@@ -114,9 +114,9 @@ def injected_errors(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> It
     def faults(made: list[Call], number: int) -> Iterator[Fault]:
         for count, at in enumerate(spread(len(made), number)):
             errors = ERRORS[made[at].op]
-            error, mode = errors[count % len(errors)], "once"
-            if count % 3 == 2:
-                mode = "lasting"
+            error = errors[count % len(errors)]
+            mode: Mode = "lasting" if count % 3 == 2 else "once"
+            if mode == "lasting":
                 # An interrupted call cannot last, nor can O_DIRECT be refused to who left it.
                 error = errors[0] if error in (errno.EINTR, errno.EINVAL) else error
             yield Fault(words=f"{os.strerror(error)}, {mode}", at=at, mode=mode, error=error)

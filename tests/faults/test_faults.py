@@ -121,11 +121,9 @@ def test_calls_fail_where_it_was_ordered_and_nowhere_else(tmp_path: Path) -> Non
     for name in ("root", "other"):
         (tmp_path / name).mkdir()
     (tmp_path / "script.py").write_text(ORDERED, encoding="utf-8")
-    words, environ = (
-        [sys.executable, tmp_path / "script.py", tmp_path],
-        environ_of_children(PYTHONPATH=str(ROOT)),
-    )
-    made, names, errors = json.loads(run_child(words, env=environ).stdout)
+    words = [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
+    ended = run_child(words, env=environ_of_children(PYTHONPATH=str(ROOT)))
+    made, names, errors = json.loads(ended.stdout)
     assert made is None
     assert names[0] == "create"
     assert {"write", "close written", "rename"} <= set(names)

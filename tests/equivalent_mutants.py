@@ -11,16 +11,13 @@ CHOICE = "a run writes its choice into its state, and keeps it"
 BORDER = "a round begins there anyway"
 
 _DIGITS = "1 <= int(digits.min()) <= int(digits.max()) <= _MAX_DIGITS"
-_GAP = "offset[1:] - (offset + found.num_bytes)[:-1]"
 
 EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
     "loader/order.py": [
         ("keeps_tail: bool = False", "keeps_tail: bool = True", "every caller says it"),
         ("filling = block_bytes * num_samples // max(num_bytes, 1)",
          "filling = block_bytes * num_samples // max(num_bytes, (2))", "a tar has 1,024 bytes at least"),
-        ("num_blocks + 1", "num_blocks + (2)", "one block more is permuted, and none asks for it"),
         ("GROUPED_BYTES = 64", "GROUPED_BYTES = (65)", CHOICE),
-        ("num_blocks < _TABLE_SIZE", "(num_blocks <= _TABLE_SIZE)", SPEED),
         ("BLOCKS_PER_SLOT = 16", "BLOCKS_PER_SLOT = (17)", CHOICE),
         ("512, 1 << 20", "512, 1 << (21)", CHOICE),
     ],
@@ -31,7 +28,7 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("stage.step == step and stage.begins_round", "(stage.step == step or stage.begins_round)", BORDER),
         ("begins_round and held.step == step", "(begins_round or held.step == step)", BORDER),
         ("np.cumsum(counts) - counts,", "(np.cumsum(counts) + counts),", "all places move by as much"),
-        ("laid_out.row_tokens", "(not (laid_out.row_tokens))", SPEED),
+        ("run.row_tokens", "(not (run.row_tokens))", SPEED),
         ("laid_out is None", "(laid_out is not None)", SPEED),
         ("self._place = (0, 0,", "self._place = (0, (1),", "no tick is in that window, either"),
     ],
@@ -54,12 +51,10 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("has_numbers = sizes > 2", "has_numbers = (sizes >= 2)", SPEED),
     ],
     "loader/reading.py": [
+        ("(gap > _MOST_GAP_BYTES)", "((gap >= _MOST_GAP_BYTES))", READS),
         ("_IDX_ROWS = 1 << 16", "_IDX_ROWS = 1 << (17)", LIMIT),
         ("self._used > len(self._buffer)", "(self._used >= len(self._buffer))", MEMORY),
         ("np.empty(0, np.uint8)", "np.empty((1), np.uint8)", MEMORY),
-        (f"{_GAP} > _MOST_GAP_BYTES", f"({_GAP} >= _MOST_GAP_BYTES)", READS),
-        (_GAP, "(offset[1:] + (offset + found.num_bytes)[:-1])", READS),
-        ("mask_offset + sizes", "(mask_offset - sizes)", READS),
         ("len(self._open) >= self._max_open", "(len(self._open) > self._max_open)", READS),
         ("source.records is None", "(source.records is not None)", MESSAGE),
         ("HELD_IDX_BYTES = 256", "HELD_IDX_BYTES = (257)", LIMIT),
@@ -70,7 +65,6 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
     ],
     "preprocess/make/members.py": [
         ("range(1, width - 1)", "range(1, (width + 1))", "the loop ends at the first length that no id has"),
-        ("sums[end - 1]) - before", "sums[end - (2)]) - before", MEMORY),
         ("break", "pass", "no id has more digits: what follows looks at none"),
         ("spec.validation_fraction else 1", "spec.validation_fraction else (2)", MEMORY),
         ("10**num_digits,", "(11)**num_digits,", "longer numbers are written over it"),

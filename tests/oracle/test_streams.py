@@ -15,7 +15,7 @@ from tests.oracle.forms import FORMS, SHARDPREP_SETS, WORLD_SIZES, DataSets, arg
 from tests.world import Ranks, World, hostile_text
 
 # Workers are processes, which cost: each form has them on one small number of ranks, and one form on all,
-# before the run resumes or behind it. `python -m tests.oracle` tries all forms with none, and with both.
+# before the run resumes or behind it. ORACLE=all tries all forms with none, and with both.
 SAMPLE = {(name, 1 + number % 2): (2, 0) if number % 4 < 2 else (0, 2) for number, name in enumerate(FORMS)}
 SAMPLE |= {("documents", size): (0, 2) if number % 2 else (2, 0) for number, size in enumerate(WORLD_SIZES)}
 

@@ -168,12 +168,13 @@ class ShardSet:
             source.num_samples if source.num_validation is None else source.num_validation
             for source in self.sources
         ]
-        counts, num_held_out = self.num_records, np.concatenate([none, *held_out])
-        self._first_of_side = np.zeros(len(counts), np.int64)
+        # Where samples for validation begin in each shard.
+        self.first_held_out = self.num_records - np.concatenate([none, *held_out])
+        counts, self._first_of_side = self.num_records, np.zeros(len(self.num_records), np.int64)
         if self.split == "train":
-            counts = counts - num_held_out
+            counts = self.first_held_out
         elif self.split == "validation":
-            counts, self._first_of_side = num_held_out, counts - num_held_out
+            counts, self._first_of_side = counts - self.first_held_out, self.first_held_out
         self.first_sample = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_shards = len(counts)
         self.num_samples = int(self.first_sample[-1])

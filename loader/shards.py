@@ -33,6 +33,7 @@ from braceexpand import braceexpand
 
 from loader.external_tars import scan_tar
 from loader.order import Int64s
+from shardprep.command_line import check_names_are_utf8
 from shardprep.console import quoted
 from shardprep.errors import (
     BrokenShard,
@@ -47,7 +48,6 @@ from shardprep.files import (
     NOT_THERE,
     FileStamp,
     PublishedFile,
-    check_names_are_utf8,
     is_folder,
     names_in,
     read_beginning,

@@ -35,8 +35,8 @@ from loader.batches import LoaderMetrics, StepBatches
 from loader.chunks import Chunk
 from loader.order import share
 from loader.run import Position, Run, RunReader
+from shardprep.command_line import stop_signals_wait
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
-from shardprep.signals import stop_signals_wait
 
 CHUNK_BYTES = 1 << 20  # of a chunk; a worker's message costs about 150 us beside its bytes
 MAX_CHUNK_TICKS = 256

@@ -120,15 +120,6 @@ class SampleBytes(NamedTuple):
 _NUM_COLUMNS = len(SampleBytes._fields) - 3  # that reading fills in
 
 
-class _Places(NamedTuple):
-    """Where samples stand, shard by shard, ascending in each: [n] each."""
-
-    shard: Int64s
-    is_behind: npt.NDArray[np.bool_]  # another sample of the shard, of which nothing may overlap this one
-    limit: Int64s  # bytes of the shard
-    is_cut: npt.NDArray[np.bool_]  # [n - 1]: what stands at both sides is not read at once
-
-
 class ShardReader:
     """Reads samples of the shards that its process has open. It is reader ``number`` of ``num_readers``.
 
@@ -243,12 +234,15 @@ class ShardReader:
         return num_shards * self._number // self._num_readers
 
     def _read_shards(self, shard_of: Int64s, row: Int64s, found: SampleBytes, *, starts: bool) -> None:
-        """Read samples of some shards and fill their columns. ``row``: where each stands in its shard."""
-        is_cut = shard_of[1:] != shard_of[:-1]
+        """Read samples of some shards and fill their columns. ``row``: where each stands in its shard.
+
+        Raises BrokenShard for bytes outside of a tar or of two samples, before memory is taken for them.
+        """
+        is_border = shard_of[1:] != shard_of[:-1]
         offset, starts_offset, mask_offset, limit = np.zeros((4, len(row)), np.int64)
-        found.mask_at.fill(-1)
-        for first, end in pairwise([*_first_of_parts(is_cut).tolist(), len(row)]):
-            here, number = slice(first, end), int(shard_of[first])
+        has_mask = np.zeros(len(row), np.bool_)
+        for bounds in pairwise([*_first_of_parts(is_border).tolist(), len(row)]):
+            here, number = slice(*bounds), int(shard_of[bounds[0]])
             records = self._records(number, row[here])
             shard = self.opened(number)
             limit[here] = shard.tar.num_bytes
@@ -261,49 +255,41 @@ class ShardReader:
                 found.num_starts[here] = records["num_starts"]
             if shard.source.spec.record == "chat":  # rows say which of their tokens have a label
                 mask_offset[here] = records["mask_offset"]
-                found.mask_at[here] = 0
+                has_mask[here] = True
         is_held_out = row >= self._shards.first_held_out[shard_of]
-        is_cut |= is_held_out[1:] != is_held_out[:-1]  # either side has the order of the tar
-        is_behind = np.zeros(len(row), np.bool_)
-        is_behind[1:] = ~is_cut & (row[1:] > row[:-1])  # a source may deliver one several times
-        is_cut |= row[1:] - row[:-1] != 1
-        places = _Places(shard_of, is_behind, limit, is_cut)
-        found.start[:] = self._read_spans(places, offset, found.num_bytes)
+        is_border |= is_held_out[1:] != is_held_out[:-1]  # either side has the order of the tar
+        is_behind = ~is_border & (row[1:] > row[:-1])  # a source may deliver one several times
+        is_cut = is_border | (row[1:] - row[:-1] != 1)
+        wanted = [(offset, found.num_bytes, found.start)]
         if starts:
-            found.starts_at[:] = self._read_spans(places, starts_offset, 4 * found.num_starts)
-        has_mask = found.mask_at == 0
+            wanted.append((starts_offset, 4 * found.num_starts, found.starts_at))
         if has_mask.any():
-            at = self._read_spans(places, mask_offset, has_mask * self._shards.row_tokens)
-            found.mask_at[has_mask] = at[has_mask]
-
-    def _read_spans(self, places: _Places, offset: Int64s, num_bytes: Int64s) -> Int64s:
-        """Read some bytes of each sample into the buffer. Returns where they begin in it: int64[n].
-
-        They begin at byte ``offset`` of the shard. Samples with no cut between them are read at once where
-        they lie one behind another. Raises BrokenShard for bytes outside of the tar or of two samples, before
-        memory is taken for them.
-        """
-        ends = offset + num_bytes
-        gap = offset[1:] - ends[:-1]
-        wrong = (offset < 0) | (ends > places.limit)
-        wrong[1:] |= places.is_behind[1:] & (gap < 0)
-        self._check(places.shard, wrong)
-        is_cut = places.is_cut | (gap < 0) | (gap > _MOST_GAP_BYTES)
-        if self._shards.row_tokens:  # rows and their starts are taken as whole numbers of the buffer
-            is_cut |= gap % 4 > 0
-        first = _first_of_parts(is_cut)
-        begin, end = offset[first], ends[np.append(first[1:], len(ends)) - 1]
-        held = -(-(end - begin) // _ALIGN_BYTES) * _ALIGN_BYTES
-        to_buffer = self._used + np.cumsum(held) - held
-        used, self._used = self._used, self._used + int(held.sum())
-        if self._used > len(self._buffer):
-            grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)
-            grown[:used] = self._buffer[:used]
-            self._buffer = grown
-        spans = (each.tolist() for each in (places.shard[first], begin, end - begin, to_buffer))
-        for number, at, size, to in zip(*spans, strict=True):
-            self._fill(number, at, self._buffer.data[to : to + size])
-        return offset + np.repeat(to_buffer - begin, np.diff(first, append=len(offset)))
+            wanted.append((mask_offset, has_mask * self._shards.row_tokens, found.mask_at))
+        for begins, num_bytes, in_buffer in wanted:
+            ends = begins + num_bytes
+            gap = begins[1:] - ends[:-1]
+            wrong = (begins < 0) | (ends > limit)
+            wrong[1:] |= is_behind & (gap < 0)
+            self._check(shard_of, wrong)
+            # What lies one behind another is read at once. Rows and their starts are taken as whole numbers
+            # of the buffer.
+            is_apart = is_cut | (gap < 0) | (gap > _MOST_GAP_BYTES)
+            if self._shards.row_tokens:
+                is_apart |= gap % 4 > 0
+            first = _first_of_parts(is_apart)
+            begin, end = begins[first], ends[np.append(first[1:], len(ends)) - 1]
+            held = -(-(end - begin) // _ALIGN_BYTES) * _ALIGN_BYTES
+            to_buffer = self._used + np.cumsum(held) - held
+            used, self._used = self._used, self._used + int(held.sum())
+            if self._used > len(self._buffer):
+                grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)
+                grown[:used] = self._buffer[:used]
+                self._buffer = grown
+            spans = (each.tolist() for each in (shard_of[first], begin, end - begin, to_buffer))
+            for number, at, size, to in zip(*spans, strict=True):
+                self._fill(number, at, self._buffer.data[to : to + size])
+            in_buffer[:] = begins + np.repeat(to_buffer - begin, np.diff(first, append=len(begins)))
+        found.mask_at[~has_mask] = -1
 
     def _check_sizes(self, found: SampleBytes) -> None:
         """Raise BrokenShard where ids have not the bytes of their number, or a row holds more than a row.

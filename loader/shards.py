@@ -478,21 +478,18 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
 
 def _check_sources(datasets: list[DatasetShards]) -> None:
     """Refuse data sets of different tokenizers, and one named twice, whose shards would be seen twice."""
-    tokenizers: dict[str, tuple[Path, TokenizerSpec]] = {}
-    folders: set[Path] = set()
-    for dataset in datasets:
-        tokenizers.setdefault(dataset.spec.tokenizer.fingerprint, (dataset.folder, dataset.spec.tokenizer))
-        if dataset.folder in folders:
+    for folder, count in Counter(dataset.folder for dataset in datasets).items():
+        if count > 1:
             found = "named twice: in two sources, or as a folder and by its shards"
-            raise UsageError(path=dataset.folder, found=found, expected="once")
-        folders.add(dataset.folder)
-    if len(tokenizers) > 1:
-        (_, first), (folder, other), *_ = tokenizers.values()
-        raise OtherTokenizer(
-            path=folder,
-            found=f"made with {other.model_id} ({other.fingerprint[:12]}), which cannot be mixed",
-            expected=f"the tokenizer of the others, {first.model_id} ({first.fingerprint[:12]})",
-        )
+            raise UsageError(path=folder, found=found, expected="once")
+    for dataset in datasets:
+        first, other = datasets[0].spec.tokenizer, dataset.spec.tokenizer
+        if other.fingerprint != first.fingerprint:
+            raise OtherTokenizer(
+                path=dataset.folder,
+                found=f"made with {other.model_id} ({other.fingerprint[:12]}), which cannot be mixed",
+                expected=f"the tokenizer of the others, {first.model_id} ({first.fingerprint[:12]})",
+            )
 
 
 # Copies of what URLs name

@@ -21,7 +21,6 @@ from shardprep.files import (
     TEMPORARY_NAME,
     FileStamp,
     PublishedFile,
-    ReadFile,
     errors_named,
     is_folder,
     make_folder,
@@ -47,7 +46,6 @@ from shardprep.format.names import (
     remake_command,
 )
 
-READ_BYTES = 4 << 20
 _OF_SHARDS = (QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR)  # copied with their shards
 _LEFT_OUT = ("jobs",)  # of submissions and attempts, which are of DATA
 
@@ -145,9 +143,8 @@ def _copy_file(path: Path, target: Path, stamp: FileStamp | None = None) -> File
     """Copy a file, which appears whole or, where it is not as stamped, not at all; returns its stamp."""
     make_folder(target.parent, parents=True)
     try:
-        with errors_named(path), ReadFile(path) as file, PublishedFile(target) as copy:
-            for offset in range(0, file.num_bytes, READ_BYTES):
-                copy.write(memoryview(file.read(offset, min(READ_BYTES, file.num_bytes - offset))))
+        with errors_named(path), PublishedFile(target) as copy:
+            copy.write_file(path)
             found = copy.sync()
             if stamp is None or found == stamp:
                 copy.publish()

@@ -63,6 +63,7 @@ from shardprep.format.manifest import (
     read_manifest,
     refuse_found,
     refuse_other_plan,
+    shard_files,
 )
 from shardprep.format.names import (
     INDEX_NAME,
@@ -70,7 +71,6 @@ from shardprep.format.names import (
     DatasetSpec,
     TokenizerSpec,
     blank_id,
-    idx_path,
     manifest_path,
     tar_path,
 )
@@ -540,20 +540,18 @@ def _digits(url: str) -> str:
 
 def _copy_our_shard(root: str, shard_id: int, folder: Path) -> Path | None:
     """Copy manifest, idx and tar of a shard. None where no manifest says that it is one of ours."""
-    tar, idx, manifest = (path(folder, shard_id) for path in (tar_path, idx_path, manifest_path))
+    manifest = manifest_path(folder, shard_id)
     folder.mkdir(exist_ok=True)
     try:
         _copy(f"{root}/{manifest.name}", manifest)
     except NotFound as error:
-        shown = _shown(f"{root}/{tar.name}")
-        logger.warning("%s is taken for a tar that others wrote: %s", shown, error)
+        logger.warning("a shard is taken for a tar that others wrote: %s", error)
         with contextlib.suppress(OSError):
             folder.rmdir()
         return None
-    expected = read_manifest(folder, shard_id)
-    _copy(f"{root}/{idx.name}", idx, expected.idx)
-    _copy(f"{root}/{tar.name}", tar, expected.tar)
-    return tar
+    for path, stamp in shard_files(folder, read_manifest(folder, shard_id), ("idx", "tar")):
+        _copy(f"{root}/{path.name}", path, stamp)
+    return tar_path(folder, shard_id)
 
 
 def _copy(url: str, target: Path, expected: FileStamp | None = None) -> None:

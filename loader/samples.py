@@ -403,16 +403,9 @@ def check_batch(global_batch_size: int, group: int, *, batch_size: int, world_si
 
 def sizes_of_order(samples: Samples, tick_samples: int, group: int) -> dict[str, Any]:
     """Return the sizes in a source's order, by their names in Order."""
-    num_samples, num_bytes = samples.num_samples, samples.shards.tar_bytes
-    block_samples, window_samples = choose_windows(
-        num_samples=num_samples, num_bytes=num_bytes, tick_samples=tick_samples, group=group
-    )
-    return {
-        "num_samples": num_samples,
-        "tick_samples": tick_samples,
-        "block_samples": block_samples,
-        "window_samples": window_samples,
-    }
+    sizes = {"num_samples": samples.num_samples, "tick_samples": tick_samples}
+    block, window = choose_windows(**sizes, num_bytes=samples.shards.tar_bytes, group=group)
+    return {**sizes, "block_samples": block, "window_samples": window}
 
 
 def check_mixing(input_shards: object, weights: Weights | None, *, is_validation: bool) -> None:

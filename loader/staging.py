@@ -21,6 +21,7 @@ from shardprep.files import (
     TEMPORARY_NAME,
     FileStamp,
     PublishedFile,
+    ReadFile,
     errors_named,
     is_folder,
     make_folder,
@@ -46,6 +47,7 @@ from shardprep.format.names import (
     remake_command,
 )
 
+READ_BYTES = 4 << 20
 _OF_SHARDS = (QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR)  # copied with their shards
 _LEFT_OUT = ("jobs",)  # of submissions and attempts, which are of DATA
 
@@ -99,7 +101,7 @@ def stage(args: argparse.Namespace) -> int:
         except (BrokenShard, MissingShard) as error:  # of DATA; the other shards may be whole
             failures.append(error)
             say(f"error: {error}")
-    if not failures and os.path.lexists(folder / INDEX_NAME):  # a link to nothing is refused
+    if not failures and size_of_file(folder / INDEX_NAME) is not None:
         _copy_file(folder / INDEX_NAME, target / INDEX_NAME)
     num_copied, num_kept = len(missing) - len(failures), num_shards - len(missing)
     failed = f", {len(failures)} failed" if failures else f"; load {quoted(target)}"
@@ -111,16 +113,11 @@ def stage(args: argparse.Namespace) -> int:
 
 def _other_files(folder: Path) -> Iterator[Path]:
     """Yield what a data set has beside its shards and its index: the plan, the tokenizer and the like."""
-
-    def fail(error: OSError) -> None:
-        raise error  # os.walk would leave out the folder, without a word
-
-    with errors_named(folder):
-        for place, folders, names in os.walk(folder, onerror=fail):
-            if place == str(folder):
-                folders[:] = [name for name in folders if name not in (*_OF_SHARDS, *_LEFT_OUT)]
-                names = [name for name in names if name != INDEX_NAME and not name.startswith("shard-")]
-            yield from (Path(place, name) for name in names if not TEMPORARY_NAME.fullmatch(name))
+    for place, folders, names in os.walk(folder):
+        if place == str(folder):
+            folders[:] = [name for name in folders if name not in (*_OF_SHARDS, *_LEFT_OUT)]
+            names = [name for name in names if name != INDEX_NAME and not name.startswith("shard-")]
+        yield from (Path(place, name) for name in names if not TEMPORARY_NAME.fullmatch(name))
 
 
 def _copy_shard(folder: Path, shard_id: int, target: Path, progress: Progress) -> None:
@@ -143,8 +140,9 @@ def _copy_file(path: Path, target: Path, stamp: FileStamp | None = None) -> File
     """Copy a file, which appears whole or, where it is not as stamped, not at all; returns its stamp."""
     make_folder(target.parent, parents=True)
     try:
-        with errors_named(path), PublishedFile(target) as copy:
-            copy.write_file(path)
+        with errors_named(path), ReadFile(path) as file, PublishedFile(target) as copy:
+            for offset in range(0, file.num_bytes, READ_BYTES):
+                copy.write(memoryview(file.read(offset, min(READ_BYTES, file.num_bytes - offset))))
             found = copy.sync()
             if stamp is None or found == stamp:
                 copy.publish()

@@ -116,7 +116,6 @@ Say = Callable[[str], None]
 _LEAST_WAIT_S = 3.0
 _STAMPED_PER_S = 2000
 _LOOK_EVERY_S = 0.2
-_NUM_STAT_THREADS = 16  # a stat is a round trip on a network file system
 _CLAIM_NAME = f".{PLAN_NAME}.claimed.tmp"
 _NUM_NAMED = 3  # inputs that differ
 
@@ -431,7 +430,7 @@ def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> N
         differing = [f"{name} was added" for name in sorted(found - planned)]
         differing += [f"{name} is missing" for name in sorted(planned - found)]
         if not names_alone:
-            with ThreadPoolExecutor(_NUM_STAT_THREADS) as pool:
+            with ThreadPoolExecutor(NUM_THREADS) as pool:
                 changes = pool.map(lambda item: _change_of(input_dir, item), plan.inputs)
                 differing += filter(None, changes)
     except NotFound as error:

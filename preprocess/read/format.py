@@ -58,25 +58,23 @@ class OpenInput:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = with_retries(f"input {path} cannot be opened", self._open)
-        self.stamp = self._status()
-
-    def _open(self) -> ReadFile:
         try:
-            return ReadFile(self.path)
+            self._file = with_retries(f"input {path} cannot be opened", functools.partial(ReadFile, path))
         except BrokenShard as error:
             raise NotFound(f"input {error}, or move it away") from None
-        except OSError as error:
-            if error.errno not in _NO_SUCH_INPUT:
+        except ReadWriteError as error:
+            cause = error.__cause__
+            if not isinstance(cause, OSError) or cause.errno not in _NO_SUCH_INPUT:
                 raise
-            reason = error.strerror
-            if isinstance(error, FileNotFoundError) and os.path.islink(self.path):  # noqa: PTH114 - it never raises
+            reason = cause.strerror
+            if isinstance(cause, FileNotFoundError) and os.path.islink(path):  # noqa: PTH114 - it never raises
                 reason = "it is a link to nothing"
             raise NotFound(
-                f"input {self.path} cannot be opened: {reason}; bring it back, or move it away",
-                path=self.path,
+                f"input {path} cannot be opened: {reason}; bring it back, or move it away",
+                path=path,
                 found=reason,
             ) from None
+        self.stamp = self._status()
 
     def __del__(self) -> None:
         if (file := getattr(self, "_file", None)) is not None:

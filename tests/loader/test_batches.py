@@ -302,6 +302,8 @@ def test_boundaries_of_padded_documents_set_the_padding_apart(sets: DataSets) ->
 def test_conversations_and_plain_text_side_by_side_have_the_labels_that_each_has_alone(
     sets: DataSets,
 ) -> None:
+    """That the masks on disk are transformers' is compared by tests/preprocess/test_chat.py."""
+
     def rows(data: Any, **options: Any) -> list[Any]:
         with open_loader(data, 1, model_id=sets["chat"] / "tokenizer", **options) as loader:
             return [sample for batch in loader for sample in samples_of(batch)]

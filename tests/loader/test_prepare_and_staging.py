@@ -55,12 +55,12 @@ def planned(tmp_path: Path) -> World:
     return World(tmp_path).raw(texts).plan(num_shards=NUM_SHARDS)
 
 
-def start(world: World, rank: int, *, raw: Path | None = None, **variables: str) -> Any:
+def start(world: World, rank: int, *, raw: Path | None = None, hold: Hold | None = None) -> Any:
     """Start a rank of a job; use it in ``with``."""
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCH}
     words = [raw or world.raw_dir, world.data_dir, world.tokenizer, rank]
     command = [sys.executable, "-c", RANK, *map(str, words)]
-    return child(command, env={**environ, "SLURM_JOB_ID": "1", **variables})
+    return child(command, env={**environ, "SLURM_JOB_ID": "1", **(hold.environ() if hold else {})})
 
 
 @pytest.mark.processes
@@ -68,7 +68,7 @@ def test_one_rank_prepares_and_all_go_on_when_it_is_verified_also_where_one_was_
     planned: World,
 ) -> None:
     hold = Hold(planned.raw_dir.parent, "write", r"/\.shard-\d+\.tar\.")
-    with start(planned, 0, **hold.environ()) as killed:
+    with start(planned, 0, hold=hold) as killed:
         children = hold.wait(1, killed)
         killed.kill()
         wait_until(lambda: not any(map(is_living, children)), every_s=0.01)

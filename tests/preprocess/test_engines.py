@@ -11,7 +11,6 @@ import os
 import random
 import runpy
 import sys
-import tarfile
 import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
@@ -244,49 +243,30 @@ def test_a_tokenizer_that_gigatoken_does_not_know_is_encoded_by_the_reference(tm
 SCRIPT = ROOT / "benchmarks" / "baseline.py"
 
 
-def run_baseline(raw: Path, out: Path, model: Path, shard_id: int) -> None:
-    """The script as it stands, in this process."""
-    argv = ["--shard_id", shard_id, "--input_dir", raw, "--output_dir", out, "--model_id", model]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [str(SCRIPT), *map(str, argv)])
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-
-
-def members_of(path: Path) -> dict[str, bytes]:
-    with tarfile.open(path) as tar:
-        return {item.name: tar.extractfile(item).read() for item in tar}  # type: ignore[union-attr]
-
-
-@pytest.fixture(scope="module")
-def baseline(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """Two files: empty lines, every line end, blanks, a mark, names of control tokens; the script's tars."""
-    root = tmp_path_factory.mktemp("baseline")
+@pytest.mark.parametrize("flags", [["--shard_id"], ["--shard-id", "--allow-special-tokens"]], ids=str)
+def test_the_plain_form_gives_the_baselines_members_but_for_control_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    """Of empty lines, every line end, blanks, a mark, and names of control tokens."""
     odd = ["", "  \t ", "\u3000둘러싸인 \x0b", "a\u2028b\x85c", "\ufeff표", "끝 \\ \" ' {}", "the kettle"] * 9
     ends = itertools.cycle(["\n", "\r\n", "\n", "\r"])
     text = "\ufeff" + "".join(line + next(ends) for line in odd) + "no line end"
     control = "".join(f"text {token} more{token}\n plain {token[2:4]}\n" for token in (EOS, BOS, TURN))
-    world = World(root, data_dir=root / "first").raw({"a.txt": control, "b.txt": text, "c.md": "no .txt"})
+    ours = World(tmp_path).raw({"a.txt": control, "b.txt": text, "c.md": "no .txt"})
+    first = World(tmp_path, data_dir=tmp_path / "first")
+    folders = ["--input_dir", ours.raw_dir, "--model_id", ours.tokenizer, "--output_dir"]
     for shard_id in (0, 1):
-        run_baseline(world.raw_dir, world.data_dir, world.tokenizer, shard_id)
-    return world
-
-
-@pytest.mark.parametrize("flags", [["--shard_id"], ["--shard-id", "--allow-special-tokens"]], ids=str)
-def test_the_plain_form_gives_the_baselines_members_but_for_control_tokens(
-    baseline: World, tmp_path: Path, flags: list[str]
-) -> None:
-    folders = ["--input_dir", baseline.raw_dir, "--output_dir", tmp_path, "--model_id", baseline.tokenizer]
-    for shard_id in (0, 1):
-        flag, *more = flags
-        ended = baseline.main(flag, shard_id, *folders, *more)
+        words = [SCRIPT, "--shard_id", shard_id, *folders, first.data_dir]
+        monkeypatch.setattr(sys, "argv", [*map(str, words)])
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+        ended = ours.main(flags[0], shard_id, *folders, ours.data_dir, *flags[1:])
         assert ended.code == 0, ended.text
-        name = f"shard-{shard_id:05d}.tar"
-        first, ours = members_of(baseline.data_dir / name), members_of(tmp_path / name)
-        assert list(first) == list(ours)
-        assert len(first) > 10
-        other = {key.partition(".")[0] for key in first if first[key] != ours[key]}
-        assert len(other) == (3 if shard_id == 0 and not more else 0)
-        assert all(f"{key}.token_ids.json" in first for key in other)
+    expected, found = dict(first.members()), dict(ours.members())
+    assert list(found) == list(expected)
+    assert len(found) > 20
+    other = {name for name in found if found[name] != expected[name]}
+    assert len(other) == (3 if flags == ["--shard_id"] else 0)
+    assert all(name.endswith(".token_ids.json") for name in other)
 
 
 def test_ids_of_json_are_written_as_json_dumps_does_for_vocabularies_of_any_size(tmp_path: Path) -> None:

@@ -131,13 +131,13 @@ def transform(record):
 """
     (tmp_path / "clean.py").write_text(function)
     world = World(tmp_path).raw(INPUTS)
-    options = {"num_shards": 1, "transform": tmp_path / "clean.py"}
-    assert world.try_plan(**options).code == 2
-    world.plan(**options, transform_files="sibling_of_clean.py,table.txt").run(transform=options["transform"])
+    function_file, beside = tmp_path / "clean.py", "sibling_of_clean.py,table.txt"
+    assert world.try_plan(transform=function_file).code == 2
+    world.plan(num_shards=1, transform=function_file, transform_files=beside).run(transform=function_file)
     assert set(world.texts()) == {"one1"}
     (tmp_path / "table.txt").write_text("2\n")
     (world.data_dir / "shard-00000.json").unlink()
-    assert world.try_shard(0, transform=options["transform"]).code == 78
+    assert world.try_shard(0, transform=function_file).code == 78
 
 
 # What the function does wrong, and the exit code of plan, or of the shard where plan lets it be.

@@ -94,6 +94,36 @@ def test_engines_agree_with_each_other_and_with_transformers_on_any_text(
     assert all((end in ids) == bool(options) for ids in named), "names of tokens stay text unless allowed"
 
 
+@pytest.mark.slow
+def test_merges_that_no_text_needs_are_left_out_for_the_fast_engine_and_ids_stay(tmp_path: Path) -> None:
+    rng, model = random.Random(0), save_tokenizer(tmp_path / "model")
+    data = json.loads((model / "tokenizer.json").read_bytes())
+    words = ["".join(letters) for size in range(2, 9) for letters in itertools.product("ab", repeat=size)]
+    tokens = rng.sample(words, 100)  # some of them no merges will ever join
+    tokens += sorted({word[:end] for word in tokens for end in range(2, len(word))} - {*tokens})
+    # In front of the special tokens; as a tokenizer that was converted from ranks: a merge for each way to
+    # cut a token in two.
+    vocab = [*(token for token in data["model"]["vocab"] if len(token) == 1), *tokens]
+    cuts = [[token[:end], token[end:]] for token in tokens for end in range(1, len(token))]
+    merges = [cut for cut in cuts if {*cut} <= {*vocab}]
+    rng.shuffle(merges)
+    data["model"] |= {"vocab": {token: number for number, token in enumerate(vocab)}, "merges": merges}
+    for number, token in enumerate(data["added_tokens"], len(vocab)):
+        token["id"] = number
+        if token["content"] == BOS:
+            data["post_processor"]["special_tokens"][BOS]["ids"] = [number]
+    (model / "tokenizer.json").write_text(json.dumps(data))
+    texts = ["a", *("".join(rng.choices("aaabbb ", k=rng.randrange(1, 30))) for _ in range(3000))]
+    world = World(tmp_path, tokenizer=model).raw({"a.jsonl": [{"text": text} for text in texts]})
+    expected = world.plan(num_shards=1, engine="gigatoken").copy(tmp_path / "reference")
+    fast = json.loads((world.data_dir / "tokenizer" / "fast_tokenizer.json").read_bytes())
+    assert len(fast["model"]["merges"]) < len(merges)
+    assert {**fast["model"], "merges": merges} == data["model"]
+    ended = world.try_shard(0, engine="gigatoken")
+    assert ended.code == 0, ended.text
+    assert world.contents() == expected.run(engine="tokenizers").contents()
+
+
 # An engine that is wrong. -------------------------------------------------------------------------------
 
 

@@ -35,7 +35,7 @@ from preprocess.read.format import BETWEEN, Texts
 from shardprep.errors import BadInput, ReadWriteError, ShardprepError
 from shardprep.files import read_regular
 from shardprep.format.names import FAST_TOKENIZER_FILE, MAX_TOKENIZER_BYTES
-from shardprep.format.options import MaskRule
+from shardprep.format.plan import MaskRule
 from shardprep.hub import is_library_fault, words_of_fault
 
 Ids = npt.NDArray[np.uint32]

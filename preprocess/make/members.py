@@ -42,7 +42,7 @@ from shardprep.format.names import (
     rows_key,
     token_field,
 )
-from shardprep.format.options import PlanOptions
+from shardprep.format.plan import PlanOptions
 
 _SIZE = slice(124, 135)  # eleven octal digits
 _CHECKSUM = slice(148, 154)  # six octal digits

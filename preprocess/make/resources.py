@@ -20,7 +20,7 @@ from typing import Any
 from preprocess.read import BATCH_BYTES
 from shardprep.command_line import given_of, option
 from shardprep.errors import UsageError
-from shardprep.format.options import BAD_HELP, ENGINE_HELP, INPUT, RESOURCES, TEXT, TOKENS, EngineName
+from shardprep.format.plan import BAD_HELP, ENGINE_HELP, INPUT, RESOURCES, TEXT, TOKENS, EngineName
 
 SMALLEST_BATCH_BYTES = 64 << 10
 PROCESS_BYTES = 300 << 20  # a worker of Llama 3's vocabulary before its first document

@@ -35,6 +35,7 @@ from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_t
 from preprocess.read.documents import Documents, documents_of_shard, load_libraries
 from preprocess.read.format import Texts
 from preprocess.read.transform import transform_of
+from shardprep.command_line import start_child
 from shardprep.console import Progress, counted, guard_streams, say, short_bytes, short_number
 from shardprep.errors import (
     BadInput,
@@ -60,9 +61,7 @@ from shardprep.format.names import (
     is_chosen,
     quarantine_path,
 )
-from shardprep.format.options import EngineName
-from shardprep.format.plan import Plan, PlannedShard, check_tokenizer_files, need_plan
-from shardprep.signals import start_child
+from shardprep.format.plan import EngineName, Plan, PlannedShard, check_tokenizer_files, need_plan
 
 if TYPE_CHECKING:  # a task of one shard does without them
     from multiprocessing.connection import Connection

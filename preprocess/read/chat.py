@@ -37,10 +37,10 @@ from typing import Any, NamedTuple
 
 from preprocess.read.text_fields import MAX_JSON_DEPTH, UnusableText
 from shardprep import HOME
+from shardprep.command_line import STOP_SIGNALS, stop_signals_wait
 from shardprep.console import guard_streams
 from shardprep.errors import BadInput, ReadWriteError, Refused, UsageError
-from shardprep.format.options import MaskRule
-from shardprep.signals import STOP_SIGNALS, stop_signals_wait
+from shardprep.format.plan import MaskRule
 
 FIXED_DATE = datetime.datetime(2024, 7, 26)  # noqa: DTZ001  the one that Llama 3.1's template falls back on
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")

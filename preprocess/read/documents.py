@@ -32,8 +32,7 @@ from shardprep.format.documents import (
     read_excluded,
 )
 from shardprep.format.input_formats import input_kind, place_text
-from shardprep.format.options import PlanOptions
-from shardprep.format.plan import ByteRange, Plan, PlannedShard
+from shardprep.format.plan import ByteRange, Plan, PlannedShard, PlanOptions
 
 if TYPE_CHECKING:
     from preprocess.read.chat import ChatTemplate

@@ -25,8 +25,7 @@ import numpy.typing as npt
 from preprocess.read.text_fields import TextFields, UnusableText
 from shardprep.errors import BadInput, BrokenShard, NotFound, ReadWriteError, Refused
 from shardprep.files import ReadFile, with_retries
-from shardprep.format.options import PlanOptions
-from shardprep.format.plan import ByteRange
+from shardprep.format.plan import ByteRange, PlanOptions
 
 # A longer document is left out by name. The same on all machines, so that all leave out the same documents.
 MOST_DOCUMENT_BYTES = 64 << 20

@@ -43,7 +43,7 @@ from preprocess.read.text_fields import (
 )
 from shardprep.console import quoted
 from shardprep.errors import BadInput
-from shardprep.format.options import PlanOptions
+from shardprep.format.plan import PlanOptions
 
 # A string that does not end goes up to the end: from each of its quotes another one would begin else.
 _STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)

@@ -34,8 +34,7 @@ from preprocess.read.format import (
     too_long,
 )
 from preprocess.read.text_fields import TextFields, UnusableText
-from shardprep.format.options import PlanOptions
-from shardprep.format.plan import ByteRange
+from shardprep.format.plan import ByteRange, PlanOptions
 
 Numbers = npt.NDArray[np.int64]
 # Of lines, the byte where each starts in them, and the byte of the text where the first one starts: their

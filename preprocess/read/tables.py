@@ -55,7 +55,7 @@ from preprocess.read.text_fields import (
     text_fields_of,
 )
 from shardprep.errors import BadInput, ReadWriteError
-from shardprep.format.options import PlanOptions
+from shardprep.format.plan import PlanOptions
 
 # Arrays lie in libc's memory: in pyarrow's own pool a task holds 24 MB more, at equal CPU seconds.
 arrow.set_memory_pool(arrow.system_memory_pool())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardprep.errors import UsageError
-from shardprep.format.options import PlanOptions
+from shardprep.format.plan import PlanOptions
 
 FieldPath = tuple[str, ...]
 # Lists and objects within each other. Python's own limit is what is left of its stack, another one in each

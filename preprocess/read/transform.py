@@ -25,7 +25,7 @@ from shardprep import LeaveOut
 from shardprep.errors import NotFound, Refused, UsageError
 from shardprep.files import NOT_THERE, make_subfolder, publish_bytes, read_regular
 from shardprep.format.names import TRANSFORM_DIR
-from shardprep.format.options import PlanOptions
+from shardprep.format.plan import PlanOptions
 
 _MAX_BYTES = 64 << 20  # of the function's file, or of a table of its own
 _MOST_REASONS = 100  # of LeaveOut, in a shard: its manifest names each

@@ -85,6 +85,9 @@ class InputStream(io.RawIOBase):
         self._position = 0
         self.error: ReadWriteError | None = None  # pyarrow hides it behind its own
 
+    def readable(self) -> bool:
+        return True
+
     def seekable(self) -> bool:
         return True
 

@@ -69,11 +69,8 @@ class OpenInput:
             reason = cause.strerror
             if isinstance(cause, FileNotFoundError) and os.path.islink(path):  # noqa: PTH114 - it never raises
                 reason = "it is a link to nothing"
-            raise NotFound(
-                f"input {path} cannot be opened: {reason}; bring it back, or move it away",
-                path=path,
-                found=reason,
-            ) from None
+            message = f"input {path} cannot be opened: {reason}; bring it back, or move it away"
+            raise NotFound(message, path=path, found=reason) from None
         self.stamp = self._status()
 
     def __del__(self) -> None:
@@ -176,12 +173,9 @@ def open_part(part: ByteRange) -> OpenInput:
     try:
         file = OpenInput(part.path)
     except NotFound as error:
-        raise NotFound(
-            f"{error}; if the raw folder moved, pass --input_dir",
-            path=error.path,
-            found=error.found,
-            remedy="--input_dir",
-        ) from None
+        error.remedy = "--input_dir"
+        error.advise("if the raw folder moved, pass --input_dir")
+        raise
     planned, size = part.planned, file.stamp.num_bytes
     if (size, file.stamp.mtime_ns) == (planned.num_bytes, planned.mtime_ns):
         return file

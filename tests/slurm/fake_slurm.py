@@ -31,6 +31,7 @@ from tests.forged import content_sha256, seal
 from tests.world import Ended, call_main
 
 NAME = "shardprep-0123456789ab-3f2a91-0"
+ALL = "0 1 2 3 4"  # the shards of five tasks
 WHEN = "2026-11-22T01:52:04"
 QUEUES = {
     "22.05.8": f"""\

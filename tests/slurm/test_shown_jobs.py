@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.slurm.fake_slurm import (
+    ALL,
     CONFIG,
-    JOB,
     NAME,
     QUEUES,
     WHEN,
@@ -28,7 +28,6 @@ from tests.slurm.fake_slurm import (
 
 pytestmark = pytest.mark.processes
 
-ALL = "0 1 2 3 4"
 LATER = "2026-11-22T09:00:00"
 SINCE_WHEN = datetime.strptime(f"{WHEN}+0000", "%Y-%m-%dT%H:%M:%S%z").timestamp()
 VERIFY = {"job": "2", "name": f"{NAME}-verify"}
@@ -260,14 +259,6 @@ def test_whatever_keeps_squeue_from_answering_a_running_shard_is_never_called_fa
         desk.slurm(name, code=74)
     assert not desk.fake.sent()
     assert not desk.cancelled()
-
-
-@pytest.mark.parametrize("size", [20, 200])
-def test_a_submit_to_which_slurm_shows_a_part_of_its_job_cancels_it(desk: Desk, size: int) -> None:
-    """What is not recorded does not run."""
-    desk.fake.answers("job", JOB[:size])
-    desk.slurm("submit", code=74)
-    assert desk.cancelled() == ["1"]
 
 
 @pytest.mark.parametrize("how", ["away", "not installed"])

@@ -348,20 +348,6 @@ def test_another_submit_with_until_done_leaves_one_controller(desk: Desk) -> Non
     assert len(desk.fake.sent()) == 6, "the one that is there does it"
 
 
-def test_the_controller_is_submitted_before_the_jobs_are_released_or_nothing_is(desk: Desk) -> None:
-    """A limit of jobs that has no room for it: the array is made of fewer tasks until it has."""
-    refuse = "echo 'sbatch: error: Job violates accounting/QOS policy (job submit limit)' >&2; exit 1"
-    place = desk.fake.place
-    body = f"""script=$(cat)
-if [[ $script = *-control* && ! -e "{place}/refused" ]]; then touch "{place}/refused"; {refuse}; fi
-printf '%s\\n' "$script" | "{place}/sbatch.sh" "$@\""""
-    desk.fake.answers_by("sbatch", body)
-    desk.slurm("submit", "--until_done")
-    assert desk.cancelled() == ["1 2"], "what was sent before, not yet released"
-    assert desk.released() == ["3", "4"]
-    assert desk.sent_shards() == ["0 1 2 3 4", "0-1 2-4"]
-
-
 def test_clean_removes_the_logs_of_tasks_once_all_is_verified(desk: Desk) -> None:
     kept = ["control-9.log", "verify-8.log"]
     for name in ("7_0.log", *kept):

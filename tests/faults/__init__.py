@@ -7,11 +7,9 @@ in words, or what it made is *equal* to what it makes undisturbed. Everything el
 (it ended well, with other bytes), *traceback*, *hang*, *memory*.
 
     small_data_sets the data sets -> commands run on copies of them -> forked_case one run in a process of
-    its own -> judging, outcomes how it ended; os_calls.c fails, kills or stops at the k-th call to the
-    operating system
+    its own -> judging how it ended; os_calls.c fails, kills or stops at the k-th call to the operating system
 
-    at_calls, races, power_loss, full_disks, clocks, disturbed_files, bad_json: the campaigns, each a
-    generator of outcomes
+    at_calls, races, power_loss, surroundings, disturbed_files: the campaigns, each a generator of outcomes
 
 Thousands of runs take minutes, as each is a fork of one process that has imported everything already.
 """

@@ -7,58 +7,58 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
-from tests.faults import (
-    at_calls,
-    bad_json,
-    clocks,
-    disturbed_files,
-    full_disks,
-    power_loss,
-    races,
-)  # fmt: skip
+from tests.faults import at_calls, disturbed_files, power_loss, races, surroundings
+from tests.faults.judging import KINDS, Outcome, failures
 from tests.faults.os_calls import is_preloaded, start_preloaded
-from tests.faults.outcomes import Outcome, as_json, failures, findings, table
 from tests.faults.small_data_sets import FORMS, make_small_data_sets
 
 
-@dataclass(frozen=True)
-class Campaign:
+class Campaign(NamedTuple):
     """What is tried on which forms of data sets; ``num_quick``: faults of each file or command, in short."""
 
     outcomes: Callable[..., Iterator[Outcome]]
-    forms: tuple[str, ...]
-    quick_forms: tuple[str, ...] = ("best_fit",)
+    forms: tuple[str, ...] = ("json", "best_fit")
     num_quick: int = 2
 
 
-_TWO, _ALL = ("json", "best_fit"), ("json", "best_fit", "formats")
+_ALL = ("json", "best_fit", "formats")
 CAMPAIGNS = {
     "bit_flips": Campaign(disturbed_files.bit_flips, ("json", "npy", "concat", "best_fit"), num_quick=1),
-    "edited_files": Campaign(disturbed_files.edited_files, _TWO, num_quick=1),
+    "edited_files": Campaign(disturbed_files.edited_files, num_quick=1),
     "replaced_files": Campaign(disturbed_files.replaced_files, ("npy", "best_fit")),
-    "bad_json": Campaign(bad_json.outcomes, ("concat", "json"), num_quick=1),
+    "bad_json": Campaign(disturbed_files.bad_json, ("concat", "json"), num_quick=1),
     "injected_errors": Campaign(at_calls.injected_errors, _ALL, num_quick=1),
     "short_transfers": Campaign(at_calls.short_transfers, ("json", "npy", "best_fit")),
-    "full_disks": Campaign(full_disks.outcomes, _TWO),
+    "full_disks": Campaign(surroundings.full_disks),
     "kills": Campaign(at_calls.kills, _ALL),
     "stop_signals": Campaign(at_calls.stop_signals, _ALL),
-    "power_loss": Campaign(power_loss.outcomes, _TWO, num_quick=1),
-    "races": Campaign(races.outcomes, _TWO),
-    "clocks": Campaign(clocks.outcomes, _TWO),
+    "power_loss": Campaign(power_loss.outcomes, num_quick=1),
+    "races": Campaign(races.outcomes),
+    "clocks": Campaign(surroundings.clocks),
 }
+_QUICK_FORMS = ("best_fit",)
 # Of each file or hit and command. Full takes some 2 hours of one core, quick some 4 s per campaign.
 _FAULTS = 200
 _SPEAK_EVERY_S = 30
+_SHOWN_FILES = 4
 
 
 def main() -> int:
     """0 where nothing failed, 1 where something did."""
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # faults have surrogates
-    args = _parser().parse_args()
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="some faults of each kind")
+    parser.add_argument("--num_faults", type=int, help="of each file or command (default 200, quick 2)")
+    parser.add_argument("--only", action="append", choices=CAMPAIGNS, help="this campaign; may be repeated")
+    parser.add_argument("--form", action="append", choices=FORMS, help="of data set; may be repeated")
+    parser.add_argument("--json", type=Path, help="write every outcome to this file")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         if not is_preloaded():
             return start_preloaded(Path(folder), ["-m", "tests.faults", *sys.argv[1:]])
@@ -66,41 +66,58 @@ def main() -> int:
 
 
 def _run(args: argparse.Namespace, folder: Path) -> int:
-    chosen = args.only or list(CAMPAIGNS)
-    wanted = {}
-    for name in chosen:
-        campaign = CAMPAIGNS[name]
-        wanted[name] = args.form or (campaign.quick_forms if args.quick else campaign.forms)
-    forms = sorted({form for forms in wanted.values() for form in forms})
-    data_sets = make_small_data_sets(folder, forms)
-    outcomes, spoke = [], time.monotonic()
-    for name in chosen:
-        of_campaign = [data_set for data_set in data_sets if data_set.form in wanted[name]]
+    forms_of = {
+        name: args.form or (_QUICK_FORMS if args.quick else CAMPAIGNS[name].forms)
+        for name in args.only or CAMPAIGNS
+    }
+    data_sets = make_small_data_sets(folder, sorted({form for forms in forms_of.values() for form in forms}))
+    outcomes, spoke = list[Outcome](), time.monotonic()
+    for name, forms in forms_of.items():
+        of_campaign = [data_set for data_set in data_sets if data_set.form in forms]
         num_faults = args.num_faults or (CAMPAIGNS[name].num_quick if args.quick else _FAULTS)
         for outcome in CAMPAIGNS[name].outcomes(of_campaign, num_faults=num_faults):
             outcomes.append(outcome)
             if time.monotonic() - spoke > _SPEAK_EVERY_S:
                 spoke = time.monotonic()
                 print(f"{name}: {len(outcomes)} tried, {len(failures(outcomes))} failed", file=sys.stderr)
-                if args.json:
-                    args.json.write_text(json.dumps(as_json(outcomes)), encoding="utf-8")
         if args.json:
-            args.json.write_text(json.dumps(as_json(outcomes)), encoding="utf-8")
+            args.json.write_text(json.dumps([*map(asdict, outcomes)]), encoding="utf-8")
         print(f"{name}: ended", flush=True)
-    print(table(outcomes))
+    print(_table(outcomes))
     print()
-    print(findings(outcomes))
+    print(_findings(outcomes))
     return 1 if failures(outcomes) else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="some faults of each kind")
-    parser.add_argument("--num_faults", type=int, help="of each file or command (default 200, quick 2)")
-    parser.add_argument("--only", action="append", choices=CAMPAIGNS, help="this campaign; may be repeated")
-    parser.add_argument("--form", action="append", choices=FORMS, help="of data set; may be repeated")
-    parser.add_argument("--json", type=Path, help="write every outcome to this file")
-    return parser
+def _table(outcomes: Sequence[Outcome]) -> str:
+    """Count tried runs and how they ended, a line for each campaign and command."""
+    rows: dict[tuple[str, str], Counter[str]] = {}
+    for outcome in outcomes:
+        for command in (outcome.command, "all"):
+            rows.setdefault((outcome.campaign, command), Counter())[outcome.kind] += 1
+    head = f"{'campaign':<16}{'command':<16}{'tried':>8}" + "".join(f"{kind:>11}" for kind in KINDS)
+    lines = [head, "-" * len(head)]
+    for (campaign, command), counts in sorted(rows.items()):
+        cells = "".join(f"{counts[kind]:>11}" for kind in KINDS)
+        lines.append(f"{campaign:<16}{command:<16}{counts.total():>8}{cells}")
+    return "\n".join(lines)
+
+
+def _findings(outcomes: Sequence[Outcome]) -> str:
+    """Return each distinct failure with how often it came, its files and one fault that shows it."""
+    groups: dict[tuple[str, ...], list[Outcome]] = {}
+    for outcome in failures(outcomes):
+        # Those that agree in this have one cause, most likely.
+        cause = (outcome.campaign, outcome.command, outcome.kind, outcome.what)
+        groups.setdefault(cause, []).append(outcome)
+    lines = [f"{len(groups)} distinct failures"]
+    for group in sorted(groups.values(), key=len, reverse=True):
+        first, files = group[0], sorted({outcome.file for outcome in group})
+        more = f" and {len(files) - _SHOWN_FILES} more" if len(files) > _SHOWN_FILES else ""
+        lines.append(f"{len(group):>6} x {first.campaign}, {first.command}: {first.kind}: {first.what}")
+        lines.append(f"         of {', '.join(files[:_SHOWN_FILES])}{more}")
+        lines.append(f"         such as {first.form}, {first.file}: {first.fault}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,48 +1,50 @@
-"""A file of a data set is damaged or replaced, and read by every command that reads it: three campaigns.
+"""A file of a data set is damaged or replaced, and read by every command that reads it: four campaigns.
 
 - bit_flips: one bit of one byte.
 - edited_files: bytes written, inserted, doubled or removed at several places.
 - replaced_files: a FIFO, a device, a folder, a link, another shard's or data set's file, or a part of it.
+- bad_json: values that no JSON of ours holds, at each place of each file, and of the state of a loader.
 
 Each is refused, or has no effect.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import random
 import shutil
+import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from json.decoder import JSONDecoder
 from pathlib import Path
 
-from tests.faults.json_spans import spans
-from tests.faults.judging import Undisturbed, undisturbed, verdict
-from tests.faults.outcomes import Outcome, spread
-from tests.faults.small_data_sets import SmallDataSet, Stage, make_external_tar
+from shardprep.errors import UsageError
+from tests.faults.commands import loaded
+from tests.faults.forked_case import run_forked
+from tests.faults.judging import Outcome, Verdict, spread, verdict_of_end, verdict_on_damage
+from tests.faults.small_data_sets import SmallDataSet, Stage
+from tests.forged import with_its_hash
 
 _HEADER_BYTES = 512  # and the size of a block of a tar
 _TYPE_OFFSET = 156  # in a header
 _QUICK_FAULTS = 8  # so few, and the kinds take turns
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DisturbedFile:
     """A file of a data set, and the commands that read it."""
 
     name: str  # below data/
     stage: Stage
-    commands: tuple[str, ...]
+    commands: str  # with commas between them
     free_text: str = ""  # JSON path of a name outside of all hashes: another text there is another name
     headers_only: bool = False  # of a tar: the bytes of its members cannot be checked without a manifest
     sizes_alone: bool = False  # is all that the commands look at: another shard's may have the same
-    prepare: Callable[[SmallDataSet], None] = lambda data_set: None
-
-    @property
-    def is_json(self) -> bool:
-        # No bad values with right hashes in findings: those that were forged away are no findings.
-        return self.name.endswith(".json") and self.name not in ("findings.json", "tokenizer/tokenizer.json")
+    prepare: Callable[[SmallDataSet], object] = lambda data_set: None
 
 
 def _keep_tars_only(data_set: SmallDataSet) -> None:
@@ -53,93 +55,69 @@ def _keep_tars_only(data_set: SmallDataSet) -> None:
 
 
 def _put_external_tars(data_set: SmallDataSet) -> None:
+    """Tars by webdataset's own TarWriter, npy where ours are; no idx, no manifest."""
+    import numpy as np
+    from webdataset import TarWriter
+
     _keep_tars_only(data_set)
+    kind = "npy" if data_set.form == "npy" else "json"
     for path in (data_set.place / "data").glob("*.tar"):
-        make_external_tar(path)
+        with TarWriter(str(path), mtime=0) as writer:
+            for number in range(6):
+                ids = [300, *range(1, 6 + number), 301]
+                member = {f"token_ids.{kind}": np.array(ids, np.uint16) if kind == "npy" else ids}
+                writer.write({"__key__": f"sample_{number:05d}", "text.txt": "text", **member})
 
 
 def _find_wrong(data_set: SmallDataSet) -> None:
     """A bit of a token id flips, and verify finds it."""
-    tar = data_set.place / "data" / "shard-00001.tar"
-    content = bytearray(tar.read_bytes())
-    content[_HEADER_BYTES + 200] ^= 1
-    tar.write_bytes(content)
+    _flip(_HEADER_BYTES + 200, 0, data_set.place / "data" / "shard-00001.tar")
     ended = data_set.run("verify")
     if ended.code != 65:
         raise RuntimeError(f"verify found nothing: {ended}")
 
 
-_MODEL_ID = "tokenizer.model_id"
-FILES = (
-    DisturbedFile(name="plan.json", stage="planned", commands=("shard",), free_text=_MODEL_ID),
+_FILES = (
+    DisturbedFile("plan.json", "planned", "shard", free_text="tokenizer.model_id"),
+    DisturbedFile("plan.json", "verified", "verify, verify --fast, status", free_text="tokenizer.model_id"),
+    DisturbedFile("tokenizer/tokenizer.json", "planned", "shard"),
+    DisturbedFile("tokenizer/tokenizer.json", "verified", "verify, load"),
+    DisturbedFile("tokenizer/tokenizer_config.json", "planned", "shard"),
+    DisturbedFile("tokenizer/tokenizer_config.json", "verified", "verify, load"),
+    DisturbedFile("index.json", "verified", "load, stage, verify"),
     DisturbedFile(
-        name="plan.json",
-        stage="verified",
-        commands=("verify", "verify --fast", "status"),
-        free_text=_MODEL_ID,
+        "shard-00000.json", "made", "load, verify, shard, status", free_text="spec.tokenizer.model_id"
     ),
-    DisturbedFile(name="tokenizer/tokenizer.json", stage="planned", commands=("shard",)),
-    DisturbedFile(name="tokenizer/tokenizer.json", stage="verified", commands=("verify", "load")),
-    DisturbedFile(name="tokenizer/tokenizer_config.json", stage="planned", commands=("shard",)),
-    DisturbedFile(name="tokenizer/tokenizer_config.json", stage="verified", commands=("verify", "load")),
-    DisturbedFile(name="index.json", stage="verified", commands=("load", "stage", "verify")),
-    DisturbedFile(
-        name="shard-00000.json",
-        stage="made",
-        commands=("load", "verify", "shard", "status"),
-        free_text=f"spec.{_MODEL_ID}",
-    ),
-    DisturbedFile(name="shard-00000.idx", stage="verified", commands=("load", "stage", "verify")),
-    DisturbedFile(name="shard-00000.tar", stage="verified", commands=("stage", "verify")),
-    DisturbedFile(
-        name="shard-00000.tar",
-        stage="verified",
-        commands=("load tars",),
-        headers_only=True,
-        prepare=_keep_tars_only,
-    ),
-    DisturbedFile(
-        name="shard-00001.tar",
-        stage="verified",
-        commands=("load tars",),
-        headers_only=True,
-        prepare=_put_external_tars,
-    ),
-    DisturbedFile(name="quarantine/shard-00001.jsonl", stage="verified", commands=("verify",)),
-    DisturbedFile(name="jobs/0000.json", stage="made", commands=("status",)),
-    DisturbedFile(name="findings.json", stage="verified", commands=("shard 1",), prepare=_find_wrong),
+    DisturbedFile("shard-00000.idx", "verified", "load, stage, verify"),
+    DisturbedFile("shard-00000.tar", "verified", "stage, verify"),
+    DisturbedFile("shard-00000.tar", "verified", "load tars", headers_only=True, prepare=_keep_tars_only),
+    DisturbedFile("shard-00001.tar", "verified", "load tars", headers_only=True, prepare=_put_external_tars),
+    DisturbedFile("quarantine/shard-00001.jsonl", "verified", "verify"),
+    DisturbedFile("jobs/0000.json", "made", "status"),
+    DisturbedFile("findings.json", "verified", "shard 1", prepare=_find_wrong),
 )
 # What is replaced by another kind of file, besides these.
-_INPUTS = (
-    DisturbedFile(name="../raw/a.txt", stage="raw", commands=("plan",)),
-    DisturbedFile(name="../raw/a.txt", stage="planned", commands=("shard", "run")),
-    DisturbedFile(name="../raw/b.txt", stage="planned", commands=("shard", "run")),
-    DisturbedFile(
-        name="shard-00000.tar",
-        stage="verified",
-        commands=("load", "status", "verify --fast"),
-        sizes_alone=True,
-    ),
-    DisturbedFile(name="shard-00000.idx", stage="verified", commands=("status", "verify --fast")),
-    DisturbedFile(name="jobs", stage="made", commands=("status",)),
-    DisturbedFile(name="quarantine", stage="made", commands=("verify",)),
-    DisturbedFile(name="tokenizer", stage="planned", commands=("shard",)),
+_REPLACED = (
+    DisturbedFile("../raw/a.txt", "raw", "plan"),
+    DisturbedFile("../raw/a.txt", "planned", "shard, run"),
+    DisturbedFile("../raw/b.txt", "planned", "shard, run"),
+    DisturbedFile("shard-00000.tar", "verified", "load, status, verify --fast", sizes_alone=True),
+    DisturbedFile("shard-00000.idx", "verified", "status, verify --fast"),
+    DisturbedFile("jobs", "made", "status"),
+    DisturbedFile("quarantine", "made", "verify"),
+    DisturbedFile("tokenizer", "planned", "shard"),
 )
 
 Fault = tuple[str, Callable[[Path], object]]  # in words, and what it does to the file
-_undisturbed: dict[object, Undisturbed] = {}  # several campaigns run the same commands
 
 
-def disturb(
+def _disturb(
     campaign: str, data_set: SmallDataSet, file: DisturbedFile, faults: Callable[[bytes], Iterator[Fault]]
 ) -> Iterator[Outcome]:
     """Put every fault of a file through every command that reads it."""
     path = Path(os.path.normpath(data_set.place / "data" / file.name))  # an input lies beside the data set
-    for name in file.commands:
-        key = (data_set.place, data_set.form, file.stage, name, file.prepare)
-        if key not in _undisturbed:
-            _undisturbed[key] = undisturbed(data_set, file.stage, name, lambda: file.prepare(data_set))
-        expected = _undisturbed[key]
+    for name in file.commands.split(", "):
+        expected = data_set.undisturbed(name, file.stage, file.prepare)
         data_set.reset(file.stage)
         file.prepare(data_set)
         if not path.exists():
@@ -150,17 +128,16 @@ def disturb(
             apply(path)
             ended = data_set.run(name)
             is_rewritten = name.startswith("verify") and file.name == "index.json"
-            kind, what = verdict(
-                data_set, name, ended, expected, None if is_rewritten else f"data/{file.name}"
-            )
-            yield Outcome(campaign, data_set.form, file.name, name, words, kind, what)
+            disturbed = None if is_rewritten else f"data/{file.name}"
+            verdict = verdict_on_damage(data_set, name, ended, expected, disturbed)
+            yield Outcome(campaign, data_set.form, file.name, name, words, *verdict)
 
 
 def bit_flips(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
     """Flip bits spread over each file, another bit of the byte each time."""
     for data_set in data_sets:
-        for file in FILES:
-            yield from disturb("bit_flips", data_set, file, partial(_flips, file, num_faults))
+        for file in _FILES:
+            yield from _disturb("bit_flips", data_set, file, partial(_flips, file, num_faults))
 
 
 def _flips(file: DisturbedFile, number: int, data: bytes) -> Iterator[Fault]:
@@ -184,23 +161,21 @@ def _flip(offset: int, bit: int, path: Path) -> None:
 
 def _free_bytes(file: DisturbedFile, data: bytes) -> range:
     """Return the bytes of a name that nothing can tell from another."""
-    if not file.free_text:
-        return range(0)
-    found = {path: (start, end) for path, start, end in spans(data.decode())}
-    start, end = (len(data.decode()[:at].encode()) for at in found[file.free_text])
-    return range(start, end)
+    for path, start, end in spans(data.decode()) if file.free_text else ():
+        if path == file.free_text:
+            return range(*(len(data.decode()[:at].encode()) for at in (start, end)))
+    return range(0)
 
 
 def _header_offsets(tar: bytes) -> tuple[list[int], list[int]]:
     """Of all headers of a tar: the bytes of the type, which decide if there is a member; the others."""
     types: list[int] = []
     others: list[int] = []
-    at = 0
-    while tar[at : at + _HEADER_BYTES].strip(b"\0"):
-        types.append(at + _TYPE_OFFSET)
-        others += [offset for offset in range(at, at + _HEADER_BYTES) if tar[offset]]
-        size = int(tar[at + 124 : at + 135], 8)
-        at += _HEADER_BYTES + -(-size // _HEADER_BYTES) * _HEADER_BYTES
+    with tarfile.open(fileobj=io.BytesIO(tar)) as members:
+        for member in members:
+            types.append(member.offset + _TYPE_OFFSET)
+            header = range(member.offset, member.offset + _HEADER_BYTES)
+            others += [offset for offset in header if tar[offset]]
     return types, others
 
 
@@ -213,9 +188,9 @@ _PIECES = (
 def edited_files(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
     """Edit each file at some places by chance, with seeds that are told."""
     for data_set in data_sets:
-        for file in FILES:
+        for file in _FILES:
             if not file.headers_only:
-                yield from disturb("edited_files", data_set, file, partial(_edits, file, num_faults))
+                yield from _disturb("edited_files", data_set, file, partial(_edits, file, num_faults))
 
 
 def _edits(file: DisturbedFile, number: int, data: bytes) -> Iterator[Fault]:
@@ -223,11 +198,11 @@ def _edits(file: DisturbedFile, number: int, data: bytes) -> Iterator[Fault]:
     for seed in range(number):
         edited = _edited(data, random.Random(seed))
         if edited != data and data[free.start : free.stop] in edited:
-            yield f"edits of seed {seed}", partial(_write, edited)
+            yield f"edits of seed {seed}", _writing(edited)
 
 
-def _write(data: bytes, path: Path) -> None:
-    path.write_bytes(data)
+def _writing(data: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(data)
 
 
 def _edited(data: bytes, chance: random.Random) -> bytes:
@@ -249,16 +224,16 @@ def replaced_files(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Ite
     """Put each kind in place of each file of a data set and each input, for each command that reads it."""
     for data_set in data_sets:
         others = [each for each in data_sets if each is not data_set]
-        for number, file in enumerate((*FILES, *_INPUTS)):
+        for number, file in enumerate((*_FILES, *_REPLACED)):
             faults = partial(_replacements, file, number, num_faults, others)
-            yield from disturb("replaced_files", data_set, file, faults)
+            yield from _disturb("replaced_files", data_set, file, faults)
 
 
 def _replacements(
     file: DisturbedFile, number: int, num_faults: int, others: list[SmallDataSet], data: bytes
 ) -> Iterator[Fault]:
     kinds = list(_KINDS.items())
-    if file.stage == "raw":  # what is neither a file nor a link is left out by name: test_input_ledger.py
+    if file.stage == "raw":  # what is neither a file nor a link is left out by name
         kinds = [each for each in kinds if "link" in each[0]]
     elif data:
         kinds += [("empty", _cut_to(0)), ("a half", _cut_to(len(data) // 2))]
@@ -267,7 +242,7 @@ def _replacements(
             if source.is_file() and not file.name.startswith(("../", "tokenizer/")):  # those are equal
                 kinds.append((f"the one of {other.form}", partial(shutil.copyfile, source)))
         if file.name.startswith("shard-") and not file.sizes_alone:
-            sibling = file.name.replace("00000", "other").replace("00001", "00000").replace("other", "00001")
+            sibling = file.name.translate({ord("0"): "1", ord("1"): "0"}).replace("1111", "0000")
             kinds.append(("the other shard's", lambda path: shutil.copyfile(path.with_name(sibling), path)))
         if file.name.endswith(".tar"):
             cuts = spread(len(data) // _HEADER_BYTES, num_faults)
@@ -281,7 +256,7 @@ def _cut_to(size: int) -> Callable[[Path], object]:
     return lambda path: os.truncate(path, size)
 
 
-def instead(make: Callable[[Path], object]) -> Callable[[Path], object]:
+def _instead(make: Callable[[Path], object]) -> Callable[[Path], object]:
     """Return what puts something else in place of a file, which it moves aside."""
 
     def apply(path: Path) -> None:
@@ -292,10 +267,125 @@ def instead(make: Callable[[Path], object]) -> Callable[[Path], object]:
 
 
 _KINDS: dict[str, Callable[[Path], object]] = {
-    "a FIFO": instead(lambda path: os.mkfifo(path)),
-    "/dev/zero": instead(lambda path: path.symlink_to("/dev/zero")),
-    "a folder": instead(lambda path: path.mkdir()),
-    "a dangling link": instead(lambda path: path.symlink_to("nowhere")),
-    "a link to itself": instead(lambda path: path.symlink_to(path)),
-    "/dev/null": instead(lambda path: path.symlink_to("/dev/null")),
+    "a FIFO": _instead(lambda path: os.mkfifo(path)),
+    "/dev/zero": _instead(lambda path: path.symlink_to("/dev/zero")),
+    "a folder": _instead(lambda path: path.mkdir()),
+    "a dangling link": _instead(lambda path: path.symlink_to("nowhere")),
+    "a link to itself": _instead(lambda path: path.symlink_to(path)),
+    "/dev/null": _instead(lambda path: path.symlink_to("/dev/null")),
 }
+_DEEP = "[" * 100_000 + "]" * 100_000
+_VALUES = (
+    "1180591620717411303424",  # 2**70
+    "3000000000", "-1", "0", "1.5", "1e999", "NaN", "-Infinity", "true", "null", '""', '"text"',
+    '"a\\u0000b"', '"\\ud800"', "[]", "[[]]", "{}", '{"a": 1}', "9" * 5000, _DEEP,
+)  # fmt: skip
+
+
+def bad_json(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
+    """Give every place of every JSON file each bad value; then the state of a loader likewise."""
+    for data_set in data_sets:
+        for file in _FILES:
+            # No bad values with right hashes in findings: those that were forged away are no findings.
+            if file.name.endswith(".json") and file.name not in ("findings.json", "tokenizer/tokenizer.json"):
+                yield from _disturb("bad_json", data_set, file, partial(_bad_values, file, 2 * num_faults))
+        yield from _states(data_set, num_faults)
+
+
+def _bad_values(file: DisturbedFile, number: int, data: bytes) -> Iterator[Fault]:
+    """So many of the bad values, spread over the file, and what can stand in place of the whole file.
+
+    A file that names its own hash gets the new one, as who forges it would write it: the check of the value
+    itself is met. Every third keeps the old hash, as after a flipped bit.
+    """
+    text = data.decode()
+    places = [
+        (place, value)
+        for place in spans(text)
+        for value in (*_VALUES, None)
+        if not (place[0] == file.free_text and value and value.startswith('"'))
+    ]
+    for count, chosen in enumerate(spread(len(places), number)):
+        (path, start, end), value = places[chosen]
+        words = f"{path} is {'left out' if value is None else value[:24]}"
+        changed = text[:start] + (value or "") + text[end:]
+        if value is None:  # it stands under another key
+            key_end = text.rfind('"', 0, start)
+            changed = text[:key_end] + "_" + text[key_end:] if text[start - 1] in ": " else text
+        forged = None if count % 3 == 2 else with_its_hash(changed.encode())
+        yield f"{words}{', and the hash is right' if forged else ''}", _writing(forged or changed.encode())
+    wholes = {
+        "a half": _writing(data[: len(data) // 2]),
+        "deep nesting": _writing(_DEEP.encode()),
+        "a folder": _KINDS["a folder"],
+        "a link to itself": _KINDS["a link to itself"],
+    }
+    if number > _QUICK_FAULTS:
+        contents = {
+            "empty": b"",
+            "null": b"null",
+            "[]": b"[]",
+            "{}": b"{}",
+            "deep objects": b'{"a":' * 100_000,
+            "NUL bytes": bytes(len(data)),
+            "no UTF-8": data.replace(b"e", b"\xff", 1),
+            "UTF-16": text.encode("utf-16"),
+            "a BOM": b"\xef\xbb\xbf" + data,
+            "another version": data.replace(b'"version":', b'"version":9', 1),
+        }
+        wholes |= {words: _writing(content) for words, content in contents.items()} | _KINDS
+    yield from wholes.items()
+
+
+def _states(data_set: SmallDataSet, num_faults: int) -> Iterator[Outcome]:
+    """Load a state with a bad value: refused, or the same batches follow."""
+    data_set.reset("verified")
+    data, text = data_set.place / "data", data_set.state
+    # Counts that another state may have are no bad values.
+    values = [value for value in _VALUES if len(value) < 1000 and value not in ("0", "3000000000")]
+    places = [(place, value) for place in spans(text) for value in values]
+    for chosen in spread(len(places), 2 * num_faults):
+        (path, start, end), value = places[chosen]
+        state = json.loads(text[:start] + value + text[end:])
+        ended = run_forked(lambda: (0, loaded(data, state=state)))  # noqa: B023 - it runs at once
+        verdict: Verdict = verdict_of_end(ended)
+        if ended.how == "ended" and ended.code == UsageError.exit_code:  # a state comes from the caller
+            verdict = "refused", ended.text
+        elif verdict[0] == "equal" and ended.value != data_set.rest:
+            verdict = "wrong", "taken, then other batches"
+        fault = f"{path} is {value[:24]}"
+        yield Outcome("bad_json", data_set.form, "state_dict", "load_state_dict", fault, *verdict)
+
+
+def spans(text: str) -> list[tuple[str, int, int]]:
+    """(path, start, end) of each value in a JSON text, so that one can be replaced and all else stays.
+
+    Of an array the first two and the last.
+    """
+    decoder = JSONDecoder()
+    found: list[tuple[str, int, int]] = []
+
+    def behind_blanks(at: int) -> int:
+        while text[at] in " \t\r\n,:":
+            at += 1
+        return at
+
+    def visit(path: str, start: int) -> None:
+        if path:
+            found.append((path, start, decoder.raw_decode(text, start)[1]))
+        if text[start] not in "{[":
+            return
+        items: list[tuple[str, int]] = []
+        at = behind_blanks(start + 1)
+        while text[at] not in "}]":
+            name = str(len(items))
+            if text[start] == "{":
+                name, at = decoder.raw_decode(text, at)
+                at = behind_blanks(at)
+            items.append((f"{path}.{name}" if path else name, at))
+            at = behind_blanks(decoder.raw_decode(text, at)[1])
+        for name, at in items if text[start] == "{" else [*items[:2], *items[2:][-1:]]:
+            visit(name, at)
+
+    visit("", 0)
+    return found

@@ -1,110 +1,156 @@
-"""Was a disturbed run refused, equal to the undisturbed one, or wrong?"""
+"""How a disturbed run ended: refused in words, equal to the undisturbed one, or a failure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+import signal
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from fnmatch import fnmatch
+from typing import Literal, get_args
 
-from tests.faults.commands import REFUSING
+from shardprep.errors import EXIT_CODES, Stopped, UsageError
+from tests.faults.commands import LITTER
 from tests.faults.forked_case import Ended
-from tests.faults.outcomes import Kind
-from tests.faults.small_data_sets import SmallDataSet, Stage
+from tests.faults.small_data_sets import Hit, SmallDataSet, Undisturbed
 
-Verdict = tuple[Kind, str]
+Kind = Literal["refused", "equal", "wrong", "traceback", "hang", "memory"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Verdict = tuple[Kind, str]  # and the message, the exception with its last line, or what is not equal
+EQUAL: Verdict = ("equal", "")
+# The exit codes that a fault may end a command with.
+_REFUSING = EXIT_CODES.keys() - {0, UsageError.exit_code}
 # An error of the system that no stage has words for is told with the line of code at which it came.
 _UNFORESEEN = re.compile(r" at \w+\.py:\d+")
 # Commands that leave no files, or none a second time.
-READERS = frozenset(
-    {"load", "load tars", "load staged", "load resumed", "status", "peek", "doctor", "train_tokenizer"}
-)
+_READERS = {"load", "load tars", "load staged", "load resumed", "status", "peek", "doctor", "train_tokenizer"}
 
 
 @dataclass(frozen=True)
-class Undisturbed:
-    """What a command leaves and delivers where nothing is disturbed."""
+class Outcome:
+    """One disturbed run."""
 
-    value: Any
-    files: Mapping[str, str]
-
-
-def undisturbed(data_set: SmallDataSet, stage: Stage, name: str, prepare: Callable[[], None]) -> Undisturbed:
-    """Run a command on a fresh workplace after ``prepare``, without a fault."""
-    data_set.reset(stage)
-    prepare()
-    ended = data_set.run(name)
-    if ended.how != "ended" or ended.code:
-        message = f"{data_set.form}: {name} failed undisturbed: {ended}"
-        raise RuntimeError(message)
-    return Undisturbed(ended.value, data_set.published())
+    campaign: str
+    form: str  # of the data set
+    file: str  # what was disturbed
+    command: str
+    fault: str  # how, so exactly that it can be done again
+    kind: Kind
+    what: str
 
 
-def verdict(
-    data_set: SmallDataSet, name: str, ended: Ended, expected: Undisturbed, disturbed: str | None
-) -> Verdict:
-    """Of a run on disturbed files; ``disturbed``: the file that need not be equal afterwards."""
-    if how := not_ended(ended):
-        return how
+def failures(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """Return those that are neither refused nor equal."""
+    return [outcome for outcome in outcomes if outcome.kind not in ("refused", "equal")]
+
+
+def spread(size: int, number: int) -> list[int]:
+    """Return up to ``number`` of ``range(size)``, evenly."""
+    number = min(size, number)
+    return [place * size // number for place in range(number)]
+
+
+def verdict_of_end(ended: Ended, expected: Undisturbed | None = None) -> Verdict:
+    """Judge how a run ended and what it delivered, not the files that it left."""
+    if ended.how != "ended":
+        return ("traceback" if ended.how == "killed" else ended.how), ended.text
+    if ended.code and _UNFORESEEN.search(ended.text):
+        return "traceback", shape(ended.text)
+    if ended.code in _REFUSING:
+        return "refused", ended.text
     if ended.code:
-        return refusal(ended)
-    if ended.value != expected.value:
+        return "wrong", f"exit code {ended.code}: {shape(ended.text)}"
+    if expected and ended.value != expected.value:
         return "wrong", "other batches"
+    return EQUAL
+
+
+def verdict_on_damage(
+    data_set: SmallDataSet, command: str, ended: Ended, expected: Undisturbed, disturbed: str | None
+) -> Verdict:
+    """Judge a run on disturbed files; ``disturbed``: the file that need not be equal afterwards."""
+    verdict = verdict_of_end(ended, expected)
+    if verdict != EQUAL:
+        return verdict
     if other := different(data_set.published(), expected.files, disturbed):
         return "wrong", f"ended with 0, but other bytes: {', '.join(other)}"
-    if name.startswith("verify"):
-        return _verdict_of_reading(data_set, name)
-    if name == "stage":
-        return _verdict_of_reading(data_set, name, "load staged")
-    return "equal", ""
+    if command != "stage" and not command.startswith("verify"):
+        return EQUAL
+    # What it called good must load, and be equal.
+    reader = "load staged" if command == "stage" else "load"
+    ended = data_set.run(reader)
+    kind, what = verdict_of_end(ended)
+    if kind != "equal":
+        return ("wrong" if kind == "refused" else kind), f"{command} ended with 0, then {reader}: {what}"
+    if ended.value != data_set.batches:
+        return "wrong", f"{command} ended with 0, then {reader} has other batches"
+    return EQUAL
 
 
-def not_ended(ended: Ended) -> Verdict | None:
-    if ended.how == "ended":
+def verdict_at_call(
+    data_set: SmallDataSet, hit: Hit, ended: Ended, expected: Undisturbed, *, stop: int = 0
+) -> Verdict:
+    """Judge how a run ended, what it left, and what comes of it when it is run again, undisturbed.
+
+    ``stop``: the signal that should have ended it, if any.
+    """
+    verdict = verdict_of_end(ended, expected)
+    if stop == signal.SIGKILL:
+        # The kill itself must have happened, or the case shows nothing.
+        verdict = EQUAL if ended.how == "killed" else ("wrong", f"it was not killed: {ended}")
+    elif stop and ended.how == "ended":
+        if ended.code not in (0, Stopped.exit_code):
+            verdict = "wrong", f"a stop signal ends with {ended.code}: {shape(ended.text)}"
+        elif left := _temporaries(data_set):
+            verdict = "wrong", f"a stop signal leaves {', '.join(left)}"
+    if verdict[0] not in ("equal", "refused"):
+        return verdict
+    has_ended = ended.how == "ended" and not ended.code
+    return wrong_state(data_set, hit, expected, has_ended=has_ended) or verdict
+
+
+def wrong_state(
+    data_set: SmallDataSet, hit: Hit, expected: Undisturbed, *, has_ended: bool
+) -> Verdict | None:
+    """Say what is wrong with what a run left, or with a second run; None if nothing is.
+
+    ``has_ended``: with 0, so that all must be there.
+    """
+    left = data_set.published()
+    if wrong := _wrong_that_counts(left, expected.files):
+        return "wrong", f"what counts is not right: {', '.join(wrong)}"
+    other = [name for name in different(left, expected.files) if not name.startswith("litter/")]
+    if has_ended and other:
+        return "wrong", f"ended with 0, but other bytes: {', '.join(other)}"
+    if hit.command in _READERS:
         return None
-    return ("traceback" if ended.how == "killed" else ended.how), ended.text
+    kind, what = verdict_of_end(data_set.run(hit.command))
+    if kind != "equal":
+        return ("wrong" if kind == "refused" else kind), f"run again: {what}"
+    if other := different(data_set.published(), expected.files):
+        return "wrong", f"run again: other bytes: {', '.join(other)}"
+    return None
 
 
-def refusal(ended: Ended) -> Verdict:
-    """An error that no stage has words for counts as the traceback that it was."""
-    if _UNFORESEEN.search(ended.text):
-        return "traceback", shape(ended.text)
-    if ended.code in REFUSING:
-        return "refused", ended.text
-    return "wrong", f"exit code {ended.code}: {shape(ended.text)}"
-
-
-def different(found: Mapping[str, str], expected: Mapping[str, str], but: str | None) -> list[str]:
+def different(found: Mapping[str, str], expected: Mapping[str, str], but: str | None = None) -> list[str]:
     """The files that are missing, too many or not equal."""
     names = sorted({*found, *expected} - {but})
     return [name for name in names if found.get(name) != expected.get(name)]
 
 
-def wrong_that_counts(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
+def _wrong_that_counts(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
     """Files that a reader would trust and that are not what they should be; unfinished shards are none."""
     wrong = []
     for name, digest in found.items():
-        folder, _, file = name.rpartition("/")
-        if folder == "litter":
-            continue
-        in_data = file.startswith("shard-") and folder == "data"
-        if in_data and f"{name.rpartition('.')[0]}.json" not in found:
-            continue
-        if digest != expected.get(name):
+        is_unfinished = name.startswith("data/shard-") and f"{name.rpartition('.')[0]}.json" not in found
+        if digest != expected.get(name) and not is_unfinished and not name.startswith("litter/"):
             wrong.append(name)
     return wrong
 
 
-def _verdict_of_reading(data_set: SmallDataSet, name: str, reader: str = "load") -> Verdict:
-    """What ``verify`` or ``stage`` called good must load, and be equal."""
-    ended = data_set.run(reader)
-    if how := not_ended(ended):
-        return how[0], f"{name} ended with 0, then {reader}: {how[1]}"
-    if ended.code:
-        return "wrong", f"{name} ended with 0, then {reader} refuses: {shape(ended.text)}"
-    if ended.value != data_set.batches:
-        return "wrong", f"{name} ended with 0, then {reader} has other batches"
-    return "equal", ""
+def _temporaries(data_set: SmallDataSet) -> list[str]:
+    litter = LITTER.format("*", "?")
+    return [path.name for path in data_set.place.rglob(".*.tmp") if not fnmatch(path.name, litter)]
 
 
 def shape(text: str) -> str:

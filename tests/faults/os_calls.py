@@ -70,7 +70,7 @@ class OsCalls:
     """Says what happens to the calls below ``root``; of the process that ``start_preloaded`` started."""
 
     def __init__(self, root: Path) -> None:
-        with open(os.environ[_VARIABLE], "r+b") as file:  # noqa: PTH123 - no path of the project
+        with Path(os.environ[_VARIABLE]).open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), ctypes.sizeof(_Orders))
         self._orders = _Orders.from_buffer(self._map)
         self._orders.root = os.fsencode(root.resolve())
@@ -92,9 +92,6 @@ class OsCalls:
         """From now on the orders hold. The process that gave them makes no call below the folder then."""
         self._orders.armed = 1
 
-    def disarm(self) -> None:
-        self._orders.armed = 0
-
     def calls(self) -> list[Call]:
         """Those of the last orders; the ones behind a limit of some thousands are not known."""
         number = min(self._orders.count, _MAX_CALLS)
@@ -108,21 +105,8 @@ def is_preloaded() -> bool:
 def start_preloaded(folder: Path, argv: list[str]) -> int:
     """Compile os_calls.c into ``folder`` and run ``python argv`` with it; returns the exit code."""
     library, orders = folder / "os_calls.so", folder / "orders"
-    subprocess.run(
-        [
-            "gcc",
-            "-shared",
-            "-fPIC",
-            "-O1",
-            "-fno-builtin",
-            "-Wno-nonnull-compare",
-            "-o",
-            library,
-            _SOURCE,
-            "-ldl",
-        ],
-        check=True,
-    )
+    flags = ["-shared", "-fPIC", "-O1", "-fno-builtin", "-Wno-nonnull-compare"]
+    subprocess.run(["gcc", *flags, "-o", library, _SOURCE, "-ldl"], check=True)
     orders.write_bytes(bytes(ctypes.sizeof(_Orders)))
     preload = ":".join(filter(None, [str(library), os.environ.get("LD_PRELOAD")]))
     environ = {**os.environ, "LD_PRELOAD": preload, _VARIABLE: str(orders)}

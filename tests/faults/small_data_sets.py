@@ -9,25 +9,17 @@ import json
 import os
 import shutil
 import sys
-import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from tests.faults.commands import (
-    BLANKED_NAME,
-    LITTER,
-    REPORT_NAME,
-    STATE_NAME,
-    command,
-    open_loader,
-    published_below,
-)
+from tests.faults.commands import EXPORTS, LITTER, command, open_loader, published_below
 from tests.faults.every_format import write_every_format
 from tests.faults.forked_case import Ended, ForkedRun, run_forked
+from tests.faults.os_calls import Call, OsCalls
 
 Stage = Literal["raw", "planned", "made", "verified", "littered"]
 
@@ -38,13 +30,8 @@ FORMS: dict[str, list[str]] = {
     "best_fit": ["--record", "packed", "--seq_len", "64", "--pack", "best_fit"],
     "formats": [],  # its raw text lies in one file of each format, too
 }
-_IMPORTED_AHEAD = frozenset(
-    {
-        *("preprocess", "loader", "slurm", "lustre", "shardprep", "transformers", "tokenizers"),
-        *("pyarrow", "zstandard", "backports", "isal"),
-    }
-)
-_BAD_LINE = b"not UTF-8: \xff\xfe\n"
+_IMPORTED_AHEAD = {"preprocess", "loader", "slurm", "lustre", "shardprep", "transformers", "tokenizers"}
+_IMPORTED_AHEAD |= {"pyarrow", "zstandard", "backports", "isal"}
 # Slurm's commands, as far as `submit` and `status` ask them: a cluster that accepts and forgets all.
 _FAKE_SLURM = """#!/bin/sh
 case "$(basename "$0") $*" in
@@ -58,7 +45,45 @@ esac
 _COMMANDS_OF_SLURM = ("sbatch", "squeue", "sacct", "sacctmgr", "scontrol", "scancel", "sinfo")
 
 
-def _nothing() -> None:
+class Hit(NamedTuple):
+    """A command at a stage of the data set, hit again and again."""
+
+    command: str
+    stage: Stage
+    name: str  # in the table
+
+
+# Name in the table -> the command, and the stage of the data set at which it runs.
+_HITS: dict[str, tuple[str, Stage]] = {
+    **{name: (name, "raw") for name in ("plan", "train_tokenizer")},
+    **{name: (name, "planned") for name in ("shard", "run", "submit", "doctor")},
+    **{name: (name, "made") for name in ("verify", "verify --fast", "load tars", "status")},
+    **{name: (name, "verified") for name in ("load", "stage", "peek", "report", "blank", *EXPORTS)},
+    "clean": ("clean", "littered"),
+    "shard, done": ("shard", "verified"),
+    "load, no index": ("load", "made"),
+    "formats that are cut": ("shard", "planned"),
+    "formats read whole": ("shard 1", "planned"),
+}
+
+
+def hits(shares: Mapping[str, float], num_faults: int) -> Iterator[tuple[Hit, int]]:
+    """These commands, each with its share of the faults: none in a short form where that is below a half."""
+    for name, share in shares.items():
+        if number := round(share * num_faults):
+            yield Hit(*_HITS[name], name), number
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """What a command delivers and leaves where nothing is disturbed, and the calls that it makes."""
+
+    value: Any
+    files: Mapping[str, str]
+    calls: list[Call]
+
+
+def _nothing(*_: object) -> None:
     """What happens before an undisturbed run."""
 
 
@@ -70,9 +95,11 @@ class SmallDataSet:
     options: list[str]
     place: Path  # where each run works: a copy of a template, always at the same path
     templates: Path
+    calls: OsCalls
     batches: str  # the digest of all batches
     state: str  # of a loader after two steps, as JSON
     rest: str  # the digest of what it delivers from there on
+    _undisturbed: dict[object, Undisturbed] = field(default_factory=dict)
 
     def reset(self, stage: Stage) -> None:
         """Make the workplace what it was at the end of ``stage``."""
@@ -83,9 +110,9 @@ class SmallDataSet:
     def run(
         self,
         name: str,
-        before: Callable[[], None] = _nothing,
+        before: Callable[[], object] = _nothing,
         *,
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> Ended:
         """A command on the workplace as it is; ``before`` is called in its process just before it.
 
@@ -97,7 +124,7 @@ class SmallDataSet:
         """A command that runs beside others."""
         return ForkedRun(self._work(name, _nothing))
 
-    def _work(self, name: str, before: Callable[[], None]) -> Callable[[], tuple[int, Any]]:
+    def _work(self, name: str, before: Callable[[], object]) -> Callable[[], tuple[int, Any]]:
         work = command(name, self.place, self.options)
 
         def run() -> tuple[int, Any]:
@@ -106,6 +133,19 @@ class SmallDataSet:
             return work()
 
         return run
+
+    def undisturbed(
+        self, name: str, stage: Stage, prepare: Callable[[SmallDataSet], object] = _nothing
+    ) -> Undisturbed:
+        """Run a command on a fresh workplace after ``prepare``, once for all campaigns."""
+        key = (name, stage, prepare)
+        if key not in self._undisturbed:
+            self.reset(stage)
+            prepare(self)
+            with self.calls.ordered("count"):
+                value = _must(self.run(name, self.calls.arm))
+            self._undisturbed[key] = Undisturbed(value, self.published(), self.calls.calls())
+        return self._undisturbed[key]
 
     def published(self) -> dict[str, str]:
         """Name -> digest of all that counts in the workplace: see ``published_below``."""
@@ -119,27 +159,31 @@ def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSe
     for name in [name for name in os.environ if name.startswith(("SLURM_", "DATASET_"))]:
         del os.environ[name]
     place = folder / "place"
-    _write_raw(place / "raw")
-    (place / "tmp").mkdir()
+    _write_raw(place)
     importlib.import_module("loader.dataloader")  # torch: 3 s of CPU in each fork that would load
     modules: set[str] = set()
 
-    def do(*names: str) -> None:
-        """Run commands in a fork, and note what they import."""
+    def do(*names: str) -> Any:
+        """Run commands in a fork, and note what they import; what the last one delivers."""
 
-        def work() -> tuple[int, list[str]]:
+        def work() -> tuple[int, Any]:
+            code, value = 0, None
             for name in names:
-                code, _ = command(name, place, options)()
-                if code:
-                    return code, []
-            return 0, sorted(sys.modules)
+                if not code:
+                    code, value = command(name, place, options)()
+            return code, (value, sorted(sys.modules))
 
-        modules.update(_must(run_forked(work)))
+        value, imported = _must(run_forked(work))
+        modules.update(imported)
+        return value
+
+    def keep(stage: Stage) -> None:
+        shutil.copytree(place, templates / stage, symlinks=True)
 
     options: list[str] = []
     do("train_tokenizer")
     (place / "trained").rename(place / "model")
-    sets = []
+    calls, sets = OsCalls(place), []
     for form in sorted(forms, key=lambda form: form == "formats"):  # it comes last, for it adds to raw/
         if form == "formats":
             write_every_format(place / "raw")
@@ -147,23 +191,22 @@ def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSe
         templates = folder / form
         for name in ("data", "staged", "exported"):  # what the form before left
             shutil.rmtree(place / name, ignore_errors=True)
-        for name in (REPORT_NAME, STATE_NAME):
+        for name in ("report", "state"):
             (place / name).unlink(missing_ok=True)
-        _keep(place, templates / "raw")
+        keep("raw")
         do("plan")
-        _keep(place, templates / "planned")
+        keep("planned")
         do("submit", "shard", "shard 1")  # a submission of all in jobs/
-        _keep(place, templates / "made")
+        keep("made")
         do("verify")
         state = _must(run_forked(lambda: _state(place)))
-        (place / STATE_NAME).write_text(state, encoding="utf-8")
-        _keep(place, templates / "verified")
-        batches = _must(run_forked(command("load", place, options)))
-        rest = _must(run_forked(command("load resumed", place, options)))
+        (place / "state").write_text(state, encoding="utf-8")
+        keep("verified")
+        batches, rest = do("load"), do("load resumed")
         _litter(place / "data")
-        _keep(place, templates / "littered")
-        do("verify", "load", "stage", "status", "report", "clean", "export hf")
-        sets.append(SmallDataSet(form, options, place, templates, batches, state, rest))
+        keep("littered")
+        do("verify", "stage", "status", "report", "clean", "export hf")
+        sets.append(SmallDataSet(form, options, place, templates, calls, batches, state, rest))
     # A fork need not import what was imported before.
     for name in sorted(modules):
         if name.partition(".")[0] in _IMPORTED_AHEAD:
@@ -207,21 +250,18 @@ def _must(ended: Ended) -> Any:
     return ended.value
 
 
-def _keep(place: Path, template: Path) -> None:
-    shutil.copytree(place, template, symlinks=True)
-
-
-def _write_raw(folder: Path) -> None:
+def _write_raw(place: Path) -> None:
     """Two files, some 70 documents of both scripts, a long one, an empty one, one that is not UTF-8."""
-    folder.mkdir(parents=True)
+    for name in ("raw", "tmp"):
+        (place / name).mkdir(parents=True)
     lines = [f"문서 {number} of a small set{' word' * (number % 13)}\n".encode() for number in range(70)]
     lines[20] = b"\n"
     lines[30] = b"a long document " * 40 + b"\n"
-    lines[50] = _BAD_LINE
-    (folder / "a.txt").write_bytes(b"".join(lines[:40]))
-    (folder / "b.txt").write_bytes(b"".join(lines[40:]))
+    lines[50] = b"not UTF-8: \xff\xfe\n"
+    (place / "raw" / "a.txt").write_bytes(b"".join(lines[:40]))
+    (place / "raw" / "b.txt").write_bytes(b"".join(lines[40:]))
     blanked = hashlib.sha256(lines[3].removesuffix(b"\n")).hexdigest()
-    (folder.parent / BLANKED_NAME).write_text(f"sha256:{blanked}\n", encoding="ascii")
+    (place / "blanked").write_text(f"sha256:{blanked}\n", encoding="ascii")
 
 
 def _fake_slurm(folder: Path) -> Path:
@@ -230,20 +270,3 @@ def _fake_slurm(folder: Path) -> Path:
         (folder / name).write_text(_FAKE_SLURM, encoding="ascii")
         (folder / name).chmod(0o755)
     return folder
-
-
-def make_external_tar(path: Path, num_samples: int = 6) -> None:
-    """A tar by webdataset's own TarWriter: ids and a text a sample, no idx, no manifest.
-
-    The ids are npy where those of the tar that stood there are, else JSON.
-    """
-    import numpy as np
-    from webdataset import TarWriter
-
-    with tarfile.open(path) as tar:
-        has_npy = any(name.endswith("token_ids.npy") for name in tar.getnames())
-    with TarWriter(str(path), mtime=0) as writer:
-        for number in range(num_samples):
-            ids = [300, *range(1, 6 + number), 301]
-            member = {"token_ids.npy": np.array(ids, np.uint16)} if has_npy else {"token_ids.json": ids}
-            writer.write({"__key__": f"sample_{number:05d}", "text.txt": "text", **member})

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from shardprep.__main__ import main
-from tests.children import environ_of_children, run_child
-from tests.world import World, tokenizer_dir
+from tests.children import environ_of_children, run_child, shardprep
+from tests.world import World
 
 COMMANDS = {
     "verify": "verify DATA",
@@ -25,10 +25,16 @@ COMMANDS = {
 }
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    world = World(tmp_path).raw({"a.txt": "one line\nanother line\n" * 40})
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> World:
+    world = World(tmp_path_factory.mktemp("made")).raw({"a.txt": "one line\nanother line\n" * 40})
     return world.plan(num_shards=2).run()
+
+
+@pytest.fixture
+def world(made: World, tmp_path: Path) -> World:
+    """A copy of two shards."""
+    return made.copy(tmp_path)
 
 
 @pytest.fixture
@@ -43,7 +49,7 @@ def closed_pipe() -> Iterator[int]:
 def run_into(number: int, words: str, world: World, *, is_buffered: bool) -> tuple[int, str]:
     """Run a command here whose standard output is this descriptor: its exit code and standard error."""
     places = {"DATA": world.data_dir, "NEW": world.data_dir.with_name("new"), "RAW": world.raw_dir}
-    places["MODEL"] = tokenizer_dir()
+    places["MODEL"] = world.tokenizer
     err = io.StringIO()
     raw: Any = io.FileIO(os.dup(number), "w")
     out = io.TextIOWrapper(io.BufferedWriter(raw) if is_buffered else raw, write_through=not is_buffered)
@@ -80,8 +86,8 @@ def test_what_was_asked_for_is_not_lost_unseen_on_a_full_disk(world: World, name
 @pytest.mark.processes
 def test_a_process_whose_reader_has_gone_ends_well_when_python_ends(world: World, closed_pipe: int) -> None:
     """Python itself flushes its streams once more, and would say "Exception ignored"."""
-    command = [sys.executable, "-m", "shardprep", "status", str(world.data_dir)]
-    assert run_child(command, env=environ_of_children(), stdout=closed_pipe).stderr == ""
+    words = shardprep("status", world.data_dir)
+    assert run_child(words, env=environ_of_children(), stdout=closed_pipe).stderr == ""
 
 
 @pytest.mark.processes
@@ -98,7 +104,7 @@ def test_a_worker_whose_log_cannot_be_written_finishes_its_shard(
     (world.data_dir / "shard-00000.json").unlink()
     array = {"MIN": "0", "MAX": "0", "STEP": "1", "COUNT": "1"}
     environ = {f"SLURM_ARRAY_TASK_{name}": number for name, number in array.items()}
-    words = ["shard", "--shard_id", "0", "--output_dir", str(world.data_dir)]
-    run_child([sys.executable, "-m", "shardprep", *words], env=environ_of_children(**environ), stderr=stderr)
+    words = shardprep("shard", "--shard_id", 0, "--output_dir", world.data_dir)
+    run_child(words, env=environ_of_children(**environ), stderr=stderr)
     assert (world.data_dir / "shard-00000.json").exists()
     assert not list(world.data_dir.glob(".*"))

@@ -1,44 +1,82 @@
 """An error of the system is named with its file and ends a command with its code; and how often it is asked.
 
+An error of reading says nothing of a shard: it is neither wrong nor missing.
+
 tests/faults fails every call of every command; here stand what it found, what is tried again, and counts.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shutil
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from loader import ShardprepError
 from tests.children import environ_of_children, run_child
-from tests.project.conftest import Fail
 from tests.slurm.fake_slurm import install_fake_slurm
-from tests.world import World, call_main, tokenizer_dir
+from tests.world import World, call_main, open_loader, tokenizer_dir
+
+Fail = Callable[..., list[str]]
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
+def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
+    """``fail("open", "a.txt", errno.EIO, times=2)``: that call of ``os`` fails for files of that name.
+
+    For a path, and for a descriptor that is open. Returns a list that gets the path of each failure.
+    """
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+
+    def apply(call: str, name: str, error: int, *, times: int = 10**9) -> list[str]:
+        failed: list[str] = []
+        real = getattr(os, call)
+
+        def failing(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+            shown = (
+                Path(f"/proc/self/fd/{path}").readlink() if isinstance(path, int) else Path(os.fspath(path))
+            )
+            if shown.name == name and len(failed) < times:
+                failed.append(str(shown))
+                raise OSError(error, os.strerror(error), None if isinstance(path, int) else path)
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(os, call, failing)
+        return failed
+
+    return apply
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> World:
     """A planned folder of two shards, of which the first is made."""
-    return World(tmp_path).raw({"a.txt": "a line of text\n" * 90}).plan(num_shards=2).run(0)
+    world = World(tmp_path_factory.mktemp("made")).raw({"a.txt": "a line of text\n" * 90})
+    return world.plan(num_shards=2).run(0)
+
+
+@pytest.fixture
+def world(made: World, tmp_path: Path) -> World:
+    return made.copy(tmp_path)
 
 
 def words_of(name: str, world: World) -> list[object]:
-    new = world.data_dir.with_name("new")
-    plan = ["--input_dir", world.raw_dir, "--output_dir", new, "--model_id", world.tokenizer]
+    data, new = world.data_dir, world.data_dir.with_name("new")
     return {
-        "plan": ["plan", *plan],
-        "shard": ["shard", "--shard_id", 1, "--output_dir", world.data_dir],
-        "done shard": ["shard", "--shard_id", 0, "--output_dir", world.data_dir],
-        "run": ["run", world.data_dir, "--num_proc", 1],
-        "verify": ["verify", world.data_dir],
-        "status": ["status", world.data_dir],
-        "submit": ["submit", world.data_dir],
-        "doctor": ["doctor", "--output_dir", world.data_dir, *plan[4:]],
-        "train_tokenizer": ["train_tokenizer", *plan[:2], "--output_dir", new, "--vocab_size", 300],
+        "plan": ["plan", "--input_dir", world.raw_dir, "--output_dir", new, "--model_id", world.tokenizer],
+        "shard": ["shard", "--shard_id", 1, "--output_dir", data],
+        "done shard": ["shard", "--shard_id", 0, "--output_dir", data],
+        "verify": ["verify", data],
+        "status": ["status", data],
+        "submit": ["submit", data],
+        "train_tokenizer": ["train_tokenizer", "--input_dir", world.raw_dir, "--output_dir", new],
     }[name]
 
 
@@ -48,7 +86,6 @@ def words_of(name: str, world: World) -> list[object]:
     [
         ("plan", "open", "a.txt", 74),
         ("plan", "open", "tokenizer.json", 74),
-        ("shard", "open", "a.txt", 74),
         ("shard", "open", "tokenizer.json", 74),
         ("shard", "open", "plan.json", 74),
         ("done shard", "open", "shard-00000.json", 74),
@@ -84,9 +121,8 @@ def test_an_error_that_may_go_away_is_tried_again_and_another_is_not(
 @pytest.mark.parametrize("call", ["open", "pread"])
 def test_an_input_that_comes_back_is_opened_and_read_again(world: World, fail: Fail, call: str) -> None:
     failed = fail(call, "a.txt", errno.ESTALE, times=2)
-    ended = call_main(*words_of("shard", world))
-    assert (ended.code, len(failed)) == (0, 2), ended.text
-    assert (world.data_dir / "shard-00001.json").exists()
+    world.run(1)
+    assert len(failed) == 2
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "added_tokens.json", "chat_template.jinja"])
@@ -94,17 +130,13 @@ def test_an_input_that_comes_back_is_opened_and_read_again(world: World, fail: F
 def test_a_fifo_or_a_device_in_a_models_folder_is_named_and_not_read(
     tmp_path: Path, name: str, kind: str
 ) -> None:
-    model = tmp_path / "model"
-    for path in tokenizer_dir().iterdir():
-        model.mkdir(exist_ok=True)
-        (model / path.name).write_bytes(path.read_bytes())
+    model = Path(shutil.copytree(tokenizer_dir(), tmp_path / "model"))
     (model / name).unlink(missing_ok=True)
     if kind == "fifo":
         os.mkfifo(model / name)
     else:
         (model / name).symlink_to("/dev/zero")
-    world = World(tmp_path, tokenizer=model).raw({"a.txt": "a\n"})
-    ended = call_main(*words_of("plan", world))
+    ended = World(tmp_path, tokenizer=model).raw({"a.txt": "a\n"}).try_plan()
     assert (ended.code, name in ended.err) == (65, True), ended.text
 
 
@@ -122,8 +154,7 @@ def test_a_scratch_folder_that_cannot_be_made_is_73_and_names_tmpdir(world: Worl
 def test_a_shard_a_file_of_very_many_small_files_is_warned_of(tmp_path: Path) -> None:
     world = World(tmp_path).raw({f"{number}.txt": "a text\n" for number in range(1000)})
     for name, number, is_warned in (("data", None, True), ("even", 4, False)):
-        folders = {"input_dir": world.raw_dir, "output_dir": tmp_path / name, "model_id": world.tokenizer}
-        ended = world.main("plan", **folders, num_shards=number)
+        ended = world.try_plan(output_dir=tmp_path / name, num_shards=number)
         assert (ended.code, "--num_shards 1" in ended.text) == (0, is_warned)
 
 
@@ -161,14 +192,63 @@ def test_a_task_lists_no_folder_of_the_data_set(world: World, asked: Counter[tup
 
 @pytest.mark.processes
 def test_run_finds_what_is_missing_with_one_look_at_the_folder(
-    tmp_path: Path, asked: Counter[tuple[str, str]]
+    world: World, asked: Counter[tuple[str, str]]
 ) -> None:
-    world = World(tmp_path).raw({"a.txt": "a line of text\n" * 90}).plan(num_shards=6).run()
-    (world.data_dir / "shard-00003.json").unlink()
-    for number in (1, 3):
+    for number in (0, 1):
         (world.data_dir / f".shard-0000{number}.tar.host-1-00000000.tmp").touch()
     asked.clear()
-    assert call_main(*words_of("run", world)).code == 0
+    assert world.main("run", world.data_dir).code == 0
     assert asked["scandir", "data"] + asked["listdir", "data"] == 1
-    assert (world.data_dir / "shard-00003.json").exists()
-    assert not list(world.data_dir.glob(".shard-00001*")), "temporaries of done shards go"
+    assert (world.data_dir / "shard-00001.json").exists()
+    assert not list(world.data_dir.glob(".shard-00000*")), "temporaries of done shards go"
+
+
+@pytest.fixture
+def whole(world: World) -> World:
+    """Two shards, verified."""
+    return world.run(1).verify()
+
+
+@pytest.mark.parametrize(
+    ("error", "suffix"),
+    [
+        *((error, "tar") for error in ("EIO", "ESTALE", "EMFILE", "ENFILE", "ENOMEM", "EACCES", "ENODEV")),
+        ("ETIMEDOUT", "idx"),
+        ("ESTALE", "json"),
+    ],
+)
+def test_an_error_of_reading_says_nothing_of_the_shard(
+    whole: World, fail: Fail, error: str, suffix: str
+) -> None:
+    before = (whole.data_dir / "index.json").read_bytes()
+    fail("open", f"shard-00001.{suffix}", getattr(errno, error))
+    ended = whole.main("verify", whole.data_dir)
+    assert (ended.code, f"shard-00001.{suffix}" in ended.err) == (74, True)
+    assert not (whole.data_dir / "findings.json").exists()
+    assert (whole.data_dir / "index.json").read_bytes() == before
+
+
+def test_a_finding_is_written_and_stands_though_another_or_the_same_shard_cannot_be_read(
+    whole: World, fail: Fail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tar = whole.data_dir / "shard-00001.tar"
+    tar.write_bytes(tar.read_bytes().replace(b"[", b"{", 1))
+    fail("open", "shard-00000.tar", errno.EIO)
+    assert whole.main("verify", whole.data_dir).code == 65
+    fail("open", "shard-00001.tar", errno.EIO)
+    assert whole.main("verify", whole.data_dir).code == 74
+    monkeypatch.undo()
+    assert json.loads(whole.main("status", whole.data_dir, json=True).out)["wrong"] == "1"
+
+
+def test_a_manifest_that_cannot_be_read_is_no_missing_shard(whole: World, fail: Fail) -> None:
+    (whole.data_dir / "index.json").unlink()
+    before = (whole.data_dir / "shard-00001.tar").stat().st_mtime_ns
+    fail("open", "shard-00001.json", errno.EACCES)
+    ended = whole.main("status", whole.data_dir)
+    assert (ended.code, "shard-00001.json" in ended.err) == (74, True)
+    assert whole.main("run", whole.data_dir).code == 74
+    with pytest.raises(ShardprepError) as raised:
+        open_loader(whole.data_dir)
+    assert raised.value.exit_code == 74
+    assert (whole.data_dir / "shard-00001.tar").stat().st_mtime_ns == before, "it is not made again"

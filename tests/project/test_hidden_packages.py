@@ -15,19 +15,19 @@ pytestmark = pytest.mark.processes
 
 THEIRS = "raise SystemExit('the old script was run')\n"
 # The console command, as pip writes it.
-COMMAND = f"""#!{sys.executable}
+COMMAND = """
 import sys
 from shardprep.__main__ import main
 if __name__ == "__main__":
     sys.exit(main())
 """
-MAKE = "from slurm.submitit_executor import MakeShards; import os, sys; os.chdir(sys.argv[2]); "
+MAKE = "from slurm.send import MakeShards; import os, sys; os.chdir(sys.argv[2]); "
 MAKE += "MakeShards()(sys.argv[1], '0')"
 
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Path:
-    """A folder with the baseline's files, which say that they were run."""
+    """A folder with the first script's files, which say that they were run."""
     folder = tmp_path / "desk"
     folder.mkdir()
     for name in ("preprocess", "loader"):
@@ -52,8 +52,7 @@ def test_the_command_shardprep_and_its_workers_work_in_a_folder_with_a_preproces
 ) -> None:
     script = tmp_path / "shardprep"
     script.write_text(COMMAND)
-    script.chmod(0o755)
-    run(desk, script, "run", world.data_dir, "--num_proc", 2)
+    run(desk, sys.executable, script, "run", world.data_dir, "--num_proc", 2)
     assert len(list(world.data_dir.glob("shard-*.json"))) == 2
 
 

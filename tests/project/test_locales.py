@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from loader import UsageError, get_llama3_dataloader
-from tests.children import environ_of_children, run_child
+from tests.children import environ_of_children, run_child, shardprep
 from tests.world import World, call_main, tokenizer_dir
 
 
@@ -24,8 +24,7 @@ def test_in_a_locale_that_is_not_utf8_a_plan_is_the_same_and_commands_work_by_it
     environ = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     if charset != "ASCII":
         path = tmp_path / "ko_KR.euckr"
-        localedef = shutil.which("localedef")
-        if localedef:
+        if localedef := shutil.which("localedef"):
             words = [localedef, "-c", "-i", "ko_KR", "-f", charset, str(path)]
             subprocess.run(words, capture_output=True, check=False)
         if not path.is_dir():
@@ -35,37 +34,22 @@ def test_in_a_locale_that_is_not_utf8_a_plan_is_the_same_and_commands_work_by_it
     world = World(tmp_path, tokenizer=model, raw_dir=tmp_path / "원문é", data_dir=tmp_path / "expected")
     world.raw({"글.txt": "하늘과 바다\n"}).plan(num_shards=1)
     data = tmp_path / "자료é"
-    commands: list[tuple[object, ...]] = [
-        ("plan", "--input_dir", world.raw_dir, "--output_dir", data, "--model_id", model, "--num_shards", 1)
-    ]
+    commands = [["plan", *world.words_of_plan(output_dir=data, num_shards=1)]]
     if charset != "ASCII":  # the others' way is the same
-        commands += [
-            ("shard", "--shard_id", 0, "--output_dir", data),
-            ("report", data, "--output", data / "r.html"),
-        ]
-    for command in commands:
-        run_child([sys.executable, "-m", "shardprep", *map(str, command)], env=environ_of_children(**environ))
+        commands.append(["shard", "--shard_id", "0", "--output_dir", str(data)])
+        commands.append(["report", str(data), "--output", str(data / "r.html")])
+    for words in commands:
+        run_child(shardprep(*words), env=environ_of_children(**environ))
     assert (data / "plan.json").read_bytes() == (world.data_dir / "plan.json").read_bytes()
 
 
-@pytest.fixture
-def latin_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "iso8859-1")
-
-
-@pytest.mark.usefixtures("latin_1")
-def test_a_command_that_a_program_calls_in_another_locale_is_refused_with_what_to_type(
-    tmp_path: Path,
-) -> None:
-    ended = call_main("verify", tmp_path / "data")
-    assert (ended.code, "export PYTHONUTF8=1" in ended.err) == (2, True), ended.text
-
-
-def test_in_another_locale_the_loader_reads_folders_of_ascii_names_alone(
+def test_in_another_locale_a_program_is_told_what_to_type_and_the_loader_reads_names_of_ascii_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(tmp_path).raw({"a.txt": "a line\n" * 9}).make(num_shards=1)
     monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "iso8859-1")
+    ended = call_main("verify", world.data_dir)
+    assert (ended.code, "export PYTHONUTF8=1" in ended.err) == (2, True), ended.text
     with world.loader(batch_size=2) as loader:
         next(iter(loader))
     (tmp_path / "자료").mkdir()

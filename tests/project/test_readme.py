@@ -1,8 +1,17 @@
-"""What the README and the pages of docs/ tell people to type exists, and both languages tell the same."""
+"""What the README and the pages of docs/ tell people to type exists, and both languages tell the same.
+
+Their examples, pictures and site are looked at, too.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +20,7 @@ import pytest
 from shardprep import errors
 from tests import command_reference
 from tests.checkout import ROOT
+from tests.documented import examples_of
 
 PAGES = sorted(
     [*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")]
@@ -145,3 +155,106 @@ def test_every_link_command_flag_and_module_that_a_page_names_exists(page: Path)
             assert set(FLAG.findall(bare)) <= every | {"--version"}, f"`{span}`"
         if re.fullmatch(rf"(?:{'|'.join(FOLDERS)})/[\w/.]+", span):
             assert (ROOT / span).exists() or (ROOT / f"{span}.py").exists(), span
+
+
+@pytest.mark.parametrize("name", ["preprocess_speed", "loader_speed"])
+def test_the_pictures_of_the_readme_are_those_of_the_tables_in_the_docs_and_as_long_as_their_ratios(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    tables = (ROOT / "docs/speed.md").read_text(encoding="utf-8")
+    drawn = (ROOT / f"docs/pictures/{name}.svg").read_text(encoding="utf-8")
+    expected = importlib.import_module("ratio_picture").pictures(tables)[name]
+    assert drawn == expected, "draw them anew: python benchmarks/ratio_picture.py docs/speed.md docs/pictures"
+    for path in (ROOT / "README.md", ROOT / "README.ko.md"):
+        assert f"docs/pictures/{name}.svg" in path.read_text(encoding="utf-8")
+    svg, namespace = ET.fromstring(drawn), "{http://www.w3.org/2000/svg}"
+    bars = [each.attrib for each in svg.iter(f"{namespace}rect") if each.attrib["class"].startswith("bar")]
+    texts = [each.text or "" for each in svg.iter(f"{namespace}text")]
+    numbers = [float(text[:-1].replace(",", "")) for text in texts if text.endswith("x")]
+    assert len(numbers) == len(bars) > 2
+    widths: dict[str, list[tuple[float, float]]] = {}  # of the bars of a column, with their numbers
+    for bar, number in zip(bars, numbers, strict=True):
+        widths.setdefault(bar["x"], []).append((number, float(bar["width"])))
+    for column in widths.values():
+        longest, width = max(column)
+        assert all(each == pytest.approx(width * number / longest, abs=2) for number, each in column)
+
+
+@pytest.mark.processes
+def test_the_site_has_every_page_no_broken_link_and_nothing_from_elsewhere(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="mkdocs-material is not installed: make install")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(ROOT / ".site/mkdocs.yml")]
+    built = subprocess.run([*command, "-d", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} | {"results", "CHANGELOG", "README.ko"}
+    assert pages <= {path.stem for path in tmp_path.rglob("*.html")}
+    listed = (tmp_path / "llms.txt").read_text(encoding="utf-8")
+    assert all(f"{page}.html)" in listed for page in pages)
+    for page in tmp_path.rglob("*.html"):
+        loaded = re.findall(
+            r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)"', page.read_text("utf-8")
+        )
+        assert loaded == [], page
+
+
+# A page is read from top to bottom: an example may use a dictionary of one above it.
+# Conversations are packed by plan.
+SCRIPTS = {
+    page: "\n".join(code for code in examples_of(page) if "SFTTrainer" not in code)
+    for page in ("README.md", *sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+}
+SCRIPTS |= {path.name: path.read_text("utf-8") for path in (ROOT / "examples").glob("*.py")}
+# `make demo` prints the beginning of a training script at its end.
+SCRIPTS["demo.sh"] = "\n".join(
+    re.findall(r"^dataloader = .*$", (ROOT / "examples/demo.sh").read_text("utf-8"), re.MULTILINE)
+)
+
+
+def arguments_of_loaders(code: str) -> list[set[str]]:
+    """Return the names of the arguments of each loader that a script makes, of dictionaries, too."""
+    tree = ast.parse(code)
+    dictionaries = {
+        str(target): {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        for target in (each.id for each in node.targets if isinstance(each, ast.Name))
+    }
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "get_llama3_dataloader":
+            names: set[str] = set()
+            for keyword in node.keywords:
+                if keyword.arg:
+                    names.add(keyword.arg)
+                elif isinstance(keyword.value, ast.Name):
+                    names |= {str(name) for name in dictionaries.get(keyword.value.id, ())}
+            found.append(names)
+    return found
+
+
+def test_every_loader_of_an_example_packs_documents_and_keeps_them_apart() -> None:
+    loaders = [(name, names) for name, code in SCRIPTS.items() for names in arguments_of_loaders(code)]
+    assert len(loaders) > 15
+    for name, names in loaders:
+        assert {"seq_len", "boundaries"} <= names, (name, names)
+
+
+@pytest.mark.processes
+def test_tasks_of_a_node_that_begin_together_enter_one_unpacked_environment(tmp_path: Path) -> None:
+    environment, shared = tmp_path / "ENV", tmp_path / "shared"
+    (environment / "bin").mkdir(parents=True)
+    shared.mkdir()
+    (environment / "bin/python").write_text("#!/bin/sh\necho from_the_tar\n")
+    (environment / "bin/python").chmod(0o755)
+    setup = shutil.copy(ROOT / "examples/environment_on_node.sh", shared)
+    subprocess.run(["tar", "-C", environment, "-cf", shared / "environment.tar", "."], check=True)
+    command = ["bash", "-c", f"source {setup}; echo $environment; python"]
+    tasks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    told = {task.communicate()[0] for task in tasks}
+    (place, words) = told.pop().split()
+    try:
+        assert (told, words) == (set(), "from_the_tar")
+        assert [*Path("/tmp").glob(f"{Path(place).name}*")] == [Path(place)], "no half is left"
+    finally:
+        shutil.rmtree(place)

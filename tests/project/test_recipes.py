@@ -80,7 +80,7 @@ def begins_of(data):
 
 class Csv:
     def inspect(self, file, options):
-        return Inspected(text_bytes=file.stamp.num_bytes, is_whole=IS_WHOLE)
+        return Inspected(text_bytes=file.stamp.num_bytes, is_whole=False)
 
     def starts(self, file, stretches, options):
         size = file.stamp.num_bytes
@@ -99,16 +99,15 @@ class Csv:
         ends = [*begins[1:], size]
         cells = [next(csv.reader(io.StringIO(data[a:b].decode(), newline=""))) for a, b in zip(begins, ends)]
         rows = [row for row in range(1, len(begins)) if part.start <= begins[row] < part.end]
-        offsets = rows if COUNTS_ROWS else [begins[row] for row in rows]
         yield Records(
             texts=texts_of([fields.text(dict(zip(cells[0], cells[row]))) for row in rows]),
-            starts=np.array(offsets, np.int64),
+            starts=np.array(rows, np.int64),
             sizes=np.array([ends[row] - begins[row] for row in rows], np.int64),
             num_bytes=part.end - part.start,
         )
 '''
 CSV_LINE = """    InputFormat(
-        suffixes=(".csv",), reader="quoted_csv:Csv", unit="{unit}", document="a record", cut_at="{cut_at}"
+        suffixes=(".csv",), reader="quoted_csv:Csv", unit="row", document="a record", cut_at="records"
     ),
 )
 PLAIN_TEXT ="""
@@ -116,33 +115,24 @@ PLAIN_TEXT ="""
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize(("unit", "cut_at"), [("row", "records"), ("byte", "")])
-def test_csv_with_quotes_is_an_input_format_by_its_module_and_a_line_of_the_registry(
-    tmp_path: Path, unit: str, cut_at: str
-) -> None:
+def test_csv_with_quotes_is_an_input_format_by_its_module_and_a_line_of_the_registry(tmp_path: Path) -> None:
     copy = Copy(tmp_path)
-    head = f"COUNTS_ROWS, IS_WHOLE = {unit == 'row'}, {not cut_at}\n"
-    (copy.folder / "preprocess/read/quoted_csv.py").write_text(CSV_MODULE + head, encoding="utf-8")
-    line = CSV_LINE.format(unit=unit, cut_at=cut_at)
-    copy.change("shardprep/format/input_formats.py", ")\nPLAIN_TEXT =", line)
+    (copy.folder / "preprocess/read/quoted_csv.py").write_text(CSV_MODULE, encoding="utf-8")
+    copy.change("shardprep/format/input_formats.py", ")\nPLAIN_TEXT =", CSV_LINE)
     texts = [f'record {number}:\nthe "kettle" sings, twice' for number in range(40)]
-    rows = []
-    for row in [("id", "text"), *enumerate(texts)]:
-        with io.StringIO() as file:
-            csv.writer(file, lineterminator="\n").writerow(row)
-            rows.append(file.getvalue())
-    world = World(tmp_path).raw({"a.csv": "".join(rows), "b.txt": "one line\nanother line\n"})
+    with io.StringIO() as file:
+        csv.writer(file, lineterminator="\n").writerows([("id", "text"), *enumerate(texts)])
+        world = World(tmp_path).raw({"a.csv": file.getvalue(), "b.txt": "one line\nanother line\n"})
     data = world.data_dir
     peek = ["peek", data, "--num", 99, "--chars", 0]
     *_, shown = copy.run(plan_of(world, data, 4), *shards_of(data, 4), ["verify", data], peek)
     made = json.loads((data / "plan.json").read_bytes())
     inside = [made["inputs"][number][0] for number, place, *_ in made["cuts"][1:-1] if place]
-    assert ("a.csv" in inside) == bool(cut_at)
+    assert "a.csv" in inside
     manifests = [json.loads(path.read_bytes()) for path in data.glob("shard-*.json")]
     assert sum(manifest["counts"]["num_documents"] for manifest in manifests) == len(texts) + 2
     for number in range(len(texts)):
-        place = number + 1 if unit == "row" else sum(map(len, rows[: number + 1]))
-        assert f"from a.csv {unit} {place}\n  ⟦<|begin_of_text|>⟧record {number}:\n" in shown
+        assert f"from a.csv row {number + 1}\n  ⟦<|begin_of_text|>⟧record {number}:\n" in shown
 
 
 def test_the_table_of_input_formats_in_the_docs_names_the_suffixes_that_plan_takes(tmp_path: Path) -> None:
@@ -168,7 +158,7 @@ LOWERCASE_USE = """        if options.lowercase:
 @pytest.mark.slow
 def test_lowercase_is_a_plan_option_by_its_declaration_and_the_place_that_uses_it(tmp_path: Path) -> None:
     copy = Copy(tmp_path)
-    copy.change("shardprep/format/options.py", "    limit: int = _text(", LOWERCASE_OPTION)
+    copy.change("shardprep/format/plan.py", "    limit: int = _text(", LOWERCASE_OPTION)
     before = "        if transform is not None:\n            documents ="
     copy.change("preprocess/read/documents.py", before, LOWERCASE_USE)
     world = World(tmp_path).raw({"a.txt": "The Kettle\nSINGS\n"})

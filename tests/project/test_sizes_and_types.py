@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import shutil
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ import numpy as np
 import pytest
 
 from tests.faults.commands import command
-from tests.faults.forked_case import Ended, run_forked
-from tests.faults.judging import refusal
+from tests.faults.forked_case import run_forked
+from tests.faults.judging import verdict_of_end
 from tests.forged import rewrite_json
 from tests.oracle.test_done import BROKEN, forge
+from tests.slurm.fake_slurm import Desk, FakeSlurm, ended, failure
 from tests.world import World
 
 pytestmark = pytest.mark.processes
@@ -30,31 +30,32 @@ FORMS: dict[str, dict[str, Any]] = {
 SHARD = f"shard-{BROKEN:05d}"
 
 
-@functools.cache
-def made(root: Path, form: str) -> Path:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
     texts = "".join(f"line {number} {'of text ' * (number % 9)}\n" for number in range(200))
-    return World(root / form).raw({"a.txt": texts}).plan(num_shards=2, **FORMS[form]).run().data_dir
+    root = tmp_path_factory.mktemp("made")
+    return {
+        name: World(root / name).raw({"a.txt": texts}).plan(num_shards=2, **options).run()
+        for name, options in FORMS.items()
+    }
 
 
 @pytest.fixture
-def copy(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
-    """Makes a world whose data/ is a copy of a data set of this form."""
-
-    def make(form: str) -> World:
-        shutil.copytree(made(tmp_path_factory.getbasetemp() / "sizes", form), tmp_path / "data")
-        return World(tmp_path)
-
-    return make
+def world(made: dict[str, World], tmp_path: Path, request: pytest.FixtureRequest) -> World:
+    """A copy of a data set: of documents, or of the test's form."""
+    return made[getattr(request, "param", "documents")].copy(tmp_path)
 
 
-def ended_in_words(world: World, names: Iterable[str]) -> dict[str, int]:
+each_form = pytest.mark.parametrize("world", FORMS, indirect=True)
+
+
+def ended_in_words(world: World, *names: str) -> dict[str, int]:
     """Run commands in forks with limits; their exit codes."""
     codes = {}
     for name in names:
-        ended: Ended = run_forked(command(name, world.data_dir.parent, []))
-        assert ended.how == "ended", (name, ended)
-        assert not ended.code or refusal(ended)[0] == "refused", (name, ended)
-        codes[name] = ended.code
+        found = run_forked(command(name, world.data_dir.parent, []))
+        assert verdict_of_end(found)[0] in ("equal", "refused"), (name, found)
+        codes[name] = found.code
     return codes
 
 
@@ -69,33 +70,29 @@ WRONG_NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each_form
 @pytest.mark.parametrize("name", WRONG_NUMBERS)
-def test_an_idx_with_an_impossible_number_is_refused_or_without_effect(
-    copy: Callable[[str], World], form: str, name: str
-) -> None:
+def test_an_idx_with_an_impossible_number_is_refused_or_without_effect(world: World, name: str) -> None:
     """In one record, and in all of them."""
-    if form == "documents" and "starts" in name:
-        return
-    world = copy(form)
-    original = (world.data_dir / f"{SHARD}.idx").read_bytes(), (world.data_dir / f"{SHARD}.json").read_bytes()
+    files = [world.data_dir / f"{SHARD}.{suffix}" for suffix in ("idx", "json")]
+    originals = [path.read_bytes() for path in files]
     for number, value in enumerate(WRONG_NUMBERS[name]):
-        for suffix, data in zip(("idx", "json"), original, strict=True):
-            (world.data_dir / f"{SHARD}.{suffix}").write_bytes(data)
+        for path, data in zip(files, originals, strict=True):
+            path.write_bytes(data)
 
         def changed(records: Any, number: int = number, value: int = value) -> Any:
-            records[name][slice(None) if number % 2 else len(records) // 2] = value
+            if name in records.dtype.names:  # documents have no starts
+                records[name][slice(None) if number % 2 else len(records) // 2] = value
             return records
 
         forge(world, records=changed)
-        codes = ended_in_words(world, {"verify", READERS[number % len(READERS)]})
+        codes = ended_in_words(world, "verify", READERS[number % len(READERS)])
         # Where starts and sources begin, verify does not compare.
-        assert codes["verify"] == 65 or name in ("starts_offset", "source_offset"), value
+        assert codes["verify"] == 65 or "starts" in name or name == "source_offset", value
 
 
-def test_samples_that_lie_on_one_another_take_no_memory_for_each(copy: Callable[[str], World]) -> None:
+def test_samples_that_lie_on_one_another_take_no_memory_for_each(world: World) -> None:
     """Each is the whole tar, of 1 GiB of which nothing is on disk."""
-    world = copy("documents")
 
     def changed(records: Any) -> Any:
         records["offset"] = np.arange(len(records))
@@ -105,8 +102,8 @@ def test_samples_that_lie_on_one_another_take_no_memory_for_each(copy: Callable[
     forge(world, records=changed)
     os.truncate(world.data_dir / f"{SHARD}.tar", 1 << 30)
     rewrite_json(world.data_dir / f"{SHARD}.json", **{"tar.num_bytes": 1 << 30})
-    codes = ended_in_words(world, ["load", "peek", "export nanogpt", "report"])
-    assert {name for name, code in codes.items() if code == 65} >= {"load", "export nanogpt"}
+    codes = ended_in_words(world, "load", "peek", "export nanogpt", "report")
+    assert codes["load"] == codes["export nanogpt"] == 65
 
 
 INDEXES: dict[str, Callable[[Any], object]] = {
@@ -118,91 +115,66 @@ INDEXES: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", INDEXES)
-@pytest.mark.parametrize("form", ["documents", "best_fit"])
-def test_an_index_of_impossible_sizes_takes_no_memory(
-    copy: Callable[[str], World], form: str, name: str
-) -> None:
-    world = copy(form)
-    world.verify()
-    content = json.loads((world.data_dir / "index.json").read_bytes())
-    INDEXES[name](content)
-    rewrite_json(world.data_dir / "index.json", shards=content["shards"], spec=content["spec"])
-    ended_in_words(world, ["load"])
+@each_form
+def test_an_index_of_impossible_sizes_takes_no_memory(world: World) -> None:
+    content = (world.verify().data_dir / "index.json").read_bytes()
+    for change in INDEXES.values():
+        values = json.loads(content)
+        change(values)
+        rewrite_json(world.data_dir / "index.json", shards=values["shards"], spec=values["spec"])
+        ended_in_words(world, "load")
 
 
-def test_a_histogram_of_lengths_that_no_document_has_is_refused(copy: Callable[[str], World]) -> None:
-    world = copy("documents")
+def test_a_histogram_of_lengths_that_no_document_has_is_refused(world: World) -> None:
     rewrite_json(world.data_dir / f"{SHARD}.json", **{"counts.length_histogram": [1] * 300_000})
-    ended_in_words(world, ["report", "verify", "load"])
+    ended_in_words(world, "report", "verify", "load")
 
 
 def test_a_side_file_of_one_endless_line_is_refused(tmp_path: Path) -> None:
-    lines = "".join(f'{{"text": "text {number}", "id": "i{number}"}}\n' for number in range(9))
+    lines = [{"text": f"text {number}", "id": f"i{number}"} for number in range(9)]
     world = World(tmp_path).raw({"a.jsonl": lines}).plan(num_shards=1, id_field="id").run()
     os.truncate(world.data_dir / "ids/shard-00000.jsonl", 60 << 30)  # of which nothing is on disk
-    ended = run_forked(lambda: (world.main("peek", world.data_dir, "id:none").code, None))
-    assert (ended.how, ended.code) == ("ended", 65)
+    found = run_forked(lambda: (world.main("peek", world.data_dir, "id:none").code, None))
+    assert (found.how, found.code) == ("ended", 65)
 
 
 VALUES: tuple[Any, ...] = (
     3, None, "x", [], {}, [1], {"a": 1}, {"a": {}}, 2**70, -1, 1.5, True, float("nan"), "\ud800", [[]],
-)  # fmt: skip
-CAUSES = (
-    {"a": {"shards": 3, "nodes": {}}},
-    {"a": {"shards": "0-", "nodes": {}}},
-    {"a": {"shards": "0", "nodes": 4}},
-    {"a": {"shards": "0", "nodes": {"n": "x"}}},
+    {"a": {"shards": 3, "nodes": {}}}, {"a": {"shards": "0-", "nodes": {}}},
+    {"a": {"shards": "0", "nodes": 4}}, {"a": {"shards": "0", "nodes": {"n": "x"}}},
     {"a": {"shards": "0-9999999", "nodes": {}}},
-)
+)  # fmt: skip
+TEXTS = ("", "x", "-7", str(2**70), "9" * 5000, "1e300", "inf", "nan", "0-9999999", "\0", "\ud800", "1_0")
 
 
-def test_a_history_of_wrong_types_ends_no_command(copy: Callable[[str], World]) -> None:
-    world = copy("documents")
+def test_a_history_of_wrong_types_ends_no_command(world: World) -> None:
     path = world.data_dir / "jobs" / "history.jsonl"
     path.parent.mkdir()
     good = {"time": 1.0, "event": "retry", "user": "u", "round": 1, "jobs": ["1"], "why": "w", "report": "r"}
     good |= {"causes": {"x": {"shards": "0", "nodes": {"n": 1}}}, "number": 1, "failed_core_s": 1.0}
-    lines = [{**good, name: value} for name in good for value in VALUES]
-    lines += [{**good, "causes": value} for value in CAUSES]
-    texts = [json.dumps(each) for each in [good, *lines, good]]
-    path.write_text("\n".join([*texts, "[" * 10**5, "null", '"x"', "{", "\0"]))
-    assert set(ended_in_words(world, ["status", "report"]).values()) == {0}
+    texts = [json.dumps({**good, name: value}) for name in good for value in VALUES]
+    path.write_text("\n".join([json.dumps(good), *texts, "[" * 10**5, "null", '"x"', "{", "\0"]))
+    assert set(ended_in_words(world, "status", "report").values()) == {0}
 
 
-def test_records_of_attempts_of_wrong_values_end_no_command(copy: Callable[[str], World]) -> None:
+def each_value_replaced(record: str) -> Iterable[str]:
+    """A record with another value in each place of ``name=value`` or ``"name": value``."""
+    for place in re.finditer(r"=(.*)$|: (\S+?)[,}]", record, re.MULTILINE):
+        start, end = place.span(1 if place[1] is not None else 2)
+        for value in TEXTS if place[1] is not None else map(json.dumps, VALUES):
+            yield record[:start] + value + record[end:]
+
+
+def test_records_of_attempts_of_wrong_values_end_no_command(world: World) -> None:
     """A record for each value of each name, and one that is right."""
-    world = copy("documents")
     (world.data_dir / "shard-00000.json").unlink()
-    plan_id = json.loads((world.data_dir / "plan.json").read_bytes())["plan_id"]
-    number = os.statvfs(world.data_dir).f_fsid  # stat prints its halves the other way round
-    identity = f"{world.data_dir.stat().st_ino}.{(number & 0xFFFFFFFF) << 32 | number >> 32:x}"
-    begin = {
-        "by": "run", "plan_id": plan_id, "identity": identity, "shards": "0",
-        "time": "1000.0", "node": "n", "user": "u", "num_cpus": "1", "pid": "1", "pid_began": "3",
-        "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_MEM_PER_CPU": "5", "log": "/x",
-    }  # fmt: skip
-    end = {"time": "1001.0", "exit_code": "65", "stage": "work", "killed_by": "9", "signal": "s"}
-    end |= {"stopped_by": "x", "stopped": "1001", "limit": "5:00"}
-    failure = {"shard": 0, "exit_code": 65, "reason": "r"}
-    texts = ["", "x", "-7", str(2**70), "9" * 5000, "1e300", "inf", "nan", "0-9999999", "\0", "\ud800", "1_0"]
-
-    def record(begin: dict[str, str], failure: object, end: dict[str, str]) -> str:
-        lines = ["begin", *(f"{name}={value}" for name, value in begin.items()), json.dumps(failure)]
-        return "\n".join([*lines, "end", *(f"{name}={value}" for name, value in end.items()), ""])
-
-    right = record(begin, failure, end)
-    attempts = [right, right[:-40], "[" * 10**5, "begin\n" + "[" * 10**5]
-    for text in texts:
-        attempts += [record({**begin, name: text}, failure, end) for name in begin]
-        attempts += [record(begin, failure, {**end, name: text}) for name in end]
-    for value in (*VALUES, 2**70, 1e300):
-        attempts += [record(begin, {**failure, name: value}, end) for name in failure]
-        attempts += [record(begin, value, end)]
-    folder = world.data_dir / "jobs" / "attempts"
-    folder.mkdir(parents=True)
+    facts = {"stopped_by": "x", "stopped": 1001, "limit": "5:00", "killed_by": 9, "signal": "s"}
+    desk = Desk(data=world.data_dir, fake=FakeSlurm(place=world.data_dir))
+    path = desk.record("7_0", failure(0, 65, "r"), ended(65, **facts), pid=1, pid_began=3)
+    right = path.read_text()
+    attempts = [right[:-40], "[" * 10**5, "begin\n" + "[" * 10**5, *each_value_replaced(right)]
     for number, text in enumerate(attempts):
-        (folder / f"7_{number}.r0").write_bytes(text.encode("utf-8", "surrogatepass"))
-    assert set(ended_in_words(world, ["status", "report"]).values()) == {0}
+        path.with_name(f"7_{number + 1}.r0").write_bytes(text.encode("utf-8", "surrogatepass"))
+    assert set(ended_in_words(world, "status", "report").values()) == {0}
     found = json.loads(world.main("status", world.data_dir, "--json").out)
     assert sum(found["restarts"].values()) > 100, "those that are right are told"

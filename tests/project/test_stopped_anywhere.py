@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import re
@@ -16,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from shardprep.__main__ import main
-from tests.children import child, end_of, environ_of_children, is_living, run_child
+from tests.children import child, end_of, environ_of_children, is_living, run_child, shardprep
 from tests.held_children import Hold
 from tests.waiting import wait_until
-from tests.world import World, call_main
+from tests.world import World
 
 STOPPED = 75
 OURS = re.compile("/(preprocess|shardprep)/")
@@ -59,7 +57,7 @@ def lines_run(world: World, number: int) -> tuple[int, int]:
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so it is again when the command has ended
     sys.settrace(tracer)
     try:
-        ended = call_main("shard", "--shard_id", 0, "--output_dir", world.data_dir)
+        ended = world.try_shard(0)
     finally:
         sys.settrace(before)
         # A signal that came in a finalizer comes again by an alarm, if the command has not ended before.
@@ -89,24 +87,18 @@ def test_a_signal_at_any_line_of_making_a_shard_leaves_no_temporary(world: World
 
 
 FINALIZER = """
-import os, signal, sys, time, weakref
-from shardprep.signals import raise_on_stop_signals
+import os, signal, time
+from shardprep.command_line import raise_on_stop_signals
 from shardprep.errors import Stopped
 
 class Thing:
     def __del__(self):
-        at_work()
-
-def at_work(*_):
-    os.kill(os.getpid(), signal.SIGTERM)
-    for _ in range(1000):
-        pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(1000):
+            pass
 
 raise_on_stop_signals()
 thing = Thing()
-if sys.argv[1] == "weak reference":
-    Thing.__del__ = lambda self: None
-    held = weakref.ref(thing, at_work)
 try:
     del thing
     while True:
@@ -117,9 +109,8 @@ except Stopped as error:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("place", ["finalizer", "weak reference"])
-def test_a_signal_where_python_drops_exceptions_stops_the_command_all_the_same(place: str) -> None:
-    done = run_child([sys.executable, "-c", FINALIZER, place])
+def test_a_signal_where_python_drops_exceptions_stops_the_command_all_the_same() -> None:
+    done = run_child([sys.executable, "-c", FINALIZER])
     assert (done.stdout[:6], done.stderr) == ("caught", "")
 
 
@@ -128,7 +119,7 @@ def test_a_signal_where_python_drops_exceptions_stops_the_command_all_the_same(p
 def test_the_workers_of_run_do_not_outlive_it(world: World, tmp_path: Path, how: signal.Signals) -> None:
     """Killed it cannot tell them; they stand in the middle of a shard."""
     hold = Hold(tmp_path, "fsync", r"\.shard-\d+\.tar")
-    words = [sys.executable, "-m", "shardprep", "run", str(world.data_dir), "--num_proc", "2"]
+    words = shardprep("run", world.data_dir, "--num_proc", 2)
     with child(words, env={**environ_of_children(), **hold.environ()}, stderr=-2) as run:
         workers = hold.wait(2, run)
         assert run.pid not in workers
@@ -140,38 +131,30 @@ def test_the_workers_of_run_do_not_outlive_it(world: World, tmp_path: Path, how:
         assert not list(world.data_dir.glob(".shard-*"))
 
 
-@pytest.mark.parametrize("is_made", [True, False])
-def test_a_writer_whose_temporaries_another_one_removed_is_done_if_the_shard_is(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_made: bool
+def test_a_writer_whose_temporaries_another_one_removed_is_done_as_the_shard_is(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever is done first removes the other's temporaries; the other is at its first rename then."""
-    other = World(tmp_path, data_dir=Path(shutil.copytree(world.data_dir, tmp_path / "other"))).run(0)
-    rename, is_first = os.rename, [True]
+    made = world.copy(tmp_path / "other").run(0).data_dir.glob("shard-00000.*")
+    rename = os.rename
 
     def renamed(old: Any, new: Any, **kwargs: Any) -> None:
-        if str(new).endswith(("shard-00000.tar", "shard-00000.idx")) and is_first.pop():
-            is_first.append(False)
-            for path in world.data_dir.glob(".shard-00000.*"):
-                path.unlink()
-            for path in sorted(other.data_dir.glob("shard-00000.*"), key=lambda path: path.suffix == ".json"):
-                if is_made:
-                    shutil.copy(path, world.data_dir)
+        for path in world.data_dir.glob(".shard-00000.*"):
+            path.unlink()
+        for path in made:  # at the first rename
+            shutil.copy(path, world.data_dir)
         rename(old, new, **kwargs)
 
     monkeypatch.setattr(os, "rename", renamed)
-    code = main(["shard", "--shard_id", "0", "--output_dir", str(world.data_dir)])
-    assert is_first == [False]
-    assert code == (0 if is_made else 74)
-    assert (world.data_dir / "shard-00000.json").exists() == is_made
-    assert not list(world.data_dir.glob(".*"))
+    world.run(0)
+    assert not [*made, *world.data_dir.glob(".*")]
 
 
 def test_signals_handled_by_a_program_that_calls_main_are_its_own_again(world: World) -> None:
     came: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
     try:
-        with contextlib.suppress(SystemExit):
-            call_main("shard", "--shard_id", 0, "--output_dir", world.data_dir)
+        world.run(0)
         signal.raise_signal(signal.SIGUSR1)
         assert came == [signal.SIGUSR1]
     finally:

@@ -13,17 +13,14 @@ import os
 import pty
 import re
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.checkout import ROOT
-from tests.children import run_child
+from tests.children import run_child, shardprep
 from tests.slurm.fake_slurm import QUEUES, Desk, install_fake_slurm
 from tests.world import World, call_main, tokenizer_dir
 
@@ -80,6 +77,7 @@ COMMANDS: dict[str, tuple[int | None, list[Any]]] = {
     "report": (0, ["report", "DATA", "--json"]),
     "report into a file": (0, ["report", "DATA", "--output", "NEW"]),
     "status": (0, ["status", "DATA"]),
+    "status for programs": (0, ["status", "DATA", "--json"]),
     "submit": (2, ["submit", "COPY", "--dry_run"]),
     "lustre": (0, ["lustre", "show", "DATA"]),
     "where nothing is": (66, ["where", "DATA", "--state", IN_WORDS]),
@@ -105,11 +103,12 @@ def test_a_command_shows_control_characters_as_escapes(
         (copy / "shard-00001.json").unlink()
         (copy / ".shard-00000.tar.host-1-01234567.tmp").touch()
     places = {"RAW": world.raw_dir, "DATA": world.data_dir, "MODEL": world.tokenizer, "COPY": copy}
-    ended = call_main(
-        *(places.get(word, tmp_path / f"new{IN_NAMES}" if word == "NEW" else word) for word in words)
-    )
+    places["NEW"] = tmp_path / f"new{IN_NAMES}"
+    ended = call_main(*(places.get(word, word) for word in words))
     assert code in (ended.code, None), ended.text
     check(ended.text, shows=r"\u001b" if "--json" in words else r"\x1b")
+    if name == "status for programs":
+        assert json.loads(ended.out)["folder"] == str(world.data_dir), "it has each character"
     assert not any(line.startswith("shardprep-failure {}") for line in ended.text.splitlines())
 
 
@@ -117,9 +116,7 @@ def test_status_shows_what_a_log_and_slurm_say_as_escapes(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = install_fake_slurm(tmp_path, monkeypatch)
-    data = Path(shutil.copytree(world.data_dir, tmp_path / "data"))
-    for number in range(2):
-        (data / f"shard-{number:05d}.json").unlink()
+    data = world.copy(tmp_path, but=["shard-*.json"]).data_dir
     desk = Desk(data=data, fake=fake)
     desk.submitted()
     queue = QUEUES["24.11.5"].replace("1|0|", "1|5|").replace("1|4|", "1|0|")  # task 0 waits, task 1 failed
@@ -129,16 +126,6 @@ def test_status_shows_what_a_log_and_slurm_say_as_escapes(
     assert ended.code == 0
     check(ended.text, shows=r"\x1b[2J\x1b]0;title\x07\x9b31m\u202e the last line")
     assert r"Why\x1b[2J\x07\x9b31m" in ended.text
-
-
-def test_what_programs_read_stays_json_and_has_each_character(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install_fake_slurm(tmp_path, monkeypatch)
-    ended = call_main("status", world.data_dir, "--json")
-    assert ended.code == 0
-    check(ended.out, shows=r"\u001b")
-    assert json.loads(ended.out)["folder"] == str(world.data_dir)
 
 
 def test_korean_and_all_else_that_can_be_printed_stays_as_it_is(tmp_path: Path) -> None:
@@ -176,45 +163,15 @@ def test_a_library_a_warning_a_log_line_and_a_traceback_reach_the_terminal_as_es
 
 
 def test_a_stream_that_cannot_say_korean_gets_escapes(world: World) -> None:
-    words = [sys.executable, "-m", "shardprep", "peek", str(world.data_dir)]
-    done = run_child(words, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    done = run_child(shardprep("peek", world.data_dir), env={**os.environ, "PYTHONIOENCODING": "ascii"})
     check(done.stdout, shows=r"\ud55c\uad6d\uc5b4 text \x1b[2J")
-
-
-def test_the_screen_of_a_watched_status_has_only_the_codes_that_draw_it(world: World) -> None:
-    text = on_a_terminal(["-m", "shardprep", "status", world.data_dir, "--watch"])
-    drawn = re.sub(r"\x1b\[2?[HJK]", "", text.replace("\r\n", "\n"))
-    assert drawn != text
-    check(drawn, shows=r"\x1b")
-
-
-def on_a_terminal(words: Sequence[str | Path]) -> str:
-    """What a child writes that has a terminal, of 400 columns; in blanks and letters, it ends well."""
-    master, slave = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "400"},
-        stdin=subprocess.DEVNULL,
-        stdout=slave,
-        stderr=slave,
-    ) as child:
-        os.close(slave)
-        parts = []
-        with contextlib.suppress(OSError):  # EIO: nobody has the other end any more
-            while part := os.read(master, 1 << 16):
-                parts.append(part)
-    os.close(master)
-    text = b"".join(parts).decode()
-    assert child.returncode == 0, text
-    return text
 
 
 def test_a_log_gets_a_line_now_and_then_with_share_speed_and_what_is_left(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each look at the clock finds a minute gone."""
-    data = Path(shutil.copytree(world.data_dir, tmp_path / "data"))
+    data = world.copy(tmp_path).data_dir
     real, minutes = time.monotonic, iter(range(10**6))
     monkeypatch.setattr(time, "monotonic", lambda: real() + 60.0 * next(minutes))
     ended = call_main("verify", data)
@@ -223,18 +180,32 @@ def test_a_log_gets_a_line_now_and_then_with_share_speed_and_what_is_left(
     assert {total for _, total in lines} == {"2"}
 
 
-@pytest.mark.processes
-def test_on_a_terminal_a_bar_of_less_than_80_columns_goes_when_the_work_is_done(world: World) -> None:
+def on_a_terminal(columns: int, *words: object) -> str:
+    """What a command that ends well writes to a terminal of so many columns."""
     pid, screen = pty.fork()
     if not pid:
-        os.environ["COLUMNS"] = "120"
-        os.execv(sys.executable, [sys.executable, "-m", "shardprep", "verify", str(world.data_dir)])
-    shown = b""
-    with contextlib.suppress(OSError):  # of a terminal whose program has ended
-        while part := os.read(screen, 65536):
-            shown += part
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    bars = re.findall(r"\r([^\r\n]*)", shown.decode())
+        os.environ["COLUMNS"] = str(columns)
+        os.execv(sys.executable, shardprep(*words))
+    parts = []
+    with contextlib.suppress(OSError):  # EIO: nobody has the other end any more
+        while part := os.read(screen, 1 << 16):
+            parts.append(part)
+    os.close(screen)
+    text = b"".join(parts).decode()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, text
+    return text
+
+
+def test_the_screen_of_a_watched_status_has_only_the_codes_that_draw_it(world: World) -> None:
+    text = on_a_terminal(400, "status", world.data_dir, "--watch")
+    drawn = re.sub(r"\x1b\[2?[HJK]", "", text.replace("\r\n", "\n"))
+    assert drawn != text
+    check(drawn, shows=r"\x1b")
+
+
+def test_on_a_terminal_a_bar_of_less_than_80_columns_goes_when_the_work_is_done(world: World) -> None:
+    shown = on_a_terminal(120, "verify", world.data_dir)
+    bars = re.findall(r"\r([^\r\n]*)", shown)
     assert any(bar.startswith("verifying:   0%|") for bar in bars), shown
     assert max(len(bar) for bar in bars if "|" in bar) == 79
-    assert re.search(r"\r *\rverified ", shown.decode()), "the bar is gone before the last line"
+    assert re.search(r"\r *\rverified ", shown), "the bar is gone before the last line"

@@ -1,9 +1,14 @@
-"""README's quick start, the pages of docs/ and the commands that commands print, run with the wheel alone."""
+"""README's quick start, the pages of docs/, their examples of training, and the commands that commands print.
+
+All run with the wheel alone. And the check for a GPU, so that it runs where somebody has one.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -15,15 +20,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.chat_sets import TAGGED, chat_model, conversations, write_chats
 from tests.checkout import ROOT
 from tests.children import environ_of_children, run_child
 from tests.slurm.fake_slurm import install_fake_slurm
+from tests.world import World, hostile_text
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
     from tests.warm_python import WarmPython
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 HINT = re.compile(r"\b(?:next|or|run|then|one|retry|again|type): ((?:shardprep|sbatch|python|rm) [^\n;()]*)")
 # A script that is named is run here, a task after the other; one on standard input goes to the stand-in.
 SBATCH = r"""#!/bin/bash
@@ -120,27 +127,6 @@ def test_each_next_command_of_plan_leads_on_from_any_folder(desk: Desk, way: str
         assert (data / "index.json").exists()
     else:
         assert len(tried) > 1
-
-
-def test_what_verify_run_and_status_print_of_unmade_shards_makes_them(desk: Desk) -> None:
-    bad = r"{ seq 30; printf 'caf\xe9\n'; } > raw/c.txt"
-    desk.run(quick_start().partition("shardprep")[0] + bad)
-    plan = next(line for line in quick_start().splitlines() if " plan " in line)
-    desk.run(plan.replace("--output_dir data", "--output_dir 'my data'").replace("shards 2", "shards 3"))
-    data, desk.folder = desk.folder / "my data", desk.folder / "elsewhere"
-    desk.folder.mkdir()
-    place = shlex.quote(str(data))
-    tried = desk.follow(desk.run(f"shardprep verify {place}", code=66).stderr)
-    assert len(tried) == 3, "a command of each shard"
-    assert len(list(data.glob("shard-*.json"))) == 2
-    tried = desk.follow(desk.run(f"shardprep run {place}", code=65).stderr)
-    assert any(" --shards 2" in command for command in tried)
-    tar = data / "shard-00001.tar"
-    tar.write_bytes(bytes(tar.stat().st_size))
-    tried = desk.follow(desk.run(f"shardprep verify {place}", code=65).stderr)
-    assert any(command.startswith("rm ") for command in tried)
-    tried = desk.follow(desk.run(f"shardprep status {place}").stdout)
-    assert any("--max_bad_fraction 0." in command for command in tried)
 
 
 # Commands of the pages that cannot run here, by their beginnings.
@@ -252,3 +238,90 @@ def test_the_commands_of_a_page_run_as_they_stand_in_an_empty_folder(desk: Desk,
         for name in ("python", "shardprep"):
             (desk.folder.parent / "commands" / name).unlink()
     run_child(["bash", "-euxc", "\n".join(script)], cwd=desk.folder, env=desk.environ | environ)
+
+
+@pytest.fixture(scope="module")
+def environ() -> dict[str, str]:
+    return environ_of_children(TOKENIZERS_PARALLELISM="false")
+
+
+@pytest.fixture(scope="module")
+def training_desk(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """MODEL, a Llama with its tokenizer; RAW, 0.9 M tokens; and three small data sets to mix."""
+    folder = tmp_path_factory.mktemp("a desk")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shutil.copytree(prep.model_dir, folder / "MODEL")
+    config = LlamaConfig(
+        vocab_size=900, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "MODEL")
+    texts = sorted(sample_dir.glob("*.txt"))
+    (folder / "RAW").mkdir()
+    for number in range(12):
+        for text in texts:
+            shutil.copy(text, folder / "RAW" / f"{number}_{text.name}")
+    for number, name in enumerate(("web", "code", "books")):
+        (folder / f"raw_{name}").mkdir()
+        shutil.copy(texts[number], folder / f"raw_{name}")
+        prep.plan(
+            folder / f"raw_{name}", folder / "sources" / name, model_id=str(folder / "MODEL"), num_shards=2
+        )
+        prep.make(folder / "sources" / name)
+        assert prep.command("verify", folder / "sources" / name).code == 0
+    return folder
+
+
+def test_each_example_of_training_runs_as_shown(
+    training_desk: Path, warm: WarmPython, environ: dict[str, str]
+) -> None:
+    ended = run_child([warm.python, "-m", "tests.training_pages"], cwd=training_desk, env=environ)
+    found = re.search(r"(\d+) examples ran, (\d+) calls of ours were compared", ended.stdout)
+    assert found, ended.stdout
+    assert int(found[1]) >= 16
+    assert int(found[2]) >= 25
+
+
+def test_the_command_that_plans_conversations_runs_as_shown(
+    warm: WarmPython, environ: dict[str, str], prep: Prep, tmp_path: Path
+) -> None:
+    chat_model(prep.model_dir, tmp_path / "MODEL", TAGGED)
+    write_chats(tmp_path / "RAW", conversations(80))
+    page = (ROOT / "docs" / "training_data.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^shardprep plan .*--record chat.*$", page, re.MULTILINE)
+    run_child([warm.python, "-m", *shlex.split(command)], cwd=tmp_path, env=environ)
+    run_child([warm.python, "-m", "shardprep", "run", "DATA"], cwd=tmp_path, env=environ)
+    manifests = [json.loads(path.read_bytes()) for path in (tmp_path / "DATA").glob("shard-*.json")]
+    assert sum(manifest["counts"]["num_documents"] for manifest in manifests) == 80
+
+
+def test_the_example_of_ddp_trains_as_shown(
+    training_desk: Path, warm: WarmPython, environ: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "examples").mkdir()
+    script = shutil.copy(ROOT / "examples" / "train_llama.py", tmp_path / "examples")
+    shown = re.search(
+        r"^ +python (examples/train_llama.py DATA CHECKPOINTS .*?)  ", Path(script).read_text(), re.MULTILINE
+    )
+    assert shown
+    here = {"DATA": str(training_desk / "sources" / "web"), "1000": "3"}
+    words = [here.get(word, word) for word in shown[1].split()]
+    ended = run_child([warm.python, *words, "--log_every", "1"], cwd=tmp_path, env=environ)
+    assert "step 3: loss " in ended.stdout
+    assert [path.name for path in (tmp_path / "CHECKPOINTS").glob("*.pt")] == ["step-00000003.pt"]
+
+
+def test_the_check_for_a_gpu_measures_on_a_cpu_what_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = World(tmp_path).raw({"a.txt": hostile_text(400)}).make(record="packed", seq_len=64).data_dir
+    words = ["--tiny", "--data", str(data), "--seconds", "0.05", "--seq_len", "64"]
+    monkeypatch.setattr("sys.argv", ["gpu_check.py", *words])
+    script = runpy.run_path(str(ROOT / "benchmarks" / "gpu_check.py"))
+    assert script["main"]() == 0
+    printed = capsys.readouterr().out
+    waits = re.findall(r"^\| (\d) \| [\d.]+ \| ([\d.]+)% \| [\d,]+ \|$", printed, re.MULTILINE)
+    assert [number for number, _ in waits] == ["0", "2", "4"]
+    assert all(0 <= float(share) <= 100 for _, share in waits)
+    assert re.search(r"^\| sdpa \| yes \| [\d.]+ \| [\d.]+ \|$", printed, re.MULTILINE)
+    assert printed.count("no GPU") == 3  # two copies, and flash attention

@@ -74,7 +74,7 @@ while True:
 def test_usr2_leaves_the_worker_alone_and_checkpoint_stops_it_and_asks_for_the_same_shards(
     given: list[Any], data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slurm.submitit_executor._WORKER", WAITING_WORKER)
+    monkeypatch.setattr("slurm.send._WORKER", WAITING_WORKER)
     submit_with_submitit(data_dir, submitit.AutoExecutor(folder=tmp_path / "log", cluster="local"))
     body, asked = given[0][0], list[Any]()
 

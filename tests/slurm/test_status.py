@@ -6,17 +6,18 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
-import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.checkout import ROOT
-from tests.children import run_child
-from tests.forged import seal
+from tests.forged import rewrite_json
 from tests.slurm.fake_slurm import (
     NAME,
     QUEUES,
@@ -82,40 +83,26 @@ def test_a_verify_job_that_ran_out_of_time_or_never_begins_is_told(desk: Desk) -
     assert "PartitionTimeLimit" in desk.status()["verify_trouble"]
 
 
-# ``python -m slurm`` that counts what it asks of the file system below a folder, and the commands it starts;
-# it ends at the second look of --watch.
-COUNTED = """
-import collections, json, os, sys, time
-folder, report = sys.argv.pop(1), sys.argv.pop(1)
-seen = collections.Counter()
-def count(event, args):
-    if event in ("open", "os.listdir", "os.scandir") and str(args[0]).startswith(folder):
-        seen[f"open {os.path.splitext(args[0])[1]}" if event == "open" else "list"] += 1
-    if event == "subprocess.Popen":
-        seen[f"start {args[0]}"] += 1
-sys.addaudithook(count)
-real = os.stat
-def stat(path, *args, **settings):
-    seen["stat"] += str(path).startswith(folder)
-    return real(path, *args, **settings)
-os.stat = stat
-looks = []
-def sleep(_):
-    looks.append({**seen, "numpy": "numpy" in sys.modules})
-    seen.clear()
-    if len(looks) == 2:
-        with open(report, "w") as file:
-            json.dump(looks, file)
-        sys.exit(0)
-import slurm.status
-slurm.status.time = type("Clock", (), {**vars(time), "sleep": staticmethod(sleep)})
-from slurm.__main__ import main
-main(sys.argv[1:])
-"""
+class Asked:
+    """Counts what is asked of the file system below a folder."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.counts = str(folder), Counter[str]()
+        for name in ("open", "stat", "scandir", "listdir"):
+            monkeypatch.setattr(os, name, self._counting(name, getattr(os, name)))
+
+    def _counting(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any = ".", *args: Any, **settings: Any) -> Any:
+            if str(path).startswith(self.folder):
+                suffix = Path(str(path)).suffix
+                self.counts[f"open {suffix}" if name == "open" else "stat" if name == "stat" else "list"] += 1
+            return real(path, *args, **settings)
+
+        return call
 
 
 def test_a_status_reads_each_manifest_and_record_once_and_the_next_look_reads_none_of_them_again(
-    fake: FakeSlurm, prep: Prep, sample_dir: Path, tmp_path: Path
+    fake: FakeSlurm, prep: Prep, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """290 manifests and 10 failures; of 10,000 it is so, too."""
     num_shards, num_failed = 300, 10
@@ -123,31 +110,37 @@ def test_a_status_reads_each_manifest_and_record_once_and_the_next_look_reads_no
     prep.plan(sample_dir, desk.data, num_shards=num_shards)
     prep.make(desk.data, 0)
     first = desk.data / "shard-00000.json"
-    manifest = json.loads(first.read_text())
     for shard_id in range(1, num_shards - num_failed):
         path = desk.data / f"shard-{shard_id:05d}.json"
         for suffix in (".tar", ".idx"):
             path.with_suffix(suffix).symlink_to(first.with_suffix(suffix))
-        manifest["shard_id"] = shard_id
-        path.write_text(json.dumps(manifest))
-        seal(path)
+        shutil.copy(first, path)
+        rewrite_json(path, shard_id=shard_id)
     desk.submitted(array(tasks=[str(number) for number in range(num_shards)]))
     for shard_id in range(num_shards - num_failed, num_shards):
         log = desk.log(f"1_{shard_id}.log", "an error\n")
         desk.record(f"1_{shard_id}", ended(74), log=str(log))
-    desk.queue(squeue_line("N/A", "RUNNING", job="2", name=f"{NAME}-verify"))
-    report = tmp_path / "seen.json"
-    run_child([sys.executable, "-c", COUNTED, desk.data, report, "status", desk.data, "--watch"])
-    seen, again = json.loads(report.read_text())
-    assert {name: seen[f"start {name}"] for name in ("squeue", "scontrol")} == {"squeue": 1, "scontrol": 1}
-    assert not seen["numpy"], "its 0.1 s"
-    assert seen["open .log"] == 8, "the newest failures'"
+    runs = squeue_line("N/A", "RUNNING", job="2", name=f"{NAME}-verify")
+    desk.queue(runs)
+    asked, looks = Asked(desk.data, monkeypatch), list[Counter[str]]()
+
+    def sleep(_: float) -> None:
+        calls = {f"start {name}": len(fake.calls(name)) for name in ("squeue", "scontrol")}
+        looks.append(asked.counts + Counter(calls))
+        asked.counts.clear()
+        desk.queue("")  # the next look is the last one
+
+    call_at_waits(monkeypatch, sleep)
+    desk.slurm("status", "--watch")
+    (seen,), again = looks, asked.counts
     few = 6  # plan.json, its tokenizer, a submission, index.json
+    assert (seen["start squeue"], seen["start scontrol"]) == (1, 1)
+    assert seen["open .log"] == 8, "the newest failures'"
     assert num_shards - num_failed <= seen["open .json"] <= num_shards - num_failed + few
     assert seen["open .r0"] == 2 * num_failed, "before Slurm is asked, and after"
     assert seen["list"] <= 4, "the folder, its jobs, and twice the attempts"
     assert seen["stat"] <= 2 * num_shards + few, "tar and idx of each"
-    assert (again["start squeue"], again.get("start scontrol", 0)) == (1, 0)
+    assert (len(fake.calls("squeue")), len(fake.calls("scontrol"))) == (2, 1)
     assert again["open .json"] <= few
     assert again["stat"] <= few
 

@@ -317,18 +317,6 @@ def test_cancel_of_some_shards_ends_their_tasks_alone_and_no_part_of_a_task(desk
     assert desk.cancelled() == ["1_1 1_3"]
 
 
-def test_cancel_of_a_groups_data_set_ends_the_users_own_jobs_and_names_who_can_end_the_others(
-    desk: Desk,
-) -> None:
-    desk.submitted(array(tasks=["0", "1"]))
-    desk.submitted(array("5", tasks=["2", "3", "4"]), verify="6", number=1, user="kim")
-    desk.queue(squeue_line("0-1", "RUNNING"), squeue_line("0-2", "RUNNING", job="5", user="kim"))
-    denied = "echo 'Kill job error on job id 5: Access/permission denied' >&2; exit 1"
-    desk.fake.answers_by("scancel", denied)
-    assert "error: kim " in desk.slurm("cancel", code=2)
-    assert desk.events()[-1]["jobs"] == ["1"]
-
-
 # --- what only a person can do
 
 

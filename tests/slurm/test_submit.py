@@ -360,21 +360,6 @@ def test_the_verify_job_waits_for_all_has_time_for_all_bytes_and_a_dependency_is
     assert "#SBATCH --time=30\n" in shown, "the partition's"
 
 
-def test_only_what_is_missing_and_not_queued_is_sent_and_wait_ends_with_0_only_where_all_is_verified(
-    desk: Desk,
-) -> None:
-    desk.submitted()
-    queue = shlex.quote(str(desk.fake.place / "squeue"))
-    desk.queue(squeue_line("0-4", "PENDING"))
-    desk.fake.answers_by("squeue", f'case "$*" in *--user=root*) cat {queue}; : >{queue} ;; esac')
-    desk.slurm("submit", "--wait", code=74)  # the same line again after Ctrl-C
-    desk.make_done(*range(5))
-    desk.slurm("submit", "--wait", code=74)
-    desk.write_index()
-    desk.slurm("submit", "--wait")
-    assert not desk.fake.sent()
-
-
 # --- whose commands run
 
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loader import ShardprepError
+from loader import ShardprepError, UnknownVersion, get_llama3_dataloader
+from tests.checkout import ROOT
+from tests.children import run_child
 from tests.forged import rewrite_json, rewrite_plan
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import World, hostile_text
@@ -243,3 +246,59 @@ def test_the_tokenizer_of_a_plan_is_known_by_what_decides_ids_and_nothing_else(
     edit(data)
     (model / "tokenizer.json").write_text(json.dumps(data))
     assert world.try_shard(0, model_id=model).code == (0 if is_same else 78)
+
+
+# A data set of an older version, and several threads. ---------------------------------------------------
+
+OLD = ROOT / "tests" / "data" / "version_1" / "documents_json"
+REMEDY = "shardprep plan --input_dir RAW --output_dir NEW --model_id MODEL --num_shards N"
+
+
+def test_every_command_and_the_loader_refuse_a_data_set_of_version_1_with_what_to_type(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path).raw({"a.txt": "a\n"})
+    old = Path(shutil.copytree(OLD, world.data_dir))
+    shutil.copytree(ROOT / "tests" / "data" / "golden" / "tokenizer", old / "tokenizer")
+    before = world.contents()
+    commands = ("verify", "run", "peek", "clean", "status", "submit", "report")
+    endings = [world.try_plan(), world.try_shard(0), *(world.main(name, old) for name in commands)]
+    endings.append(world.main("export", old, to="hf", output_dir=tmp_path / "exported"))
+    endings.append(world.main("stage", old, to=tmp_path / "staged"))
+    for ended in endings:
+        assert ended.error is not None
+        assert (ended.code, ended.error.remedy) == (78, REMEDY), ended.text
+    assert world.contents() == before
+    for name in ("index.json", "plan.json", ""):
+        with pytest.raises(UnknownVersion) as refused:
+            get_llama3_dataloader(old, 2, num_workers=0)
+        assert refused.value.remedy == REMEDY
+        if name:
+            (old / name).unlink()
+
+
+# In processes that have met none of the types of these facts.
+SCRIPT = """
+import importlib, os, pkgutil, sys
+from shardprep.__main__ import main
+for name in ("preprocess", "shardprep.format"):
+    package = importlib.import_module(name)
+    for each in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{name}.{each.name}")
+
+sys.setswitchinterval(1e-6)
+for _ in range(12):
+    child = os.fork()
+    if child == 0:
+        os._exit(main(["verify", sys.argv[1], "--fast"]))
+    status = os.waitpid(child, 0)[1]
+    assert status == 0, f"verify ended with the status {status}"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_threads_that_read_the_first_manifests_at_the_same_time_do_not_end_verify(tmp_path: Path) -> None:
+    """msgspec 0.20 looks at a type when it first meets it, and ended the process where two threads did so."""
+    world = World(tmp_path).raw({"a.txt": "a line of text\n" * 400}).make(num_shards=40)
+    run_child([sys.executable, "-c", SCRIPT, str(world.data_dir)], cwd=ROOT)

@@ -135,17 +135,17 @@ class Desk:
     data: Path
     fake: FakeSlurm
 
-    def command(self, name: str, *words: object, code: int = 0, **environ: str) -> Ended:
+    def command(self, name: str, *words: object, code: int = 0, **environ: Any) -> Ended:
         """Run ``shardprep NAME DATA WORDS`` with these variables; it has to end with ``code``."""
         ended = call_main(name, self.data, *words, environ=environ)
         assert ended.code == code, ended.text
         return ended
 
-    def slurm(self, name: str, *words: object, code: int = 0, **environ: str) -> str:
+    def slurm(self, name: str, *words: object, code: int = 0, **environ: Any) -> str:
         """Return all that ``shardprep NAME DATA WORDS`` prints."""
         return self.command(name, *words, code=code, **environ).text
 
-    def status(self, **environ: str) -> dict[str, Any]:
+    def status(self, **environ: Any) -> dict[str, Any]:
         """Return what ``status --json`` prints."""
         state: dict[str, Any] = json.loads(self.command("status", "--json", **environ).out)
         return state

@@ -88,20 +88,6 @@ def seven(prep: Prep, site: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyP
     return Faults(data=data, place=place)
 
 
-def test_forty_shards_fit_seven_array_tasks_and_end_verified(
-    prep: Prep, site: Cluster, sample_dir: Path, tmp_path: Path
-) -> None:
-    data = tmp_path / "a folder's 50%"
-    prep.plan(sample_dir, data, num_shards=40)
-    site.slurm("submit", data, "--cpus_per_task", 1, "--mem_gb", 0.8, "--time_min", 5, "--wait")
-    tasks = submission(data, 0)["arrays"][0]["tasks"]
-    assert len(tasks) == 7, "MaxArraySize"
-    state = site.status(data)
-    assert (state["done"], state["failed"], state["verified"]) == ("0-39", "", True)
-    site.slurm("submit", data)
-    assert not (data / "jobs" / "0001.json").exists(), "nothing is left to send"
-
-
 def test_until_done_heals_each_failure_as_its_cause_asks_and_nobody_types_anything(
     prep: Prep, site: Cluster, seven: Faults, tmp_path: Path
 ) -> None:

@@ -29,6 +29,7 @@ from tests.slurm.fake_slurm import (
     failure,
     squeue_line,
 )
+from tests.world import call_main
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -148,11 +149,18 @@ def test_a_status_reads_each_manifest_and_record_once_and_the_next_look_reads_no
 # --- next
 
 
-def test_next_is_never_a_retry_that_would_be_refused(desk: Desk) -> None:
+@pytest.mark.parametrize(
+    ("end", "first"),
+    [
+        (ended(74), "correct the cause, then: "),
+        (ended(75, stopped_by="TIMEOUT"), ""),  # the retry itself asks for more
+    ],
+)
+def test_next_is_never_a_retry_that_would_be_refused(desk: Desk, end: str, first: str) -> None:
     desk.make_done(0, 1, 2, 3)
     for number in range(3):
-        desk.record(f"{number + 1}_4", ended(74), time=1000 + number)
-    assert f"shardprep retry {desk.data} --shards 4" in desk.next()
+        desk.record(f"{number + 1}_4", end, time=1000 + number)
+    assert desk.next() == f"next: {first}shardprep retry {desk.data} --shards 4"
     desk.slurm("retry", code=74)
     desk.slurm("retry", "--shards", 4)
     assert desk.sent_shards() == ["4"]
@@ -209,26 +217,21 @@ def test_next_quotes_the_folder_and_who_may_not_write_is_shown_no_command_that_w
     assert "shardprep" not in desk.next()
 
 
-def test_a_task_without_a_record_that_slurm_has_forgotten_is_said_to_have_left_none(desk: Desk) -> None:
-    desk.submitted()
-    desk.make_done(0, 1, 2, 3)
-    state = desk.status()
-    assert state["not_begun"] == "4"
-    assert state["unexplained"].startswith("sacct -D -j 1_4 ")
-
-
 # --- retry
 
 
-def test_retry_sends_what_verify_found_wrong(desk: Desk) -> None:
+def test_retry_and_the_line_that_verify_prints_make_what_it_found_wrong(desk: Desk) -> None:
     desk.submitted()
     desk.make_done(*range(5))
     tar = desk.data / "shard-00001.tar"
     tar.write_bytes(tar.read_bytes()[:-1] + b"x")
-    desk.slurm("verify", code=65)
+    said = desk.slurm("verify", code=65)
     assert desk.status()["wrong"] == "1"
     desk.slurm("retry")
     assert desk.sent_shards() == ["1"]
+    (repairs,) = re.findall("error: shard 00001: .*shardprep (--shard_id .*)$", said, re.MULTILINE)
+    assert call_main(*shlex.split(repairs)).code == 0
+    assert desk.status()["wrong"] == ""
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.processes
     ],
 )
 def test_values_are_of_flags_or_else_of_sbatchs_variables_and_a_task_has_one_cpu_by_default(
-    desk: Desk, environ: dict[str, str], flags: str, expected: dict[str, str | None]
+    desk: Desk, environ: dict[str, Any], flags: str, expected: dict[str, str | None]
 ) -> None:
     desk.fake.answers("sinfo", "cpu*|idle|4000|4|infinite\n")
     shown = desk.slurm("submit", *shlex.split(flags), "--dry_run", **environ).partition("-verify")[0]
@@ -56,7 +56,7 @@ def test_a_dry_run_says_where_values_came_from_and_prints_what_submit_sends_also
     assert ("(SBATCH_ACCOUNT)" in shown, "(flag)" in shown) == (True, True)
     assert not desk.fake.sent()
     names = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "CPUS_PER_TASK", "JOB_NAME")
-    in_a_job = {f"SLURM_{name}": "9" for name in names}
+    in_a_job: dict[str, Any] = {f"SLURM_{name}": "9" for name in names}
     desk.slurm("submit", "--mem_gb", 2, SBATCH_ACCOUNT="env", **in_a_job)
     assert "\n".join(desk.fake.sent()) in shown
     kept = sorted((desk.data / "jobs").glob("*.sh"))
@@ -130,7 +130,7 @@ def test_the_script_is_prep_array_with_a_head_that_maps_an_index_to_shards(
 def test_tasks_use_this_python_unless_a_setup_or_a_container_brings_another(
     desk: Desk, flags: str, python: str | None, exported: dict[str, str]
 ) -> None:
-    environ = {"SHARDPREP_PYTHON": python} if python else {}
+    environ: dict[str, Any] = {"SHARDPREP_PYTHON": python} if python else {}
     shown = desk.slurm("submit", *shlex.split(flags), "--dry_run", **environ)
     found = dict(re.findall(r"^export (SHARDPREP_\w+)=(.*)$", shown.partition("-verify")[0], re.MULTILINE))
     assert {name: value for name, value in found.items() if value != "''"} == exported
@@ -395,7 +395,7 @@ def test_a_retry_elsewhere_has_the_values_of_the_submission_and_a_group_cannot_c
         (tmp_path / place).mkdir()
         (tmp_path / place / "setup.sh").touch()
     monkeypatch.chdir(tmp_path / "here")
-    variables = {"SHARDPREP_SETUP": "setup.sh", "SBATCH_ACCOUNT": "one"}
+    variables: dict[str, Any] = {"SHARDPREP_SETUP": "setup.sh", "SBATCH_ACCOUNT": "one"}
     mask = os.umask(0o002)
     try:
         desk.slurm("submit", "--container", "mine", "--mem_gb", 2, **variables)

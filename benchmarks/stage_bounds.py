@@ -23,7 +23,7 @@ from pathlib import Path
 from preprocess.make.engines import TokenBatch
 from preprocess.make.members import json_ids
 from preprocess.make.resources import WorkerSettings
-from preprocess.make.worker import Worker, load_worker
+from preprocess.make.worker import Worker
 from preprocess.read.documents import Documents, read_documents
 from shardprep.files import WRITE_BYTES
 from shardprep.format.plan import need_plan
@@ -39,7 +39,7 @@ def stage_seconds(folder: Path) -> dict[str, float]:
     plan, settings = need_plan(folder), WorkerSettings()
     paths = {part.path for shard_id in range(plan.num_shards) for part in plan.shard(shard_id).ranges}
     found = {READ: cpu_s(lambda: [path.read_bytes().decode().split("\n") for path in paths])}
-    worker = load_worker(plan, folder, settings, num_cpus=1, warn=print)
+    worker = Worker(plan, folder, settings, num_cpus=1, warn=print)
     batches, engine = _batches(worker), worker.engine
     tokens: list[TokenBatch] = []
     found[ENCODE] = cpu_s(lambda: tokens.extend(engine.encode(batch.texts) for batch in batches))

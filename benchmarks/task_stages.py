@@ -33,20 +33,18 @@ FORMS = {
 
 def stages_of(data: Path) -> dict[str, float]:
     """Make shard 0 of a data set in this process and thread, and return the CPU seconds of each stage."""
-    from preprocess.make.members import members_of
     from preprocess.make.resources import WorkerSettings, bind_to
     from preprocess.make.shard_writer import ShardWriter
-    from preprocess.make.worker import documents_of_shard, load_worker
+    from preprocess.make.worker import Worker
+    from preprocess.read.documents import documents_of_shard
     from shardprep.format.plan import need_plan
 
     bind_to(sorted(os.sched_getaffinity(0)))
     plan = need_plan(data)
     shard = plan.shard(0)
-    worker = load_worker(plan, data, WorkerSettings(), num_cpus=1, warn=print, shard=shard)
+    worker = Worker(plan, data, WorkerSettings(), num_cpus=1, warn=print, shard=shard)
     spent = {"start": time.process_time(), "read": 0.0, "encode": 0.0, "lay out": 0.0, "count and write": 0.0}
-    members = members_of(plan.spec, 0, plan.options)
-    inputs = {number: plan.inputs[number].path for number in shard.input_numbers}
-    with ShardWriter(data, plan.spec, 0, members, input_paths=inputs) as writer:
+    with ShardWriter(data, plan, 0) as writer:
         batches = iter(documents_of_shard(plan, data, shard))
         while True:
             times = [time.process_time()]
@@ -55,7 +53,7 @@ def stages_of(data: Path) -> dict[str, float]:
             times.append(time.process_time())
             tokens = worker.engine.encode_documents(documents)
             times.append(time.process_time())
-            batch = members.lay_out(documents, tokens)
+            batch = writer.members.lay_out(documents, tokens)
             times.append(time.process_time())
             writer.append(batch)
             times.append(time.process_time())

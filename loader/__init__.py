@@ -14,12 +14,11 @@ if TYPE_CHECKING:
     from loader.boundaries import mask_documents as mask_documents
     from loader.collator import CausalLMCollator as CausalLMCollator
     from loader.dataloader import get_llama3_dataloader as get_llama3_dataloader
-    from loader.origins import Origin as Origin
-    from loader.origins import source_ids as source_ids
     from loader.ranks import ProcessRank as ProcessRank
     from loader.ranks import ensure_prepared as ensure_prepared
     from loader.ranks import find_process_rank as find_process_rank
     from loader.run import Position as Position
+    from loader.shards import Origin as Origin
     from loader.state import OtherRun as OtherRun
     from loader.token_loader import TokenLoader as TokenLoader
     from loader.training import LossMean as LossMean
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from loader.training import deal_rows_evenly as deal_rows_evenly
     from loader.training import evaluation_loss as evaluation_loss
     from loader.training import set_up_training as set_up_training
+    from loader.training import source_ids as source_ids
     from loader.training import split_for_context_parallel as split_for_context_parallel
     from shardprep.errors import BrokenShard as BrokenShard
     from shardprep.errors import MissingShard as MissingShard
@@ -44,12 +44,12 @@ _NAMES = {
     "loader.boundaries": "check_boundaries mask_documents",
     "loader.collator": "CausalLMCollator",
     "loader.dataloader": "get_llama3_dataloader",
-    "loader.origins": "Origin source_ids",
     "loader.ranks": "ProcessRank ensure_prepared find_process_rank",
     "loader.run": "Position",
+    "loader.shards": "Origin",
     "loader.state": "OtherRun",
     "loader.token_loader": "TokenLoader",
-    "loader.training": "LossMean SourceLosses deal_rows_evenly evaluation_loss set_up_training "
+    "loader.training": "LossMean SourceLosses deal_rows_evenly evaluation_loss set_up_training source_ids "
     "split_for_context_parallel",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

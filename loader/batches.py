@@ -240,8 +240,8 @@ class StepBatches:
                 for name in ("input_ids", "attention_mask"):
                     batch[name] = batch[name][:, :-1].contiguous()
                 batch["labels"] = batch["labels"][:, 1:].contiguous()
-            if chunk.origins is not None:
-                batch["origins"] = self._origins(chunk.origins, tick, first, end, batch["labels"].shape[1])
+            if self.origins and chunk.documents is not None:
+                batch["origins"] = self._origins(chunk.documents, tick, first, end, batch["labels"].shape[1])
             if is_filler is not None and is_filler[first:end].any():
                 blank_labels(batch, is_filler[first:end])
             elif self.may_lack_labels or (lengths is not None and int(lengths.max()) < 2):

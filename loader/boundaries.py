@@ -248,14 +248,12 @@ def why_unchecked(
     known = ids.unique()
     other_ids = known[(torch.searchsorted(known, ids) + 1) % len(known)]
     is_real = numbers >= 0
-    # The second token of a document stays, unless it is the last one, too: its logits must move when the
-    # first one changes, or the model looks at no token before another.
     places = torch.arange(numbers.shape[1], device=numbers.device).expand(numbers.shape)
     is_start = numbers.diff(dim=1, prepend=numbers[:, :1] - 1) != 0
     positions = places - torch.where(is_start, places, 0).cummax(1).values  # of tokens in their documents
-    stays = is_real & (positions == 1)
-    stays[:, -1] = False
-    stays[:, :-1] &= numbers[:, 1:] == numbers[:, :-1]
+    # The second token of a document stays, unless it is the last one, too: its logits must move when the
+    # first one changes, or the model looks at no token before another.
+    stays = is_real & (positions == 1) & (positions.roll(-1, 1) == 2)
     inner = _unwrapped(model)
     num_moved, most, looks_back, num_other = 0, 0.0, False, 0
     with _evaluated(model):
@@ -333,9 +331,7 @@ def document_numbers(batch: Mapping[str, Any]) -> torch.Tensor:
         )
     starts[:, 0] = True
     numbers = starts.view(-1).cumsum(0).view(starts.shape) - 1
-    mask = batch.get("attention_mask")
-    if segments is not None:
-        return numbers.masked_fill(segments == 0, -1)
+    mask = batch.get("attention_mask") if segments is None else segments
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
         return numbers.masked_fill(mask == 0, -1)
     return numbers

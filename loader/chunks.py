@@ -2,24 +2,25 @@
 
 JSON lists are parsed by a few passes of numpy over the text of many samples, without a Python object per
 number: 21 ns per token and 0.2 us per document, where orjson and array take 54 ns and 0.4 us. What is not
-surely a list of small numbers is left to orjson, and to its errors. Packed rows stay where they lie.
+surely a list of small numbers is left to msgspec, and to its errors. Packed rows stay where they lie.
 """
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import orjson
+from msgspec import Meta, MsgspecError
+from msgspec.json import Decoder
 from numpy.lib.stride_tricks import sliding_window_view
 
 from loader.external_tars import JSON, TOKEN_DTYPES
 from loader.order import Int32s, Int64s
 from loader.reading import SampleBytes
+from shardprep.format.names import BLANK
 
 IGNORED = -100  # a label that cross_entropy leaves out
 NO_LABEL = np.int32(-(2**31))  # set in an id that is seen and not learnt: no id is below 0 else
@@ -40,7 +41,7 @@ class Ragged:
     """
 
     flats: list[Integers]
-    flat_of: Int32s  # int32[samples per tick, ticks]: which of these arrays
+    flat_of: Integers  # [samples per tick, ticks]: which of these arrays
     begins: Int64s  # [samples per tick, ticks]
     counts: Integers  # [samples per tick, ticks]: how many numbers
     width: int = 0  # numbers of each sample where all have equally many, else 0
@@ -65,11 +66,7 @@ class Ragged:
     @staticmethod
     def empty(shape: tuple[int, int], width: int = 0) -> Ragged:
         """Return one whose samples are ``put`` there later."""
-        flat_of, begins, counts = (
-            np.zeros(shape, np.int32),
-            np.zeros(shape, np.int64),
-            np.zeros(shape, np.int32),
-        )
+        flat_of, begins, counts = np.zeros((3, *shape), np.int64)
         return Ragged(flats=[], flat_of=flat_of, begins=begins, counts=counts, width=width)
 
     @staticmethod
@@ -88,12 +85,10 @@ class Ragged:
         self.counts[places] = other.counts
         self.flats.extend(other.flats)
 
-    def ticks(self, first: int, end: int) -> Ragged:
-        """Return the ticks from ``first`` up to ``end`` of one that was put together."""
-        places = (slice(None), slice(first, end))
-        return replace(
-            self, flat_of=self.flat_of[places], begins=self.begins[places], counts=self.counts[places]
-        )
+    def ticks(self, part: slice) -> Ragged:
+        """Return some ticks of one that was put together."""
+        flat_of, begins, counts = self.flat_of[:, part], self.begins[:, part], self.counts[:, part]
+        return replace(self, flat_of=flat_of, begins=begins, counts=counts)
 
     def joined(self) -> Ragged:
         """Return a copy, int32, whose samples stand one after another, one tick after another."""
@@ -110,14 +105,12 @@ class Ragged:
         if self.is_joined:
             last = self.begins[end - 1, tick] + self.counts[end - 1, tick]
             found = self.flats[0][self.begins[first, tick] : last]
-        elif self.width and len(self.flats) == 1:
-            return self._windows[self.begins[first:end, tick]]
         else:
             places = (slice(first, end), tick)
             found = self._gathered(self.flat_of[places], self.begins[places], self.counts[places])
         return found.reshape(-1, self.width) if self.width else found
 
-    def _gathered(self, flat_of: Int32s, begins: Int64s, counts: Integers) -> Integers:
+    def _gathered(self, flat_of: Integers, begins: Int64s, counts: Integers) -> Integers:
         if self.width and len(self.flats) == 1:
             return self._windows[begins]
         places = zip(*(each.reshape(-1).tolist() for each in (flat_of, begins, counts)), strict=True)
@@ -154,8 +147,9 @@ class Chunk:
     ids: Ragged  # of rows whole rows, their padding included
     row_tokens: int = 0  # of every sample where all are rows
     num_cut: int = 0  # tokens left out behind max_length
-    starts: Ragged | None = None  # places in each row where a document begins
-    origins: Ragged | None = None  # ORIGIN numbers for each document, whose rows are not known yet
+    # Of each document where it begins in its sample, or all numbers of ORIGIN, whose rows are not known yet.
+    documents: Ragged | None = None
+    has_origins: bool = False
 
     @property
     def num_ticks(self) -> int:
@@ -177,7 +171,7 @@ class Chunk:
 
     def edges_of(self, tick: int, first: int, end: int, width: int) -> Edges:
         """Return where documents begin in some samples of a tick, as a batch of their own of some width."""
-        if self.starts is None:  # each sample is one document
+        if not self.row_tokens:  # each sample is one document
             no_starts = np.zeros(0, np.int32), np.zeros(end - first, np.int64)
             return Edges.of_rows(*no_starts, self.lengths[first:end, tick], width)
         edges, bounds = self._edges
@@ -191,36 +185,31 @@ class Chunk:
 
         Found at once they cost 15 ns each, where a batch alone costs 30 us.
         """
-        assert self.starts is not None
-        starts = self.starts.joined()
+        assert self.documents is not None
+        documents = self.documents.joined()
+        size, place = (len(ORIGIN), ORIGIN.index("place")) if self.has_origins else (1, 0)
+        counts = documents.counts.T.reshape(-1) // size
         lengths: Int32s = self.lengths.T.reshape(-1)
-        edges = Edges.of_rows(starts.flats[0], starts.counts.T.reshape(-1), lengths, self.row_tokens)
+        edges = Edges.of_rows(documents.flats[0][place::size], counts, lengths, self.row_tokens)
         bounds = np.searchsorted(edges.begins, np.arange(len(lengths) + 1) * self.row_tokens)
         return edges, bounds.tolist()
 
     def joined(self) -> Chunk:
         """Return a chunk that lies in no window: what a worker sends."""
-        return replace(
-            self,
-            ids=self.ids.joined(),
-            starts=None if self.starts is None else self.starts.joined(),
-            origins=None if self.origins is None else self.origins.joined(),
-        )
+        return replace(self, ids=self.ids.joined(), documents=self.documents and self.documents.joined())
 
     @staticmethod
     def stacked(chunks: list[Chunk]) -> Chunk:
         """Return chunks of the same ticks as one, with their samples one under another. Copies no ids."""
         if len(chunks) == 1:
             return chunks[0]
-        starts = [chunk.starts for chunk in chunks if chunk.starts is not None]  # of all chunks, or of none
-        origins = [chunk.origins for chunk in chunks if chunk.origins is not None]
-        return Chunk(
+        documents = [chunk.documents for chunk in chunks if chunk.documents is not None]  # of all, or of none
+        return replace(
+            chunks[0],
             lengths=np.concatenate([chunk.lengths for chunk in chunks]),
             ids=Ragged.stacked([chunk.ids for chunk in chunks]),
-            row_tokens=chunks[0].row_tokens,
             num_cut=sum(chunk.num_cut for chunk in chunks),
-            starts=Ragged.stacked(starts) if starts else None,
-            origins=Ragged.stacked(origins) if origins else None,
+            documents=Ragged.stacked(documents) if documents else None,
         )
 
 
@@ -302,103 +291,43 @@ def places_of(begin: Int64s, lengths: Int64s) -> Int64s:
     return within
 
 
-def rows_in_place(data: SampleBytes, rows: Int64s, row_tokens: int) -> Ragged:
-    """Return packed rows of one length where they lie in the buffer, the padding included.
+def decode_samples(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
+    """Return (lengths int64[len(rows)], the ids of all, int32), decoded in parts of DECODE_BYTES.
 
-    ``rows``: int64[samples per tick, ticks].
+    Raises BrokenShard, also where an idx says another length.
     """
-    is_other = data.dtype != data.dtype[0]
-    if is_other.any():
-        raise data.broken(int(is_other.argmax()), "ids of another width than those of other rows")
-    dtype = np.dtype("<i4" if data.dtype[0] == TOKEN_DTYPES.index(np.dtype("<u4")) else "<u2")
-    flat = data.buffer[: len(data.buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
-    return Ragged.of_rows(flat, data.start[rows] // dtype.itemsize, row_tokens)
-
-
-def with_loss_masks(ids: Ragged, data: SampleBytes, rows: Int64s, row_tokens: int) -> Ragged:
-    """Return a copy of rows that have loss masks, with NO_LABEL in the ids that these leave out."""
-    mask_at = data.mask_at[rows].T.reshape(-1)
-    if (mask_at < 0).all():
-        return ids
-    ids = ids.joined()
-    has_no_label = sliding_window_view(data.buffer, row_tokens)[mask_at] == 0
-    has_no_label[mask_at < 0] = False
-    ids.flats[0][has_no_label.reshape(-1)] |= NO_LABEL
-    return ids
-
-
-class Decoded(NamedTuple):
-    """Samples of any length, one after another."""
-
-    lengths: Int32s  # int32[samples]
-    ids: Int32s  # int32[sum of lengths]
-    num_cut: int  # tokens left out behind max_length
-
-
-def decode_samples(
-    data: SampleBytes, rows: Int64s, *, max_length: int | None = None, end_ids: Int64s | None = None
-) -> Decoded:
-    """Decode the samples of some rows of ``data``, at most ``max_length`` tokens of each.
-
-    ``end_ids``: for each, an id to put behind it, or -1 for none. Raises BrokenShard.
-    """
-    lengths, ids = _whole_samples(data, rows)
-    expected = data.num_tokens[rows]
-    wrong = np.flatnonzero((lengths != expected) & (expected >= 0))
-    if wrong.size:
-        found, said = int(lengths[wrong[0]]), int(expected[wrong[0]])
-        raise data.broken(int(rows[wrong[0]]), f"{found} ids where its idx says {said}")
-    num_cut = 0
-    if max_length is not None:
-        kept = np.minimum(lengths, max_length)
-        num_cut = int((lengths - kept).sum())
-        if num_cut:
-            place = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-            ids = ids[place < np.repeat(kept, lengths)]
-        lengths = kept
-    if end_ids is not None:
-        puts = end_ids >= 0
-        ids = np.insert(ids, np.cumsum(lengths)[puts], end_ids[puts])
-        lengths = lengths + puts
-    return Decoded(lengths=lengths.astype(np.int32), ids=ids, num_cut=num_cut)
-
-
-def _whole_samples(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
-    """Return (lengths int64[len(rows)], the ids of all, int32), decoded in parts of DECODE_BYTES."""
     memory = data.buffer.data
-    lengths: list[Int64s] = []
-    ids: list[Int32s] = []
+    parts: list[tuple[Int64s, Int32s]] = []
     cuts = np.cumsum(data.num_bytes[rows]) // DECODE_BYTES
     for part in np.split(rows, np.flatnonzero(np.diff(cuts)) + 1):
         found = None
         if (data.dtype[part] == JSON).all():
             spans = zip(data.start[part].tolist(), data.num_bytes[part].tolist(), strict=True)
             found = parse_id_lists([memory[start : start + size] for start, size in spans])
-        counts, numbers = _one_by_one(data, part) if found is None else found
-        lengths.append(counts)
-        ids.append(numbers)
-    return np.concatenate(lengths), np.concatenate(ids)
+        parts.append(_one_by_one(data, part) if found is None else found)
+    lengths, ids = (np.concatenate(each) for each in zip(*parts, strict=True))
+    expected = data.num_tokens[rows]
+    wrong = np.flatnonzero((lengths != expected) & (expected >= 0))
+    if wrong.size:
+        row = int(wrong[0])
+        raise data.broken(int(rows[row]), f"{lengths[row]} ids where its idx says {expected[row]}")
+    return lengths, ids
+
+
+_ID_LISTS = Decoder(list[Annotated[int, Meta(ge=-(2**31), lt=2**31)]])
 
 
 def _one_by_one(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
     parts: list[Int32s] = []
     for row in rows.tolist():
-        start, num_bytes, dtype = (
-            int(data.start[row]),
-            int(data.num_bytes[row]),
-            TOKEN_DTYPES[data.dtype[row]],
-        )
+        start, num_bytes = int(data.start[row]), int(data.num_bytes[row])
+        dtype = TOKEN_DTYPES[data.dtype[row]]
         if dtype is None:
-            raw, numbers = bytes(data.buffer[start : start + num_bytes]), array("i")
-            fault = ""
+            raw = bytes(data.buffer[start : start + num_bytes])
             try:
-                numbers.fromlist(orjson.loads(raw))
-            except (ValueError, TypeError, OverflowError) as error:
-                fault = str(error)
-            if fault or b"e" in raw:  # of true and false, which an array takes for 1 and 0
-                fault = fault or "it has true or false"
-                raise data.broken(row, f"no JSON list of token ids ({fault}): {raw[:60]!r}")
-            parts.append(np.frombuffer(numbers, np.int32))
+                parts.append(np.array(_ID_LISTS.decode(raw), np.int32))
+            except MsgspecError as error:
+                raise data.broken(row, f"no JSON list of token ids ({error}): {raw[:60]!r}") from None
             continue
         ids = np.frombuffer(data.buffer, dtype, num_bytes // dtype.itemsize, start)
         if dtype.itemsize == 8 and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
@@ -407,26 +336,15 @@ def _one_by_one(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
     return np.array([len(part) for part in parts], np.int64), np.concatenate(parts)
 
 
-def decode_starts(data: SampleBytes, rows: Int64s, row_tokens: int) -> Int32s:
-    """Return the places in each packed row, from 0, where a document begins: int32[starts], row after row.
-
-    All rows at once: 5 ns per start, against 2 us per row.
-    """
-    places = places_of(data.starts_at[rows] // 4, data.num_starts[rows])
-    starts = data.buffer[: len(data.buffer) // 4 * 4].view("<u4")[places]
-    return (starts % row_tokens).astype(np.int32)
-
-
-def check_vocab(
-    data: SampleBytes, rows: Int64s, ids: npt.NDArray[np.integer[Any]], lengths: Int32s, vocab_size: int
-) -> None:
+def check_vocab(data: SampleBytes, rows: Int64s, ids: Integers, lengths: Integers, vocab_size: int) -> None:
     """Raise BrokenShard for an id that no embedding of ``vocab_size`` rows has."""
     if not ids.size or 0 <= ids.min() <= ids.max() < vocab_size:
         return
-    wrong = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
-    row = int(rows[np.searchsorted(np.cumsum(lengths), wrong, side="right")])
-    raise data.broken(
-        row,
-        f"the id {ids[wrong]}, but the tokenizer has 0 to {vocab_size - 1}; is model_id the model that "
-        "made them?",
-    )
+    wrong = (ids < 0) | (ids >= vocab_size)
+    if data.shards.blank_id is not None:
+        wrong &= ids != BLANK
+    if wrong.any():
+        at = int(wrong.argmax())
+        row = int(rows[np.searchsorted(np.cumsum(lengths), at, side="right")])
+        expected = f"the tokenizer has 0 to {vocab_size - 1}; is model_id the model that made them?"
+        raise data.broken(row, f"the id {ids[at]}, but {expected}")

@@ -257,8 +257,6 @@ def get_llama3_dataloader(
             starts=bool(fields),
             keeps_tail=is_validation,
             origins=origins,
-            rank=who.rank,
-            world_size=who.world_size,
         )
         for name, of_source in shards_of.items()
     }
@@ -280,13 +278,23 @@ def get_llama3_dataloader(
             "split": shards.split,
         },
     )
-    num_slots = run.order.num_slots // who.world_size
-    workers = _worker_options(num_workers, num_slots, prefetch_factor, persistent_workers)
+    if prefetch_factor is not None and not num_workers:
+        found = f"prefetch_factor={prefetch_factor}, what workers read ahead, and none of them"
+        raise UsageError(found=found, expected="num_workers of 1 at least", remedy="num_workers")
+    if num_workers > (num_slots := run.order.num_slots // who.world_size):
+        logger.warning(
+            "num_workers is %d, but a rank's part of a global batch is %d, which no more workers can share: "
+            "%d read; a larger batch_size or global_batch_size gives more of them work",
+            num_workers,
+            num_slots,
+            num_slots,
+        )
+        num_workers = num_slots
     has_blanks = shards.blank_id is not None
     padded = getattr(collate_fn, "batches", None)  # of a CausalLMCollator
     if not isinstance(padded, PaddedBatches):
-        # Before a collate_fn gets samples their padding is cut off again, but where it stands for blanks.
         pad = PadToken(token="", token_id=0, reason="of a collate_fn")
+        # Before a collate_fn gets samples their padding is cut off again, but where it stands for blanks.
         if collate_fn is None or has_blanks:
             pad = choose_pad_token(tokenizer)
         padded = PaddedBatches(
@@ -298,7 +306,7 @@ def get_llama3_dataloader(
         if collate_fn is None:
             log_pad_token(pad, tokenizer.eos_token_id)
     if padded.pad.token:
-        tokenizer.pad_with(padded.pad.token)
+        tokenizer.pads_with = padded.pad.token
     step_batches = StepBatches(
         batch_size=batch_size,
         row_tokens=run.row_tokens,
@@ -315,7 +323,9 @@ def get_llama3_dataloader(
         process_rank=who,
         pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
         amend=amend,
-        **workers,
+        num_workers=num_workers,
+        prefetch_factor=(prefetch_factor or 2) if num_workers else None,
+        persistent_workers=persistent_workers and num_workers > 0,
     )
     if who.rank == 0:
         logger.info(loader.describe())
@@ -326,26 +336,3 @@ def get_llama3_dataloader(
                 "pass seq_len=, or plan the data with --append_eos"
             )
     return loader
-
-
-def _worker_options(
-    num_workers: int, num_slots: int, prefetch_factor: int | None, persistent_workers: bool
-) -> dict[str, Any]:
-    """Return what torch's DataLoader wants to know of workers, of which each has a slot at least."""
-    if prefetch_factor is not None and not num_workers:
-        found = f"prefetch_factor={prefetch_factor}, what workers read ahead, and none of them"
-        raise UsageError(found=found, expected="num_workers of 1 at least", remedy="num_workers")
-    if num_workers > num_slots:
-        logger.warning(
-            "num_workers is %d, but a rank's part of a global batch is %d, which no more workers can share: "
-            "%d read; a larger batch_size or global_batch_size gives more of them work",
-            num_workers,
-            num_slots,
-            num_slots,
-        )
-    count = min(num_workers, num_slots)
-    return {
-        "num_workers": count,
-        "prefetch_factor": (prefetch_factor or 2) if count else None,
-        "persistent_workers": persistent_workers and count > 0,
-    }

@@ -16,21 +16,14 @@ import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from shardprep.errors import BrokenShard, UnknownMember
 from shardprep.files import open_regular
-from shardprep.format.names import (
-    BLOCK_BYTES,
-    DOC_STARTS_FIELD,
-    LOSS_MASK_FIELD,
-    ROW_TOKENS_FIELD,
-    DatasetSpec,
-    TokenizerSpec,
-)
+from shardprep.format.names import BLOCK_BYTES, DOC_STARTS_FIELD, LOSS_MASK_FIELD, ROW_TOKENS_FIELD
 
 _BUFFER_BYTES = 64 << 10  # read at once: headers of small members lie near each other
 _MOST_EXTENDED_BYTES = 1 << 20  # of a long name or PAX records; a path has 4,096 at most
@@ -110,26 +103,21 @@ def _plain_member(tar: TarBytes, position: int) -> tuple[str, int, int] | None:
 
     webdataset writes PAX records before each header, of a time alone, which are passed over.
     """
-    header = _plain_header(tar.at(position, position + BLOCK_BYTES))
-    if header is not None and header["kind"] == b"x":
-        records_at, position = position + BLOCK_BYTES, position + 2 * BLOCK_BYTES
-        time = _TIME.fullmatch(tar.at(records_at, position).rstrip(b"\0"))
-        if time is None or not len(time[0]) == int(time[1]) == int(header["size"], 8):
+    for _ in range(2):
+        block = tar.at(position, position + BLOCK_BYTES)
+        header = _PLAIN_HEADER.fullmatch(block)
+        counted = sum(block) - sum(block[148:156]) + 8 * ord(" ")  # the checksum counts as blanks
+        if header is None or int(header["checksum"], 8) != counted:
             return None
-        header = _plain_header(tar.at(position, position + BLOCK_BYTES))
-    if header is None or header["kind"] != b"0":
-        return None
-    name = header["name"].partition(b"\0")[0].decode("utf-8", "surrogateescape")
-    first = position + BLOCK_BYTES
-    return name, first, first + int(header["size"], 8)
-
-
-def _plain_header(block: bytes) -> re.Match[bytes] | None:
-    header = _PLAIN_HEADER.fullmatch(block)
-    if header is None:
-        return None
-    counted = sum(block) - sum(block[148:156]) + 8 * ord(" ")  # the checksum counts as blanks
-    return header if int(header["checksum"], 8) == counted else None
+        first, num_bytes = position + BLOCK_BYTES, int(header["size"], 8)
+        if header["kind"] == b"0":
+            name = header["name"].partition(b"\0")[0].decode("utf-8", "surrogateescape")
+            return name, first, first + num_bytes
+        position += 2 * BLOCK_BYTES
+        time = _TIME.fullmatch(tar.at(first, position).rstrip(b"\0"))
+        if time is None or not len(time[0]) == int(time[1]) == num_bytes:
+            return None
+    return None
 
 
 def _unusual_member(tar: TarBytes, archive: tarfile.TarFile, position: int) -> tuple[str | None, int, int]:
@@ -195,19 +183,11 @@ _KEYS = "what stands before a name's first dot is the sample's key, and keys mus
 _FINGERPRINTED = 16  # samples whose bytes enter a tar's fingerprint
 
 
-class ScannedTar(NamedTuple):
-    """A tar as a data set of one shard, with records in place of an idx."""
+def scan_tar(path: Path, *, count_tokens: bool = False) -> tuple[Records, int, str, int]:
+    """Return the records of a tar, the tokens of its packed rows or 0, a hash of it, and its bytes.
 
-    spec: DatasetSpec  # what the loader asks for; nobody knows the tokenizer, which has no name and no hash
-    records: Records
-    num_tokens: int  # of all samples; where they were not counted, about
-    num_bytes: int  # of the tar
-
-
-def scan_tar(path: Path, *, count_tokens: bool = False) -> ScannedTar:
-    """Make the records of a tar. With ``count_tokens`` all data is read.
-
-    Raises BrokenShard; UnknownMember for a member that would change the training; OSError.
+    With ``count_tokens`` all data is read. Raises BrokenShard; UnknownMember for a member that would change
+    the training; OSError.
     """
     with TarBytes(path) as tar:
         samples = _samples(tar)
@@ -222,29 +202,7 @@ def scan_tar(path: Path, *, count_tokens: bool = False) -> ScannedTar:
         digest = hashlib.sha256(np.stack([offset, num_bytes]).astype("<i8").tobytes())
         for row in range(0, len(records), max(len(records) // _FINGERPRINTED, 1)):
             digest.update(tar.at(int(offset[row]), int(offset[row] + num_bytes[row])))
-    counted = records["num_tokens"]
-    # Tokens that were not counted are guessed, 4 bytes each.
-    num_tokens = int(counted.sum()) if (counted >= 0).all() else tar.num_bytes // 4
-    record: Literal["documents", "packed", "chat"] = "documents"
-    if row_tokens:
-        record = "chat" if records["mask_offset"].any() else "packed"
-    spec = DatasetSpec(
-        plan_id=digest.hexdigest(),
-        num_shards=1,
-        record=record,
-        token_format="npy" if row_tokens else "json",
-        seq_len=row_tokens,
-        append_eos=False,
-        tokenizer=TokenizerSpec(
-            model_id="",
-            fingerprint="",
-            vocab_size=2**31,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        ),
-    )
-    return ScannedTar(spec, records, num_tokens, tar.num_bytes)
+        return records, row_tokens, digest.hexdigest(), tar.num_bytes
 
 
 def _samples(tar: TarBytes) -> list[_Sample]:

@@ -161,10 +161,7 @@ class Order:
         block_samples = self.block_samples
         num_blocks = self.num_samples // block_samples  # without the short last one
         block, within = np.divmod(positions, block_samples)
-        if num_blocks < _TABLE_SIZE:
-            blocks, place = np.arange(num_blocks + 1), block
-        else:
-            blocks, place = np.unique(block, return_inverse=True)
+        blocks, place = np.unique(block, return_inverse=True)
         whole = blocks < num_blocks
         first = blocks.copy()
         first[whole] = permute(blocks[whole], num_blocks, hash_ints(self.seed, epoch, _BLOCKS))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardprep import HOME
+from shardprep.command_line import check_names_are_utf8
 from shardprep.console import say
 from shardprep.errors import (
     BadInput,
@@ -31,7 +32,7 @@ from shardprep.errors import (
     ShardprepError,
     UsageError,
 )
-from shardprep.files import check_names_are_utf8, publish_bytes, read_regular, size_of_file
+from shardprep.files import publish_bytes, read_regular, size_of_file
 from shardprep.format.names import INDEX_NAME, PLAN_NAME
 
 # The rank, the number of ranks, and who sets them. mpirun within a Slurm job starts one srun task a node, so
@@ -276,7 +277,7 @@ def _error_of(exit_code: int, message: str) -> ShardprepError:
 # Ours come before a preprocess.py in the current folder. The process dies with the one that started it.
 _CODE = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
-    "from shardprep.signals import die_with_parent; die_with_parent(int(sys.argv.pop(1))); "
+    "from shardprep.command_line import die_with_parent; die_with_parent(int(sys.argv.pop(1))); "
     "from shardprep.__main__ import main; sys.exit(main())"
 )
 

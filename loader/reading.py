@@ -14,7 +14,6 @@ import contextlib
 import resource
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -28,78 +27,79 @@ from loader.shards import DatasetShards, ShardSet
 from shardprep.console import quoted
 from shardprep.errors import BrokenShard, MissingShard
 from shardprep.files import NOT_THERE, RETRY_DELAYS_S, ReadFile, wait_to_retry, with_retries
-from shardprep.format.index import RecordFile, open_idx
+from shardprep.format.index import RecordFile, misplaced_samples, open_idx
 from shardprep.format.names import rerun_command
 
 T = TypeVar("T")
-
-worker_of_rank = (0, 1)  # which of the processes that read for a rank this one is, and how many they are
 
 MAX_OPEN_SHARDS = 128
 HELD_IDX_BYTES = 256 << 10  # an idx up to this is read at opening, else what is asked for
 
 
-@dataclass(frozen=True, kw_only=True)
 class OpenShard:
     """One tar, open for reading. Its samples' records are in memory, or to be read from its open idx."""
 
-    source: DatasetShards
-    tar: ReadFile
-    idx: RecordFile | None  # open, where the records are not held
-    records: Any  # columns as in the idx, a row per sample; None where there is ``idx``
-    dtype: int | None  # how all ids lie, by its number in TOKEN_DTYPES; None: as ``records`` says of each
-    remedy: str | None  # the command that makes it again; None: others wrote it
-    sums: dict[str, Int64s] = field(default_factory=dict)  # what its readers keep with it
+    def __init__(self, source: DatasetShards, row: int) -> None:
+        """Open one shard of a source. Raises MissingShard, BrokenShard or OSError."""
+        path, shard_id = source.path_of(row), int(source.shard_ids[row])
+        self.source = source
+        # The command that makes it again; None: others wrote it.
+        self.remedy = None if source.scanned_tar else rerun_command(shard_id, source.folder)
+        self.sums: dict[str, Int64s] = {}  # what its readers keep with it
+        self.dtype: int | None = None  # how all ids lie, by its number in TOKEN_DTYPES; None: by the records
+        self._records: Any = source.records  # columns as in the idx, a row per sample; None: in the idx
+        self._idx: RecordFile | None = None
+        with contextlib.ExitStack() as opened:  # closes what is open where something fails
+            try:
+                self.tar = opened.enter_context(ReadFile(path))
+            except NOT_THERE:
+                raise MissingShard(f"{path} is missing", path=path, remedy=self.remedy) from None
+            expected = int(source.tar_bytes[row])
+            if self.tar.num_bytes != expected:
+                changed = "" if source.records is None else ", other than when it was scanned"
+                found = f"{self.tar.num_bytes} bytes{changed}"
+                raise BrokenShard(path=path, found=found, expected=expected, remedy=self.remedy)
+            if self._records is None:
+                idx = self._idx = open_idx(source.folder, source.spec, shard_id)
+                opened.enter_context(idx.file)
+                expected = int(source.num_samples[row])
+                if idx.num_samples != expected:
+                    found = f"{idx.num_samples} samples"
+                    raise BrokenShard(path=idx.file.path, found=found, expected=expected, remedy=self.remedy)
+                self.dtype = TOKEN_DTYPES.index(None if source.spec.kind == "json" else source.spec.dtype)
+                if idx.num_samples * idx.dtype.itemsize <= HELD_IDX_BYTES:
+                    self._records, self._idx = self._read(idx, slice(0, idx.num_samples)), None
+                    idx.file.close()
+            opened.pop_all()
 
     def close(self) -> None:
         self.tar.close()
-        if self.idx is not None:
-            self.idx.file.close()
+        if self._idx is not None:
+            self._idx.file.close()
 
     def records_of(self, rows: slice | Int64s) -> Any:
         """Return columns of the idx for some samples, ascending. Of a large idx, those alone are read."""
-        if self.idx is None:
-            return self.records[rows] if isinstance(rows, slice) else self.records.take(rows)
+        if self._idx is None:
+            return self._records[rows] if isinstance(rows, slice) else self._records.take(rows)
         parts = [rows] if isinstance(rows, slice) else _stretches(rows)
-        return np.concatenate([self.idx.read(part) for part in parts])
+        return np.concatenate([self._read(self._idx, part) for part in parts])
 
-
-def open_shard(source: DatasetShards, row: int) -> OpenShard:
-    """Open one shard of a source. Raises MissingShard, BrokenShard or OSError."""
-    path, shard_id = source.path_of(row), int(source.shard_ids[row])
-    remedy = None if source.scanned_tar else rerun_command(shard_id, source.folder)
-    with contextlib.ExitStack() as opened:  # closes what is open where something fails
-        try:
-            tar = opened.enter_context(ReadFile(path))
-        except NOT_THERE:
-            raise MissingShard(f"{path} is missing", path=path, remedy=remedy) from None
-        expected = int(source.tar_bytes[row])
-        if tar.num_bytes != expected:
-            changed = "" if source.records is None else ", other than when it was scanned"
-            found = f"{tar.num_bytes} bytes{changed}"
-            raise BrokenShard(path=path, found=found, expected=expected, remedy=remedy)
-        records, idx, dtype = source.records, None, None
-        if records is None:
-            idx = open_idx(source.folder, source.spec, shard_id)
-            opened.enter_context(idx.file)
-            expected = int(source.num_samples[row])
-            if idx.num_samples != expected:
-                found = f"{idx.num_samples} samples"
-                raise BrokenShard(path=idx.file.path, found=found, expected=expected, remedy=remedy)
-            dtype = TOKEN_DTYPES.index(None if source.spec.kind == "json" else source.spec.dtype)
-            if idx.num_samples * idx.dtype.itemsize <= HELD_IDX_BYTES:
-                records = idx.read(slice(0, idx.num_samples))
-                idx.file.close()
-                idx = None
-        opened.pop_all()
-    return OpenShard(source=source, tar=tar, idx=idx, records=records, dtype=dtype, remedy=remedy)
+    def _read(self, idx: RecordFile, rows: slice) -> Any:
+        """Read records of the idx. Raises BrokenShard where the tar cannot have samples at these places."""
+        records = idx.read(rows)
+        wrong = misplaced_samples(self.source.spec, records, self.tar.num_bytes)
+        if wrong.any():
+            found = f"an idx that places sample {rows.start + wrong.argmax()} wrongly"
+            expected = f"places apart in {self.tar.num_bytes} bytes"
+            remedy = f"shardprep verify {quoted(self.source.folder)}"
+            raise BrokenShard(path=self.tar.path, found=found, expected=expected, remedy=remedy)
+        return records
 
 
 _ALIGN_BYTES = 64
-_TOKEN_BYTES = np.array([0 if dtype is None else dtype.itemsize for dtype in TOKEN_DTYPES])  # 0: JSON text
 _SHARDS_AT_ONCE = 16  # whose samples are looked at together, and that must be open together
 _MOST_AT_ONCE_BYTES = 1 << 30  # of memory, before the sizes that an index says were compared
-_MOST_GAP_BYTES = 64 << 10  # between samples of one side that are read at once
+_MOST_GAP_BYTES = 64 << 10  # between samples that are read at once: other members, or the other side's
 _IDX_ROWS = 1 << 16  # read at a time where a whole column of the idx is wanted
 
 
@@ -126,25 +126,16 @@ class SampleBytes(NamedTuple):
 _NUM_COLUMNS = len(SampleBytes._fields) - 3  # that reading fills in
 
 
-class _Places(NamedTuple):
-    """Where samples stand, shard by shard, ascending in each: [n] each."""
-
-    shard: Int64s
-    is_behind: npt.NDArray[np.bool_]  # another sample of the shard, of which nothing may overlap this one
-    limit: Int64s  # bytes of the shard
-
-
 class ShardReader:
-    """Reads samples of the shards that its process has open: that of rank ``rank``, or one of its workers.
+    """Reads samples of the shards that its process has open. It is reader ``number`` of ``num_readers``.
 
     The latest shards stay open: at most MAX_OPEN_SHARDS, and an eighth of the process's handles, as an open
     shard holds three at most.
     """
 
-    def __init__(self, shards: ShardSet, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, shards: ShardSet, number: int = 0, num_readers: int = 1) -> None:
         self._shards = shards
-        number, num_workers = worker_of_rank
-        self._reader, self._num_readers = rank * num_workers + number, world_size * num_workers
+        self._number, self._num_readers = number, num_readers
         self._open: OrderedDict[int, OpenShard] = OrderedDict()  # by their number through all sources
         self._max_open = min(MAX_OPEN_SHARDS, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 1))
         self._buffer = np.empty(0, np.uint8)
@@ -160,7 +151,7 @@ class ShardReader:
             self._open.popitem(last=False)[1].close()
         source, row = self._shards.locate(number)
         what = f"{source.path_of(row)} cannot be opened"
-        self._open[number] = with_retries(what, partial(open_shard, source, row))
+        self._open[number] = with_retries(what, partial(OpenShard, source, row))
         return self._open[number]
 
     def close(self) -> None:
@@ -216,7 +207,6 @@ class ShardReader:
             part = slice(*bounds)
             found = SampleBytes(self._shards, self._buffer, ordered[part], *table[:, part])
             self._read_shards(shard[part], row[part], found, starts=starts)
-        self._check_sizes(SampleBytes(self._shards, self._buffer, ordered, *table))
         back = np.empty_like(order)
         back[order] = np.arange(len(order))
         return SampleBytes(self._shards, self._buffer, samples, *table.take(back, axis=1))
@@ -233,14 +223,11 @@ class ShardReader:
     def num_tokens_of(self, number: int) -> Int64s:
         """Return the tokens of each sample of a shard, -1 where they were not counted."""
         if "num_tokens" not in self.opened(number).sums:
-            num_records = int(self._shards.num_records[number])
-            cuts = [*range(0, num_records, _IDX_ROWS), num_records]
+            first, end = self._shards.first_sample[number : number + 2].tolist()
+            begin, end = (int(self._shards.records_of(each, number)) for each in (first, end))
+            cuts = [*range(begin, end, _IDX_ROWS), end]
             parts = [self._records(number, slice(*cut))["num_tokens"] for cut in pairwise(cuts)]
-            counts = np.concatenate([np.empty(0, np.int64), *parts])
-            if self._shards.split is not None:
-                first, end = self._shards.first_sample[number : number + 2].tolist()
-                counts = counts[self._shards.records_of(np.arange(first, end), number)]
-            self.opened(number).sums["num_tokens"] = counts
+            self.opened(number).sums["num_tokens"] = np.concatenate([np.empty(0, np.int64), *parts])
         return self.opened(number).sums["num_tokens"]
 
     def opening_order(self, shards: Int64s) -> Int64s:
@@ -249,20 +236,17 @@ class ShardReader:
 
     def _num_before(self, num_shards: int) -> int:
         """Return how many of some shards this process opens last."""
-        return num_shards * self._reader // self._num_readers
+        return num_shards * self._number // self._num_readers
 
     def _read_shards(self, shard_of: Int64s, row: Int64s, found: SampleBytes, *, starts: bool) -> None:
         """Read samples of some shards and fill their columns. ``row``: where each stands in its shard."""
-        offset, starts_offset, mask_offset, limit = np.zeros((4, len(row)), np.int64)
-        is_held_out = row >= self._shards.first_held_out[shard_of]
-        found.mask_at.fill(-1)
         is_cut = shard_of[1:] != shard_of[:-1]
-        for bounds in pairwise([*_first_of_parts(is_cut).tolist(), len(row)]):
-            here, number = slice(*bounds), int(shard_of[bounds[0]])
-            rows = row[here]
-            records = self._records(number, rows)
+        offset, starts_offset, mask_offset = np.zeros((3, len(row)), np.int64)
+        found.mask_at.fill(-1)
+        for first, end in pairwise([*_first_of_parts(is_cut).tolist(), len(row)]):
+            here, number = slice(first, end), int(shard_of[first])
+            records = self._records(number, row[here])
             shard = self.opened(number)
-            limit[here] = shard.tar.num_bytes
             offset[here] = records["offset"]
             found.num_bytes[here] = records["num_bytes"]
             found.num_tokens[here] = records["num_tokens"]
@@ -273,47 +257,28 @@ class ShardReader:
             if shard.source.spec.record == "chat":  # rows say which of their tokens have a label
                 mask_offset[here] = records["mask_offset"]
                 found.mask_at[here] = 0
-        is_cut |= is_held_out[1:] != is_held_out[:-1]  # either side has the order of the tar
-        is_behind = np.zeros(len(row), np.bool_)
-        is_behind[1:] = ~is_cut & (row[1:] > row[:-1])  # a source may deliver one several times
-        places = _Places(shard_of, is_behind, limit)
         is_cut |= row[1:] - row[:-1] != 1
-        if self._shards.has_planned:  # samples of the other side may lie between two of one side
-            is_cut |= offset[1:] - (offset + found.num_bytes)[:-1] > _MOST_GAP_BYTES
-        found.start[:] = self._read_spans(places, "samples", offset, found.num_bytes, is_cut)
+        found.start[:] = self._read_spans(shard_of, is_cut, offset, found.num_bytes)
         if starts:
-            sizes = 4 * found.num_starts
-            is_cut_here = is_cut | (starts_offset[1:] != (starts_offset + sizes)[:-1])
-            found.starts_at[:] = self._read_spans(
-                places, "document starts", starts_offset, sizes, is_cut_here
-            )
+            found.starts_at[:] = self._read_spans(shard_of, is_cut, starts_offset, 4 * found.num_starts)
         has_mask = found.mask_at == 0
         if has_mask.any():
-            sizes = np.where(has_mask, self._shards.row_tokens, 0)
-            is_cut_here = is_cut | (mask_offset[1:] != (mask_offset + sizes)[:-1])
-            at = self._read_spans(places, "loss masks", mask_offset, sizes, is_cut_here)
+            at = self._read_spans(shard_of, is_cut, mask_offset, has_mask * self._shards.row_tokens)
             found.mask_at[has_mask] = at[has_mask]
 
     def _read_spans(
-        self,
-        places: _Places,
-        what: str,
-        offset: Int64s,
-        num_bytes: Int64s,
-        is_cut: npt.NDArray[np.bool_],
+        self, shard_of: Int64s, is_cut: npt.NDArray[np.bool_], offset: Int64s, num_bytes: Int64s
     ) -> Int64s:
         """Read some bytes of each sample into the buffer. Returns where they begin in it: int64[n].
 
-        They begin at byte ``offset`` of the shard. Samples with no cut between them lie in their order in one
-        shard, and are read at once. Raises BrokenShard for bytes outside of the tar or of two samples, before
-        memory is taken for them.
+        They begin at byte ``offset`` of the shard. Samples with no cut between them are read at once where
+        they lie one behind another.
         """
         ends = offset + num_bytes
-        wrong = (offset < 0) | (ends > places.limit)
-        wrong[1:] |= places.is_behind[1:] & (offset[1:] < ends[:-1])
-        if wrong.any():
-            at = wrong.argmax()
-            raise self._misplaced(int(places.shard[at]), f"{what} at bytes {offset[at]} to {ends[at]}")
+        gap = offset[1:] - ends[:-1]
+        is_cut = is_cut | (gap < 0) | (gap > _MOST_GAP_BYTES)
+        if self._shards.row_tokens:  # rows and their starts are taken as whole numbers of the buffer
+            is_cut |= gap % 4 > 0
         first = _first_of_parts(is_cut)
         begin, end = offset[first], ends[np.append(first[1:], len(ends)) - 1]
         held = -(-(end - begin) // _ALIGN_BYTES) * _ALIGN_BYTES
@@ -323,37 +288,10 @@ class ShardReader:
             grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)
             grown[:used] = self._buffer[:used]
             self._buffer = grown
-        for number, at, size, to in zip(
-            *(each.tolist() for each in (places.shard[first], begin, end - begin, to_buffer)), strict=True
-        ):
+        spans = (each.tolist() for each in (shard_of[first], begin, end - begin, to_buffer))
+        for number, at, size, to in zip(*spans, strict=True):
             self._fill(number, at, self._buffer.data[to : to + size])
         return offset + np.repeat(to_buffer - begin, np.diff(first, append=len(offset)))
-
-    def _check_sizes(self, found: SampleBytes) -> None:
-        """Raise BrokenShard where ids have not the bytes of their number, or a row holds more than a row.
-
-        Rows are taken where they lie, so they and their starts must stand at whole numbers of the buffer.
-        Once per ``read``, over all samples: once per span of bytes it would cost packed rows 6 %.
-        """
-        row_tokens, token_bytes = self._shards.row_tokens, _TOKEN_BYTES[found.dtype]
-        wrong = (token_bytes > 0) & (found.num_bytes != (row_tokens or found.num_tokens) * token_bytes)
-        if row_tokens:
-            wrong |= np.maximum(found.num_tokens, found.num_starts) > row_tokens
-            wrong |= (found.start % token_bytes > 0) | (found.starts_at % 4 > 0)
-        if wrong.any():
-            sample = found.sample[wrong.argmax()]
-            number = int(self._shards.shard_of(sample))
-            raise self._misplaced(number, f"sample {self._shards.records_of(sample, number)}")
-
-    def _misplaced(self, number: int, what: str) -> BrokenShard:
-        """Return the error to raise for an idx that cannot be that of its tar."""
-        tar = self.opened(number).tar
-        return BrokenShard(
-            path=tar.path,
-            found=f"an idx that places {what}, of a wrong size or order",
-            expected=f"places apart in {tar.num_bytes} bytes",
-            remedy=f"shardprep verify {quoted(tar.path.parent)}",
-        )
 
 
 def _first_of_parts(is_cut: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:

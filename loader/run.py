@@ -454,7 +454,15 @@ class RunReader:
                     of_round = run.round_at(at)
                     laid_out = self._lay_out(of_round)
                 first, at = at, min(at + chunk_ticks, of_round.end, end)
-                yield _ticks_of(laid_out, first - of_round.first, at - of_round.first)
+                ticks = slice(first - of_round.first, at - of_round.first)
+                ids, documents = laid_out.ids.ticks(ticks), laid_out.documents
+                yield replace(
+                    laid_out,
+                    lengths=laid_out.lengths[:, ticks],
+                    # Documents are joined here, which costs less than tick by tick.
+                    ids=ids if run.row_tokens else ids.joined(),
+                    documents=documents and documents.ticks(ticks),
+                )
                 laid_out = replace(laid_out, num_cut=0)  # the first chunk has counted them
 
     def _lay_out(self, of_round: Round) -> Chunk:
@@ -466,7 +474,7 @@ class RunReader:
         pattern = np.repeat(run.pattern(of_round, self._slots), run.order.group, axis=0)
         lengths, num_cut = np.empty(pattern.shape, np.int32), 0
         ids = Ragged.empty(pattern.shape, run.row_tokens)
-        starts, origins = Ragged.empty(pattern.shape), Ragged.empty(pattern.shape)
+        documents, has_origins = Ragged.empty(pattern.shape), False
         rows = np.arange(len(pattern))[:, None]
         for number in np.unique(of_round.sources).tolist():
             columns = np.nonzero(pattern == number)[1].reshape(len(pattern), -1)  # of each row, ascending
@@ -479,32 +487,20 @@ class RunReader:
                 num_cut += chunk.num_cut
                 lengths[places] = chunk.lengths
                 # The source's next window would overwrite what is not copied.
-                ids.put(places, chunk.ids if done == num_ticks else chunk.ids.joined())
-                if chunk.starts is not None:
-                    starts.put(places, chunk.starts)
-                if chunk.origins is not None:
-                    origins.put(places, chunk.origins)
+                chunk = chunk if done == num_ticks else chunk.joined()
+                ids.put(places, chunk.ids)
+                if chunk.documents is not None:
+                    documents.put(places, chunk.documents)
+                    has_origins = chunk.has_origins
                 del chunk
         return Chunk(
             lengths=lengths,
             ids=ids,
             row_tokens=run.row_tokens,
             num_cut=num_cut,
-            starts=starts if starts.flats else None,
-            origins=origins if origins.flats else None,
+            documents=documents if documents.flats else None,
+            has_origins=has_origins,
         )
-
-
-def _ticks_of(laid_out: Chunk, first: int, end: int) -> Chunk:
-    """Return some ticks of a round. Documents are joined here, which costs less than tick by tick."""
-    ids, starts, origins = laid_out.ids.ticks(first, end), laid_out.starts, laid_out.origins
-    return replace(
-        laid_out,
-        lengths=laid_out.lengths[:, first:end],
-        ids=ids if laid_out.row_tokens else ids.joined(),
-        starts=starts and starts.ticks(first, end),
-        origins=origins and origins.ticks(first, end),
-    )
 
 
 class _SourceReader:
@@ -532,7 +528,9 @@ class _SourceReader:
             self._window = None
             samples = self._samples
             assert samples is not None, "a loader is refused a run whose sources it lacks"
-            self._reader = reader = self._reader or samples.open()
+            # Its slots tell which part of the shards this process opens first.
+            reader = self._reader or samples.open(self._slots.start, self._order.num_slots)
+            self._reader = reader
             first, end = next(self._order.windows(tick))
             self._place = epoch, first, end
             num_tokens = partial(samples.num_tokens, reader)
@@ -542,6 +540,6 @@ class _SourceReader:
         chunk = self._window(tick - first, stop - first)
         if stop == end:
             self._window = None  # before the next one is read: half the memory
-        if chunk.origins is not None:
-            chunk.origins.flats[0][ORIGIN.index("source") :: len(ORIGIN)] = self._number
+        if chunk.has_origins and chunk.documents is not None:
+            chunk.documents.flats[0][ORIGIN.index("source") :: len(ORIGIN)] = self._number
         return chunk

@@ -23,7 +23,7 @@ import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -33,6 +33,7 @@ from braceexpand import braceexpand
 
 from loader.external_tars import scan_tar
 from loader.order import Int64s
+from shardprep.command_line import check_names_are_utf8
 from shardprep.console import quoted
 from shardprep.errors import (
     BrokenShard,
@@ -44,9 +45,9 @@ from shardprep.errors import (
     UsageError,
 )
 from shardprep.files import (
+    NOT_THERE,
     FileStamp,
     PublishedFile,
-    check_names_are_utf8,
     is_folder,
     names_in,
     read_beginning,
@@ -54,7 +55,8 @@ from shardprep.files import (
     sync_folder,
     with_retries,
 )
-from shardprep.format.index import merge_manifests, read_index
+from shardprep.format.index import merge_manifests, read_idx, read_index
+from shardprep.format.input_formats import name_of_input, place_text
 from shardprep.format.manifest import (
     manifest_ids,
     read_findings,
@@ -72,6 +74,7 @@ from shardprep.format.names import (
     manifest_path,
     tar_path,
 )
+from shardprep.format.plan import read_input_names
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +123,23 @@ class DatasetShards:
         return hashlib.sha256(b"|".join([self.spec.plan_id.encode(), *parts])).hexdigest()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a document lies."""
+
+    source: str  # its name; "all" where one set is read
+    tar: Path
+    sample: int  # its number in the tar, from 0
+    document: int  # its number in a packed row, from 0; 0 for a document that is a sample
+    place: str  # file and byte of the input; of a packed row, of its first token; "": unknown
+    address: str  # for ``shardprep peek DATA``, as "3:17:2"; "" in tars of other tools
+
+
+# A loop may ask for each document of each batch.
+_input_names = lru_cache(maxsize=4)(read_input_names)
+_records = lru_cache(maxsize=16)(read_idx)
+
+
 class ShardSet:
     """Shards in the order they were named; sample g is counted through all of them.
 
@@ -148,13 +168,12 @@ class ShardSet:
             source.num_samples if source.num_validation is None else source.num_validation
             for source in self.sources
         ]
-        # Where samples for validation begin in each shard.
-        self.first_held_out = self.num_records - np.concatenate([none, *held_out])
-        counts, self._first_of_side = self.num_records, np.zeros(len(self.num_records), np.int64)
+        counts, num_held_out = self.num_records, np.concatenate([none, *held_out])
+        self._first_of_side = np.zeros(len(counts), np.int64)
         if self.split == "train":
-            counts = self.first_held_out
+            counts = counts - num_held_out
         elif self.split == "validation":
-            counts, self._first_of_side = self.num_records - self.first_held_out, self.first_held_out
+            counts, self._first_of_side = num_held_out, counts - num_held_out
         self.first_sample = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_shards = len(counts)
         self.num_samples = int(self.first_sample[-1])
@@ -184,6 +203,25 @@ class ShardSet:
         shard = int(self.shard_of(np.array(sample)))
         source, row = self.locate(shard)
         return source.path_of(row), int(self.records_of(np.array(sample), shard))
+
+    def origin(self, name: str, shard: int, sample: int, document: int) -> Origin:
+        """Return the origin that numbers of ``batch["origins"]`` stand for. Raises UsageError."""
+        if not 0 <= shard < self.num_shards or not 0 <= sample < self.num_records[shard]:
+            raise UsageError(
+                f"shard {shard}, sample {sample}: {name} has {self.num_shards:,} shards, and "
+                "samples are numbered in each from 0; pass columns 2 to 5 of origins"
+            )
+        data, row = self.locate(shard)
+        place = address = ""
+        if data.records is None:
+            shard_id = int(data.shard_ids[row])
+            address = f"{shard_id}:{sample}:{document}" if data.spec.has_rows else f"{shard_id}:{sample}"
+            with contextlib.suppress(NotFound, *NOT_THERE):  # a copy without its idx or its plan
+                record = _records(data.folder, data.spec, shard_id)[sample]
+                name_of = name_of_input(_input_names(data.folder), int(record["source"]))
+                place = place_text(name_of, int(record["source_offset"]))
+        tar = data.path_of(row)
+        return Origin(source=name, tar=tar, sample=sample, document=document, place=place, address=address)
 
     @property
     def split_words(self) -> str:
@@ -310,41 +348,36 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
     named: dict[str, list[int]] = {}  # folder of one of our data sets -> shards of it that were named
     is_ours: dict[str, bool] = {}  # folder -> whether it is a data set: looked up once for 100,000 shards
 
-    def add(path: str) -> list[str]:
-        """Read what a path names. Returns the tars that are still to be added, of a folder of tars."""
+    def read(path: str) -> list[DatasetShards]:
         folder, name = os.path.split(path)
-        shard = _SHARD_TAR.fullmatch(name)
-        if shard and folder not in is_ours:
-            is_ours[folder] = _is_dataset(Path(folder))
-        if shard and (
-            is_ours[folder] or size_of_file(manifest_path(Path(folder), int(shard[1]))) is not None
-        ):
-            named.setdefault(folder, []).append(int(shard[1]))
-        elif size_of_file(Path(path)) is None:
+        if shard := _SHARD_TAR.fullmatch(name):
+            if folder not in is_ours:
+                is_ours[folder] = _is_dataset(Path(folder))
+            shard_id = int(shard[1])
+            if is_ours[folder] or size_of_file(manifest_path(Path(folder), shard_id)) is not None:
+                named.setdefault(folder, []).append(shard_id)
+                return []
+        if size_of_file(Path(path)) is None:
             raise _nothing_at(path)
-        elif name == INDEX_NAME:
-            found.append(_dataset(Path(folder)))
-        elif name.endswith(".tar"):
-            found.append(_tar_of_others(Path(path), count_tokens=count_tokens))
-        elif not is_folder(Path(path)):
+        if name == INDEX_NAME:
+            return [_dataset(Path(folder))]
+        if name.endswith(".tar"):
+            return [_tar_of_others(Path(path), count_tokens=count_tokens)]
+        if not is_folder(Path(path)):
             expected = f"a tar, a folder or an {INDEX_NAME}; decompress .tar.gz files first"
             raise UsageError(path=path, found="none of what can be loaded", expected=expected)
-        elif _is_dataset(Path(path)) or manifest_ids(Path(path)):
-            found.append(_dataset(Path(path)))
-        else:
-            return _tars_in(Path(path))
-        return []
+        if _is_dataset(Path(path)) or manifest_ids(Path(path)):
+            return [_dataset(Path(path))]
+        return [_tar_of_others(tar, count_tokens=count_tokens) for tar in _tars_in(Path(path))]
 
     for path in paths:
-        for tar in with_retries(f"{path} cannot be read", partial(add, path)):
-            with_retries(f"{tar} cannot be read", partial(add, tar))
+        found += with_retries(f"{path} cannot be read", partial(read, path))
     for folder, ids in named.items():
         attempt = partial(_dataset, Path(folder), ids)
         found.append(with_retries(f"{folder} cannot be read", attempt))
         with contextlib.suppress(ReadWriteError):  # a folder may be entered that may not be listed
             names = set(names_in(Path(folder)))
-            for shard_id in ids:
-                wanted = tar_path(Path(folder), shard_id)
+            for wanted in (tar_path(Path(folder), shard_id) for shard_id in ids):
                 if wanted.name not in names:
                     raise _nothing_at(str(wanted))
     return found
@@ -352,17 +385,34 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
 
 def _tar_of_others(path: Path, *, count_tokens: bool) -> DatasetShards:
     """Scan a tar. Its path is outside of its fingerprint, which hashes sizes, places and some ids."""
-    scanned = scan_tar(path, count_tokens=count_tokens)
+    records, row_tokens, sha256, num_bytes = scan_tar(path, count_tokens=count_tokens)
+    record: Literal["documents", "packed", "chat"] = "documents"
+    if row_tokens:
+        record = "chat" if records["mask_offset"].any() else "packed"
+    counted = records["num_tokens"]
+    # Tokens that were not counted are guessed, 4 bytes each.
+    num_tokens = int(counted.sum()) if (counted >= 0).all() else num_bytes // 4
+    special_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    spec = DatasetSpec(
+        plan_id=sha256,
+        num_shards=1,
+        record=record,
+        token_format="npy" if row_tokens else "json",
+        seq_len=row_tokens,
+        append_eos=False,
+        # Nobody knows the tokenizer.
+        tokenizer=TokenizerSpec(model_id="", fingerprint="", vocab_size=2**31, **special_ids),
+    )
     return DatasetShards(
         folder=path.parent,
-        spec=scanned.spec,
+        spec=spec,
         shard_ids=np.zeros(1, np.int64),
-        num_samples=np.array([len(scanned.records)]),
-        num_tokens=np.array([scanned.num_tokens]),
-        tar_bytes=np.array([scanned.num_bytes]),
-        tar_sha256=np.array([scanned.spec.plan_id[:16]]),
+        num_samples=np.array([len(records)]),
+        num_tokens=np.array([num_tokens]),
+        tar_bytes=np.array([num_bytes]),
+        tar_sha256=np.array([sha256[:16]]),
         scanned_tar=path,
-        records=scanned.records,
+        records=records,
     )
 
 
@@ -370,12 +420,12 @@ def _nothing_at(path: str) -> NotFound:
     return NotFound(path=path, found="no such file or folder", expected=NAMEABLE)
 
 
-def _tars_in(folder: Path) -> list[str]:
+def _tars_in(folder: Path) -> list[Path]:
     """Return the tars of a folder that is no data set. Raises UsageError or NotFound."""
     names = names_in(folder)
     for path in (folder / name for name in names if _COMPRESSED_TAR.search(name)):
         raise UsageError(path=path, found="compressed", expected="a tar; decompress it, or name the others")
-    tars = [str(folder / name) for name in names if name.endswith(".tar")]
+    tars = [folder / name for name in names if name.endswith(".tar")]
     if not tars:
         remedy = f"shardprep plan --input_dir {quoted(folder)} --output_dir DATA --model_id MODEL"
         expected = f"an {INDEX_NAME}, manifests or tars; if these are raw texts"

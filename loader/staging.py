@@ -101,7 +101,7 @@ def stage(args: argparse.Namespace) -> int:
         except (BrokenShard, MissingShard) as error:  # of DATA; the other shards may be whole
             failures.append(error)
             say(f"error: {error}")
-    if not failures and size_of_file(folder / INDEX_NAME) is not None:
+    if not failures and os.path.lexists(folder / INDEX_NAME):  # a link to nothing is refused
         _copy_file(folder / INDEX_NAME, target / INDEX_NAME)
     num_copied, num_kept = len(missing) - len(failures), num_shards - len(missing)
     failed = f", {len(failures)} failed" if failures else f"; load {quoted(target)}"
@@ -113,11 +113,16 @@ def stage(args: argparse.Namespace) -> int:
 
 def _other_files(folder: Path) -> Iterator[Path]:
     """Yield what a data set has beside its shards and its index: the plan, the tokenizer and the like."""
-    for place, folders, names in os.walk(folder):
-        if place == str(folder):
-            folders[:] = [name for name in folders if name not in (*_OF_SHARDS, *_LEFT_OUT)]
-            names = [name for name in names if name != INDEX_NAME and not name.startswith("shard-")]
-        yield from (Path(place, name) for name in names if not TEMPORARY_NAME.fullmatch(name))
+
+    def fail(error: OSError) -> None:
+        raise error  # os.walk would leave out the folder, without a word
+
+    with errors_named(folder):
+        for place, folders, names in os.walk(folder, onerror=fail):
+            if place == str(folder):
+                folders[:] = [name for name in folders if name not in (*_OF_SHARDS, *_LEFT_OUT)]
+                names = [name for name in names if name != INDEX_NAME and not name.startswith("shard-")]
+            yield from (Path(place, name) for name in names if not TEMPORARY_NAME.fullmatch(name))
 
 
 def _copy_shard(folder: Path, shard_id: int, target: Path, progress: Progress) -> None:

@@ -15,7 +15,6 @@ process that trains.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import multiprocessing
 import os
@@ -32,13 +31,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import loader.reading
 from loader.batches import LoaderMetrics, StepBatches
 from loader.chunks import Chunk
 from loader.order import share
 from loader.run import Position, Run, RunReader
+from shardprep.command_line import stop_signals_wait
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
-from shardprep.signals import stop_signals_wait
 
 CHUNK_BYTES = 1 << 20  # of a chunk; a worker's message costs about 150 us beside its bytes
 MAX_CHUNK_TICKS = 256
@@ -107,26 +105,21 @@ class BatchStream:
         self._read_from(start)
         num_done, first_batch = divmod(start.num_micro, run.batches_per_tick)
         epoch, tick = run.epoch_and_tick(start)
-        ticks = self._ticks(tick, first_batch)
         end = run.first_step(epoch + 1)
+        chunk, place = None, 0
         for step in range(start.step, end):
-            batches = next(ticks)
-            for _ in range(1, run.ticks_in_step(step) - num_done):
-                batches += next(ticks)
+            batches: list[tuple[Any, tuple[int, int]]] = []
+            for _ in range(num_done, run.ticks_in_step(step)):
+                if chunk is None:
+                    chunk, place = self._next_chunk(), 0
+                fillers = run.order.is_filler(tick, self._slots) if run.is_validation else None
+                batches += self._step_batches.of_tick(chunk, place, first_batch, fillers)
+                tick, place, first_batch = tick + 1, place + 1, 0
+                if place == chunk.num_ticks:
+                    chunk = None  # it may hold its window; the next one is read now
             num_done = 0
             yield batches
         self._stands_at = Position(end)
-
-    def _ticks(self, tick: int, first_batch: int) -> Iterator[list[tuple[Any, tuple[int, int]]]]:
-        """Yield the batches of each tick of an epoch, from a batch of one tick on."""
-        order, slots, of_tick = self._run.order, self._slots, self._step_batches.of_tick
-        while True:
-            chunk = self._next_chunk()
-            for place in range(chunk.num_ticks):
-                fillers = order.is_filler(tick, slots) if order.keeps_tail else None
-                yield list(of_tick(chunk, place, first_batch, fillers))
-                tick, first_batch = tick + 1, 0
-            del chunk  # it may hold its window; the next one is read now
 
     def end(self) -> None:
         """End the workers and close the files. The next steps start them again."""
@@ -163,10 +156,8 @@ class BatchStream:
                 for number in range(self._num_workers):
                     here, there = multiprocessing.Pipe()
                     slots = share(self._slots, number, self._num_workers)
-                    given = (self._run, slots, self._chunk_ticks, self._endless, self._num_ahead)
-                    process = context.Process(
-                        target=_work, args=(there, number, self._num_workers, *given), daemon=True
-                    )
+                    given = (there, self._run, slots, self._chunk_ticks, self._endless, self._num_ahead)
+                    process = context.Process(target=_work, args=given, daemon=True)
                     with there:
                         process.start()
                     self._workers.append(_Worker(process, here, os.getpid()))
@@ -223,19 +214,11 @@ def _end_workers(workers: list[_Worker]) -> None:
 
 
 def _work(
-    connection: Connection,
-    worker: int,
-    num_workers: int,
-    run: Run,
-    slots: range,
-    chunk_ticks: int,
-    endless: bool,
-    num_ahead: int,
+    connection: Connection, run: Run, slots: range, chunk_ticks: int, endless: bool, num_ahead: int
 ) -> None:
     """Read chunks from each position that arrives, and send them, until the process is killed."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     threading.Thread(target=_end_with_main_process, args=(os.getppid(),), daemon=True).start()
-    loader.reading.worker_of_rank = worker, num_workers
     reader = RunReader(run, slots)
     ahead: queue.Queue[bytes] = queue.Queue(max(num_ahead - 1, 1))  # one more is being sent
     threading.Thread(target=_send_all, args=(connection, ahead), daemon=True).start()
@@ -286,14 +269,12 @@ def _check_main_guard() -> None:
     path = "" if frame is None else frame.f_globals.get("__file__") or ""
     if not os.path.isfile(path):  # noqa: PTH113  typed in, or of a thread: it is imported by nobody
         return
-    for statement in ast.parse(Path(path).read_bytes()).body:
-        if isinstance(statement, ast.If) and "'__name__'" in ast.dump(statement.test):
-            return
-        if statement.lineno <= frame.f_lineno <= (statement.end_lineno or statement.lineno):
-            raise UsageError(
-                f"line {frame.f_lineno} of {path} starts workers by spawn or forkserver, and each of them "
-                'would import this script and do so again; put it below `if __name__ == "__main__":`, or '
-                "pass num_workers=0",
-                path=path,
-                remedy='if __name__ == "__main__":',
-            )
+    lines = Path(path).read_text(errors="replace").splitlines()[: frame.f_lineno]
+    if not any(line.startswith("if ") and "__name__" in line for line in lines):
+        raise UsageError(
+            f"line {frame.f_lineno} of {path} starts workers by spawn or forkserver, and each of them would "
+            'import this script and do so again; put it below `if __name__ == "__main__":`, or pass '
+            "num_workers=0",
+            path=path,
+            remedy='if __name__ == "__main__":',
+        )

@@ -16,10 +16,10 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 from loader.batches import Batch, LoaderMetrics, StepBatches
 from loader.chunks import IGNORED
 from loader.order import share
-from loader.origins import Origin, find_origin
 from loader.ranks import ProcessRank, check_process_rank
 from loader.run import Position, Run
 from loader.samples import whole_number
+from loader.shards import Origin
 from loader.state import Progress, go_on, state_of
 from loader.stream import BatchStream
 from loader.tokenizer import LoaderTokenizer
@@ -127,7 +127,7 @@ class TokenLoader(DataLoader[Batch]):
         Loading it takes 3 s for Llama 3's. Raises OtherTokenizer where transformers makes another one of its
         files, ReadWriteError, or NotFound.
         """
-        return self.loader_tokenizer.load()
+        return self.loader_tokenizer.loaded
 
     @cached_property
     def collate_fn(self) -> Any:  # type: ignore[override]
@@ -269,7 +269,7 @@ class TokenLoader(DataLoader[Batch]):
         samples = sources[source].samples if 0 <= source < len(sources) else None
         if samples is None:
             raise UsageError(found=f"source {source}", expected=f"a number of {list(self.source_names)}")
-        return find_origin(sources[source].name, samples.shards, shard, sample, document)
+        return samples.shards.origin(sources[source].name, shard, sample, document)
 
     @property
     def has_loaded_state(self) -> bool:

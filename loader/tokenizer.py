@@ -10,8 +10,8 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,7 @@ from shardprep.files import (
     refuse_fifos,
 )
 from shardprep.format.index import without_garbage_collection
-from shardprep.format.names import (
-    CHAT_TEMPLATES_DIR,
-    TOKENIZER_DIR,
-    TokenizerSpec,
-    fingerprint_of,
-    is_text,
-)
+from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR, TokenizerSpec, fingerprint_of, is_text
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -44,7 +38,7 @@ _MAX_FILE_BYTES = 256 << 20  # the largest tokenizers known have 40 MB
 
 @dataclass(kw_only=True)
 class LoaderTokenizer:
-    """What batches need of a tokenizer, by transformers' names; ``load`` returns transformers' object."""
+    """What batches need of a tokenizer, by transformers' names; ``loaded`` is transformers' object."""
 
     eos_token: str | None
     eos_token_id: int | None
@@ -53,9 +47,8 @@ class LoaderTokenizer:
     added_vocab: Mapping[str, int]
     fingerprint: str  # of what made the ids
     vocab_size: int  # added tokens included
-    make: Callable[[], Any] | None = None  # transformers' object, where it is not loaded yet
-    _loaded: Any = None
-    _pads_with: str | None = field(default=None, init=False)
+    make: Callable[[], Any]  # transformers' object
+    pads_with: str | None = None  # token that becomes its pad token
 
     @staticmethod
     def of_loaded(tokenizer: Any, fingerprint: str | None = None) -> LoaderTokenizer:
@@ -68,30 +61,27 @@ class LoaderTokenizer:
             added_vocab=tokenizer.get_added_vocab(),
             fingerprint=fingerprint or _fingerprint(tokenizer),
             vocab_size=max(tokenizer.get_vocab().values()) + 1,
-            _loaded=tokenizer,
+            make=partial(_itself, tokenizer),
         )
 
     def get_added_vocab(self) -> Mapping[str, int]:
         """Return the ids of the tokens beside the vocabulary."""
         return self.added_vocab
 
-    def pad_with(self, token: str) -> None:
-        """Make ``token`` the pad token of transformers' object."""
-        self._pads_with = token
-        if self._loaded is not None:
-            self._loaded.pad_token = token
-
-    def load(self) -> Any:
+    @cached_property
+    def loaded(self) -> Any:
         """Return transformers' tokenizer, the same object each time. 3 s at first for Llama 3's.
 
         Raises OtherTokenizer where transformers makes another one of the files, ReadWriteError, or NotFound.
         """
-        if self._loaded is None:
-            assert self.make is not None
-            self._loaded = self.make()
-            if self._pads_with is not None:
-                self._loaded.pad_token = self._pads_with
-        return self._loaded
+        tokenizer = self.make()
+        if self.pads_with is not None:
+            tokenizer.pad_token = self.pads_with
+        return tokenizer
+
+
+def _itself(tokenizer: Any) -> Any:
+    return tokenizer
 
 
 def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) -> LoaderTokenizer:

@@ -22,7 +22,6 @@ from loader.batches import Batch, PadToken, Targets, choose_pad_token, log_pad_t
 from loader.boundaries import HostNumber, document_numbers
 from loader.chunks import IGNORED
 from loader.order import Int64s
-from loader.origins import source_ids
 from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
 
@@ -109,6 +108,18 @@ class _LossSums:
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(sums)
         return [loss / count if count else math.nan for loss, count in sums.T.tolist()]
+
+
+def source_ids(origins: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return the source of each place of a batch, int64[batch, seq], by its ``origins``.
+
+    Padding has any source. Put into the batch, it goes along where rows or places are dealt to ranks.
+    """
+    width = shape[1]
+    kept = origins[origins[:, 1] < width]
+    first = kept[:, 0] * width + kept[:, 1]
+    ends = torch.cat([first[1:], first.new_tensor([shape[0] * width])])
+    return kept[:, 2].repeat_interleave(ends - first).reshape(shape)
 
 
 class LossMean(_LossSums):
@@ -256,21 +267,12 @@ def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) ->
         ranks = np.argsort(totals, kind="stable")
         owners[of_each_rank] = ranks
         totals[ranks] += work[of_each_rank]
-    own = np.flatnonzero(owners == rank)
-    place_of = {row: place for place, row in enumerate(own[np.argsort(-work[own], kind="stable")].tolist())}
-    dealt, messages = torch.empty_like(rows), []
-    for row, to in enumerate(owners.tolist()):
-        sender, local = divmod(row, len(rows))
-        if sender == to == rank:
-            dealt[place_of[row]] = rows[local]
-        elif sender == rank:
-            peer = dist.get_global_rank(group, to)
-            messages.append(dist.P2POp(dist.isend, rows[local], peer, group))
-        elif to == rank:
-            peer = dist.get_global_rank(group, sender)
-            messages.append(dist.P2POp(dist.irecv, dealt[place_of[row]], peer, group))
-    for request in dist.batch_isend_irecv(messages) if messages else ():
-        request.wait()
+    # Rows go out ordered by their owners, and so come in as they are numbered: rank after rank.
+    to, own = owners[rank * len(rows) : (rank + 1) * len(rows)], np.flatnonzero(owners == rank)
+    num_sent, num_got = (np.bincount(each, minlength=size).tolist() for each in (to, own // len(rows)))
+    dealt, outgoing = torch.empty_like(rows), rows[np.argsort(to, kind="stable")]
+    dist.all_to_all_single(dealt, outgoing, num_got, num_sent, group=group)
+    dealt = dealt[np.argsort(-work[own], kind="stable")]
     parts = dealt.split(shape[0])
     return [
         Batch(zip(names, (field.contiguous() for field in part.unbind(1)), strict=True)) for part in parts

@@ -4,10 +4,8 @@ The one rule: ``lfs setstripe`` is run on existing directories only. From Lustre
 ``llite.*.enable_setstripe_gid`` is set (LU-17628), it can empty a file and exit 0.
 """
 
-from lustre.apply import stripe_line
-from lustre.layout import parse_stripe
-from lustre.lfs import why_not_usable
-from lustre.space import Need, space_lines
+from lustre.layout import parse_stripe, stripe_line
+from lustre.lfs import Need, space_lines, why_not_usable
 from shardprep.errors import LustreError
 
 __all__ = [

@@ -34,7 +34,7 @@ from shardprep.console import (
 )
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, ShardprepError, UsageError
 from shardprep.format.names import chosen_shards, id_ranges
-from shardprep.format.options import GROUPS, RESOURCES, PrepConfig
+from shardprep.format.plan import GROUPS, RESOURCES, PrepConfig
 
 _FINAL_CODES = {BadInput.exit_code, NotFound.exit_code, Refused.exit_code}
 _LONG_SHARD_S = 600.0  # on one core
@@ -171,8 +171,7 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make the missing shards on this machine."""
-    from preprocess.make.local_run import run_shards
-    from preprocess.make.worker import amounts_line, missing_shards
+    from preprocess.make.worker import amounts_line, missing_shards, run_shards
     from shardprep.format.jobs import RunRecord
     from shardprep.format.plan import need_plan
 

@@ -8,14 +8,13 @@ names of the same files, or copies. The new data set has the plan's id, so a tra
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.make.worker import documents_of_shard
+from preprocess.read.documents import documents_of_shard
 from preprocess.read.transform import Transform, transform_of
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import NotFound, Refused
@@ -132,8 +131,7 @@ def _named_places(
         parts.append(places[of >= 0])
         found[of[of >= 0]] = True
     if names.may_be_in(folder, shard, read_manifest(folder, shard_id).digests):
-        digest = None if shard.sha256 is None else hashlib.sha256()
-        for documents in documents_of_shard(plan, folder, shard, digest=digest, transform=transform):
+        for documents in documents_of_shard(plan, folder, shard, transform=transform):
             path, ids = plan.inputs[documents.input_number].path, documents.columns.get("id")
             of = names.of_documents(path, documents.offsets, ids, documents.digests)
             found[of[of >= 0]] = True

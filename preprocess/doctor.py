@@ -13,23 +13,20 @@ import platform
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from preprocess.make import resources
 from preprocess.make.engines import PROBE
-from preprocess.make.worker import load_worker
-from preprocess.plan.planning import make_plan
+from preprocess.make.worker import Worker
+from preprocess.plan.planning import make_plan, scratch_folder
 from preprocess.plan.tokenizer import document_ends_line
-from preprocess.plan.trial import scratch_folder
 from shardprep import __version__
 from shardprep.console import counted, print_lines, short_bytes
 from shardprep.errors import ShardprepError, UsageError
 from shardprep.format.names import TOKENIZER_DIR
-from shardprep.format.options import PrepConfig
-from shardprep.format.plan import need_plan
+from shardprep.format.plan import PrepConfig, need_plan
 
 _NEEDED = ("numpy", "orjson", "tokenizers", "gigatoken", "tqdm", "transformers")  # by a task or by planning
 _TORCH_LIMIT_S = 180.0
@@ -41,21 +38,11 @@ print(f"shardprep torch {torch.__version__}: {', '.join(gpus) or 'no GPU'}{bf16}
 """
 
 
-@dataclass(frozen=True)
-class Checked:
-    """One check: what was found, what to do (nothing where all is good), the exit code of what is bad."""
-
-    topic: str
-    text: str
-    todo: str = ""
-    exit_code: int = 0
-
-    @property
-    def level(self) -> str:
-        return "bad" if self.exit_code else "warning" if self.todo else "good"
+# Takes a finding: its topic, what was found, what to do (nothing where all is good), the code of what is bad.
+Tell = Callable[..., None]
 
 
-def machine_findings(num_cpus: int) -> Iterator[Checked]:
+def _check_machine(tell: Tell, num_cpus: int) -> None:
     """Compare what this process may use with what Slurm was asked for and what a worker needs."""
     quotas = []  # CPUs' worth of time that the cgroups allow
     for path in resources.cgroup_files("cpu", "cpu.max", "cpu.cfs_quota_us"):
@@ -74,23 +61,23 @@ def machine_findings(num_cpus: int) -> Iterator[Checked]:
     elif asked.isdigit() and int(asked) > num_cpus:
         text += f": fewer than Slurm was asked for ({asked})"
         todo = f"srun --cpus-per-task={asked}: srun does not take it over from sbatch"
-    yield Checked("cpus", text, todo)
+    tell("cpus", text, todo)
     limits = resources.memory_limits()
     least = min(limits, key=lambda name: limits[name])
     text, todo = f"{short_bytes(limits[least])}, by {least}", ""
     if limits[least] < resources.LEAST_WORKER_BYTES:
         text += f"; a worker needs about {short_bytes(resources.LEAST_WORKER_BYTES)}, and may be killed"
         todo = "ask for more memory: --mem of sbatch or srun"
-    yield Checked("memory", text, todo)
+    tell("memory", text, todo)
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM")
     found = {name: os.environ[name] for name in names if name in os.environ}
     many = [name for name in names[:2] if found.get(name, "").isdigit() and int(found[name]) > num_cpus]
     text = ", ".join(f"{name}={value}" for name, value in found.items()) or "none is set"
     todo = f"export {many[0]}={num_cpus} before training: there are {num_cpus} CPUs" if many else ""
-    yield Checked("threads", f"{text}; tasks set their own, for training see --export", todo)
+    tell("threads", f"{text}; tasks set their own, for training see --export", todo)
 
 
-def version_findings(*, has_gpu: bool) -> Iterator[Checked]:
+def _check_versions(tell: Tell, *, has_gpu: bool) -> None:
     """Tell the versions that are installed. What a task needs must be there. On a GPU torch is asked, too."""
     found: dict[str, str] = {}
     for name in (*_NEEDED, "torch", "webdataset"):
@@ -98,9 +85,9 @@ def version_findings(*, has_gpu: bool) -> Iterator[Checked]:
             found[name] = importlib.metadata.version(name)
     if missing := ", ".join(name for name in _NEEDED if name not in found):
         todo = "install shardprep for this Python: pip install ."
-        yield Checked("versions", f"{missing} cannot be found", todo, UsageError.exit_code)
+        tell("versions", f"{missing} cannot be found", todo, UsageError.exit_code)
     there = ", ".join(f"{name} {number}" for name, number in found.items())
-    yield Checked("versions", f"shardprep {__version__}, Python {platform.python_version()}, {there}")
+    tell("versions", f"shardprep {__version__}, Python {platform.python_version()}, {there}")
     if not has_gpu or "torch" not in found:
         return
     # In a process of its own, which a broken installation may end.
@@ -109,25 +96,25 @@ def version_findings(*, has_gpu: bool) -> Iterator[Checked]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         text = f"torch was not loaded, or a GPU did not answer, within {_TORCH_LIMIT_S:.0f} s"
-        yield Checked("torch", text, "look at nvidia-smi", UsageError.exit_code)
+        tell("torch", text, "look at nvidia-smi", UsageError.exit_code)
         return
     said = [line for line in done.stdout.splitlines() if line.startswith("shardprep ")]
     if said and not done.returncode:
-        yield Checked("torch", said[0].removeprefix("shardprep "))
+        tell("torch", said[0].removeprefix("shardprep "))
         return
     why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     todo = "install torch anew for this machine"
-    yield Checked("torch", f"torch cannot be used: {why}", todo, UsageError.exit_code)
+    tell("torch", f"torch cannot be used: {why}", todo, UsageError.exit_code)
 
 
-def tokenizer_findings(model_id: str | None, folder: Path | None, num_cpus: int) -> Iterator[Checked]:
+def _check_tokenizer(tell: Tell, model_id: str | None, folder: Path | None, num_cpus: int) -> None:
     """Load a tokenizer as planning does or, of a planned folder, as its tasks do. Raises ShardprepError."""
     said: list[str] = []
     if folder is not None:
         plan = need_plan(folder)
         settings = resources.WorkerSettings()
-        engine = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=said.append).engine
-        yield Checked("plan", f"{counted(plan.num_shards, 'shard')} in {folder}")
+        engine = Worker(plan, folder, settings, num_cpus=num_cpus, warn=said.append).engine
+        tell("plan", f"{counted(plan.num_shards, 'shard')} in {folder}")
         name, ends = engine.name, document_ends_line(plan, engine, folder / TOKENIZER_DIR)
     elif model_id is not None:
         with scratch_folder() as scratch:  # texts that tell engines apart
@@ -144,9 +131,9 @@ def tokenizer_findings(model_id: str | None, folder: Path | None, num_cpus: int)
     text += f"PAD {spec.pad_token_id}; encoded by {name}"
     is_shared = spec.pad_token_id is not None and spec.pad_token_id == spec.eos_token_id
     todo = "give it a pad token of its own: other collators than this project's lose the labels of EOS"
-    yield Checked("tokenizer", text, todo if is_shared else "")
+    tell("tokenizer", text, todo if is_shared else "")
     if ends:
-        yield Checked("tokenizer", ends)
+        tell("tokenizer", ends)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -177,27 +164,33 @@ def doctor(args: argparse.Namespace) -> int:
             f"export DATASET_NUM_PROC={num_cpus}  # processes of `shardprep run`",
         )
         return 0
+    findings: list[dict[str, str]] = []
+    codes: list[int] = []  # of what is bad
+
+    def tell(topic: str, text: str, todo: str = "", exit_code: int = 0) -> None:
+        level = "bad" if exit_code else "warning" if todo else "good"
+        findings.append({"topic": topic, "level": level, "text": text, "todo": todo})
+        codes.extend([exit_code] if exit_code else [])
+
     # Versions first, since a GPU is asked about while nothing large is loaded here.
-    findings = [*version_findings(has_gpu=Path("/dev/nvidiactl").exists())]
-    findings += machine_findings(num_cpus)
+    _check_versions(tell, has_gpu=Path("/dev/nvidiactl").exists())
+    _check_machine(tell, num_cpus)
     topic = "memory"
     try:
         resources.check_address_space()
         topic = "tokenizer"
-        findings += tokenizer_findings(args.model_id, args.output_dir, num_cpus)
+        _check_tokenizer(tell, args.model_id, args.output_dir, num_cpus)
     except ShardprepError as error:  # its message says what to do behind the last semicolon
         text, _, todo = str(error).rpartition("; ")
-        findings.append(Checked(topic, text or todo, todo if text else "see the message", error.exit_code))
-    levels = Counter(finding.level for finding in findings)
-    bad = [finding.exit_code for finding in findings if finding.exit_code]
-    code = bad[0] if bad else int(levels["warning"] > 0)
+        tell(topic, text or todo, todo if text else "see the message", error.exit_code)
+    levels = Counter(finding["level"] for finding in findings)
+    code = codes[0] if codes else int(levels["warning"] > 0)
     if args.json:
-        listed = [{"topic": f.topic, "level": f.level, "text": f.text, "todo": f.todo} for f in findings]
-        print_lines(*json.dumps({"exit_code": code, "findings": listed}, indent=1).split("\n"))
+        print_lines(*json.dumps({"exit_code": code, "findings": findings}, indent=1).split("\n"))
         return code
     for finding in findings:
-        print_lines(f"{finding.level:<8}{finding.topic:<10}{finding.text}")
-        if finding.todo:
-            print_lines(f"{'':18}-> {finding.todo}")
+        print_lines(f"{finding['level']:<8}{finding['topic']:<10}{finding['text']}")
+        if finding["todo"]:
+            print_lines(f"{'':18}-> {finding['todo']}")
     print_lines(f"{levels['bad']} bad, {counted(levels['warning'], 'warning')}, {levels['good']} good")
     return code

@@ -37,7 +37,7 @@ from shardprep.files import (
 )
 from shardprep.format.index import ShardSamples
 from shardprep.format.manifest import check_done, read_findings
-from shardprep.format.names import load_json, shard_name
+from shardprep.format.names import load_json
 from shardprep.format.plan import Plan, need_plan
 
 _BATCH_TOKENS = 1 << 20  # of an Arrow record batch, about
@@ -55,13 +55,15 @@ class ExportedShard(NamedTuple):
 class ExportLayout:
     """What another tool reads. A shard becomes files that appear whole, the last of which says it is done."""
 
+    last_name = ""  # of that file, given ``number`` of the shard and ``num_shards``
+
     def __init__(self, folder: Path, vocab_size: int, first_token: list[int]) -> None:
         """Take where each shard begins in the whole stream, EOS included (num_shards + 1)."""
         self.folder, self.vocab_size, self.first_token = folder, vocab_size, first_token
         self.num_shards = len(first_token) - 1
 
     def last_file(self, shard_id: int) -> Path:
-        raise NotImplementedError
+        return self.folder / self.last_name.format(number=shard_id, num_shards=self.num_shards)
 
     def is_done(self, shard_id: int) -> bool:
         return size_of_file(self.last_file(shard_id)) is not None
@@ -97,8 +99,7 @@ class Megatron(ExportLayout):
     number i64[documents + 1]. Ids are uint16 below a vocabulary of 65,500, as Megatron has it, else int32.
     """
 
-    def last_file(self, shard_id: int) -> Path:
-        return self.folder / f"{shard_name(shard_id)}_document.idx"
+    last_name = "shard-{number:05d}_document.idx"
 
     def files(self, shard_id: int, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
         dtype = np.dtype("<u2" if self.vocab_size < 65_500 else "<i4")
@@ -132,13 +133,12 @@ class NanoGpt(ExportLayout):
     twice.
     """
 
+    last_name = "shard-{number:05d}.bin.partial"
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._target = self.folder / "train.bin"
         self._dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
-
-    def last_file(self, shard_id: int) -> Path:
-        return self.folder / f"{shard_name(shard_id)}.bin.partial"
 
     def is_done(self, shard_id: int) -> bool:
         return size_of_file(self._target) is not None or super().is_done(shard_id)
@@ -177,8 +177,7 @@ class HuggingFace(ExportLayout):
     A row is a document, or a packed row. pyarrow writes them.
     """
 
-    def last_file(self, shard_id: int) -> Path:
-        return self.folder / f"data-{shard_id:05d}-of-{self.num_shards:05d}.arrow"
+    last_name = "data-{number:05d}-of-{num_shards:05d}.arrow"
 
     def files(self, shard_id: int, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
         yield self.last_file(shard_id), self._stream(samples)

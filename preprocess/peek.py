@@ -117,7 +117,11 @@ def peek(args: argparse.Namespace) -> int:
     for shard_id, of_shard in itertools.groupby(samples, key=lambda sample: sample[0]):
         with ShardSamples(folder, plan.spec, shard_id) as shard:
             for _, number in of_shard:
-                documents = _texts_of_sample(shard, number, decoder)
+                ids, mask, begins = shard.ids(number), shard.loss_mask(number), shard.starts(number)
+                # Of a row, the end of one that began before it, if any, comes first. The tokenizer may drop
+                # a document wholly.
+                cuts = sorted({0, *begins.tolist(), len(ids)}) if len(ids) else [0, 0]
+                documents = [decoder.text(ids[a:b], mask[a:b]) for a, b in itertools.pairwise(cuts)]
                 if args.grep and not any(map(pattern.search, documents)):
                     continue
                 only = asked.get((shard_id, number), set())
@@ -138,8 +142,8 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
 
     Of a document that was left out it prints why, and yields none.
     """
-    if found := _IN_SHARD.fullmatch(address):
-        shard_id, number = int(found[1]), int(found[2])
+    if in_shard := _IN_SHARD.fullmatch(address):
+        shard_id, number = int(in_shard[1]), int(in_shard[2])
         if shard_id >= plan.num_shards:
             expected = f"ids of 0 to {plan.num_shards - 1}"
             raise UsageError(found=f"shard {shard_id} in {address}", expected=expected)
@@ -148,12 +152,31 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
             raise NotFound(f"shard {shard_id:05d} is not made: {path} is missing", path=path, remedy=again)
         if number >= (num_samples := len(read_idx(folder, plan.spec, shard_id))):
             raise NotFound(found=f"{address}, no sample", expected=f"samples 0 to {num_samples - 1}")
-        yield (shard_id, number), int(found[3]) if found[3] else None
+        yield (shard_id, number), int(in_shard[3]) if in_shard[3] else None
         return
-    is_id = address.startswith("id:")
-    place = _place_of_id(folder, plan, address) if is_id else _place_in_input(plan, address)
-    name = plan.inputs[place[0]].path
-    shards = [number for number in _made_shards(folder) if place[0] in plan.shard(number).input_numbers]
+    paths, made = [item.path for item in plan.inputs], _made_shards(folder)
+    if address.startswith("id:"):
+        if not plan.options.id_field:
+            found = "no ids of its documents, as its plan has no --id_field"
+            raise UsageError(path=folder, found=found, expected="SHARD:SAMPLE or FILE:BYTE")
+        if not (wanted := address.removeprefix("id:")):
+            raise UsageError("id: names no id, expected one of --id_field, such as id:web/17")
+        place = _place_of_id(folder, made, wanted, len(paths))
+        name = paths[place[0]]
+    else:
+        name, _, offset = address.rpartition(":")
+        if not (name and offset.isdecimal() and len(offset) < 19):
+            expected = f"{_KINDS}, such as 3:17"
+            raise UsageError(found=f"{address}, which is no address", expected=expected)
+        if name not in paths:
+            expected = f"a name such as {paths[0]}"
+            raise NotFound(found=f"{name}, which is no input of the plan", expected=expected)
+        place = (paths.index(name), int(offset))
+        # Of other inputs a place counts decompressed bytes, or rows, and nobody has counted these.
+        num_bytes = plan.inputs[place[0]].num_bytes
+        if input_kind(name).is_in_bytes and place[1] >= num_bytes:
+            raise NotFound(path=name, found=place[1], expected=f"bytes 0 to {num_bytes - 1}")
+    shards = [number for number in made if place[0] in plan.shard(number).input_numbers]
     if line := _left_out_line(folder, shards, name, place[1]):
         print_lines(line)
         return
@@ -191,34 +214,12 @@ def _left_out_line(folder: Path, shard_ids: Sequence[int], path: str, offset: in
     return ""
 
 
-def _place_in_input(plan: Plan, address: str) -> tuple[int, int]:
-    """Return the number of the input, and the place in it, of FILE:BYTE. Raises NotFound, UsageError."""
-    name, _, offset = address.rpartition(":")
-    if not (name and offset.isdecimal() and len(offset) < 19):
-        raise UsageError(found=f"{address}, which is no address", expected=f"{_KINDS}, such as 3:17")
-    paths = [item.path for item in plan.inputs]
-    if name not in paths:
-        raise NotFound(found=f"{name}, which is no input of the plan", expected=f"a name such as {paths[0]}")
-    number, place = paths.index(name), int(offset)
-    # Of other inputs a place counts decompressed bytes, or rows, and nobody has counted these.
-    if input_kind(name).is_in_bytes and place >= plan.inputs[number].num_bytes:
-        expected = f"bytes 0 to {plan.inputs[number].num_bytes - 1}"
-        raise NotFound(path=name, found=place, expected=expected)
-    return number, place
-
-
-def _place_of_id(folder: Path, plan: Plan, address: str) -> tuple[int, int]:
-    wanted = address.removeprefix("id:")
-    if not plan.options.id_field:
-        found = "no ids of its documents, as its plan has no --id_field"
-        raise UsageError(path=folder, found=found, expected="SHARD:SAMPLE or FILE:BYTE")
-    if not wanted:
-        raise UsageError("id: names no id, expected one of --id_field, such as id:web/17")
-    shard_ids = _made_shards(folder)
+def _place_of_id(folder: Path, shard_ids: Sequence[int], wanted: str, num_inputs: int) -> tuple[int, int]:
+    """Return the number of the input, and the place in it, of the document with an id. Raises NotFound."""
     progress = Progress("looking for an id", len(shard_ids), unit="shards")
     for shard_id in shard_ids:
         for input_number, offset, kept in kept_ids(folder, shard_id):
-            if kept == wanted and 0 <= input_number < len(plan.inputs):
+            if kept == wanted and 0 <= input_number < num_inputs:
                 return input_number, offset
         progress.add(1)
     raise NotFound(f"no document of a finished shard has the id {wanted}")
@@ -230,15 +231,6 @@ def _made_shards(folder: Path) -> list[int]:
         again = f"shardprep run {quoted(folder)}"
         raise NotFound(f"{folder} has no finished shard", path=folder, remedy=again)
     return made
-
-
-def _texts_of_sample(samples: ShardSamples, number: int, decoder: Decoder) -> list[str]:
-    """Return the texts of a sample. Of a row, the end of one that began before it, if any, comes first."""
-    ids, mask = samples.ids(number), samples.loss_mask(number)
-    if not len(ids):  # a document that the tokenizer drops wholly
-        return [""]
-    cuts = sorted({0, *samples.starts(number).tolist(), len(ids)})
-    return [decoder.text(ids[begin:end], mask[begin:end]) for begin, end in itertools.pairwise(cuts)]
 
 
 def _print_sample(

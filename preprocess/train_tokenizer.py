@@ -22,14 +22,13 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from preprocess.make.engines import LLAMA3_REGEX
-from preprocess.plan.inputs import find_inputs, stamp_inputs
-from preprocess.plan.trial import sample_documents
+from preprocess.plan.inputs import find_inputs, sample_documents, stamp_inputs
 from shardprep.command_line import add_flags_of, parse_size
 from shardprep.console import LOG_EVERY_S, Progress, counted, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
 from shardprep.files import PublishedFolder, is_folder, make_folder, names_in, size_of_file
 from shardprep.format.input_formats import place_text
-from shardprep.format.options import PlanOptions
+from shardprep.format.plan import PlanOptions
 
 PIECE_CHARS = 4096  # longer texts are cut: one word of a million letters would stall every merge
 _PLACE_BYTES = 1 << 20  # of text that is taken at each place

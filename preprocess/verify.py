@@ -23,7 +23,7 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -179,14 +179,14 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
     text has another version than planned.
     """
     from preprocess.make.resources import bind_to_task_cpus, worker_settings
-    from preprocess.make.worker import load_worker  # with the libraries of a worker
+    from preprocess.make.worker import Worker  # with the libraries of a worker
 
     num_cpus = bind_to_task_cpus(offset=0)
     full = [shard_id for shard_id, size in enumerate(plan.shard_bytes()) if size]
     chooser = random.Random(plan.plan_id)  # noqa: S311 - a sample
     chosen = sorted({*chooser.sample(full, min(args.deep, len(full))), *again})
     settings = dataclasses.replace(worker_settings(args), engine="tokenizers", max_bad_fraction=1.0)
-    worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=lambda _: None)
+    worker = Worker(plan, folder, settings, num_cpus=num_cpus, warn=lambda _: None)
     problems: list[Problem] = []
     progress = Progress("making shards again", len(chosen), unit="shards")
     for shard_id in chosen:
@@ -200,9 +200,11 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
                 for name in _MADE_AGAIN
                 if getattr(found, name) != getattr(made, name)
             ]
-            for name, expected in vars(made.counts).items():
-                if (there := getattr(found.counts, name)) != expected:
-                    differing.append(f"{name} is {there}, expected {expected}")
+            differing += [
+                f"{name} is {getattr(found.counts, name)}, expected {expected}"
+                for name, expected in vars(made.counts).items()
+                if getattr(found.counts, name) != expected
+            ]
             if differing:
                 message = f"it is not what the reference engine makes of its input: {'; '.join(differing)}"
                 remedy = f"{remake_command(shard_id, folder)} --engine tokenizers"
@@ -274,8 +276,15 @@ def _check_shards(
             if (is_there := getattr(manifest, what) is not None) != (what in plan.options.side_files()):
                 has = "some" if is_there else "no"
                 raise BrokenShard(f"the manifest of {name} has {has} {what}, other than the plan")
-        if not is_fast:
-            _check_bytes(folder, plan, manifest)
+        if not is_fast:  # every byte of the tar is read once
+            path = tar_path(folder, shard_id)
+            with errors_named(path), HashedFile(path) as tar:
+                try:
+                    _check_ids(manifest, tar, _check_idx(folder, plan, manifest))
+                except ShardprepError:  # a wrong hash is told before what follows from it
+                    check_hashes(folder, manifest, tar.sha256())
+                    raise
+                check_hashes(folder, manifest, tar.sha256())
         refuse_found(folder, standing, [shard_id])
         return manifest
 
@@ -304,22 +313,6 @@ def _check_shards(
                 problems.append(result)
             progress.add(1)
     return manifests, problems
-
-
-def _check_bytes(folder: Path, plan: Plan, manifest: Manifest) -> None:
-    """Compare every byte of a shard's files with its hash, and what they hold. The tar is read once.
-
-    A wrong hash is told before what follows from it. Raises BrokenShard, MissingShard or ReadWriteError.
-    """
-    path = tar_path(folder, manifest.shard_id)
-    with errors_named(path), HashedFile(path) as tar:
-        try:
-            records = _check_idx(folder, plan, manifest)
-            _check_ids(manifest, tar, records)
-        except ShardprepError:
-            check_hashes(folder, manifest, tar.sha256())
-            raise
-        check_hashes(folder, manifest, tar.sha256())
 
 
 def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
@@ -359,15 +352,15 @@ def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
             side == sorted(side) for side in (places[:num_train], places[num_train:])
         )
         # A row, or a byte of a compressed file's text, cannot be compared with a boundary.
-        before = (first, start if _is_in_bytes(plan, first) else 0)
-        behind = (last, end) if not end or _is_in_bytes(plan, last) else (last + 1, 0)
+        in_bytes = [
+            number == len(plan.inputs) or input_kind(plan.inputs[number].path).is_in_bytes
+            for number in (first, last)
+        ]
+        before = (first, start if in_bytes[0] else 0)
+        behind = (last, end) if not end or in_bytes[1] else (last + 1, 0)
         if not in_order or min(places) < before or max(places) >= behind:
             raise BrokenShard(f"{name} names sources outside of its part of the plan")
     return records
-
-
-def _is_in_bytes(plan: Plan, input_number: int) -> bool:
-    return input_number == len(plan.inputs) or input_kind(plan.inputs[input_number].path).is_in_bytes
 
 
 def _check_ids(manifest: Manifest, tar: HashedFile, records: Records) -> None:
@@ -407,7 +400,14 @@ def clean(args: argparse.Namespace) -> int:
     """
     folder: Path = args.output_dir
     plan = read_plan(folder)
-    paths = [*_left_behind(folder)]
+    # Temporaries in the folders of a data set and, where that is verified, the logs of its tasks.
+    paths: list[Path] = []
+    for place in (folder, *(folder / name for name in (QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR, "jobs"))):
+        if place == folder or not is_link(place):
+            paths += [place / name for name in names_in(place) if TEMPORARY_NAME.fullmatch(name)]
+    logs = folder / LOGS_FOLDER
+    if size_of_file(folder / INDEX_NAME) is not None and not is_link(logs):
+        paths += [logs / name for name in names_in(logs) if _TASK_LOG.fullmatch(name)]
     if plan is None and not paths:
         found = f"no {PLAN_NAME} and no temporary file"
         raise NotFound(path=folder, found=found, expected="the folder of a data set")
@@ -421,7 +421,12 @@ def clean(args: argparse.Namespace) -> int:
                 stats += [Path(place, name).lstat() for place, _, names in os.walk(path) for name in names]
             num_bytes = sum(each.st_size for each in stats if not stat.S_ISDIR(each.st_mode))
             age_s = time.time() - max(each.st_mtime for each in stats)
-            if age_s < STALE_AFTER_S and path.suffix != ".log" and not _is_of_done_shard(path, folder, plan):
+            # Of a shard that is not done it may be what will mend the shard.
+            match, is_done = _OF_SHARD.match(path.name), False
+            if plan is not None and match is not None and int(match[1]) < plan.num_shards:
+                with contextlib.suppress(ShardprepError, OSError):
+                    is_done = done_manifest(folder, int(match[1]), plan.plan_id) is not None
+            if age_s < STALE_AFTER_S and path.suffix != ".log" and not is_done:
                 num_kept += 1
                 continue
             if not args.dry_run:
@@ -445,24 +450,3 @@ def clean(args: argparse.Namespace) -> int:
     if failed:
         raise CannotWrite(f"{failed}; ask the owner of what is left", path=folder)
     return 0
-
-
-def _left_behind(folder: Path) -> Iterator[Path]:
-    """Yield temporaries in the folders of a data set and, where that is verified, the logs of its tasks."""
-    for place in (folder, *(folder / name for name in (QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR, "jobs"))):
-        if place == folder or not is_link(place):
-            yield from (place / name for name in names_in(place) if TEMPORARY_NAME.fullmatch(name))
-    logs = folder / LOGS_FOLDER
-    if size_of_file(folder / INDEX_NAME) is not None and not is_link(logs):
-        yield from (logs / name for name in names_in(logs) if _TASK_LOG.fullmatch(name))
-
-
-def _is_of_done_shard(path: Path, folder: Path, plan: Plan | None) -> bool:
-    """Return whether a temporary is of a shard that is done. Else it may be what will mend the shard."""
-    match = _OF_SHARD.match(path.name)
-    if plan is None or match is None or int(match[1]) >= plan.num_shards:
-        return False
-    try:
-        return done_manifest(folder, int(match[1]), plan.plan_id) is not None
-    except (ShardprepError, OSError):
-        return False

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardprep import __version__, check_not_hidden
-from shardprep.command_line import Command, Program, given_words, unknown_command
+from shardprep.command_line import Command, Program, given_words, show_commands, unknown_command
 from shardprep.console import guard_streams, print_lines, say
 from shardprep.errors import UsageError
 
@@ -55,16 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = given_words(argv)
     guard_streams()
     try:
-        if words[:1] in (["-h"], ["--help"]) or words == ["help"]:
-            print_lines(*_help())
-            return 0
         if words[:1] == ["--version"]:
             print_lines(f"shardprep {__version__}")
             return 0
-        if not words:
-            for line in _help():
-                say(line)
-            return UsageError.exit_code
+        if not words or words[0] in ("-h", "--help") or words == ["help"]:
+            end = "shardprep COMMAND --help shows its flags; --version the version."
+            what = "Raw text -> token shards -> batches."
+            show_commands("shardprep", what, _summaries(), end, is_asked_for=bool(words))
         if words[0] == "help":
             words = [*words[1:], "--help"]
         if words[0].startswith("-"):
@@ -90,15 +87,14 @@ def _program(package: str) -> Program:
     return program
 
 
-def _help() -> list[str]:
-    lines = ["usage: shardprep COMMAND [flags]", "", "Raw text -> token shards -> batches.", "", "commands:"]
+def _summaries() -> dict[str, str]:
+    found = {}
     for command, package in COMMANDS.items():
         program = _program(package)
-        summary = program.description[0].lower() + program.description[1:].rstrip(".")
+        found[command] = program.description[0].lower() + program.description[1:].rstrip(".")
         if command in program.commands:
-            summary = program.commands[command].summary
-        lines.append(f"  {command:<17}{summary}")
-    return [*lines, "", "shardprep COMMAND --help shows its flags; --version the version."]
+            found[command] = program.commands[command].summary
+    return found
 
 
 def _completion_flags(parser: argparse.ArgumentParser) -> None:

@@ -6,11 +6,17 @@ are the same, an unknown command or flag is answered with the nearest one, and a
 a stop signal is one line on standard error and an exit code, never a traceback.
 
 The flags of a configuration are the fields of its frozen dataclass, each declared by ``option``.
+
+After ``raise_on_stop_signals``, TERM, USR1 and INT raise ``Stopped``, so that a stopped task cleans up after
+itself; ``start_child`` starts processes that hear them, too. Python drops an exception that is raised in a
+finalizer or a weak reference's callback; a Stopped that was lost there is raised again a moment later.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import dataclasses
 import functools
 import importlib
@@ -23,16 +29,18 @@ import textwrap
 import traceback
 import types
 import typing
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardprep.console import guard_streams, say
+from shardprep.console import guard_streams, print_lines, say
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped, UsageError
-from shardprep.files import check_names_are_utf8
 from shardprep.removed import COMMANDS, FLAGS
-from shardprep.signals import STOP_SIGNALS, raise_on_stop_signals
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
 
 
 def given_words(argv: Sequence[str] | None) -> list[str]:
@@ -50,6 +58,21 @@ def given_words(argv: Sequence[str] | None) -> list[str]:
         words = Path("/proc/self/cmdline").read_bytes().split(b"\0")[:-1]
         os.execve("/proc/self/exe", words, {**os.environb, b"PYTHONUTF8": b"1"})  # noqa: S606
     return sys.argv[1:]
+
+
+def check_names_are_utf8(*paths: str) -> None:
+    """Check that Python encodes names of files as UTF-8, as libraries in Rust and other nodes do.
+
+    ``paths``: they alone matter. ASCII is the same in every encoding. Raises UsageError.
+    """
+    encoding = sys.getfilesystemencoding()
+    if encoding == "utf-8" or (paths and "".join(paths).isascii()):
+        return
+    shown = next((f"{path!a} is not ASCII, and " for path in paths if not path.isascii()), "")
+    raise UsageError(
+        f"{shown}names of files are {encoding} to this Python, by its locale, expected utf-8; before you "
+        "start it again, type: export PYTHONUTF8=1"
+    )
 
 
 @dataclass(frozen=True)
@@ -72,7 +95,7 @@ class Program:
     name: str
     description: str
     commands: Mapping[str, Command]
-    epilog: str | None = None
+    epilog: str = "COMMAND --help shows its flags."
     # Flags whose value may begin with a dash, as in ``--sbatch_args --no-requeue``.
     dashed_values: Container[str] = ()
     # What to say of flags that people look for here, by the names that other tools give them.
@@ -115,35 +138,44 @@ class Program:
         """
         if found := next((word for word in words if "\0" in word), None):
             raise UsageError(f"{found!r} holds a NUL, which no path and no name can; leave that out")
+        name = name or self.name
         words = self._underscored(words)
         if words[:1] == ["help"]:
             words = [*words[1:], "--help"]
-        if words and not words[0].startswith("-") and words[0] not in self.commands:
-            listed = [word for word, command in self.commands.items() if not command.is_nameless]
-            raise UsageError(unknown_command(words[0], listed))
-        parser, called = self._parser(words[:1], name or self.name)
-        if words and words[0] in called:
-            known = [*called[words[0]]._option_string_actions]  # noqa: SLF001 - argparse has no other list
-            for flag in (word.partition("=")[0] for word in words):
-                instead = FLAGS.get(f"{words[0]} {flag}", FLAGS.get(flag))
-                if instead and flag not in known:
-                    called[words[0]].error(f"the flag {flag} was removed: {instead}")
-        args, unknown = parser.parse_known_args(words)
+        listed = {word: each.summary for word, each in self.commands.items() if not each.is_nameless}
+        if not words or words[0] in ("-h", "--help"):
+            show_commands(name, self.description, listed, self.epilog, is_asked_for=bool(words))
+        word = words[0]
+        if word not in self.commands:
+            raise UsageError(unknown_command(word, list(listed)))
+        parser = self.parser_of(word, name=name)
+        known = [*parser._option_string_actions]  # noqa: SLF001 - argparse has no other list
+        for flag in (each.partition("=")[0] for each in words):
+            instead = FLAGS.get(f"{word} {flag}", FLAGS.get(flag))
+            if instead and flag not in known:
+                parser.error(f"the flag {flag} was removed: {instead}")
+        args, unknown = parser.parse_known_args(words[1:])
         if unknown:
-            flag, own = unknown[0].partition("=")[0], called[args.command]
-            flags = [each for each in own._option_string_actions if each.startswith("--")]  # noqa: SLF001
+            flag = unknown[0].partition("=")[0]
+            flags = [each for each in known if each.startswith("--")]
             folders = [each for each in flags if each in ("--input_dir", "--output_dir")]
             hint = self.hints.get(flag, "")
             if folders and not hint and not flag.startswith("-"):
-                hint = f"{args.command} takes folders by their flags: {', '.join(folders)}"
+                hint = f"{word} takes folders by their flags: {', '.join(folders)}"
             elif not hint and (near := _nearest(flag, flags)):
                 hint = f"did you mean {near}?"
-            own.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {hint}" if hint else ""))
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {hint}" if hint else ""))
+        args.command = word
         return args
 
-    def parser_of(self, word: str, *, name: str) -> argparse.ArgumentParser:
+    def parser_of(self, word: str, *, name: str) -> _Parser:
         """Return the parser of one command, with all its flags."""
-        return self._parser([word], name)[1][word]
+        command = self.commands[word]
+        prog = name if command.is_nameless and name == self.name else f"{name} {word}"
+        parser = _Parser(prog=prog, description=f"{command.summary[:1].upper()}{command.summary[1:]}.")
+        _function(command.add_flags)(parser)
+        parser.settle()
+        return parser
 
     def _underscored(self, words: Sequence[str]) -> list[str]:
         """Return the words with underscores in names of flags, and dashed values joined to their flags."""
@@ -159,23 +191,20 @@ class Program:
                 found.append(word)
         return found
 
-    def _parser(self, called: Sequence[str], name: str) -> tuple[_Parser, dict[str, _Parser]]:
-        """Return the parser of all commands, and each one's own: the one ``called`` has its flags."""
-        parser = _Parser(prog=name, description=self.description, epilog=self.epilog)
-        parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-        own: dict[str, _Parser] = {}
-        # Of a command that is called the others need no parser: each costs a task 12 looks for translations.
-        for word, command in self.commands.items():
-            if called and word not in called and called[0] in self.commands:
-                continue
-            shown: dict[str, Any] = {} if command.is_nameless else {"help": command.summary}
-            prog = name if command.is_nameless and name == self.name else f"{name} {word}"
-            own[word] = parsers.add_parser(word, prog=prog, **shown)
-            if word in called:
-                own[word].description = command.summary[:1].upper() + command.summary[1:] + "."
-                _function(command.add_flags)(own[word])
-                own[word].settle()
-        return parser, own
+
+def show_commands(
+    name: str, description: str, commands: Mapping[str, str], end: str, *, is_asked_for: bool
+) -> NoReturn:
+    """Print what there is to type, and end: with 0 where that was asked for, else with 2."""
+    lines = [f"usage: {name} COMMAND [flags]", "", description, "", "commands:"]
+    lines += [f"  {word:<17}{summary}" for word, summary in commands.items()]
+    lines += ["", *textwrap.wrap(end, 79)]
+    if is_asked_for:
+        print_lines(*lines)
+        raise SystemExit(0)
+    for line in lines:
+        say(line)
+    raise SystemExit(UsageError.exit_code)
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -334,3 +363,108 @@ def _type_settings(hint: Any) -> dict[str, Any]:
         choices = typing.get_args(kind)
         return {"choices": choices, "metavar": "{" + ",".join(filter(None, choices)) + "}"}
     return {"type": kind, "metavar": {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")}
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_STOP_AGAIN_S = 0.01  # longer than most finalizers; in a longer one it comes again
+_PR_SET_PDEATHSIG = 1
+
+
+def raise_on_stop_signals() -> None:
+    """Make the first of STOP_SIGNALS raise Stopped in the main thread. Later ones are ignored.
+
+    Slurm sends TERM at a time limit, a preemption and scancel, and KILL some seconds later; an
+    unhandled TERM would end Python without any ``finally``.
+    """
+    if not isinstance(sys.unraisablehook, _StopAgain):
+        sys.unraisablehook = _StopAgain(sys.unraisablehook)
+    for number in STOP_SIGNALS:
+        signal.signal(number, _stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # of a process started within stop_signals_wait
+
+
+@contextlib.contextmanager
+def stop_signals_wait(
+    numbers: Iterable[signal.Signals] = STOP_SIGNALS, *, spawns: bool = False
+) -> Iterator[None]:
+    """Let these signals wait, within ``with``. A process that is started here begins with them waiting.
+
+    One that came while the child still imports would end it with a traceback, or as if it had been killed.
+    ``spawns``: multiprocessing starts it, by another method than fork.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        if spawns:
+            from multiprocessing import resource_tracker
+
+            resource_tracker.ensure_running()  # when it starts the tracker it unblocks SIGINT and SIGTERM
+            signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel send this process TERM when its parent dies, however that dies (Linux).
+
+    ``parent`` is the parent's process id: where it died before this call, the signal is sent at once.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def start_child(target: Callable[..., None], *args: Any) -> BaseProcess:
+    """Start ``target(*args)`` in a process of its own, which is stopped when this one ends.
+
+    It is spawned: a fork would copy the threads of numpy and tokenizers half-alive.
+    """
+    import multiprocessing  # 10 ms that most commands need not wait for
+
+    process = multiprocessing.get_context("spawn").Process(
+        target=_run_child, args=(os.getpid(), target, args), daemon=True
+    )
+    with stop_signals_wait(spawns=True):
+        process.start()
+    return process
+
+
+def _run_child(parent: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    try:
+        raise_on_stop_signals()
+        die_with_parent(parent)
+        target(*args)
+    except Stopped as error:
+        raise SystemExit(error.exit_code) from None
+
+
+def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler's signature
+    for each in STOP_SIGNALS:
+        # Not SIG_IGN: a second signal that is on its way already would end in Python's own OSError.
+        signal.signal(each, lambda *_: None)
+    raise Stopped(
+        f"stopped by {signal.Signals(number).name}; nothing unfinished is left, run this again to go on"
+    )
+
+
+class _StopAgain:
+    """A sys.unraisablehook for a Stopped that Python could raise to nobody, such as one within ``__del__``.
+
+    It cannot raise anything either, so an alarm does, when whatever was at work is over.
+    """
+
+    def __init__(self, hook: Callable[[sys.UnraisableHookArgs], Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, unraisable: sys.UnraisableHookArgs, /) -> None:
+        stopped = unraisable.exc_value
+        if not isinstance(stopped, Stopped):
+            self._hook(unraisable)
+            return
+
+        def raise_again(*_: object) -> NoReturn:
+            raise Stopped(*stopped.args)
+
+        signal.signal(signal.SIGALRM, raise_again)
+        signal.setitimer(signal.ITIMER_REAL, _STOP_AGAIN_S)

@@ -23,7 +23,6 @@ import re
 import shlex
 import shutil
 import stat
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from msgspec import Meta
 
-from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, UsageError
+from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -65,37 +64,21 @@ class FileStamp:
     sha256: Digest
 
 
-def check_names_are_utf8(*paths: str) -> None:
-    """Check that Python encodes names of files as UTF-8, as libraries in Rust and other nodes do.
-
-    ``paths``: they alone matter. ASCII is the same in every encoding. Raises UsageError.
-    """
-    encoding = sys.getfilesystemencoding()
-    if encoding == "utf-8" or (paths and "".join(paths).isascii()):
-        return
-    shown = next((f"{path!a} is not ASCII, and " for path in paths if not path.isascii()), "")
-    raise UsageError(
-        f"{shown}names of files are {encoding} to this Python, by its locale, expected utf-8; before you "
-        "start it again, type: export PYTHONUTF8=1"
-    )
-
-
-@contextlib.contextmanager
-def errors_named(path: Path) -> Iterator[None]:
+class errors_named:  # noqa: N801 - it is called, and a generator would take as long as a stat
     """Turn every OSError but "it is not there" into a ReadWriteError that names the path."""
-    try:
-        yield
-    except NOT_THERE:
-        raise
-    except OSError as error:
-        raise _read_error(path, error) from error
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
-def _read_error(path: Path | str, error: OSError) -> ReadWriteError:
-    why = error.strerror or str(error)
-    if isinstance(error, PermissionError):
-        why += f"; its owner can type: chmod -R a+rX {shlex.quote(str(Path(path).parent))}"
-    return ReadWriteError(f"{path} cannot be read: {why}", path=path, found=why)
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError) and not isinstance(error, NOT_THERE):
+            why = error.strerror or str(error)
+            if isinstance(error, PermissionError):
+                why += f"; its owner can type: chmod -R a+rX {shlex.quote(str(self._path.parent))}"
+            raise ReadWriteError(f"{self._path} cannot be read: {why}", path=self._path, found=why) from error
 
 
 def with_retries(what: str, attempt: Callable[[], T]) -> T:
@@ -279,20 +262,15 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
 
 def read_with_status(path: Path, *, max_bytes: int) -> tuple[bytes, os.stat_result]:
     """Read as ``read_regular`` does. Also return what the file system says of the very file that was read."""
-    try:  # not errors_named: of 10,000 manifests it would take a tenth of the time
-        with ReadFile(path) as file:
-            if file.num_bytes > max_bytes:
-                found, expected = f"{file.num_bytes} bytes", f"at most {max_bytes}"
-                raise BrokenShard(path=path, found=found, expected=expected)
-            # Without a second buffer: malloc would keep as much memory as that had, once it is freed.
-            data = file.read_beginning(0, file.num_bytes)
-            if len(data) < file.num_bytes:  # a short read
-                data = bytes(file.read(0, file.num_bytes))
-            return data, file.status()
-    except NOT_THERE:
-        raise
-    except OSError as error:
-        raise _read_error(path, error) from error
+    with errors_named(path), ReadFile(path) as file:
+        if file.num_bytes > max_bytes:
+            found, expected = f"{file.num_bytes} bytes", f"at most {max_bytes}"
+            raise BrokenShard(path=path, found=found, expected=expected)
+        # Without a second buffer: malloc would keep as much memory as that had, once it is freed.
+        data = file.read_beginning(0, file.num_bytes)
+        if len(data) < file.num_bytes:  # a short read
+            data = bytes(file.read(0, file.num_bytes))
+        return data, file.status()
 
 
 def read_beginning(path: Path, num_bytes: int) -> bytes:
@@ -335,12 +313,11 @@ def is_folder(path: Path) -> bool:
 
 
 def _status_of(path: Path) -> os.stat_result | None:
-    try:  # not errors_named, which takes as long as the stat
-        return os.stat(path)  # noqa: PTH116 - a Path's takes twice as long
+    try:
+        with errors_named(path):
+            return os.stat(path)  # noqa: PTH116 - a Path's takes twice as long
     except NOT_THERE:
         return None
-    except OSError as error:
-        raise _read_error(path, error) from error
 
 
 def is_link(path: Path) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardprep import check_not_hidden
 
 if TYPE_CHECKING:
-    from slurm.submitit_executor import submit_with_submitit
+    from slurm.send import submit_with_submitit
 
 check_not_hidden("preprocess")
 
@@ -16,9 +16,9 @@ __all__ = ["submit_with_submitit"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the door to submitit, and with it numpy, when it is used: ``--help`` needs neither."""
+    """Import what submits by submitit when it is used: ``--help`` does not need it."""
     if name == "submit_with_submitit":
-        from slurm.submitit_executor import submit_with_submitit
+        from slurm.send import submit_with_submitit
 
         return submit_with_submitit
     raise AttributeError(f"module 'slurm' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -5,28 +5,37 @@ sends. A submission has two phases, so that no job runs unrecorded: its jobs are
 is written to DATA/jobs, then they are released. If it is killed in between, there are held jobs that do
 nothing. Of two submissions at once only one gets its record written; the other one cancels its jobs and says
 so. Where Slurm takes no more tasks at once, it is tried again with half as many.
+
+A script is ``prep_array.sh`` with another head, which holds the table array index -> shards. Slurm keeps a
+script from submission on, so no later file can change what a waiting task will do. Limits of accounts and QOS
+are not read: Slurm refuses what is beyond them, or says why a job waits.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import os
 import re
 import shlex
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lustre
+from shardprep import HOME
 from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, quoted, say, shards_text
-from shardprep.errors import ShardprepError, UsageError
-from shardprep.files import make_subfolder, publish_bytes
+from shardprep.errors import CannotWrite, ReadWriteError, ShardprepError, UsageError
+from shardprep.files import is_link, make_subfolder, publish_bytes
 from shardprep.format.jobs import (
     JOBS_FOLDER,
     LOGS_FOLDER,
@@ -40,30 +49,23 @@ from shardprep.format.jobs import (
     publish_submission,
     with_changes,
 )
-from shardprep.format.names import chosen_shards, id_ranges
-from slurm.commands import (
+from shardprep.format.manifest import Manifest, find_made_shards, read_manifest
+from shardprep.format.names import MAX_SHARDS, chosen_shards, id_ranges, ids_of_ranges
+from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
+from slurm.queue import (
+    CONTROL,
     REQUEST_VARIABLES,
+    VERIFY,
     SlurmAway,
     SlurmMissing,
     SlurmRefused,
     ask_patiently,
     megabytes_of,
     minutes_of,
+    names_begin,
+    read_config,
     slurm_answer,
     slurm_output,
-)
-from slurm.script import (
-    CONTROL,
-    VERIFY,
-    Site,
-    array_script,
-    check_folder,
-    check_script,
-    controller_script,
-    find_site,
-    names_begin,
-    tasks_of_shards,
-    verify_script,
 )
 from slurm.state import DatasetState, find_state
 from slurm.status import wait_for_jobs
@@ -182,27 +184,49 @@ def check_queue(state: DatasetState, wanted: set[int] | None) -> None:
         say(f"left out, as they wait or run (one that was cancelled may end just now): {named}")
 
 
-@dataclass(kw_only=True)
 class Sending:
     """What one command is about to send, checked and rendered as sbatch will get it."""
 
-    state: DatasetState
-    arrays: list[tuple[JobRequest, list[str], str]]  # request, tasks, script
-    verify: str  # script of the verify job
-    controller: str  # script of the job of --until_done, or ""
-    cluster: str
-
-    @property
-    def scripts(self) -> list[str]:
-        """Return the scripts in the order in which they are sent."""
-        return [*(script for _, _, script in self.arrays), self.verify, *filter(None, [self.controller])]
+    def __init__(
+        self, args: argparse.Namespace, state: DatasetState, groups: Groups, most_tasks: int
+    ) -> None:
+        """Have Slurm test all scripts, of ``most_tasks`` tasks at most. Raises SlurmRefused, SlurmAway."""
+        folder, request = state.folder, groups[0][0]
+        name = f"{names_begin(folder, state.plan.plan_id)}{state.next_number}"
+        self._state = state
+        self._arrays: list[tuple[JobRequest, list[str], str]] = []  # request, tasks, script
+        site = None
+        for asked, shard_ids in groups:
+            per_task, most = args.shards_per_task, most_tasks
+            try:
+                site = find_site(asked.partition)
+                most = min(most, site.max_array_size)
+            except SlurmAway:
+                if not args.dry_run:
+                    raise
+            if asked.num_cpus is None and site and per_task is None:
+                per_task = site.max_cpus  # a process on each of the node's CPUs
+            tasks = tasks_of_shards(shard_ids, most, per_task)
+            script = array_script(folder, name, tasks, asked)
+            if site:
+                check_script(asked, script, site)
+            self._arrays.append((asked, tasks, script))
+        self._cluster = site.cluster if site else ""
+        # The controller notifies, when all is over.
+        quiet = request.changed(notify=None) if args.until_done else request
+        last_request = _with_time_of_verify(state, quiet, site)
+        self._verify = verify_script(folder, name + VERIFY, state.plan.num_shards, last_request)
+        self._controller = _controller(args, state, request, site) if args.until_done else ""
+        # In the order in which they are sent.
+        self.scripts = [*(script for _, _, script in self._arrays), self._verify]
+        self.scripts += [self._controller] if self._controller else []
 
     def send(self) -> tuple[Submission, str]:
         """Submit all, held, write the record, and return it and the controller's id.
 
         If a step before the record fails, what was submitted is cancelled again. Raises SubmittedMeanwhile.
         """
-        state, job_ids = self.state, list[str]()
+        state, job_ids = self._state, list[str]()
         make_subfolder(state.folder, LOGS_FOLDER)
 
         def submitted(script: str, *options: str) -> dict[str, Any]:
@@ -211,17 +235,17 @@ class Sending:
 
         try:
             arrays = []
-            for request, tasks, script in self.arrays:
+            for request, tasks, script in self._arrays:
                 shown = submitted(script)
                 del shown["user"]
                 arrays.append(JobArray(job_id=job_ids[-1], request=request, tasks=tasks, **shown))
             before = {sent.verify.job_id for sent in state.submissions}
             queued = [each for each in state.live_job_ids() if each not in before]
-            shown = submitted(self.verify, f"--dependency=afterany:{':'.join([*job_ids, *queued])}")
+            shown = submitted(self._verify, f"--dependency=afterany:{':'.join([*job_ids, *queued])}")
             submission = Submission(
                 number=state.next_number,
                 plan_id=state.plan.plan_id,
-                cluster=self.cluster,
+                cluster=self._cluster,
                 user=shown["user"],
                 submitted=round(time.time(), 3),
                 arrays=arrays,
@@ -229,9 +253,9 @@ class Sending:
                 identity=folder_identity(state.folder),
             )
             controller = ""
-            if self.controller:
+            if self._controller:
                 # Before the release: a limit of jobs that leaves no room for it is met in time.
-                controller = submit_script(self.controller, f"--dependency=afterany:{':'.join(job_ids)}")
+                controller = submit_script(self._controller, f"--dependency=afterany:{':'.join(job_ids)}")
                 job_ids.append(controller)
             publish_submission(state.folder, submission)
         except BaseException:
@@ -247,38 +271,6 @@ class Sending:
         return submission, controller
 
 
-def prepare(args: argparse.Namespace, state: DatasetState, groups: Groups, most_tasks: int) -> Sending:
-    """Have Slurm test all scripts, of ``most_tasks`` tasks at most. Raises SlurmRefused, SlurmAway."""
-    folder, request = state.folder, groups[0][0]
-    name = f"{names_begin(folder, state.plan.plan_id)}{state.next_number}"
-    arrays, site = [], None
-    for asked, shard_ids in groups:
-        per_task, most = args.shards_per_task, most_tasks
-        try:
-            site = find_site(asked.partition)
-            most = min(most, site.max_array_size)
-        except SlurmAway:
-            if not args.dry_run:
-                raise
-        if asked.num_cpus is None and site and per_task is None:
-            per_task = site.max_cpus  # a process on each of the node's CPUs
-        tasks = tasks_of_shards(shard_ids, most, per_task)
-        script = array_script(folder, name, tasks, asked)
-        if site:
-            check_script(asked, script, site)
-        arrays.append((asked, tasks, script))
-    # The controller notifies, when all is over.
-    quiet = request.changed(notify=None) if args.until_done else request
-    last_request = _with_time_of_verify(state, quiet, site)
-    return Sending(
-        state=state,
-        arrays=arrays,
-        verify=verify_script(folder, name + VERIFY, state.plan.num_shards, last_request),
-        controller=_controller(args, state, request, site) if args.until_done else "",
-        cluster=site.cluster if site else "",
-    )
-
-
 def _with_time_of_verify(state: DatasetState, request: JobRequest, site: Site | None) -> JobRequest:
     """Return a request with the time limit of a verify job: of all bytes, where a task's is for a shard."""
     if request.time_min is None:
@@ -292,7 +284,7 @@ def send_groups(args: argparse.Namespace, state: DatasetState, groups: Groups) -
     most_tasks = max(len(shard_ids) for _, shard_ids in groups)
     while True:
         try:
-            sending = prepare(args, state, groups, most_tasks)
+            sending = Sending(args, state, groups, most_tasks)
             if args.dry_run:
                 print_lines(*"\n".join(sending.scripts).split("\n"))
                 return 0
@@ -345,15 +337,23 @@ def _tell(args: argparse.Namespace, state: DatasetState, submission: Submission,
 
 
 def _controller(args: argparse.Namespace, state: DatasetState, request: JobRequest, site: Site | None) -> str:
-    """Return the script of the job that looks at what became of the others, and goes on: --until_done."""
+    """Return the script of the job that looks at what became of the others, and goes on: --until_done.
+
+    It needs Slurm's commands, and so it runs in no container.
+    """
     flags = ["--round", args.round + 1 if args.command == "retry" else 1]
     for name in ("shards", "shards_per_task"):
         if getattr(args, name, None) is not None:
             flags += [f"--{name}", getattr(args, name)]
     command = [sys.executable, "-m", "slurm", "retry", state.folder, "--until_done", *flags]
-    name = f"{names_begin(state.folder, state.plan.plan_id)}{state.next_number}{CONTROL}"
     request = _with_time_of_verify(state, request, site)  # it may verify, too
-    return controller_script(state.folder, name, shlex.join(map(str, command)), request)
+    small = request.changed(cpus_per_task=1, mem_gb=1.0, mem_per_cpu_gb=None, max_parallel=1)
+    name = f"{names_begin(state.folder, state.plan.plan_id)}{state.next_number}{CONTROL}"
+    options = [f"--job-name={name}", f"--output={_log_pattern(state.folder, 'control-%j')}"]
+    lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(each)}" for each in [*options, *small.sbatch_options()])]
+    lines += [f"source {shlex.quote(request.setup)}"] if request.setup else []
+    words = shlex.join(map(str, command))
+    return "\n".join([*lines, f"cd {shlex.quote(str(HOME.resolve()))}", f"exec {words}", ""])
 
 
 def leave_controller(args: argparse.Namespace, state: DatasetState, request: JobRequest) -> None:
@@ -418,3 +418,292 @@ def parse_job(text: str) -> dict[str, Any]:
         "mem_mb": int(mem_mb) or None,
         "time_min": minutes_of(values.get("TimeLimit", "")),
     }
+
+
+_NODES_AWAY = re.compile("drain|down|maint|fail|reboot|unk|power|reserved", re.IGNORECASE)
+
+
+def check_folder(folder: Path, request: JobRequest) -> Plan:
+    """Return the plan, once folder, tokenizer, set-up file and input are as the tasks need them.
+
+    Raises NotFound, CannotWrite, OtherTokenizer, UsageError. Writes nothing.
+    """
+    plan = need_plan(folder)
+    check_tokenizer_files(folder, plan.tokenizer_files)
+    for place in (folder, folder / JOBS_FOLDER, folder / LOGS_FOLDER):
+        if place != folder and is_link(place):  # records, and Slurm's logs, would go where it leads
+            raise CannotWrite(f"{place} is a link; put a folder in its place")
+        if os.path.lexists(place) and not (os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)):  # noqa: PTH112 - Path's may raise
+            raise CannotWrite(
+                f"{place} is no folder that you can write to; for a group's data set its owner can type: "
+                f"chmod -R g+rwX {quoted(folder)}"
+            )
+    if request.setup and not (os.path.isabs(request.setup) and os.path.isfile(request.setup)):  # noqa: PTH113, PTH117 - Path's may raise OSError
+        raise UsageError(
+            f"--setup {request.setup} is no file; give the path of the file that tasks shall source",
+            path=request.setup,
+            expected="file that tasks shall source",
+        )
+    if not os.path.isdir(plan.input_dir) and "--input_dir" not in request.worker_args:  # noqa: PTH112 - as above
+        say(
+            f"warning: {plan.input_dir} cannot be seen from here; if the nodes cannot see it either, "
+            "tasks end with 66. Has the input moved? --worker_args '--input_dir NEW'"
+        )
+    return plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What a submission is fitted to: the largest array, and the partition's largest node."""
+
+    cluster: str
+    max_array_size: int  # it bounds the index, which is why arrays of ours begin at 0
+    nodes: list[tuple[str, int, int]]  # (state, MB, CPUs), of the named or the default partition
+    max_time_min: int | None = None  # of a job in it; None for no limit
+
+    @property
+    def max_cpus(self) -> int | None:
+        return max((num_cpus for _, _, num_cpus in self.nodes), default=None)
+
+    @property
+    def max_mem_mb(self) -> int | None:
+        return max((mem_mb for _, mem_mb, _ in self.nodes), default=None)
+
+
+def find_site(partition: str | None) -> Site:
+    """Ask the controller. Raises what ``slurm_answer`` raises."""
+    config = read_config()
+
+    def parse(text: str) -> Site:
+        nodes, limit = [], None
+        for line in text.splitlines():
+            name, state, mem, cpus, time = line.split("|")
+            # sinfo marks the default partition; a request may name several, separated by commas.
+            is_asked = name.endswith("*") if partition is None else name.rstrip("*") in partition.split(",")
+            if is_asked:
+                nodes.append((state, int(mem.rstrip("+")), int(cpus.rstrip("+"))))
+                limit = minutes_of(time)
+        return Site(
+            cluster=config.get("ClusterName", ""),
+            max_array_size=int(config["MaxArraySize"]),
+            nodes=nodes,
+            max_time_min=limit,
+        )
+
+    return slurm_answer(parse, "sinfo", "--noheader", "--exact", "--format=%P|%T|%m|%c|%l")
+
+
+def tasks_of_shards(shard_ids: Sequence[int], max_tasks: int, shards_per_task: int | None) -> list[str]:
+    """Return what each task makes, such as ``17`` or ``0-5``, at least ``shards_per_task`` (1) shards."""
+    wanted = -(-len(shard_ids) // (shards_per_task or 1))
+    num_tasks = max(1, min(wanted, max_tasks))
+    bounds = [len(shard_ids) * number // num_tasks for number in range(num_tasks + 1)]
+    return [id_ranges(shard_ids[start:end]) for start, end in itertools.pairwise(bounds)]
+
+
+def check_script(request: JobRequest, script: str, site: Site) -> None:
+    """Have Slurm test the script. Raises SlurmRefused."""
+    try:
+        slurm_output("sbatch", "--test-only", text=script)
+    except SlurmRefused as error:
+        mem_mb, num_cpus = request.least_mem_gb * 1024, request.num_cpus or 1
+        fitting = [node for node in site.nodes if node[1] >= mem_mb and node[2] >= num_cpus]
+        if fitting and all(_NODES_AWAY.search(state) for state, _, _ in fitting):
+            say(f"warning: {error}; the jobs wait until such nodes are back: sinfo -R")
+            return
+        words = f"{error}. Asked for: {shlex.join(request.sbatch_options())}"
+        if site.nodes:
+            words += f"; a node has up to {site.max_cpus} CPUs and {site.max_mem_mb} MB"
+        raise SlurmRefused(f"{words}. Nothing was written or submitted") from None
+
+
+def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequest) -> str:
+    """Return the script of an array whose task i makes the shards ``tasks[i]``, such as ``17`` or ``0-5``.
+
+    Raises UsageError for values that cannot stand in a script.
+    """
+    options = [
+        f"--job-name={name}",
+        f"--array=0-{len(tasks) - 1}%{min(request.max_parallel, len(tasks))}",
+        f"--output={_log_pattern(folder, '%A_%a')}",
+    ]
+    place, flags = shlex.quote(str(folder)), shlex.join(shlex.split(request.worker_args))
+    head = [
+        f"shardprep_folder={place}",
+        f"shardprep_identity={folder_identity(folder)}",  # as this host sees the folder
+        f"shards_of=({' '.join(tasks)})",
+        "shards=${shards_of[${SLURM_ARRAY_TASK_ID:-0}]}",
+        'if [[ $shards = *[-,]* ]]; then shardprep_what="shards $shards"',
+        f'  shardprep_command=(run {place} --shards "$shards" {flags})',
+        'else shardprep_what="shard $shards"',
+        f'  shardprep_command=(--shard_id "$shards" --planned --output_dir {place} {flags}); fi',
+        "# The array's indices are not the shards' numbers, so the worker must not compare them.",
+        "unset SLURM_ARRAY_TASK_COUNT",
+    ]
+    if request.num_cpus is None:
+        head.append("export SLURM_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE")
+    return _script(options, request, head)
+
+
+def verify_script(folder: Path, name: str, num_shards: int, request: JobRequest) -> str:
+    """Return the script of the job that runs ``verify DATA`` when the arrays have ended, however they did."""
+    small = request.changed(cpus_per_task=min(4, request.num_cpus or 4), max_parallel=1)
+    place = shlex.quote(str(folder))
+    head = [
+        f"shardprep_folder={place}",
+        f"shardprep_what=verify shardprep_command=(verify {place})",
+        f"shardprep_verified={shlex.quote(f'{num_shards} shards of {folder}')}",
+    ]
+    head += [f"shardprep_notify={shlex.quote(request.notify)}"] if request.notify else []
+    options = [f"--job-name={name}", f"--output={_log_pattern(folder, 'verify-%j')}"]
+    return _script(options, small, [*head, _VERIFY_END])
+
+
+# What prep_array.sh calls at its end: a line to grep, and whom to tell.
+_VERIFY_END = """shardprep_end() {
+  export SHARDPREP_RESULT=verified SHARDPREP_EXIT_CODE=$1
+  (($1 == 0)) || SHARDPREP_RESULT="not verified:"
+  echo "shardprep: $SHARDPREP_RESULT $shardprep_verified" >&2
+  SHARDPREP_RESULT=${SHARDPREP_RESULT%:}
+  [[ -z ${shardprep_notify:-} ]] || bash -c "$shardprep_notify" || say "--notify ended with exit code $?"
+}"""
+
+
+def _log_pattern(folder: Path, name: str) -> str:
+    if "\\" in str(folder):
+        raise UsageError(
+            f"{folder} has a backslash, with which Slurm puts no job's number into a log's name; rename "
+            "the folder, or submit through a link of another name"
+        )
+    return f"{str(folder).replace('%', '%%')}/{LOGS_FOLDER}/{name}.log"
+
+
+def _script(options: Sequence[str], request: JobRequest, head: Sequence[str]) -> str:
+    """Return ``prep_array.sh`` from its first command on, behind another head."""
+    prep_array = (Path(__file__).parent / "prep_array.sh").read_text(encoding="utf-8")
+    first = "set -euo pipefail\n"
+    options = ["--open-mode=append", *options, *request.sbatch_options()]
+    names = {each: name for each, name in REQUEST_VARIABLES.items() if name.startswith("SHARDPREP_")}
+    settings = {name: getattr(request, each) or "" for each, name in names.items()}
+    # A container or a set-up file brings a Python of its own.
+    python = os.environ.get("SHARDPREP_PYTHON") or ("" if any(settings.values()) else sys.executable)
+    settings = {"SHARDPREP_PYTHON": python, **settings}
+    lines = [
+        "#!/bin/bash",
+        "# Made by `python -m slurm submit`: slurm/prep_array.sh with another head.",
+        *(f"#SBATCH {_quoted(option)}" for option in options),
+        *(f"export {name}={shlex.quote(value)}" for name, value in settings.items()),
+        *head,
+        'echo "shardprep: node ${SLURMD_NODENAME:-}: $shardprep_what begins" >&2',
+    ]
+    text = "\n".join(lines) + "\n" + first + prep_array.partition(f"\n{first}")[2]
+    if found := re.search(r"^.*[\ud800-\udfff].*$", text, re.MULTILINE):
+        raise UsageError(
+            f"a job script must be UTF-8, and this line of it is not: {found[0]!r}; rename the folder or file"
+        )
+    return text
+
+
+def _quoted(option: str) -> str:
+    """Quote as sbatch reads it, which knows no shell's way of joining quotes. Raises UsageError."""
+    if found := re.search(r"[\x00-\x1f\x7f]", option):
+        raise UsageError(
+            f"{option!r} has {found[0]!r}, which cannot stand in a line of #SBATCH; rename the folder, or "
+            "submit through a link of another name"
+        )
+    if not re.search(r"[\s'\"#\\]", option):
+        return option
+    name, equals, value = option.partition("=")
+    escaped = re.sub(r'(["\\])', r"\\\1", value if equals else name)
+    return f'{name}="{escaped}"' if equals else f'"{escaped}"'
+
+
+# Jobs by submitit. A job's ``result()`` is the manifests of its shards, and raises where one was not made.
+# Before a time limit or a preemption submitit asks a job for its ``checkpoint()``: the worker is stopped,
+# cleans up, and the same shards are sent again; those that are done are skipped.
+_STOP_S = 60.0  # for a worker to remove what it has not finished; submitit kills 90 s after its signal
+# ``python -m preprocess``, but with the current folder, which may have a preprocess.py, behind all packages.
+_WORKER = (
+    "import sys, runpy; from importlib.util import find_spec; "
+    "sys.path[:] = [place for place in sys.path if place]; find_spec('preprocess') or sys.path.append(''); "
+    "runpy.run_module('preprocess', run_name='__main__', alter_sys=True)"
+)
+
+
+class ShardsFailed(ReadWriteError):
+    """A job's worker ended with an error. The job's own log has its words."""
+
+
+def submit_with_submitit(
+    output_dir: str | Path, executor: Any, *, shards_per_task: int | None = None
+) -> list[Any]:
+    """Submit the missing shards to a submitit executor, as one ``map_array``, and return its jobs.
+
+    ``shards_per_task`` (default 1) is raised where Slurm's MaxArraySize asks for it. The result of a job is
+    the list of its shards' manifests; it raises ShardsFailed. ``verify`` is left to the caller. Raises
+    NotFound, UsageError or ReadWriteError.
+    """
+    if shards_per_task is not None and shards_per_task < 1:
+        raise UsageError(f"shards_per_task is {shards_per_task}, expected 1 or more")
+    folder = Path(output_dir).resolve()
+    plan = need_plan(folder)
+    missing = sorted(set(range(plan.num_shards)) - find_made_shards(folder, plan.spec).done.keys())
+    if not missing:
+        return []
+    most_tasks = len(missing)
+    if "slurm" in getattr(executor, "cluster", type(executor).__name__).lower():
+        with contextlib.suppress(SlurmAway):  # submitit's own test executors; sbatch itself still decides
+            most_tasks = int(read_config()["MaxArraySize"])
+    parts = tasks_of_shards(missing, most_tasks, shards_per_task)
+    jobs: list[Any] = executor.map_array(MakeShards(), [str(folder)] * len(parts), parts)
+    return jobs
+
+
+class MakeShards:
+    """Body of a job. The worker is a process of its own, so that nothing of submitit's is in it."""
+
+    _worker: subprocess.Popen[bytes] | None = None  # while it runs: it cannot be pickled
+
+    def __call__(self, folder: str, shards: str) -> list[Manifest]:
+        """Make these shards and return their manifests. Raises ShardsFailed."""
+        # Slurm sends submitit's USR2 to all processes of a step, and it would kill the worker.
+        self._worker = subprocess.Popen(
+            [sys.executable, "-c", _WORKER, "run", folder, "--shards", shards],
+            preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN),
+        )
+        try:
+            code = self._worker.wait()
+        except BaseException:
+            self._stop()
+            raise
+        finally:
+            self._worker = None
+        if code:
+            raise ShardsFailed(
+                f"shards {shards} of {folder} were not all made: the worker ended with exit code {code}, and "
+                "its words are in this job's log; submit again what is missing"
+            )
+        return [read_manifest(Path(folder), shard_id) for shard_id in ids_of_ranges(shards, end=MAX_SHARDS)]
+
+    def checkpoint(self, folder: str, shards: str) -> Any:
+        """Stop the worker, and have submitit send the same shards again."""
+        from submitit.helpers import DelayedSubmission
+
+        self._stop()
+        return DelayedSubmission(MakeShards(), folder, shards)
+
+    def _stop(self) -> None:
+        """End the worker as a signal of Slurm's would, and wait until it has cleaned up.
+
+        It runs in a signal's handler, while ``__call__`` waits for the same process with a lock of Popen's.
+        """
+        if self._worker is None:
+            return
+        deadline = time.monotonic() + _STOP_S
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self._worker.pid, signal.SIGTERM)
+            while not os.waitid(os.P_PID, self._worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if time.monotonic() > deadline:
+                    os.kill(self._worker.pid, signal.SIGKILL)
+                    return
+                time.sleep(0.05)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,83 +15,61 @@ from transformers import PreTrainedTokenizerFast
 BOS, EOT, THINK = "<|bos|>", "<|eot|>", "<think>"
 SPECIAL = [BOS, EOT, "<|pad|>", "<unk>"]
 _N, _P = normalizers, pre_tokenizers
-_BYTES = {"model": "bytes", "post": processors.ByteLevel(trim_offsets=False)}
-_TRIMMED = {"model": "bytes", "post": processors.ByteLevel(trim_offsets=True)}
-_NO_SPACE = _P.ByteLevel(add_prefix_space=False)
+_NO_SPACE, _SPACE = _P.ByteLevel(add_prefix_space=False), _P.ByteLevel(add_prefix_space=True)
+_ONE_WORD = _P.ByteLevel(add_prefix_space=False, use_regex=False)
+_WHOLE, _TRIMMED = processors.ByteLevel(trim_offsets=False), processors.ByteLevel(trim_offsets=True)
 _LLAMA2 = _N.Sequence([_N.Prepend("▁"), _N.Replace(" ", "▁")])
+_NMT = _N.Sequence([_N.Nmt(), _N.NFKC(), _N.Replace(Regex(" {2,}"), " ")])
+_NO_ACCENTS = _N.Sequence([_N.NFD(), _N.StripAccents(), _N.Lowercase()])
 _SPLIT = _P.Split(Regex(r"\p{N}{1,3}|\s+|[^\s\p{N}]+"), "isolated")
 _TEMPLATE = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+_OF_BERT = processors.BertProcessing((EOT, 1), (BOS, 0))
+_OF_ROBERTA = processors.RobertaProcessing((EOT, 1), (BOS, 0))
 
-TOKENIZERS: dict[str, dict[str, Any]] = {
-    "bytes": {**_BYTES, "pre": _NO_SPACE},
-    "bytes, space in front": {**_BYTES, "pre": _P.ByteLevel(add_prefix_space=True)},
-    "bytes, trimmed": {**_TRIMMED, "pre": _NO_SPACE},
-    "bytes, trimmed, space in front": {**_TRIMMED, "pre": _P.ByteLevel(add_prefix_space=True)},
-    "bytes, one word": {**_BYTES, "pre": _P.ByteLevel(add_prefix_space=False, use_regex=False)},
-    "bytes, NFC": {**_BYTES, "pre": _NO_SPACE, "normalizer": _N.NFC()},
-    "bytes, NFD": {**_BYTES, "pre": _NO_SPACE, "normalizer": _N.NFD()},
-    "bytes, NFKC": {**_TRIMMED, "pre": _NO_SPACE, "normalizer": _N.NFKC()},
-    "bytes, NFKD": {**_TRIMMED, "pre": _NO_SPACE, "normalizer": _N.NFKD()},
-    "bytes, NFC and lower case": {
-        **_BYTES, "pre": _NO_SPACE, "normalizer": _N.Sequence([_N.NFC(), _N.Lowercase()])
-    },
-    "bytes, stripped": {**_BYTES, "pre": _NO_SPACE, "normalizer": _N.Strip()},
-    "bytes, digits": {**_BYTES, "pre": _P.Sequence([_P.Digits(individual_digits=True), _NO_SPACE])},
-    "bytes, split": {
-        **_BYTES, "pre": _P.Sequence([_SPLIT, _P.ByteLevel(add_prefix_space=False, use_regex=False)])
-    },
-    "bytes, words without blanks": {**_BYTES, "pre": _P.Sequence([_P.WhitespaceSplit(), _NO_SPACE])},
-    "bytes, BOS": {"model": "bytes", "pre": _NO_SPACE, "post": _TEMPLATE},
-    "bytes, Roberta": {
-        "model": "bytes", "pre": _NO_SPACE, "post": processors.RobertaProcessing((EOT, 1), (BOS, 0))
-    },
-    "bytes, alphabet alone": {**_BYTES, "pre": _NO_SPACE, "vocab_size": 0},
-    "bytes, no digits left": {
-        **_BYTES, "pre": _NO_SPACE, "normalizer": _N.Replace(Regex("[0-9]+"), "")
-    },
-    "bytes, blanks joined": {**_BYTES, "pre": _NO_SPACE, "normalizer": _N.Replace(Regex(r"\s+"), " ")},
-    "bytes, longer letters": {**_BYTES, "pre": _NO_SPACE, "normalizer": _N.Replace("e", "eee")},
-    "Llama 2": {"model": "fallback", "normalizer": _LLAMA2},
-    "Llama 2, NFC": {"model": "fallback", "normalizer": _N.Sequence([_N.NFC(), _LLAMA2])},
-    "Metaspace": {"model": "fallback", "pre": _P.Metaspace()},
-    "Metaspace, first": {"model": "fallback", "pre": _P.Metaspace(prepend_scheme="first")},
-    "Metaspace, never": {"model": "fallback", "pre": _P.Metaspace(prepend_scheme="never", split=False)},
-    "BPE, letters": {"model": "bpe", "pre": _P.Whitespace()},
-    "BPE, suffix": {"model": "bpe", "pre": _P.WhitespaceSplit(), "suffix": "</w>", "normalizer": _N.NFC()},
-    "Unigram": {"model": "unigram", "pre": _P.Metaspace(), "normalizer": _N.NFKC()},
-    "Unigram, Nmt": {
-        "model": "unigram",
-        "pre": _P.Metaspace(prepend_scheme="first"),
-        "normalizer": _N.Sequence([_N.Nmt(), _N.NFKC(), _N.Replace(Regex(" {2,}"), " ")]),
-    },
-    "Unigram, T5": {
-        "model": "unigram",
-        "pre": _P.Sequence([_P.WhitespaceSplit(), _P.Metaspace()]),
-        "normalizer": _N.Strip(left=False, right=True),
-    },
-    "Unigram, NFD": {"model": "unigram", "pre": _P.Metaspace(), "normalizer": _N.NFD()},
-    "Bert": {"model": "wordpiece", "pre": _P.BertPreTokenizer(), "normalizer": _N.BertNormalizer()},
-    "Bert, cased": {
-        "model": "wordpiece",
-        "pre": _P.BertPreTokenizer(),
-        "normalizer": _N.BertNormalizer(lowercase=False),
-        "post": processors.BertProcessing((EOT, 1), (BOS, 0)),
-    },
-    "WordPiece, no accents": {
-        "model": "wordpiece",
-        "pre": _P.Whitespace(),
-        "normalizer": _N.Sequence([_N.NFD(), _N.StripAccents(), _N.Lowercase()]),
-    },
-    "WordPiece, NFC": {"model": "wordpiece", "pre": _P.Whitespace(), "normalizer": _N.NFC()},
-    "words": {"model": "words", "pre": _P.WhitespaceSplit()},
-    "words, NFC": {"model": "words", "pre": _P.Whitespace(), "normalizer": _N.NFC()},
-    "words, stripped": {
-        "model": "words",
-        "pre": _P.Sequence([_P.Punctuation(), _P.WhitespaceSplit()]),
-        "normalizer": _N.Strip(),
-    },
-    "words, scripts": {"model": "words", "pre": _P.Sequence([_P.UnicodeScripts(), _P.WhitespaceSplit()])},
-    "words, no pre-tokenizer": {"model": "words"},
+# Model, pre-tokenizer, normalizer, post-processor.
+TOKENIZERS: dict[str, tuple[str, Any, Any, Any]] = {
+    "bytes": ("bytes", _NO_SPACE, None, _WHOLE),
+    "bytes, space in front": ("bytes", _SPACE, None, _WHOLE),
+    "bytes, trimmed": ("bytes", _NO_SPACE, None, _TRIMMED),
+    "bytes, trimmed, space in front": ("bytes", _SPACE, None, _TRIMMED),
+    "bytes, one word": ("bytes", _ONE_WORD, None, _WHOLE),
+    "bytes, NFC": ("bytes", _NO_SPACE, _N.NFC(), _WHOLE),
+    "bytes, NFD": ("bytes", _NO_SPACE, _N.NFD(), _WHOLE),
+    "bytes, NFKC": ("bytes", _NO_SPACE, _N.NFKC(), _TRIMMED),
+    "bytes, NFKD": ("bytes", _NO_SPACE, _N.NFKD(), _TRIMMED),
+    "bytes, NFC and lower case": ("bytes", _NO_SPACE, _N.Sequence([_N.NFC(), _N.Lowercase()]), _WHOLE),
+    "bytes, stripped": ("bytes", _NO_SPACE, _N.Strip(), _WHOLE),
+    "bytes, digits": ("bytes", _P.Sequence([_P.Digits(individual_digits=True), _NO_SPACE]), None, _WHOLE),
+    "bytes, split": ("bytes", _P.Sequence([_SPLIT, _ONE_WORD]), None, _WHOLE),
+    "bytes, words without blanks": ("bytes", _P.Sequence([_P.WhitespaceSplit(), _NO_SPACE]), None, _WHOLE),
+    "bytes, BOS": ("bytes", _NO_SPACE, None, _TEMPLATE),
+    "bytes, Roberta": ("bytes", _NO_SPACE, None, _OF_ROBERTA),
+    "bytes, alphabet alone": ("alphabet", _NO_SPACE, None, _WHOLE),
+    "bytes, no digits left": ("bytes", _NO_SPACE, _N.Replace(Regex("[0-9]+"), ""), _WHOLE),
+    "bytes, blanks joined": ("bytes", _NO_SPACE, _N.Replace(Regex(r"\s+"), " "), _WHOLE),
+    "bytes, longer letters": ("bytes", _NO_SPACE, _N.Replace("e", "eee"), _WHOLE),
+    "Llama 2": ("fallback", None, _LLAMA2, None),
+    "Llama 2, NFC": ("fallback", None, _N.Sequence([_N.NFC(), _LLAMA2]), None),
+    "Metaspace": ("fallback", _P.Metaspace(), None, None),
+    "Metaspace, first": ("fallback", _P.Metaspace(prepend_scheme="first"), None, None),
+    "Metaspace, never": ("fallback", _P.Metaspace(prepend_scheme="never", split=False), None, None),
+    "BPE, letters": ("bpe", _P.Whitespace(), None, None),
+    "BPE, suffix": ("bpe with suffix", _P.WhitespaceSplit(), _N.NFC(), None),
+    "Unigram": ("unigram", _P.Metaspace(), _N.NFKC(), None),
+    "Unigram, Nmt": ("unigram", _P.Metaspace(prepend_scheme="first"), _NMT, None),
+    "Unigram, T5": (
+        "unigram", _P.Sequence([_P.WhitespaceSplit(), _P.Metaspace()]), _N.Strip(left=False, right=True), None
+    ),
+    "Unigram, NFD": ("unigram", _P.Metaspace(), _N.NFD(), None),
+    "Bert": ("wordpiece", _P.BertPreTokenizer(), _N.BertNormalizer(), None),
+    "Bert, cased": ("wordpiece", _P.BertPreTokenizer(), _N.BertNormalizer(lowercase=False), _OF_BERT),
+    "WordPiece, no accents": ("wordpiece", _P.Whitespace(), _NO_ACCENTS, None),
+    "WordPiece, NFC": ("wordpiece", _P.Whitespace(), _N.NFC(), None),
+    "words": ("words", _P.WhitespaceSplit(), None, None),
+    "words, NFC": ("words", _P.Whitespace(), _N.NFC(), None),
+    "words, stripped": ("words", _P.Sequence([_P.Punctuation(), _P.WhitespaceSplit()]), _N.Strip(), None),
+    "words, scripts": ("words", _P.Sequence([_P.UnicodeScripts(), _P.WhitespaceSplit()]), None, None),
+    "words, no pre-tokenizer": ("words", None, None, None),
 }  # fmt: skip
 
 _TURN = "{{ m['role'] }}:\n"
@@ -145,48 +124,42 @@ _PIECES = [
 
 
 _BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
+_UNKNOWN = {"unk_token": "<unk>"}
+_SUFFIX = {"end_of_word_suffix": "</w>"}
+_ALPHABET = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+_WITH_BYTES = {"limit_alphabet": 80, "special_tokens": [*SPECIAL, *_BYTE_PIECES]}
+# What makes a model, and the class and the options of its trainer.
+_MODELS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any]]] = {
+    "bytes": (models.BPE, trainers.BpeTrainer, _ALPHABET),
+    "alphabet": (models.BPE, trainers.BpeTrainer, {**_ALPHABET, "vocab_size": 0}),
+    "fallback": (
+        lambda: models.BPE(byte_fallback=True, fuse_unk=True, **_UNKNOWN), trainers.BpeTrainer, _WITH_BYTES
+    ),
+    "bpe": (lambda: models.BPE(**_UNKNOWN), trainers.BpeTrainer, {}),
+    "bpe with suffix": (lambda: models.BPE(**_UNKNOWN, **_SUFFIX), trainers.BpeTrainer, _SUFFIX),
+    "unigram": (models.Unigram, trainers.UnigramTrainer, _UNKNOWN),
+    "wordpiece": (lambda: models.WordPiece(**_UNKNOWN), trainers.WordPieceTrainer, {}),
+    "words": (lambda: models.WordLevel(**_UNKNOWN), trainers.WordLevelTrainer, {"vocab_size": 200}),
+}  # fmt: skip
 
 
 def save_tokenizer(name: str, folder: Path) -> Path:
     """Train one of TOKENIZERS and save it as a model's folder."""
-    kind = TOKENIZERS[name]
-    texts = [_text(random.Random(number), 12) for number in range(60)]
-    more: dict[str, Any] = {"vocab_size": kind.get("vocab_size", 500), "show_progress": False}
-    special = SPECIAL
-    model: Any
-    trainer: Any
-    if kind["model"] == "bytes":
-        model = models.BPE()
-        more["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(special_tokens=special, **more)
-    elif kind["model"] == "fallback":
-        model = models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>")
-        special = [*SPECIAL, *_BYTE_PIECES]
-        trainer = trainers.BpeTrainer(special_tokens=special, limit_alphabet=80, **more)
-    elif kind["model"] == "bpe":
-        suffix = {"end_of_word_suffix": kind["suffix"]} if "suffix" in kind else {}
-        model = models.BPE(unk_token="<unk>", **suffix)
-        trainer = trainers.BpeTrainer(special_tokens=special, **suffix, **more)
-    elif kind["model"] == "unigram":
-        model = models.Unigram()
-        trainer = trainers.UnigramTrainer(special_tokens=special, unk_token="<unk>", **more)
-    elif kind["model"] == "wordpiece":
-        model = models.WordPiece(unk_token="<unk>")
-        trainer = trainers.WordPieceTrainer(special_tokens=special, **more)
-    else:
-        model = models.WordLevel(unk_token="<unk>")
-        trainer = trainers.WordLevelTrainer(special_tokens=special, vocab_size=200, show_progress=False)
-    tokenizer = Tokenizer(model)
-    for part, value in (("normalizer", kind.get("normalizer")), ("pre_tokenizer", kind.get("pre"))):
-        if value is not None:
-            setattr(tokenizer, part, value)
-    tokenizer.train_from_iterator(texts, trainer)
-    if special is not SPECIAL:  # bytes were learned as if they were special, so that they have ids
+    kind, pre, normalizer, post = TOKENIZERS[name]
+    model, trainer, options = _MODELS[kind]
+    tokenizer = Tokenizer(model())
+    if pre is not None:
+        tokenizer.pre_tokenizer = pre
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    settings = {"vocab_size": 500, "show_progress": False, "special_tokens": SPECIAL, **options}
+    tokenizer.train_from_iterator([_text(random.Random(n), 12) for n in range(60)], trainer(**settings))
+    if kind == "fallback":  # bytes were learned as if they were special, so that they have ids
         head = json.loads(tokenizer.to_str())
         head["added_tokens"] = [token for token in head["added_tokens"] if token["content"] in SPECIAL]
         tokenizer = Tokenizer.from_str(json.dumps(head))
-    if kind.get("post") is not None:
-        tokenizer.post_processor = kind["post"]
+    if post is not None:
+        tokenizer.post_processor = post
     tokenizer.add_tokens(
         [AddedToken(THINK, normalized=False), AddedToken("</think>", lstrip=True, rstrip=True)]
     )

@@ -16,11 +16,11 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import difflib
 import hashlib
 import importlib.abc
 import importlib.util
 import json
+import multiprocessing
 import os
 import resource
 import shutil
@@ -28,10 +28,9 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -46,7 +45,6 @@ TARGETS = (
     "loader/state.py",
     "loader/chunks.py",
     "loader/reading.py",
-    "preprocess/make/packing.py",
     "preprocess/make/members.py",
     "preprocess/make/shard_writer.py",
     "shardprep/format/manifest.py",
@@ -74,18 +72,12 @@ MOST_FILE_BYTES = 1 << 30
 # Not part of what the product promises: what it says, and how fast it is.
 SAYING = {"debug", "info", "warning", "error", "exception", "log", "say", "warn", "print", "progress"}
 SPEED = {
-    "copy",
-    "max_workers",
-    "buffering",
-    "maxsize",
-    "chunksize",
-    "num_threads",
-    "prefetch_factor",
-    "timeout",
-}
+    "copy", "max_workers", "buffering", "maxsize", "chunksize", "num_threads", "prefetch_factor", "timeout",
+}  # fmt: skip
 GUARDS = {"strict"}  # of zip(): what it would catch is no wrong input, but a wrong program
 QUIET = {"__repr__", "__str__", "_short", "opening_order"}  # functions: messages, and what is opened first
 RELEASING = {"close", "flush", "cache_clear", "collect"}  # what memory and files are given back by
+LEFT_ALONE = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom, ast.Delete)
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
@@ -101,19 +93,16 @@ class Mutant:
     """One change of one file, as bytes of its source."""
 
     path: str
-    line: int
-    operator: str
+    first_line: int
+    last_line: int
     start: int
     end: int
     text: str
     is_in_function: bool  # or is run when its module is imported
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line} {self.operator}"
-
-    @property
-    def module(self) -> str:
-        return self.path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        old, new = self.lines()
+        return f"{self.path}:{self.first_line}\n    - {old}\n    + {new}"
 
     def source(self) -> str:
         old = (ROOT / self.path).read_bytes()
@@ -125,149 +114,104 @@ class Mutant:
         begin = old.rfind(b"\n", 0, self.start) + 1
         end = old.index(b"\n", self.end)
         new = old[begin : self.start] + self.text.encode() + old[self.end : end]
-        was, made = (each.decode().splitlines() for each in (old[begin:end], new))
-        return " ".join(map(without_comment, was)), " ".join(map(without_comment, made))
-
-    def diff(self) -> str:
-        old, new = (ROOT / self.path).read_text("utf-8").splitlines(), self.source().splitlines()
-        return "\n".join([*difflib.unified_diff(old, new, lineterm="", n=1)][2:])
-
-
-def without_comment(line: str) -> str:
-    return line.partition("  # ")[0].strip()
+        was, made = (
+            " ".join(line.partition("  # ")[0].strip() for line in each.decode().splitlines())
+            for each in (old[begin:end], new)
+        )
+        return was, made
 
 
-class Finder(ast.NodeVisitor):
-    """Finds all mutants of a file."""
+def mutants_of(path: str) -> list[Mutant]:
+    """Return all mutants of a file."""
+    source = (ROOT / path).read_bytes()
+    line_starts = [0]
+    for line in source.splitlines(keepends=True):
+        line_starts.append(line_starts[-1] + len(line))
+    found = []
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.found: list[Mutant] = []
-        self._is_in_function = False
-        self._source = (ROOT / path).read_bytes()
-        self._line_starts = [0]
-        for line in self._source.splitlines(keepends=True):
-            self._line_starts.append(self._line_starts[-1] + len(line))
-        self.visit(ast.parse(self._source))
+    def visit(node: ast.AST, is_in_function: bool) -> None:
+        for changed, text in changes_of(node):
+            start = line_starts[changed.lineno - 1] + changed.col_offset
+            end = line_starts[changed.end_lineno - 1] + changed.end_col_offset
+            lines = changed.lineno, changed.end_lineno
+            found.append(Mutant(path, *lines, start, end, text, is_in_function))
+        body = node.body if isinstance(node, ast.FunctionDef) else []
+        for part in parts_of(node):
+            visit(part, is_in_function or part in body)
 
-    def _add(self, node: Any, operator: str, text: str) -> None:
-        start = self._line_starts[node.lineno - 1] + node.col_offset
-        end = self._line_starts[node.end_lineno - 1] + node.end_col_offset
-        self.found.append(Mutant(self.path, node.lineno, operator, start, end, text, self._is_in_function))
+    visit(ast.parse(source), is_in_function=False)
+    return found
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        if node.name in QUIET:
-            return
-        for default in [*node.args.defaults, *filter(None, node.args.kw_defaults)]:
-            self.visit(default)
-        is_nested, self._is_in_function = self._is_in_function, True
-        for statement in node.body:
-            self.visit(statement)
-        self._is_in_function = is_nested
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        for statement in node.body:  # its decorators are no logic
-            self.visit(statement)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None:
-            self.visit(node.value)
-
-    def _leave_alone(self, node: ast.AST) -> None:
-        """Do not change what is in a node."""
-
-    visit_Raise = visit_Assert = visit_JoinedStr = visit_Import = visit_ImportFrom = _leave_alone  # noqa: N815
-    visit_Delete = _leave_alone  # noqa: N815  memory that is given back
-
-    def visit_Call(self, node: ast.Call) -> None:
-        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+def parts_of(node: ast.AST) -> Iterable[ast.AST]:
+    """Return the parts of a node that have something to change."""
+    if isinstance(node, LEFT_ALONE):
+        return []
+    if isinstance(node, ast.FunctionDef):
+        defaults = [*node.args.defaults, *filter(None, node.args.kw_defaults)]
+        return [] if node.name in QUIET else [*defaults, *node.body]
+    if isinstance(node, ast.ClassDef):
+        return node.body  # its decorators are no logic
+    if isinstance(node, ast.AnnAssign):
+        return [node.value] if node.value is not None else []
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return []  # a docstring
+    if isinstance(node, (ast.If, ast.While)) and name_of(node.test) == "TYPE_CHECKING":
+        return []
+    if isinstance(node, ast.Call):
+        name = name_of(node.func)
         if is_said(node) or name.endswith(("Error", "Exception")):
-            return
-        self.visit(node.func)
+            return []
         if name == "reshape":  # numpy takes any number below 0 for the length that is left
-            return
-        for argument in node.args:
-            self.visit(argument)
-        for keyword in node.keywords:
-            if keyword.arg not in SPEED | GUARDS:
-                self.visit(keyword.value)
+            return [node.func]
+        values = [keyword.value for keyword in node.keywords if keyword.arg not in SPEED | GUARDS]
+        return [node.func, *node.args, *values]
+    return ast.iter_child_nodes(node)
 
-    def visit_Compare(self, node: ast.Compare) -> None:
+
+def changes_of(node: Any) -> Iterator[tuple[Any, str]]:
+    """Yield what can be changed of a node itself: it or its condition, and the text in its place."""
+    if isinstance(node, ast.Compare):
         for number, operator in enumerate(node.ops):
-            other: Any = SWAPS[type(operator)]()
-            operators = [*node.ops[:number], other, *node.ops[number + 1 :]]
-            new = ast.Compare(node.left, operators, node.comparators)
-            self._add(node, f"{name_of(operator)} to {name_of(other)}", f"({ast.unparse(new)})")
-        self.generic_visit(node)
-
-    def visit_BinOp(self, node: ast.BinOp) -> None:
-        is_type = isinstance(node.op, ast.BitOr) and is_union(node)
-        if type(node.op) in SWAPS and not is_type:
-            other: Any = SWAPS[type(node.op)]()
-            new = ast.BinOp(node.left, other, node.right)
-            self._add(node, f"{name_of(node.op)} to {name_of(other)}", f"({ast.unparse(new)})")
-        self.generic_visit(node)
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+            operators: Any = [*node.ops[:number], SWAPS[type(operator)](), *node.ops[number + 1 :]]
+            yield node, f"({ast.unparse(ast.Compare(node.left, operators, node.comparators))})"
+    elif isinstance(node, ast.BinOp) and type(node.op) in SWAPS and not is_union(node):
         other: Any = SWAPS[type(node.op)]()
-        new = ast.unparse(ast.BoolOp(other, node.values))
-        self._add(node, f"{name_of(node.op)} to {name_of(other)}", f"({new})")
-        self.generic_visit(node)
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
-        if isinstance(node.op, ast.Not):
-            self._add(node, "not removed", f"({ast.unparse(node.operand)})")
-        elif isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant):
-            self._add(node, "minus removed", f"({ast.unparse(node.operand)})")
-        self.generic_visit(node)
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        if isinstance(node.value, bool):
-            self._add(node, f"{node.value} to {not node.value}", str(not node.value))
-        elif isinstance(node.value, (int, float)):
-            self._add(node, f"{node.value} to {node.value + 1}", f"({node.value + 1})")
-
-    def _negate(self, node: Any) -> None:
-        if not (isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
-            if isinstance(node.test, (ast.Name, ast.Attribute, ast.Call, ast.BoolOp)):  # others are swapped
-                self._add(node.test, "condition negated", f"(not ({ast.unparse(node.test)}))")
-            self.generic_visit(node)
-
-    visit_If = visit_While = visit_IfExp = _negate  # noqa: N815
-
-    def visit_Expr(self, node: ast.Expr) -> None:
-        value = node.value
-        if isinstance(value, ast.Call):
-            name = getattr(value.func, "attr", getattr(value.func, "id", ""))
-            if name not in RELEASING and not is_said(value):
-                self._add(node, "statement removed", "pass")
-        if not isinstance(value, ast.Constant):  # no docstring
-            self.generic_visit(node)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        self._add(node, "statement removed", "pass")
-        self.generic_visit(node)
-
-    def visit_Assign(self, node: ast.Assign) -> None:
+        yield node, f"({ast.unparse(ast.BinOp(node.left, other, node.right))})"
+    elif isinstance(node, ast.BoolOp):
+        other = SWAPS[type(node.op)]()
+        yield node, f"({ast.unparse(ast.BoolOp(other, node.values))})"
+    elif isinstance(node, ast.UnaryOp):
+        is_minus = isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant)
+        if is_minus or isinstance(node.op, ast.Not):
+            yield node, f"({ast.unparse(node.operand)})"
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield node, str(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        yield node, f"({node.value + 1})"
+    elif isinstance(node, (ast.If, ast.While, ast.IfExp)):
+        # Other conditions are swapped themselves.
+        is_plain = isinstance(node.test, (ast.Name, ast.Attribute, ast.Call, ast.BoolOp))
+        if is_plain and name_of(node.test) != "TYPE_CHECKING":
+            yield node.test, f"(not ({ast.unparse(node.test)}))"
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        if name_of(node.value.func) not in RELEASING and not is_said(node.value):
+            yield node, "pass"
+    elif isinstance(node, ast.Assign):
         if all(isinstance(target, (ast.Attribute, ast.Subscript)) for target in node.targets):
-            self._add(node, "statement removed", "pass")
-        self.generic_visit(node)
+            yield node, "pass"
+    elif isinstance(node, (ast.AugAssign, ast.Continue, ast.Break)):
+        yield node, "pass"
 
-    def visit_Continue(self, node: ast.Continue) -> None:
-        self._add(node, "statement removed", "pass")
 
-    def visit_Break(self, node: ast.Break) -> None:
-        self._add(node, "statement removed", "pass")
+def name_of(function: Any) -> str:
+    """Return ``c`` of ``a.b.c``."""
+    return str(getattr(function, "attr", getattr(function, "id", "")))
 
 
 def is_said(call: ast.Call) -> bool:
     """Return whether a call tells a person something, a bar of progress included."""
-    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
-    return name in SAYING or getattr(getattr(call.func, "value", None), "id", "") == "progress"
-
-
-def name_of(operator: ast.AST) -> str:
-    return type(operator).__name__
+    return name_of(call.func) in SAYING or getattr(getattr(call.func, "value", None), "id", "") == "progress"
 
 
 def is_union(node: ast.expr) -> bool:
@@ -277,17 +221,16 @@ def is_union(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-def find_mutants(patterns: Iterable[str]) -> dict[str, list[Mutant]]:
-    """Return the mutants of each file, but for those that no test can notice. SystemExit for no file."""
-    known = {(path, old, new) for path, old, new, _ in EQUIVALENT}
-    found: dict[str, list[Mutant]] = {}
-    for pattern in patterns:
-        paths = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern))
-        if not paths:
-            sys.exit(f"{pattern} names no file below {ROOT}; correct TARGETS in tests/mutants.py")
-        for path in paths:
-            found[path] = [each for each in Finder(path).found if (path, *each.lines()) not in known]
-    return found
+def equivalents_of(mutant: Mutant) -> list[tuple[str, str, str]]:
+    """Return the entries of EQUIVALENT that are this mutant."""
+    was, made = mutant.lines()
+    entries = EQUIVALENT.get(mutant.path, ())
+    return [each for each in entries if each[0] in was and was.replace(each[0], each[1], 1) == made]
+
+
+def find_mutants(paths: Iterable[str]) -> dict[str, list[Mutant]]:
+    """Return the mutants of each file, but for those that no test can notice."""
+    return {path: [each for each in mutants_of(path) if not equivalents_of(each)] for path in paths}
 
 
 def choose(found: dict[str, list[Mutant]], count: int, seed: int) -> list[Mutant]:
@@ -307,7 +250,8 @@ class ChangedModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Imports one module from changed source."""
 
     def __init__(self, mutant: Mutant) -> None:
-        self._module, self._path = mutant.module, str(ROOT / mutant.path)
+        self._module = mutant.path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        self._path = str(ROOT / mutant.path)
         self._code: CodeType = compile(mutant.source(), self._path, "exec")
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
@@ -319,77 +263,52 @@ class ChangedModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(self._code, module.__dict__)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Seen:
-    """What a run of the oracle without any change has shown."""
+    """What a run of tests without any change has shown."""
 
-    seconds: dict[str, float] = field(default_factory=dict)  # CPU time of each test
-    lines: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # path -> test -> lines that it ran
-    in_setup: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # likewise, in its fixtures
-    forking: list[str] = field(default_factory=list)  # tests that start processes
+    seconds: dict[str, float]  # CPU time of each test
+    ran: dict[str, dict[str, list[str]]]  # path -> line -> tests, and files of tests whose fixtures ran it
+    processes: list[str]  # tests that start processes
 
-    def tests_of(self, mutant: Mutant, last_line: int) -> list[str]:
+    def tests_of(self, mutant: Mutant) -> list[str]:
         """Return the tests that run the changed lines."""
-        changed = range(mutant.line, last_line + 1)
-
-        def ran(by_test: dict[str, list[int]]) -> set[str]:
-            return {test for test, lines in by_test.items() if any(line in changed for line in lines)}
-
-        if not mutant.is_in_function:  # its module is imported before the tests: whoever runs that may notice
-            changed = range(1, sys.maxsize)
-        called, set_up = ran(self.lines[mutant.path]), ran(self.in_setup[mutant.path])
-        files = {test.partition("::")[0] for test in set_up}  # what a fixture made is of other tests, too
-        tests = {test for test in self.seconds if test in called or test.partition("::")[0] in files}
-        return sorted(tests) or self.forking  # what runs in workers alone is not seen
+        of_lines = self.ran.get(mutant.path, {})
+        if mutant.is_in_function:
+            changed = range(mutant.first_line, mutant.last_line + 1)
+            of_lines = {line: names for line, names in of_lines.items() if int(line) in changed}
+        # Others are run when the module is imported, before the tests: whoever runs any line may notice.
+        ran = {name for names in of_lines.values() for name in names}
+        tests = [test for test in self.seconds if test in ran or test.partition("::")[0] in ran]
+        return tests or self.processes  # what runs in workers alone is not seen
 
 
 class Observer:
     """A plugin of pytest that writes down what each test took and ran."""
 
-    def __init__(self, report_path: Path, coverage: Any = None) -> None:
+    def __init__(self, report_path: Path, coverage: Any) -> None:
         self._report_path, self._coverage = report_path, coverage
-        self._seen = Seen()
-        self._test, self._began = "", 0.0
-        self._is_watching = True
-        sys.addaudithook(self._note)
-
-    def _note(self, event: str, _: Any) -> None:
-        if self._test and event in ("os.fork", "subprocess.Popen") and self._test not in self._seen.forking:
-            self._seen.forking.append(self._test)
-
-    def _switch(self, test: str, phase: str) -> None:
-        self._test = test
-        self._coverage.switch_context(f"{phase} {test}" if test else "")
+        self._seen = Seen({}, {}, [])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._began = time.process_time()
-        self._switch(nodeid, "setup")
+        self._seen.seconds[nodeid] = -time.process_time()
+        self._coverage.switch_context(nodeid.partition("::")[0])  # what a fixture made is of other tests, too
 
     def pytest_runtest_call(self, item: Any) -> None:
-        self._switch(item.nodeid, "call")
+        self._coverage.switch_context(item.nodeid)
+        if item.get_closest_marker("processes"):
+            self._seen.processes.append(item.nodeid)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self._seen.seconds[nodeid] = time.process_time() - self._began
-        self._switch("", "")
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed:
-            print(report.longreprtext)
+        self._seen.seconds[nodeid] += time.process_time()
+        self._coverage.switch_context("")
 
     def pytest_sessionfinish(self) -> None:
         self._coverage.stop()
         data = self._coverage.get_data()
         for path in data.measured_files():
-            name = Path(path).relative_to(ROOT).as_posix()
-            calls, setups = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
-            for line, contexts in data.contexts_by_lineno(path).items():
-                for context in contexts:
-                    phase, _, test = context.partition(" ")
-                    if phase == "call":
-                        calls[test].append(line)
-                    else:
-                        setups[test].append(line)
-            self._seen.lines[name], self._seen.in_setup[name] = calls, setups
+            by_line = {str(line): names for line, names in data.contexts_by_lineno(path).items()}
+            self._seen.ran[Path(path).relative_to(ROOT).as_posix()] = by_line
         self._report_path.write_text(json.dumps(vars(self._seen)), "utf-8")
 
 
@@ -430,65 +349,50 @@ def run_pytest(folder: Path, plugin: Any, tests: Iterable[str]) -> int:
     return int(pytest.main([*words, *(str(ROOT / test) for test in tests)], plugins=[plugin]))
 
 
-@dataclass
 class Child:
-    """A forked process that runs the oracle."""
+    """A forked process that runs tests in a folder of its own, and what it wrote there."""
 
-    folder: Path
-    work: Callable[[Path], int]
-    most_s: float = 1e6  # of CPU time
-    pid: int = 0
-    used_s: float = 0.0  # of CPU time
-    moved_at: float = 0.0  # when it last used some
+    def __init__(self, folder: Path, work: Callable[[Path], int], most_s: float) -> None:
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self.used_s = 0.0  # of CPU time
+        self._moved_at = time.monotonic()  # when it last used some
+        fork = multiprocessing.get_context("fork")
+        self._process = fork.Process(target=self._run, args=(work, int(most_s)))
+        self._process.start()
 
-    def start(self) -> None:
-        self.folder.mkdir(parents=True)
-        sys.stdout.flush()
-        self.pid = os.fork()
-        self.moved_at = time.monotonic()
-        if self.pid:
-            return
-        code = 99
-        try:
-            os.setsid()
-            output = os.open(self.folder / "output", os.O_WRONLY | os.O_CREAT)
-            for target in (1, 2):
-                os.dup2(output, target)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_FILE_BYTES, MOST_FILE_BYTES))
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            code = self.work(self.folder)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
+    def _run(self, work: Callable[[Path], int], most_s: int) -> None:
+        os.setsid()
+        output = os.open(self.folder / "output", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        for limit, most in (
+            (resource.RLIMIT_AS, MOST_MEMORY_BYTES),
+            (resource.RLIMIT_FSIZE, MOST_FILE_BYTES),
+            (resource.RLIMIT_CPU, most_s),
+        ):
+            resource.setrlimit(limit, (most, most))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        sys.exit(work(self.folder))
 
-    def ended(self) -> int | str | None:
-        """Return the exit code, or why it was ended; None while it runs."""
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        if pid:
-            self.end_group()
-            return os.waitstatus_to_exitcode(status)
-        ticks = sum(map(int, Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
-        used_s = ticks / os.sysconf("SC_CLK_TCK")
-        if used_s > self.used_s + 0.1:
-            self.used_s, self.moved_at = used_s, time.monotonic()
-        if used_s > self.most_s:
-            why = f"it took more than {self.most_s:.0f} s of CPU time"
-        elif time.monotonic() - self.moved_at > STANDS_STILL_S:
-            why = f"it stood still for {STANDS_STILL_S} s"
-        else:
-            return None
-        self.end_group()
-        os.waitpid(self.pid, 0)
-        return why
+    def exit_code(self) -> int | None:
+        """Return how it ended, below 0 where a signal did it; None while it runs."""
+        if self._process.exitcode is None:
+            stat = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+            used_s = sum(map(int, stat[11:15])) / os.sysconf("SC_CLK_TCK")
+            if used_s > self.used_s + 0.1:
+                self.used_s, self._moved_at = used_s, time.monotonic()
+            if time.monotonic() - self._moved_at < STANDS_STILL_S:
+                return None
+        self.end()
+        return self._process.exitcode
 
-    def end_group(self) -> None:
+    def end(self) -> None:
+        """End it and all that it started."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self._process.pid or 0, signal.SIGKILL)
+        self._process.join()
 
     def output(self) -> str:
         return (self.folder / "output").read_text("utf-8", "replace")
@@ -500,87 +404,68 @@ def observe(folder: Path, tests: Sequence[str]) -> Seen:
     def work(inside: Path) -> int:
         import coverage
 
-        files = [str(path) for pattern in TARGETS for path in ROOT.glob(pattern)]
+        files = [str(ROOT / path) for path in TARGETS]
         measured = coverage.Coverage(data_file=None, include=files, config_file=False)
         measured.start()
         return run_pytest(inside, Observer(inside / "seen", measured), tests)
 
-    child = Child(folder, work)
-    child.start()
-    while (ended := child.ended()) is None:
+    child = Child(folder, work, most_s=1e6)
+    while (code := child.exit_code()) is None:
         time.sleep(0.2)
-    if ended != 0:
-        sys.exit(f"{tests} are not green on the product as it is ({ended}):\n{child.output()[-5000:]}")
+    if code != 0:
+        sys.exit(f"{tests} are not green on the product as it is ({code}):\n{child.output()[-5000:]}")
     return Seen(**json.loads((folder / "seen").read_text("utf-8")))
 
 
-def last_line(mutant: Mutant) -> int:
-    before = (ROOT / mutant.path).read_bytes()[: mutant.end]
-    return before.count(b"\n") + 1
+def survivors_of(mutants: Sequence[Mutant], seen: Seen, folder: Path, num_processes: int) -> list[Mutant]:
+    """Try mutants, some side by side; print how each ended, and return those that no test noticed."""
+    kills: dict[str, Counter[str]] = defaultdict(Counter)  # path -> test -> mutants that it caught
+    survivors = []
 
+    def start(number: int, mutant: Mutant) -> Child:
+        # Those tests first that caught its neighbours or are quick.
+        tests = seen.tests_of(mutant)
+        tests.sort(key=lambda test: (-kills[mutant.path][test], seen.seconds[test]))
 
-class Campaign:
-    """Mutants one after another, some side by side."""
-
-    def __init__(self, folder: Path, seen: Seen, num_processes: int) -> None:
-        self._folder, self._seen, self._num_processes = folder, seen, num_processes
-        self._kills: dict[str, Counter[str]] = defaultdict(Counter)  # path -> test -> mutants that it caught
-        self._num_mutants = 0
-        self.survivors: list[Mutant] = []
-        self.num_tried = 0
-
-    def run(self, mutants: Sequence[Mutant]) -> None:
-        self._num_mutants = len(mutants)
-        waiting = deque(enumerate(mutants))
-        running: list[tuple[Mutant, Child]] = []
-        try:
-            while waiting or running:
-                while waiting and len(running) < self._num_processes:
-                    number, mutant = waiting.popleft()
-                    running.append((mutant, self._started(number, mutant)))
-                for mutant, child in [*running]:
-                    if (ended := child.ended()) is not None:
-                        running.remove((mutant, child))
-                        self._note(mutant, child, ended)
-                        shutil.rmtree(child.folder, ignore_errors=True)
-                time.sleep(0.05)
-        finally:
-            for _, child in running:
-                child.end_group()
-
-    def _started(self, number: int, mutant: Mutant) -> Child:
-        """Start the tests that run the changed lines, those first that caught its neighbours or are quick."""
-        tests, caught = self._seen.tests_of(mutant, last_line(mutant)), self._kills[mutant.path]
-        tests.sort(key=lambda test: (-caught[test], self._seen.seconds[test]))
-
-        def work(folder: Path) -> int:
+        def work(inside: Path) -> int:
             if not tests:
                 return 0
             sys.meta_path.insert(0, ChangedModule(mutant))
             files = dict.fromkeys(test.partition("::")[0] for test in tests)
-            return run_pytest(folder, Killer(folder / "killed_by", tests), files)
+            return run_pytest(inside, Killer(inside / "killed_by", tests), files)
 
-        most_s = TIMES_AS_LONG * sum(self._seen.seconds[test] for test in tests) + STARTING_S
-        child = Child(self._folder / str(number), work, most_s)
-        child.start()
-        return child
+        most_s = TIMES_AS_LONG * sum(seen.seconds[test] for test in tests) + STARTING_S
+        return Child(folder / str(number), work, most_s)
 
-    def _note(self, mutant: Mutant, child: Child, ended: int | str) -> None:
-        self.num_tried += 1
-        report = child.folder / "killed_by"
-        how = f"ended: {ended}"
-        if ended == 0:
-            how = "SURVIVED"
-            self.survivors.append(mutant)
-        elif report.exists():
-            killer = report.read_text("utf-8")
-            self._kills[mutant.path][killer] += 1
-            how = f"killed by {killer.rpartition('/')[2]}"
-        print(f"{self.num_tried}/{self._num_mutants} {mutant}: {how} ({child.used_s:.0f} s)", flush=True)
-        if ended == 0:
-            print(mutant.diff(), flush=True)
-        elif not report.exists():
-            print("    " + child.output()[-300:].strip().replace("\n", "\n    "), flush=True)
+    waiting = deque(enumerate(mutants))
+    running: list[tuple[Mutant, Child]] = []
+    num_tried = 0
+    try:
+        while waiting or running:
+            while waiting and len(running) < num_processes:
+                number, mutant = waiting.popleft()
+                running.append((mutant, start(number, mutant)))
+            for mutant, child in [*running]:
+                if (code := child.exit_code()) is None:
+                    continue
+                running.remove((mutant, child))
+                report = child.folder / "killed_by"
+                how = f"ended: {code} {child.output()[-300:]}"
+                if code == 0:
+                    how = "SURVIVED"
+                    survivors.append(mutant)
+                elif report.exists():
+                    killer = report.read_text("utf-8")
+                    kills[mutant.path][killer] += 1
+                    how = f"killed by {killer.rpartition('/')[2]}"
+                num_tried += 1
+                print(f"{num_tried}/{len(mutants)} {mutant}\n    {how} ({child.used_s:.0f} s)", flush=True)
+                shutil.rmtree(child.folder, ignore_errors=True)
+            time.sleep(0.05)
+    finally:
+        for _, child in running:
+            child.end()
+    return survivors
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -598,42 +483,32 @@ def main() -> int:
     """Return 0 where at most 5 % survived."""
     args = arguments()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # processes of mutants are ended, too
-    found = {path: mutants for path, mutants in find_mutants(TARGETS).items() if args.only in path}
-    mutants = choose(found, args.num, args.seed)
+    found = find_mutants(path for path in TARGETS if args.only in path)
+    survivors = choose(found, args.num, args.seed)
     if args.at:
-        mutants = [
-            each for of_file in found.values() for each in of_file if f"{each.path}:{each.line}" == args.at
-        ]
-    print(f"{len(mutants)} of {sum(map(len, found.values()))} mutants of {len(found)} files", flush=True)
+        every = [each for of_file in found.values() for each in of_file]
+        survivors = [each for each in every if f"{each.path}:{each.first_line}" == args.at]
+    num_tried = len(survivors)
+    print(f"{num_tried} of {sum(map(len, found.values()))} mutants of {len(found)} files", flush=True)
     if args.list:
-        for mutant in mutants:
-            print(f"{mutant}\n{mutant.diff()}")
+        print(*survivors, sep="\n")
         return 0
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
     os.environ["COVERAGE_CORE"] = "ctrace"  # the only one that tells tests apart
     for name in LIBRARIES:
         importlib.import_module(name)
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        began = time.monotonic()
-        num_tried, survivors = len(mutants), mutants
         for name, tests in (("oracle", ORACLE), ("rooms", ROOMS)):
             seen = observe(Path(folder) / name / "as_it_is", tests)
             total_s = sum(seen.seconds.values())
             print(f"the {name}: {len(seen.seconds)} tests, {total_s:.0f} s of CPU time", flush=True)
-            campaign = Campaign(Path(folder) / name, seen, args.processes)
-            try:
-                campaign.run(survivors)
-            except KeyboardInterrupt:
-                print("stopped")
-                num_tried = num_tried if name == "rooms" else campaign.num_tried
-            survivors = campaign.survivors
+            survivors = survivors_of(survivors, seen, Path(folder) / name, args.processes)
             print(f"{len(survivors)} of {num_tried} mutants survived the {name}", flush=True)
-        share = len(survivors) / max(num_tried, 1)
-        print(f"\n{share:.1%} survived, in {(time.monotonic() - began) / 60:.0f} minutes")
-        for mutant in survivors:
-            print(f"\n{mutant}\n{mutant.diff()}")
-        return int(share > 0.05)
+    share = len(survivors) / max(num_tried, 1)
+    print(f"\n{share:.1%} survived, in {(time.monotonic() - began) / 60:.0f} minutes", *survivors, sep="\n")
+    return int(share > 0.05)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Random inputs of every format, and what an independent reader takes out of each.
+"""Random inputs of every format, and what tests/plain_reader.py takes out of each.
 
-For long runs by hand: ``python -m tests.random_inputs --files 5000``. Where polars, duckdb, fastparquet or
-``datasets`` is installed, files that it wrote are read, too, and compared with what it was given.
+For long runs by hand: ``python -m tests.random_inputs --files 5000``. Where polars, duckdb, fastparquet,
+pandas or ``datasets`` is installed, files that it wrote are read, too.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import pyarrow.parquet
 import zstandard
 
 from tests.input_writers import bgzip, seekable_zstd, zstd_of_blocks
+from tests.plain_reader import plain_records
 from tests.world import World
 
 _FILES_AT_ONCE = 200
@@ -47,14 +48,6 @@ PACKERS: dict[str, Callable[[bytes, random.Random], bytes]] = {
     ".frames.zst": lambda data, rng: seekable_zstd(data, rng.choice(FRAMES)),
     ".blocks.gz": lambda data, rng: bgzip(data, rng.choice(FRAMES)),
 }
-UNPACKERS: dict[str, Callable[[bytes], bytes]] = {
-    ".gz": gzip.decompress,
-    ".zst": lambda data: (
-        zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data), read_across_frames=True).read()
-    ),
-    ".xz": lzma.decompress,
-    ".bz2": bz2.decompress,
-}
 FORMATS = [
     *(f"{stem}{packed}" for stem in ("txt", "jsonl") for packed in PACKERS),
     "parquet",
@@ -67,7 +60,7 @@ FORMATS = [
 WIDE = [f"wide{packed}" for packed in PACKERS if "." not in packed[1:]]
 _CODECS = ("utf-8", "utf-8-sig", "cp949", "latin-1", "gb18030", "shift_jis")
 _WIDE_LETTERS = "ab \t\v\f\x1c\x1f가\u00e9☀─語\x85\xa0\u1680\u2003\u2028\u202f\u205f\u3000\u200b🌍"
-# A library, and what it writes.
+# Libraries, and the files that they write.
 WRITERS = [
     f"{library}.{suffix}"
     for library, suffixes in {
@@ -121,21 +114,18 @@ def random_file(form: str, rng: random.Random) -> tuple[bytes, bool]:
 
 def _whole_file(form: str, rng: random.Random) -> bytes:
     texts = random_texts(rng)
-    if form.endswith("parquet"):
+    if form.endswith(("parquet", "arrow")):
         table = pyarrow.table({"id": range(len(texts)), "text": pyarrow.array(texts, pyarrow.string())})
         sink = io.BytesIO()
-        pyarrow.parquet.write_table(table, sink, row_group_size=rng.choice([3, 100]))
-        return sink.getvalue()
-    if form.endswith("arrow"):
-        table = pyarrow.table({"id": range(len(texts)), "text": pyarrow.array(texts, pyarrow.string())})
-        sink = io.BytesIO()
+        if form.endswith("parquet"):
+            pyarrow.parquet.write_table(table, sink, row_group_size=rng.choice([3, 100]))
+            return sink.getvalue()
         opened = pyarrow.ipc.new_stream if form.startswith("stream") else pyarrow.ipc.new_file
         with opened(sink, table.schema) as writer:
             writer.write_table(table, max_chunksize=rng.choice([3, 100]))
         return sink.getvalue()
     stem, _, packed = form.partition(".")
-    lines = [_line(stem, text, rng) for text in texts]
-    data = b"".join(lines)
+    data = b"".join(_line(stem, text, rng) for text in texts)
     if rng.random() < 0.3:
         data = data.removesuffix(b"\n")
     return PACKERS[f".{packed}" if packed else ""](data, rng)
@@ -148,24 +138,12 @@ def _line(stem: str, text: str, rng: random.Random) -> bytes:
         return re.sub(r"[\r\n]", " ", text).encode() + bad + end
     line = json.dumps({"id": 7, "text": text}, ensure_ascii=rng.random() < 0.5).encode()
     odd = [
-        b"",
-        b"{",
-        b"[1]",
-        b'{"text": null}',
-        b'{"text": "\\ud800"}',
-        b'{"a": 1}',
-        line[:-3],
-        b'{"text": NaN}',
-    ]
-    odd += [
-        b'{"text": "a", "te\\u0078t": "b"}',
-        b'{"te\\u0078t":"a", "text"\t:"b"}',
-        b'{"te\\u0078t" :"\\"text\\":"}',
-        b'{"a": {"text": 1}, "text"\t: "c"}',
-        b'{"text": "\\\\", "n": 18446744073709551616}',
-        b'{"a": "text", "text" :"d"}',
-    ]
-    odd += [b'{"text": "a\xff"}', b'{"text": 3}', b'{"text": "a", "text": "b"}', line + b" ", b"\t" + line]
+        b"", b"{", b"[1]", b'{"text": null}', b'{"text": "\\ud800"}', b'{"a": 1}', line[:-3],
+        b'{"text": NaN}', b'{"text": "a", "te\\u0078t": "b"}', b'{"te\\u0078t":"a", "text"\t:"b"}',
+        b'{"te\\u0078t" :"\\"text\\":"}', b'{"a": {"text": 1}, "text"\t: "c"}',
+        b'{"text": "\\\\", "n": 18446744073709551616}', b'{"a": "text", "text" :"d"}', b'{"text": "a\xff"}',
+        b'{"text": 3}', b'{"text": "a", "text": "b"}', line + b" ", b"\t" + line,
+    ]  # fmt: skip
     return (rng.choice(odd) if rng.random() < 0.1 else line) + b"\n"
 
 
@@ -177,188 +155,60 @@ def _damaged(data: bytes, rng: random.Random) -> tuple[bytes, bool]:
     return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :], True
 
 
-def independent(form: str, path: Path) -> Found:
-    """What the standard library, zstandard and pyarrow's own readers take out of a file."""
+def independent(path: Path, encoding: str = "utf-8") -> Found:
+    """Return what the plain reader takes out of a file."""
     try:
-        if path.stat().st_size == 0:
-            return Found([])
-        if form.endswith("parquet"):
-            table = pyarrow.parquet.ParquetFile(path).read(columns=["text"], use_threads=False)
-            return _cells(table["text"])
-        if form.endswith("arrow"):
-            return _cells(_arrow_table(path.read_bytes())["text"])
-        raw = path.read_bytes()
-        suffix = next((suffix for suffix in UNPACKERS if path.name.endswith(suffix)), None)
-        data = UNPACKERS[suffix](raw) if suffix and raw else raw
+        records = [*plain_records(path, encoding=encoding)]
     except Exception:
         return Found(None)
-    return _lines_of_text(data) if form.startswith("txt") else _lines_of_json(data)
+    return Found([each.text for each in records if each.text], sum(each.reason != "" for each in records))
 
 
-def _arrow_table(data: bytes) -> pyarrow.Table:
-    """The column alone. The file format is the stream between two marks, and a footer."""
-    if data.startswith(b"ARROW1"):
-        pyarrow.ipc.open_file(data)
-        data = data[8:]
-    numbers = [pyarrow.ipc.open_stream(data).schema.names.index("text")]
-    options = pyarrow.ipc.IpcReadOptions(included_fields=numbers, use_threads=False)
-    return pyarrow.ipc.open_stream(data, options=options).read_all()
-
-
-def _cells(column: pyarrow.ChunkedArray) -> Found:
-    """As bytes: one bad cell does not hide the others."""
-    texts, num_bad = [], 0
-    for chunk in column.chunks:  # pyarrow follows a damaged offset to wherever it leads
-        as_bytes = {pyarrow.string(): pyarrow.binary()}.get(chunk.type, chunk.type)
-        chunk.view(as_bytes).validate(full=True)
-    for cell in column.cast(pyarrow.large_binary()).to_pylist():
-        try:
-            texts.append(cell.decode())
-        except UnicodeDecodeError:
-            num_bad += 1
-    return Found([text for text in texts if text.strip()], num_bad)
-
-
-def _lines_of_text(data: bytes) -> Found:
-    texts, num_bad = [], 0
-    for line in re.split(rb"\r\n|\n|\r", data):
-        try:
-            texts.append(line.decode().strip())
-        except UnicodeDecodeError:
-            num_bad += 1
-    return Found([text for text in texts if text], num_bad)
-
-
-def _lines_of_json(data: bytes) -> Found:
-    def refuse(name: str) -> None:
-        raise ValueError(name)
-
-    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        if sum(name == "text" for name, _ in pairs) > 1:
-            raise ValueError("twice")
-        return dict(pairs)
-
-    texts, num_bad = [], 0
-    for line in data.split(b"\n"):
-        if not line.strip(b" \t\r\n"):
-            continue
-        try:
-            text = json.loads(line.decode(), parse_constant=refuse, object_pairs_hook=once)["text"]
-            text.encode()
-        except (ValueError, KeyError, TypeError, AttributeError):
-            num_bad += 1
-        else:
-            texts.append(text)
-    return Found([text for text in texts if text.strip()], num_bad)
-
-
-def _wide_text(form: str, encoding: str, rng: random.Random) -> tuple[bytes, Found]:
-    """A file of plain text, and what the whole of it, decoded at once, holds."""
+def _wide_text(form: str, encoding: str, rng: random.Random) -> bytes:
     letters = [letter for letter in _WIDE_LETTERS if letter.encode(encoding, "ignore").strip()]
     letters = [letter for letter in letters if letter.encode(encoding, "ignore").decode(encoding) == letter]
     ends = rng.choice([["\n"], ["\r\n"], ["\r"], ["\n", "\r\n", "\r", "\n\r"]])
     lines = ["".join(rng.choices(letters, k=rng.choice([0, 3, 40, 300]))) for _ in range(rng.randrange(30))]
     text = "".join(line + rng.choice(ends) for line in lines) + rng.choice(["", "", "x", "\r"])
-    data = text.encode(encoding)
-    decoded = re.split(r"\r\n|\n|\r", data.decode(encoding))
-    packed = form.removeprefix("wide")
-    file = zstd_of_blocks(data, rng.choice(FRAMES)) if packed == ".zst" else PACKERS[packed](data, rng)
-    return file, Found([line.strip() for line in decoded if line.strip()])
+    data, packed = text.encode(encoding), form.removeprefix("wide")
+    return zstd_of_blocks(data, rng.choice(FRAMES)) if packed == ".zst" else PACKERS[packed](data, rng)
 
 
-def write_by(form: str, rng: random.Random, path: Path) -> Found:
-    """Let a library write a file; what it was given."""
+def write_by(form: str, rng: random.Random, path: Path) -> None:
+    """Let a library write a file, without a text in some of its rows."""
     texts: list[str | None] = [*random_texts(rng), "one more"]
     if rng.random() < 0.3:
         texts[rng.randrange(len(texts))] = None
-    library, _, suffix = form.partition(".")
-    columns: dict[str, list[object]] = {"n": [*range(len(texts))], "text": [*texts]}
-    rows = rng.choice([3, 100])
-    _WRITE[library](columns, path, suffix, rows, rng)
-    kept = [text for text in texts if text is not None]
-    return Found([text for text in kept if text.strip()], len(texts) - len(kept))
-
-
-def _by_polars(
-    columns: dict[str, list[object]], path: Path, suffix: str, rows: int, rng: random.Random
-) -> None:
-    import polars
-
-    schema = {"n": polars.Int64, "text": rng.choice([polars.String, polars.String, polars.Categorical])}
-    frame = polars.DataFrame(columns, schema=schema)
-    if suffix == "jsonl":
-        frame.write_ndjson(path)
-    elif suffix == "parquet":
-        frame.write_parquet(path, row_group_size=rows, compression=rng.choice(["zstd", "snappy", "lz4"]))
-    else:
-        level = rng.choice([polars.CompatLevel.newest(), polars.CompatLevel.oldest()])
-        packing = rng.choice(["uncompressed", "lz4", "zstd"])
-        frame.write_ipc(path, compression=packing, compat_level=level, record_batch_size=rows)
-
-
-def _by_duckdb(
-    columns: dict[str, list[object]], path: Path, suffix: str, rows: int, _: random.Random
-) -> None:
-    import duckdb
-
-    table = pyarrow.table({"n": columns["n"], "text": pyarrow.array(columns["text"], pyarrow.string())})
-    form = "JSON" if suffix == "jsonl" else f"PARQUET, ROW_GROUP_SIZE {rows}"
-    with duckdb.connect() as connection:
-        connection.register("t", table).execute(f"COPY t TO '{path}' (FORMAT {form})")
-
-
-def _by_pandas(
-    columns: dict[str, list[object]], path: Path, suffix: str, rows: int, _: random.Random
-) -> None:
-    import pandas
-
-    frame = pandas.DataFrame(columns)
-    if suffix == "jsonl":
-        frame.to_json(path, lines=True, orient="records", force_ascii=bool(rows % 2))
-    else:
-        frame.to_parquet(path, row_group_size=rows)
-
-
-def _by_fastparquet(
-    columns: dict[str, list[object]], path: Path, _: str, rows: int, rng: random.Random
-) -> None:
-    import fastparquet
-    import pandas
-
-    frame = pandas.DataFrame(columns).astype({"text": object})
-    offsets = list(range(0, len(frame), rows))
-    packing = rng.choice(["SNAPPY", "GZIP", None])
-    fastparquet.write(str(path), frame, row_group_offsets=offsets, compression=packing)
-
-
-def _by_datasets(
-    columns: dict[str, list[object]], path: Path, suffix: str, rows: int, _: random.Random
-) -> None:
-    import datasets
-
-    datasets.disable_progress_bars()
-    kinds = datasets.Features({"n": datasets.Value("int64"), "text": datasets.Value("string")})
-    data = datasets.Dataset.from_dict(columns, features=kinds)
-    if suffix == "jsonl":
-        data.to_json(path, batch_size=rows)
-    elif suffix == "parquet":
-        data.to_parquet(path, batch_size=rows)
-    else:
-        with datasets.arrow_writer.ArrowWriter(
-            path=str(path), features=kinds, writer_batch_size=rows
-        ) as writer:
-            for n, text in zip(columns["n"], columns["text"], strict=True):
-                writer.write({"n": n, "text": text})
+    table = pyarrow.table({"n": range(len(texts)), "text": pyarrow.array(texts, pyarrow.string())})
+    rows, (name, suffix) = rng.choice([3, 100]), form.split(".")
+    library: Any = importlib.import_module(name)
+    if name == "duckdb":
+        kind = "JSON" if suffix == "jsonl" else f"PARQUET, ROW_GROUP_SIZE {rows}"
+        with library.connect() as connection:
+            connection.register("t", table).execute(f"COPY t TO '{path}' (FORMAT {kind})")
+    elif name == "fastparquet":
+        library.write(str(path), table.to_pandas(), row_group_offsets=rows)
+    elif name == "pandas" and suffix == "parquet":
+        table.to_pandas().to_parquet(path, row_group_size=rows)
+    elif name == "pandas":
+        table.to_pandas().to_json(path, lines=True, orient="records", force_ascii=rng.random() < 0.5)
+    elif name == "polars":
+        frame = library.from_arrow(table)
+        if suffix == "jsonl":
+            frame.write_ndjson(path)
+        elif suffix == "parquet":
+            frame.write_parquet(path, row_group_size=rows)
+        else:
+            level = rng.choice([library.CompatLevel.newest(), library.CompatLevel.oldest()])
+            frame.write_ipc(path, compat_level=level, record_batch_size=rows)
+    elif suffix == "arrow":
+        with library.arrow_writer.ArrowWriter(path=str(path), writer_batch_size=rows) as writer:
+            writer.write_table(table)
             writer.finalize()
-
-
-_WRITE: dict[str, Callable[[dict[str, list[object]], Path, str, int, random.Random], None]] = {
-    "polars": _by_polars,
-    "duckdb": _by_duckdb,
-    "pandas": _by_pandas,
-    "fastparquet": _by_fastparquet,
-    "datasets": _by_datasets,
-}
+    else:
+        library.disable_progress_bars()
+        data = library.Dataset(table)
+        (data.to_json if suffix == "jsonl" else data.to_parquet)(path, batch_size=rows)
 
 
 def ours(world: World, seed: int, **options: Any) -> tuple[Found, dict[str, int]]:
@@ -392,22 +242,21 @@ def compare(form: str, seeds: Sequence[int], folder: Path, *, forks: bool = Fals
     results, whole = [], dict[str, Found]()
     together = World(folder / "together")
     for seed in seeds:
-        rng = random.Random(f"{form} {seed}")
+        rng, is_damaged = random.Random(f"{form} {seed}"), False
         path = together.raw_dir / file_name(form, seed)
-        if form in WIDE:
-            data, whole[path.name] = _wide_text(form, encoding, rng)
-            path.write_bytes(data)
-        elif form in WRITERS:
-            whole[path.name] = write_by(form, rng, path)
+        if form in WRITERS:
+            write_by(form, rng, path)
+        elif form in WIDE:
+            path.write_bytes(_wide_text(form, encoding, rng))
         else:
             data, is_damaged = random_file(form, rng)
             path.write_bytes(data)
-            if not is_damaged:
-                whole[path.name] = independent(form, path)
-                continue
-            alone = World(folder / "alone")
-            results.append(_of_damaged(form, path.rename(alone.raw_dir / path.name), alone, seed, forks))
-            shutil.rmtree(folder / "alone")
+        if not is_damaged:
+            whole[path.name] = independent(path, encoding)
+            continue
+        alone = World(folder / "alone")
+        results.append(_of_damaged(form, path.rename(alone.raw_dir / path.name), alone, seed, forks))
+        shutil.rmtree(folder / "alone")
     results += _of_whole(whole, together, seeds[0], encoding)
     shutil.rmtree(folder / "together")
     return results
@@ -416,13 +265,13 @@ def compare(form: str, seeds: Sequence[int], folder: Path, *, forks: bool = Fals
 def _of_damaged(form: str, path: Path, world: World, seed: int, forks: bool) -> str:
     if forks and form == "parquet" and _ends_pyarrow(path):
         return "aborted"
-    expected = independent(form, path)
+    expected = independent(path)
     found, _ = ours(world, seed)
     if found.texts is None:
         return "refused"
     if expected.texts is None:  # by rows, not all of a header is looked at
         path.write_bytes(_whole_file(form, random.Random(f"{form} {seed}")))
-        expected = independent(form, path)
+        expected = independent(path)
     return "equal" if found == expected else f"WRONG: {path.name}, which is damaged"
 
 

@@ -3,7 +3,7 @@
     python -m tests.ranks_of_pages CASES DATA OUT
 
 ``CASES`` is what torch saved: batches by name. Each is split over one group of four ranks and two groups of
-two, in which a small model's keys go round a ring; one process says what should come out. Rows of steps of
+two, whose keys a small model gathers; one process says what should come out. Rows of steps of
 ``DATA`` are dealt on 2 and 4 ranks; each rank writes OUT/WORLD-RANK.pt. torch is imported once for all.
 """
 
@@ -29,7 +29,6 @@ from tests.documented import example
 
 PAGE = "training_own_loop.md"
 WORLD, VOCABULARY, HEADS, WIDTH = 4, 900, 2, 16
-Sees = Callable[[Tensor, Tensor], Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -54,49 +53,39 @@ class Model(nn.Module):
         return logits
 
 
-def attend_to(blocks: list[tuple[Tensor, Tensor, Tensor]], q: Tensor) -> Tensor:
-    """Attention of ``q`` to blocks of keys, values and bool[queries, keys]: which sees which."""
-    scores = [(q @ k.transpose(-1, -2) * 2).masked_fill(~sees, -torch.inf) for k, _, sees in blocks]
-    return torch.cat(scores, -1).softmax(-1) @ torch.cat([v for _, v, _ in blocks], -2)
+def attend_to(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
+    """Attention of ``q`` to keys and values that bool[queries, keys] says: which sees which."""
+    return (q @ k.transpose(-1, -2) * 2).masked_fill(~sees, -torch.inf).softmax(-1) @ v
 
 
-class Pass(torch.autograd.Function):
-    """The block of the rank before this one in the group; gradients go the other way."""
+class Gather(torch.autograd.Function):
+    """The blocks of all ranks of a group; each rank gets the gradients of all for its own."""
 
     @staticmethod
     def forward(ctx: Any, block: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        return passed(block, group, 1)
+        blocks = [torch.empty_like(block) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(blocks, block.contiguous(), group=group)
+        return torch.stack(blocks)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return passed(gradients[0], ctx.group, -1), None
+        total = gradients[0].contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None
 
 
-def passed(block: Tensor, group: Any, step: int) -> Tensor:
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    received = torch.empty_like(block)
-    to = dist.get_global_rank(group, (rank + step) % size)
-    sent = dist.isend(block.contiguous(), to, group=group)
-    assert sent is not None
-    dist.recv(received, dist.get_global_rank(group, (rank - step) % size), group=group)
-    sent.wait()
-    return received
-
-
-def ring(group: Any, where: list[Tensor]) -> Attend:
-    """Attention over a ring; ``where``: of each rank's places int64[2, tokens], sequence and position."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    sequence, position = where[rank][:, :, None]
+def over_ranks(group: Any, where: list[Tensor]) -> Attend:
+    """Attention to the keys of a group; ``where``: of each rank's places int64[2, tokens], sequence and
+    position."""
+    sequence, position = where[dist.get_rank(group)][:, :, None]
+    of_keys, at_keys = torch.cat(where, 1)
+    sees = (sequence == of_keys) & (position >= at_keys)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        block, blocks = torch.stack([k, v]), []
-        for step in range(size):
-            if step:
-                block = Pass.apply(block, group)  # type: ignore[no-untyped-call]
-            keys = where[(rank - step) % size]
-            blocks.append((block[0], block[1], (sequence == keys[0]) & (position >= keys[1])))
-        return attend_to(blocks, q)
+        blocks = Gather.apply(torch.stack([k, v]), group)  # type: ignore[no-untyped-call]
+        keys, values = torch.cat([*blocks], -2)
+        return attend_to(q, keys, values, sees)
 
     return attend
 
@@ -125,7 +114,7 @@ def gradients(model: Model, loss: Tensor) -> list[Tensor]:
 
 
 def one_process(model: Model, batch: dict[str, Any], sees: Tensor) -> tuple[Tensor, list[Tensor]]:
-    logits = model(batch["input_ids"], batch["position_ids"], lambda q, k, v: attend_to([(k, v, sees)], q))
+    logits = model(batch["input_ids"], batch["position_ids"], lambda q, k, v: attend_to(q, k, v, sees))
     return logits.detach(), gradients(model, losses(logits, batch["labels"]))
 
 
@@ -150,14 +139,8 @@ def split_and_joined(
 ) -> tuple[Tensor, list[Tensor]]:
     """Logits and gradients of the whole batch, of what this group's ranks make of their parts."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    names: dict[str, Any] = {
-        "batch": batch,
-        "cp_rank": rank,
-        "cp_size": size,
-        "cp_group": group,
-        "torch": torch,
-        "dist": dist,
-    }
+    names: dict[str, Any] = {"batch": batch, "cp_rank": rank, "cp_size": size, "cp_group": group}
+    names |= {"torch": torch, "dist": dist}
     if form == {"by": "document"}:
         exec(example(PAGE, "## Context parallelism", 0), names)
         part: Any = names["part"]
@@ -171,7 +154,7 @@ def split_and_joined(
         own = torch.stack([part["segment_ids"][0], part["position_ids"][0]])
         where = [torch.empty_like(own) for _ in range(size)]
         dist.all_gather(where, own, group=group)
-    logits = model(part["input_ids"], part["position_ids"], ring(group, where))
+    logits = model(part["input_ids"], part["position_ids"], over_ranks(group, where))
     found = gradients(model, losses(logits, part["labels"]))
     for gradient in found:
         dist.all_reduce(gradient, group=group)

@@ -2,20 +2,17 @@
 
     python -m tests.training_pages
 
-Those of frameworks and of several ranks run elsewhere (RUN_ELSEWHERE). Here their names and arguments are
+Those of frameworks and of several ranks run elsewhere (RUN_ELSEWHERE). Here their imports and arguments are
 checked.
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
 import importlib
 import importlib.util
 import inspect
-import symtable
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -40,10 +37,6 @@ RUN_ELSEWHERE = {
     "cluster.md": {0},
     "format.md": {0},  # webdataset's own; tests/format/
 }
-# what docs/training.md leaves to the reader's script, and pages in their text
-OF_THE_READER = {"DATA", "CHECKPOINT", "num_steps", "model", "optimizer", "device", "rank", "num_ranks"}
-OF_THE_READER |= {"more_arguments", "config", "checkpoint", "train"}
-OF_THE_READER |= {"batch", "logits", "cp_rank", "cp_size", "cp_group", "dp_group"}
 
 
 class QuickModel(torch.nn.Module):
@@ -66,12 +59,8 @@ def main() -> None:
     pages = ["training_data.md", *sorted(path.name for path in (ROOT / "docs").glob("*.md")), "README.md"]
     for page in dict.fromkeys(pages):
         names = names_for(page)
-        known = set(OF_THE_READER)
         for number, text in enumerate(examples_of(page)):
             place = f"{page}, example {number}"
-            missing = names_asked_for(text) - known
-            assert not missing, f"{place} does not say where {missing} come from"
-            known |= names_given(text)
             checked += check_arguments(place, text)
             if number not in RUN_ELSEWHERE.get(page, ()):
                 run(place, text, names)
@@ -83,6 +72,7 @@ def main() -> None:
 def names_for(page: str) -> dict[str, Any]:
     quick = page in ("README.md", "training.md", "training_own_loop.md")
     model = QuickModel() if quick else AutoModelForCausalLM.from_pretrained("MODEL")
+    # What docs/training.md leaves to the reader's script.
     names: dict[str, Any] = {
         "DATA": "sources/web" if page == "training_speed.md" else "DATA",
         "CHECKPOINT": f"checkpoints of {page}",
@@ -109,29 +99,6 @@ def close_loaders(names: dict[str, Any]) -> None:
     for value in names.values():
         if hasattr(value, "state_at"):
             value.close()
-
-
-def tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
-    yield table
-    for child in table.get_children():
-        yield from tables(child)
-
-
-def names_given(text: str) -> set[str]:
-    top = symtable.symtable(text, "example", "exec")
-    return {name.get_name() for name in top.get_symbols() if name.is_assigned() or name.is_imported()}
-
-
-def names_asked_for(text: str) -> set[str]:
-    """Names that an example uses, but neither makes nor imports."""
-    top = symtable.symtable(text, "example", "exec")
-    used = {
-        name.get_name()
-        for table in tables(top)
-        for name in table.get_symbols()
-        if name.is_referenced() and (table is top or name.is_global())
-    }
-    return used - names_given(text) - set(dir(builtins))
 
 
 def check_arguments(place: str, text: str) -> int:

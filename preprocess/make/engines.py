@@ -35,7 +35,7 @@ from preprocess.read.format import BETWEEN, Texts
 from shardprep.errors import BadInput, ReadWriteError, ShardprepError
 from shardprep.files import read_regular
 from shardprep.format.names import FAST_TOKENIZER_FILE, MAX_TOKENIZER_BYTES
-from shardprep.format.options import MaskRule
+from shardprep.format.plan import MaskRule
 from shardprep.hub import is_library_fault, words_of_fault
 
 Ids = npt.NDArray[np.uint32]
@@ -175,12 +175,11 @@ def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool, name: str
         return TokenBatch.of([np.array(encoding.ids, np.uint32) for encoding in encodings])
 
     def encode_chat(texts: Sequence[bytes], spans: Sequence[Spans], mask_rule: MaskRule) -> TokenBatch:
-        is_written = _MASK_RULES[mask_rule]
         call = functools.partial(encode_batch, add_special_tokens=False)
         encodings = _encodings(call, [text.decode() for text in texts], name)
         ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
         for of_text, encoding, spans_of_text in zip(ids, encodings, spans, strict=True):
-            of_text[~is_written(encoding, spans_of_text)] |= NO_LOSS
+            of_text[~_are_written(encoding, spans_of_text, mask_rule)] |= NO_LOSS
         return TokenBatch.of(ids)
 
     return Engine(name="tokenizers", encode_with=encode, encode_chat=encode_chat)
@@ -188,100 +187,54 @@ def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool, name: str
 
 def _encodings(encode: Callable[[list[str]], list[Any]], texts: list[str], name: str) -> list[Any]:
     """Call ``encode`` of tokenizers. Raises BadInput, naming the text, where it fails on one."""
-
-    def fault_of(texts: list[str]) -> BaseException | None:
-        try:
-            encode(texts)
-        except BaseException as error:
-            if not is_library_fault(error):
-                raise
-            return error
-        return None
-
     try:
         return encode(texts)
     except BaseException as error:
         if not is_library_fault(error):
             raise
-        text = next((text for text in texts if fault_of([text])), "")
+        if len(texts) > 1:  # one of them fails alone, too
+            return [encoding for text in texts for encoding in _encodings(encode, [text], name)]
         raise BadInput(
-            f"the tokenizer of {name} cannot encode the text that begins {text[:40]!r} "
+            f"the tokenizer of {name} cannot encode the text that begins {texts[0][:40]!r} "
             f"({words_of_fault(error)}); mend its tokenizer.json, which may lack an unknown token, in a copy "
             "of the folder, and plan with that as --model_id"
         ) from None
 
 
-def _offsets(encoding: Any) -> tuple[Numbers, Numbers]:
-    """Return the character where each token begins, and that behind its last one: 80 ns per token."""
-    flat = itertools.chain.from_iterable(encoding.offsets)
-    begins, ends = np.fromiter(flat, np.int64, 2 * len(encoding)).reshape(-1, 2).T
-    return begins, ends
+def _are_written(encoding: Any, spans: Spans, mask_rule: MaskRule) -> npt.NDArray[np.bool_]:
+    """Return which tokens the assistant wrote, by the spans of what it wrote: bool[tokens].
 
+    ``characters``: those with a character of a span; spans are ascending and not empty.
 
-def _sharing_characters(encoding: Any, spans: Spans) -> npt.NDArray[np.bool_]:
-    """Return which tokens have a character of a span: bool[tokens]. Spans are ascending and not empty."""
-    begins, ends = np.array(spans, np.int64).reshape(-1, 2).T
-    token_begins, token_ends = _offsets(encoding)
-    is_written: npt.NDArray[np.bool_] = np.searchsorted(begins, token_ends) > np.searchsorted(
-        ends, token_begins, side="right"
-    )
-    return is_written
+    ``overlap``: the same, as transformers has it since 5.24. It goes through the tokens once, and leaves a
+    span behind at the first token that begins at or after its end. So a token is compared with the first span
+    that ends after all begins so far. That matters where offsets or spans are not in order, as with a
+    ByteLevel that trims offsets.
 
-
-def _overlapping(encoding: Any, spans: Spans) -> npt.NDArray[np.bool_]:
-    """Return which tokens have a character of a span, as transformers has it since 5.24: bool[tokens].
-
-    It goes through the tokens once, and leaves a span behind at the first token that begins at or after its
-    end. So a token is compared with the first span that ends after all begins so far. That matters where
-    offsets or spans are not in order, as with a ByteLevel that trims offsets.
+    ``char_to_token``: those between the tokens of a span's first and last character, as transformers had it
+    before, faults included: a last character of several tokens counts by its first one, a span that begins
+    with a dropped character ends the search, and one that ends with a dropped character, or in the first
+    token, goes on to the end of the text.
     """
+    if mask_rule == "char_to_token":
+        is_between = np.zeros(len(encoding), np.bool_)
+        for begin, end in spans:
+            first = encoding.char_to_token(begin)
+            last = encoding.char_to_token(end - 1) if end else None
+            if first is None:
+                break
+            is_between[first : last + 1 if last else None] = True
+        return is_between
     begins, ends = np.array(spans, np.int64).reshape(-1, 2).T
-    token_begins, token_ends = _offsets(encoding)
-    latest_begins = np.maximum.accumulate(token_begins)
-    number = np.searchsorted(np.maximum.accumulate(ends), latest_begins, side="right")
+    # The character where each token begins, and that behind its last one: 80 ns per token.
+    flat = itertools.chain.from_iterable(encoding.offsets)
+    token_begins, token_ends = np.fromiter(flat, np.int64, 2 * len(encoding)).reshape(-1, 2).T
+    if mask_rule == "overlap":
+        token_begins, ends = np.maximum.accumulate(token_begins), np.maximum.accumulate(ends)
+    number = np.searchsorted(ends, token_begins, side="right")  # of the first span that ends behind it
     # A token behind the last span is compared with one that begins nowhere.
     is_written: npt.NDArray[np.bool_] = token_ends > np.append(begins, np.iinfo(np.int64).max)[number]
     return is_written
-
-
-def _between_ends(encoding: Any, spans: Spans) -> npt.NDArray[np.bool_]:
-    """Return which tokens stand between those of a span's first and last character: bool[tokens].
-
-    As transformers before 5.24 had it, faults included: a last character of several tokens counts by its
-    first one, a span that begins with a dropped character ends the search, and one that ends with a dropped
-    character, or in the first token, goes on to the end of the text.
-    """
-    is_written = np.zeros(len(encoding), np.bool_)
-    for begin, end in spans:
-        first = encoding.char_to_token(begin)
-        last = encoding.char_to_token(end - 1) if end else None
-        if first is None:
-            break
-        is_written[first : last + 1 if last else None] = True
-    return is_written
-
-
-_MASK_RULES: dict[MaskRule, Callable[[Any, Spans], npt.NDArray[np.bool_]]] = {
-    "characters": _sharing_characters,
-    "overlap": _overlapping,
-    "char_to_token": _between_ends,
-}
-
-
-def gigatoken_engine(tokenizer_json: Path, *, allow_special_tokens: bool) -> Engine:
-    """Return the fast one. Raises ReadWriteError; of other tokenizers ValueError or what gigatoken raises."""
-    # Read here: of gigatoken's errors nobody could tell which are the file system's.
-    try:
-        raw = read_regular(tokenizer_json.with_name(FAST_TOKENIZER_FILE), max_bytes=MAX_TOKENIZER_BYTES)
-    except FileNotFoundError:
-        raw = read_regular(tokenizer_json, max_bytes=MAX_TOKENIZER_BYTES)
-    fast = _fast_tokenizer(raw, allow_special_tokens)
-
-    @functools.cache
-    def reference() -> Engine:
-        return tokenizers_engine(tokenizer_json, allow_special_tokens=allow_special_tokens)
-
-    return Engine(name="gigatoken", encode_with=functools.partial(fast.encode, reference))
 
 
 def without_unused_merges(tokenizer: dict[str, Any]) -> bytes | None:
@@ -516,20 +469,14 @@ def texts_with_new_code_points(texts: Texts) -> list[int]:
     units = np.frombuffer(characters.encode("utf-16-le"), "<u2")
     # Comparing takes a tenth of a look-up, and of Korean most characters are syllables, from U+AC00 on.
     others = units[(units >= 0x80) & (units - np.uint16(0xAC00) >= 11172)]
-    if not _is_unsure_unit().take(others).any() or not len(_new_code_points(characters)):
+    if not _is_unsure_unit().take(others).any():
         return []
-    strings = [text.decode() for text in texts]
-    ends = np.cumsum([len(string) for string in strings])
-    places = _new_code_points("".join(strings))
-    num_places = np.bincount(np.searchsorted(ends, places, side="right"))
-    numbers: list[int] = np.flatnonzero(num_places).tolist()  # np.unique would import numpy.ma, 10 ms
-    return numbers
 
+    def has_new(text: str) -> bool:
+        points = np.frombuffer(text.encode("utf-32-le"), "<u4")
+        return bool(is_new_code_point().take(points, mode="clip").any())
 
-def _new_code_points(characters: str) -> Numbers:
-    """Return where they stand."""
-    points = np.frombuffer(characters.encode("utf-32-le"), "<u4")
-    return np.flatnonzero(is_new_code_point().take(points, mode="clip"))
+    return [n for n, text in enumerate(texts) if has_new(text.decode())] if has_new(characters) else []
 
 
 @functools.cache
@@ -547,8 +494,19 @@ def equal_fast_engine(
 
     Raises ReadWriteError where the file cannot be read, which says nothing of the engine.
     """
+
+    @functools.cache
+    def reference() -> Engine:
+        return tokenizers_engine(tokenizer_json, allow_special_tokens=allow_special_tokens)
+
     try:
-        engine = gigatoken_engine(tokenizer_json, allow_special_tokens=allow_special_tokens)
+        # Read here: of gigatoken's errors nobody could tell which are the file system's.
+        try:
+            raw = read_regular(tokenizer_json.with_name(FAST_TOKENIZER_FILE), max_bytes=MAX_TOKENIZER_BYTES)
+        except FileNotFoundError:
+            raw = read_regular(tokenizer_json, max_bytes=MAX_TOKENIZER_BYTES)
+        fast = _fast_tokenizer(raw, allow_special_tokens)
+        engine = Engine(name="gigatoken", encode_with=functools.partial(fast.encode, reference))
         if ids_sha256([engine.encode_texts(texts)]) == expected_sha256:
             return engine
     except ShardprepError:

@@ -20,7 +20,7 @@ from typing import Any
 from preprocess.read import BATCH_BYTES
 from shardprep.command_line import given_of, option
 from shardprep.errors import UsageError
-from shardprep.format.options import BAD_HELP, ENGINE_HELP, INPUT, RESOURCES, TEXT, TOKENS, EngineName
+from shardprep.format.plan import BAD_HELP, ENGINE_HELP, INPUT, RESOURCES, TEXT, TOKENS, EngineName
 
 SMALLEST_BATCH_BYTES = 64 << 10
 PROCESS_BYTES = 300 << 20  # a worker of Llama 3's vocabulary before its first document
@@ -59,27 +59,13 @@ def bind_to(cpus: list[int]) -> None:
     The engines size their thread pools by the affinity mask, unless variables say otherwise, which stand in
     many a shell for training; so they are set.
     """
-    share_heaps()
+    # The threads of this process take memory from two of glibc's heaps. By default each thread has its own,
+    # which keeps what the thread has freed: 60 MB more on one core.
+    if (set_option := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        set_option(_M_ARENA_MAX, _NUM_HEAPS)
     os.sched_setaffinity(0, cpus)
     os.environ["RAYON_NUM_THREADS"] = str(len(cpus))  # it goes before RAYON_RS_NUM_CPUS
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-
-
-def share_heaps() -> None:
-    """Let the threads of this process take memory from two of glibc's heaps; elsewhere, do nothing.
-
-    By default each thread has its own, which keeps what the thread has freed: 60 MB more on one core.
-    """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is not None:
-        set_option(_M_ARENA_MAX, _NUM_HEAPS)
-
-
-def text_bytes_within(memory_gb: float | None) -> int:
-    """Return the bytes of raw text that there is room for with this memory in GiB (None: enough memory)."""
-    if memory_gb is None:
-        return sys.maxsize
-    return (int(min(memory_gb, 2**20) * 2**30) - PROCESS_BYTES) // _MEMORY_PER_BATCH_BYTE
 
 
 LEAST_WORKER_BYTES = PROCESS_BYTES + SMALLEST_BATCH_BYTES * _MEMORY_PER_BATCH_BYTE
@@ -174,14 +160,21 @@ class WorkerSettings:
             raise UsageError.of_value("--memory_gb", self.memory_gb, "more than 0, and a number")
 
     @property
+    def _text_bytes(self) -> int:
+        """Bytes of raw text that there is room for; None: enough memory."""
+        if self.memory_gb is None:
+            return sys.maxsize
+        return (int(min(self.memory_gb, 2**20) * 2**30) - PROCESS_BYTES) // _MEMORY_PER_BATCH_BYTE
+
+    @property
     def batch_bytes(self) -> int:
-        """Bytes of raw text in a batch: resources.BATCH_BYTES, fewer where memory is short."""
-        return min(BATCH_BYTES, max(SMALLEST_BATCH_BYTES, text_bytes_within(self.memory_gb)))
+        """Bytes of raw text in a batch: BATCH_BYTES, fewer where memory is short."""
+        return min(BATCH_BYTES, max(SMALLEST_BATCH_BYTES, self._text_bytes))
 
     @property
     def most_batches(self) -> int:
         """Batches that may be laid out at once: one at least, three with 0.6 GB."""
-        return max(1, text_bytes_within(self.memory_gb) // BATCH_BYTES)
+        return max(1, self._text_bytes // BATCH_BYTES)
 
 
 def environment_number(name: str) -> int | None:

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 import orjson
 
 from preprocess.make.engines import Numbers
-from preprocess.make.members import Batch, Members, Piece
+from preprocess.make.members import Batch, Piece, members_of
 from preprocess.read.documents import BadDocument, Documents
 from preprocess.read.format import Texts
 from shardprep.errors import BadInput
@@ -38,7 +38,6 @@ from shardprep.format.manifest import (
     Manifest,
     ShardCounts,
     SourceCounts,
-    TextCounts,
     ValidationCounts,
 )
 from shardprep.format.names import (
@@ -47,7 +46,6 @@ from shardprep.format.names import (
     QUARANTINE_DIR,
     TAR_END,
     VOUCHED_PATHS,
-    DatasetSpec,
     idx_path,
     is_chosen,
     manifest_path,
@@ -56,6 +54,7 @@ from shardprep.format.names import (
     source_of_path,
     tar_path,
 )
+from shardprep.format.plan import Plan
 
 _MOST_SOURCES = 1000  # of one shard: its manifest names each
 _MOST_LENGTHS = 64 << (LENGTH_BITS - 1)
@@ -68,7 +67,7 @@ class _Source:
         self.num_quarantined = 0
         self.num_bytes = 0  # of the input files; where records name the source, of their texts
         self.num_text_bytes = self.num_chars = 0
-        self.lengths = np.zeros((2, _MOST_LENGTHS), np.int64)  # documents and tokens, see TextCounts
+        self._lengths = np.zeros((2, _MOST_LENGTHS), np.int64)  # documents and tokens
 
     def add_texts(self, texts: Texts, num_tokens: Numbers) -> None:
         self.num_text_bytes += texts.num_bytes
@@ -77,36 +76,26 @@ class _Source:
         self.num_chars += texts.num_bytes - int(np.count_nonzero(is_inside))
         dropped = np.maximum(np.frexp(num_tokens)[1] - LENGTH_BITS, 0)
         place = (dropped << (LENGTH_BITS - 1)) + (num_tokens >> dropped)
-        self.lengths[0] += np.bincount(place, minlength=_MOST_LENGTHS)
-        self.lengths[1] += np.bincount(place, num_tokens, _MOST_LENGTHS).astype(np.int64)
+        self._lengths[0] += np.bincount(place, minlength=_MOST_LENGTHS)
+        self._lengths[1] += np.bincount(place, num_tokens, _MOST_LENGTHS).astype(np.int64)
 
-    def source_counts(self) -> SourceCounts:
-        num_documents, num_tokens = self.lengths.sum(axis=1).tolist()
-        return SourceCounts(
-            num_documents=num_documents,
-            num_tokens=num_tokens,
-            num_bytes=self.num_bytes,
-            num_quarantined=self.num_quarantined,
-        )
-
-    def text_counts(self) -> TextCounts:
-        lengths: dict[str, list[int]] = {}
-        for place in np.flatnonzero(self.lengths[0]).tolist():
+    def lengths(self) -> dict[int, list[int]]:
+        """Return documents and tokens by length, see TextCounts."""
+        found = {}
+        for place in np.flatnonzero(self._lengths[0]).tolist():
             dropped = max((place >> (LENGTH_BITS - 1)) - 1, 0)
-            low = (place - (dropped << (LENGTH_BITS - 1))) << dropped
-            lengths[str(low)] = self.lengths[:, place].tolist()
-        return TextCounts(num_bytes=self.num_text_bytes, num_chars=self.num_chars, lengths=lengths)
+            found[(place - (dropped << (LENGTH_BITS - 1))) << dropped] = self._lengths[:, place].tolist()
+        return found
 
 
 class Counting:
     """The counts of a shard so far."""
 
-    def __init__(self, shard_id: int, input_paths: Mapping[int, str]) -> None:
+    def __init__(self, plan: Plan, shard_id: int) -> None:
+        self._plan = plan
         self._shard_id = shard_id
-        self._input_paths = input_paths  # by their position in the plan
         self.num_documents = self.num_tokens = 0  # without padding
-        self._num_lines = self._num_empty_lines = self._input_bytes = 0
-        self._histogram = np.zeros(64, np.int64)
+        self._num_lines = self._input_bytes = 0
         self._sources: defaultdict[str, _Source] = defaultdict(_Source)
         self.bad: list[BadDocument] = []
 
@@ -123,13 +112,11 @@ class Counting:
 
     def add(self, documents: Documents, num_tokens: Numbers) -> None:
         """Count a batch, given the tokens of each document. Raises BadInput for too many sources."""
-        num_documents, number = len(documents.lines), documents.input_number
-        self.num_documents += num_documents
+        number = documents.input_number
+        self.num_documents += len(documents.lines)
         self.num_tokens += int(num_tokens.sum())
         self._num_lines += documents.num_lines
-        self._num_empty_lines += documents.num_lines - num_documents - len(documents.bad)
         self._input_bytes += documents.num_bytes
-        self._histogram += np.bincount(np.frexp(num_tokens)[1], minlength=64)
         names = documents.columns.get("source")
         if names is None:
             source = self._source("", number)
@@ -149,38 +136,56 @@ class Counting:
 
     def _source(self, name: str, input_number: int) -> _Source:
         """Return a source by the name that a record gives; without one it is the file's."""
-        name = name or source_of_path(self._input_paths[input_number])
+        name = name or source_of_path(self._plan.inputs[input_number].path)
         source = self._sources[name]
         if len(self._sources) > _MOST_SOURCES:
             raise BadInput(
-                f"shard {self._shard_id:05d} has documents of more than {_MOST_SOURCES} sources, such as "
-                f"{name[:60]!r}; choose a --source_field with fewer values, or leave it out"
+                found=f"shard {self._shard_id:05d} has documents of more than {_MOST_SOURCES} sources, such "
+                f"as {name[:60]!r}",
+                expected="a --source_field with fewer values, or none",
             )
         return source
 
-    def shard_counts(
+    def counts(
         self, *, num_samples: int, num_padding: int, num_split: int, validation: ValidationCounts | None
-    ) -> ShardCounts:
-        used = np.flatnonzero(self._histogram)
-        return ShardCounts(
+    ) -> tuple[ShardCounts, dict[str, Any]]:
+        """Return the counts of the shard, and the TextCounts of each source with texts, as JSON has them."""
+        histogram = [0] * 64
+        sources, texts = {}, {}
+        for name, source in sorted(self._sources.items()):
+            lengths = source.lengths()
+            for low, (num_documents, _) in lengths.items():
+                histogram[low.bit_length()] += num_documents
+            num_documents, num_tokens = map(sum, zip((0, 0), *lengths.values(), strict=True))
+            sources[name] = SourceCounts(
+                num_documents=num_documents,
+                num_tokens=num_tokens,
+                num_bytes=source.num_bytes,
+                num_quarantined=source.num_quarantined,
+            )
+            if lengths:
+                texts[name] = {
+                    "num_bytes": source.num_text_bytes,
+                    "num_chars": source.num_chars,
+                    "lengths": {str(low): both for low, both in lengths.items()},
+                }
+        while histogram and not histogram[-1]:
+            histogram.pop()
+        counts = ShardCounts(
             num_samples=num_samples,
             num_documents=self.num_documents,
             num_tokens=self.num_tokens,
             num_lines=self._num_lines,
-            num_empty_lines=self._num_empty_lines,
+            num_empty_lines=self._num_lines - self.num_documents - len(self.bad),
             input_bytes=self._input_bytes,
             num_pad_tokens=num_padding,
             num_documents_across_rows=num_split,
             quarantined=dict(sorted(Counter(bad.reason for bad in self.bad).items())),
-            length_histogram=self._histogram[: used[-1] + 1].tolist() if len(used) else [],
-            sources={name: source.source_counts() for name, source in sorted(self._sources.items())},
+            length_histogram=histogram,
+            sources=sources,
             validation=validation,
         )
-
-    def text_counts(self) -> dict[str, dict[str, Any]]:
-        """Return the TextCounts of each source that has any texts, by name, as JSON has them."""
-        found = {name: dataclasses.asdict(of.text_counts()) for name, of in sorted(self._sources.items())}
-        return {name: counts for name, counts in found.items() if counts["lengths"]}
+        return counts, texts
 
 
 def _marks(folder: Path, shard_id: int) -> tuple[Path, Path]:
@@ -225,30 +230,20 @@ def remove_leftovers(folder: Path, shard_id: int) -> None:
 class ShardWriter:
     """Writes one shard. Within ``with``; only ``commit`` makes it count, and a failure leaves nothing."""
 
-    def __init__(
-        self,
-        folder: Path,
-        spec: DatasetSpec,
-        shard_id: int,
-        members: Members,
-        *,
-        input_paths: Mapping[int, str],
-        side_files: Sequence[str] = (),
-    ) -> None:
-        self._folder = folder
-        self._spec = spec
-        self._shard_id = shard_id
-        self._members = members
-        self._input_paths = input_paths  # by their position in the plan, for the quarantine file
-        self._side_files = side_files
-        self.counting = Counting(shard_id, input_paths)
+    def __init__(self, folder: Path, plan: Plan, shard_id: int) -> None:
+        """``folder``: where the files appear, the plan's or another one."""
+        self._folder, self._plan, self._shard_id = folder, plan, shard_id
+        self._spec = plan.spec
+        self.members = members_of(plan.spec, shard_id, plan.options)
+        self.counting = Counting(plan, shard_id)
         self._num_samples = 0
-        self._crcs = ChunkCrcs(idx_dtype(spec.kind))
+        self._crcs = ChunkCrcs(idx_dtype(plan.spec.kind))
         self._validation: list[Piece] = []  # whose records and digests come behind all others
         self._files = contextlib.ExitStack()
 
     def __enter__(self) -> ShardWriter:
         folder, shard_id = self._folder, self._shard_id
+        side_files = self._plan.options.side_files()
         begun, self._again = _marks(folder, shard_id)
         ours = [begun]  # held before it is made: a signal may come in between
         with self._files as files:
@@ -261,7 +256,7 @@ class ShardWriter:
             self._tar = self._file(tar_path(folder, shard_id))
             self._idx = self._file(idx_path(folder, shard_id))
             self._ids, self._digests = (
-                self._file(VOUCHED_PATHS[name](folder, shard_id)) if name in self._side_files else None
+                self._file(VOUCHED_PATHS[name](folder, shard_id)) if name in side_files else None
                 for name in ("ids", "digests")
             )
             self._idx.write(idx_header(self._spec, shard_id))
@@ -280,8 +275,15 @@ class ShardWriter:
         """Add documents, in the order of the input."""
         self.counting.add(batch.documents, np.diff(batch.tokens.offsets))
         if self._ids is not None:
-            self._ids.write(_id_lines(batch.documents))
-        self._write(self._members.pieces(batch))
+            # A line of JSON for each document: its input, its place there, its id; lines of text have none.
+            documents = batch.documents
+            ids = documents.columns.get("id") or [""] * len(documents.lines)
+            rows = [
+                orjson.dumps([documents.input_number, offset, name], option=orjson.OPT_APPEND_NEWLINE)
+                for offset, name in zip(documents.offsets.tolist(), ids, strict=True)
+            ]
+            self._ids.write(b"".join(rows))
+        self._write(self.members.pieces(batch))
 
     def _write(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
@@ -303,7 +305,7 @@ class ShardWriter:
 
     def commit(self, run: dict[str, Any], *, made_from: str | None = None) -> Manifest:
         """Publish the shard: last its manifest, with ``run`` and ``made_from`` in it."""
-        self._write(self._members.rest())
+        self._write(self.members.rest())
         for piece in self._validation:
             self._note(piece)
         self._tar.write(TAR_END)
@@ -312,16 +314,24 @@ class ShardWriter:
         others = {"quarantine": self.quarantine(), "ids": self._ids, "digests": self._digests}
         files |= {name: file for name, file in others.items() if file is not None}
         stamps: dict[str, Any] = dict.fromkeys(others) | {name: file.sync() for name, file in files.items()}
+        validation = None
+        if self._spec.validation_fraction:
+            validation = ValidationCounts(
+                num_samples=sum(len(piece.records) for piece in self._validation),
+                num_documents=sum(len(piece.digests) for piece in self._validation),
+                num_tokens=sum(int(piece.records["num_tokens"].sum()) for piece in self._validation),
+            )
+        counts, texts = self.counting.counts(
+            num_samples=self._num_samples,
+            num_padding=self.members.num_padding,
+            num_split=self.members.num_split,
+            validation=validation,
+        )
         manifest = Manifest(
             spec=self._spec,
             shard_id=self._shard_id,
-            counts=self.counting.shard_counts(
-                num_samples=self._num_samples,
-                num_padding=self._members.num_padding,
-                num_split=self._members.num_split,
-                validation=self._validation_counts(),
-            ),
-            run={**run, "texts": self.counting.text_counts()},
+            counts=counts,
+            run={**run, "texts": texts},
             made_from=made_from,
             **stamps,
         )
@@ -341,26 +351,7 @@ class ShardWriter:
             return None
         file = self._file(quarantine_path(self._folder, self._shard_id))
         for bad in self.counting.bad:
-            entry = {**dataclasses.asdict(bad), "source": self._input_paths[bad.source]}
+            entry = {**dataclasses.asdict(bad), "source": self._plan.inputs[bad.source].path}
             del entry["named"]
             file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
         return file
-
-    def _validation_counts(self) -> ValidationCounts | None:
-        if not self._spec.validation_fraction:
-            return None
-        return ValidationCounts(
-            num_samples=sum(len(piece.records) for piece in self._validation),
-            num_documents=sum(len(piece.digests) for piece in self._validation),
-            num_tokens=sum(int(piece.records["num_tokens"].sum()) for piece in self._validation),
-        )
-
-
-def _id_lines(documents: Documents) -> bytes:
-    """A line of JSON for each document: its input, its place there, its id; lines of text have none."""
-    ids = documents.columns.get("id") or [""] * len(documents.lines)
-    rows = [
-        orjson.dumps([documents.input_number, offset, name])
-        for offset, name in zip(documents.offsets.tolist(), ids, strict=True)
-    ]
-    return b"\n".join([*rows, b""])

@@ -4,6 +4,10 @@ Making is one chain of generators: read -> encode and lay out -> write -> manife
 one reads the next batch, some take a batch each, encode it, with the engine's own threads, and lay it out,
 and this one writes the batches in their order. All but the encoding is Python and numpy, which share the
 interpreter's lock for a part of the time: see benchmarks/results.md.
+
+``run_shards`` makes several shards on this machine. Each process loads the tokenizer once and is given one
+shard after the other. A failure is printed, and written into the attempt's record for ``status``; the other
+shards go on.
 """
 
 from __future__ import annotations
@@ -11,36 +15,34 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import os
 import platform
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 import shardprep
 from preprocess.make.engines import NO_LOSS, Engine, equal_fast_engine, ids_sha256, tokenizers_engine
-from preprocess.make.members import Batch, Members, members_of
-from preprocess.make.resources import WorkerSettings, memory_note
+from preprocess.make.members import Batch, Members
+from preprocess.make.resources import WorkerSettings, bind_to, memory_note
 from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
-from preprocess.read import BATCH_BYTES
-from preprocess.read.documents import Documents, load_libraries, read_documents
+from preprocess.read.documents import Documents, documents_of_shard, load_libraries
 from preprocess.read.format import Texts
-from preprocess.read.transform import Transform, transform_of
-from shardprep.console import Progress, counted, say, short_bytes, short_number
+from preprocess.read.transform import transform_of
+from shardprep.command_line import start_child
+from shardprep.console import Progress, counted, guard_streams, say, short_bytes, short_number
 from shardprep.errors import (
     BadInput,
     CannotWrite,
     OtherTokenizer,
     ReadWriteError,
-    Refused,
+    ShardprepError,
     UsageError,
 )
 from shardprep.format.documents import (
@@ -48,7 +50,6 @@ from shardprep.format.documents import (
     are_for_validation,
     blank_digests,
     read_blanked,
-    read_excluded,
 )
 from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import Manifest, done_manifest, read_findings
@@ -60,8 +61,12 @@ from shardprep.format.names import (
     is_chosen,
     quarantine_path,
 )
-from shardprep.format.options import EngineName
-from shardprep.format.plan import Plan, PlannedShard, check_tokenizer_files
+from shardprep.format.plan import EngineName, Plan, PlannedShard, check_tokenizer_files, need_plan
+
+if TYPE_CHECKING:  # a task of one shard does without them
+    from multiprocessing.connection import Connection
+
+    from shardprep.format.jobs import Failure
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 _NUM_NAMED = 3  # inputs that are named, of a shard
@@ -76,21 +81,9 @@ _SLURM_FACTS = (
 _OTHER_FLAG = dict.fromkeys(["no_field", "null_field", "wrong_type"], "--text_field")
 _OTHER_FLAG["undecodable"] = "--encoding"
 
+Progressed = Callable[[int, dict[str, int]], None]  # called with bytes of input, and what else was done
 Given = TypeVar("Given")
 Made = TypeVar("Made")
-
-
-class Work(NamedTuple):
-    """What was done since the last time it was told."""
-
-    num_bytes: int  # of input
-    num_documents: int
-    num_tokens: int
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """What Progress counts beside the bytes."""
-        return {"documents": self.num_documents, "tokens": self.num_tokens}
 
 
 def make_shard(plan: Plan, folder: Path, shard_id: int, settings: WorkerSettings, num_cpus: int) -> int:
@@ -104,11 +97,11 @@ def make_shard(plan: Plan, folder: Path, shard_id: int, settings: WorkerSettings
     say(part_line(plan, shard))
     if settings.memory_gb is not None and (note := memory_note(settings.memory_gb)):
         say(f"note: {note}")
-    worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say, shard=shard)
+    worker = Worker(plan, folder, settings, num_cpus=num_cpus, warn=say, shard=shard)
     say(worker.means_line())
     # Make.
     progress = Progress(f"shard {shard_id:05d}", shard.num_bytes)
-    manifest = worker.run_shard(shard, lambda work: progress.add(work.num_bytes, work.counts))
+    manifest = worker.run_shard(shard, progress.add)
     # Tell: all that was made is in the manifest.
     say(done_line(manifest, folder))
     return 0
@@ -154,16 +147,37 @@ def amounts_line(num_bytes: int, num_documents: int, num_tokens: int, wall_s: fl
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class Worker:
     """What a process needs to make shards of one plan: the plan, its folder, a loaded engine."""
 
-    plan: Plan
-    folder: Path
-    settings: WorkerSettings
-    engine: Engine
-    num_cpus: int
-    transform: Transform | None = None  # that documents go through
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        settings: WorkerSettings,
+        *,
+        num_cpus: int,
+        warn: Callable[[str], None],
+        shard: PlannedShard | None = None,
+    ) -> None:
+        """Load the plan's tokenizer from its folder, for one shard, or for any of them.
+
+        Raises OtherTokenizer where its files or its ids changed.
+        """
+        self.plan = plan = plan.at(settings.input_dir)
+        self.folder, self.settings, self.num_cpus = folder, settings, num_cpus
+        if shard is None:
+            load_libraries(item.path for item in plan.inputs)
+        else:
+            load_libraries(part.path.name for part in shard.ranges)
+        check_tokenizer_files(folder, plan.tokenizer_files)
+        self.transform = transform_of(plan.options, settings.transform)
+        if plan.options.is_chat:
+            from preprocess.read.chat import check_chat_versions
+
+            check_chat_versions(plan.options.chat_versions)
+        wanted: EngineName = "tokenizers" if plan.options.is_chat else settings.engine
+        self.engine = load_engine(plan, folder, wanted, warn)
 
     def means_line(self) -> str:
         """Say what shards are made with."""
@@ -177,7 +191,7 @@ class Worker:
             f"batches of {settings.batch_bytes >> 10} KiB of text, {memory}"
         )
 
-    def run_shard(self, shard: PlannedShard, progress: Callable[[Work], None]) -> Manifest:
+    def run_shard(self, shard: PlannedShard, progress: Progressed) -> Manifest:
         """Make a shard of ``plan``; ``progress`` is told the work of each batch.
 
         Raises BadInput where too many documents are undecodable, and what reading and writing raise.
@@ -192,53 +206,30 @@ class Worker:
             return manifest
 
     def make_into(
-        self, folder: Path, shard: PlannedShard, progress: Callable[[Work], None] = lambda _: None
+        self, folder: Path, shard: PlannedShard, progress: Progressed = lambda *_: None
     ) -> Manifest:
         """Make a shard in a folder: in another one than the plan's it counts for nothing."""
         began, cpu_began = time.time(), time.process_time()
         transform_began_s = self.transform.cpu_s if self.transform else 0.0
         plan, settings, options = self.plan, self.settings, self.plan.options
-        digest = None if shard.sha256 is None else hashlib.sha256()
-        documents: Iterator[Documents] = documents_of_shard(
-            plan,
-            self.folder,
-            shard,
-            batch_bytes=settings.batch_bytes,
-            digest=digest,
-            transform=self.transform,
+        documents = documents_of_shard(
+            plan, self.folder, shard, batch_bytes=settings.batch_bytes, transform=self.transform
         )
         if (most := settings.most_documents) is not None:
             documents = (part for batch in documents for part in batch.parts(most))
-        members = members_of(plan.spec, shard.shard_id, options)
+        writer = ShardWriter(folder, plan, shard.shard_id)
         blanked: BlankedDocuments | None = None
         if options.blanked and shard.shard_id in ids_of_ranges(options.blanked):
             blanked = read_blanked(self.folder, plan.plan_id, shard.shard_id)
         # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
         num_makers = min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), settings.most_batches)
-        make = functools.partial(self._encode_and_lay_out, members, blanked)
-        with (
-            contextlib.closing(_made_in_order(make, documents, num_makers)) as batches,
-            ShardWriter(
-                folder,
-                plan.spec,
-                shard.shard_id,
-                members,
-                input_paths={number: plan.inputs[number].path for number in shard.input_numbers},
-                side_files=options.side_files(),
-            ) as writer,
-        ):
+        make = functools.partial(self._encode_and_lay_out, writer.members, blanked)
+        with contextlib.closing(_made_in_order(make, documents, num_makers)) as batches, writer:
             for batch in batches:
                 writer.append(batch)
                 num_documents, num_tokens = len(batch.documents.lines), len(batch.tokens.ids)
-                progress(Work(batch.documents.num_bytes, num_documents, num_tokens))
+                progress(batch.documents.num_bytes, {"documents": num_documents, "tokens": num_tokens})
                 del batch  # a tar's share of it may be 11 MB, which else wait for the next one
-            if digest is not None and digest.hexdigest() != shard.sha256:
-                names = sorted({plan.inputs[number].path for number in shard.input_numbers})
-                raise Refused(
-                    f"the input of shard {shard.shard_id:05d} ({', '.join(names[:3])}) changed since it was "
-                    f"planned: sha256 {digest.hexdigest()[:12]}, the plan says {str(shard.sha256)[:12]}; "
-                    "bring the file back, or plan anew into a new folder"
-                )
             self._check_bad_fraction(writer, shard.shard_id)
             facts = {  # what may differ between equal shards; for reports, never for decisions
                 "engine": f"{self.engine.name} {self.engine.version}",
@@ -312,60 +303,6 @@ class Worker:
         )
 
 
-def documents_of_shard(
-    plan: Plan,
-    folder: Path,
-    shard: PlannedShard,
-    *,
-    batch_bytes: int = BATCH_BYTES,
-    digest: hashlib._Hash | None = None,
-    transform: Transform | None = None,
-) -> Iterator[Documents]:
-    """Yield the documents of a shard's input, without those that the plan excludes."""
-    excluded = plan.options.excluded
-    return read_documents(
-        shard.ranges,
-        plan.options,
-        batch_bytes=batch_bytes,
-        digest=digest,
-        most_documents=shard.most_documents,
-        excluded=_excluded(folder, excluded) if excluded else None,
-        transform=transform,
-    )
-
-
-_excluded = functools.lru_cache(maxsize=1)(read_excluded)  # the same for all shards
-
-
-def load_worker(
-    plan: Plan,
-    folder: Path,
-    settings: WorkerSettings,
-    *,
-    num_cpus: int,
-    warn: Callable[[str], None],
-    shard: PlannedShard | None = None,
-) -> Worker:
-    """Load the plan's tokenizer from its folder, for one shard, or for any of them.
-
-    Raises OtherTokenizer where its files or its ids changed.
-    """
-    plan = plan.at(settings.input_dir)
-    load_libraries(
-        [item.path for item in plan.inputs] if shard is None else [part.path.name for part in shard.ranges]
-    )
-    check_tokenizer_files(folder, plan.tokenizer_files)
-    transform = transform_of(plan.options, settings.transform)
-    if plan.options.is_chat:
-        from preprocess.read.chat import check_chat_versions
-
-        check_chat_versions(plan.options.chat_versions)
-    engine = load_engine(plan, folder, "tokenizers" if plan.options.is_chat else settings.engine, warn)
-    return Worker(
-        plan=plan, folder=folder, settings=settings, engine=engine, num_cpus=num_cpus, transform=transform
-    )
-
-
 def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[str], None]) -> Engine:
     """Return the engine of a worker, once it has given the reference's ids for the plan's probe.
 
@@ -435,3 +372,132 @@ def _made_in_order(
                 yield made.popleft().result()
         while made:
             yield made.popleft().result()
+
+
+# Several shards on this machine. -------------------------------------------------------------------------
+
+
+class _Process:
+    """A worker process and the shard it is at."""
+
+    def __init__(self, folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: bool) -> None:
+        from multiprocessing import Pipe
+
+        self.cpus = cpus
+        self.shard_id = -1
+        self.is_dead = False
+        self.pipe, theirs = Pipe()
+        self._process = start_child(_serve, folder, settings, cpus, is_verbose, theirs)
+        theirs.close()
+
+    def give(self, shard_id: int) -> None:
+        self.shard_id = shard_id
+        with contextlib.suppress(BrokenPipeError):  # it died idle; the end of its pipe tells
+            self.pipe.send(shard_id)
+
+    def receive(self) -> tuple[int, dict[str, int]] | Manifest | Failure | str:
+        """Return what Progressed is called with, what became of the shard, or a line for people."""
+        try:
+            event: tuple[int, dict[str, int]] | Manifest | Failure | str = self.pipe.recv()
+        except (EOFError, ConnectionError):
+            from shardprep.format.jobs import Failure
+
+            self.end()
+            self.is_dead = True
+            code = self._process.exitcode or 0
+            how = f"killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
+            return Failure.of(self.shard_id, ReadWriteError(f"its process was {how}"))
+        return event
+
+    def end(self) -> None:
+        """Wait for a process that has nothing more to do, or died."""
+        self.pipe.close()
+        self._process.join()
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self.end()
+
+
+def run_shards(
+    folder: Path,
+    settings: WorkerSettings,
+    shard_ids: Iterable[int],
+    cpus_of: list[list[int]],
+    progress: Progress,
+    *,
+    is_verbose: bool,
+) -> tuple[list[Manifest], list[Failure]]:
+    """Make shards in one process for each of ``cpus_of``, its CPUs; returns what was made, and what failed.
+
+    A failure does not stop the others. A process that dies takes its shard with it, and a new one
+    goes on with the rest. On Stopped the processes are stopped, too, and clean up.
+    """
+    from multiprocessing.connection import wait
+
+    from shardprep.format.jobs import Failure, append_failure
+
+    todo = deque(shard_ids)
+    failures: list[Failure] = []
+    made: list[Manifest] = []
+    notes: set[str] = set()
+    processes = [_Process(folder, settings, cpus, is_verbose) for cpus in cpus_of[: len(todo)]]
+    try:
+        for process in processes:
+            process.give(todo.popleft())
+        while processes:
+            ready = wait([process.pipe for process in processes])
+            for process in [process for process in processes if process.pipe in ready]:
+                event = process.receive()
+                if isinstance(event, tuple):
+                    progress.add(*event)
+                    continue
+                if isinstance(event, str):
+                    if event not in notes:  # each process says it
+                        say(event)
+                    notes.add(event)
+                    continue
+                if isinstance(event, Failure):
+                    failures.append(event)
+                    say(f"shard {event.shard_id:05d} failed ({event.exit_code}): {event.reason}")
+                    append_failure(event)
+                else:
+                    made.append(event)
+                    if is_verbose:
+                        say(done_line(event, folder))
+                processes.remove(process)
+                if todo:
+                    fresh = process
+                    if process.is_dead:
+                        fresh = _Process(folder, settings, process.cpus, is_verbose)
+                    processes.append(fresh)
+                    fresh.give(todo.popleft())
+                else:
+                    process.end()
+    finally:
+        for process in processes:
+            process.stop()
+    return made, sorted(failures, key=lambda failure: failure.shard_id)
+
+
+def _serve(
+    folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: bool, pipe: Connection
+) -> None:
+    """Make the shards that come in, in a worker process; progress and outcomes go out."""
+    from shardprep.format.jobs import Failure
+
+    worker, shard_id = None, -1
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        guard_streams()
+        bind_to(cpus)
+        while True:
+            shard_id = pipe.recv()
+            try:
+                if worker is None:
+                    plan = need_plan(folder)
+                    worker = Worker(plan, folder, settings, num_cpus=len(cpus), warn=pipe.send)
+                    if is_verbose:
+                        pipe.send(worker.means_line())
+                pipe.send(worker.run_shard(worker.plan.shard(shard_id), lambda *work: pipe.send(work)))
+            except ShardprepError as error:
+                pipe.send(Failure.of(shard_id, error))

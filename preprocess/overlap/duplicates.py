@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.make.worker import documents_of_shard
-from preprocess.read.documents import Documents
+from preprocess.read.documents import Documents, documents_of_shard
 from preprocess.read.transform import Transform, transform_of
 from shardprep.console import Progress, counted, print_lines, quoted
 from shardprep.errors import Refused, UsageError

@@ -42,8 +42,7 @@ from shardprep.files import (
     size_of_file,
 )
 from shardprep.format.names import TOKENIZER_DIR, TOKENIZER_FILE, chosen_shards, shard_name, source_of_path
-from shardprep.format.options import PlanOptions
-from shardprep.format.plan import ByteRange, Plan, check_tokenizer_files, need_plan, read_plan
+from shardprep.format.plan import ByteRange, Plan, PlanOptions, check_tokenizer_files, need_plan, read_plan
 
 _MOST_TEXT_CHARS = 2000  # of a hit
 _MOST_SHOWN = 50  # hits on the page

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import dataclasses
 import fnmatch
 import heapq
 import itertools
@@ -22,23 +23,24 @@ import re
 import stat
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
+from preprocess.read import BATCH_BYTES
 from preprocess.read.compressed import COMPRESSIONS, decompressed
-from preprocess.read.documents import format_of, load_libraries, starts_in
-from preprocess.read.format import OpenInput, Start, check_is_fetched, sample_sha256
+from preprocess.read.documents import Documents, format_of, load_libraries, read_documents, starts_in
+from preprocess.read.format import SHORT_LINE_BYTES, OpenInput, Start, check_is_fetched, sample_sha256
+from preprocess.read.transform import Transform
 from shardprep.command_line import needs
 from shardprep.console import counted, short_bytes
 from shardprep.errors import BadInput, NotFound, ShardprepError, UsageError
 from shardprep.format.input_formats import input_kind, known_input_kind, known_suffixes
 from shardprep.format.names import MAX_SHARDS
-from shardprep.format.options import SPLITS, PlanOptions
-from shardprep.format.plan import Cut, InputFile
+from shardprep.format.plan import SPLITS, Cut, InputFile, PlanOptions, ranges_between
 
 # Why a name is left out, as plan.json has it, and what a user can do about it.
 _UNKNOWN = "unknown suffix"
@@ -528,3 +530,69 @@ def _cuts_inside(
             cut = Cut(number, start.byte, start.text_byte) if is_inside else Cut(number + 1, 0)
         cuts.append(cut)
     return cuts[::-1]
+
+
+_GOLDEN_RATIO = 0.618034  # its multiples are spread evenly over 0 to 1
+
+
+def sample_documents(
+    input_dir: Path,
+    inputs: Sequence[InputFile],
+    options: PlanOptions,
+    *,
+    num_bytes: int,
+    num_places: int,
+    most_files: int = sys.maxsize,
+    transform: Transform | None = None,
+) -> Iterator[Documents]:
+    """Yield about ``num_bytes`` of text, evenly from each place. What one place lacks the next one gives.
+
+    Inputs of fewer bytes are read whole, if they are no more than ``most_files``. Of a file that can be read
+    from its beginning alone (gzip), it is the head. No document comes twice, and a very long one comes whole.
+    """
+    places = [Cut(0, 0)]
+    total = sum(item.num_bytes for item in inputs)
+    if total > num_bytes or (total and len(inputs) > most_files):
+        places += _places(input_dir, inputs, options, num_places)
+    each, files_each = num_bytes // len(places), max(1, most_files // len(places))
+    allowed = taken = 0
+    for place, following in itertools.pairwise([*places, Cut(len(inputs), 0)]):
+        allowed += each
+        if taken >= allowed:
+            continue
+        # As the files are now: whether they are as they were planned is asked by those who make shards.
+        ranges = ranges_between(input_dir, inputs, place, following)
+        parts = (dataclasses.replace(part, planned=None) for part in ranges if part.start < part.end)
+        found = read_documents(
+            list(itertools.islice(parts, files_each)),
+            options,
+            batch_bytes=max(1, min(BATCH_BYTES, each)),
+            transform=transform,
+        )
+        with contextlib.closing(found):
+            for documents in found:
+                yield documents
+                taken += sum(map(len, documents.texts)) + len(documents.bad) * SHORT_LINE_BYTES
+                if taken >= allowed:
+                    break
+
+
+def _places(input_dir: Path, inputs: Sequence[InputFile], options: PlanOptions, num_places: int) -> list[Cut]:
+    """Return where samples begin behind the first, ascending. Several may be one."""
+    ends = list(itertools.accumulate((item.num_bytes for item in inputs), initial=0))
+    places: list[Cut] = []
+    number = 0
+    for place in range(1, num_places):
+        # Each lies elsewhere in its stretch: at its beginning, equal files would show their heads alone.
+        target = int(ends[-1] * (place + (0.5 + place * _GOLDEN_RATIO) % 1) / num_places)
+        while ends[number + 1] <= target:
+            number += 1
+        file, byte = OpenInput(input_dir / inputs[number].path), target - ends[number]
+        (start,) = starts_in(file, [(byte, sys.maxsize)], options)
+        if start is not None and start.byte < inputs[number].num_bytes:
+            places.append(Cut(number, start.byte, start.text_byte))
+        elif places and places[-1].input_number == number:  # none follows in this file
+            places.append(places[-1])
+        else:
+            places.append(Cut(number, 0))
+    return places

@@ -34,6 +34,7 @@ from tokenizers import Tokenizer, processors
 import shardprep
 from preprocess.make import engines
 from preprocess.read.format import what_fetches
+from shardprep.command_line import start_child
 from shardprep.errors import (
     BrokenShard,
     CannotWrite,
@@ -68,7 +69,6 @@ from shardprep.format.names import (
 )
 from shardprep.format.plan import Plan, stamp_tokenizer
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
-from shardprep.signals import start_child
 
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"

@@ -37,10 +37,10 @@ from typing import Any, NamedTuple
 
 from preprocess.read.text_fields import MAX_JSON_DEPTH, UnusableText
 from shardprep import HOME
+from shardprep.command_line import STOP_SIGNALS, stop_signals_wait
 from shardprep.console import guard_streams
 from shardprep.errors import BadInput, ReadWriteError, Refused, UsageError
-from shardprep.format.options import MaskRule
-from shardprep.signals import STOP_SIGNALS, stop_signals_wait
+from shardprep.format.plan import MaskRule
 
 FIXED_DATE = datetime.datetime(2024, 7, 26)  # noqa: DTZ001  the one that Llama 3.1's template falls back on
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -113,12 +113,9 @@ def chat_template_of(
         try:
             text = given.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"--chat_template_file {given} cannot be read: {getattr(error, 'strerror', None) or error}; "
-                "expected the file of a Jinja template, in UTF-8",
-                path=given,
-                expected="the file of a Jinja template",
-            ) from None
+            why = getattr(error, "strerror", None) or error
+            expected = "the file of a Jinja template, in UTF-8"
+            raise UsageError(path=given, found=f"--chat_template_file ({why})", expected=expected) from None
     if not text:
         raise UsageError(
             "the tokenizer has no chat template, as those of base models; take the model_id of its chat "
@@ -277,12 +274,15 @@ def serve() -> None:
                 limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + question["most_cpu_s"])
                 try:
                     say(renderer.answer(text))
+                except _Unusable as error:
+                    say(dict(zip(("reason", "detail"), error.args, strict=True)))
                 except MemoryError:
                     os._exit(_OUT_OF_MEMORY)
 
 
 def _tokenizer_facts(folder: str) -> dict[str, Any]:
-    from transformers import AutoTokenizer
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     try:
@@ -291,35 +291,25 @@ def _tokenizer_facts(folder: str) -> dict[str, Any]:
         template = ""
     added = sorted(tokenizer.added_tokens_decoder.items())
     control = [token.content for _, token in added if token.special]
-    return {
-        "template": template,
-        "tokens": {"named": tokenizer.special_tokens_map, "control": control},
-        "mask_rule": _mask_rule(),
-    }
-
-
-def _mask_rule() -> str:
-    """Name the rule by which this transformers tells the assistant's tokens; empty for one that is unknown.
-
-    The rule changed in 5.24. What tells both apart are a character of three tokens, 뷁, and a blank that no
-    token has.
-    """
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
+    # By which rule this transformers tells the assistant's tokens: it changed in 5.24. What tells both apart
+    # are a character of three tokens, 뷁, and a blank that no token has. Empty for a rule that is unknown.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    bytewise = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    bytewise.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    found: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer).apply_chat_template(
+    found: Any = PreTrainedTokenizerFast(tokenizer_object=bytewise).apply_chat_template(
         _PROBE,
         chat_template="a{% generation %}뷁{% endgeneration %}b{% generation %} c{% endgeneration %}",
         return_dict=True,
         return_assistant_tokens_mask=True,
     )
     masks = {(0, 1, 1, 1, 0, 1): "overlap", (0, 1, 0, 0, 0, 0): "char_to_token"}
-    return masks.get(tuple(found["assistant_masks"]), "")
+    return {
+        "template": template,
+        "tokens": {"named": tokenizer.special_tokens_map, "control": control},
+        "mask_rule": masks.get(tuple(found["assistant_masks"]), ""),
+    }
 
 
 class _Unusable(Exception):
@@ -347,20 +337,26 @@ class _Renderer:
         control = [] if template.allows_control_tokens else sorted(tokens["control"], key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, control)) or "(?!)")
 
-    def answer(self, conversation: str) -> list[Any] | dict[str, str]:
-        """Return text and spans; or reason and detail of a conversation that cannot be used."""
-        try:
-            messages = self._checked(json.loads(conversation))
-            if self._is_tagged:
-                text, spans = self._text(messages, return_assistant_tokens_mask=True)
-            else:
-                text, spans = self._by_beginnings(messages)
-        except _Unusable as error:
-            reason, detail = error.args
-            return {"reason": reason, "detail": detail}
-        if any(begin < end for begin, end in spans):
-            return [text, spans]
-        return {"reason": "no_assistant", "detail": "the template renders nothing that the assistant wrote"}
+    def answer(self, conversation: str) -> tuple[str, Spans]:
+        """Return text and spans. Raises _Unusable."""
+        messages = self._checked(json.loads(conversation))
+        text, spans = self._text(messages, return_assistant_tokens_mask=self._is_tagged)
+        for number, message in enumerate(messages):
+            if self._is_tagged or message["role"] != "assistant":
+                continue
+            before, _ = self._text(messages[:number], add_generation_prompt=True)
+            after, _ = self._text(messages[: number + 1])
+            if not (after.startswith(before) and text.startswith(after)):
+                raise _Unusable(
+                    "no_beginning",
+                    f"the text up to message {number} is no beginning of the whole, so nothing tells what "
+                    "the assistant wrote",
+                )
+            if len(before) < len(after):
+                spans.append((len(before), len(after)))
+        if not any(begin < end for begin, end in spans):
+            raise _Unusable("no_assistant", "the template renders nothing that the assistant wrote")
+        return text, spans
 
     def _checked(self, messages: list[Any]) -> list[dict[str, Any]]:
         """Return the messages without their nulls. Raises _Unusable."""
@@ -378,9 +374,8 @@ class _Renderer:
                     raise _Unusable("control_token", f"message {number} holds the control token {found[0]}")
         if not num_answers:
             raise _Unusable("no_assistant", "no message is the assistant's")
-        if num_answers * (num_chars + _MESSAGE_CHARS * len(messages)) > (
-            _MOST_TAGGED_WORK if self._is_tagged else _MOST_WORK
-        ):
+        work = num_answers * (num_chars + _MESSAGE_CHARS * len(messages))
+        if work > (_MOST_TAGGED_WORK if self._is_tagged else _MOST_WORK):
             remedy = "; put {% generation %} into a copy of the template, which may have more"
             raise _Unusable(
                 "too_many_answers",
@@ -389,24 +384,6 @@ class _Renderer:
             )
         # As apply_chat_template does: templates fail on a null, and tables have one for each other's keys.
         return [{key: value for key, value in message.items() if value is not None} for message in messages]
-
-    def _by_beginnings(self, messages: list[dict[str, Any]]) -> tuple[str, Spans]:
-        text, _ = self._text(messages)
-        spans = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before, _ = self._text(messages[:number], add_generation_prompt=True)
-            after, _ = self._text(messages[: number + 1])
-            if not (after.startswith(before) and text.startswith(after)):
-                raise _Unusable(
-                    "no_beginning",
-                    f"the text up to message {number} is no beginning of the whole, so nothing tells what "
-                    "the assistant wrote",
-                )
-            if len(before) < len(after):
-                spans.append((len(before), len(after)))
-        return text, spans
 
     def _text(self, messages: list[dict[str, Any]], **options: Any) -> tuple[str, Spans]:
         """Render messages: their text, and of a template with tags, where asked, the assistant's spans."""

@@ -44,6 +44,8 @@ class Compression:
     magics: tuple[bytes, ...]
     open: Callable[[bytes, int], Any]  # (data, zstd_long) -> bz2's interface, for one member, stream or frame
     may_end_in_zeros: bool = False
+    # The places where a file says that it may be entered, the first one and the end among them.
+    frames: Callable[[OpenInput], Iterable[Start]] = lambda _: ()
 
 
 class _GzipMember:
@@ -96,23 +98,6 @@ def _zstd_frame(_: bytes, zstd_long: int) -> Any:
     )
 
 
-_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-_SKIPPABLE = tuple(struct.pack("<I", 0x184D2A50 + number) for number in range(16))
-COMPRESSIONS = {
-    ".gz": Compression(
-        name="gzip", magics=(b"\x1f\x8b",), open=lambda data, _: _GzipMember(data), may_end_in_zeros=True
-    ),
-    ".zst": Compression(name="zstd", magics=(_ZSTD_MAGIC, *_SKIPPABLE), open=_zstd_frame),
-    ".xz": Compression(
-        name="xz",
-        magics=(b"\xfd7zXZ\0",),
-        open=lambda _, __: lzma.LZMADecompressor(memlimit=_XZ_BYTES),
-        may_end_in_zeros=True,
-    ),
-    ".bz2": Compression(name="bzip2", magics=(b"BZh",), open=lambda _, __: bz2.BZ2Decompressor()),
-}
-
-
 def decompressed(
     file: OpenInput,
     compression: Compression,
@@ -128,8 +113,7 @@ def decompressed(
     """
     position = told = span[0]  # bytes of the file that were read, and that a piece accounts for
     data = b""
-    held: list[bytes] = []
-    num_held = 0
+    held = bytearray()
     padding = b""  # that may stand before a member: zeros behind the first one
 
     def more() -> bytes:
@@ -164,34 +148,23 @@ def decompressed(
             except MemoryError:
                 raise
             except Exception as error:  # each library has its own
-                raise _undecompressed(file, compression, position, error) from None
+                if compression.name == "zstd" and "too much memory" in str(error):
+                    raise BadInput(
+                        f"input {file.path} asks for a larger window of memory than is allowed, before byte "
+                        f"{position}; plan with --zstd_long 31, which may take 2 GiB in each task, or unpack "
+                        f"the file: zstd -d --long=31 {file.path}",
+                        path=file.path,
+                        remedy="--zstd_long 31",
+                    ) from None
+                what = f"cannot be decompressed as {compression.name} before byte {position} ({error})"
+                raise unreadable(file, what) from None
             data = b""
-            held.append(text)
-            num_held += len(text)
-            if num_held >= piece_bytes:
-                yield TextPiece(b"".join(held), position - told)
-                told, held, num_held = position, [], 0
+            held += text
+            if len(held) >= piece_bytes:
+                yield TextPiece(bytes(held), position - told)
+                told, held = position, bytearray()
         data = stream.unused_data
-    yield TextPiece(b"".join(held), span[1] - told)
-
-
-def _undecompressed(file: OpenInput, compression: Compression, position: int, error: Exception) -> BadInput:
-    if compression.name == "zstd" and "too much memory" in str(error):
-        return BadInput(
-            f"input {file.path} asks for a larger window of memory than is allowed, before byte {position}; "
-            f"plan with --zstd_long 31, which may take 2 GiB in each task, or unpack the file: "
-            f"zstd -d --long=31 {file.path}",
-            path=file.path,
-            remedy="--zstd_long 31",
-        )
-    return unreadable(file, f"cannot be decompressed as {compression.name} before byte {position} ({error})")
-
-
-def frames_of(file: OpenInput, compression: Compression) -> Iterable[Start]:
-    """Return the places where the file says that it may be entered, the first one and the end among them."""
-    if compression.name == "gzip":
-        return _bgzf_blocks(file)
-    return _seek_table(file) if compression.name == "zstd" else ()
+    yield TextPiece(bytes(held), span[1] - told)
 
 
 # Magic, mtime, flags, system, 6, "BC", 2, bytes of the block less 1.
@@ -232,3 +205,24 @@ def _seek_table(file: OpenInput) -> list[Start]:
     if num_frames < 2 or int(ends[-1, 0]) != size - table_bytes:
         return []
     return [Start(0), *(Start(byte, text) for byte, text in ends.tolist())]
+
+
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_SKIPPABLE = tuple(struct.pack("<I", 0x184D2A50 + number) for number in range(16))
+COMPRESSIONS = {
+    ".gz": Compression(
+        name="gzip",
+        magics=(b"\x1f\x8b",),
+        open=lambda data, _: _GzipMember(data),
+        may_end_in_zeros=True,
+        frames=_bgzf_blocks,
+    ),
+    ".zst": Compression(name="zstd", magics=(_ZSTD_MAGIC, *_SKIPPABLE), open=_zstd_frame, frames=_seek_table),
+    ".xz": Compression(
+        name="xz",
+        magics=(b"\xfd7zXZ\0",),
+        open=lambda _, __: lzma.LZMADecompressor(memlimit=_XZ_BYTES),
+        may_end_in_zeros=True,
+    ),
+    ".bz2": Compression(name="bzip2", magics=(b"BZh",), open=lambda _, __: bz2.BZ2Decompressor()),
+}

@@ -7,10 +7,12 @@ texts is done here, for all formats alike, and here the documents of a trial are
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -18,15 +20,19 @@ import numpy.typing as npt
 
 from preprocess.read import BATCH_BYTES
 from preprocess.read.compressed import COMPRESSIONS, load_zstd
-from preprocess.read.format import Format, OpenInput, RangeReader, Records, Start, Texts, starts_among
+from preprocess.read.format import Format, OpenInput, RangeReader, Start, Texts, starts_among
 from preprocess.read.text_fields import TextFields, UnusableText, text_fields_of
 from preprocess.read.transform import Transform
 from shardprep.command_line import needs
-from shardprep.errors import BadInput, UsageError
-from shardprep.format.documents import DocumentNames, canonical_conversation, digests_of
+from shardprep.errors import BadInput, Refused, UsageError
+from shardprep.format.documents import (
+    DocumentNames,
+    canonical_conversation,
+    digests_of,
+    read_excluded,
+)
 from shardprep.format.input_formats import input_kind, place_text
-from shardprep.format.options import PlanOptions
-from shardprep.format.plan import ByteRange
+from shardprep.format.plan import ByteRange, Plan, PlannedShard, PlanOptions
 
 if TYPE_CHECKING:
     from preprocess.read.chat import ChatTemplate
@@ -57,7 +63,7 @@ class Documents:
     """A batch: consecutive documents of one input. Empty lines are left out but counted."""
 
     input_number: int  # position of the file in the plan
-    texts: Texts  # each document as UTF-8; never empty; a list becomes Texts
+    texts: Texts  # each document as UTF-8; never empty
     lines: Numbers  # int64[n]: line, or row, of each document in the shard, from 0
     offsets: Numbers  # int64[n]: where each begins in the file, see docs/format.md
     # What stands beside each text, by name: "id" and "source" of its record; of conversations "spans", the
@@ -67,10 +73,6 @@ class Documents:
     num_lines: int
     num_bytes: int  # of the file
     bad: list[BadDocument] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.texts, Texts):
-            object.__setattr__(self, "texts", Texts(self.texts))
 
     def only(self, numbers: Numbers) -> Documents:
         """Return some of the documents; the counts stay."""
@@ -87,27 +89,24 @@ class Documents:
         """Cut the batch into parts of at most ``most`` documents; the last one accounts for the bytes."""
         rest = self
         while len(rest.lines) > most:
-            part, rest = rest.split(most, int(rest.lines[most]), num_bytes=0)
-            yield part
+            end_line = int(rest.lines[most])
+            yield rest.before(most, end_line, num_bytes=0)
+            rest = dataclasses.replace(
+                rest.only(np.arange(most, len(rest.lines))),
+                first_line=end_line,
+                num_lines=rest.first_line + rest.num_lines - end_line,
+                bad=[each for each in rest.bad if each.line >= end_line],
+            )
         yield rest
 
-    def split(self, num_documents: int, end_line: int, *, num_bytes: int) -> tuple[Documents, Documents]:
-        """Return the documents before a line, which account for ``num_bytes`` of the input, and the rest."""
-        numbers = np.arange(len(self.lines))
-        before = dataclasses.replace(
-            self.only(numbers[:num_documents]),
+    def before(self, num_documents: int, end_line: int, *, num_bytes: int) -> Documents:
+        """Return the documents before a line, which account for ``num_bytes`` of the input."""
+        return dataclasses.replace(
+            self.only(np.arange(num_documents)),
             num_lines=end_line - self.first_line,
             num_bytes=num_bytes,
             bad=[each for each in self.bad if each.line < end_line],
         )
-        rest = dataclasses.replace(
-            self.only(numbers[num_documents:]),
-            first_line=end_line,
-            num_lines=self.num_lines - before.num_lines,
-            num_bytes=self.num_bytes - num_bytes,
-            bad=[each for each in self.bad if each.line >= end_line],
-        )
-        return before, rest
 
     def digests(self) -> npt.NDArray[np.void]:
         """DIGEST[n]: what each document is known by, see shardprep/format/documents.py."""
@@ -144,6 +143,41 @@ class Documents:
         return dataclasses.replace(self.only(np.array(kept, np.int64)), bad=bad), found
 
 
+def documents_of_shard(
+    plan: Plan,
+    folder: Path,
+    shard: PlannedShard,
+    *,
+    batch_bytes: int = BATCH_BYTES,
+    transform: Transform | None = None,
+) -> Iterator[Documents]:
+    """Yield the documents of a shard's input, without those that the plan excludes.
+
+    Raises what ``read_documents`` does, and Refused where the plan knows the input's hash, and it differs.
+    """
+    excluded = plan.options.excluded
+    digest = None if shard.sha256 is None else hashlib.sha256()
+    yield from read_documents(
+        shard.ranges,
+        plan.options,
+        batch_bytes=batch_bytes,
+        digest=digest,
+        most_documents=shard.most_documents,
+        excluded=_excluded(folder, excluded) if excluded else None,
+        transform=transform,
+    )
+    if digest is not None and digest.hexdigest() != shard.sha256:
+        names = sorted({plan.inputs[number].path for number in shard.input_numbers})
+        raise Refused(
+            f"the input of shard {shard.shard_id:05d} ({', '.join(names[:3])}) changed since it was planned: "
+            f"sha256 {digest.hexdigest()[:12]}, the plan says {str(shard.sha256)[:12]}; bring the file back, "
+            "or plan anew into a new folder"
+        )
+
+
+_excluded = functools.lru_cache(maxsize=1)(read_excluded)  # the same for all shards
+
+
 def read_documents(
     ranges: list[ByteRange],
     options: PlanOptions,
@@ -176,7 +210,14 @@ def read_documents(
     for documents in read_records(ranges, options, fields, batch_bytes=batch_bytes, digest=digest):
         name = names[documents.input_number]
         if transform is not None:
-            documents = _transformed(documents, transform, name, reasons, is_chat=template is not None)
+            columns = dict(documents.columns)
+            records = columns.pop("record", None)  # of lines of text there are none
+            if records is None:
+                records = [{"text": text.decode()} for text in documents.texts]
+            given = zip(records, documents.offsets.tolist(), strict=True)
+            results = transform.texts(given, name, reasons, is_chat=template is not None)
+            documents, texts = dataclasses.replace(documents, columns=columns).sorted_out(results)
+            documents = dataclasses.replace(documents, texts=Texts(texts))
         if template is not None:
             documents = _rendered(documents, template, name)
         if excluded is not None:
@@ -184,12 +225,12 @@ def read_documents(
             found = excluded.of_documents(name, documents.offsets, ids, documents.digests)
             named = found.max(axis=0, initial=-1)
             if named.max(initial=-1) >= 0:
-                texts = zip(documents.texts, named, strict=True)
-                documents, _ = documents.sorted_out(text if of < 0 else _EXCLUDED for text, of in texts)
+                both = zip(documents.texts, named, strict=True)
+                documents, _ = documents.sorted_out(text if of < 0 else _EXCLUDED for text, of in both)
         if num_left is not None and len(documents.lines) >= num_left:
             # The last document of a trial: it accounts for all bytes behind it, too.
             end_line = int(documents.lines[num_left - 1]) + 1 if num_left else documents.first_line
-            yield documents.split(num_left, end_line, num_bytes=bytes_left)[0]
+            yield documents.before(num_left, end_line, num_bytes=bytes_left)
             return
         if num_left is not None:
             num_left -= len(documents.lines)
@@ -206,47 +247,30 @@ def read_records(
     digest: hashlib._Hash | None = None,
 ) -> Iterator[Documents]:
     """Yield the documents as ``fields`` take them out of records: nothing is changed or rendered."""
-    line = 0
+    line = 0  # of the shard
     for part in ranges:
         reader = RangeReader(part, digest)
         for records in format_of(part.path.name).read(reader, options, fields, batch_bytes):
-            yield _documents_of(records, part.input_number, line)
-            line += len(records.starts)
+            texts, num_lines = records.texts, len(records.starts)
+            is_whole = isinstance(texts, Texts) or (all(texts) and {bytes}.issuperset(map(type, texts)))
+            if not isinstance(texts, Texts):
+                texts = Texts([text if isinstance(text, bytes) else b"" for text in texts])
+            documents = Documents(
+                input_number=part.input_number,
+                texts=texts,
+                lines=np.arange(line, line + num_lines),
+                offsets=records.starts,
+                columns={name: list(column) for name, column in records.columns.items()},
+                first_line=line,
+                num_lines=num_lines,
+                num_bytes=records.num_bytes,
+            )
+            yield documents if is_whole else documents.sorted_out(records.texts, records.sizes)[0]
+            line += num_lines
         reader.hash_rest()
         # Where all bytes were hashed as they were read, the hash tells, and a touch does no harm.
         if digest is None or not input_kind(part.path.name).is_in_bytes:
             reader.file.check_unchanged()
-
-
-def _documents_of(records: Records, input_number: int, first_line: int) -> Documents:
-    """Take the documents among records, the first of which is a line of the shard."""
-    texts = records.texts
-    is_whole = isinstance(texts, Texts) or (all(texts) and {bytes}.issuperset(map(type, texts)))
-    documents = Documents(
-        input_number=input_number,
-        texts=cast(Texts, texts if is_whole else [text if type(text) is bytes else b"" for text in texts]),
-        lines=np.arange(first_line, first_line + len(records.starts)),
-        offsets=records.starts,
-        columns={name: list(column) for name, column in records.columns.items()},
-        first_line=first_line,
-        num_lines=len(records.starts),
-        num_bytes=records.num_bytes,
-    )
-    return documents if is_whole else documents.sorted_out(texts, records.sizes)[0]
-
-
-def _transformed(
-    documents: Documents, transform: Transform, name: str, reasons: set[str], *, is_chat: bool
-) -> Documents:
-    """Put documents of the input ``name`` through the user's function."""
-    columns = dict(documents.columns)
-    records = columns.pop("record", None)  # of lines of text there are none
-    if records is None:
-        records = [{"text": text.decode()} for text in documents.texts]
-    given = zip(records, documents.offsets.tolist(), strict=True)
-    results = transform.texts(given, name, reasons, is_chat=is_chat)
-    kept, texts = dataclasses.replace(documents, columns=columns).sorted_out(results)
-    return dataclasses.replace(kept, texts=Texts(texts))
 
 
 def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Documents:

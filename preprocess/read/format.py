@@ -25,8 +25,7 @@ import numpy.typing as npt
 from preprocess.read.text_fields import TextFields, UnusableText
 from shardprep.errors import BadInput, BrokenShard, NotFound, ReadWriteError, Refused
 from shardprep.files import ReadFile, with_retries
-from shardprep.format.options import PlanOptions
-from shardprep.format.plan import ByteRange
+from shardprep.format.plan import ByteRange, PlanOptions
 
 # A longer document is left out by name. The same on all machines, so that all leave out the same documents.
 MOST_DOCUMENT_BYTES = 64 << 20
@@ -117,12 +116,14 @@ class OpenInput:
         """That nobody wrote to the file since it was opened. Raises Refused, or ReadWriteError."""
         found = self._status()
         if found != self.stamp:
-            raise Refused(
-                f"input {self.path} changed while it was read (size, mtime or ctime: "
-                f"{found.num_bytes} bytes at {found.mtime_ns}, expected {self.stamp.num_bytes} bytes at "
-                f"{self.stamp.mtime_ns}); nothing is published: once nobody writes to it, run this again, "
-                "or plan anew into a new folder if its text is another"
+            expected = (
+                f"{self.stamp.num_bytes} bytes at {self.stamp.mtime_ns}; nothing is published: once nobody "
+                "writes to it, run this again, or plan anew into a new folder if its text is another"
             )
+            changed = (
+                f"size, mtime or ctime changed while it was read: {found.num_bytes} bytes at {found.mtime_ns}"
+            )
+            raise Refused(path=self.path, found=changed, expected=expected)
 
     def _status(self) -> Stamp:
         try:
@@ -188,14 +189,11 @@ def open_part(part: ByteRange) -> OpenInput:
         return file
     found = sample_sha256(file)
     if (size, found) != (planned.num_bytes, planned.sha256):
-        raise Refused(
-            f"input {part.path} changed since it was planned: {size} bytes with sample {found[:12]}, "
-            f"the plan says {planned.num_bytes} with {planned.sha256[:12]}; bring the file back, or plan "
-            "anew into a new folder",
-            path=part.path,
-            found=f"{size} bytes with sample {found[:12]}",
-            expected=f"{planned.num_bytes} with {planned.sha256[:12]}",
+        expected = (
+            f"{planned.num_bytes} with {planned.sha256[:12]} as planned; bring the file back, or plan anew "
+            "into a new folder"
         )
+        raise Refused(path=part.path, found=f"{size} bytes with sample {found[:12]}", expected=expected)
     return file
 
 

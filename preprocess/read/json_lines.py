@@ -43,7 +43,7 @@ from preprocess.read.text_fields import (
 )
 from shardprep.console import quoted
 from shardprep.errors import BadInput
-from shardprep.format.options import PlanOptions
+from shardprep.format.plan import PlanOptions
 
 # A string that does not end goes up to the end: from each of its quotes another one would begin else.
 _STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
@@ -63,7 +63,7 @@ class JsonLines(LineFormat):
     ) -> Iterator[Records]:
         pieces = self.text_of_part(reader, options, batch_bytes)
         read_lines = functools.partial(_texts_of, fields)
-        yield from self.records_of(reader, options, pieces, batch_bytes, read_lines)
+        yield from self.records_of(reader.part, pieces, batch_bytes, read_lines)
 
 
 class JsonFile(JsonLines):
@@ -145,7 +145,13 @@ def _joined_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | 
         return None
     escapes = np.flatnonzero(letters == ord("\\"))
     may_spell = bool((letters[escapes + 1] == ord("u")).any())
-    if _may_be_deep(letters, starts) or not _names_each_once(block, len(starts), fields, may_spell=may_spell):
+    is_opened = letters | 0x20 == ord("{")  # [ and { differ by this bit; each line is an object
+    if (
+        np.count_nonzero(is_opened) - len(starts) >= MAX_JSON_DEPTH
+        and np.add.reduceat(is_opened, starts, dtype=np.int64).max() > MAX_JSON_DEPTH
+    ):
+        return None
+    if not _names_each_once(block, len(starts), fields, may_spell=may_spell):
         return None
     try:
         characters = block.decode()
@@ -189,17 +195,6 @@ def _joined_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | 
 def _unescaped(strings: list[bytes]) -> bytes:
     """Return what strings of JSON say, in quotes, joined. Raises TypeError where one is no string."""
     return f'"{BETWEEN.decode().join(orjson.loads(b"[%b]" % b",".join(strings)))}"'.encode()
-
-
-def _may_be_deep(letters: npt.NDArray[np.uint8], starts: Numbers) -> bool:
-    """Return whether a line may have objects and lists within each other more than MAX_JSON_DEPTH deep.
-
-    Each line is an object.
-    """
-    is_opened = letters | 0x20 == ord("{")  # [ and { differ by this bit
-    if np.count_nonzero(is_opened) - len(starts) < MAX_JSON_DEPTH:
-        return False
-    return int(np.add.reduceat(is_opened, starts, dtype=np.int64).max()) > MAX_JSON_DEPTH
 
 
 def _lines_at(places: Numbers, starts: Numbers) -> list[int]:
@@ -266,25 +261,23 @@ def _num_beginning(block: bytes, word: bytes) -> int:
     return sum(int(np.count_nonzero(units == int.from_bytes(word[:4], "little"))) for units in shifted)
 
 
-@functools.lru_cache(maxsize=256)
-def _keys(name: str) -> re.Pattern[bytes]:
-    """Find each key of this name with its colon, however JSON spells it; and few strings that look so."""
-    # The group is empty: so findall makes no object for each key.
-    return re.compile(b'"%b"(?::|[ \\t\\r]+:)()' % b"".join(map(_spellings, name)))
-
-
 _SHORT_ESCAPES = dict(zip('"\\/\b\f\n\r\t', (b'"', b"\\", b"/", b"b", b"f", b"n", b"r", b"t"), strict=True))
 
 
-def _spellings(character: str) -> bytes:
-    """Return a pattern of a character of a string in JSON: as it is, and its escapes."""
-    units = struct.iter_unpack(">H", character.encode("utf-16-be", "surrogatepass"))
-    found = [b"".join(rb"\\u(?i:%04x)" % number for (number,) in units)]
-    if character in _SHORT_ESCAPES:
-        found.append(rb"\\" + re.escape(_SHORT_ESCAPES[character]))
-    if character not in '"\\':
-        found.append(re.escape(character.encode("utf-8", "surrogatepass")))
-    return b"(?:%b)" % b"|".join(found)
+@functools.lru_cache(maxsize=256)
+def _keys(name: str) -> re.Pattern[bytes]:
+    """Find each key of this name with its colon, however JSON spells it; and few strings that look so."""
+    pattern = b""
+    for character in name:  # as it is, and its escapes
+        units = struct.iter_unpack(">H", character.encode("utf-16-be", "surrogatepass"))
+        found = [b"".join(rb"\\u(?i:%04x)" % number for (number,) in units)]
+        if character in _SHORT_ESCAPES:
+            found.append(rb"\\" + re.escape(_SHORT_ESCAPES[character]))
+        if character not in '"\\':
+            found.append(re.escape(character.encode("utf-8", "surrogatepass")))
+        pattern += b"(?:%b)" % b"|".join(found)
+    # The group is empty: so findall makes no object for each key.
+    return re.compile(b'"%b"(?::|[ \\t\\r]+:)()' % pattern)
 
 
 def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText]:

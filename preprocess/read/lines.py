@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.read.compressed import Compression, TextPiece, decompressed, frames_of
+from preprocess.read.compressed import Compression, TextPiece, decompressed
 from preprocess.read.format import (
     MOST_DOCUMENT_BYTES,
     SHORT_LINE_BYTES,
@@ -34,7 +34,7 @@ from preprocess.read.format import (
     too_long,
 )
 from preprocess.read.text_fields import TextFields, UnusableText
-from shardprep.format.options import PlanOptions
+from shardprep.format.plan import ByteRange, PlanOptions
 
 Numbers = npt.NDArray[np.int64]
 # Of lines, the byte where each starts in them, and the byte of the text where the first one starts: their
@@ -142,7 +142,7 @@ class LineFormat:
         )
         head = next(pieces)
         self.check_beginning(file, head.data)
-        has_frames = next(iter(frames_of(file, self.compression)), None) is not None
+        has_frames = next(iter(self.compression.frames(file)), None) is not None
         text_bytes = len(head.data) * size // max(1, head.num_bytes)
         return Inspected(text_bytes, is_whole=not (can_be_split and has_frames))
 
@@ -155,26 +155,38 @@ class LineFormat:
             file.expect_scattered_reads()
             found = (first_line_start(file, byte, end, self.line_ends) for byte, end in stretches)
             return [None if byte is None else Start(byte) for byte in found]
-        return starts_among(frames_of(file, self.compression), file, stretches)
+        return starts_among(self.compression.frames(file), file, stretches)
 
     def text_of_part(
         self, reader: RangeReader, options: PlanOptions, piece_bytes: int
     ) -> Iterator[TextPiece]:
-        """Yield the text of a part."""
-        part, span = reader.part, (reader.part.start, reader.part.end)
-        if self.compression is not None:
-            yield from decompressed(
-                reader.file, self.compression, reader.read, span, piece_bytes, options.zstd_long
-            )
+        """Yield the text of a part, and of its last line what stands behind the part.
+
+        Frames know nothing of lines. A line that begins where the part's text ends is the part's, for the
+        next part leaves its first line out.
+        """
+        file, part, compression = reader.file, reader.part, self.compression
+        if compression is None:
+            for start in range(part.start, part.end, piece_bytes):
+                end = min(start + piece_bytes, part.end)
+                yield TextPiece(reader.read(start, end), end - start)
             return
-        for start in range(*span, piece_bytes):
-            end = min(start + piece_bytes, part.end)
-            yield TextPiece(reader.read(start, end), end - start)
+        has_line, span, behind = part.start == 0, (part.start, part.end), (part.end, file.stamp.num_bytes)
+        for piece in decompressed(file, compression, reader.read, span, piece_bytes, options.zstd_long):
+            has_line = has_line or self.line_ends.first(piece.data, is_last=True) > 0
+            yield piece
+        if part.end == file.stamp.num_bytes:
+            return
+        others = decompressed(file, compression, file.read_all, behind, _TAIL_BYTES, options.zstd_long)
+        for data, _ in _whole_line_ends(others, self.line_ends):
+            end = self.line_ends.first(data, is_last=True)
+            yield TextPiece(data[: end or len(data)], 0)  # these bytes are of another part
+            if end or (data and not has_line):
+                return  # nothing of a line without end is the part's
 
     def records_of(
         self,
-        reader: RangeReader,
-        options: PlanOptions,
+        part: ByteRange,
         pieces: Iterator[TextPiece],
         batch_bytes: int,
         read_lines: ReadLines,
@@ -183,63 +195,30 @@ class LineFormat:
     ) -> Iterator[Records]:
         """Yield the records of the lines that begin in a part.
 
-        ``pieces``: of its text, without the first ``num_skipped`` bytes. ``read_lines`` reads whole lines,
-        given where each starts in them, and the byte of the text where the first one starts: their texts, and
-        what they tell beside them.
+        ``pieces``: of its text, without the first ``num_skipped`` bytes.
         """
-        file, part, compression = reader.file, reader.part, self.compression
-        # Frames know nothing of lines: the text of a part may begin and end within one. A line that begins
-        # where the text ends is the part's, for the next one leaves its first line out.
-        is_inside = compression is not None and part.start > 0
-        start = num_skipped + (part.start if compression is None else part.text_start)
-        text_end: int | None = None
-        has_line = not is_inside
-
-        def text() -> Iterator[TextPiece]:
-            nonlocal text_end
-            end = start
-            for piece in pieces:
-                end += len(piece.data)
-                yield piece
-            text_end = end
-            if compression is not None and part.end < file.stamp.num_bytes:
-                span = (part.end, file.stamp.num_bytes)
-                for piece in decompressed(
-                    file, compression, file.read_all, span, _TAIL_BYTES, options.zstd_long
-                ):
-                    yield TextPiece(piece.data, 0)  # these bytes are of another part
-                    if piece.data and not has_line:
-                        return  # nothing of a line without end is the part's
-
+        start = num_skipped + (part.start if self.compression is None else part.text_start)
+        is_inside = self.compression is not None and part.start > 0
         # Each line may become two headers and two blocks of a tar, 2 KiB however short it is. So as many are
         # read at once as a batch's share of memory allows for (see resources.py).
         most = max(1, batch_bytes // SHORT_LINE_BYTES)
-        for block in line_blocks(text(), start, self.line_ends):
-            if text_end is not None and block.start > text_end:
-                return
+        for block in line_blocks(pieces, start, self.line_ends, is_inside=is_inside):
             num_bytes, data = block.num_bytes, block.data
             starts = np.zeros(1, np.int64) if data is None else self.line_ends.starts(data)
             bounds = np.append(starts, block.size)
-            begin, end = 0, len(starts)
-            if text_end is not None:
-                end = int(np.searchsorted(starts, text_end - block.start, side="right"))
-            if not has_line and len(starts):
-                has_line, begin = True, 1
-            if begin >= end:
+            if not len(starts):
                 yield no_records(num_bytes)
-            for number in range(begin, end, most):
-                bounds_here = bounds[number : min(number + most, end) + 1]
-                at, sizes = int(bounds_here[0]), np.diff(bounds_here)
-                texts: Texts | Sequence[bytes | UnusableText]
+            for number in range(0, len(starts), most):
+                begins, sizes = starts[number : number + most], np.diff(bounds[number : number + most + 1])
+                texts: Texts | Sequence[bytes | UnusableText] = [too_long("the line")]
                 columns: dict[str, list[Any]] = {}
-                if data is None:
-                    texts = [too_long("the line")]
-                else:
-                    lines = data[at : bounds_here[-1]]
-                    texts, columns = read_lines(lines, bounds_here[:-1] - at, block.start + at)
+                if data is not None:
+                    at = int(begins[0])
+                    lines = data[at : at + int(sizes.sum())]
+                    texts, columns = read_lines(lines, begins - at, block.start + at)
                 yield Records(
                     texts=texts,
-                    starts=bounds_here[:-1] + block.start,
+                    starts=begins + block.start,
                     sizes=sizes,
                     num_bytes=num_bytes,
                     columns=columns,
@@ -247,16 +226,23 @@ class LineFormat:
                 num_bytes = 0
 
 
-def line_blocks(pieces: Iterator[TextPiece], start: int, line_ends: LineEnds) -> Iterator[LineBlock]:
+def line_blocks(
+    pieces: Iterator[TextPiece], start: int, line_ends: LineEnds, *, is_inside: bool
+) -> Iterator[LineBlock]:
     """Cut a stream that begins at byte ``start`` of the text into blocks of whole lines.
 
     A line of more than MOST_DOCUMENT_BYTES is not held. At the end stands a block without lines, for what was
-    read behind the last one. How the stream is cut into pieces changes no line.
+    read behind the last one. How the stream is cut into pieces changes no line. What stands before the first
+    line end is left out where the stream begins inside of a line (``is_inside``).
     """
     begun: list[bytes] = []  # pieces of a line that goes on; none where it is too long
     num_begun = num_bytes = 0
     for data, num_read in _whole_line_ends(pieces, line_ends):
         num_bytes += num_read
+        if is_inside:
+            first = line_ends.first(data, is_last=True)
+            is_inside, start = not first, start + (first or len(data))
+            data = data[first:] if first else b""
         cut = line_ends.last(data)
         if data.endswith(b"\r") and line_ends.with_cr:
             cut = len(data)  # nothing follows that would make it half of a line end
@@ -318,26 +304,16 @@ class TextLines(LineFormat):
         codec, num_mark_bytes = options.encoding, 0
         if codec == "utf-8-sig":
             codec = "utf-8"
-            if reader.part.start == 0:
-                num_mark_bytes, pieces = _without_mark(pieces)
+            if reader.part.start == 0:  # drop the byte order mark, which stands in the first piece
+                first = next(pieces, TextPiece(b"", 0))
+                rest = first.data.removeprefix(_MARK)
+                num_mark_bytes = len(first.data) - len(rest)
+                pieces = itertools.chain([TextPiece(rest, first.num_bytes)], pieces)
         if options.doc == "file":
             yield _whole_text(pieces, num_mark_bytes, codec)
             return
         read_lines = functools.partial(_texts_of, codec)
-        yield from self.records_of(
-            reader, options, pieces, batch_bytes, read_lines, num_skipped=num_mark_bytes
-        )
-
-
-def _without_mark(pieces: Iterator[TextPiece]) -> tuple[int, Iterator[TextPiece]]:
-    """Return the bytes of a text's byte order mark, and what stands behind it."""
-    head, num_bytes = b"", 0
-    for piece in pieces:
-        head, num_bytes = head + piece.data, num_bytes + piece.num_bytes
-        if len(head) >= len(_MARK):
-            break
-    rest = head.removeprefix(_MARK)
-    return len(head) - len(rest), itertools.chain([TextPiece(rest, num_bytes)], pieces)
+        yield from self.records_of(reader.part, pieces, batch_bytes, read_lines, num_skipped=num_mark_bytes)
 
 
 def _whole_text(pieces: Iterator[TextPiece], start: int, codec: str) -> Records:

@@ -55,7 +55,7 @@ from preprocess.read.text_fields import (
     text_fields_of,
 )
 from shardprep.errors import BadInput, ReadWriteError
-from shardprep.format.options import PlanOptions
+from shardprep.format.plan import PlanOptions
 
 # Arrays lie in libc's memory: in pyarrow's own pool a task holds 24 MB more, at equal CPU seconds.
 arrow.set_memory_pool(arrow.system_memory_pool())
@@ -301,7 +301,7 @@ class Arrow:
         reader.hash_rest()
         if not file.stamp.num_bytes:
             return
-        first_row, is_large = 0, False
+        first_row, told, is_large = 0, part.start, False
         # Of each stream its schema, its dictionaries and the part's record batches.
         streams: list[list[_Message]] = []
         for message in itertools.takewhile(lambda each: each.start < part.end, _messages_of(file)):
@@ -313,11 +313,6 @@ class Arrow:
                 streams[-1].append(message)
                 is_large |= message.kind == _BATCH and message.end - message.start > _LARGE_BYTES
         memory = file.mapped() if is_large else None
-        # A record batch accounts for the bytes up to the next one, the first and the last for the rest, too.
-        starts = [each.start for each in itertools.chain(*streams) if each.kind == _BATCH]
-        bounds = itertools.pairwise([part.start, *starts[1:], part.end])
-        if not starts:
-            yield no_records(part.end - part.start)
         for messages in streams:
             batches = [each for each in messages if each.kind == _BATCH]
             if not batches:
@@ -328,12 +323,14 @@ class Arrow:
                     batch = next(arrays, None)
                     if batch is None or batch.num_rows != message.num_rows:
                         raise ValueError(f"a record batch of {message.num_rows} rows is not there")
-                    begin, end = next(bounds)
-                    for records in _records(batch, end - begin, first_row, fields_here, batch_bytes):
+                    for records in _records(batch, message.end - told, first_row, fields_here, batch_bytes):
                         yield records
                         if memory is not None:
                             memory.madvise(mmap.MADV_DONTNEED)
+                    told = message.end
                     first_row += batch.num_rows
+        if told < part.end:  # the mark of the end, and a footer
+            yield no_records(part.end - told)
 
     def _open(
         self, file: OpenInput, messages: Sequence[_Message], fields: TextFields, memory: mmap.mmap | None
@@ -451,23 +448,18 @@ def _fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
     places: dict[FieldPath, FieldPath] = {}
     for path in fields.paths:
         found, name, is_text = _places_of(schema, path), ".".join(path), path in fields.text_paths
-        problem = None
+        problem = expected = ""
         if len(found) > 1:
             shown = ", ".join(" > ".join(place) for place, _ in found)
-            problem = f"{len(found)} columns or fields that {name} may mean ({shown})", "one"
+            problem, expected = f"{len(found)} columns or fields that {name} may mean ({shown})", "one"
         elif is_text and not found:
-            problem = f"no column {name}", f"one of {', '.join(schema.names)}"
+            problem, expected = f"no column {name}", f"one of {', '.join(schema.names)}"
         elif is_text and not _can_be_text(found[0][1], is_chat=is_chat):
+            problem = f"{str(found[0][1])[:200]} in the column {name}"
             expected = "lists of messages, or JSON" if is_chat else "strings"
-            problem = f"{str(found[0][1])[:200]} in the column {name}", expected
-        if problem is not None:
-            raise BadInput(
-                f"input {file.path} has {problem[0]}, expected {problem[1]}; choose another --text_field, or "
-                "move the file away, and plan anew",
-                path=file.path,
-                found=problem[0],
-                expected=problem[1],
-            )
+        if problem:
+            expected += "; choose another --text_field, or move the file away, and plan anew"
+            raise BadInput(path=file.path, found=problem, expected=expected)
         for place, _ in found:
             places[path] = place
     return fields.at(places)
@@ -493,11 +485,11 @@ def _places_of(kind: Any, path: FieldPath) -> list[tuple[FieldPath, Any]]:
 
 
 def _can_be_text(kind: Any, *, is_chat: bool) -> bool:
-    kind = _stored_type(kind)
-    if types.is_dictionary(kind):
-        kind = kind.value_type
+    stored, _ = _stored(kind)
+    if types.is_dictionary(stored):
+        stored = stored.value_type
     # Of the stored types lists alone have a field of values.
-    return kind in _TEXT_OF or types.is_null(kind) or (is_chat and hasattr(kind, "value_field"))
+    return stored in _TEXT_OF or types.is_null(stored) or (is_chat and hasattr(stored, "value_field"))
 
 
 def _rows_at_once(num_rows: int, num_bytes: int, batch_bytes: int) -> int:
@@ -523,8 +515,8 @@ def _records(
         while num > 1 and sum(array.slice(first, num).nbytes for array in arrays) > 8 * batch_bytes:
             num //= 2
         values: dict[FieldPath, list[Any]] = {
-            path: [None] * num if column is None else _json_values(column.slice(first, num), kind)
-            for path, (column, kind) in columns.items()
+            path: [None] * num if column is None else _json_values(column.slice(first, num), read)
+            for path, (column, read) in columns.items()
         }
         of_text: list[Any] = [values[path] for path in fields.text_paths]
         texts: Sequence[str | UnusableText] = of_text[0]
@@ -540,32 +532,30 @@ def _records(
         first, num_bytes = first + max(1, num), 0
 
 
-def _column(batch: Any, path: FieldPath) -> tuple[Any, Any]:
-    """Return the array of a field as it is stored, once it points at nothing outside of it, and its type.
+def _column(batch: Any, path: FieldPath) -> tuple[Any, _Read]:
+    """Return the array of a field as it is stored, once it points at nothing outside of it, and its reader.
 
-    (None, None) where there is none. A value that cannot be read is a bad row and no bad file. Raises
+    None for the array where there is none. A value that cannot be read is a bad row and no bad file. Raises
     ValueError.
     """
     if path[0] not in batch.schema.names:
-        return None, None
+        return None, _same
     column = batch.column(path[0])
     for name in path[1:]:
         try:
             column = compute.struct_field(column, name)
         except (ValueError, KeyError, TypeError, NotImplementedError):
-            return None, None
-    kind = column.type
-    column = column.view(_stored_type(kind))
+            return None, _same
+    stored, read = _stored(column.type)
+    column = column.view(stored)
     column.validate(full=True)
-    if types.is_dictionary(column.type):
-        values = column.dictionary
-        if values.type in _TEXT_OF and "view" in str(values.type):  # nothing can be taken of views
-            column = arrow.DictionaryArray.from_arrays(column.indices, values.cast(arrow.large_binary()))
-    return column, kind
+    return column, read
 
 
 # Values. ------------------------------------------------------------------------------------------------
 
+# Returns the value of JSON of what pyarrow gives for a stored type, which is never None.
+_Read = Callable[[Any], Any]
 _NANOSECONDS = {"D": 86_400 * 10**9, "s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
 _FIRST_DAY, _LAST_DAY = np.array(["0001-01-01", "9999-12-31"], "M8[D]").astype(np.int64).tolist()
 _BINARY_OF = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
@@ -574,143 +564,132 @@ if hasattr(arrow, "string_view"):  # pyarrow 16
 _TEXT_OF = {binary: text for text, binary in _BINARY_OF.items()}
 
 
-def _stored_type(kind: Any) -> Any:
-    """Return the type of the same bytes without what they mean: strings are binary, times are integers.
+class _NoValue(Exception):
+    """Of a value, and so of all that it is a part of. ``args``: reason, and detail for people."""
 
-    An array that is viewed so can be checked for what it points at, whatever its values are.
+
+def _json_values(array: Any, read: _Read) -> list[Any]:
+    """Return the values of an array as it is stored; an UnusableText where one has none."""
+    if types.is_dictionary(array.type) and "view" not in str(array.type.value_type):
+        array = array.dictionary.take(array.indices)  # in a thirtieth of the time; nothing is taken of views
+    if read is _text:
+        with contextlib.suppress(UnicodeDecodeError):  # nearly always all can be decoded
+            return list(array.view(_TEXT_OF.get(array.type, array.type)).to_pylist())
+    try:
+        values = array.to_pylist()
+    except (ValueError, TypeError, LookupError, OverflowError, NotImplementedError, arrow.ArrowException):
+        return [UnusableText("wrong_type", f"a value of the type {array.type} has no text")] * len(array)
+    found: list[Any] = []
+    for value in values if read is not _same else ():
+        try:
+            found.append(None if value is None else read(value))
+        except _NoValue as why:
+            found.append(UnusableText(*why.args))
+    return found or values
+
+
+def _stored(kind: Any) -> tuple[Any, _Read]:
+    """Return the type of the same bytes without what they mean, and what reads a value of it.
+
+    Strings are binary, times are integers. An array that is viewed so can be checked for what it points at,
+    whatever its values are, and pyarrow gives each of them, whatever else is installed.
     """
-
-    def field(inner: Any) -> Any:
-        return arrow.field(inner.name, _stored_type(inner.type), inner.nullable)
-
     if isinstance(kind, arrow.BaseExtensionType):
-        return _stored_type(kind.storage_type)
-    if kind in _BINARY_OF:
-        return _BINARY_OF[kind]
+        stored, read = _stored(kind.storage_type)
+        return stored, _EXTENSIONS.get(kind.extension_name, read)
+    if kind in _BINARY_OF or kind in _TEXT_OF or types.is_fixed_size_binary(kind):
+        return _BINARY_OF.get(kind, kind), _text
     if types.is_dictionary(kind):
-        return arrow.dictionary(kind.index_type, _stored_type(kind.value_type), kind.ordered)
-    if types.is_decimal(kind):
-        return arrow.binary(kind.bit_width // 8)
-    if types.is_float16(kind):
-        return arrow.uint16()
-    if types.is_date(kind) or types.is_time(kind) or types.is_timestamp(kind) or types.is_duration(kind):
-        return arrow.int32() if kind.bit_width == 32 else arrow.int64()
-    if types.is_struct(kind):
-        return arrow.struct([field(kind.field(number)) for number in range(kind.num_fields)])
-    if types.is_map(kind):
-        return arrow.map_(field(kind.key_field), field(kind.item_field), kind.keys_sorted)
-    if types.is_fixed_size_list(kind):
-        return arrow.list_(field(kind.value_field), kind.list_size)
-    for name in ("list", "large_list", "list_view", "large_list_view"):
-        if getattr(types, f"is_{name}", lambda _: False)(kind):
-            made = arrow.list_ if name == "list" else getattr(arrow, name)
-            return made(field(kind.value_field))
-    return kind
-
-
-def _json_values(array: Any, kind: Any) -> list[Any]:
-    """Return the values of an array of ``kind``, viewed as its ``_stored_type``."""
-    if isinstance(kind, arrow.BaseExtensionType):
-        return _of_extension(array, kind)
-    if types.is_dictionary(kind):
-        return _json_values(array.dictionary.take(array.indices), kind.value_type)
-    if array.type in _TEXT_OF:
-        try:  # all at once, if they can be decoded, as nearly always
-            return list(array.view(_TEXT_OF[array.type]).to_pylist())
-        except UnicodeDecodeError:
-            return _each(array, _decoded)
+        stored, read = _stored(kind.value_type)
+        return arrow.dictionary(kind.index_type, stored, kind.ordered), read
+    if types.is_run_end_encoded(kind):
+        stored, read = _stored(kind.value_type)
+        return arrow.run_end_encoded(kind.run_end_type, stored), read
     if types.is_decimal(kind):
         # All digits: Decimal rounds none where it is made from a text.
-        unscaled = _each(array, lambda value: int.from_bytes(value, "little", signed=True))
-        return [None if each is None else format(Decimal(f"{each}E{-kind.scale}"), "f") for each in unscaled]
-    if types.is_fixed_size_binary(array.type):
-        return _each(array, _decoded)
-    if types.is_struct(kind):
-        return _objects(array, kind)
-    if types.is_map(kind):
-        pairs = arrow.struct([kind.key_field, kind.item_field])
-        rows = _lists(array, pairs)
-        return [[[*pair.values()] for pair in row] if isinstance(row, list) else row for row in rows]
-    if types.is_run_end_encoded(kind):
-        values = compute.run_end_decode(array)
-        return _json_values(values.view(_stored_type(values.type)), values.type)
-    if hasattr(kind, "value_type"):  # lists of any kind
-        return _lists(array, kind.value_type)
+        return arrow.binary(kind.bit_width // 8), lambda value: format(
+            Decimal(f"{int.from_bytes(value, 'little', signed=True)}E{-kind.scale}"), "f"
+        )
     if types.is_float16(kind):
-        return _each(array, lambda value: float(np.uint16(value).view(np.float16)))
+        return arrow.uint16(), lambda value: float(np.uint16(value).view(np.float16))
     if types.is_interval(kind):
-        return _each(array, list)  # months, days, nanoseconds
-    # A date64 has milliseconds.
-    unit = "D" if types.is_date32(kind) else "ms" if types.is_date64(kind) else getattr(kind, "unit", "")
-    if unit:
-        return _each(array, lambda value: _text_of_time(value * _NANOSECONDS[unit], kind))
-    try:
-        return list(array.to_pylist())
-    except (ValueError, TypeError, LookupError, OverflowError, NotImplementedError, arrow.ArrowException):
-        return [_unusable(f"a value of the type {kind}") for _ in range(len(array))]
+        return kind, list  # months, days, nanoseconds
+    if types.is_date(kind) or types.is_time(kind) or types.is_timestamp(kind) or types.is_duration(kind):
+        # A date64 has milliseconds.
+        unit = "D" if types.is_date32(kind) else "ms" if types.is_date64(kind) else kind.unit
+        stored = arrow.int32() if kind.bit_width == 32 else arrow.int64()
+        return stored, lambda value: _text_of_time(value * _NANOSECONDS[unit], kind)
+    if types.is_struct(kind):
+        return _stored_struct(kind)
+    if types.is_map(kind):
+        key, item = _stored_field(kind.key_field), _stored_field(kind.item_field)
+        return arrow.map_(key[0], item[0], kind.keys_sorted), lambda pairs: [
+            [_or_none(key[1], name), _or_none(item[1], value)] for name, value in pairs
+        ]
+    if hasattr(kind, "value_field"):  # lists of any kind
+        inner, read_item = _stored_field(kind.value_field)
+        if types.is_fixed_size_list(kind):
+            stored = arrow.list_(inner, kind.list_size)
+        else:
+            kinds = ("large_list", "list_view", "large_list_view")
+            name = next(
+                (name for name in kinds if getattr(types, f"is_{name}", lambda _: False)(kind)), "list_"
+            )
+            stored = getattr(arrow, name)(inner)
+        return stored, lambda items: [_or_none(read_item, item) for item in items]
+    return kind, _same
 
 
-def _each(array: Any, value_of: Callable[[Any], Any]) -> list[Any]:
-    return [None if value is None else value_of(value) for value in array.to_pylist()]
+def _stored_field(field: Any) -> tuple[Any, _Read]:
+    stored, read = _stored(field.type)
+    return arrow.field(field.name, stored, field.nullable), read
 
 
-def _decoded(value: bytes) -> str | UnusableText:
+def _stored_struct(kind: Any) -> tuple[Any, _Read]:
+    names = [kind.field(number).name for number in range(kind.num_fields)]
+    inner = [_stored(kind.field(number).type) for number in range(kind.num_fields)]
+
+    def read(value: dict[str, Any]) -> dict[str, Any]:
+        if len({*names}) < len(names):
+            raise _NoValue("wrong_type", "an object with two fields of one name has no text")
+        return {
+            name: _or_none(of, part) for name, (_, of), part in zip(names, inner, value.values(), strict=True)
+        }
+
+    # By numbers: pyarrow gives no object with two fields of one name.
+    return arrow.struct([arrow.field(str(n), stored) for n, (stored, _) in enumerate(inner)]), read
+
+
+def _or_none(read: _Read, value: Any) -> Any:
+    return None if value is None else read(value)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _text(value: bytes) -> str:
     try:
         return value.decode()
     except UnicodeDecodeError as error:
-        return UnusableText("undecodable", f"byte {error.start} of the text is not utf-8")
+        raise _NoValue("undecodable", f"byte {error.start} of the text is not utf-8") from None
 
 
-def _unusable(what: str) -> UnusableText:
-    return UnusableText("wrong_type", f"{what} has no text")
-
-
-def _of_extension(array: Any, kind: Any) -> list[Any]:
-    values, name = _json_values(array, kind.storage_type), kind.extension_name
-    if name == "arrow.json":
-        return [from_json(value) if isinstance(value, str) else value for value in values]
-    if name == "arrow.uuid":
-        return _each(array, lambda value: str(uuid.UUID(bytes=value)))
-    if name == "arrow.bool8":
-        return [None if value is None else value != 0 for value in values]
-    return values
-
-
-def _objects(array: Any, kind: Any) -> list[Any]:
-    names = [kind.field(number).name for number in range(kind.num_fields)]
-    if len({*names}) < len(names):
-        return [_unusable("an object with two fields of one name") for _ in range(len(array))]
-    columns = [_json_values(array.field(number), kind.field(number).type) for number in range(len(names))]
-    rows = zip(*columns, strict=True) if columns else [()] * len(array)
-    return _whole(array, [dict(zip(names, row, strict=True)) for row in rows])
-
-
-def _lists(array: Any, kind: Any) -> list[Any]:
-    """Return the values of lists whose items are of ``kind``."""
-    if not hasattr(array, "offsets") or hasattr(array, "sizes"):  # of fixed size, or views
-        return _whole(array, [[] if row.values is None else _json_values(row.values, kind) for row in array])
-    offsets = array.offsets.to_pylist()
-    first, last = (offsets[0], offsets[-1]) if offsets else (0, 0)
-    items = array.values
-    if types.is_map(array.type):
-        items = array.view(arrow.list_(arrow.struct([array.type.key_field, array.type.item_field]))).values
-    values = _json_values(items.slice(first, last - first), kind)
-    rows = [values[begin - first : end - first] for begin, end in itertools.pairwise(offsets)]
-    return _whole(array, rows)
-
-
-def _whole(array: Any, values: list[Any]) -> list[Any]:
-    """Return the lists or objects of an array with its nulls; of one with a part without value, why."""
-    is_valid = array.is_valid().to_pylist() if array.null_count else [True] * len(values)
-    found = []
-    for value, is_there in zip(values, is_valid, strict=True):
-        parts = value.values() if isinstance(value, dict) else value
-        why = next((part for part in parts if type(part) is UnusableText), None)
-        found.append(None if not is_there else value if why is None else why)
+def _from_json(value: bytes) -> Any:
+    found = from_json(_text(value))
+    if isinstance(found, UnusableText):
+        raise _NoValue(found.reason, found.detail)
     return found
 
 
-def _text_of_time(nanoseconds: int, kind: Any) -> str | UnusableText:
+_EXTENSIONS: dict[str, _Read] = {
+    "arrow.json": _from_json,
+    "arrow.uuid": lambda value: str(uuid.UUID(bytes=value)),
+    "arrow.bool8": bool,
+}
+
+
+def _text_of_time(nanoseconds: int, kind: Any) -> str:
     """Write a time, a duration, a date or a point in time as ISO 8601 does; of a zone in UTC.
 
     A fraction of a second has 6 digits, 9 where nanoseconds need them, and none for 0.
@@ -724,10 +703,10 @@ def _text_of_time(nanoseconds: int, kind: Any) -> str | UnusableText:
     days = seconds // 86_400
     if types.is_time(kind):
         if days:
-            return _unusable("a time outside of the day")
+            raise _NoValue("wrong_type", "a time outside of the day has no text")
         return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}{fraction}"
     if not _FIRST_DAY <= days <= _LAST_DAY:
-        return _unusable("a date outside of the years 1 to 9999")
+        raise _NoValue("wrong_type", "a date outside of the years 1 to 9999 has no text")
     if types.is_date(kind):
         return str(np.datetime64(days, "D"))
     zone = "" if getattr(kind, "tz", None) is None else "+00:00"

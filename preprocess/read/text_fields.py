@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardprep.errors import UsageError
-from shardprep.format.options import PlanOptions
+from shardprep.format.plan import PlanOptions
 
 FieldPath = tuple[str, ...]
 # Lists and objects within each other. Python's own limit is what is left of its stack, another one in each
@@ -143,11 +143,19 @@ class MessageFields(TextFields):
         value = _parsed_if_json(value)
         if not isinstance(value, list):
             return UnusableText("wrong_type", f"the field {name} is {_kind(value)}, expected a list")
+        import orjson  # only here: a command's --help does not load it
+
         messages = list(map(_parsed_if_json, value))
         try:
-            return _json_of(messages)
+            try:
+                text = orjson.dumps(messages).decode()
+            except TypeError:  # of an integer of more than 64 bits, too
+                return json.dumps(messages, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+            if "null" in text:  # which orjson writes for NaN, too
+                json.dumps(messages, allow_nan=False, default=str)
         except (TypeError, ValueError) as error:  # a NaN of a table
             return UnusableText("wrong_type", f"the field {name} cannot be JSON ({error})")
+        return text
 
 
 class RecordFields(TextFields):
@@ -163,11 +171,6 @@ class RecordFields(TextFields):
         other = copy.copy(self)
         other.text_paths = [(name,) for name in names]
         return other
-
-    def text(self, record: Any) -> str | UnusableText:
-        if not isinstance(record, dict):
-            return UnusableText("bad_json", f"it is {_kind(record)}, expected an object")
-        return "a record"
 
     def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:  # noqa: ARG002
         return "a record"
@@ -206,19 +209,6 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise ValueError("a key stands twice in one object")
     return found
-
-
-def _json_of(value: Any) -> str:
-    """A value as JSON that gives each number back. Raises TypeError or ValueError for what JSON has not."""
-    import orjson  # only here: a command's --help does not load it
-
-    try:
-        text = orjson.dumps(value).decode()
-    except TypeError:  # of an integer of more than 64 bits, too
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    if "null" in text:  # which orjson writes for NaN, too
-        json.dumps(value, allow_nan=False, default=str)
-    return text
 
 
 def _path(name: str, flag: str) -> FieldPath:

@@ -25,7 +25,7 @@ from shardprep import LeaveOut
 from shardprep.errors import NotFound, Refused, UsageError
 from shardprep.files import NOT_THERE, make_subfolder, publish_bytes, read_regular
 from shardprep.format.names import TRANSFORM_DIR
-from shardprep.format.options import PlanOptions
+from shardprep.format.plan import PlanOptions
 
 _MAX_BYTES = 64 << 20  # of the function's file, or of a table of its own
 _MOST_REASONS = 100  # of LeaveOut, in a shard: its manifest names each
@@ -50,9 +50,6 @@ class Transform:
         self._function = self._load()
 
     def _load(self) -> Any:
-        def unloadable(why: str, **facts: Any) -> UsageError:
-            return UsageError(f"--transform {self.path} {why}", **{"path": self.path, **facts})
-
         module = types.ModuleType("shardprep_transform")
         module.__file__ = str(self.path)
         folder = self.path.resolve().parent
@@ -62,19 +59,20 @@ class Transform:
         try:
             exec(compile(self.contents[self.path.name], str(self.path), "exec"), vars(module))  # noqa: S102
         except (Exception, SystemExit) as error:  # sys.exit(0) would look like success
-            raise unloadable(f"cannot be loaded: {_words_of(error, self.path)}") from None
+            found = f"no function that can be loaded: {_words_of(error, self.path)}"
+            raise UsageError(path=self.path, found=found, expected="transform(record)") from None
         for name in {*sys.modules} - before:
             imported = Path(getattr(sys.modules[name], "__file__", None) or "/")
             if imported.parent == folder and imported.name not in self.contents:
-                raise unloadable(
-                    f"imports {imported.name} beside it; name it, so that it counts in the plan: "
-                    f"--transform_files {','.join([*list(self.contents)[1:], imported.name])}",
+                raise UsageError(
+                    f"--transform {self.path} imports {imported.name} beside it; name it, so that it counts "
+                    f"in the plan: --transform_files {','.join([*list(self.contents)[1:], imported.name])}",
                     path=imported,
                     remedy="--transform_files",
                 )
         function = vars(module).get("transform")
         if not callable(function):
-            raise unloadable("has no function transform(record)", expected="transform")
+            raise UsageError(path=self.path, found="no function transform(record)", expected="transform")
         return function
 
     def texts(
@@ -93,7 +91,14 @@ class Transform:
             try:
                 result = self._function(record)
             except LeaveOut as reason:
-                yield _left_out(_text_of(reason), reasons)
+                shown = "".join(char if char.isprintable() else " " for char in _text_of(reason))
+                words = " ".join(shown.split())[:_MOST_REASON_CHARS]
+                # A reason with a score in it would be another one for each document.
+                if not words or (words not in reasons and len(reasons) >= _MOST_REASONS):
+                    yield UnusableText("transform", words)
+                else:
+                    reasons.add(words)
+                    yield UnusableText(f"transform: {words}", words)
             except (Exception, SystemExit) as error:
                 yield UnusableText("transform_error", f"{_words_of(error, self.path)}, for {name}:{place}")
             else:
@@ -115,11 +120,8 @@ def transform_of(options: PlanOptions, path: Path | None) -> Transform | None:
     if not expected and path is None:
         return None
     if not expected:
-        raise UsageError(
-            f"--transform {path} is given, and the plan has no function; leave it out, or plan anew with it "
-            "into a new folder",
-            found="--transform",
-        )
+        expected = "none, as the plan has no function; or plan anew with it, into a new folder"
+        raise UsageError(found=f"--transform {path}", expected=expected)
     if path is None:
         raise UsageError(
             f"the plan's documents go through a function (sha256 {expected[:12]}), and code in a data set "
@@ -129,25 +131,12 @@ def transform_of(options: PlanOptions, path: Path | None) -> Transform | None:
         )
     found = Transform(path, options.transform_files)
     if found.sha256 != expected:
-        raise Refused(
-            f"--transform {path} has sha256 {found.sha256[:12]}, the plan's function {expected[:12]}; bring "
-            f"it back as it was planned, or plan anew into a new folder; {TRANSFORM_DIR}/ in the data set "
-            "has a copy to compare",
-            path=path,
-            found=found.sha256[:12],
-            expected=expected[:12],
+        expected = (
+            f"the plan's function, {expected[:12]}; bring it back as it was planned, or plan anew into a new "
+            f"folder; {TRANSFORM_DIR}/ in the data set has a copy to compare"
         )
+        raise Refused(path=path, found=f"sha256 {found.sha256[:12]}", expected=expected)
     return found
-
-
-def _left_out(reason: str, reasons: set[str]) -> UnusableText:
-    words = "".join(char if char.isprintable() else " " for char in reason)
-    words = " ".join(words.split())[:_MOST_REASON_CHARS]
-    # A reason with a score in it would be another one for each document.
-    if not words or (words not in reasons and len(reasons) >= _MOST_REASONS):
-        return UnusableText("transform", words)
-    reasons.add(words)
-    return UnusableText(f"transform: {words}", words)
 
 
 def _checked(result: object, *, is_chat: bool) -> bytes | UnusableText:

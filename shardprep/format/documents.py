@@ -173,14 +173,10 @@ def read_names(path: Path, *, id_field: str) -> DocumentNames:
         keys += key
         kinds.add(kind)
         if len(keys) > _MOST_NAMES * DIGEST_BYTES:
-            raise BadInput(
-                f"{path} has more than {_MOST_NAMES:,} names; every process that makes shards would hold "
-                "them: filter the input itself",
-                path=path,
-                expected=f"at most {_MOST_NAMES:,} names",
-            )
+            too_many = f"more than {_MOST_NAMES:,} names, and every process that makes shards would hold them"
+            raise BadInput(path=path, found=too_many, expected="fewer, or an input that is filtered")
     if not keys:
-        raise BadInput(f"{path} names no document, expected a line for each", path=path)
+        raise BadInput(path=path, found="no document", expected="a line for each")
     found = np.unique(np.frombuffer(keys, DIGEST))
     return DocumentNames(keys=found, kinds=frozenset(kinds))
 
@@ -202,23 +198,14 @@ def _names_in(path: Path, id_field: str) -> Iterator[tuple[str, bytes, NameKind]
                 line = raw.decode().strip()
                 key, kind = _key_of(line)
             except ValueError as error:  # a UnicodeDecodeError, too
-                raise BadInput(
-                    f"{path}:{number} is {raw[:80]!r} ({error}), expected {_EXPECTED}",
-                    path=path,
-                    found=repr(raw[:80]),
-                    expected=_EXPECTED,
-                ) from None
+                found = f"{raw[:80]!r} in line {number} ({error})"
+                raise BadInput(path=path, found=found, expected=_EXPECTED) from None
             if not line:
                 continue
             if kind == "id" and not id_field:
-                raise UsageError(
-                    f"{path} has the line {line[:60]!r}, an id, and the plan has no --id_field, so it knows "
-                    "no ids; name texts, as sha256:HEX, or places, as at:FILE:BYTE",
-                    path=path,
-                    found=line[:60],
-                    expected="sha256:HEX or at:FILE:BYTE",
-                    remedy="--id_field",
-                )
+                found = f"the id {line[:60]!r} in line {number}, where the plan has no --id_field"
+                expected = "names of texts, as sha256:HEX, or of places, as at:FILE:BYTE"
+                raise UsageError(path=path, found=found, expected=expected, remedy="--id_field")
             yield line, key, kind
     except NOT_THERE:
         raise NotFound(f"{path} is no file", path=path) from None
@@ -248,14 +235,8 @@ def read_excluded(folder: Path, sha256: str) -> DocumentNames:
     except NOT_THERE:
         raw, found = b"", "missing"
     if found != sha256:
-        raise BrokenShard(
-            f"{path} is {found[:12]}, its plan says sha256 {sha256[:12]}; run the plan command again, with "
-            "the same list as --exclude",
-            path=path,
-            found=found[:12],
-            expected=sha256[:12],
-            remedy="run the plan command again",
-        )
+        expected = f"{sha256[:12]}; run the plan command again, with the same list as --exclude"
+        raise BrokenShard(path=path, found=f"sha256 {found[:12]}", expected=expected)
     return DocumentNames(keys=np.frombuffer(raw, DIGEST))
 
 
@@ -272,9 +253,7 @@ def kept_ids(folder: Path, shard_id: int) -> Iterator[tuple[int, int, str]]:
         except (ValueError, TypeError):
             is_right = False
         if not is_right:
-            raise BrokenShard(
-                f"{path} has the line {line[:60]!r}; run: {remedy}", path=path, found=line[:60], remedy=remedy
-            )
+            raise BrokenShard(path=path, found=f"the line {line[:60]!r}", remedy=remedy)
         yield input_number, offset, kept
 
 
@@ -340,13 +319,9 @@ def read_blanked(folder: Path, plan_id: str, shard_id: int) -> BlankedDocuments:
         error.advise(advice)
         raise
     if (found.plan_id, found.shard_id) != (plan_id, shard_id):
-        raise OtherPlan(
-            f"{path} is of shard {found.shard_id} of plan {found.plan_id[:12]}, expected shard {shard_id} of "
-            f"{plan_id[:12]}; {advice}",
-            path=path,
-            found=found.plan_id[:12],
-            expected=plan_id[:12],
-        )
+        is_of = f"shard {found.shard_id} of plan {found.plan_id[:12]}"
+        expected = f"shard {shard_id} of plan {plan_id[:12]}; {advice}"
+        raise OtherPlan(path=path, found=is_of, expected=expected)
     if len(found.inputs) != len(found.offsets):
         raise wrong_value(path, "offsets", found.offsets, f"{len(found.inputs)}, as there are inputs")
     return found

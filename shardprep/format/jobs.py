@@ -374,7 +374,7 @@ class AttemptRecord(Struct, kw_only=True):
     signal: str = field(name="end_signal", default="")  # that it was told to stop by
     stopped: _Time | None = field(name="end_stopped", default=None)  # when it was told so
     shown_limit: str = field(name="end_limit", default="")  # time limit as squeue shows it, such as 1:00:00
-    stopped_by: str = field(name="end_stopped_by", default="")  # what Slurm did to it, see ``slurm.causes``
+    stopped_by: str = field(name="end_stopped_by", default="")  # what Slurm did to it, see ``slurm.state``
 
     @property
     def job_id(self) -> str:

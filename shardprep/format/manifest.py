@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import orjson
+import msgspec
 from msgspec import Meta
 
 from shardprep.errors import (
@@ -435,7 +435,7 @@ def is_verified(folder: Path, spec: DatasetSpec, made: MadeShards) -> bool:
     if len(made.done) != spec.num_shards or made.wrong:
         return False
     try:
-        data = orjson.loads(read_regular(folder / INDEX_NAME, max_bytes=_MAX_FINDINGS_BYTES))
+        data = msgspec.json.decode(read_regular(folder / INDEX_NAME, max_bytes=_MAX_FINDINGS_BYTES))
         rows = [(row[2], row[3]) for row in data["shards"]]
         plan_id = data["spec"]["plan_id"]
     except (*NOT_THERE, BrokenShard, ValueError, LookupError, TypeError):
@@ -518,7 +518,7 @@ def publish_findings(
             )
     if findings:
         content = {"plan_id": plan_id, "findings": [asdict(findings[number]) for number in sorted(findings)]}
-        raw = orjson.dumps(with_content_hash(_FINDINGS_FORMAT, content), option=orjson.OPT_APPEND_NEWLINE)
+        raw = msgspec.json.encode(with_content_hash(_FINDINGS_FORMAT, content)) + b"\n"
         publish_bytes(folder / FINDINGS_NAME, raw)
     path = folder / INDEX_NAME
     try:

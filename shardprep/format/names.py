@@ -305,6 +305,8 @@ def as_type(path: Path, data: Any, kind: type[T]) -> T:
     prepare_type(kind)
     try:
         return msgspec.convert(data, kind)
+    except UnicodeEncodeError as error:  # half a pair of surrogates, which JSON can escape
+        raise BrokenShard(path=path, found=repr(error.object), expected="text in UTF-8") from None
     except msgspec.ValidationError as error:
         what, _, place = str(error).removesuffix("`").partition(" - at `$")
         found = data

@@ -6,7 +6,6 @@ That no sample is repeated or lost is tried by tests/oracle/test_law.py, on rand
 from __future__ import annotations
 
 import json
-import multiprocessing
 import re
 from collections.abc import Mapping
 from itertools import chain, islice
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import webdataset
 
 from loader import OtherRun, TokenLoader, UsageError
 from tests.external_tars import write_numbered_tars
@@ -28,13 +26,12 @@ MIXED: dict[str, Any] = {"weights": {"web": 1, "code": 1}}
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """All ids of source k lie from 1000 k on; the first id of a document says which one it is."""
+    """The first id of a document is its number."""
     root = tmp_path_factory.mktemp("data")
-    save_word_tokenizer(root, 6000)
-    for number, (name, size) in enumerate(SIZES.items()):
+    save_word_tokenizer(root, 1000)
+    for name, size in SIZES.items():
         (root / name).mkdir()
-        first = 1000 * number + 1
-        write_numbered_tars(root / name, size, 3, ids_of=lambda n, first=first: [first + n])  # type: ignore[misc]
+        write_numbered_tars(root / name, size, 3)
     return {name: root / name for name in SIZES}
 
 
@@ -56,10 +53,6 @@ def steps(loader: TokenLoader, num_steps: int) -> list[list[int]]:
     return [batch["input_ids"][:, 0].tolist() for batch in islice(chain(loader, loader), num_steps)]
 
 
-def sources_of(step: list[int]) -> set[str]:
-    return {[*SIZES][number // 1000] for number in step}
-
-
 def stages(loader: TokenLoader) -> list[tuple[int, int, str]]:
     """Return what holds: from which step on, the global batch, and the shares of samples."""
     lines = re.findall(r"from step (\d+): (.*), global_batch_size (\d+)", loader.describe())
@@ -70,8 +63,7 @@ HALVES, WHOLE = "web 0.5, code 0.5", "web 1"
 # What is passed behind a state of step 70, and the stages of the run then.
 AMENDED: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "weights": ({"weights": {"web": 1}}, [(0, L, HALVES), (128, L, WHOLE)]),
-    "sizes": ({**MIXED, "global_batch_size": 2 * L}, [(0, L, HALVES), (128, 2 * L, HALVES)]),
-    "both": (
+    "weights and sizes": (
         {"weights": {"web": 1}, "global_batch_size": 3 * L},
         [(0, L, HALVES), (128, 3 * L, WHOLE)],
     ),
@@ -113,34 +105,6 @@ def test_an_amendment_holds_from_the_next_border_and_the_loader_says_so(
         assert loader.state_dict() == again
 
 
-def test_an_amendment_that_has_not_begun_is_replaced_with_the_sources_that_it_added(
-    data: dict[str, Path],
-) -> None:
-    state = state_at(data, 70, **MIXED)
-    with load(data, "web code books", amend=True, weights={"books": 1}) as loader:
-        loader.load_state_dict(state)
-        assert loader.source_names == ("web", "code", "books")
-        states = [loader.state_at(step) for step in (70, 128, 129)]
-    for state, border in zip(states, (128, 128, 192), strict=True):
-        with load(data, "web code books", amend=True, weights={"web": 1}) as loader:
-            loader.load_state_dict(state)
-            assert stages(loader)[-1] == (border, L, WHOLE)
-            assert len(stages(loader)) == (2 if border == 128 else 3)
-
-
-def test_an_amendment_that_was_replaced_before_it_began_leaves_no_trace(data: dict[str, Path]) -> None:
-    states = [state_at(data, 5, sources="web", weights={"web": 1})]
-    with load(data, "web code books", amend=True, weights={"code": 1, "books": 1}) as loader:
-        loader.load_state_dict(states[0])
-        states.append(loader.state_dict())
-    found = []
-    for state in states:
-        with load(data, "web books code", amend=True, weights={"code": 1, "books": 2}) as loader:
-            loader.load_state_dict(state)
-            found.append(loader.state_dict())
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize(("step", "amend"), [(5, False), (0, True), (5, True)])
 def test_the_order_in_which_sources_are_named_does_not_matter(
     data: dict[str, Path], step: int, amend: bool
@@ -152,19 +116,6 @@ def test_the_order_in_which_sources_are_named_does_not_matter(
     with load(data, "books web code", weights=weights, amend=amend) as loader:
         loader.load_state_dict(state)
         assert loader.state_dict() == state
-
-
-def test_a_source_that_is_dropped_is_needed_until_the_border(data: dict[str, Path]) -> None:
-    state = state_at(data, 70, **MIXED)
-    with load(data, "web", amend=True, weights={"web": 1}) as loader, refuses(OtherRun, expected="code"):
-        loader.load_state_dict(state)
-    with load(data, "web code", amend=True, weights={"web": 1}) as loader:
-        loader.load_state_dict(state)
-        state = loader.state_at(128)
-    with load(data, "web", weights={"web": 1}) as loader:
-        loader.load_state_dict(state)
-        assert sources_of(steps(loader, 1)[0]) == {"web"}
-        assert loader.source_epochs["code"] > 4
 
 
 @pytest.mark.parametrize("folders", [["web", "books"], ["books", "web"], ["books"]])
@@ -194,6 +145,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[UsageError] | type[OtherRun], dict
     "another seed": ({**MIXED, "amend": True, "seed": 4}, OtherRun, {"expected": "seed 4"}),
     "another row length": ({**MIXED, "amend": True, "seq_len": 16}, OtherRun, {"expected": "seq_len 16"}),
     "one set": ({"amend": True}, OtherRun, {"found": "is_mixture True"}),
+    "without a source before it is dropped": (
+        {"sources": "web", "amend": True, "weights": {"web": 1}},
+        OtherRun,
+        {"expected": "code"},
+    ),
     "a step larger than an epoch": ({**MIXED, "global_batch_size": 120 * L, "amend": True}, UsageError, {}),
 }
 
@@ -256,46 +212,3 @@ def test_a_run_keeps_the_blocks_that_it_began_with_also_behind_an_amendment(data
         assert steps(loader, 3) == whole[5:]
         blocks = [row[3:5] for row in loader.state_dict()["sources"]]
         assert [each == [2, 6] for each in blocks] == [True, True, False]
-
-
-def test_origins_and_counts_are_those_of_what_an_amended_run_delivered(data: dict[str, Path]) -> None:
-    """Origins of each step by its state, as webdataset reads the tars."""
-    with load(data, "web code books", amend=True, weights={"web": 1, "books": 1}, origins=True) as loader:
-        loader.load_state_dict(state_at(data, 50, **MIXED))
-        steps(loader, 30)
-        counts = {"web": 0, "code": 0, "books": 0}
-        documents: dict[Path, list[list[int]]] = {}
-        loader.load_state_dict(loader.state_at(0))
-        for step, batch in enumerate(islice(chain(loader, loader), 80)):  # through the end of an epoch
-            assert loader.num_steps_delivered == step + 1
-            for row, _, *numbers in batch["origins"].tolist():
-                origin = loader.origin(*numbers)
-                if origin.tar not in documents:
-                    samples = webdataset.WebDataset(str(origin.tar), shardshuffle=False)
-                    documents[origin.tar] = [json.loads(sample["token_ids.json"]) for sample in samples]
-                (first,) = documents[origin.tar][origin.sample]
-                assert first == batch["input_ids"][row, 0]
-                assert sources_of([first]) == {origin.source}
-                counts[origin.source] += 1
-        assert loader.source_samples == counts
-        assert sum(counts.values()) == 80 * L
-
-
-def test_a_loader_describes_its_sources_and_what_holds(data: dict[str, Path]) -> None:
-    with load(data, "web code books", amend=True, weights={"web": 3, "books": 1}) as loader:
-        loader.load_state_dict(state_at(data, 70, **MIXED))
-        lines = loader.describe().splitlines()
-        assert [line.split()[:2] for line in lines[4:7]] == [["source", f"{name}:"] for name in data]
-        assert f"{loader.source_epochs['web']:.2f} epochs" in lines[4]
-        assert loader.state_dict()["sources"][0][1] in lines[4]
-        assert [line.split()[:3] for line in lines[7:]] == [["from", "step", "0:"], ["from", "step", "128:"]]
-
-
-@pytest.mark.processes
-def test_more_workers_than_slots_of_the_first_global_batch_are_not_started(data: dict[str, Path]) -> None:
-    state = state_at(data, 3, global_batch_size=2, batch_size=1)
-    before = set(multiprocessing.active_children())
-    with load(data, batch_size=1, global_batch_size=8, amend=True, num_workers=4) as loader:
-        loader.load_state_dict(state)
-        next(iter(loader))
-        assert len(set(multiprocessing.active_children()) - before) == 2

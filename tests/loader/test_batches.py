@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import copy
-import io
 import logging
 import pickle
-import tarfile
-from collections import Counter
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +19,18 @@ from transformers import (
     AutoTokenizer,
     BatchEncoding,
     DataCollatorForLanguageModeling,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
 
 from loader import CausalLMCollator, UsageError
+from tests.attention_families import small_model
 from tests.checkout import SHARED
 from tests.external_tars import write_numbered_tars
-from tests.oracle.forms import SEQ_LEN, DataSets
+from tests.oracle.forms import DataSets
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import EOS, ids_of, open_loader, refuses, samples_of
 
 FIELDS = ("position_ids", "segment_ids", "cu_seqlens")
-
-
-@pytest.fixture(scope="module")
-def documents(sets: DataSets) -> list[list[int]]:
-    """The ids of all documents, in the order of the shards."""
-    with open_loader(sets["documents"], 1, shuffle=False) as loader:
-        return [ids for batch in loader for ids in ids_of(batch)]
 
 
 def eos_of(loader: Any) -> int:
@@ -120,15 +108,6 @@ def test_the_pad_token_is_one_the_tokenizer_has_and_the_log_says_which(
     assert [(record.levelno, token in record.getMessage()) for record in caplog.records] == [(level, True)]
 
 
-def test_the_loaders_tokenizer_names_the_pad_token_that_batches_have(tmp_path: Path) -> None:
-    tokenizer(pad=None, special=(RIGHT_PAD,)).save_pretrained(tmp_path)
-    write_numbered_tars(tmp_path, 2, 1, ids_of=lambda number: [1] * (1 + number))
-    with open_loader(tmp_path, 2, model_id=tmp_path, shuffle=False) as loader:
-        assert (loader.tokenizer.pad_token, loader.tokenizer.pad_token_id) == (RIGHT_PAD, 100)
-        assert next(iter(loader))["input_ids"].tolist() == [[1, 100], [1, 1]]
-        assert len(loader.tokenizer) == 101
-
-
 def test_what_cannot_be_collated_is_refused() -> None:
     with refuses(UsageError):
         CausalLMCollator(tokenizer(pad=None, eos=None))
@@ -150,11 +129,6 @@ def test_llama_3_is_padded_with_a_token_of_its_own_and_its_eos_keeps_its_label()
     assert found["input_ids"][1, -1] not in (names.eos_token_id, names.bos_token_id)
 
 
-class MarkedBatches(CausalLMCollator):
-    def torch_call(self, examples: list[Any]) -> Any:
-        return {**super().torch_call(examples), "marked": len(examples)}
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", ["documents", "chat"])
@@ -163,40 +137,19 @@ def test_a_collate_fn_gets_lists_and_labels_where_they_are_others_in_the_trainin
 ) -> None:
     with open_loader(sets[name]) as loader:
         expected = [samples_of(batch) for batch in loader]
-        collator = MarkedBatches(pickle.loads(pickle.dumps(loader.collate_fn)).tokenizer)
     seen: list[Any] = []  # of this process
 
     def collate(samples: list[Any]) -> Any:
         seen.append(samples)
         return tuple(samples)
 
-    options: dict[str, Any] = {"num_workers": workers}
-    with open_loader(sets[name], collate_fn=collate, **options) as loader:
-        tuples: list[Any] = [*loader]
-        assert [type(batch) for batch in tuples] == [tuple] * len(expected)
-    assert len(seen) == len(expected)
-    for samples, of_batch in zip(seen, expected, strict=True):
-        has_labels = name == "chat"
-        assert {frozenset(sample) for sample in samples} == {
-            frozenset({"input_ids", "labels"} if has_labels else {"input_ids"})
-        }
-        for sample, made in zip(samples, of_batch, strict=True):
-            assert all(sample[field] == made[field] for field in sample)
-    with open_loader(sets[name], collate_fn=collator, **options) as loader:
+    with open_loader(sets[name], collate_fn=collate, num_workers=workers) as loader:
         batches: list[Any] = [*loader]
-    assert {batch.pop("marked") for batch in batches} == {4}
-    assert [samples_of(batch) for batch in batches] == expected
-
-
-def test_transformers_own_collator_gets_what_a_tokenized_data_set_gives_it(sets: DataSets) -> None:
-    for name in ("documents", "concat"):
-        with open_loader(sets[name]) as ours:
-            original = DataCollatorForLanguageModeling(ours.tokenizer, mlm=False)
-            with open_loader(sets[name], collate_fn=original) as theirs:
-                for one, other in zip(ours, theirs, strict=True):
-                    width = other["input_ids"].shape[1]  # the last row of a shard may make theirs narrower
-                    assert all(torch.equal(one[field][:, :width], other[field]) for field in other)
-                    assert (one["labels"][:, width:] == -100).all()
+    assert batches == [tuple(samples) for samples in seen]
+    for samples, made in zip(seen, expected, strict=True):
+        for sample, fields in zip(samples, made, strict=True):
+            assert sample.keys() == {"input_ids", *(["labels"] if name == "chat" else [])}
+            assert all(sample[field] == fields[field] for field in sample)
 
 
 def test_a_batch_is_a_dict_that_moves_and_is_copied_as_a_whole(numbered: Path) -> None:
@@ -218,17 +171,14 @@ def test_a_batch_is_a_dict_that_moves_and_is_copied_as_a_whole(numbered: Path) -
 
 @pytest.mark.slow
 def test_a_model_takes_the_numbers_of_a_batch_for_ints_and_bools_also_compiled(numbered: Path) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=200, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
-    )
-    model = LlamaForCausalLM(config)
+    model = small_model("llama", "sdpa")
     with open_loader(numbered, model_id=numbered, seq_len=16, boundaries="transformers") as loader:
         batch = next(iter(loader))
     plain = {name: value if isinstance(value, torch.Tensor) else int(value) for name, value in batch.items()}
     expected = model(**{**plain, "use_cache": False})
     moved = {name: value.to("cpu") for name, value in batch.items()}
-    for found in (model(**moved), torch.compile(model, backend="eager", fullgraph=True)(**moved)):
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    for found in (model(**moved), compiled(**moved)):
         assert torch.equal(found.logits, expected.logits)
         assert found.past_key_values is None
 
@@ -265,26 +215,18 @@ def test_widths_are_the_longest_the_maximum_or_the_multiple_asked_for(sets: Data
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"collate_fn": list}])
-def test_metrics_count_tokens_padding_waiting_and_what_is_cut(
-    sets: DataSets, documents: list[list[int]], options: dict[str, Any]
-) -> None:
-    with open_loader(sets["documents"], 1, max_length=20, **options) as loader:
-        if "collate_fn" not in options:
-            found = [tuple(ids) for batch in loader for ids in ids_of(batch)]
-            assert Counter(found) == Counter(tuple(ids[:20]) for ids in documents)
-            assert loader.metrics.num_cut_tokens >= sum(len(ids[20:]) for ids in documents) > 0
-            assert loader.metrics.num_tokens == sum(map(len, found))
-    with open_loader(sets["documents"], **options) as loader:
-        batches: list[Any] = [*loader]
+@pytest.mark.parametrize("workers", [0, 2])
+def test_metrics_count_tokens_padding_waiting_and_what_is_cut(sets: DataSets, workers: int) -> None:
+    with open_loader(sets["documents"], shuffle=False) as loader:
+        lengths = [len(ids) for batch in loader for ids in ids_of(batch)]
+    with open_loader(sets["documents"], max_length=20, shuffle=False, num_workers=workers) as loader:
+        masks = [batch["attention_mask"] for batch in loader]
         metrics = loader.metrics
-        assert metrics.num_batches == len(batches)
-        assert metrics.wait_s > 0
-        if "collate_fn" not in options:
-            padding = sum(int((batch["attention_mask"] == 0).sum()) for batch in batches)
-            assert metrics.num_tokens == sum(int(batch["attention_mask"].sum()) for batch in batches)
-            assert metrics.num_padding == padding
-            assert metrics.padding_share == pytest.approx(padding / (metrics.num_tokens + padding))
+        assert (metrics.num_batches, metrics.wait_s > 0) == (len(masks), True)
+        assert metrics.num_tokens == sum(int(mask.sum()) for mask in masks)
+        assert metrics.num_padding == sum(int((mask == 0).sum()) for mask in masks) > 0
+        assert metrics.padding_share == metrics.num_padding / (metrics.num_padding + metrics.num_tokens)
+        assert metrics.num_cut_tokens == sum(max(length - 20, 0) for length in lengths) > 0
         metrics.reset()
         assert (metrics.num_tokens, metrics.wait_s, metrics.padding_share) == (0, 0, 0)
 
@@ -325,19 +267,6 @@ def test_a_batch_without_any_label_is_told_once_for_a_loader(
 # Rows
 
 
-@pytest.mark.parametrize("name", ["documents", "documents_npy"])
-@pytest.mark.parametrize("seq_len", [7, SEQ_LEN, 1000])
-def test_unshuffled_rows_are_the_joined_documents_cut_at_every_row(
-    sets: DataSets, documents: list[list[int]], name: str, seq_len: int
-) -> None:
-    """With EOS behind each; ``documents_npy`` has it on disk."""
-    with open_loader(sets[name], 1, seq_len=seq_len, shuffle=False) as loader:
-        stream = [token for ids in documents for token in (*ids, eos_of(loader))]
-        assert len(loader) == len(stream) // seq_len
-        found = [*chain.from_iterable(ids for batch in loader for ids in ids_of(batch))]
-    assert found == stream[: len(stream) // seq_len * seq_len]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["json", "<u2", ">i8"])
 def test_tars_of_others_get_an_eos_behind_those_documents_alone_that_end_without_one(
@@ -359,30 +288,6 @@ def test_tars_of_others_get_an_eos_behind_those_documents_alone_that_end_without
     assert len(found) > len(ours + theirs) - 7
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(("name", "workers"), [("documents", 2), ("concat", 0), ("best_fit", 0)])
-def test_boundaries_stand_where_documents_begin_and_all_three_kinds_agree(
-    sets: DataSets, name: str, workers: int
-) -> None:
-    num_starts = 0
-    with open_loader(sets[name], seq_len=SEQ_LEN, boundaries=FIELDS, num_workers=workers) as loader:
-        bos = loader.tokenizer.bos_token_id
-        for batch in loader:
-            samples_of(batch)  # compares cu_seqlens and max_seqlen with position_ids
-            assert batch["cu_seqlens"].dtype == torch.int32
-            is_real, is_start = batch["attention_mask"] == 1, batch["position_ids"] == 0
-            expected = (batch["input_ids"] == bos) & is_real
-            expected[:, 0] = True
-            expected[:, 1:] |= is_real[:, :-1] & ~is_real[:, 1:]  # padding is set apart
-            assert torch.equal(is_start, expected)
-            num_starts += int((is_start & is_real)[:, 1:].sum())
-            assert torch.equal(batch["segment_ids"] == 0, ~is_real)
-            assert torch.equal(batch["segment_ids"].diff(dim=1) != 0, is_start[:, 1:])
-            labels = torch.where(is_real & ~is_start, batch["input_ids"], -100)
-            assert torch.equal(batch["labels"], labels)
-    assert num_starts > 20
-
-
 def test_boundaries_of_padded_documents_set_the_padding_apart(sets: DataSets) -> None:
     with open_loader(sets["documents"], boundaries=FIELDS) as loader:
         batch = next(iter(loader))
@@ -393,48 +298,23 @@ def test_boundaries_of_padded_documents_set_the_padding_apart(sets: DataSets) ->
 # Labels of conversations
 
 
-def rows_on_disk(folder: Path, *, has_boundaries: bool) -> list[tuple[list[int], list[int]]]:
-    """Ids and labels of every row, of the members of the tars: others' words have no label."""
-    found = []
-    for path in sorted(folder.glob("*.tar")):
-        with tarfile.open(path) as tar:
-            read = {item.name: np.load(io.BytesIO(tar.extractfile(item).read())) for item in tar}  # type: ignore[union-attr]
-        for name, ids in read.items():
-            if name.endswith("token_ids.npy"):
-                key = name.removesuffix("token_ids.npy")
-                labels = np.where(read[f"{key}loss_mask.npy"], ids.astype(int), -100)
-                if has_boundaries:
-                    labels[:, 0] = -100
-                    labels.reshape(-1)[read[f"{key}doc_starts.npy"]] = -100
-                for row, length in enumerate(read[f"{key}row_tokens.npy"]):
-                    found.append((ids[row, :length].tolist(), labels[row, :length].tolist()))
-    return found
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize("boundaries", [(), "position_ids"])
-def test_only_what_the_assistant_says_has_labels_also_beside_plain_text(
-    sets: DataSets, boundaries: Any
+def test_conversations_and_plain_text_side_by_side_have_the_labels_that_each_has_alone(
+    sets: DataSets,
 ) -> None:
-    """That the masks on disk are transformers' is compared by ``python -m tests.oracle --make``."""
+    """That the masks on disk are transformers' is compared by tests/preprocess/test_chat.py."""
 
-    def loaded(data: Any, **options: Any) -> list[tuple[list[int], list[int]]]:
-        with open_loader(data, 1, boundaries=boundaries, **options) as loader:
-            rows = [sample for batch in loader for sample in samples_of(batch)]
-        return [(row["input_ids"], row["labels"]) for row in rows]
+    def rows(data: Any, **options: Any) -> list[Any]:
+        with open_loader(data, 1, model_id=sets["chat"] / "tokenizer", **options) as loader:
+            return [sample for batch in loader for sample in samples_of(batch)]
 
-    chat = rows_on_disk(sets["chat"], has_boundaries=bool(boundaries))
-    assert loaded(sets["chat"], shuffle=False) == chat
-    num_labels = sum(label != -100 for _, labels in chat for label in labels)
-    assert 0 < num_labels < sum(len(ids) for ids, _ in chat)
-    model = {"model_id": str(sets["chat"].parent / "model")}
-    text = loaded(sets["best_fit"], shuffle=False)
-    mixed = loaded(
-        {"chat": sets["chat"], "text": sets["best_fit"]}, weights={"chat": 0.5, "text": 0.5}, **model
-    )
+    chat, text = (rows(sets[name], shuffle=False) for name in ("chat", "best_fit"))
+    assert any(-100 in row["labels"] for row in chat)
+    assert not any(-100 in row["labels"] for row in text)
+    assert rows([sets["best_fit"], sets["chat"]], shuffle=False) == [*text, *chat]
+    mixed = rows({"chat": sets["chat"], "text": sets["best_fit"]}, weights={"chat": 0.5, "text": 0.5})
     assert all((row in chat) != (row in text) for row in mixed)
     assert 0 < sum(row in chat for row in mixed) < len(mixed)
-    assert loaded([sets["best_fit"], sets["chat"]], shuffle=False, **model) == [*text, *chat]
 
 
 # Targets one place ahead
@@ -444,32 +324,6 @@ def shifted(data: Path, **options: Any) -> list[Any]:
     options = {"shuffle": False, "targets": "shifted", **options}
     with open_loader(data, model_id=data, **options) as loader:
         return [*loader]
-
-
-def test_inputs_and_targets_are_the_same_rows_one_place_apart(numbered: Path) -> None:
-    rows = shifted(numbered, seq_len=17, targets="same")
-    found = shifted(numbered, seq_len=16)
-    assert len(found) == len(rows) > 2
-    for batch, row in zip(found, rows, strict=True):
-        assert torch.equal(batch["input_ids"], row["input_ids"][:, :-1])
-        assert torch.equal(batch["labels"], row["labels"][:, 1:])
-        assert batch["attention_mask"].shape == batch["input_ids"].shape == (4, 16)
-        assert all(value.is_contiguous() for value in batch.values())
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("workers", [0, 2])
-def test_no_target_is_the_first_token_of_another_document(numbered: Path, workers: int) -> None:
-    num_targets = 0
-    for batch in shifted(numbered, seq_len=16, boundaries=FIELDS, num_workers=workers, shuffle=True):
-        ids, labels, segments = batch["input_ids"], batch["labels"], batch["segment_ids"]
-        samples_of(batch)
-        same = segments[:, 1:] == segments[:, :-1]
-        assert torch.equal((batch["position_ids"] == 0)[:, 1:], ~same)
-        assert torch.equal(labels[:, :-1][same], ids[:, 1:][same])
-        assert (labels[:, :-1][~same] == -100).all()
-        num_targets += int(same.sum())
-    assert num_targets > 100
 
 
 def test_padded_documents_lose_no_target_and_keep_their_widths(numbered: Path) -> None:

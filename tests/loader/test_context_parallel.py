@@ -125,37 +125,23 @@ def test_each_document_is_even_work_for_all_ranks(pad: bool) -> None:
     assert spread() > 1.2
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_parts_of_rows_are_the_batch_and_cost_each_rank_the_same(
-    made: dict[str, Path], size: int
-) -> None:
-    batch = batch_of(made["concat"], 4)
-    parts = [split_for_context_parallel(batch, rank, size) for rank in range(size)]
-    places = torch.cat([part["place_ids"] for part in parts])
-    assert sorted(places.tolist()) == list(range(ROW))
-    assert len({int((part["place_ids"] + 1).sum()) for part in parts}) == 1
-    for name in ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids"):
-        joined = torch.cat([part[name] for part in parts], dim=1)
-        assert torch.equal(joined[:, places.argsort()], batch[name]), name
-    assert all(torch.equal(part["cu_seqlens"], batch["cu_seqlens"]) for part in parts)
-
-
-def test_parts_by_document_keep_positions_and_leave_padding_out_however_documents_are_told(
-    made: dict[str, Path],
+@pytest.mark.parametrize("form", [{}, {"by": "document"}])
+def test_parts_keep_all_fields_of_their_places_however_documents_are_told(
+    made: dict[str, Path], form: dict[str, Any]
 ) -> None:
     batch = batch_of(made["best_fit"], 4)
-    names = ("input_ids", "labels", "cu_seqlens", "attention_mask")
-    by_edges = {name: batch[name] for name in names}
+    by_edges = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens", "attention_mask")}
     for rank in range(2):
-        part = split_for_context_parallel(batch, rank, 2, by="document")
-        real = part["place_ids"] >= 0
-        assert torch.equal(
-            part["position_ids"][0, real], batch["position_ids"].flatten()[part["place_ids"][real]]
-        )
-        assert torch.equal(part["segment_ids"][0] > 0, real)
-        assert torch.equal(part["attention_mask"][0] > 0, real)
-        other = split_for_context_parallel(by_edges, rank, 2, by="document")
-        assert torch.equal(part["place_ids"], other["place_ids"])
+        part = split_for_context_parallel(batch, rank, 2, **form)
+        places = part["place_ids"]
+        assert torch.equal(split_for_context_parallel(by_edges, rank, 2, **form)["place_ids"], places)
+        of_rows = places if form else places + ROW * torch.arange(4)[:, None]
+        for name in ("attention_mask", "position_ids"):
+            found = part[name].flatten()[of_rows.flatten() >= 0]
+            assert torch.equal(found, batch[name].flatten()[of_rows[of_rows >= 0]]), name
+        if form:
+            assert torch.equal(part["segment_ids"][0] > 0, places >= 0)
+            assert torch.equal(part["attention_mask"][0] > 0, places >= 0)
 
 
 SAME = torch.arange(16).view(2, 8)

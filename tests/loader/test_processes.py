@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -19,9 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
 
-from loader import BrokenShard, UsageError, source_ids
+from loader import BrokenShard, source_ids
 from tests.checkout import ROOT
 from tests.children import run_child
 from tests.external_tars import write_numbered_tars
@@ -55,7 +53,7 @@ import torch
 import torch.distributed as dist
 from loader import SourceLosses, UsageError, get_llama3_dataloader, source_ids
 
-DATA, CODE, OUT = sys.argv[1:]
+DATA, OUT = sys.argv[1:]
 EARLY = get_llama3_dataloader(DATA, 4, DATA, num_workers=0)
 
 def global_batches(rank, world, run):
@@ -85,10 +83,9 @@ def made_before_the_group(rank, world, run):
     return {"refused": refused, "late": [int(ids[0]) for batch in late for ids in batch["input_ids"]]}
 
 def losses_by_source(rank, world, run):
-    loader = get_llama3_dataloader(
-        {"web": DATA, "code": CODE}, 4, DATA, weights={"web": .5, "code": .5}, seq_len=16, num_workers=0,
-        origins=True,
-    )
+    sources = {"web": f"{DATA}/shard-00000.tar", "code": f"{DATA}/shard-0000[12].tar"}
+    options = {"weights": {"web": .5, "code": .5}, "seq_len": 16, "num_workers": 0, "origins": True}
+    loader = get_llama3_dataloader(sources, 4, DATA, **options)
     losses, kept = SourceLosses.of_loader(loader), []
     for _, batch in zip(range(5), loader):
         values = torch.rand(batch["input_ids"][:, 1:].shape, dtype=torch.float64)
@@ -129,13 +126,11 @@ OTHERS = ["made_before_the_group", "losses_by_source"]
 def seen(warm: WarmPython, numbered: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """What each rank of a run saved."""
     folder = tmp_path_factory.mktemp("ranks")
-    (folder / "code").mkdir()
-    write_numbered_tars(folder / "code", 90, 2, ids_of=lambda number: [number] * (1 + number % 3))
     runs = [{"how": "global_batches", "after": "", **run} for run in WORLDS]
     runs += [{"name": name, "how": name, "world": 2} for name in OTHERS]
     (folder / "runs.json").write_text(json.dumps(runs))
     (folder / "ranks.py").write_text(RANKS)
-    run_child([warm.python, folder / "ranks.py", numbered, folder / "code", folder])
+    run_child([warm.python, folder / "ranks.py", numbered, folder])
     num_ranks = {run["name"]: run["world"] for run in runs}
     return lambda name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(num_ranks[name])]
 
@@ -157,17 +152,12 @@ def test_ranks_of_real_process_groups_get_equal_batches_and_the_global_batches_o
 
 
 def test_a_loader_made_before_the_process_group_refuses_instead_of_giving_all_ranks_the_same(
-    seen: Callable[[str], Any], numbered: Path, monkeypatch: pytest.MonkeyPatch
+    seen: Callable[[str], Any],
 ) -> None:
+    """Ranks by variables: test_settings.py."""
     first, second = seen("made_before_the_group")
     assert first["refused"] == second["refused"] == [True, True]
     assert not set(first["late"]) & set(second["late"])
-    with open_loader(numbered, model_id=numbered) as loader:
-        next(iter(loader))
-        for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
-            monkeypatch.setenv(name, value)
-        with refuses(UsageError):
-            iter(loader)
 
 
 def test_losses_by_source_on_two_ranks_are_those_of_all_labels(seen: Callable[[str], Any]) -> None:
@@ -208,11 +198,6 @@ def test_workers_that_inherit_nothing_give_the_same_epochs_and_are_kept(
     wait_until_gone(before)
 
 
-class SharedOut(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(50))
-
-
 def test_an_iterator_in_a_reference_cycle_keeps_no_worker_alive_once_the_loader_is_closed(
     numbered: Path,
 ) -> None:
@@ -220,13 +205,6 @@ def test_an_iterator_in_a_reference_cycle_keeps_no_worker_alive_once_the_loader_
     before = alive()
     gc.disable()
     try:
-        naive: list[Any] = [iter(DataLoader(SharedOut(), num_workers=2))]
-        naive.append(naive)
-        kept: Any = weakref.ref(naive[0])
-        del naive
-        assert len(alive() - before) == 2  # until the collector comes by
-        kept()._shutdown_workers()
-        wait_until_gone(before)
         loader = open_loader(numbered, 8, model_id=numbered, num_workers=2)
         cycle: list[Any] = [iter(loader), loader]
         cycle.append(cycle)
@@ -234,7 +212,6 @@ def test_an_iterator_in_a_reference_cycle_keeps_no_worker_alive_once_the_loader_
         assert len(alive() - before) == 2
         loader.close()
         wait_until_gone(before)
-        del cycle, loader
         dropped = open_loader(numbered, 8, model_id=numbered, num_workers=2)
         next(iter(dropped))
         assert len(alive() - before) == 2
@@ -261,29 +238,22 @@ def test_after_an_error_in_a_worker_none_is_left_and_the_loader_can_be_iterated_
     wait_until_gone(before)
 
 
-CHILD = """
-import json, multiprocessing, os, pathlib, signal, sys, time
+SCRIPT = """
+import json, multiprocessing, os, pathlib, resource, signal, sys, threading, time
+from multiprocessing.connection import Connection
 if __name__ == "__main__":
     os.setsid()
-from loader import get_llama3_dataloader
+from loader import ReadWriteError, get_llama3_dataloader
 
-real, latest = os.preadv, {}
+TRAINING, METHOD, HOW, MODEL, TARS = os.getpid(), *sys.argv[1:]
+read, send, latest = os.preadv, Connection._send, {}
 
-def hanging(handle, buffers, offset):  # where a worker goes back in a tar: in its next epoch
-    path = os.readlink(f"/proc/self/fd/{handle}")
-    if not path.endswith(".tar") or multiprocessing.parent_process() is None:
-        return real(handle, buffers, offset)
-    if offset < latest.get(path, 0):
-        pathlib.Path(os.environ["HANGS"]).touch()
-        time.sleep(10**6)
-    latest[path] = offset
-    return real(handle, buffers, offset)
+def loader_of(num_workers=2, **options):
+    options |= {"num_workers": num_workers, "shuffle": False}
+    return get_llama3_dataloader(TARS, 8, MODEL, **options)
 
-if sys.argv[3] not in ("outlive", "interrupt"):
-    os.preadv = hanging
-
-def outlive(loader):
-    received = set()
+def outlive():
+    received, loader = set(), loader_of()
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
         signal.signal(number, lambda number, _: received.add(number))
     print(f"ready {os.getpid()}", flush=True)
@@ -295,18 +265,32 @@ def outlive(loader):
     print(json.dumps(seen), flush=True)
     time.sleep(10**6)
 
-def end(loader, how):
+def hanging(handle, buffers, offset):  # where a worker goes back in a tar: in its next epoch
+    path = os.readlink(f"/proc/self/fd/{handle}")
+    if path.endswith(".tar") and multiprocessing.parent_process() is not None:
+        if offset < latest.get(path, 0):
+            pathlib.Path(os.environ["HANGS"]).touch()
+            time.sleep(10**6)
+        latest[path] = offset
+    return read(handle, buffers, offset)
+
+ENDS = ("close", "raise", "end")
+if HOW in ENDS:
+    os.preadv = hanging
+
+def end():
+    loader = loader_of()
     batches = iter(loader)
     next(batches), next(batches)
     while not os.path.exists(os.environ["HANGS"]):
         time.sleep(0.01)
-    if how == "close":
+    if HOW == "close":
         loader.close()
-    elif how == "raise":
+    elif HOW == "raise":
         raise RuntimeError("of the loop")
     print("ends", flush=True)
 
-def interrupt(loader_of):
+def interrupt():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     armed = []
 
@@ -343,45 +327,76 @@ def interrupt(loader_of):
     assert sorted(seen) == sorted([*range(192), *range(192)]), len(seen)
     print("all came", flush=True)
 
+def cut_short(connection, message):
+    if os.getpid() != TRAINING and len(message) > 100_000:
+        os.write(connection.fileno(), bytes(message[:5000]))
+        os.kill(os.getpid(), signal.SIGKILL)
+    send(connection, message)
+
+def killed():
+    Connection._send = cut_short
+    try:
+        for _ in loader_of():
+            pass
+    except ReadWriteError as error:
+        print(error.found, flush=True)
+
+def killed_in_thread():
+    thread = threading.Thread(target=killed)
+    thread.start()
+    thread.join()
+
+def lower(limit, most, pid=0):
+    resource.prlimit(pid, limit, (most, resource.getrlimit(limit)[1]))
+
+def limited():
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    seen, error = [], ""
+    with loader_of(num_workers=1) as loader:
+        lower(resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")))
+        try:
+            iter(loader).__next__()
+        except ReadWriteError as raised:
+            error = str(raised)
+        resource.setrlimit(resource.RLIMIT_NOFILE, files)
+        for batch in loader:
+            seen += batch["input_ids"][:, :2].tolist()
+            if len(seen) == 8:
+                (worker,) = multiprocessing.active_children()
+                lower(resource.RLIMIT_NOFILE, 4, worker.pid)
+                for pid in (os.getpid(), worker.pid):
+                    lower(resource.RLIMIT_FSIZE, 0, pid)  # as where /dev/shm is full
+    print(json.dumps([seen, error]))
+
 if __name__ == "__main__":
-    data, method, how = sys.argv[1:]
-    multiprocessing.set_start_method(method)
-    def loader_of(**options):
-        return get_llama3_dataloader(data, 8, data, num_workers=2, shuffle=False, **options)
-    if how == "interrupt":
-        interrupt(loader_of)
-    else:
-        loader = loader_of()
-        outlive(loader) if how == "outlive" else end(loader, how)
+    multiprocessing.set_start_method(METHOD)
+    end() if HOW in ENDS else globals()[HOW]()
 """
+Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture(scope="module")
-def long_data(numbered: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """192 samples of 500 ids, with the tokenizer of ``numbered``."""
+def long_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """192 samples of 500 ids."""
     folder = tmp_path_factory.mktemp("long")
-    for path in numbered.glob("*.json"):
-        (folder / path.name).write_bytes(path.read_bytes())
     write_numbered_tars(folder, 192, 3, ids_of=lambda number: [number] * 500)
     return folder
 
 
 @pytest.fixture
-def start(warm: WarmPython, long_data: Path, short_folder: Path, tmp_path: Path) -> Iterator[Any]:
+def start(
+    warm: WarmPython, numbered: Path, long_data: Path, short_folder: Path, tmp_path: Path
+) -> Iterator[Start]:
     """Starts a training process, in a session of its own; what is left of it is killed."""
     children: list[subprocess.Popen[str]] = []
-    (tmp_path / "train.py").write_text(CHILD)
+    (tmp_path / "train.py").write_text(SCRIPT)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "HANGS": str(tmp_path / "hangs")}
+    environ["TMPDIR"] = str(short_folder)
 
-    def started(*words: str) -> subprocess.Popen[str]:
+    def started(method: str, how: str, tars: Path = long_data) -> subprocess.Popen[str]:
+        command = [*map(str, (warm.python, tmp_path / "train.py", method, how, numbered, tars))]
         with (tmp_path / "errors").open("w") as errors:
-            child = subprocess.Popen(
-                [warm.python, tmp_path / "train.py", long_data, *words],
-                env={**environ, "TMPDIR": str(short_folder)},
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
+            child = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True)
         children.append(child)
         return child
 
@@ -407,10 +422,10 @@ def session(number: int) -> list[int]:
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_workers_outlive_every_stop_signal_and_leave_nothing_when_the_main_process_is_killed(
-    start: Any, short_folder: Path, method: str
+    start: Start, short_folder: Path, method: str
 ) -> None:
     """From their first moment on, while they import, too."""
-    child = start(method, "outlive")
+    child: Any = start(method, "outlive")
     ready, pid = child.stdout.readline().split()
     assert ready == "ready"
     leader = int(pid)
@@ -428,7 +443,7 @@ def test_workers_outlive_every_stop_signal_and_leave_nothing_when_the_main_proce
 
 @pytest.mark.parametrize(("method", "how"), [("fork", "close"), ("forkserver", "raise"), ("fork", "end")])
 def test_a_worker_that_hangs_is_ended_with_the_loader_and_leaves_no_file(
-    start: Any, tmp_path: Path, short_folder: Path, method: str, how: str
+    start: Start, tmp_path: Path, short_folder: Path, method: str, how: str
 ) -> None:
     child = start(method, how)
     out, _ = child.communicate(timeout=HANG_S)
@@ -438,88 +453,28 @@ def test_a_worker_that_hangs_is_ended_with_the_loader_and_leaves_no_file(
     wait_until(lambda: not list(short_folder.iterdir()))
 
 
-def test_after_ctrl_c_or_the_death_of_idle_workers_the_loop_goes_on_with_workers_anew(start: Any) -> None:
+def test_after_ctrl_c_or_the_death_of_idle_workers_the_loop_goes_on_with_workers_anew(start: Start) -> None:
     out, _ = start("fork", "interrupt").communicate(timeout=HANG_S)
     assert out.splitlines() == ["interrupted loop", "interrupted loader", "all came"]
 
 
-KILLED = """
-import os, signal, sys, threading
-from multiprocessing.connection import Connection
-from loader import ReadWriteError, get_llama3_dataloader
-
-training, send = os.getpid(), Connection._send
-
-def cut_short(connection, message):
-    if os.getpid() != training and len(message) > 100_000:
-        os.write(connection.fileno(), bytes(message[:5000]))
-        os.kill(os.getpid(), signal.SIGKILL)
-    send(connection, message)
-
-def loop():
-    try:
-        for _ in get_llama3_dataloader(sys.argv[1], 8, sys.argv[1], num_workers=2):
-            pass
-    except ReadWriteError as error:
-        print(error.found, flush=True)
-
-Connection._send = cut_short
-if sys.argv[2] == "main":
-    loop()
-else:
-    thread = threading.Thread(target=loop)
-    thread.start()
-    thread.join()
-"""
-
-
-@pytest.mark.parametrize("thread", ["main", "another"])
+@pytest.mark.parametrize("how", ["killed", "killed_in_thread"])
 def test_a_worker_killed_in_the_middle_of_a_message_ends_the_loop_with_an_error_in_any_thread(
-    warm: WarmPython, long_data: Path, tmp_path: Path, thread: str
+    start: Start, how: str
 ) -> None:
-    (tmp_path / "killed.py").write_text(KILLED)
-    assert run_child([warm.python, tmp_path / "killed.py", long_data, thread]).stdout == "SIGKILL\n"
-
-
-# What workers need
-
-LIMITED = """
-import json, multiprocessing, os, resource, sys
-from loader import ReadWriteError, get_llama3_dataloader
-
-def lower(limit, most, pid=0):
-    resource.prlimit(pid, limit, (most, resource.getrlimit(limit)[1]))
-
-if __name__ == "__main__":
-    data, tars = sys.argv[1:]
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    seen, error = [], ""
-    with get_llama3_dataloader(tars, 8, data, num_workers=1) as loader:
-        lower(resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")))
-        try:
-            iter(loader).__next__()
-        except ReadWriteError as raised:
-            error = str(raised)
-        resource.setrlimit(resource.RLIMIT_NOFILE, files)
-        for batch in loader:
-            seen += batch["input_ids"][:, :2].tolist()
-            if len(seen) == 8:
-                (worker,) = multiprocessing.active_children()
-                lower(resource.RLIMIT_NOFILE, 4, worker.pid)
-                for pid in (os.getpid(), worker.pid):
-                    lower(resource.RLIMIT_FSIZE, 0, pid)  # as where /dev/shm is full
-    print(json.dumps([seen, error]))
-"""
+    child = start("fork", how)
+    assert child.communicate(timeout=HANG_S)[0] == "SIGKILL\n"
+    assert child.returncode == 0
 
 
 def test_workers_send_batches_without_shared_memory_or_files_and_where_none_can_start_the_loop_says_so(
-    warm: WarmPython, numbered: Path, tmp_path: Path
+    start: Start, tmp_path: Path
 ) -> None:
     # Chunks of 1 MiB, more than are read ahead; the loop that waits for ever is killed, and fails the test.
     write_numbered_tars(tmp_path, 400, 1, ids_of=lambda number: [number % 200, number // 200] * 1000)
-    (tmp_path / "limited.py").write_text(LIMITED)
-    seen, error = json.loads(run_child([warm.python, tmp_path / "limited.py", numbered, tmp_path]).stdout)
-    assert sorted(seen) == sorted([number % 200, number // 200] for number in range(400))
+    out, _ = start("fork", "limited", tmp_path).communicate(timeout=HANG_S)
+    seen, error = json.loads(out)
+    assert seen == [[number % 200, number // 200] for number in range(400)]
     assert "num_workers=0" in error
 
 

@@ -14,7 +14,6 @@ import shutil
 import stat
 import threading
 import time
-import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import webdataset
 
 from loader import BrokenShard, MissingShard, NotFound, ReadWriteError
@@ -122,22 +120,6 @@ def test_a_failed_read_is_tried_again_with_the_file_opened_anew_and_then_named(
     assert num_handles() <= handles
 
 
-def test_opening_is_tried_again_too(sets: DataSets, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = epoch(sets["documents"])
-    real_open, codes = os.open, [errno.EIO, errno.ETIMEDOUT]
-    slept: list[float] = []
-
-    def failing(path: Any, *args: Any, **options: Any) -> int:
-        if str(path).endswith("shard-00002.tar") and codes:
-            raise OSError(codes.pop(0), "gone")
-        return real_open(path, *args, **options)
-
-    monkeypatch.setattr(os, "open", failing)
-    monkeypatch.setattr(time, "sleep", slept.append)
-    assert epoch(sets["documents"]) == whole
-    assert slept == [0.5, 1]
-
-
 @pytest.mark.processes
 def test_no_file_is_locked_while_shards_are_made_and_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -212,22 +194,16 @@ def test_the_ranks_begin_with_different_shards(sets: DataSets, options: dict[str
     assert all(sorted(set(order)) == [0, 1, 2] for order in orders)
 
 
-@pytest.fixture
-def long_documents(tmp_path: Path) -> Path:
-    """A tar of 64 documents of 32,768 ids."""
-    rng = np.random.default_rng(0)
-    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
-        for number in range(64):
-            writer.write({"__key__": f"d{number}", "token_ids.npy": rng.integers(0, 190, 32768, np.int32)})
-    return tmp_path / "a.tar"
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_rank_reads_little_more_than_it_delivers(
-    numbered: Path, long_documents: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+    numbered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     """Where each worker takes every n-th batch instead of slots of its own, all read everything."""
+    ids = np.random.default_rng(0).integers(0, 190, 32768, np.int32)
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
+        for number in range(64):
+            writer.write({"__key__": f"d{number}", "token_ids.npy": ids})
     real, num_bytes = os.preadv, multiprocessing.Value("q", 0)
 
     def counting(*args: Any) -> int:
@@ -239,43 +215,11 @@ def test_a_rank_reads_little_more_than_it_delivers(
     monkeypatch.setattr(os, "preadv", counting)
     for rank in range(4):
         options = {"rank": rank, "world_size": 4, "num_workers": workers, "persistent_workers": False}
-        with open_loader(long_documents, 4, model_id=numbered, **options) as loader:
+        with open_loader(tmp_path, 4, model_id=numbered, **options) as loader:
             num_bytes.value = 0  # the headers were read: this tar has no manifest
             delivered = sum(4 * batch["input_ids"].numel() for batch in loader)
         assert delivered == 4 * 64 * 32768 // 4
         assert delivered <= num_bytes.value <= 1.1 * delivered
-
-
-@pytest.mark.processes
-def test_ten_epochs_open_no_more_files_than_one(sets: DataSets) -> None:
-    with open_loader(sets["documents"], num_workers=2) as loader:
-        list(loader)
-        handles = num_handles()
-        for _ in range(9):
-            next(iter(loader))
-            loader.set_epoch(0)
-            list(loader)
-        assert num_handles() <= handles + 2
-
-
-@pytest.mark.slow
-def test_ten_epochs_keep_no_more_objects_than_two(numbered: Path, long_documents: Path) -> None:
-    """Tensors, and what Python and numpy allocated. benchmarks/loader_footprint.py measures processes."""
-    used = {}
-    tracemalloc.start()
-    try:
-        with open_loader(long_documents, 8, model_id=numbered) as loader:
-            for number in range(1, 11):
-                for batch in loader:
-                    assert sum(tensor.nbytes for tensor in batch.values()) == 6 << 20
-                if number in {2, 10}:
-                    gc.collect()
-                    num_tensors = sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
-                    used[number] = (num_tensors, tracemalloc.get_traced_memory()[0])
-    finally:
-        tracemalloc.stop()
-    assert used[10][0] <= used[2][0]
-    assert used[10][1] - used[2][1] < 64 << 10, "less than one document of each epoch"
 
 
 # Tars behind URLs

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
-import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterator, MutableMapping
@@ -18,11 +16,11 @@ import torch
 from tokenizers import Tokenizer, models, processors
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from loader import OtherTokenizer, ProcessRank, ReadWriteError, UsageError, find_process_rank, set_up_training
+from loader import OtherTokenizer, ProcessRank, UsageError, find_process_rank, set_up_training
 from loader.__main__ import main as show
 from tests.forged import rewrite_json
 from tests.oracle.forms import SEQ_LEN, DataSets
-from tests.world import EOS, World, ids_of, open_loader, refuses, tokenizer_dir
+from tests.world import BOS, EOS, World, ids_of, open_loader, refuses, tokenizer_dir
 
 # Ranks
 
@@ -112,13 +110,9 @@ def data(sets: DataSets, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sets["documents"], tmp_path / "data"))
 
 
-def replaced(name: str, old: str, new: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        text = (folder / name).read_text()
-        assert old in text
-        (folder / name).write_text(text.replace(old, new))
-
-    return change
+def with_another_eos(folder: Path) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": BOS}))
 
 
 def with_two_ids_exchanged(folder: Path) -> None:
@@ -129,11 +123,11 @@ def with_two_ids_exchanged(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokens))
 
 
-CHANGES: dict[str, Callable[[Path], None]] = {
-    "another EOS": replaced("tokenizer_config.json", f'"{EOS}"', '"<|begin_of_text|>"'),
-    "a key of another name": replaced("tokenizer_config.json", '"eos_token"', '"eor_token"'),
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "another EOS": with_another_eos,
     "another piece": with_two_ids_exchanged,
     "no configuration": lambda folder: (folder / "tokenizer_config.json").unlink(),
+    "a file of more tokens": lambda folder: (folder / "added_tokens.json").write_text('{"<|new|>": 700}'),
 }
 
 
@@ -144,22 +138,6 @@ def test_a_data_sets_own_tokenizer_that_is_not_the_manifests_is_refused(data: Pa
     with pytest.raises(OtherTokenizer) as raised:
         open_loader(data)
     assert str(data / "tokenizer") in str(raised.value)
-
-
-def test_a_file_of_the_tokenizer_that_cannot_be_opened_is_named(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, real_open = data / "tokenizer" / "tokenizer_config.json", os.open
-
-    def failing(name: Any, *args: Any, **options: Any) -> int:
-        if Path(name) == path:
-            raise PermissionError(errno.EACCES, "Permission denied", str(name))
-        return real_open(name, *args, **options)
-
-    monkeypatch.setattr(os, "open", failing)
-    with pytest.raises(ReadWriteError) as raised:
-        open_loader(data)
-    assert str(path) in str(raised.value)
 
 
 def test_the_data_sets_own_tokenizer_wins_and_a_model_must_be_the_same(data: Path, tmp_path: Path) -> None:
@@ -173,34 +151,30 @@ def test_the_data_sets_own_tokenizer_wins_and_a_model_must_be_the_same(data: Pat
     open_loader(data, model_id="meta-llama/not-downloaded").close()
     # A model of another EOS pads and ends documents as the manifests say.
     shutil.rmtree(data / "tokenizer")
-    CHANGES["another EOS"](model)
+    with_another_eos(model)
     with open_loader(data, model_id=model) as loader:
         assert loader.tokenizer.eos_token_id == expected
 
 
-@pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What transformers is asked to load, by name."""
-    asked: list[str] = []
-    real = AutoTokenizer.from_pretrained
+@pytest.mark.parametrize("is_of_transformers_4", [False, True])
+def test_the_tokenizer_of_a_loader_is_the_one_that_transformers_loads_when_it_is_asked_for(
+    data: Path, monkeypatch: pytest.MonkeyPatch, is_of_transformers_4: bool
+) -> None:
+    folder, asked, real = data / "tokenizer", [], AutoTokenizer.from_pretrained
+    if is_of_transformers_4:  # which wrote added tokens into the configuration, too
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+        config["added_tokens_decoder"] = {str(token.pop("id")): token for token in tokens}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
     monkeypatch.setattr(
         AutoTokenizer, "from_pretrained", lambda name, **options: asked.append(name) or real(name, **options)
     )
-    return asked
-
-
-def test_transformers_loads_a_data_sets_tokenizer_when_it_is_asked_for_and_once(
-    sets: DataSets, loads: list[str]
-) -> None:
-    folder = sets["documents"] / "tokenizer"
-    with open_loader(sets["documents"], 2) as loader:
+    with open_loader(data, 2) as loader:
         batch = next(iter(loader))
-        again = pickle.loads(pickle.dumps(loader))
-        assert loads == []
+        assert asked == []
         tokenizer = loader.tokenizer
         assert loader.tokenizer is tokenizer
-    assert loads == [str(folder)]
-    assert again.tokenizer.pad_token_id == tokenizer.pad_token_id
+    assert asked == [str(folder)]
     known = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     known.pad_token = tokenizer.pad_token
     text = f"하늘과 바다 {EOS} of the moon"
@@ -209,151 +183,55 @@ def test_transformers_loads_a_data_sets_tokenizer_when_it_is_asked_for_and_once(
     assert (batch["input_ids"][batch["attention_mask"] == 0] == tokenizer.pad_token_id).all()
 
 
-def as_before_5(folder: Path) -> None:
-    """Transformers 4 wrote the added tokens into the configuration, and a file of the special ones."""
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
-    config["added_tokens_decoder"] = {str(token.pop("id")): token for token in tokens}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-
-
-def without_line_ends(folder: Path) -> None:
-    tokens = json.loads((folder / "tokenizer.json").read_text())
-    (folder / "tokenizer.json").write_text(json.dumps(tokens, separators=(",", ":"), ensure_ascii=False))
-
-
-def with_a_map_of_the_same_names(folder: Path) -> None:
-    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": EOS}))
-
-
-def with_an_added_token(folder: Path) -> None:
-    (folder / "added_tokens.json").write_text('{"<|new|>": 700}')
-
-
-@pytest.mark.parametrize(
-    ("change", "num_loads"),
-    [(with_a_map_of_the_same_names, 0), (as_before_5, 0), (without_line_ends, 0), (with_an_added_token, 1)],
-)
-def test_where_another_file_may_add_tokens_transformers_is_asked_at_once(
-    data: Path, loads: list[str], change: Callable[[Path], None], num_loads: int
-) -> None:
-    change(data / "tokenizer")
-    try:
-        open_loader(data).close()
-    except OtherTokenizer:
-        assert num_loads == 1
-    assert len(loads) == num_loads
-
-
-def test_a_model_id_with_the_very_files_of_the_data_set_is_not_loaded(
-    data: Path, tmp_path: Path, loads: list[str]
-) -> None:
-    given = Path(shutil.copytree(data / "tokenizer", tmp_path / "given"))
-    open_loader(data, model_id=given).close()
-    assert loads == []
-    (given / "tokenizer.json").write_text((given / "tokenizer.json").read_text() + "\n")
-    open_loader(data, model_id=given).close()
-    assert loads == [str(given)]
-    with_two_ids_exchanged(given)
-    with refuses(OtherTokenizer, path=data, found=str(given)):
-        open_loader(data, model_id=given)
-
-
 # What it says
 
 
-def said(
-    caplog: pytest.LogCaptureFixture, data: Path, level: int = logging.INFO, **options: Any
-) -> list[str]:
-    """The records of this level that making a loader leaves."""
+def said(caplog: pytest.LogCaptureFixture, data: Path, **options: Any) -> list[tuple[int, str]]:
+    """The records that making a loader leaves."""
     caplog.clear()
     with caplog.at_level(logging.INFO, "loader"):
         open_loader(data, **options).close()
-    return [record.getMessage() for record in caplog.records if record.levelno == level]
+    return [(record.levelno, record.getMessage()) for record in caplog.records]
 
 
-def labelled_lines(text: str) -> dict[str, str]:
-    """What each line behind the first one says, by the label that it begins with."""
-    return dict(line.strip().partition(": ")[::2] for line in text.splitlines()[1:])
+def test_rank_0_alone_logs_what_a_loader_is(caplog: pytest.LogCaptureFixture, sets: DataSets) -> None:
+    options: dict[str, Any] = {"seq_len": SEQ_LEN, "world_size": 2}
+    with open_loader(sets["documents"], rank=0, **options) as loader:
+        described = loader.describe()
+        assert repr(loader) in described
+    assert (logging.INFO, described) in said(caplog, sets["documents"], rank=0, **options)
+    assert not [text for _, text in said(caplog, sets["documents"], rank=1, **options) if "\n" in text]
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (
-            {"global_batch_size": 16, "world_size": 2, "rank": 0, "seed": 7},
-            {"order": "seed 7", "epoch": "24 steps", "from step 0": " 16"},
-        ),
-        (
-            {"seq_len": SEQ_LEN, "boundaries": "transformers"},
-            {"sample": f" {SEQ_LEN} tokens; boundaries"},
-        ),
-        ({"max_length": 32}, {"sample": " 32 tokens"}),
-        ({"group_by_length": 2}, {"order": " groups of 2"}),
-        ({"shuffle": False}, {"order": "not shuffled"}),
-        ({"batch_size": 2, "num_workers": 3}, {"from step 0": " 2"}),
-    ],
-)
-def test_rank_0_logs_what_it_is_and_a_line_for_samples_order_epoch_each_source_and_stage(
-    caplog: pytest.LogCaptureFixture, sets: DataSets, options: dict[str, Any], expected: dict[str, str]
-) -> None:
-    (block,) = [text for text in said(caplog, sets["documents"], **options) if "\n" in text]
-    with open_loader(sets["documents"], **options) as loader, open_loader(sets["documents"]) as plain:
-        assert block == loader.describe()
-        assert repr(loader) in block.splitlines()[0]
-        lines, plain_lines = labelled_lines(block), labelled_lines(plain.describe())
-        assert list(lines) == ["sample", "order", "epoch", "source all", "from step 0"]
-        assert loader.state_dict()["sources"][0][1] in lines["source all"]
-        for label, words in expected.items():
-            assert words in lines[label]
-            assert words not in plain_lines[label]
-    other_rank = {**options, "world_size": 2, "rank": 1}
-    assert not [text for text in said(caplog, sets["documents"], **other_rank) if "\n" in text]
+# append_eos, what the tokenizer adds, arguments of the loader; warnings of the plan and of the loader.
+EOS_CASES: list[tuple[bool, str | None, dict[str, Any], int, int]] = [
+    (False, None, {}, 1, 1),
+    (False, "$A </s>", {}, 0, 0),
+    (False, "</s> $A", {"max_length": 4}, 1, 1),
+    (True, None, {}, 0, 0),
+    (False, None, {"seq_len": 2}, 1, 0),
+    (False, None, {"rank": 1, "world_size": 2}, 1, 0),
+    (False, None, {"split": "validation"}, 1, 0),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "num_warnings"),
-    [
-        ({}, 1),
-        ({"max_length": 64}, 1),
-        ({"seq_len": 128}, 0),
-        ({"rank": 1, "world_size": 2}, 0),
-        ({"split": "validation"}, 0),
-    ],
-)
-def test_rank_0_warns_once_of_training_documents_without_eos(
-    caplog: pytest.LogCaptureFixture, sets: DataSets, options: dict[str, Any], num_warnings: int
-) -> None:
-    assert len(said(caplog, sets["documents"], logging.WARNING, **options)) == num_warnings
-
-
-@pytest.mark.parametrize(
-    ("append_eos", "template", "num_warnings"),
-    [(False, None, 1), (False, "$A </s>", 0), (False, "</s> $A", 1), (True, None, 0)],
-)
-def test_plan_and_loader_warn_of_documents_that_get_no_eos(
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
-    append_eos: bool,
-    template: str | None,
-    num_warnings: int,
-) -> None:
+@pytest.mark.parametrize(("append_eos", "template", "options", "of_plan", "of_loader"), EOS_CASES)
+def test_plan_and_rank_0_warn_of_training_documents_that_get_no_eos(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path,
+    append_eos: bool, template: str | None, options: dict[str, Any], of_plan: int, of_loader: int,
+) -> None:  # fmt: skip
     words = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "<pad>": 2}, "a"))
     if template is not None:
         words.post_processor = processors.TemplateProcessing(template, special_tokens=[("</s>", 1)])
     names = {"eos_token": "</s>", "pad_token": "<pad>"}
     PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(tmp_path / "model")
     world = World(tmp_path, tokenizer=tmp_path / "model").raw({"a.txt": "a\n" * 8})
-    folders: dict[str, Any] = {
-        "input_dir": world.raw_dir,
-        "output_dir": world.data_dir,
-        "model_id": tmp_path / "model",
-    }
-    planned = world.main("plan", num_shards=1, append_eos=append_eos or None, **folders)
-    assert planned.text.count("--append_eos") == num_warnings
+    planned = world.try_plan(num_shards=1, append_eos=append_eos or None)
+    assert planned.text.count("--append_eos") == of_plan
     world.num_shards = 1
     world.run().verify()
-    assert len(said(caplog, world.data_dir, logging.WARNING)) == num_warnings
+    levels = [level for level, _ in said(caplog, world.data_dir, **options)]
+    assert levels.count(logging.WARNING) == of_loader
 
 
 def test_the_command_prints_a_batch_decoded(sets: DataSets, capsys: pytest.CaptureFixture[str]) -> None:
@@ -416,7 +294,7 @@ def test_threads_are_the_users_or_the_ranks_share_of_the_cpus(
 
 
 def test_a_loaders_tokenizer_pads_right_with_the_loaders_own_token_and_workers_are_left_cpus(
-    numbered: Path, environ: MutableMapping[str, str]
+    numbered: Path, environ: MutableMapping[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with open_loader(numbered, model_id=numbered, num_workers=3) as loader:
         loader.tokenizer.padding_side = "left"
@@ -424,18 +302,12 @@ def test_a_loaders_tokenizer_pads_right_with_the_loaders_own_token_and_workers_a
         assert setup.num_threads == 9
         assert loader.tokenizer.padding_side == "right"
         assert loader.tokenizer.pad_token_id == setup.pad.token_id == loader.collate_fn.pad.token_id
-
-
-def test_precision_and_a_pad_token_that_is_eos(
-    tokenizer: Any, environ: MutableMapping[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
-    for tf32, precision in ((True, "high"), (False, "highest")):
-        set_up_training(tokenizer, tf32=tf32, num_threads=1)
-        assert torch.get_float32_matmul_precision() == precision
-    assert not caplog.records
-    tokenizer.pad_token = tokenizer.eos_token
-    set_up_training(tokenizer, num_threads=1)
-    assert [tokenizer.eos_token in record.getMessage() for record in caplog.records] == [True]
+        assert not caplog.records
+        loader.tokenizer.pad_token = loader.tokenizer.eos_token
+        for tf32, precision in ((True, "high"), (False, "highest")):
+            set_up_training(loader.tokenizer, tf32=tf32)
+            assert torch.get_float32_matmul_precision() == precision
+        assert {record.levelname for record in caplog.records} == {"WARNING"}, "a pad token that is EOS"
 
 
 def test_bf16_computes_in_bfloat16_and_leaves_weights_alone_and_needs_a_gpu_that_has_it(

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from torch.nn.functional import cross_entropy
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.modeling_outputs import CausalLMOutput
 
 from loader import TokenLoader, UsageError, evaluation_loss
 from loader.trainer import LoaderMixin
+from tests.attention_families import small_model
 from tests.external_tars import write_numbered_data
-from tests.small_model import SmallModel
 from tests.world import open_loader, refuses
 
 pytestmark = pytest.mark.slow  # each test trains
@@ -27,6 +29,25 @@ PER_EPOCH = 5  # steps of 43 samples in global batches of 8
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_numbered_data(tmp_path_factory.mktemp("data"), 43, 3)
+
+
+class SmallModel(torch.nn.Module):
+    """Takes what a model of transformers takes, and gives the sum of losses over num_items_in_batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.loss_type = "ForCausalLM"  # Trainer counts labels by it
+        self.embedding = torch.nn.Embedding(200, 8)
+        self.head = torch.nn.Linear(8, 200)
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None, **_: Any
+    ) -> CausalLMOutput:
+        logits = self.head(self.embedding(input_ids))
+        losses = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        num_labels = (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        return CausalLMOutput(loss=losses / num_labels, logits=logits)
 
 
 class OwnTrainer(LoaderMixin, Trainer):
@@ -133,33 +154,65 @@ def test_a_training_whose_batch_size_is_amended_trains_all_its_steps(data: Path,
     assert (steps, len(seen)) == (6, 12)
 
 
-def test_a_batch_size_that_changes_inside_of_the_training_is_refused_before_the_first_step(
+def test_a_batch_size_that_changes_or_a_state_inside_of_a_step_is_refused_before_the_first_step(
     data: Path, tmp_path: Path
 ) -> None:
-    def loader() -> Any:
-        return load(data, global_batch_size=[(0, 8), (4, 16)])
-
-    trainer, seen = trainer_of(loader(), tmp_path, max_steps=5)
+    sizes: dict[str, Any] = {"global_batch_size": [(0, 8), (4, 16)]}
+    trainer, seen = trainer_of(load(data, **sizes), tmp_path, max_steps=5)
     with refuses(UsageError):
         trainer.train()
     assert seen == []
-    assert train(loader(), tmp_path, max_steps=4)[0] == 4
-    assert train(loader(), tmp_path, resume=True, max_steps=6, accumulated=2)[0] == 6
-
-
-def test_a_state_inside_of_a_step_is_refused_before_the_first_step(data: Path, tmp_path: Path) -> None:
-    loader = load(data, global_batch_size=16)
+    assert train(load(data, **sizes), tmp_path, max_steps=4)[0] == 4
+    assert train(load(data, **sizes), tmp_path, resume=True, max_steps=6, accumulated=2)[0] == 6
+    loader, inside = (load(data, global_batch_size=16) for _ in range(2))
     next(iter(loader))
-    inside = load(data, global_batch_size=16)
     inside.load_state_dict(loader.state_dict())
     with refuses(UsageError):
         trainer_of(inside, tmp_path, max_steps=2, accumulated=2)[0].train()
 
 
-def test_a_trainer_whose_steps_would_be_no_global_batches_is_refused(data: Path, tmp_path: Path) -> None:
-    for loader, accumulated in ((load(data, 4), 1), (load(data), 2), ([], 1)):
+def test_what_cannot_be_trained_on_or_evaluated_is_refused_when_the_trainer_is_made(
+    data: Path, tmp_path: Path
+) -> None:
+    shifted = load(data, seq_len=16, targets="shifted")
+    no_loaders: list[tuple[Any, int]] = [([], 1), (shifted, 1)]
+    for loader, accumulated in ((load(data, 4), 1), (load(data), 2), *no_loaders):
         with refuses(UsageError):
             trainer_of(loader, tmp_path, accumulated=accumulated, max_steps=2)
+    wrong: Any
+    for wrong in (["a"], {"a": ["b"]}, shifted):
+        with refuses(UsageError):
+            OwnTrainer(
+                model=SmallModel(),
+                args=arguments_of(tmp_path, 8),
+                train_loader=load(data),
+                eval_loader=wrong,
+            )
+    with refuses(UsageError, expected="LoaderMixin, Trainer"):
+        type("Wrong", (Trainer, LoaderMixin), {})
+
+
+def test_shifted_targets_are_taken_where_the_models_own_loss_does_not_shift_them_again(
+    data: Path, tmp_path: Path
+) -> None:
+    shifted = load(data, seq_len=16, targets="shifted")
+
+    class Overrides(OwnTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    class Computes(OwnTrainer):
+        def compute_loss(self, *args: Any, **_: Any) -> Any:
+            model, inputs = args
+            logits = model(**{**inputs, "labels": inputs["input_ids"]}).logits
+            return cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten())
+
+    with refuses(UsageError):
+        trainer_of(shifted, tmp_path, max_steps=1, kind=Overrides)[0].train()
+    trainer_of(shifted, tmp_path, max_steps=1, kind=Computes)[0].train()
+    with refuses(UsageError):
+        evaluation_loss(small_model("llama", "sdpa"), shifted)
+    assert evaluation_loss(SmallModel(), shifted) > 0, "a model of one's own may not shift"
 
 
 def test_a_trainer_does_not_resume_from_a_checkpoint_without_the_loaders_state(
@@ -206,52 +259,6 @@ def test_several_loaders_are_evaluated_by_name(data: Path, tmp_path: Path) -> No
     metrics = trainer.evaluate()
     for name, loader in loaders.items():
         assert metrics[f"eval_{name}_loss"] == pytest.approx(evaluation_loss(model, loader))
-
-
-@pytest.mark.parametrize("wrong", [["a"], {"a": ["b"]}])
-def test_what_is_no_loader_cannot_be_evaluated(data: Path, tmp_path: Path, wrong: Any) -> None:
-    args = arguments_of(tmp_path, 8)
-    with refuses(UsageError):
-        OwnTrainer(model=SmallModel(), args=args, train_loader=load(data), eval_loader=wrong)
-
-
-def test_a_mixin_behind_trainer_is_refused_with_the_right_order() -> None:
-    with refuses(UsageError, expected="LoaderMixin, Trainer"):
-        type("Wrong", (Trainer, LoaderMixin), {})
-
-
-def test_shifted_targets_are_refused_where_trainer_computes_the_loss(data: Path, tmp_path: Path) -> None:
-    shifted, same = (load(data, seq_len=16, targets=targets) for targets in ("shifted", "same"))
-
-    class Overrides(OwnTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return super().compute_loss(*args, **kwargs)
-
-    class Computes(OwnTrainer):
-        def compute_loss(self, *args: Any, **_: Any) -> Any:
-            model, inputs = args
-            logits = model(**{**inputs, "labels": inputs["input_ids"]}).logits
-            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten())
-
-    with refuses(UsageError):
-        trainer_of(shifted, tmp_path, max_steps=1)
-    with refuses(UsageError):
-        args = arguments_of(tmp_path, 8)
-        OwnTrainer(model=SmallModel(), args=args, train_loader=same, eval_loader=shifted)
-    with refuses(UsageError):
-        trainer_of(shifted, tmp_path, max_steps=1, kind=Overrides)[0].train()
-    trainer_of(shifted, tmp_path, max_steps=1, kind=Computes)[0].train()
-
-
-def test_shifted_targets_are_refused_where_a_model_of_transformers_is_evaluated(data: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=200, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
-    model = LlamaForCausalLM(config)
-    shifted = load(data, seq_len=16, targets="shifted")
-    with refuses(UsageError):
-        evaluation_loss(model, shifted)
-    assert evaluation_loss(SmallModel(), shifted) > 0, "a model of one's own may not shift"
 
 
 # Checkpoints that frameworks save inside of a step: the loader's state is of the optimizer's steps done

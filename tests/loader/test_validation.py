@@ -30,21 +30,6 @@ def all_of(loader: TokenLoader) -> list[list[int]]:
         return [*chain.from_iterable(map(labelled, loader))]
 
 
-def test_each_document_is_on_one_side_and_of_each_shard_training_has_the_first_ones(sets: DataSets) -> None:
-    held, trained = (
-        all_of(load(sets["split"], 1, split=side, shuffle=False)) for side in ("validation", "train")
-    )
-    every = all_of(load(sets["documents"], 1, split=None))
-    assert sorted([*trained, *held]) == sorted(every)
-    assert len(every) / 5 < len(held) < len(every) / 2
-    for path in sorted(sets["split"].glob("*.tar")):  # one shard alone, both sides of it
-        of_shard = all_of(load(path, 1, split=None, shuffle=False))
-        num_trained = len(all_of(load(path, 1, split="train")))
-        assert of_shard == [*trained[:num_trained], *held[: len(of_shard) - num_trained]]
-        del trained[:num_trained], held[: len(of_shard) - num_trained]
-    assert (trained, held) == ([], [])
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("options", [{}, {"seq_len": 16}])
 def test_a_validation_loader_gives_each_sample_once_in_one_order_on_every_world(

@@ -13,10 +13,7 @@ from tests.slurm.fake_slurm import FakeSlurm, install_fake_slurm
 
 @pytest.fixture
 def on_lustre(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[FakeLustre]:
     """An empty folder on a Lustre of 8 OSTs. The trap: the test fails where setstripe was run on more."""
     install_fake_lfs(tmp_path, monkeypatch)
@@ -28,13 +25,8 @@ def on_lustre(
     escaped = str(root).replace(" ", "\\040")
     table = f"/dev/vda / ext4 rw 0 0\n10.0.0.1@tcp:/fakefs {escaped} lustre rw,flock 0 0\n"
     monkeypatch.setattr("lustre.lfs.read_mounts_table", lambda: table)
-    fake = FakeLustre(
-        folder=root / "O",
-        dialect=dialect,
-        state_file=tmp_path / "lfs.state",
-        monkeypatch=monkeypatch,
-        capsys=capsys,
-    )
+    state_file = tmp_path / "lfs.state"
+    fake = FakeLustre(folder=root / "O", dialect=dialect, state_file=state_file, monkeypatch=monkeypatch)
     yield fake
     assert fake.state().get("violations", []) == [], "setstripe ran on a file or a folder with files"
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lustre import stripe_line
-from lustre.__main__ import main
+from tests.world import call_main
 
 MIB = 1 << 20
 both_dialects = pytest.mark.parametrize("on_lustre", ["2.15", "2.17"], indirect=True)
@@ -29,7 +29,6 @@ class FakeLustre:
     dialect: str
     state_file: Path
     monkeypatch: pytest.MonkeyPatch
-    capsys: pytest.CaptureFixture[str]
 
     def state(self) -> dict[str, Any]:
         return marshal.loads(self.state_file.read_bytes()) if self.state_file.exists() else {}
@@ -58,13 +57,9 @@ class FakeLustre:
             self.monkeypatch.setattr("lustre.lfs.DF_TIMEOUT_S", 0.1)
 
     def command(self, *args: object) -> tuple[int, str]:
-        """``python -m lustre`` here: exit code, and what it printed on both."""
-        try:
-            code = main([str(item) for item in args])
-        except SystemExit as ending:  # argparse
-            code = int(ending.code or 0)
-        captured = self.capsys.readouterr()
-        return code, captured.out + captured.err
+        """``shardprep lustre ARGS``: exit code, and what it printed on both."""
+        ended = call_main("lustre", *args)
+        return ended.code, ended.text
 
 
 def apply_stripe(folder: Path, stripe: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import subprocess
 from typing import Any
 
@@ -84,87 +85,63 @@ def test_the_fake_prints_and_exits_as_the_genuine_lfs_did(on_lustre: FakeLustre)
     assert different == [], different
 
 
-def replays(on_lustre: FakeLustre, **answers: str) -> None:
-    """Put an lfs in place that prints these texts, by its command; ``df_i`` is of ``df -i``."""
-    place = on_lustre.state_file.parent
-    for name in ("getstripe", "df", "df_i", "quota"):
-        (place / f"says-{name}").write_text(answers.get(name, "stripe_count: 1\nstripe_size: 4194304\n"))
-    lfs = place / "bin" / "lfs"
-    names = f"""#!/bin/bash\nname=$1; [[ $2 != -i ]] || name+=_i\ncat '{place}'/says-$name\n"""
-    lfs.write_text(names)
-
-
 @both_dialects
 @pytest.mark.processes
-def test_layouts_of_folders_are_read_as_the_options_that_made_them(on_lustre: FakeLustre) -> None:
-    texts: dict[str, list[str]] = {}
-    for each in recorded(on_lustre.dialect):
-        texts.setdefault(each["case"], []).append(each["stdout"])
-    expected = {
-        texts["their layout"][0]: "-E 256K -L mdt -E 8M -c 1 -S 1M -p flash -E -1 -c 4 -S 1M -p disk",
-        texts["read back"][0]: "-c 1 -S 4M -i 3",
-        texts["read back"][1]: "-E 64M -c 1 -S 4M -E 1G -z 64M -E 1G -c 4 -S 4M -E -1 -z 128M",
-    }
-    for text, options in expected.items():
-        replays(on_lustre, getstripe=text)
-        assert f"new files get {options}" in on_lustre.command("show", on_lustre.folder)[1]
-    for text in (
-        "",
-        "please see our wiki",
-        "/a has no stripe info\n",
-        "stripe_count: many\nstripe_size: 1\n",
-    ):
-        replays(on_lustre, getstripe=text)
-        assert on_lustre.command("show", on_lustre.folder)[0] == 73
-
-
-@both_dialects
-@pytest.mark.processes
-def test_targets_in_trouble_are_told_apart(on_lustre: FakeLustre) -> None:
-    texts = {each["case"]: each["stdout"] for each in recorded(on_lustre.dialect)}
-    blocks = texts["df: OST 1 ESHUTDOWN, 2 EAGAIN, 4 full (S), 5 without inodes (I), MDT full (S)"]
-    replays(on_lustre, df=blocks, df_i=texts["its inodes"])
-    said = on_lustre.command("show", on_lustre.folder)[1]
-    warned = [" ".join(line.split()[1:3]) for line in said.splitlines() if line.startswith("warning")]
-    assert warned == ["OST 4", "OST 5", "MDT 0", "MDT 0", "OST 1"], "the MDT has neither space nor inodes"
-    line, *_ = space_lines(on_lustre.folder, Need(num_bytes=1, num_shards=1))
-    assert "4 OSTs: 3.30 TB left" in line, "of those that take files and answered"
-    replays(on_lustre, df=texts["df"], df_i=texts["df of inodes"])
-    said = on_lustre.command("show", on_lustre.folder)[1]
-    assert "8 OSTs" in said
-    assert "warning" not in said
-
-
-GRACE_OVER_2_15 = """\
-     Filesystem  kbytes   quota   limit   grace   files   quota   limit   grace
-/mnt/fakefs
-                9*       5    1000    none     100       0       0       -
-"""
-
-
 @pytest.mark.parametrize(
-    ("case", "left"),
+    ("typed", "shown"),
+    [
+        ("-E 256K -L mdt -E 8M -c 1 -S 1M -p flash -E -1 -c 4 -S 1M -p disk", None),
+        ("-c 1 -S 4M -i 3", None),
+        ("-E 1G -c 1 -S 4M -z 64M -E -1 -c 4 -S 4M -z 128M",
+         "-E 64M -c 1 -S 4M -E 1G -z 64M -E 1G -c 4 -S 4M -E -1 -z 128M"),
+    ],
+)  # fmt: skip
+def test_a_layout_that_somebody_gave_by_hand_is_shown_as_its_options(
+    on_lustre: FakeLustre, typed: str, shown: str | None
+) -> None:
+    subprocess.run(["lfs", "setstripe", *typed.split(), str(on_lustre.folder)], check=True)
+    assert f"new files get {shown or typed}" in on_lustre.command("show", on_lustre.folder)[1]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("state", "left"),
     [
         ("quota, within", ["11.3 GB", "100 files"]),
         ("quota, over the soft limit", ["1.02 GB", "100 files"]),
         ("quota, inaccurate", ["1.02 GB", "100 files"]),
         ("quota, no limit", []),
         ("quota, its grace over", ["0 B", "100 files"]),
-        (GRACE_OVER_2_15, ["0 B"]),
-        ("  Filesystem  kbytes", ["unknown"]),
     ],
 )
-@pytest.mark.processes
-def test_quotas_are_read_as_what_they_leave(on_lustre: FakeLustre, case: str, left: list[str]) -> None:
+def test_quotas_are_read_as_what_they_leave(on_lustre: FakeLustre, state: str, left: list[str]) -> None:
     on_lustre.monkeypatch.setattr("os.getuid", lambda: 1000)  # no quota binds root
-    texts = {each["case"]: each["stdout"] for each in recorded("2.17")}
-    replays(on_lustre, df=texts["df"], df_i=texts["df of inodes"], quota=texts.get(case, case))
+    on_lustre.give(**STATES[state])
     line, *_ = space_lines(on_lustre.folder, Need(num_bytes=1, num_shards=0))
-    rooms = [words for words in line.split("; ") if words.startswith("your quota")]
-    assert [bool(each.startswith(f"your quota: {it}")) for each, it in zip(rooms, left, strict=True)] == [
-        True
-    ] * len(left), line
-    if case in texts:
-        no_limits = {each["case"]: each["stdout"] for each in recorded("2.15")}
-        replays(on_lustre, df=texts["df"], df_i=texts["df of inodes"], quota=no_limits[case])
-        assert "quota" not in space_lines(on_lustre.folder, Need(num_bytes=1, num_shards=0))[0]
+    assert re.findall("your quota: (.*?) left", line) == left
+
+
+GRACE_OVER_2_15 = """Filesystem  kbytes   quota   limit   grace   files   quota   limit   grace
+/mnt/fakefs
+                9*       5    1000    none     100       0       0       -
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (GRACE_OVER_2_15, "0 B left"),
+        ("  Filesystem  kbytes", "unknown"),
+    ],
+)  # fmt: skip
+def test_quotas_of_other_forms_are_read_or_said_to_be_unknown(
+    on_lustre: FakeLustre, text: str, said: str
+) -> None:
+    on_lustre.monkeypatch.setattr("os.getuid", lambda: 1000)
+    lfs = on_lustre.state_file.parent / "bin" / "lfs"
+    script = lfs.read_text().partition("\n")[2]
+    (lfs.parent / "quota").write_text(text)
+    lfs.write_text(f"#!/bin/sh\n[ $1 != quota ] || exec cat '{lfs.parent}/quota'\n{script}")
+    line, *_ = space_lines(on_lustre.folder, Need(num_bytes=1, num_shards=0))
+    assert f"your quota: {said}" in line

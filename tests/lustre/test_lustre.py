@@ -7,19 +7,14 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from loader.__main__ import main as loader_main
 from lustre import LustreError, Need, space_lines
-from lustre.__main__ import main
-from slurm.__main__ import main as slurm_main
-from tests.lustre.fake_lustre import MIB, FakeLustre, apply_stripe, both_dialects, install_fake_lfs
+from tests.lustre.fake_lustre import MIB, FakeLustre, apply_stripe, both_dialects
 from tests.slurm.fake_slurm import FakeSlurm
-
-if TYPE_CHECKING:
-    from tests.conftest import Prep
+from tests.world import World, call_main
 
 pytestmark = pytest.mark.processes
 
@@ -95,9 +90,7 @@ def test_a_layout_that_is_there_already_is_not_set_again(on_lustre: FakeLustre) 
 
 def test_a_dry_run_tells_the_command_and_sets_nothing(on_lustre: FakeLustre) -> None:
     code, text = on_lustre.command("apply", on_lustre.folder, "--stripe", "20", "--dry-run")
-    assert code == 0
-    assert f"lfs setstripe {EIGHT.replace('-c 8', '-c 20')} '/" in text
-    assert "8 OSTs" in text
+    assert (code, f"lfs setstripe {EIGHT.replace('-c 8', '-c 20')} '/" in text) == (0, True)
     (on_lustre.folder / "a").touch()
     assert on_lustre.command("apply", on_lustre.folder, "--stripe", "8", "--dry_run")[0] == 73
     assert on_lustre.setstripe_calls() == []
@@ -138,13 +131,11 @@ def test_the_pool_of_a_folder_stays_unless_another_or_none_is_named(
 def test_a_pool_that_is_not_there_or_has_no_ost_is_refused(on_lustre: FakeLustre, pool: str) -> None:
     on_lustre.give(pools={"flash": [0], "empty": []})
     code, text = on_lustre.command("apply", on_lustre.folder, "--stripe", f"2,{pool}")
-    assert (code, on_lustre.setstripe_calls()) == (73, [])
-    assert pool in text
+    assert (code, on_lustre.setstripe_calls(), pool in text) == (73, [], True)
 
 
-@pytest.mark.parametrize("fault", ["", "empties-files"])
-def test_a_file_or_nothing_is_refused_and_a_file_keeps_its_bytes(on_lustre: FakeLustre, fault: str) -> None:
-    on_lustre.fault(fault)
+def test_a_file_or_nothing_is_refused_and_a_file_keeps_its_bytes(on_lustre: FakeLustre) -> None:
+    on_lustre.fault("empties-files")
     file = on_lustre.folder / "shard-00000.tar"
     file.write_bytes(b"precious")
     for path in (file, on_lustre.folder / "absent", on_lustre.folder):
@@ -300,9 +291,8 @@ def test_show_warns_of_targets_that_are_full_closed_or_inactive(on_lustre: FakeL
         assert f"warning: {line}" in text, text
 
 
-@pytest.mark.parametrize("fault", ["df-fails", "hang-df"])
-def test_show_and_apply_go_on_where_only_a_note_depends_on_lfs(on_lustre: FakeLustre, fault: str) -> None:
-    on_lustre.fault(fault)
+def test_show_and_apply_go_on_where_only_a_note_depends_on_lfs(on_lustre: FakeLustre) -> None:
+    on_lustre.fault("hang-df")
     code, text = on_lustre.command("show", on_lustre.folder)
     assert (code, "new files get -c 1" in text, "unknown" in text) == (0, True, True), text
     assert on_lustre.command("apply", on_lustre.folder, "--stripe", "8")[0] == 0
@@ -331,51 +321,39 @@ e {root}/da tmpfs rw\nbroken\n"""
 # --- off Lustre, and without lfs
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["show", "O"],
-        ["show", "O/x"],
-        *(["apply", f"O{of}", "--stripe", "8"] for of in ("", "/x", "/no")),
-    ],
-)
-def test_off_lustre_every_command_says_so_and_touches_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+@pytest.mark.parametrize("where", ["off Lustre", "without lfs"])
+def test_off_lustre_and_without_lfs_every_command_says_so_and_touches_nothing(
+    on_lustre: FakeLustre, where: str
 ) -> None:
-    folder = tmp_path / "O"
-    folder.mkdir()
-    install_fake_lfs(tmp_path, monkeypatch)
+    folder, words = on_lustre.folder, "there is no lfs on PATH"
+    if where == "off Lustre":
+        on_lustre.monkeypatch.setattr("lustre.lfs.read_mounts_table", lambda: "/dev/vda / ext4 rw 0 0\n")
+        words = "not on Lustre"
+    else:
+        on_lustre.monkeypatch.setenv("PATH", "/nonexistent")
     (folder / "x").write_bytes(b"precious")
-    assert main([f"{tmp_path}/{word}" if word.startswith("O") else word for word in words]) == 0
-    assert "not on Lustre" in capsys.readouterr().out
-    assert "not on Lustre" in apply_stripe(folder, "8")
-    assert (folder / "x").read_bytes() == b"precious"
-    assert not (folder / "no").exists()
-    assert not (tmp_path / "lfs.state").exists(), "lfs was asked"
+    for name in ("", "x"):
+        code, text = on_lustre.command("show", folder / name)
+        assert (code, words in text) == (0, True)
+    for name in ("", "x", "no"):
+        code, text = on_lustre.command("apply", folder / name, "--stripe", "8")
+        assert (code, words in text) == (0, True)
+    assert words in apply_stripe(folder, "8")
+    assert [(path.name, path.read_bytes()) for path in folder.iterdir()] == [("x", b"precious")]
+    assert on_lustre.calls() == []
 
 
-@pytest.mark.parametrize("words", [["show"], ["apply", "--stripe", "8"]])
-def test_without_lfs_every_command_says_so_and_succeeds(on_lustre: FakeLustre, words: list[str]) -> None:
-    on_lustre.monkeypatch.setenv("PATH", "/nonexistent")
-    code, text = on_lustre.command(words[0], on_lustre.folder, *words[1:])
-    assert (code, on_lustre.calls()) == (0, [])
-    assert "there is no lfs on PATH" in text
-    assert "there is no lfs on PATH" in apply_stripe(on_lustre.folder, "8")
-
-
-# --- plan --stripe
-
-
-@pytest.mark.parametrize("fault", ["gibberish", "hang", "not-lustre"])
-def test_auto_never_fails_and_none_does_not_even_ask(on_lustre: FakeLustre, fault: str) -> None:
-    on_lustre.fault(fault)
-    assert "cannot be told" in apply_stripe(on_lustre.folder, "auto")
-    num_calls = len(on_lustre.calls())
+def test_auto_never_fails_and_none_does_not_even_ask(on_lustre: FakeLustre) -> None:
+    on_lustre.fault("gibberish")
     assert "left as it is" in apply_stripe(on_lustre.folder, "none")
-    assert len(on_lustre.calls()) == num_calls
+    assert on_lustre.calls() == []
+    assert "cannot be told" in apply_stripe(on_lustre.folder, "auto")
 
 
 # --- room
+
+
+NEED = Need(num_bytes=10**12, num_shards=1000)
 
 
 @pytest.fixture
@@ -384,20 +362,11 @@ def as_user(on_lustre: FakeLustre, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 1000)
 
 
-NEED = Need(num_bytes=10**12, num_shards=1000)
-
-
 @pytest.mark.usefixtures("as_user")
 def test_what_fits_is_one_line_without_a_warning(on_lustre: FakeLustre) -> None:
     on_lustre.give(quota={"-u": [5, 0, 1 << 40, 7, 0, 1 << 40]})
     (line,) = space_lines(on_lustre.folder, NEED)
-    for words in (
-        "1.00 TB in 3,000 files",
-        "8 OSTs: 6.60 TB",
-        "1.00 M files",
-        "quota: 1.13 PB",
-        "1.10 T files",
-    ):
+    for words in ("1.00 TB in 3,000 files", "8 OSTs: 6.60 TB", "1.00 M files", "1.13 PB", "1.10 T files"):
         assert words in line
 
 
@@ -443,17 +412,17 @@ def test_what_is_not_told_is_unknown_and_no_warning(on_lustre: FakeLustre, fault
 
 @pytest.mark.usefixtures("as_user")
 def test_plan_and_submit_warn_of_what_is_missing_and_go_on(
-    on_lustre: FakeLustre, prep: Prep, sample_dir: Path, fake_slurm: FakeSlurm
+    on_lustre: FakeLustre, tmp_path: Path, fake_slurm: FakeSlurm
 ) -> None:
     on_lustre.give(quota={"-u": [5, 0, 6, 7, 0, 9]})
-    options = ["--input_dir", sample_dir, "--model_id", prep.model_dir, "--num_shards", "5"]
-    ended = prep.command("plan", *options, "--output_dir", on_lustre.folder)
-    assert (ended.code, "warning: it will not fit: your quota: 2 files left" in ended.text) == (0, True)
-    prep.make(on_lustre.folder, 0, 1)
-    assert slurm_main(["submit", str(on_lustre.folder), "--mem_gb", "1"]) == 0
-    text = "".join(on_lustre.capsys.readouterr())
-    assert "B in 9 files" in text, "three shards are missing"
-    assert "warning: it will not fit: your quota: 1.02 kB left" in text
+    world = World(tmp_path, data_dir=on_lustre.folder).raw({"a.txt": "a line of text\n" * 500})
+    planned = world.try_plan(num_shards=5)
+    assert (planned.code, "warning: it will not fit: your quota: 2 files left" in planned.text) == (0, True)
+    world.run(1, 2)
+    submitted = call_main("submit", on_lustre.folder, "--mem_gb", 1)
+    assert submitted.code == 0
+    assert "B in 9 files" in submitted.text, "three shards are missing"
+    assert "warning: it will not fit: your quota: 1.02 kB left" in submitted.text
     assert fake_slurm.sent(), "the job was sent all the same"
 
 
@@ -473,24 +442,24 @@ def test_the_trap_sees_a_setstripe_on_a_file_and_on_a_folder_with_files(on_lustr
 
 
 def test_from_plan_to_batch_setstripe_runs_once_on_the_fresh_folder(
-    on_lustre: FakeLustre, prep: Prep, sample_dir: Path
+    on_lustre: FakeLustre, tmp_path: Path
 ) -> None:
     """Every command of the toolkit, on a Lustre whose lfs empties files."""
     pytest.importorskip("torch", reason="the loader needs it")
     on_lustre.fault("empties-files")
-    out, full = on_lustre.folder, on_lustre.folder.parent / "full"
-    full.mkdir()
-    (full / "precious").write_bytes(b"precious")
-    plan = ["plan", "--input_dir", sample_dir, "--model_id", prep.model_dir, "--num_shards", "2", "--stripe"]
-    assert prep.command(*plan, "4", "--output_dir", full).code == 73
-    assert prep.command(*plan, "8x", "--output_dir", out).code == 2
-    assert prep.command(*plan, "auto", "--output_dir", full).code == 0
+    world = World(tmp_path, data_dir=on_lustre.folder).raw({"a.txt": "a line of text\n" * 20})
+    full = World(tmp_path, data_dir=on_lustre.folder.parent / "full")
+    full.data_dir.mkdir()
+    (full.data_dir / "precious").write_bytes(b"precious")
+    assert full.try_plan(num_shards=2, stripe=4).code == 73
+    assert full.try_plan(num_shards=2, stripe="auto").code == 0
+    assert world.try_plan(num_shards=2, stripe="8x").code == 2
     for _ in range(2):
-        assert prep.command(*plan, "4", "--output_dir", out).code == 0
-    assert prep.command("run", out, "--num_proc", "1").code == 0
-    assert prep.command("--shard_id", "1", "--output_dir", out).code == 0
-    assert prep.command("verify", out).code == 0
-    assert loader_main([str(out)]) == 0
-    assert on_lustre.command("show", out)[0] == 0
+        world.plan(num_shards=2, stripe=4)
+    for ended in (world.main("run", world.data_dir, num_proc=1), world.try_shard(1)):
+        assert ended.code == 0
+    world.verify()
+    world.batches(1, global_batch_size=4)
+    assert on_lustre.command("show", world.data_dir)[0] == 0
     assert on_lustre.setstripe_calls() == [EIGHT.replace("-c 8", "-c 4")]
-    assert (full / "precious").read_bytes() == b"precious"
+    assert (full.data_dir / "precious").read_bytes() == b"precious"

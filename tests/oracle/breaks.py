@@ -19,6 +19,7 @@ from pathlib import Path
 from tests.checkout import ROOT
 
 PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
+HELPERS = ("world", "forged", "plain_reader", "checkout")
 _STREAM = "test_streams.py::test_a_form_delivers_the_frozen_batches_and_resumes_on_another_number_of_ranks"
 _MEMBERS = "test_streams.py::test_the_members_of_tars_are_the_frozen_ones"
 _MANIFEST = "test_streams.py::test_a_shard_has_no_manifest_before_its_other_files_are_in_place"
@@ -38,123 +39,78 @@ class Break:
 
 
 BREAKS = [
-    Break(
-        "labels are the ids of their places",
-        "loader/batches.py",
-        "np.where(is_real, ids, IGNORED)",
-        "np.where(is_real, np.roll(ids, -1, 1), IGNORED)",
-        f"{_STREAM}[documents-1]",
-        "form documents, world size 1, 2 workers: global batch 0 differs first in labels",
-    ),
-    Break(
-        "padding has no label",
-        "loader/batches.py",
-        "np.where(is_real, ids, IGNORED)",
-        "ids.copy()",
-        f"{_STREAM}[grouped-1]",
-        "form grouped, world size 1, 0 workers: global batch 0: padding has labels",
-    ),
-    Break(
-        "what the user says in a conversation has no label",
-        "loader/batches.py",
-        "labels[labels < 0] = IGNORED",
-        "labels &= ID_BITS",
-        f"{_STREAM}[chat-1]",
-        "form chat, world size 1, 0 workers: global batch 0 differs first in labels",
-    ),
-    Break(
-        "the last document of a block is there",
-        "preprocess/read/lines.py",
-        'yield LineBlock(start, num_begun + cut, b"".join([*begun, data[:cut]]), num_bytes)',
-        "yield LineBlock(start, num_begun + cut, "
-        'b"".join([*begun, data[: data[: cut - 1].rfind(b"\\n") + 1]]), num_bytes)',
-        f"{_INPUTS}[a.txt-1]",
-        "a.txt in 1 shards: document",
-    ),
-    Break(
-        "documents for validation are those with the least hashes",
-        "shardprep/format/documents.py",
-        "np.asarray(firsts < np.uint64(",
-        "np.asarray(firsts >= np.uint64(",
-        f"{_STREAM}[validation_side-1]",
-        "form validation_side, world size 1, 0 workers: global batch 0 differs first in input_ids",
-    ),
-    Break(
-        "a document ends with EOS where it is asked for",
-        "preprocess/make/engines.py",
-        "ids=np.insert(tokens.ids, tokens.offsets[1:], end_id),\n"
-        "            offsets=tokens.offsets + np.arange(len(tokens.offsets)),",
-        "ids=np.insert(tokens.ids, tokens.offsets[1:-1], end_id),\n"
-        "            offsets=tokens.offsets"
-        " + np.arange(len(tokens.offsets)).clip(max=len(tokens.offsets) - 2),",
-        f"{_MEMBERS}[concat]",
-        "data set concat, shard 0: its tar's members are others",
-    ),
-    Break(
-        "a manifest is written last",
-        "preprocess/make/shard_writer.py",
-        "        for file in files.values():\n            file.publish()",
-        "        publish_bytes(manifest_path(self._folder, self._shard_id), manifest.to_json())\n"
-        "        for file in files.values():\n            file.publish()",
-        f"{_MANIFEST}[shard-00000.tar]",
-        "the manifest stands there, and shard-00000.tar could not be put in its place",
-    ),
-    Break(
-        "a state counts the step that the loop holds",
-        "loader/state.py",
-        '"step": position.step - run.first_step(epoch),',
-        '"step": max(position.step - 1 - run.first_step(epoch), 0),',
-        f"{_STREAM}[documents-1]",
-        "form documents, world size 2, 0 workers, resumed at 23 from world size 1: global batch 23",
-    ),
-    Break(
-        "rank r has the r-th part of a global batch",
-        "loader/token_loader.py",
-        "share(range(run.order.num_slots), who.rank, who.world_size)",
-        "share(range(run.order.num_slots), (who.rank + 1) % who.world_size, who.world_size)",
-        f"{_STREAM}[grouped-3]",
-        "form grouped, world size 3, 0 workers: global batch 0 has the right samples in another order",
-    ),
-    Break(
-        "a resumed run keeps its schedule of weights",
-        "loader/state.py",
-        "stages=tuple(stages), batches_per_tick",
-        "stages=tuple(stages[:1]), batches_per_tick",
-        f"{_STREAM}[mixture-2]",
-        "the state, of step 23, is of another run",
-    ),
-    Break(
-        "positions begin at 0 in each document",
-        "loader/boundaries.py",
-        "np.subtract(_places(num_places), positions, out=positions)",
-        "np.remainder(_places(num_places), shape[1], out=positions)",
-        f"{_STREAM}[packed_concat-2]",
-        "form packed_concat, world size 2, 0 workers: global batch 0: cu_seq_lens_q and position_ids tell",
-    ),
-    Break(
-        "each epoch has an order of its own",
-        "loader/order.py",
-        "hash_ints(self.seed, epoch, _WINDOWS, number, start)",
-        "hash_ints(self.seed, 0, _WINDOWS, number, start)",
-        f"{_STREAM}[first_script-1]",
-        "form first_script, world size 1",
-    ),
-    Break(
-        "a schedule of batch sizes holds to its last stage",
-        "loader/samples.py",
-        "size_at, shares_at = dict(sizes), ",
-        "size_at, shares_at = dict(sizes[:2]), ",
-        f"{_STREAM}[batch_size_schedule-1]",
-        "form batch_size_schedule, world size 2, 0 workers, resumed at 23 from world size 1: global batch 30",
-    ),
-]
+    Break("labels are the ids of their places", "loader/batches.py",
+          "np.where(is_real, ids, IGNORED)",
+          "np.where(is_real, np.roll(ids, -1, 1), IGNORED)",
+          f"{_STREAM}[documents-1]",
+          "form documents, world size 1, 2 workers: global batch 0 differs first in labels"),
+    Break("padding has no label", "loader/batches.py",
+          "np.where(is_real, ids, IGNORED)",
+          "ids.copy()",
+          f"{_STREAM}[grouped-1]",
+          "form grouped, world size 1, 0 workers: global batch 0: padding has labels"),
+    Break("what the user says in a conversation has no label", "loader/batches.py",
+          "labels[labels < 0] = IGNORED",
+          "labels &= ID_BITS",
+          f"{_STREAM}[chat-1]", "form chat, world size 1, 0 workers: global batch 0 differs first in labels"),
+    Break("the last document of a block is there", "preprocess/read/lines.py",
+          'yield LineBlock(start, num_begun + cut, b"".join([*begun, data[:cut]]), num_bytes)',
+          "yield LineBlock(start, num_begun + cut, "
+          'b"".join([*begun, data[: data[: cut - 1].rfind(b"\\n") + 1]]), num_bytes)',
+          f"{_INPUTS}[a.txt-1]", "a.txt in 1 shards: document"),
+    Break("documents for validation are those with the least hashes", "shardprep/format/documents.py",
+          "np.asarray(firsts < np.uint64(",
+          "np.asarray(firsts >= np.uint64(",
+          f"{_STREAM}[validation_side-1]",
+          "form validation_side, world size 1, 0 workers: global batch 0 differs first in input_ids"),
+    Break("a document ends with EOS where it is asked for", "preprocess/make/engines.py",
+          "ids=np.insert(tokens.ids, tokens.offsets[1:], end_id),\n"
+          "            offsets=tokens.offsets + np.arange(len(tokens.offsets)),",
+          "ids=np.insert(tokens.ids, tokens.offsets[1:-1], end_id),\n            offsets=tokens.offsets"
+          " + np.arange(len(tokens.offsets)).clip(max=len(tokens.offsets) - 2),",
+          f"{_MEMBERS}[concat]", "data set concat, shard 0: its tar's members are others"),
+    Break("a manifest is written last", "preprocess/make/shard_writer.py",
+          "        for file in files.values():\n            file.publish()",
+          "        publish_bytes(manifest_path(self._folder, self._shard_id), manifest.to_json())\n"
+          "        for file in files.values():\n            file.publish()",
+          f"{_MANIFEST}[shard-00000.tar]",
+          "the manifest stands there, and shard-00000.tar could not be put in its place"),
+    Break("a state counts the step that the loop holds", "loader/state.py",
+          '"step": position.step - run.first_step(epoch),',
+          '"step": max(position.step - 1 - run.first_step(epoch), 0),',
+          f"{_STREAM}[documents-1]",
+          "form documents, world size 2, 0 workers, resumed at 23 from world size 1: global batch 23"),
+    Break("rank r has the r-th part of a global batch", "loader/token_loader.py",
+          "share(range(run.order.num_slots), who.rank, who.world_size)",
+          "share(range(run.order.num_slots), (who.rank + 1) % who.world_size, who.world_size)",
+          f"{_STREAM}[grouped-3]",
+          "form grouped, world size 3, 0 workers: global batch 0 has the right samples in another order"),
+    Break("a resumed run keeps its schedule of weights", "loader/state.py",
+          "stages=tuple(stages), batches_per_tick",
+          "stages=tuple(stages[:1]), batches_per_tick",
+          f"{_STREAM}[mixture-2]", "the state, of step 23, is of another run"),
+    Break("positions begin at 0 in each document", "loader/boundaries.py",
+          "np.subtract(_places(num_places), positions, out=positions)",
+          "np.remainder(_places(num_places), shape[1], out=positions)",
+          f"{_STREAM}[packed_concat-2]",
+          "form packed_concat, world size 2, 0 workers: global batch 0: cu_seq_lens_q and position_ids tell"),
+    Break("each epoch has an order of its own", "loader/order.py",
+          "hash_ints(self.seed, epoch, _WINDOWS, number, start)",
+          "hash_ints(self.seed, 0, _WINDOWS, number, start)",
+          f"{_STREAM}[first_script-1]", "form first_script, world size 1"),
+    Break("a schedule of batch sizes holds to its last stage", "loader/samples.py",
+          "size_at, shares_at = dict(sizes), ",
+          "size_at, shares_at = dict(sizes[:2]), ",
+          f"{_STREAM}[batch_size_schedule-1]",
+          "batch_size_schedule, world size 2, 0 workers, resumed at 23 from world size 1: global batch 30"),
+]  # fmt: skip
 
 
 def copy_packages(folder: Path) -> None:
     """Copy the packages and what the oracle needs of the tests."""
     for name in (*PACKAGES, "tests/oracle"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "tests/world.py", "tests/plain_reader.py", "tests/checkout.py"):
+    for name in ("pyproject.toml", *(f"tests/{name}.py" for name in HELPERS)):
         shutil.copy(ROOT / name, folder / name)
 
 

@@ -2,7 +2,8 @@
 
 ``python -m tests.oracle`` compares everything with the table, on all numbers of ranks and workers.
 ``python -m tests.oracle --make`` writes it anew. The table in the repository was made with commit 707a289; a
-change of it changes what a running training would see next, and needs as good a reason as that.
+change of it changes what a running training would see next, and needs as good a reason as that. That ids and
+masks of conversations are transformers' own is compared by tests/preprocess/test_chat.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.oracle.forms import FORMS, NUM_STEPS, RESUME_AT, WORLD_SIZES, DataSets, arguments_of
+from tests.oracle.forms import (
+    FORMS,
+    NUM_STEPS,
+    RESUME_AT,
+    SHARDPREP_SETS,
+    WORLD_SIZES,
+    DataSets,
+    arguments_of,
+)  # fmt: skip
 from tests.world import GlobalBatch, Ranks
 
 PATH = Path(__file__).with_name("frozen.json")
@@ -32,13 +41,14 @@ def read_table() -> dict[str, Any]:
     return table
 
 
-def write_table(streams: dict[str, dict[str, list[str]]], members: dict[str, Any]) -> None:
-    """Write the table, a field of a form in a line."""
-    joined = {
-        form: {name: " ".join(hashes) for name, hashes in fields.items()} for form, fields in streams.items()
-    }
-    text = json.dumps({"streams": joined, "members": members}, indent=1)
-    PATH.write_text(text + "\n", encoding="utf-8")
+def write_table(data: DataSets) -> None:
+    """Write the table of what is delivered on one rank, a field of a form in a line."""
+    streams: dict[str, dict[str, str]] = {}
+    for name in FORMS:
+        steps = [found for _, found in stream(data, name, world_size=1, num_workers=(0, 0), resume_on=1)]
+        streams[name] = {field: " ".join(found[field] for found in steps) for field in steps[0]}
+    members = {name: members_of(data[name]) for name in SHARDPREP_SETS}
+    PATH.write_text(json.dumps({"streams": streams, "members": members}, indent=1) + "\n", encoding="utf-8")
 
 
 def short_hash(parts: Iterable[bytes]) -> str:
@@ -123,7 +133,6 @@ def members_of(folder: Path) -> list[dict[str, Any]]:
         with tarfile.open(path) as tar:
             items = [(item.name, tar.extractfile(item).read()) for item in tar]  # type: ignore[union-attr]
         names = short_hash(name.encode() for name, _ in items)
-        shards.append(
-            {"num_members": len(items), "names": names, "bytes": short_hash(data for _, data in items)}
-        )
+        data = short_hash(content for _, content in items)
+        shards.append({"num_members": len(items), "names": names, "bytes": data})
     return shards

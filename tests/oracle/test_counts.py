@@ -9,7 +9,9 @@ import hashlib
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -75,80 +77,64 @@ def make(folder: Path, **options: Any) -> tuple[World, list[Line]]:
     return world.make(recursive=True, max_bad_fraction=1, **options), every
 
 
+def numbers_of(value: Any, name: str) -> Iterator[tuple[str, int]]:
+    """Yield the numbers of a JSON value, by the dotted names of their places."""
+    if isinstance(value, (dict, list)):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from numbers_of(inner, f"{name}.{key}")
+    elif isinstance(value, int):
+        yield name, value
+
+
 @pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_manifest_counts_what_its_shard_holds(tmp_path: Path, form: str, num_shards: int) -> None:
-    options = FORMS[form]
-    world, every = make(tmp_path, num_shards=num_shards, id_field="id", digests=True, **options)
-    tokenizer = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
-    documents = [line for line in every if line.text]
-    has_eos = form != "json"
-    sizes = [len(tokenizer.encode(line.text).ids) + has_eos for line in documents]
-    manifests = world.manifests()
-    counts = Counter[str]()
-    for manifest in manifests:
-        counts.update({name: value for name, value in manifest["counts"].items() if isinstance(value, int)})
-    assert counts["num_documents"] == len(documents)
-    assert counts["num_tokens"] == sum(sizes)
-    assert counts["num_lines"] == len(every)
-    assert counts["num_empty_lines"] == sum(1 for line in every if not line.text and not line.reason)
-    assert counts["input_bytes"] == sum(len(line.raw) + 1 for line in every)
-    across = sum(size > SEQ_LEN for size in sizes)
-    if form == "concat" and num_shards == 1:
-        assert counts["num_samples"] == -(-sum(sizes) // SEQ_LEN)
-        ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
-        across = sum(
-            (end - size) // SEQ_LEN != (end - 1) // SEQ_LEN for end, size in zip(ends, sizes, strict=True)
-        )
-    if "seq_len" not in options:
-        assert counts["num_samples"] == len(documents)
-        across = 0
-    if form != "concat" or num_shards == 1:
-        assert counts["num_documents_across_rows"] == across
-    padding = counts["num_samples"] * SEQ_LEN - sum(sizes) if "seq_len" in options else 0
-    assert counts["num_pad_tokens"] == padding
+    world, every = make(tmp_path, num_shards=num_shards, id_field="id", digests=True, **FORMS[form])
+    found = Counter[str]()
+    for manifest in world.manifests():
+        for name, number in chain(
+            numbers_of(manifest["counts"], "counts"), numbers_of(manifest["run"]["texts"], "texts")
+        ):
+            found[name] += number
 
-    for name, expected in {
-        "quarantined": Counter(line.reason for line in every if line.reason),
-        "length_histogram": Counter(size.bit_length() for size in sizes),
-    }.items():
-        found = Counter[Any]()
-        for manifest in manifests:
-            values = manifest["counts"][name]
-            found.update(values if isinstance(values, dict) else dict(enumerate(values)))
-        assert +found == expected, name
-    for source in ("en", "ko"):
-        of_source = Counter[str]()
-        for manifest in manifests:
-            of_source.update(manifest["counts"]["sources"].get(source, {}))
-        assert of_source == Counter(
-            num_documents=sum(line.source == source for line in documents),
-            num_tokens=sum(
-                size for line, size in zip(documents, sizes, strict=True) if line.source == source
-            ),
-            num_bytes=sum(len(line.raw) + 1 for line in every if line.source == source),
-            num_quarantined=sum(line.source == source and line.reason != "" for line in every),
-        )
-    for source in ("en", "ko"):
-        lengths = Counter[str]()
-        of_texts = Counter[str]()
-        for manifest in manifests:
-            told = manifest["run"]["texts"].get(source, {})
-            of_texts.update({name: told.get(name, 0) for name in ("num_bytes", "num_chars")})
-            for length, (count, tokens) in (
-                manifest["run"]["texts"].get(source, {"lengths": {}})["lengths"].items()
-            ):
-                lengths.update({f"documents of {length}": count, f"tokens of {length}": tokens})
-        expected = Counter[str]()
-        for line, size in zip(documents, sizes, strict=True):
-            if line.source == source:
-                rounded = size >> max(size.bit_length() - 4, 0) << max(size.bit_length() - 4, 0)
-                expected.update({f"documents of {rounded}": 1, f"tokens of {rounded}": size})
-        assert lengths == expected
-        texts = [line.text for line in documents if line.source == source]
-        assert of_texts == Counter(
-            num_bytes=sum(len(text.encode()) for text in texts), num_chars=sum(map(len, texts))
-        )
+    encode = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json")).encode
+    is_packed = "seq_len" in FORMS[form]
+    expected = Counter[str]()
+    for line in every:
+        counts, texts, source = Counter[str](), Counter[str](), Counter[str]()
+        counts["num_lines"] = 1
+        counts["input_bytes"] = source["num_bytes"] = len(line.raw) + 1
+        if line.reason:
+            counts[f"quarantined.{line.reason}"] = source["num_quarantined"] = 1
+        elif not line.text:
+            counts["num_empty_lines"] = 1
+        else:
+            size = len(encode(line.text).ids) + (form != "json")  # with EOS
+            counts["num_documents"] = source["num_documents"] = 1
+            counts["num_tokens"] = source["num_tokens"] = size
+            counts[f"length_histogram.{size.bit_length()}"] = 1
+            if not is_packed:
+                counts["num_samples"] = 1
+            elif form == "concat":  # known where one shard holds all
+                begin = expected["counts.num_tokens"]
+                counts["num_documents_across_rows"] = begin // SEQ_LEN != (begin + size - 1) // SEQ_LEN
+            else:
+                counts["num_documents_across_rows"] = size > SEQ_LEN
+            dropped = max(size.bit_length() - 4, 0)
+            length = f"lengths.{size >> dropped << dropped}"
+            texts.update({f"{length}.0": 1, f"{length}.1": size})
+            texts.update(num_bytes=len(line.text.encode()), num_chars=len(line.text))
+        expected.update({f"counts.{name}": number for name, number in counts.items()})
+        expected.update({f"counts.sources.{line.source}.{name}": number for name, number in source.items()})
+        expected.update({f"texts.{line.source}.{name}": number for name, number in texts.items()})
+    if is_packed:
+        num_rows, num_tokens = found["counts.num_samples"], expected["counts.num_tokens"]
+        assert form == "best_fit" or num_shards > 1 or num_rows == -(-num_tokens // SEQ_LEN)
+        expected["counts.num_samples"] = num_rows
+        expected["counts.num_pad_tokens"] = num_rows * SEQ_LEN - num_tokens
+    if form == "concat" and num_shards > 1:
+        del found["counts.num_documents_across_rows"], expected["counts.num_documents_across_rows"]
+    assert +found == +expected
     check_side_files(world, every, has_order=form != "best_fit")
 
 
@@ -158,26 +144,6 @@ def test_a_source_that_records_name_counts_the_bytes_of_their_texts(tmp_path: Pa
     sources = world.manifests()[0]["counts"]["sources"]
     found = {name: (source["num_documents"], source["num_bytes"]) for name, source in sources.items()}
     assert found == {"web": (2, 7), "code": (1, 1)}
-
-
-@pytest.mark.parametrize("form", ["json", "npy"])
-def test_an_origin_names_the_file_and_the_byte_of_a_document(tmp_path: Path, form: str) -> None:
-    world, every = make(tmp_path, num_shards=3, **FORMS[form])
-    encode = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json")).encode
-    documents = [line for line in every if line.text]
-    with world.ranks(global_batch_size=1, origins=True, seed=3) as ranks:
-        (loader,) = ranks.loaders
-        samples = [sample for step in ranks.take(len(documents)) for sample in step]
-        origins = [loader.origin(*sample["origins"][1:5]) for sample in samples]
-    left = {(line.name, str(line.offset)): line for line in documents}
-    for sample, origin in zip(samples, origins, strict=True):
-        (line,) = [
-            line for place, line in left.items() if set(place) <= set(re.split(r"[^\w./]+", origin.place))
-        ]
-        has_eos = FORMS[form].get("append_eos", False)
-        assert sample["input_ids"][: len(sample["input_ids"]) - has_eos] == encode(line.text).ids, origin
-        del left[line.name, str(line.offset)]
-    assert not left
 
 
 def test_origins_of_a_mixture_name_the_documents_of_each_source(tmp_path: Path) -> None:

@@ -25,18 +25,12 @@ import pyarrow.parquet
 import pytest
 
 from loader import BrokenShard
+from tests.forged import content_sha256
 from tests.world import World, hostile_texts
 
 HEADER_BYTES, CHUNK_RECORDS = 64, 512
-DOCUMENT = np.dtype(
-    [
-        ("offset", "<u8"),
-        ("num_bytes", "<u4"),
-        ("num_tokens", "<u4"),
-        ("source", "<u4"),
-        ("source_offset", "<u8"),
-    ]
-)
+PLACE = [("offset", "<u8"), ("num_bytes", "<u4"), ("num_tokens", "<u4")]
+DOCUMENT = np.dtype([*PLACE, ("source", "<u4"), ("source_offset", "<u8")])
 ROW = np.dtype([*DOCUMENT.descr, ("starts_offset", "<u8"), ("num_starts", "<u4")])
 SETS: Mapping[str, Mapping[str, Any]] = {
     "json": {},
@@ -45,19 +39,19 @@ SETS: Mapping[str, Mapping[str, Any]] = {
     "table": {},
     "split": {"validation_fraction": 0.3},
 }
+Whole = Callable[[str], World]
 BROKEN = 1  # the shard that is damaged, of three
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """Verified data sets of 3 shards. Never written to."""
     root = tmp_path_factory.mktemp("whole")
 
     @functools.cache
     def make(name: str) -> World:
-        texts = [
-            text for text in hostile_texts(240, seed=8, most_words=6) if text.strip() and len(text) < 300
-        ]
+        every = hostile_texts(240, seed=8, most_words=6)
+        texts = [text for text in every if text.strip() and len(text) < 300]
         raw: dict[str, Any] = {"a.txt": "\n".join(texts[:90]), "b.txt": "\n".join(texts[90:])}
         if name == "table":  # places are rows; the second shard ends inside of the second file
             parts = (texts[:70], texts[70:-10], texts[-10:])
@@ -83,14 +77,13 @@ def check_found_and_made_again(world: World, original: World, *, fast: bool = Fa
     ended = world.main("verify", world.data_dir, fast=fast or None)
     assert ended.code != 0, "verify found nothing"
     assert f"{BROKEN:05d}" in ended.err
-    assert not {"shard-00000", "shard-00002", "shard 00000", "shard 00002"} & set(
-        ended.err.replace(":", " ").split()
-    )
+    told = set(ended.err.replace(":", " ").split())
+    assert not {"shard-00000", "shard-00002", "shard 00000", "shard 00002"} & told
     assert not (world.data_dir / "index.json").exists()
-    before = {number: (world.data_dir / f"shard-{number:05d}.tar").stat().st_ino for number in (0, 2)}
-    world.run()
-    assert before == {number: (world.data_dir / f"shard-{number:05d}.tar").stat().st_ino for number in (0, 2)}
-    world.verify()
+    others = [world.data_dir / f"shard-{number:05d}.tar" for number in (0, 2)]
+    before = [path.stat().st_ino for path in others]
+    world.run().verify()
+    assert [path.stat().st_ino for path in others] == before
     assert (world.data_dir / "index.json").exists()
     assert world.contents() == original.contents()
 
@@ -107,48 +100,36 @@ def flipped_middle(data: bytes) -> bytes:
     return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
 
 
-@pytest.mark.parametrize("change", [cut, flipped_first, flipped_middle])
-@pytest.mark.parametrize(
-    ("name", "suffix"),
-    [
-        ("json", "tar"),
-        ("json", "idx"),
-        ("json", "json"),
-        ("packed", "tar"),
-        ("packed", "digests"),
-        ("split", "idx"),
-    ],
-)
+DAMAGED = (
+    ("json", "tar"), ("json", "idx"), ("json", "json"), ("packed", "tar"), ("packed", "digests"),
+    ("split", "idx"),
+)  # fmt: skip
+DAMAGES: list[Any] = [
+    (*file, change, False) for file in DAMAGED for change in (cut, flipped_first, flipped_middle)
+]
+# A quick look finds what is missing or has another size.
+DAMAGES += [("json", suffix, change, True) for suffix in ("tar", "idx", "json") for change in (None, cut)]
+
+
+@pytest.mark.parametrize(("name", "suffix", "change", "fast"), DAMAGES)
 def test_a_damaged_file_is_found_and_its_shard_is_made_again(
-    whole: Callable[[str], World], tmp_path: Path, name: str, suffix: str, change: Callable[[bytes], bytes]
+    whole: Whole, tmp_path: Path, name: str, suffix: str, change: Callable[[bytes], bytes] | None, fast: bool
 ) -> None:
     world = whole(name).copy(tmp_path)
     path = path_of(world, suffix)
-    path.write_bytes(change(path.read_bytes()))
-    check_found_and_made_again(world, whole(name))
-
-
-@pytest.mark.parametrize("suffix", ["tar", "idx", "json"])
-@pytest.mark.parametrize("what", ["missing", "cut"])
-def test_a_quick_look_finds_files_that_are_missing_or_have_another_size(
-    whole: Callable[[str], World], tmp_path: Path, suffix: str, what: str
-) -> None:
-    world = whole("json").copy(tmp_path)
-    path = path_of(world, suffix)
     data = path.read_bytes()
     path.unlink()
-    if what == "cut":
-        path.write_bytes(cut(data))
-    check_found_and_made_again(world, whole("json"), fast=True)
+    if change is not None:
+        path.write_bytes(change(data))
+    check_found_and_made_again(world, whole(name), fast=fast)
 
 
 def test_the_files_of_another_shard_and_of_another_plan_are_not_a_shards_own(
-    whole: Callable[[str], World], tmp_path: Path
+    whole: Whole, tmp_path: Path
 ) -> None:
-    for number, source in enumerate(
-        [whole("json").data_dir / "shard-00000", whole("npy").data_dir / "shard-00001"]
-    ):
-        world = whole("json").copy(tmp_path / str(number))
+    for name, shard in (("json", "shard-00000"), ("npy", "shard-00001")):
+        source = whole(name).data_dir / shard
+        world = whole("json").copy(tmp_path / name)
         for suffix in ("tar", "idx", "json"):
             shutil.copy(f"{source}.{suffix}", path_of(world, suffix))
         ended = world.main("verify", world.data_dir)
@@ -172,10 +153,8 @@ def forge(
         dtype = ROW if stated["spec"]["record"] == "packed" else DOCUMENT
         count = stated["counts"]["num_samples"]
         changed = records(np.frombuffer(data, dtype, count, HEADER_BYTES).copy())
-        parts = [
-            changed[first : first + CHUNK_RECORDS].tobytes()
-            for first in range(0, len(changed), CHUNK_RECORDS)
-        ]
+        starts = range(0, len(changed), CHUNK_RECORDS)
+        parts = [changed[first : first + CHUNK_RECORDS].tobytes() for first in starts]
         crcs = np.array([zlib.crc32(part) for part in parts], "<u4").tobytes()
         path.write_bytes(data[:HEADER_BYTES] + b"".join(parts) + crcs)
     if tar is not None:
@@ -186,11 +165,8 @@ def forge(
     for suffix in ("tar", "idx"):
         data = path_of(world, suffix).read_bytes()
         stated[suffix] = {"num_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    run = stated.pop("run")
-    del stated["content_sha256"]
-    canonical = json.dumps(stated, sort_keys=True, separators=(",", ":"))
-    stated["content_sha256"] = hashlib.sha256(canonical.encode()).hexdigest()
-    path_of(world, "json").write_text(json.dumps({**stated, "run": run}, indent=1))
+    stated["content_sha256"] = content_sha256(stated)
+    path_of(world, "json").write_text(json.dumps(stated, indent=1))
 
 
 def with_field(name: str, value: Callable[[Any], Any], row: int = 3) -> Callable[[Any], Any]:
@@ -222,45 +198,6 @@ def one_twice(records: Any) -> Any:
     return records
 
 
-FORGED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "as it was": ("json", {}),
-    "a sample less": ("json", {"records": lambda records: records[:-1]}),
-    "a token more": ("json", {"records": with_field("num_tokens", lambda number: number + 1)}),
-    "no token": ("json", {"records": with_field("num_tokens", lambda _: 0)}),
-    "a token of another document": ("json", {"records": one_token_moved}),
-    "ids a byte later": ("json", {"records": with_field("offset", lambda offset: offset + 1)}),
-    "ids a byte shorter": ("json", {"records": with_field("num_bytes", lambda size: size - 1)}),
-    "ids behind the tar": ("json", {"records": with_field("offset", lambda _: 1 << 40)}),
-    "ids up to behind the tar": ("npy", {"records": with_field("offset", lambda _: 1 << 40)}),
-    "the ids of the document before": ("npy", {"records": one_twice}),
-    "bytes that are no ids": ("npy", {"records": with_field("num_bytes", lambda size: size + 2)}),
-    "documents exchanged": ("json", {"records": exchanged}),
-    "a document before the shard": ("json", {"records": with_field("source_offset", lambda _: 0, row=0)}),
-    "a document behind the shard": ("json", {"records": with_field("source", lambda _: 2, row=-1)}),
-    "the last document from the next shard": (
-        "json", {"records": with_field("source_offset", lambda _: 1 << 30, row=-1)},
-    ),
-    "the last row from the next file": ("table", {"records": with_field("source", lambda _: 2, row=-1)}),
-    "another id for validation": ("split", {"records": exchanged}),
-    "more tokens than a row": ("packed", {"records": with_field("num_tokens", lambda num: num + 1, row=0)}),
-    "starts behind the tar": ("packed", {"records": with_field("starts_offset", lambda _: 1 << 40)}),
-    "a document more in a row": ("packed", {"records": with_field("num_starts", lambda number: number + 1)}),
-    "no end of the tar": ("json", {"tar": lambda data: data[:-600] + b"x" + data[-599:]}),
-    "an id outside of the vocabulary": ("npy", {"tar": lambda data: set_ids(data)}),
-    "samples": ("json", {"manifest": lambda stated: add(stated["counts"], "num_samples", 1)}),
-    "tokens": ("packed", {"manifest": lambda stated: add(stated["counts"], "num_tokens", 1)}),
-    "input bytes": ("json", {"manifest": lambda stated: add(stated["counts"], "input_bytes", -1)}),
-    "samples for validation": (
-        "split", {"manifest": lambda stated: add(stated["counts"]["validation"], "num_samples", 1)},
-    ),
-    "documents for validation": (
-        "split", {"manifest": lambda stated: add(stated["counts"]["validation"], "num_documents", -1)},
-    ),
-    "another data set": ("json", {"manifest": lambda stated: add(stated["spec"], "append_eos", 1)}),
-    "no digests": ("packed", {"manifest": lambda stated: stated.pop("digests")}),
-}  # fmt: skip
-
-
 def add(values: dict[str, Any], name: str, number: int) -> None:
     values[name] = bool(number) if isinstance(values[name], bool) else values[name] + number
 
@@ -271,13 +208,52 @@ def set_ids(tar: bytes) -> bytes:
     return tar[:begin] + b"\xff\xff" + tar[begin + 2 :]
 
 
+FORGED: Mapping[str, tuple[str, str, Callable[[Any], Any]]] = {
+    "as it was": ("json", "records", lambda records: records),
+    "a sample less": ("json", "records", lambda records: records[:-1]),
+    "a token more": ("json", "records", with_field("num_tokens", lambda number: number + 1)),
+    "no token": ("json", "records", with_field("num_tokens", lambda _: 0)),
+    "a token of another document": ("json", "records", one_token_moved),
+    "ids a byte later": ("json", "records", with_field("offset", lambda offset: offset + 1)),
+    "ids a byte shorter": ("json", "records", with_field("num_bytes", lambda size: size - 1)),
+    "ids behind the tar": ("json", "records", with_field("offset", lambda _: 1 << 40)),
+    "ids up to behind the tar": ("npy", "records", with_field("offset", lambda _: 1 << 40)),
+    "the ids of the document before": ("npy", "records", one_twice),
+    "bytes that are no ids": ("npy", "records", with_field("num_bytes", lambda size: size + 2)),
+    "documents exchanged": ("json", "records", exchanged),
+    "a document before the shard": ("json", "records", with_field("source_offset", lambda _: 0, row=0)),
+    "a document behind the shard": ("json", "records", with_field("source", lambda _: 2, row=-1)),
+    "the last document from the next shard": (
+        "json", "records", with_field("source_offset", lambda _: 1 << 30, row=-1),
+    ),
+    "the last row from the next file": ("table", "records", with_field("source", lambda _: 2, row=-1)),
+    "another id for validation": ("split", "records", exchanged),
+    "more tokens than a row": ("packed", "records", with_field("num_tokens", lambda num: num + 1, row=0)),
+    "starts behind the tar": ("packed", "records", with_field("starts_offset", lambda _: 1 << 40)),
+    "a document more in a row": ("packed", "records", with_field("num_starts", lambda number: number + 1)),
+    "no end of the tar": ("json", "tar", lambda data: data[:-600] + b"x" + data[-599:]),
+    "an id outside of the vocabulary": ("npy", "tar", set_ids),
+    "samples": ("json", "manifest", lambda stated: add(stated["counts"], "num_samples", 1)),
+    "tokens": ("packed", "manifest", lambda stated: add(stated["counts"], "num_tokens", 1)),
+    "input bytes": ("json", "manifest", lambda stated: add(stated["counts"], "input_bytes", -1)),
+    "samples for validation": (
+        "split", "manifest", lambda stated: add(stated["counts"]["validation"], "num_samples", 1),
+    ),
+    "documents for validation": (
+        "split", "manifest", lambda stated: add(stated["counts"]["validation"], "num_documents", -1),
+    ),
+    "another data set": ("json", "manifest", lambda stated: add(stated["spec"], "append_eos", 1)),
+    "no digests": ("packed", "manifest", lambda stated: stated.pop("digests")),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("change", FORGED)
 def test_a_forged_shard_is_found_though_its_hashes_are_right(
-    whole: Callable[[str], World], tmp_path: Path, change: str
+    whole: Whole, tmp_path: Path, change: str
 ) -> None:
-    name, changes = FORGED[change]
+    name, part, function = FORGED[change]
     world = whole(name).copy(tmp_path)
-    forge(world, **changes)
+    forge(world, **{part: function})
     if change == "as it was":  # or the others would be found for another reason
         world.verify()
         return
@@ -285,13 +261,13 @@ def test_a_forged_shard_is_found_though_its_hashes_are_right(
 
 
 def test_a_loader_refuses_an_idx_that_does_not_fit_its_tar_and_never_delivers_other_ids(
-    whole: Callable[[str], World], tmp_path: Path
+    whole: Whole, tmp_path: Path
 ) -> None:
-    for number, (change, (name, changes)) in enumerate(FORGED.items()):
-        if "records" not in changes or change == "a document more in a row":
+    for number, (change, (name, part, function)) in enumerate(FORGED.items()):
+        if part != "records" or change == "a document more in a row":
             continue  # that one is for verify to find: the loader takes a start of the next row
         world = whole(name).copy(tmp_path / str(number))
-        forge(world, **changes)
+        forge(world, records=function)
         if change in NOT_SEEN_BY_A_LOADER:
             assert ids_in_order(world, name) == ids_in_order(whole(name), name), change
             continue
@@ -302,7 +278,7 @@ def test_a_loader_refuses_an_idx_that_does_not_fit_its_tar_and_never_delivers_ot
 
 # A loader asks nothing of these records but where the ids are.
 NOT_SEEN_BY_A_LOADER = {
-    "documents exchanged", "a document before the shard", "a document behind the shard",
+    "as it was", "documents exchanged", "a document before the shard", "a document behind the shard",
     "the last document from the next shard", "the last row from the next file", "another id for validation",
 }  # fmt: skip
 
@@ -318,7 +294,7 @@ def num_done(world: World) -> int:
 
 
 def test_a_finding_stands_until_an_equally_thorough_verify_finds_the_shard_right(
-    whole: Callable[[str], World], tmp_path: Path
+    whole: Whole, tmp_path: Path
 ) -> None:
     world = whole("json").copy(tmp_path)
     first, second = (world.data_dir / f"shard-{number:05d}.tar" for number in (0, 1))
@@ -339,7 +315,7 @@ def test_a_finding_stands_until_an_equally_thorough_verify_finds_the_shard_right
 
 
 def test_status_calls_a_set_verified_when_all_is_made_and_verify_found_nothing(
-    whole: Callable[[str], World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no Slurm is asked
     original = whole("json")
@@ -393,12 +369,10 @@ def test_without_a_number_three_shards_are_made_again(tmp_path: Path) -> None:
         if content is wrong:
             world.run()
     world.verify()
-    assert world.main("verify", world.data_dir, "--deep").code == 65
-    findings = json.loads((world.data_dir / "findings.json").read_bytes())["findings"]
-    assert len(findings) == 3
-    assert world.main("verify", world.data_dir, "--deep", 5).code == 65
-    findings = json.loads((world.data_dir / "findings.json").read_bytes())["findings"]
-    assert len(findings) == 5
+    for most, num_found in (("--deep", 3), ("--deep=5", 5)):
+        assert world.main("verify", world.data_dir, most).code == 65
+        findings = json.loads((world.data_dir / "findings.json").read_bytes())["findings"]
+        assert len(findings) == num_found
 
 
 def test_an_input_that_moved_is_named_and_one_that_is_gone_or_changed_refused(tmp_path: Path) -> None:
@@ -412,7 +386,7 @@ def test_an_input_that_moved_is_named_and_one_that_is_gone_or_changed_refused(tm
 
 
 def test_clean_removes_what_attempts_left_of_done_shards_and_keeps_what_may_become_one(
-    whole: Callable[[str], World], tmp_path: Path
+    whole: Whole, tmp_path: Path
 ) -> None:
     world = whole("json").copy(tmp_path, but=["shard-00002.json"])
     kept = [".shard-00002.tar", ".shard-00007.tar", ".index.json", "ids/.shard-00002.jsonl"]
@@ -443,7 +417,7 @@ def test_a_blanked_shard_names_the_tar_that_it_was_made_from_and_verifies(tmp_pa
 
 @pytest.mark.parametrize("name", ["json", "packed"])
 def test_each_file_is_on_the_disk_before_its_name_and_the_manifests_name_comes_last(
-    whole: Callable[[str], World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """As a power cut would find them: the calls of the system, in their order."""
     original = whole(name)

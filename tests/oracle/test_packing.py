@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import tarfile
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -18,6 +17,8 @@ from tokenizers import Tokenizer
 from tests.world import EOS, PAD, World, hostile_texts, open_loader, save_tokenizer, tokenizer_dir
 
 OPEN_ROWS = 1024  # of best fit: the fullest one is closed where there would be more
+TOKENIZER = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
+END: Any = TOKENIZER.token_to_id(EOS)
 Rows = list[list[int]]
 
 
@@ -64,25 +65,24 @@ def long_texts() -> Iterator[str]:
         yield text.replace("<|", "< |").strip()[:8000] + "."
 
 
-def ids_of_padding(tar: Path) -> Iterator[int]:
-    """Ids that stand behind the tokens of rows, as numpy reads the members."""
-    with tarfile.open(tar) as file:
-        members = {item.name: np.load(io.BytesIO(file.extractfile(item).read())) for item in file}  # type: ignore[union-attr]
-    for name, num_tokens in members.items():
+def arrays_of(world: World) -> dict[str, Any]:
+    """Return the members of tars, as numpy reads them."""
+    return {name: np.load(io.BytesIO(data)) for name, data in world.members()}
+
+
+def ids_of_padding(world: World) -> Iterator[int]:
+    """Yield the ids that stand behind the tokens of rows."""
+    arrays = arrays_of(world)
+    for name, num_tokens in arrays.items():
         if name.endswith(".row_tokens.npy"):
-            rows = members[name.replace(".row_tokens.", ".token_ids.")]
+            rows = arrays[name.replace(".row_tokens.", ".token_ids.")]
             for row, length in zip(rows, num_tokens, strict=True):
                 yield from row[length:].tolist()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("pack", "texts", "seq_len"),
-    [
-        (best_fit, short_texts, 16), (concat, short_texts, 16),
-        (best_fit, long_texts, 512), (concat, long_texts, 512),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("pack", [best_fit, concat])
+@pytest.mark.parametrize(("texts", "seq_len"), [(short_texts, 16), (long_texts, 512)])
 @pytest.mark.parametrize("validation_fraction", [None, 0.4])
 def test_rows_are_those_of_a_plain_packer(
     tmp_path: Path,
@@ -95,32 +95,23 @@ def test_rows_are_those_of_a_plain_packer(
     world = World(tmp_path).raw({"a.jsonl": [{"text": text} for text in every]})
     options: dict[str, Any] = {"record": "packed", "seq_len": seq_len, "pack": pack.__name__}
     world.make(num_shards=1, validation_fraction=validation_fraction, **options)
-    tokenizer = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
-    end: Any = tokenizer.token_to_id(EOS)
     limit = int((validation_fraction or 0) * 2**64)
     sides: dict[str, Rows] = {"train": [], "validation": []}
-    for text, encoding in zip(every, tokenizer.encode_batch(every), strict=True):
+    for text, encoding in zip(every, TOKENIZER.encode_batch(every), strict=True):
         is_held = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < limit
-        sides["validation" if is_held else "train"].append([*encoding.ids, end])
+        sides["validation" if is_held else "train"].append([*encoding.ids, END])
     for side, documents in sides.items():
         if side == "validation" and validation_fraction is None:
             continue
-        arguments = {} if validation_fraction is None else {"split": side}
-        with world.ranks(global_batch_size=1, shuffle=False, **arguments) as ranks:
+        of_side = {} if validation_fraction is None else {"split": side}
+        with world.ranks(global_batch_size=1, shuffle=False, **of_side) as ranks:
             rows = ranks.take(len(ranks.loaders[0]))
         assert [row["input_ids"] for (row,) in rows] == pack(documents, seq_len), side
-    assert set(ids_of_padding(world.data_dir / "shard-00000.tar")) <= {tokenizer.token_to_id(PAD)}
+    assert set(ids_of_padding(world)) <= {TOKENIZER.token_to_id(PAD)}
     if texts is long_texts:
         most_ids = 512 * 1024 // 2
         of_sides = [sum(map(len, documents)) for documents in sides.values() if documents]
         assert min(of_sides) > most_ids, f"one member holds a side: {of_sides}"
-
-
-def member(tar: Path, suffix: str) -> Any:
-    """Return the arrays of a suffix in a tar, joined."""
-    with tarfile.open(tar) as file:
-        names = [name for name in file.getnames() if name.endswith(suffix)]
-        return np.concatenate([np.load(io.BytesIO(file.extractfile(name).read())) for name in names])  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("pack", ["concat", "best_fit"])
@@ -129,10 +120,9 @@ def test_documents_of_one_token_begin_where_they_stand(tmp_path: Path, pack: str
     options: dict[str, Any] = {"record": "packed", "seq_len": 8, "pack": pack, "num_shards": 1}
     bare = {"add_special_tokens": False, "append_eos": False}
     world = World(tmp_path).raw({"a.jsonl": [{"text": text} for text in texts]}).make(**options, **bare)
-    tokenizer = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
-    sizes = [len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
+    sizes = [len(TOKENIZER.encode(text, add_special_tokens=False).ids) for text in texts]
     assert 1 in sizes
-    starts = member(world.data_dir / "shard-00000.tar", ".doc_starts.npy")
+    starts = np.concatenate([x for name, x in arrays_of(world).items() if name.endswith(".doc_starts.npy")])
     assert len(starts) == len(texts)
     if pack == "concat":
         assert starts.tolist() == [sum(sizes[:number]) for number in range(len(sizes))]
@@ -145,7 +135,7 @@ def test_rows_of_a_tokenizer_without_pad_token_are_filled_with_0(tmp_path: Path)
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     world = World(tmp_path, tokenizer=model).raw({"a.txt": "one\ntwo words\n"})
     world.make(record="packed", seq_len=64, num_shards=1)
-    assert set(ids_of_padding(world.data_dir / "shard-00000.tar")) == {0}
+    assert set(ids_of_padding(world)) == {0}
 
 
 def test_a_mixture_of_rows_keeps_where_documents_begin(tmp_path: Path) -> None:
@@ -154,7 +144,6 @@ def test_a_mixture_of_rows_keeps_where_documents_begin(tmp_path: Path) -> None:
         texts = [text.replace("\n", " ") for text in hostile_texts(200, seed=seed, most_words=6)]
         world = World(tmp_path / name).raw({"a.txt": "\n".join(texts)})
         folders[name] = world.make(num_shards=2, record="packed", seq_len=32).data_dir
-    end = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json")).token_to_id(EOS)
     options: dict[str, Any] = {"weights": {"web": 0.6, "code": 0.4}, "boundaries": "segment_ids"}
     num_begun = 0
     with open_loader(folders, 4, num_workers=0, **options) as loader:
@@ -165,6 +154,6 @@ def test_a_mixture_of_rows_keeps_where_documents_begin(tmp_path: Path) -> None:
             ):
                 num_tokens = sum(mask)
                 begins = [segments[at] != segments[at - 1] for at in range(1, num_tokens)]
-                assert begins == [token == end for token in ids[: num_tokens - 1]]
+                assert begins == [token == END for token in ids[: num_tokens - 1]]
                 num_begun += sum(begins)
     assert num_begun > 100

@@ -18,7 +18,7 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     "plain": {"global_batch_size": 6},
     "schedule": {"global_batch_size": [(0, 6), (5, 12)]},
     "mixture": MIXED,
-    "amended": MIXED,
+    "amended": {**MIXED, "weights": {"ko": 1, "en": 3}},  # from the state of a mixture on
 }
 WRONG: tuple[Any, ...] = (None, -1, 0, 10**6, 1.5, "", "x", "1; 2: 3", [], {}, True)
 
@@ -33,17 +33,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_ranks(root: Path, form: str, **options: Any) -> Ranks:
+    options = {**FORMS[form], **options}
     folders: Any = root / "ko" / "data"
-    if "weights" in {**FORMS[form], **options}:
+    if "weights" in options:
         folders = {name: root / name / "data" for name in ("ko", "en")}
-    return Ranks(options.pop("folder", folders), **{**FORMS[form], **options})
+    return Ranks(options.pop("folder", folders), **options)
 
 
 def state_of(root: Path, form: str) -> dict[str, Any]:
-    with open_ranks(root, form) as ranks:
+    with open_ranks(root, "mixture" if form == "amended" else form) as ranks:
         state: dict[str, Any] = json.loads(json.dumps(ranks.loaders[0].state_at(64)))
     if form == "amended":
-        with open_ranks(root, form, weights={"ko": 1, "en": 3}, amend=True, state=state) as ranks:
+        with open_ranks(root, form, amend=True, state=state) as ranks:
             ranks.take(2)
             state = ranks.state()
     return state
@@ -75,9 +76,8 @@ FREE = ("epoch", "step", "num_micro", "block_samples", "window_samples")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_damaged_state_is_refused_or_makes_no_difference(data: Path, form: str) -> None:
     state = state_of(data, form)
-    options = {"weights": {"ko": 1, "en": 3}} if form == "amended" else {}
     num_refused = num_free = 0
-    with open_ranks(data, form, **options) as ranks:
+    with open_ranks(data, form) as ranks:
         (loader,) = ranks.loaders
 
         def next_step() -> Any:
@@ -117,28 +117,20 @@ def test_the_state_of_another_run_is_refused(data: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    "position",
-    [{"epoch": -1}, {"step": -1}, {"num_micro": -1}, {"step": 10**6}, {"num_micro": 10**6}],
-    ids=str,
+    ("name", "value"), [("epoch", -1), ("step", -1), ("num_micro", -1), ("step", 10**6), ("num_micro", 10**6)]
 )
-def test_a_position_that_no_run_has_is_refused(data: Path, form: str, position: dict[str, int]) -> None:
-    options = {"weights": {"ko": 1, "en": 3}} if form == "amended" else {}
+def test_a_position_that_no_run_has_is_refused(data: Path, form: str, name: str, value: int) -> None:
     state = state_of(data, form)
-    with open_ranks(data, form, **options) as ranks, pytest.raises(ShardprepError):
-        ranks.loaders[0].load_state_dict({**state, **position})
+    with open_ranks(data, form) as ranks, pytest.raises(ShardprepError):
+        ranks.loaders[0].load_state_dict({**state, name: value})
 
 
 @pytest.mark.parametrize("steps", [(5,), (0, 9, 9), (0, 9, 5), (0, -1), (0, 2.5)])
 def test_a_schedule_begins_at_step_0_and_ascends(data: Path, steps: tuple[Any, ...]) -> None:
-    with pytest.raises(UsageError):
-        open_ranks(data, "plain", weights=[(step, MIXED["weights"]) for step in steps])
-    with pytest.raises(UsageError):
-        open_ranks(
-            data,
-            "plain",
-            batch_size=6,
-            global_batch_size=[(step, 6 + 6 * number) for number, step in enumerate(steps)],
-        )
+    sizes = [(step, 6 + 6 * number) for number, step in enumerate(steps)]
+    for options in ({"weights": [(step, MIXED["weights"]) for step in steps]}, {"global_batch_size": sizes}):
+        with pytest.raises(UsageError):
+            open_ranks(data, "plain", batch_size=6, **options)
 
 
 def test_a_state_inside_of_a_step_goes_on_with_the_same_batches_alone(data: Path) -> None:
@@ -150,10 +142,9 @@ def test_a_state_inside_of_a_step_goes_on_with_the_same_batches_alone(data: Path
         assert not loader.ends_step
         with pytest.raises(ShardprepError):
             loader.load_state_dict({**state, "num_micro": 3})  # a step has 3 batches
-    with open_ranks(data, "plain", batch_size=3) as ranks, pytest.raises(UsageError):
-        ranks.loaders[0].load_state_dict(state)
-    with open_ranks(data, "plain", batch_size=2, world_size=3) as ranks, pytest.raises(UsageError):
-        ranks.loaders[0].load_state_dict(state)
+    for others in ({"batch_size": 3}, {"batch_size": 2, "world_size": 3}):
+        with open_ranks(data, "plain", **others) as ranks, pytest.raises(UsageError):
+            ranks.loaders[0].load_state_dict(state)
 
 
 def test_a_loaded_state_is_not_left_by_set_epoch_until_its_batches_came(data: Path) -> None:

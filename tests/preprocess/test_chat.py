@@ -16,7 +16,7 @@ import shutil
 import signal
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +29,7 @@ from transformers import AutoTokenizer
 
 from tests import chat_tokenizers
 from tests.chat_sets import PLAIN, TAGGED, conversations, expected, write_chats
-from tests.checkout import ROOT
-from tests.children import child, environ_of_children, run_child, shardprep
+from tests.children import child, environ_of_children, shardprep
 from tests.forged import rewrite_json
 from tests.waiting import wait_until
 from tests.world import World, save_tokenizer
@@ -41,15 +40,11 @@ CHATS = conversations(40)
 PLACE = Path(__file__).parents[1] / "held"
 
 
-def world_of(
-    folder: Path, template: str, chats: list[Any] | None = None, *, lines: list[str] | None = None
-) -> World:
-    """Conversations, or lines of JSON, and a tokenizer with a chat template."""
+def world_of(folder: Path, template: str, chats: list[Any], lines: Sequence[str] = ()) -> World:
+    """Conversations, and lines of JSON behind them, and a tokenizer with a chat template."""
     world = World(folder, tokenizer=save_tokenizer(folder / "model", template))
-    if lines is not None:
-        return world.raw({"chats.jsonl": "\n".join(lines)})
-    if chats is not None:
-        write_chats(world.raw_dir, chats)
+    with (write_chats(world.raw_dir, chats) / "chats.jsonl").open("a") as file:
+        file.write("\n".join(lines))
     return world
 
 
@@ -94,18 +89,19 @@ SAMPLE = [
     ("WordPiece, no accents", "in a variable"), ("bytes, trimmed, space in front", "without tags"),
     ("words, no pre-tokenizer", "without tags, ChatML"),
 ]  # fmt: skip
-ALL = [(name, template) for name in chat_tokenizers.TOKENIZERS for template in chat_tokenizers.TEMPLATES]
-PAIRS = ALL if TAKES_ALL else SAMPLE
+NAMES = [*chat_tokenizers.TOKENIZERS, "Llama 3"]
+PAIRS = [(name, each) for name in NAMES for each in chat_tokenizers.TEMPLATES] if TAKES_ALL else SAMPLE
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     folder = tmp_path_factory.mktemp("models")
 
     def model(name: str) -> Path:
-        return (
-            folder / name if (folder / name).exists() else chat_tokenizers.save_tokenizer(name, folder / name)
-        )
+        if name == "Llama 3":
+            return Path(request.getfixturevalue("shared_dir")) / "tokenizers" / "llama3"
+        path = folder / name
+        return path if path.exists() else chat_tokenizers.save_tokenizer(name, path)
 
     return model
 
@@ -132,16 +128,18 @@ def expected_of(tokenizer: Any, chat: list[dict[str, Any]]) -> tuple[list[int], 
     return found["input_ids"], mask
 
 
-def check_masks(folder: Path, model: Path, template: str, seed: int) -> None:
-    """Compare what the loader gives with transformers."""
-    chats = chat_tokenizers.conversations(NUM_CHATS, seed)
-    world = World(folder, tokenizer=model)
+@pytest.mark.parametrize(("name", "template"), PAIRS)
+def test_masks_are_those_of_transformers(
+    models: Callable[[str], Path], tmp_path: Path, name: str, template: str
+) -> None:
+    chats = chat_tokenizers.conversations(NUM_CHATS, seed=PAIRS.index((name, template)))
+    world = World(tmp_path, tokenizer=models(name))
     write_chats(world.raw_dir, chats)
-    (folder / "template.jinja").write_text(template, encoding="utf-8")
-    options = {"chat_template_file": folder / "template.jinja", "allow_special_tokens": True, "seq_len": 512}
-    planned(world, **options).run()
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = template
+    tokenizer: Any = AutoTokenizer.from_pretrained(world.tokenizer)
+    tokenizer.chat_template = chat_tokenizers.TEMPLATES[template]
+    (tmp_path / "template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
+    file = tmp_path / "template.jinja"
+    planned(world, chat_template_file=file, allow_special_tokens=True, seq_len=512).run()
     pairs, left_out = [], reasons(world)
     for number, chat in enumerate(chats):
         if number in left_out:
@@ -152,21 +150,7 @@ def check_masks(folder: Path, model: Path, template: str, seed: int) -> None:
     assert flat_of(world) == flat(pairs)
     assert sum(map(sum, (mask for _, mask in pairs))) > NUM_CHATS
     assert len(left_out) < NUM_CHATS / 2
-
-
-@pytest.mark.parametrize(("tokenizer", "template"), PAIRS)
-def test_masks_are_those_of_transformers(
-    models: Callable[[str], Path], tmp_path: Path, tokenizer: str, template: str
-) -> None:
-    seed = PAIRS.index((tokenizer, template))
-    check_masks(tmp_path, models(tokenizer), chat_tokenizers.TEMPLATES[template], seed)
     shutil.rmtree(tmp_path)
-
-
-@pytest.mark.skipif(not TAKES_ALL, reason="CHAT_MASKS=all takes Llama 3's tokenizer, for a minute")
-def test_masks_of_llama_3_are_those_of_transformers(shared_dir: Path, tmp_path: Path) -> None:
-    for seed, (name, template) in enumerate(chat_tokenizers.TEMPLATES.items()):
-        check_masks(tmp_path / name, shared_dir / "tokenizers" / "llama3", template, seed)
 
 
 def test_best_fit_keeps_each_conversation_whole(tmp_path: Path) -> None:
@@ -193,10 +177,9 @@ def test_tables_give_what_json_lines_give_also_where_they_keep_messages_as_json(
     tables = {"rows": pyarrow.array(chats), "strings": whole, "lists of strings": each}
     tables["dictionary"] = whole.dictionary_encode()
     if hasattr(pyarrow, "json_"):  # pyarrow 19
-        kind = pyarrow.json_(pyarrow.string())
 
         def as_json(values: Any) -> Any:
-            return pyarrow.ExtensionArray.from_storage(kind, values)
+            return pyarrow.ExtensionArray.from_storage(pyarrow.json_(pyarrow.string()), values)
 
         content = as_json(pyarrow.array([json.dumps(m["content"]) for chat in chats for m in chat]))
         role = pyarrow.array([message["role"] for chat in chats for message in chat])
@@ -222,7 +205,8 @@ def test_one_bad_conversation_of_a_table_is_left_out_and_the_others_stay(tmp_pat
     texts = pyarrow.Array.from_buffers(pyarrow.string(), len(content), pyarrow.array(content).buffers())
     messages = pyarrow.StructArray.from_arrays([data.values.field("role"), texts], ["role", "content"])
     table = pyarrow.table({"messages": pyarrow.ListArray.from_arrays(data.offsets, messages)})
-    world = world_of(tmp_path, TAGGED)
+    world = world_of(tmp_path, TAGGED, [])
+    (world.raw_dir / "chats.jsonl").unlink()
     with pyarrow.ipc.new_stream(str(world.raw_dir / "a.arrow"), table.schema) as writer:
         writer.write_table(table)
     planned(world).run()
@@ -265,9 +249,9 @@ BAD: dict[str, tuple[str, str]] = {
 
 
 def test_what_is_no_conversation_is_left_out_with_its_reason(tmp_path: Path) -> None:
-    ends = [f'{{"messages": {json.dumps(chat)}}}' for chat in CHATS[:2]]
-    lines = [ends[0], *(f'{{"messages": {messages}}}' for messages, _ in BAD.values()), ends[1]]
-    world = planned(world_of(tmp_path, STRICT, lines=lines)).run()
+    lines = [f'{{"messages": {messages}}}' for messages, _ in BAD.values()]
+    lines.append(json.dumps({"messages": CHATS[1]}))
+    world = planned(world_of(tmp_path, STRICT, CHATS[:1], lines)).run()
     names = dict(enumerate(BAD, start=1))
     assert {names[line]: reason for line, reason in reasons(world).items()} == {
         name: reason for name, (_, reason) in BAD.items()
@@ -277,26 +261,18 @@ def test_what_is_no_conversation_is_left_out_with_its_reason(tmp_path: Path) -> 
     assert flat_of(world) == flat(expected(world.tokenizer, CHATS[:2]))
 
 
-NUMBERS = [
-    "18446744073709551616",
-    "-9223372036854775809",
-    "1.0",
-    "-0",
-    "-0.0",
-    "1e5",
-    "1.7976931348623157e308",
-]
+NUMBERS = ["18446744073709551616", "-9223372036854775809", "1.0", "-0", "-0.0", "1e5"]
+NUMBERS.append("1.7976931348623157e308")
 
 
 def test_numbers_and_deep_values_of_messages_are_rendered_as_pythons_json_reads_them(tmp_path: Path) -> None:
     template = TAGGED.replace("{{ m['content'] }}", "{{ m['content'] }}{{ (m['call'] or 0) | tojson }}")
     deep = "[" * 508 + "1" + "]" * 508
-    lines = [
-        f'{{"messages": [{{"role": "user", "content": "a"}}, '
-        f'{{"role": "assistant", "content": "b", "call": {{"x": {number}}}}}]}}'
-        for number in (*NUMBERS, deep)
-    ]
-    world = planned(world_of(tmp_path, template, lines=lines), seq_len=4096).run()
+    turns = (
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "call": %s}]}'
+    )
+    lines = [turns % f'{{"x": {number}}}' for number in (*NUMBERS, deep)]
+    world = planned(world_of(tmp_path, template, [], lines), seq_len=4096).run()
     assert reasons(world) == {}
     shown = world.main("peek", world.data_dir, num=99, chars=0).out
     for number in NUMBERS:
@@ -311,65 +287,46 @@ FORGETS = PLAIN.replace(
 )
 
 
-def test_a_template_whose_parts_are_no_beginnings_is_refused_or_its_conversations_left_out(
-    tmp_path: Path,
-) -> None:
+def test_a_template_whose_parts_are_no_beginnings_is_refused_or_its_chats_left_out(tmp_path: Path) -> None:
     never = world_of(tmp_path / "never", "{{ messages|length }} turns: " + PLAIN, CHATS)
     ended = never.try_plan(record="chat")
-    assert (ended.code, "{% generation %}" in ended.err, "--chat_template_file" in ended.err) == (
-        2,
-        True,
-        True,
-    )
+    assert ended.code == 2
+    assert all(words in ended.err for words in ("{% generation %}", "--chat_template_file"))
     one = [ASK, {"role": "assistant", "content": "there"}]
     world = planned(world_of(tmp_path, FORGETS, [one, one + one])).run()
     assert reasons(world) == {1: "no_beginning"}
 
 
+TURN = "{% for m in messages %}{{ m['role'] }}: "
+CALLS = "{% for call in m.tool_calls or [] %}{{ call.function }}{% endfor %}"
 # As Qwen3's: an answer before the last question loses its reasoning, and the last one always has some.
 STRIPPING = (
-    "{% set last = namespace(number=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}"
-    "{% set last.number = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] != 'assistant' %}{{ m['content'] }}{% elif loop.index0 < last.number %}"
+    TURN + "{% if m['role'] != 'assistant' %}{{ m['content'] }}{% elif not loop.last %}"
     "{{ m['content'].split('</think>')[-1].lstrip('\n') }}{% elif '</think>' in m['content'] %}"
     "{{ m['content'] }}{% else %}<think>\n\n</think>\n\n{{ m['content'] }}{% endif %}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }} "
-    "{{ call.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-# As Llama 3's.
-LLAMA = (
-    "{% for m in messages %}{% set text = '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' "
-    "+ m['content'] | trim + '<|eot_id|>' %}{% if loop.first %}{% set text = bos_token + text %}{% endif %}"
-    "{{ text }}{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n"
-    "{% endif %}"
+    + CALLS
+    + "<|eot_id|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 # As Mistral's: no system message, and roles take turns.
-ALTERNATING = (
-    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
-    "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]{% else %}{{ m['content'] }}{{ eos_token }}"
-    "{% endif %}{% endfor %}"
+ALTERNATING = TURN + (
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
+    "{% endif %}{{ m['content'] }}<|eot_id|>{% endfor %}"
 )
-ENDS_TURNS = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
-    "{% generation %}{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}<|im_end|>"
-    "{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
+ENDS_TURNS = TAGGED.replace(
+    "{% generation %}{{ m['content'] }}",
+    "{% generation %}{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}",
 )
-SHOWS_CALLS = LLAMA.replace(
-    "{{ text }}", "{{ text }}{% for call in m.tool_calls or [] %}{{ call.function }}{% endfor %}"
-)
-LOSES_CALLS = LLAMA.replace("{{ text }}", "{{ text }}{% if m.tool_calls %}a tool{% endif %}")
 # What the warning of plan quotes; nothing where there is none.
 WARNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Qwen3's loses conversations of several turns": (STRIPPING, ("{% generation %}", "{% endgeneration %}")),
     "one with tags leaves out reasoning of earlier turns": (ENDS_TURNS, ("'Since probes ask.'",)),
-    "Llama 3's": (LLAMA, ()),
+    "Llama 3's": (PLAIN, ()),
     "Mistral's refuses roles": (ALTERNATING, ("roles must alternate",)),
-    "one that shows tool calls": (SHOWS_CALLS, ()),
-    "one that loses tool calls": (LOSES_CALLS, ("'probe_tool'",)),
-}
+    "one that shows tool calls": (PLAIN.replace("<|eot_id|>", CALLS + "<|eot_id|>"), ()),
+    "one that loses tool calls": (
+        PLAIN.replace("<|eot_id|>", "{% if m.tool_calls %}a tool{% endif %}<|eot_id|>"), ("'probe_tool'",)
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WARNS)
@@ -387,9 +344,7 @@ def test_a_template_of_todays_date_gives_equal_bytes_on_any_day(tmp_path: Path) 
     assert "26 Jul 2024" in world.main("peek", world.data_dir, num=1).out
 
 
-def test_a_file_stands_in_place_of_the_tokenizers_own_template_and_an_altered_one_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_file_may_replace_the_tokenizers_template_and_an_altered_one_is_refused(tmp_path: Path) -> None:
     own = planned(world_of(tmp_path / "own", TAGGED, CHATS)).run()
     (tmp_path / "tagged.jinja").write_text(TAGGED, encoding="utf-8")
     world = World(tmp_path, raw_dir=own.raw_dir)
@@ -455,11 +410,9 @@ def test_a_renderer_that_died_is_an_error_and_the_next_attempt_starts_another(tm
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-COSTLY = {
-    "one that does not end": PLAIN + ENDLESS,
-    "a huge text of one shape": PLAIN + "{% if messages|length > 2 %}{{ 'a' * 3000000000 }}{% endif %}",
-    "a long text": PLAIN + "{{ 'a' * 90000000 }}",
-}
+COSTLY = [  # one that does not end, a huge text of one shape, a long text
+    ENDLESS, "{% if messages|length > 2 %}{{ 'a' * 3000000000 }}{% endif %}", "{{ 'a' * 90000000 }}",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -475,10 +428,10 @@ def quick_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("quick_limits")
 def test_a_template_or_a_conversation_that_takes_too_much_is_an_error_that_names_it(tmp_path: Path) -> None:
-    for name, template in COSTLY.items():
-        ended = world_of(tmp_path / name, template, CHATS).try_plan(record="chat")
-        assert ended.code in (2, 65), name
-        assert "--chat_template_file" in ended.err, name
+    for number, more in enumerate(COSTLY):
+        ended = world_of(tmp_path / str(number), PLAIN + more, CHATS).try_plan(record="chat")
+        assert ended.code in (2, 65), more
+        assert "--chat_template_file" in ended.err, more
     template = TAGGED + "{% if 'for ever' in messages[0]['content'] %}" + ENDLESS + "{% endif %}"
     costly = [{"role": "user", "content": "for ever"}, {"role": "assistant", "content": "no"}]
     world = world_of(tmp_path, template, [CHATS[0], costly, CHATS[1]])
@@ -507,23 +460,6 @@ def test_a_killed_command_leaves_no_renderer_behind(tmp_path: Path) -> None:
         _, status = os.waitpid(renderer, 0)
     assert ctypes.CDLL(None).prctl(is_subreaper, 0, 0, 0, 0) == 0
     assert os.waitstatus_to_exitcode(status) == 1, "it ended by itself, before its limit"
-
-
-def test_what_renders_is_of_the_copy_of_the_project_that_asks(tmp_path: Path) -> None:
-    marker = tmp_path / "marker"
-    for package in ("preprocess", "shardprep", "lustre"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    (path,) = (tmp_path / "preprocess").rglob("chat.py")
-    with path.open("a") as file:
-        file.write(
-            f"\nwith open({str(marker)!r}, 'a') as file:\n    print(os.getpid(), __file__, file=file)\n"
-        )
-    world = world_of(tmp_path / "world", TAGGED, CHATS)
-    command = shardprep("plan", *world.words_of_plan(), "--record", "chat")
-    run_child(command, cwd=tmp_path, env=environ_of_children(PYTHONPATH=str(tmp_path)))
-    told = [line.split(" ", 1) for line in marker.read_text().splitlines()]
-    assert {place for _, place in told} == {str(path)}
-    assert len({pid for pid, _ in told}) == 2, "of the command, and of what renders"
 
 
 # What others make of the mask. --------------------------------------------------------------------------

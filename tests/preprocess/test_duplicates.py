@@ -1,8 +1,10 @@
-"""``shardprep duplicates``: which copies go, beside a dict of all texts, in all forms."""
+"""``duplicates`` finds copies beside a dict of all texts; at:FILE:BYTE of a list names one copy alone."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import io
 import json
 import os
 import random
@@ -11,6 +13,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from shardprep.errors import Refused
@@ -80,6 +84,9 @@ def run(*words: object) -> Any:
 @pytest.mark.parametrize("form", FORMS)
 def test_all_copies_but_the_first_go_across_shards_and_data_sets(tmp_path: Path, form: str) -> None:
     worlds, sets = zip(*(made(tmp_path / str(n), n, **FORMS[form]) for n in (0, 1)), strict=True)
+    run(*(world.data_dir for world in worlds[::-1]), "--output", tmp_path / "names.txt")
+    for places, path in zip(expected(list(sets)[::-1]), ("names.txt", "names.2.txt"), strict=True):
+        assert sorted(listed(tmp_path / path)) == sorted(places), "the set that is named first keeps its copy"
     answer = run(*(world.data_dir for world in worlds), "--output", tmp_path / "names.txt")
     going = expected(list(sets))
     for places, path in zip(going, ("names.txt", "names.2.txt"), strict=True):
@@ -99,48 +106,21 @@ def test_all_copies_but_the_first_go_across_shards_and_data_sets(tmp_path: Path,
         assert (tmp_path / "none.txt").read_bytes() == b""
 
 
-def test_the_set_that_is_named_first_keeps_its_copies(tmp_path: Path) -> None:
-    worlds, sets = zip(*(made(tmp_path / str(n), n, digests=True) for n in (0, 1)), strict=True)
-    run(*(world.data_dir for world in worlds[::-1]), "--output", tmp_path / "names.txt")
-    for places, path in zip(expected(list(sets)[::-1]), ("names.txt", "names.2.txt"), strict=True):
-        assert listed(tmp_path / path) == places
-
-
 @pytest.mark.parametrize("form", ["documents", "concat"])
-def test_blanked_documents_are_no_duplicates_and_blank_takes_the_list(tmp_path: Path, form: str) -> None:
-    world, documents = made(tmp_path, 0, **FORMS[form])
-    answer = run(world.data_dir, "--output", tmp_path / "names.txt")
-    new = World(tmp_path, data_dir=tmp_path / "new")
-    ended = call_main("blank", world.data_dir, "--ids", tmp_path / "names.txt", "--output", new.data_dir)
-    assert ended.code == 0, ended.text
-    blanked = run(new.data_dir, "--output", tmp_path / "again.txt")
-    assert (blanked["num_duplicates"], blanked["num_documents"]) == (0, len({text for _, text in documents}))
-    raw = b"".join(path.read_bytes() for path in (new.data_dir / "digests").iterdir())
-    assert raw.count(b"\xff" * 16) == answer["num_duplicates"]
-
-
-@pytest.mark.parametrize("form", ["documents", "concat"])
-def test_of_equal_documents_one_that_is_blanked_is_neither_kept_nor_listed(tmp_path: Path, form: str) -> None:
+def test_a_blanked_document_is_neither_kept_nor_listed(tmp_path: Path, form: str) -> None:
     world, documents = made(tmp_path, 0, **FORMS[form])
     counts = Counter(text for _, text in documents)
     text = next(text for text, count in counts.items() if count > 2)
     first = next(place for place, each in documents if each == text)
     (tmp_path / "first.txt").write_text(f"at:{first[0]}:{first[1]}\n")
-    new = tmp_path / "new"
+    new, newer = tmp_path / "new", tmp_path / "newer"
     assert call_main("blank", world.data_dir, "--ids", tmp_path / "first.txt", "--output", new).code == 0
     run(new, "--output", tmp_path / "names.txt")
     left = [each for each in documents if each[0] != first]
     assert listed(tmp_path / "names.txt") == expected([left])[0]
-
-
-def test_the_summary_names_the_lists_and_what_to_type(tmp_path: Path) -> None:
-    world, _ = made(tmp_path, 0, digests=True)
-    ended = call_main("duplicates", world.data_dir, "--output", tmp_path / "names.txt")
-    assert ended.code == 0
-    assert f"--exclude {tmp_path / 'names.txt'}" in ended.out
-    num_duplicates = len(listed(tmp_path / "names.txt"))
-    assert f"{num_duplicates:,} of" in ended.out
-    assert all(f"  {source}: " in ended.out for source in "ab")
+    assert call_main("blank", new, "--ids", tmp_path / "names.txt", "--output", newer).code == 0
+    answer = run(newer, "--output", tmp_path / "again.txt")
+    assert (answer["num_duplicates"], answer["num_documents"]) == (0, len(counts))
 
 
 def test_what_cannot_be_compared_is_refused_and_no_list_is_left(tmp_path: Path) -> None:
@@ -196,13 +176,7 @@ def test_a_kill_at_any_call_leaves_the_list_of_before_or_the_new_one(tmp_path: P
 
 @pytest.mark.parametrize(
     ("digests", "are_equal"),
-    [
-        ((0, 0), True),
-        ((0, 1), False),
-        ((0, 1 << 64), False),
-        ((0, 1 << 127), False),
-        ((1 << 127, 1 << 127), True),
-    ],
+    [((0, 0), True), ((0, 1), False), ((0, 1 << 64), False), ((0, 1 << 127), False)],
 )
 def test_documents_are_equal_if_all_of_their_digests_is_and_digests_of_no_document_are_refused(
     tmp_path: Path, digests: tuple[int, int], are_equal: bool
@@ -225,3 +199,79 @@ def test_documents_are_equal_if_all_of_their_digests_is_and_digests_of_no_docume
     else:
         assert ended.code == 0
         assert listed(tmp_path / "names.txt") == expected([documents])[0]
+
+
+# Names by place. --------------------------------------------------------------------------------------
+
+TEXTS = [f"text {number % 7} of several equal ones" for number in range(40)]
+GONE = [0, 3, 17, 39]  # each has equal ones elsewhere
+
+
+def written(name: str) -> tuple[bytes, list[int]]:
+    """The bytes of an input of TEXTS, and the place of each."""
+    if name.endswith(".parquet"):
+        file = io.BytesIO()
+        pq.write_table(pa.table({"text": TEXTS}), file, row_group_size=6)
+        return file.getvalue(), list(range(len(TEXTS)))
+    lines = [f"{text}\n" if ".txt" in name else f"{json.dumps({'text': text})}\n" for text in TEXTS]
+    places = [sum(map(len, lines[:number])) for number in range(len(lines))]
+    data = "".join(lines).encode()
+    return gzip.compress(data) if name.endswith(".gz") else data, places
+
+
+@pytest.mark.parametrize("name", ["a.txt", "in a folder/a: b.jsonl", "a.jsonl.gz", "a.parquet"])
+@pytest.mark.parametrize("options", [{}, {"record": "packed", "seq_len": 16}], ids=["documents", "packed"])
+def test_a_fresh_plan_and_blank_take_exactly_the_documents_at_these_places(
+    tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    data, places = written(name)
+    names = tmp_path / "names.txt"
+    names.write_text("".join(f"at:{name}:{places[number]}\n" for number in GONE))
+    # An equal file beside it, of which nothing is named.
+    world = World(tmp_path).raw({name: data, f"b{name[name.index('.') :]}": data})
+    options = {"num_shards": 3, "recursive": True, "digests": True, **options}
+    world.make(**options)
+    digests = [hashlib.sha256(text.encode()).digest()[:16] for text in TEXTS]
+    blanked = [b"\xff" * 16 if number in GONE else digest for number, digest in enumerate(digests)]
+    kept = [digest for number, digest in enumerate(digests) if number not in GONE]
+
+    fresh = World(tmp_path, data_dir=tmp_path / "fresh").make(exclude=names, **options)
+    by_file = [kept, digests] if name < "b" else [digests, kept]
+    assert digests_of(fresh) == [*by_file[0], *by_file[1]]
+    assert {(line["source"], line["source_offset"]) for line in fresh.lines("quarantine")} == {
+        (name, places[number]) for number in GONE
+    }
+    new = World(tmp_path, data_dir=tmp_path / "new")
+    ended = call_main("blank", world.data_dir, "--ids", names, "--output", new.data_dir)
+    assert ended.code == 0, ended.text
+    by_file = [blanked, digests] if name < "b" else [digests, blanked]
+    assert digests_of(new) == [*by_file[0], *by_file[1]]
+
+
+def digests_of(world: World) -> list[bytes]:
+    raw = b"".join(path.read_bytes() for path in sorted((world.data_dir / "digests").iterdir()))
+    return [raw[place : place + 16] for place in range(0, len(raw), 16)]
+
+
+def test_names_of_no_document_are_told_and_two_names_of_one_are_both_found(tmp_path: Path) -> None:
+    data, places = written("a.jsonl")
+    world = World(tmp_path).raw({"a.jsonl": data}).make(num_shards=2)
+    names = tmp_path / "names.txt"
+    lines = [f"at:a.jsonl:{places[5]}", f"sha256:{hashlib.sha256(TEXTS[5].encode()).hexdigest()}"]
+    wrong = [f"at:a.jsonl:{places[5] + 1}", "at:b.jsonl:0", f"at:a.jsonl:{10**17}"]
+    words = ["blank", world.data_dir, "--ids", names, "--output"]
+    names.write_text("\n".join(lines))
+    assert call_main(*words, tmp_path / "new").code == 0
+    names.write_text("\n".join([*lines, *wrong]))
+    ended = call_main(*words, tmp_path / "newer")
+    assert ended.code == 66
+    assert all(line in ended.out for line in wrong)
+    assert not any(line in ended.out.split() for line in lines)
+
+
+@pytest.mark.parametrize("line", ["at:", "at:a.jsonl", "at:a.jsonl:", "at:a.jsonl:-1", "at::5"])
+def test_a_line_that_is_no_place_is_refused(tmp_path: Path, line: str) -> None:
+    world = World(tmp_path).raw({"a.jsonl": [{"text": "one", "id": "x"}]})
+    (tmp_path / "names.txt").write_text(f"{line}\n")
+    ended = world.try_plan(exclude=tmp_path / "names.txt", id_field="id")
+    assert (ended.code, ended.error is not None and "FILE:BYTE" in str(ended.error.expected)) == (65, True)

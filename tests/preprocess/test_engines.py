@@ -5,27 +5,25 @@ By itself some lines of the corpora; ``LLAMA3_LINES=all`` (``make torture``) tak
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import os
 import random
 import runpy
-import shutil
 import sys
 import tarfile
 import unicodedata
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gigatoken.gigatoken_rs
 import pytest
 import tokenizers
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tests.checkout import ROOT
+from tests.checkout import ROOT, SHARED
 from tests.forged import rewrite_plan
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import BOS, EOS, TURN, World, save_tokenizer
@@ -68,17 +66,18 @@ MODELS += [("llama3", BARE)] * TAKES_ALL
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "options"), MODELS, indirect=["model"], ids=str)
-def test_engines_agree_on_code_points_special_tokens_and_long_runs(
+def test_engines_agree_with_each_other_and_with_transformers_on_any_text(
     tmp_path: Path, model: Path, options: dict[str, Any]
 ) -> None:
-    step = 1 if TAKES_ALL and not options else 1021
-    world = World(tmp_path, tokenizer=model).raw({"a.jsonl": hostile_records(step)})
+    """Code points, names of tokens, long runs, and with Llama 3's tokenizer lines of the corpora."""
+    world = World(tmp_path, tokenizer=model)
+    world.raw({"a.jsonl": hostile_records(1 if TAKES_ALL and not options else 1021)})
+    if model.name == "llama3":
+        for path in sorted((SHARED / "corpora").glob("*.txt")):
+            with path.open("rb") as file:
+                world.raw({path.name: b"".join(itertools.islice(file, 0, None, 1 if TAKES_ALL else 20))})
     world.plan(num_shards=2, **options)
-    tokenizer = Tokenizer.from_file(str(world.data_dir / "tokenizer" / "tokenizer.json"))
-    tokenizer.encode_special_tokens = not options
     expected = world.copy(tmp_path / "reference").run(engine="tokenizers")
-    for _, text, ids in expected.documents()[:: 1 if TAKES_ALL else 20]:
-        assert ids == tokenizer.encode(text, add_special_tokens=not options).ids
     for batch in ("", "7"):
         fast = world.copy(tmp_path / f"fast {batch}")
         for number in range(2):
@@ -86,44 +85,14 @@ def test_engines_agree_on_code_points_special_tokens_and_long_runs(
             assert ended.code == 0, ended.text
         assert engine_of(fast) == "gigatoken"
         assert fast.contents() == expected.contents()
-    end = tokenizer.token_to_id(EOS)
-    named = [ids for _, text, ids in expected.documents() if EOS in text]
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    end, documents = tokenizer.convert_tokens_to_ids(EOS), expected.documents()
+    for _, text, ids in documents[:: 1 if TAKES_ALL else 20]:
+        call = {"add_special_tokens": not options, "split_special_tokens": not options}
+        assert ids == tokenizer.encode(text, **call)
+    named = [ids for _, text, ids in documents if EOS in text]
     assert named
     assert all((end in ids) == bool(options) for ids in named), "names of tokens stay text unless allowed"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_merges_that_no_text_needs_are_left_out_for_the_fast_engine_and_ids_stay(
-    tmp_path: Path, seed: int
-) -> None:
-    rng = random.Random(seed)
-    model = save_tokenizer(tmp_path / "model")
-    data = json.loads((model / "tokenizer.json").read_bytes())
-    words = ["".join(letters) for size in range(2, 9) for letters in itertools.product("ab", repeat=size)]
-    tokens = rng.sample(words, 100)  # some of them no merges will ever join
-    tokens += sorted({word[:end] for word in tokens for end in range(2, len(word))} - {*tokens})
-    vocab = [*(token for token in data["model"]["vocab"] if len(token) == 1), *tokens]
-    # As a tokenizer that was converted from ranks: a merge for each way to cut a token in two.
-    cuts = [[token[:end], token[end:]] for token in tokens for end in range(1, len(token))]
-    merges = [cut for cut in cuts if {*cut} <= {*vocab}]
-    rng.shuffle(merges)
-    data["model"] |= {"vocab": {token: number for number, token in enumerate(vocab)}, "merges": merges}
-    for number, token in enumerate(data["added_tokens"], len(vocab)):
-        token["id"] = number
-        if token["content"] == BOS:
-            data["post_processor"]["special_tokens"][BOS]["ids"] = [number]
-    (model / "tokenizer.json").write_text(json.dumps(data))
-    texts = [{"text": "".join(rng.choices("aaabbb ", k=rng.randrange(1, 30)))} for _ in range(3000)]
-    world = World(tmp_path, tokenizer=model).raw({"a.jsonl": [{"text": "a"}, *texts]})
-    expected = world.plan(num_shards=1, engine="gigatoken").copy(tmp_path / "reference")
-    files = {path.name: json.loads(path.read_bytes()) for path in (world.data_dir / "tokenizer").iterdir()}
-    kept = files["fast_tokenizer.json"]["model"].pop("merges")
-    assert len(kept) < len(files["tokenizer.json"]["model"].pop("merges"))
-    assert files["fast_tokenizer.json"] == files["tokenizer.json"]
-    ended = world.try_shard(0, engine="gigatoken")
-    assert ended.code == 0, ended.text
-    assert world.contents() == expected.run(engine="tokenizers").contents()
 
 
 # An engine that is wrong. -------------------------------------------------------------------------------
@@ -133,30 +102,15 @@ class PanicException(BaseException):
     """What a panic in Rust arrives as."""
 
 
-class WrongBackend:
-    """gigatoken, but for a last id that is one too large, of all texts or of those that hold a letter."""
-
-    def __init__(self, backend: Any, only: bytes = b"") -> None:
-        self._backend, self._only = backend, only
-
-    def encode_batch_padded(self, source: Any, *args: Any, **options: Any) -> Any:
-        rows, more = self._backend.encode_batch_padded(source, *args, **options)
-        if self._only in SOURCES[-1]:
-            rows[0][-1] += 1
-        return rows, more
-
-
 SOURCES: list[bytes] = []  # texts that gigatoken was given
 
 
-@pytest.fixture
-def sources(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    real = gigatoken.gigatoken_rs.BytesSource
-    monkeypatch.setattr(
-        gigatoken.gigatoken_rs, "BytesSource", lambda data: SOURCES.append(data) or real(data)
-    )
+@pytest.fixture(autouse=True)
+def sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See what gigatoken is given."""
+    rust, real = gigatoken.gigatoken_rs, gigatoken.gigatoken_rs.BytesSource
+    monkeypatch.setattr(rust, "BytesSource", lambda data: SOURCES.append(data) or real(data))
     SOURCES.clear()
-    return SOURCES
 
 
 @pytest.fixture(scope="module")
@@ -166,22 +120,27 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> World:
     return world.raw({"a.txt": "the kettle sings, and nobody's listening 12345\n" * 8000}).plan(num_shards=1)
 
 
-def load_another(monkeypatch: pytest.MonkeyPatch, kind: str) -> list[bytes]:
-    """Let gigatoken load something else; returns what it is given to load."""
-    loaded: list[bytes] = []
+def load_another(patch: pytest.MonkeyPatch, folder: Path, kind: str) -> None:
+    """Let gigatoken load something else: a last id may be one too large, of all texts or of some."""
     load = gigatoken.gigatoken_rs.load_hf_json
 
     def load_hf_json(raw: bytes) -> Any:
-        loaded.append(raw)
         if kind == "panics":
             raise PanicException("index out of bounds")
         if kind == "refuses":
             raise ValueError("unsupported pre-tokenizer")
-        only = "\u3404".encode() if kind == "wrong on an ideograph" else b""
-        return load(raw) if kind == "right" else WrongBackend(load(raw), only)
+        backend = load(raw)
 
-    monkeypatch.setattr(gigatoken.gigatoken_rs, "load_hf_json", load_hf_json)
-    return loaded
+        def encode(*args: Any, **options: Any) -> Any:
+            rows, more = backend.encode_batch_padded(*args, **options)
+            if kind == "wrong" or (kind == "wrong on an ideograph" and "\u3404".encode() in SOURCES[-1]):
+                rows[0][-1] += 1
+            return rows, more
+
+        return SimpleNamespace(encode_batch_padded=encode)
+
+    forget_engines(folder)
+    patch.setattr(gigatoken.gigatoken_rs, "load_hf_json", load_hf_json)
 
 
 def forget_engines(folder: Path) -> None:
@@ -195,17 +154,14 @@ def forget_engines(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("sources")
 @pytest.mark.parametrize("kind", ["right", "wrong", "panics", "refuses"])
 def test_a_fast_engine_that_is_wrong_or_fails_gives_way_to_the_reference(
     planned: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    forget_engines(tmp_path / "other")
-    loaded = load_another(monkeypatch, kind)
+    load_another(monkeypatch, tmp_path / "other", kind)
     world = planned.copy(tmp_path)
     ended = world.try_shard(0)
     assert ended.code == 0, ended.text
-    assert loaded
     assert engine_of(world) == ("gigatoken" if kind == "right" else "tokenizers")
     assert ("gigatoken cannot" in ended.text) == (kind != "right")
     (world.data_dir / "shard-00000.json").unlink()
@@ -214,37 +170,25 @@ def test_a_fast_engine_that_is_wrong_or_fails_gives_way_to_the_reference(
 
 @pytest.mark.slow
 def test_planning_tries_all_code_points_and_keeps_the_verdict_and_one_wrong_id_is_enough(
-    planned: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: list[bytes]
+    planned: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    forget_engines(tmp_path / "other")
     with monkeypatch.context() as patch:
-        load_another(patch, "wrong on an ideograph")
+        load_another(patch, tmp_path / "other", "wrong on an ideograph")
         doubted = World(tmp_path / "doubted", raw_dir=planned.raw_dir).plan(num_shards=1)
         assert not doubted.plan_json()["fast_engine_is_equal"]
     assert engine_of(doubted.run()) == "tokenizers"
     forget_engines(tmp_path / "another")
-    sources.clear()
+    SOURCES.clear()
     sure = World(tmp_path / "sure", raw_dir=planned.raw_dir).plan(num_shards=1)
     assert sure.plan_json()["fast_engine_is_equal"]
-    seen = set(b"".join(sources).decode())
+    seen = set(b"".join(SOURCES).decode())
     old = unicodedata.ucd_3_2_0
     points = (chr(point) for point in range(0x10000) if old.category(chr(point)) not in ("Cn", "Cs"))
     assert {point for point in points if point not in seen} == set()
-    sources.clear()
+    SOURCES.clear()
     World(tmp_path / "again", raw_dir=planned.raw_dir).plan(num_shards=1)
-    assert sum(map(len, sources)) < 1 << 20, "the verdict was kept"
-
-
-@pytest.mark.slow
-def test_a_process_that_plans_and_works_loads_gigatoken_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forget_engines(tmp_path / "other")
-    loaded = load_another(monkeypatch, "right")
-    world = World(tmp_path).raw({"a.txt": "the kettle sings, and nobody's listening 12345\n" * 8000})
-    world.plan(num_shards=2).run()
-    assert len(loaded) == 1
+    assert sum(map(len, SOURCES)) < 1 << 20, "the verdict was kept"
 
 
 class TokenizerOfVersion1:
@@ -265,18 +209,14 @@ class TokenizerOfVersion1:
         return self._tokenizer.encode_batch(inputs, add_special_tokens=add_special_tokens)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"allow_special_tokens": True}, {"add_special_tokens": False}], ids=str
-)
-def test_tokenizers_of_version_1_give_the_same_ids(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
-    world = World(tmp_path).raw({"a.txt": f"a {EOS} 가\nx\n"}).plan(num_shards=1, **options)
-    newer = world.copy(tmp_path / "newer")
-    monkeypatch.setattr(tokenizers, "Tokenizer", TokenizerOfVersion1)
-    newer.run(engine="tokenizers")
-    monkeypatch.undo()
-    assert newer.documents() == world.run(engine="tokenizers").documents()
+def test_tokenizers_of_version_1_give_the_same_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, options in enumerate(({"allow_special_tokens": True}, {"add_special_tokens": False})):
+        world = World(tmp_path / str(number)).raw({"a.txt": f"a {EOS} 가\nx\n"})
+        newer = world.plan(num_shards=1, **options).copy(tmp_path / f"newer {number}")
+        with monkeypatch.context() as patch:
+            patch.setattr(tokenizers, "Tokenizer", TokenizerOfVersion1)
+            newer.run(engine="tokenizers")
+        assert newer.documents() == world.run(engine="tokenizers").documents()
 
 
 @pytest.mark.slow
@@ -349,79 +289,16 @@ def test_the_plain_form_gives_the_baselines_members_but_for_control_tokens(
         assert all(f"{key}.token_ids.json" in first for key in other)
 
 
-# Llama 3, where its tokenizer is. -----------------------------------------------------------------------
-
-EACH = 1 if TAKES_ALL else 20
-NUM_DOCUMENTS = {1: 225_131, 20: 11258}[EACH]
-NUM_SHARDS = 12
-
-
-@pytest.fixture(scope="module")
-def corpora(shared_dir: Path, corpora_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
-    """The lines of both corpora that are taken, as 12 shards."""
-    root = tmp_path_factory.mktemp("llama3")
-    world = World(root, tokenizer=shared_dir / "tokenizers" / "llama3")
-    for path in corpora_dir.iterdir():
-        with path.open("rb") as file:
-            world.raw({path.name: b"".join(itertools.islice(file, 0, None, EACH))})
-    return world.make(num_shards=NUM_SHARDS)
-
-
-@pytest.mark.slow
-def test_every_document_of_the_corpora_has_the_ids_of_transformers_encode(corpora: World) -> None:
-    """``encode`` one by one would take minutes: it is asked for each 100th document, and for all the same
-    tokenizer's batched call, which is shown to be equal there.
-    """
-    tokenizer: Any = AutoTokenizer.from_pretrained(corpora.tokenizer)
-    call = functools.partial(tokenizer, add_special_tokens=True, return_attention_mask=False)
-    documents, num_documents = iter(corpora.documents()), 0
-    lines = (
-        line.strip() for path in sorted(corpora.raw_dir.iterdir()) for line in path.open(encoding="utf-8")
-    )
-    for texts in batches([line for line in lines if line], 2_000):
-        for position, (text, ids) in enumerate(zip(texts, call(texts)["input_ids"], strict=True)):
-            assert "<|" not in text, "a control token's name would be encoded otherwise"
-            if position % 100 == 0:
-                assert ids == tokenizer.encode(text, add_special_tokens=True)
-            _, written, found = next(documents)
-            assert (written, found) == (text, ids)
-            num_documents += 1
-    assert num_documents == NUM_DOCUMENTS
-    assert next(documents, None) is None
-    assert {manifest["run"]["engine"].split()[0] for manifest in corpora.manifests()} == {"gigatoken"}
-    sizes = [manifest["counts"]["input_bytes"] for manifest in corpora.manifests()]
-    assert max(sizes) - min(sizes) < 20_000, "two lines of the longest"
-
-
-def batches(items: list[str], size: int) -> Iterator[list[str]]:
-    for first in range(0, len(items), size):
-        yield items[first : first + size]
-
-
-@pytest.mark.slow
-def test_llama_3_gives_the_baselines_members(corpora: World, tmp_path: Path) -> None:
-    """test_every_document above compares the ids of many more."""
-    lines = [path.read_bytes().splitlines(keepends=True)[:100] for path in corpora.raw_dir.iterdir()]
-    world = World(tmp_path, tokenizer=corpora.tokenizer).raw({"a.txt": b"".join(itertools.chain(*lines))})
-    run_baseline(world.raw_dir, tmp_path / "first", corpora.tokenizer, 0)
-    (world.plan(num_shards=1)).run(engine="gigatoken")
-    assert members_of(tmp_path / "first" / "shard-00000.tar") == dict(world.members())
-    shutil.rmtree(tmp_path / "first")
-
-
 def test_ids_of_json_are_written_as_json_dumps_does_for_vocabularies_of_any_size(tmp_path: Path) -> None:
     """Ids of one to seven digits."""
     for size in (10, 856, 128_256, 1_000_002):
         numbers = [n for n in (0, 9, 10, 99, 100, 9_999, 99_999, 100_000, 999_999, 10**6) if n < size - 2]
-        folder = tmp_path / str(size)
-        folder.mkdir()
-        vocab = {f"w{number}": number for number in [*numbers, size - 1]}
-        tokenizer = Tokenizer(tokenizers.models.WordLevel(vocab, "w0"))
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-        tokenizer.save(str(folder / "tokenizer.json"))
-        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
-        texts = [" ".join(f"w{n}" for n in some) for some in (numbers, numbers[::-1], [size - 1], [0])]
-        world = World(folder, tokenizer=folder).raw({"a.txt": "\n".join(texts)}).plan(num_shards=1).run()
+        words = Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in [*numbers, size - 1]}, "w0"))
+        words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        model = tmp_path / str(size)
+        PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(model)
+        expected = [numbers, numbers[::-1], [size - 1], [0]]
+        texts = "\n".join(" ".join(f"w{number}" for number in some) for some in expected)
+        world = World(model, tokenizer=model).raw({"a.txt": texts}).plan(num_shards=1).run()
         ids = [data.decode() for name, data in world.members() if name.endswith(".json")]
-        assert ids == [json.dumps(some) for some in (numbers, numbers[::-1], [size - 1], [0])]
+        assert ids == [json.dumps(some) for some in expected]

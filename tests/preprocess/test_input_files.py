@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import bz2
-import contextlib
 import gzip
 import itertools
 import json
 import lzma
-import os
 import random
 import re
 import struct
 import sys
 import zlib
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,9 +21,9 @@ import pytest
 import zstandard
 
 from tests.checkout import ROOT
-from tests.input_writers import bgzip, seekable_zstd, zstd_of_blocks
+from tests.input_writers import bgzip, seekable_zstd
 from tests.plain_reader import plain_records
-from tests.random_inputs import FORMATS, WIDE, compare
+from tests.random_inputs import FORMATS, PACKERS, WIDE, compare, file_name
 from tests.world import World
 
 TEXTS = [f"문서 {number}: the kettle sings\n\ttwice. " * (number % 7 + 1) for number in range(60)]
@@ -80,30 +76,24 @@ NO_ENCODINGS = [
     "utf-16", "utf-16-le", "utf-32", "utf-32-be", "iso2022_kr", "hz", "punycode", "idna", "hex", "zlib",
     "undefined", "no-such-codec", "utf\0008", "", "\udcff",
 ]  # fmt: skip
-PACKERS: dict[str, Callable[[bytes], bytes]] = {
-    "": bytes,
-    ".gz": lambda data: gzip.compress(data, 1),
-    ".zst": lambda data: zstd_of_blocks(data, [300, 1, 4000, 7]),
-    ".xz": lambda data: lzma.compress(data, preset=0),
-    ".bz2": lambda data: bz2.compress(data, 1),
-}
 ENDS = ["\n", "\r\n", "\r", "\n\r", "\r\r", "\r\r\n"]
 SPACES = [chr(point) for point in range(0x3001) if chr(point).isspace()]  # as str.strip() knows it
 LETTERS = ["a", "bc", " ", "가", "똠방", "語", "é", "я", "ก", "\u200b", "🙂", "x" * 9, "\ufeff", *SPACES]
 BROKEN = [b"\xff", b"\x80", b"\xea\xb0", b"\x81", b"\xfe"]
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_lines_of_each_encoding_are_decoded_one_by_one(tmp_path: Path, encoding: str) -> None:
+@pytest.mark.parametrize(("encoding", "doc"), [*((each, "line") for each in ENCODINGS), ("cp949", "file")])
+def test_lines_or_whole_files_of_each_encoding_are_decoded(tmp_path: Path, encoding: str, doc: str) -> None:
     rng, codec = random.Random(encoding), encoding.removesuffix("-sig")
     files = {}
-    for number, (suffix, pack) in enumerate(PACKERS.items()):
+    for number, (packed, pack) in enumerate(PACKERS.items()):
         pieces: list[Any] = rng.choices([*ENDS, *ENDS, *ENDS, *LETTERS, *BROKEN], k=600)
         data = b"".join(each if isinstance(each, bytes) else each.encode(codec, "ignore") for each in pieces)
         mark = b"\xef\xbb\xbf" if number % 2 else b""
-        files[f"{number}.txt{suffix}"] = pack(mark + data)
-    num_bad = check_with_plain_reader(World(tmp_path).raw(files), num_shards=5, encoding=encoding)
-    assert num_bad > 8 or encoding in ("latin-1", "koi8-r", "mac-roman")
+        files[file_name(f"txt{packed}", number)] = pack(mark + data, rng)
+    files |= {"8.txt": "\n one\r\n\r\ntwo\rthree \n".encode(codec), "9.txt": b""}
+    num_bad = check_with_plain_reader(World(tmp_path).raw(files), num_shards=5, encoding=encoding, doc=doc)
+    assert num_bad > 8 or doc == "file" or encoding in ("latin-1", "koi8-r", "mac-roman")
 
 
 def test_an_encoding_whose_line_ends_are_no_single_bytes_is_refused(tmp_path: Path) -> None:
@@ -117,16 +107,15 @@ def test_an_encoding_whose_line_ends_are_no_single_bytes_is_refused(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["\r\n", "\r", "\n"])
+@pytest.mark.parametrize("end", ["\r\n", "\r"])
 def test_a_line_end_on_the_edge_of_a_read_is_not_cut_in_two(tmp_path: Path, end: str) -> None:
     """From where a shard should begin 16 KiB are read, then 64 KiB each time; of a shard 128 or 512 KiB."""
     half, short = 96 << 10, "b c d\n" * 5
-    for kib, shift in itertools.product([16, 80], [-2, -1, 0] if len(end) == 2 else [-1, 0]):
+    for kib, shift in itertools.product([16, 80], range(-len(end), 1)):
         place = half + (kib << 10) + shift
         text = ("the " * half)[:place] + end + short
-        world = World(tmp_path / f"{kib} {shift}").raw(
-            {"a.txt": text + ("the " * half)[: 2 * half - len(text)]}
-        )
+        text += ("the " * half)[: 2 * half - len(text)]
+        world = World(tmp_path / f"{kib} {shift}").raw({"a.txt": text})
         assert world.plan(num_shards=2).plan_json()["cuts"][1][:2] == [0, place + len(end)]
     for kib in (128, 512):
         line = ("the " * (kib << 8))[:-1]
@@ -134,19 +123,9 @@ def test_a_line_end_on_the_edge_of_a_read_is_not_cut_in_two(tmp_path: Path, end:
         assert world.make(num_shards=1).texts() == [line.strip(), *short.splitlines()]
 
 
-def test_a_whole_file_is_one_document_with_its_line_ends_made_one_kind(tmp_path: Path) -> None:
-    files = {
-        "a.txt": b"\n one\r\n\r\ntwo\rthree \n", "b.txt": b" \r\n", "c.txt": b"", "d.txt": b"ok\n\xff\n",
-        "e.txt.gz": gzip.compress("끝".encode()),
-    }  # fmt: skip
-    world = World(tmp_path).raw(files)
-    check_with_plain_reader(world, num_shards=2, doc="file")
-    assert world.texts() == ["one\n\ntwo\nthree", "끝"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.parquet"])
-def test_a_document_of_more_than_64_mib_is_left_out_by_name_and_its_neighbours_stay(
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl", "a.parquet"])
+def test_a_document_of_more_than_64_mib_is_left_out_and_its_neighbours_stay(
     tmp_path: Path, name: str
 ) -> None:
     texts = ["before", "x y " * (17 << 20), "after"]
@@ -156,8 +135,7 @@ def test_a_document_of_more_than_64_mib_is_left_out_by_name_and_its_neighbours_s
     elif name == "a.jsonl":
         world.raw({name: json_lines(texts)})
     else:
-        data = "\n".join(texts).encode()
-        world.raw({name: gzip.compress(data, 1) if name.endswith(".gz") else data})
+        world.raw({name: gzip.compress("\n".join(texts).encode(), 1)})
     world.plan(num_shards=1, max_bad_fraction=0.5).run()
     assert world.texts() == ["before", "after"]
     (bad,) = world.lines("quarantine")
@@ -171,6 +149,7 @@ KEYS = [
     '"me\\u0074a"', '"본문"', '"\\ubcf8\\uBB38"', '"other"', '"id"',
 ]  # fmt: skip
 NUMBERS = ["18446744073709551616", "-9223372036854775809", "9007199254740993", "1.0", "-0", "-0.0", "1e5"]
+NUMBERS += ["1e999", "-1E+400", "9" * 400, "1e-999", "1.5e300"]
 VALUES = ['"a"', '"가 \\"text\\": b"', '"x\\\\"', '"\\"text"', '"\\\\u0074ext\\":"', "7", "null", *NUMBERS]
 FIELDS: dict[str, dict[str, str]] = {
     "a field": {"text_field": "text", "id_field": "id"},
@@ -196,8 +175,17 @@ def random_object(rng: random.Random, depth: int = 0) -> str:
 def test_what_is_taken_of_a_line_of_json_depends_on_no_other_line(tmp_path: Path, choice: str) -> None:
     rng, options = random.Random(choice), FIELDS[choice]
     right = '{"text": "b", "본문": "다", "meta": {"text": "m"}, "id": 7}'
-    lines = [rng.choice([random_object(rng), random_object(rng), right, ""]) for _ in range(2_000)]
-    world = World(tmp_path).raw({"a.jsonl": "\n".join(lines)})
+    odd = [
+        "",
+        '{"text": "a"} {"text": "b"}',
+        '{"n": [{}',
+        '{}], "text": "c"}',
+        '{"text": "a", "n": "\udcff"}',
+    ]
+    each = [random_object(rng) for _ in range(1_000)]
+    lines = [*each, *rng.choices([right, *odd], k=1_000)]
+    rng.shuffle(lines)
+    world = World(tmp_path).raw({"a.jsonl": "\n".join(lines).encode(errors="surrogateescape")})
     assert check_with_plain_reader(world, num_shards=3, **options) > 150
     if "id_field" in options:
         records = [record for record in plain_records(world.raw_dir / "a.jsonl", **options) if record.text]
@@ -239,19 +227,9 @@ def test_records_of_512_levels_are_read_and_deeper_ones_left_out_whatever_the_in
     assert {entry["line"]: entry["reason"] for entry in world.lines("quarantine")} == expected
 
 
-def test_a_field_may_name_the_source(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [
-        {"text": "가 b", "from": "web"}, {"text": "c", "from": "code"}, {"text": "d"},
-        {"text": "e", "from": "web"}, {"text": 5, "from": "web"}, {"from": "images"}, {"text": None},
-    ]  # fmt: skip
-    world = World(tmp_path).raw({"a.jsonl": rows})
-    world.make(num_shards=1, source_field="from", max_bad_fraction=0.5)
-    sources = world.manifests()[0]["counts"]["sources"]
-    names = ("num_documents", "num_bytes", "num_quarantined")
-    found = {source: tuple(of[name] for name in names) for source, of in sources.items()}
-    assert found == {".": (1, 1, 1), "code": (1, 1, 0), "images": (0, 0, 1), "web": (2, 6, 1)}
-    many = World(tmp_path / "many").raw({"a.jsonl": [{"text": "a", "from": n} for n in range(1001)]})
-    ended = many.try_plan(source_field="from")
+def test_more_than_1000_sources_that_records_name_are_refused(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.jsonl": [{"text": "a", "from": number} for number in range(1001)]})
+    ended = world.try_plan(source_field="from")
     assert (ended.code, "--source_field" in ended.err) == (65, True)
 
 
@@ -281,69 +259,22 @@ def test_what_datatrove_and_dolma_wrote_goes_in_as_it_is(tmp_path: Path) -> None
     assert [line[2] for line in world.lines("ids")][2::3] == ["d2"] * len(paths)
 
 
-@pytest.mark.parametrize(
-    ("lines", "texts", "left_out"),
-    {
-        "an infinite number": ([b'{"text": "a", "n": 1e999}', b'{"n": -1E+400, "text": "b"}'], [], 2),
-        "a number of 400 digits": ([b'{"text": "a", "n": ' + b"9" * 400 + b"}"], [], 1),
-        "finite numbers": (
-            [b'{"text": "1e999", "n": 1e-999}', b'{"n": 1.5e300, "text": "b"}'],
-            ["1e999", "b"],
-            0,
-        ),
-        "two in one line, and one in two": (
-            [b'{"text": "a"} {"text": "b"}', b'{"n": [{}', b'{}], "text": "c"}'],
-            [],
-            3,
-        ),
-        "bytes of no UTF-8 in another field": ([b'{"text": "a", "n": "\xff"}', b'{"text": "b"}'], ["b"], 1),
-        "the field twice, once with an escape": (
-            [b'{"text": "a", "te\\u0078t": "b"}', b'{"text": "c"}'],
-            ["c"],
-            1,
-        ),
-        "white space alone": (
-            [b'{"text": " \\t\xe3\x80\x80"}', b'{"text": ""}', b'{"text": " c"}'],
-            [" c"],
-            0,
-        ),
-        "what stands between texts inside": (
-            [b'{"text": "a\\"\\u0000\\u0001document\\u0002\\"b"}', b'{"text": "c"}'],
-            ['a"\0\1document\2"b', "c"],
-            0,
-        ),
-    }.values(),
-)
-def test_lines_of_json_are_taken_or_left_out_one_by_one_whatever_stands_beside_them(
-    lines: list[bytes], texts: list[str], left_out: int, tmp_path: Path
-) -> None:
-    plain = b'{"text": "plain"}'
-    world = World(tmp_path).raw({"a.jsonl": b"\n".join([plain, *lines, plain, b""])})
-    world.make(num_shards=1, max_bad_fraction=1)
-    assert world.texts() == ["plain", *texts, "plain"]
-    assert sum(world.left_out().values()) == left_out
-
-
 # Compressed files, and what is broken. ------------------------------------------------------------------
 
 
-def test_files_that_say_where_they_may_be_entered_are_cut_and_others_are_packed_evenly(
-    tmp_path: Path,
-) -> None:
+def test_files_that_tell_where_they_may_be_entered_are_cut_and_others_dealt_evenly(tmp_path: Path) -> None:
     lines = json_lines(TEXTS)
-    world = World(tmp_path).raw(
-        {"a.jsonl.zst": seekable_zstd(lines, [300]), "b.jsonl.gz": bgzip(lines, [300])}
-    )
-    for number, share in enumerate([40, 5, 30, 10, 20, 15]):
-        world.raw({f"c{number}.jsonl.gz": gzip.compress(json_lines(TEXTS[:share]), 1)})
+    files = {"a.jsonl.zst": seekable_zstd(lines, [300]), "b.jsonl.gz": bgzip(lines, [300])}
+    parts = [TEXTS[:share] for share in (40, 5, 30, 10, 20, 15)]
+    for number, texts in enumerate(parts):
+        files[f"c{number}.jsonl.gz"] = gzip.compress(json_lines(texts), 1)
+    world = World(tmp_path).raw(files)
     world.make(num_shards=8)
     cuts, inputs = world.plan_json()["cuts"], world.inputs()
     assert {inputs[number] for number, place, *_ in cuts if place} == {"a.jsonl.zst", "b.jsonl.gz"}
     first_whole = [number for number, place, *_ in cuts if number >= 2 and not place]
     assert len(first_whole) > 2, "the files that stay whole fill several shards"
-    assert sorted(world.texts()) == sorted(
-        TEXTS * 2 + [t for n in (40, 5, 30, 10, 20, 15) for t in TEXTS[:n]]
-    )
+    assert sorted(world.texts()) == sorted(TEXTS * 2 + list(itertools.chain(*parts)))
 
 
 HCRC, EXTRA, NAME, COMMENT = 2, 4, 8, 16  # flags of RFC 1952
@@ -362,7 +293,7 @@ def gzip_member(text: str, flags: int = 0, comment: bytes = b"a comment") -> byt
 
 
 @pytest.mark.parametrize("has_isal", [True, False])
-@pytest.mark.parametrize("flags", [0, NAME, EXTRA | NAME, EXTRA | NAME | COMMENT | HCRC])
+@pytest.mark.parametrize("flags", [0, EXTRA | NAME | COMMENT | HCRC])
 def test_a_member_of_gzip_may_begin_at_any_byte_of_a_block(
     tmp_path: Path, flags: int, has_isal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,11 +334,6 @@ def test_a_long_window_of_zstd_is_refused_when_planning_and_read_where_it_is_all
         assert words in ended.err
     assert world.try_plan(zstd_long=long - 1).code == 65
     assert world.make(zstd_long=long).texts() == texts
-    plan_ids = [
-        World(tmp_path / str(number)).raw({"a.txt": "a\n"}).plan(zstd_long=number).plan_json()["plan_id"]
-        for number in (0, 31)
-    ]
-    assert plan_ids[0] == plan_ids[1], "the window is no part of the plan's id"
 
 
 @pytest.mark.slow
@@ -426,12 +352,10 @@ def damaged_member(change: Callable[[bytearray], object]) -> bytes:
 
 
 LINES = json_lines(TEXTS)
-# Name and content; "later": plan may not see it, the task does.
+# Name and content. Random files are cut and have bits flipped, too.
 BROKEN_FILES: dict[str, tuple[str, bytes]] = {
-    "cut gzip": ("a.jsonl.gz", gzip.compress(LINES)[:-30]),
-    "gzip cut, later": ("a.jsonl.gz", gzip.compress(LINES * 200)[:-30]),
+    "gzip cut where plan does not look": ("a.jsonl.gz", gzip.compress(LINES * 200)[:-30]),
     "gzip with garbage behind": ("a.jsonl.gz", gzip.compress(LINES) + b"garbage behind it"),
-    "gzip with another byte": ("a.jsonl.gz", gzip.compress(LINES)[:200] + b"\0" + gzip.compress(LINES)[201:]),
     "a reserved flag of gzip": ("a.jsonl.gz", damaged_member(lambda it: it.__setitem__(3, it[3] | 0x40))),
     "another checksum of gzip's header": (
         "a.jsonl.gz", damaged_member(lambda it: it.__setitem__(it.index(b"\0", 10) + 1, 7))
@@ -439,29 +363,29 @@ BROKEN_FILES: dict[str, tuple[str, bytes]] = {
     "a cut header of gzip": ("a.jsonl.gz", damaged_member(lambda it: it.__delitem__(slice(20, None)))),
     "plain text named gz": ("a.jsonl.gz", LINES),
     "cut zstd": ("a.txt.zst", zstandard.ZstdCompressor().compress(LINES)[:-9]),
-    "cut xz": ("a.txt.xz", lzma.compress(LINES)[:-9]),
     "cut seekable zstd": ("a.jsonl.zst", seekable_zstd(LINES, [500])[:-400]),
-    "text named parquet": ("a.parquet", LINES),
+    "cut xz": ("a.txt.xz", lzma.compress(LINES)[:-9]),
     "text named arrow": ("a.arrow", LINES),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("has_isal", [True, False])
-@pytest.mark.parametrize("kind", BROKEN_FILES)
+@pytest.mark.parametrize(
+    ("kind", "has_isal"),
+    [(kind, has) for kind, (name, _) in BROKEN_FILES.items() for has in {True, not name.endswith(".gz")}],
+)
 def test_a_file_that_cannot_be_read_further_ends_in_65_by_its_name_and_counts_nothing(
     tmp_path: Path, kind: str, has_isal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    name, content = BROKEN_FILES[kind]
     if not has_isal:
         monkeypatch.setitem(sys.modules, "isal", None)
-    name, content = BROKEN_FILES[kind]
     world = World(tmp_path).raw({name: content})
     ended = world.try_plan(num_shards=1)
-    if "later" in kind and ended.code == 0:
+    if "does not look" in kind and ended.code == 0:
         ended = world.try_shard(0)
     assert ended.code == 65, ended.text
     assert str(world.raw_dir / name) in ended.err
-    with contextlib.suppress(FileNotFoundError):
-        assert not world.contents()
+    assert not list(world.data_dir.glob("shard-*"))
 
 
 def test_empty_files_of_every_format_hold_no_documents(tmp_path: Path) -> None:
@@ -469,34 +393,3 @@ def test_empty_files_of_every_format_hold_no_documents(tmp_path: Path) -> None:
     world = World(tmp_path).raw({f"a{n}.{suffix}": b"" for n, suffix in enumerate(suffixes)})
     assert world.raw({"j.txt": "one\n"}).make().texts() == ["one"]
     assert len(world.inputs()) == len(suffixes) + 1
-
-
-def test_a_worker_without_the_library_of_its_inputs_ends_before_any_work_and_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = World(tmp_path).raw({"a.jsonl": LINES})
-    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), world.raw_dir / "b.parquet")
-    world.plan(num_shards=None)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    for name in [name for name in sys.modules if name.startswith("preprocess.read.")]:
-        if any(word in name for word in ("columns", "parquet", "arrow", "table")):
-            monkeypatch.delitem(sys.modules, name)
-    ended = world.try_shard(1)
-    assert (ended.code, "pip install" in ended.err) == (2, True)
-    assert not world.contents()
-    world.run(0)
-
-
-def test_planning_opens_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(tmp_path).raw({f"{n:03d}.jsonl": json_lines(TEXTS[n % 50 :][:3]) for n in range(300)})
-    opened, real = Counter[str](), os.open
-
-    def counted(path: Any, *args: Any, **options: Any) -> int:
-        opened[Path(os.fspath(path)).name] += 1
-        return real(path, *args, **options)
-
-    monkeypatch.setattr(os, "open", counted)
-    world.plan(num_shards=4)
-    times = [number for name, number in opened.items() if name.endswith(".jsonl")]
-    assert len(times) == 300
-    assert sum(number > 1 for number in times) <= 3 + 16, "but where shards begin, and for two samples"

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from shardprep.errors import BadInput, BrokenShard, NotFound, Refused, UsageError
 from tests.killed_calls import killed_at
-from tests.world import World, tokenizer_dir
+from tests.world import Ended, World, tokenizer_dir
 
 FORMS: dict[str, dict[str, Any]] = {
     "documents": {"id_field": "id"},
@@ -29,45 +29,41 @@ FORMS: dict[str, dict[str, Any]] = {
 # n, words or tokens, units that may differ, and the least share: written down again, from the papers.
 RULES = {"gpt3": (13, "words", 0, 0.0), "palm": (8, "tokens", 0, 0.7), "llama": (10, "tokens", 4, 0.0)}
 _CHOOSER = random.Random(1)
-_ENGLISH = ["".join(_CHOOSER.choices("aeioubdgklmnprstvz", k=2 + n % 7)) for n in range(3000)]
+_LATIN = ["".join(_CHOOSER.choices("aeioubdgklmnprstvz", k=2 + n % 7)) for n in range(3000)]
 _NOUNS = ["".join(chr(_CHOOSER.randrange(0xAC00, 0xD7A4)) for _ in range(2)) for _ in range(3000)]
-_PARTICLES = (("은", "이"), ("을", "도"), ("에서", "에는"), ("의", "와"))
+_ENDS = {True: (("", ""), ("", ","), ("", ".")), False: (("은", "이"), ("을", "도"), ("에서", "에는"))}
+Words = list[tuple[str, tuple[str, str]]]  # a word, and its end in one text and in another
 
 
-def english(chooser: random.Random, num_words: int) -> str:
-    return " ".join(chooser.choice(_ENGLISH) + chooser.choice(("", "", ",", ".")) for _ in range(num_words))
+def drawn(chooser: random.Random, num_words: int, *, is_english: bool = True) -> Words:
+    words = _LATIN if is_english else _NOUNS
+    return [(chooser.choice(words), chooser.choice(_ENDS[is_english])) for _ in range(num_words)]
 
 
-def korean(chooser: random.Random, num_words: int) -> list[tuple[str, int]]:
-    """Nouns, each with the number of its particles."""
-    return [(chooser.choice(_NOUNS), chooser.randrange(len(_PARTICLES))) for _ in range(num_words)]
-
-
-def spelled(words: Sequence[tuple[str, int]], changed: Sequence[int] = ()) -> str:
-    return " ".join(noun + _PARTICLES[which][n in changed] for n, (noun, which) in enumerate(words))
+def spelled(words: Words, changed: Sequence[int] = ()) -> str:
+    return " ".join(word + ends[number in changed] for number, (word, ends) in enumerate(words))
 
 
 def planted() -> tuple[list[str], list[str]]:
     """Texts of an evaluation, and documents some of which hold one of them, or most of it, or nearly."""
     chooser = random.Random(7)
-    evals, documents = [], [english(chooser, chooser.randrange(60)) for _ in range(150)]
+    evals, documents = [], [spelled(drawn(chooser, chooser.randrange(60))) for _ in range(150)]
     for number in range(40):
         length = chooser.randrange(14, 45)
-        words = korean(chooser, length)
-        text = english(chooser, length) if number % 2 else spelled(words)
-        cut = " ".join(text.split()[2 : 2 + max(13, length // 2)])
+        words = drawn(chooser, length, is_english=number % 2 == 1)
+        text = spelled(words)
         changed = [
             text,
-            cut,
+            " ".join(text.split()[2 : 2 + max(13, length // 2)]),
             text.upper().replace(" ", "  \t"),
             unicodedata.normalize("NFD", text).replace(" ", " ! "),
-            spelled(words, range(5, length, 6)) if number % 2 == 0 else text.replace(".", ""),
-            english(chooser, 150) + " " + text,  # it goes on in other rows
+            spelled(words, range(5, length, 6)),
+            spelled(drawn(chooser, 150)) + " " + text,  # it goes on in other rows
         ][number % 6]
         evals.append(text)
-        documents.append(f"{english(chooser, 9)} {changed} {english(chooser, 8)}")
+        documents.append(f"{spelled(drawn(chooser, 9))} {changed} {spelled(drawn(chooser, 8))}")
     documents.append(documents[-1])  # a copy, which goes with it
-    documents += [spelled(korean(chooser, 30)) for _ in range(20)]
+    documents += [spelled(drawn(chooser, 30, is_english=False)) for _ in range(20)]
     chooser.shuffle(documents)
     return [*evals, "too short"], documents
 
@@ -93,10 +89,14 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
     return made
 
 
-def search(world: World, evals: Path, output: Path, *words: object, **options: Any) -> list[dict[str, Any]]:
-    """Return the hits of all shards."""
+def overlap(world: World, evals: Path, output: Path, **options: Any) -> Ended:
     flags = {"against": evals, "text_field": "question", "output": output, **options}
-    ended = world.main("overlap", world.data_dir, *words, **flags)
+    return world.main("overlap", world.data_dir, **flags)
+
+
+def search(world: World, evals: Path, output: Path, **options: Any) -> list[dict[str, Any]]:
+    """Return the hits of all shards."""
+    ended = overlap(world, evals, output, **options)
     assert ended.code == 0, ended.text
     return [json.loads(line) for line in (output / "overlap.jsonl").read_text(encoding="utf-8").splitlines()]
 
@@ -184,6 +184,8 @@ def test_a_hit_names_the_document_by_place_id_and_digest_and_holds_the_text(
     world = worlds[form]
     raw = (world.raw_dir / "a.jsonl").read_bytes()
     hits = search(world, evals, tmp_path / "out")
+    names = (tmp_path / "out" / "names.txt").read_text().split()
+    assert set(names) == {f"sha256:{hit['sha256']}" for hit in hits}, "what --exclude and blank take"
     for hit in hits:
         name, _, byte = hit["document"].rpartition(":")
         assert name == "a.jsonl"
@@ -198,23 +200,6 @@ def test_a_hit_names_the_document_by_place_id_and_digest_and_holds_the_text(
         shown = world.main("peek", world.data_dir, hits[0]["document"], chars=0)
         assert shown.code == 0
         assert f"from a.jsonl byte {hits[0]['document'].rpartition(':')[2]}\n" in shown.out
-
-
-@pytest.mark.processes
-def test_the_names_are_taken_by_exclude_and_by_blank_and_nothing_is_found_afterwards(
-    worlds: dict[str, World], evals: Path, tmp_path: Path
-) -> None:
-    world = worlds["documents"]
-    hits = search(world, evals, tmp_path / "out", rule="llama")
-    names = tmp_path / "out" / "names.txt"
-    assert set(names.read_text().split()) == {f"sha256:{hit['sha256']}" for hit in hits}
-    without = World(tmp_path, raw_dir=world.raw_dir).make(num_shards=2, exclude=names)
-    assert without.left_out()["excluded"] == len({hit["document"] for hit in hits})
-    assert search(without, evals, tmp_path / "again", rule="llama") == []
-    blanked = world.main("blank", world.data_dir, ids=names, output=tmp_path / "blanked", num_proc=1)
-    assert blanked.code == 0, blanked.text
-    left = World(tmp_path, raw_dir=world.raw_dir, data_dir=tmp_path / "blanked")
-    assert search(left, evals, tmp_path / "left", rule="llama") == []
 
 
 def test_with_a_tokenizer_that_does_not_give_back_texts_the_same_documents_are_named(
@@ -238,46 +223,33 @@ def test_an_evaluation_may_be_a_data_set(worlds: dict[str, World], evals: Path, 
     assert [{**hit, "eval": ""} for hit in of_file] == [{**hit, "eval": ""} for hit in of_set]
 
 
-def test_a_job_array_makes_the_lists_that_one_call_makes(
-    worlds: dict[str, World], evals: Path, tmp_path: Path
-) -> None:
+def test_a_job_array_makes_the_same_lists(worlds: dict[str, World], evals: Path, tmp_path: Path) -> None:
     world, one, many = worlds["packed"], tmp_path / "one", tmp_path / "many"
     search(world, evals, one)
-    flags = {"against": evals, "text_field": "question", "output": many}
     for shard_id in (2, 0, 1):
         assert not (many / "overlap.jsonl").exists()
-        assert world.main("overlap", world.data_dir, shards=shard_id, **flags).code == 0
+        assert overlap(world, evals, many, shards=shard_id).code == 0
     assert {path.name: path.read_bytes() for path in one.iterdir()} == {
         path.name: path.read_bytes() for path in many.iterdir()
     }
 
 
-def test_a_second_call_looks_into_no_shard_again(
-    worlds: dict[str, World], evals: Path, tmp_path: Path
-) -> None:
+def test_a_second_call_looks_into_no_shard(worlds: dict[str, World], evals: Path, tmp_path: Path) -> None:
     world, out = worlds["documents"], tmp_path / "out"
     search(world, evals, out)
-    before = {path: path.stat().st_ino for path in out.glob("shard-*")}
-    assert len(before) == 3
-    for path in [*before][:1]:
-        path.unlink()
+    gone, *kept = [(path, path.stat().st_ino) for path in sorted(out.glob("shard-*"))]
+    gone[0].unlink()
     search(world, evals, out)
-    now = {path: path.stat().st_ino for path in out.glob("shard-*")}
-    assert now.keys() == before.keys()
-    assert [*now.items()][1:] == [*before.items()][1:]
+    assert [(path, path.stat().st_ino) for path in sorted(out.glob("shard-*"))][1:] == kept
+    assert gone[0].exists()
 
 
-def test_other_rules_and_evaluations_have_files_of_their_own_in_one_folder(
+def test_other_rules_and_evaluations_have_lists_of_their_own(
     worlds: dict[str, World], evals: Path, tmp_path: Path
 ) -> None:
-    world, out = worlds["documents"], tmp_path / "out"
-    (tmp_path / "quiz.jsonl").write_text(json.dumps({"question": EVALS[0]}))
-    cases: list[tuple[Path, dict[str, Any]]] = [
-        (evals, {}),
-        (evals, {"ngram": 12}),
-        (evals, {"rule": "llama"}),
-        (tmp_path / "quiz.jsonl", {}),
-    ]
+    world, out, other = worlds["documents"], tmp_path / "out", tmp_path / "quiz.jsonl"
+    other.write_text(json.dumps({"question": EVALS[0]}))
+    cases: list[tuple[Path, dict[str, Any]]] = [(evals, {}), (evals, {"ngram": 12}), (other, {})]
     alone = [search(world, of, tmp_path / str(n), **options) for n, (of, options) in enumerate(cases)]
     assert [search(world, of, out, **options) for of, options in cases] == alone
     assert len(list(out.glob("shard-*"))) == 3 * len(cases)
@@ -302,7 +274,7 @@ def test_a_kill_at_any_call_of_the_system_leaves_whole_files_and_a_second_call_g
     assert {path.name: path.read_bytes() for path in out.glob("[!.]*")} == whole
 
 
-def test_a_damaged_file_of_a_shard_is_refused_with_what_to_type(
+def test_a_damaged_list_is_refused_with_what_to_type(
     worlds: dict[str, World], evals: Path, tmp_path: Path
 ) -> None:
     world, out = worlds["documents"], tmp_path / "out"
@@ -311,7 +283,7 @@ def test_a_damaged_file_of_a_shard_is_refused_with_what_to_type(
     whole = path.read_bytes()
     for damaged in (b"[]\n", b"{}\n", whole + b"no json\n", whole[:-9]):
         path.write_bytes(damaged)
-        ended = world.main("overlap", world.data_dir, against=evals, text_field="question", output=out)
+        ended = overlap(world, evals, out)
         assert ended.code == BrokenShard.exit_code
         assert ended.error
         assert ended.error.remedy == f"rm {path}"
@@ -329,28 +301,20 @@ def test_the_page_shows_the_texts_and_runs_nothing(worlds: dict[str, World], tmp
 @pytest.mark.parametrize(
     ("files", "options", "error"),
     [
-        ({}, {"against": "missing"}, NotFound),
-        ({"evals/README.md": "nothing that plan takes"}, {}, NotFound),
-        ({"evals/a.txt": "\n\n"}, {}, BadInput),
-        ({"evals/a.txt": "only a few words"}, {}, BadInput),
-        ({"evals/a.jsonl": '{"question": "no text"}'}, {}, BadInput),
-        ({}, {"ngram": 1}, UsageError),
-        ({}, {"shards": "0-9"}, UsageError),
-        ({}, {"against": "data", "text_field": "question"}, UsageError),
+        ({"README.md": "nothing that plan takes"}, {}, NotFound),
+        ({"a.txt": "only a few words"}, {}, BadInput),
+        ({"a.jsonl": '{"question": "no text"}'}, {"text_field": None}, BadInput),
+        ({"a.jsonl": '{"question": "no text"}'}, {"ngram": 1}, UsageError),
+        ({"a.jsonl": '{"question": "no text"}'}, {"shards": "0-9"}, UsageError),
+        ({}, {}, UsageError),  # a data set has no fields
     ],
 )
 def test_a_wrong_use_ends_with_its_error_and_writes_nothing(
     worlds: dict[str, World], tmp_path: Path, files: dict[str, str], options: dict[str, Any], error: Any
 ) -> None:
     world = worlds["documents"]
-    for name, text in {"evals/a.txt": EVALS[0], **files}.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    if "evals/README.md" in files or "evals/a.jsonl" in files:
-        (tmp_path / "evals" / "a.txt").unlink()
-    against = options.get("against", "evals")
-    flags = {**options, "against": world.data_dir if against == "data" else tmp_path / against}
-    ended = world.main("overlap", world.data_dir, output=tmp_path / "out", **flags)
+    evals = World(tmp_path).raw(files).raw_dir if files else world.data_dir
+    ended = overlap(world, evals, tmp_path / "out", **options)
     assert (ended.code, type(ended.error)) == (error.exit_code, error), ended.text
     assert not (tmp_path / "out").exists()
 
@@ -359,15 +323,12 @@ def test_a_plan_is_enough_and_an_input_that_changed_since_is_refused(evals: Path
     world = World(tmp_path).raw({"a.txt": "\n".join(DOCUMENTS).replace("\t", " ")}).plan(num_shards=2)
     assert len(search(world, evals, tmp_path / "out")) > 30
     (world.raw_dir / "a.txt").write_text("another text")
-    flags = {"against": evals, "text_field": "question", "output": tmp_path / "again"}
-    ended = world.main("overlap", world.data_dir, **flags)
+    ended = overlap(world, evals, tmp_path / "again")
     assert (ended.code, type(ended.error)) == (Refused.exit_code, Refused)
 
 
 @pytest.mark.processes  # plan tries the function in one
-def test_texts_are_compared_as_the_plan_s_function_makes_them_also_of_an_input_that_moved(
-    evals: Path, tmp_path: Path
-) -> None:
+def test_texts_are_compared_as_the_plans_function_makes_them(evals: Path, tmp_path: Path) -> None:
     function = tmp_path / "function.py"
     function.write_text("def transform(record):\n    return record['text'].replace('#', ' ')\n")
     hidden = [{"text": text.replace(" ", "#")} for text in (EVALS[1], DOCUMENTS[0])]
@@ -376,19 +337,6 @@ def test_texts_are_compared_as_the_plan_s_function_makes_them_also_of_an_input_t
     moved: dict[str, Any] = {"input_dir": tmp_path / "elsewhere"}
     hits = search(world, evals, tmp_path / "out", transform=function, **moved)
     assert [(hit["document"], hit["share"]) for hit in hits if hit["share"] == 1] == [("a.jsonl:0", 1)]
-    flags = {"against": evals, "text_field": "question", "output": tmp_path / "again"}
     for options, error in ((moved, UsageError), ({"transform": function}, NotFound)):
-        ended = world.main("overlap", world.data_dir, **flags, **options)
+        ended = overlap(world, evals, tmp_path / "again", **options)
         assert (ended.code, type(ended.error)) == (error.exit_code, error)
-
-
-def test_the_summary_counts_documents_by_source(tmp_path: Path) -> None:
-    (tmp_path / "quiz.txt").write_text(EVALS[1])
-    held, others = f"see {EVALS[1]} here", "\n".join(DOCUMENTS[:9])
-    world = World(tmp_path).raw({"web/a.txt": f"{held}\n{held}", "code/b.txt": held, "c/d.txt": others})
-    world.plan(recursive=True)
-    ended = world.main("overlap", world.data_dir, against=tmp_path / "quiz.txt")
-    assert ended.code == 0
-    assert [line.split()[:2] for line in ended.out.splitlines() if line.startswith("  ")] == [
-        ["web:", "2"], ["code:", "1"]
-    ]  # fmt: skip

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.chat_sets import PLAIN
 from tests.checkout import ROOT
 from tests.children import environ_of_children, run_child, shardprep
 from tests.world import Ended, World, call_main
@@ -56,19 +55,11 @@ def cpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], list[set[int]]
 @pytest.mark.parametrize(
     ("given", "affinity", "shard_id", "expected"),
     [
-        (None, {3, 1, 2}, 0, {1, 2, 3}),
-        ("2", {4, 5}, 7, {4, 5}),
-        ("8", {4, 5}, 0, {4, 5}),
-        ("2", set(range(8)), 0, {0, 1}),
-        ("2", set(range(8)), 3, {6, 7}),
-        ("2", set(range(8)), 4, {0, 1}),
-        ("3", set(range(8)), 2, {0, 6, 7}),
-        ("1", {2, 9}, 1, {9}),
-        ("0", {1, 2}, 0, {1, 2}),
-        ("2(x3)", {1, 2}, 0, {1, 2}),
+        (None, {3, 1, 2}, 0, {1, 2, 3}), ("2", {4, 5}, 7, {4, 5}), ("8", {4, 5}, 0, {4, 5}),
+        ("2", {*range(8)}, 0, {0, 1}), ("2", {*range(8)}, 3, {6, 7}), ("2", {*range(8)}, 4, {0, 1}),
+        ("3", {*range(8)}, 2, {0, 6, 7}), ("0", {1, 2}, 0, {1, 2}), ("2(x3)", {1, 2}, 0, {1, 2}),
     ],
-    ids=str,
-)
+)  # fmt: skip
 def test_slurms_number_then_the_affinity_mask_decides_and_tasks_side_by_side_share_no_cpu(
     tmp_path: Path, cpus: Any, given: str | None, affinity: set[int], shard_id: int, expected: set[int]
 ) -> None:
@@ -153,9 +144,8 @@ def test_the_least_limit_of_slurm_cgroups_and_machine_counts(
     ("topic", "environ", "files", "todo"),
     [
         ("cpus", {}, {"cpu.max": "150000 100000"}, "--num_proc 1"),
-        ("cpus", {}, {"cpu.max": "max 100000"}, ""),
         ("cpus", {"SLURM_CPUS_PER_TASK": "16"}, {}, "srun --cpus-per-task=16"),
-        ("cpus", {"SLURM_CPUS_PER_TASK": "4"}, {}, ""),
+        ("cpus", {"SLURM_CPUS_PER_TASK": "4"}, {"cpu.max": "max 100000"}, ""),
         ("memory", {}, {"memory.max": f"{256 << 20}\n"}, "--mem"),
         ("memory", {}, {"memory.max": f"{1 << 30}\n"}, ""),
         ("threads", {"OMP_NUM_THREADS": "64", "RAYON_NUM_THREADS": "1"}, {}, "export OMP_NUM_THREADS=8"),
@@ -165,14 +155,14 @@ def test_the_least_limit_of_slurm_cgroups_and_machine_counts(
 def test_what_a_machine_lacks_is_a_warning_with_what_to_do(
     kernel: Any, cpus: Any, topic: str, environ: dict[str, str], files: dict[str, str], todo: str
 ) -> None:
-    cpus(set(range(8)))
+    cpus({*range(8)})
     kernel({"proc/self/cgroup": "0::/job\n", **{f"sys/fs/cgroup/job/{n}": text for n, text in files.items()}})
     finding = findings(**environ)[topic]
     assert finding["level"] == ("warning" if todo else "good")
     assert todo in finding["todo"]
 
 
-@pytest.mark.parametrize("text", ["0", "-3", "1e3", "many"])
+@pytest.mark.parametrize("text", ["0", "1e3"])
 def test_numbers_of_the_environment_are_positive_or_refused(tmp_path: Path, text: str) -> None:
     world = World(tmp_path).raw({"a.txt": "a\n"}).plan(num_shards=1)
     for name in ("DATASET_BATCH_SIZE", "DATASET_WRITER_BATCH_SIZE"):
@@ -187,11 +177,8 @@ def test_doctor_looks_at_a_tokenizer_and_at_a_planned_folder_and_writes_nothing(
     assert {"cpus", "memory", "threads", "versions", "tokenizer"} <= set(found)
     before = sorted(path.name for path in world.data_dir.iterdir())
     ended = world.main("doctor", output_dir=world.data_dir)
-    assert (ended.code in (0, 1), "5 shards" in ended.out, str(world.data_dir) in ended.out) == (
-        True,
-        True,
-        True,
-    )
+    assert ended.code in (0, 1)
+    assert all(words in ended.out for words in ("5 shards", str(world.data_dir)))
     assert sorted(path.name for path in world.data_dir.iterdir()) == before
     ended = world.main("doctor", model_id=tmp_path / "none")
     (line,) = [line for line in ended.out.splitlines() if line.startswith("bad")]
@@ -203,18 +190,9 @@ def test_doctor_looks_at_a_tokenizer_and_at_a_planned_folder_and_writes_nothing(
 CGROUPS = Path("/sys/fs/cgroup")
 FORMS: dict[str, dict[str, Any]] = {
     "documents": {},
-    "concat": {"record": "packed", "seq_len": 2048},
     "best_fit": {"record": "packed", "seq_len": 2048, "pack": "best_fit"},
     "chat": {"record": "chat", "seq_len": 2048},
 }
-CASES = [
-    case for case in itertools.product(FORMS, ("gigatoken", "tokenizers")) if case != ("chat", "gigatoken")
-]
-TEMPLATE = (
-    "{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
-    " + message['content'] + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -223,11 +201,10 @@ def data(shared_dir: Path, corpora_dir: Path, tmp_path_factory: pytest.TempPathF
     text = b"".join(path.read_bytes()[:400_000] for path in sorted(corpora_dir.glob("*.txt")))
     lines = [line for line in text.decode("utf-8", "ignore").split("\n") if line.strip()]
     records = []
-    for text_of in lines:
-        said = [("user", text_of), ("assistant", text_of[::-1])]
-        messages = [{"role": role, "content": content} for role, content in said]
-        records.append({"text": text_of, "messages": messages})
-    (root / "template.jinja").write_text(TEMPLATE)
+    for line in lines:
+        turns = [{"role": "user", "content": line}, {"role": "assistant", "content": line[::-1]}]
+        records.append({"text": line, "messages": turns})
+    (root / "template.jinja").write_text(PLAIN)
     for name, options in FORMS.items():
         world = World(root, tokenizer=shared_dir / "tokenizers" / "llama3", data_dir=root / name)
         template = {"chat_template_file": root / "template.jinja"} if name == "chat" else {}
@@ -265,14 +242,13 @@ def made(data: Path, engine: str, before: str) -> Ended:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize(("form", "engine"), CASES)
-def test_a_cgroup_of_300_mb_is_enough_for_each_form_and_engine(
-    data: dict[str, Path], form: str, engine: str
-) -> None:
+@pytest.mark.parametrize(
+    ("form", "engine"), [("documents", "tokenizers"), ("best_fit", "gigatoken"), ("chat", "tokenizers")]
+)
+def test_a_cgroup_of_300_mb_is_enough(data: dict[str, Path], form: str, engine: str) -> None:
     with cgroup(300 << 20) as joining:
         ended = made(data[form], engine, joining)
     assert ended.code == 0, ended.text
-    assert (data[form] / "shard-00000.json").exists()
 
 
 @pytest.mark.slow
@@ -291,56 +267,13 @@ def test_a_line_of_100_mb_is_left_out_in_a_cgroup_of_300_mb_and_a_document_of_4_
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize(("form", "engine"), [CASES[0], ("best_fit", "tokenizers"), ("chat", "tokenizers")])
-def test_under_ulimit_a_task_makes_its_shard_or_refuses_before_it_loads_anything(
-    data: dict[str, Path], form: str, engine: str
-) -> None:
-    if (form, engine) == CASES[0]:
-        for limit_mb in (300, 512, 1012):
-            ended = made(data[form], engine, f"ulimit -v {limit_mb << 10}")
-            assert (ended.code, "ulimit -v" in ended.err) == (2, True), ended.text
-    ended = made(data[form], engine, f"ulimit -v {1013 << 10}")
-    assert ended.code == 0, ended.text
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_doctor_tells_under_400_mb_and_under_ulimit(data: dict[str, Path]) -> None:
-    doctor = f"exec {sys.executable} -m shardprep doctor --output_dir {data['documents']}"
-    with cgroup(400 << 20) as joining:
-        ended = run_child(["sh", "-c", f"{joining}; {doctor}"], code=None, cwd=ROOT)
-    assert ended.returncode in (0, 1), ended.stderr
-    assert "419 MB" in ended.stdout
-    ended = run_child(["sh", "-c", f"ulimit -v 409600; {doctor}"], code=2, cwd=ROOT)
-    assert re.search(r"^bad +memory +ulimit -v", ended.stdout, re.MULTILINE)
-
-
-# What the log of a task says. ---------------------------------------------------------------------------
-
-
-def test_a_task_names_its_part_of_the_input_its_engine_and_its_means_before_it_works(tmp_path: Path) -> None:
-    world = World(tmp_path).raw({f"{number}.txt": "a line of text\n" * 50 for number in range(4)})
-    world.plan(num_shards=3)
-    (first, start, *_), (last, end, *_) = world.plan_json()["cuts"][1:3]
-    ended = world.try_shard(1, memory_gb=2)
-    part, means, *_ = ended.err.splitlines()
-    for facts in (str(world.raw_dir), f"{first}.txt bytes {start} to 750", f"{last}.txt bytes 0 to {end}"):
-        assert facts in part
-    for facts in ("tokenizers", "2.00 GiB"):
-        assert facts in means
-    assert all(unit in ended.err for unit in ("B/s", "tokens/s", " s of CPU", "00001"))
-    low = world.try_shard(0, memory_gb=0.2)
-    assert (low.code, "--memory_gb" in low.err) == (0, True), "less than a worker needs is told"
-    assert "--memory_gb" not in ended.err
-
-
-@pytest.mark.processes
-def test_run_says_for_each_shard_its_speed_where_it_is_asked(tmp_path: Path) -> None:
-    world = World(tmp_path).raw({"a.txt": "a line of text\n" * 200}).plan(num_shards=5)
-    lines = world.main("run", world.data_dir, "--verbose", num_proc=2).err.splitlines()
-    made_lines = [line for line in lines if re.match(r"shard \d{5}", line) and "tokens/s" in line]
-    assert sorted(line[6:11] for line in made_lines) == [f"{number:05d}" for number in range(5)]
-    assert all(unit in lines[-1] for unit in ("documents", "tokens in", "tokens/s"))
+def test_under_ulimit_a_task_makes_its_shard_or_refuses_at_once(data: dict[str, Path]) -> None:
+    for limit_mb in (300, 1012):
+        ended = made(data["documents"], "gigatoken", f"ulimit -v {limit_mb << 10}")
+        assert (ended.code, "ulimit -v" in ended.err) == (2, True), ended.text
+    for form, engine in (("documents", "gigatoken"), ("chat", "tokenizers")):
+        ended = made(data[form], engine, f"ulimit -v {1013 << 10}")
+        assert ended.code == 0, ended.text
 
 
 @pytest.mark.processes

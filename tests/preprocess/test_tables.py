@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import datetime
 import decimal
 import io
@@ -42,24 +43,27 @@ def table_bytes(table: pyarrow.Table | dict[str, Any], suffix: str, rows: int = 
     return sink.getvalue()
 
 
-def ids_of(world: World) -> list[Any]:
-    return [line[2] for line in world.lines("ids")]
+def ids_of(world: World) -> dict[str, list[Any]]:
+    """The ids of documents, by the name of their file."""
+    names = world.inputs()
+    found: dict[str, list[Any]] = {name: [] for name in names}
+    for number, _, text in world.lines("ids"):
+        found[names[number]].append(text)
+    return found
 
 
 # Columns. -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_column_whose_name_has_a_dot_is_read_and_goes_before_a_nested_field(
-    tmp_path: Path, suffix: str
-) -> None:
+def test_a_column_whose_name_has_a_dot_goes_before_a_nested_field(tmp_path: Path, suffix: str) -> None:
     nested = pyarrow.array([{"b": f"nested {n}", "c.d": f"deep {n}"} for n in range(7)])
     named = pyarrow.table({"a": nested, "a.b": [f"named {n}" for n in range(7)], "n": range(7)})
-    files = {"x": named, "y": named.drop_columns(["a.b"])}
-    world = World(tmp_path).raw({f"{name}.{suffix}": table_bytes(it, suffix) for name, it in files.items()})
+    files = {f"x.{suffix}": named, f"y.{suffix}": named.drop_columns(["a.b"])}
+    world = World(tmp_path).raw({name: table_bytes(it, suffix) for name, it in files.items()})
     world.make(text_template="{a.b} {a.c.d}", id_field="a.c.d")
     assert world.texts() == [f"{kind} {n} deep {n}" for kind in ("named", "nested") for n in range(7)]
-    assert ids_of(world) == [f"deep {n}" for n in range(7)] * 2
+    assert ids_of(world) == {name: [f"deep {n}" for n in range(7)] for name in files}
 
 
 NOT_NESTED: dict[str, tuple[pyarrow.Array, str]] = {  # and what the value is as an id
@@ -74,23 +78,21 @@ NOT_NESTED: dict[str, tuple[pyarrow.Array, str]] = {  # and what the value is as
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("kind", NOT_NESTED)
-def test_a_nested_field_of_what_is_no_struct_of_strings_is_refused_by_name_and_no_id(
-    tmp_path: Path, suffix: str, kind: str
-) -> None:
-    column, expected = NOT_NESTED[kind]
-    world = World(tmp_path).raw({f"x.{suffix}": table_bytes({"a": column, "text": ["t"]}, suffix)})
-    ended = world.try_plan(text_field="a.b")
-    assert ended.code == 65
-    for words in (f"x.{suffix}", "--text_field", " a"):
-        assert words in ended.err
-    assert ids_of(world.make(id_field="a.b", source_field="a.b")) == [expected]
+def test_a_nested_field_of_no_struct_of_strings_is_refused_and_no_id(tmp_path: Path, suffix: str) -> None:
+    every = World(tmp_path)
+    for kind, (column, _) in NOT_NESTED.items():
+        file = {f"{kind}.{suffix}": table_bytes({"a": column, "text": ["t"]}, suffix)}
+        every.raw(file)
+        ended = World(tmp_path / kind).raw(file).try_plan(text_field="a.b")
+        assert ended.code == 65
+        for words in (f"{kind}.{suffix}", "--text_field", " a"):
+            assert words in ended.err
+    found = ids_of(every.make(id_field="a.b", source_field="a.b"))
+    assert found == {f"{kind}.{suffix}": [text] for kind, (_, text) in NOT_NESTED.items()}
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_two_columns_of_one_name_are_refused_where_they_are_meant_and_else_do_no_harm(
-    tmp_path: Path, suffix: str
-) -> None:
+def test_two_columns_of_one_name_are_refused_where_they_are_meant(tmp_path: Path, suffix: str) -> None:
     columns = [pyarrow.array(values) for values in (["one"], ["two"], [1], [2], ["other"])]
     table = pyarrow.Table.from_arrays(columns, names=["text", "text", "n", "n", "body"])
     world = World(tmp_path).raw({f"x.{suffix}": table_bytes(table, suffix)})
@@ -104,10 +106,9 @@ def test_a_field_that_two_nested_columns_may_mean_is_refused_and_one_of_nulls_is
     table = {"a": [{"b.c": "one"}], "a.b": [{"c": "two"}], "text": ["t"]}
     world = World(tmp_path).raw({"x.parquet": table_bytes(table, "parquet")})
     assert world.try_plan(text_field="a.b.c").code == 65
-    for suffix in SUFFIXES:
-        nulls = {"a": pyarrow.nulls(4), "text": ["t"] * 4}
-        of_nulls = World(tmp_path / suffix).raw({f"x.{suffix}": table_bytes(nulls, suffix)})
-        assert ids_of(of_nulls.make(id_field="a.b")) == [""] * 4
+    nulls = {"a": pyarrow.nulls(4), "text": ["t"] * 4}
+    of_nulls = World(tmp_path / "nulls").raw({f"x.{each}": table_bytes(nulls, each) for each in SUFFIXES})
+    assert [*ids_of(of_nulls.make(id_field="a.b")).values()] == [[""] * 4] * 3
 
 
 @pytest.mark.processes
@@ -121,172 +122,142 @@ def test_a_new_process_plans_parquet_and_arrow_files_that_lie_side_by_side(tmp_p
 
 # Values. ------------------------------------------------------------------------------------------------
 
-NUM_ROWS = 6
-BAD_TEXT = pyarrow.Array.from_buffers(
-    pyarrow.string(), NUM_ROWS, pyarrow.array([b"a", b"\xff", b"c", b"d", b"e", b"f"]).buffers()
-)
-
-
-def stored(values: list[int | None], kind: Any) -> pyarrow.Array:
-    """Numbers as some writer left them, taken for what they may not be."""
-    width = pyarrow.int32() if kind.bit_width == 32 else pyarrow.int64()
-    return pyarrow.array(values, width).view(kind)
+BAD_TEXT = pyarrow.Array.from_buffers(pyarrow.string(), 3, pyarrow.array([b"a", b"\xff", b"c"]).buffers())
+DAY_NS, DECIMAL, UTC = 86400 * 10**9, decimal.Decimal, datetime.timezone.utc
+LAST_TIME = datetime.datetime(9999, 12, 31, 23, 59, 59, 999999, UTC)
 
 
 def lists_of(items: pyarrow.Array) -> pyarrow.Array:
-    return pyarrow.ListArray.from_arrays(pyarrow.array([*range(NUM_ROWS + 1)], pyarrow.int32()), items)
+    return pyarrow.ListArray.from_arrays(pyarrow.array([*range(len(items) + 1)], pyarrow.int32()), items)
 
 
-DAY_NS = 86400 * 10**9
-SECONDS = [0, 1, -1, 1_700_000_000, None, 253402300800]
-UTC = datetime.timezone.utc
-TIMES = [
-    datetime.datetime(2026, 1, 1, 3, 2, tzinfo=UTC), datetime.datetime(1, 1, 1, tzinfo=UTC),
-    datetime.datetime(9999, 12, 31, 23, 59, 59, 999999, UTC),
+# Numbers as some writer left them, taken for what they may not be, and the text of each as an id.
+STORED: list[tuple[pyarrow.DataType, dict[int, str]]] = [
+    (pyarrow.timestamp("s"), {
+        0: "1970-01-01T00:00:00", 1: "1970-01-01T00:00:01", -1: "1969-12-31T23:59:59",
+        1_700_000_000: "2023-11-14T22:13:20", 253402300800: "",
+    }),
+    (pyarrow.timestamp("ns", "Asia/Seoul"), {
+        1: "1970-01-01T00:00:00.000000001+00:00", 10**9: "1970-01-01T00:00:01+00:00",
+        -1000: "1969-12-31T23:59:59.999999+00:00", 5 * 10**8: "1970-01-01T00:00:00.500000+00:00",
+        2**62: "2116-02-20T23:53:38.427387904+00:00",
+    }),
+    (pyarrow.date32(), {
+        0: "1970-01-01", 19_000: "2022-01-08", -719162: "0001-01-01", 2932896: "9999-12-31", 10**8: "",
+    }),
+    (pyarrow.date64(), {
+        0: "1970-01-01", 86_400_000: "1970-01-02", -86_400_000: "1969-12-31", 10**15: "", 2**62: "",
+    }),
+    (pyarrow.time64("ns"), {
+        0: "00:00:00", 1: "00:00:00.000000001", DAY_NS - 1: "23:59:59.999999999", DAY_NS // 2: "12:00:00",
+        -1: "",
+    }),
+    (pyarrow.duration("ns"), {
+        0: "PT0S", 10**17 + 1000: "PT100000000.000001S", -1: "-PT0.000000001S", 10**9: "PT1S",
+        -1_500_000_000: "-PT1.500000S",
+    }),
 ]  # fmt: skip
-COLUMNS: dict[str, Callable[[], tuple[pyarrow.Array, list[str]]]] = {
-    "timestamps in s": lambda: (
-        stored(SECONDS, pyarrow.timestamp("s")),
-        ["1970-01-01T00:00:00", "1970-01-01T00:00:01", "1969-12-31T23:59:59", "2023-11-14T22:13:20", "", ""],
+SECONDS = pyarrow.array([0, 1, None, 1]).view(pyarrow.timestamp("s"))
+TOLD = ["1970-01-01T00:00:00", "1970-01-01T00:00:01", "", "1970-01-01T00:00:01"]
+# An array, which some versions of pyarrow have no type for, and its ids.
+COLUMNS: dict[str, tuple[Callable[[], pyarrow.Array], list[str]]] = {
+    "times of Python": (lambda: pyarrow.array([LAST_TIME]), [LAST_TIME.isoformat()]),
+    "decimals": (
+        lambda: pyarrow.array([DECIMAL("0.00"), DECIMAL("-0.05"), None], pyarrow.decimal128(20, 2)),
+        ["0.00", "-0.05", ""],
     ),
-    "timestamps in ns of a zone": lambda: (
-        stored([1, 10**9, -1000, 5 * 10**8, None, 2**62], pyarrow.timestamp("ns", "Asia/Seoul")),
-        ["1970-01-01T00:00:00.000000001+00:00", "1970-01-01T00:00:01+00:00",
-         "1969-12-31T23:59:59.999999+00:00", "1970-01-01T00:00:00.500000+00:00", "",
-         "2116-02-20T23:53:38.427387904+00:00"],
+    "large decimals": (lambda: pyarrow.array([DECIMAL(10**60)], pyarrow.decimal256(70, 0)), [str(10**60)]),
+    "halves": (
+        lambda: pyarrow.array(np.array([0, -2, 65504, 2**-14], np.float16)),
+        ["0.0", "-2.0", "65504.0", "6.103515625e-05"],
     ),
-    "times of Python": lambda: (pyarrow.array(TIMES * 2), [time.isoformat() for time in TIMES * 2]),
-    "dates": lambda: (
-        stored([0, 19_000, -719162, 2932896, None, 10**8], pyarrow.date32()),
-        ["1970-01-01", "2022-01-08", "0001-01-01", "9999-12-31", "", ""],
+    "bytes": (lambda: pyarrow.array([b"a", "한글".encode(), b"\xff", b"", None]), ["a", "한글", "", "", ""]),
+    "nested strings": (lambda: lists_of(BAD_TEXT), ['["a"]', "", '["c"]']),
+    "a dictionary of times": (SECONDS.dictionary_encode, TOLD),
+    "run-end encoded times": (
+        lambda: pyarrow.RunEndEncodedArray.from_arrays(pyarrow.array([2, 3, 5, 6], pyarrow.int32()), SECONDS),
+        [TOLD[0], *TOLD[:3], TOLD[2], TOLD[3]],
     ),
-    "dates in ms": lambda: (
-        stored([0, 86_400_000, -86_400_000, 10**15, None, 2**62], pyarrow.date64()),
-        ["1970-01-01", "1970-01-02", "1969-12-31", "", "", ""],
+    "lists of structs of times": (
+        lambda: lists_of(pyarrow.StructArray.from_arrays([SECONDS], ["at"])),
+        [f'[{{"at": "{text}"}}]' if text else '[{"at": null}]' for text in TOLD],
     ),
-    "times": lambda: (
-        stored([0, 1, DAY_NS - 1, DAY_NS // 2, None, -1], pyarrow.time64("ns")),
-        ["00:00:00", "00:00:00.000000001", "23:59:59.999999999", "12:00:00", "", ""],
-    ),
-    "durations": lambda: (
-        stored([0, 10**17 + 1000, -1, 10**9, None, -1_500_000_000], pyarrow.duration("ns")),
-        ["PT0S", "PT100000000.000001S", "-PT0.000000001S", "PT1S", "", "-PT1.500000S"],
-    ),
-    "decimals": lambda: (
-        pyarrow.array(
-            [*map(decimal.Decimal, ("0.00", "1.50", "-0.05", "12345678.90", "0.10")), None],
-            pyarrow.decimal128(20, 2),
-        ),
-        ["0.00", "1.50", "-0.05", "12345678.90", "0.10", ""],
-    ),
-    "large decimals": lambda: (
-        pyarrow.array([decimal.Decimal(10**60 + n) for n in range(NUM_ROWS)], pyarrow.decimal256(70, 0)),
-        [str(10**60 + n) for n in range(NUM_ROWS)],
-    ),
-    "halves": lambda: (
-        pyarrow.array(np.array([0, 1, -2, 0.5, 65504, 2**-14], np.float16)),
-        ["0.0", "1.0", "-2.0", "0.5", "65504.0", "6.103515625e-05"],
-    ),
-    "bytes": lambda: (
-        pyarrow.array([b"a", "한글".encode(), b"\xff", b"", None, b"e"]), ["a", "한글", "", "", "", "e"]
-    ),
-    "nested strings": lambda: (lists_of(BAD_TEXT), ['["a"]', "", '["c"]', '["d"]', '["e"]', '["f"]']),
-    "a dictionary of times": lambda: (
-        stored([0, 1, 2, 3, None, 0], pyarrow.timestamp("s")).dictionary_encode(),
-        [*(f"1970-01-01T00:00:0{n}" for n in range(4)), "", "1970-01-01T00:00:00"],
-    ),
-    "run-end encoded times": lambda: (
-        pyarrow.RunEndEncodedArray.from_arrays(
-            pyarrow.array([2, 5, 6], pyarrow.int32()), stored([0, None, 7], pyarrow.timestamp("s"))
-        ),
-        ["1970-01-01T00:00:00"] * 2 + [""] * 3 + ["1970-01-01T00:00:07"],
-    ),
-    "lists of structs of times": lambda: (
-        lists_of(pyarrow.StructArray.from_arrays([stored([*range(6)], pyarrow.duration("s"))], ["took"])),
-        [f'[{{"took": "PT{n}S"}}]' for n in range(NUM_ROWS)],
-    ),
-    "maps": lambda: (
-        pyarrow.array(
-            [[("k", 1)], [], None, [("a", 1), ("b", None)], [("k", 5)], [("k", 6)]],
+    "maps": (
+        lambda: pyarrow.array(
+            [[("k", 1)], [], None, [("a", 1), ("b", None)]],
             pyarrow.map_(pyarrow.string(), pyarrow.duration("s")),
         ),
-        ['[["k", "PT1S"]]', "[]", "", '[["a", "PT1S"], ["b", null]]', '[["k", "PT5S"]]', '[["k", "PT6S"]]'],
+        ['[["k", "PT1S"]]', "[]", "", '[["a", "PT1S"], ["b", null]]'],
     ),
-    "lists of a fixed size": lambda: (
-        pyarrow.array([[n, n] for n in range(5)] + [None], pyarrow.list_(pyarrow.date32(), 2)),
-        [*(f'["1970-01-0{n + 1}", "1970-01-0{n + 1}"]' for n in range(5)), ""],
+    "lists of a fixed size": (
+        lambda: pyarrow.array([[0, 1], None], pyarrow.list_(pyarrow.date32(), 2)),
+        ['["1970-01-01", "1970-01-02"]', ""],
     ),
-    "structs with two fields of one name": lambda: (
-        pyarrow.StructArray.from_arrays([pyarrow.array(range(6)), pyarrow.array(range(6))], ["a", "a"]),
-        [""] * NUM_ROWS,
+    "structs with two fields of one name": (
+        lambda: pyarrow.StructArray.from_arrays([pyarrow.array([1]), pyarrow.array([2])], ["a", "a"]), [""]
     ),
-    "months, days and nanoseconds": lambda: (
-        pyarrow.array([(n, 2, 3) for n in range(5)] + [None], pyarrow.month_day_nano_interval()),
-        [*(f"[{n}, 2, 3]" for n in range(5)), ""],
+    "months, days and nanoseconds": (
+        lambda: pyarrow.array([(1, 2, 3), None], pyarrow.month_day_nano_interval()), ["[1, 2, 3]", ""]
     ),
-    "numbers": lambda: (
-        pyarrow.array([0, 1, 2**63 - 1, -5, None, 7]), ["0", "1", str(2**63 - 1), "-5", "", "7"]
-    ),
-    "JSON": lambda: (
-        pyarrow.ExtensionArray.from_storage(
+    "numbers": (lambda: pyarrow.array([0, 2**63 - 1, -5, None]), ["0", str(2**63 - 1), "-5", ""]),
+    "JSON": (
+        lambda: pyarrow.ExtensionArray.from_storage(
             pyarrow.json_(pyarrow.string()),
             pyarrow.array(['"a"', '{"b": [1, null]}', "12345678901234567890123", "[", None, '{"a":1,"a":2}']),
         ),
         ["a", '{"b": [1, null]}', "12345678901234567890123", "", "", ""],
     ),
-    "UUIDs": lambda: (
-        pyarrow.array([uuid.UUID(int=n) for n in range(5)] + [None], pyarrow.uuid()),
-        [*(str(uuid.UUID(int=n)) for n in range(5)), ""],
+    "UUIDs": (
+        lambda: pyarrow.array([uuid.UUID(int=1), None], pyarrow.uuid()), [str(uuid.UUID(int=1)), ""]
     ),
-    "Booleans of a byte": lambda: (
-        pyarrow.ExtensionArray.from_storage(
-            pyarrow.bool8(), pyarrow.array([0, 1, 2, None, 0, 1], pyarrow.int8())
+    "Booleans of a byte": (
+        lambda: pyarrow.ExtensionArray.from_storage(
+            pyarrow.bool8(), pyarrow.array([0, 1, 2, None], pyarrow.int8())
         ),
-        ["false", "true", "true", "", "false", "true"],
+        ["false", "true", "true", ""],
     ),
-    "views of lists": lambda: (
-        pyarrow.ListViewArray.from_arrays(
-            pyarrow.array([5, 0, 0, 2, 2, 3], pyarrow.int32()),
-            pyarrow.array([1, 1, 0, 2, 1, 3], pyarrow.int32()),
-            pyarrow.array([f"{n}" for n in range(6)]),
+    "views of lists": (
+        lambda: pyarrow.ListViewArray.from_arrays(
+            pyarrow.array([2, 0, 0], pyarrow.int32()), pyarrow.array([1, 0, 3], pyarrow.int32()),
+            pyarrow.array(["0", "1", "2"]),
         ),
-        ['["5"]', '["0"]', "[]", '["2", "3"]', '["2"]', '["3", "4", "5"]'],
+        ['["2"]', "[]", '["0", "1", "2"]'],
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("has_pandas", [True, False])  # pyarrow gives objects of pandas for some of them
-@pytest.mark.parametrize("kind", COLUMNS)
 def test_a_value_of_each_type_has_its_text_and_one_without_is_no_id(
-    tmp_path: Path, kind: str, has_pandas: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, has_pandas: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if has_pandas:
         pytest.importorskip("pandas", reason="it is not installed")
     else:
         monkeypatch.setitem(sys.modules, "pandas", None)
-    try:
-        column, ids = COLUMNS[kind]()
-    except AttributeError:
-        pytest.skip("this pyarrow has no such type")
-    table = {"text": [f"text {n}" for n in range(NUM_ROWS)], "id": column}
-    suffix = "parquet" if kind == "times of Python" else "file.arrow"
-    world = World(tmp_path).raw({f"a.{suffix}": table_bytes(table, suffix)})
-    assert ids_of(world.make(num_shards=1, id_field="id")) == ids
+    columns = {}
+    for number, (kind, texts) in enumerate(STORED):
+        width = pyarrow.int32() if kind.bit_width == 32 else pyarrow.int64()
+        columns[f"stored {number}"] = pyarrow.array([*texts, None], width).view(kind), [*texts.values(), ""]
+    for name, (column_of, ids) in COLUMNS.items():
+        with contextlib.suppress(AttributeError):  # this pyarrow has no such type
+            columns[name] = column_of(), ids
+    world = World(tmp_path)
+    for name, (column, _) in columns.items():
+        table = {"text": [f"text {n}" for n in range(len(column))], "id": column}
+        suffix = "parquet" if name == "times of Python" else "file.arrow"
+        world.raw({f"{name}.{suffix}": table_bytes(table, suffix, rows=6)})
+    found = ids_of(world.make(num_shards=1, id_field="id"))
+    assert {name.partition(".")[0]: ids for name, ids in found.items()} == {
+        name: ids for name, (_, ids) in columns.items()
+    }
 
 
-VIEWS = [f"문서 {n} " + "long enough to stand apart " * (n % 3) for n in range(40)]
+TEXTS = [f"문서 {n} " + "long enough to stand apart " * (n % 3) for n in range(40)]
 
 
-@pytest.mark.parametrize("is_large", [pytest.param(True, marks=pytest.mark.slow), False])
-@pytest.mark.parametrize("suffix", ["stream.arrow", "file.arrow"])
-@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "binary_view", "dictionary"])
-def test_texts_of_each_type_are_read_whole_or_some_rows_at_a_time_and_a_bad_one_is_a_bad_row(
-    tmp_path: Path, suffix: str, kind: str, is_large: bool
-) -> None:
-    """A record batch of more than 16 MiB is not held whole: here a column beside the text makes it so."""
-    if "view" in kind and not hasattr(pyarrow, "string_view"):
-        pytest.skip("this pyarrow has no views")
-    data: list[bytes | None] = [text.encode() for text in VIEWS]
+def text_column(kind: str) -> pyarrow.Array:
+    """TEXTS as a type, of which one is null and one no UTF-8."""
+    data: list[bytes | None] = [text.encode() for text in TEXTS]
     data[5], data[9] = b"\xff\xfe, which is no UTF-8, at all", None
     binary = {"string": pyarrow.binary, "large_string": pyarrow.large_binary, "dictionary": pyarrow.binary}
     column = pyarrow.array(data, binary[kind]() if kind in binary else pyarrow.binary_view())
@@ -295,18 +266,32 @@ def test_texts_of_each_type_are_read_whole_or_some_rows_at_a_time_and_a_bad_one_
         column = pyarrow.Array.from_buffers(text_type, len(data), column.buffers())
     if kind == "dictionary":
         column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([*range(40)]), column)
+    return column
+
+
+@pytest.mark.parametrize("is_large", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize("suffix", ["stream.arrow", "file.arrow"])
+def test_texts_of_each_type_are_read_whole_or_some_rows_at_a_time_and_a_bad_one_is_a_bad_row(
+    tmp_path: Path, suffix: str, is_large: bool
+) -> None:
+    """A record batch of more than 16 MiB is not held whole: here a column beside the text makes it so."""
+    kinds = ["dictionary", "large_string", "string"]
+    kinds += ["binary_view", "string_view"] * hasattr(pyarrow, "string_view")
+    names = sorted(f"{kind}.{suffix}" for kind in kinds)
     meta = [None if n % 11 == 0 else {"in": {"note": f"n{n}"}, "is": n % 2 == 0} for n in range(40)]
-    columns = {"meta": meta, "n": range(40), "text": column}
-    if is_large:
-        columns["beside"] = pyarrow.array([bytes(1 << 20)] * 40)
-    world = World(tmp_path).raw({f"x.{suffix}": table_bytes(columns, suffix, rows=20)})
+    world = World(tmp_path)
+    for name in names:
+        columns = {"meta": meta, "n": range(40), "text": text_column(name.partition(".")[0])}
+        if is_large:
+            columns["beside"] = pyarrow.array([bytes(1 << 20)] * 40)
+        world.raw({name: table_bytes(columns, suffix, rows=20)})
     world.make(num_shards=1, id_field="meta.in.note", max_bad_fraction=1)
     kept = [n for n in range(40) if n not in (5, 9)]
-    assert world.texts() == [VIEWS[n] for n in kept]
-    assert ids_of(world) == ["" if n % 11 == 0 else f"n{n}" for n in kept]
-    assert {line["source_offset"]: line["reason"] for line in world.lines("quarantine")} == {
-        5: "undecodable", 9: "null_field"
-    }  # fmt: skip
+    assert world.texts() == [TEXTS[n] for n in kept] * len(names)
+    notes = ["" if n % 11 == 0 else f"n{n}" for n in kept]
+    assert ids_of(world) == dict.fromkeys(names, notes)
+    told = [(line["source"], line["source_offset"], line["reason"]) for line in world.lines("quarantine")]
+    assert told == [(name, *bad) for name in names for bad in ((5, "undecodable"), (9, "null_field"))]
 
 
 # Arrow files and streams. -------------------------------------------------------------------------------
@@ -347,24 +332,17 @@ READ: dict[str, tuple[bytes, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("num_shards", [1, 4])
-@pytest.mark.parametrize("kind", READ)
-def test_all_streams_of_a_file_are_read_wherever_shards_begin(
-    tmp_path: Path, kind: str, num_shards: int
-) -> None:
-    data, texts = READ[kind]
-    if kind == "a file of before 0.15":
-        try:
-            pyarrow.ipc.open_file(data, options=pyarrow.ipc.IpcReadOptions(included_fields=[0])).get_batch(0)
-        except OSError:
-            pytest.skip("this pyarrow cannot read some columns of it")
-    assert World(tmp_path).raw({"a.arrow": data}).make(num_shards=num_shards).texts() == texts
-
-
-def footer_of(data: bytes) -> tuple[int, int]:
-    """Where the footer of an Arrow file begins and ends."""
-    num_bytes = struct.unpack("<i", data[-10:-6])[0]
-    return len(data) - 10 - num_bytes, len(data) - 10
+@pytest.mark.parametrize("num_shards", [1, 40])
+def test_all_streams_of_a_file_are_read_wherever_shards_begin(tmp_path: Path, num_shards: int) -> None:
+    files = {f"{kind}.arrow": data for kind, (data, _) in READ.items()}
+    texts = {f"{kind}.arrow": texts for kind, (_, texts) in READ.items()}
+    try:
+        options = pyarrow.ipc.IpcReadOptions(included_fields=[0])
+        pyarrow.ipc.open_file(OLD_FILE, options=options).get_batch(0)
+    except OSError:  # this pyarrow cannot read some columns of it
+        del files["a file of before 0.15.arrow"]
+    world = World(tmp_path).raw(files).make(num_shards=num_shards)
+    assert world.texts() == [text for name in sorted(files) for text in texts[name]]
 
 
 def batch_places(data: bytes) -> list[int]:
@@ -376,11 +354,6 @@ def batch_places(data: bytes) -> list[int]:
         places.append(at)
         at += 8 + num_bytes + (body.size if body is not None else 0)
     return places[1:]
-
-
-def as_some_writers_leave_it(data: bytes) -> bytes:
-    """The same file, without the mark of the schema at byte 8: the footer alone has a right one."""
-    return data[:8] + bytes(4) + data[12:]
 
 
 def refused_files() -> Iterator[tuple[str, str, bytes]]:
@@ -404,7 +377,8 @@ def refused_files() -> Iterator[tuple[str, str, bytes]]:
         "nulls that no bit says": table_bytes({"text": ["한글"] * 5}, "stream", rows=5).replace(
             struct.pack("<qq", 5, 0), struct.pack("<qq", 5, 2)
         ),
-        "a file without a schema behind its mark": as_some_writers_leave_it(FILE),
+        # The footer alone has a right one.
+        "a file without a schema behind its mark": FILE[:8] + bytes(4) + FILE[12:],
     }.items():
         yield what, "arrow", data
     for num_bytes in (1, 5, 6, 7, 8, 9, 14, 19):
@@ -451,14 +425,12 @@ class KeyService(encryption.KmsClient):
         return base64.b64decode(wrapped)
 
 
+PLAIN_FOOTER: dict[str, Any] = {"plaintext_footer": True}
 ENCRYPTED: dict[str, tuple[dict[str, Any], str]] = {
-    "another column": ({"plaintext_footer": True, "column_keys": {"k": ["secret"]}}, "encrypted columns"),
-    "the text": ({"plaintext_footer": True, "column_keys": {"k": ["text"]}}, "encrypted columns"),
-    "nested": (
-        {"plaintext_footer": True, "column_keys": {"k": ["meta.b"], "l": ["secret"]}}, "encrypted columns"
-    ),
+    "another column": ({**PLAIN_FOOTER, "column_keys": {"k": ["secret"]}}, "encrypted columns"),
+    "nested": ({**PLAIN_FOOTER, "column_keys": {"k": ["meta.b"], "l": ["secret"]}}, "encrypted columns"),
     "CTR": (
-        {"plaintext_footer": True, "column_keys": {"k": ["text"]}, "encryption_algorithm": "AES_GCM_CTR_V1"},
+        {**PLAIN_FOOTER, "column_keys": {"k": ["text"]}, "encryption_algorithm": "AES_GCM_CTR_V1"},
         "encrypted columns",
     ),
     "the footer too": ({"column_keys": {"k": ["secret"]}}, "footer"),

@@ -111,9 +111,7 @@ def test_a_small_corpus_gives_a_smaller_vocabulary_and_says_so(tmp_path: Path) -
     assert sorted(vocab.values()) == list(range(258 + 256))
 
 
-def test_an_output_folder_is_filled_if_it_is_empty_and_else_refused_and_left_as_it_is(
-    world: World, tmp_path: Path
-) -> None:
+def test_an_output_folder_is_filled_if_it_is_empty_and_else_refused(world: World, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     before = trained(world.raw_dir, tmp_path / "out")
     assert train(world.raw_dir, tmp_path / "out", 310).code == 78
@@ -150,11 +148,10 @@ def test_records_and_lines_without_text_are_counted_by_reason_and_the_first_is_n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["utf-8", "cp949"])
-def test_a_sample_is_of_all_parts_of_all_files(tmp_path: Path, encoding: str) -> None:
+def test_a_sample_is_of_all_parts_of_all_files(tmp_path: Path) -> None:
     """Each tenth of the text has a word of its own, which is a token where any of it was sampled."""
     words = ["가나", "다라", "마바", "사아", "자차", "카타", "파하", "거너", "더러", "머버"]
-    world, size = World(tmp_path), 0
+    world, size, encoding = World(tmp_path), 0, "cp949"
     for part in range(5):
         text = "".join((f"{word} " * 12 + "\n") * 25_000 for word in words[2 * part : 2 * part + 2])
         size += len(text.encode(encoding))
@@ -164,16 +161,22 @@ def test_a_sample_is_of_all_parts_of_all_files(tmp_path: Path, encoding: str) ->
     assert [len(tokenizer.encode(f" {word}", add_special_tokens=False).ids) for word in words] == [1] * 10
 
 
-ROWS = [{"a": {"b": f"문서 {number} 입니다"}, "c": f"line {number} of text "} for number in range(3000)]
+ROWS: list[dict[str, Any]] = [
+    {"a": {"b": f"문서 {number} 입니다"}, "c": f"line {number} of text "} for number in range(3000)
+]
+
+
+def parquet(rows: list[dict[str, Any]]) -> bytes:
+    sink = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink, row_group_size=100)
+    return sink.getvalue()
 
 
 def test_every_format_and_a_long_document_give_what_the_same_plain_lines_give(tmp_path: Path) -> None:
     data = b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in ROWS)
-    sink = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), sink, row_group_size=100)
     files: dict[str, bytes] = {
-        "r.jsonl": data, "r.ndjson.zst": zstandard.compress(data), "r.parquet": sink.getvalue(),
-        "r.txt": "".join(f"{row['a']['b']} / {row['c']}\n" for row in ROWS).encode(),  # type: ignore[index]
+        "r.jsonl": data, "r.ndjson.zst": zstandard.compress(data), "r.parquet": parquet(ROWS),
+        "r.txt": "".join(f"{row['a']['b']} / {row['c']}\n" for row in ROWS).encode(),
     }  # fmt: skip
     found = set()
     for name, content in files.items():
@@ -186,30 +189,21 @@ def test_every_format_and_a_long_document_give_what_the_same_plain_lines_give(tm
 
 
 WRONG: dict[str, tuple[dict[str, Any], int]] = {
-    "no folder": ({"input_dir": "nowhere"}, 66),
-    "a file in a subfolder alone": ({"input_dir": "empty"}, 66),
-    "no text": ({"input_dir": "blank"}, 65),
+    "a file in a subfolder alone": ({"empty/deep/a.txt": "here"}, 66),
+    "no text": ({"a.txt": "\n \n"}, 65),
+    "no column text": ({"a.parquet": parquet([{"a": "b"}])}, 65),
+    "a file that is cut": ({"a.jsonl.zst": zstandard.compress(b'{"text": "a"}\n' * 100)[:-5]}, 65),
     "fewer tokens than bytes": ({"vocab_size": 255}, 2),
     "a small sample": ({"max_bytes": 10}, 2),
-    "no encoding": ({"encoding": "utf-88"}, 2),
     "a field and a template": ({"text_field": "a", "text_template": "{a}"}, 2),
-    "no column text": ({"input_dir": "table"}, 65),
-    "a file that is cut": ({"input_dir": "cut"}, 65),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_bad_arguments_and_inputs_get_their_own_error_and_leave_nothing(
-    world: World, tmp_path: Path, what: str
-) -> None:
+def test_bad_arguments_and_inputs_get_their_own_error_and_leave_nothing(tmp_path: Path, what: str) -> None:
     given, code = WRONG[what]
-    table = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table({"a": ["b"]}), table)
-    places = World(tmp_path, raw_dir=tmp_path).raw({
-        "empty/deep/a.txt": "here", "blank/a.txt": "\n \n", "table/a.parquet": table.getvalue(),
-        "cut/a.jsonl.zst": zstandard.compress(b'{"text": "a"}\n' * 100)[:-5],
-    })  # fmt: skip
-    raw = tmp_path / given["input_dir"] if "input_dir" in given else world.raw_dir
-    options = {"vocab_size": 300, **given, "input_dir": raw, "output_dir": tmp_path / "out"}
-    assert places.main("train_tokenizer", **options).code == code
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["blank", "cut", "empty", "table"]
+    files = {name: each for name, each in given.items() if "." in name}
+    raw = World(tmp_path).raw(files or {"a.txt": "ab ab\n"}).raw_dir
+    options = {name: each for name, each in given.items() if name not in files}
+    assert train(raw, tmp_path / "out", **options).code == code
+    assert [path.name for path in tmp_path.iterdir()] == ["raw"]

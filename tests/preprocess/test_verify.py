@@ -1,4 +1,4 @@
-"""``verify`` writes index.json for a whole data set, and names each broken shard with what mends it.
+"""``verify`` writes an index of a whole data set or names what mends it; ``clean`` removes leavings.
 
 tests/oracle/test_done.py damages and forges the files of shards; here stand the side files, the index, and
 ``--deep``, which makes shards again and finds what agrees with itself, but not with the input.
@@ -6,11 +6,11 @@ tests/oracle/test_done.py damages and forges the files of shards; here stand the
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
 import shlex
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from tests.chat_sets import TAGGED, conversations, write_chats
-from tests.forged import rewrite_json
 from tests.world import World, call_main, hostile_text, save_tokenizer
 
 OPTIONS: dict[str, Any] = {"id_field": "id", "digests": True, "max_bad_fraction": 0.5, "num_shards": 5}
@@ -45,9 +44,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_whole_data_set_gets_an_index_of_its_shards_equal_for_equal_data(
-    world: World, tmp_path: Path
-) -> None:
+def test_a_whole_data_set_gets_an_index_equal_for_equal_data(world: World, tmp_path: Path) -> None:
     world.verify()
     index = json.loads((world.data_dir / "index.json").read_bytes())
     assert index["spec"] == world.manifests()[0]["spec"]
@@ -63,22 +60,14 @@ def test_a_whole_data_set_gets_an_index_of_its_shards_equal_for_equal_data(
 
 
 SIDE_FILES = ("ids/shard-00003.jsonl", "digests/shard-00003.digests", "quarantine/shard-00004.jsonl")
-# By the file that is named: what is done to it, and the exit code.
-BROKEN: dict[str, tuple[str, Callable[[Path], object], int]] = {
-    **{f"{name} gone": (name, Path.unlink, 66) for name in SIDE_FILES},
-    **{f"bit of {name}": (name, flip_a_bit, 65) for name in SIDE_FILES},
-    "tar gone": ("shard-00003.tar", Path.unlink, 66),
-    "another spec": (
-        "shard-00003.json", functools.partial(rewrite_json, **{"spec.append_eos": True}), 78
-    ),
-    "other counts": ("shard-00003.json", functools.partial(rewrite_json, **{"counts.num_tokens": 7}), 65),
-}  # fmt: skip
+BROKEN = [(name, *how) for name in SIDE_FILES for how in ((Path.unlink, 66), (flip_a_bit, 65))]
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_shard_is_named_with_a_command_that_mends_it(world: World, name: str) -> None:
+@pytest.mark.parametrize(("named", "damage", "code"), BROKEN)
+def test_a_shard_of_a_broken_side_file_is_named_with_a_command_that_mends_it(
+    world: World, named: str, damage: Callable[[Path], object], code: int
+) -> None:
     before = world.contents()
-    named, damage, code = BROKEN[name]
     damage(world.data_dir / named)
     ended = world.main("verify", world.data_dir)
     assert (ended.code, Path(named).stem.removeprefix("shard-") in ended.err) == (code, True), ended.text
@@ -93,7 +82,7 @@ def test_a_broken_shard_is_named_with_a_command_that_mends_it(world: World, name
     assert world.contents() == before
 
 
-def test_every_broken_shard_is_named_and_the_fast_tier_sees_sizes_but_no_bits(world: World) -> None:
+def test_every_broken_shard_is_named_and_fast_sees_sizes_but_no_bits(world: World, tmp_path: Path) -> None:
     flip_a_bit(world.data_dir / "shard-00002.tar")
     assert world.main("verify", world.data_dir, "--fast").code == 0
     (world.data_dir / "shard-00000.tar").unlink()
@@ -102,12 +91,9 @@ def test_every_broken_shard_is_named_and_the_fast_tier_sees_sizes_but_no_bits(wo
     ended = world.main("verify", world.data_dir)
     assert ended.code == 66
     assert set(re.findall(r"shard (\d{5})", ended.err)) == {"00000", "00002", "00003"}
-
-
-def test_verify_of_shards_that_nobody_made_is_a_few_lines(tmp_path: Path) -> None:
-    world = World(tmp_path).raw({"a.txt": "a line of text\n" * 90}).plan(num_shards=12)
-    ended = world.main("verify", world.data_dir)
-    assert (ended.code, "5-11" in ended.err, len(ended.err.splitlines()) < 10) == (66, True, True)
+    many = World(tmp_path).raw({"a.txt": "a line of text\n" * 90}).plan(num_shards=12)
+    ended = many.main("verify", many.data_dir)
+    assert (ended.code, "5-11" in ended.err) == (66, True), "of many a range"
 
 
 def num_read_bytes() -> int:
@@ -115,9 +101,7 @@ def num_read_bytes() -> int:
     return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])  # type: ignore[index]
 
 
-@pytest.mark.parametrize(
-    "form", [{}, {"token_format": "npy"}, {"record": "packed", "seq_len": 1024}], ids=str
-)
+@pytest.mark.parametrize("form", [{}, {"record": "packed", "seq_len": 1024}], ids=str)
 def test_each_tar_is_read_once_by_verify(tmp_path: Path, form: dict[str, Any]) -> None:
     world = World(tmp_path).raw({"a.txt": 40 * hostile_text(150)}).plan(**form).run()
     num_bytes = sum(path.stat().st_size for path in world.data_dir.glob("*.tar"))
@@ -127,28 +111,6 @@ def test_each_tar_is_read_once_by_verify(tmp_path: Path, form: dict[str, Any]) -
 
 
 # --deep -------------------------------------------------------------------------------------------------
-
-FORMS: dict[str, dict[str, Any]] = {
-    "json": {},
-    "npy": {"token_format": "npy", "keep_text": False, "digests": True},
-    "packed": {"record": "packed", "seq_len": 64},
-    "best_fit": {"record": "packed", "seq_len": 64, "pack": "best_fit"},
-}
-
-
-def every_file(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_right_shards_are_equal_and_nothing_is_written(tmp_path: Path, name: str) -> None:
-    world = World(tmp_path).raw({"a.txt": hostile_text(90), "b.txt": hostile_text(50, 1)})
-    world.make(num_shards=4, **FORMS[name])
-    before = every_file(world.data_dir)
-    told = [world.main("verify", world.data_dir, "--deep", 2).out for _ in range(2)]
-    assert told[0] == told[1], "the same shards each time"
-    assert re.search(r"\(\d,\d\)|\(\d-\d\)", told[0])
-    assert every_file(world.data_dir) == before
 
 
 @pytest.mark.slow
@@ -189,3 +151,100 @@ def test_conversations_are_made_again_with_what_was_left_out(tmp_path: Path) -> 
     with (write_chats(world.raw_dir, conversations(40)) / "chats.jsonl").open("a") as file:
         file.write('{"messages": []}\n{"messages": [{"role": "elf", "content": ""}]}\n{"messages": 1}\n\n')
     world.make(record="chat", seq_len=64, id_field="id", max_bad_fraction=0.5).verify(deep=2)
+
+
+# clean -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_done(made: World, tmp_path: Path) -> World:
+    """Of five planned shards two are made."""
+    return made.copy(tmp_path / "of two", but=[f"shard-0000{number}.*" for number in (1, 3, 4)])
+
+
+# Shard 0 is done, shard 2 is broken, the others are not made; with the age in hours.
+GONE = [
+    (".shard-00000.tar", 0), ("quarantine/.shard-00000.jsonl", 0), (".shard-00001.tar", 25),
+    (".index.json", 25), ("jobs/.0000.json", 25),
+]  # fmt: skip
+KEPT = [
+    (".shard-00001.idx", 23), (".shard-00002.tar", 0), (".shard-00010.tar", 0), (".findings.json", 1),
+    ("jobs/.0001.json", 0),
+]  # fmt: skip
+NOT_OURS = [".shard-00000.tar.tmp", ".notes.tmp", "shard-00000.tar.h-1-0a1b2c3d.tmp", ".a.h-1-0A1B2C3D.tmp"]
+
+
+def left(folder: Path, name: str, hours: float) -> Path:
+    """A temporary of so many hours, as an attempt on another node leaves it."""
+    path = folder / f"{name}.node-1.site-123-0a1b2c3d.tmp"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"half of it")
+    then = time.time() - hours * 3600
+    os.utime(path, (then, then))
+    return path
+
+
+def test_temporaries_go_if_their_shard_is_done_or_after_a_day(one_done: World, tmp_path: Path) -> None:
+    data = one_done.data_dir
+    (data / "shard-00002.tar").write_bytes(b"cut")
+    gone = [left(data, *each) for each in GONE]
+    kept = [left(data, *each) for each in KEPT] + [data / name for name in NOT_OURS]
+    for path in kept[len(KEPT) :]:
+        path.touch()
+        os.utime(path, (0, 0))
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_bytes(b"precious")
+    link = data / ".shard-00001.tar.h-1-0a1b2c3d.tmp"
+    link.symlink_to(tmp_path / "precious")
+    os.utime(link, (0, 0), follow_symlinks=False)
+    for dry_run in (True, None):
+        ended = one_done.main("clean", data, dry_run=dry_run)
+        assert (ended.code, "6 files" in ended.out) == (0, True), ended.text
+        assert {path.exists() for path in gone} == {dry_run is True}
+    assert [path for path in kept if not path.exists()] == []
+    assert not link.is_symlink()
+    assert (tmp_path / "precious" / "file").read_bytes() == b"precious"
+
+
+def test_a_folder_of_a_temporary_is_as_young_as_what_lies_in_it(one_done: World) -> None:
+    folder = one_done.data_dir / ".tokenizer2.node-1.site-123-0a1b2c3d.tmp"
+    folder.mkdir()
+    (folder / "inside").write_bytes(b"12345")
+    for path in (folder / "inside", folder):
+        os.utime(path, (0, 0))
+    told = one_done.main("clean", one_done.data_dir, dry_run=True).out
+    assert f"{folder} (5 B)" in told
+    os.utime(folder / "inside")
+    assert str(folder) not in one_done.main("clean", one_done.data_dir, dry_run=True).out, "it is written to"
+
+
+def test_without_a_plan_only_what_is_old_goes_and_without_a_folder_nothing(tmp_path: Path) -> None:
+    empty = World(tmp_path)
+    old, young = left(tmp_path, ".plan.json", 25), left(tmp_path, ".shard-00000.tar", 0)
+    assert empty.main("clean", tmp_path).code == 0
+    assert (old.exists(), young.exists()) == (False, True)
+    assert empty.main("clean", empty.raw_dir).code == 66, "it holds no data set"
+
+
+@pytest.mark.parametrize(
+    ("owner", "call", "code"), [(Path, "unlink", 73), (Path, "lstat", 73), (os, "listdir", 74)], ids=str
+)
+def test_what_cannot_be_removed_or_looked_at_is_named_and_never_passed_over(
+    one_done: World, monkeypatch: pytest.MonkeyPatch, owner: Any, call: str, code: int
+) -> None:
+    mine = left(one_done.data_dir, ".shard-00002.tar", 25)
+    others = left(one_done.data_dir, "quarantine/.shard-00000.jsonl", 25)
+    hidden = others.parent if call == "listdir" else others
+    real = getattr(owner, call)
+
+    def refuse(wanted: os.PathLike[str], *args: Any, **options: Any) -> Any:
+        if Path(wanted) == hidden:
+            raise PermissionError(13, "Permission denied", str(wanted))
+        return real(wanted, *args, **options)
+
+    monkeypatch.setattr(owner, call, refuse)
+    ended = one_done.main("clean", one_done.data_dir)
+    monkeypatch.undo()
+    assert (ended.code, str(hidden) in ended.err) == (code, True), ended.text
+    assert others.exists()
+    assert mine.exists() == (call == "listdir"), "all others go, but where a folder cannot be listed"

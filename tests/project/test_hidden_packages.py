@@ -21,7 +21,7 @@ from shardprep.__main__ import main
 if __name__ == "__main__":
     sys.exit(main())
 """
-MAKE = "from slurm.submitit_executor import MakeShards; import os, sys; os.chdir(sys.argv[2]); "
+MAKE = "from slurm.send import MakeShards; import os, sys; os.chdir(sys.argv[2]); "
 MAKE += "MakeShards()(sys.argv[1], '0')"
 
 

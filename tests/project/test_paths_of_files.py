@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.forged import rewrite_plan
-from tests.slurm.fake_slurm import FakeSlurm, ended, install_fake_slurm, write_record
+from tests.slurm.fake_slurm import Desk, FakeSlurm, ended, install_fake_slurm
 from tests.world import World
 
 SECRET = b"a secret that nobody may read into a shard\n" * 40
@@ -179,7 +179,8 @@ def test_a_record_of_another_user_shows_no_file_outside_of_the_data_set(
     secret.write_text("a secret line\n")
     (world.data_dir / "jobs").mkdir()
     log = link(world, "jobs/logs/1_0.log", secret)
-    record = write_record(world.data_dir, "1_0", ended(74), log=str(secret if place == "elsewhere" else log))
+    desk = Desk(data=world.data_dir, fake=fake)
+    record = desk.record("1_0", ended(74), log=str(secret if place == "elsewhere" else log))
     os.chown(record, 12345, -1)
     for words in (
         ["logs", world.data_dir, 0],

@@ -158,7 +158,7 @@ LOWERCASE_USE = """        if options.lowercase:
 @pytest.mark.slow
 def test_lowercase_is_a_plan_option_by_its_declaration_and_the_place_that_uses_it(tmp_path: Path) -> None:
     copy = Copy(tmp_path)
-    copy.change("shardprep/format/options.py", "    limit: int = _text(", LOWERCASE_OPTION)
+    copy.change("shardprep/format/plan.py", "    limit: int = _text(", LOWERCASE_OPTION)
     before = "        if transform is not None:\n            documents ="
     copy.change("preprocess/read/documents.py", before, LOWERCASE_USE)
     world = World(tmp_path).raw({"a.txt": "The Kettle\nSINGS\n"})

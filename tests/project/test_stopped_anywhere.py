@@ -88,7 +88,7 @@ def test_a_signal_at_any_line_of_making_a_shard_leaves_no_temporary(world: World
 
 FINALIZER = """
 import os, signal, time
-from shardprep.signals import raise_on_stop_signals
+from shardprep.command_line import raise_on_stop_signals
 from shardprep.errors import Stopped
 
 class Thing:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from tests.children import run_child, shardprep
-from tests.slurm.fake_slurm import QUEUES, install_fake_slurm, submitted, write_log
+from tests.slurm.fake_slurm import QUEUES, Desk, install_fake_slurm
 from tests.world import World, call_main, tokenizer_dir
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31m\r\x7f\u202e\u2066\u2028\x00"
@@ -117,10 +117,11 @@ def test_status_shows_what_a_log_and_slurm_say_as_escapes(
 ) -> None:
     fake = install_fake_slurm(tmp_path, monkeypatch)
     data = world.copy(tmp_path, but=["shard-*.json"]).data_dir
-    submitted(data)
+    desk = Desk(data=data, fake=fake)
+    desk.submitted()
     queue = QUEUES["24.11.5"].replace("1|0|", "1|5|").replace("1|4|", "1|0|")  # task 0 waits, task 1 failed
     fake.answers("squeue", queue.replace("JobArrayTaskLimit", "Why\x1b[2J\x07\x9b31m"))
-    write_log(data, "1_1.log", "begin\n\x1b[2J\x1b]0;title\x07\x9b31m\u202e the last line\n")
+    desk.log("1_1.log", "begin\n\x1b[2J\x1b]0;title\x07\x9b31m\u202e the last line\n")
     ended = call_main("status", data)
     assert ended.code == 0
     check(ended.text, shows=r"\x1b[2J\x1b]0;title\x07\x9b31m\u202e the last line")

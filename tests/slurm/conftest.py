@@ -1,14 +1,18 @@
-"""A folder of stand-ins for Slurm's commands, first on PATH."""
+"""A folder of stand-ins for Slurm's commands, first on PATH; and a real cluster without accounts."""
 
 from __future__ import annotations
 
 import os
+import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.slurm.fake_slurm import FakeSlurm, install_fake_slurm
+from tests.checkout import ROOT
+from tests.slurm.fake_slurm import Desk, FakeSlurm, install_fake_slurm
+from tests.slurm.started_cluster import started_cluster
 
 
 @pytest.fixture
@@ -17,14 +21,17 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The paths that are opened from now on."""
-    paths: list[str] = []
-    real = os.open
+def desk(fake: FakeSlurm, data_dir: Path) -> Desk:
+    """A data set of five shards, none of them made."""
+    return Desk(data=data_dir, fake=fake)
 
-    def noted(path: Any, *args: Any, **settings: Any) -> int:
-        paths.append(str(path))
-        return real(path, *args, **settings)
 
-    monkeypatch.setattr(os, "open", noted)
-    return paths
+@pytest.fixture(scope="session")
+def plain_cluster() -> Iterator[dict[str, str]]:
+    """Three nodes: the environment of commands, in which the ranks of a training find each other."""
+    kept = {n: v for n, v in os.environ.items() if not re.match("SLURM|SBATCH|SHARDPREP|MASTER", n)}
+    environ = {**kept, "NUM_NODES": "3", "NODE_CPUS": "8", "KILL_WAIT": "120", "HF_HUB_OFFLINE": "1"}
+    environ |= {"SHARDPREP_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    with started_cluster(environ, "NO SLURM CLUSTER, the batch scripts are untested here") as started:
+        yield started

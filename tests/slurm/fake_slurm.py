@@ -8,29 +8,27 @@ The times and the number of restarts were added to the newer version's lines by 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import io
 import json
 import os
+import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from shardprep.__main__ import main
 from tests.checkout import ROOT
 from tests.children import run_child
-from tests.conftest import seal
-from tests.forged import content_sha256
-from tests.world import Ended
+from tests.forged import content_sha256, seal
+from tests.world import Ended, call_main
 
 NAME = "shardprep-0123456789ab-3f2a91-0"
 WHEN = "2026-11-22T01:52:04"
@@ -126,70 +124,162 @@ def install_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeS
 
 
 SRUN = '#!/bin/bash\nwhile [[ $1 = --* ]]; do shift; done\nexec "$@"\n'
+_made: dict[str, Path] = {}  # plan id -> a folder in which all shards of this plan are made and verified
 
 
-def run_task(
-    fake: FakeSlurm,
-    *args: object,
-    index: int = 0,
-    code: int = 0,
-    srun: str = SRUN,
-    cwd: Path = ROOT,
-    stdout: Any = subprocess.PIPE,
-    environ: Mapping[str, str] = {},
-) -> str:
-    """What task ``index`` of ``sbatch slurm/prep_array.sh ARGS`` says, started by hand with another srun."""
-    (fake.place / "bin" / "srun").write_text(srun)
-    (fake.place / "bin" / "srun").chmod(0o755)
-    own = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(index)}
-    own |= {"SLURMD_NODENAME": "n1", "SLURM_JOB_USER": "root", "SLURM_CPUS_PER_TASK": "1"}
-    settings = {**os.environ, **own, "SHARDPREP_PYTHON": sys.executable, **environ}
-    words = [str(each) for each in (ROOT / "slurm" / "prep_array.sh", *args)]
-    done = run_child(words, cwd=cwd, env=settings, code=code, stdout=stdout)
-    return (done.stdout or "") + done.stderr
+@dataclass(kw_only=True)
+class Desk:
+    """A planned data set, and the stand-ins that answer the commands that are typed for it."""
 
+    data: Path
+    fake: FakeSlurm
 
-def command(*words: object, code: int = 0, environ: Mapping[str, str] = {}) -> Ended:
-    """Run ``shardprep WORDS`` with these variables; AssertionError unless it ends with ``code``."""
-    out, err = io.StringIO(), io.StringIO()
-    handlers = {
-        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environ.items():
-            patch.setenv(name, value)
-        try:
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                found = main([str(each) for each in words])
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-    done = Ended(code=found, out=out.getvalue(), err=err.getvalue())
-    assert found == code, done.text
-    return done
+    def command(self, name: str, *words: object, code: int = 0, **environ: str) -> Ended:
+        """Run ``shardprep NAME DATA WORDS`` with these variables; it has to end with ``code``."""
+        ended = call_main(name, self.data, *words, environ=environ)
+        assert ended.code == code, ended.text
+        return ended
 
+    def slurm(self, name: str, *words: object, code: int = 0, **environ: str) -> str:
+        """Return all that ``shardprep NAME DATA WORDS`` prints."""
+        return self.command(name, *words, code=code, **environ).text
 
-def slurm(*words: object, code: int = 0, **environ: Any) -> str:
-    """All that ``shardprep WORDS`` prints."""
-    return command(*words, code=code, environ=environ).text
+    def status(self, **environ: str) -> dict[str, Any]:
+        """Return what ``status --json`` prints."""
+        state: dict[str, Any] = json.loads(self.command("status", "--json", **environ).out)
+        return state
 
+    def next(self) -> str:
+        """Return what ``status`` says to type next."""
+        return self.command("status").out.splitlines()[-1]
 
-def status(data: Path, **environ: str) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads(command("status", data, "--json", environ=environ).out)
-    return state
+    def task(
+        self,
+        *args: object,
+        index: int = 0,
+        code: int = 0,
+        srun: str = SRUN,
+        cwd: Path = ROOT,
+        stdout: Any = subprocess.PIPE,
+        environ: Mapping[str, str] = {},
+    ) -> str:
+        """Return what task ``index`` of ``sbatch slurm/prep_array.sh DATA ARGS`` says, without Slurm."""
+        (self.fake.place / "bin" / "srun").write_text(srun)
+        (self.fake.place / "bin" / "srun").chmod(0o755)
+        own = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(index)}
+        own |= {"SLURMD_NODENAME": "n1", "SLURM_JOB_USER": "root", "SLURM_CPUS_PER_TASK": "1"}
+        settings = {**os.environ, **own, "SHARDPREP_PYTHON": sys.executable, **environ}
+        words = [str(each) for each in (ROOT / "slurm" / "prep_array.sh", self.data, *args)]
+        done = run_child(words, cwd=cwd, env=settings, code=code, stdout=stdout)
+        return (done.stdout or "") + done.stderr
 
+    # What Slurm says, and what it was told.
 
-def last_line(data: Path) -> str:
-    """What ``status`` says to type next."""
-    return command("status", data).out.splitlines()[-1]
+    def queue(self, *lines: str) -> None:
+        """Let squeue show these lines alone."""
+        self.fake.answers("squeue", "".join(lines))
 
+    def sent_shards(self) -> list[str]:
+        """Return the shards of the tasks of each array that was sent, as its script has them: ``0-1 2-4``."""
+        return re.findall(r"^shards_of=\((.*)\)$", "\n".join(self.fake.sent()), re.MULTILINE)
 
-def events(data: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (data / "jobs" / "history.jsonl").read_text().splitlines()]
+    def cancelled(self) -> list[str]:
+        """Return the words of each scancel."""
+        return self.fake.calls("scancel")
+
+    def released(self) -> list[str]:
+        """Return the jobs that were released."""
+        calls = self.fake.calls("scontrol") + self.fake.calls("scontrol.sh")
+        return [call.removeprefix("release ") for call in calls if call.startswith("release")]
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the history of the data set's jobs."""
+        return [json.loads(line) for line in (self.data / "jobs" / "history.jsonl").read_text().splitlines()]
+
+    # What jobs leave in the data set's folder.
+
+    @property
+    def plan_id(self) -> str:
+        return str(json.loads((self.data / "plan.json").read_text().partition("\n")[0] + "}")["plan_id"])
+
+    @property
+    def identity(self) -> str:
+        """What a record says of its folder: the inode and the file system, as ``stat -fc %i`` prints it."""
+        number = os.statvfs(self.data).f_fsid
+        return f"{self.data.stat().st_ino}.{(number & 0xFFFFFFFF) << 32 | number >> 32:x}"
+
+    @property
+    def job_name(self) -> str:
+        """The name of the jobs of its first submission."""
+        return f"shardprep-{self.plan_id[:12]}-{self.identity}-0"
+
+    def submitted(self, *arrays: dict[str, Any], verify: str = "2", **changes: Any) -> Path:
+        """Write the record of a submission: job 1, an array, and its verify job 2. Returns its path."""
+        verify_job = {"job_id": verify, "name": f"{NAME}-verify", "submit_time": WHEN}
+        facts = {"format": "shardprep-submission", "version": 3, "number": 0, "plan_id": "0123456789abcdef"}
+        facts |= {"cluster": "test", "user": "root", "submitted": 1.5, "arrays": [*(arrays or [array()])]}
+        facts |= {"verify": verify_job, "identity": self.identity, **changes}
+        path = self.data / "jobs" / f"{facts['number']:04d}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({**facts, "content_sha256": content_sha256(facts)}))
+        return path
+
+    def record(self, task: str, *rest: str, **begin: Any) -> Path:
+        """Write the record of an attempt of task ``JOB_INDEX`` at shard INDEX, as prep_array.sh does."""
+        job_id, _, index = task.partition("_")
+        first: dict[str, Any] = {"plan_id": self.plan_id, "shards": index, "identity": self.identity}
+        first |= {"SLURM_ARRAY_JOB_ID": job_id, "SLURM_ARRAY_TASK_ID": index, "SLURM_RESTART_COUNT": 0}
+        first |= {"SLURM_JOB_USER": "root", "SLURMD_NODENAME": "n1", "time": 1000, "SLURM_CPUS_PER_TASK": 1}
+        first |= begin
+        path = self.data / "jobs" / "attempts" / f"{task}.r{first['SLURM_RESTART_COUNT']}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join([_section("begin", first), *rest]))
+        return path
+
+    def run_record(self, shards: str, node: str, pid: int, *, is_this_process: bool = False) -> Path:
+        """Write the record of a ``run`` on a machine, which has no end yet."""
+        began = 1  # in clock ticks since boot
+        if is_this_process:
+            began = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        facts = {"SLURM_ARRAY_JOB_ID": "", "shards": shards, "SLURMD_NODENAME": node}
+        path = self.record("1_1", **facts, pid=pid, pid_began=began)
+        return path.rename(path.with_name(f"{node}-{pid}.1000"))
+
+    def log(self, name: str, text: str) -> Path:
+        """Write a log of a task."""
+        path = self.data / "jobs" / "logs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    def make_done(self, *shard_ids: int, job_id: str = "", **run: Any) -> None:
+        """Make shards. ``job_id`` and ``run``: of the job, and other facts of the run in their manifests."""
+        for shard_id in shard_ids:
+            for path in self._made().glob(f"shard-{shard_id:05d}.*"):
+                shutil.copy(path, self.data)
+            path = self.data / f"shard-{shard_id:05d}.json"
+            manifest = json.loads(path.read_text())
+            manifest["run"] |= {"slurm": {"SLURM_ARRAY_JOB_ID": job_id} if job_id else {}, **run}
+            path.write_text(json.dumps(manifest))
+            seal(path)
+
+    def write_index(self) -> None:
+        """Write the index.json of a verify."""
+        shutil.copy(self._made() / "index.json", self.data)
+
+    def _made(self) -> Path:
+        if self.plan_id not in _made:
+            folder = Path(tempfile.mkdtemp(prefix="made-"))
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            place = _made[self.plan_id] = folder / "data"
+            shutil.copytree(self.data, place, ignore=shutil.ignore_patterns("jobs", "shard-*"))
+            for words in (["run", place, "--num_proc", 1], ["verify", place]):
+                assert call_main(*words, environ={"PATH": os.defpath}).code == 0
+        return _made[self.plan_id]
 
 
 def squeue_line(index: str, state: str, reason: str = "None", **changes: str) -> str:
-    """A line of squeue: of tasks of job 1 unless ``changes`` say otherwise."""
+    """Return a line of squeue: of tasks of job 1 unless ``changes`` say otherwise."""
     fields = {"job": "1", "submit": WHEN, "start": "N/A", "restarts": "0", "name": NAME, "user": "root"}
     fields |= {"exit": "0:0", "node": "n1", "elapsed": "0:02"} | changes
     return (
@@ -198,123 +288,26 @@ def squeue_line(index: str, state: str, reason: str = "None", **changes: str) ->
     ).format(index=index, state=state, reason=reason, **fields)
 
 
-# --- what a data set's jobs leave in its folder
-
-
-def plan_id_of(data: Path) -> str:
-    return str(json.loads((data / "plan.json").read_text().partition("\n")[0] + "}")["plan_id"])
-
-
-def identity_of(data: Path) -> str:
-    """What a record says of its folder: the inode and the file system, as ``stat -fc %i`` prints it."""
-    number = os.statvfs(data).f_fsid
-    return f"{data.stat().st_ino}.{(number & 0xFFFFFFFF) << 32 | number >> 32:x}"
-
-
-def names_of_jobs(data: Path) -> str:
-    """What the names of a data set's jobs begin with."""
-    return f"shardprep-{plan_id_of(data)[:12]}-{identity_of(data)}-"
-
-
 def array(job_id: str = "1", **changes: Any) -> dict[str, Any]:
-    """A job array of a submission, of five tasks."""
+    """Return a job array of a submission, of five tasks."""
     facts = {"job_id": job_id, "name": NAME, "submit_time": WHEN, "tasks": ["0", "1", "2", "3", "4"]}
     return {**facts, "request": {}, "mem_mb": 100, "time_min": None, **changes}
 
 
-def submitted(data: Path, *arrays: dict[str, Any], verify: str = "2", **changes: Any) -> Path:
-    """The record of a submission: job 1, an array, and its verify job 2. Returns its path."""
-    verify_job = {"job_id": verify, "name": f"{NAME}-verify", "submit_time": WHEN}
-    facts = {"format": "shardprep-submission", "version": 3, "number": 0, "plan_id": "0123456789abcdef"}
-    facts |= {"cluster": "test", "user": "root", "submitted": 1.5, "arrays": [*(arrays or [array()])]}
-    facts |= {"verify": verify_job, "identity": identity_of(data), **changes}
-    path = data / "jobs" / f"{facts['number']:04d}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({**facts, "content_sha256": content_sha256(facts)}))
-    return path
-
-
-def sent_tasks(data: Path) -> list[list[str]]:
-    """The shards of each task, of the first array of every submission."""
-    paths = sorted((data / "jobs").glob("[0-9][0-9][0-9][0-9].json"))
-    return [json.loads(path.read_text())["arrays"][0]["tasks"] for path in paths]
-
-
-def write_log(data: Path, name: str, text: str) -> Path:
-    path = data / "jobs" / "logs" / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
-
-
-_MADE: dict[str, Path] = {}  # plan id -> a folder in which all shards of this plan are made and verified
-
-
-def _made(data: Path) -> Path:
-    plan_id = plan_id_of(data)
-    if plan_id not in _MADE:
-        folder = Path(tempfile.mkdtemp(prefix="made-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        place = _MADE[plan_id] = folder / "data"
-        shutil.copytree(data, place, ignore=shutil.ignore_patterns("jobs", "shard-*"))
-        for words in (["run", place, "--num_proc", 1], ["verify", place]):
-            command(*words, environ={"PATH": os.defpath})
-    return _MADE[plan_id]
-
-
-def make_done(data: Path, *shard_ids: int, job_id: str = "", **run: Any) -> None:
-    """Make shards. ``job_id`` and ``run``: of the job, and other facts of the run in their manifests."""
-    made = _made(data)
-    for shard_id in shard_ids:
-        for path in made.glob(f"shard-{shard_id:05d}.*"):
-            shutil.copy(path, data)
-        path = data / f"shard-{shard_id:05d}.json"
-        manifest = json.loads(path.read_text())
-        manifest["run"] |= {"slurm": {"SLURM_ARRAY_JOB_ID": job_id} if job_id else {}, **run}
-        path.write_text(json.dumps(manifest))
-        seal(path)
-
-
-def write_index(data: Path) -> None:
-    """The index.json of a verify."""
-    shutil.copy(_made(data) / "index.json", data)
-
-
-def section(name: str, facts: Mapping[str, Any]) -> str:
-    """The lines of a part of a record."""
+def _section(name: str, facts: Mapping[str, Any]) -> str:
     return "".join(f"{line}\n" for line in [name, *(f"{key}={value}" for key, value in facts.items())])
 
 
-def write_record(data: Path, task: str, *rest: str, **begin: Any) -> Path:
-    """The record of an attempt of task ``JOB_INDEX`` that made shard INDEX, as prep_array.sh writes it."""
-    job_id, _, index = task.partition("_")
-    first: dict[str, Any] = {"plan_id": plan_id_of(data), "shards": index, "identity": identity_of(data)}
-    first |= {"SLURM_ARRAY_JOB_ID": job_id, "SLURM_ARRAY_TASK_ID": index, "SLURM_RESTART_COUNT": 0}
-    first |= {"SLURM_JOB_USER": "root", "SLURMD_NODENAME": "n1", "time": 1000, "SLURM_CPUS_PER_TASK": 1}
-    first |= begin
-    path = data / "jobs" / "attempts" / f"{task}.r{first['SLURM_RESTART_COUNT']}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join([section("begin", first), *rest]))
-    return path
-
-
-def write_run_record(data: Path, shards: str, node: str, pid: int, pid_began: int) -> Path:
-    """The record of a ``run`` on a machine, which has no end yet."""
-    facts = {"SLURM_ARRAY_JOB_ID": "", "shards": shards, "SLURMD_NODENAME": node}
-    path = write_record(data, "1_1", **facts, pid=pid, pid_began=pid_began)
-    return path.rename(path.with_name(f"{node}-{pid}.1000"))
-
-
-def process_began(pid: int) -> int:
-    """When a process began, in clock ticks since boot."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-
-
 def failure(shard_id: int, exit_code: int, reason: str) -> str:
-    """The line of a record that tells why a shard was not made."""
+    """Return the line of a record that tells why a shard was not made."""
     return json.dumps({"shard": shard_id, "exit_code": exit_code, "reason": reason}) + "\n"
 
 
 def ended(exit_code: int, **facts: Any) -> str:
-    """The last lines of a record."""
-    return section("end", {"time": 1010, "exit_code": exit_code, "stage": "work", **facts})
+    """Return the last lines of a record."""
+    return _section("end", {"time": 1010, "exit_code": exit_code, "stage": "work", **facts})
+
+
+def call_at_waits(monkeypatch: pytest.MonkeyPatch, call: Callable[[float], object]) -> None:
+    """Have status and wait call this in the place of a sleep between two looks."""
+    monkeypatch.setattr("slurm.status.time", SimpleNamespace(**{**vars(time), "sleep": call}))

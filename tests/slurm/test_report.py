@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import re
 import shlex
@@ -16,8 +17,8 @@ import pytest
 
 from tests.checkout import ROOT
 from tests.children import run_child
-from tests.conftest import seal
-from tests.slurm.fake_slurm import FakeSlurm, ended, plan_id_of, submitted, write_record
+from tests.forged import seal
+from tests.slurm.fake_slurm import Desk, FakeSlurm, ended
 from tests.world import World, call_main, hostile_text, save_tokenizer
 
 NAMES = ("뉴스 <b>굵게", "code", "웹문서")
@@ -76,6 +77,13 @@ def test_the_numbers_are_the_sums_of_the_manifests(world: World) -> None:
     whole, *sources = found["sources"]
     assert {each["name"] for each in sources} == set(NAMES)
     assert whole["num_tokens"] == sum(each["num_tokens"] for each in sources) == found["counts"]["num_tokens"]
+    of_status = json.loads(call_main("status", world.data_dir, "--json").out)
+    assert of_status["num_tokens"] == whole["num_tokens"]
+    for each in sources:
+        files = (world.raw_dir / each["name"]).iterdir()
+        counts = of_status["sources"][each["name"]]
+        assert counts["num_tokens"] == each["num_tokens"]
+        assert counts["num_bytes"] == sum(path.stat().st_size for path in files)
     assert found["tar_bytes"] == sum(path.stat().st_size for path in world.data_dir.glob("*.tar"))
     assert found["left_out"] == {"undecodable": 2}
     assert sorted(found["plan"]["inputs_left_out"].values()) == [["<script>.log"], ["LICENSE.txt"]]
@@ -116,46 +124,34 @@ def test_neither_secrets_nor_control_characters_come_through(world: World, tmp_p
         assert not re.search("hunter2|api_token=abc|\x1b", form)
 
 
-def test_on_a_phone_each_cell_has_the_name_of_its_column(world: World, tmp_path: Path) -> None:
-    page = Page(world.data_dir, tmp_path)
-    assert page.attributes["data-name"] == page.elements["td"] > 40
-    assert "td::before { content: attr(data-name)" in page.source.partition("max-width: 620px")[2]
-
-
 @pytest.mark.processes
-def test_an_unfinished_data_set_has_a_report_with_causes_and_nothing_of_free_text(
-    fake: FakeSlurm, data_dir: Path, tmp_path: Path
-) -> None:
-    (fake.place / "away").touch()
-    submitted(data_dir)
-    write_record(data_dir, "1_1", ended(75, stopped_by="OUT_OF_MEMORY"))
-    found = report(data_dir)
+def test_an_unfinished_data_set_has_a_report_with_causes(desk: Desk, tmp_path: Path) -> None:
+    (desk.fake.place / "away").touch()
+    desk.submitted()
+    desk.record("1_1", ended(75, stopped_by="OUT_OF_MEMORY"))
+    found = report(desk.data)
     assert (found["shards"]["missing"], found["shards"]["num_done"]) == ("0-4", 0)
     assert found["shards"]["failed"] == {"OUT_OF_MEMORY": "1"}
     assert found["slurm_away"]
-    page = Page(data_dir, tmp_path)
-    assert "0 / 5" in page.text
-    assert "OUT_OF_MEMORY" in page.text
+    assert "OUT_OF_MEMORY" in Page(desk.data, tmp_path).text
 
 
 @pytest.mark.processes
-def test_slurm_is_not_asked_where_all_is_made_and_nothing_was_submitted(
-    fake: FakeSlurm, world: World
+def test_each_manifest_is_read_once_no_shard_is_and_slurm_is_not_asked_where_nothing_was_submitted(
+    fake: FakeSlurm, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report(world.data_dir)
-    assert [fake.calls(name) for name in ("squeue", "scontrol")] == [[], []]
-
-
-def test_each_manifest_is_read_once_no_shard_is_and_nothing_is_written_into_the_data_set(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: list[str]
-) -> None:
+    opened, open_ = list[str](), os.open
+    monkeypatch.setattr(
+        os, "open", lambda path, *rest, **to: opened.append(str(path)) or open_(path, *rest, **to)
+    )
     before = sorted(world.data_dir.rglob("*"))
     monkeypatch.chdir(tmp_path)
     assert call_main("report", world.data_dir).code == 0
     assert (tmp_path / "report.html").is_file()
-    assert sorted(world.data_dir.rglob("*")) == before
+    assert sorted(world.data_dir.rglob("*")) == before, "nothing is written into the data set"
     of_shards = [name for name in opened if "/shard-" in name]
     assert sorted(of_shards) == sorted(map(str, world.data_dir.glob("shard-*.json")))
+    assert [fake.calls(name) for name in ("squeue", "scontrol")] == [[], []]
     assert call_main("report", tmp_path).code == 66
     assert call_main("report", world.data_dir, "--output", tmp_path / "none" / "x.html").code == 73
 
@@ -166,15 +162,12 @@ def test_every_field_of_json_is_documented_and_every_documented_field_is_there(w
 
 
 TEMPLATE = "{% for m in messages %}<|start_header_id|>{{ m.role }}: {{ m.content }}<|eot_id|>{% endfor %}"
-CHAT = {"record": "chat", "seq_len": 64}
 OPTIONS: list[dict[str, Any]] = [
-    {},
     {"num_shards": 3, "keep_text": False, "append_eos": True, "token_format": "npy", "hash_inputs": True},
     {"shard_bytes": "4k", "also": "*.md", "allow_special_tokens": True, "max_bad_fraction": 0.5},
-    {"limit": 20, "digests": True, "validation_fraction": 0.1},
-    {"record": "packed", "seq_len": 64, "pack": "best_fit", "num_shards": 1},
-    {**CHAT, "validation_fraction": 0.1},  # with the tokenizer's template
-    {**CHAT, "chat_template_file": "own.jinja", "num_shards": 3},
+    {"limit": 20, "digests": True, "record": "packed", "seq_len": 64, "pack": "best_fit"},
+    {"record": "chat", "seq_len": 64, "validation_fraction": 0.1},  # with the tokenizer's template
+    {"record": "chat", "seq_len": 64, "chat_template_file": "own.jinja"},
 ]
 
 
@@ -196,8 +189,8 @@ def test_the_commands_that_are_told_make_the_same_plan_again_from_any_folder(
     folders: dict[str, Any] = {"input_dir": "raw", "output_dir": "data", "model_id": "tokenizer"}
     planned = world.main("plan", **folders, **options)
     assert planned.code == 0, planned.text
-    elsewhere.mkdir()
     commands = report(world.data_dir)["again"]["commands"]
+    elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     for line in commands[:-2]:  # before run and verify
         words = shlex.split(line)
@@ -206,4 +199,7 @@ def test_the_commands_that_are_told_make_the_same_plan_again_from_any_folder(
             assert again.code == 0, again.text
         else:
             run_child(["bash", "-c", line], cwd=elsewhere)
-    assert plan_id_of(elsewhere / "NEW") == plan_id_of(world.data_dir)
+    plans = [
+        json.loads((folder / "plan.json").read_bytes()) for folder in (elsewhere / "NEW", world.data_dir)
+    ]
+    assert plans[0]["plan_id"] == plans[1]["plan_id"]

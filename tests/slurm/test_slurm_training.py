@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,9 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.checkout import ROOT
-from tests.children import run_child
 from tests.held_children import Hold
-from tests.slurm.started_cluster import ENDED, Cluster, started_cluster
+from tests.slurm.started_cluster import ENDED, Cluster
 from tests.waiting import wait_until
 from tests.warm_python import WarmPython
 
@@ -29,15 +25,10 @@ pytestmark = pytest.mark.slurm
 
 SCRIPT = ROOT / "slurm" / "train_ddp.sh"
 PROGRAM = ROOT / "examples" / "train_llama.py"
-FLAGS = ("--global_batch_size", "8", "--batch_size", "2", "--seq_len", "64", "--num_workers", "0")
-
-
-def job_of(site: Cluster, job: str) -> dict[str, str]:
-    return site.tasks(job)[0]
-
-
-def end_of_job(site: Cluster, job: str) -> dict[str, str]:
-    return site.ended(job)[0]
+FLAGS = (
+    *("--global_batch_size", "8", "--batch_size", "2", "--seq_len", "64", "--num_workers", "0"),
+    *("--num_threads", "1", "--log_batches"),
+)
 
 
 def has_daemon(job: str) -> bool:
@@ -55,17 +46,14 @@ def log_of(site: Cluster, job: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    kept = {n: v for n, v in os.environ.items() if not re.match("SLURM|SBATCH|SHARDPREP|MASTER", n)}
-    environ = {**kept, "NUM_NODES": "2", "NODE_CPUS": "4", "KILL_WAIT": "120", "HF_HUB_OFFLINE": "1"}
-    environ |= {
-        "SHARDPREP_PYTHON": sys.executable,
-        "MASTER_ADDR": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": str(ROOT),
-    }
-    with started_cluster(environ, "NO SLURM CLUSTER, train_ddp.sh is untested here") as started:
-        yield Cluster(environ=started, folder=tmp_path_factory.mktemp("desk"))
+def site(plain_cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    return Cluster(environ=dict(plain_cluster), folder=tmp_path_factory.mktemp("desk"))
+
+
+def train(site: Cluster, data: Path, checkpoints: Path, *flags: object) -> str:
+    """Return the job of a training on two nodes."""
+    sizes = ("--nodes=2", "--ntasks-per-node=1")
+    return site.run("sbatch", "--parsable", *sizes, SCRIPT, PROGRAM, data, checkpoints, *FLAGS, *flags)
 
 
 @pytest.fixture(scope="module")
@@ -94,36 +82,30 @@ def test_a_run_that_is_cut_goes_on_on_one_node_as_if_unbroken(
 ) -> None:
     """USR1, a checkpoint, a requeue, and the same batches and losses on half the nodes."""
     checkpoints, num_steps = site.folder / "cut", 12
-    flags = (*FLAGS, "--num_threads", 1, "--log_batches", "--num_steps", num_steps, "--save_every", 1000)
+    flags = ("--num_steps", num_steps, "--save_every", 1000)
     hold = Hold(tmp_path, "open", r"/log\.jsonl$")  # of rank 0, behind its third step
     with monkeypatch.context() as patch:
         for name, value in hold.environ(number=3).items():
             patch.setitem(site.environ, name, f"{value}:{ROOT}" if name == "PYTHONPATH" else value)
-        job = site.run(
-            "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1",
-            SCRIPT, PROGRAM, data, checkpoints, *flags,
-        )  # fmt: skip
+        job = train(site, data, checkpoints, *flags)
     hold.wait(1)
     site.run("scontrol", "update", "partitionname=cpu", "state=down")  # it begins once it was changed
     site.run("scancel", "--batch", "--signal=USR1", job)
     wait_until(lambda: list(checkpoints.glob(".stop-*")))
     hold.release()
     unbroken = site.folder / "unbroken"
-    site.run(warm.python, PROGRAM, data, unbroken, *flags)
-    wait_until(lambda: job_of(site, job)["JobState"] in {"PENDING", *ENDED})
-    assert job_of(site, job)["JobState"] == "PENDING", log_of(site, job)
+    site.run(warm.python, PROGRAM, data, unbroken, *FLAGS, *flags)
+    wait_until(lambda: site.tasks(job)[0]["JobState"] in {"PENDING", *ENDED})
+    assert site.tasks(job)[0]["JobState"] == "PENDING", log_of(site, job)
     wait_until(lambda: not has_daemon(job))  # its word of the first end may come late
     site.run("scontrol", "update", f"jobid={job}", "numnodes=1", "numtasks=1")
     site.run("scontrol", "update", "partitionname=cpu", "state=up")
-    last = end_of_job(site, job)
+    last = site.ended(job)[0]
     log = log_of(site, job)
     assert last["JobState"] == "COMPLETED", f"{last}\n{log}"
-    assert last["Restarts"] == "1"
-    assert last["NumNodes"] == "1"
+    assert (last["Restarts"], last["NumNodes"]) == ("1", "1")
     assert "rank 0 of 2 (RANK/WORLD_SIZE), from step 0" in log
-    resumed = re.search(r"rank 0 of 1 \(RANK/WORLD_SIZE\), from step (\d+)", log)
-    assert resumed
-    assert int(resumed[1]) == 3
+    assert "rank 0 of 1 (RANK/WORLD_SIZE), from step 3" in log
     ours, theirs = steps_of(checkpoints), steps_of(unbroken)
     assert [line["step"] for line in ours] == list(range(1, num_steps + 1)), "no step twice or lost"
     assert [line["batch"] for line in ours] == [line["batch"] for line in theirs]
@@ -139,22 +121,22 @@ def test_ranks_that_get_the_term_with_all_their_workers_save_and_the_run_goes_on
     """As a preemption or scancel sends it: to every process of the job's steps."""
     monkeypatch.setitem(site.environ, "SHARDPREP_MAX_REQUEUES", "0")
     checkpoints, unbroken = site.folder / "term", site.folder / "not_stopped"
-    flags = (*FLAGS, "--num_threads", 1, "--log_batches", "--num_workers", 2)
-    job = site.run(
-        "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", SCRIPT, PROGRAM, data, checkpoints,
-        *flags, "--num_steps", 1000, "--save_every", 1000, "--step_sleep_s", 0.3,
-    )  # fmt: skip
+    workers = ("--num_workers", 2)
+    endless = ("--num_steps", 1000, "--save_every", 1000, "--step_sleep_s", 0.3)
+    job = train(site, data, checkpoints, *workers, *endless)
     log = checkpoints / "log.jsonl"
     wait_until(
-        lambda: job_of(site, job)["JobState"] == "FAILED" or (log.exists() and len(steps_of(checkpoints)) > 2)
+        lambda: (
+            site.tasks(job)[0]["JobState"] == "FAILED" or (log.exists() and len(steps_of(checkpoints)) > 2)
+        )
     )
     site.run("scancel", "--signal=TERM", job)
-    last = end_of_job(site, job)
+    last = site.ended(job)[0]
     assert (last["JobState"], last["ExitCode"]) == ("FAILED", "75:0"), log_of(site, job)
     assert "(SHARDPREP_MAX_REQUEUES): not again" in log_of(site, job), "there is a newer checkpoint"
     num_steps = len(steps_of(checkpoints)) + 3
     for folder in (checkpoints, unbroken):
-        site.run(warm.python, PROGRAM, data, folder, *flags, "--num_steps", num_steps)
+        site.run(warm.python, PROGRAM, data, folder, *FLAGS, *workers, "--num_steps", num_steps)
     ours, theirs = steps_of(checkpoints), steps_of(unbroken)
     assert [(line["step"], line["batch"]) for line in ours] == [
         (line["step"], line["batch"]) for line in theirs
@@ -168,12 +150,8 @@ def test_torchrun_starts_its_ranks_on_two_nodes(
     for name in ("preprocess", "loader"):
         (site.folder / f"{name}.py").write_text("raise SystemExit('the old script')")
     monkeypatch.setitem(site.environ, "SHARDPREP_LAUNCHER", "torchrun")
-    flags = (*FLAGS, "--num_threads", 1, "--num_steps", 2)
-    job = site.run(
-        "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", SCRIPT, PROGRAM, data,
-        site.folder / "torchrun", *flags,
-    )  # fmt: skip
-    assert end_of_job(site, job)["JobState"] == "COMPLETED", log_of(site, job)
+    job = train(site, data, site.folder / "torchrun", "--num_steps", 2)
+    assert site.ended(job)[0]["JobState"] == "COMPLETED", log_of(site, job)
     assert "rank 0 of 2 (RANK/WORLD_SIZE), from step 0" in log_of(site, job)
 
 
@@ -186,12 +164,9 @@ def test_on_a_cluster_without_accounts_the_whole_way_works(
     prep.plan(raw, data, num_shards=3)
     moved = raw.rename(tmp_path / "moved")
 
-    def slurm(*args: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-        return run_child([sys.executable, "-m", "slurm", *map(str, args)], env=site.environ, code=code)
-
-    first = slurm("submit", data, "--cpus_per_task", 1, "--wait", code=74)
-    assert f"warning: {raw} cannot be seen from here" in first.stderr
-    assert "failed, no such input or shard (66): shards 0-2" in first.stdout
-    slurm("retry", data, "--worker_args", f"--input_dir {moved}", "--wait")
-    state = json.loads(slurm("status", data, "--json").stdout)
+    first = site.slurm("submit", data, "--cpus_per_task", 1, "--wait", code=74)
+    assert f"warning: {raw} cannot be seen from here" in first
+    assert "failed, no such input or shard (66): shards 0-2" in first
+    site.slurm("retry", data, "--worker_args", f"--input_dir {moved}", "--wait")
+    state = site.status(data)
     assert (state["done"], state["verified"]) == ("0-2", True)

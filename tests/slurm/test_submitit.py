@@ -12,7 +12,7 @@ import pytest
 
 from shardprep.errors import ReadWriteError, UsageError
 from slurm import submit_with_submitit
-from tests.slurm.fake_slurm import FakeSlurm
+from tests.slurm.fake_slurm import Desk
 from tests.waiting import wait_until
 
 submitit = pytest.importorskip("submitit")
@@ -50,15 +50,13 @@ def test_a_local_executors_job_gives_the_manifests_and_raises_where_a_shard_fail
         job.result()
 
 
-def test_an_array_is_never_longer_than_slurms_limit(
-    fake: FakeSlurm, data_dir: Path, tmp_path: Path, given: list[Any]
-) -> None:
-    fake.answers("config", "ClusterName = test\nMaxArraySize = 2\n")
-    (fake.place / "bin" / "srun").symlink_to(fake.place / "sbatch.sh")
-    submit_with_submitit(data_dir, submitit.SlurmExecutor(folder=tmp_path / "log"))
-    assert [arguments for _, arguments in given] == [[[str(data_dir)] * 2, ["0-1", "2-4"]]]
+def test_an_array_is_never_longer_than_slurms_limit(desk: Desk, tmp_path: Path, given: list[Any]) -> None:
+    desk.fake.answers("config", "ClusterName = test\nMaxArraySize = 2\n")
+    (desk.fake.place / "bin" / "srun").symlink_to(desk.fake.place / "sbatch.sh")
+    submit_with_submitit(desk.data, submitit.SlurmExecutor(folder=tmp_path / "log"))
+    assert [arguments for _, arguments in given] == [[[str(desk.data)] * 2, ["0-1", "2-4"]]]
     with pytest.raises(UsageError):
-        submit_with_submitit(data_dir, None, shards_per_task=0)
+        submit_with_submitit(desk.data, None, shards_per_task=0)
 
 
 # Starts a process that waits, as a worker that has a temporary file to remove would.
@@ -76,7 +74,7 @@ while True:
 def test_usr2_leaves_the_worker_alone_and_checkpoint_stops_it_and_asks_for_the_same_shards(
     given: list[Any], data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slurm.submitit_executor._WORKER", WAITING_WORKER)
+    monkeypatch.setattr("slurm.send._WORKER", WAITING_WORKER)
     submit_with_submitit(data_dir, submitit.AutoExecutor(folder=tmp_path / "log", cluster="local"))
     body, asked = given[0][0], list[Any]()
 

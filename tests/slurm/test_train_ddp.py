@@ -48,19 +48,17 @@ if how != "unheeding":
     signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 (folder.parent / f"pid-{rank}-{start}").write_text(str(os.getpid()))
 (folder.parent / f"pid-{rank}-{start}").rename(folder.parent / f"began-{rank}-{start}")
-while how in ("once", "twice") and len(list(folder.parent.glob(f"began-*-{start}"))) < 2:
+while how == "once" and len(list(folder.parent.glob(f"began-*-{start}"))) < 2:
     time.sleep(0.02)  # else one that ends at once could have the other killed before it began
 if how == "unheeding":
     (folder / "step-1.pt").touch()
-if how == "twice" and rank == 1 and start == "1":
-    sys.exit(7)
 if how in ("stop", "unheeding", "save nothing") or (how == "once" and start == "1"):
     while not asked and not Path(os.environ["SHARDPREP_STOP_FILE"]).exists():
         time.sleep(0.02)
     if how != "save nothing":
         (folder / "step-1.pt").touch()
     sys.exit(75)
-if how in ("once", "twice"):
+if how == "once":
     while rank == 0 and not asked:
         time.sleep(0.02)
     sys.exit(3)
@@ -141,38 +139,35 @@ def wait_until_begun(place: Path, start: int = 0) -> list[int]:
     return [int(path.read_text()) for path in found]
 
 
-@pytest.mark.parametrize(
-    ("number", "state", "is_requeued"),
-    [
-        (signal.SIGUSR1, "RUNNING 0", True),
-        (signal.SIGTERM, "RUNNING 0", True),
-        (signal.SIGTERM, "COMPLETING 0", False),
-        (signal.SIGUSR1, "RUNNING 1", False),
-    ],
-)
-def test_a_signal_saves_and_requeues_unless_the_job_is_being_cancelled_or_runs_elsewhere_by_now(
-    tmp_path: Path, number: int, state: str, is_requeued: bool
+# How the ranks behave, who is told to stop by which signal, what the job has set -> whether it is requeued.
+STOPS: dict[str, tuple[str, str, int, dict[str, str], bool]] = {
+    "before the time limit": ("stop", "job", signal.SIGUSR1, {}, True),
+    "a preemption": ("stop", "job", signal.SIGTERM, {}, True),
+    # With GraceTime the script itself hears nothing. A program that does not heed TERM dies of it.
+    "a preemption with GraceTime": ("stop", "ranks", signal.SIGTERM, {}, True),
+    "one that no rank heeds, after a checkpoint": ("unheeding", "ranks", signal.SIGTERM, {}, True),
+    "scancel": ("stop", "job", signal.SIGTERM, {"state": "COMPLETING 0"}, False),
+    "it runs elsewhere by now": ("stop", "job", signal.SIGUSR1, {"state": "RUNNING 1"}, False),
+    "no newer checkpoint": ("save nothing", "job", signal.SIGUSR1, {}, False),
+    "past the most requeues": ("stop", "job", signal.SIGUSR1, {"SHARDPREP_MAX_REQUEUES": "0"}, False),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_stop_saves_and_requeues_where_there_is_a_newer_checkpoint_and_the_job_may_go_on(
+    tmp_path: Path, name: str
 ) -> None:
-    """TERM is what comes first of a preemption with GraceTime, and of scancel."""
-    process = start(tmp_path, "stop", state=state)
-    wait_until_begun(tmp_path)
-    process.send_signal(number)
+    how, told, number, of_job, is_requeued = STOPS[name]
+    process = start(tmp_path, how, **of_job)
+    ranks = wait_until_begun(tmp_path)
+    for pid in ranks if told == "ranks" else [process.pid]:
+        with contextlib.suppress(ProcessLookupError):  # one that dies of it takes the others with it
+            os.kill(pid, number)
     log = end_of(process, code=None)
-    assert (tmp_path / "checkpoints" / "step-1.pt").exists(), log
     assert (tmp_path / "requeued").exists() == is_requeued, log
     assert is_requeued or process.returncode == 75, log
-
-
-@pytest.mark.parametrize(("how", "most"), [("save nothing", "20"), ("stop", "0")])
-def test_without_a_newer_checkpoint_or_past_the_most_requeues_it_stays_stopped(
-    tmp_path: Path, how: str, most: str
-) -> None:
-    process = start(tmp_path, how, SHARDPREP_MAX_REQUEUES=most)
-    wait_until_begun(tmp_path)
-    process.send_signal(signal.SIGUSR1)
-    end_of(process, code=75)
-    assert not (tmp_path / "requeued").exists()
-    assert not list((tmp_path / "checkpoints").glob(".stop*"))
+    saved = [] if how == "save nothing" else ["step-1.pt"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == saved, log
 
 
 def test_a_job_that_slurm_started_again_too_often_ends(tmp_path: Path) -> None:
@@ -180,20 +175,6 @@ def test_a_job_that_slurm_started_again_too_often_ends(tmp_path: Path) -> None:
     process = start(tmp_path, "3", SLURM_RESTART_COUNT="3", SHARDPREP_MAX_REQUEUES="2")
     assert "not again" in end_of(process, code=75)
     assert not (tmp_path / "began-0-0").exists()
-
-
-@pytest.mark.parametrize("how", ["stop", "unheeding"])
-def test_ranks_that_a_preemption_tells_alone_are_requeued_where_there_is_a_newer_checkpoint(
-    tmp_path: Path, how: str
-) -> None:
-    """With GraceTime the script itself hears nothing. A program that does not heed TERM dies of it."""
-    process = start(tmp_path, how)
-    for pid in wait_until_begun(tmp_path):
-        with contextlib.suppress(ProcessLookupError):  # one that dies of it takes the others with it
-            os.kill(pid, signal.SIGTERM)
-    log = end_of(process, code=None)
-    assert (tmp_path / "requeued").exists(), log
-    assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
 def test_where_a_node_was_lost_the_run_before_is_asked_to_stop(tmp_path: Path) -> None:
@@ -206,13 +187,11 @@ def test_where_a_node_was_lost_the_run_before_is_asked_to_stop(tmp_path: Path) -
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1.pt"], log
 
 
-TORCHRUN = {"SHARDPREP_LAUNCHER": "torchrun", "SHARDPREP_PROCS": "2", "SLURM_JOB_NUM_NODES": "1"}
-TORCHRUN |= {"PET_MAX_RESTARTS": "1", "MASTER_ADDR": "127.0.0.1"}
-
-
 def test_ranks_that_stop_when_asked_are_no_failure_that_torchrun_starts_again(tmp_path: Path) -> None:
     """After one restart that it did make."""
-    process = start(tmp_path, "once", **{**TORCHRUN, "PET_MAX_RESTARTS": "3"}, MASTER_PORT=str(free_port()))
+    of_job = {"SHARDPREP_LAUNCHER": "torchrun", "SHARDPREP_PROCS": "2", "SLURM_JOB_NUM_NODES": "1"}
+    of_job |= {"PET_MAX_RESTARTS": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    process = start(tmp_path, "once", **of_job)
     wait_until_begun(tmp_path, start=1)
     process.send_signal(signal.SIGUSR1)
     log = end_of(process, code=None)
@@ -230,36 +209,26 @@ class Part:
         self.loaded.append(state)
 
 
-def resumable_run(folder: Path, *steps: int) -> tuple[Any, list[object]]:
-    """The example's run with checkpoints of these steps, and what it loads of them."""
+@pytest.mark.parametrize("who", ["rank 0, where the newest was cut", "a rank that rank 0 told so"])
+def test_all_ranks_go_on_from_the_newest_checkpoint_that_rank_0_could_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
     run_class: Any = runpy.run_path(str(ROOT / "examples" / "train_llama.py"))["Run"]
     run, loaded = object.__new__(run_class), list[object]()
-    run.folder, run.device, run.step = folder, torch.device("cpu"), 0
+    run.folder, run.device, run.step = tmp_path, torch.device("cpu"), 0
     run.model = run.optimizer = run.loader = Part(loaded)
-    for step in steps:
-        state = {"step": step, "model": step, "optimizer": step, "loader": step}
-        torch.save(state, folder / f"step-{step:08d}.pt")
-    return run, loaded
-
-
-def test_a_newest_checkpoint_that_was_cut_is_passed_over(tmp_path: Path) -> None:
-    run, loaded = resumable_run(tmp_path, 1, 2)
-    newest = tmp_path / "step-00000002.pt"
-    newest.write_bytes(newest.read_bytes()[:-200])
-    run.load_newest(0)
-    assert (run.step, loaded) == (1, [1, 1, 1])
-    (tmp_path / "step-00000001.pt").write_bytes(b"")
-    with pytest.raises(SystemExit):
+    paths = [tmp_path / f"step-0000000{step}.pt" for step in (1, 2)]
+    for step, path in enumerate(paths, start=1):
+        torch.save({"step": step, "model": step, "optimizer": step, "loader": step}, path)
+    if who.startswith("rank 0"):
+        paths[1].write_bytes(paths[1].read_bytes()[:-200])
         run.load_newest(0)
-
-
-def test_all_ranks_go_on_from_the_checkpoint_that_rank_0_could_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, loaded = resumable_run(tmp_path, 1, 2)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(
-        torch.distributed, "broadcast_object_list", lambda steps: steps.__setitem__(0, 1)
-    )  # of rank 0
-    run.load_newest(1)
+    else:
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda told: told.__setitem__(0, 1))
+        run.load_newest(1)
     assert (run.step, loaded) == (1, [1, 1, 1])
+    if who.startswith("rank 0"):
+        paths[0].write_bytes(b"")
+        with pytest.raises(SystemExit):
+            run.load_newest(0)

@@ -471,7 +471,7 @@ def survivors_of(mutants: Sequence[Mutant], seen: Seen, folder: Path, num_proces
                 elif report.exists():
                     killer = report.read_text("utf-8")
                     kills[mutant.path][killer] += 1
-                    how = f"killed by {killer.rpartition('/')[2]}"
+                    how = f"killed by {killer.removeprefix('tests/')}"
                 num_tried += 1
                 print(f"{num_tried}/{len(mutants)} {mutant}\n    {how} ({child.used_s:.0f} s)", flush=True)
                 shutil.rmtree(child.folder, ignore_errors=True)

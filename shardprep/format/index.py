@@ -135,15 +135,23 @@ class IdxFile:
         self._folder, self._shard_id, self.dtype = folder, shard_id, idx_dtype(spec.kind)
         path, header = idx_path(folder, shard_id), idx_header(spec, shard_id)
         try:
-            self.file = ReadFile(path)  # which is closed when nobody holds it, as where this fails
+            self.file = ReadFile(path)
         except NOT_THERE:
             raise missing_file(path, shard_id, folder) from None
+        try:
+            self._read_header(spec, header)
+        except BaseException:
+            self.file.close()  # an error that somebody keeps would keep it open
+            raise
+
+    def _read_header(self, spec: DatasetSpec, header: bytes) -> None:
+        """Compare header and size, and take the crc32s. Raises as opening does."""
         found = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
         if len(found) < HEADER_BYTES or found[:8] != header[:8]:
             raise self._wrong(BrokenShard, f"no idx: it begins {found[:8]!r}", f"{header[:8]!r}")
         values, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (found, header))
         if (version := int(values["version"])) != FORMAT_VERSION:
-            raise unknown_version(path, version)
+            raise unknown_version(self.file.path, version)
         for name in IDX_HEADER.names or ():
             if values[name] != wanted[name]:
                 raise self._wrong(OtherPlan, f"an idx for {name} {values[name]}", wanted[name])

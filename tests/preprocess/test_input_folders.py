@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
-import pyarrow.dataset
-import pyarrow.feather
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
@@ -120,9 +118,10 @@ def test_plan_names_and_counts_what_it_leaves_out_and_plan_json_has_all_of_it(wo
 def test_flags_take_what_is_left_out_and_one_without_effect_is_not_in_the_plan(
     world: World, tmp_path: Path
 ) -> None:
-    flags = {"follow_links": True, "also": "*.md, readme*"}
-    planned(world, **flags)
-    assert world.inputs() == ["README.txt", "a.txt", "b/c.txt", "linked/e.txt", "more.md", "notes.md"]
+    flags = {"follow_links": True, "also": "*.md, readme*, _u*"}
+    planned(world.raw({"_u.txt": "as Spark names what is no data\n"}), **flags)
+    inputs = ["README.txt", "_u.txt", "a.txt", "b/c.txt", "linked/e.txt", "more.md", "notes.md"]
+    assert world.inputs() == inputs
     assert "This is more.md." in world.run().texts()
     planned(world, **flags)  # and again
     few = World(tmp_path / "few").raw({"a.txt": "a\n"})
@@ -139,8 +138,10 @@ SUFFIXES: dict[str, bytes] = {
 
 
 def test_suffixes_are_known_in_any_case_and_by_their_usual_synonyms(tmp_path: Path) -> None:
+    from pyarrow import feather  # it brings pandas, which takes 0.3 s to import
+
     world = World(tmp_path).raw(SUFFIXES)
-    pyarrow.feather.write_feather(pyarrow.table({"text": ["one"]}), world.raw_dir / "f.Feather")
+    feather.write_feather(pyarrow.table({"text": ["one"]}), world.raw_dir / "f.Feather")
     planned(world)
     assert world.run().texts() == ["one"] * 9
 
@@ -293,9 +294,9 @@ def test_a_delta_table_that_its_files_do_not_tell_is_refused(tmp_path: Path, dam
 
 def by_pyarrow(raw: Path) -> None:
     table = pyarrow.table({"text": DOCS, "year": [2023, 2024, 2025] * 10})
-    pyarrow.dataset.write_dataset(
-        table, raw, format="parquet", partitioning=["year"], partitioning_flavor="hive"
-    )
+    from pyarrow import dataset
+
+    dataset.write_dataset(table, raw, format="parquet", partitioning=["year"], partitioning_flavor="hive")
     pyarrow.parquet.write_metadata(table.schema, raw / "_common_metadata")
 
 

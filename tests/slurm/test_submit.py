@@ -314,7 +314,7 @@ def test_a_submit_follows_what_slurm_takes_and_no_job_runs_unrecorded(
 ) -> None:
     site, place = SITES[name], shlex.quote(str(desk.fake.place))
     waits: list[float] = []
-    monkeypatch.setattr("slurm.queue.sleep", waits.append)
+    monkeypatch.setattr("slurm.state.sleep", waits.append)
     for command, script in (("sbatch", site.sbatch), ("scontrol", site.scontrol)):
         real = f'{place}/{command}.sh "$@"'
         desk.fake.answers_by(command, script.replace("REAL", real).replace("PLACE", place))

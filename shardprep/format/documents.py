@@ -173,10 +173,8 @@ def read_names(path: Path, *, id_field: str) -> DocumentNames:
         keys += key
         kinds.add(kind)
         if len(keys) > _MOST_NAMES * DIGEST_BYTES:
-            found = (
-                f"more than {_MOST_NAMES:,} names, all of which every process that makes shards would hold"
-            )
-            raise BadInput(path=path, found=found, expected="fewer, or an input that is filtered")
+            too_many = f"more than {_MOST_NAMES:,} names, and every process that makes shards would hold them"
+            raise BadInput(path=path, found=too_many, expected="fewer, or an input that is filtered")
     if not keys:
         raise BadInput(path=path, found="no document", expected="a line for each")
     found = np.unique(np.frombuffer(keys, DIGEST))

@@ -51,6 +51,7 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("has_numbers = sizes > 2", "has_numbers = (sizes >= 2)", SPEED),
     ],
     "loader/reading.py": [
+        ("gap % 4 > 0", "(gap % 4 >= 0)", READS),
         ("(gap > _MOST_GAP_BYTES)", "((gap >= _MOST_GAP_BYTES))", READS),
         ("_IDX_ROWS = 1 << 16", "_IDX_ROWS = 1 << (17)", LIMIT),
         ("self._used > len(self._buffer)", "(self._used >= len(self._buffer))", MEMORY),

@@ -482,7 +482,8 @@ def survivors_of(mutants: Sequence[Mutant], seen: Seen, folder: Path, num_proces
     return survivors
 
 
-def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+def main() -> int:
+    """Return 0 where at most 5 % survived."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.splitlines()[0])
     parser.add_argument("--num", type=int, default=200, help="mutants to try (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="which ones (default: 0)")
@@ -490,12 +491,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--at", default="", help="all mutants of one line instead: loader/order.py:84")
     parser.add_argument("--processes", type=int, default=2, help="side by side (default: 2)")
     parser.add_argument("--list", action="store_true", help="print the mutants and try none")
-    return parser.parse_args(words)
-
-
-def main() -> int:
-    """Return 0 where at most 5 % survived."""
-    args = arguments()
+    args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # processes of mutants are ended, too
     found = find_mutants(path for path in TARGETS if args.only in path)
     survivors = choose(found, args.num, args.seed)

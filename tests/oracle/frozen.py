@@ -1,7 +1,6 @@
-"""The frozen table: what is hashed, how a difference is told, and how the table was made.
+"""The frozen table: what is hashed, and how a difference is told.
 
-``python -m tests.oracle`` compares everything with the table, on all numbers of ranks and workers.
-``python -m tests.oracle --make`` writes it anew. The table in the repository was made with commit 707a289; a
+``python -m tests.oracle.frozen`` writes it anew. The table in the repository was made with commit 707a289; a
 change of it changes what a running training would see next, and needs as good a reason as that. That ids and
 masks of conversations are transformers' own is compared by tests/preprocess/test_chat.py.
 """
@@ -10,21 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tarfile
+import tempfile
 from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.oracle.forms import (
-    FORMS,
-    NUM_STEPS,
-    RESUME_AT,
-    SHARDPREP_SETS,
-    WORLD_SIZES,
-    DataSets,
-    arguments_of,
-)  # fmt: skip
+from tests.oracle import forms
+from tests.oracle.forms import FORMS, NUM_STEPS, RESUME_AT, WORLD_SIZES, DataSets, arguments_of
 from tests.world import GlobalBatch, Ranks
 
 PATH = Path(__file__).with_name("frozen.json")
@@ -47,7 +41,7 @@ def write_table(data: DataSets) -> None:
     for name in FORMS:
         steps = [found for _, found in stream(data, name, world_size=1, num_workers=(0, 0), resume_on=1)]
         streams[name] = {field: " ".join(found[field] for found in steps) for field in steps[0]}
-    members = {name: members_of(data[name]) for name in SHARDPREP_SETS}
+    members = {name: members_of(data[name]) for name in forms.SHARDPREP_SETS}
     PATH.write_text(json.dumps({"streams": streams, "members": members}, indent=1) + "\n", encoding="utf-8")
 
 
@@ -136,3 +130,9 @@ def members_of(folder: Path) -> list[dict[str, Any]]:
         data = short_hash(content for _, content in items)
         shards.append({"num_members": len(items), "names": names, "bytes": data})
     return shards
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as name:
+        os.environ["XDG_CACHE_HOME"] = name
+        write_table(DataSets(Path(name) / "data"))

@@ -124,20 +124,6 @@ def test_a_damaged_file_is_found_and_its_shard_is_made_again(
     check_found_and_made_again(world, whole(name), fast=fast)
 
 
-def test_the_files_of_another_shard_and_of_another_plan_are_not_a_shards_own(
-    whole: Whole, tmp_path: Path
-) -> None:
-    for name, shard in (("json", "shard-00000"), ("npy", "shard-00001")):
-        source = whole(name).data_dir / shard
-        world = whole("json").copy(tmp_path / name)
-        for suffix in ("tar", "idx", "json"):
-            shutil.copy(f"{source}.{suffix}", path_of(world, suffix))
-        ended = world.main("verify", world.data_dir)
-        assert ended.code != 0
-        assert f"{BROKEN:05d}" in ended.err
-        assert not (world.data_dir / "index.json").exists()
-
-
 def forge(
     world: World,
     *,

@@ -77,7 +77,7 @@ class Scene:
         for change, *arguments in refusal.changes:
             change(broken, *self.filled(arguments))
 
-    def run(self, line: str) -> Ended:
+    def run(self, line: str, environ: Mapping[str, str] | None = None) -> Ended:
         """Run commands; all but the last one have to succeed."""
         ended = Ended(0, "", "")
         for command in line.split(" && "):
@@ -86,7 +86,7 @@ class Scene:
             for flag, folder in USUAL_FLAGS.get(words[0], {}).items():
                 if flag not in words:
                     words += [flag, folder]
-            ended = call_main(*self.filled(words))
+            ended = call_main(*self.filled(words), environ=environ)
         return ended
 
 
@@ -99,13 +99,8 @@ class Use:
 
 
 def command(line: str, environ: Mapping[str, str] | None = None) -> Use:
-    def call(scene: Scene, remedy: str) -> Ended:
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in (environ or {}).items():
-                patch.setenv(name, value)
-            return scene.run(f"{line} {remedy}")
-
-    return Use(line, call)
+    """Run commands as they are typed."""
+    return Use(line, lambda scene, remedy: scene.run(f"{line} {remedy}", environ))
 
 
 def arguments_of(scene: Scene, arguments: Mapping[str, Any], remedy: str) -> dict[str, Any]:

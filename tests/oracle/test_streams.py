@@ -15,7 +15,7 @@ from tests.oracle.forms import FORMS, SHARDPREP_SETS, WORLD_SIZES, DataSets, arg
 from tests.world import Ranks, World, hostile_text
 
 # Workers are processes, which cost: each form has them on one small number of ranks, and one form on all,
-# before the run resumes or behind it. `python -m tests.oracle` tries all forms with none, and with both.
+# before the run resumes or behind it. ORACLE=all tries all forms with none, and with both.
 SAMPLE = {(name, 1 + number % 2): (2, 0) if number % 4 < 2 else (0, 2) for number, name in enumerate(FORMS)}
 SAMPLE |= {("documents", size): (0, 2) if number % 2 else (2, 0) for number, size in enumerate(WORLD_SIZES)}
 
@@ -24,12 +24,12 @@ def cases() -> Iterator[Any]:
     """Yield forms on numbers of ranks, with workers before and behind the resume."""
     for name, world_size in itertools.product(FORMS, WORLD_SIZES):
         if os.environ.get("ORACLE") == "all":
-            for num_workers in ((0, 0), (2, 2)):
-                yield pytest.param(name, world_size, num_workers, id=f"{name}-{world_size}-{num_workers[0]}")
-            continue
-        num_workers = SAMPLE.get((name, world_size), (0, 0))
-        marks = [pytest.mark.processes] if any(num_workers) else []
-        yield pytest.param(name, world_size, num_workers, id=f"{name}-{world_size}", marks=marks)
+            by_id = {f"{name}-{world_size}": (0, 0), f"{name}-{world_size}-workers": (2, 2)}
+        else:
+            by_id = {f"{name}-{world_size}": SAMPLE.get((name, world_size), (0, 0))}
+        for told, num_workers in by_id.items():
+            marks = [pytest.mark.processes] if any(num_workers) else []
+            yield pytest.param(name, world_size, num_workers, id=told, marks=marks)
 
 
 @pytest.fixture(scope="module")

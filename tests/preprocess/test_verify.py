@@ -164,8 +164,8 @@ def one_done(made: World, tmp_path: Path) -> World:
 
 # Shard 0 is done, shard 2 is broken, the others are not made; with the age in hours.
 GONE = [
-    (".shard-00000.tar", 0), ("quarantine/.shard-00000.jsonl", 0), (".shard-00001.tar", 25),
-    (".index.json", 25), ("jobs/.0000.json", 25),
+    (".shard-00000.tar", 0), ("quarantine/.shard-00000.jsonl", 0), ("ids/.shard-00000.jsonl", 0),
+    (".shard-00001.tar", 25), (".index.json", 25), ("jobs/.0000.json", 25),
 ]  # fmt: skip
 KEPT = [
     (".shard-00001.idx", 23), (".shard-00002.tar", 0), (".shard-00010.tar", 0), (".findings.json", 1),
@@ -199,7 +199,7 @@ def test_temporaries_go_if_their_shard_is_done_or_after_a_day(one_done: World, t
     os.utime(link, (0, 0), follow_symlinks=False)
     for dry_run in (True, None):
         ended = one_done.main("clean", data, dry_run=dry_run)
-        assert (ended.code, "6 files" in ended.out) == (0, True), ended.text
+        assert (ended.code, "7 files" in ended.out) == (0, True), ended.text
         assert {path.exists() for path in gone} == {dry_run is True}
     assert [path for path in kept if not path.exists()] == []
     assert not link.is_symlink()

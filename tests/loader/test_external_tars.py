@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
@@ -10,7 +9,6 @@ import random
 import re
 import tarfile
 import tempfile
-import time
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ import webdataset
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from loader import BrokenShard, NotFound, ReadWriteError, ShardprepError, UsageError
+from loader import BrokenShard, NotFound, ShardprepError, UsageError
 from shardprep.errors import UnknownMember
 from tests.external_tars import write_numbered_tars
 from tests.oracle.forms import DataSets
@@ -307,26 +305,6 @@ def test_members_that_make_no_sample_of_ids_are_refused_with_the_samples_key(
     path.write_bytes(tar_of(names))
     with refuses(kind, path=path, found=key):
         open_loader(path, model_id=model)
-
-
-def test_a_scan_that_fails_is_tried_again_and_then_names_the_tar(
-    tars: list[Path], model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    codes, real = [errno.EIO, errno.ESTALE], os.open
-
-    def failing(path: Any, *args: Any, **options: Any) -> int:
-        if codes and str(path).endswith(".tar"):
-            raise OSError(codes[0], os.strerror(codes.pop(0)))
-        return real(path, *args, **options)
-
-    monkeypatch.setattr(os, "open", failing)
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-    assert [ids[0] for ids in read(tars[0], model)] == [*range(6)]
-    assert not codes
-    codes[:] = [errno.EIO] * 100
-    with pytest.raises(ReadWriteError) as raised:
-        open_loader(tars[0], model_id=model)
-    assert str(tars[0]) in str(raised.value)
 
 
 def test_a_tar_that_changes_under_the_loader_is_an_error(tars: list[Path], model: str) -> None:

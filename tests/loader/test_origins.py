@@ -19,6 +19,7 @@ import torch
 
 from loader import SourceLosses, TokenLoader, UsageError, source_ids, split_for_context_parallel
 from loader.trainer import LoaderMixin
+from tests.attention_families import small_model
 from tests.oracle.forms import SEQ_LEN, DataSets
 from tests.world import call_main, open_loader, refuses
 
@@ -246,7 +247,7 @@ def test_sources_go_along_where_places_are_dealt_to_ranks(sets: DataSets) -> Non
 @pytest.mark.slow
 def test_trainer_logs_the_mean_loss_of_each_source(sets: DataSets, tmp_path: Path) -> None:
     # These take 1.5 s to import, which the quick layer need not do.
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     class OwnTrainer(LoaderMixin, Trainer):
         pass
@@ -254,13 +255,9 @@ def test_trainer_logs_the_mean_loss_of_each_source(sets: DataSets, tmp_path: Pat
     eval_loader = open_loader(
         sets["split_packed"], split="validation", boundaries="transformers", origins=True
     )
-    torch.manual_seed(0)
     with mixture(sets, boundaries="transformers") as loader, eval_loader:
-        config = LlamaConfig(
-            vocab_size=len(loader.tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-            num_attention_heads=2,
-        )  # fmt: skip
-        model = LlamaForCausalLM(config)
+        model = small_model("llama", "sdpa")
+        model.resize_token_embeddings(len(loader.tokenizer))
         arguments = TrainingArguments(
             output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=4,
             per_device_train_batch_size=4, gradient_accumulation_steps=2, logging_steps=2, learning_rate=0.0,

@@ -8,15 +8,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from loader import ReadWriteError, ShardprepError, UsageError, ensure_prepared
 from shardprep.errors import BadInput, Refused
-from tests.checkout import ROOT
 from tests.children import child, end_of, is_living
 from tests.held_children import Hold
 from tests.oracle.forms import DataSets
@@ -55,56 +55,37 @@ def planned(tmp_path: Path) -> World:
     return World(tmp_path).raw(texts).plan(num_shards=NUM_SHARDS)
 
 
-@pytest.fixture
-def start(planned: World) -> Iterator[Callable[..., list[subprocess.Popen[str]]]]:
-    """Starts ranks of a job; whatever they leave is killed."""
-    started: list[subprocess.Popen[str]] = []
-
-    def ranks(
-        *numbers: int, raw: Path = planned.raw_dir, data: Path = planned.data_dir, hold: Hold | None = None
-    ) -> list[Any]:
-        environ = {name: value for name, value in os.environ.items() if name not in LAUNCH}
-        environ |= hold.environ() if hold else {}
-        environ |= {"SLURM_JOB_ID": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{environ.get('PYTHONPATH', '')}"}
-        words = [sys.executable, "-c", RANK, str(raw), str(data)]
-        new = [
-            subprocess.Popen(
-                [*words, str(planned.tokenizer), str(rank)], env=environ, text=True, stdout=subprocess.PIPE
-            )
-            for rank in numbers
-        ]
-        started.extend(new)
-        return new
-
-    yield ranks
-    for process in started:
-        process.kill()
-        process.communicate()
+def start(world: World, rank: int, *, raw: Path | None = None, hold: Hold | None = None) -> Any:
+    """Start a rank of a job; use it in ``with``."""
+    environ = {name: value for name, value in os.environ.items() if name not in LAUNCH}
+    words = [raw or world.raw_dir, world.data_dir, world.tokenizer, rank]
+    command = [sys.executable, "-c", RANK, *map(str, words)]
+    return child(command, env={**environ, "SLURM_JOB_ID": "1", **(hold.environ() if hold else {})})
 
 
 @pytest.mark.processes
 def test_one_rank_prepares_and_all_go_on_when_it_is_verified_also_where_one_was_killed_before(
-    planned: World, start: Any
+    planned: World,
 ) -> None:
     hold = Hold(planned.raw_dir.parent, "write", r"/\.shard-\d+\.tar\.")
-    (killed,) = start(0, hold=hold)
-    children = hold.wait(1, killed)
-    killed.kill()
-    wait_until(lambda: not any(map(is_living, children)), every_s=0.01)
+    with start(planned, 0, hold=hold) as killed:
+        children = hold.wait(1, killed)
+        killed.kill()
+        wait_until(lambda: not any(map(is_living, children)), every_s=0.01)
     assert not (planned.data_dir / "index.json").exists()
-    ranks = start(1, 2, 0)
-    assert [end_of(rank) for rank in ranks] == [f"ready {planned.data_dir}\n"] * 3
+    with start(planned, 1) as one, start(planned, 2) as two, start(planned, 0) as first:
+        assert [end_of(rank) for rank in (one, two, first)] == [f"ready {planned.data_dir}\n"] * 3
     planned.verify()
     assert not [path for path in planned.data_dir.parent.iterdir() if path.name.startswith(".")]
 
 
 @pytest.mark.processes
-def test_the_others_end_with_the_error_of_rank_0(planned: World, start: Any) -> None:
-    nothing = planned.raw_dir.parent / "nothing"
-    for rank in start(0, 1, raw=nothing, data=planned.raw_dir.parent / "data of nothing"):
-        said = end_of(rank)
-        assert said.startswith("NotFound ")
-        assert str(nothing) in said
+def test_the_others_end_with_the_error_of_rank_0(tmp_path: Path) -> None:
+    world, nothing = World(tmp_path), tmp_path / "nothing"
+    with start(world, 0, raw=nothing) as first, start(world, 1, raw=nothing) as other:
+        for said in map(end_of, (first, other)):
+            assert said.startswith("NotFound ")
+            assert str(nothing) in said
 
 
 @pytest.fixture
@@ -261,27 +242,16 @@ def test_where_a_shard_of_the_source_is_broken_the_others_are_staged(
         open_loader(node)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 64 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=0755", "none", str(folder)]
-    if not shutil.which("mount"):
-        pytest.skip("there is no mount command here, so no small disk to be filled")
-    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"no small disk can be mounted here to be filled: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-@pytest.mark.processes
-def test_too_small_a_disk_is_73_before_anything_is_copied(sets: DataSets, small_disk: Path) -> None:
-    ended = stage(sets["documents"], small_disk)
+def test_too_small_a_disk_is_73_before_anything_is_copied(
+    sets: DataSets, node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.mkdir()
+    small, real = SimpleNamespace(f_bavail=16, f_frsize=4096), os.statvfs
+    monkeypatch.setattr(os, "statvfs", lambda path: small if Path(path) == node else real(path))
+    ended = stage(sets["documents"], node)
     assert ended.code == 73
-    assert str(small_disk) in ended.text
-    assert not list(small_disk.iterdir())
+    assert str(node) in ended.text
+    assert not list(node.iterdir())
 
 
 def test_what_cannot_be_staged_is_refused(sets: DataSets, tmp_path: Path, node: Path) -> None:

@@ -15,7 +15,7 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,22 +63,6 @@ def test_without_idx_a_shard_is_missing_and_without_manifests_its_tar_is_as_anyo
 # Calls that fail
 
 
-class FailingReads:
-    """``os.preadv`` that fails with these codes (0: reads), for files of one suffix; nobody sleeps."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, codes: list[int], suffix: str) -> None:
-        self.codes, self.suffix, self.real = codes, suffix, os.preadv
-        self.slept: list[float] = []
-        monkeypatch.setattr(os, "preadv", self)
-        monkeypatch.setattr(time, "sleep", self.slept.append)
-
-    def __call__(self, handle: int, buffers: Any, offset: int) -> int:
-        path = Path(f"/proc/self/fd/{handle}").readlink()
-        if self.codes and path.suffix == self.suffix and (code := self.codes.pop(0)):
-            raise OSError(code, os.strerror(code))
-        return self.real(handle, buffers, offset)
-
-
 def opened_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Paths of the files that are opened from now on."""
     paths: list[str] = []
@@ -95,28 +79,31 @@ def opened_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # Of an idx the header is read first.
 @pytest.mark.parametrize(("suffix", "before"), [(".tar", []), (".idx", [0])])
 def test_a_failed_read_is_tried_again_with_the_file_opened_anew_and_then_named(
-    sets: DataSets,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    suffix: str,
-    before: list[int],
+    sets: DataSets, monkeypatch: pytest.MonkeyPatch, suffix: str, before: list[int]
 ) -> None:
-    whole = epoch(sets["concat"])
-    handles = num_handles()
-    opened = opened_files(monkeypatch)
-    codes = [*before, errno.EIO, *before, errno.ESTALE, *before, errno.ESHUTDOWN]
-    reads = FailingReads(monkeypatch, codes, suffix)
-    assert epoch(sets["concat"]) == whole
-    assert reads.slept == [0.5, 1, 2]
-    first = next(path for path in opened if path.endswith(suffix))
-    assert opened.count(first) >= 4
-    assert first.removesuffix(suffix) in caplog.text
-    for codes, num_waits in (([*before, errno.EIO] * 100, 6), ([*before, errno.EACCES], 0)):
-        reads.codes[:], reads.slept[:] = codes, []
+    data = sets["concat"]
+    whole, handles, opened = epoch(data), num_handles(), opened_files(monkeypatch)
+    codes = [*before, errno.EIO, *before, errno.ESTALE, *before, errno.ESHUTDOWN]  # 0: it reads
+    slept: list[float] = []
+    real = os.preadv
+
+    def failing(handle: int, buffers: Any, offset: int) -> int:
+        is_meant = Path(f"/proc/self/fd/{handle}").readlink().suffix == suffix
+        if codes and is_meant and (code := codes.pop(0)):
+            raise OSError(code, os.strerror(code))
+        return real(handle, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    monkeypatch.setattr(time, "sleep", slept.append)
+    assert epoch(data) == whole
+    assert slept == [0.5, 1, 2]
+    assert opened.count(next(path for path in opened if path.endswith(suffix))) >= 4
+    for faults, num_waits in (([*before, errno.EIO] * 100, 6), ([*before, errno.EACCES], 0)):
+        codes[:], slept[:] = faults, []
         with pytest.raises(ReadWriteError) as raised:
-            epoch(sets["concat"])
-        assert str(sets["concat"] / "shard-0000") in str(raised.value)
-        assert len(reads.slept) == num_waits, "what waiting cannot mend is not waited for"
+            epoch(data)
+        assert str(data / "shard-0000") in str(raised.value)
+        assert len(slept) == num_waits, "what waiting cannot mend is not waited for"
     assert num_handles() <= handles
 
 
@@ -230,9 +217,22 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(scope="module")
-def behind_url(sets: DataSets, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+class Urls:
     """A folder and its URL: a data set of ours, and its tars alone in ``others``, with names of their own."""
+
+    def __init__(self, root: Path, port: int) -> None:
+        self.root, self.url = root, f"http://127.0.0.1:{port}"
+        self.model = root / "data" / "tokenizer"
+        self.tar = root / "others" / "part-0.tar"
+
+    def copy(self, url: str, cache: Path) -> list[Path]:
+        """Load a URL with a cache; return the copies in it."""
+        open_loader(url, model_id=self.model, cache_dir=cache).close()
+        return sorted(cache.rglob("*.tar"))
+
+
+@pytest.fixture(scope="module")
+def urls(sets: DataSets, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Urls]:
     root = tmp_path_factory.mktemp("behind")
     shutil.copytree(sets["documents"], root / "data")
     (root / "others").mkdir()
@@ -242,33 +242,23 @@ def behind_url(sets: DataSets, tmp_path_factory: pytest.TempPathFactory) -> Iter
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as serving:
         thread = threading.Thread(target=serving.serve_forever)
         thread.start()
-        yield root, f"http://127.0.0.1:{serving.server_port}"
+        yield Urls(root, serving.server_port)
         serving.shutdown()
         thread.join()
 
 
-@pytest.fixture
-def copy_url(sets: DataSets, tmp_path: Path) -> Callable[..., list[Path]]:
-    """Load a URL with a cache; returns the copies in it."""
-
-    def load(url: str, cache: Path = tmp_path / "cache") -> list[Path]:
-        open_loader(url, model_id=sets["documents"] / "tokenizer", cache_dir=cache).close()
-        return sorted(cache.rglob("*.tar"))
-
-    return load
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("tars", ["data/shard-{00000..00002}.tar", "others/part-{0..2}.tar"])
-def test_a_run_goes_on_with_the_same_tars_from_a_url_and_back(
-    behind_url: tuple[Path, str], tmp_path: Path, tars: str
-) -> None:
-    root, url = behind_url
-    options: dict[str, Any] = {"model_id": root / "data" / "tokenizer", "cache_dir": tmp_path / "cache"}
-    here, there = str(root / tars), f"{url}/{tars}"
+def test_a_run_goes_on_with_the_same_tars_from_a_url_and_back(urls: Urls, tmp_path: Path, tars: str) -> None:
+    options: dict[str, Any] = {"model_id": urls.model, "cache_dir": tmp_path / "cache"}
+    here, there = str(urls.root / tars), f"{urls.url}/{tars}"
     pairs: list[tuple[Any, Any]] = [(here, there), (there, here)]
     if tars.startswith("data"):  # the tars of a data set by URL are the data set
-        pairs.append((root / "data", there))
+        pairs.append((urls.root / "data", there))
     for first, then in pairs:
         with open_loader(first, 8, **options) as loader:
             batches = [samples_of(batch) for batch in loader]
@@ -279,106 +269,95 @@ def test_a_run_goes_on_with_the_same_tars_from_a_url_and_back(
 
 
 @pytest.mark.processes
-def test_what_is_no_local_file_is_copied_by_webdataset_once(
-    behind_url: tuple[Path, str], copy_url: Callable[..., list[Path]]
-) -> None:
-    root, _ = behind_url
-    url = f"pipe:cat {root}/others/part-{{0..2}}.tar"
-    copies = copy_url(url)
+def test_what_is_no_local_file_is_copied_by_webdataset_once(urls: Urls, tmp_path: Path) -> None:
+    url = f"pipe:cat {urls.root}/others/part-{{0..2}}.tar"
+    copies = urls.copy(url, tmp_path)
     assert sorted(path.name[17:] for path in copies) == [f"part-{number}.tar" for number in range(3)]
     stamps = [path.stat().st_mtime_ns for path in copies]
-    assert copy_url(url) == copies
+    assert urls.copy(url, tmp_path) == copies
     assert [path.stat().st_mtime_ns for path in copies] == stamps
 
 
 @pytest.mark.processes
 def test_urls_that_cannot_be_read_or_are_no_whole_tar_leave_nothing_behind(
-    behind_url: tuple[Path, str], copy_url: Callable[..., list[Path]], tmp_path: Path
+    urls: Urls, tmp_path: Path
 ) -> None:
-    tar = behind_url[0] / "others" / "part-0.tar"
-    with webdataset.TarWriter(str(tmp_path / "masked")) as writer:
+    masked, cache = tmp_path / "masked", tmp_path / "cache"
+    with webdataset.TarWriter(str(masked)) as writer:
         writer.write({"__key__": "d", "token_ids.json": [1], "loss_mask.npy": b""})
     for command, kind in (
-        (f"head -c 5000 {tar}", BrokenShard),
+        (f"head -c 5000 {urls.tar}", BrokenShard),
         (f"cat {tmp_path}/nothing.tar", NotFound),
-        (f"cat {tmp_path}/masked", UnknownMember),
-        (f"cat {tar}; exit 3", NotFound),  # a copy is whole only where its command says so, too
+        (f"cat {masked}", UnknownMember),
+        (f"cat {urls.tar}; exit 3", NotFound),  # a copy is whole only where its command says so, too
     ):
         with refuses(kind):
-            copy_url(f"pipe:{command}")
-    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+            urls.copy(f"pipe:{command}", cache)
+    assert not files_in(cache)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("suffix", ["tar", "idx"])
 def test_a_shard_by_url_that_is_not_what_its_manifest_says_is_refused(
-    behind_url: tuple[Path, str], copy_url: Callable[..., list[Path]], tmp_path: Path, suffix: str
+    urls: Urls, tmp_path: Path, suffix: str
 ) -> None:
-    root, url = behind_url
-    path = Path(shutil.copytree(root / "data", root / f"altered-{suffix}")) / f"shard-00001.{suffix}"
+    altered = Path(shutil.copytree(urls.root / "data", urls.root / f"altered-{suffix}"))
+    path = altered / f"shard-00001.{suffix}"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with refuses(BrokenShard, path=f"{url}/altered-{suffix}/shard-00001.{suffix}"):
-        copy_url(f"{url}/altered-{suffix}/shard-00001.tar")
+    with refuses(BrokenShard, path=f"{urls.url}/{altered.name}/{path.name}"):
+        urls.copy(f"{urls.url}/{altered.name}/shard-00001.tar", tmp_path)
     assert not [*tmp_path.rglob("*.tar"), *tmp_path.rglob(".*")]
 
 
 @pytest.mark.processes
-def test_no_link_that_others_put_into_the_cache_is_followed(
-    behind_url: tuple[Path, str], copy_url: Callable[..., list[Path]], tmp_path: Path
-) -> None:
+def test_no_link_that_others_put_into_the_cache_is_followed(urls: Urls, tmp_path: Path) -> None:
     """At the names that were guessable: of the temporary file and of the copy."""
-    tar = behind_url[0] / "others" / "part-0.tar"
-    url, victim = f"pipe:cat {tar}", tmp_path / "victim"
+    url, victim, cache = f"pipe:cat {urls.tar}", tmp_path / "victim", tmp_path / "cache"
     victim.write_bytes(b"precious")
-    (copy,) = copy_url(url)
+    (copy,) = urls.copy(url, cache)
     copy.unlink()
     guessed = copy.with_name(f".{copy.name}.{os.uname().nodename}.{os.getpid()}")
     guessed.symlink_to(victim)
-    assert copy_url(url) == [copy]
-    assert copy.read_bytes() == tar.read_bytes()
+    assert urls.copy(url, cache) == [copy]
+    assert copy.read_bytes() == urls.tar.read_bytes()
     copy.unlink()
     copy.symlink_to(victim)
     with refuses(BrokenShard, path=copy):
-        copy_url(url)
+        urls.copy(url, cache)
     assert victim.read_bytes() == b"precious"
 
 
 @pytest.mark.processes
 def test_in_a_folder_that_others_can_write_to_copies_lie_in_one_of_the_users_own(
-    behind_url: tuple[Path, str], copy_url: Callable[..., list[Path]], tmp_path: Path
+    urls: Urls, tmp_path: Path
 ) -> None:
-    url, shared = f"pipe:cat {behind_url[0]}/others/part-0.tar", tmp_path / "shared"
+    url, shared, elsewhere = f"pipe:cat {urls.tar}", tmp_path / "shared", tmp_path / "elsewhere"
     shared.mkdir()
     shared.chmod(0o1777)
     own = shared / f"shardprep-{os.getuid()}"
-    (copy,) = copy_url(url, shared)
+    (copy,) = urls.copy(url, shared)
     assert copy.parent == own
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
     shutil.rmtree(own)
-    (tmp_path / "elsewhere").mkdir()
-    own.symlink_to(tmp_path / "elsewhere")
+    elsewhere.mkdir()
+    own.symlink_to(elsewhere)
     with refuses(CannotWrite, path=own, found="lrwxrwxrwx"):
-        copy_url(url, shared)
+        urls.copy(url, shared)
     own.unlink()
     own.mkdir()
     own.chmod(0o777)
     with refuses(CannotWrite, path=own, found="drwxrwxrwx"):
-        copy_url(url, shared)
-    assert not list((tmp_path / "elsewhere").iterdir())
+        urls.copy(url, shared)
+    assert not list(elsewhere.iterdir())
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("call", ["open", "fsync", "mkdir", "rename", "stat"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EACCES])
 def test_an_error_of_the_cache_is_one_that_names_it_and_leaves_nothing(
-    behind_url: tuple[Path, str],
-    copy_url: Callable[..., list[Path]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    call: str,
-    code: int,
+    urls: Urls, tmp_path: Path, call: str, code: int
 ) -> None:
     cache, real = tmp_path / "cache", getattr(os, call)
 
@@ -387,10 +366,9 @@ def test_an_error_of_the_cache_is_one_that_names_it_and_leaves_nothing(
             raise OSError(code, os.strerror(code), str(path))
         return real(path, *args, **named)
 
-    url = f"pipe:cat {behind_url[0]}/others/part-0.tar"
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, call, failing)
         with pytest.raises((CannotWrite, ReadWriteError)) as raised:
-            copy_url(url)
+            urls.copy(f"pipe:cat {urls.tar}", cache)
     assert str(cache) in str(raised.value)
-    assert not [path for path in cache.rglob("*") if path.is_file()]
+    assert not files_in(cache)

@@ -66,6 +66,14 @@ def world(made: World, tmp_path: Path) -> World:
     return made.copy(tmp_path)
 
 
+def test_stage_ends_with_74_where_a_folder_cannot_be_listed(world: World, fail: Fail) -> None:
+    """os.walk leaves such a folder out, without a word."""
+    world.run(1)
+    failed = fail("scandir", "data", errno.ESTALE)
+    ended = world.main("stage", world.data_dir, "--to", world.data_dir.with_name("copy"))
+    assert (ended.code, bool(failed)) == (74, True), ended.text
+
+
 @pytest.mark.parametrize("error", ["EMFILE", "ENFILE", "ESTALE", "EDQUOT", "EROFS", "EIO", "ENOMEM"])
 @pytest.mark.parametrize("command", ["plan", "shard"])
 def test_an_error_that_may_go_away_is_tried_again_and_another_is_not(

@@ -79,29 +79,24 @@ def _checked(name: str, value: Any, annotation: str) -> Any:
     kind = annotation.removesuffix(" | None")
     if value is None and kind != annotation:
         return None
-    if name == "seed":
-        if isinstance(value, Integral):
-            return int(value)
-        expected = "a whole number"
-    elif kind == "int":
+    if kind == "int" and name != "seed":
         return whole_number(name, value, least=0 if name in _FROM_0 else 1)
+    choices = get_args(_CHOICES.get(kind))
+    if name == "seed":
+        is_right, expected = isinstance(value, Integral), "a whole number"
     elif kind == "bool":
-        if value in (True, False):
-            return bool(value)
-        expected = "True or False"
-    elif kind in _CHOICES:
-        if value in get_args(_CHOICES[kind]):
-            return value
-        expected = " or ".join(map(repr, get_args(_CHOICES[kind])))
+        is_right, expected = value in (True, False), "True or False"
+    elif choices:
+        is_right, expected = value in choices, " or ".join(map(repr, choices))
     elif name in _PATHS:
-        if isinstance(value, (str, os.PathLike)):
-            return value
-        expected = _PATHS[name]
-    elif name != "collate_fn" or callable(value):
-        return value
+        is_right, expected = isinstance(value, (str, os.PathLike)), _PATHS[name]
     else:
-        expected = "a function of a list of samples"
-    raise UsageError.of_value(name, value, expected)
+        is_right, expected = name != "collate_fn" or callable(value), "a function of a list of samples"
+    if not is_right:
+        raise UsageError.of_value(name, value, expected)
+    if kind == "bool":
+        return bool(value)
+    return int(value) if name == "seed" else value
 
 
 @_with_checks

@@ -27,7 +27,7 @@ from loader.shards import DatasetShards, ShardSet
 from shardprep.console import quoted
 from shardprep.errors import BrokenShard, MissingShard
 from shardprep.files import NOT_THERE, RETRY_DELAYS_S, ReadFile, wait_to_retry, with_retries
-from shardprep.format.index import RecordFile, misplaced_samples, open_idx
+from shardprep.format.index import RecordFile, open_idx
 from shardprep.format.names import rerun_command
 
 T = TypeVar("T")
@@ -43,8 +43,7 @@ class OpenShard:
         """Open one shard of a source. Raises MissingShard, BrokenShard or OSError."""
         path, shard_id = source.path_of(row), int(source.shard_ids[row])
         self.source = source
-        # The command that makes it again; None: others wrote it.
-        self.remedy = None if source.scanned_tar else rerun_command(shard_id, source.folder)
+        self._shard_id = shard_id
         self.sums: dict[str, Int64s] = {}  # what its readers keep with it
         self.dtype: int | None = None  # how all ids lie, by its number in TOKEN_DTYPES; None: by the records
         self._records: Any = source.records  # columns as in the idx, a row per sample; None: in the idx
@@ -68,9 +67,14 @@ class OpenShard:
                     raise BrokenShard(path=idx.file.path, found=found, expected=expected, remedy=self.remedy)
                 self.dtype = TOKEN_DTYPES.index(None if source.spec.kind == "json" else source.spec.dtype)
                 if idx.num_samples * idx.dtype.itemsize <= HELD_IDX_BYTES:
-                    self._records, self._idx = self._read(idx, slice(0, idx.num_samples)), None
+                    self._records, self._idx = idx.read(slice(0, idx.num_samples)), None
                     idx.file.close()
             opened.pop_all()
+
+    @property
+    def remedy(self) -> str | None:
+        """Return the command that makes it again; None: others wrote it."""
+        return None if self.source.scanned_tar else rerun_command(self._shard_id, self.source.folder)
 
     def close(self) -> None:
         self.tar.close()
@@ -82,21 +86,11 @@ class OpenShard:
         if self._idx is None:
             return self._records[rows] if isinstance(rows, slice) else self._records.take(rows)
         parts = [rows] if isinstance(rows, slice) else _stretches(rows)
-        return np.concatenate([self._read(self._idx, part) for part in parts])
-
-    def _read(self, idx: RecordFile, rows: slice) -> Any:
-        """Read records of the idx. Raises BrokenShard where the tar cannot have samples at these places."""
-        records = idx.read(rows)
-        wrong = misplaced_samples(self.source.spec, records, self.tar.num_bytes)
-        if wrong.any():
-            found = f"an idx that places sample {rows.start + wrong.argmax()} wrongly"
-            expected = f"places apart in {self.tar.num_bytes} bytes"
-            remedy = f"shardprep verify {quoted(self.source.folder)}"
-            raise BrokenShard(path=self.tar.path, found=found, expected=expected, remedy=remedy)
-        return records
+        return np.concatenate([self._idx.read(part) for part in parts])
 
 
 _ALIGN_BYTES = 64
+_TOKEN_BYTES = np.array([0 if dtype is None else dtype.itemsize for dtype in TOKEN_DTYPES])  # 0: JSON text
 _SHARDS_AT_ONCE = 16  # whose samples are looked at together, and that must be open together
 _MOST_AT_ONCE_BYTES = 1 << 30  # of memory, before the sizes that an index says were compared
 _MOST_GAP_BYTES = 64 << 10  # between samples that are read at once: other members, or the other side's
@@ -207,6 +201,7 @@ class ShardReader:
             part = slice(*bounds)
             found = SampleBytes(self._shards, self._buffer, ordered[part], *table[:, part])
             self._read_shards(shard[part], row[part], found, starts=starts)
+        self._check_sizes(SampleBytes(self._shards, self._buffer, ordered, *table))
         back = np.empty_like(order)
         back[order] = np.arange(len(order))
         return SampleBytes(self._shards, self._buffer, samples, *table.take(back, axis=1))
@@ -239,14 +234,18 @@ class ShardReader:
         return num_shards * self._number // self._num_readers
 
     def _read_shards(self, shard_of: Int64s, row: Int64s, found: SampleBytes, *, starts: bool) -> None:
-        """Read samples of some shards and fill their columns. ``row``: where each stands in its shard."""
-        is_cut = shard_of[1:] != shard_of[:-1]
-        offset, starts_offset, mask_offset = np.zeros((3, len(row)), np.int64)
-        found.mask_at.fill(-1)
-        for first, end in pairwise([*_first_of_parts(is_cut).tolist(), len(row)]):
-            here, number = slice(first, end), int(shard_of[first])
+        """Read samples of some shards and fill their columns. ``row``: where each stands in its shard.
+
+        Raises BrokenShard for bytes outside of a tar or of two samples, before memory is taken for them.
+        """
+        is_border = shard_of[1:] != shard_of[:-1]
+        offset, starts_offset, mask_offset, limit = np.zeros((4, len(row)), np.int64)
+        has_mask = np.zeros(len(row), np.bool_)
+        for bounds in pairwise([*_first_of_parts(is_border).tolist(), len(row)]):
+            here, number = slice(*bounds), int(shard_of[bounds[0]])
             records = self._records(number, row[here])
             shard = self.opened(number)
+            limit[here] = shard.tar.num_bytes
             offset[here] = records["offset"]
             found.num_bytes[here] = records["num_bytes"]
             found.num_tokens[here] = records["num_tokens"]
@@ -256,42 +255,61 @@ class ShardReader:
                 found.num_starts[here] = records["num_starts"]
             if shard.source.spec.record == "chat":  # rows say which of their tokens have a label
                 mask_offset[here] = records["mask_offset"]
-                found.mask_at[here] = 0
-        is_cut |= row[1:] - row[:-1] != 1
-        found.start[:] = self._read_spans(shard_of, is_cut, offset, found.num_bytes)
+                has_mask[here] = True
+        is_held_out = row >= self._shards.first_held_out[shard_of]
+        is_border |= is_held_out[1:] != is_held_out[:-1]  # either side has the order of the tar
+        is_behind = ~is_border & (row[1:] > row[:-1])  # a source may deliver one several times
+        is_cut = is_border | (row[1:] - row[:-1] != 1)
+        wanted = [(offset, found.num_bytes, found.start)]
         if starts:
-            found.starts_at[:] = self._read_spans(shard_of, is_cut, starts_offset, 4 * found.num_starts)
-        has_mask = found.mask_at == 0
+            wanted.append((starts_offset, 4 * found.num_starts, found.starts_at))
         if has_mask.any():
-            at = self._read_spans(shard_of, is_cut, mask_offset, has_mask * self._shards.row_tokens)
-            found.mask_at[has_mask] = at[has_mask]
+            wanted.append((mask_offset, has_mask * self._shards.row_tokens, found.mask_at))
+        for begins, num_bytes, in_buffer in wanted:
+            ends = begins + num_bytes
+            gap = begins[1:] - ends[:-1]
+            wrong = (begins < 0) | (ends > limit)
+            wrong[1:] |= is_behind & (gap < 0)
+            self._check(shard_of, wrong)
+            # What lies one behind another is read at once. Rows and their starts are taken as whole numbers
+            # of the buffer.
+            is_apart = is_cut | (gap < 0) | (gap > _MOST_GAP_BYTES)
+            if self._shards.row_tokens:
+                is_apart |= gap % 4 > 0
+            first = _first_of_parts(is_apart)
+            begin, end = begins[first], ends[np.append(first[1:], len(ends)) - 1]
+            held = -(-(end - begin) // _ALIGN_BYTES) * _ALIGN_BYTES
+            to_buffer = self._used + np.cumsum(held) - held
+            used, self._used = self._used, self._used + int(held.sum())
+            if self._used > len(self._buffer):
+                grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)
+                grown[:used] = self._buffer[:used]
+                self._buffer = grown
+            spans = (each.tolist() for each in (shard_of[first], begin, end - begin, to_buffer))
+            for number, at, size, to in zip(*spans, strict=True):
+                self._fill(number, at, self._buffer.data[to : to + size])
+            in_buffer[:] = begins + np.repeat(to_buffer - begin, np.diff(first, append=len(begins)))
+        found.mask_at[~has_mask] = -1
 
-    def _read_spans(
-        self, shard_of: Int64s, is_cut: npt.NDArray[np.bool_], offset: Int64s, num_bytes: Int64s
-    ) -> Int64s:
-        """Read some bytes of each sample into the buffer. Returns where they begin in it: int64[n].
+    def _check_sizes(self, found: SampleBytes) -> None:
+        """Raise BrokenShard where ids have not the bytes of their number, or a row holds more than a row.
 
-        They begin at byte ``offset`` of the shard. Samples with no cut between them are read at once where
-        they lie one behind another.
+        Once per ``read``, over all samples: once per span of bytes it would cost packed rows 6 %.
         """
-        ends = offset + num_bytes
-        gap = offset[1:] - ends[:-1]
-        is_cut = is_cut | (gap < 0) | (gap > _MOST_GAP_BYTES)
-        if self._shards.row_tokens:  # rows and their starts are taken as whole numbers of the buffer
-            is_cut |= gap % 4 > 0
-        first = _first_of_parts(is_cut)
-        begin, end = offset[first], ends[np.append(first[1:], len(ends)) - 1]
-        held = -(-(end - begin) // _ALIGN_BYTES) * _ALIGN_BYTES
-        to_buffer = self._used + np.cumsum(held) - held
-        used, self._used = self._used, self._used + int(held.sum())
-        if self._used > len(self._buffer):
-            grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)
-            grown[:used] = self._buffer[:used]
-            self._buffer = grown
-        spans = (each.tolist() for each in (shard_of[first], begin, end - begin, to_buffer))
-        for number, at, size, to in zip(*spans, strict=True):
-            self._fill(number, at, self._buffer.data[to : to + size])
-        return offset + np.repeat(to_buffer - begin, np.diff(first, append=len(offset)))
+        row_tokens, token_bytes = self._shards.row_tokens, _TOKEN_BYTES[found.dtype]
+        wrong = (token_bytes > 0) & (found.num_bytes != (row_tokens or found.num_tokens) * token_bytes)
+        if row_tokens:
+            wrong |= np.maximum(found.num_tokens, found.num_starts) > row_tokens
+        self._check(self._shards.shard_of(found.sample), wrong)
+
+    def _check(self, shard_of: Int64s, wrong: npt.NDArray[np.bool_]) -> None:
+        """Raise BrokenShard where samples are wrong: their idx cannot be that of its tar."""
+        if wrong.any():
+            tar = self.opened(int(shard_of[wrong.argmax()])).tar
+            found = "an idx that places samples outside of it, in each other, or with a wrong size"
+            expected = f"places apart in {tar.num_bytes} bytes"
+            remedy = f"shardprep verify {quoted(tar.path.parent)}"
+            raise BrokenShard(path=tar.path, found=found, expected=expected, remedy=remedy)
 
 
 def _first_of_parts(is_cut: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:

@@ -75,19 +75,19 @@ class Samples:
 
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:  # noqa: ARG002
         """Read samples, int64[samples per tick, ticks]. The window ends with the reader's next ``read``."""
-        rows = np.arange(samples.size).reshape(samples.shape)
-        data = reader.read(samples.reshape(-1), starts=self.row_tokens > 0 and self._wants_documents)
-        return partial(self._chunk_of, data, rows)
+        # Tick after tick, as chunks have them.
+        data = reader.read(samples.T.reshape(-1), starts=self.row_tokens > 0 and self._wants_documents)
+        return partial(self._chunk_of, data, len(samples))
 
-    def _chunk_of(self, data: SampleBytes, rows: Int64s, first: int, end: int) -> Chunk:
-        by_tick = rows[:, first:end].T
-        counts, ids, num_cut = self._decode(data, by_tick.reshape(-1))
-        lengths = counts.astype(np.int32).reshape(by_tick.shape).T
+    def _chunk_of(self, data: SampleBytes, tick_samples: int, first: int, end: int) -> Chunk:
+        by_tick = np.arange(first * tick_samples, end * tick_samples)
+        counts, ids, num_cut = self._decode(data, by_tick)
+        lengths = counts.astype(np.int32).reshape(-1, tick_samples).T
         chunk = Chunk(lengths=lengths, ids=Ragged.of_joined(ids, lengths), num_cut=num_cut)
         if not self.origins:
             return chunk
         none = np.zeros(by_tick.size, np.int64)
-        return self._with_documents(chunk, none + 1, none, none, data.sample[by_tick.reshape(-1)])
+        return self._with_documents(chunk, none + 1, none, none, data.sample[by_tick])
 
     def _decode(self, data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s, int]:
         """Decode samples, and check ids that others made. Ids of blanked documents are BLANK.
@@ -135,9 +135,9 @@ class Samples:
 class PackedRows(Samples):
     """Rows of one length that ``plan`` packed. They are read where they lie, when their tick is asked for."""
 
-    def _chunk_of(self, data: SampleBytes, rows: Int64s, first: int, end: int) -> Chunk:
-        rows = rows[:, first:end]
-        by_tick = rows.T.reshape(-1)
+    def _chunk_of(self, data: SampleBytes, tick_samples: int, first: int, end: int) -> Chunk:
+        by_tick = np.arange(first * tick_samples, end * tick_samples)
+        rows = by_tick.reshape(-1, tick_samples).T
         is_other = data.dtype != data.dtype[0]
         if is_other.any():
             raise data.broken(int(is_other.argmax()), "ids of another width than those of other rows")
@@ -403,16 +403,9 @@ def check_batch(global_batch_size: int, group: int, *, batch_size: int, world_si
 
 def sizes_of_order(samples: Samples, tick_samples: int, group: int) -> dict[str, Any]:
     """Return the sizes in a source's order, by their names in Order."""
-    num_samples, num_bytes = samples.num_samples, samples.shards.tar_bytes
-    block_samples, window_samples = choose_windows(
-        num_samples=num_samples, num_bytes=num_bytes, tick_samples=tick_samples, group=group
-    )
-    return {
-        "num_samples": num_samples,
-        "tick_samples": tick_samples,
-        "block_samples": block_samples,
-        "window_samples": window_samples,
-    }
+    sizes = {"num_samples": samples.num_samples, "tick_samples": tick_samples}
+    block, window = choose_windows(**sizes, num_bytes=samples.shards.tar_bytes, group=group)
+    return {**sizes, "block_samples": block, "window_samples": window}
 
 
 def check_mixing(input_shards: object, weights: Weights | None, *, is_validation: bool) -> None:
@@ -496,7 +489,7 @@ def _mean_tokens(samples: Samples) -> float:
     shards = samples.shards
     if samples.row_tokens:
         return float(samples.row_tokens)
-    is_whole = samples.num_samples == shards.num_samples and samples.mean_tokens == shards.mean_tokens
+    is_whole = samples.mean_tokens == shards.mean_tokens  # where no sample is cut
     if is_whole and not shards.has_external and shards.split is None:
         return shards.mean_tokens
     num_chosen = min(samples.num_samples, _MOST_COUNTED)

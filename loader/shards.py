@@ -63,6 +63,7 @@ from shardprep.format.manifest import (
     read_manifest,
     refuse_found,
     refuse_other_plan,
+    shard_files,
 )
 from shardprep.format.names import (
     INDEX_NAME,
@@ -70,7 +71,6 @@ from shardprep.format.names import (
     DatasetSpec,
     TokenizerSpec,
     blank_id,
-    idx_path,
     manifest_path,
     tar_path,
 )
@@ -168,12 +168,13 @@ class ShardSet:
             source.num_samples if source.num_validation is None else source.num_validation
             for source in self.sources
         ]
-        counts, num_held_out = self.num_records, np.concatenate([none, *held_out])
-        self._first_of_side = np.zeros(len(counts), np.int64)
+        # Where samples for validation begin in each shard.
+        self.first_held_out = self.num_records - np.concatenate([none, *held_out])
+        counts, self._first_of_side = self.num_records, np.zeros(len(self.num_records), np.int64)
         if self.split == "train":
-            counts = counts - num_held_out
+            counts = self.first_held_out
         elif self.split == "validation":
-            counts, self._first_of_side = num_held_out, counts - num_held_out
+            counts, self._first_of_side = counts - self.first_held_out, self.first_held_out
         self.first_sample = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_shards = len(counts)
         self.num_samples = int(self.first_sample[-1])
@@ -477,21 +478,18 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
 
 def _check_sources(datasets: list[DatasetShards]) -> None:
     """Refuse data sets of different tokenizers, and one named twice, whose shards would be seen twice."""
-    tokenizers: dict[str, tuple[Path, TokenizerSpec]] = {}
-    folders: set[Path] = set()
-    for dataset in datasets:
-        tokenizers.setdefault(dataset.spec.tokenizer.fingerprint, (dataset.folder, dataset.spec.tokenizer))
-        if dataset.folder in folders:
+    for folder, count in Counter(dataset.folder for dataset in datasets).items():
+        if count > 1:
             found = "named twice: in two sources, or as a folder and by its shards"
-            raise UsageError(path=dataset.folder, found=found, expected="once")
-        folders.add(dataset.folder)
-    if len(tokenizers) > 1:
-        (_, first), (folder, other), *_ = tokenizers.values()
-        raise OtherTokenizer(
-            path=folder,
-            found=f"made with {other.model_id} ({other.fingerprint[:12]}), which cannot be mixed",
-            expected=f"the tokenizer of the others, {first.model_id} ({first.fingerprint[:12]})",
-        )
+            raise UsageError(path=folder, found=found, expected="once")
+    for dataset in datasets:
+        first, other = datasets[0].spec.tokenizer, dataset.spec.tokenizer
+        if other.fingerprint != first.fingerprint:
+            raise OtherTokenizer(
+                path=dataset.folder,
+                found=f"made with {other.model_id} ({other.fingerprint[:12]}), which cannot be mixed",
+                expected=f"the tokenizer of the others, {first.model_id} ({first.fingerprint[:12]})",
+            )
 
 
 # Copies of what URLs name
@@ -542,20 +540,18 @@ def _digits(url: str) -> str:
 
 def _copy_our_shard(root: str, shard_id: int, folder: Path) -> Path | None:
     """Copy manifest, idx and tar of a shard. None where no manifest says that it is one of ours."""
-    tar, idx, manifest = (path(folder, shard_id) for path in (tar_path, idx_path, manifest_path))
+    manifest = manifest_path(folder, shard_id)
     folder.mkdir(exist_ok=True)
     try:
         _copy(f"{root}/{manifest.name}", manifest)
     except NotFound as error:
-        shown = _shown(f"{root}/{tar.name}")
-        logger.warning("%s is taken for a tar that others wrote: %s", shown, error)
+        logger.warning("a shard is taken for a tar that others wrote: %s", error)
         with contextlib.suppress(OSError):
             folder.rmdir()
         return None
-    expected = read_manifest(folder, shard_id)
-    _copy(f"{root}/{idx.name}", idx, expected.idx)
-    _copy(f"{root}/{tar.name}", tar, expected.tar)
-    return tar
+    for path, stamp in shard_files(folder, read_manifest(folder, shard_id), ("idx", "tar")):
+        _copy(f"{root}/{path.name}", path, stamp)
+    return tar_path(folder, shard_id)
 
 
 def _copy(url: str, target: Path, expected: FileStamp | None = None) -> None:

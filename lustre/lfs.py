@@ -1,4 +1,7 @@
-"""Which file system a path stands on, by the kernel's table of mounts, and safe calls of ``lfs``."""
+"""Which file system a path stands on, safe calls of ``lfs``, its targets, and whether a data set will fit.
+
+What lfs does not tell is said to be unknown; nothing about space ever fails a command.
+"""
 
 from __future__ import annotations
 

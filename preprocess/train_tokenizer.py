@@ -10,13 +10,11 @@ Price, with tokenizers 0.23.3 on 2 cores and vocab_size 128,000: 20 MB of Korean
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -168,23 +166,23 @@ def _trained(text: _TrainingText, vocab_size: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, min_frequency=2, show_progress=False, initial_alphabet=alphabet
     )
-    ended = Future[None]()
+    failures: list[BaseException] = []
 
     def train() -> None:
         try:
             tokenizer.train_from_iterator(text, trainer)
-            ended.set_result(None)
         except BaseException as error:  # raised again by the caller
-            ended.set_exception(error)
+            failures.append(error)
 
     # In a thread: tokenizers answers Ctrl-C only after its last merge.
-    threading.Thread(target=train, daemon=True).start()
-    while not ended.done():
-        with contextlib.suppress(TimeoutError):
-            ended.exception(LOG_EVERY_S)
-        if text.is_read and not ended.done():
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(LOG_EVERY_S)
+        if text.is_read and thread.is_alive():
             say("all text is read, its pairs are merged")
-    ended.result()
+    if failures:
+        raise failures[0]
     if not text.num_texts:
         todo = "are --encoding, and --text_field or --text_template, right?"
         raise BadInput(f"{text.summary()}: nothing to train on; {todo}")

@@ -78,10 +78,10 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 # Modules are named, not imported: what a command needs is loaded when it is called.
 _COMMANDS = (
     ("submit", "submit the missing shards, and a verify job after them", _add_submit, "send"),
-    ("retry", "submit failed shards again, with more memory or time if it was short", _add_retry, "retry"),
+    ("retry", "submit failed shards again, with more memory or time if it was short", _add_retry, "send"),
     ("status", "show the state of every shard, and why shards failed", _add_status, "status"),
     ("report", "write a page of the data set: what it holds, how to make it again", _add_report, "status"),
-    ("cancel", "cancel every job of this data set that waits or runs", _add_cancel, "retry"),
+    ("cancel", "cancel every job of this data set that waits or runs", _add_cancel, "send"),
     ("logs", "show the attempts at one shard and the ends of their logs", _add_logs, "status"),
 )
 PROGRAM = Program(

@@ -53,7 +53,6 @@ from shardprep.format.manifest import (
 )
 from shardprep.format.names import TOKENIZER_DIR, id_ranges, manifest_path
 from shardprep.format.plan import Plan, PrepConfig, flags_of, is_one_file_a_shard, need_plan
-from slurm.queue import ask_patiently, meaning_of
 from slurm.state import (
     BAD_INPUT,
     NODE_FAIL,
@@ -63,10 +62,12 @@ from slurm.state import (
     DatasetState,
     Shard,
     StateName,
+    ask_patiently,
     cause_of_record,
     find_state,
     last_lines,
     log_tail,
+    meaning_of,
     reason_to_leave,
     remedy_of,
 )

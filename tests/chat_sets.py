@@ -57,15 +57,3 @@ def write_chats(folder: Path, chats: list[list[Message]], field: str = "messages
     lines = [json.dumps({"id": number, field: chat}, ensure_ascii=False) for number, chat in enumerate(chats)]
     (folder / "chats.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
-
-
-def expected(model: Path, chats: list[list[Message]]) -> list[tuple[list[int], list[int]]]:
-    """Ids and mask of each conversation, as transformers gives them for a template with the tags."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    found = [
-        tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
-        for chat in chats
-    ]
-    return [(item["input_ids"], item["assistant_masks"]) for item in found]

@@ -63,7 +63,7 @@ LIBRARIES = (
     "hypothesis.stateful", "numpy", "orjson", "pyarrow", "pytest", "tokenizers", "torch", "torch.utils.data",
     "transformers", "webdataset", "coverage", "_pytest.assertion.rewrite",
 )  # fmt: skip
-STANDS_STILL_S = 90  # without 0.1 s of CPU time: it waits for something that never comes
+STANDS_STILL_S = 300  # without 0.1 s of CPU time, its workers apart: it waits for something that never comes
 TIMES_AS_LONG = 3  # as without the change, in CPU time
 STARTING_S = 20  # CPU time besides
 MOST_MEMORY_BYTES = 12 << 30
@@ -249,10 +249,10 @@ def choose(found: dict[str, list[Mutant]], count: int, seed: int) -> list[Mutant
 class ChangedModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Imports one module from changed source."""
 
-    def __init__(self, mutant: Mutant) -> None:
-        self._module = mutant.path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-        self._path = str(ROOT / mutant.path)
-        self._code: CodeType = compile(mutant.source(), self._path, "exec")
+    def __init__(self, path: str, source: str) -> None:
+        self._module = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        self._path = str(ROOT / path)
+        self._code: CodeType = compile(source, self._path, "exec")
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         if fullname != self._module:
@@ -328,6 +328,15 @@ class Killer:
             self._report_path.write_text(report.nodeid, "utf-8")
 
 
+def import_libraries() -> None:
+    """Import what the oracle needs, but for the product: forked processes have it already."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
+    os.environ["COVERAGE_CORE"] = "ctrace"  # the only one that tells tests apart
+    for name in LIBRARIES:
+        importlib.import_module(name)
+
+
 def run_pytest(folder: Path, plugin: Any, tests: Iterable[str]) -> int:
     """Run tests in this process, with all they write below a folder."""
     import hypothesis
@@ -346,13 +355,14 @@ def run_pytest(folder: Path, plugin: Any, tests: Iterable[str]) -> int:
         "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={folder / 'tests'}",
         "--hypothesis-profile=mutants",
     ]  # fmt: skip
-    return int(pytest.main([*words, *(str(ROOT / test) for test in tests)], plugins=[plugin]))
+    plugins = [plugin] if plugin is not None else []
+    return int(pytest.main([*words, *(str(ROOT / test) for test in tests)], plugins=plugins))
 
 
 class Child:
     """A forked process that runs tests in a folder of its own, and what it wrote there."""
 
-    def __init__(self, folder: Path, work: Callable[[Path], int], most_s: float) -> None:
+    def __init__(self, folder: Path, work: Callable[[Path], int], most_s: float = 1e6) -> None:
         folder.mkdir(parents=True)
         self.folder = folder
         self.used_s = 0.0  # of CPU time
@@ -394,6 +404,12 @@ class Child:
             os.killpg(self._process.pid or 0, signal.SIGKILL)
         self._process.join()
 
+    def wait(self) -> int:
+        """Return how it ended, once it has."""
+        while (code := self.exit_code()) is None:
+            time.sleep(0.1)
+        return code
+
     def output(self) -> str:
         return (self.folder / "output").read_text("utf-8", "replace")
 
@@ -409,10 +425,8 @@ def observe(folder: Path, tests: Sequence[str]) -> Seen:
         measured.start()
         return run_pytest(inside, Observer(inside / "seen", measured), tests)
 
-    child = Child(folder, work, most_s=1e6)
-    while (code := child.exit_code()) is None:
-        time.sleep(0.2)
-    if code != 0:
+    child = Child(folder, work)
+    if code := child.wait():
         sys.exit(f"{tests} are not green on the product as it is ({code}):\n{child.output()[-5000:]}")
     return Seen(**json.loads((folder / "seen").read_text("utf-8")))
 
@@ -430,7 +444,7 @@ def survivors_of(mutants: Sequence[Mutant], seen: Seen, folder: Path, num_proces
         def work(inside: Path) -> int:
             if not tests:
                 return 0
-            sys.meta_path.insert(0, ChangedModule(mutant))
+            sys.meta_path.insert(0, ChangedModule(mutant.path, mutant.source()))
             files = dict.fromkeys(test.partition("::")[0] for test in tests)
             return run_pytest(inside, Killer(inside / "killed_by", tests), files)
 
@@ -493,11 +507,7 @@ def main() -> int:
     if args.list:
         print(*survivors, sep="\n")
         return 0
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[name] = "1"
-    os.environ["COVERAGE_CORE"] = "ctrace"  # the only one that tells tests apart
-    for name in LIBRARIES:
-        importlib.import_module(name)
+    import_libraries()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         for name, tests in (("oracle", ORACLE), ("rooms", ROOMS)):

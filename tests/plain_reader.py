@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bz2
 import codecs
+import contextlib
 import functools
 import gzip
 import io
@@ -114,7 +115,7 @@ def _in_text(data: bytes, options: PlainOptions, *, is_held: bool) -> Iterator[P
 
 
 def _in_json(data: bytes, options: PlainOptions) -> Iterator[PlainRecord]:
-    fields, offset = _Fields(options), 0
+    offset = 0
     for line in io.BytesIO(data):  # of bytes: a line ends with LF alone
         begin = offset
         offset += len(line)
@@ -124,7 +125,7 @@ def _in_json(data: bytes, options: PlainOptions) -> Iterator[PlainRecord]:
         elif not text.strip(b" \t\r\n"):
             yield PlainRecord(begin)
         else:
-            yield _record(begin, fields, functools.partial(_JsonValues, text))
+            yield _record(begin, options, functools.partial(_parse, text), _in_object)
 
 
 class _Twice:
@@ -134,37 +135,36 @@ class _Twice:
         self.last = last
 
 
-class _JsonValues:
-    """The values of a line of JSON. Raises _BadError and UnicodeDecodeError."""
+def _parse(line: bytes) -> dict[str, Any]:
+    """Return the object of a line of JSON. Raises _BadError and UnicodeDecodeError."""
+    text = line.decode()
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_constant=_finite,
+            parse_float=_finite,
+            parse_int=lambda digits: (_finite(digits), int(digits))[1],
+        )
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False, default=_last).encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        raise _BadError("surrogate") from None
+    except (ValueError, RecursionError):
+        raise _BadError("bad_json") from None
+    if not isinstance(value, dict):
+        raise _BadError("bad_json")
+    return value
 
-    def __init__(self, line: bytes) -> None:
-        text = line.decode()
-        try:
-            self._value = json.loads(
-                text,
-                object_pairs_hook=_object,
-                parse_constant=_finite,
-                parse_float=_finite,
-                parse_int=lambda digits: (_finite(digits), int(digits))[1],
-            )
-            if "\\u" in text:
-                json.dumps(self._value, ensure_ascii=False, default=_last).encode()
-        except UnicodeEncodeError:  # half of a surrogate pair
-            raise _BadError("surrogate") from None
-        except (ValueError, RecursionError):
-            raise _BadError("bad_json") from None
-        if not isinstance(self._value, dict):
-            raise _BadError("bad_json")
 
-    def at(self, path: Sequence[str], *, is_text: bool) -> Any:
-        value = self._value
-        for name in path:
-            if not isinstance(value, dict) or name not in value:
-                return _MISSING
-            value = value[name]
-            if isinstance(value, _Twice):
-                value = (_once if is_text else _last)(value)
-        return value
+def _in_object(value: Any, path: Sequence[str], *, is_text: bool) -> Any:
+    for name in path:
+        if not isinstance(value, dict) or name not in value:
+            return _MISSING
+        value = value[name]
+        if isinstance(value, _Twice):
+            value = (_once if is_text else _last)(value)
+    return value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -195,30 +195,26 @@ def _once(value: Any) -> Any:
     raise TypeError(type(value).__name__)
 
 
-class _RowValues:
-    """The values of a table's row, however deep in its structs; null where what it stands in is null."""
-
-    def __init__(self, rows: Any, number: int) -> None:
-        self._rows, self._number = rows, number
-
-    def at(self, path: Sequence[str], *, is_text: bool) -> Any:
-        """Return a value; the error where it cannot be decoded."""
-        names = [name] if (name := ".".join(path)) in self._rows.column_names else path
-        if names[0] not in self._rows.column_names:
-            return _MISSING
-        scalar = self._rows.column(names[0])[self._number]
-        for name in names[1:]:
-            if not scalar.is_valid:
-                return None
-            try:
-                scalar = scalar[name]
-            except (KeyError, TypeError, IndexError):
-                return _MISSING
+def _in_row(row: tuple[Any, int], path: Sequence[str], *, is_text: bool) -> Any:
+    """Return a value of a table's row, however deep in its structs; null where what it stands in is null, and
+    the error where it cannot be decoded."""
+    table, number = row
+    names = [name] if (name := ".".join(path)) in table.column_names else path
+    if names[0] not in table.column_names:
+        return _MISSING
+    scalar = table.column(names[0])[number]
+    for name in names[1:]:
+        if not scalar.is_valid:
+            return None
         try:
-            value = scalar.as_py()
-            return value.decode() if isinstance(value, bytes) else value
-        except UnicodeDecodeError as error:
-            return error
+            scalar = scalar[name]
+        except (KeyError, TypeError, IndexError):
+            return _MISSING
+    try:
+        value = scalar.as_py()
+        return value.decode() if isinstance(value, bytes) else value
+    except UnicodeDecodeError as error:
+        return error
 
 
 def _parquet_rows(path: Path) -> Iterator[Any]:
@@ -248,75 +244,69 @@ def _arrow_rows(path: Path) -> Iterator[Any]:
 
 
 def _in_rows(groups: Iterator[Any], options: PlainOptions) -> Iterator[PlainRecord]:
-    fields, first = _Fields(options), 0
-    for rows in groups:
-        for number in range(rows.num_rows):
-            yield _record(first + number, fields, functools.partial(_RowValues, rows, number))
-        first += rows.num_rows
+    first = 0
+    for table in groups:
+        for number in range(table.num_rows):
+            yield _record(first + number, options, functools.partial(tuple, (table, number)), _in_row)
+        first += table.num_rows
 
 
-def _record(offset: int, fields: _Fields, read: Callable[[], Any]) -> PlainRecord:
+def _record(
+    offset: int, options: PlainOptions, parse: Callable[[], Any], value_in: Callable[..., Any]
+) -> PlainRecord:
+    """Return a record. ``value_in`` gives the value at a path of what ``parse`` gives."""
     try:
-        text, name = fields.read(read())
+        values = parse()
+        literals, paths = _template_of(options)
+        found = [value_in(values, path, is_text=True) for path in paths]
+        text = literals[0]
+        for value, literal in zip(found, literals[1:], strict=True):
+            text += _text_of(value, is_chat=options.record == "chat") + literal
+        most_bytes = _MOST_CHAT_BYTES if options.record == "chat" else _MOST_HELD_BYTES
+        if len(text) > most_bytes or len(text.encode()) > _MOST_HELD_BYTES:
+            return PlainRecord(offset, reason="too_long")
+        name = value_in(values, options.id_field.split("."), is_text=False) if options.id_field else None
     except UnicodeDecodeError:
         return PlainRecord(offset, reason="undecodable")
     except _BadError as bad:
         return PlainRecord(offset, reason=str(bad))
-    return PlainRecord(offset, text, id=name)
+    return PlainRecord(offset, "" if text.isspace() else text, id=_name(name))
 
 
-class _Fields:
-    """The fields of the text and of the id."""
+def _template_of(options: PlainOptions) -> tuple[list[str], list[list[str]]]:
+    """Return the texts around the fields of a document, and the paths of these fields."""
+    if not options.text_template:
+        return ["", ""], [options.text_field.split(".")]
+    letters = {"n": "\n", "t": "\t", "r": "\r"}
+    unescaped = re.sub(r"\\([ntr\\])", lambda m: letters.get(m[1], m[1]), options.text_template)
+    literals, paths = [""], []
+    for literal, name, _, _ in string.Formatter().parse(unescaped):
+        literals[-1] += literal
+        if name is not None:
+            paths.append(name.split("."))
+            literals.append("")
+    return literals, paths
 
-    def __init__(self, options: PlainOptions) -> None:
-        self._literals, names = ["", ""], [options.text_field]
-        if options.text_template:
-            letters = {"n": "\n", "t": "\t", "r": "\r"}
-            unescaped = re.sub(r"\\([ntr\\])", lambda m: letters.get(m[1], m[1]), options.text_template)
-            self._literals, names = [""], []
-            for literal, name, _, _ in string.Formatter().parse(unescaped):
-                self._literals[-1] += literal
-                if name is not None:
-                    names.append(name)
-                    self._literals.append("")
-        self._is_chat = options.record == "chat"
-        self._text = [name.split(".") for name in names]
-        self._id = options.id_field.split(".") if options.id_field else []
 
-    def read(self, values: Any) -> tuple[str, str]:
-        """Return text and id. Raises _BadError, or UnicodeDecodeError of the text."""
-        found = [values.at(path, is_text=True) for path in self._text]
-        text = self._literals[0]
-        for value, literal in zip(map(self._text_of, found), self._literals[1:], strict=True):
-            text += value + literal
-        most_bytes = _MOST_CHAT_BYTES if self._is_chat else _MOST_HELD_BYTES
-        if len(text) > most_bytes or len(text.encode()) > _MOST_HELD_BYTES:
-            raise _BadError("too_long")
-        return "" if text.isspace() else text, _name(self._id, values)
-
-    def _text_of(self, value: Any) -> str:
-        if isinstance(value, UnicodeDecodeError):
-            raise value
-        if value is _MISSING or value is None:
-            raise _BadError("null_field" if value is None else "no_field")
-        if not self._is_chat:
-            if not isinstance(value, str):
-                raise _BadError("wrong_type")
-            return value
-        try:
+def _text_of(value: Any, *, is_chat: bool) -> str:
+    if isinstance(value, UnicodeDecodeError):
+        raise value
+    if value is _MISSING or value is None:
+        raise _BadError("null_field" if value is None else "no_field")
+    if is_chat:
+        with contextlib.suppress(TypeError, ValueError):
             text = json.dumps(
                 value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_once
             )
-        except (TypeError, ValueError):
-            raise _BadError("wrong_type") from None
-        if not isinstance(value, list):
-            raise _BadError("wrong_type")
-        return text
+            if isinstance(value, list):
+                return text
+    elif isinstance(value, str):
+        return value
+    raise _BadError("wrong_type")
 
 
-def _name(path: Sequence[str], values: Any) -> str:
+def _name(value: Any) -> str:
     """Return an id: a string as it is, another value as JSON, nothing where there is none."""
-    value = values.at(path, is_text=False) if path else None
     if value is _MISSING or value is None or isinstance(value, UnicodeDecodeError):
         return ""
     if isinstance(value, str):

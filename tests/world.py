@@ -20,15 +20,14 @@ import os
 import random
 import shutil
 import signal
-import sys
 import tarfile
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -117,13 +116,8 @@ def save_tokenizer(folder: Path, chat_template: str | None = None) -> Path:
     )
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "pad_token": PAD,
-        "clean_up_tokenization_spaces": False,
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     if chat_template is not None:
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
@@ -160,28 +154,11 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
     """``{"record": "packed", "keep_text": False}`` -> ``--record=packed --no-keep_text``."""
     flags = []
     for name, value in options.items():
-        if value is not None:
-            flags.append(
-                f"--{name}" if value is True else f"--no-{name}" if value is False else f"--{name}={value}"
-            )
+        if value is True or value is False:
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            flags.append(f"--{name}={value}")
     return flags
-
-
-@contextlib.contextmanager
-def made_errors() -> Iterator[list[ShardprepError]]:
-    """See each error that is made: a command tells one on standard error and returns its exit code."""
-    made: list[ShardprepError] = []
-    init = ShardprepError.__init__
-
-    def note(self: ShardprepError, *args: Any, **fields: Any) -> None:
-        init(self, *args, **fields)
-        made.append(self)
-
-    ShardprepError.__init__ = note  # type: ignore[method-assign]
-    try:
-        yield made
-    finally:
-        ShardprepError.__init__ = init  # type: ignore[method-assign]
 
 
 def call_main(*words: object, environ: Mapping[str, str] | None = None) -> Ended:
@@ -190,28 +167,30 @@ def call_main(*words: object, environ: Mapping[str, str] | None = None) -> Ended
     ``environ``: variables that it finds besides.
     """
     out, err = io.StringIO(), io.StringIO()
-    environment = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    cpus, streams = os.sched_getaffinity(0), (sys.stdout, sys.stderr)
-    for name in environment:
-        if name.startswith(("SLURM_", "DATASET_")):
-            del os.environ[name]
-    os.environ.update(environ or {})
+    cpus = os.sched_getaffinity(0)
     made: list[ShardprepError] = []
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), made_errors() as made:
-            code: Any = main([str(word) for word in words])
-    except SystemExit as ending:
-        code = ending.code
-    finally:
-        sys.stdout, sys.stderr = streams
-        os.sched_setaffinity(0, cpus)
-        if os.environ != environment:
-            os.environ.clear()
-            os.environ.update(environment)
-        for number, handler in handlers.items():
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
+    init = ShardprepError.__init__
+
+    def note(self: ShardprepError, *args: Any, **fields: Any) -> None:
+        init(self, *args, **fields)
+        made.append(self)
+
+    with mock.patch.dict(os.environ), mock.patch.object(ShardprepError, "__init__", note):
+        for name in [name for name in os.environ if name.startswith(("SLURM_", "DATASET_"))]:
+            del os.environ[name]
+        os.environ.update(environ or {})
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                code: Any = main([str(word) for word in words])
+        except SystemExit as ending:
+            code = ending.code
+        finally:
+            os.sched_setaffinity(0, cpus)
+            for number, handler in handlers.items():
+                if handler is not None and signal.getsignal(number) is not handler:
+                    signal.signal(number, handler)
+    # A command tells an error on standard error, and returns its exit code.
     told = [error for error in made if str(error) in err.getvalue()]
     told.sort(key=lambda error: (err.getvalue().index(str(error)), -len(str(error))))
     return Ended(code or 0, out.getvalue(), err.getvalue(), told[0] if told else None)
@@ -297,9 +276,7 @@ class World:
     def run(self, *shard_ids: int, **options: Any) -> World:
         """Make shards, all or these, each by the command of a job array's task, in this process."""
         for shard_id in shard_ids or range(self.num_shards):
-            self._succeed(
-                self.main("shard", shard_id=shard_id, output_dir=self.data_dir, planned=True, **options)
-            )
+            self._succeed(self.try_shard(shard_id, planned=True, **options))
         return self
 
     def verify(self, **options: Any) -> World:
@@ -367,10 +344,8 @@ class World:
         """Return what equal data sets have equal: the shards' files, manifests without their last key."""
         found = {}
         for path in sorted(self.data_dir.rglob("shard-*")):
-            data = path.read_bytes()
-            found[path.relative_to(self.data_dir).as_posix()] = (
-                data.partition(b'\n "run": ')[0] if path.suffix == ".json" else data
-            )
+            data, name = path.read_bytes(), path.relative_to(self.data_dir).as_posix()
+            found[name] = data.partition(b'\n "run": ')[0] if path.suffix == ".json" else data
         return found
 
     def temporaries(self) -> list[str]:
@@ -426,16 +401,8 @@ class Ranks:
         self.loaders: list[TokenLoader] = []
         try:
             for rank in range(world_size):
-                self.loaders.append(
-                    shards_to_batches.get_llama3_dataloader(
-                        data,
-                        batch_size,
-                        global_batch_size=global_batch_size,
-                        rank=rank,
-                        world_size=world_size,
-                        **{"num_workers": 0, **arguments},
-                    )
-                )
+                options = {"global_batch_size": global_batch_size, "rank": rank, "world_size": world_size}
+                self.loaders.append(open_loader(data, batch_size, **options, **arguments))
             if state is not None:
                 for loader in self.loaders:
                     loader.load_state_dict(json.loads(json.dumps(state)))
@@ -485,9 +452,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -508,14 +473,9 @@ def samples_of(batch: Mapping[str, Any]) -> GlobalBatch:
     another. Fields of whole batches (``cu_seqlens`` and the like) have to say what ``position_ids`` say, and
     are left out.
     """
-    rows = {
-        name: batch[name].tolist()
-        for name in ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids")
-        if name in batch
-    }
-    samples: GlobalBatch = [
-        dict(zip(rows, of_sample, strict=True)) for of_sample in zip(*rows.values(), strict=True)
-    ]
+    fields = ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids")
+    rows = {name: batch[name].tolist() for name in fields if name in batch}
+    samples = [dict(zip(rows, of_sample, strict=True)) for of_sample in zip(*rows.values(), strict=True)]
     for sample in samples:
         if "attention_mask" in sample:
             _cut_padding(sample)

@@ -19,7 +19,7 @@ import numpy as np
 import orjson
 
 from preprocess.make.engines import Numbers
-from preprocess.make.members import Batch, Piece, members_of
+from preprocess.make.members import Batch, Members, Piece, members_of
 from preprocess.read.documents import BadDocument, Documents
 from preprocess.read.format import Texts
 from shardprep.errors import BadInput
@@ -147,7 +147,7 @@ class Counting:
         return source
 
     def counts(
-        self, *, num_samples: int, num_padding: int, num_split: int, validation: ValidationCounts | None
+        self, num_samples: int, members: Members, validation: ValidationCounts | None
     ) -> tuple[ShardCounts, dict[str, Any]]:
         """Return the counts of the shard, and the TextCounts of each source with texts, as JSON has them."""
         histogram = [0] * 64
@@ -178,8 +178,8 @@ class Counting:
             num_lines=self._num_lines,
             num_empty_lines=self._num_lines - self.num_documents - len(self.bad),
             input_bytes=self._input_bytes,
-            num_pad_tokens=num_padding,
-            num_documents_across_rows=num_split,
+            num_pad_tokens=members.num_padding,
+            num_documents_across_rows=members.num_split,
             quarantined=dict(sorted(Counter(bad.reason for bad in self.bad).items())),
             length_histogram=histogram,
             sources=sources,
@@ -321,12 +321,7 @@ class ShardWriter:
                 num_documents=sum(len(piece.digests) for piece in self._validation),
                 num_tokens=sum(int(piece.records["num_tokens"].sum()) for piece in self._validation),
             )
-        counts, texts = self.counting.counts(
-            num_samples=self._num_samples,
-            num_padding=self.members.num_padding,
-            num_split=self.members.num_split,
-            validation=validation,
-        )
+        counts, texts = self.counting.counts(self._num_samples, self.members, validation)
         manifest = Manifest(
             spec=self._spec,
             shard_id=self._shard_id,

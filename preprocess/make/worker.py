@@ -178,6 +178,9 @@ class Worker:
             check_chat_versions(plan.options.chat_versions)
         wanted: EngineName = "tokenizers" if plan.options.is_chat else settings.engine
         self.engine = load_engine(plan, folder, wanted, warn)
+        self.batch_bytes = settings.batch_bytes
+        # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
+        self._num_makers = min(_MOST_MAKERS, num_cpus, max(2, num_cpus // 2), settings.most_batches)
 
     def means_line(self) -> str:
         """Say what shards are made with."""
@@ -188,7 +191,7 @@ class Worker:
         slower = "" if engine.name == "gigatoken" or self.plan.options.is_chat else ", the slower engine"
         return (
             f"{engine.name} {engine.version}{slower}, {counted(self.num_cpus, 'CPU')}, "
-            f"batches of {settings.batch_bytes >> 10} KiB of text, {memory}"
+            f"batches of {self.batch_bytes >> 10} KiB of text, {memory}"
         )
 
     def run_shard(self, shard: PlannedShard, progress: Progressed) -> Manifest:
@@ -213,7 +216,7 @@ class Worker:
         transform_began_s = self.transform.cpu_s if self.transform else 0.0
         plan, settings, options = self.plan, self.settings, self.plan.options
         documents = documents_of_shard(
-            plan, self.folder, shard, batch_bytes=settings.batch_bytes, transform=self.transform
+            plan, self.folder, shard, batch_bytes=self.batch_bytes, transform=self.transform
         )
         if (most := settings.most_documents) is not None:
             documents = (part for batch in documents for part in batch.parts(most))
@@ -221,10 +224,8 @@ class Worker:
         blanked: BlankedDocuments | None = None
         if options.blanked and shard.shard_id in ids_of_ranges(options.blanked):
             blanked = read_blanked(self.folder, plan.plan_id, shard.shard_id)
-        # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
-        num_makers = min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), settings.most_batches)
         make = functools.partial(self._encode_and_lay_out, writer.members, blanked)
-        with contextlib.closing(_made_in_order(make, documents, num_makers)) as batches, writer:
+        with contextlib.closing(_made_in_order(make, documents, self._num_makers)) as batches, writer:
             for batch in batches:
                 writer.append(batch)
                 num_documents, num_tokens = len(batch.documents.lines), len(batch.tokens.ids)

@@ -1,6 +1,12 @@
 """``plan``: list the inputs, divide them into shards, resolve the tokenizer, measure, freeze the plan.
 
 Also the plan that ``--shard_id N`` works by: the one in its folder, checked against the flags, or a new one.
+
+What is measured and tried is a sample, 2 MiB from 8 places, one in each eighth of the input, so planning
+takes a second or two longer for it, however large the input is. It goes through the stages of a worker, whose
+CPU seconds are scaled up. A sample without one usable record stops planning: its fields are others. A user's
+function must give the same texts again, in this process and in another one: the order of a set differs
+between processes, and what a function remembers only shows in one.
 """
 
 from __future__ import annotations
@@ -110,7 +116,6 @@ Say = Callable[[str], None]
 _LEAST_WAIT_S = 3.0
 _STAMPED_PER_S = 2000
 _LOOK_EVERY_S = 0.2
-_NUM_STAT_THREADS = 16  # a stat is a round trip on a network file system
 _CLAIM_NAME = f".{PLAN_NAME}.claimed.tmp"
 _NUM_NAMED = 3  # inputs that differ
 
@@ -425,7 +430,7 @@ def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> N
         differing = [f"{name} was added" for name in sorted(found - planned)]
         differing += [f"{name} is missing" for name in sorted(planned - found)]
         if not names_alone:
-            with ThreadPoolExecutor(_NUM_STAT_THREADS) as pool:
+            with ThreadPoolExecutor(NUM_THREADS) as pool:
                 changes = pool.map(lambda item: _change_of(input_dir, item), plan.inputs)
                 differing += filter(None, changes)
     except NotFound as error:

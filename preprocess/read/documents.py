@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.read import BATCH_BYTES
-from preprocess.read.compressed import COMPRESSIONS, load_zstd
 from preprocess.read.format import Format, OpenInput, RangeReader, Start, Texts, starts_among
+from preprocess.read.lines import COMPRESSIONS, load_zstd
 from preprocess.read.text_fields import TextFields, UnusableText, text_fields_of
 from preprocess.read.transform import Transform
 from shardprep.command_line import needs

@@ -58,25 +58,20 @@ class OpenInput:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = with_retries(f"input {path} cannot be opened", self._open)
-        self.stamp = self._status()
-
-    def _open(self) -> ReadFile:
         try:
-            return ReadFile(self.path)
+            self._file = with_retries(f"input {path} cannot be opened", functools.partial(ReadFile, path))
         except BrokenShard as error:
             raise NotFound(f"input {error}, or move it away") from None
-        except OSError as error:
-            if error.errno not in _NO_SUCH_INPUT:
+        except ReadWriteError as error:
+            cause = error.__cause__
+            if not isinstance(cause, OSError) or cause.errno not in _NO_SUCH_INPUT:
                 raise
-            reason = error.strerror
-            if isinstance(error, FileNotFoundError) and os.path.islink(self.path):  # noqa: PTH114 - it never raises
+            reason = cause.strerror
+            if isinstance(cause, FileNotFoundError) and os.path.islink(path):  # noqa: PTH114 - it never raises
                 reason = "it is a link to nothing"
-            raise NotFound(
-                f"input {self.path} cannot be opened: {reason}; bring it back, or move it away",
-                path=self.path,
-                found=reason,
-            ) from None
+            message = f"input {path} cannot be opened: {reason}; bring it back, or move it away"
+            raise NotFound(message, path=path, found=reason) from None
+        self.stamp = self._status()
 
     def __del__(self) -> None:
         if (file := getattr(self, "_file", None)) is not None:
@@ -178,12 +173,9 @@ def open_part(part: ByteRange) -> OpenInput:
     try:
         file = OpenInput(part.path)
     except NotFound as error:
-        raise NotFound(
-            f"{error}; if the raw folder moved, pass --input_dir",
-            path=error.path,
-            found=error.found,
-            remedy="--input_dir",
-        ) from None
+        error.remedy = "--input_dir"
+        error.advise("if the raw folder moved, pass --input_dir")
+        raise
     planned, size = part.planned, file.stamp.num_bytes
     if (size, file.stamp.mtime_ns) == (planned.num_bytes, planned.mtime_ns):
         return file

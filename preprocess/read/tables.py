@@ -549,7 +549,7 @@ def _column(batch: Any, path: FieldPath) -> tuple[Any, _Read]:
     stored, read = _stored(column.type)
     column = column.view(stored)
     column.validate(full=True)
-    return column, read
+    return compute.run_end_decode(column) if types.is_run_end_encoded(stored) else column, read
 
 
 # Values. ------------------------------------------------------------------------------------------------
@@ -572,20 +572,20 @@ def _json_values(array: Any, read: _Read) -> list[Any]:
     """Return the values of an array as it is stored; an UnusableText where one has none."""
     if types.is_dictionary(array.type) and "view" not in str(array.type.value_type):
         array = array.dictionary.take(array.indices)  # in a thirtieth of the time; nothing is taken of views
-    if read is _text:
+    if read is _text and array.type in _TEXT_OF:
         with contextlib.suppress(UnicodeDecodeError):  # nearly always all can be decoded
-            return list(array.view(_TEXT_OF.get(array.type, array.type)).to_pylist())
+            return list(array.view(_TEXT_OF[array.type]).to_pylist())
     try:
         values = array.to_pylist()
     except (ValueError, TypeError, LookupError, OverflowError, NotImplementedError, arrow.ArrowException):
         return [UnusableText("wrong_type", f"a value of the type {array.type} has no text")] * len(array)
     found: list[Any] = []
-    for value in values if read is not _same else ():
+    for value in values:
         try:
             found.append(None if value is None else read(value))
         except _NoValue as why:
             found.append(UnusableText(*why.args))
-    return found or values
+    return found
 
 
 def _stored(kind: Any) -> tuple[Any, _Read]:

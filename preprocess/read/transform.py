@@ -47,33 +47,29 @@ class Transform:
         function_hash = hashes.pop(path.name)  # whatever the file's name is
         self.sha256 = hashlib.sha256(json.dumps([function_hash, hashes], sort_keys=True).encode()).hexdigest()
         self.cpu_s = 0.0  # so far, in the function
-        self._function = self._load()
-
-    def _load(self) -> Any:
         module = types.ModuleType("shardprep_transform")
-        module.__file__ = str(self.path)
-        folder = self.path.resolve().parent
+        module.__file__ = str(path)
+        folder = path.resolve().parent
         if len(self.contents) > 1 and str(folder) not in sys.path:
             sys.path.append(str(folder))  # behind all others: a file there hides no library
         before = {*sys.modules}
         try:
-            exec(compile(self.contents[self.path.name], str(self.path), "exec"), vars(module))  # noqa: S102
+            exec(compile(self.contents[path.name], str(path), "exec"), vars(module))  # noqa: S102
         except (Exception, SystemExit) as error:  # sys.exit(0) would look like success
-            found = f"no function that can be loaded: {_words_of(error, self.path)}"
-            raise UsageError(path=self.path, found=found, expected="transform(record)") from None
+            found = f"no function that can be loaded: {_words_of(error, path)}"
+            raise UsageError(path=path, found=found, expected="transform(record)") from None
         for name in {*sys.modules} - before:
             imported = Path(getattr(sys.modules[name], "__file__", None) or "/")
             if imported.parent == folder and imported.name not in self.contents:
                 raise UsageError(
-                    f"--transform {self.path} imports {imported.name} beside it; name it, so that it counts "
+                    f"--transform {path} imports {imported.name} beside it; name it, so that it counts "
                     f"in the plan: --transform_files {','.join([*list(self.contents)[1:], imported.name])}",
                     path=imported,
                     remedy="--transform_files",
                 )
-        function = vars(module).get("transform")
-        if not callable(function):
-            raise UsageError(path=self.path, found="no function transform(record)", expected="transform")
-        return function
+        self._function: Any = vars(module).get("transform")
+        if not callable(self._function):
+            raise UsageError(path=path, found="no function transform(record)", expected="transform")
 
     def texts(
         self, documents: Iterable[tuple[dict[str, Any], int]], name: str, reasons: set[str], *, is_chat: bool

@@ -11,7 +11,6 @@ index.json is all manifests merged, so that a reader opens one file and not 10^5
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import json
@@ -130,35 +129,31 @@ class RecordFile:
     def __init__(self, path: Path, kind: str, header: bytes, remedy: str) -> None:
         """Open it, and compare its first 64 bytes. Raises UnknownVersion, OtherPlan or BrokenShard."""
         self.dtype, self.remedy = idx_dtype(kind), remedy
-        self.file = ReadFile(path)
-        with contextlib.ExitStack() as opened:  # closes it where this fails
-            opened.enter_context(self.file)
-            found = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
-            if len(found) < HEADER_BYTES or found[:8] != header[:8]:
-                what = f"no idx: it begins {found[:8]!r}"
-                raise BrokenShard(path=path, found=what, expected=f"{header[:8]!r}", remedy=remedy)
-            values, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (found, header))
-            if (version := int(values["version"])) != FORMAT_VERSION:
-                raise unknown_version(path, version)
-            for name in IDX_HEADER.names or ():
-                if values[name] != wanted[name]:
-                    what = f"an idx for {name} {values[name]}"
-                    raise OtherPlan(path=path, found=what, expected=wanted[name], remedy=remedy)
-            # The size tells how many records there are: no two numbers of records make the same size.
-            chunk_bytes = CHUNK_RECORDS * self.dtype.itemsize + CHUNK_CRC.itemsize
-            num_bytes = self.file.num_bytes - HEADER_BYTES
-            num_chunks, rest_bytes = divmod(num_bytes, chunk_bytes)
-            num_rest = max(0, rest_bytes - CHUNK_CRC.itemsize) // self.dtype.itemsize
-            self.num_samples = num_chunks * CHUNK_RECORDS + num_rest
-            if self.file.num_bytes != idx_num_bytes(kind, self.num_samples):
-                what = f"cut short: {num_bytes} bytes behind the header"
-                expected = f"records of {self.dtype.itemsize} bytes, with their crc32s"
-                raise BrokenShard(path=path, found=what, expected=expected, remedy=remedy)
-            self._is_checked = bytearray(-(-self.num_samples // CHUNK_RECORDS))  # of each chunk
-            crcs_bytes = len(self._is_checked) * CHUNK_CRC.itemsize
-            crcs = self.file.read(self.file.num_bytes - crcs_bytes, crcs_bytes)
-            opened.pop_all()
-        self._crcs = np.frombuffer(crcs, CHUNK_CRC)
+        self.file = ReadFile(path)  # which is closed when nobody holds it, as where this fails
+        found = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
+        if len(found) < HEADER_BYTES or found[:8] != header[:8]:
+            what = f"no idx: it begins {found[:8]!r}"
+            raise BrokenShard(path=path, found=what, expected=f"{header[:8]!r}", remedy=remedy)
+        values, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (found, header))
+        if (version := int(values["version"])) != FORMAT_VERSION:
+            raise unknown_version(path, version)
+        for name in IDX_HEADER.names or ():
+            if values[name] != wanted[name]:
+                what = f"an idx for {name} {values[name]}"
+                raise OtherPlan(path=path, found=what, expected=wanted[name], remedy=remedy)
+        # The size tells how many records there are: no two numbers of records make the same size.
+        chunk_bytes = CHUNK_RECORDS * self.dtype.itemsize + CHUNK_CRC.itemsize
+        num_bytes = self.file.num_bytes - HEADER_BYTES
+        num_chunks, rest_bytes = divmod(num_bytes, chunk_bytes)
+        num_rest = max(0, rest_bytes - CHUNK_CRC.itemsize) // self.dtype.itemsize
+        self.num_samples = num_chunks * CHUNK_RECORDS + num_rest
+        if self.file.num_bytes != idx_num_bytes(kind, self.num_samples):
+            what = f"cut short: {num_bytes} bytes behind the header"
+            expected = f"records of {self.dtype.itemsize} bytes, with their crc32s"
+            raise BrokenShard(path=path, found=what, expected=expected, remedy=remedy)
+        self._is_checked = bytearray(-(-self.num_samples // CHUNK_RECORDS))  # of each chunk
+        crcs_bytes = len(self._is_checked) * CHUNK_CRC.itemsize
+        self._crcs = np.frombuffer(self.file.read(self.file.num_bytes - crcs_bytes, crcs_bytes), CHUNK_CRC)
 
     def read(self, rows: slice) -> npt.NDArray[np.void]:
         """Read the records of some rows. Raises BrokenShard, OSError.
@@ -175,18 +170,15 @@ class RecordFile:
         records = np.frombuffer(raw, self.dtype)
         for chunk in chunks if is_new else ():
             begin = chunk * CHUNK_RECORDS - first
-            self._check(chunk, records[begin : begin + CHUNK_RECORDS])
+            part, found = records[begin : begin + CHUNK_RECORDS], ""
+            if zlib.crc32(part.tobytes()) != self._crcs[chunk]:
+                found = f"damaged: another crc32 of the records from {chunk * CHUNK_RECORDS} on"
+            elif (last := int(part["offset"].max())) > MAX_OFFSET:
+                found = f"a sample at byte {last} of a tar"
+            if found:
+                raise BrokenShard(path=self.file.path, found=found, remedy=self.remedy)
+            self._is_checked[chunk] = True
         return records[rows.start - first : rows.stop - first]
-
-    def _check(self, chunk: int, records: npt.NDArray[np.void]) -> None:
-        found = ""
-        if zlib.crc32(records.tobytes()) != self._crcs[chunk]:
-            found = f"damaged: another crc32 of the records from {chunk * CHUNK_RECORDS} on"
-        elif (last := int(records["offset"].max())) > MAX_OFFSET:
-            found = f"a sample at byte {last} of a tar"
-        if found:
-            raise BrokenShard(path=self.file.path, found=found, remedy=self.remedy)
-        self._is_checked[chunk] = True
 
 
 def idx_dtype(kind: str) -> np.dtype[Any]:

@@ -235,13 +235,17 @@ def _replacements(
     kinds = list(_KINDS.items())
     if file.stage == "raw":  # what is neither a file nor a link is left out by name
         kinds = [each for each in kinds if "link" in each[0]]
-    elif data:
+    elif file.name == "findings.json":  # a link to nothing is as good as none
+        kinds = [each for each in kinds if each[0] != "a dangling link"]
+    if data and file.stage != "raw":
         kinds += [("empty", _cut_to(0)), ("a half", _cut_to(len(data) // 2))]
-        for other in others:
+        # Another plan is another data set, and tars alone do not tell which ones they should be.
+        is_told = not file.headers_only and (file.name, file.stage) != ("plan.json", "planned")
+        for other in others if is_told else []:
             source = other.templates / file.stage / "data" / file.name
             if source.is_file() and not file.name.startswith(("../", "tokenizer/")):  # those are equal
                 kinds.append((f"the one of {other.form}", partial(shutil.copyfile, source)))
-        if file.name.startswith("shard-") and not file.sizes_alone:
+        if file.name.startswith("shard-") and is_told and not file.sizes_alone:
             sibling = file.name.translate({ord("0"): "1", ord("1"): "0"}).replace("1111", "0000")
             kinds.append(("the other shard's", lambda path: shutil.copyfile(path.with_name(sibling), path)))
         if file.name.endswith(".tar"):

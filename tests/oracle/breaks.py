@@ -1,25 +1,21 @@
 """``python -m tests.oracle.breaks``: break a promise of the packages, and see that the oracle names it.
 
-Each break replaces a text of one file in a copy of the packages, and runs one test of the oracle on the copy.
-The test has to pass on the unbroken copy, to fail on the broken one, and to say so in the words that the
-table expects. A break whose text is not found is out of date: write it for the file that has its work now.
+Each break replaces a text of one file, as a forked process imports it, and runs one test of the oracle there.
+The test has to pass without the break, to fail with it, and to say so in the words that the table expects. A
+break whose text is not found is out of date: write it for the file that has its work now.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.checkout import ROOT
+from tests.mutants import ChangedModule, Child, import_libraries, run_pytest
 
-PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
-HELPERS = ("world", "forged", "plain_reader", "checkout")
 _STREAM = "test_streams.py::test_a_form_delivers_the_frozen_batches_and_resumes_on_another_number_of_ranks"
 _MEMBERS = "test_streams.py::test_the_members_of_tars_are_the_frozen_ones"
 _MANIFEST = "test_streams.py::test_a_shard_has_no_manifest_before_its_other_files_are_in_place"
@@ -106,42 +102,31 @@ BREAKS = [
 ]  # fmt: skip
 
 
-def copy_packages(folder: Path) -> None:
-    """Copy the packages and what the oracle needs of the tests."""
-    for name in (*PACKAGES, "tests/oracle"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", *(f"tests/{name}.py" for name in HELPERS)):
-        shutil.copy(ROOT / name, folder / name)
+def run_tests(folder: Path, *tests: str, broken: ChangedModule | None = None) -> tuple[int, str]:
+    """Run tests of the oracle in a process beside; returns its exit code, and what it printed."""
 
+    def work(inside: Path) -> int:
+        if broken:
+            sys.meta_path.insert(0, broken)
+        return run_pytest(inside, None, [f"tests/oracle/{test}" for test in tests])
 
-def run_tests(folder: Path, *tests: str) -> subprocess.CompletedProcess[str]:
-    """Run tests of the oracle on the packages of a folder."""
-    names = [f"tests/oracle/{test}" for test in tests]
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--color=no", *names],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder), "XDG_CACHE_HOME": str(folder / "cache")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    child = Child(folder, work)
+    return child.wait(), child.output()
 
 
 def outcome(each: Break, folder: Path) -> str:
-    """Break a promise in a copy, run its test, mend it again; returns what went wrong, or nothing."""
-    path = folder / each.path
+    """Break a promise and run its test; returns what went wrong, or nothing."""
+    path = ROOT / each.path
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     if text.count(each.old) != 1:
         return f"out of date: {each.path} has its text {text.count(each.old)} times, expected once"
-    path.write_text(text.replace(each.old, each.new), encoding="utf-8")
-    done = run_tests(folder, each.test)
-    path.write_text(text, encoding="utf-8")
-    if done.returncode == 0:
+    broken = ChangedModule(each.path, text.replace(each.old, each.new))
+    code, output = run_tests(folder, each.test, broken=broken)
+    if code == 0:
         return "NOT CAUGHT"
-    said = [line.removeprefix("E ").strip() for line in done.stdout.splitlines() if line.startswith("E ")]
+    said = [line.removeprefix("E ").strip() for line in output.splitlines() if line.startswith("E ")]
     if not any(each.words in line for line in said):
-        return f"caught in other words: {said[:3] or done.stdout[-500:]}"
+        return f"caught in other words: {said[:3] or output[-500:]}"
     return ""
 
 
@@ -151,15 +136,13 @@ def main() -> int:
     args = parser.parse_args()
     chosen = [each for each in BREAKS if args.only in each.promise]
     num_wrong = 0
+    import_libraries()
     with tempfile.TemporaryDirectory() as name:
-        copy_packages(Path(name))
-        whole = run_tests(Path(name), *{each.test: None for each in chosen})
-        if whole.returncode:
-            print(whole.stdout)
-            print("the oracle fails on the packages as they are")
-            return 1
-        for each in chosen:
-            problem = outcome(each, Path(name))
+        code, output = run_tests(Path(name) / "whole", *{each.test: None for each in chosen})
+        if code:
+            sys.exit(f"{output}\nthe oracle fails on the packages as they are")
+        for number, each in enumerate(chosen):
+            problem = outcome(each, Path(name) / str(number))
             num_wrong += bool(problem)
             print(f"{each.promise}: {problem or each.words}", flush=True)
     print(f"{len(chosen) - num_wrong} of {len(chosen)} breaks are caught in words that name them")

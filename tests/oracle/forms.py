@@ -56,31 +56,25 @@ FORMS = {
     "packed_best_fit": Form("best_fit", arguments={"boundaries": ["segment_ids", "position_ids"]}),
     "packed_at_load": Form("documents", arguments={"seq_len": SEQ_LEN}),
     "chat": Form("chat", accumulates=True, arguments={"boundaries": "segment_ids"}),
-    "mixture": Form(
-        ("korean", "english", "documents"),
-        arguments={
-            "weights": [
-                (0, {"korean": 0.5, "english": 0.3, "documents": 0.2}),
-                (20, {"korean": 0.1, "english": 0.2, "documents": 0.7}),
-                (37, {"korean": 0.6, "english": 0.4, "documents": 0.0}),
-            ]
-        },
-    ),
+    "mixture": Form(("korean", "english", "documents"), arguments={"weights": [
+        (0, {"korean": 0.5, "english": 0.3, "documents": 0.2}),
+        (20, {"korean": 0.1, "english": 0.2, "documents": 0.7}),
+        (37, {"korean": 0.6, "english": 0.4, "documents": 0.0}),
+    ]}),
     "batch_size_schedule": Form("concat", [(0, 24), (10, 48), (30, 72)]),
     "training_side": Form("split", arguments={"split": "train"}),
     "validation_side": Form("split", arguments={"split": "validation"}),
     "external_tars": Form("external", arguments={"model_id": tokenizer_dir, "shuffle": False}),
     "first_script": Form("first_script", arguments={"model_id": tokenizer_dir, "seed": 5}),
-    "boundaries": Form(
-        "documents",
-        arguments={"seq_len": SEQ_LEN, "boundaries": ["position_ids", "segment_ids", "cu_seqlens"]},
-    ),
-    "shifted_targets": Form(
-        "concat", arguments={"targets": "shifted", "boundaries": ["position_ids", "segment_ids"]}
-    ),
+    "boundaries": Form("documents", arguments={
+        "seq_len": SEQ_LEN, "boundaries": ["position_ids", "segment_ids", "cu_seqlens"],
+    }),
+    "shifted_targets": Form("concat", arguments={
+        "targets": "shifted", "boundaries": ["position_ids", "segment_ids"],
+    }),
     "origins": Form("documents", arguments={"seq_len": SEQ_LEN, "origins": True}),
     "max_length": Form("documents", arguments={"max_length": 20, "padding": "max_length"}),
-}
+}  # fmt: skip
 
 
 class DataSets:
@@ -113,14 +107,13 @@ def hostile_world(folder: Path) -> World:
     """Three raw files: every line end, bad bytes, empty lines, broken records."""
     records = [json.dumps({"text": text}, ensure_ascii=False) for text in hostile_texts(150, seed=2)]
     records[7:7] = ["", "  ", "{", '{"text": null}', '{"other": 1}', '{"text": "\\ud800"}', '{"text": ""}']
-    return World(folder).raw(
-        {
-            "a.txt": hostile_text(180, seed=1).encode()
-            + b"\nbad \xff byte\n\n \t \r\nlast line, without an end",
-            "b.jsonl": "\n".join(records) + "\n",
-            "c.txt": "\ufeffa mark stands before the first line\r\n" + hostile_text(90, seed=3) + "\n",
-        }
-    )
+    bad = b"\nbad \xff byte\n\n \t \r\nlast line, without an end"
+    mark = "\ufeffa mark stands before the first line\r\n"
+    return World(folder).raw({
+        "a.txt": hostile_text(180, seed=1).encode() + bad,
+        "b.jsonl": "\n".join(records) + "\n",
+        "c.txt": mark + hostile_text(90, seed=3) + "\n",
+    })  # fmt: skip
 
 
 def _shardprep(**options: Any) -> Callable[[Path], Path]:

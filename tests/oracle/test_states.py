@@ -20,7 +20,7 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     "mixture": MIXED,
     "amended": {**MIXED, "weights": {"ko": 1, "en": 3}},  # from the state of a mixture on
 }
-WRONG: tuple[Any, ...] = (None, -1, 0, 10**6, 1.5, "", "x", "1; 2: 3", [], {}, True)
+WRONG: tuple[Any, ...] = (None, -1, 0, 10**6, 1.5, "", "x", "1; 2: 3", "\ud800", [], {}, True)
 
 
 @pytest.fixture(scope="module")

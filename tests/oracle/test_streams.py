@@ -40,7 +40,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataSets:
     return sets
 
 
-@pytest.mark.parametrize(("name", "world_size", "num_workers"), cases())
+@pytest.mark.parametrize(("name", "world_size", "num_workers"), [*cases()])
 def test_a_form_delivers_the_frozen_batches_and_resumes_on_another_number_of_ranks(
     data: DataSets, name: str, world_size: int, num_workers: tuple[int, int]
 ) -> None:

@@ -19,7 +19,7 @@ from loader import TokenLoader, get_llama3_dataloader
 from shardprep.errors import ShardprepError
 from tests.killed_calls import killed_at
 from tests.word_tokenizers import save_word_tokenizer
-from tests.world import World, call_main
+from tests.world import Ended, World, call_main
 
 pytestmark = pytest.mark.processes  # blank makes shards as run does
 
@@ -91,6 +91,21 @@ def load(data: Path, name: str, world: int = 1, rank: int = 0, **options: Any) -
     return get_llama3_dataloader(data / name, rank=rank, world_size=world, **given)
 
 
+def blank(source: Path, lines: str, new: Path) -> Ended:
+    names = new.with_name(f"names of {new.name}")
+    names.write_text(lines)
+    return call_main("blank", source, "--ids", names, "--output", new)
+
+
+def all_ids(loader: TokenLoader) -> set[int]:
+    with loader:
+        return {token for batch in loader for token in batch["input_ids"].flatten().tolist()}
+
+
+def sha256_of(number: int) -> str:
+    return f"sha256:{hashlib.sha256(text_of(number).encode()).hexdigest()}\n"
+
+
 def padded(batch: Mapping[str, Any], *, shifted: bool) -> dict[str, Any]:
     """Return a batch of DATA as one of NEW has to be: blanked documents are padding, with no labels."""
     found = {name: value.clone() for name, value in batch.items() if isinstance(value, torch.Tensor)}
@@ -136,8 +151,7 @@ def test_blanked_documents_are_padding_where_they_stood_and_all_else_stays(data:
             for batch, found in zip(loader, of_new, strict=True):
                 seen.append(assert_same(found, padded(batch, shifted=shifted)))
         assert any(seen)
-        ids = torch.cat([batch["input_ids"].reshape(-1) for batch in of_new])
-        assert not BLANKED & set(ids.tolist())
+        assert not BLANKED & all_ids(of_new)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -208,10 +222,9 @@ def test_a_mixture_blanks_the_documents_of_each_of_its_sources(data: Path) -> No
     options: dict[str, Any] = {"weights": {"a": 1, "b": 1}, "num_workers": 0, "weights_in": "samples"}
     for kinds in (["json.new", "npy.new"], ["concat.new", "best fit.new"]):
         folders = dict(zip("ab", [data / kind for kind in kinds], strict=True))
-        with get_llama3_dataloader(folders, 12, **options) as loader:
-            ids = torch.cat([batch["input_ids"].reshape(-1) for batch in loader])
-        assert not set(ids.tolist()) & BLANKED
-        assert int(ids.max()) < VOCAB_SIZE
+        ids = all_ids(get_llama3_dataloader(folders, 12, **options))
+        assert not ids & BLANKED
+        assert max(ids) < VOCAB_SIZE
 
 
 def test_a_kill_at_any_call_leaves_data_whole_and_new_whole_or_not_done(data: Path, tmp_path: Path) -> None:
@@ -258,44 +271,33 @@ def test_whoever_makes_a_blanked_shard_again_makes_an_equal_one(
 
 
 def test_other_shards_are_the_same_files_and_what_was_blanked_stays_so(data: Path, tmp_path: Path) -> None:
-    names, new, newer = tmp_path / "ids.txt", tmp_path / "new", tmp_path / "newer"
-    names.write_text("d1\n")
-    succeed("blank", data / "json", "--ids", names, "--output", new)
+    new, newer = tmp_path / "new", tmp_path / "newer"
+    assert blank(data / "json", "d1\n", new).code == 0
     shared = [path.name for path in new.glob("*.tar") if path.samefile(data / "json" / path.name)]
     assert shared == ["shard-00001.tar"]
-    names.write_text(f"d2\nsha256:{hashlib.sha256(text_of(400).encode()).hexdigest()}\n")
-    succeed("blank", new, "--ids", names, "--output", newer)
+    assert blank(new, "d2\n" + sha256_of(400), newer).code == 0
     succeed("verify", newer, "--deep", 2)
-    with load(tmp_path, "newer", batch_size=1) as loader:
-        ids = set(torch.cat([batch["input_ids"].reshape(-1) for batch in loader]).tolist())
+    ids = all_ids(load(tmp_path, "newer", batch_size=1))
     assert not ids & {1, 2, 400}
     assert len(ids - {PAD, EOS}) == NUM_DOCUMENTS - 3
-    names.write_text("d3\n")
-    assert call_main("blank", new, "--ids", names, "--output", newer).code == 78, "another list began it"
+    assert blank(new, "d3\n", newer).code == 78, "another list began it"
 
 
 def test_names_that_are_not_there_are_told_and_the_others_blanked(data: Path, tmp_path: Path) -> None:
-    (tmp_path / "ids.txt").write_text("d1\nnobody\n")
-    words = ["blank", data / "npy", "--ids", tmp_path / "ids.txt", "--output", tmp_path / "new"]
-    ended = call_main(*words)
+    ended = blank(data / "npy", "d1\nnobody\n", tmp_path / "new")
     assert (ended.code, "nobody" in ended.out) == (66, True)
     succeed("verify", tmp_path / "new")
-    (tmp_path / "ids.txt").write_text("nobody\n")
-    assert call_main(*words[:-1], tmp_path / "none").code == 66
+    assert blank(data / "npy", "nobody\n", tmp_path / "none").code == 66
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize(
-    ("lines", "code"),
-    [("", 65), ("sha256:12\n", 65), ("\n \n", 65), (b"\xff\n", 65), (None, 66)],
-)
-def test_a_list_that_names_nothing_is_refused(
-    data: Path, tmp_path: Path, lines: str | bytes | None, code: int
-) -> None:
-    if lines is not None:
-        (tmp_path / "ids.txt").write_bytes(lines if isinstance(lines, bytes) else lines.encode())
-    words = ["--ids", tmp_path / "ids.txt", "--output", tmp_path / "new"]
-    assert call_main("blank", data / "npy", *words).code == code
+@pytest.mark.parametrize("lines", ["", "sha256:12\n", "\n \n", "\xff\n"])
+def test_a_list_that_names_nothing_is_refused(data: Path, tmp_path: Path, lines: str) -> None:
+    (tmp_path / "ids.txt").write_text(lines, encoding="latin-1")
+    words = ["blank", data / "npy", "--ids", tmp_path / "ids.txt", "--output", tmp_path / "new"]
+    assert call_main(*words).code == 65
+    (tmp_path / "ids.txt").unlink()
+    assert call_main(*words).code == 66
 
 
 def test_blanked_documents_are_not_exported_and_peek_says_what_they_are(data: Path, tmp_path: Path) -> None:
@@ -309,29 +311,24 @@ def test_blanked_documents_are_not_exported_and_peek_says_what_they_are(data: Pa
 
 @pytest.mark.parametrize("form", ["json", "concat", "best fit of sides", "chat"])
 def test_a_fresh_plan_leaves_the_same_list_out(data: Path, tmp_path: Path, form: str) -> None:
-    world = World(tmp_path, tokenizer=data / "model", raw_dir=data / "raw")
-    options = {"num_shards": 2, "id_field": "id", **FORMS[form]}
-    texts = "".join(f"sha256:{hashlib.sha256(text_of(number).encode()).hexdigest()}\n" for number in BLANKED)
-    names = {"ids.txt": (data / "ids.txt").read_text(), "texts.txt": texts}
-    for name in names if form != "chat" else ["ids.txt"]:
-        (tmp_path / name).write_text(names[name])
-        world.data_dir = tmp_path / f"of {name}"
-        world.make(exclude=tmp_path / name, **options)
-        manifests = [json.loads(path.read_text()) for path in world.data_dir.glob("shard-*.json")]
-        assert sum(each["counts"]["quarantined"]["excluded"] for each in manifests) == len(BLANKED)
-        with world.loader(batch_size=1) as loader:
-            ids = set(torch.cat([batch["input_ids"].reshape(-1) for batch in loader]).tolist())
-        assert not ids & BLANKED
-        folders = {"input_dir": world.raw_dir, "output_dir": world.data_dir, "model_id": data / "model"}
-        assert world.main("plan", **folders, **options).code == 78  # without the list it is another plan
+    (tmp_path / "texts.txt").write_text("".join(map(sha256_of, BLANKED)))
+    for names in (data / "ids.txt", tmp_path / "texts.txt")[: 1 if form == "chat" else 2]:
+        world = World(tmp_path / names.stem, tokenizer=data / "model", raw_dir=data / "raw")
+        options = {"num_shards": 2, "id_field": "id", **FORMS[form]}
+        world.make(exclude=names, **options)
+        assert world.left_out() == {"excluded": len(BLANKED)}
+        assert not all_ids(world.loader(batch_size=1)) & BLANKED
+        assert world.try_plan(**options).code == 78, "without the list it is another plan"
 
 
 def test_a_worker_refuses_a_list_that_is_not_the_plans(tmp_path: Path) -> None:
-    world = World(tmp_path).raw({"all.jsonl": [{"text": "one"}, {"text": "two"}]})
-    (tmp_path / "texts.txt").write_text(f"sha256:{hashlib.sha256(b'one').hexdigest()}\n")
-    world.plan(num_shards=1, exclude=tmp_path / "texts.txt")
+    world, names = (
+        World(tmp_path).raw({"all.jsonl": [{"text": "one"}, {"text": "two"}]}),
+        tmp_path / "names.txt",
+    )
+    names.write_text(f"sha256:{hashlib.sha256(b'one').hexdigest()}\n")
+    world.plan(num_shards=1, exclude=names)
     (world.data_dir / "excluded.keys").write_bytes(bytes(16))
-    assert world.main("shard", shard_id=0, output_dir=world.data_dir).code == 65
-    (tmp_path / "ids.txt").write_text("web/17\n")
-    options = {"input_dir": world.raw_dir, "output_dir": tmp_path / "new", "model_id": world.tokenizer}
-    assert world.main("plan", exclude=tmp_path / "ids.txt", **options).code == 2  # it knows no ids
+    assert world.try_shard(0).code == 65
+    names.write_text("web/17\n")
+    assert world.try_plan(exclude=names, output_dir=tmp_path / "new").code == 2, "it knows no ids"

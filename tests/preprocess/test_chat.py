@@ -28,7 +28,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests import chat_tokenizers
-from tests.chat_sets import PLAIN, TAGGED, conversations, expected, write_chats
+from tests.chat_sets import PLAIN, TAGGED, conversations, write_chats
 from tests.children import child, environ_of_children, shardprep
 from tests.forged import rewrite_json
 from tests.waiting import wait_until
@@ -52,23 +52,17 @@ def planned(world: World, **options: Any) -> World:
     return world.plan(**{"record": "chat", "seq_len": 64, "num_shards": 1, "max_bad_fraction": 1, **options})
 
 
-def flat_of(world: World) -> tuple[list[int], list[int]]:
-    """All ids of a data set, and their labels, as the loader delivers them."""
-    ids: list[int] = []
-    labels: list[int] = []
-    with world.loader(batch_size=1, shuffle=False) as loader:
-        for batch in loader:
-            is_real = batch["attention_mask"][0].bool()
-            ids += batch["input_ids"][0][is_real].tolist()
-            labels += batch["labels"][0][is_real].tolist()
-    return ids, labels
+def flat_of(world: World) -> list[tuple[int, int]]:
+    """All ids of a data set with their labels, as the loader delivers them."""
+    with world.ranks(global_batch_size=1, shuffle=False) as ranks:
+        samples = [sample for step in ranks.take(len(ranks.loaders[0])) for sample in step]
+    return [pair for each in samples for pair in zip(each["input_ids"], each["labels"], strict=True)]
 
 
-def flat(pairs: list[tuple[list[int], list[int]]]) -> tuple[list[int], list[int]]:
-    """Ids of conversations, and labels where the mask is 1."""
-    ids = [token for of_chat, _ in pairs for token in of_chat]
-    labels = [token if is_set else -100 for each in pairs for token, is_set in zip(*each, strict=True)]
-    return ids, labels
+def flat(pairs: list[tuple[list[int], list[int]]]) -> list[tuple[int, int]]:
+    """Ids of conversations with their labels, of ids and masks."""
+    tokens = [token for ids, mask in pairs for token in zip(ids, mask, strict=True)]
+    return [(token, token if is_set else -100) for token, is_set in tokens]
 
 
 def reasons(world: World) -> dict[int, str]:
@@ -126,6 +120,12 @@ def expected_of(tokenizer: Any, chat: list[dict[str, Any]]) -> tuple[list[int], 
         else:  # a blank whose offsets were trimmed stands between two characters
             mask.append(int(begin - 1 in written and begin in written))
     return found["input_ids"], mask
+
+
+def expected(model: Path, chats: list[Any]) -> list[tuple[list[int], list[int]]]:
+    """Ids and mask of each conversation."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [expected_of(tokenizer, chat) for chat in chats]
 
 
 @pytest.mark.parametrize(("name", "template"), PAIRS)
@@ -382,7 +382,7 @@ def test_conversations_of_so_many_answers_that_rendering_takes_too_long_are_left
     world = planned(world_of(tmp_path, template, chats)).run()
     assert reasons(world) == {1: "too_many_answers", 2: "too_many_answers"}
     assert f"{most + most // 20} answers" in world.lines("quarantine")[0]["detail"]
-    num_labels = sum(label != -100 for label in flat_of(world)[1])
+    num_labels = sum(label != -100 for _, label in flat_of(world))
     assert num_labels == 2 * (most // 10), "each answer and the end of its turn"
 
 

@@ -175,13 +175,8 @@ def random_object(rng: random.Random, depth: int = 0) -> str:
 def test_what_is_taken_of_a_line_of_json_depends_on_no_other_line(tmp_path: Path, choice: str) -> None:
     rng, options = random.Random(choice), FIELDS[choice]
     right = '{"text": "b", "본문": "다", "meta": {"text": "m"}, "id": 7}'
-    odd = [
-        "",
-        '{"text": "a"} {"text": "b"}',
-        '{"n": [{}',
-        '{}], "text": "c"}',
-        '{"text": "a", "n": "\udcff"}',
-    ]
+    odd = ["", '{"text": "a"} {"text": "b"}', '{"n": [{}', '{}], "text": "c"}']
+    odd.append('{"text": "a", "n": "\udcff"}')  # a byte that is no UTF-8
     each = [random_object(rng) for _ in range(1_000)]
     lines = [*each, *rng.choices([right, *odd], k=1_000)]
     rng.shuffle(lines)
@@ -227,9 +222,15 @@ def test_records_of_512_levels_are_read_and_deeper_ones_left_out_whatever_the_in
     assert {entry["line"]: entry["reason"] for entry in world.lines("quarantine")} == expected
 
 
-def test_more_than_1000_sources_that_records_name_are_refused(tmp_path: Path) -> None:
-    world = World(tmp_path).raw({"a.jsonl": [{"text": "a", "from": number} for number in range(1001)]})
-    ended = world.try_plan(source_field="from")
+def test_a_field_may_name_the_source_and_more_than_1000_are_refused(tmp_path: Path) -> None:
+    rows = [{"text": "a", "from": "web"}, {"text": "c"}, {"text": 5, "from": "web"}, {"from": "images"}]
+    world = World(tmp_path).raw({"a.jsonl": rows})
+    world.make(num_shards=1, source_field="from", max_bad_fraction=1)
+    sources = world.manifests()[0]["counts"]["sources"]
+    found = {name: (source["num_documents"], source["num_quarantined"]) for name, source in sources.items()}
+    assert found == {".": (1, 0), "images": (0, 1), "web": (1, 1)}
+    many = World(tmp_path / "many").raw({"a.jsonl": [{"text": "a", "from": n} for n in range(1001)]})
+    ended = many.try_plan(source_field="from")
     assert (ended.code, "--source_field" in ended.err) == (65, True)
 
 

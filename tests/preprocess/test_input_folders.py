@@ -120,9 +120,10 @@ def test_plan_names_and_counts_what_it_leaves_out_and_plan_json_has_all_of_it(wo
 def test_flags_take_what_is_left_out_and_one_without_effect_is_not_in_the_plan(
     world: World, tmp_path: Path
 ) -> None:
-    flags = {"follow_links": True, "also": "*.md, readme*"}
-    planned(world, **flags)
-    assert world.inputs() == ["README.txt", "a.txt", "b/c.txt", "linked/e.txt", "more.md", "notes.md"]
+    flags = {"follow_links": True, "also": "*.md, readme*, _u*"}
+    planned(world.raw({"_u.txt": "as Spark names what is no data\n"}), **flags)
+    inputs = ["README.txt", "_u.txt", "a.txt", "b/c.txt", "linked/e.txt", "more.md", "notes.md"]
+    assert world.inputs() == inputs
     assert "This is more.md." in world.run().texts()
     planned(world, **flags)  # and again
     few = World(tmp_path / "few").raw({"a.txt": "a\n"})

@@ -340,3 +340,12 @@ def test_texts_are_compared_as_the_plans_function_makes_them(evals: Path, tmp_pa
     for options, error in ((moved, UsageError), ({"transform": function}, NotFound)):
         ended = overlap(world, evals, tmp_path / "again", **options)
         assert (ended.code, type(ended.error)) == (error.exit_code, error)
+
+
+def test_the_summary_counts_documents_by_source(tmp_path: Path) -> None:
+    (tmp_path / "quiz.txt").write_text(EVALS[1])
+    held, others = f"see {EVALS[1]} here", "\n".join(DOCUMENTS[:9])
+    world = World(tmp_path).raw({"web/a.txt": f"{held}\n{held}", "code/b.txt": held, "c/d.txt": others})
+    told = world.plan(recursive=True).main("overlap", world.data_dir, against=tmp_path / "quiz.txt").out
+    found = [line.split()[:2] for line in told.splitlines() if line.startswith("  ")]
+    assert found == [["web:", "2"], ["code:", "1"]]

@@ -76,6 +76,7 @@ def words_of(name: str, world: World) -> list[object]:
         "verify": ["verify", data],
         "status": ["status", data],
         "submit": ["submit", data],
+        "stage": ["stage", data, "--to", new],
         "train_tokenizer": ["train_tokenizer", "--input_dir", world.raw_dir, "--output_dir", new],
     }[name]
 
@@ -92,6 +93,7 @@ def words_of(name: str, world: World) -> list[object]:
         ("verify", "open", "shard-00000.tar", 74),
         ("status", "open", "shard-00000.json", 74),
         ("submit", "mkdir", "jobs", 73),
+        ("stage", "scandir", "data", 74),
         ("train_tokenizer", "stat", "new", 74),
     ],
 )
@@ -100,7 +102,7 @@ def test_a_file_that_the_system_cannot_give_is_named_and_not_called_missing(
     name: str, code: int,
 ) -> None:  # fmt: skip
     install_fake_slurm(tmp_path, monkeypatch)
-    if command == "verify":
+    if command in ("verify", "stage"):
         world.run(1)
     failed = fail(call, name, errno.ESTALE)
     ended = call_main(*words_of(command, world))

@@ -149,9 +149,9 @@ LOWERCASE_OPTION = """
     lowercase: bool = option(False, "make the text lower-case", group=TEXT, )
     limit: int = _text("""
 LOWERCASE_USE = """        if options.lowercase:
-            documents = dataclasses.replace(documents, texts=[text.lower() for text in documents.texts])
+            documents = dataclasses.replace(documents, texts=Texts([text.lower() for text in documents.texts]))
         if transform is not None:
-            documents ="""
+"""
 
 
 @pytest.mark.processes
@@ -159,7 +159,7 @@ LOWERCASE_USE = """        if options.lowercase:
 def test_lowercase_is_a_plan_option_by_its_declaration_and_the_place_that_uses_it(tmp_path: Path) -> None:
     copy = Copy(tmp_path)
     copy.change("shardprep/format/plan.py", "    limit: int = _text(", LOWERCASE_OPTION)
-    before = "        if transform is not None:\n            documents ="
+    before = "        if transform is not None:\n"
     copy.change("preprocess/read/documents.py", before, LOWERCASE_USE)
     world = World(tmp_path).raw({"a.txt": "The Kettle\nSINGS\n"})
     lower, plain = tmp_path / "lower", tmp_path / "plain"

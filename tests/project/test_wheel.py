@@ -134,7 +134,7 @@ NOT_RUN = (
     ("python3 -m venv ", "this environment stands for it"),
     ("source ", "likewise"),
     ("pip install ", "it needs an index; the wheel is installed"),
-    ("hf download ", "it needs the hub; test_hub.py has a local server of its protocol"),
+    ("hf download ", "it needs the hub; test_tokenizers.py has a local server of its protocol"),
     ("find RAW -type f -print0 | xargs ", "it needs files in an archive behind Lustre"),
 )
 CHECKOUT = ("slurm/train_ddp.sh", "examples/train_llama.py")

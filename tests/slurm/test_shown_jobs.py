@@ -295,7 +295,7 @@ def test_wait_outlasts_a_controller_that_restarts_and_ends_after_an_hour(
     once = f'[[ ! -e "{desk.fake.place}/answered" ]] || {{ echo "Socket timed out" >&2; exit 1; }}'
     answer = f'touch "{desk.fake.place}/answered"; echo {shlex.quote(RUNS.strip())}'
     desk.fake.answers_by("squeue", f"{once}; {answer}")
-    monkeypatch.setattr("slurm.queue.sleep", waits.append)
+    monkeypatch.setattr("slurm.state.sleep", waits.append)
     desk.slurm("submit", "--wait", code=74)
     assert waits[:3] == [5, 10, 20]
     assert 3000 < sum(waits) < 4000

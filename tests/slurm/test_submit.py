@@ -307,7 +307,7 @@ def test_a_release_that_slurm_puts_off_while_its_accounts_are_slow_is_asked_for_
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("slurm.queue.sleep", waits.append)
+    monkeypatch.setattr("slurm.state.sleep", waits.append)
     asked = f'[[ "$*" != "release 1" || -e "{desk.fake.place}/asked" ]]'
     words = "Job update not available right now, the DB index is being set, try again in a bit for job 1"
     first = f'{asked} || {{ touch "{desk.fake.place}/asked"; echo "{words}" >&2; exit 1; }}'

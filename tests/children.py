@@ -40,36 +40,38 @@ def run_child(
     source = subprocess.DEVNULL if stdin is None else subprocess.PIPE
     settings["env"] = {"PYTHONFAULTHANDLER": "1", **(settings.get("env") or os.environ)}
     with child(command, **{"stdin": source, "stderr": subprocess.PIPE, **settings}) as process:
-        try:
-            out, err = process.communicate(stdin, timeout=HANG_S)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, signal.SIGABRT)  # faulthandler says where it hangs
-                process.wait(5)
-            _kill_group(process)
-            out, err = process.communicate()
-            raise AssertionError(f"{_shown(command, out, err)}\nit was killed after {HANG_S} s") from None
-    if code is not None and process.returncode != code:
-        raise AssertionError(
-            f"{_shown(command, out, err)}\nit ended with {process.returncode}, expected {code}"
-        )
+        out, err = _communicate(process, code, stdin)
     return subprocess.CompletedProcess(list(command), process.returncode, out, err)
 
 
 def end_of(process: subprocess.Popen[str], *, code: int | None = 0) -> str:
     """Wait for a child and return what it printed and was not yet read; fail as ``run_child`` does."""
     __tracebackhide__ = True
+    return "".join(_communicate(process, code))
+
+
+def _communicate(
+    process: subprocess.Popen[str], code: int | None, stdin: str | None = None
+) -> tuple[str, str]:
+    __tracebackhide__ = True
+    ending = ""
     try:
-        out, err = process.communicate(timeout=HANG_S)
+        out, err = process.communicate(stdin, timeout=HANG_S)
     except subprocess.TimeoutExpired:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGABRT)  # faulthandler says where it hangs
+            process.wait(5)
+        _kill_group(process)
         out, err = process.communicate()
-        raise AssertionError(f"{_shown(process.args, out, err)}\nit was killed after {HANG_S} s") from None
-    if code is not None and process.returncode != code:
-        raise AssertionError(
-            f"{_shown(process.args, out, err)}\nit ended with {process.returncode}, expected {code}"
-        )
-    return (out or "") + (err or "")
+        ending = f"it was killed after {HANG_S} s"
+    if not ending and code is not None and process.returncode != code:
+        ending = f"it ended with {process.returncode}, expected {code}"
+    if ending:
+        words = [str(word) for word in process.args] if isinstance(process.args, (list, tuple)) else []
+        brief = " ".join(word if len(word) < 200 else word[:100] + "..." for word in words)
+        printed = f"--- standard output\n{out or ''}\n--- standard error\n{err or ''}"
+        raise AssertionError(f"{brief}\n{printed}\n{ending}")
+    return out or "", err or ""
 
 
 @contextlib.contextmanager
@@ -101,12 +103,6 @@ def _kill_group(process: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()  # where it was given no session of its own
-
-
-def _shown(command: object, out: str | None, err: str | None) -> str:
-    words = [str(word) for word in command] if isinstance(command, (list, tuple)) else [str(command)]
-    brief = " ".join(word if len(word) < 200 else word[:100] + "..." for word in words)
-    return f"{brief}\n--- standard output\n{out or ''}\n--- standard error\n{err or ''}"
 
 
 def is_living(pid: int) -> bool:

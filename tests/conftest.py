@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.metadata
-import json
 import lzma
 import multiprocessing.util
 import os
+import re
 import runpy
 import shutil
 import sys
-from collections.abc import Generator, Iterator, Mapping
+from collections import Counter
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,7 @@ from tests.forged import seal as seal  # for others
 from tests.world import Ended, World, call_main, flags_of
 
 LAYERS_OVER_QUICK = ("slow", "processes", "slurm")
-LONGEST = (
-    "tests/faults/", "tests/project/test_wheel", "tests/loader/test_context", "tests/loader/test_pr",
-    "tests/loader/test_tr",
-)  # fmt: skip
+LONGEST = ("tests/faults/", "tests/project/test_wheel", "tests/loader/test_context", "tests/loader/test_pr")
 # Time decides no property test: the machine may be busy.
 hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -59,22 +57,33 @@ def pytest_configure() -> None:
     multiprocessing.util.spawnv_passfds = lambda *args: (_started.append("spawn"), spawn(*args))[1]
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """In the quick layer a module of others is not even imported: some take seconds of CPU time."""
+    if collection_path.suffix != ".py" or not config.getoption("--quick"):
+        return None
+    marks = re.search(r"^pytestmark = (.*)", collection_path.read_text(encoding="utf-8"), re.MULTILINE)
+    return True if marks and any(f"pytest.mark.{layer}" in marks[1] for layer in LAYERS_OVER_QUICK) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the tests of the layer that is asked for.
 
-    Side by side with others the longest would end last: those on a cluster come first, then these modules.
+    Side by side with others the longest would end last: those on a cluster come first, then these modules,
+    then those with most tests that start processes or take long.
     """
+    slow = {item for item in items if any(map(item.get_closest_marker, LAYERS_OVER_QUICK))}
+    num_slow = Counter(item.path for item in slow)
 
-    def place(item: pytest.Item) -> tuple[bool, bool]:
-        return item.get_closest_marker("slurm") is None, not item.nodeid.startswith(LONGEST)
+    def place(item: pytest.Item) -> tuple[bool, bool, int]:
+        is_first = item.get_closest_marker("slurm") is not None
+        return not is_first, not item.nodeid.startswith(LONGEST), -num_slow[item.path]
 
     items.sort(key=place)
     wants_frameworks, is_quick = config.getoption("--frameworks"), config.getoption("--quick")
     others = set()
     for item in items:
         is_of_frameworks = item.get_closest_marker("frameworks") is not None
-        is_slow = any(map(item.get_closest_marker, LAYERS_OVER_QUICK))
-        if is_of_frameworks != wants_frameworks or (is_quick and is_slow):
+        if is_of_frameworks != wants_frameworks or (is_quick and item in slow):
             others.add(item)
     config.hook.pytest_deselected(items=list(others))
     items[:] = [item for item in items if item not in others]
@@ -142,27 +151,14 @@ class Prep:
 
     def plan(self, raw: Path, out: Path, **options: Any) -> None:
         """Plan; AssertionError unless the command ends with 0."""
-        ended = self.command("plan", *flags_of({
-            "input_dir": raw, "output_dir": out, "model_id": self.model_dir, **options
-        }))  # fmt: skip
-        assert ended.code == 0, ended.text
+        world = World(out, tokenizer=self.model_dir, raw_dir=raw, data_dir=out)
+        world.plan(**{"num_shards": None, **options})
 
     def make(self, out: Path, *shard_ids: int, **options: Any) -> None:
         """Make all shards of a planned folder, or some."""
-        cuts = json.loads((out / "plan.json").read_bytes())["cuts"]
-        for shard_id in shard_ids or range(len(cuts) - 1):
-            words = ["shard", "--shard_id", shard_id, "--output_dir", out, "--planned", *flags_of(options)]
-            ended = self.command(*words)
-            assert ended.code == 0, ended.text
-
-    def make_forms(
-        self, raw: Path, root: Path, forms: Mapping[str, Mapping[str, Any]], *, num_shards: int
-    ) -> Path:
-        """Plan and make a folder below ``root`` for each form, a name and its options; gives ``root``."""
-        for name, options in forms.items():
-            self.plan(raw, root / name, num_shards=num_shards, **options)
-            self.make(root / name)
-        return root
+        world = World(out, raw_dir=out, data_dir=out)
+        world.num_shards = len(world.plan_json()["cuts"]) - 1
+        world.run(*shard_ids, **options)
 
     @staticmethod
     def command(*words: object, **variables: str) -> Ended:
@@ -238,13 +234,6 @@ def planned_dir(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("planned")
     prep.plan(sample_dir, folder, num_shards=5)
     return folder
-
-
-@pytest.fixture
-def raw(tmp_path: Path) -> Path:
-    """An empty folder for input."""
-    (tmp_path / "raw").mkdir()
-    return tmp_path / "raw"
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.faults import at_calls, disturbed_files, power_loss, races, surroundings
+from tests.faults import at_calls, disturbed_files, power_loss, surroundings
 from tests.faults.judging import KINDS, Outcome, failures
 from tests.faults.os_calls import is_preloaded, start_preloaded
 from tests.faults.small_data_sets import FORMS, make_small_data_sets
@@ -39,14 +39,13 @@ CAMPAIGNS = {
     "kills": Campaign(at_calls.kills, _ALL),
     "stop_signals": Campaign(at_calls.stop_signals, _ALL),
     "power_loss": Campaign(power_loss.outcomes, num_quick=1),
-    "races": Campaign(races.outcomes),
+    "races": Campaign(at_calls.races),
     "clocks": Campaign(surroundings.clocks),
 }
 _QUICK_FORMS = ("best_fit",)
 # Of each file or hit and command. Full takes some 2 hours of one core, quick some 4 s per campaign.
 _FAULTS = 200
 _SPEAK_EVERY_S = 30
-_SHOWN_FILES = 4
 
 
 def main() -> int:
@@ -104,7 +103,7 @@ def _table(outcomes: Sequence[Outcome]) -> str:
 
 
 def _findings(outcomes: Sequence[Outcome]) -> str:
-    """Return each distinct failure with how often it came, its files and one fault that shows it."""
+    """Return each distinct failure with how often it came, and one fault that shows it."""
     groups: dict[tuple[str, ...], list[Outcome]] = {}
     for outcome in failures(outcomes):
         # Those that agree in this have one cause, most likely.
@@ -112,10 +111,8 @@ def _findings(outcomes: Sequence[Outcome]) -> str:
         groups.setdefault(cause, []).append(outcome)
     lines = [f"{len(groups)} distinct failures"]
     for group in sorted(groups.values(), key=len, reverse=True):
-        first, files = group[0], sorted({outcome.file for outcome in group})
-        more = f" and {len(files) - _SHOWN_FILES} more" if len(files) > _SHOWN_FILES else ""
+        first = group[0]
         lines.append(f"{len(group):>6} x {first.campaign}, {first.command}: {first.kind}: {first.what}")
-        lines.append(f"         of {', '.join(files[:_SHOWN_FILES])}{more}")
         lines.append(f"         such as {first.form}, {first.file}: {first.fault}")
     return "\n".join(lines)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import io
 import json
 import lzma
 from pathlib import Path
@@ -21,33 +20,17 @@ _ROWS_AT_ONCE = 9  # so that shards may be cut inside the file
 def write_every_format(folder: Path) -> None:
     """Write what ``a.txt`` in the folder says, and a record without text, in each format."""
     text = (folder / "a.txt").read_bytes()
-    texts = text.decode().splitlines()
-    lines = "".join(json.dumps({"text": each}) + "\n" for each in texts).encode() + b'{"text": null}\n'
-    files = {
-        "c.jsonl": lines,
-        "d.jsonl.gz": gzip.compress(lines),
-        "e.jsonl.zst": zstandard.ZstdCompressor().compress(lines),
-        "f.jsonl.zst": seekable_zstd(lines, [900]),
-        "g.jsonl.gz": bgzip(lines, [700]),
-        "h.jsonl.xz": lzma.compress(lines),
-        "i.jsonl.bz2": bz2.compress(lines),
-        "j.txt.gz": gzip.compress(text),
-        "k.parquet": _parquet([*texts, None]),
-        "l.arrow": _arrow([*texts, None]),
-    }
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-
-
-def _parquet(texts: list[str | None]) -> bytes:
-    sink = io.BytesIO()
+    texts = [*text.decode().splitlines(), None]
+    lines = "".join(json.dumps({"text": each}) + "\n" for each in texts).encode()
+    (folder / "c.jsonl").write_bytes(lines)
+    (folder / "d.jsonl.gz").write_bytes(gzip.compress(lines))
+    (folder / "e.jsonl.zst").write_bytes(zstandard.compress(lines))
+    (folder / "f.jsonl.zst").write_bytes(seekable_zstd(lines, [900]))
+    (folder / "g.jsonl.gz").write_bytes(bgzip(lines, [700]))
+    (folder / "h.jsonl.xz").write_bytes(lzma.compress(lines))
+    (folder / "i.jsonl.bz2").write_bytes(bz2.compress(lines))
+    (folder / "j.txt.gz").write_bytes(gzip.compress(text))
     table = pyarrow.table({"text": texts})
-    pyarrow.parquet.write_table(table, sink, row_group_size=_ROWS_AT_ONCE, compression="zstd")
-    return sink.getvalue()
-
-
-def _arrow(texts: list[str | None]) -> bytes:
-    sink, table = io.BytesIO(), pyarrow.table({"text": texts})
-    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+    pyarrow.parquet.write_table(table, folder / "k.parquet", row_group_size=_ROWS_AT_ONCE, compression="zstd")
+    with pyarrow.ipc.new_stream(folder / "l.arrow", table.schema) as writer:
         writer.write_table(table, max_chunksize=_ROWS_AT_ONCE)
-    return sink.getvalue()

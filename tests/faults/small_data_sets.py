@@ -222,8 +222,10 @@ def _state(place: Path) -> tuple[int, str]:
 
 
 def _litter(data: Path) -> None:
-    """What attempts left that died: of done shards, of no shard long ago, and of no shard just now."""
-    then = time.time() - 48 * 3600  # others go when they are a day old
+    """What attempts left that died: of done shards; of no shard, long ago and just now."""
+    folder = data / LITTER.format("tokenizer", 1)
+    folder.mkdir()
+    old = [folder / "tokenizer.json", folder]
     for name in (
         "shard-00000.tar",
         "shard-00001.idx",
@@ -231,15 +233,13 @@ def _litter(data: Path) -> None:
         "index.json",
         "plan.json",
     ):
-        for attempt in range(3):
-            path = (data / name).with_name(LITTER.format(Path(name).name, attempt))
-            path.write_bytes(b"half of it")
-            if name == "index.json":
-                os.utime(path, (then, then))
-    folder = data / LITTER.format("tokenizer", 1)
-    folder.mkdir()
-    (folder / "tokenizer.json").write_bytes(b"half of it")
-    for path in (folder / "tokenizer.json", folder):
+        path = (data / name).with_name(LITTER.format(Path(name).name, 1))
+        path.write_bytes(b"half of it")
+        if name == "index.json":
+            old.append(path)
+    old[0].write_bytes(b"half of it")
+    then = time.time() - 48 * 3600  # others go when they are a day old
+    for path in old:
         os.utime(path, (then, then))
 
 

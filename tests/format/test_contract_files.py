@@ -5,22 +5,22 @@ tests/faults flips bits of every file and puts wrong values at every place, by e
 
 from __future__ import annotations
 
-import errno
-import functools
 import json
 import os
 import shutil
-import time
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loader import ShardprepError
+from loader import ShardprepError, UnknownVersion, get_llama3_dataloader
+from tests.checkout import ROOT
+from tests.children import run_child
 from tests.forged import rewrite_json, rewrite_plan
 from tests.word_tokenizers import save_word_tokenizer
-from tests.world import Ended, World, hostile_text
+from tests.world import World, hostile_text
 
 
 @pytest.fixture(scope="module")
@@ -51,36 +51,28 @@ def verify(world: World, **options: Any) -> tuple[int, str]:
     return ended.code, ended.err
 
 
-# File -> the command that reads it, and what it says.
+# File -> what reads it: its exit code, and what it says.
 READERS: dict[str, Callable[[World], tuple[int, str]]] = {
     "plan.json": lambda world: verify(world, fast=True),
     "index.json": load,
     "shard-00000.json": lambda world: verify(world, fast=True),
 }
-JSON_FILES = ("plan.json", "index.json", "shard-00000.json")
+CONTENTS = (
+    *(b"", b"\xff\xfe{}", b"3", b"[" * 200_000, b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
+    *(b'{"format": NaN}', b'{"format": ' + b"9" * 1_000_000 + b"}"),
+    b'{"format": "shardprep-manifest", "version": [2]}',
+)
 
 
-CONTENTS: dict[str, bytes] = {
-    "empty": b"",
-    "not UTF-8": b"\xff\xfe{}",
-    "nested deep": b"[" * 200_000,
-    "nested deep and closed": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
-    "NaN": b'{"format": NaN}',
-    "a number of a million digits": b'{"format": ' + b"9" * 1_000_000 + b"}",
-    "version of another type": b'{"format": "shardprep-manifest", "version": [2]}',
-    "no object": b"3",
-}
-
-
-@pytest.mark.parametrize("name", JSON_FILES)
+@pytest.mark.parametrize("name", READERS)
 def test_what_is_no_json_of_ours_is_refused(world: World, name: str) -> None:
-    for content in CONTENTS.values():
+    for content in CONTENTS:
         (world.data_dir / name).write_bytes(content)
         code, said = READERS[name](world)
         assert (code in {65, 78}, name in said) == (True, True), said
 
 
-@pytest.mark.parametrize("name", JSON_FILES)
+@pytest.mark.parametrize("name", READERS)
 def test_what_is_no_regular_file_is_refused_and_never_waited_for(world: World, name: str) -> None:
     path = world.data_dir / name
     for make in (os.mkfifo, Path.mkdir, lambda it: it.symlink_to("/dev/zero")):
@@ -90,66 +82,31 @@ def test_what_is_no_regular_file_is_refused_and_never_waited_for(world: World, n
         assert (code, name in said) == (65, True), said
 
 
-@pytest.mark.parametrize("name", JSON_FILES[1:])  # of plan.json a reader takes the rows that it needs
+@pytest.mark.parametrize(
+    "name", ["index.json", "shard-00000.json"]
+)  # of plan.json a reader takes the rows that it needs
 def test_a_file_too_large_is_refused_before_it_is_read(world: World, name: str) -> None:
     os.truncate(world.data_dir / name, 1 << 40)
     code, said = READERS[name](world)
     assert (code, "1099511627776" in said) == (65, True), said
 
 
-def test_the_loader_reads_an_index_again_after_an_error_that_goes_away(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, failures = os.open, [errno.EIO, errno.ESTALE]
-
-    def open_(path: Any, *args: Any, **options: Any) -> int:
-        if str(path).endswith("index.json") and failures:
-            raise OSError(failures.pop(), "for a while")
-        return real(path, *args, **options)
-
-    monkeypatch.setattr(os, "open", open_)
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-    assert load(world)[0] == 0
-    assert not failures
+# Place in index.json -> a value that the rest of it does not agree with.
+INDEX_EDITS: dict[str, object] = {
+    **{f"shards.1.{column}": 7 for column in (0, 1, 3, 4)},
+    "columns.0": "num_widgets",
+    "spec.num_shards": 5,  # a shard too few
+    "spec.num_shards ": 3_000_000_000,  # more than can be
+}
 
 
-def set_row(data: dict[str, Any], column: int) -> None:
-    row = data["shards"][1]
-    row[column] = 0 if row[column] != 0 else 7
-
-
-INDEX_EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
-    **{f"column {column}": functools.partial(set_row, column=column) for column in (0, 1, 3, 4)},
-    "another column": lambda data: data["columns"].__setitem__(0, "num_widgets"),
-    "a shard too few": lambda data: data["spec"].update(num_shards=5),
-    "more shards than can be": lambda data: data["spec"].update(num_shards=3_000_000_000),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("edit", INDEX_EDITS)
-def test_an_index_that_does_not_agree_with_itself_is_refused(world: World, edit: str) -> None:
-    path = world.data_dir / "index.json"
-    data = json.loads(path.read_bytes())
-    INDEX_EDITS[edit](data)
-    path.write_text(json.dumps(data))
-    rewrite_json(path)
+@pytest.mark.parametrize("place", INDEX_EDITS)
+def test_an_index_that_does_not_agree_with_itself_is_refused(world: World, place: str) -> None:
+    rewrite_json(world.data_dir / "index.json", **{place.strip(): INDEX_EDITS[place]})
     code, said = load(world)
     assert (code, "index.json" in said) == (65, True), said
 
 
-def test_verify_names_a_manifest_in_whose_run_a_bit_flipped(world: World) -> None:
-    """``run`` varies between equal shards, so the hash of the rest leaves it out: it has one of its own."""
-    path = world.data_dir / "shard-00001.json"
-    good = path.read_bytes()
-    for found, flipped in ((b'"engine": "t', b'"engine": "u'), (b'"run_sha256"', b'"rUn_sha256"')):
-        assert good.count(found) == 1
-        path.write_bytes(good.replace(found, flipped))
-        for fast in (True, None):
-            code, said = verify(world, fast=fast)
-            assert (code, str(path) in said) == (65, True)
-
-
-@pytest.mark.processes
 def test_every_command_names_a_changed_file_of_the_tokenizer_and_planning_again_puts_it_back(
     world: World,
 ) -> None:
@@ -157,12 +114,11 @@ def test_every_command_names_a_changed_file_of_the_tokenizer_and_planning_again_
     good = path.read_bytes()
     path.write_bytes(good + b" ")  # as good a JSON, of equal ids
     (world.data_dir / "shard-00000.json").unlink()
-    endings: list[Ended] = [
-        world.main("verify", world.data_dir), world.main("verify", world.data_dir, fast=True),
-        world.try_shard(0), world.main("run", world.data_dir, num_proc=1),
-    ]  # fmt: skip
-    for ended in endings:
-        assert (ended.code, str(path) in ended.err) == (78, True)
+    for options in ({}, {"fast": True}):
+        code, said = verify(world, **options)
+        assert (code, str(path) in said) == (78, True)
+    ended = world.try_shard(0)
+    assert (ended.code, str(path) in ended.err) == (78, True)
     assert world.try_plan(num_shards=2, max_bad_fraction=0.9).code == 0
     assert path.read_bytes() == good
     assert world.temporaries() == []
@@ -199,27 +155,32 @@ def test_a_task_opens_a_plan_once_and_reads_its_own_rows_alone(
     large: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = large.copy(tmp_path)
-    opened, reads = list[int](), list[int]()
-    real_open, real_preadv = os.open, os.preadv
+    handles, num_bytes = list[int](), list[int]()
+    open_, preadv = os.open, os.preadv
 
-    def open_(path: Any, *args: Any, **options: Any) -> int:
-        handle = real_open(path, *args, **options)
+    def noted_open(path: Any, *args: Any, **options: Any) -> int:
+        handle = open_(path, *args, **options)
         if str(path).endswith("plan.json"):
-            opened.append(handle)
+            handles.append(handle)
         return handle
 
-    def preadv(handle: int, *args: Any) -> int:
-        count = real_preadv(handle, *args)
-        reads.append(count if Path(f"/proc/self/fd/{handle}").readlink().name == "plan.json" else 0)
+    def noted_preadv(handle: int, *args: Any) -> int:
+        count = preadv(handle, *args)
+        if Path(f"/proc/self/fd/{handle}").readlink().name == "plan.json":
+            num_bytes.append(count)
         return count
 
-    monkeypatch.setattr(os, "open", open_)
-    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "open", noted_open)
+    monkeypatch.setattr(os, "preadv", noted_preadv)
     size = (world.data_dir / "plan.json").stat().st_size
     assert size > 350_000
     assert world.try_shard(700, planned=True).code == 0
-    assert len(opened) == 1
-    assert 10_000 < sum(reads) < size / 2
+    assert len(handles) == 1
+    assert 10_000 < sum(num_bytes) < size / 2
+    raw = (world.data_dir / "plan.json").read_bytes()
+    data, head = json.loads(raw), json.loads(raw.split(b"\n")[0] + b"}")
+    assert (data["version"], data["plan_id"]) == (3, head["plan_id"]), "its first line is the head"
+    assert (len(data["inputs"]), len(data["cuts"])) == (3000, 1501)
 
 
 @pytest.mark.slow
@@ -259,37 +220,85 @@ def test_a_plan_that_does_not_agree_with_itself_is_refused_though_its_hash_is_ri
     assert (found, code == 0 or "plan.json" in said or "of plan " in said) == (code, True), said
 
 
-@pytest.mark.slow
-def test_a_plan_is_json_whose_first_line_is_the_head(large: World) -> None:
-    raw = (large.data_dir / "plan.json").read_bytes()
-    data, head = json.loads(raw), json.loads(raw.split(b"\n")[0] + b"}")
-    assert (data["version"], data["plan_id"]) == (3, head["plan_id"])
-    assert len(data["inputs"]) == 3000
-    assert len(data["cuts"]) == 1501
-    # As prep_array.sh reads it.
-    assert raw[:400].startswith(b'{"format":"shardprep-plan","version":3,"plan_id":"')
-
-
 # Which tokenizer is the plan's. -------------------------------------------------------------------------
 
-SAME: dict[str, Callable[[Any], object]] = {
-    "merges as strings": lambda it: it["model"].update(merges=[" ".join(m) for m in it["model"]["merges"]]),
-    "no decoder": lambda it: it.update(decoder=None),
-}
-OTHER: dict[str, Callable[[Any], object]] = {
-    "other merges": lambda it: it["model"]["merges"].reverse(),
-    "ignore_merges": lambda it: it["model"].update(ignore_merges=True),
-    "a token less": lambda it: it["added_tokens"].pop(),
-    "no BOS": lambda it: it.update(post_processor=None),
+# A change of tokenizer.json, and whether ids stay what they are.
+TOKENIZERS: dict[str, tuple[Callable[[Any], object], bool]] = {
+    "merges as strings": (
+        lambda it: it["model"].update(merges=[*map(" ".join, it["model"]["merges"])]),
+        True,
+    ),
+    "no decoder": (lambda it: it.update(decoder=None), True),
+    "other merges": (lambda it: it["model"]["merges"].reverse(), False),
+    "ignore_merges": (lambda it: it["model"].update(ignore_merges=True), False),
+    "a token less": (lambda it: it["added_tokens"].pop(), False),
+    "no BOS": (lambda it: it.update(post_processor=None), False),
 }
 
 
-@pytest.mark.parametrize("change", [*SAME, *OTHER])
+@pytest.mark.parametrize("change", TOKENIZERS)
 def test_the_tokenizer_of_a_plan_is_known_by_what_decides_ids_and_nothing_else(
     world: World, tmp_path: Path, change: str
 ) -> None:
     model = Path(shutil.copytree(world.tokenizer, tmp_path / "model"))
     data = json.loads((model / "tokenizer.json").read_bytes())
-    {**SAME, **OTHER}[change](data)
+    edit, is_same = TOKENIZERS[change]
+    edit(data)
     (model / "tokenizer.json").write_text(json.dumps(data))
-    assert world.try_shard(0, model_id=model).code == (0 if change in SAME else 78)
+    assert world.try_shard(0, model_id=model).code == (0 if is_same else 78)
+
+
+# A data set of an older version, and several threads. ---------------------------------------------------
+
+OLD = ROOT / "tests" / "data" / "version_1" / "documents_json"
+REMEDY = "shardprep plan --input_dir RAW --output_dir NEW --model_id MODEL --num_shards N"
+
+
+def test_every_command_and_the_loader_refuse_a_data_set_of_version_1_with_what_to_type(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path).raw({"a.txt": "a\n"})
+    old = Path(shutil.copytree(OLD, world.data_dir))
+    shutil.copytree(ROOT / "tests" / "data" / "golden" / "tokenizer", old / "tokenizer")
+    before = world.contents()
+    commands = ("verify", "run", "peek", "clean", "status", "submit", "report")
+    endings = [world.try_plan(), world.try_shard(0), *(world.main(name, old) for name in commands)]
+    endings.append(world.main("export", old, to="hf", output_dir=tmp_path / "exported"))
+    endings.append(world.main("stage", old, to=tmp_path / "staged"))
+    for ended in endings:
+        assert ended.error is not None
+        assert (ended.code, ended.error.remedy) == (78, REMEDY), ended.text
+    assert world.contents() == before
+    for name in ("index.json", "plan.json", ""):
+        with pytest.raises(UnknownVersion) as refused:
+            get_llama3_dataloader(old, 2, num_workers=0)
+        assert refused.value.remedy == REMEDY
+        if name:
+            (old / name).unlink()
+
+
+# In processes that have met none of the types of these facts.
+SCRIPT = """
+import importlib, os, pkgutil, sys
+from shardprep.__main__ import main
+for name in ("preprocess", "shardprep.format"):
+    package = importlib.import_module(name)
+    for each in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{name}.{each.name}")
+
+sys.setswitchinterval(1e-6)
+for _ in range(12):
+    child = os.fork()
+    if child == 0:
+        os._exit(main(["verify", sys.argv[1], "--fast"]))
+    status = os.waitpid(child, 0)[1]
+    assert status == 0, f"verify ended with the status {status}"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_threads_that_read_the_first_manifests_at_the_same_time_do_not_end_verify(tmp_path: Path) -> None:
+    """msgspec 0.20 looks at a type when it first meets it, and ended the process where two threads did so."""
+    world = World(tmp_path).raw({"a.txt": "a line of text\n" * 400}).make(num_shards=40)
+    run_child([sys.executable, "-c", SCRIPT, str(world.data_dir)], cwd=ROOT)

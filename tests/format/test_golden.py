@@ -90,19 +90,6 @@ def test_a_data_set_of_before_is_verified_and_loaded(tmp_path: Path, name: str) 
         assert sum(int(batch["attention_mask"].sum()) for batch in loader) == num_tokens
 
 
-def test_nothing_is_missing_from_the_pinned_files() -> None:
-    shards = [f"shard-{number:05d}" for number in range(NUM_SHARDS)]
-    for name in DATA_SETS:
-        folder = GOLDEN / name
-        found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-        expected = {f"{shard}.{suffix}" for shard in shards for suffix in ("tar", "idx", "json")}
-        expected |= {f"ids/{shard}.jsonl" for shard in shards if "id_field" in DATA_SETS[name]}
-        bad = {path for path in found if path.startswith("quarantine/")}
-        assert bad if name in OTHER_RAW else bad == {f"quarantine/{shard}.jsonl" for shard in shards}
-        assert found - bad == {"plan.json", "index.json", *expected}
-    assert {path.name: path.read_bytes() for path in (GOLDEN / "raw").iterdir()} == RAW
-
-
 def make_golden() -> None:
     """Write the folder anew; paths and times of this machine are left out of it."""
     for path in GOLDEN.iterdir():

@@ -40,16 +40,12 @@ def test_headers_of_members_are_those_of_tarfile_and_numpy_and_webdataset_reads_
                     assert data == again.getvalue()
     paths = [str(path) for path in sorted(world.data_dir.glob("shard-*.tar"))]
     samples = list(webdataset.WebDataset(paths, shardshuffle=False).decode())
-    counts = [manifest["counts"] for manifest in world.manifests()]
-    name = "token_ids.json" if form == "json" else "token_ids.npy"
-    if form == "packed":
-        assert sum(len(sample[name]) for sample in samples) == sum(each["num_samples"] for each in counts)
-        assert all("doc_starts.npy" in sample for sample in samples)
-        return
-    assert sum(len(sample[name]) for sample in samples) == sum(each["num_tokens"] for each in counts)
-    assert ("text.txt" in samples[0]) == (form == "json")
+    ids = [sample["token_ids.json" if form == "json" else "token_ids.npy"] for sample in samples]
+    of = "num_samples" if form == "packed" else "num_tokens"
+    assert sum(map(len, ids)) == sum(manifest["counts"][of] for manifest in world.manifests())
+    assert all(("doc_starts.npy" in sample) == (form == "packed") for sample in samples)
     if form == "json":
-        assert [list(sample[name]) for sample in samples] == [ids for _, _, ids in world.documents()]
+        assert [list(each) for each in ids] == [ids for _, _, ids in world.documents()]
 
 
 @pytest.mark.parametrize(("num_ids", "num_bytes"), [(65_535, 2), (65_536, 4)])

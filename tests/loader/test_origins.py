@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
 
 from loader import SourceLosses, TokenLoader, UsageError, source_ids, split_for_context_parallel
 from loader.trainer import LoaderMixin
@@ -247,6 +246,9 @@ def test_sources_go_along_where_places_are_dealt_to_ranks(sets: DataSets) -> Non
 
 @pytest.mark.slow
 def test_trainer_logs_the_mean_loss_of_each_source(sets: DataSets, tmp_path: Path) -> None:
+    # These take 1.5 s to import, which the quick layer need not do.
+    from transformers import Trainer, TrainingArguments
+
     class OwnTrainer(LoaderMixin, Trainer):
         pass
 

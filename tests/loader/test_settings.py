@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, processors
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from loader import OtherTokenizer, ProcessRank, UsageError, find_process_rank, set_up_training
 from loader.__main__ import main as show
@@ -310,9 +310,12 @@ def test_a_loaders_tokenizer_pads_right_with_the_loaders_own_token_and_workers_a
         assert {record.levelname for record in caplog.records} == {"WARNING"}, "a pad token that is EOS"
 
 
+@pytest.mark.slow  # a module of models takes 1.5 s to import
 def test_bf16_computes_in_bfloat16_and_leaves_weights_alone_and_needs_a_gpu_that_has_it(
     tokenizer: Any, environ: MutableMapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     setup = set_up_training(tokenizer, bf16=True, num_threads=1)
     config = LlamaConfig(
         vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from loader import OtherRun, OtherTokenizer, TokenLoader, UsageError
 from tests.world import ids_of, open_loader, refuses
@@ -211,10 +210,13 @@ def test_loading_a_state_reads_nothing_and_the_first_batch_no_more_than_at_the_s
             assert sum(reads) <= 1.2 * at_the_start, step
 
 
+@pytest.mark.slow  # torch.distributed.checkpoint takes 1.5 s to import
 @pytest.mark.filterwarnings("ignore")
 def test_torchs_distributed_checkpoint_resumes_inside_of_a_step(
     numbered: Path, parts: list[list[int]], tmp_path: Path
 ) -> None:
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
     with load(numbered, 2) as loader:
         for _ in islice(loader, 23):
             pass

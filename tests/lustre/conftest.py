@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import py_compile
+import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.lustre.fake_lustre import FakeLustre, install_fake_lfs
+from tests.checkout import ROOT
+from tests.lustre.fake_lustre import FakeLustre
 from tests.slurm.fake_slurm import FakeSlurm, install_fake_slurm
 
 
@@ -16,7 +21,16 @@ def on_lustre(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[FakeLustre]:
     """An empty folder on a Lustre of 8 OSTs. The trap: the test fails where setstripe was run on more."""
-    install_fake_lfs(tmp_path, monkeypatch)
+    tools, state_file = tmp_path / "bin", tmp_path / "lfs.state"
+    tools.mkdir()
+    # Compiled once and run by this very Python: tests call it often.
+    compiled = tmp_path.parent / "fake_lfs.pyc"
+    if not compiled.exists():
+        py_compile.compile(str(ROOT / "tests" / "fake_lfs"), str(compiled), doraise=True)
+    (tools / "lfs").write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, "-IS", str(compiled)])} "$@"\n')
+    (tools / "lfs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_LFS_STATE", str(state_file))
     root = tmp_path / "scratch file"
     (root / "O").mkdir(parents=True)
     dialect = getattr(request, "param", "2.17")
@@ -25,7 +39,6 @@ def on_lustre(
     escaped = str(root).replace(" ", "\\040")
     table = f"/dev/vda / ext4 rw 0 0\n10.0.0.1@tcp:/fakefs {escaped} lustre rw,flock 0 0\n"
     monkeypatch.setattr("lustre.lfs.read_mounts_table", lambda: table)
-    state_file = tmp_path / "lfs.state"
     fake = FakeLustre(folder=root / "O", dialect=dialect, state_file=state_file, monkeypatch=monkeypatch)
     yield fake
     assert fake.state().get("violations", []) == [], "setstripe ran on a file or a folder with files"

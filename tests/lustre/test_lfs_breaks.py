@@ -153,13 +153,3 @@ def test_the_commands_for_lustre_end_with_73_where_a_layout_or_a_pool_cannot_be_
             codes.add(code)
     assert {73} <= codes <= {0, 73}
     assert (on_lustre.folder / "shard-00000.tar").read_bytes() == b"precious"
-
-
-@pytest.mark.parametrize("how", ["hang", "garbage"])
-def test_a_stripe_count_that_was_asked_for_is_set_or_an_error(
-    calls: Calls, on_lustre: FakeLustre, tmp_path: Path, how: str
-) -> None:
-    new = World(tmp_path, data_dir=on_lustre.folder / "striped").raw({"a.txt": "one\n"})
-    calls.broken, calls.how = 0, how  # what the folder has now cannot be read
-    assert new.try_plan(num_shards=1, stripe=8).code == 73
-    assert not (new.data_dir / "plan.json").exists()

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
-import pyarrow.dataset
-import pyarrow.feather
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
@@ -140,8 +138,10 @@ SUFFIXES: dict[str, bytes] = {
 
 
 def test_suffixes_are_known_in_any_case_and_by_their_usual_synonyms(tmp_path: Path) -> None:
+    from pyarrow import feather  # it brings pandas, which takes 0.3 s to import
+
     world = World(tmp_path).raw(SUFFIXES)
-    pyarrow.feather.write_feather(pyarrow.table({"text": ["one"]}), world.raw_dir / "f.Feather")
+    feather.write_feather(pyarrow.table({"text": ["one"]}), world.raw_dir / "f.Feather")
     planned(world)
     assert world.run().texts() == ["one"] * 9
 
@@ -294,9 +294,9 @@ def test_a_delta_table_that_its_files_do_not_tell_is_refused(tmp_path: Path, dam
 
 def by_pyarrow(raw: Path) -> None:
     table = pyarrow.table({"text": DOCS, "year": [2023, 2024, 2025] * 10})
-    pyarrow.dataset.write_dataset(
-        table, raw, format="parquet", partitioning=["year"], partitioning_flavor="hive"
-    )
+    from pyarrow import dataset
+
+    dataset.write_dataset(table, raw, format="parquet", partitioning=["year"], partitioning_flavor="hive")
     pyarrow.parquet.write_metadata(table.schema, raw / "_common_metadata")
 
 

@@ -11,7 +11,6 @@ import pytest
 from shardprep import removed
 from shardprep.__main__ import COMMANDS
 from tests import command_reference
-from tests.checkout import ROOT
 from tests.children import run_child
 from tests.world import World, call_main, tokenizer_dir
 
@@ -80,21 +79,14 @@ def test_an_unknown_flag_is_named_under_the_usage_of_its_own_command(command: st
         ("veriy DATA", "verify"),
         ("frobnicate", "plan"),
         ("--shard_id x", "--shard_id"),
-        ("plan --num_shards 2 --shard_bytes 1M", "--num_shards"),
-        ("plan --record rows", "--record"),
         ("plan --encodeing utf-8", "--encoding"),
         ("plan --input raw", "--input_dir"),
         ("plan raw data", "--input_dir"),
         ("shard --shard_id 0 data", "--output_dir"),
         ("/ --shard_id 0", "--output_dir"),
         *((f"run DATA --shards={ids}", "0 to 2") for ids in ("9", "a", "1-", "2-1", "", "3")),
-        ("run DATA --num_proc 0", "--num_proc"),
         *((f"plan PLAN --shard_bytes {size}", "--shard_bytes") for size in ("M", "1.5G", "-1", "1P", "0")),
         *((f"run DATA --memory_gb={gb}", "--memory_gb") for gb in ("nan", "-1", "0")),
-        ("plan PLAN --seq_len 8", "--record packed"),
-        ("plan PLAN --record packed --keep_text", "--keep_text"),
-        ("plan PLAN --record packed --seq_len 0", "--seq_len"),
-        ("plan PLAN --max_bad_fraction 1.5", "--max_bad_fraction"),
         ("plan PLAN --limit " + "9" * 24, "--limit"),
         *((f"plan PLAN --{name} a\0b", r"'a\x00b'") for name in ("text_field", "id_field", "model_id")),
         ("run a\0b", r"a\x00b"),
@@ -165,25 +157,6 @@ def test_who_uses_a_removed_flag_or_command_is_told_what_to_do_instead(helps: di
     for command, instead in removed.COMMANDS.items():
         ended = call_main(command)
         assert (ended.code, instead in ended.err, command in COMMANDS) == (2, True, False)
-
-
-def test_a_missing_library_is_answered_with_the_extra_that_brings_it(tmp_path: Path) -> None:
-    """``columns`` and the like: the line to type names an extra of pyproject.toml."""
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    extras = project.partition("[project.optional-dependencies]\n")[2].partition("\n\n")[0]
-    world = World(tmp_path).raw({"a.parquet": b"PAR1 and no more"})
-    with pytest.MonkeyPatch.context() as patch:
-        # What another test imported may hold it still.
-        for name in [*sys.modules]:
-            if name.partition(".")[0] == "pyarrow" or name == "preprocess.read.tables":
-                patch.delitem(sys.modules, name)
-        patch.setitem(sys.modules, "pyarrow", None)
-        patch.setitem(sys.modules, "pyarrow.parquet", None)
-        ended = world.try_plan()
-    assert ended.code == 2, ended.text
-    extra = re.search(r"pip install 'shardprep\[(\w+)\]'", ended.err)
-    assert extra, ended.err
-    assert re.search(rf"^{extra[1]} = .*pyarrow", extras, re.MULTILINE)
 
 
 @pytest.mark.processes

@@ -149,7 +149,8 @@ LOWERCASE_OPTION = """
     lowercase: bool = option(False, "make the text lower-case", group=TEXT, )
     limit: int = _text("""
 LOWERCASE_USE = """        if options.lowercase:
-            documents = dataclasses.replace(documents, texts=Texts([text.lower() for text in documents.texts]))
+            lower = [text.lower() for text in documents.texts]
+            documents = dataclasses.replace(documents, texts=Texts(lower))
         if transform is not None:
 """
 

@@ -31,6 +31,7 @@ from tests.forged import content_sha256, seal
 from tests.world import Ended, call_main
 
 NAME = "shardprep-0123456789ab-3f2a91-0"
+ALL = "0 1 2 3 4"  # the shards of five tasks
 WHEN = "2026-11-22T01:52:04"
 QUEUES = {
     "22.05.8": f"""\
@@ -134,17 +135,17 @@ class Desk:
     data: Path
     fake: FakeSlurm
 
-    def command(self, name: str, *words: object, code: int = 0, **environ: str) -> Ended:
+    def command(self, name: str, *words: object, code: int = 0, **environ: Any) -> Ended:
         """Run ``shardprep NAME DATA WORDS`` with these variables; it has to end with ``code``."""
         ended = call_main(name, self.data, *words, environ=environ)
         assert ended.code == code, ended.text
         return ended
 
-    def slurm(self, name: str, *words: object, code: int = 0, **environ: str) -> str:
+    def slurm(self, name: str, *words: object, code: int = 0, **environ: Any) -> str:
         """Return all that ``shardprep NAME DATA WORDS`` prints."""
         return self.command(name, *words, code=code, **environ).text
 
-    def status(self, **environ: str) -> dict[str, Any]:
+    def status(self, **environ: Any) -> dict[str, Any]:
         """Return what ``status --json`` prints."""
         state: dict[str, Any] = json.loads(self.command("status", "--json", **environ).out)
         return state

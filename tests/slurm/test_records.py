@@ -34,12 +34,6 @@ def records(desk: Desk) -> list[str]:
 # --- the batch script's record
 
 
-def test_an_attempt_that_makes_its_shard_leaves_no_record(desk: Desk) -> None:
-    desk.task(index=2)
-    assert desk.status()["done"] == "2"
-    assert records(desk) == []
-
-
 def test_an_srun_that_ends_with_0_where_its_node_failed_leaves_the_record(desk: Desk, tmp_path: Path) -> None:
     srun = "#!/bin/sh\necho 'srun: error: Node failure on n1'\n"
     with (tmp_path / "a log").open("wb") as file:
@@ -50,13 +44,9 @@ def test_an_srun_that_ends_with_0_where_its_node_failed_leaves_the_record(desk: 
     assert failure["log"] == str(tmp_path / "a log")
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_retry_asks_for_what_a_plain_task_had_and_says_the_workers_words(desk: Desk, is_told: bool) -> None:
-    """An older Slurm does not tell a task its time limit."""
+def test_retry_asks_for_what_a_plain_task_had_and_says_the_workers_words(desk: Desk) -> None:
     environ = {"SLURM_JOB_PARTITION": "amx-part", "SLURM_MEM_PER_NODE": "3000", "SLURM_JOB_ACCOUNT": "mine"}
-    if is_told:
-        environ["SLURM_JOB_END_TIME"] = str(round(time.time()) + 45 * 60)
-    desk.fake.answers_by("squeue", '[[ "$*" != *%l* ]] || echo 45:00')
+    environ["SLURM_JOB_END_TIME"] = str(round(time.time()) + 45 * 60)  # an older Slurm does not tell it
     desk.task("--input_dir", "/no/such/folder", index=1, code=66, environ=environ)
     (failure,) = desk.status()["failures"]
     assert (failure["shard"], failure["cause"]) == (1, "no such input or shard (66)")
@@ -185,25 +175,22 @@ FORGED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def check_refused(desk: Desk) -> None:
-    """Status and submit end in words that name the record."""
-    for name in ("status", "submit"):
-        assert "jobs/0000.json" in desk.slurm(name, code=65)
+CONTENTS = (b"", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"format": Infinity}')
 
 
-@pytest.mark.parametrize("name", [*FORGED, "fifty tasks of all shards"])
+@pytest.mark.parametrize("name", [*FORGED, "fifty tasks of all shards", "altered by hand", "no record"])
 def test_a_submission_with_a_wrong_field_is_named_though_its_hash_is_right(desk: Desk, name: str) -> None:
-    change = {name: FORGED[name]} if name in FORGED else {"arrays.0.tasks": ["0-99998"] * 50}
-    rewrite_json(desk.submitted(), **change)
-    check_refused(desk)
-
-
-def test_a_submission_that_was_altered_by_hand_or_is_none_is_refused(desk: Desk) -> None:
     path = desk.submitted()
+    if name in FORGED:
+        rewrite_json(path, **{name: FORGED[name]})
+    elif name == "fifty tasks of all shards":
+        rewrite_json(path, **{"arrays.0.tasks": ["0-99998"] * 50})
     altered = path.read_bytes().replace(b'"job_id": "1"', b'"job_id": "3"')
-    for content in (altered, b"", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"format": Infinity}'):
+    of_name = {"altered by hand": [altered], "no record": CONTENTS}
+    for content in of_name.get(name, [path.read_bytes()]):
         path.write_bytes(content)
-        check_refused(desk)
+        for command in ("status", "submit"):
+            assert "jobs/0000.json" in desk.slurm(command, code=65)
 
 
 # What stands in the place of a file or a folder -> what it is, and the exit code of submit.

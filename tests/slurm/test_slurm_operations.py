@@ -88,20 +88,6 @@ def seven(prep: Prep, site: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyP
     return Faults(data=data, place=place)
 
 
-def test_forty_shards_fit_seven_array_tasks_and_end_verified(
-    prep: Prep, site: Cluster, sample_dir: Path, tmp_path: Path
-) -> None:
-    data = tmp_path / "a folder's 50%"
-    prep.plan(sample_dir, data, num_shards=40)
-    site.slurm("submit", data, "--cpus_per_task", 1, "--mem_gb", 0.8, "--time_min", 5, "--wait")
-    tasks = submission(data, 0)["arrays"][0]["tasks"]
-    assert len(tasks) == 7, "MaxArraySize"
-    state = site.status(data)
-    assert (state["done"], state["failed"], state["verified"]) == ("0-39", "", True)
-    site.slurm("submit", data)
-    assert not (data / "jobs" / "0001.json").exists(), "nothing is left to send"
-
-
 def test_until_done_heals_each_failure_as_its_cause_asks_and_nobody_types_anything(
     prep: Prep, site: Cluster, seven: Faults, tmp_path: Path
 ) -> None:
@@ -302,23 +288,19 @@ def test_forty_shards_by_submitit_on_a_real_slurm_fit_its_array_and_a_preempted_
 def test_plain_tasks_that_had_too_little_memory_or_time_are_made_by_what_status_prints(
     prep: Prep, site: Cluster, seven: Faults, tmp_path: Path
 ) -> None:
-    sets = {"memory": tmp_path / "too large", "sleep": tmp_path / "too slow"}
-    jobs = {}
-    for fault, data in sets.items():
-        prep.plan(seven.data.parent / "raw", data, num_shards=1, max_bad_fraction=0.6)
-        seven.arm(fault, 0)
-        flags = ("--array=0", "--cpus-per-task=1", "--mem=200", "--time=1", f"--output={tmp_path}/%A.log")
-        jobs[fault] = site.run("sbatch", "--parsable", *flags, SCRIPT, data)
-        if fault == "memory":  # the fault of its shard 0 is for this job alone
-            site.ended(jobs[fault])
-            (seven.place / "memory-0").unlink()
-    wait_until(lambda: not (seven.place / "sleep-0").exists())
-    site.end_soon(f"{jobs['sleep']}_0")
+    data = tmp_path / "too large and too slow"
+    prep.plan(seven.data.parent / "raw", data, num_shards=2, max_bad_fraction=0.6)
+    seven.arm("memory", 0)
+    seven.arm("sleep", 1)
+    flags = ("--array=0-1", "--cpus-per-task=1", "--mem=200", "--time=1", f"--output={tmp_path}/%a.log")
+    job = site.run("sbatch", "--parsable", *flags, SCRIPT, data)
+    wait_until(lambda: not (seven.place / "sleep-1").exists())
+    site.end_soon(f"{job}_1")
     site.wait_until_idle()
-    for data, cause in zip(sets.values(), ("OUT_OF_MEMORY", "TIMEOUT"), strict=True):
-        assert site.status(data)["causes"] == {cause: "0"}
-        type_next(site, data, Path("/"), " --wait")
-        assert site.status(data)["verified"]
+    assert site.status(data)["causes"] == {"OUT_OF_MEMORY": "0", "TIMEOUT": "1"}
+    (seven.place / "memory-0").unlink()
+    type_next(site, data, Path("/"), " --wait")
+    assert site.status(data)["verified"]
 
 
 _AS_NOBODY = """

@@ -121,7 +121,7 @@ def test_ranks_that_get_the_term_with_all_their_workers_save_and_the_run_goes_on
     """As a preemption or scancel sends it: to every process of the job's steps."""
     monkeypatch.setitem(site.environ, "SHARDPREP_MAX_REQUEUES", "0")
     checkpoints, unbroken = site.folder / "term", site.folder / "not_stopped"
-    workers = ("--num_workers", 2)
+    workers = ("--num_workers", 1)
     endless = ("--num_steps", 1000, "--save_every", 1000, "--step_sleep_s", 0.3)
     job = train(site, data, checkpoints, *workers, *endless)
     log = checkpoints / "log.jsonl"

@@ -6,17 +6,18 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
-import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.checkout import ROOT
-from tests.children import run_child
-from tests.forged import seal
+from tests.forged import rewrite_json
 from tests.slurm.fake_slurm import (
     NAME,
     QUEUES,
@@ -28,6 +29,7 @@ from tests.slurm.fake_slurm import (
     failure,
     squeue_line,
 )
+from tests.world import call_main
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -82,40 +84,26 @@ def test_a_verify_job_that_ran_out_of_time_or_never_begins_is_told(desk: Desk) -
     assert "PartitionTimeLimit" in desk.status()["verify_trouble"]
 
 
-# ``python -m slurm`` that counts what it asks of the file system below a folder, and the commands it starts;
-# it ends at the second look of --watch.
-COUNTED = """
-import collections, json, os, sys, time
-folder, report = sys.argv.pop(1), sys.argv.pop(1)
-seen = collections.Counter()
-def count(event, args):
-    if event in ("open", "os.listdir", "os.scandir") and str(args[0]).startswith(folder):
-        seen[f"open {os.path.splitext(args[0])[1]}" if event == "open" else "list"] += 1
-    if event == "subprocess.Popen":
-        seen[f"start {args[0]}"] += 1
-sys.addaudithook(count)
-real = os.stat
-def stat(path, *args, **settings):
-    seen["stat"] += str(path).startswith(folder)
-    return real(path, *args, **settings)
-os.stat = stat
-looks = []
-def sleep(_):
-    looks.append({**seen, "numpy": "numpy" in sys.modules})
-    seen.clear()
-    if len(looks) == 2:
-        with open(report, "w") as file:
-            json.dump(looks, file)
-        sys.exit(0)
-import slurm.status
-slurm.status.time = type("Clock", (), {**vars(time), "sleep": staticmethod(sleep)})
-from slurm.__main__ import main
-main(sys.argv[1:])
-"""
+class Asked:
+    """Counts what is asked of the file system below a folder."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.counts = str(folder), Counter[str]()
+        for name in ("open", "stat", "scandir", "listdir"):
+            monkeypatch.setattr(os, name, self._counting(name, getattr(os, name)))
+
+    def _counting(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any = ".", *args: Any, **settings: Any) -> Any:
+            if str(path).startswith(self.folder):
+                suffix = Path(str(path)).suffix
+                self.counts[f"open {suffix}" if name == "open" else "stat" if name == "stat" else "list"] += 1
+            return real(path, *args, **settings)
+
+        return call
 
 
 def test_a_status_reads_each_manifest_and_record_once_and_the_next_look_reads_none_of_them_again(
-    fake: FakeSlurm, prep: Prep, sample_dir: Path, tmp_path: Path
+    fake: FakeSlurm, prep: Prep, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """290 manifests and 10 failures; of 10,000 it is so, too."""
     num_shards, num_failed = 300, 10
@@ -123,31 +111,37 @@ def test_a_status_reads_each_manifest_and_record_once_and_the_next_look_reads_no
     prep.plan(sample_dir, desk.data, num_shards=num_shards)
     prep.make(desk.data, 0)
     first = desk.data / "shard-00000.json"
-    manifest = json.loads(first.read_text())
     for shard_id in range(1, num_shards - num_failed):
         path = desk.data / f"shard-{shard_id:05d}.json"
         for suffix in (".tar", ".idx"):
             path.with_suffix(suffix).symlink_to(first.with_suffix(suffix))
-        manifest["shard_id"] = shard_id
-        path.write_text(json.dumps(manifest))
-        seal(path)
+        shutil.copy(first, path)
+        rewrite_json(path, shard_id=shard_id)
     desk.submitted(array(tasks=[str(number) for number in range(num_shards)]))
     for shard_id in range(num_shards - num_failed, num_shards):
         log = desk.log(f"1_{shard_id}.log", "an error\n")
         desk.record(f"1_{shard_id}", ended(74), log=str(log))
-    desk.queue(squeue_line("N/A", "RUNNING", job="2", name=f"{NAME}-verify"))
-    report = tmp_path / "seen.json"
-    run_child([sys.executable, "-c", COUNTED, desk.data, report, "status", desk.data, "--watch"])
-    seen, again = json.loads(report.read_text())
-    assert {name: seen[f"start {name}"] for name in ("squeue", "scontrol")} == {"squeue": 1, "scontrol": 1}
-    assert not seen["numpy"], "its 0.1 s"
-    assert seen["open .log"] == 8, "the newest failures'"
+    runs = squeue_line("N/A", "RUNNING", job="2", name=f"{NAME}-verify")
+    desk.queue(runs)
+    asked, looks = Asked(desk.data, monkeypatch), list[Counter[str]]()
+
+    def sleep(_: float) -> None:
+        calls = {f"start {name}": len(fake.calls(name)) for name in ("squeue", "scontrol")}
+        looks.append(asked.counts + Counter(calls))
+        asked.counts.clear()
+        desk.queue("")  # the next look is the last one
+
+    call_at_waits(monkeypatch, sleep)
+    desk.slurm("status", "--watch")
+    (seen,), again = looks, asked.counts
     few = 6  # plan.json, its tokenizer, a submission, index.json
+    assert (seen["start squeue"], seen["start scontrol"]) == (1, 1)
+    assert seen["open .log"] == 8, "the newest failures'"
     assert num_shards - num_failed <= seen["open .json"] <= num_shards - num_failed + few
     assert seen["open .r0"] == 2 * num_failed, "before Slurm is asked, and after"
     assert seen["list"] <= 4, "the folder, its jobs, and twice the attempts"
     assert seen["stat"] <= 2 * num_shards + few, "tar and idx of each"
-    assert (again["start squeue"], again.get("start scontrol", 0)) == (1, 0)
+    assert (len(fake.calls("squeue")), len(fake.calls("scontrol"))) == (2, 1)
     assert again["open .json"] <= few
     assert again["stat"] <= few
 
@@ -155,11 +149,18 @@ def test_a_status_reads_each_manifest_and_record_once_and_the_next_look_reads_no
 # --- next
 
 
-def test_next_is_never_a_retry_that_would_be_refused(desk: Desk) -> None:
+@pytest.mark.parametrize(
+    ("end", "first"),
+    [
+        (ended(74), "correct the cause, then: "),
+        (ended(75, stopped_by="TIMEOUT"), ""),  # the retry itself asks for more
+    ],
+)
+def test_next_is_never_a_retry_that_would_be_refused(desk: Desk, end: str, first: str) -> None:
     desk.make_done(0, 1, 2, 3)
     for number in range(3):
-        desk.record(f"{number + 1}_4", ended(74), time=1000 + number)
-    assert f"shardprep retry {desk.data} --shards 4" in desk.next()
+        desk.record(f"{number + 1}_4", end, time=1000 + number)
+    assert desk.next() == f"next: {first}shardprep retry {desk.data} --shards 4"
     desk.slurm("retry", code=74)
     desk.slurm("retry", "--shards", 4)
     assert desk.sent_shards() == ["4"]
@@ -216,26 +217,21 @@ def test_next_quotes_the_folder_and_who_may_not_write_is_shown_no_command_that_w
     assert "shardprep" not in desk.next()
 
 
-def test_a_task_without_a_record_that_slurm_has_forgotten_is_said_to_have_left_none(desk: Desk) -> None:
-    desk.submitted()
-    desk.make_done(0, 1, 2, 3)
-    state = desk.status()
-    assert state["not_begun"] == "4"
-    assert state["unexplained"].startswith("sacct -D -j 1_4 ")
-
-
 # --- retry
 
 
-def test_retry_sends_what_verify_found_wrong(desk: Desk) -> None:
+def test_retry_and_the_line_that_verify_prints_make_what_it_found_wrong(desk: Desk) -> None:
     desk.submitted()
     desk.make_done(*range(5))
     tar = desk.data / "shard-00001.tar"
     tar.write_bytes(tar.read_bytes()[:-1] + b"x")
-    desk.slurm("verify", code=65)
+    said = desk.slurm("verify", code=65)
     assert desk.status()["wrong"] == "1"
     desk.slurm("retry")
     assert desk.sent_shards() == ["1"]
+    (repairs,) = re.findall("error: shard 00001: .*shardprep (--shard_id .*)$", said, re.MULTILINE)
+    assert call_main(*shlex.split(repairs)).code == 0
+    assert desk.status()["wrong"] == ""
 
 
 @pytest.mark.parametrize(
@@ -346,20 +342,6 @@ def test_another_submit_with_until_done_leaves_one_controller(desk: Desk) -> Non
     desk.make_done(*range(5))
     desk.slurm("submit", "--until_done")
     assert len(desk.fake.sent()) == 6, "the one that is there does it"
-
-
-def test_the_controller_is_submitted_before_the_jobs_are_released_or_nothing_is(desk: Desk) -> None:
-    """A limit of jobs that has no room for it: the array is made of fewer tasks until it has."""
-    refuse = "echo 'sbatch: error: Job violates accounting/QOS policy (job submit limit)' >&2; exit 1"
-    place = desk.fake.place
-    body = f"""script=$(cat)
-if [[ $script = *-control* && ! -e "{place}/refused" ]]; then touch "{place}/refused"; {refuse}; fi
-printf '%s\\n' "$script" | "{place}/sbatch.sh" "$@\""""
-    desk.fake.answers_by("sbatch", body)
-    desk.slurm("submit", "--until_done")
-    assert desk.cancelled() == ["1 2"], "what was sent before, not yet released"
-    assert desk.released() == ["3", "4"]
-    assert desk.sent_shards() == ["0 1 2 3 4", "0-1 2-4"]
 
 
 def test_clean_removes_the_logs_of_tasks_once_all_is_verified(desk: Desk) -> None:

@@ -7,13 +7,15 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.checkout import ROOT
 from tests.children import run_child
-from tests.slurm.fake_slurm import WHEN, Desk, array, squeue_line
+from tests.slurm.fake_slurm import ALL, JOB, WHEN, Desk, array, squeue_line
 
 pytestmark = pytest.mark.processes
 
@@ -39,7 +41,7 @@ pytestmark = pytest.mark.processes
     ],
 )
 def test_values_are_of_flags_or_else_of_sbatchs_variables_and_a_task_has_one_cpu_by_default(
-    desk: Desk, environ: dict[str, str], flags: str, expected: dict[str, str | None]
+    desk: Desk, environ: dict[str, Any], flags: str, expected: dict[str, str | None]
 ) -> None:
     desk.fake.answers("sinfo", "cpu*|idle|4000|4|infinite\n")
     shown = desk.slurm("submit", *shlex.split(flags), "--dry_run", **environ).partition("-verify")[0]
@@ -54,7 +56,7 @@ def test_a_dry_run_says_where_values_came_from_and_prints_what_submit_sends_also
     assert ("(SBATCH_ACCOUNT)" in shown, "(flag)" in shown) == (True, True)
     assert not desk.fake.sent()
     names = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "CPUS_PER_TASK", "JOB_NAME")
-    in_a_job = {f"SLURM_{name}": "9" for name in names}
+    in_a_job: dict[str, Any] = {f"SLURM_{name}": "9" for name in names}
     desk.slurm("submit", "--mem_gb", 2, SBATCH_ACCOUNT="env", **in_a_job)
     assert "\n".join(desk.fake.sent()) in shown
     kept = sorted((desk.data / "jobs").glob("*.sh"))
@@ -128,7 +130,7 @@ def test_the_script_is_prep_array_with_a_head_that_maps_an_index_to_shards(
 def test_tasks_use_this_python_unless_a_setup_or_a_container_brings_another(
     desk: Desk, flags: str, python: str | None, exported: dict[str, str]
 ) -> None:
-    environ = {"SHARDPREP_PYTHON": python} if python else {}
+    environ: dict[str, Any] = {"SHARDPREP_PYTHON": python} if python else {}
     shown = desk.slurm("submit", *shlex.split(flags), "--dry_run", **environ)
     found = dict(re.findall(r"^export (SHARDPREP_\w+)=(.*)$", shown.partition("-verify")[0], re.MULTILINE))
     assert {name: value for name, value in found.items() if value != "''"} == exported
@@ -241,87 +243,89 @@ def test_what_slurm_granted_is_recorded_and_a_site_that_renames_jobs_is_followed
     assert desk.status()["pending"] == "0-4"
 
 
-REFUSES = """script=$(cat)
-[[ $script =~ SBATCH\\ --array=0-([0-9]+) ]] && last=${{BASH_REMATCH[1]}} || last=0
-if [[ "$*" = *{when}* ]] && ((last >= {most})); then
-  echo 'sbatch: error: Batch job submission failed: Job violates accounting/QOS policy' >&2; exit 1
-fi
-printf '%s\\n' "$script" | "{real}" "$@"
-"""
+class Site(NamedTuple):
+    """How Slurm answers, and what comes of a submit. REAL in a script is the stand-in that takes all."""
+
+    sbatch: str = "exec REAL"
+    scontrol: str = "exec REAL"
+    answers: Mapping[str, str] = {}
+    flags: tuple[str, ...] = ()
+    ends: int = 0
+    says: str = ""
+    sends: Sequence[str] = (ALL,)
+    cancels: Sequence[str] = ()
+    releases: Sequence[str] = ("1", "2")
 
 
-@pytest.mark.parametrize("when", ["--test-only", "--parsable"])
-def test_where_slurm_takes_no_array_so_large_tasks_make_more_shards_each(desk: Desk, when: str) -> None:
-    """The limit is of an account or a QOS, which nobody asks for; five shards fit two tasks."""
-    real = desk.fake.place / "sbatch.sh"
-    desk.fake.answers_by("sbatch", REFUSES.format(when=when, most=3, real=real))
-    desk.slurm("submit")
-    desk.fake.answers("config", "ClusterName = test\nMaxArraySize = 2\n")
-    desk.slurm("submit", "--shards", "0-4")
-    assert desk.sent_shards() == ["0-1 2-4"] * 2
+NOTHING: dict[str, Any] = {"sends": (), "releases": ()}
+REFUSES = "{{ echo '{}' >&2; exit 1; }}"
+TOO_MANY = REFUSES.format("Job violates accounting/QOS policy (size)")
+NO_SUCH_NODE = REFUSES.format("Requested node configuration is not available")
+# A limit of an account or of a QOS, which nobody asks for: it takes arrays of up to three tasks.
+OF_LIMIT = """script=$(cat)
+[[ $script =~ SBATCH\\ --array=0-([0-9]+) ]] && last=${BASH_REMATCH[1]} || last=0
+[[ "$*" != *WHEN* ]] || ((last < 3)) || REFUSED
+printf '%s\\n' "$script" | REAL""".replace("REFUSED", TOO_MANY)
+NO_ROOM = """script=$(cat)
+[[ $script != *-control* || -e PLACE/refused ]] || { touch PLACE/refused; REFUSED; }
+printf '%s\\n' "$script" | REAL""".replace("REFUSED", TOO_MANY)
+# A site's wrapper: it passes the job on, and prints more than the id.
+SAYS_MORE = "id=$(REAL) || exit; [[ -n $id ]] || exit 0; "
+LATER = "Job update not available right now, the DB index is being set, try again in a bit for job 1"
+RELEASE_LATER = (
+    f'[[ "$*" != "release 1" || -e PLACE/asked ]] || {{ touch PLACE/asked; {REFUSES.format(LATER)}; }}'
+)
+CANCELLED = f"[[ $1 != release ]] || {REFUSES.format('Job has already finished for job 1')}; exec REAL"
+FEW = ("0-1 2-4",)
+SITES = {
+    "a limit met by a test": Site(OF_LIMIT.replace("WHEN", "--test-only"), sends=FEW),
+    "a limit met by a job": Site(OF_LIMIT.replace("WHEN", "--parsable"), sends=FEW),
+    "a short array": Site(answers={"config": "ClusterName = test\nMaxArraySize = 2\n"}, sends=FEW),
+    # Such as hours of an account that are used up, where the site has Slurm refuse them.
+    "refused however few": Site(TOO_MANY, flags=("--time_min=90",), ends=2, says="--time=90", **NOTHING),
+    "no room for the controller": Site(
+        NO_ROOM, flags=("--until_done",), sends=(ALL, *FEW), cancels=("1 2",), releases=("3", "4")
+    ),
+    # Slurm has the same words for both.
+    "drained nodes": Site(
+        f'[[ "$*" != *--test-only* ]] || {NO_SUCH_NODE}; exec REAL', says="Requested node",
+        answers={"sinfo": "cpu*|drained|4000|64|infinite\n"},
+    ),
+    "nodes that never fit": Site(
+        NO_SUCH_NODE, ends=2, says="Requested node", **NOTHING,
+        answers={"sinfo": "cpu*|idle|4000|64|infinite\n"},
+    ),
+    "a banner before the id": Site(SAYS_MORE + 'echo "Welcome to 7 nodes"; echo; echo "$id;test"; echo'),
+    "an id that cannot be understood": Site(
+        SAYS_MORE + "echo Submitted, thank you", ends=74, says="squeue --me --name=shardprep-", releases=()
+    ),
+    "a part of the job, then nothing": Site(
+        answers={"job": JOB[:20]}, ends=74, cancels=("1",), releases=()
+    ),
+    "a part of the job": Site(answers={"job": JOB[:200]}, ends=74, cancels=("1",), releases=()),
+    "slow accounts": Site(scontrol=f"{RELEASE_LATER}; exec REAL"),
+    "somebody who cancels at once": Site(scontrol=CANCELLED, ends=2, says="already finished", releases=()),
+}  # fmt: skip
 
 
-def test_what_slurm_refuses_however_few_tasks_there_are_is_told_in_its_words(desk: Desk) -> None:
-    """Such as hours of an account that are used up, where the site has Slurm refuse them."""
-    desk.fake.answers_by("sbatch", "echo 'Job violates accounting/QOS policy (size)' >&2; exit 1")
-    said = desk.slurm("submit", "--time_min", 90, code=2)
-    assert ("Job violates accounting/QOS policy (size)" in said, "--time=90" in said) == (True, True)
-    assert not (desk.data / "jobs" / "0000.json").exists()
-
-
-@pytest.mark.parametrize(("state", "code"), [("drained", 0), ("idle", 2)])
-def test_drained_nodes_are_a_warning_and_nodes_that_never_fit_a_refusal(
-    desk: Desk, state: str, code: int
+@pytest.mark.parametrize("name", SITES)
+def test_a_submit_follows_what_slurm_takes_and_no_job_runs_unrecorded(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Slurm has the same words for both."""
-    desk.fake.answers("sinfo", f"cpu*|{state}|4000|64|infinite\n")
-    desk.fake.answers_by("sbatch", "echo Requested node configuration is not available >&2; exit 1")
-    assert "Requested node configuration" in desk.slurm("submit", "--dry_run", code=code)
-
-
-def sbatch_that_says(desk: Desk, words: str) -> None:
-    """A site's wrapper: it passes the job on and prints more than the id."""
-    real = desk.fake.place / "sbatch.sh"
-    desk.fake.answers_by("sbatch", f'id=$("{real}" "$@") || exit\n[[ -n $id ]] || exit 0\n{words}')
-
-
-def test_a_banner_of_the_sites_sbatch_before_the_job_id_is_no_error(desk: Desk) -> None:
-    sbatch_that_says(desk, 'echo "Welcome to 7 nodes"; echo; echo "$id;test"; echo')
-    desk.slurm("submit")
-    assert desk.released() == ["1", "2"]
-
-
-def test_a_job_whose_id_cannot_be_understood_is_not_recorded_and_cancel_finds_it_by_its_name(
-    desk: Desk,
-) -> None:
-    sbatch_that_says(desk, 'echo "Submitted, thank you"')
-    said = desk.slurm("submit", code=74)
-    assert f"squeue --me --name={desk.job_name}" in said
-    assert not list((desk.data / "jobs").glob("*.json"))
-    desk.queue(squeue_line("0-4", "PENDING", "JobHeldUser", job="41", name=desk.job_name))
-    desk.slurm("cancel")
-    assert desk.cancelled() == ["41"]
-
-
-def test_a_release_that_slurm_puts_off_while_its_accounts_are_slow_is_asked_for_again(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    site, place = SITES[name], shlex.quote(str(desk.fake.place))
     waits: list[float] = []
     monkeypatch.setattr("slurm.state.sleep", waits.append)
-    asked = f'[[ "$*" != "release 1" || -e "{desk.fake.place}/asked" ]]'
-    words = "Job update not available right now, the DB index is being set, try again in a bit for job 1"
-    first = f'{asked} || {{ touch "{desk.fake.place}/asked"; echo "{words}" >&2; exit 1; }}'
-    desk.fake.answers_by("scontrol", f'{first}\nexec "{desk.fake.place}/scontrol.sh" "$@"')
-    desk.slurm("submit")
-    assert waits == [5]
-    assert desk.released() == ["1", "2"]
-
-
-def test_a_submit_whose_jobs_somebody_cancels_before_they_begin_says_so(desk: Desk) -> None:
-    words = "echo 'Job has already finished for job 1' >&2; exit 1"
-    real = f'exec "{desk.fake.place}/scontrol.sh" "$@"'
-    desk.fake.answers_by("scontrol", f"[[ $1 = release ]] || {real}\n{words}")
-    assert "already finished" in desk.slurm("submit", code=2)
+    for command, script in (("sbatch", site.sbatch), ("scontrol", site.scontrol)):
+        real = f'{place}/{command}.sh "$@"'
+        desk.fake.answers_by(command, script.replace("REAL", real).replace("PLACE", place))
+    for answer, text in site.answers.items():
+        desk.fake.answers(answer, text)
+    assert site.says in desk.slurm("submit", *site.flags, code=site.ends)
+    assert desk.sent_shards() == [*site.sends]
+    assert (desk.cancelled(), desk.released()) == ([*site.cancels], [*site.releases])
+    is_recorded = (desk.data / "jobs" / "0000.json").exists()
+    assert is_recorded == (site.ends == 0 or site.scontrol == CANCELLED)
+    assert waits == ([5] if name == "slow accounts" else [])
 
 
 def test_of_two_submits_at_once_the_second_cancels_its_jobs_and_what_it_prints_shows_the_other(
@@ -354,21 +358,6 @@ def test_the_verify_job_waits_for_all_has_time_for_all_bytes_and_a_dependency_is
     desk.fake.answers("sinfo", "cpu*|idle|4000|4|30:00\n")
     shown = desk.slurm("submit", "--time_min", 2, "--dry_run")
     assert "#SBATCH --time=30\n" in shown, "the partition's"
-
-
-def test_only_what_is_missing_and_not_queued_is_sent_and_wait_ends_with_0_only_where_all_is_verified(
-    desk: Desk,
-) -> None:
-    desk.submitted()
-    queue = shlex.quote(str(desk.fake.place / "squeue"))
-    desk.queue(squeue_line("0-4", "PENDING"))
-    desk.fake.answers_by("squeue", f'case "$*" in *--user=root*) cat {queue}; : >{queue} ;; esac')
-    desk.slurm("submit", "--wait", code=74)  # the same line again after Ctrl-C
-    desk.make_done(*range(5))
-    desk.slurm("submit", "--wait", code=74)
-    desk.write_index()
-    desk.slurm("submit", "--wait")
-    assert not desk.fake.sent()
 
 
 # --- whose commands run
@@ -406,7 +395,7 @@ def test_a_retry_elsewhere_has_the_values_of_the_submission_and_a_group_cannot_c
         (tmp_path / place).mkdir()
         (tmp_path / place / "setup.sh").touch()
     monkeypatch.chdir(tmp_path / "here")
-    variables = {"SHARDPREP_SETUP": "setup.sh", "SBATCH_ACCOUNT": "one"}
+    variables: dict[str, Any] = {"SHARDPREP_SETUP": "setup.sh", "SBATCH_ACCOUNT": "one"}
     mask = os.umask(0o002)
     try:
         desk.slurm("submit", "--container", "mine", "--mem_gb", 2, **variables)

@@ -126,10 +126,10 @@ class ChunkCrcs:
 class RecordFile:
     """A file of records, open, its header and size checked; close ``file``. Reads raise OSError."""
 
-    def __init__(self, path: Path, kind: str, header: bytes, remedy: str) -> None:
-        """Open it, and compare its first 64 bytes. Raises UnknownVersion, OtherPlan or BrokenShard."""
+    def __init__(self, file: ReadFile, kind: str, header: bytes, remedy: str) -> None:
+        """Compare its first 64 bytes. Raises UnknownVersion, OtherPlan or BrokenShard."""
         self.dtype, self.remedy = idx_dtype(kind), remedy
-        self.file = ReadFile(path)  # which is closed when nobody holds it, as where this fails
+        self.file, path = file, file.path
         found = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
         if len(found) < HEADER_BYTES or found[:8] != header[:8]:
             what = f"no idx: it begins {found[:8]!r}"
@@ -202,7 +202,12 @@ def open_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> RecordFile:
     """
     path, remedy = idx_path(folder, shard_id), remake_command(shard_id, folder)
     try:
-        return RecordFile(path, spec.kind, idx_header(spec, shard_id), remedy)
+        file = ReadFile(path)
+        try:
+            return RecordFile(file, spec.kind, idx_header(spec, shard_id), remedy)
+        except BaseException:
+            file.close()  # at once: a log may keep the error, and what it holds
+            raise
     except NOT_THERE:
         raise missing_file(path, shard_id, folder) from None
 

@@ -102,7 +102,7 @@ _REPLACED = (
     DisturbedFile("../raw/a.txt", "planned", "shard, run"),
     DisturbedFile("../raw/b.txt", "planned", "shard, run"),
     DisturbedFile("shard-00000.tar", "verified", "load, status, verify --fast", sizes_alone=True),
-    DisturbedFile("shard-00000.idx", "verified", "status, verify --fast"),
+    DisturbedFile("shard-00000.idx", "verified", "status, verify --fast", sizes_alone=True),
     DisturbedFile("jobs", "made", "status"),
     DisturbedFile("quarantine", "made", "verify"),
     DisturbedFile("tokenizer", "planned", "shard"),

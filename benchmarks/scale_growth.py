@@ -31,9 +31,9 @@ from loader.shards import DatasetShards, ShardSet
 from shardprep.format.index import (
     ChunkCrcs,
     DatasetIndex,
+    IdxFile,
     idx_header,
     idx_num_bytes,
-    open_idx,
     read_idx,
     read_index,
 )
@@ -145,7 +145,7 @@ def large_idx(folder: Path, num_documents: int) -> tuple[float, float, int]:
     path.write_bytes(idx_header(spec, 0) + records + crcs.table())
 
     def block() -> None:
-        idx = open_idx(folder, spec, 0)
+        idx = IdxFile(folder, spec, 0)
         idx.read(slice(num_documents // 2, num_documents // 2 + 16))
         idx.file.close()
 

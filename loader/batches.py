@@ -196,7 +196,6 @@ class StepBatches:
     """Cuts a rank's part of a global batch into batches and collates them."""
 
     batch_size: int
-    row_tokens: int  # of every sample where all are rows, else 0
     padded: PaddedBatches
     collate_fn: Collate | None = None  # called with ids as lists, where it is not the loader's own
     boundaries: tuple[str, ...] = ()
@@ -221,13 +220,13 @@ class StepBatches:
         ``is_filler``: which samples of the tick fill a last batch up, if there are any: they have no labels.
         What ``collate_fn`` makes may be anything.
         """
-        is_full = self.row_tokens > 0 and chunk.is_full(tick)
+        is_full = chunk.row_tokens > 0 and chunk.is_full(tick)
         for first in range(first_batch * self.batch_size, chunk.num_samples, self.batch_size):
             end = min(first + self.batch_size, chunk.num_samples)
             ids = chunk.ids.of(tick, first, end)
             lengths = None if is_full else chunk.lengths[first:end, tick]
             batch: Any
-            if self.row_tokens or lengths is None:
+            if chunk.row_tokens or lengths is None:
                 batch = self.padded.of_rows(ids, lengths)
             else:
                 batch = self.padded.of_documents(ids, lengths)

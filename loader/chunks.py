@@ -105,6 +105,8 @@ class Ragged:
         if self.is_joined:
             last = self.begins[end - 1, tick] + self.counts[end - 1, tick]
             found = self.flats[0][self.begins[first, tick] : last]
+        elif self.width and len(self.flats) == 1:
+            return self._windows[self.begins[first:end, tick]]
         else:
             places = (slice(first, end), tick)
             found = self._gathered(self.flat_of[places], self.begins[places], self.counts[places])

@@ -304,7 +304,6 @@ def get_llama3_dataloader(
         tokenizer.pads_with = padded.pad.token
     step_batches = StepBatches(
         batch_size=batch_size,
-        row_tokens=run.row_tokens,
         padded=replace(padded, has_masks=shards.has_masks, has_blanks=has_blanks),
         collate_fn=collate_fn,
         boundaries=fields,

@@ -27,7 +27,7 @@ from loader.shards import DatasetShards, ShardSet
 from shardprep.console import quoted
 from shardprep.errors import BrokenShard, MissingShard
 from shardprep.files import NOT_THERE, RETRY_DELAYS_S, ReadFile, wait_to_retry, with_retries
-from shardprep.format.index import RecordFile, open_idx
+from shardprep.format.index import IdxFile
 from shardprep.format.names import rerun_command
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class OpenShard:
         self.sums: dict[str, Int64s] = {}  # what its readers keep with it
         self.dtype: int | None = None  # how all ids lie, by its number in TOKEN_DTYPES; None: by the records
         self._records: Any = source.records  # columns as in the idx, a row per sample; None: in the idx
-        self._idx: RecordFile | None = None
+        self._idx: IdxFile | None = None
         with contextlib.ExitStack() as opened:  # closes what is open where something fails
             try:
                 self.tar = opened.enter_context(ReadFile(path))
@@ -59,7 +59,7 @@ class OpenShard:
                 found = f"{self.tar.num_bytes} bytes{changed}"
                 raise BrokenShard(path=path, found=found, expected=expected, remedy=self.remedy)
             if self._records is None:
-                idx = self._idx = open_idx(source.folder, source.spec, shard_id)
+                idx = self._idx = IdxFile(source.folder, source.spec, shard_id)
                 opened.enter_context(idx.file)
                 expected = int(source.num_samples[row])
                 if idx.num_samples != expected:

@@ -67,9 +67,7 @@ class Samples:
         return ShardReader(self.shards, number, num_readers)
 
     def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
-        """Return the tokens of samples, int64[n], by the idx alone: int64[n]."""
-        if self.row_tokens:
-            return np.full(samples.shape, self.row_tokens, np.int64)
+        """Return the tokens of documents, int64[n], by the idx alone: int64[n]."""
         lengths = reader.num_tokens(samples)
         return lengths if self.max_length is None else lengths.clip(max=self.max_length)
 

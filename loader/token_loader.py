@@ -37,6 +37,22 @@ class _Step:
     labels_per_rank: torch.Tensor | None = None  # once it was asked for
 
 
+def _refuse(*_: Any) -> NoReturn:
+    raise UsageError(
+        "a TokenLoader is no data set of samples, as StatefulDataLoader, Trainer(train_dataset=loader) and "
+        "accelerate's skip_first_batches take it; iterate the TokenLoader itself, which shares samples out "
+        "among the ranks (loader.peek() is the next batch), and keep its state with loader.state_dict() and "
+        "load_state_dict(). Under transformers' Trainer write class LlamaTrainer(LoaderMixin, Trainer), with "
+        "LoaderMixin of loader.trainer, and pass train_loader=loader"
+    )
+
+
+class _RefusedDataset(IterableDataset[Any]):
+    """The ``dataset`` of a TokenLoader. It refuses to be read by another DataLoader."""
+
+    __iter__ = __getitem__ = _refuse
+
+
 class TokenLoader(DataLoader[Batch]):
     """Gives an epoch, or the rest of one, at each ``iter()``. Epochs have different orders.
 
@@ -55,6 +71,7 @@ class TokenLoader(DataLoader[Batch]):
     # accelerate looks for these. It then neither shares samples out itself nor skips batches by reading them.
     _is_accelerate_prepared = True
     use_stateful_dataloader = True
+    __getitem__ = _refuse
 
     def __init__(
         self,
@@ -304,9 +321,6 @@ class TokenLoader(DataLoader[Batch]):
         self.progress = replace(progress, trained=None)  # of an optimizer that the copy does not follow
         self._go_by(run)
 
-    def __getitem__(self, _: Any) -> NoReturn:
-        _refuse()
-
     def state_dict(self) -> dict[str, Any]:
         """Return what the loop got, as a few integers and the fingerprint of data and order.
 
@@ -478,23 +492,3 @@ def _warn_of_accumulation(num_batches: int) -> None:
             num_batches,
             num_steps,
         )
-
-
-def _refuse() -> NoReturn:
-    raise UsageError(
-        "a TokenLoader is no data set of samples, as StatefulDataLoader, Trainer(train_dataset=loader) and "
-        "accelerate's skip_first_batches take it; iterate the TokenLoader itself, which shares samples out "
-        "among the ranks (loader.peek() is the next batch), and keep its state with loader.state_dict() and "
-        "load_state_dict(). Under transformers' Trainer write class LlamaTrainer(LoaderMixin, Trainer), with "
-        "LoaderMixin of loader.trainer, and pass train_loader=loader"
-    )
-
-
-class _RefusedDataset(IterableDataset[Any]):
-    """The ``dataset`` of a TokenLoader. It refuses to be read by another DataLoader."""
-
-    def __iter__(self) -> NoReturn:
-        _refuse()
-
-    def __getitem__(self, _: Any) -> NoReturn:
-        _refuse()

@@ -90,10 +90,10 @@ class LoaderMixin(_Trainer):
         if type(self).compute_loss is LoaderMixin.compute_loss:
             for loader in loaders:
                 self._refuse_shifted(loader)
-        step_batches = train_loader.step_batches
         self._steps = EpochsOfLoader(train_loader)
         self._losses = _Losses.of(train_loader)
-        self._is_unchecked = bool(check_boundaries and step_batches.boundaries and step_batches.row_tokens)
+        fields = train_loader.step_batches.boundaries
+        self._is_unchecked = bool(check_boundaries and fields and train_loader.run.row_tokens)
         # Else a state may stand in another stage.
         if len(train_loader.run.stages) == 1 and not train_loader.can_amend:
             check_trainer_arguments(self.args, train_loader)

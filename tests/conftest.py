@@ -58,11 +58,14 @@ def pytest_configure() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """In the quick layer a module of others is not even imported: some take seconds of CPU time."""
-    if collection_path.suffix != ".py" or not config.getoption("--quick"):
+    """A module that is wholly of another layer is not even imported: some take seconds of CPU time."""
+    layers = list(LAYERS_OVER_QUICK) if config.getoption("--quick") else []
+    if not config.getoption("--frameworks"):
+        layers.append("frameworks")
+    if collection_path.suffix != ".py":
         return None
     marks = re.search(r"^pytestmark = (.*)", collection_path.read_text(encoding="utf-8"), re.MULTILINE)
-    return True if marks and any(f"pytest.mark.{layer}" in marks[1] for layer in LAYERS_OVER_QUICK) else None
+    return True if marks and any(f"pytest.mark.{layer}" in marks[1] for layer in layers) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

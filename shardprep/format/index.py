@@ -33,6 +33,7 @@ from shardprep.errors import (
     NotFound,
     OtherPlan,
     ReadWriteError,
+    ShardprepError,
     UsageError,
     quoted,
 )
@@ -123,34 +124,46 @@ class ChunkCrcs:
         return np.array(self._crcs + last, CHUNK_CRC).tobytes()
 
 
-class RecordFile:
-    """A file of records, open, its header and size checked; close ``file``. Reads raise OSError."""
+class IdxFile:
+    """The idx of a shard, open, its header and size checked; close ``file``. Reads raise OSError."""
 
-    def __init__(self, path: Path, kind: str, header: bytes, remedy: str) -> None:
-        """Open it, and compare its first 64 bytes. Raises UnknownVersion, OtherPlan or BrokenShard."""
-        self.dtype, self.remedy = idx_dtype(kind), remedy
-        self.file = ReadFile(path)  # which is closed when nobody holds it, as where this fails
+    def __init__(self, folder: Path, spec: DatasetSpec, shard_id: int) -> None:
+        """Open it, and compare its first 64 bytes.
+
+        Raises MissingShard, UnknownVersion, OtherPlan or BrokenShard; OSError where the file system fails.
+        """
+        self._folder, self._shard_id, self.dtype = folder, shard_id, idx_dtype(spec.kind)
+        path, header = idx_path(folder, shard_id), idx_header(spec, shard_id)
+        try:
+            self.file = ReadFile(path)
+        except NOT_THERE:
+            raise missing_file(path, shard_id, folder) from None
+        try:
+            self._read_header(spec, header)
+        except BaseException:
+            self.file.close()  # an error that somebody keeps would keep it open
+            raise
+
+    def _read_header(self, spec: DatasetSpec, header: bytes) -> None:
+        """Compare header and size, and take the crc32s. Raises as opening does."""
         found = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
         if len(found) < HEADER_BYTES or found[:8] != header[:8]:
-            what = f"no idx: it begins {found[:8]!r}"
-            raise BrokenShard(path=path, found=what, expected=f"{header[:8]!r}", remedy=remedy)
+            raise self._wrong(BrokenShard, f"no idx: it begins {found[:8]!r}", f"{header[:8]!r}")
         values, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (found, header))
         if (version := int(values["version"])) != FORMAT_VERSION:
-            raise unknown_version(path, version)
+            raise unknown_version(self.file.path, version)
         for name in IDX_HEADER.names or ():
             if values[name] != wanted[name]:
-                what = f"an idx for {name} {values[name]}"
-                raise OtherPlan(path=path, found=what, expected=wanted[name], remedy=remedy)
+                raise self._wrong(OtherPlan, f"an idx for {name} {values[name]}", wanted[name])
         # The size tells how many records there are: no two numbers of records make the same size.
         chunk_bytes = CHUNK_RECORDS * self.dtype.itemsize + CHUNK_CRC.itemsize
         num_bytes = self.file.num_bytes - HEADER_BYTES
         num_chunks, rest_bytes = divmod(num_bytes, chunk_bytes)
         num_rest = max(0, rest_bytes - CHUNK_CRC.itemsize) // self.dtype.itemsize
         self.num_samples = num_chunks * CHUNK_RECORDS + num_rest
-        if self.file.num_bytes != idx_num_bytes(kind, self.num_samples):
-            what = f"cut short: {num_bytes} bytes behind the header"
+        if self.file.num_bytes != idx_num_bytes(spec.kind, self.num_samples):
             expected = f"records of {self.dtype.itemsize} bytes, with their crc32s"
-            raise BrokenShard(path=path, found=what, expected=expected, remedy=remedy)
+            raise self._wrong(BrokenShard, f"cut short: {num_bytes} bytes behind the header", expected)
         self._is_checked = bytearray(-(-self.num_samples // CHUNK_RECORDS))  # of each chunk
         crcs_bytes = len(self._is_checked) * CHUNK_CRC.itemsize
         self._crcs = np.frombuffer(self.file.read(self.file.num_bytes - crcs_bytes, crcs_bytes), CHUNK_CRC)
@@ -176,9 +189,13 @@ class RecordFile:
             elif (last := int(part["offset"].max())) > MAX_OFFSET:
                 found = f"a sample at byte {last} of a tar"
             if found:
-                raise BrokenShard(path=self.file.path, found=found, remedy=self.remedy)
+                raise self._wrong(BrokenShard, found)
             self._is_checked[chunk] = True
         return records[rows.start - first : rows.stop - first]
+
+    def _wrong(self, kind: type[ShardprepError], found: str, expected: object = None) -> ShardprepError:
+        remedy = remake_command(self._shard_id, self._folder)
+        return kind(path=self.file.path, found=found, expected=expected, remedy=remedy)
 
 
 def idx_dtype(kind: str) -> np.dtype[Any]:
@@ -195,25 +212,13 @@ def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
     return HEADER_BYTES + num_samples * idx_dtype(kind).itemsize + num_chunks * CHUNK_CRC.itemsize
 
 
-def open_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> RecordFile:
-    """Open a shard's idx and check its header and size.
-
-    Raises MissingShard, UnknownVersion, OtherPlan or BrokenShard; OSError where the file system fails.
-    """
-    path, remedy = idx_path(folder, shard_id), remake_command(shard_id, folder)
-    try:
-        return RecordFile(path, spec.kind, idx_header(spec, shard_id), remedy)
-    except NOT_THERE:
-        raise missing_file(path, shard_id, folder) from None
-
-
 def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.void]:
     """Return a shard's whole idx: a structured array of ``idx_dtype``, one per sample.
 
     Raises MissingShard, UnknownVersion, OtherPlan, BrokenShard, or ReadWriteError.
     """
     try:
-        idx = open_idx(folder, spec, shard_id)
+        idx = IdxFile(folder, spec, shard_id)
         with idx.file:
             return idx.read(slice(0, idx.num_samples))
     except OSError as error:

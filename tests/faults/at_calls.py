@@ -28,7 +28,7 @@ from tests.faults.commands import EXPORTS
 from tests.faults.forked_case import Ended
 from tests.faults.judging import EQUAL, Outcome, Verdict, shape, spread, verdict_at_call, verdict_of_end
 from tests.faults.os_calls import ERRORS, Call, Mode
-from tests.faults.small_data_sets import Hit, SmallDataSet, hits
+from tests.faults.small_data_sets import Hit, SmallDataSet, hits, nothing
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _OF_EXPORTS = dict.fromkeys(EXPORTS, 0.12)
@@ -60,10 +60,6 @@ _MOST_STOP_S = 0.02
 Change = Callable[[Path], object]  # of a file
 
 
-def _nothing(*_: object) -> None:
-    """What happens where a fault does not say it."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """What happens to one run: at its ``at``-th call to the operating system, or around it."""
@@ -73,10 +69,10 @@ class Fault:
     mode: Mode = "count"
     at: int = 0
     error: int = 0  # or the signal
-    before: Callable[[Path], object] = _nothing  # to the workplace
-    inside: Callable[[], object] = _nothing  # in the command's process, just before it
+    before: Callable[[Path], object] = nothing  # to the workplace
+    inside: Callable[[], object] = nothing  # in the command's process, just before it
     meanwhile: Callable[[], object] | None = None  # while the command stands at the call
-    behind: Callable[[], object] = _nothing  # before it is judged
+    behind: Callable[[], object] = nothing  # before it is judged
     may_refuse: bool = True
     may_differ: bool = False  # where the command ends with 0
 

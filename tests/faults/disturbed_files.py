@@ -26,7 +26,7 @@ from shardprep.errors import UsageError
 from tests.faults.commands import loaded
 from tests.faults.forked_case import run_forked
 from tests.faults.judging import Outcome, Verdict, spread, verdict_of_end, verdict_on_damage
-from tests.faults.small_data_sets import SmallDataSet, Stage
+from tests.faults.small_data_sets import SmallDataSet, Stage, nothing
 from tests.forged import with_its_hash
 
 _HEADER_BYTES = 512  # and the size of a block of a tar
@@ -44,7 +44,7 @@ class DisturbedFile:
     free_text: str = ""  # JSON path of a name outside of all hashes: another text there is another name
     headers_only: bool = False  # of a tar: the bytes of its members cannot be checked without a manifest
     sizes_alone: bool = False  # is all that the commands look at: another shard's may have the same
-    prepare: Callable[[SmallDataSet], object] = lambda data_set: None
+    prepare: Callable[[SmallDataSet], object] = nothing
 
 
 def _keep_tars_only(data_set: SmallDataSet) -> None:
@@ -102,7 +102,7 @@ _REPLACED = (
     DisturbedFile("../raw/a.txt", "planned", "shard, run"),
     DisturbedFile("../raw/b.txt", "planned", "shard, run"),
     DisturbedFile("shard-00000.tar", "verified", "load, status, verify --fast", sizes_alone=True),
-    DisturbedFile("shard-00000.idx", "verified", "status, verify --fast"),
+    DisturbedFile("shard-00000.idx", "verified", "status, verify --fast", sizes_alone=True),
     DisturbedFile("jobs", "made", "status"),
     DisturbedFile("quarantine", "made", "verify"),
     DisturbedFile("tokenizer", "planned", "shard"),

@@ -83,8 +83,8 @@ class Undisturbed:
     calls: list[Call]
 
 
-def _nothing(*_: object) -> None:
-    """What happens before an undisturbed run."""
+def nothing(*_: object) -> None:
+    """What happens where nobody says what."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class SmallDataSet:
     def run(
         self,
         name: str,
-        before: Callable[[], object] = _nothing,
+        before: Callable[[], object] = nothing,
         *,
         meanwhile: Callable[[], object] | None = None,
     ) -> Ended:
@@ -122,7 +122,7 @@ class SmallDataSet:
 
     def start(self, name: str) -> ForkedRun:
         """A command that runs beside others."""
-        return ForkedRun(self._work(name, _nothing))
+        return ForkedRun(self._work(name, nothing))
 
     def _work(self, name: str, before: Callable[[], object]) -> Callable[[], tuple[int, Any]]:
         work = command(name, self.place, self.options)
@@ -135,7 +135,7 @@ class SmallDataSet:
         return run
 
     def undisturbed(
-        self, name: str, stage: Stage, prepare: Callable[[SmallDataSet], object] = _nothing
+        self, name: str, stage: Stage, prepare: Callable[[SmallDataSet], object] = nothing
     ) -> Undisturbed:
         """Run a command on a fresh workplace after ``prepare``, once for all campaigns."""
         key = (name, stage, prepare)

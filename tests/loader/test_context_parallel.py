@@ -134,6 +134,7 @@ def test_parts_keep_all_fields_of_their_places_however_documents_are_told(
     for rank in range(2):
         part = split_for_context_parallel(batch, rank, 2, **form)
         places = part["place_ids"]
+        assert form or int(places.sum()) == sum(range(ROW)) // 2, "each rank has as much to attend to"
         assert torch.equal(split_for_context_parallel(by_edges, rank, 2, **form)["place_ids"], places)
         of_rows = places if form else places + ROW * torch.arange(4)[:, None]
         for name in ("attention_mask", "position_ids"):

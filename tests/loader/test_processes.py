@@ -116,6 +116,7 @@ if __name__ == "__main__":
 """
 WORLDS: list[dict[str, Any]] = [
     {"name": "as Python 3.14 starts", "world": 2, "workers": 1, "method": "forkserver", "last": STEPS},
+    {"name": "workers inherit nothing", "world": 1, "workers": 1, "method": "spawn", "last": STOP},
     {"name": "stopped", "world": 4, "workers": 2, "method": "fork", "last": STOP},
     {"name": "resumed", "world": 8, "workers": 0, "method": "fork", "last": 2 * STEPS, "after": "stopped"},
 ]
@@ -178,24 +179,6 @@ def test_losses_by_source_on_two_ranks_are_those_of_all_labels(seen: Callable[[s
 
 def alive() -> set[Any]:
     return set(multiprocessing.active_children())
-
-
-def test_workers_that_inherit_nothing_give_the_same_epochs_and_are_kept(
-    numbered: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rank is resolved in the parent: spawned workers know nothing of it. fork, forkserver: above."""
-    options = {"model_id": numbered, "rank": 1, "world_size": 2}
-    with open_loader(numbered, 4, **options) as loader:
-        expected = [numbers(loader) for _ in range(2)]
-    before = alive()
-    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)
-    torch.multiprocessing.set_start_method("spawn")
-    with open_loader(numbered, 4, num_workers=1, **options) as loader:
-        first, workers = numbers(loader), alive() - before
-        assert [first, numbers(loader)] == expected
-        assert alive() - before == workers
-        assert len(workers) == 1
-    wait_until_gone(before)
 
 
 def test_an_iterator_in_a_reference_cycle_keeps_no_worker_alive_once_the_loader_is_closed(

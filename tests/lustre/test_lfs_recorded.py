@@ -84,24 +84,6 @@ def test_the_fake_prints_and_exits_as_the_genuine_lfs_did(on_lustre: FakeLustre)
     assert different == [], different
 
 
-@both_dialects
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("typed", "shown"),
-    [
-        ("-E 256K -L mdt -E 8M -c 1 -S 1M -p flash -E -1 -c 4 -S 1M -p disk", None),
-        ("-c 1 -S 4M -i 3", None),
-        ("-E 1G -c 1 -S 4M -z 64M -E -1 -c 4 -S 4M -z 128M",
-         "-E 64M -c 1 -S 4M -E 1G -z 64M -E 1G -c 4 -S 4M -E -1 -z 128M"),
-    ],
-)  # fmt: skip
-def test_a_layout_that_somebody_gave_by_hand_is_shown_as_its_options(
-    on_lustre: FakeLustre, typed: str, shown: str | None
-) -> None:
-    subprocess.run(["lfs", "setstripe", *typed.split(), str(on_lustre.folder)], check=True)
-    assert f"new files get {shown or typed}" in on_lustre.command("show", on_lustre.folder)[1]
-
-
 GRACE_OVER_2_15 = """Filesystem  kbytes   quota   limit   grace   files   quota   limit   grace
 /mnt/fakefs
                 9*       5    1000    none     100       0       0       -

@@ -187,30 +187,35 @@ def test_a_folder_that_holds_more_than_jobs_and_logs_is_refused_with_the_command
 # --- what is shown
 
 
+# What somebody gave a folder by hand -> what show and plan tell of it.
+BY_HAND = {
+    "": r"new files get -c 1 -S .M \(inherited",
+    "-E 256M -c 1 -S 4M -E -1 -c -1 -S 4M": r"{} \(its own default",
+    "-E 256K -L mdt -E 8M -c 1 -S 1M -p flash -E -1 -c 4 -S 1M -p disk": r"{} \(its own default",
+    "-c 1 -S 4M -i 3": r"warning: new files get {}",
+    "-C 4": r"new files get -C 4 -S .M",
+    "-E 1G -c 1 -S 4M -z 64M -E -1 -c 4 -S 4M -z 128M":
+        r"get -E 64M -c 1 -S 4M -E 1G -z 64M -E 1G -c 4 -S 4M -E -1 -z 128M",
+    "of the root": r"-E 256M -c 1 -S 4M -E -1 -c -1 -S 4M \(the file system's default",
+}  # fmt: skip
+
+
 @both_dialects
-@pytest.mark.parametrize(
-    ("layout", "of", "shown"),
-    [
-        (None, "", r"new files get -c 1 -S .M \(inherited"),
-        (PFL, "root", r"-E 256M -c 1 -S 4M -E -1 -c -1 -S 4M \(the file system's default"),
-        (PFL, "folder", r"-E 256M -c 1 -S 4M -E -1 -c -1 -S 4M \(its own default"),
-        ([{**RAID, "start": 3}], "folder", r"warning: new files get -c 1 -S 4M -i 3"),
-        ([{**RAID, "count": 4, "pattern": "raid0,overstriped"}], "folder", r"-C 4"),
-    ],
-)
+@pytest.mark.parametrize("options", BY_HAND)
 def test_show_and_auto_change_nothing_and_tell_what_new_files_get_and_whose_choice_it_is(
-    on_lustre: FakeLustre, layout: list[dict[str, Any]] | None, of: str, shown: str
+    on_lustre: FakeLustre, options: str
 ) -> None:
-    if layout:
-        on_lustre.give_layout(on_lustre.folder.parent if of == "root" else on_lustre.folder, layout)
+    if options == "of the root":
+        on_lustre.give_layout(on_lustre.folder.parent, PFL)
+    elif options:
+        subprocess.run(["lfs", "setstripe", *options.split(), str(on_lustre.folder)], check=True)
+    num_calls, shown = len(on_lustre.setstripe_calls()), BY_HAND[options].format(options)
     code, text = on_lustre.command("show", on_lustre.folder)
-    assert code == 0
-    assert "lustre at" in text
+    assert (code, "lustre at" in text) == (0, True)
     assert re.search(shown, text), text
     line = stripe_line(on_lustre.folder, "auto")
-    assert "left as it is" in line
-    assert re.search(shown, line), line
-    assert on_lustre.setstripe_calls() == []
+    assert ("left as it is" in line, bool(re.search(shown, line))) == (True, True), line
+    assert len(on_lustre.setstripe_calls()) == num_calls
 
 
 def test_show_tells_the_layout_of_a_file_and_of_what_is_not_there_yet(on_lustre: FakeLustre) -> None:

@@ -89,6 +89,7 @@ def world(tmp_path: Path) -> World:
     (world.raw_dir / "linked").symlink_to(tmp_path / "elsewhere")
     os.mkfifo(world.raw_dir / "f.txt")
     (world.raw_dir / "z.txt").symlink_to("/dev/zero")
+    (world.raw_dir / "b a second name.txt").hardlink_to(world.raw_dir / "a.txt")
     return world
 
 
@@ -96,6 +97,7 @@ LEFT_OUT = {
     "AppleDouble": ["._p.jsonl"],
     "FIFO, socket or device": ["f.txt", "z.txt"],
     "file of a repository": ["README.txt"],
+    "file that is taken by another name": ["b a second name.txt"],
     "folder": ["b"],
     "hidden": [".git", ".m.jsonl"],
     "link to a folder": ["linked"],

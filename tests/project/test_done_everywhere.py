@@ -126,34 +126,40 @@ def test_no_flipped_bit_of_the_findings_makes_a_wrong_shard_count_as_done(wrong:
         assert (wrong.data_dir / f"shard-{WRONG:05d}.json").read_bytes() == manifest
 
 
-@pytest.mark.parametrize("content", ["", '{"findings": 3}', "\0" * 99])
-def test_findings_that_cannot_be_read_are_refused_and_verify_writes_them_anew(
-    wrong: World, content: str
-) -> None:
-    (wrong.data_dir / "findings.json").write_text(content)
-    assert load(wrong) == code_of(wrong, "status") == 65
-    assert code_of(wrong, "verify", fast=True) == 65, "it cannot know what is wrong"
-    assert code_of(wrong, "verify") == 65
-    assert status(wrong)["wrong"] == "1"
+def test_findings_that_cannot_be_read_are_refused_and_verify_writes_them_anew(wrong: World) -> None:
+    for content in ("", '{"findings": 3}', "\0" * 99):
+        (wrong.data_dir / "findings.json").write_text(content)
+        assert load(wrong) == code_of(wrong, "status") == 65
+        assert code_of(wrong, "verify", fast=True) == 65, "it cannot know what is wrong"
+        assert code_of(wrong, "verify") == 65
+        assert status(wrong)["wrong"] == "1"
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("shard", "1"), ("shard", -1), ("shard", 2**70), ("shard", None), ("shard", True), ("shard", 1.0),
-        ("exit_code", "65"), ("exit_code", None), ("message", 3), ("message", ["x"]), ("message", None),
-        ("manifest_sha256", 7), ("manifest_sha256", "x"), ("check", "never"),
-    ],
-)  # fmt: skip
-def test_findings_of_wrong_types_are_refused_in_words_though_the_hash_is_right(
-    wrong: World, key: str, value: object
-) -> None:
-    rewrite_json(wrong.data_dir / "findings.json", **{f"findings.0.{key}": value})
-    shard = ["shard", "--shard_id", WRONG, "--output_dir"]
-    for words in (["status"], ["report"], ["retry"], shard):
-        ended = wrong.main(*words, wrong.data_dir)
-        assert (ended.code, "findings.json" in ended.err) == (65, True), (words, ended.text)
-    assert export("nanogpt", wrong) == load(wrong) == 65
+WRONG_TYPES: dict[str, tuple[object, ...]] = {
+    "shard": ("1", -1, 2**70, None, True, 1.0),
+    "exit_code": ("65", None),
+    "message": (3, ["x"], None),
+    "manifest_sha256": (7, "x"),
+    "check": ("never",),
+}
+
+
+def test_findings_of_wrong_types_are_refused_in_words_though_the_hash_is_right(wrong: World) -> None:
+    path = wrong.data_dir / "findings.json"
+    before, shard = path.read_bytes(), ["shard", "--shard_id", WRONG, "--output_dir"]
+    for key, values in WRONG_TYPES.items():
+        for value in values:
+            path.write_bytes(before)
+            rewrite_json(path, **{f"findings.0.{key}": value})
+            for words in (["status"], ["report"], ["retry"], shard):
+                ended = wrong.main(*words, wrong.data_dir)
+                assert (ended.code, "findings.json" in ended.err) == (65, True), (
+                    key,
+                    value,
+                    words,
+                    ended.text,
+                )
+            assert export("nanogpt", wrong) == load(wrong) == 65, (key, value)
 
 
 def test_a_finding_of_a_deep_look_stands_until_it_looks_again_or_the_shard_is_made_anew(whole: World) -> None:

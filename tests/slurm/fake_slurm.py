@@ -70,12 +70,14 @@ fi
 case "$name $*" in
   sbatch*--test-only*) cat >/dev/null ;;
   sbatch*)
-    number=$(find "$place" -name 'sent-*' | wc -l)
+    sent=("$place"/sent-*)
+    [[ -e ${sent[0]} ]] && number=${#sent[@]} || number=0
     cat >"$place/sent-$number"
-    sed -n 's/^#SBATCH --job-name=//p' "$place/sent-$number" >"$place/name-$((number + 1))"
+    [[ $(<"$place/sent-$number") =~ '#SBATCH --job-name='([^$'\n']*) ]]
+    echo "${BASH_REMATCH[1]}" >"$place/name-$((number + 1))"
     echo $((number + 1)) ;;
   scontrol*config*) cat "$place/config" ;;
-  scontrol*"show job"*) sed "s/{name}/$(cat "$place/name-${!#}")/" "$place/job" ;;
+  scontrol*"show job"*) job=$(<"$place/job"); echo "${job/'{name}'/$(<"$place/name-${!#}")}" ;;
   *) [[ ! -e $place/$name ]] || cat "$place/$name" ;;
 esac
 """

@@ -73,7 +73,7 @@ def site(cluster: Cluster) -> Iterator[Cluster]:
 @pytest.fixture
 def seven(prep: Prep, site: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
     """Seven input files, the fifth of them half undecodable, planned one file per shard."""
-    raw, data, place = tmp_path / "raw", tmp_path / "O", tmp_path / "faults"
+    raw, data, place = tmp_path / "raw", tmp_path / "a folder's 50%", tmp_path / "faults"
     raw.mkdir()
     place.mkdir()
     for number in range(7):
@@ -182,7 +182,7 @@ def test_plain_sbatch_is_seen_a_copy_leaves_it_alone_and_next_runs_as_printed(
     elsewhere.mkdir()
     for shard_id in (0, 1):
         seven.arm("sleep", shard_id)
-    array = ("--array=0-3%2", "--cpus-per-task=1", "--mem=500", "--output=/dev/null")
+    array = ("--array=0-3%2", "--cpus-per-task=1", "--mem=500", f"--output={elsewhere}/%a.log")
     job = site.run("sbatch", "--parsable", *array, SCRIPT, data)
     wait_until(lambda: not list(seven.place.glob("sleep-*")))
     state = site.status(data)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from shardprep.errors import ReadWriteError, UsageError
+from slurm import submit_with_submitit
 from tests.checkout import ROOT
 from tests.children import run_child
 from tests.slurm.fake_slurm import ALL, JOB, WHEN, Desk, array, squeue_line
@@ -423,3 +425,27 @@ def test_a_user_without_a_name_on_this_machine_can_use_every_command(
     for words in (["submit"], ["retry", "--dry_run"], ["status"], ["report"], ["cancel"], ["logs", 0]):
         desk.slurm(str(words[0]), *words[1:])
     assert f"--user={os.getuid()}" in "\n".join(desk.fake.calls("squeue"))
+
+
+# --- submitit
+
+
+def test_a_local_executors_job_gives_the_manifests_and_raises_where_a_shard_fails(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """test_slurm_operations.py has it on a real cluster: a limit of an array, a preempted job."""
+    submitit = pytest.importorskip("submitit")
+    monkeypatch.setattr("pdb.post_mortem", lambda: None)  # what a DebugExecutor starts at a failure
+    executor = submitit.AutoExecutor(folder=tmp_path / "log", cluster="local")
+    executor.update_parameters(timeout_min=3)
+    (job,) = submit_with_submitit(data_dir, executor, shards_per_task=5)
+    assert [manifest.shard_id for manifest in job.result()] == [0, 1, 2, 3, 4]
+    assert submit_with_submitit(data_dir, executor) == [], "nothing is missing"
+    (data_dir / "shard-00003.json").unlink()
+    (data_dir / "tokenizer" / "tokenizer.json").write_text("{}")
+    debug = submitit.AutoExecutor(folder=tmp_path / "log", cluster="debug")
+    (job,) = submit_with_submitit(data_dir, debug)
+    with pytest.raises(ReadWriteError):
+        job.result()
+    with pytest.raises(UsageError):
+        submit_with_submitit(data_dir, executor, shards_per_task=0)

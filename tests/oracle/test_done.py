@@ -371,6 +371,22 @@ def test_an_input_that_moved_is_named_and_one_that_is_gone_or_changed_refused(tm
     assert world.main("verify", world.data_dir, deep=True, input_dir=moved).code == 78
 
 
+def test_clean_removes_what_attempts_left_of_done_shards_and_keeps_what_may_become_one(
+    whole: Callable[[str], World], tmp_path: Path
+) -> None:
+    world = whole("json").copy(tmp_path, but=["shard-00002.json"])
+    kept = [".shard-00002.tar", ".shard-00007.tar", ".index.json", "ids/.shard-00002.jsonl"]
+    gone = [".shard-00000.tar", "quarantine/.shard-00000.jsonl", "ids/.shard-00001.jsonl"]
+    paths = [world.data_dir / f"{name}.node-1-0123abcd.tmp" for name in [*kept, *gone]]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x")
+    assert world.main("clean", world.data_dir, dry_run=True).code == 0
+    assert all(path.exists() for path in paths)
+    assert world.main("clean", world.data_dir).code == 0
+    assert [path for path in paths if path.exists()] == paths[: len(kept)]
+
+
 @pytest.mark.processes
 def test_a_blanked_shard_names_the_tar_that_it_was_made_from_and_verifies(tmp_path: Path) -> None:
     texts = [text for text in hostile_texts(90, seed=4, most_words=6) if text.strip()]

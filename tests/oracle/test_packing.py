@@ -6,7 +6,8 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import accumulate, chain
+from operator import ne
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,11 @@ def best_fit(documents: Rows, seq_len: int) -> Rows:
             if len(open_rows[-1]) == seq_len:
                 closed.append(open_rows.pop())
     return closed + sorted(open_rows, key=len, reverse=True)
+
+
+def segments_of(owners: list[int]) -> list[int]:
+    """Number the documents of a row from 1, of the document that each of its tokens is of."""
+    return [*accumulate(map(ne, owners[1:], owners), initial=1)]
 
 
 def short_texts() -> Iterator[str]:
@@ -104,9 +110,11 @@ def test_rows_are_those_of_a_plain_packer(
         if side == "validation" and validation_fraction is None:
             continue
         of_side = {} if validation_fraction is None else {"split": side}
-        with world.ranks(global_batch_size=1, shuffle=False, **of_side) as ranks:
+        with world.ranks(global_batch_size=1, shuffle=False, boundaries="segment_ids", **of_side) as ranks:
             rows = ranks.take(len(ranks.loaders[0]))
         assert [row["input_ids"] for (row,) in rows] == pack(documents, seq_len), side
+        owners = pack([[number] * len(document) for number, document in enumerate(documents)], seq_len)
+        assert [row["segment_ids"] for (row,) in rows] == list(map(segments_of, owners)), side
     assert set(ids_of_padding(world)) <= {TOKENIZER.token_to_id(PAD)}
     if texts is long_texts:
         most_ids = 512 * 1024 // 2

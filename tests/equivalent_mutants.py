@@ -18,6 +18,7 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("filling = block_bytes * num_samples // max(num_bytes, 1)",
          "filling = block_bytes * num_samples // max(num_bytes, (2))", "a tar has 1,024 bytes at least"),
         ("GROUPED_BYTES = 64", "GROUPED_BYTES = (65)", CHOICE),
+        ("BLOCK_BYTES[0]", "BLOCK_BYTES[(1)]", CHOICE),
         ("BLOCKS_PER_SLOT = 16", "BLOCKS_PER_SLOT = (17)", CHOICE),
         ("512, 1 << 20", "512, 1 << (21)", CHOICE),
     ],
@@ -51,6 +52,8 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("has_numbers = sizes > 2", "has_numbers = (sizes >= 2)", SPEED),
     ],
     "loader/reading.py": [
+        ("number: int = 0", "number: int = (1)", "who gives no number reads alone"),
+        ("row[:-1] != 1", "row[:-1] != (2)", READS),
         ("gap % 4 > 0", "(gap % 4 >= 0)", READS),
         ("(gap > _MOST_GAP_BYTES)", "((gap >= _MOST_GAP_BYTES))", READS),
         ("_IDX_ROWS = 1 << 16", "_IDX_ROWS = 1 << (17)", LIMIT),
@@ -65,6 +68,7 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("opened.enter_context(idx.file)", "pass", "it is closed when its object goes"),
     ],
     "preprocess/make/members.py": [
+        ("self._turn = 0", "self._turn = (1)", "turns are compared with each other alone"),
         ("range(1, width - 1)", "range(1, (width + 1))", "the loop ends at the first length that no id has"),
         ("break", "pass", "no id has more digits: what follows looks at none"),
         ("spec.validation_fraction else 1", "spec.validation_fraction else (2)", MEMORY),

@@ -199,19 +199,11 @@ class ShardSet:
         number = int(np.searchsorted(self.source_first, shard, side="right")) - 1
         return self.sources[number], shard - int(self.source_first[number])
 
-    def path_and_record(self, sample: int) -> tuple[Path, int]:
-        """Return the tar that holds a sample, and its number in it."""
-        shard = int(self.shard_of(np.array(sample)))
-        source, row = self.locate(shard)
-        return source.path_of(row), int(self.records_of(np.array(sample), shard))
-
     def origin(self, name: str, shard: int, sample: int, document: int) -> Origin:
         """Return the origin that numbers of ``batch["origins"]`` stand for. Raises UsageError."""
         if not 0 <= shard < self.num_shards or not 0 <= sample < self.num_records[shard]:
-            raise UsageError(
-                f"shard {shard}, sample {sample}: {name} has {self.num_shards:,} shards, and "
-                "samples are numbered in each from 0; pass columns 2 to 5 of origins"
-            )
+            expected = f"columns 2 to 5 of origins: one of {self.num_shards:,} shards, and of its samples"
+            raise UsageError(found=f"shard {shard}, sample {sample} of {name}", expected=expected)
         data, row = self.locate(shard)
         place = address = ""
         if data.records is None:
@@ -498,12 +490,9 @@ def _check_sources(datasets: list[DatasetShards]) -> None:
 def _copy_url(url: str, cache_dir: str | os.PathLike[str] | None) -> str:
     """Return the local copy of a URL that webdataset opens (``https:``, ``s3:``, ``gs:``, ``pipe:`` ...)."""
     if cache_dir is None:
-        raise UsageError(
-            f"{_shown(url)} is no local file; pass cache_dir=, a folder with room for the copies, as the "
-            "order and the resume need tars that can be read at random",
-            path=_shown(url),
-            remedy="cache_dir=",
-        )
+        remedy = "cache_dir="
+        expected = f"{remedy}, a folder with room for copies, as order and resume read tars at random"
+        raise UsageError(path=_shown(url), found="no local file", expected=expected, remedy=remedy)
     folder = Path(os.path.abspath(cache_dir), f"shardprep-{os.getuid()}")  # noqa: PTH100  resolve follows links
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -471,10 +471,8 @@ class TokenLoader(DataLoader[Batch]):
 
     def _check_newest(self, number: int) -> None:
         if number != self._newest:
-            raise UsageError(
-                "this loop ended when the loader was closed, iterated anew, given a state or sent to another "
-                "epoch; begin a new one: for batch in loader"
-            )
+            found = "a loop of before the loader was closed, iterated, given a state or sent to another epoch"
+            raise UsageError(found=found, expected="a new one: for batch in loader")
 
 
 def _warn_of_accumulation(num_batches: int) -> None:

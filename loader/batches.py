@@ -98,9 +98,8 @@ def log_pad_token(pad: PadToken, eos_token_id: int | None) -> None:
         logger.info(said)
         return
     logger.warning(
-        "%s. It is EOS: labels of a real EOS are kept here, but a loss or another collator that leaves "
-        "padding out by its id would never teach the model to end; give the tokenizer a pad token of its own",
-        said,
+        f"{said}. It is EOS: labels of a real EOS are kept here, but a loss or another collator that leaves "
+        "padding out by its id would never teach the model to end; give the tokenizer a pad token of its own"
     )
 
 

@@ -302,14 +302,15 @@ def why_unchecked(
         )
     if not has_several:
         return _ONE_DOCUMENT
-    return "" if does_look_back else _LOOKS_AT_NOTHING
+    if does_look_back:
+        return ""
+    return (
+        "the logits of a token do not depend on the tokens before it, as in a model whose attention begins "
+        "with weights of zero; check it after the first steps"
+    )
 
 
 _ONE_DOCUMENT = "no row of the batch has two documents; pass another batch, or make longer rows"
-_LOOKS_AT_NOTHING = (
-    "the logits of a token do not depend on the tokens before it, as in a model whose attention begins with "
-    "weights of zero; check it after the first steps"
-)
 
 
 def document_numbers(batch: Mapping[str, Any]) -> torch.Tensor:

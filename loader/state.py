@@ -323,11 +323,9 @@ class Progress:
             raise UsageError(found=found, expected=expected)
         if self.delivered == Position():
             logger.warning(
-                "set_epoch(%d) on a loader that delivered nothing: epoch %d comes from its first step. A run "
-                "that goes on inside of it needs load_state_dict before, also under Trainer's "
-                "ignore_data_skip=True",
-                epoch,
-                epoch,
+                f"set_epoch({epoch}) on a loader that delivered nothing: that epoch comes from its first "
+                "step. A run that goes on inside of it needs load_state_dict before, also under Trainer's "
+                "ignore_data_skip=True"
             )
         before = self.delivered.step
         self.left_at = before - self.num_left

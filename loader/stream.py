@@ -130,10 +130,9 @@ class BatchStream:
 
     def _read_from(self, start: Position) -> None:
         """Make the next chunks those from a position on. Where workers read on, they may stand there."""
-        for worker in self._workers:
-            if worker.started_by != os.getpid() or not worker.process.is_alive():
-                self.end()  # they are started again
-                break
+        pid = os.getpid()
+        if any(worker.started_by != pid or not worker.process.is_alive() for worker in self._workers):
+            self.end()  # they are started again
         if self._stands_at != start:
             epoch, tick = self._run.epoch_and_tick(start)
             if not self._num_workers:

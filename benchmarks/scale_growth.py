@@ -102,6 +102,7 @@ def shards_of(folder: Path) -> ShardSet:
         spec=index.spec,
         shard_ids=np.arange(index.spec.num_shards),
         num_samples=index.column("num_samples"),
+        num_validation=index.column("num_samples"),
         num_tokens=index.column("num_tokens"),
         tar_bytes=index.column("tar_bytes"),
         tar_sha256=np.array(index.tar_sha256),

@@ -98,9 +98,8 @@ def log_pad_token(pad: PadToken, eos_token_id: int | None) -> None:
         logger.info(said)
         return
     logger.warning(
-        "%s. It is EOS: labels of a real EOS are kept here, but a loss or another collator that leaves "
-        "padding out by its id would never teach the model to end; give the tokenizer a pad token of its own",
-        said,
+        f"{said}. It is EOS: labels of a real EOS are kept here, but a loss or another collator that leaves "
+        "padding out by its id would never teach the model to end; give the tokenizer a pad token of its own"
     )
 
 
@@ -220,7 +219,7 @@ class StepBatches:
         ``is_filler``: which samples of the tick fill a last batch up, if there are any: they have no labels.
         What ``collate_fn`` makes may be anything.
         """
-        is_full = chunk.row_tokens > 0 and chunk.is_full(tick)
+        is_full = chunk.row_tokens > 0 and chunk.shortest[tick] == chunk.row_tokens  # no padding
         for first in range(first_batch * self.batch_size, chunk.num_samples, self.batch_size):
             end = min(first + self.batch_size, chunk.num_samples)
             ids = chunk.ids.of(tick, first, end)
@@ -312,8 +311,8 @@ def blank_labels(batch: Any, is_filler: npt.NDArray[np.bool_]) -> None:
     labels = batch.get("labels") if hasattr(batch, "get") else None
     if not isinstance(labels, torch.Tensor) or len(labels) != len(is_filler):
         raise UsageError(
-            "the last batch of a validation set is filled up with samples that have labels of -100, and this "
-            'collate_fn makes no tensor "labels" with a row for each sample; pass a global_batch_size that '
-            "divides the number of samples"
+            found="the last batch of a validation set, filled up with samples that must have labels of -100",
+            expected='a collate_fn that makes a tensor "labels" with a row for each sample, or a '
+            "global_batch_size that divides the number of samples",
         )
     labels[torch.from_numpy(is_filler)] = IGNORED

@@ -127,10 +127,8 @@ def block_mask(batch: Mapping[str, Any], *, window: int | None = None) -> BlockM
 def _mask_function(batch: Mapping[str, Any], window: int | None) -> Callable[..., torch.Tensor]:
     segments = batch.get("segment_ids")
     if not isinstance(segments, torch.Tensor):
-        raise UsageError(
-            f"the batch has {sorted(batch)}, expected segment_ids; make the loader with "
-            'boundaries="segment_ids"'
-        )
+        expected = 'segment_ids among them; make the loader with boundaries="segment_ids"'
+        raise UsageError(found=f"a batch of {sorted(batch)}", expected=expected)
 
     def sees(row: torch.Tensor, _: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         inside = (query >= key) & (segments[row, query] == segments[row, key])
@@ -304,14 +302,15 @@ def why_unchecked(
         )
     if not has_several:
         return _ONE_DOCUMENT
-    return "" if does_look_back else _LOOKS_AT_NOTHING
+    if does_look_back:
+        return ""
+    return (
+        "the logits of a token do not depend on the tokens before it, as in a model whose attention begins "
+        "with weights of zero; check it after the first steps"
+    )
 
 
 _ONE_DOCUMENT = "no row of the batch has two documents; pass another batch, or make longer rows"
-_LOOKS_AT_NOTHING = (
-    "the logits of a token do not depend on the tokens before it, as in a model whose attention begins with "
-    "weights of zero; check it after the first steps"
-)
 
 
 def document_numbers(batch: Mapping[str, Any]) -> torch.Tensor:
@@ -325,10 +324,8 @@ def document_numbers(batch: Mapping[str, Any]) -> torch.Tensor:
     elif edges is not None:
         starts.view(-1)[edges[:-1].long()] = True
     else:
-        raise UsageError(
-            f"the batch has {sorted(batch)}, expected segment_ids, position_ids or cu_seqlens; make the "
-            "loader with boundaries="
-        )
+        expected = "segment_ids, position_ids or cu_seqlens; make the loader with boundaries="
+        raise UsageError(found=f"a batch of {sorted(batch)}", expected=expected)
     starts[:, 0] = True
     numbers = starts.view(-1).cumsum(0).view(starts.shape) - 1
     mask = batch.get("attention_mask") if segments is None else segments
@@ -360,8 +357,8 @@ def _some_logits(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
     logits = getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor) or logits.shape[:2] != batch["input_ids"].shape:
         raise UsageError(
-            f"the model returned {type(output).__name__}, expected logits for each of the tokens "
-            f"{tuple(batch['input_ids'].shape)}; pass a function of the batch's fields that returns them "
-            "(to LoaderMixin check_boundaries=False)"
+            found=f"a model that returned {type(output).__name__}",
+            expected=f"logits for each of the tokens {tuple(batch['input_ids'].shape)}; pass a function of "
+            "the batch's fields that returns them (to LoaderMixin check_boundaries=False)",
         )
     return logits[..., :: max(logits.shape[-1] // 512, 1)].to(torch.float32, copy=True)

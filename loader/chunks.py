@@ -162,12 +162,9 @@ class Chunk:
         """Return the samples of a tick."""
         return len(self.lengths)
 
-    def is_full(self, tick: int) -> bool:
-        """Return whether no row of a tick holds padding."""
-        return self._shortest[tick] == self.row_tokens
-
     @cached_property
-    def _shortest(self) -> list[int]:
+    def shortest(self) -> list[int]:
+        """Return the tokens of the shortest sample of each tick."""
         shortest: list[int] = self.lengths.min(axis=0).tolist()
         return shortest
 

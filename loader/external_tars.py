@@ -83,9 +83,7 @@ def tar_members(tar: TarBytes) -> Iterator[tuple[str, int, int]]:
         plain = None if archive.pax_headers else _plain_member(tar, position)
         name, first, end = plain or _unusual_member(tar, archive, position)
         if end > tar.num_bytes:
-            found = (
-                f"cut short: the member at byte {position} ends at byte {end}, the file at {tar.num_bytes}"
-            )
+            found = f"cut short at byte {tar.num_bytes}: the member at byte {position} ends at byte {end}"
             raise tar.broken(found, whole)
         position = first + (end - first + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
         if name is not None:
@@ -263,16 +261,15 @@ class _Sample(NamedTuple):
         """Return the error to raise for a member, or for all of them."""
         return self.tar.broken(f"{field} of sample {self.key!r} has {found}", expected, kind)
 
-    def unknown(self, expected: str) -> BrokenShard:
-        """Return the error to raise for members of which one left out could change the training."""
-        found = f"the fields {', '.join(sorted(self.fields))}"
-        return self.broken("a member", found, expected, UnknownMember)
+    def wrong_fields(self, expected: str, kind: type[BrokenShard] = UnknownMember) -> BrokenShard:
+        """Return the error to raise for other members than expected: one left out could change training."""
+        return self.broken("a member", f"the fields {', '.join(sorted(self.fields))}", expected, kind)
 
 
 def _document_record(sample: _Sample, *, count_tokens: bool) -> tuple[int, ...]:
     """Return the _RECORD of a document. Raises BrokenShard or UnknownMember."""
     if LOSS_MASK_FIELD in sample.fields:
-        raise sample.unknown(f"no {LOSS_MASK_FIELD} but of packed rows")
+        raise sample.wrong_fields(f"no {LOSS_MASK_FIELD} but of packed rows")
     num_tokens = last_id = -1
     if JSON_FIELD in sample.fields:
         first, end = sample.fields[JSON_FIELD]
@@ -284,8 +281,7 @@ def _document_record(sample: _Sample, *, count_tokens: bool) -> tuple[int, ...]:
                 last_id = int(last)
         return first, end - first, num_tokens, 0, 0, 0, JSON, last_id
     if IDS_FIELD not in sample.fields:
-        found = f"the fields {', '.join(sorted(sample.fields))}"
-        raise sample.broken("a member", found, f"{JSON_FIELD} or {IDS_FIELD}; {_KEYS}")
+        raise sample.wrong_fields(f"{JSON_FIELD} or {IDS_FIELD}; {_KEYS}", BrokenShard)
     dtype, (num_tokens,), first = sample.array(IDS_FIELD, _WIDTHS, 1)
     end = sample.fields[IDS_FIELD][1]
     if count_tokens and num_tokens:
@@ -301,7 +297,7 @@ def _packed_records(samples: list[_Sample]) -> tuple[Records, int]:
     for sample in samples:
         if not {IDS_FIELD, DOC_STARTS_FIELD} <= sample.fields.keys() <= _ROW_FIELDS:
             fields = ", ".join(sorted(_ROW_FIELDS))
-            raise sample.unknown(f"{IDS_FIELD}, {DOC_STARTS_FIELD} and some of {fields}")
+            raise sample.wrong_fields(f"{IDS_FIELD}, {DOC_STARTS_FIELD} and some of {fields}")
         dtype, (num_rows, seq_len), first = sample.array(IDS_FIELD, ("<u2", "<u4"), 2)
         has_mask, row_bytes = LOSS_MASK_FIELD in sample.fields, seq_len * dtype.itemsize
         forms.add((seq_len, dtype, has_mask))

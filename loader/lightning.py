@@ -65,8 +65,6 @@ class LoaderCallback(_library.Callback):
 def _loader_of(trainer: Any) -> TokenLoader:
     loader = trainer.train_dataloader
     if not isinstance(loader, TokenLoader):
-        raise UsageError(
-            f"LoaderCallback is for a train_dataloader that is a TokenLoader, not {type(loader).__name__}; "
-            "leave it out of callbacks"
-        )
+        expected = "a TokenLoader; leave LoaderCallback out of callbacks"
+        raise UsageError(found=f"a train_dataloader of {type(loader).__name__}", expected=expected)
     return loader

@@ -23,15 +23,7 @@ from typing import Any
 from shardprep import HOME
 from shardprep.command_line import check_names_are_utf8
 from shardprep.console import say
-from shardprep.errors import (
-    BadInput,
-    CannotWrite,
-    NotFound,
-    ReadWriteError,
-    Refused,
-    ShardprepError,
-    UsageError,
-)
+from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.files import publish_bytes, read_regular, size_of_file
 from shardprep.format.names import INDEX_NAME, PLAN_NAME
 
@@ -85,12 +77,12 @@ def find_process_rank(
     return found or ProcessRank(rank=0, world_size=1, source="nothing set: one process")
 
 
-def check_process_rank(who: ProcessRank, environ: Mapping[str, str] | None = None) -> None:
+def check_process_rank(who: ProcessRank) -> None:
     """Raise UsageError where this process has become another rank than ``who``.
 
     A loader that was made before the process group would give all ranks the same batches.
     """
-    now = None if who.is_passed else _found(os.environ if environ is None else environ)
+    now = None if who.is_passed else _found(os.environ)
     if now is not None and (now.rank, now.world_size) != (who.rank, who.world_size):
         raise UsageError(
             found=f"a loader of rank {who.rank} of {who.world_size} (from {who.source}), in the process of "
@@ -242,36 +234,30 @@ def _wait_for_index(folder: Path, note: Path, launch: str, limit_s: float, rank:
     began = time.monotonic()
     next_line_s = 0.0
     while size_of_file(folder / INDEX_NAME) is None:
-        if failure := _read_failure(note, launch):
-            exit_code, error = failure
-            raise _error_of(exit_code, f"rank 0 could not prepare {folder}: {error}")
+        failure: Exception | None = None
+        # No note, or a damaged one, says nothing.
+        with contextlib.suppress(ShardprepError, OSError, ValueError, LookupError, TypeError, RecursionError):
+            said = json.loads(read_regular(note, max_bytes=1 << 20))
+            if said["launch"] == launch:  # else it is of another start of the job
+                message = f"rank 0 could not prepare {folder}: {said['error']}"
+                failure = _error_of(int(said["exit_code"]), message)
+        if failure is not None:
+            raise failure
         waited_s = time.monotonic() - began
         if waited_s > limit_s:
-            raise ReadWriteError(
-                f"{folder} is not prepared after {limit_s:g} s (limit_s); every rank must call "
-                "ensure_prepared, see the log of rank 0",
-                path=folder,
-            )
+            found = f"not prepared after {limit_s:g} s (limit_s)"
+            expected = "ensure_prepared in every rank; see the log of rank 0"
+            raise ReadWriteError(path=folder, found=found, expected=expected)
         if waited_s >= next_line_s:
             say(f"rank {rank}: waiting for rank 0 to prepare {folder}, for {waited_s:.0f} s by now")
             next_line_s = waited_s + _SAY_EVERY_S
         time.sleep(min(_LOOK_EVERY_S, limit_s / 4))
 
 
-def _read_failure(note: Path, launch: str) -> tuple[int, str] | None:
-    """Return the exit code and the error of rank 0, unless they are of another start of the job."""
-    try:
-        found = json.loads(read_regular(note, max_bytes=1 << 20))
-        return (int(found["exit_code"]), str(found["error"])) if found["launch"] == launch else None
-    except (ShardprepError, OSError, ValueError, LookupError, TypeError, RecursionError):
-        return None  # no note, or a damaged one
-
-
 def _error_of(exit_code: int, message: str) -> ShardprepError:
-    """Return the error that ends a command with an exit code."""
-    kinds = (UsageError, BadInput, NotFound, CannotWrite, Refused)
-    kind = next((kind for kind in kinds if kind.exit_code == exit_code), ReadWriteError)
-    return kind(message)
+    """Return the error that ends a command with an exit code: the first, which is the most general one."""
+    kinds = ShardprepError.__subclasses__()
+    return next((kind for kind in kinds if kind.exit_code == exit_code), ReadWriteError)(message)
 
 
 # Ours come before a preprocess.py in the current folder. The process dies with the one that started it.

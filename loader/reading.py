@@ -113,8 +113,11 @@ class SampleBytes(NamedTuple):
 
     def broken(self, row: int, found: str) -> BrokenShard:
         """Return the error to raise for a sample whose bytes are no token ids."""
-        path, record = self.shards.path_and_record(int(self.sample[row]))
-        return BrokenShard(f"sample {record} of {path} holds {found}", path=path)
+        sample = self.sample[row]
+        shard = int(self.shards.shard_of(sample))
+        source, place = self.shards.locate(shard)
+        found = f"sample {self.shards.records_of(sample, shard)} that holds {found}"
+        return BrokenShard(path=source.path_of(place), found=found)
 
 
 _NUM_COLUMNS = len(SampleBytes._fields) - 3  # that reading fills in

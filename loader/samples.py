@@ -185,10 +185,8 @@ class JoinedRows(Samples):
     def __post_init__(self) -> None:
         have_eos = all(source.records is None and source.spec.append_eos for source in self.shards.sources)
         if self.eos_token_id is None and not have_eos:
-            raise UsageError(
-                "the shards have no EOS behind documents, and the tokenizer has none to put; prepare them "
-                "with --append_eos, or set the tokenizer's eos_token"
-            )
+            found = "shards without EOS behind documents, and a tokenizer that has none to put"
+            raise UsageError(found=found, expected="--append_eos of plan, or an eos_token of the tokenizer")
         if self.num_samples == 0:
             raise UsageError(found=f"seq_len={self.row_tokens}", expected=f"at most {self.offsets:,} tokens")
 
@@ -230,7 +228,7 @@ class JoinedRows(Samples):
         documents = np.arange(*self.shards.first_sample[number : number + 2])
         return reader.num_tokens_of(number) + self._puts_eos(number, documents)
 
-    def _ends(self, reader: ShardReader, number: int) -> Int64s:
+    def ends(self, reader: ShardReader, number: int) -> Int64s:
         """Return the sums of a shard's tokens, EOS included: int64[documents + 1]. Raises BrokenShard."""
         shard = reader.opened(number)
         if "stream" not in shard.sums:
@@ -260,7 +258,7 @@ class JoinedRows(Samples):
                 number = int(np.searchsorted(self.first_token, token, side="right")) - 1
                 begin = token - int(self.first_token[number])
                 num_taken = min(num_left, int(self.first_token[number + 1]) - token)
-                ends = self._ends(reader, number)
+                ends = self.ends(reader, number)
                 low = int(np.searchsorted(ends, begin, side="right")) - 1
                 high = int(np.searchsorted(ends, begin + num_taken, side="left"))
                 if stretch_at is None:  # maybe inside of a document

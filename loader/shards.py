@@ -107,7 +107,7 @@ class DatasetShards:
     num_tokens: Int64s
     tar_bytes: Int64s
     tar_sha256: npt.NDArray[np.str_]  # the first 16 hex digits
-    num_validation: Int64s | None = None  # samples, where the plan has a fraction for it
+    num_validation: Int64s  # samples; all of them where the plan has no fraction for it
     has_blanks: bool = False  # documents of some shards are blanked
     scanned_tar: Path | None = None  # the one tar, where others wrote it
     records: Any = None  # of its samples, in place of an idx
@@ -156,7 +156,7 @@ class ShardSet:
         none = np.zeros(0, np.int64)
         self.num_records = np.concatenate([none, *(source.num_samples for source in self.sources)])
         # Whether some plan holds documents out; of the others all samples are on either side.
-        is_planned = [source.num_validation is not None for source in self.sources]
+        is_planned = [source.spec.validation_fraction > 0 for source in self.sources]
         self.has_planned = any(is_planned)
         if split == "train" and not all(is_planned):
             path = next((each.folder for each in self.datasets if not each.spec.validation_fraction), None)
@@ -164,12 +164,9 @@ class ShardSet:
             expected = f"data sets that were planned with {remedy}; plan one with it, or leave split out"
             raise UsageError(path=path, found='split="train"', expected=expected, remedy=remedy)
         self.split = split if self.has_planned else None  # None: the samples of both sides
-        held_out = [
-            source.num_samples if source.num_validation is None else source.num_validation
-            for source in self.sources
-        ]
         # Where samples for validation begin in each shard.
-        self.first_held_out = self.num_records - np.concatenate([none, *held_out])
+        held_out = np.concatenate([none, *(source.num_validation for source in self.sources)])
+        self.first_held_out = self.num_records - held_out
         counts, self._first_of_side = self.num_records, np.zeros(len(self.num_records), np.int64)
         if self.split == "train":
             counts = self.first_held_out
@@ -199,19 +196,11 @@ class ShardSet:
         number = int(np.searchsorted(self.source_first, shard, side="right")) - 1
         return self.sources[number], shard - int(self.source_first[number])
 
-    def path_and_record(self, sample: int) -> tuple[Path, int]:
-        """Return the tar that holds a sample, and its number in it."""
-        shard = int(self.shard_of(np.array(sample)))
-        source, row = self.locate(shard)
-        return source.path_of(row), int(self.records_of(np.array(sample), shard))
-
     def origin(self, name: str, shard: int, sample: int, document: int) -> Origin:
         """Return the origin that numbers of ``batch["origins"]`` stand for. Raises UsageError."""
         if not 0 <= shard < self.num_shards or not 0 <= sample < self.num_records[shard]:
-            raise UsageError(
-                f"shard {shard}, sample {sample}: {name} has {self.num_shards:,} shards, and "
-                "samples are numbered in each from 0; pass columns 2 to 5 of origins"
-            )
+            expected = f"columns 2 to 5 of origins: one of {self.num_shards:,} shards, and of its samples"
+            raise UsageError(found=f"shard {shard}, sample {sample} of {name}", expected=expected)
         data, row = self.locate(shard)
         place = address = ""
         if data.records is None:
@@ -409,6 +398,7 @@ def _tar_of_others(path: Path, *, count_tokens: bool) -> DatasetShards:
         spec=spec,
         shard_ids=np.zeros(1, np.int64),
         num_samples=np.array([len(records)]),
+        num_validation=np.array([len(records)]),
         num_tokens=np.array([num_tokens]),
         tar_bytes=np.array([num_bytes]),
         tar_sha256=np.array([sha256[:16]]),
@@ -462,7 +452,7 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
         ids, rows = np.array(shard_ids), np.arange(len(shard_ids))
     refuse_other_plan(folder, index.spec.plan_id)
     refuse_found(folder, read_findings(folder, index.spec.plan_id), ids.tolist())
-    num_validation = index.column("num_validation_samples")[rows]
+    is_planned = index.spec.validation_fraction > 0
     return DatasetShards(
         folder=folder,
         spec=index.spec,
@@ -471,7 +461,7 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
         num_tokens=index.column("num_tokens")[rows],
         tar_bytes=index.column("tar_bytes")[rows],
         tar_sha256=np.array(index.tar_sha256)[rows],
-        num_validation=num_validation if index.spec.validation_fraction else None,
+        num_validation=index.column("num_validation_samples" if is_planned else "num_samples")[rows],
         has_blanks=bool(index.blanked),
     )
 
@@ -498,12 +488,9 @@ def _check_sources(datasets: list[DatasetShards]) -> None:
 def _copy_url(url: str, cache_dir: str | os.PathLike[str] | None) -> str:
     """Return the local copy of a URL that webdataset opens (``https:``, ``s3:``, ``gs:``, ``pipe:`` ...)."""
     if cache_dir is None:
-        raise UsageError(
-            f"{_shown(url)} is no local file; pass cache_dir=, a folder with room for the copies, as the "
-            "order and the resume need tars that can be read at random",
-            path=_shown(url),
-            remedy="cache_dir=",
-        )
+        remedy = "cache_dir="
+        expected = f"{remedy}, a folder with room for copies, as order and resume read tars at random"
+        raise UsageError(path=_shown(url), found="no local file", expected=expected, remedy=remedy)
     folder = Path(os.path.abspath(cache_dir), f"shardprep-{os.getuid()}")  # noqa: PTH100  resolve follows links
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

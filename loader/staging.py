@@ -84,11 +84,9 @@ def stage(args: argparse.Namespace) -> int:
     num_bytes = int((index.column("tar_bytes") + index.column("idx_bytes"))[missing].sum())
     found = os.statvfs(target)
     if num_bytes > (free := found.f_bavail * found.f_frsize):
-        raise CannotWrite(
-            f"{len(missing)} shards of {short_bytes(num_bytes)} are still to be staged, {target} has "
-            f"{short_bytes(free)} free; nothing was copied: make room, or choose another --to",
-            path=target,
-        )
+        room = f"room for {len(missing)} shards of {short_bytes(num_bytes)}"
+        expected = f"{room}, or another --to; nothing was copied"
+        raise CannotWrite(path=target, found=f"{short_bytes(free)} free", expected=expected)
     # Processes begin with different shards, so that nodes do not read one storage target all at once.
     first = zlib.crc32(f"{socket.gethostname()}:{os.getpid()}".encode()) % max(1, len(missing))
     failures: list[ShardprepError] = []

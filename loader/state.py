@@ -123,10 +123,8 @@ def go_on(
             remedy = None if run.is_validation else "amend=True"
             advice = f"{remedy}, to change the run from the next border on, or " if remedy else ""
             raise OtherRun(
-                f"the state, of step {step}, is of another run: {in_state} in the state, {here} here; pass "
-                f"{advice}the arguments of the run",
-                found=in_state,
-                expected=here,
+                found=f"the state, of step {step}, is of another run: {in_state}",
+                expected=f"{here}; pass {advice}the arguments of the run",
                 remedy=remedy,
             )
         if position.num_micro:
@@ -141,10 +139,8 @@ def go_on(
     for held in run.held_from(step):
         for name in held.weights.keys() - known.keys():
             raise OtherRun(
-                f"the run has samples of {name} from step {held.step} on; keep it in input_shards, without a "
-                "weight if it is to be dropped",
-                found=list(known),
-                expected=name,
+                found=f"sources {list(known)}, in a run that has samples of {name} from step {held.step} on",
+                expected=f"{name} in input_shards, too, without a weight if it is to be dropped",
             )
     sources = [replace(source, samples=known.get(source.name)) for source in run.sources]
     return replace(run, sources=tuple(sources)), position, saved.num_left, border
@@ -206,11 +202,8 @@ def _check_fingerprint(saved: _State, plan: Run) -> None:
     advice = "make the loader as it was when the state was saved"
     if "order_version" in differing:
         error, advice = UnknownVersion, "go on with the shardprep that saved it"
-    raise error(
-        f"the state is of another run: {found} in the state, {wanted} here; {advice}, or start without it",
-        found=found,
-        expected=wanted,
-    )
+    found, expected = f"the state is of another run: {found}", f"{wanted}; {advice}, or start without it"
+    raise error(found=found, expected=expected)
 
 
 def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:
@@ -255,11 +248,9 @@ def _check_data(run: Run, plan: Run) -> None:
         if found != expected:
             remedy = f'{{"{then.name}": ..., "{then.name}_2": NEW}}'
             raise OtherRun(
-                f"the source {then.name} is other data: {found} in the state, {expected} here. A source "
-                "keeps its folders, in their order, through a run; add others as a source of their own, "
-                f"{remedy}, with weights for both and amend=True",
-                found=found,
-                expected=expected,
+                found=f"the source {then.name} is other data in the state: {found}",
+                expected=f"{expected}. A source keeps its folders, in their order, through a run; add others "
+                f"as a source of their own, {remedy}, with weights for both and amend=True",
                 remedy=remedy,
             )
 
@@ -326,18 +317,15 @@ class Progress:
         if epoch > MAX_EPOCH:
             raise UsageError.of_value("epoch", epoch, f"at most {MAX_EPOCH}")
         if self.is_loaded:
-            raise UsageError(
-                f"set_epoch({epoch}) would throw away the state that was loaded, which goes on in epoch "
-                f"{run.epoch_of(self.delivered.step)}; let the loop begin there, as "
-                'range(loader.state_dict()["epoch"], num_epochs) does, or make a loader without the state'
-            )
+            at = run.epoch_of(self.delivered.step)
+            found = f"set_epoch({epoch}), which would throw away a loaded state that goes on in epoch {at}"
+            expected = 'range(loader.state_dict()["epoch"], num_epochs), or a loader without the state'
+            raise UsageError(found=found, expected=expected)
         if self.delivered == Position():
             logger.warning(
-                "set_epoch(%d) on a loader that delivered nothing: epoch %d comes from its first step. A run "
-                "that goes on inside of it needs load_state_dict before, also under Trainer's "
-                "ignore_data_skip=True",
-                epoch,
-                epoch,
+                f"set_epoch({epoch}) on a loader that delivered nothing: that epoch comes from its first "
+                "step. A run that goes on inside of it needs load_state_dict before, also under Trainer's "
+                "ignore_data_skip=True"
             )
         before = self.delivered.step
         self.left_at = before - self.num_left

@@ -16,14 +16,15 @@ process that trains.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import multiprocessing
 import os
 import pickle
 import queue
 import signal
-import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
@@ -129,10 +130,9 @@ class BatchStream:
 
     def _read_from(self, start: Position) -> None:
         """Make the next chunks those from a position on. Where workers read on, they may stand there."""
-        for worker in self._workers:
-            if worker.started_by != os.getpid() or not worker.process.is_alive():
-                self.end()  # they are started again
-                break
+        pid = os.getpid()
+        if any(worker.started_by != pid or not worker.process.is_alive() for worker in self._workers):
+            self.end()  # they are started again
         if self._stands_at != start:
             epoch, tick = self._run.epoch_and_tick(start)
             if not self._num_workers:
@@ -163,10 +163,8 @@ class BatchStream:
                     self._workers.append(_Worker(process, here, os.getpid()))
         except (OSError, EOFError) as error:
             self.end()
-            raise ReadWriteError(
-                f"workers cannot be started: {error}. Raise what is full (ulimit -n, ulimit -u, memory), or "
-                "pass num_workers=0"
-            ) from error
+            expected = "more of what is full (ulimit -n, ulimit -u, memory), or num_workers=0"
+            raise ReadWriteError(found=f"cannot start workers: {error}", expected=expected) from error
 
     def _next_chunk(self) -> Chunk:
         """Return the next chunk of every worker as one, in the order of their slots."""
@@ -261,20 +259,15 @@ def _check_main_guard() -> None:
     Call it in the training process. Else a worker would fail, and where all that it is given is more than a
     pipe holds, the training process would wait for it for ever.
     """
-    frame: Any = sys._getframe()  # noqa: SLF001
-    while frame is not None and (
-        frame.f_code.co_name != "<module>" or frame.f_globals.get("__name__") != "__main__"
-    ):
-        frame = frame.f_back
-    path = "" if frame is None else frame.f_globals.get("__file__") or ""
-    if not os.path.isfile(path):  # noqa: PTH113  typed in, or of a thread: it is imported by nobody
-        return
-    lines = Path(path).read_text(errors="replace").splitlines()[: frame.f_lineno]
-    if not any(line.startswith("if ") and "__name__" in line for line in lines):
-        raise UsageError(
-            f"line {frame.f_lineno} of {path} starts workers by spawn or forkserver, and each of them would "
-            'import this script and do so again; put it below `if __name__ == "__main__":`, or pass '
-            "num_workers=0",
-            path=path,
-            remedy='if __name__ == "__main__":',
-        )
+    for frame, line_number in traceback.walk_stack(inspect.currentframe()):
+        path = frame.f_globals.get("__file__") or ""
+        is_script = frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"
+        # What is typed in is imported by nobody.
+        if not is_script or not os.path.isfile(path):  # noqa: PTH113
+            continue
+        lines = Path(path).read_text(errors="replace").splitlines()[:line_number]
+        if not any(line.startswith("if ") and "__name__" in line for line in lines):
+            remedy = 'if __name__ == "__main__":'
+            found = f"line {line_number} starts workers by spawn or forkserver, which would import and run it"
+            expected = f"it below `{remedy}`, or num_workers=0"
+            raise UsageError(path=path, found=found, expected=expected, remedy=remedy)

@@ -70,10 +70,7 @@ class LoaderTokenizer:
 
     @cached_property
     def loaded(self) -> Any:
-        """Return transformers' tokenizer, the same object each time. 3 s at first for Llama 3's.
-
-        Raises OtherTokenizer where transformers makes another one of the files, ReadWriteError, or NotFound.
-        """
+        """Return transformers' tokenizer, as ``TokenLoader.tokenizer``. Raises what that raises."""
         tokenizer = self.make()
         if self.pads_with is not None:
             tokenizer.pad_token = self.pads_with
@@ -93,10 +90,9 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
     datasets = shards.datasets
     model_id = None if model_id is None else os.fspath(model_id)
     if shards.has_external and model_id is None:
+        expected = "model_id=, the model whose tokenizer made their token ids"
         raise UsageError(
-            "tars that shardprep did not write carry no tokenizer; pass model_id=, the model whose tokenizer "
-            "made their token ids",
-            remedy="model_id=",
+            found="tars that other tools wrote, without a tokenizer", expected=expected, remedy="model_id="
         )
     if not datasets:
         return LoaderTokenizer.of_loaded(_load(str(model_id)))

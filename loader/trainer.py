@@ -318,8 +318,7 @@ class LoaderStateCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self) -> None:
-        self._steps: EpochsOfLoader | None = None
-        self._state: TrainerState | None = None
+        self._steps: Any = None  # EpochsOfLoader, from on_train_begin on
         self._num_trained = 0
         self._followed: Any = None
 
@@ -343,12 +342,10 @@ class LoaderStateCallback(TrainerCallback, ExportableState):
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Count what was delivered as trained, also where a scaler left the step out, or no hook told it."""
-        if self._steps is not None and self._state is not None:
-            self._steps.loader.mark_trained()
-            self._num_trained = self._state.global_step + 1
+        self._steps.loader.mark_trained()
+        self._num_trained = self._state.global_step + 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Say which part of which epoch was trained."""
-        if self._steps is not None:
-            state.epoch = self._steps.loader.epoch
-            control.should_epoch_stop |= self._steps.ends_epoch
+        state.epoch = self._steps.loader.epoch
+        control.should_epoch_stop |= self._steps.ends_epoch

@@ -245,10 +245,8 @@ def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) ->
     for name in names:
         value = batches[0][name]
         if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (shape, torch.int64):
-            raise UsageError(
-                f"the batch's {name} is no int64 tensor of {list(shape)}, and cannot be dealt by rows; of "
-                "boundaries take 'position_ids' or 'segment_ids'"
-            )
+            expected = f"an int64 tensor of {list(shape)}; of boundaries 'position_ids' or 'segment_ids'"
+            raise UsageError(found=f"{name}, which cannot be dealt by rows", expected=expected)
     group = group or dist.group.WORLD
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     rows = torch.cat([torch.stack([batch[name] for name in names], 1) for batch in batches])
@@ -327,26 +325,21 @@ def split_for_context_parallel(
     fields = {name: value for name, value in batch.items() if name not in _OF_THE_WHOLE}
     for name, value in fields.items():
         if not isinstance(value, torch.Tensor) or value.shape != ids.shape:
-            raise UsageError(
-                f"the batch's {name} is no tensor of {list(ids.shape)}, and cannot be split over ranks; of "
-                "boundaries take 'position_ids', 'segment_ids' or 'cu_seqlens'"
-            )
+            kinds = "'position_ids', 'segment_ids' or 'cu_seqlens'"
+            expected = f"a tensor of {list(ids.shape)}; of boundaries {kinds}"
+            raise UsageError(found=f"{name}, which cannot be split over ranks", expected=expected)
     if (labels := fields.get("labels")) is not None:
         is_ignored = labels == IGNORED
         if not is_ignored.all() and (is_ignored | (labels == ids)).all():
-            raise UsageError(
-                "the labels are the tokens themselves, and what follows a token may be on another rank; make "
-                'the loader with targets="shifted"'
-            )
+            found = "labels that are the tokens themselves, where the next token may be on another rank"
+            raise UsageError(found=found, expected='a loader with targets="shifted"')
     if by == "document":
         return _split_documents(batch, fields, rank, size, multiple=2 * size if pad_documents else 1)
     width, num_parts = ids.shape[1], 2 * size
     if width % num_parts:
-        raise UsageError(
-            f"rows of {width} tokens cannot be cut into {num_parts} equal parts for {size} ranks; choose a "
-            f"seq_len, or with padding a pad_to_multiple_of, that is a multiple of {num_parts}; or pass "
-            'by="document"'
-        )
+        found = f"rows of {width} tokens, to be cut into {num_parts} equal parts for {size} ranks"
+        expected = f"a seq_len, or a pad_to_multiple_of, that is a multiple of {num_parts}; or by='document'"
+        raise UsageError(found=found, expected=expected)
     places = torch.from_numpy(_places_of_rank(np.array([width]), rank, size)[1])
     whole = {name: batch[name] for name in _OF_THE_WHOLE if name in batch}
     parts = {name: value.index_select(1, places.to(value.device)) for name, value in fields.items()}

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from loader.boundaries import HostNumber, boundary_fields
-from loader.chunks import ID_BITS, IGNORED, ORIGIN, Chunk, Edges, Ids, Integers, Ragged
+from loader.chunks import ID_BITS, IGNORED, ORIGIN, Chunk, Edges, Ids, Integers
 from shardprep.errors import UsageError
 from shardprep.format.names import BLANK
 
@@ -239,7 +239,11 @@ class StepBatches:
                     batch[name] = batch[name][:, :-1].contiguous()
                 batch["labels"] = batch["labels"][:, 1:].contiguous()
             if self.origins and chunk.documents is not None:
-                batch["origins"] = self._origins(chunk.documents, tick, first, end, batch["labels"].shape[1])
+                origins = chunk.documents.of(tick, first, end).reshape(-1, len(ORIGIN)).astype(np.int64)
+                counts = chunk.documents.counts[first:end, tick] // len(ORIGIN)
+                origins[:, 0] = np.repeat(np.arange(end - first), counts)
+                # Of shifted targets a document that begins at the place which is lost is not in the batch.
+                batch["origins"] = torch.from_numpy(origins[origins[:, 1] < batch["labels"].shape[1]])
             if is_filler is not None and is_filler[first:end].any():
                 blank_labels(batch, is_filler[first:end])
             elif self.may_lack_labels or (lengths is not None and int(lengths.max()) < 2):
@@ -278,15 +282,6 @@ class StepBatches:
                 sample["labels"] = row[:size].tolist()
         assert self.collate_fn is not None
         return self.collate_fn(samples)
-
-    def _origins(self, origins: Ragged, tick: int, first: int, end: int, width: int) -> torch.Tensor:
-        """Return the origins of a batch's documents, int64[documents, ORIGIN], whose rows count from 0.
-
-        Of ``shifted`` targets a document that begins at the place which is lost is not in the batch.
-        """
-        found = origins.of(tick, first, end).reshape(-1, len(ORIGIN)).astype(np.int64)
-        found[:, 0] = np.repeat(np.arange(end - first), origins.counts[first:end, tick] // len(ORIGIN))
-        return torch.from_numpy(found[found[:, 1] < width])
 
     def _warn_of_no_labels(self, batch: Any) -> None:
         """Warn, once for a loader, of a batch of which a model has nothing to predict."""

@@ -358,7 +358,16 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
             raise UsageError(path=path, found="none of what can be loaded", expected=expected)
         if _is_dataset(Path(path)) or manifest_ids(Path(path)):
             return [_dataset(Path(path))]
-        return [_tar_of_others(tar, count_tokens=count_tokens) for tar in _tars_in(Path(path))]
+        names = names_in(Path(path))
+        for each in (Path(path, name) for name in names if _COMPRESSED_TAR.search(name)):
+            expected = "a tar; decompress it, or name the others"
+            raise UsageError(path=each, found="compressed", expected=expected)
+        tars = [Path(path, name) for name in names if name.endswith(".tar")]
+        if not tars:
+            remedy = f"shardprep plan --input_dir {quoted(path)} --output_dir DATA --model_id MODEL"
+            expected = f"an {INDEX_NAME}, manifests or tars; if these are raw texts"
+            raise NotFound(path=path, found="no shards", expected=expected, remedy=remedy)
+        return [_tar_of_others(tar, count_tokens=count_tokens) for tar in tars]
 
     for path in paths:
         found += with_retries(f"{path} cannot be read", partial(read, path))
@@ -409,19 +418,6 @@ def _tar_of_others(path: Path, *, count_tokens: bool) -> DatasetShards:
 
 def _nothing_at(path: str) -> NotFound:
     return NotFound(path=path, found="no such file or folder", expected=NAMEABLE)
-
-
-def _tars_in(folder: Path) -> list[Path]:
-    """Return the tars of a folder that is no data set. Raises UsageError or NotFound."""
-    names = names_in(folder)
-    for path in (folder / name for name in names if _COMPRESSED_TAR.search(name)):
-        raise UsageError(path=path, found="compressed", expected="a tar; decompress it, or name the others")
-    tars = [folder / name for name in names if name.endswith(".tar")]
-    if not tars:
-        remedy = f"shardprep plan --input_dir {quoted(folder)} --output_dir DATA --model_id MODEL"
-        expected = f"an {INDEX_NAME}, manifests or tars; if these are raw texts"
-        raise NotFound(path=folder, found="no shards", expected=expected, remedy=remedy)
-    return tars
 
 
 def _has_index(folder: Path) -> bool:
@@ -555,10 +551,8 @@ def _copy(url: str, target: Path, expected: FileStamp | None = None) -> None:
             copy.write(block)
         found = copy.sync()
         if expected is not None and found != expected:
-            what = f"sha256 {found.sha256[:12]}"
-            raise BrokenShard(
-                path=_shown(url), found=what, expected=f"{expected.sha256[:12]}, as its manifest"
-            )
+            what, wanted = f"sha256 {found.sha256[:12]}", f"{expected.sha256[:12]}, as its manifest"
+            raise BrokenShard(path=_shown(url), found=what, expected=wanted)
         if expected is None and target.suffix == ".tar":
             try:
                 scan_tar(copy.temporary)

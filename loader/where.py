@@ -236,7 +236,14 @@ class _MarkedSamples:
             # A document is a stretch of the stream of tokens that rows are cut from, which goes on with its
             # first token behind its end.
             self._width, self._size = of.row_tokens, of.offsets
-            stretches = _tokens_of(of, blanked)
+            stretches = np.zeros((2, len(blanked)), np.int64)  # where they begin, and end
+            reader, shard_of = of.open(), of.shards.shard_of(blanked)
+            for number in np.unique(shard_of).tolist():
+                here = shard_of == number
+                sums = of.first_token[number] + of.ends(reader, number)
+                place = blanked[here] - of.shards.first_sample[number]
+                stretches[:, here] = sums[place], sums[place + 1]
+            reader.close()
             self._begins, self._ends = (np.concatenate([each, each + self._size]) for each in stretches)
 
     def __getattr__(self, name: str) -> Any:
@@ -255,19 +262,6 @@ class _MarkedSamples:
             return Chunk(lengths=here, ids=Ragged.of_joined(np.zeros(0, np.int32), np.zeros_like(here)))
 
         return chunk_of
-
-
-def _tokens_of(samples: JoinedRows, documents: Int64s) -> tuple[Int64s, Int64s]:
-    """Return where stored documents begin and end in the stream of all tokens."""
-    begins, ends = np.zeros((2, len(documents)), np.int64)
-    reader, shard_of = samples.open(), samples.shards.shard_of(documents)
-    for number in np.unique(shard_of).tolist():
-        here = shard_of == number
-        sums = samples.first_token[number] + samples.ends(reader, number)
-        place = documents[here] - samples.shards.first_sample[number]
-        begins[here], ends[here] = sums[place], sums[place + 1]
-    reader.close()
-    return begins, ends
 
 
 def _steps(run: Run, num_steps: int) -> dict[int, Counter[str]]:

@@ -34,6 +34,8 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("self._place = (0, 0,", "self._place = (0, (1),", "no tick is in that window, either"),
     ],
     "loader/chunks.py": [
+        ("0 <= ids.min() <= ids.max() < vocab_size", "(0 <= ids.min() < ids.max() < vocab_size)", SPEED),
+        ("0 <= ids.min() <= ids.max() < vocab_size", "(0 < ids.min() <= ids.max() < vocab_size)", SPEED),
         ("prepend=-1) >", "prepend=-(2)) >", "any number below 0 stands before the first begin, which is 0"),
         ("not in (0, num_commas)", "not in ((1), num_commas)", SPEED),
         ("else 1, out=first", "else (2), out=first", SPEED),
@@ -52,6 +54,8 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("has_numbers = sizes > 2", "has_numbers = (sizes >= 2)", SPEED),
     ],
     "loader/reading.py": [
+        ("is_apart |= gap % 4 > 0", "pass", "no tar has arrays of ids at another place than a multiple of 4"),
+        ("[0] // 8, 1)", "[0] // (9), 1)", LIMIT),
         ("number: int = 0", "number: int = (1)", "who gives no number reads alone"),
         ("row[:-1] != 1", "row[:-1] != (2)", READS),
         ("gap % 4 > 0", "(gap % 4 >= 0)", READS),
@@ -68,6 +72,7 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("opened.enter_context(idx.file)", "pass", "it is closed when its object goes"),
     ],
     "preprocess/make/members.py": [
+        ("(numbers < number)", "((numbers <= number))", "that document is held out"),
         ("self._turn = 0", "self._turn = (1)", "turns are compared with each other alone"),
         ("range(1, width - 1)", "range(1, (width + 1))", "the loop ends at the first length that no id has"),
         ("break", "pass", "no id has more digits: what follows looks at none"),
@@ -78,6 +83,7 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("np.arange(30, -1,", "np.arange(30, -(2),", "the last number is 0 either way"),
     ],
     "preprocess/make/shard_writer.py": [
+        ("histogram = [0] * 64", "histogram = [0] * (65)", "zeros at the end are left out"),
         ("not self._is_alone or", "(self._is_alone) or", SPEED),
         ("64 << (LENGTH_BITS - 1)", "64 << (LENGTH_BITS - (2))", LIMIT),
     ],

@@ -435,6 +435,9 @@ def parse_job(text: str) -> dict[str, Any]:
 _NODES_AWAY = re.compile("drain|down|maint|fail|reboot|unk|power|reserved", re.IGNORECASE)
 
 
+# Checks and scripts. -----------------------------------------------------------------------------------
+
+
 def check_folder(folder: Path, request: JobRequest) -> Plan:
     """Return the plan, once folder, tokenizer, set-up file and input are as the tasks need them.
 
@@ -725,6 +728,9 @@ _MOST_ROUNDS = 5  # of --until_done: times that what failed is sent again
 _LATE_KILL_MIN = 2  # Slurm looks at limits every half minute, and then waits for the task to end
 
 
+# retry, also by the job of --until_done. ---------------------------------------------------------------
+
+
 def retry(args: argparse.Namespace) -> int:
     """Send again what failed, each as its failure asks: ``retry DATA``."""
     try:
@@ -902,6 +908,9 @@ def _end(state: DatasetState, why: str, request: JobRequest) -> int:
         result = {"SHARDPREP_RESULT": "not verified" if why else "verified", "SHARDPREP_EXIT_CODE": str(code)}
         subprocess.run(["bash", "-c", request.notify], env={**os.environ, **result}, check=False)
     return code
+
+
+# cancel. -----------------------------------------------------------------------------------------------
 
 
 def cancel(args: argparse.Namespace) -> int:

@@ -50,6 +50,8 @@ from shardprep.format.plan import Plan
 
 T = TypeVar("T")
 
+# Slurm's own commands. ---------------------------------------------------------------------------------
+
 # sbatch's variables beat the script's own #SBATCH lines; JobRequest has read those that users set.
 _DROPPED = ("SQUEUE_", "SACCT_", "SBATCH_JOB_NAME", "SBATCH_ARRAY", "SBATCH_OUTPUT", "SBATCH_WAIT")
 # Inside an allocation Slurm has set some 50 SLURM_* that describe it; sbatch and srun read several of them as
@@ -211,6 +213,8 @@ def ask_patiently(question: Callable[[], T]) -> T:
             sleep(delay_s)
     return question()
 
+
+# What squeue shows. ------------------------------------------------------------------------------------
 
 JOB_NAME = "shardprep"
 VERIFY, CONTROL = "-verify", "-control"  # end the names of such jobs
@@ -477,6 +481,8 @@ def _jobs_of(submission: Submission, jobs: Iterable[Job]) -> list[Job]:
     return found
 
 
+# Why an attempt failed, and what to do. ----------------------------------------------------------------
+
 OUT_OF_MEMORY = "OUT_OF_MEMORY"
 TIMEOUT = "TIMEOUT"
 NODE_FAIL = "NODE_FAIL"
@@ -632,6 +638,8 @@ def last_lines(log: str, number: int = 3) -> list[str]:
     others = [line for line in lines if not line.startswith(("srun: ", "slurmstepd"))]
     return (others if others and "srun failed" not in log else lines)[-number:]
 
+
+# Attempts and shards. ----------------------------------------------------------------------------------
 
 _MOST_ATTEMPTS = 3  # that end in the same way
 StateName = Literal["done", "running", "pending", "failed", "not submitted", "not visible"]

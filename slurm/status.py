@@ -467,6 +467,9 @@ _URL_USER = re.compile(r"(?<=://)[^/\s@]+@")
 _URL_SECRET = re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|password|signature|credential)[\w-]*=)[^&\s#]+")
 
 
+# The report. -------------------------------------------------------------------------------------------
+
+
 def report(args: argparse.Namespace) -> int:
     """Write the report of a data set, finished or not: ``report DATA``."""
     folder = args.output_dir.absolute()

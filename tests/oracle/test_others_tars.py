@@ -49,7 +49,7 @@ def test_the_spelling_of_a_list_makes_no_difference_and_a_closed_loader_holds_no
 
 WRONG = [
     "[1,,2]", "[1,]", "[,]", "[1 2]", "[1, 2", "[-1]", "[1.5]", "[true]", "[[1]]", "[000000001]",
-    "[12345678901]", -1, 2**31, 2**32 + 1,
+    "[12345678901]", -1, 2**31 - 1, 2**31, 2**32 + 1,
 ]  # fmt: skip
 
 

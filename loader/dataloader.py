@@ -278,8 +278,8 @@ def get_llama3_dataloader(
         raise UsageError(found=found, expected="num_workers of 1 at least", remedy="num_workers")
     if num_workers > (num_slots := run.order.num_slots // who.world_size):
         logger.warning(
-            f"num_workers is {num_workers}, but no more than {num_slots} can share a rank's part of a global "
-            "batch, and read; a larger batch_size or global_batch_size gives more of them work"
+            f"num_workers is {num_workers}, but only {num_slots} can share a rank's part of a global batch: "
+            "the others are not started. A larger batch_size or global_batch_size gives work to more"
         )
         num_workers = num_slots
     has_blanks = shards.blank_id is not None

@@ -163,7 +163,7 @@ class BatchStream:
                     self._workers.append(_Worker(process, here, os.getpid()))
         except (OSError, EOFError) as error:
             self.end()
-            expected = "more of what is full (ulimit -n, ulimit -u, memory), or num_workers=0"
+            expected = "free file descriptors, processes and memory (ulimit -n, ulimit -u), or num_workers=0"
             raise ReadWriteError(found=f"cannot start workers: {error}", expected=expected) from error
 
     def _next_chunk(self) -> Chunk:

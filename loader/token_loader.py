@@ -467,8 +467,8 @@ class TokenLoader(DataLoader[Batch]):
 
     def _check_newest(self, number: int) -> None:
         if number != self._newest:
-            found = "a loop of before the loader was closed, iterated, given a state or sent to another epoch"
-            raise UsageError(found=found, expected="a new one: for batch in loader")
+            found = "an old loop: its loader was closed, iterated, given a state or sent to another epoch"
+            raise UsageError(found=found, expected="a new loop: for batch in loader")
 
 
 def _warn_of_accumulation(num_batches: int) -> None:

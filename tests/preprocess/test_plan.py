@@ -253,6 +253,10 @@ def test_any_change_of_the_input_is_refused_where_the_plan_hashed_it_whole(
     write_lines(world)
     os.utime(path, ns=(1, 1))  # a touch changes nothing
     world.run().verify()
+    change_unseen(path)
+    (tmp_path / "names.txt").write_text("at:a.txt:100005\n")
+    ended = world.main("blank", world.data_dir, ids=tmp_path / "names.txt", output=tmp_path / "new")
+    assert (ended.code, "a.txt" in ended.err) == (78, True), ended.text
 
 
 def test_a_file_written_to_while_the_worker_reads_it_is_refused_and_made_again_later(

@@ -29,9 +29,8 @@ import numpy as np
 
 import shardprep
 from preprocess.make.engines import NO_LOSS, Engine, equal_fast_engine, ids_sha256, tokenizers_engine
-from preprocess.make.members import Batch, Members
 from preprocess.make.resources import WorkerSettings, bind_to, memory_note
-from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
+from preprocess.make.shard_writer import Batch, ShardWriter, remove_leftovers, remove_temporaries_of
 from preprocess.read.documents import Documents, documents_of_shard, load_libraries
 from preprocess.read.format import Texts
 from preprocess.read.transform import transform_of
@@ -224,7 +223,7 @@ class Worker:
         blanked: BlankedDocuments | None = None
         if options.blanked and shard.shard_id in ids_of_ranges(options.blanked):
             blanked = read_blanked(self.folder, plan.plan_id, shard.shard_id)
-        make = functools.partial(self._encode_and_lay_out, writer.members, blanked)
+        make = functools.partial(self._encode_and_lay_out, writer, blanked)
         with contextlib.closing(_made_in_order(make, documents, self._num_makers)) as batches, writer:
             for batch in batches:
                 writer.append(batch)
@@ -249,7 +248,7 @@ class Worker:
             return writer.commit(facts, made_from=None if blanked is None else blanked.made_from)
 
     def _encode_and_lay_out(
-        self, members: Members, blanked: BlankedDocuments | None, documents: Documents
+        self, writer: ShardWriter, blanked: BlankedDocuments | None, documents: Documents
     ) -> Batch:
         """Make a batch ready to be written. Runs in a thread: depends on no other batch."""
         plan = self.plan
@@ -260,7 +259,7 @@ class Worker:
         if blanked is not None:
             is_blanked = blanked.are_at(documents.input_number, documents.offsets)
         if not is_blanked.any():
-            return members.lay_out(documents, tokens)
+            return writer.lay_out(documents, tokens)
         # A blanked document is as many BLANKs as it has ids, and nothing else. What is counted is that of the
         # documents, as in the shard that this one is made from.
         blank_ids = np.uint32(BLANK)
@@ -278,7 +277,7 @@ class Worker:
             columns["id"] = ["" if blank else name for name, blank in ids_of]
         texts = [b"" if blank else text for text, blank in zip(documents.texts, is_blanked, strict=True)]
         laid_out = dataclasses.replace(documents, texts=Texts(texts))
-        batch = members.lay_out(laid_out, dataclasses.replace(tokens, ids=ids), digests)
+        batch = writer.lay_out(laid_out, dataclasses.replace(tokens, ids=ids), digests)
         return batch._replace(documents=dataclasses.replace(documents, columns=columns))
 
     def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:

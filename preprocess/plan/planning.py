@@ -511,7 +511,7 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None = None) -> C
             tokens = engine.encode_documents(
                 documents, end_id=plan.end_id, mask_rule=plan.options.chat_mask_rule
             )
-            writer.append(writer.members.lay_out(documents, tokens))
+            writer.append(writer.lay_out(documents, tokens))
             num_bytes += documents.num_bytes
             for name in ("id", "source") if documents.texts else ():
                 if name in documents.columns:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.read.documents import documents_of_shard
-from preprocess.read.transform import Transform, transform_of
+from preprocess.read.text_fields import Transform, transform_of
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import NotFound, Refused
 from shardprep.files import PublishedFolder, make_folder, publish_link, read_regular, sync_folder

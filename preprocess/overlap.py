@@ -45,7 +45,7 @@ from preprocess.make.engines import Numbers, TokenBatch, load_tokenizer
 from preprocess.make.worker import load_engine
 from preprocess.plan.inputs import find_inputs, stamp_inputs
 from preprocess.read.documents import Documents, documents_of_shard, read_documents
-from preprocess.read.transform import Transform, transform_of
+from preprocess.read.text_fields import Transform, transform_of
 from shardprep.command_line import add_flags_of
 from shardprep.console import Progress, counted, print_lines, quoted, say
 from shardprep.errors import BadInput, BrokenShard, NotFound, Refused, UsageError

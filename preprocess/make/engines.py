@@ -30,8 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from preprocess.read.documents import Documents
-from preprocess.read.format import BETWEEN, Texts
+from preprocess.read.documents import BETWEEN, Documents, Texts
 from shardprep.errors import BadInput, ReadWriteError, ShardprepError
 from shardprep.files import read_regular
 from shardprep.format.names import FAST_TOKENIZER_FILE, MAX_TOKENIZER_BYTES

@@ -33,8 +33,7 @@ import numpy.typing as npt
 import orjson
 
 from preprocess.make.engines import NO_LOSS, Ids, Numbers, TokenBatch
-from preprocess.read.documents import BadDocument, Documents
-from preprocess.read.format import Texts
+from preprocess.read.documents import BadDocument, Documents, Texts
 from shardprep.errors import BadInput
 from shardprep.files import (
     STALE_AFTER_S,

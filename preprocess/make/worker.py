@@ -31,9 +31,8 @@ import shardprep
 from preprocess.make.engines import NO_LOSS, Engine, equal_fast_engine, ids_sha256, tokenizers_engine
 from preprocess.make.resources import WorkerSettings, bind_to, memory_note
 from preprocess.make.shard_writer import Batch, ShardWriter, remove_leftovers, remove_temporaries_of
-from preprocess.read.documents import Documents, documents_of_shard, load_libraries
-from preprocess.read.format import Texts
-from preprocess.read.transform import transform_of
+from preprocess.read.documents import Documents, Texts, documents_of_shard, load_libraries
+from preprocess.read.text_fields import transform_of
 from shardprep.command_line import start_child
 from shardprep.console import Progress, counted, guard_streams, say, short_bytes, short_number
 from shardprep.errors import (

@@ -60,10 +60,8 @@ from preprocess.read.chat import (
     render_conversations,
     texts_in,
 )
-from preprocess.read.documents import Documents, read_records
-from preprocess.read.format import OpenInput, RangeReader, sample_sha256
-from preprocess.read.text_fields import TextFields, UnusableText
-from preprocess.read.transform import Transform
+from preprocess.read.documents import Documents, OpenInput, RangeReader, read_records, sample_sha256
+from preprocess.read.text_fields import TextFields, Transform, UnusableText
 from shardprep import HOME
 from shardprep.console import Progress, counted, printable, say
 from shardprep.errors import (

@@ -21,19 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from preprocess.read.format import (
-    BETWEEN,
-    MOST_DOCUMENT_BYTES,
-    Inspected,
-    OpenInput,
-    RangeReader,
-    Records,
-    Texts,
-    texts_of,
-)
+from preprocess.read.documents import BETWEEN, Inspected, OpenInput, RangeReader, Records, Texts, texts_of
 from preprocess.read.lines import LineEnds, LineFormat, Numbers
 from preprocess.read.text_fields import (
     MAX_JSON_DEPTH,
+    MOST_DOCUMENT_BYTES,
     FieldPath,
     MessageFields,
     RecordFields,

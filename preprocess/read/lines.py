@@ -20,13 +20,12 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.read.format import (
-    MOST_DOCUMENT_BYTES,
+from preprocess.read.documents import (
     SHORT_LINE_BYTES,
     Inspected,
     OpenInput,
@@ -36,10 +35,9 @@ from preprocess.read.format import (
     Texts,
     no_records,
     starts_among,
-    too_long,
     unreadable,
 )
-from preprocess.read.text_fields import TextFields, UnusableText
+from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, TextFields, UnusableText, too_long
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, UsageError
 from shardprep.format.plan import ByteRange, PlanOptions
@@ -337,12 +335,16 @@ def first_line_start(file: OpenInput, offset: int, end: int, line_ends: LineEnds
     return None if position < size else size
 
 
-@dataclass(frozen=True)
 class LineFormat:
     """What formats of lines have in common; ``Format`` but for the text of a line."""
 
-    line_ends: ClassVar[LineEnds]
-    compression: Compression | None  # of the file
+    line_ends: LineEnds
+
+    def __init__(self, suffix: str | None) -> None:
+        """``suffix`` of a compressed file. Raises UsageError where its library is missing."""
+        self.compression = COMPRESSIONS[suffix] if suffix else None
+        if suffix == ".zst":
+            load_zstd()  # before any work
 
     def can_be_split(self, options: PlanOptions) -> bool:  # noqa: ARG002 - plain text's to say
         """Return whether a part may begin at a line."""

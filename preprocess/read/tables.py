@@ -34,7 +34,7 @@ import pyarrow.compute as compute
 import pyarrow.ipc as ipc
 import pyarrow.types as types
 
-from preprocess.read.format import (
+from preprocess.read.documents import (
     Inspected,
     OpenInput,
     RangeReader,

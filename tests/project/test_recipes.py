@@ -68,7 +68,7 @@ import io
 
 import numpy as np
 
-from preprocess.read.format import Inspected, Records, Start, texts_of
+from preprocess.read.documents import Inspected, Records, Start, texts_of
 
 
 def begins_of(data):

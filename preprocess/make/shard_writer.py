@@ -295,7 +295,7 @@ class RowGroup:
 
 
 def rows_per_member(spec: DatasetSpec) -> int:
-    """Rows of a full member: about PACKED_MEMBER_BYTES of ids, at least one."""
+    """Return the rows of a full member: about PACKED_MEMBER_BYTES of ids."""
     return max(1, PACKED_MEMBER_BYTES // (spec.seq_len * spec.dtype.itemsize))
 
 
@@ -446,15 +446,14 @@ class BestFitRows:
                     self._turn += 1
                     bisect.insort(self._open, (seq_len - row.num_tokens, self._turn, row))
             if len(self._closed) >= self._group_rows:
-                yield from self._groups()
+                yield from self._groups(least=self._group_rows)
 
     def finish(self) -> Iterator[RowGroup]:
         self._closed += [row for _, _, row in self._open]
-        self._open = []
-        yield from self._groups(last=True)
+        yield from self._groups(least=1)
 
-    def _groups(self, *, last: bool = False) -> Iterator[RowGroup]:
-        while len(self._closed) >= self._group_rows or (last and self._closed):
+    def _groups(self, least: int) -> Iterator[RowGroup]:
+        while len(self._closed) >= least:
             taken, self._closed = self._closed[: self._group_rows], self._closed[self._group_rows :]
             starts = [
                 (number * self._spec.seq_len + position, *document)
@@ -735,11 +734,10 @@ def _marks(folder: Path, shard_id: int) -> tuple[Path, Path]:
 
 def _is_new(mark: Path) -> bool:
     """Make a mark; False where it was there. Where the folder cannot be written to, the tar will say so."""
-    with contextlib.suppress(OSError):
-        try:
-            mark.touch(exist_ok=False)
-        except FileExistsError:
-            return False
+    try:
+        mark.touch(exist_ok=False)
+    except OSError as error:
+        return not isinstance(error, FileExistsError)
     return True
 
 
@@ -775,12 +773,12 @@ class ShardWriter:
         self.counting = Counting(plan, shard_id)
         self._num_samples = 0
         self._crcs = ChunkCrcs(idx_dtype(plan.spec.kind))
+        self._side_files: dict[str, PublishedFile] = {}  # ids and digests, where they are kept
         self._validation: list[Piece] = []  # whose records and digests come behind all others
         self._files = contextlib.ExitStack()
 
     def __enter__(self) -> ShardWriter:
         folder, shard_id = self._folder, self._shard_id
-        side_files = self._plan.options.side_files()
         begun, self._again = _marks(folder, shard_id)
         ours = [begun]  # held before it is made: a signal may come in between
         with self._files as files:
@@ -792,10 +790,8 @@ class ShardWriter:
                 remove_temporaries_of([shard_id], folder, older_than_s=STALE_AFTER_S)
             self._tar = self._file(tar_path(folder, shard_id))
             self._idx = self._file(idx_path(folder, shard_id))
-            self._ids, self._digests = (
-                self._file(VOUCHED_PATHS[name](folder, shard_id)) if name in side_files else None
-                for name in ("ids", "digests")
-            )
+            for name in self._plan.options.side_files():
+                self._side_files[name] = self._file(VOUCHED_PATHS[name](folder, shard_id))
             self._idx.write(idx_header(self._spec, shard_id))
             self._files = files.pop_all()
         return self
@@ -820,15 +816,15 @@ class ShardWriter:
     def append(self, batch: Batch) -> None:
         """Add documents, in the order of the input."""
         self.counting.add(batch.documents, np.diff(batch.tokens.offsets))
-        if self._ids is not None:
+        if "ids" in self._side_files:
             # A line of JSON for each document: its input, its place there, its id; lines of text have none.
             documents = batch.documents
             ids = documents.columns.get("id") or [""] * len(documents.lines)
-            rows = [
-                orjson.dumps([documents.input_number, offset, name], option=orjson.OPT_APPEND_NEWLINE)
-                for offset, name in zip(documents.offsets.tolist(), ids, strict=True)
+            lines = [
+                orjson.dumps([documents.input_number, *place], option=orjson.OPT_APPEND_NEWLINE)
+                for place in zip(documents.offsets.tolist(), ids, strict=True)
             ]
-            self._ids.write(b"".join(rows))
+            self._side_files["ids"].write(b"".join(lines))
         self._write(self._members.pieces(batch))
 
     def _write(self, pieces: Iterable[Piece]) -> None:
@@ -846,8 +842,8 @@ class ShardWriter:
             self._idx.write(raw)
             self._crcs.add(raw)
             self._num_samples += len(piece.records)
-        if self._digests is not None and len(piece.digests):
-            self._digests.write(piece.digests.tobytes())
+        if "digests" in self._side_files and len(piece.digests):
+            self._side_files["digests"].write(piece.digests.tobytes())
 
     def commit(self, run: dict[str, Any], *, made_from: str | None = None) -> Manifest:
         """Publish the shard: last its manifest, with ``run`` and ``made_from`` in it."""
@@ -856,10 +852,11 @@ class ShardWriter:
             self._note(piece)
         self._tar.write(TAR_END)
         self._idx.write(self._crcs.table())
-        files = {"tar": self._tar, "idx": self._idx}
-        others = {"quarantine": self.quarantine(), "ids": self._ids, "digests": self._digests}
-        files |= {name: file for name, file in others.items() if file is not None}
-        stamps: dict[str, Any] = dict.fromkeys(others) | {name: file.sync() for name, file in files.items()}
+        files = {"tar": self._tar, "idx": self._idx, **self._side_files}
+        if (quarantine := self.quarantine()) is not None:
+            files["quarantine"] = quarantine
+        stamps: dict[str, Any] = dict.fromkeys(VOUCHED_PATHS)
+        stamps |= {name: file.sync() for name, file in files.items()}
         validation = None
         if self._spec.validation_fraction:
             validation = ValidationCounts(

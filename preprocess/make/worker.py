@@ -2,12 +2,10 @@
 
 Making is one chain of generators: read -> encode and lay out -> write -> manifest. Threads share the work:
 one reads the next batch, some take a batch each, encode it, with the engine's own threads, and lay it out,
-and this one writes the batches in their order. All but the encoding is Python and numpy, which share the
-interpreter's lock for a part of the time: see benchmarks/results.md.
+and this one writes the batches in their order.
 
-``run_shards`` makes several shards on this machine. Each process loads the tokenizer once and is given one
-shard after the other. A failure is printed, and written into the attempt's record for ``status``; the other
-shards go on.
+``run_shards`` makes several shards on this machine: each process loads the tokenizer once and is given one
+shard after the other.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -68,13 +66,7 @@ if TYPE_CHECKING:  # a task of one shard does without them
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 _NUM_NAMED = 3  # inputs that are named, of a shard
-_SLURM_FACTS = (
-    "SLURM_JOB_ID",
-    "SLURM_ARRAY_JOB_ID",
-    "SLURM_ARRAY_TASK_ID",
-    "SLURM_RESTART_COUNT",
-    "SLURM_CPUS_PER_TASK",
-)
+_SLURM_FACTS = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CPUS_PER_TASK")
 # What most often is wrong where many documents are left out for a reason.
 _OTHER_FLAG = dict.fromkeys(["no_field", "null_field", "wrong_type"], "--text_field")
 _OTHER_FLAG["undecodable"] = "--encoding"
@@ -195,9 +187,8 @@ class Worker:
     def run_shard(self, shard: PlannedShard, progress: Progressed) -> Manifest:
         """Make a shard of ``plan``; ``progress`` is told the work of each batch.
 
-        Raises BadInput where too many documents are undecodable, and what reading and writing raise.
-        A failure leaves nothing that counts; equal plans give equal bytes. Where another attempt made the
-        shard meanwhile, and so removed this one's files, the shard is done, and its manifest is returned.
+        Raises BadInput where too many documents are undecodable, and what reading and writing raise. Where
+        another attempt made the shard meanwhile, and so removed this one's files, its manifest is returned.
         """
         try:
             return self.make_into(self.folder, shard, progress)
@@ -216,8 +207,8 @@ class Worker:
         documents = documents_of_shard(
             plan, self.folder, shard, batch_bytes=self.batch_bytes, transform=self.transform
         )
-        if (most := settings.most_documents) is not None:
-            documents = (part for batch in documents for part in batch.parts(most))
+        if settings.most_documents is not None:
+            documents = (part for batch in documents for part in batch.parts(settings.most_documents))
         writer = ShardWriter(folder, plan, shard.shard_id)
         blanked: BlankedDocuments | None = None
         if options.blanked and shard.shard_id in ids_of_ranges(options.blanked):
@@ -230,12 +221,13 @@ class Worker:
                 progress(batch.documents.num_bytes, {"documents": num_documents, "tokens": num_tokens})
                 del batch  # a tar's share of it may be 11 MB, which else wait for the next one
             self._check_bad_fraction(writer, shard.shard_id)
+            slurm_names = [f"SLURM_{name}" for name in _SLURM_FACTS]
             facts = {  # what may differ between equal shards; for reports, never for decisions
                 "engine": f"{self.engine.name} {self.engine.version}",
                 "shardprep": shardprep.__version__,
                 "python": platform.python_version(),
                 "host": os.environ.get("SLURMD_NODENAME") or os.uname().nodename,
-                "slurm": {name: os.environ[name] for name in _SLURM_FACTS if name in os.environ},
+                "slurm": {name: os.environ[name] for name in slurm_names if name in os.environ},
                 "num_cpus": self.num_cpus,
                 "began": round(began, 3),
                 "wall_s": round(time.time() - began, 3),
@@ -280,8 +272,8 @@ class Worker:
         return batch._replace(documents=dataclasses.replace(documents, columns=columns))
 
     def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
-        given, counting = self.settings.max_bad_fraction, writer.counting
-        limit = self.plan.max_bad_fraction if given is None else given
+        limit, counting = self.settings.max_bad_fraction, writer.counting
+        limit = self.plan.max_bad_fraction if limit is None else limit
         if counting.bad_fraction <= limit or (quarantine := writer.quarantine()) is None:
             return
         quarantine.sync()
@@ -292,8 +284,8 @@ class Worker:
         hint = f"Is it another {' or '.join(flags)}? " if flags else ""
         raise BadInput(
             f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({counting.bad_fraction:.2%}) "
-            f"are left out ({', '.join(sorted(counting.bad_reasons))}), the limit is {limit:.2%}; they are "
-            f"named in {quarantine.path}, the first so: {first.detail}. {hint}Otherwise mend the input and "
+            f"are left out ({', '.join(sorted(counting.bad_reasons))}), the limit is {limit:.2%}; "
+            f"{quarantine.path} names them, the first so: {first.detail}. {hint}Otherwise mend the input and "
             f"plan anew, or accept them: {accepting}",
             path=quarantine.path,
             found=f"{counting.bad_fraction:.2%}",
@@ -305,8 +297,7 @@ class Worker:
 def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[str], None]) -> Engine:
     """Return the engine of a worker, once it has given the reference's ids for the plan's probe.
 
-    Raises OtherTokenizer where even the reference gives other ids, UsageError where an engine
-    that was asked for by name cannot be had.
+    Raises OtherTokenizer where even the reference gives others, UsageError where ``wanted`` cannot be had.
     """
     path = folder / TOKENIZER_DIR / TOKENIZER_FILE
     allow, as_planned = plan.options.encodes_control_tokens, plan.options.add_special_tokens
@@ -323,18 +314,14 @@ def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[st
     found = ids_sha256([engine.encode_texts(plan.probe)])
     if found != plan.probe_sha256:
         raise OtherTokenizer(
-            f"tokenizers {engine.version} encodes the plan's probe to other ids than at planning "
-            f"({found[:12]}, expected {plan.probe_sha256[:12]}); install the version that planned, or plan "
-            "anew"
+            f"tokenizers {engine.version} encodes the plan's probe to other ids ({found[:12]}, expected "
+            f"{plan.probe_sha256[:12]}) than at planning; install the version that planned, or plan anew"
         )
     return engine if as_planned else engine.bare()
 
 
 def finished_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
-    """Return the manifest of a shard that is done, else None; what attempts at it left is removed.
-
-    Raises OtherPlan where another plan's shard is in the way, BrokenShard for findings that cannot be read.
-    """
+    """Return ``done_manifest``; what attempts at a shard that is done left is removed."""
     manifest = done_manifest(folder, shard_id, plan.plan_id)
     if manifest is not None:
         remove_leftovers(folder, shard_id)
@@ -344,7 +331,7 @@ def finished_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | Non
 def missing_shards(plan: Plan, folder: Path, shard_ids: Collection[int]) -> list[int]:
     """Return those that are not done. What attempts at the others left is removed, by one look at the folder.
 
-    Raises as ``finished_manifest`` does.
+    Raises as ``done_manifest`` does.
     """
     findings = read_findings(folder, plan.plan_id)
     done = [number for number in shard_ids if done_manifest(folder, number, plan.plan_id, findings)]
@@ -379,18 +366,21 @@ def _made_in_order(
 class _Process:
     """A worker process and the shard it is at."""
 
-    def __init__(self, folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: bool) -> None:
-        from multiprocessing import Pipe
-
-        self.cpus = cpus
+    def __init__(self, *given: Any) -> None:
+        self._given = given  # to _serve
         self.shard_id = -1
-        self.is_dead = False
-        self.pipe, theirs = Pipe()
-        self._process = start_child(_serve, folder, settings, cpus, is_verbose, theirs)
-        theirs.close()
+        self._child: Any = None
+        self.pipe: Any = None
 
     def give(self, shard_id: int) -> None:
+        """Let a shard be made, in a new process where there is none."""
+        from multiprocessing import Pipe
+
         self.shard_id = shard_id
+        if self._child is None:
+            self.pipe, theirs = Pipe()
+            self._child = start_child(_serve, *self._given, theirs)
+            theirs.close()
         with contextlib.suppress(BrokenPipeError):  # it died idle; the end of its pipe tells
             self.pipe.send(shard_id)
 
@@ -401,21 +391,21 @@ class _Process:
         except (EOFError, ConnectionError):
             from shardprep.format.jobs import Failure
 
-            self.end()
-            self.is_dead = True
-            code = self._process.exitcode or 0
+            code = self.end()
             how = f"killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
             return Failure.of(self.shard_id, ReadWriteError(f"its process was {how}"))
         return event
 
-    def end(self) -> None:
-        """Wait for a process that has nothing more to do, or died."""
+    def end(self, *, at_once: bool = False) -> int:
+        """Wait for a process that has nothing more to do, or died. Return its exit code."""
+        child, self._child = self._child, None
+        if child is None:
+            return 0
+        if at_once:
+            child.terminate()
         self.pipe.close()
-        self._process.join()
-
-    def stop(self) -> None:
-        self._process.terminate()
-        self.end()
+        child.join()
+        return child.exitcode or 0
 
 
 def run_shards(
@@ -429,8 +419,9 @@ def run_shards(
 ) -> tuple[list[Manifest], list[Failure]]:
     """Make shards in one process for each of ``cpus_of``, its CPUs; returns what was made, and what failed.
 
-    A failure does not stop the others. A process that dies takes its shard with it, and a new one
-    goes on with the rest. On Stopped the processes are stopped, too, and clean up.
+    A failure does not stop the others. It is printed, and written into the attempt's record for ``status``.
+    A process that dies takes its shard with it, and a new one goes on with the rest. On Stopped the processes
+    are stopped, too, and clean up.
     """
     from multiprocessing.connection import wait
 
@@ -444,9 +435,10 @@ def run_shards(
     try:
         for process in processes:
             process.give(todo.popleft())
-        while processes:
-            ready = wait([process.pipe for process in processes])
-            for process in [process for process in processes if process.pipe in ready]:
+        busy = {process.pipe: process for process in processes}
+        while busy:
+            for pipe in wait(list(busy)):
+                process = busy[pipe]
                 event = process.receive()
                 if isinstance(event, tuple):
                     progress.add(*event)
@@ -464,18 +456,15 @@ def run_shards(
                     made.append(event)
                     if is_verbose:
                         say(done_line(event, folder))
-                processes.remove(process)
+                del busy[pipe]
                 if todo:
-                    fresh = process
-                    if process.is_dead:
-                        fresh = _Process(folder, settings, process.cpus, is_verbose)
-                    processes.append(fresh)
-                    fresh.give(todo.popleft())
+                    process.give(todo.popleft())
+                    busy[process.pipe] = process
                 else:
                     process.end()
     finally:
         for process in processes:
-            process.stop()
+            process.end(at_once=True)
     return made, sorted(failures, key=lambda failure: failure.shard_id)
 
 

@@ -545,7 +545,7 @@ class _SeenFields(TextFields):
     """Remembers which fields the records have, and takes no text."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(PrepConfig())
         self.plain_name = None
         self.num_chars: Counter[str] = Counter()  # of texts, by field; 0 for other values
         self.messages: list[str] = []  # fields that are lists of messages

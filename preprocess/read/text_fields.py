@@ -63,29 +63,21 @@ def too_long(what: str) -> UnusableText:
 class TextFields:
     """Takes the text, and what else is wanted, out of records. Field names have dots for nesting.
 
-    ``text_template`` stands in place of ``text_field`` where it is given: ``{input}\\n\\n{output}``. Raises
-    UsageError where it is none.
+    Raises UsageError where the options' names are none, or the template: ``{input}\\n\\n{output}``.
     """
 
-    def __init__(
-        self,
-        text_field: str = "text",
-        text_template: str = "",
-        *,
-        id_field: str = "",
-        source_field: str = "",
-    ) -> None:
-        self.id_path = _path(id_field, "--id_field")
-        self.source_path = _path(source_field, "--source_field")
+    def __init__(self, options: PlanOptions) -> None:
+        self.id_path = _path(options.id_field, "--id_field")
+        self.source_path = _path(options.source_field, "--source_field")
         self._literals: list[str] = []  # of a template: one before each field, and one behind the last
-        if text_template:
-            self.text_paths, self._literals = _parsed_template(text_template)
+        if options.text_template:
+            self.text_paths, self._literals = _parsed_template(options.text_template)
         else:
-            self.text_paths = [_path(text_field, "--text_field")]
+            self.text_paths = [_path(options.text_field, "--text_field")]
         if not all(self.text_paths):
             raise UsageError("--text_field is empty, expected the name of a field, such as text")
         # The one field of the text, where a look-up of it is all there is to do.
-        is_plain = not text_template and len(self.text_paths[0]) == 1
+        is_plain = not self._literals and len(self.text_paths[0]) == 1
         self.plain_name = self.text_paths[0][0] if is_plain else None
 
     def at(self, places: Mapping[FieldPath, FieldPath]) -> TextFields:
@@ -158,8 +150,8 @@ def _parsed_template(template: str) -> tuple[list[FieldPath], list[str]]:
 class MessageFields(TextFields):
     """The same of conversations: the text is their list of messages as JSON, to be rendered later."""
 
-    def __init__(self, messages_field: str, **others: str) -> None:
-        super().__init__(messages_field, **others)
+    def __init__(self, options: PlanOptions) -> None:
+        super().__init__(options)
         self.plain_name = None
 
     def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:
@@ -174,22 +166,16 @@ class MessageFields(TextFields):
             return UnusableText("wrong_type", f"the field {name} is {_kind(value)}, expected a list")
         messages = list(map(_parsed_if_json, value))
         try:
-            try:
-                text = orjson.dumps(messages).decode()
-            except TypeError:  # of an integer of more than 64 bits, too
-                return json.dumps(messages, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-            if "null" in text:  # which orjson writes for NaN, too
-                json.dumps(messages, allow_nan=False, default=str)
+            return json.dumps(messages, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         except (TypeError, ValueError) as error:  # a NaN of a table
             return UnusableText("wrong_type", f"the field {name} cannot be JSON ({error})")
-        return text
 
 
 class RecordFields(TextFields):
     """Takes whole records, for the function of ``--transform``: a column "record" beside the texts."""
 
-    def __init__(self, **others: str) -> None:
-        super().__init__("text", **others)
+    def __init__(self, options: PlanOptions) -> None:
+        super().__init__(options)
         self.text_paths = []  # of a table: its columns
         self.plain_name = None
 
@@ -215,7 +201,7 @@ class RecordFields(TextFields):
 
 
 def from_json(text: str) -> Any:
-    """What a string says as JSON; UnusableText where it says nothing, or names a key of an object twice."""
+    """Return what a string says as JSON; UnusableText where it is none, or an object names a key twice."""
     try:
         orjson.loads(text)  # it knows no NaN and no half of a surrogate pair
         return json.loads(text, object_pairs_hook=_object_of)  # of integers it loses no digit
@@ -281,12 +267,9 @@ def _kind(value: Any) -> str:
 
 def text_fields_of(options: PlanOptions) -> TextFields:
     """Return what of a record is the text. Raises UsageError where the names or the template are none."""
-    others = {"id_field": options.id_field, "source_field": options.source_field}
     if options.transform_sha256:
-        return RecordFields(**others)
-    if options.record == "chat":
-        return MessageFields(options.text_field, **others)
-    return TextFields(options.text_field, options.text_template, **others)
+        return RecordFields(options)
+    return MessageFields(options) if options.is_chat else TextFields(options)
 
 
 # The user's function. -----------------------------------------------------------------------------------
@@ -372,25 +355,23 @@ def transform_of(options: PlanOptions, path: Path | None) -> Transform | None:
 
     Raises Refused where that is not the function that was planned, UsageError where one of both is missing.
     """
-    expected = options.transform_sha256
-    if not expected and path is None:
+    planned = options.transform_sha256
+    if path is None:
+        if planned:
+            what = f"the plan's documents go through a function (sha256 {planned[:12]})"
+            name = "--transform FILE"
+            message = f"{what}, and code in a data set never runs; name the file: {name}"
+            raise UsageError(message, expected=name, remedy=name)
         return None
-    if not expected:
+    if not planned:
         expected = "none, as the plan has no function; or plan anew with it, into a new folder"
         raise UsageError(found=f"--transform {path}", expected=expected)
-    if path is None:
-        raise UsageError(
-            f"the plan's documents go through a function (sha256 {expected[:12]}), and code in a data set "
-            "never runs; name the file: --transform FILE",
-            expected="--transform FILE",
-            remedy="--transform FILE",
-        )
     found = Transform(path, options.transform_files)
-    if found.sha256 != expected:
+    if found.sha256 != planned:
         expected = (
-            f"the plan's function, {expected[:12]}; bring it back as it was planned, or plan anew into a new "
-            f"folder; {TRANSFORM_DIR}/ in the data set has a copy to compare"
+            f"the plan's function, {planned[:12]}, of which {TRANSFORM_DIR}/ in the data set has a copy; "
         )
+        expected += "bring it back, or plan anew into a new folder"
         raise Refused(path=path, found=f"sha256 {found.sha256[:12]}", expected=expected)
     return found
 
@@ -405,15 +386,14 @@ def _checked(result: object, *, is_chat: bool) -> bytes | UnusableText:
         except UnicodeEncodeError:
             return UnusableText("surrogate", "half of a surrogate pair, in what the function returned")
         return too_long("its text") if len(text) > MOST_DOCUMENT_BYTES else text
+    expected = "a list of messages" if is_chat else "a str"
+    why = f"it returned {type(result).__name__}, expected {expected} or None"
     if isinstance(result, list) and is_chat:
         try:
             return json.dumps(result, ensure_ascii=False, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
-            return UnusableText("transform_error", f"it returned messages that cannot be JSON ({error})")
-    expected = "a list of messages" if is_chat else "a str"
-    return UnusableText(
-        "transform_error", f"it returned {type(result).__name__}, expected {expected} or None"
-    )
+            why = f"it returned messages that cannot be JSON ({error})"
+    return UnusableText("transform_error", why)
 
 
 def _words_of(error: BaseException, path: Path) -> str:

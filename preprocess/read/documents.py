@@ -54,6 +54,7 @@ _NO_SUCH_INPUT = frozenset({
     errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
     errno.ENXIO, errno.ENODEV,
 })  # fmt: skip
+_BRING_BACK = "bring the file back, or plan anew into a new folder"
 _SAMPLE_BYTES = 64 << 10
 HASH_BYTES = 1 << 19  # read at once where bytes are only hashed, or only a line's end is looked for
 # Of a conversation's messages as JSON; rendering takes more than proportionally longer.
@@ -126,23 +127,20 @@ class OpenInput:
         """Return the bytes [start, end). Raises ReadWriteError, also where the file ends before."""
         data = self.read(start, end)
         if len(data) < end - start:
-            raise ReadWriteError(
-                f"input {self.path} ended at byte {start + len(data)}, the plan says {end}; bring the whole "
-                "file back, or plan anew into a new folder"
-            )
+            what = f"input {self.path} ended at byte {start + len(data)}, the plan says {end}"
+            raise ReadWriteError(f"{what}; {_BRING_BACK}")
         return data
 
     def check_unchanged(self) -> None:
         """That nobody wrote to the file since it was opened. Raises Refused, or ReadWriteError."""
         found = self._status()
         if found != self.stamp:
+            at, planned_at = (f"{each.num_bytes} bytes at {each.mtime_ns}" for each in (found, self.stamp))
+            changed = f"size, mtime or ctime changed while it was read: {at}"
             expected = (
-                f"{self.stamp.num_bytes} bytes at {self.stamp.mtime_ns}; nothing is published: once nobody "
-                "writes to it, run this again, or plan anew into a new folder if its text is another"
+                f"{planned_at}; nothing is published: once nobody writes to it, run this again, or plan "
             )
-            changed = (
-                f"size, mtime or ctime changed while it was read: {found.num_bytes} bytes at {found.mtime_ns}"
-            )
+            expected += "anew into a new folder if its text is another"
             raise Refused(path=self.path, found=changed, expected=expected)
 
     def _status(self) -> Stamp:
@@ -173,55 +171,42 @@ def check_is_fetched(file: OpenInput) -> None:
     """Raise BadInput where a file is only the pointer that a clone of a repository has in its place."""
     size = file.stamp.num_bytes
     if size <= MOST_POINTER_BYTES and (command := what_fetches(file.read(0, size))) is not None:
-        raise BadInput(
-            f"input {file.path} is a pointer to a file that was not fetched, expected the file itself; run "
-            f"in its repository: {command}"
-        )
+        what = "is a pointer to a file that was not fetched, expected the file itself"
+        raise BadInput(f"input {file.path} {what}; run in its repository: {command}")
 
 
 def unreadable(file: OpenInput, why: str) -> BadInput:
     """Return the error of an input that cannot be read as what its name says."""
-    return BadInput(
-        f"input {file.path} {why}; bring a whole file, or move it away and plan anew",
-        path=file.path,
-        expected="a whole file",
-    )
-
-
-def open_part(part: ByteRange) -> OpenInput:
-    """Open the file of a part. Raises NotFound where it is gone, Refused where it is not as it was planned.
-
-    Its sample is read again only where its mtime differs. ``plan --hash_inputs`` sees other changes.
-    """
-    if part.planned is None:
-        return OpenInput(part.path)
-    try:
-        file = OpenInput(part.path)
-    except NotFound as error:
-        error.remedy = "--input_dir"
-        error.advise("if the raw folder moved, pass --input_dir")
-        raise
-    planned, size = part.planned, file.stamp.num_bytes
-    if (size, file.stamp.mtime_ns) == (planned.num_bytes, planned.mtime_ns):
-        return file
-    found = sample_sha256(file)
-    if (size, found) != (planned.num_bytes, planned.sha256):
-        expected = (
-            f"{planned.num_bytes} with {planned.sha256[:12]} as planned; bring the file back, or plan anew "
-            "into a new folder"
-        )
-        raise Refused(path=part.path, found=f"{size} bytes with sample {found[:12]}", expected=expected)
-    return file
+    message = f"input {file.path} {why}; bring a whole file, or move it away and plan anew"
+    return BadInput(message, path=file.path, expected="a whole file")
 
 
 class RangeReader:
-    """Reads a range from its file, for one thread; hashes, in order, each byte that it meets first."""
+    """Reads a range from its file, for one thread; hashes, in order, each byte that it meets first.
+
+    Raises NotFound where the file is gone, Refused where it is not as planned. Its sample is read again only
+    where its size or mtime differs: ``plan --hash_inputs`` sees other changes.
+    """
 
     def __init__(self, part: ByteRange, digest: hashlib._Hash | None) -> None:
-        self.file = open_part(part)
         self.part = part
         self._digest = digest
         self._num_hashed = part.start  # byte up to which the range is hashed
+        planned = part.planned
+        try:
+            self.file = OpenInput(part.path)
+        except NotFound as error:
+            if planned is not None:
+                error.remedy = "--input_dir"
+                error.advise("if the raw folder moved, pass --input_dir")
+            raise
+        size = self.file.stamp.num_bytes
+        if planned is None or (size, self.file.stamp.mtime_ns) == (planned.num_bytes, planned.mtime_ns):
+            return
+        found = sample_sha256(self.file)
+        if (size, found) != (planned.num_bytes, planned.sha256):
+            expected = f"{planned.num_bytes} with {planned.sha256[:12]} as planned; {_BRING_BACK}"
+            raise Refused(path=part.path, found=f"{size} bytes with sample {found[:12]}", expected=expected)
 
     def read(self, start: int, end: int) -> bytes:
         """Return the bytes [start, end). Raises ReadWriteError."""
@@ -503,11 +488,11 @@ def documents_of_shard(
     )
     if digest is not None and digest.hexdigest() != shard.sha256:
         names = sorted({plan.inputs[number].path for number in shard.input_numbers})
-        raise Refused(
-            f"the input of shard {shard.shard_id:05d} ({', '.join(names[:3])}) changed since it was planned: "
-            f"sha256 {digest.hexdigest()[:12]}, the plan says {str(shard.sha256)[:12]}; bring the file back, "
-            "or plan anew into a new folder"
+        what = (
+            f"the input of shard {shard.shard_id:05d} ({', '.join(names[:3])}) changed since it was planned"
         )
+        hashes = f"sha256 {digest.hexdigest()[:12]}, the plan says {str(shard.sha256)[:12]}"
+        raise Refused(f"{what}: {hashes}; {_BRING_BACK}")
 
 
 _excluded = functools.lru_cache(maxsize=1)(read_excluded)  # the same for all shards
@@ -525,13 +510,15 @@ def read_documents(
 ) -> Generator[Documents, None, None]:
     """Yield the documents of byte ranges in order, in batches of about ``batch_bytes``.
 
-    ``digest`` is told all bytes of the ranges, in order. Reading ends behind ``most_documents`` documents.
-    ``excluded``: names of documents that are left out. ``transform``: what they go through, if the options
-    have its hash.
+    Args:
+        ranges: they begin and end where their format allows it.
+        digest: is told all bytes of the ranges, in order.
+        most_documents: behind which reading ends.
+        excluded: names of documents that are left out.
+        transform: what they go through.
 
-    Ranges begin and end where their format allows it. Raises NotFound where a file cannot be opened,
-    ReadWriteError where reading fails, BadInput where a file is not of its format, Refused where a file was
-    written to while it was read and nobody hashes it.
+    Raises NotFound, ReadWriteError, BadInput where a file is not of its format, Refused where one was written
+    to while it was read and nobody hashes it.
     """
     template = None
     if options.record == "chat":
@@ -621,11 +608,9 @@ def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Docume
     try:
         found = render_conversations(template, asked)
     except TooCostly as error:
-        place = place_text(name, int(documents.offsets[error.number]))
-        raise BadInput(
-            f"{error}, for the conversation of {place}; change that conversation, or plan anew with another "
-            "template as --chat_template_file"
-        ) from None
+        what = f"{error}, for the conversation of {place_text(name, int(documents.offsets[error.number]))}"
+        remedy = "change that conversation, or plan anew with another template as --chat_template_file"
+        raise BadInput(f"{what}; {remedy}") from None
     documents = dataclasses.replace(documents, columns={**documents.columns, "messages": asked})
     kept, rendered = documents.sorted_out(found)
     return dataclasses.replace(
@@ -661,9 +646,9 @@ def format_of(name: str) -> Format:
 
 
 def load_libraries(names: Iterable[str]) -> None:
-    """Import what reading files of these names takes, before any work. Raises UsageError where it is missing.
+    """Import what reading files of these names takes, before any work: pyarrow takes 0.1 s of CPU.
 
-    pyarrow takes 0.1 s of CPU, which else would count as work of the first shard.
+    Raises UsageError where it is missing.
     """
     for name in {input_kind(name): name for name in names}.values():
         format_of(name)

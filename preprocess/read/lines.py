@@ -127,9 +127,8 @@ def load_zstd() -> Any:
 
 def _zstd_frame(_: bytes, zstd_long: int) -> Any:
     zstd = load_zstd()
-    return zstd.ZstdDecompressor(
-        options={zstd.DecompressionParameter.window_log_max: zstd_long or _ZSTD_LONG}
-    )
+    largest = {zstd.DecompressionParameter.window_log_max: zstd_long or _ZSTD_LONG}
+    return zstd.ZstdDecompressor(options=largest)
 
 
 def decompressed(
@@ -142,8 +141,8 @@ def decompressed(
 ) -> Iterator[TextPiece]:
     """Yield the text of the file's bytes [span), whole members or frames, in pieces of about ``piece_bytes``.
 
-    None has more than twice as many, however much a few bytes say. Raises BadInput, naming file and byte, for
-    what is no such member, is damaged or cut short, or stands behind the last one.
+    None has more than twice as many. Raises BadInput, naming file and byte, for what is no such member, is
+    damaged or cut short, or stands behind the last one.
     """
     position = told = span[0]  # bytes of the file that were read, and that a piece accounts for
     data = b""
@@ -172,11 +171,9 @@ def decompressed(
         padding = b"\0" if compression.may_end_in_zeros else b""
         stream = compression.open(data, zstd_long)
         while not stream.eof:
-            if stream.needs_input and not data:
-                data = more()
-                if not data:
-                    what = f"its {compression.name} data does not end with it, at byte {position}"
-                    raise unreadable(file, f"is cut short: {what}")
+            if stream.needs_input and not data and not (data := more()):
+                what = f"its {compression.name} data does not end with it, at byte {position}"
+                raise unreadable(file, f"is cut short: {what}")
             try:
                 text = stream.decompress(data, piece_bytes)
             except MemoryError:
@@ -280,23 +277,15 @@ class LineEnds:
     def __init__(self, *, with_cr: bool) -> None:
         self.with_cr = with_cr
 
-    def first(self, block: bytes, *, is_last: bool = False) -> int:
-        r"""Return the bytes up to and with the first line end; 0 where it is not sure.
-
-        A ``\r`` at the very end may be half of a line end, unless the block is the text's last.
-        """
+    def first(self, block: bytes) -> int:
+        r"""Return the bytes up to and with the first line end, 0 for none. A last ``\r`` is a whole one."""
         newline = block.find(b"\n") + 1
-        if not self.with_cr:
-            return newline
-        cr = block.find(b"\r", 0, newline or len(block)) + 1
-        if not cr or cr + 1 == newline:
-            return newline
-        return cr if cr < len(block) or is_last else 0
+        cr = block.find(b"\r", 0, newline or len(block)) + 1 if self.with_cr else 0
+        return newline if not cr or cr + 1 == newline else cr
 
     def last(self, block: bytes) -> int:
-        r"""Return the bytes up to and with the last line end that is sure; 0 for none."""
-        newline = block.rfind(b"\n")
-        return (max(newline, block.rfind(b"\r", 0, -1)) if self.with_cr else newline) + 1
+        r"""Return the bytes up to and with the last line end, 0 for none. A last ``\r`` is a whole one."""
+        return max(block.rfind(b"\n"), block.rfind(b"\r") if self.with_cr else -1) + 1
 
     def starts(self, block: bytes) -> Numbers:
         """Return where each line of a block of whole lines starts in it."""
@@ -322,15 +311,14 @@ def first_line_start(file: OpenInput, offset: int, end: int, line_ends: LineEnds
         return 0
     size = file.stamp.num_bytes
     position, num_bytes = offset - 1, _FIRST_SCAN_BYTES
-    while position < end:
-        block = file.read(position, position + num_bytes)
-        if not block:
-            break
-        is_last = position + len(block) >= size
-        if line_end := line_ends.first(block, is_last=is_last):
+    while position < end and (block := file.read(position, position + num_bytes)):
+        if position + len(block) < size:
+            block = block.removesuffix(
+                b"\r"
+            )  # perhaps half of a line end: it is read again with what follows
+        if line_end := line_ends.first(block):
             return position + line_end
-        # A last \r may be half of a line end: it is read again with what follows.
-        position += len(block) - (block.endswith(b"\r") and not is_last)
+        position += len(block)
         num_bytes = min(max(_NEXT_SCAN_BYTES, (position - offset) // 4), _MOST_SCAN_BYTES)
     return None if position < size else size
 
@@ -394,13 +382,13 @@ class LineFormat:
             return
         has_line, span, behind = part.start == 0, (part.start, part.end), (part.end, file.stamp.num_bytes)
         for piece in decompressed(file, compression, reader.read, span, piece_bytes, options.zstd_long):
-            has_line = has_line or self.line_ends.first(piece.data, is_last=True) > 0
+            has_line = has_line or self.line_ends.first(piece.data) > 0
             yield piece
         if part.end == file.stamp.num_bytes:
             return
         others = decompressed(file, compression, file.read_all, behind, _TAIL_BYTES, options.zstd_long)
         for data, _ in _whole_line_ends(others, self.line_ends):
-            end = self.line_ends.first(data, is_last=True)
+            end = self.line_ends.first(data)
             yield TextPiece(data[: end or len(data)], 0)  # these bytes are of another part
             if end or (data and not has_line):
                 return  # nothing of a line without end is the part's
@@ -434,16 +422,11 @@ class LineFormat:
                 texts: Texts | Sequence[bytes | UnusableText] = [too_long("the line")]
                 columns: dict[str, list[Any]] = {}
                 if data is not None:
-                    at = int(begins[0])
-                    lines = data[at : at + int(sizes.sum())]
-                    texts, columns = read_lines(lines, begins - at, block.start + at)
-                yield Records(
-                    texts=texts,
-                    starts=begins + block.start,
-                    sizes=sizes,
-                    num_bytes=num_bytes,
-                    columns=columns,
-                )
+                    first = int(begins[0])
+                    lines = data[first : first + int(sizes.sum())]
+                    texts, columns = read_lines(lines, begins - first, block.start + first)
+                at = begins + block.start
+                yield Records(texts=texts, starts=at, sizes=sizes, num_bytes=num_bytes, columns=columns)
                 num_bytes = 0
 
 
@@ -453,23 +436,21 @@ def line_blocks(
     """Cut a stream that begins at byte ``start`` of the text into blocks of whole lines.
 
     A line of more than MOST_DOCUMENT_BYTES is not held. At the end stands a block without lines, for what was
-    read behind the last one. How the stream is cut into pieces changes no line. What stands before the first
-    line end is left out where the stream begins inside of a line (``is_inside``).
+    read behind the last one. What stands before the first line end is left out where the stream begins inside
+    of a line (``is_inside``).
     """
-    begun: list[bytes] = []  # pieces of a line that goes on; none where it is too long
+    begun: list[bytes] = []  # pieces of a line that goes on, held; none where it is too long
     num_begun = num_bytes = 0
     for data, num_read in _whole_line_ends(pieces, line_ends):
         num_bytes += num_read
         if is_inside:
-            first = line_ends.first(data, is_last=True)
+            first = line_ends.first(data)
             is_inside, start = not first, start + (first or len(data))
             data = data[first:] if first else b""
         cut = line_ends.last(data)
-        if data.endswith(b"\r") and line_ends.with_cr:
-            cut = len(data)  # nothing follows that would make it half of a line end
         if cut and num_begun + cut > MOST_DOCUMENT_BYTES:
             # The line that goes on here may be too long, those behind it are not.
-            first = line_ends.first(data) or cut
+            first = line_ends.first(data)
             size = num_begun + first
             whole = b"".join([*begun, data[:first]]) if size <= MOST_DOCUMENT_BYTES else None
             yield LineBlock(start, size, whole, num_bytes)
@@ -482,10 +463,9 @@ def line_blocks(
         num_begun += len(data) - cut
         if num_begun > MOST_DOCUMENT_BYTES:
             begun = []
-    if num_begun > MOST_DOCUMENT_BYTES:
-        yield LineBlock(start, num_begun, None, num_bytes)
-    elif num_begun or num_bytes:
-        yield LineBlock(start, num_begun, b"".join(begun), num_bytes)
+    if num_begun or num_bytes:
+        whole = b"".join(begun) if num_begun <= MOST_DOCUMENT_BYTES else None
+        yield LineBlock(start, num_begun, whole, num_bytes)
 
 
 def _whole_line_ends(pieces: Iterator[TextPiece], line_ends: LineEnds) -> Iterator[TextPiece]:
@@ -527,9 +507,8 @@ class TextLines(LineFormat):
             codec = "utf-8"
             if reader.part.start == 0:  # drop the byte order mark, which stands in the first piece
                 first = next(pieces, TextPiece(b"", 0))
-                rest = first.data.removeprefix(_MARK)
-                num_mark_bytes = len(first.data) - len(rest)
-                pieces = itertools.chain([TextPiece(rest, first.num_bytes)], pieces)
+                num_mark_bytes = len(_MARK) if first.data.startswith(_MARK) else 0
+                pieces = itertools.chain([first._replace(data=first.data[num_mark_bytes:])], pieces)
         if options.doc == "file":
             yield _whole_text(pieces, num_mark_bytes, codec)
             return

@@ -100,6 +100,7 @@ from shardprep.format.plan import (
     Cut,
     InputFile,
     Plan,
+    PlanOptions,
     PrepConfig,
     is_one_file_a_shard,
     option_differences,
@@ -544,8 +545,8 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None = None) -> C
 class _SeenFields(TextFields):
     """Remembers which fields the records have, and takes no text."""
 
-    def __init__(self) -> None:
-        super().__init__(PrepConfig())
+    def __init__(self, options: PlanOptions) -> None:
+        super().__init__(options)
         self.plain_name = None
         self.num_chars: Counter[str] = Counter()  # of texts, by field; 0 for other values
         self.messages: list[str] = []  # fields that are lists of messages
@@ -565,10 +566,10 @@ def _check_fields(plan: Plan, counting: Counting) -> None:
     is_other_field = counting.bad_reasons and counting.bad_reasons <= {"no_field", "wrong_type"}
     if counting.num_documents or not is_other_field or plan.max_bad_fraction == 1:
         return
-    options, seen = plan.options, _SeenFields()
+    options, seen = plan.options, _SeenFields(plan.options)
     item = next(item for item in plan.inputs if item.num_bytes)
     part = ByteRange(input_number=0, path=plan.input_dir / item.path, start=0, end=item.num_bytes)
-    records = read_records([part], options, seen, batch_bytes=_SAMPLE_BYTES // _NUM_PLACES)
+    records = read_records([part], seen, _SAMPLE_BYTES // _NUM_PLACES)
     next(records, None)
     if not seen.num_chars:
         return

@@ -319,9 +319,7 @@ class Format(Protocol):
         Raises BadInput.
         """
 
-    def read(
-        self, reader: RangeReader, options: PlanOptions, fields: TextFields, batch_bytes: int
-    ) -> Iterator[Records]:
+    def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
         """Yield the records of a part in order, about ``batch_bytes`` of text at a time.
 
         Their ``num_bytes`` sum up to the part's bytes. Raises BadInput, ReadWriteError.
@@ -528,8 +526,7 @@ def read_documents(
     names = {part.input_number: part.planned.path if part.planned else part.path.name for part in ranges}
     reasons: set[str] = set()  # of LeaveOut so far
     num_left, bytes_left = most_documents, sum(part.end - part.start for part in ranges)
-    fields = text_fields_of(options)
-    for documents in read_records(ranges, options, fields, batch_bytes=batch_bytes, digest=digest):
+    for documents in read_records(ranges, text_fields_of(options), batch_bytes, digest):
         name = names[documents.input_number]
         if transform is not None:
             columns = dict(documents.columns)
@@ -561,18 +558,13 @@ def read_documents(
 
 
 def read_records(
-    ranges: list[ByteRange],
-    options: PlanOptions,
-    fields: TextFields,
-    *,
-    batch_bytes: int = BATCH_BYTES,
-    digest: hashlib._Hash | None = None,
+    ranges: list[ByteRange], fields: TextFields, batch_bytes: int, digest: hashlib._Hash | None = None
 ) -> Iterator[Documents]:
     """Yield the documents as ``fields`` take them out of records: nothing is changed or rendered."""
     line = 0  # of the shard
     for part in ranges:
         reader = RangeReader(part, digest)
-        for records in format_of(part.path.name).read(reader, options, fields, batch_bytes):
+        for records in format_of(part.path.name).read(reader, fields, batch_bytes):
             texts, num_lines = records.texts, len(records.starts)
             is_whole = isinstance(texts, Texts) or (all(texts) and {bytes}.issuperset(map(type, texts)))
             if not isinstance(texts, Texts):

@@ -50,10 +50,8 @@ class JsonLines(LineFormat):
 
     line_ends = LineEnds(with_cr=False)
 
-    def read(
-        self, reader: RangeReader, options: PlanOptions, fields: TextFields, batch_bytes: int
-    ) -> Iterator[Records]:
-        pieces = self.text_of_part(reader, options, batch_bytes)
+    def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
+        pieces = self.text_of_part(reader, fields.options, batch_bytes)
         read_lines = functools.partial(_texts_of, fields)
         yield from self.records_of(reader.part, pieces, batch_bytes, read_lines)
 

@@ -494,13 +494,8 @@ class TextLines(LineFormat):
         """Return False where a document is a whole file."""
         return options.doc == "line"
 
-    def read(
-        self,
-        reader: RangeReader,
-        options: PlanOptions,
-        fields: TextFields,  # noqa: ARG002 - lines have none
-        batch_bytes: int,
-    ) -> Iterator[Records]:
+    def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
+        options = fields.options
         pieces = self.text_of_part(reader, options, batch_bytes)
         codec, num_mark_bytes = options.encoding, 0
         if codec == "utf-8-sig":

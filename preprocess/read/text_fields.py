@@ -67,6 +67,7 @@ class TextFields:
     """
 
     def __init__(self, options: PlanOptions) -> None:
+        self.options = options
         self.id_path = _path(options.id_field, "--id_field")
         self.source_path = _path(options.source_field, "--source_field")
         self._literals: list[str] = []  # of a template: one before each field, and one behind the last

@@ -255,7 +255,8 @@ class JsonIds:
         num_digits = 6 if vocab_size <= 10**6 and not has_blanks else 14
         texts = np.char.add(b", ", numbers.astype(f"S{num_digits}"))
         self._table: npt.NDArray[np.void] = texts.view(f"V{texts.itemsize}")
-        self._widths = 3 + np.searchsorted(10 ** np.arange(1, 14), numbers, side="right")
+        num_digits_of = 1 + np.searchsorted(10 ** np.arange(1, 14), numbers, side="right")
+        self._widths = (2 + num_digits_of).astype(np.uint8)
 
     def _rows(self, ids: Ids) -> Ids:
         return ids if self._row_of_blank is None else np.where(ids == BLANK, self._row_of_blank, ids)

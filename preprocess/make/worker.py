@@ -33,20 +33,8 @@ from preprocess.read.documents import Documents, Texts, documents_of_shard, load
 from preprocess.read.text_fields import transform_of
 from shardprep.command_line import start_child
 from shardprep.console import Progress, counted, guard_streams, say, short_bytes, short_number
-from shardprep.errors import (
-    BadInput,
-    CannotWrite,
-    OtherTokenizer,
-    ReadWriteError,
-    ShardprepError,
-    UsageError,
-)
-from shardprep.format.documents import (
-    BlankedDocuments,
-    are_for_validation,
-    blank_digests,
-    read_blanked,
-)
+from shardprep.errors import BadInput, CannotWrite, OtherTokenizer, ReadWriteError, ShardprepError, UsageError
+from shardprep.format.documents import BlankedDocuments, are_for_validation, blank_digests, read_blanked
 from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import Manifest, done_manifest, read_findings
 from shardprep.format.names import (
@@ -102,12 +90,10 @@ def part_line(plan: Plan, shard: PlannedShard) -> str:
     parts = []
     for part in shard.ranges:
         item = plan.inputs[part.input_number]
-        if (part.start, part.end) == (0, item.num_bytes):
-            parts.append(item.path)
-        else:
-            # So that nobody takes them for the places of documents, which may be rows, or bytes of the text.
-            unit = "bytes" if input_kind(item.path).is_in_bytes else "file bytes"
-            parts.append(f"{item.path} {unit} {part.start} to {part.end}")
+        # So that nobody takes them for the places of documents, which may be rows, or bytes of the text.
+        unit = "bytes" if input_kind(item.path).is_in_bytes else "file bytes"
+        is_whole = (part.start, part.end) == (0, item.num_bytes)
+        parts.append(item.path if is_whole else f"{item.path} {unit} {part.start} to {part.end}")
     if len(parts) > _NUM_NAMED:
         parts[_NUM_NAMED - 1 :] = ["...", f"{parts[-1]} ({len(parts)} files)"]
     of = f"{short_bytes(shard.num_bytes)} of {plan.input_dir}: {', '.join(parts)}" if parts else "no input"
@@ -156,10 +142,8 @@ class Worker:
         """
         self.plan = plan = plan.at(settings.input_dir)
         self.folder, self.settings, self.num_cpus = folder, settings, num_cpus
-        if shard is None:
-            load_libraries(item.path for item in plan.inputs)
-        else:
-            load_libraries(part.path.name for part in shard.ranges)
+        read = plan.inputs if shard is None else [plan.inputs[number] for number in shard.input_numbers]
+        load_libraries(item.path for item in read)
         check_tokenizer_files(folder, plan.tokenizer_files)
         self.transform = transform_of(plan.options, settings.transform)
         if plan.options.is_chat:
@@ -174,10 +158,8 @@ class Worker:
 
     def means_line(self) -> str:
         """Say what shards are made with."""
-        settings, engine = self.settings, self.engine
-        memory = "no memory limit"
-        if settings.memory_gb is not None:
-            memory = f"memory limit {settings.memory_gb:.2f} GiB"
+        engine, memory_gb = self.engine, self.settings.memory_gb
+        memory = "no memory limit" if memory_gb is None else f"memory limit {memory_gb:.2f} GiB"
         slower = "" if engine.name == "gigatoken" or self.plan.options.is_chat else ", the slower engine"
         return (
             f"{engine.name} {engine.version}{slower}, {counted(self.num_cpus, 'CPU')}, "
@@ -209,8 +191,7 @@ class Worker:
         )
         if settings.most_documents is not None:
             documents = (part for batch in documents for part in batch.parts(settings.most_documents))
-        writer = ShardWriter(folder, plan, shard.shard_id)
-        blanked: BlankedDocuments | None = None
+        writer, blanked = ShardWriter(folder, plan, shard.shard_id), None
         if options.blanked and shard.shard_id in ids_of_ranges(options.blanked):
             blanked = read_blanked(self.folder, plan.plan_id, shard.shard_id)
         make = functools.partial(self._encode_and_lay_out, writer, blanked)
@@ -345,8 +326,8 @@ def _made_in_order(
 ) -> Generator[Made, None, None]:
     """Yield what ``make`` makes of each item, in order.
 
-    One thread gets the next item meanwhile: the gain is what it does without the interpreter's lock, such as
-    reading, decoding, waiting for a file system. Others make up to ``num_makers`` items, and one more waits.
+    One thread gets the next item meanwhile: reading and decoding need no lock of Python. Others make up to
+    ``num_makers`` items, and one more waits.
     """
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(num_makers) as makers:
         made: deque[Future[Made]] = deque()

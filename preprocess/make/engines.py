@@ -236,10 +236,8 @@ def without_unused_merges(tokenizer: dict[str, Any]) -> bytes | None:
     """
     model = tokenizer["model"]
     merges = model.get("merges") or []
-    has_other_parts = (
-        model.get("byte_fallback")
-        or model.get("continuing_subword_prefix")
-        or model.get("end_of_word_suffix")
+    has_other_parts = any(
+        map(model.get, ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix"))
     )
     if model["type"] != "BPE" or has_other_parts or len(merges) <= len(model["vocab"]):
         return None

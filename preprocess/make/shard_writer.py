@@ -112,9 +112,7 @@ class DocumentMembers:
     num_padding = num_split = 0  # tokens, and documents that lie in several rows
 
     def __init__(self, spec: DatasetSpec, shard_id: int, options: PlanOptions) -> None:
-        self._spec = spec
-        self._shard_id = shard_id
-        self._options = options
+        self._spec, self._shard_id, self._options = spec, shard_id, options
         self._tar_bytes = 0
         self._field = token_field("documents", spec.token_format)
         vocab_size, has_blanks = spec.tokenizer.vocab_size, bool(options.blanked)
@@ -135,10 +133,9 @@ class DocumentMembers:
         text_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
         largest = max(id_bytes.max(initial=0), text_bytes.max(initial=0))
         if largest > MAX_MEMBER_BYTES:
-            raise BadInput(
-                f"a document of input {documents.input_number} makes a member of {largest} bytes, at most "
-                f"{MAX_MEMBER_BYTES} are possible; use --record packed, or split the document"
-            )
+            what = f"a document of input {documents.input_number} makes a member of {largest} bytes"
+            remedy = "use --record packed, or split the document"
+            raise BadInput(f"{what}, at most {MAX_MEMBER_BYTES} are possible; {remedy}")
         # Where each member's payload begins, behind its header, as if the tar began with this batch.
         sample_bytes = _padded(id_bytes) + BLOCK_BYTES
         if texts:
@@ -178,7 +175,7 @@ class DocumentMembers:
     def pieces(self, batch: Batch) -> Iterator[Piece]:
         """Yield pieces of the tar, with the idx records of the samples that they complete, in turn."""
         piece = batch.piece
-        assert piece is not None
+        assert piece is not None  # ``lay_out`` gave one
         piece.records["offset"] += self._tar_bytes
         self._tar_bytes += len(piece.data)
         if not (fraction := self._spec.validation_fraction):
@@ -312,7 +309,7 @@ def row_dtype(spec: DatasetSpec) -> np.dtype[Any]:
 
 
 class Packer(Protocol):
-    """Takes documents in order and yields row groups as they fill; the groups do not depend on batches."""
+    """Takes documents in order and yields row groups as they fill."""
 
     num_split: int  # documents that do not lie whole in one row
 
@@ -485,9 +482,7 @@ class RowMembers:
     """
 
     def __init__(self, spec: DatasetSpec, shard_id: int, options: PlanOptions) -> None:
-        self._spec = spec
-        self._shard_id = shard_id
-        self._options = options
+        self._spec, self._shard_id = spec, shard_id
         self._packers = [packer_of(spec, options.pack) for _ in range(2 if spec.validation_fraction else 1)]
         self._member_tokens = rows_per_member(spec) * spec.seq_len
         self._held_ids: list[Ids] = []  # of each document for validation that is not yet packed
@@ -628,8 +623,7 @@ class Counting:
     """The counts of a shard so far."""
 
     def __init__(self, plan: Plan, shard_id: int) -> None:
-        self._plan = plan
-        self._shard_id = shard_id
+        self._plan, self._shard_id = plan, shard_id
         self.num_documents = self.num_tokens = 0  # without padding
         self._num_lines = self._input_bytes = 0
         self._sources: defaultdict[str, _Source] = defaultdict(_Source)
@@ -653,19 +647,17 @@ class Counting:
         self.num_tokens += int(num_tokens.sum())
         self._num_lines += documents.num_lines
         self._input_bytes += documents.num_bytes
-        names = documents.columns.get("source")
-        if names is None:
+        if "source" not in documents.columns:
             source = self._source("", number)
             source.num_bytes += documents.num_bytes
             source.add_texts(documents.texts, num_tokens)
-        else:
-            places: dict[str, list[int]] = {}
-            for place, name in enumerate(names):
-                places.setdefault(name, []).append(place)
-            for name, of_source in places.items():
-                source, texts = self._source(name, number), documents.texts.only(of_source)
-                source.num_bytes += texts.num_bytes
-                source.add_texts(texts, num_tokens[of_source])
+        places: dict[str, list[int]] = {}
+        for place, name in enumerate(documents.columns.get("source", ())):
+            places.setdefault(name, []).append(place)
+        for name, of_source in places.items():
+            source, texts = self._source(name, number), documents.texts.only(of_source)
+            source.num_bytes += texts.num_bytes
+            source.add_texts(texts, num_tokens[of_source])
         self.bad += documents.bad
         for bad in documents.bad:
             self._source(bad.named, number).num_quarantined += 1
@@ -675,11 +667,9 @@ class Counting:
         name = name or source_of_path(self._plan.inputs[input_number].path)
         source = self._sources[name]
         if len(self._sources) > _MOST_SOURCES:
-            raise BadInput(
-                found=f"shard {self._shard_id:05d} has documents of more than {_MOST_SOURCES} sources, such "
-                f"as {name[:60]!r}",
-                expected="a --source_field with fewer values, or none",
-            )
+            found = f"documents of more than {_MOST_SOURCES} sources in shard {self._shard_id:05d}, such as "
+            expected = "a --source_field with fewer values, or none"
+            raise BadInput(found=f"{found}{name[:60]!r}", expected=expected)
         return source
 
     def counts(
@@ -692,19 +682,15 @@ class Counting:
             lengths = source.lengths()
             for low, (num_documents, _) in lengths.items():
                 histogram[low.bit_length()] += num_documents
-            num_documents, num_tokens = map(sum, zip((0, 0), *lengths.values(), strict=True))
             sources[name] = SourceCounts(
-                num_documents=num_documents,
-                num_tokens=num_tokens,
+                num_documents=sum(both[0] for both in lengths.values()),
+                num_tokens=sum(both[1] for both in lengths.values()),
                 num_bytes=source.num_bytes,
                 num_quarantined=source.num_quarantined,
             )
             if lengths:
-                texts[name] = {
-                    "num_bytes": source.num_text_bytes,
-                    "num_chars": source.num_chars,
-                    "lengths": {str(low): both for low, both in lengths.items()},
-                }
+                sizes = {"num_bytes": source.num_text_bytes, "num_chars": source.num_chars}
+                texts[name] = {**sizes, "lengths": {str(low): both for low, both in lengths.items()}}
         while histogram and not histogram[-1]:
             histogram.pop()
         counts = ShardCounts(
@@ -866,14 +852,8 @@ class ShardWriter:
                 num_tokens=sum(int(piece.records["num_tokens"].sum()) for piece in self._validation),
             )
         counts, texts = self.counting.counts(self._num_samples, self._members, validation)
-        manifest = Manifest(
-            spec=self._spec,
-            shard_id=self._shard_id,
-            counts=counts,
-            run={**run, "texts": texts},
-            made_from=made_from,
-            **stamps,
-        )
+        facts = {"counts": counts, "run": {**run, "texts": texts}, "made_from": made_from, **stamps}
+        manifest = Manifest(spec=self._spec, shard_id=self._shard_id, **facts)
         for file in files.values():
             file.publish()
             if file.path.parent != self._folder:

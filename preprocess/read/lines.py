@@ -162,12 +162,10 @@ def decompressed(
         if not data:
             break
         if not data.startswith(compression.magics):
-            raise BadInput(
-                path=file.path,
-                found=f"at byte {position - len(data)} stands {data[:8]!r}",
-                expected=f"{compression.name}, which begins with {compression.magics[0]!r}; give it the name "
-                "that it should have, or move it away, and plan anew",
-            )
+            found = f"at byte {position - len(data)} stands {data[:8]!r}"
+            expected = f"{compression.name}, which begins with {compression.magics[0]!r}"
+            expected += "; give it the name that it should have, or move it away, and plan anew"
+            raise BadInput(path=file.path, found=found, expected=expected)
         padding = b"\0" if compression.may_end_in_zeros else b""
         stream = compression.open(data, zstd_long)
         while not stream.eof:

@@ -264,10 +264,10 @@ class Arrow:
 
     def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
         """Raises BadInput for another kind of file, or a missing column."""
-        if not file.stamp.num_bytes:
-            return Inspected(text_bytes=0, is_whole=True)
-        self._open(file, [next(_messages_of(file))], text_fields_of(options), None)
-        return Inspected(text_bytes=file.stamp.num_bytes, is_whole=False)
+        first = next(_messages_of(file), None)
+        if first is not None:
+            self._open(file, [first], text_fields_of(options), None)
+        return Inspected(text_bytes=file.stamp.num_bytes, is_whole=first is None)
 
     def starts(
         self,
@@ -275,14 +275,12 @@ class Arrow:
         stretches: Sequence[tuple[int, int]],
         options: PlanOptions,  # noqa: ARG002
     ) -> list[Start | None]:
-        messages = _messages_of(file) if file.stamp.num_bytes else iter(())
-        return starts_among((Start(each.start) for each in messages if each.kind == _BATCH), file, stretches)
+        places = (Start(each.start) for each in _messages_of(file) if each.kind == _BATCH)
+        return starts_among(places, file, stretches)
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
         file, part = reader.file, reader.part
         reader.hash_rest()
-        if not file.stamp.num_bytes:
-            return
         first_row, told, is_large = 0, part.start, False
         # Of each stream its schema, its dictionaries and the part's record batches.
         streams: list[list[_Message]] = []

@@ -191,13 +191,12 @@ class RecordFields(TextFields):
 
     def columns(self, values: Mapping[FieldPath, Sequence[Any]]) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {**super().columns(values)}
-        if self.text_paths:  # a value that cannot be read is null
-            of_column = [
-                [None if isinstance(value, UnusableText) else value for value in values[path]]
-                for path in self.text_paths
-            ]
-            names = [name for (name,) in self.text_paths]
-            found["record"] = [dict(zip(names, row, strict=True)) for row in zip(*of_column, strict=True)]
+        if self.text_paths:
+            names, found["record"] = [name for (name,) in self.text_paths], []
+            for row in zip(*(values[path] for path in self.text_paths), strict=True):
+                # A value that cannot be read is null.
+                read = (None if isinstance(value, UnusableText) else value for value in row)
+                found["record"].append(dict(zip(names, read, strict=True)))
         return found
 
 

@@ -201,8 +201,7 @@ def overlap(args: argparse.Namespace) -> int:
 def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, bytes]]:
     """Return FILE:BYTE and text of each document of an evaluation: a file, a folder or a data set.
 
-    ``options``: of plan, those that were given. Raises NotFound, UsageError, BadInput where there is no
-    document, and what reading raises.
+    ``options``: of plan, those that were given. Raises NotFound, UsageError, BadInput for no document.
     """
     if size_of_file(path) is None:
         raise NotFound(path=path, found="no such file or folder", expected="the documents of an evaluation")
@@ -525,8 +524,8 @@ def duplicates(args: argparse.Namespace) -> int:
 def _find(shards: list[_Shard]) -> tuple[DocumentNames, Numbers, npt.NDArray[np.bool_], int, int]:
     """Find the groups of equal documents, a part of the digests at a time.
 
-    Returns their digests, the shard that has the first one of each, which of all shards have others, the
-    number of documents in groups or alone, and of those that go.
+    Returns their digests, the shard that has the first one of each, which of all shards have others, and the
+    numbers of all documents and of those that go.
     """
     num_all = sum(shard.stamp.num_bytes // DIGEST_BYTES for shard in shards)
     num_parts, blanks = 1 + num_all // _PART_DOCUMENTS, blank_digests(np.array([False, True]))

@@ -235,7 +235,7 @@ def _print_sample(
     plan: Plan, samples: ShardSamples, number: int, documents: list[str], chars: int, only: set[int]
 ) -> None:
     """Print a sample, of each document ``chars`` characters at most (0: all), ``only`` these (none: all)."""
-    record = samples.records[number]
+    record, name = samples.records[number], "row" if plan.spec.has_rows else "document"
     begins_inside = len(documents) > len(samples.starts(number))
     num_tokens, num_trained = len(samples.ids(number)), int(samples.loss_mask(number).sum())
     counts = read_manifest(samples.path.parent, samples.shard_id).counts
@@ -243,11 +243,9 @@ def _print_sample(
     path = name_of_input([item.path for item in plan.inputs], int(record["source"]))
     labels = "" if num_trained == num_tokens else f" ({num_trained} with labels)"
     side = ", for validation" if number >= num_train else ""
-    print_lines(
-        f"{shard_name(samples.shard_id)} {'row' if plan.spec.has_rows else 'document'} {number}: "
-        f"{num_tokens} tokens{labels}{side}, {'begins in the document at' if begins_inside else 'from'} "
-        f"{place_text(path, int(record['source_offset']))}"
-    )
+    place = "begins in the document at " if begins_inside else "from "
+    place += place_text(path, int(record["source_offset"]))
+    print_lines(f"{shard_name(samples.shard_id)} {name} {number}: {num_tokens} tokens{labels}{side}, {place}")
     for position, text in enumerate(documents):
         if only and position not in only:
             continue

@@ -183,11 +183,9 @@ def _encodings(encode: Callable[[list[str]], list[Any]], texts: list[str], name:
             raise
         if len(texts) > 1:  # one of them fails alone, too
             return [encoding for text in texts for encoding in _encodings(encode, [text], name)]
-        raise BadInput(
-            f"the tokenizer of {name} cannot encode the text that begins {texts[0][:40]!r} "
-            f"({words_of_fault(error)}); plan with a mended copy of its folder as --model_id: its "
-            "tokenizer.json may lack an unknown token"
-        ) from None
+        what = f"the text that begins {texts[0][:40]!r} ({words_of_fault(error)})"
+        remedy = "plan with a mended copy of its folder: its tokenizer.json may lack an unknown token"
+        raise BadInput(f"the tokenizer of {name} cannot encode {what}; {remedy}") from None
 
 
 def _are_written(encoding: Any, spans: Spans, mask_rule: MaskRule) -> npt.NDArray[np.bool_]:

@@ -294,10 +294,9 @@ def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[st
     engine = tokenizers_engine(path, allow_special_tokens=allow)
     found = ids_sha256([engine.encode_texts(plan.probe)])
     if found != plan.probe_sha256:
-        raise OtherTokenizer(
-            f"tokenizers {engine.version} encodes the plan's probe to other ids ({found[:12]}, expected "
-            f"{plan.probe_sha256[:12]}) than at planning; install the version that planned, or plan anew"
-        )
+        what = f"other ids ({found[:12]}, expected {plan.probe_sha256[:12]}) than at planning"
+        what = f"tokenizers {engine.version} encodes the plan's probe to {what}"
+        raise OtherTokenizer(f"{what}; install the version that planned, or plan anew")
     return engine if as_planned else engine.bare()
 
 

@@ -91,10 +91,9 @@ def chat_versions() -> str:
 def check_chat_versions(planned: str) -> None:
     """Raise Refused where another version would render conversations than at planning."""
     if (found := chat_versions()) != planned:
-        raise Refused(
-            f"the plan renders conversations with {planned}, here {found}: another version may give another "
-            "text; install those that planned, or plan anew into a new folder"
-        )
+        why = "another version may give another text"
+        remedy = "install those that planned, or plan anew into a new folder"
+        raise Refused(f"the plan renders conversations with {planned}, here {found}: {why}; {remedy}")
 
 
 def chat_template_of(
@@ -115,12 +114,10 @@ def chat_template_of(
             expected = "the file of a Jinja template, in UTF-8"
             raise UsageError(path=given, found=f"--chat_template_file ({why})", expected=expected) from None
     if not text:
-        raise UsageError(
-            "the tokenizer has no chat template, as those of base models; take the model_id of its chat "
-            "variant, or pass --chat_template_file with a Jinja template",
-            expected="chat template",
-            remedy="--chat_template_file",
-        )
+        what, flag = "chat template", "--chat_template_file"
+        todo = f"take the model_id of its chat variant, or pass {flag} with a Jinja template"
+        message = f"the tokenizer has no {what}, as those of base models; {todo}"
+        raise UsageError(message, expected=what, remedy=flag)
     template = ChatTemplate(text, json.dumps(found["tokens"], ensure_ascii=False), allows_control_tokens)
     mask_rule: MaskRule = found["mask_rule"] if _GENERATION.search(text) else "characters"
     if not mask_rule:
@@ -129,10 +126,8 @@ def chat_template_of(
     try:
         (rendered,) = render_conversations(template, [json.dumps(_PROBE)])
     except TooCostly as error:
-        raise UsageError(
-            f"{error}, for a question and its answer; pass a template without endless loops and huge texts "
-            "as --chat_template_file"
-        ) from None
+        remedy = "pass a template without endless loops and huge texts as --chat_template_file"
+        raise UsageError(f"{error}, for a question and its answer; {remedy}") from None
     if isinstance(rendered, UnusableText):
         remedy = "put {% generation %} and {% endgeneration %} around what the assistant writes"
         if rendered.reason == "template_error":

@@ -16,6 +16,7 @@ import errno
 import functools
 import hashlib
 import importlib
+import itertools
 import mmap
 import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -75,7 +76,7 @@ class Stamp(NamedTuple):
 
 
 class OpenInput:
-    """A regular file, open for reading. It is closed when nobody holds it any more: threads share it.
+    """A regular file, open for reading until nobody holds it any more: threads share it.
 
     All reads go to the one descriptor, so that a file put in its place meanwhile is never mixed with it.
     Opening and reading are tried again where a file system may come back; raises ReadWriteError where it does
@@ -98,10 +99,6 @@ class OpenInput:
             message = f"input {path} cannot be opened: {reason}; bring it back, or move it away"
             raise NotFound(message, path=path, found=reason) from None
         self.stamp = self._status()
-
-    def __del__(self) -> None:
-        if (file := getattr(self, "_file", None)) is not None:
-            file.close()
 
     def expect_scattered_reads(self) -> None:
         """Tell the system not to read ahead, which would read three times as much for nothing."""
@@ -305,7 +302,7 @@ class Records:
 
 
 class Format(Protocol):
-    """One format of input files. It keeps nothing of a file; every method may run in several threads."""
+    """One format of input files. It keeps nothing of a file: every method may run in several threads."""
 
     def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
         """Weigh a file for planning, with few reads. Raises BadInput where it cannot be of this format."""
@@ -315,8 +312,7 @@ class Format(Protocol):
     ) -> list[Start | None]:
         """For each (byte, end), ascending, the first place at or behind ``byte`` where a part may begin.
 
-        None where there is none before ``end``; the file's size where none follows in the file.
-        Raises BadInput.
+        None where there is none before ``end``; the file's size where none follows. Raises BadInput.
         """
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
@@ -329,10 +325,7 @@ class Format(Protocol):
 def starts_among(
     places: Iterable[Start], file: OpenInput, stretches: Sequence[tuple[int, int]]
 ) -> list[Start | None]:
-    """Answer ``Format.starts`` for a file with these places, ascending, behind its beginning.
-
-    Without any it is a file that is only read whole.
-    """
+    """Answer ``Format.starts`` for a file with these places, ascending; without any it is only read whole."""
     end_of_file, remaining, place = Start(file.stamp.num_bytes), iter(places), Start(0)
     found: list[Start | None] = []
     for byte, end in stretches:
@@ -403,28 +396,23 @@ class Documents:
             columns={name: [column[n] for n in picked] for name, column in self.columns.items()},
         )
 
+    def of_lines(self, first_line: int, end_line: int, *, num_bytes: int) -> Documents:
+        """Return the documents of some lines, which account for ``num_bytes`` of the input."""
+        first, end = np.searchsorted(self.lines, (first_line, end_line))
+        return dataclasses.replace(
+            self.only(np.arange(first, end)),
+            first_line=first_line,
+            num_lines=end_line - first_line,
+            num_bytes=num_bytes,
+            bad=[each for each in self.bad if first_line <= each.line < end_line],
+        )
+
     def parts(self, most: int) -> Iterator[Documents]:
         """Cut the batch into parts of at most ``most`` documents; the last one accounts for the bytes."""
-        rest = self
-        while len(rest.lines) > most:
-            end_line = int(rest.lines[most])
-            yield rest.before(most, end_line, num_bytes=0)
-            rest = dataclasses.replace(
-                rest.only(np.arange(most, len(rest.lines))),
-                first_line=end_line,
-                num_lines=rest.first_line + rest.num_lines - end_line,
-                bad=[each for each in rest.bad if each.line >= end_line],
-            )
-        yield rest
-
-    def before(self, num_documents: int, end_line: int, *, num_bytes: int) -> Documents:
-        """Return the documents before a line, which account for ``num_bytes`` of the input."""
-        return dataclasses.replace(
-            self.only(np.arange(num_documents)),
-            num_lines=end_line - self.first_line,
-            num_bytes=num_bytes,
-            bad=[each for each in self.bad if each.line < end_line],
-        )
+        end = self.first_line + self.num_lines
+        borders = [self.first_line, *self.lines[most::most].tolist(), end]
+        for first_line, end_line in itertools.pairwise(borders):
+            yield self.of_lines(first_line, end_line, num_bytes=self.num_bytes if end_line == end else 0)
 
     def digests(self) -> npt.NDArray[np.void]:
         """DIGEST[n]: what each document is known by, see shardprep/format/documents.py."""
@@ -449,8 +437,7 @@ class Documents:
                         source_offset=int(self.offsets[number]),
                         num_bytes=len(self.texts[number]) if sizes is None else int(sizes[number]),
                         line=int(self.lines[number]),
-                        reason=result.reason,
-                        detail=result.detail,
+                        **vars(result),
                         named=self.columns["source"][number] if "source" in self.columns else "",
                     )
                 )
@@ -549,7 +536,7 @@ def read_documents(
         if num_left is not None and len(documents.lines) >= num_left:
             # The last document of a trial: it accounts for all bytes behind it, too.
             end_line = int(documents.lines[num_left - 1]) + 1 if num_left else documents.first_line
-            yield documents.before(num_left, end_line, num_bytes=bytes_left)
+            yield documents.of_lines(documents.first_line, end_line, num_bytes=bytes_left)
             return
         if num_left is not None:
             num_left -= len(documents.lines)

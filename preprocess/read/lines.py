@@ -48,7 +48,7 @@ Numbers = npt.NDArray[np.int64]
 ReadLines = Callable[
     [bytes, Numbers, int], tuple[Texts | Sequence[bytes | UnusableText], dict[str, list[Any]]]
 ]
-_FIRST_SCAN_BYTES, _NEXT_SCAN_BYTES, _MOST_SCAN_BYTES = 16 << 10, 64 << 10, 1 << 20
+_FIRST_SCAN_BYTES, _MOST_SCAN_BYTES = 16 << 10, 1 << 20
 _TAIL_BYTES = 16 << 10
 _HEAD_TEXT_BYTES = 256 << 10  # of a compressed file, of which planning judges how much text there is
 _READ_BYTES = 128 << 10
@@ -178,13 +178,11 @@ def decompressed(
                 raise
             except Exception as error:  # each library has its own
                 if compression.name == "zstd" and "too much memory" in str(error):
-                    raise BadInput(
-                        f"input {file.path} asks for a larger window of memory than is allowed, before byte "
-                        f"{position}; plan with --zstd_long 31, which may take 2 GiB in each task, or unpack "
-                        f"the file: zstd -d --long=31 {file.path}",
-                        path=file.path,
-                        remedy="--zstd_long 31",
-                    ) from None
+                    what, flag = "asks for a larger window of memory than is allowed", "--zstd_long 31"
+                    todo = f"plan with {flag}, which may take 2 GiB in each task, or unpack the file"
+                    message = f"input {file.path} {what}, before byte {position}; {todo}"
+                    message += f": zstd -d --long=31 {file.path}"
+                    raise BadInput(message, path=file.path, remedy=flag) from None
                 what = f"cannot be decompressed as {compression.name} before byte {position} ({error})"
                 raise unreadable(file, what) from None
             data = b""
@@ -301,7 +299,7 @@ def first_line_start(file: OpenInput, offset: int, end: int, line_ends: LineEnds
     """The first byte at or after ``offset`` where a line begins; the file's size where its rest has none.
 
     None where none begins before ``end``; one behind it may be found all the same, and is right. It reads
-    16 KiB, for most lines end soon, then 64 KiB each time, then a quarter of what was read, up to 1 MiB.
+    16 KiB, for most lines end soon, then twice as much each time, up to 1 MiB.
     """
     if offset >= end:
         return None
@@ -317,7 +315,7 @@ def first_line_start(file: OpenInput, offset: int, end: int, line_ends: LineEnds
         if line_end := line_ends.first(block):
             return position + line_end
         position += len(block)
-        num_bytes = min(max(_NEXT_SCAN_BYTES, (position - offset) // 4), _MOST_SCAN_BYTES)
+        num_bytes = min(2 * num_bytes, _MOST_SCAN_BYTES)
     return None if position < size else size
 
 

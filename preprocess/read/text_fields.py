@@ -253,16 +253,13 @@ def name_of(value: Any) -> str:
     """Return an id or a source as text: strings as they are, other values as JSON; "" for none."""
     if value is _MISSING or value is None or isinstance(value, UnusableText):
         return ""
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", bool: "true or false", str: "a string"}
-    if value is None:
-        return "null"
-    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
+    names |= {type(None): "null", int: "a number", float: "a number"}
+    return names.get(type(value), type(value).__name__)
 
 
 def text_fields_of(options: PlanOptions) -> TextFields:
@@ -281,11 +278,15 @@ class Transform:
     def __init__(self, path: Path, files: str) -> None:
         """``files``: other files that it uses, by their names beside it: "words.txt,helpers.py"."""
         self.path = path
-        self.contents = {path.name: _read(path)}
-        for name in filter(None, map(str.strip, files.split(","))):
+        self.contents: dict[str, bytes] = {}
+        for name in [path.name, *filter(None, map(str.strip, files.split(",")))]:
             if name in self.contents or Path(name).name != name:
                 raise UsageError.of_value("--transform_files", name, f"names of other files beside {path}")
-            self.contents[name] = _read(path.with_name(name))
+            try:
+                self.contents[name] = read_regular(path.with_name(name), max_bytes=_MAX_BYTES)
+            except NOT_THERE:
+                missing = path.with_name(name)
+                raise NotFound(f"{missing}, of --transform, is no file", path=missing) from None
         hashes = {name: hashlib.sha256(raw).hexdigest() for name, raw in self.contents.items()}
         function_hash = hashes.pop(path.name)  # whatever the file's name is
         self.sha256 = hashlib.sha256(json.dumps([function_hash, hashes], sort_keys=True).encode()).hexdigest()
@@ -304,12 +305,10 @@ class Transform:
         for name in {*sys.modules} - before:
             imported = Path(getattr(sys.modules[name], "__file__", None) or "/")
             if imported.parent == folder and imported.name not in self.contents:
-                raise UsageError(
-                    f"--transform {path} imports {imported.name} beside it; name it, so that it counts "
-                    f"in the plan: --transform_files {','.join([*list(self.contents)[1:], imported.name])}",
-                    path=imported,
-                    remedy="--transform_files",
-                )
+                what, remedy = f"--transform {path} imports {imported.name} beside it", "--transform_files"
+                files = ",".join([*list(self.contents)[1:], imported.name])
+                message = f"{what}; name it, so that it counts in the plan: {remedy} {files}"
+                raise UsageError(message, path=imported, remedy=remedy)
         self._function: Any = vars(module).get("transform")
         if not callable(self._function):
             raise UsageError(path=path, found="no function transform(record)", expected="transform")
@@ -319,10 +318,8 @@ class Transform:
     ) -> Iterator[bytes | UnusableText]:
         """Yield the text of each document, of a chat its messages as JSON, or why it is left out.
 
-        Args:
-            documents: of each its record, and its place in the input.
-            name: of the input.
-            reasons: those of LeaveOut so far, in this shard.
+        ``documents``: of each its record, and its place in the input ``name``. ``reasons``: those of LeaveOut
+        so far, in this shard.
         """
         began_s = time.thread_time()
         for record, place in documents:
@@ -356,22 +353,21 @@ def transform_of(options: PlanOptions, path: Path | None) -> Transform | None:
     Raises Refused where that is not the function that was planned, UsageError where one of both is missing.
     """
     planned = options.transform_sha256
-    if path is None:
-        if planned:
-            what = f"the plan's documents go through a function (sha256 {planned[:12]})"
-            name = "--transform FILE"
-            message = f"{what}, and code in a data set never runs; name the file: {name}"
-            raise UsageError(message, expected=name, remedy=name)
+    if not planned and path is None:
         return None
+    if path is None:
+        what, name = f"the plan's documents go through a function (sha256 {planned[:12]})", "--transform FILE"
+        message = f"{what}, and code in a data set never runs; name the file: {name}"
+        raise UsageError(message, expected=name, remedy=name)
     if not planned:
         expected = "none, as the plan has no function; or plan anew with it, into a new folder"
         raise UsageError(found=f"--transform {path}", expected=expected)
     found = Transform(path, options.transform_files)
     if found.sha256 != planned:
         expected = (
-            f"the plan's function, {planned[:12]}, of which {TRANSFORM_DIR}/ in the data set has a copy; "
+            f"the plan's function, {planned[:12]}, of which the data set has a copy in {TRANSFORM_DIR}/"
         )
-        expected += "bring it back, or plan anew into a new folder"
+        expected += "; bring it back, or plan anew into a new folder"
         raise Refused(path=path, found=f"sha256 {found.sha256[:12]}", expected=expected)
     return found
 
@@ -411,10 +407,3 @@ def _text_of(error: BaseException) -> str:
         return str(error)
     except Exception:  # an exception of the user's own, whose text fails
         return ""
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return read_regular(path, max_bytes=_MAX_BYTES)
-    except NOT_THERE:
-        raise NotFound(f"{path}, of --transform, is no file", path=path) from None

@@ -595,12 +595,12 @@ def _stored(kind: Any) -> tuple[Any, _Read]:
     if types.is_struct(kind):
         return _stored_struct(kind)
     if types.is_map(kind):
-        key, item = _stored_field(kind.key_field), _stored_field(kind.item_field)
-        return arrow.map_(key[0], item[0], kind.keys_sorted), lambda pairs: [
-            [_or_none(key[1], name), _or_none(item[1], value)] for name, value in pairs
+        (key, read_key), (item, read_item) = _stored(kind.key_type), _stored(kind.item_type)
+        return arrow.map_(key, item, kind.keys_sorted), lambda pairs: [
+            [_or_none(read_key, name), _or_none(read_item, value)] for name, value in pairs
         ]
     if hasattr(kind, "value_field"):  # lists of any kind
-        inner, read_item = _stored_field(kind.value_field)
+        inner, read_item = _stored(kind.value_type)
         if types.is_fixed_size_list(kind):
             stored = arrow.list_(inner, kind.list_size)
         else:
@@ -611,11 +611,6 @@ def _stored(kind: Any) -> tuple[Any, _Read]:
             stored = getattr(arrow, name)(inner)
         return stored, lambda items: [_or_none(read_item, item) for item in items]
     return kind, _same
-
-
-def _stored_field(field: Any) -> tuple[Any, _Read]:
-    stored, read = _stored(field.type)
-    return arrow.field(field.name, stored, field.nullable), read
 
 
 def _stored_struct(kind: Any) -> tuple[Any, _Read]:

@@ -70,8 +70,8 @@ PROGRAM = Program(
         ),
         "stage": Command(
             summary="copy shards to a disk of this node, verified",
-            add_flags="loader.staging:add_flags",
-            run="loader.staging:stage",
+            add_flags="loader.copies:add_flags",
+            run="loader.copies:stage",
         ),
         "where": Command(
             summary="which documents a training step saw",

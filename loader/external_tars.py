@@ -43,7 +43,7 @@ _TIME = re.compile(rb"(\d\d) [acm]time=[\d.]+\n")
 
 
 class TarBytes(io.BufferedReader):
-    """The bytes of a tar, as tarfile asks for them, and at any place. Use it in ``with``."""
+    """The bytes of a tar, at any place, and as tarfile asks for them. Use it in ``with``."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(open_regular(path)), _BUFFER_BYTES)
@@ -62,7 +62,6 @@ class TarBytes(io.BufferedReader):
         return super().read(num_bytes)
 
     def broken(self, found: str, expected: str, kind: type[BrokenShard] = BrokenShard) -> BrokenShard:
-        """Return the error to raise for a tar that cannot be loaded."""
         return kind(path=self.path, found=found, expected=expected)
 
 
@@ -137,10 +136,8 @@ def _unusual_member(tar: TarBytes, archive: tarfile.TarFile, position: int) -> t
         raise tar.broken(f"PAX records at byte {position} with a size of {said!r}", "a number")
     if member.type not in _KINDS or member.issparse() or member.size < 0:
         kind = member.type.decode("latin1")
-        raise tar.broken(
-            f"a member of kind {kind!r} and {member.size} bytes at byte {position}",
-            "files, folders and links; of sparse files or parts of volumes, unpack and pack them again",
-        )
+        found = f"a member of kind {kind!r} and {member.size} bytes at byte {position}"
+        raise tar.broken(found, "files, folders and links; unpack others and pack them again")
     if not member.isreg():
         return None, member.offset_data, member.offset_data
     return member.name, member.offset_data, member.offset_data + member.size
@@ -189,12 +186,11 @@ def scan_tar(path: Path, *, count_tokens: bool = False) -> tuple[Records, int, s
     """
     with TarBytes(path) as tar:
         samples = _samples(tar)
-        records, row_tokens = np.zeros(len(samples), _RECORD), 0
         if samples and {IDS_FIELD, DOC_STARTS_FIELD} <= samples[0].fields.keys():
             records, row_tokens = _packed_records(samples)
         else:
-            for number, sample in enumerate(samples):
-                records[number] = _document_record(sample, count_tokens=count_tokens)
+            documents = [_document_record(sample, count_tokens=count_tokens) for sample in samples]
+            records, row_tokens = np.array(documents, _RECORD), 0
         # Hash sizes, places and the bytes of some samples.
         offset, num_bytes = records["offset"], records["num_bytes"]
         digest = hashlib.sha256(np.stack([offset, num_bytes]).astype("<i8").tobytes())
@@ -255,15 +251,12 @@ class _Sample(NamedTuple):
         _, _, first = self.array(field, ("<u4",), 1)
         return np.frombuffer(self.tar.at(first, self.fields[field][1]), "<u4"), first
 
-    def broken(
-        self, field: str, found: object, expected: str, kind: type[BrokenShard] = BrokenShard
-    ) -> BrokenShard:
-        """Return the error to raise for a member, or for all of them."""
-        return self.tar.broken(f"{field} of sample {self.key!r} has {found}", expected, kind)
+    def broken(self, field: str, found: object, expected: str) -> BrokenShard:
+        return self.tar.broken(f"{field} of sample {self.key!r} has {found}", expected)
 
     def wrong_fields(self, expected: str, kind: type[BrokenShard] = UnknownMember) -> BrokenShard:
         """Return the error to raise for other members than expected: one left out could change training."""
-        return self.broken("a member", f"the fields {', '.join(sorted(self.fields))}", expected, kind)
+        return self.tar.broken(f"sample {self.key!r} has {', '.join(sorted(self.fields))}", expected, kind)
 
 
 def _document_record(sample: _Sample, *, count_tokens: bool) -> tuple[int, ...]:
@@ -285,8 +278,8 @@ def _document_record(sample: _Sample, *, count_tokens: bool) -> tuple[int, ...]:
     dtype, (num_tokens,), first = sample.array(IDS_FIELD, _WIDTHS, 1)
     end = sample.fields[IDS_FIELD][1]
     if count_tokens and num_tokens:
-        last_number = int(np.frombuffer(sample.tar.at(end - dtype.itemsize, end), dtype)[0])
-        last_id = last_number if 0 <= last_number < 2**31 else -1
+        last_id = int(np.frombuffer(sample.tar.at(end - dtype.itemsize, end), dtype)[0])
+        last_id = last_id if 0 <= last_id < 2**31 else -1
     return first, end - first, num_tokens, 0, 0, 0, TOKEN_DTYPES.index(dtype), last_id
 
 
@@ -307,10 +300,8 @@ def _packed_records(samples: list[_Sample]) -> tuple[Records, int]:
         row = np.arange(num_rows)
         records = np.zeros(num_rows, _RECORD)
         records["offset"] = first + row * row_bytes
-        records["num_bytes"] = row_bytes
-        records["num_tokens"] = seq_len
-        records["dtype"] = TOKEN_DTYPES.index(dtype)
-        records["last_id"] = -1
+        records["num_bytes"], records["num_tokens"] = row_bytes, seq_len
+        records["dtype"], records["last_id"] = TOKEN_DTYPES.index(dtype), -1
         starts, starts_at = sample.numbers(DOC_STARTS_FIELD)
         if not (starts < num_rows * seq_len).all() or (starts[1:] <= starts[:-1]).any():
             expected = f"ascending numbers below {num_rows * seq_len}"

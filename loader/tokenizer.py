@@ -6,7 +6,6 @@ longer than all else, comes when somebody asks for its object.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -19,15 +18,7 @@ import orjson
 
 from loader.shards import DatasetShards, ShardSet
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
-from shardprep.files import (
-    NOT_THERE,
-    close_read,
-    errors_named,
-    is_folder,
-    open_regular,
-    read_regular,
-    refuse_fifos,
-)
+from shardprep.files import NOT_THERE, is_folder, read_beginning, read_regular, refuse_fifos
 from shardprep.format.index import without_garbage_collection
 from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR, TokenizerSpec, fingerprint_of, is_text
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
@@ -53,11 +44,9 @@ class LoaderTokenizer:
     @staticmethod
     def of_loaded(tokenizer: Any, fingerprint: str | None = None) -> LoaderTokenizer:
         """Describe one that transformers loaded. ``fingerprint``: of the manifests, where there are some."""
+        names = ("eos_token", "eos_token_id", "pad_token", "pad_token_id")
         return LoaderTokenizer(
-            eos_token=tokenizer.eos_token,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token=tokenizer.pad_token,
-            pad_token_id=tokenizer.pad_token_id,
+            **{name: getattr(tokenizer, name) for name in names},
             added_vocab=tokenizer.get_added_vocab(),
             fingerprint=fingerprint or _fingerprint(tokenizer),
             vocab_size=max(tokenizer.get_vocab().values()) + 1,
@@ -90,10 +79,9 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
     datasets = shards.datasets
     model_id = None if model_id is None else os.fspath(model_id)
     if shards.has_external and model_id is None:
-        expected = "model_id=, the model whose tokenizer made their token ids"
-        raise UsageError(
-            found="tars that other tools wrote, without a tokenizer", expected=expected, remedy="model_id="
-        )
+        found, remedy = "tars that other tools wrote, without a tokenizer", "model_id="
+        expected = f"{remedy}, the model whose tokenizer made their token ids"
+        raise UsageError(found=found, expected=expected, remedy=remedy)
     if not datasets:
         return LoaderTokenizer.of_loaded(_load(str(model_id)))
     spec = datasets[0].spec.tokenizer
@@ -185,13 +173,11 @@ def _load_own(folder: Path, spec: TokenizerSpec) -> Any:
 
 
 def _check_same(dataset: DatasetShards, model_id: str, given: Any) -> None:
-    found, own = _fingerprint(given), dataset.spec.tokenizer
-    if found != own.fingerprint:
-        raise OtherTokenizer(
-            path=dataset.folder,
-            found=f"model_id={model_id!r}, a tokenizer with fingerprint {found[:12]}",
-            expected=f"{own.model_id!r} with {own.fingerprint[:12]}, or no model_id: it has a tokenizer",
-        )
+    fingerprint, own = _fingerprint(given), dataset.spec.tokenizer
+    if fingerprint != own.fingerprint:
+        found = f"model_id={model_id!r}, a tokenizer with fingerprint {fingerprint[:12]}"
+        expected = f"{own.model_id!r} with {own.fingerprint[:12]}, or no model_id: it has a tokenizer"
+        raise OtherTokenizer(path=dataset.folder, found=found, expected=expected)
 
 
 def _fingerprint(tokenizer: Any) -> str:
@@ -211,8 +197,7 @@ def _load(name: str) -> Any:
         for folder in (Path(name), Path(name, CHAT_TEMPLATES_DIR)):
             refuse_fifos(folder)
         for path in (Path(name, "tokenizer.json"), Path(name, "tokenizer_config.json")):
-            with contextlib.suppress(*NOT_THERE), errors_named(path):
-                close_read(open_regular(path))
+            read_beginning(path, 1)
     source = name if is_folder else find_on_hub(name)[1]
     try:
         return AutoTokenizer.from_pretrained(

@@ -21,7 +21,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from loader.batches import Batch
 from loader.boundaries import why_unchecked
-from loader.token_loader import TokenLoader
+from loader.dataloader import TokenLoader
 from loader.training import LossMean, SourceLosses
 from shardprep.errors import UsageError
 

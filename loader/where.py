@@ -24,13 +24,12 @@ import numpy as np
 import torch
 
 from loader.chunks import Chunk, Ragged
-from loader.dataloader import get_llama3_dataloader
+from loader.dataloader import TokenLoader, get_llama3_dataloader
 from loader.order import Int64s
 from loader.run import Position, Run, RunReader
 from loader.samples import JoinedRows, Samples, Window
 from loader.shards import ShardSet
 from loader.state import STATE_FORMAT
-from loader.token_loader import TokenLoader
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import BrokenShard, NotFound, UsageError
 from shardprep.format.index import ShardSamples

@@ -76,7 +76,7 @@ BREAKS = [
           '"step": max(position.step - 1 - run.first_step(epoch), 0),',
           f"{_STREAM}[documents-1]",
           "form documents, world size 2, 0 workers, resumed at 23 from world size 1: global batch 23"),
-    Break("rank r has the r-th part of a global batch", "loader/token_loader.py",
+    Break("rank r has the r-th part of a global batch", "loader/dataloader.py",
           "share(range(run.order.num_slots), who.rank, who.world_size)",
           "share(range(run.order.num_slots), (who.rank + 1) % who.world_size, who.world_size)",
           f"{_STREAM}[grouped-3]",

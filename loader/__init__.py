@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from loader.ranks import ProcessRank as ProcessRank
     from loader.ranks import ensure_prepared as ensure_prepared
     from loader.ranks import find_process_rank as find_process_rank
+    from loader.run import OtherRun as OtherRun
     from loader.run import Position as Position
     from loader.shards import Origin as Origin
-    from loader.state import OtherRun as OtherRun
     from loader.training import LossMean as LossMean
     from loader.training import SourceLosses as SourceLosses
     from loader.training import deal_rows_evenly as deal_rows_evenly
@@ -45,9 +45,8 @@ _NAMES = {
     "loader.collator": "CausalLMCollator",
     "loader.dataloader": "TokenLoader get_llama3_dataloader",
     "loader.ranks": "ProcessRank ensure_prepared find_process_rank",
-    "loader.run": "Position",
+    "loader.run": "OtherRun Position",
     "loader.shards": "Origin",
-    "loader.state": "OtherRun",
     "loader.training": "LossMean SourceLosses deal_rows_evenly evaluation_loss set_up_training source_ids "
     "split_for_context_parallel",
 }

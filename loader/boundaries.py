@@ -105,8 +105,7 @@ def sdpa_mask(batch: Mapping[str, Any], *, window: int | None = None) -> torch.T
     ``mask_documents``: they take such a mask as it is, which switches the windows of their layers off. Raises
     UsageError without segment_ids.
     """
-    sees = _mask_function(batch, window)
-    rows, seq_len = batch["segment_ids"].shape
+    sees, (rows, seq_len) = _mask_function(batch, window), batch["segment_ids"].shape
     places = torch.arange(seq_len, device=batch["segment_ids"].device)
     row = torch.arange(rows, device=places.device)[:, None, None, None]
     return sees(row, row, places[:, None], places)
@@ -279,38 +278,31 @@ def why_unchecked(
     if is_distributed:
         dist.all_reduce(found, dist.ReduceOp.MAX)
     has_several, does_look_back, num_leaks, most, num_other = found.tolist()
-    num_tokens = int(is_real.sum())
+    name, num_tokens = type(inner).__name__, int(is_real.sum())
+    remedy = "loader.mask_documents(model)"
     if num_leaks:
         attention = getattr(getattr(inner, "config", None), "_attn_implementation", "of its own")
         raise Refused(
-            f"documents of a packed row see each other in {type(inner).__name__} (attention {attention}): "
-            f"when every second document changed, and then the others, the logits of {int(num_leaks)} of "
-            f"{num_tokens} tokens of other documents moved, by up to {most:.2%} of their spread; expected "
-            'none. Make the loader with boundaries="transformers" and pass its batches without an '
-            "attention_mask, or call loader.mask_documents(model) once before training, or take another "
-            "attn_implementation. If none of them helps, this model cannot be trained on packed rows: leave "
-            "out seq_len= and boundaries="
+            f"documents of a packed row see each other in {name} (attention {attention}): when others "
+            f"changed, the logits of {int(num_leaks)} of {num_tokens} tokens moved, by up to {most:.2%} of "
+            'their spread. Make the loader with boundaries="transformers" and pass its batches without an '
+            f"attention_mask, or call {remedy} once before training, or take another attn_implementation. "
+            "If none of them helps, leave out seq_len= and boundaries=",
         )
     if num_other:
         raise Refused(
-            f"the attention_mask of the batch is not that of {type(inner).__name__}: with the model's own "
-            f"{int(num_other)} of {num_tokens} tokens have other logits. transformers takes a mask as it is, "
-            "so it switches the windows of layers off, or puts them on all layers. Pass batches of "
-            'boundaries="transformers" without an attention_mask, and call loader.mask_documents(model) once '
-            "before training",
-            remedy="loader.mask_documents(model)",
+            f"the attention_mask of the batch is not that of {name}: with the model's own {int(num_other)} "
+            f"of {num_tokens} tokens have other logits, as it changes the windows of layers. Pass batches of "
+            f'boundaries="transformers" without one, and call {remedy} once before training',
+            remedy=remedy,
         )
     if not has_several:
         return _ONE_DOCUMENT
-    if does_look_back:
-        return ""
-    return (
-        "the logits of a token do not depend on the tokens before it, as in a model whose attention begins "
-        "with weights of zero; check it after the first steps"
-    )
+    return "" if does_look_back else _NOTHING_BEFORE
 
 
 _ONE_DOCUMENT = "no row of the batch has two documents; pass another batch, or make longer rows"
+_NOTHING_BEFORE = "a token's logits do not depend on the tokens before it; check it after the first steps"
 
 
 def document_numbers(batch: Mapping[str, Any]) -> torch.Tensor:
@@ -356,9 +348,7 @@ def _some_logits(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
         output = model(**batch)
     logits = getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor) or logits.shape[:2] != batch["input_ids"].shape:
-        raise UsageError(
-            found=f"a model that returned {type(output).__name__}",
-            expected=f"logits for each of the tokens {tuple(batch['input_ids'].shape)}; pass a function of "
-            "the batch's fields that returns them (to LoaderMixin check_boundaries=False)",
-        )
+        words = f"logits for each of the tokens {tuple(batch['input_ids'].shape)}; pass a function of the"
+        expected = f"{words} batch's fields that returns them (to LoaderMixin check_boundaries=False)"
+        raise UsageError(found=f"a model that returned {type(output).__name__}", expected=expected)
     return logits[..., :: max(logits.shape[-1] // 512, 1)].to(torch.float32, copy=True)

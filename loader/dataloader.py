@@ -36,7 +36,7 @@ from loader.boundaries import Boundary, boundary_names
 from loader.chunks import IGNORED
 from loader.order import share
 from loader.ranks import ProcessRank, check_process_rank, find_process_rank
-from loader.run import Position, Run
+from loader.run import Position, Progress, Run, go_on, state_of
 from loader.samples import (
     Sizes,
     Weights,
@@ -48,7 +48,6 @@ from loader.samples import (
     whole_number,
 )
 from loader.shards import InputShards, Origin, ShardSet, SplitName, find_sources
-from loader.state import Progress, go_on, state_of
 from loader.stream import BatchStream
 from loader.tokenizer import LoaderTokenizer, choose_tokenizer
 from shardprep.errors import UsageError

@@ -152,6 +152,7 @@ class ShardReader:
         return self._open[number]
 
     def close(self) -> None:
+        self._buffer = np.empty(0, np.uint8)
         while self._open:
             self._open.popitem()[1].close()
 

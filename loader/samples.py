@@ -7,7 +7,7 @@ worker asks for. ``make_run`` puts sources together: order, weights, sizes of gl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from loader.chunks import NO_LABEL, Chunk, Integers, Ragged, check_vocab, decode_samples, places_of
+from loader.chunks import NO_LABEL, Chunk, Integers, Ragged, Window, check_vocab, decode_samples, places_of
 from loader.external_tars import TOKEN_DTYPES
-from loader.order import Int32s, Int64s, Order, choose_windows
+from loader.order import Int32s, Int64s, Order
 from loader.reading import SampleBytes, ShardReader
-from loader.run import CYCLE, Run, Source, Stage, source_seed
+from loader.run import CYCLE, Run, Source, Stage, check_batch, sizes_of_order, source_seed
 from loader.shards import ShardSet
 from shardprep.errors import BrokenShard, UsageError
 from shardprep.format.names import BLANK
@@ -34,7 +34,6 @@ Weights: TypeAlias = "Mapping[str, float] | Sequence[tuple[int, Mapping[str, flo
 Sizes: TypeAlias = "int | Sequence[tuple[int, int]]"
 WeightsIn = Literal["tokens", "samples"]
 _MOST_COUNTED = 1 << 20  # samples whose lengths tell the mean of a source
-Window = Callable[[int, int], Chunk]  # decodes the ticks from one up to another of the samples that were read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,28 +379,6 @@ def choose_sizes(
     tick_samples = gcd(*(size for _, size in sizes))
     check_batch(tick_samples, group, batch_size=batch_size, world_size=world_size)
     return tick_samples, group, sizes
-
-
-def check_batch(global_batch_size: int, group: int, *, batch_size: int, world_size: int) -> None:
-    """Raise UsageError unless a global batch is equally many batches and slots of each rank."""
-    if global_batch_size % (batch_size * world_size):
-        raise UsageError(
-            found=f"global_batch_size={global_batch_size}",
-            expected=f"a multiple of batch_size {batch_size} x {world_size} ranks, {batch_size * world_size}",
-        )
-    num_slots, rest = divmod(global_batch_size, group)
-    if not rest and num_slots % world_size:  # Order refuses other groups
-        raise UsageError(
-            found=f"{world_size} ranks, which cannot share {num_slots} groups of {group} samples evenly",
-            expected=[n for n in range(1, num_slots + 1) if num_slots % n == 0],
-        )
-
-
-def sizes_of_order(samples: Samples, tick_samples: int, group: int) -> dict[str, Any]:
-    """Return the sizes in a source's order, by their names in Order."""
-    sizes = {"num_samples": samples.num_samples, "tick_samples": tick_samples}
-    block, window = choose_windows(**sizes, num_bytes=samples.shards.tar_bytes, group=group)
-    return {**sizes, "block_samples": block, "window_samples": window}
 
 
 def check_mixing(input_shards: object, weights: Weights | None, *, is_validation: bool) -> None:

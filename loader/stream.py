@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loader.batches import LoaderMetrics, StepBatches
-from loader.chunks import Chunk
+from loader.chunks import Chunk, RunReader
 from loader.order import share
-from loader.run import Position, Run, RunReader
+from loader.run import Position, Run
 from shardprep.command_line import stop_signals_wait
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 

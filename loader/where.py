@@ -23,13 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from loader.chunks import Chunk, Ragged
+from loader.chunks import Chunk, Ragged, RunReader, Window
 from loader.dataloader import TokenLoader, get_llama3_dataloader
 from loader.order import Int64s
-from loader.run import Position, Run, RunReader
-from loader.samples import JoinedRows, Samples, Window
+from loader.run import STATE_FORMAT, Position, Run
+from loader.samples import JoinedRows, Samples
 from loader.shards import ShardSet
-from loader.state import STATE_FORMAT
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import BrokenShard, NotFound, UsageError
 from shardprep.format.index import ShardSamples

@@ -21,7 +21,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from loader.external_tars import JSON, TOKEN_DTYPES
 from loader.order import Int32s, Int64s
-from loader.reading import SampleBytes
+from loader.reading import SampleBytes, ShardReader
 from loader.run import Round, Run, Source
 from shardprep.format.names import BLANK
 
@@ -65,7 +65,8 @@ class Ragged:
     @staticmethod
     def empty(shape: tuple[int, int], width: int = 0) -> Ragged:
         """Return one whose samples are ``put`` there later."""
-        return Ragged([], *np.zeros((3, *shape), np.int64), width)
+        flat_of, begins, counts = np.zeros((3, *shape), np.int64)
+        return Ragged([], flat_of, begins, counts, width)
 
     @staticmethod
     def stacked(parts: list[Ragged]) -> Ragged:
@@ -445,14 +446,14 @@ class _SourceReader:
     def __init__(self, source: Source, number: int, slots: range) -> None:
         self._order, self._samples, self._number, self._slots = source.order, source.samples, number, slots
         # Opens files as it reads them; its slots tell which part of the shards this process opens first.
-        self._reader: Any = source.samples and source.samples.open(slots.start, source.order.num_slots)
+        shards: Any = source.samples and source.samples.shards
+        self._reader = ShardReader(shards, slots.start, source.order.num_slots)
         self._window: Window | None = None
         self._place = (0, 0, 0)  # of the window: epoch, first tick and end
 
     def close(self) -> None:
         self._window = None
-        if self._reader is not None:
-            self._reader.close()
+        self._reader.close()
 
     def chunk(self, tick: int, most: int) -> Chunk:
         """Return the ticks of the source from one on, counted through its epochs: as many as ``most``, or as

@@ -62,9 +62,6 @@ class Samples:
         mean = self.row_tokens or self.shards.mean_tokens
         return mean if self.max_length is None else min(mean, self.max_length)
 
-    def open(self, number: int = 0, num_readers: int = 1) -> ShardReader:
-        return ShardReader(self.shards, number, num_readers)
-
     def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
         """Return the tokens of documents, int64[n], by the idx alone: int64[n]."""
         lengths = reader.num_tokens(samples)
@@ -90,7 +87,6 @@ class Samples:
         """Decode samples, and check ids that others made. Ids of blanked documents are BLANK.
 
         Returns the lengths, int64[samples], the ids of all, and how many were left out behind ``max_length``.
-        Raises BrokenShard.
         """
         lengths, ids = decode_samples(data, rows)
         num_cut = 0
@@ -184,7 +180,7 @@ class JoinedRows(Samples):
     def __post_init__(self) -> None:
         have_eos = all(source.records is None and source.spec.append_eos for source in self.shards.sources)
         if self.eos_token_id is None and not have_eos:
-            found = "shards without EOS behind documents, and a tokenizer that has none to put"
+            found = "shards without EOS behind documents, and a tokenizer that has none"
             raise UsageError(found=found, expected="--append_eos of plan, or an eos_token of the tokenizer")
         if self.num_samples == 0:
             raise UsageError(found=f"seq_len={self.row_tokens}", expected=f"at most {self.offsets:,} tokens")
@@ -203,7 +199,7 @@ class JoinedRows(Samples):
     def first_token(self) -> Int64s:
         """Return where each shard begins in the stream: int64[shards + 1]."""
         sizes = np.zeros(self.shards.num_shards, np.int64)
-        reader = self.open()
+        reader = ShardReader(self.shards)
         for source, first in zip(self.shards.sources, self.shards.source_first, strict=False):
             shards = np.arange(first, first + len(source.num_samples))
             if source.records is None and self.shards.split is None:
@@ -228,7 +224,7 @@ class JoinedRows(Samples):
         return reader.num_tokens_of(number) + self._puts_eos(number, documents)
 
     def ends(self, reader: ShardReader, number: int) -> Int64s:
-        """Return the sums of a shard's tokens, EOS included: int64[documents + 1]. Raises BrokenShard."""
+        """Return the sums of a shard's tokens, EOS included: int64[documents + 1]."""
         shard = reader.opened(number)
         if "stream" not in shard.sums:
             ends = np.concatenate([[0], np.cumsum(self._num_with_eos(reader, number))])
@@ -311,8 +307,7 @@ def make_samples(
 ) -> Samples:
     """Return the samples of some shards. Raises UsageError where the arguments do not fit what these hold.
 
-    ``keeps_tail``: rows packed at load end with one that is not full. ``starts``: whether to say where
-    documents begin in rows. ``others``: fields of Samples.
+    ``keeps_tail``: rows packed at load end with one that is not full. ``others``: fields of Samples.
     """
     for_documents = "group_by_length" if group > 1 else ""
     if max_length is not None:
@@ -320,16 +315,16 @@ def make_samples(
     if seq_len is not None and for_documents:
         found = f"seq_len={seq_len}, to pack documents, and {for_documents}, to pad them"
         raise UsageError(found=found, expected="one of the two")
-    if shards.has_rows:
-        if not shards.row_tokens:
-            expected = "documents alone, or rows of one length: load them apart"
-            raise UsageError(found="packed rows beside documents, or beside other rows", expected=expected)
-        given = for_documents if seq_len in (None, shards.row_tokens) else f"seq_len={seq_len}"
+    row_tokens = shards.row_tokens
+    if shards.has_rows and not row_tokens:
+        expected = "documents alone, or rows of one length: load them apart"
+        raise UsageError(found="packed rows beside documents, or beside other rows", expected=expected)
+    if row_tokens:
+        given = for_documents if seq_len in (None, row_tokens) else f"seq_len={seq_len}"
         if given:
-            rows = f"packed rows of {shards.row_tokens} tokens"
-            expected = f"{rows} without it, or prepared with another --seq_len"
+            expected = f"packed rows of {row_tokens} tokens without it, or prepared with another --seq_len"
             raise UsageError(found=given, expected=expected, remedy="--seq_len")
-        return PackedRows(shards=shards, row_tokens=shards.row_tokens, starts=starts, **others)
+        return PackedRows(shards=shards, row_tokens=row_tokens, starts=starts, **others)
     if seq_len is None:
         return Samples(shards=shards, max_length=max_length, **others)
     others |= {"starts": starts, "eos_token_id": eos_token_id, "keeps_tail": keeps_tail}
@@ -365,17 +360,12 @@ def _stages(name: str, value: Any) -> Sequence[tuple[int, Any]]:
 def choose_sizes(
     global_batch_size: Sizes | None, group_by_length: bool | int, *, batch_size: int, world_size: int
 ) -> tuple[int, int, list[tuple[int, int]]]:
-    """Return L, which all sizes are multiples of, the samples of a group, and the global batch size by step.
-
-    Raises UsageError.
-    """
+    """Return L, of which all sizes are multiples, the samples of a group, and the sizes by step."""
     name = "global_batch_size"
     stages = _stages(name, batch_size * world_size if global_batch_size is None else global_batch_size)
     sizes = [(step, whole_number(name, size, least=1)) for step, size in stages]
-    if isinstance(group_by_length, bool):
-        group = batch_size if group_by_length else 1
-    else:
-        group = whole_number("group_by_length", group_by_length, least=0) or 1
+    given = int(group_by_length) * batch_size if isinstance(group_by_length, bool) else group_by_length
+    group = whole_number("group_by_length", given, least=0) or 1
     tick_samples = gcd(*(size for _, size in sizes))
     check_batch(tick_samples, group, batch_size=batch_size, world_size=world_size)
     return tick_samples, group, sizes
@@ -444,13 +434,13 @@ def _shares(weights: object, means: Mapping[str, float]) -> dict[str, float]:
     are_numbers = all(isinstance(value, Real) and 0 <= float(value) < float("inf") for value in values)
     if given.keys() - means.keys() or not are_numbers or not sum(values) > 0:
         expected = f"a dict of non-negative numbers for {', '.join(means)}, not all zero"
-        raise UsageError(found=f"weights={weights!r}", expected=expected)
-    of_samples = {}
-    for (name, mean), value in zip(means.items(), values, strict=True):
+        raise UsageError.of_value("weights", weights, expected)
+    of_samples = []
+    for mean, value in zip(means.values(), values, strict=True):
         # Exactly, and 0.1 as 1/10: weights in equal proportions are equal shares to the last digit.
         exact = Fraction(int(value) if isinstance(value, Integral) else str(float(value)))
-        of_samples[name] = exact / Fraction(mean)
-    shares = {name: float(value / sum(of_samples.values())) for name, value in of_samples.items()}
+        of_samples.append(exact / Fraction(mean))
+    shares = {name: float(value / sum(of_samples)) for name, value in zip(means, of_samples, strict=True)}
     for name, share in shares.items():
         if 0 < share < 1 / CYCLE:
             raise UsageError(found=f"so small a weight of {name}", expected=f"one of {CYCLE} samples, or 0")
@@ -460,14 +450,12 @@ def _shares(weights: object, means: Mapping[str, float]) -> dict[str, float]:
 def _mean_tokens(samples: Samples) -> float:
     """Return the tokens of a sample, by the manifests or by a million samples, evenly chosen."""
     shards = samples.shards
-    if samples.row_tokens:
-        return float(samples.row_tokens)
     is_whole = samples.mean_tokens == shards.mean_tokens  # where no sample is cut
-    if is_whole and not shards.has_external and shards.split is None:
-        return shards.mean_tokens
+    if samples.row_tokens or (is_whole and not shards.has_external and shards.split is None):
+        return float(samples.mean_tokens)
     num_chosen = min(samples.num_samples, _MOST_COUNTED)
     chosen = np.linspace(0, samples.num_samples - 1, num_chosen).astype(np.int64)
-    reader = samples.open()
+    reader = ShardReader(shards)
     mean = float(samples.num_tokens(reader, chosen).mean())
     reader.close()
     return max(mean, 1.0)

@@ -231,8 +231,9 @@ def _find_paths(input_shards: InputShards, cache_dir: str | os.PathLike[str] | N
 
     What is no local file is copied to ``cache_dir``. 100,000 shards take 0.4 s, hence no Path.
     """
-    is_one = isinstance(input_shards, (str, bytes, os.PathLike)) or not isinstance(input_shards, Iterable)
-    named: Iterable[Any] = [input_shards] if is_one else input_shards
+    named: Any = input_shards
+    if isinstance(named, (str, bytes, os.PathLike)) or not isinstance(named, Iterable):
+        named = [input_shards]
     paths: list[str] = []
     for each in named:
         if not isinstance(each, (str, bytes, os.PathLike)):

@@ -26,6 +26,7 @@ import torch
 from loader.chunks import Chunk, Ragged, RunReader, Window
 from loader.dataloader import TokenLoader, get_llama3_dataloader
 from loader.order import Int64s
+from loader.reading import ShardReader
 from loader.run import STATE_FORMAT, Position, Run
 from loader.samples import JoinedRows, Samples
 from loader.shards import ShardSet
@@ -235,7 +236,7 @@ class _MarkedSamples:
             # first token behind its end.
             self._width, self._size = of.row_tokens, of.offsets
             stretches = np.zeros((2, len(blanked)), np.int64)  # where they begin, and end
-            reader, shard_of = of.open(), of.shards.shard_of(blanked)
+            reader, shard_of = ShardReader(of.shards), of.shards.shard_of(blanked)
             for number in np.unique(shard_of).tolist():
                 here = shard_of == number
                 sums = of.first_token[number] + of.ends(reader, number)

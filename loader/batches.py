@@ -197,8 +197,7 @@ class StepBatches:
     ) -> Iterator[tuple[Any, tuple[int, int]]]:
         """Yield the batches of one tick from one of them on, each with its numbers of tokens and of padding.
 
-        ``is_filler``: which samples of the tick fill a last batch up, if there are any: they have no labels.
-        What ``collate_fn`` makes may be anything.
+        ``is_filler``: which samples of the tick fill a last batch up, if any do: they have no labels.
         """
         is_full = chunk.row_tokens > 0 and chunk.shortest[tick] == chunk.row_tokens  # no padding
         for first in range(first_batch * self.batch_size, chunk.num_samples, self.batch_size):

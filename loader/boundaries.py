@@ -63,8 +63,7 @@ def boundary_fields(
     """Make what ``boundaries=`` asks for. 20 us for an (8, 2048) batch.
 
     ``position_ids`` int64[batch, seq] count from 0 in each document, ``segment_ids`` from 1 in each row, 0 in
-    padding. ``cu_seqlens`` int32[documents + 1] are edges in the flattened batch, padding a document of its
-    own.
+    padding. ``cu_seqlens`` int32[documents + 1] are edges in the flattened batch, also of padding.
 
     Args:
         names: of ``Boundary``.
@@ -100,10 +99,9 @@ def boundary_fields(
 def sdpa_mask(batch: Mapping[str, Any], *, window: int | None = None) -> torch.Tensor:
     """Return bool[batch, 1, seq, seq]: which places see which, causal and inside of a document.
 
-    For a model of your own and a batch with ``segment_ids``, on its device: batch x seq x seq bytes.
-    ``window``: how many tokens a token sees, itself included. For transformers models call
-    ``mask_documents``: they take such a mask as it is, which switches the windows of their layers off. Raises
-    UsageError without segment_ids.
+    For a model of your own and a batch with ``segment_ids``, else UsageError: batch x seq x seq bytes on its
+    device. ``window``: how many tokens a token sees, itself included. For transformers models call
+    ``mask_documents``: they take such a mask as it is, which switches the windows of their layers off.
     """
     sees, (rows, seq_len) = _mask_function(batch, window), batch["segment_ids"].shape
     places = torch.arange(seq_len, device=batch["segment_ids"].device)
@@ -202,8 +200,7 @@ def check_boundaries(model: Any, batch: Mapping[str, Any], *, noise: float | Non
 
     Args:
         model: a transformers model, wrapped (DDP, FSDP, torch.compile) or not, or any function that takes
-            the fields of the batch by name and returns logits[batch, seq, vocabulary], or an object that
-            has them as ``logits``.
+            the fields of the batch by name and returns logits[batch, seq, vocabulary], or has them.
         batch: what the model gets, on its device, with a mask of yours if you add one; ``labels`` are left
             out. Documents are found by ``segment_ids``, ``position_ids`` or ``cu_seqlens``.
         noise: logits may move by this part of their standard deviation. Default: 0.0001, or 0.02 for a model
@@ -211,8 +208,7 @@ def check_boundaries(model: Any, batch: Mapping[str, Any], *, noise: float | Non
 
     Raises:
         Refused: documents leak, or a mask switches windows off. It says how much, and what to do.
-        UsageError: no row has two documents, the batch does not say where they begin, or the model makes
-            nothing yet of the tokens before a token.
+        UsageError: no row has two documents that are known, or no token's logits depend on those before.
     """
     if reason := why_unchecked(model, batch, noise):
         raise UsageError(f"the boundaries could not be checked: {reason}", found=reason)

@@ -39,8 +39,7 @@ Integers = npt.NDArray[np.integer[Any]]
 class Ragged:
     """Some numbers of each sample of a chunk, where they lie: one place in one of some flat arrays.
 
-    They are gathered when their tick is asked for. So a tick's 64 KiB stay in the cache, which the 1 MiB of
-    a whole chunk would not.
+    They are gathered when their tick is asked for: a tick's 64 KiB stay in the cache, a chunk's 1 MiB do not.
     """
 
     flats: list[Integers]
@@ -290,10 +289,7 @@ def places_of(begin: Int64s, lengths: Int64s) -> Int64s:
 
 
 def decode_samples(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
-    """Return (lengths int64[len(rows)], the ids of all, int32), decoded in parts of DECODE_BYTES.
-
-    Raises BrokenShard, also where an idx says another length.
-    """
+    """Return (lengths int64[len(rows)], the ids of all, int32), decoded in parts of DECODE_BYTES."""
     memory = data.buffer.data
     parts: list[tuple[Int64s, Int32s]] = []
     cuts = np.cumsum(data.num_bytes[rows]) // DECODE_BYTES
@@ -456,8 +452,7 @@ class _SourceReader:
         self._reader.close()
 
     def chunk(self, tick: int, most: int) -> Chunk:
-        """Return the ticks of the source from one on, counted through its epochs: as many as ``most``, or as
-        its window still has."""
+        """Return the source's ticks from one on, through its epochs: ``most``, or what its window has."""
         epoch, tick = divmod(tick, self._order.ticks_per_epoch)
         window_epoch, first, end = self._place
         if self._window is None or epoch != window_epoch or not first <= tick < end:

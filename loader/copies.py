@@ -2,8 +2,7 @@
 
 ``shardprep stage DATA --to DIR`` makes a data set: the loader is given its path, ``verify DIR`` reads it
 whole, ``clean DIR`` removes what a killed run left. A shard's manifest is copied last, and index.json behind
-all shards, so what is not whole is refused as an incomplete data set is. Any number of processes may stage
-at once, without locks.
+all shards, so what is not whole is refused. Any number of processes may stage at once, without locks.
 
 A URL is copied by webdataset, as the loader reads at random:
 
@@ -82,10 +81,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def stage(args: argparse.Namespace) -> int:
-    """Run the command; returns its exit code, 0 where the copy is whole.
-
-    Raises ShardprepErrors, and Stopped on TERM, USR1 and INT, which leaves no temporary file.
-    """
+    """Run the command; returns its exit code, 0 where the copy is whole."""
     folder, target = args.input_shards, args.to
     if size_of_file(folder) is not None and not is_folder(folder):
         expected = "the folder of a data set; copy other tars yourself and give the loader the copies"

@@ -85,8 +85,7 @@ class TokenLoader(DataLoader[Batch]):
     Every rank gets ``len(loader)`` batches, and no sample comes twice in an epoch. An epoch leaves out fewer
     samples than a global batch, others each time. After a ``break`` or Ctrl-C the next ``iter()`` goes on
     with the next batch, and ``set_epoch`` leaves the epoch. A loader with ``split="validation"`` begins anew
-    at each ``iter()``. Only the newest iterator may be used. ``close()``, or leaving ``with``, ends the
-    workers.
+    at each ``iter()``. Only the newest iterator may be used. ``close()``, or ``with``, ends the workers.
 
     ``state_dict()`` says what was delivered, whatever was read ahead. ``load_state_dict()`` makes the next
     ``iter()`` the rest of that epoch, on any number of ranks and workers. accelerate counts batches: set
@@ -162,8 +161,7 @@ class TokenLoader(DataLoader[Batch]):
     def tokenizer(self) -> Any:
         """Return transformers' tokenizer, the same object each time.
 
-        Loading it takes 3 s for Llama 3's. Raises OtherTokenizer where transformers makes another one of its
-        files, ReadWriteError, or NotFound.
+        Loading it takes 3 s for Llama 3's. Raises OtherTokenizer, ReadWriteError or NotFound.
         """
         return self.loader_tokenizer.loaded
 
@@ -202,8 +200,7 @@ class TokenLoader(DataLoader[Batch]):
 
         All ranks must call it: once in a step they add up one number, without a wait for the device. After a
         resume inside of a step only the rest of the step counts. ``device``: where the group's backend sends
-        from. ``group``: default: all processes. Raises UsageError before the first batch, where batches have
-        no labels, or without a process group.
+        from. ``group``: default: all processes. Raises UsageError without labels or a process group.
         """
         step = self._step
         if step.labels_per_rank is not None:
@@ -246,8 +243,7 @@ class TokenLoader(DataLoader[Batch]):
         run, now = self.run, self.progress.delivered
         epochs, weights = run.source_epochs(now), run.held_from(now.step)[0].weights
         read = {source.name: source.samples for source in run.sources if source.samples is not None}
-        # In a sample of the mixture.
-        tokens_of = {name: weights.get(name, 0) * of.mean_tokens for name, of in read.items()}
+        tokens_of = {name: weights.get(name, 0) * samples.mean_tokens for name, samples in read.items()}
         sample = f"a document, of at most {run.settings['max_length'] or 'any number of'} tokens"
         if run.row_tokens:
             fields = ", ".join(self.step_batches.boundaries)
@@ -359,8 +355,7 @@ class TokenLoader(DataLoader[Batch]):
     def mark_trained(self) -> None:
         """Let ``state_dict()`` be of what was delivered by now.
 
-        For an optimizer that ``follow`` does not take: call it after each of its steps. Between two calls
-        the state stays.
+        For an optimizer that ``follow`` does not take: call it after each of its steps.
         """
         self.progress.trained = self.progress.delivered
 
@@ -371,8 +366,7 @@ class TokenLoader(DataLoader[Batch]):
         """Return the state after ``step`` global batches, as ``num_steps_delivered`` counts them.
 
         For loops that prefetch batches, and to leave steps out, as after a spike of the loss:
-        ``load_state_dict(state_at(step + 200))`` on all ranks. Raises UsageError for a step of an epoch that
-        was left by ``set_epoch``.
+        ``load_state_dict(state_at(step + 200))`` on all ranks. No step of an epoch that ``set_epoch`` left.
         """
         if step < (least := self.progress.left_at):
             raise UsageError.of_value("step", step, f"at least {least}, where set_epoch left an epoch")
@@ -382,8 +376,7 @@ class TokenLoader(DataLoader[Batch]):
         """Make the next ``iter()`` go on behind a state. Reads nothing.
 
         A loader that was made with ``amend=True`` takes a state of other weights, sources or sizes, and logs
-        the step from which on its own hold. Raises OtherRun, OtherTokenizer, UnknownVersion, UsageError or
-        BrokenShard.
+        the step from which on its own hold. Raises Refused, UsageError or BrokenShard.
         """
         run, position, num_left, amended_at = go_on(self._given, state, self._layout, amend=self.can_amend)
         self._newest += 1
@@ -629,8 +622,7 @@ def get_llama3_dataloader(
             weights_in: unit of the weights: ``"tokens"``, by the mean of each source, or ``"samples"``.
             amend: go on from a state of other weights, sources or global batch sizes, which the default
                 refuses. The new ones hold from the next border on, at most 64 steps later. A source that you
-                drop must stay in ``input_shards`` until then, without a weight. Sizes must be multiples of
-                the run's first.
+                drop must stay in ``input_shards`` until then. Sizes must be multiples of the run's first.
 
         Packing and labels:
             seq_len: pack documents into full rows of this many tokens, with EOS between documents.
@@ -642,8 +634,7 @@ def get_llama3_dataloader(
             targets: ``"same"``: labels are the ids, for models that shift them, as transformers' do.
                 ``"shifted"``: ``labels[:, t]`` is what follows ``input_ids[:, t]``, for loops as in Megatron,
                 nanoGPT and torchtitan. Plan packed rows with a ``--seq_len`` that is one larger.
-            max_length: cut documents that are not packed to this many tokens; ``loader.metrics`` counts the
-                rest.
+            max_length: cut documents that are not packed to this many tokens; ``metrics`` counts the rest.
 
         Processes and workers:
             num_workers: processes that read, per rank. At most ``global_batch_size / (world_size x

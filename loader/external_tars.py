@@ -181,8 +181,7 @@ _FINGERPRINTED = 16  # samples whose bytes enter a tar's fingerprint
 def scan_tar(path: Path, *, count_tokens: bool = False) -> tuple[Records, int, str, int]:
     """Return the records of a tar, the tokens of its packed rows or 0, a hash of it, and its bytes.
 
-    With ``count_tokens`` all data is read. Raises BrokenShard; UnknownMember for a member that would change
-    the training; OSError.
+    With ``count_tokens`` all data is read. Raises BrokenShard, UnknownMember or OSError.
     """
     with TarBytes(path) as tar:
         samples = _samples(tar)

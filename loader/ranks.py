@@ -64,8 +64,7 @@ def find_process_rank(
     """Return the rank that was passed, else torch.distributed's, else the launcher's, else 0 of 1.
 
     Launchers: RANK/WORLD_SIZE (torchrun), OMPI_COMM_WORLD_*, PMI_* (MPICH, Intel MPI), an srun step. Call it
-    in the process that trains. Raises UsageError where half of a pair is given, a value is no number, or a
-    launcher sets a rank and no size.
+    in the process that trains. Raises UsageError where half of a pair is given, or a value is no number.
     """
     if rank is not None or world_size is not None:
         if rank is None or world_size is None:

@@ -17,8 +17,7 @@ weights of the sources and the global batch size from a step on. Everything else
 Say L is 12, and the only source has 700 samples: R is 58. With steps of 5 ticks an epoch is 11 steps, and its
 last 3 ticks are not used: step 11 is the first one of epoch 1, which begins at tick 58.
 
-The price: each source keeps windows of its own in memory, and one that has less than 1/64 of the ticks is in
-some rounds only.
+The price: each source has windows of its own, and one of less than 1/64 of the ticks is in some rounds only.
 """
 
 from __future__ import annotations
@@ -467,8 +466,7 @@ class _State:
 def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: int) -> dict[str, Any]:
     """Return the state of a position. ``num_left``: steps of epochs that the loop left.
 
-    All states have the same keys, and lists without dicts in them: torch.distributed.checkpoint reads only
-    the keys that a fresh loader's state has.
+    All have the same keys, and no dicts in lists: torch.distributed.checkpoint reads a fresh state's keys.
     """
     epoch = run.epoch_of(position.step)
     sources, stages = [], []

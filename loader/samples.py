@@ -242,8 +242,7 @@ class JoinedRows(Samples):
         documents: list[Int64s] = []
         puts_eos: list[npt.NDArray[np.bool_]] = []
         num_decoded = 0
-        # Consecutive rows are one stretch of the stream, which goes on from shard to shard. Each process
-        # begins with another one.
+        # Consecutive rows are one stretch of the stream. Each process begins with another one.
         bounds = np.array([0, *(np.flatnonzero(np.diff(rows) != 1) + 1), len(rows)])
         for stretch in reader.opening_order(np.arange(len(bounds) - 1)).tolist():
             first, end = bounds[stretch : stretch + 2].tolist()

@@ -273,8 +273,7 @@ def _expand(name: str) -> list[str]:
 def _expand_braces(pattern: str) -> list[str]:
     """Expand ``a{0..2}{x,y}`` as a shell does, the last brace fastest.
 
-    Zeros in front are kept, and each name comes once. Raises UsageError for braces that hold neither a range
-    nor a comma.
+    Zeros in front are kept, and each name comes once. Braces hold a range or a comma, else UsageError.
     """
     try:
         names = list(dict.fromkeys(braceexpand(pattern, escape=False)))

@@ -1,16 +1,13 @@
 """The batches of a rank, in order: worker processes read chunks, and the training process collates them.
 
 A chunk is a few ticks of a worker's slots, so a worker sends 1 MiB at a time, not a batch. Workers share the
-slots of the rank: if every worker took each n-th tick instead, all of them together would read everything n
-times.
+slots of the rank: if each took every n-th tick instead, together they would read everything n times.
 
 Each worker has a socket of its own, and shares neither memory nor a lock. A container's /dev/shm may be
-small, and behind the queues of torch's DataLoader a loop waits for ever where a worker is killed while it
-holds a lock or sends a message.
+small, and the queues of torch's DataLoader wait for ever where a worker is killed while it holds a lock.
 
 Slurm, torchrun and a terminal send a signal to all processes of a job. A worker that died of it would end the
-process that trains before that one has saved its checkpoint. So workers block these signals, and end with the
-process that trains.
+process that trains before its checkpoint. So workers block these signals, and end with that process.
 """
 
 from __future__ import annotations
@@ -57,8 +54,7 @@ class _Worker(NamedTuple):
 
 
 class BatchStream:
-    """A rank's batches, step by step; with workers a few chunks are read ahead. Waits are counted in
-    ``metrics``.
+    """A rank's batches, step by step; with workers a few chunks are read ahead. ``metrics`` count waits.
 
     Files stay open, and workers alive, until ``end``: opening shards anew costs more than reading a window.
     ``endless``: chunks of the next epoch follow those of one.
@@ -91,8 +87,7 @@ class BatchStream:
 
     @property
     def _chunk_ticks(self) -> int:
-        """Return the ticks of a chunk, the same for all workers. Rows that are not sent take no memory until
-        their tick, see Ragged."""
+        """Return the ticks of a chunk. Rows that are not sent take no memory until their tick, see Ragged."""
         if not self._num_workers and self._run.row_tokens:
             return MAX_CHUNK_TICKS
         slots = -(-len(self._slots) // max(self._num_workers, 1))

@@ -116,7 +116,6 @@ def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
     """Return the tokenizer of a data set, if its file is that of the manifests: 0.5 s for Llama 3's.
 
     None where it is not, or the files beside it say something else: transformers then finds what is wrong.
-    Raises BrokenShard or ReadWriteError.
     """
     raw = _content(folder / "tokenizer.json")
     if raw is None or _content(folder / "added_tokens.json") is not None:  # of transformers 4: more tokens

@@ -248,8 +248,7 @@ class EpochsOfLoader:
 
 
 def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) -> None:
-    """Raise UsageError unless each of the next global batches is batch x accumulation x ranks of the
-    TrainingArguments."""
+    """Raise UsageError unless the next global batches are those of the TrainingArguments."""
     run, (step, num_micro) = loader.run, loader.progress.delivered
     if num_micro:
         again = f"train_loader.load_state_dict(train_loader.state_at({step}))"

@@ -200,8 +200,7 @@ def evaluation_loss(model: Any, loader: TokenLoader) -> float:
     """Return the mean loss over all labels of a validation loader, on all ranks.
 
     All of them must call it, and it takes one epoch of ``loader``. ``model(**batch).loss`` must be the mean
-    over the labels of a batch. Raises UsageError for ``targets="shifted"`` and a model of transformers, which
-    shifts labels itself.
+    over the labels of a batch. Raises UsageError for ``targets="shifted"`` and a model of transformers.
     """
     inner = getattr(model, "module", model)  # of DDP
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # of PEFT
@@ -312,8 +311,7 @@ def split_for_context_parallel(
             masks made of ``position_ids`` and ``segment_ids``.
 
     Raises:
-        UsageError: rows cannot be cut so, the batch does not say where documents begin, or labels are not
-            shifted.
+        UsageError: rows cannot be cut so, nothing says where documents begin, or labels are not shifted.
     """
     ids = batch.get("input_ids") if hasattr(batch, "get") else None
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:

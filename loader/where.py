@@ -4,9 +4,8 @@ A loader is made as the run's was, with ``origins``; ``state_at`` puts it to the
 
 ``blank`` has found the documents of a list, and put BLANK where their ids stood, in the same places. So which
 samples held them is read from the shards that were made again, whatever names the list had. The reader of
-training then walks through the run, with marks of samples in place of their bytes: what decides which sample
-comes when decides here, too. The price: 0.3 us of CPU for each sample so far, 0.6 us of a mixture; of samples
-of like length, every idx is read.
+training then walks through the run, with marks of samples in place of their bytes. The price: 0.3 us of CPU
+for each sample so far, 0.6 us of a mixture; of samples of like length, every idx is read.
 """
 
 from __future__ import annotations
@@ -232,8 +231,7 @@ class _MarkedSamples:
         self._begins, self._ends = blanked, blanked + 1
         self._width, self._size = 1, of.num_samples  # of a sample, and of all
         if isinstance(of, JoinedRows):
-            # A document is a stretch of the stream of tokens that rows are cut from, which goes on with its
-            # first token behind its end.
+            # A document is a stretch of the stream of tokens that rows are cut from, which goes round.
             self._width, self._size = of.row_tokens, of.offsets
             stretches = np.zeros((2, len(blanked)), np.int64)  # where they begin, and end
             reader, shard_of = ShardReader(of.shards), of.shards.shard_of(blanked)

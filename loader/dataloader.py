@@ -111,9 +111,7 @@ class TokenLoader(DataLoader[Batch]):
     ) -> None:
         if "sampler" in workers:
             found = "a sampler, as Lightning gives it for overfit_batches and predict"
-            expected = (
-                "none: pass list(itertools.islice(loader, 2)), or (batch for batch in loader), in its place"
-            )
+            expected = "none: pass list(itertools.islice(loader, 2)) or (batch for batch in loader)"
             raise UsageError(found=found, expected=expected)
         # What torch shows of a loader; batches come from self._stream, in which workers send chunks.
         super().__init__(
@@ -144,7 +142,7 @@ class TokenLoader(DataLoader[Batch]):
         slots = share(range(run.order.num_slots), who.rank, who.world_size)
         workers = {**self._worker_options, "num_workers": min(num_workers, len(slots))}
         endless = self.persistent_workers or not num_workers
-        return BatchStream(run, slots, self.step_batches, metrics, endless=endless, workers=workers)
+        return BatchStream(run, slots, self.step_batches, metrics, endless, workers)
 
     def __len__(self) -> int:
         """Return the batches of the next epoch, on every rank. See ``first_batch`` for a resumed one."""
@@ -379,14 +377,9 @@ class TokenLoader(DataLoader[Batch]):
         the step from which on its own hold. Raises Refused, UsageError or BrokenShard.
         """
         run, position, num_left, amended_at = go_on(self._given, state, self._layout, amend=self.can_amend)
-        self._newest += 1
-        # Compared as a state tells them, in which weights are rounded.
-        if state_of(run, position, {}, 0) == state_of(self.run, position, {}, 0):
-            self._end_unless_persistent()
-        else:
-            self._stream.end()  # its workers have the run of before
-            self.run = run
-            self._stream = self._stream_of(self.metrics, self.num_workers)
+        self.close()  # workers have the run of before
+        self.run = run
+        self._stream = self._stream_of(self.metrics, self.num_workers)
         self.progress.load(position, num_left)
         self._step = _Step(self.run.batches_in_step(position.step), [])
         if self.process_rank.rank == 0 and amended_at is not None:

@@ -154,11 +154,9 @@ class Run:
 
     def __post_init__(self) -> None:
         largest = max(stage.global_batch_size for stage in self.stages)
-        most = self.ticks_per_epoch * self.tick_samples
-        if largest > most:
-            raise UsageError(
-                found=f"a global batch of {largest} samples", expected=f"at most those of an epoch, {most}"
-            )
+        if largest > (most := self.ticks_per_epoch * self.tick_samples):
+            found = f"a global batch of {largest} samples"
+            raise UsageError(found=found, expected=f"at most those of an epoch, {most}")
 
     @property
     def order(self) -> Order:
@@ -228,9 +226,6 @@ class Run:
         return found
 
     def _stretch(self, step: int) -> _Stretch:
-        last = self._stretches[-1]  # asked for each step of training
-        if step >= last.step:
-            return last
         return self._stretches[bisect_right(self._stretches, step, key=lambda each: each.step) - 1]
 
     def epoch_and_tick(self, position: Position) -> tuple[int, int]:
@@ -441,6 +436,9 @@ class _SourceRow(NamedTuple):
     added_at: _Count
 
 
+_SIZES = ("num_samples", "block_samples", "window_samples")  # as Order names them, too
+
+
 class _StageRow(NamedTuple):
     step: _Count
     global_batch_size: _Number
@@ -471,8 +469,7 @@ def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: 
     epoch = run.epoch_of(position.step)
     sources, stages = [], []
     for source in run.sources:
-        of = source.order
-        sizes = of.num_samples, of.block_samples, of.window_samples
+        sizes = (getattr(source.order, name) for name in _SIZES)
         sources.append([source.name, source.data, *sizes, source.added_at])
     for stage in run.stages:
         shares = list(run.shares(stage.weights)) if stage.begins_round else None
@@ -495,10 +492,9 @@ def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: 
 def go_on(
     plan: Run, state: Mapping[str, Any], layout: Mapping[str, int], *, amend: bool
 ) -> tuple[Run, Position, int, int | None]:
-    """Return what a loader with a plan delivers behind a state.
+    """Return what a loader with a plan delivers behind a state, or raise what differs.
 
-    Returns the run, the position, the steps that the loop left out, and the step at which an amendment
-    begins, or None. Raises OtherRun, OtherTokenizer, BrokenShard, UnknownVersion or UsageError.
+    It is the run, the position, the steps that the loop left out, and the step at which an amendment begins.
     """
     saved = _read(state)
     _check_fingerprint(saved, plan)
@@ -622,14 +618,9 @@ def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:
     weights: dict[str, float] = {}
     try:
         for number, row in enumerate(saved.sources):
-            order = replace(
-                plan.order,
-                num_samples=row.num_samples,
-                tick_samples=size,
-                block_samples=row.block_samples,
-                window_samples=row.window_samples,
-                seed=source_seed(plan.seed, number) if plan.is_mixture else plan.seed,
-            )
+            seed = source_seed(plan.seed, number) if plan.is_mixture else plan.seed
+            sizes = {name: getattr(row, name) for name in _SIZES}
+            order = replace(plan.order, tick_samples=size, seed=seed, **sizes)
             sources.append(Source(name=row.name, data=row.data, order=order, added_at=row.added_at))
         for step, global_batch_size, shares, is_amended in saved.stages:
             if shares is not None:
@@ -694,23 +685,16 @@ class Progress:
         self.num_left, self.left_at, self.is_loaded = num_left, 0, True
 
     def leave_for(self, epoch: int, run: Run) -> None:
-        """Make an epoch the next one, from its first step.
-
-        Raises UsageError where a state that was loaded would be thrown away.
-        """
+        """Make an epoch the next one, from its first step. A state that was loaded is not thrown away."""
         if epoch > MAX_EPOCH:
             raise UsageError.of_value("epoch", epoch, f"at most {MAX_EPOCH}")
         if self.is_loaded:
-            at = run.epoch_of(self.delivered.step)
-            found = f"set_epoch({epoch}), which would throw away a loaded state that goes on in epoch {at}"
+            found = f"set_epoch({epoch}), which would throw away a loaded state of another epoch"
             expected = 'range(loader.state_dict()["epoch"], num_epochs), or a loader without the state'
             raise UsageError(found=found, expected=expected)
         if self.delivered == Position():
-            logger.warning(
-                f"set_epoch({epoch}) on a loader that delivered nothing: that epoch comes from its first "
-                "step. A run that goes on inside of it needs load_state_dict before, also under Trainer's "
-                "ignore_data_skip=True"
-            )
+            said = f"set_epoch({epoch}) on a loader that delivered nothing: the epoch is whole"
+            logger.warning(f"{said}. A run that goes on inside of it needs load_state_dict before")
         before = self.delivered.step
         self.left_at = before - self.num_left
         self._go_to(Position(run.first_step(epoch)))
@@ -724,17 +708,13 @@ class Progress:
 
 def check_batch(global_batch_size: int, group: int, *, batch_size: int, world_size: int) -> None:
     """Raise UsageError unless a global batch is equally many batches and slots of each rank."""
-    if global_batch_size % (batch_size * world_size):
-        raise UsageError(
-            found=f"global_batch_size={global_batch_size}",
-            expected=f"a multiple of batch_size {batch_size} x {world_size} ranks, {batch_size * world_size}",
-        )
+    if global_batch_size % (step_samples := batch_size * world_size):
+        expected = f"a multiple of batch_size {batch_size} x {world_size} ranks, {step_samples}"
+        raise UsageError.of_value("global_batch_size", global_batch_size, expected)
     num_slots, rest = divmod(global_batch_size, group)
     if not rest and num_slots % world_size:  # Order refuses other groups
-        raise UsageError(
-            found=f"{world_size} ranks, which cannot share {num_slots} groups of {group} samples evenly",
-            expected=[n for n in range(1, num_slots + 1) if num_slots % n == 0],
-        )
+        found = f"{world_size} ranks, which cannot share {num_slots} groups of {group} samples evenly"
+        raise UsageError(found=found, expected=[n for n in range(1, num_slots + 1) if num_slots % n == 0])
 
 
 def sizes_of_order(samples: Samples, tick_samples: int, group: int) -> dict[str, Any]:

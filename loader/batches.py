@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -143,6 +143,20 @@ class PaddedBatches:
 
 Collate = Callable[[list[Any]], Any]
 Targets = Literal["same", "shifted"]
+
+
+def padded_batches(collate_fn: Collate | None, tokenizer: Any, **options: Any) -> PaddedBatches:
+    """Return what pads for a collate_fn, or for none. ``options``: fields of PaddedBatches."""
+    batches = getattr(collate_fn, "batches", None)  # of a CausalLMCollator
+    if isinstance(batches, PaddedBatches):
+        return replace(batches, has_masks=options["has_masks"], has_blanks=options["has_blanks"])
+    # Before a collate_fn gets samples their padding is cut off again, but where it stands for blanks.
+    if collate_fn is not None and not options["has_blanks"]:
+        return PaddedBatches(pad=PadToken(token="", token_id=0, reason="of a collate_fn"), **options)
+    pad = choose_pad_token(tokenizer)
+    if collate_fn is None:
+        log_pad_token(pad, tokenizer.eos_token_id)
+    return PaddedBatches(pad=pad, **options)
 
 
 @dataclass(kw_only=True)

@@ -28,30 +28,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from loader.external_tars import scan_tar
+from shardprep import files
 from shardprep.console import Progress, print_lines, quoted, say, short_bytes
-from shardprep.errors import (
-    BrokenShard,
-    CannotWrite,
-    MissingShard,
-    NotFound,
-    ReadWriteError,
-    ShardprepError,
-    UnknownMember,
-    UsageError,
-)
-from shardprep.files import (
-    NOT_THERE,
-    TEMPORARY_NAME,
-    FileStamp,
-    PublishedFile,
-    ReadFile,
-    errors_named,
-    is_folder,
-    make_folder,
-    publish_bytes,
-    size_of_file,
-    sync_folder,
-)
+from shardprep.errors import BrokenShard, CannotWrite, MissingShard, NotFound, ReadWriteError, UsageError
+from shardprep.files import FileStamp
 from shardprep.format import manifest as manifests
 from shardprep.format import names
 from shardprep.format.index import read_index
@@ -83,7 +63,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def stage(args: argparse.Namespace) -> int:
     """Run the command; returns its exit code, 0 where the copy is whole."""
     folder, target = args.input_shards, args.to
-    if size_of_file(folder) is not None and not is_folder(folder):
+    if files.size_of_file(folder) is not None and not files.is_folder(folder):
         expected = "the folder of a data set; copy other tars yourself and give the loader the copies"
         raise UsageError(path=folder, found="no folder of a data set", expected=expected)
     if target.resolve().is_relative_to(folder.resolve()):
@@ -92,7 +72,7 @@ def stage(args: argparse.Namespace) -> int:
     plan_id, num_shards = index.spec.plan_id, index.spec.num_shards
     manifests.refuse_other_plan(folder, plan_id)
     manifests.refuse_found(folder, manifests.read_findings(folder, plan_id), range(num_shards))
-    make_folder(target, parents=True)
+    files.make_folder(target, parents=True)
     manifests.refuse_other_plan(target, plan_id)
     missing = [
         each for each in range(num_shards) if manifests.done_manifest(target, each, plan_id, {}) is None
@@ -105,7 +85,7 @@ def stage(args: argparse.Namespace) -> int:
         raise CannotWrite(path=target, found=f"{short_bytes(free)} free", expected=expected)
     # Processes begin with different shards, so that nodes do not read one storage target all at once.
     first = zlib.crc32(f"{socket.gethostname()}:{os.getpid()}".encode()) % max(1, len(missing))
-    failures: list[ShardprepError] = []
+    failures: list[BrokenShard | MissingShard] = []
     progress = Progress("staging", num_bytes)
     for path in _other_files(folder):
         _copy_file(path, target / path.relative_to(folder))
@@ -130,12 +110,12 @@ def _other_files(folder: Path) -> Iterator[Path]:
     def fail(error: OSError) -> None:
         raise error  # os.walk would leave out the folder, without a word
 
-    with errors_named(folder):
+    with files.errors_named(folder):
         for place, folders, found in os.walk(folder, onerror=fail):
             if place == str(folder):
                 folders[:] = [name for name in folders if name not in (*_OF_SHARDS, *_LEFT_OUT)]
                 found = [name for name in found if name != names.INDEX_NAME and not name.startswith("shard-")]
-            yield from (Path(place, name) for name in found if not TEMPORARY_NAME.fullmatch(name))
+            yield from (Path(place, name) for name in found if not files.TEMPORARY_NAME.fullmatch(name))
 
 
 def _copy_shard(folder: Path, shard_id: int, target: Path, progress: Progress) -> None:
@@ -147,17 +127,17 @@ def _copy_shard(folder: Path, shard_id: int, target: Path, progress: Progress) -
         if stamp in (manifest.tar, manifest.idx):
             progress.add(stamp.num_bytes)
     # As it was read: DATA's may have changed since.
-    publish_bytes(names.manifest_path(target, shard_id), manifest.to_json())
+    files.publish_bytes(names.manifest_path(target, shard_id), manifest.to_json())
 
 
 def _copy_file(path: Path, target: Path, stamp: FileStamp | None = None, remedy: str | None = None) -> None:
-    make_folder(target.parent, parents=True)
+    files.make_folder(target.parent, parents=True)
     try:
-        with errors_named(path), ReadFile(path) as file:
+        with files.errors_named(path), files.ReadFile(path) as file:
             starts = range(0, file.num_bytes, READ_BYTES)
             blocks = (file.read(start, min(READ_BYTES, file.num_bytes - start)) for start in starts)
             _publish(blocks, target, str(path), stamp, remedy)
-    except NOT_THERE:
+    except files.NOT_THERE:
         remedy = f"shardprep verify {quoted(path.parent)}"
         raise MissingShard(f"{path} is missing", path=path, remedy=remedy) from None
 
@@ -171,7 +151,7 @@ def _publish(
     check: Callable[[Path], object] | None = None,
 ) -> None:
     """Write a copy, which appears whole or, where it is not as stamped or checked, not at all."""
-    with PublishedFile(target) as copy:
+    with files.PublishedFile(target) as copy:
         for block in blocks:
             copy.write(memoryview(block))
         found = copy.sync()
@@ -181,7 +161,7 @@ def _publish(
         if check is not None:
             check(copy.temporary)
         copy.publish()
-    sync_folder(target.parent)  # its name outlasts a power cut, before a manifest's does
+    files.sync_folder(target.parent)  # its name outlasts a power cut, before a manifest's does
 
 
 # Copies of what URLs name.
@@ -258,8 +238,7 @@ def _check_tar(path: Path, url: str) -> None:
     try:
         scan_tar(path)
     except BrokenShard as error:
-        what = "cannot be loaded" if isinstance(error, UnknownMember) else "is no whole tar"
-        raise type(error)(f"what webdataset read from {_shown(url)} {what}: {error}") from None
+        raise type(error)(f"what webdataset read from {_shown(url)} cannot be loaded: {error}") from None
 
 
 def _blocks(url: str) -> Iterator[bytes]:

@@ -21,32 +21,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
-from loader.batches import (
-    Batch,
-    Collate,
-    LoaderMetrics,
-    PaddedBatches,
-    PadToken,
-    StepBatches,
-    Targets,
-    choose_pad_token,
-    log_pad_token,
-)
+from loader.batches import Batch, Collate, LoaderMetrics, StepBatches, Targets, padded_batches
 from loader.boundaries import Boundary, boundary_names
 from loader.chunks import IGNORED
 from loader.order import share
 from loader.ranks import ProcessRank, check_process_rank, find_process_rank
-from loader.run import Position, Progress, Run, go_on, state_of
-from loader.samples import (
-    Sizes,
-    Weights,
-    WeightsIn,
-    check_mixing,
-    choose_sizes,
-    make_run,
-    make_samples,
-    whole_number,
-)
+from loader.run import Position, Progress, Run, go_on, state_of, whole_number
+from loader.samples import Sizes, Weights, WeightsIn, check_mixing, choose_sizes, make_run, make_samples
 from loader.shards import InputShards, Origin, ShardSet, SplitName, find_sources
 from loader.stream import BatchStream
 from loader.tokenizer import LoaderTokenizer, choose_tokenizer
@@ -715,26 +696,20 @@ def get_llama3_dataloader(
         said = f"num_workers={num_workers}, but {num_slots} can share a rank's part of a global batch"
         logger.warning(f"{said}: no more are started. A larger global_batch_size gives work to more")
         num_workers = num_slots
-    has_blanks = shards.blank_id is not None
-    padded = getattr(collate_fn, "batches", None)  # of a CausalLMCollator
-    if not isinstance(padded, PaddedBatches):
-        pad = PadToken(token="", token_id=0, reason="of a collate_fn")
-        # Before a collate_fn gets samples their padding is cut off again, but where it stands for blanks.
-        if collate_fn is None or has_blanks:
-            pad = choose_pad_token(tokenizer)
-        padded = PaddedBatches(
-            pad=pad,
-            pad_to_multiple_of=pad_to_multiple_of,
-            pad_to_length=max_length if padding == "max_length" else None,
-            num_beyond=int(shifts),
-        )
-        if collate_fn is None:
-            log_pad_token(pad, tokenizer.eos_token_id)
+    padded = padded_batches(
+        collate_fn,
+        tokenizer,
+        pad_to_multiple_of=pad_to_multiple_of,
+        pad_to_length=max_length if padding == "max_length" else None,
+        num_beyond=int(shifts),
+        has_masks=shards.has_masks,
+        has_blanks=shards.blank_id is not None,
+    )
     if padded.pad.token:
         tokenizer.pads_with = padded.pad.token
     step_batches = StepBatches(
         batch_size=batch_size,
-        padded=replace(padded, has_masks=shards.has_masks, has_blanks=has_blanks),
+        padded=padded,
         collate_fn=collate_fn,
         boundaries=fields,
         shifts_targets=shifts,

@@ -51,7 +51,7 @@ class TarBytes(io.BufferedReader):
 
     def at(self, first: int, end: int) -> bytes:
         """Return the bytes from one up to another, or to the end that the file has."""
-        self.seek(first)
+        self.seek(min(first, self.num_bytes))
         return super().read(max(min(end, self.num_bytes) - first, 0))
 
     def read(self, num_bytes: int | None = -1, /) -> bytes:
@@ -73,22 +73,18 @@ def tar_members(tar: TarBytes) -> Iterator[tuple[str, int, int]]:
     # tarfile looks for members as soon as it has a file, so it gets the tar behind that.
     archive = tarfile.TarFile(fileobj=io.BytesIO(2 * _ZERO_BLOCK), encoding="utf-8", errors="surrogateescape")
     archive.fileobj = tar
-    whole = "a whole tar, closed by two zero blocks; write or copy it again"
-    position = 0
-    while (block := tar.at(position, position + BLOCK_BYTES)) != _ZERO_BLOCK:
-        if len(block) < BLOCK_BYTES:
-            raise tar.broken(f"cut short at byte {tar.num_bytes}", whole)
+    header = position = 0
+    while len(block := tar.at(position, position + BLOCK_BYTES)) == BLOCK_BYTES and block != _ZERO_BLOCK:
         # PAX records of the whole tar may change any member.
         plain = None if archive.pax_headers else _plain_member(tar, position)
         name, first, end = plain or _unusual_member(tar, archive, position)
-        if end > tar.num_bytes:
-            found = f"cut short at byte {tar.num_bytes}: the member at byte {position} ends at byte {end}"
-            raise tar.broken(found, whole)
-        position = first + (end - first + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
-        if name is not None:
+        header, position = position, first + (end - first + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
+        if name is not None and end <= tar.num_bytes:
             yield name, first, end
     if position + 2 * BLOCK_BYTES > tar.num_bytes:
-        raise tar.broken("cut short: it has one zero block", whole)
+        expected = "a whole tar, closed by two zero blocks; write or copy it again"
+        found = f"cut short at byte {tar.num_bytes}, in the member at byte {header} or behind it"
+        raise tar.broken(found, expected)
     for begin in range(position, tar.num_bytes, _PIECE_BYTES):
         if tar.at(begin, begin + _PIECE_BYTES).strip(b"\0"):
             found = f"goes on behind its end at byte {position}, and samples would be lost"
@@ -138,9 +134,8 @@ def _unusual_member(tar: TarBytes, archive: tarfile.TarFile, position: int) -> t
         kind = member.type.decode("latin1")
         found = f"a member of kind {kind!r} and {member.size} bytes at byte {position}"
         raise tar.broken(found, "files, folders and links; unpack others and pack them again")
-    if not member.isreg():
-        return None, member.offset_data, member.offset_data
-    return member.name, member.offset_data, member.offset_data + member.size
+    name, num_bytes = (member.name, member.size) if member.isreg() else (None, 0)
+    return name, member.offset_data, member.offset_data + num_bytes
 
 
 # What numpy writes before an array of integers in C order, and nothing else.
@@ -224,10 +219,7 @@ class _Sample(NamedTuple):
     def array(
         self, field: str, dtypes: tuple[str, ...], num_dimensions: int
     ) -> tuple[np.dtype[Any], tuple[int, ...], int]:
-        """Return type and shape of a .npy member, and the byte of the tar where its numbers begin.
-
-        They must be of one of some types, and have the member's size. Raises BrokenShard.
-        """
+        """Return type and shape of a .npy member, and the byte of the tar where its numbers begin."""
         first, end = self.fields[field]
         raw = self.tar.at(first, min(end, first + _HEADER_BYTES))
         header_bytes = 10 + int.from_bytes(raw[8:10], "little")

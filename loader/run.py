@@ -28,8 +28,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, SupportsIndex
 
 import numpy as np
 from msgspec import Meta
@@ -704,6 +705,15 @@ class Progress:
         self.delivered = position
         if self.trained is not None:
             self.trained = position
+
+
+def whole_number(name: str, value: object, *, least: int) -> int:
+    """Return the value as an int. Raises UsageError for what is none, or less than ``least``."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise UsageError.of_value(name, value, f"a whole number of at least {least}")
+    if (number := index(value)) < least:
+        raise UsageError.of_value(name, number, f"at least {least}")
+    return number
 
 
 def check_batch(global_batch_size: int, group: int, *, batch_size: int, world_size: int) -> None:

@@ -14,8 +14,7 @@ from functools import cached_property, partial
 from itertools import pairwise
 from math import gcd
 from numbers import Integral, Real
-from operator import index
-from typing import Any, Literal, SupportsIndex, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +24,7 @@ from loader.chunks import NO_LABEL, Chunk, Integers, Ragged, Window, check_vocab
 from loader.external_tars import TOKEN_DTYPES
 from loader.order import Int32s, Int64s, Order
 from loader.reading import SampleBytes, ShardReader
-from loader.run import CYCLE, Run, Source, Stage, check_batch, sizes_of_order, source_seed
+from loader.run import CYCLE, Run, Source, Stage, check_batch, sizes_of_order, source_seed, whole_number
 from loader.shards import ShardSet
 from shardprep.errors import BrokenShard, UsageError
 from shardprep.format.names import BLANK
@@ -331,15 +330,6 @@ def make_samples(
 
 
 # The run that the arguments say.
-
-
-def whole_number(name: str, value: object, *, least: int) -> int:
-    """Return the value as an int. Raises UsageError for what is none, or less than ``least``."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise UsageError.of_value(name, value, f"a whole number of at least {least}")
-    if (number := index(value)) < least:
-        raise UsageError.of_value(name, number, f"at least {least}")
-    return number
 
 
 def _stages(name: str, value: Any) -> Sequence[tuple[int, Any]]:

@@ -30,17 +30,9 @@ from shardprep.console import quoted
 from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, UsageError
 from shardprep.files import NOT_THERE, is_folder, names_in, read_beginning, size_of_file, with_retries
 from shardprep.format import manifest as manifests
+from shardprep.format import names
 from shardprep.format.index import merge_manifests, read_idx, read_index
 from shardprep.format.input_formats import name_of_input, place_text
-from shardprep.format.names import (
-    INDEX_NAME,
-    PLAN_NAME,
-    DatasetSpec,
-    TokenizerSpec,
-    blank_id,
-    manifest_path,
-    tar_path,
-)
 from shardprep.format.plan import read_input_names
 
 Named: TypeAlias = "str | bytes | os.PathLike[str]"
@@ -60,7 +52,7 @@ class DatasetShards:
     """All or some shards of one data set, or one tar that others wrote; the arrays have a row per shard."""
 
     folder: Path
-    spec: DatasetSpec
+    spec: names.DatasetSpec
     shard_ids: Int64s
     num_samples: Int64s
     num_tokens: Int64s
@@ -73,7 +65,7 @@ class DatasetShards:
 
     def path_of(self, row: int) -> Path:
         """Return the tar of a shard."""
-        return self.scanned_tar or tar_path(self.folder, int(self.shard_ids[row]))
+        return self.scanned_tar or names.tar_path(self.folder, int(self.shard_ids[row]))
 
     @property
     def fingerprint(self) -> str:
@@ -185,7 +177,7 @@ class ShardSet:
     def blank_id(self) -> int | None:
         """Return what binary ids of blanked documents are; None where no document is blanked."""
         sizes = (data.spec.tokenizer.vocab_size for data in self.sources if data.has_blanks)
-        return next(map(blank_id, sizes), None)
+        return next(map(names.blank_id, sizes), None)
 
     @property
     def tar_bytes(self) -> int:
@@ -276,12 +268,12 @@ def _expand_braces(pattern: str) -> list[str]:
     Zeros in front are kept, and each name comes once. Braces hold a range or a comma, else UsageError.
     """
     try:
-        names = list(dict.fromkeys(braceexpand(pattern, escape=False)))
+        expanded = list(dict.fromkeys(braceexpand(pattern, escape=False)))
     except ValueError:  # unbalanced: a single brace is part of a name
         return [pattern]
-    if left := _BRACES.search(names[0]):
+    if left := _BRACES.search(expanded[0]):
         raise UsageError(path=pattern, found=f"braces {left[0]}", expected="{00000..00009} or {a,b}")
-    return names
+    return expanded
 
 
 def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
@@ -296,28 +288,28 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
             if folder not in is_ours:
                 is_ours[folder] = _is_dataset(Path(folder))
             shard_id = int(shard[1])
-            if is_ours[folder] or size_of_file(manifest_path(Path(folder), shard_id)) is not None:
+            if is_ours[folder] or size_of_file(names.manifest_path(Path(folder), shard_id)) is not None:
                 named.setdefault(folder, []).append(shard_id)
                 return []
         if size_of_file(Path(path)) is None:
             raise _nothing_at(path)
-        if name == INDEX_NAME:
+        if name == names.INDEX_NAME:
             return [_dataset(Path(folder))]
         if name.endswith(".tar"):
             return [_tar_of_others(Path(path), count_tokens=count_tokens)]
         if not is_folder(Path(path)):
-            expected = f"a tar, a folder or an {INDEX_NAME}; decompress .tar.gz files first"
+            expected = f"a tar, a folder or an {names.INDEX_NAME}; decompress .tar.gz files first"
             raise UsageError(path=path, found="none of what can be loaded", expected=expected)
         if _is_dataset(Path(path)) or manifests.manifest_ids(Path(path)):
             return [_dataset(Path(path))]
-        names = names_in(Path(path))
-        if compressed := next(filter(_COMPRESSED_TAR.search, names), None):
+        inside = names_in(Path(path))
+        if compressed := next(filter(_COMPRESSED_TAR.search, inside), None):
             expected = "a tar; decompress it, or name the others"
             raise UsageError(path=Path(path, compressed), found="compressed", expected=expected)
-        tars = [Path(path, name) for name in names if name.endswith(".tar")]
+        tars = [Path(path, name) for name in inside if name.endswith(".tar")]
         if not tars:
             remedy = f"shardprep plan --input_dir {quoted(path)} --output_dir DATA --model_id MODEL"
-            expected = f"an {INDEX_NAME}, manifests or tars; if these are raw texts"
+            expected = f"an {names.INDEX_NAME}, manifests or tars; if these are raw texts"
             raise NotFound(path=path, found="no shards", expected=expected, remedy=remedy)
         return [_tar_of_others(tar, count_tokens=count_tokens) for tar in tars]
 
@@ -326,9 +318,9 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
     for folder, ids in named.items():
         found.append(with_retries(f"{folder} cannot be read", partial(_dataset, Path(folder), ids)))
         with contextlib.suppress(ReadWriteError):  # a folder may be entered that may not be listed
-            names = set(names_in(Path(folder)))
-            for wanted in (tar_path(Path(folder), shard_id) for shard_id in ids):
-                if wanted.name not in names:
+            inside = set(names_in(Path(folder)))
+            for wanted in (names.tar_path(Path(folder), shard_id) for shard_id in ids):
+                if wanted.name not in inside:
                     raise _nothing_at(str(wanted))
     return found
 
@@ -341,7 +333,7 @@ def _tar_of_others(path: Path, *, count_tokens: bool) -> DatasetShards:
     # Tokens that were not counted are guessed, 4 bytes each.
     num_tokens = int(counted.sum()) if (counted >= 0).all() else num_bytes // 4
     special_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    spec = DatasetSpec(
+    spec = names.DatasetSpec(
         plan_id=sha256,
         num_shards=1,
         record=record if row_tokens else "documents",
@@ -349,7 +341,7 @@ def _tar_of_others(path: Path, *, count_tokens: bool) -> DatasetShards:
         seq_len=row_tokens,
         append_eos=False,
         # Nobody knows the tokenizer.
-        tokenizer=TokenizerSpec(model_id="", fingerprint="", vocab_size=2**31, **special_ids),
+        tokenizer=names.TokenizerSpec(model_id="", fingerprint="", vocab_size=2**31, **special_ids),
     )
     return DatasetShards(
         folder=path.parent,
@@ -371,11 +363,11 @@ def _nothing_at(path: str) -> NotFound:
 
 def _has_index(folder: Path) -> bool:
     """Return whether there is an index.json of ours: others write files of that name, too."""
-    return _INDEX_START.match(read_beginning(folder / INDEX_NAME, 200)) is not None
+    return _INDEX_START.match(read_beginning(folder / names.INDEX_NAME, 200)) is not None
 
 
 def _is_dataset(folder: Path) -> bool:
-    return _has_index(folder) or size_of_file(folder / PLAN_NAME) is not None
+    return _has_index(folder) or size_of_file(folder / names.PLAN_NAME) is not None
 
 
 def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
@@ -389,8 +381,8 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
         num_shards = len(index.columns)
         ids = rows = np.arange(num_shards) if shard_ids is None else np.array(shard_ids)
         if beyond := ids[ids >= num_shards].tolist():
-            path = tar_path(folder, beyond[0])
-            expected = f"one of the {num_shards} shards of the {INDEX_NAME} beside it"
+            path = names.tar_path(folder, beyond[0])
+            expected = f"one of the {num_shards} shards of the {names.INDEX_NAME} beside it"
             raise NotFound(path=path, found="an unknown shard", expected=expected)
     else:
         index = merge_manifests(folder, (manifests.read_manifest(folder, shard_id) for shard_id in shard_ids))

@@ -178,11 +178,9 @@ class BatchStream:
             worker.process.join(_END_S)
             code = worker.process.exitcode or 0
             found = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            raise ReadWriteError(
-                f"worker process {worker.process.pid} ended early ({found}). SIGKILL mostly means that "
-                "memory ran out: pass fewer num_workers, or ask for more memory",
-                found=found,
-            ) from None
+            advice = "SIGKILL mostly means that memory ran out: pass fewer num_workers, or ask for more"
+            said = f"worker process {worker.process.pid} ended early ({found}). {advice}"
+            raise ReadWriteError(said, found=found) from None
         if isinstance(item, ShardprepError):
             raise item
         assert isinstance(item, Chunk)
@@ -246,8 +244,7 @@ def _end_with_main_process(parent_pid: int) -> None:
 def _check_main_guard() -> None:
     """Raise UsageError where each worker would run this loop again: spawn and forkserver import the script.
 
-    Call it in the training process. Else a worker would fail, and where all that it is given is more than a
-    pipe holds, the training process would wait for it for ever.
+    Else a worker would fail, and the training process might wait for it for ever.
     """
     for frame, line_number in traceback.walk_stack(inspect.currentframe()):
         path = frame.f_globals.get("__file__") or ""

@@ -665,7 +665,7 @@ def get_llama3_dataloader(
             group=group,
             eos_token_id=tokenizer.eos_token_id,
             vocab_size=tokenizer.vocab_size if of_source.has_external else None,
-            starts=bool(fields),
+            starts=bool(fields) or origins,
             keeps_tail=is_validation,
             origins=origins,
         )

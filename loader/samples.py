@@ -43,7 +43,7 @@ class Samples:
     row_tokens: int = 0  # of every sample where all are rows
     vocab_size: int | None = None  # checked where it is given: ids that others made
     starts: bool = False  # whether chunks say where documents begin in rows
-    origins: bool = False  # whether chunks say where each document comes from
+    origins: bool = False  # and where each document comes from
     max_length: int | None = None
 
     @property
@@ -69,7 +69,7 @@ class Samples:
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:  # noqa: ARG002
         """Read samples, int64[samples per tick, ticks]. The window ends with the reader's next ``read``."""
         # Tick after tick, as chunks have them.
-        data = reader.read(samples.T.reshape(-1), starts=self.row_tokens > 0 and self._wants_documents)
+        data = reader.read(samples.T.reshape(-1), starts=self.starts)
         return partial(self._chunk_of, data, len(samples))
 
     def _chunk_of(self, data: SampleBytes, tick_samples: int, first: int, end: int) -> Chunk:
@@ -100,10 +100,6 @@ class Samples:
             check_vocab(data, rows, ids, lengths, self.vocab_size)
         return lengths, ids, num_cut
 
-    @property
-    def _wants_documents(self) -> bool:
-        """Return whether chunks of rows say where documents begin in them."""
-        return self.starts or self.origins
 
     def _with_documents(
         self, chunk: Chunk, counts: Int64s, places: Integers, numbers: Int64s, samples: Int64s
@@ -149,7 +145,7 @@ class PackedRows(Samples):
             has_no_label[mask_at < 0] = False
             ids.flats[0][has_no_label.reshape(-1)] |= NO_LABEL
         chunk = Chunk(lengths=data.num_tokens[rows].astype(np.int32), ids=ids, row_tokens=self.row_tokens)
-        if not self._wants_documents:
+        if not self.starts:
             return chunk
         # All rows at once: 5 ns per start, against 2 us per row.
         num_starts = data.num_starts[by_tick]
@@ -214,8 +210,8 @@ class JoinedRows(Samples):
         source, _ = self.shards.locate(number)
         if source.records is None:
             return np.full(len(documents), not source.spec.append_eos)
-        last_id = source.records["last_id"][self.shards.records_of(documents, number)]
-        return np.full(len(last_id), True) if self.eos_token_id is None else last_id != self.eos_token_id
+        last_id: Int64s = source.records["last_id"][self.shards.records_of(documents, number)]
+        return last_id != self.eos_token_id
 
     def _num_with_eos(self, reader: ShardReader, number: int) -> Int64s:
         """Return the tokens of each document of a shard, EOS included: int64[documents]."""
@@ -280,7 +276,7 @@ class JoinedRows(Samples):
             at, of_row = begin_at[:, first:end], lengths[:, first:end]
             in_place = Ragged.of_rows(ids, at, self.row_tokens)
             chunk = Chunk(lengths=of_row, ids=in_place, row_tokens=self.row_tokens)
-            if not self._wants_documents:
+            if not self.starts:
                 return chunk
             by_tick = at.T.reshape(-1)
             low = np.searchsorted(starts, by_tick, side="right") - 1

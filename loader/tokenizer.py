@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ class LoaderTokenizer:
     added_vocab: Mapping[str, int]
     fingerprint: str  # of what made the ids
     vocab_size: int  # added tokens included
-    make: Callable[[], Any]  # transformers' object
+    given: Any = None  # transformers' object, else loaded from a data set's folder
+    own: tuple[Path, TokenizerSpec] | None = None
     pads_with: str | None = None  # token that becomes its pad token
 
     @staticmethod
@@ -50,7 +51,7 @@ class LoaderTokenizer:
             added_vocab=tokenizer.get_added_vocab(),
             fingerprint=fingerprint or _fingerprint(tokenizer),
             vocab_size=max(tokenizer.get_vocab().values()) + 1,
-            make=partial(_itself, tokenizer),
+            given=tokenizer,
         )
 
     def get_added_vocab(self) -> Mapping[str, int]:
@@ -60,21 +61,18 @@ class LoaderTokenizer:
     @cached_property
     def loaded(self) -> Any:
         """Return transformers' tokenizer, as ``TokenLoader.tokenizer``. Raises what that raises."""
-        tokenizer = self.make()
+        tokenizer = _load_own(*self.own) if self.own else self.given
         if self.pads_with is not None:
             tokenizer.pad_token = self.pads_with
         return tokenizer
 
 
-def _itself(tokenizer: Any) -> Any:
-    return tokenizer
 
 
 def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) -> LoaderTokenizer:
     """Return the data set's own tokenizer, which needs no network, else that of ``model_id``.
 
-    A ``model_id`` given for a data set must have the same name, files or fingerprint. Raises NotFound,
-    OtherTokenizer, or UsageError where tars of others come without a ``model_id``.
+    A ``model_id`` given for a data set must have the same name, files or fingerprint.
     """
     datasets = shards.datasets
     model_id = None if model_id is None else os.fspath(model_id)
@@ -143,7 +141,7 @@ def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
         added_vocab=added,
         fingerprint=spec.fingerprint,
         vocab_size=spec.vocab_size,
-        make=partial(_load_own, folder, spec),
+        own=(folder, spec),
     )
 
 
@@ -155,19 +153,14 @@ def _content(path: Path) -> bytes | None:
 
 
 def _load_own(folder: Path, spec: TokenizerSpec) -> Any:
-    """Load the tokenizer in a data set's folder, and compare it with the manifests.
-
-    transformers says nothing of damaged files. Raises OtherTokenizer, ReadWriteError, or NotFound.
-    """
+    """Load the tokenizer in a data set's folder, and compare it: transformers says of no damage."""
     tokenizer = _load(str(folder))
     pairs = [(name, getattr(tokenizer, name), getattr(spec, name)) for name in _SPECIAL_IDS]
     pairs.append(("fingerprint", _fingerprint(tokenizer)[:12], spec.fingerprint[:12]))
-    wrong = [f"{name} {found}, expected {expected}" for name, found, expected in pairs if found != expected]
+    wrong = [f"{name} {found}, not {expected}" for name, found, expected in pairs if found != expected]
     if wrong:
-        raise OtherTokenizer(
-            f"the files in {folder} are not the tokenizer that made the shards ({spec.model_id!r}): "
-            f"{'; '.join(wrong)}; copy the folder anew from where the shards were made"
-        )
+        expected = f"the tokenizer that made the shards, {spec.model_id!r}; copy the folder anew from there"
+        raise OtherTokenizer(path=folder, found="; ".join(wrong), expected=expected)
     return tokenizer
 
 
@@ -198,10 +191,9 @@ def _load(name: str) -> Any:
         for path in (Path(name, "tokenizer.json"), Path(name, "tokenizer_config.json")):
             read_beginning(path, 1)
     source = name if is_folder else find_on_hub(name)[1]
+    is_local = source != name or is_folder
     try:
-        return AutoTokenizer.from_pretrained(
-            source, local_files_only=source != name or is_folder, trust_remote_code=False
-        )
+        return AutoTokenizer.from_pretrained(source, local_files_only=is_local, trust_remote_code=False)
     except BaseException as error:
         if not is_library_fault(error):  # of transformers, of the hub's client, of tokenizers
             raise

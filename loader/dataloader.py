@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from numbers import Integral
 from typing import Any, Literal, NoReturn, TypeVar, cast, get_args
 
 import torch
@@ -469,7 +468,7 @@ def _warn_of_accumulation(num_batches: int) -> None:
 
 Padding = Literal["longest", "max_length"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_FROM_0 = ("pad_to_multiple_of", "num_workers", "rank")  # other whole numbers are 1 at least
+_LEAST = {"pad_to_multiple_of": 0, "num_workers": 0, "rank": 0, "seed": -(1 << 63)}  # others: 1
 _CHOICES = {"SplitName": SplitName, "Padding": Padding, "WeightsIn": WeightsIn, "Targets": Targets}
 _PATHS = {"model_id": "a model's folder or its name on the hub", "cache_dir": "a folder"}
 
@@ -498,14 +497,10 @@ def _checked(name: str, value: Any, annotation: str) -> Any:
     kind = annotation.removesuffix(" | None")
     if value is None and kind != annotation:
         return None
-    if kind == "int" and name != "seed":
-        return whole_number(name, value, least=0 if name in _FROM_0 else 1)
-    choices = get_args(_CHOICES.get(kind))
-    if name == "seed":
-        is_right, expected = isinstance(value, Integral), "a whole number"
-    elif kind == "bool":
-        is_right, expected = value in (True, False), "True or False"
-    elif choices:
+    if kind == "int":
+        return whole_number(name, value, least=_LEAST.get(name, 1))
+    choices = (True, False) if kind == "bool" else get_args(_CHOICES.get(kind))
+    if choices:
         is_right, expected = value in choices, " or ".join(map(repr, choices))
     elif name in _PATHS:
         is_right, expected = isinstance(value, (str, os.PathLike)), _PATHS[name]
@@ -513,9 +508,7 @@ def _checked(name: str, value: Any, annotation: str) -> Any:
         is_right, expected = name != "collate_fn" or callable(value), "a function of a list of samples"
     if not is_right:
         raise UsageError.of_value(name, value, expected)
-    if kind == "bool":
-        return bool(value)
-    return int(value) if name == "seed" else value
+    return bool(value) if kind == "bool" else value
 
 
 @_with_checks

@@ -100,7 +100,6 @@ class Samples:
             check_vocab(data, rows, ids, lengths, self.vocab_size)
         return lengths, ids, num_cut
 
-
     def _with_documents(
         self, chunk: Chunk, counts: Int64s, places: Integers, numbers: Int64s, samples: Int64s
     ) -> Chunk:

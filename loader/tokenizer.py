@@ -67,8 +67,6 @@ class LoaderTokenizer:
         return tokenizer
 
 
-
-
 def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) -> LoaderTokenizer:
     """Return the data set's own tokenizer, which needs no network, else that of ``model_id``.
 

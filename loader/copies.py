@@ -52,9 +52,8 @@ _BLOCK_BYTES = 1 << 20  # of a URL at once
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command; ``stage`` takes what the parser makes of them."""
     parser.description = (
-        "Copy a data set to a disk of this node, each shard compared with its manifest's hash. The copy is "
-        "a data set: give the loader its path. Any number of processes may stage at once; what is there is "
-        "kept."
+        "Copy a data set to a disk of this node, each shard compared with its manifest's hash. Give the "
+        "loader the path of the copy. Any number of processes may stage at once; what is there is kept."
     )
     parser.add_argument("input_shards", metavar="DATA", type=Path, help="the folder of a data set")
     parser.add_argument("--to", required=True, metavar="DIR", type=Path, help="folder; made if it is missing")

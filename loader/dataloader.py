@@ -94,13 +94,8 @@ class TokenLoader(DataLoader[Batch]):
             expected = "none: pass list(itertools.islice(loader, 2)) or (batch for batch in loader)"
             raise UsageError(found=found, expected=expected)
         # What torch shows of a loader; batches come from self._stream, in which workers send chunks.
-        super().__init__(
-            _RefusedDataset(),
-            batch_size=step_batches.batch_size,
-            drop_last=True,
-            pin_memory=pin_memory,
-            **workers,
-        )
+        batch_size = step_batches.batch_size
+        super().__init__(_RefusedDataset(), batch_size, drop_last=True, pin_memory=pin_memory, **workers)
         del self.collate_fn  # torch's; ours is worked out when it is looked at
         self.step_batches = step_batches
         self.loader_tokenizer = loader_tokenizer
@@ -110,7 +105,7 @@ class TokenLoader(DataLoader[Batch]):
         self.progress = Progress()
         self._given = run  # by the arguments; an amended state may replace it
         self._worker_options = workers
-        self._layout = {"world_size": process_rank.world_size, "batch_size": step_batches.batch_size}
+        self._layout = {"world_size": process_rank.world_size, "batch_size": batch_size}
         self._newest = 0  # number of the iterator that may be used
         self._step = _Step(run.batches_in_step(0), [])
         self.run = run
@@ -294,17 +289,13 @@ class TokenLoader(DataLoader[Batch]):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        make = partial(
-            type(self),
-            self._given,
-            step_batches=self.step_batches,
-            loader_tokenizer=self.loader_tokenizer,
-            process_rank=self.process_rank,
-            pin_memory=self.pin_memory,
-            amend=self.can_amend,
-            **self._worker_options,
+        names = ("step_batches", "loader_tokenizer", "process_rank", "pin_memory")
+        options = {name: getattr(self, name) for name in names} | self._worker_options
+        return (
+            partial(type(self), self._given, amend=self.can_amend, **options),
+            (),
+            (self.progress, self.run),
         )
-        return make, (), (self.progress, self.run)
 
     def __setstate__(self, now: tuple[Progress, Run]) -> None:
         """Stand where the original stood."""

@@ -599,12 +599,10 @@ def _check_data(saved: _State, plan: Run) -> None:
         if now != then:
             remedy = f'{{"{row.name}": ..., "{row.name}_2": NEW}}'
             found, expected = (f"data {data}, {num_samples:,} samples" for data, num_samples in (then, now))
-            raise OtherRun(
-                found=f"the source {row.name} is other data in the state: {found}",
-                expected=f"{expected}. A source keeps its folders, in their order, through a run; add others "
-                f"as a source of their own, {remedy}, with weights for both and amend=True",
-                remedy=remedy,
-            )
+            found = f"the source {row.name} is other data in the state: {found}"
+            advice = "A source keeps its folders, in their order; add others as a source of their own"
+            expected = f"{expected}. {advice}, {remedy}, with weights for both and amend=True"
+            raise OtherRun(found=found, expected=expected, remedy=remedy)
 
 
 def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:

@@ -412,8 +412,6 @@ def _check_sources(datasets: list[DatasetShards]) -> None:
     for dataset in datasets:
         first, other = datasets[0].spec.tokenizer, dataset.spec.tokenizer
         if other.fingerprint != first.fingerprint:
-            raise OtherTokenizer(
-                path=dataset.folder,
-                found=f"made with {other.model_id} ({other.fingerprint[:12]}), which cannot be mixed",
-                expected=f"the tokenizer of the others, {first.model_id} ({first.fingerprint[:12]})",
-            )
+            found = f"made with {other.model_id} ({other.fingerprint[:12]}), which cannot be mixed"
+            expected = f"the tokenizer of the others, {first.model_id} ({first.fingerprint[:12]})"
+            raise OtherTokenizer(path=dataset.folder, found=found, expected=expected)

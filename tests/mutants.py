@@ -42,7 +42,6 @@ from tests.equivalent_mutants import EQUIVALENT
 TARGETS = (
     "loader/order.py",
     "loader/run.py",
-    "loader/state.py",
     "loader/chunks.py",
     "loader/reading.py",
     "preprocess/make/shard_writer.py",

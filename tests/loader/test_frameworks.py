@@ -6,7 +6,6 @@ What accelerate looks for on a loader are internals of it; these tests hold them
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from importlib.util import find_spec
@@ -19,7 +18,6 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.checkout import ROOT
 from tests.children import run_child
 from tests.documented import examples_of
 from tests.oracle.forms import SEQ_LEN, DataSets
@@ -318,16 +316,12 @@ def seen(numbered: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("runs")
     script = folder / "ranks.py"
     script.write_text(SCRIPT)
-    launchers = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "ACCELERATE_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
-    environ = {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
-    environ |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     pages = [run for page, needs in PAGES.items() if find_spec(needs) for run in page_runs(page)]
     pages.append(run_of("by hand", "train_by_hand", 1))
     runs = [*pages, *evaluations(), *(run_of(how, how, 2) for how in OTHERS)]
     words = [str(numbered), str(folder), json.dumps(runs), json.dumps([STOP, LATER, END])]
     command = [sys.executable, str(script), *words]
-    run_child(command, env=environ, cwd=folder)
+    run_child(command, cwd=folder)
     return Runs(folder)
 
 

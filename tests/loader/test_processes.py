@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from loader import BrokenShard, source_ids
+from loader import BrokenShard, SourceLosses
 from tests.checkout import ROOT
 from tests.children import child, run_child
 from tests.external_tars import write_numbered_tars
@@ -89,8 +89,8 @@ def losses_by_source(world, run):
     losses, kept = SourceLosses.of_loader(loader), []
     for _, batch in zip(range(5), loader):
         values = torch.rand(batch["input_ids"][:, 1:].shape, dtype=torch.float64)
-        losses.add_losses(values, batch["labels"][:, 1:], source_ids(batch["origins"], values.shape))
-        kept.append((values, batch["labels"][:, 1:], batch["origins"]))
+        kept.append((values, batch["labels"][:, 1:], source_ids(batch["origins"], values.shape)))
+        losses.add_losses(*kept[-1])
     return {"means": losses.means(), "kept": kept}
 
 def rank_of_a_world(rank, run):
@@ -153,16 +153,12 @@ def test_a_loader_made_before_the_process_group_refuses_instead_of_giving_all_ra
 
 
 def test_losses_by_source_on_two_ranks_are_those_of_all_labels(seen: Callable[[str], Any]) -> None:
+    """By one process, which tests/loader/test_origins.py compares with sums by hand."""
     ranks = seen("losses_by_source")
-    sums = [[0.0, 0], [0.0, 0]]
-    for values, labels, origins in chain(*(rank["kept"] for rank in ranks)):
-        of_place = source_ids(origins, labels.shape)
-        for source in range(2):
-            chosen = (of_place == source) & (labels >= 0)
-            sums[source][0] += values[chosen].sum().item()
-            sums[source][1] += int(chosen.sum())
-    expected = {name: total / count for name, (total, count) in zip(("web", "code"), sums, strict=True)}
-    assert ranks[0]["means"] == ranks[1]["means"] == pytest.approx(expected)
+    losses = SourceLosses(("web", "code"))
+    for kept in chain(*(rank["kept"] for rank in ranks)):
+        losses.add_losses(*kept)
+    assert ranks[0]["means"] == ranks[1]["means"] == pytest.approx(losses.means())
 
 
 # Workers that live too long, or not long enough

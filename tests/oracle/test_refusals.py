@@ -36,6 +36,7 @@ from shardprep.errors import (
     OtherPlan,
     OtherTokenizer,
     ShardprepError,
+    UnknownMember,
     UnknownVersion,
     UsageError,
 )
@@ -444,6 +445,20 @@ ROWS = [
     row(load("$TMP/o.tar"), UsageError, remedy="model_id=", files={"o.tar": OTHERS}),
     row(load("$TMP/o.tar", model_id="$MODEL"), BrokenShard, "$TMP/o.tar", found="json",
         expected="token_ids.json or token_ids.npy", files={"o.tar": tar({"a.json": b"[1]"})}),
+    row(load("$TMP/ids.tar", model_id="$MODEL"), BrokenShard, "$TMP/ids.tar", found="'a'",
+        files={"ids.tar": tar({"a.tokens.json": b"[1]", "a.text.txt": b"a"})}),
+    # webdataset makes one sample of these two: what stands before the first dot is the key.
+    row(load("$TMP/dots.tar", model_id="$MODEL"), BrokenShard, "$TMP/dots.tar", found="'part-0'",
+        files={"dots.tar": tar({"part-0.8_1.token_ids.json": b"[1]", "part-0.8_2.token_ids.json": b"[1]"})}),
+    row(load("$TMP/twice.tar", model_id="$MODEL"), BrokenShard, "$TMP/twice.tar", found="'a'",
+        files={"twice.tar": OTHERS[:1024] + OTHERS}),
+    row(load("$TMP/mask.tar", model_id="$MODEL"), UnknownMember, "$TMP/mask.tar", found="loss_mask.npy",
+        files={"mask.tar": tar({"a.token_ids.json": b"[1]", "a.loss_mask.npy": b""})}),
+    row(load("$TMP/o.tar.gz", model_id="$MODEL"), UsageError, "$TMP/o.tar.gz", files={"o.tar.gz": OTHERS}),
+    row(load("$TMP/x", model_id="$MODEL"), UsageError, "$TMP/x/o.tar.gz",  # it would be passed over
+        files={"x/o.tar": OTHERS, "x/o.tar.gz": OTHERS}),
+    row(load(["$TMP/o.tar", "$TMP/*.tar"], model_id="$MODEL"), UsageError, "$TMP/o.tar",
+        files={"o.tar": OTHERS}),
     row(load("$TMP/cut.tar", model_id="$MODEL"), BrokenShard, "$TMP/cut.tar", found="1024",
         expected="two zero blocks", files={"cut.tar": OTHERS[:1024]}),
     row(load("$TMP/none.tar"), BrokenShard, "$TMP/none.tar", files={"none.tar": "x" * 10240}),

@@ -109,17 +109,11 @@ def test_a_tar_cut_anywhere_or_joined_is_refused_though_webdataset_takes_it(
     assert len(list(webdataset.WebDataset(str(cut), shardshuffle=False, empty_check=False))) == 2
 
 
-def tar_of(names: list[str], form: int = tarfile.USTAR_FORMAT, data: bytes = b"[1]") -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w", format=form) as tar:
-        for name in names:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return file.getvalue()
-
-
-TWO = ["a.token_ids.json", "b.token_ids.json"]
+def member(name: str = "a.token_ids.json", data: bytes = b"[1]", **records: str) -> bytes:
+    """A member of a tar; PAX ``records`` may say something else of it."""
+    info = tarfile.TarInfo(name)
+    info.size, info.pax_headers = len(data), records
+    return info.tobuf(tarfile.PAX_FORMAT) + data + bytes(-len(data) % 512)
 
 
 def with_field(raw: bytes, offset: int, field: bytes, *, header: int = 0) -> bytes:
@@ -157,17 +151,12 @@ SIZES = (  # which header fields may hold, good and bad
 )  # fmt: skip
 
 
-def pax_tar(size: str) -> bytes:
-    """A tar of one list, of whose size PAX records say something else, which tarfile takes for 0."""
-    info = tarfile.TarInfo("a.token_ids.json")
-    info.size, info.pax_headers = 3, {"size": size}
-    return info.tobuf(tarfile.PAX_FORMAT) + b"[1]".ljust(512, b"\0") + bytes(1024)
-
-
-# A tar, and the header that is wrong in it; altered in many more ways below.
-WRONG_HEADERS = [(pax_tar(size), 0) for size in ("-512", "1e3", "", "9" * 30, " 3", "3_0")]
+END = bytes(1024)
+TWO = member() + member("b.token_ids.json") + END
+# A tar, and the header that is wrong in it; altered in many more ways below. tarfile takes these sizes for 0.
+WRONG_HEADERS = [(member(size=size) + END, 0) for size in ("-512", "1e3", "", "9" * 30, " 3", "3_0")]
 for place, value in ((SIZE, b"\x80" + b"\xff" * 11), (SIZE, b"text\0"), (KIND, b"S"), (KIND, b"Z")):
-    WRONG_HEADERS.append((with_field(tar_of(TWO), place, value, header=1024), 1024))
+    WRONG_HEADERS.append((with_field(TWO, place, value, header=1024), 1024))
 
 
 def test_a_header_that_says_no_file_is_refused_with_its_place(tmp_path: Path, model: str) -> None:
@@ -178,7 +167,7 @@ def test_a_header_that_says_no_file_is_refused_with_its_place(tmp_path: Path, mo
 
 def test_what_would_be_read_for_ever_or_into_memory_is_refused_at_once(tmp_path: Path, model: str) -> None:
     large, fifo, device = (tmp_path / f"{name}.tar" for name in ("large", "fifo", "device"))
-    large.write_bytes(with_field(tar_of(["x"], data=bytes(3 << 20)), KIND, b"x"))  # it says of a long name
+    large.write_bytes(with_field(member(data=bytes(3 << 20)), KIND, b"x"))  # it says of a long name
     os.mkfifo(fifo)
     device.symlink_to("/dev/zero")
     for path in (large, fifo, device):

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.nn.functional import cross_entropy
 
 from loader import UsageError, deal_rows_evenly, split_for_context_parallel
 from tests.children import run_child
@@ -41,31 +43,110 @@ def batch_of(data: Path, batch_size: int, **options: Any) -> Batch:
 
 
 @pytest.fixture(scope="module")
-def pages(
-    made: dict[str, Path], warm: WarmPython, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[str], Path]:
-    """What tests.ranks_of_pages printed, and where it wrote."""
+def pages(made: dict[str, Path], warm: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where tests.ranks_of_pages wrote, which split and joined a batch on the way."""
     out = tmp_path_factory.mktemp("pages")
-    cases = {
-        "concat, batch 1": batch_of(made["concat"], 1),
-        "best_fit, batch 4": batch_of(made["best_fit"], 4),
-    }
-    for batch in cases.values():
-        batch.pop("max_seqlen")  # torch.load refuses classes
-    torch.save(cases, out / "cases.pt")
-    done = run_child(
-        [warm.python, "-m", "tests.ranks_of_pages", out / "cases.pt", made["concat"], out], cwd=out
-    )
-    assert len(cases) == 2
-    return done.stdout.splitlines(), out
+    batch = batch_of(made["best_fit"], 4)
+    batch.pop("max_seqlen")  # torch.load refuses classes
+    torch.save(batch, out / "batch.pt")
+    command = [warm.python, "-m", "tests.ranks_of_pages", out / "batch.pt", made["concat"], out]
+    assert run_child(command, cwd=out).stdout.splitlines() == 8 * ["is joined"]
+    return out
+
+
+# What a model makes of parts
+
+VOCABULARY, HEADS, WIDTH = 900, 2, 16
+Result = tuple[Tensor, list[Tensor]]  # logits, and gradients of the sum of all losses
+
+
+class Model(nn.Module):
+    """Two layers of attention; bool[queries, keys] says which token sees which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(512, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.double()
+
+    def forward(self, fields: Batch, sees: Tensor) -> Result:
+        hidden = self.tokens(fields["input_ids"]) + self.positions(fields["position_ids"])
+        for layer in self.layers:
+            q, k, v = layer(hidden).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+            weights = (q @ k.transpose(-1, -2) * 2).masked_fill(~sees, -torch.inf).softmax(-1)
+            hidden = hidden + (weights @ v).transpose(1, 2).flatten(2)
+        logits = self.head(hidden)
+        loss = cross_entropy(logits.flatten(0, 1), fields["labels"].flatten(), reduction="sum")
+        return logits.detach(), list(torch.autograd.grad(loss, list(self.parameters())))
+
+
+def each_document_alone(model: Model, batch: Batch) -> Result:
+    whole = torch.zeros(*batch["input_ids"].shape, VOCABULARY, dtype=torch.float64)
+    sums = [torch.zeros_like(each) for each in model.parameters()]
+    for row, segments in enumerate(batch["segment_ids"]):
+        for number in range(1, int(segments.max()) + 1):
+            of_document = segments == number
+            fields = {name: batch[name][row, of_document][None] for name in ("input_ids", "labels")}
+            size = int(of_document.sum())
+            causal = torch.ones(size, size).tril().bool()
+            logits, found = model({**fields, "position_ids": torch.arange(size)[None]}, causal)
+            whole[row, of_document] = logits[0]
+            sums = [total + gradient for total, gradient in zip(sums, found, strict=True)]
+    return whole, sums
+
+
+def kernel_places(padded: Tensor, size: int) -> Tensor:
+    """What a ring kernel takes the places of all ranks to be, by the edges of padded sequences alone."""
+    local = padded // size
+    assert torch.equal(local * size, padded)
+    places = []
+    for rank in range(size):
+        for number, tokens in enumerate(local.diff().tolist()):
+            half = tokens // 2
+            assert tokens == 2 * half
+            head, tail = rank * half, (2 * size - 1 - rank) * half
+            at = torch.cat([torch.arange(head, head + half), torch.arange(tail, tail + half)])
+            places.append(torch.stack([torch.full_like(at, number), at]))
+    return torch.cat(places, 1)
 
 
 @pytest.mark.slow
-@pytest.mark.processes
-def test_logits_and_gradients_of_two_and_four_ranks_are_those_of_each_document_alone(
-    pages: tuple[list[str], Path],
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("pack", "batch_size"), [("concat", 1), ("best_fit", 4)])
+def test_logits_and_gradients_of_all_ranks_parts_are_those_of_each_document_alone(
+    made: dict[str, Path], pack: str, batch_size: int, size: int
 ) -> None:
-    assert pages[0] == ["concat, batch 1 is equal", "best_fit, batch 4 is equal"]
+    """Attention crosses ranks by the edges, as a ring kernel has it, and by the positions of the parts."""
+    batch, model = batch_of(made[pack], batch_size), Model()
+    alone, is_real = each_document_alone(model, batch), batch["segment_ids"] > 0
+    rows = torch.tensor([0, ROW])
+    crossing = model(batch, torch.ones(ROW, ROW).tril().bool())  # whole rows are split
+    assert not torch.allclose(crossing[0][is_real], alone[0][is_real]), "documents change nothing here"
+    forms: list[dict[str, Any]] = [{}, {"by": "document"}, {"by": "document", "pad_documents": False}]
+    for form, kernel in ((forms[0], "rows"), (forms[1], "edges"), (forms[1], "parts"), (forms[2], "parts")):
+        parts = [split_for_context_parallel(batch, rank, size, **form) for rank in range(size)]
+        fields = ("input_ids", "labels", "position_ids", "segment_ids", "place_ids")
+        joined = {name: torch.cat([part[name] for part in parts], -1) for name in fields}
+        if kernel == "parts":
+            where = torch.cat([joined["segment_ids"], joined["position_ids"]])
+        else:
+            where = kernel_places(rows if kernel == "rows" else parts[0]["cu_seqlens_padded"], size)
+        (sequence, position), places = where, joined["place_ids"]
+        sees = (sequence[:, None] == sequence) & (position[:, None] >= position)
+        logits, gradients = model(joined, sees)
+        if form:
+            found = logits[0, places >= 0]
+            torch.testing.assert_close(found, alone[0].flatten(0, 1)[places[places >= 0]])
+            torch.testing.assert_close(gradients, alone[1])
+        else:
+            torch.testing.assert_close(logits, crossing[0][:, places])
+            torch.testing.assert_close(gradients, crossing[1])
+
+
+# Where tokens go
 
 
 def rows_of(*rows: list[int], width: int = 24) -> Batch:
@@ -178,11 +259,11 @@ def work_of(segments: torch.Tensor) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_step_keeps_its_rows_on_every_world_and_its_work_is_more_even(
-    pages: tuple[list[str], Path],
+    pages: Path,
 ) -> None:
     expected: list[Any] = []
     for world in (2, 4):
-        ranks = [torch.load(pages[1] / f"{world}-{rank}.pt") for rank in range(world)]
+        ranks = [torch.load(pages / f"{world}-{rank}.pt") for rank in range(world)]
         num_batches = 16 // world // 2  # of a rank in a step
         for step in range(3):
             rows, works = {}, {}

@@ -21,6 +21,7 @@ from tests.warm_python import WarmPython
 from tests.world import World, open_loader, refuses
 
 FIELDS = ("position_ids", "segment_ids", "cu_seqlens")
+FORMS: list[dict[str, Any]] = [{}, {"by": "document"}, {"by": "document", "pad_documents": False}]
 ROW = 96
 Batch = dict[str, Any]
 
@@ -125,8 +126,7 @@ def test_logits_and_gradients_of_all_ranks_parts_are_those_of_each_document_alon
     rows = torch.tensor([0, ROW])
     crossing = model(batch, torch.ones(ROW, ROW).tril().bool())  # whole rows are split
     assert not torch.allclose(crossing[0][is_real], alone[0][is_real]), "documents change nothing here"
-    forms: list[dict[str, Any]] = [{}, {"by": "document"}, {"by": "document", "pad_documents": False}]
-    for form, kernel in ((forms[0], "rows"), (forms[1], "edges"), (forms[1], "parts"), (forms[2], "parts")):
+    for form, kernel in ((FORMS[0], "rows"), (FORMS[1], "edges"), (FORMS[1], "parts"), (FORMS[2], "parts")):
         parts = [split_for_context_parallel(batch, rank, size, **form) for rank in range(size)]
         fields = ("input_ids", "labels", "position_ids", "segment_ids", "place_ids")
         joined = {name: torch.cat([part[name] for part in parts], -1) for name in fields}
@@ -149,81 +149,64 @@ def test_logits_and_gradients_of_all_ranks_parts_are_those_of_each_document_alon
 # Where tokens go
 
 
-def rows_of(*rows: list[int], width: int = 24) -> Batch:
-    """A batch of rows with documents of these lengths, padded; ids count from 1."""
-    segments = torch.zeros(len(rows), width, dtype=torch.int64)
-    for row, lengths in enumerate(rows):
-        numbers = np.repeat(np.arange(len(lengths)) + 1, lengths)
-        segments[row, : len(numbers)] = torch.from_numpy(numbers)
-    ids = torch.arange(1, segments.numel() + 1).view(segments.shape)
-    return {"input_ids": ids, "labels": ids + 1, "segment_ids": segments, "origins": ids * 10}
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("pad", [True, False])
-def test_each_token_is_on_one_rank_and_all_ranks_have_equally_many(size: int, pad: bool) -> None:
-    batch = rows_of([1, 2, 3, 15], [24], [23], [7, 7, 7])
-    parts = [
-        split_for_context_parallel(batch, rank, size, by="document", pad_documents=pad)
-        for rank in range(size)
-    ]
+@pytest.mark.parametrize("form", FORMS)
+def test_each_token_is_on_one_rank_with_its_fields_and_all_ranks_have_equally_many(
+    made: dict[str, Path], form: dict[str, Any], size: int
+) -> None:
+    batch = batch_of(made["best_fit"], 4)
+    parts = [split_for_context_parallel(batch, rank, size, **form) for rank in range(size)]
+    # However documents are told.
+    by_edges = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens", "attention_mask")}
+    for rank, part in enumerate(parts):
+        other = split_for_context_parallel(by_edges, rank, size, **form)
+        assert torch.equal(other["place_ids"], part["place_ids"])
     assert len({part["place_ids"].shape for part in parts}) == 1
     places = torch.cat([part["place_ids"] for part in parts])
     real = places >= 0
+    for name, padding in (("input_ids", 0), ("labels", -100), ("position_ids", 0), ("attention_mask", 0)):
+        values = torch.cat([part[name] for part in parts], 1)
+        if not form:
+            assert torch.equal(values, batch[name][:, places]), name
+        else:
+            assert torch.equal(values[0, real], batch[name].flatten()[places[real]]), name
+            assert name == "position_ids" or (values[0, ~real] == padding).all()
+    if not form:
+        assert sorted(places.tolist()) == [*range(ROW)]
+        assert {int(part["place_ids"].sum()) * size for part in parts} == {sum(range(ROW))}, "even attention"
+        return
     assert sorted(places[real].tolist()) == batch["segment_ids"].flatten().nonzero().flatten().tolist()
-    for name, padding in (("input_ids", 0), ("labels", -100), ("origins", 0)):
-        values = torch.cat([part[name][0] for part in parts])
-        assert torch.equal(values[real], batch[name].flatten()[places[real]]), name
-        assert (values[~real] == padding).all()
-    lengths = parts[0]["cu_seqlens"].diff().tolist()
-    assert lengths == [1, 2, 3, 15, 24, 23, 7, 7, 7]
-    padded = parts[0]["cu_seqlens_padded"].diff()
-    assert len(places) == parts[0]["cu_seqlens_padded"][-1]
-    assert int(parts[0]["max_seqlen"]) == padded.max()
-    if pad:
-        assert padded.tolist() == [-(-length // (2 * size)) * 2 * size for length in lengths]
+    edges, padded = parts[0]["cu_seqlens"], parts[0]["cu_seqlens_padded"]
+    numbers = batch["segment_ids"] + ROW * torch.arange(4)[:, None]
+    lengths = numbers[batch["segment_ids"] > 0].unique(return_counts=True)[1]
+    assert torch.equal(edges.diff(), lengths)
+    assert (len(places), int(parts[0]["max_seqlen"])) == (padded[-1], padded.diff().max())
+    if "pad_documents" in form:
+        assert (~real).sum() == -lengths.sum() % size
     else:
-        assert (~real).sum() == -sum(lengths) % size
+        assert torch.equal(padded.diff(), -(-lengths // (2 * size)) * 2 * size)
 
 
-@pytest.mark.parametrize("pad", [True, False])
-def test_each_document_is_even_work_for_all_ranks(pad: bool) -> None:
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_each_document_is_even_work_for_all_ranks(form: dict[str, Any]) -> None:
     """A token sees all before it in its document; whole rows cut in parts would be uneven here."""
-    batch = rows_of([8000, 40000, 17, 3, 16001], width=64024)
-    segments = batch["segment_ids"].flatten()
+    lengths = torch.tensor([8000, 40000, 17, 3, 16001, 3])  # the last is padding
+    segments = torch.tensor([1, 2, 3, 4, 5, 0]).repeat_interleave(lengths)
+    ids = torch.arange(1, len(segments) + 1)[None]
+    batch = {"input_ids": ids, "labels": ids + 1, "segment_ids": segments[None]}
 
     def spread(**form: Any) -> float:
         work = []
         for rank in range(4):
-            places = split_for_context_parallel(batch, rank, 4, **form)["place_ids"].flatten()
+            places = split_for_context_parallel(batch, rank, 4, **form)["place_ids"]
             places = places[places >= 0]
             places = places[segments[places] > 0]
-            first = torch.searchsorted(segments[:64021], segments[places])
+            first = torch.searchsorted(segments[:-3], segments[places])
             work.append(float((places - first + 1).sum()))
         return max(work) / min(work)
 
-    assert spread(by="document", pad_documents=pad) < 1.002
+    assert spread(**form) < 1.002
     assert spread() > 1.2
-
-
-@pytest.mark.parametrize("form", [{}, {"by": "document"}])
-def test_parts_keep_all_fields_of_their_places_however_documents_are_told(
-    made: dict[str, Path], form: dict[str, Any]
-) -> None:
-    batch = batch_of(made["best_fit"], 4)
-    by_edges = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens", "attention_mask")}
-    for rank in range(2):
-        part = split_for_context_parallel(batch, rank, 2, **form)
-        places = part["place_ids"]
-        assert form or int(places.sum()) == sum(range(ROW)) // 2, "each rank has as much to attend to"
-        assert torch.equal(split_for_context_parallel(by_edges, rank, 2, **form)["place_ids"], places)
-        of_rows = places if form else places + ROW * torch.arange(4)[:, None]
-        for name in ("attention_mask", "position_ids"):
-            found = part[name].flatten()[of_rows.flatten() >= 0]
-            assert torch.equal(found, batch[name].flatten()[of_rows[of_rows >= 0]]), name
-        if form:
-            assert torch.equal(part["segment_ids"][0] > 0, places >= 0)
-            assert torch.equal(part["attention_mask"][0] > 0, places >= 0)
 
 
 SAME = torch.arange(16).view(2, 8)

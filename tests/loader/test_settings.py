@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,13 +26,8 @@ from tests.world import BOS, EOS, World, ids_of, open_loader, refuses, tokenizer
 
 # Ranks
 
-SRUN = {
-    "SLURM_JOB_ID": "12",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_NTASKS": "4",
-    "SLURM_PROCID": "3",
-}
+SRUN = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
+SRUN |= {"SLURM_PROCID": "3"}
 BATCH_SCRIPT = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "PMIX_RANK": "5"}
 MPICH = {"PMI_RANK": "2", "PMI_SIZE": "3"}
@@ -65,12 +62,9 @@ RANKS: dict[str, tuple[dict[str, str], tuple[int, int] | None]] = {
 @pytest.mark.parametrize("name", RANKS)
 def test_a_process_knows_its_rank_from_its_launcher_or_refuses(name: str) -> None:
     environ, expected = RANKS[name]
-    if expected is None:
-        with refuses(UsageError):
-            find_process_rank(environ=environ)
-        return
-    who = find_process_rank(environ=environ)
-    assert (who.rank, who.world_size) == expected
+    with refuses(UsageError) if expected is None else contextlib.nullcontext():
+        who = find_process_rank(environ=environ)
+        assert (who.rank, who.world_size) == expected
 
 
 def test_arguments_win_over_everything_and_impossible_ones_are_refused() -> None:
@@ -85,19 +79,16 @@ def test_arguments_win_over_everything_and_impossible_ones_are_refused() -> None
 def test_a_loader_refuses_where_its_process_is_another_rank_by_now(
     numbered: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
 ) -> None:
-    names = {name for each, _ in RANKS.values() for name in each}
-    kept = {name: value for name, value in os.environ.items() if name not in names}
-    monkeypatch.setattr(os, "environ", kept)
     alone = open_loader(numbered, model_id=numbered)
     given = open_loader(numbered, model_id=numbered, rank=0, world_size=1)
     iter(alone)
-    kept |= environ
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
     with refuses(UsageError):
         iter(alone)
     iter(given)  # who passes a rank knows what it is for
     late = open_loader(numbered, model_id=numbered)
-    for name in environ:
-        del kept[name]
+    monkeypatch.undo()
     iter(late)  # nothing says otherwise
 
 
@@ -111,21 +102,23 @@ def data(sets: DataSets, tmp_path: Path) -> Path:
 
 
 def with_another_eos(folder: Path) -> None:
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": BOS}))
+    rewrite(folder / "tokenizer_config.json", lambda config: config.update(eos_token=BOS))
 
 
-def with_two_ids_exchanged(folder: Path) -> None:
-    tokens = json.loads((folder / "tokenizer.json").read_text())
-    vocab = tokens["model"]["vocab"]
-    first, second, *_ = vocab
+def rewrite(path: Path, change: Callable[[Any], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def exchange_two_ids(tokens: Any) -> None:
+    first, second, *_ = vocab = tokens["model"]["vocab"]
     vocab[first], vocab[second] = vocab[second], vocab[first]
-    (folder / "tokenizer.json").write_text(json.dumps(tokens))
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
     "another EOS": with_another_eos,
-    "another piece": with_two_ids_exchanged,
+    "another piece": lambda folder: rewrite(folder / "tokenizer.json", exchange_two_ids),
     "no configuration": lambda folder: (folder / "tokenizer_config.json").unlink(),
     "a file of more tokens": lambda folder: (folder / "added_tokens.json").write_text('{"<|new|>": 700}'),
 }
@@ -162,10 +155,9 @@ def test_the_tokenizer_of_a_loader_is_the_one_that_transformers_loads_when_it_is
 ) -> None:
     folder, asked, real = data / "tokenizer", [], AutoTokenizer.from_pretrained
     if is_of_transformers_4:  # which wrote added tokens into the configuration, too
-        config = json.loads((folder / "tokenizer_config.json").read_text())
         tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
-        config["added_tokens_decoder"] = {str(token.pop("id")): token for token in tokens}
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        added = {"added_tokens_decoder": {str(token.pop("id")): token for token in tokens}}
+        rewrite(folder / "tokenizer_config.json", lambda config: config.update(added))
     monkeypatch.setattr(
         AutoTokenizer, "from_pretrained", lambda name, **options: asked.append(name) or real(name, **options)
     )
@@ -257,11 +249,13 @@ VARIABLES = (
 @pytest.fixture
 def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[MutableMapping[str, str]]:
     """The process's own variables, without those that count here; all is as before at the end."""
-    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k not in VARIABLES})
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
-    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    yield os.environ
-    torch.set_num_threads(threads)
+    precision = torch.get_float32_matmul_precision()
+    with mock.patch.dict(os.environ):
+        for name in VARIABLES:
+            os.environ.pop(name, None)
+        yield os.environ
+    torch.set_num_threads(1)
     torch.set_float32_matmul_precision(precision)
 
 
@@ -317,11 +311,8 @@ def test_bf16_computes_in_bfloat16_and_leaves_weights_alone_and_needs_a_gpu_that
     from transformers import LlamaConfig, LlamaForCausalLM
 
     setup = set_up_training(tokenizer, bf16=True, num_threads=1)
-    config = LlamaConfig(
-        vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
-        **setup.model_options,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    sizes = {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(intermediate_size=8, **sizes, **setup.model_options))
     ids = torch.arange(8)[None]
     with setup.autocast():
         assert model(ids).logits.dtype == torch.bfloat16

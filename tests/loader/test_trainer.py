@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -373,23 +373,17 @@ def with_accelerate(run: Run, folder: Path, *, resume: bool) -> None:
 FRAMEWORKS = {"transformers": with_trainer, "lightning": with_lightning, "accelerate": with_accelerate}
 
 
-def by_hand(data: Path, num_warm_up: int) -> tuple[list[list[list[int]]], list[torch.Tensor]]:
-    """The batches of each update, and the weights of gradient descent on the mean over a step's labels."""
-    model = SmallModel()
+def in_one_batch(data: Path, num_warm_up: int) -> tuple[list[list[list[int]]], list[torch.Tensor]]:
+    """The batches of each update, and the weights where a step is one batch, with a mean over its labels."""
+    model, loader = SmallModel(), load(data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     updates: list[list[list[int]]] = []
-    loader = load(data)
-    while len(updates) < END:
-        for batch in loader:
-            losses = model(**batch, num_items_in_batch=1).loss
-            loss = losses / (batch["labels"][:, 1:] != -100).sum()
-            gradients = torch.autograd.grad(loss, list(model.parameters()))
-            with torch.no_grad():
-                rate = 0.5 * min(len(updates) / num_warm_up, 1) if num_warm_up else 0.5
-                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                    parameter.sub_(gradient, alpha=rate)
-            updates.append([part.tolist() for part in batch["input_ids"][:, 0].split(8 // ACCUMULATED)])
-            if len(updates) == END:
-                break
+    for step, batch in enumerate(islice(chain(loader, loader), END)):
+        optimizer.param_groups[0]["lr"] = 0.5 * min(step / num_warm_up, 1) if num_warm_up else 0.5
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        updates.append([part.tolist() for part in batch["input_ids"][:, 0].split(8 // ACCUMULATED)])
     return updates, [parameter.detach() for parameter in model.parameters()]
 
 
@@ -401,7 +395,7 @@ def test_a_run_that_is_saved_and_killed_inside_of_a_step_trains_every_batch_once
 ) -> None:
     if not find_spec(framework):
         pytest.skip(f"{framework} is not installed")
-    expected, weights = by_hand(data, 4 if framework == "transformers" else 0)
+    expected, weights = in_one_batch(data, 4 if framework == "transformers" else 0)
     train = FRAMEWORKS[framework]
     kills = [*KILLS, ("counted", 5, 0)] if framework == "lightning" else KILLS  # others save there as usual
     for number, kill in enumerate(kills):

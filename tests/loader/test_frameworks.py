@@ -40,10 +40,11 @@ PAGE_RUNS = {"whole": (1, 1, 0, END), "stopped": (2, 2, 0, STOP), "resumed": (1,
 
 # The libraries are imported once, then the ranks of each world are forked with the variables of a launcher.
 SCRIPT = """
-import functools, itertools, json, multiprocessing, os, pathlib, sys
+import functools, itertools, json, os, pathlib, sys
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import start_processes
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 import loader as loader_package
 from loader import check_boundaries, get_llama3_dataloader, mask_documents
@@ -51,6 +52,7 @@ from loader.boundaries import sdpa_mask
 from loader.trainer import LoaderMixin
 from shardprep.errors import Refused, UsageError
 from tests.attention_families import small_model
+from tests.children import free_port
 
 torch.set_num_threads(1)
 DATA, OUT = sys.argv[1:3]
@@ -240,41 +242,22 @@ def check_boundaries_of_wrapped_models(run, seen):
     kept.append(model)
     dist.destroy_process_group()
 
-def rank_of_a_world(run, rank, port):
+def rank_of_a_world(rank, run):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(run["world"]), "LOCAL_RANK": str(rank)}
-    os.environ["MASTER_PORT"] = str(port.recv())
-    seen = []
     with open(f"{OUT}/{run['name']}-{rank}.log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    seen = []
     globals()[run["how"]](run, seen)
-    with open(f"{OUT}/{run['name']}-{rank}.json", "w") as file:
-        json.dump(seen, file)
-
-def main():
-    fork = multiprocessing.get_context("fork")
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    for run in json.loads(sys.argv[3]):
-        # As with torchrun the store is there before the ranks use it, so nobody can take its port. Its thread
-        # begins after the fork, which would give the ranks whatever locks that thread holds.
-        ports = [fork.Pipe(duplex=False) for _ in range(run["world"])]
-        ranks = [
-            fork.Process(target=rank_of_a_world, args=(run, rank, port))
-            for rank, (port, _) in enumerate(ports)
-        ]
-        for process in ranks:
-            process.start()
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for _, sender in ports:
-            sender.send(store.port)
-        for process in ranks:
-            process.join()
-        del store
-        with open(f"{OUT}/{run['name']}.codes", "w") as file:
-            json.dump([process.exitcode for process in ranks], file)
+    pathlib.Path(f"{OUT}/{run['name']}-{rank}.json").write_text(json.dumps(seen))
 
 if __name__ == "__main__":
-    main()
+    for run in json.loads(sys.argv[3]):
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        try:
+            start_processes(rank_of_a_world, (run,), run["world"], start_method="fork")
+        except Exception as error:  # a rank's
+            pathlib.Path(f"{OUT}/{run['name']}.error").write_text(str(error))
 """
 
 
@@ -293,10 +276,10 @@ class Runs:
 
     def __getitem__(self, name: str) -> list[Any]:
         """By rank. Fails, with all that its ranks printed, where a rank did not end well."""
-        codes = json.loads((self._folder / f"{name}.codes").read_text())
-        logs = [(self._folder / f"{name}-{rank}.log").read_text() for rank in range(len(codes))]
-        assert not any(codes), f"{name} ended with {codes}\n" + "\n--- next rank\n".join(logs)
-        return [json.loads((self._folder / f"{name}-{rank}.json").read_text()) for rank in range(len(codes))]
+        logs = sorted(self._folder.glob(f"{name}-?.log"))
+        for error in self._folder.glob(f"{name}.error"):
+            pytest.fail("\n--- next rank\n".join(path.read_text() for path in [error, *logs]))
+        return [json.loads(path.with_suffix(".json").read_text()) for path in logs]
 
     def weights(self, name: str) -> list[list[float]]:
         """Of each parameter, in the end."""

@@ -93,9 +93,7 @@ def test_an_amendment_holds_from_the_next_border_and_the_loader_says_so(
 
 
 @pytest.mark.parametrize(("step", "amend"), [(5, False), (0, True), (5, True)])
-def test_the_order_in_which_sources_are_named_does_not_matter(
-    data: dict[str, Path], step: int, amend: bool
-) -> None:
+def test_sources_may_be_named_in_any_order(data: dict[str, Path], step: int, amend: bool) -> None:
     """Shares are rounded to whole ticks in the order of the run, and a source keeps its seed."""
     weights = {"web": 2, "code": 0.3, "books": 7}
     state = state_at(data, step, sources="web code books", weights=weights)
@@ -124,7 +122,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("options", "fields"), REFUSED)
-def test_what_a_run_cannot_go_on_with_is_refused(
+def test_other_runs_are_refused(
     data: dict[str, Path], options: dict[str, Any], fields: dict[str, str]
 ) -> None:
     state = state_at(data, 70, **MIXED)

@@ -126,9 +126,7 @@ def test_llama_3_is_padded_with_a_token_of_its_own_and_its_eos_keeps_its_label()
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", ["documents", "chat"])
-def test_a_collate_fn_gets_lists_and_labels_where_they_are_others_in_the_training_process(
-    sets: DataSets, name: str, workers: int
-) -> None:
+def test_a_collate_fn_gets_lists_in_the_training_process(sets: DataSets, name: str, workers: int) -> None:
     expected = epoch_of(sets[name])
     seen: list[Any] = []  # of this process
 
@@ -176,9 +174,7 @@ def test_a_model_takes_the_numbers_of_a_batch_for_ints_and_bools_also_compiled(n
         assert found.past_key_values is None
 
 
-def test_pinned_batches_are_the_batches_in_pinned_memory(
-    numbered: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pinned_batches_are_batches_in_pinned_memory(numbered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU nothing can be pinned, so the call that pins is recorded."""
     with open_loader(numbered, model_id=numbered, pin_memory=True) as loader:  # no GPU: ignored
         expected = [ids_of(batch) for batch in loader]
@@ -226,9 +222,7 @@ def test_grouping_makes_less_padding_in_batches_of_all_lengths_side_by_side(tmp_
     assert 20 < ascents < 60, "batches of all lengths are mixed, not sorted"
 
 
-def test_a_batch_without_any_label_is_told_once_for_a_loader(
-    numbered: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_label_left_is_told_once(numbered: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of documents of one token, which no token stands before."""
     write_numbered_tars(tmp_path, 40, 1)
 
@@ -259,9 +253,7 @@ def test_boundaries_of_padded_documents_set_the_padding_apart(sets: DataSets) ->
 
 
 @pytest.mark.processes
-def test_conversations_and_plain_text_side_by_side_have_the_labels_that_each_has_alone(
-    sets: DataSets,
-) -> None:
+def test_conversations_and_plain_text_have_the_labels_that_each_has_alone(sets: DataSets) -> None:
     """That the masks on disk are transformers' is compared by tests/preprocess/test_chat.py."""
 
     def rows(data: Any, **options: Any) -> list[Any]:

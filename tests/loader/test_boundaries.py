@@ -120,9 +120,7 @@ def test_a_batch_for_transformers_given_to_the_model_as_it_is_gives_each_documen
 @pytest.mark.slow
 @pytest.mark.parametrize(("attention", "mask_of"), MASKS)
 @pytest.mark.parametrize("name", ["concat", "best_fit"])
-def test_a_mask_of_documents_is_taken_and_judged_by_what_the_model_makes_of_it(
-    sets: DataSets, name: str, attention: str, mask_of: Any
-) -> None:
+def test_a_mask_is_judged_by_what_it_hides(sets: DataSets, name: str, attention: str, mask_of: Any) -> None:
     each = batch_of(sets, "position_ids", "segment_ids", name=name, batch_size=4)
     model, eager = llama(attention), llama("eager")
     masked = {**each, "attention_mask": mask_of(each)}
@@ -259,9 +257,7 @@ def test_what_cannot_be_checked_says_so_and_never_passes(batch: Any) -> None:
     ("family", "attention", "mask_of"),
     [("mistral", *MASKS[0]), ("llama4_text", *MASKS[0]), ("mistral", *MASKS[1])],
 )
-def test_a_mask_made_without_the_models_windows_is_refused_and_one_with_them_is_right(
-    batch: Any, family: str, attention: str, mask_of: Any
-) -> None:
+def test_a_mask_needs_the_models_own_windows(batch: Any, family: str, attention: str, mask_of: Any) -> None:
     model = small_model(family, attention)
     masked = {**batch, "attention_mask": mask_of(batch)}
     assert num_wrong(model, masked), "the mask does no harm"

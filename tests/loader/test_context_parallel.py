@@ -50,7 +50,7 @@ def pages(made: dict[str, Path], warm: WarmPython, tmp_path_factory: pytest.Temp
     batch = batch_of(made["best_fit"], 4)
     batch.pop("max_seqlen")  # torch.load refuses classes
     torch.save(batch, out / "batch.pt")
-    command = [warm.python, "-m", "tests.ranks_of_pages", out / "batch.pt", made["concat"], out]
+    command: list[Any] = [warm.python, "-m", "tests.ranks_of_pages", out / "batch.pt", made["concat"], out]
     assert run_child(command, cwd=out).stdout.splitlines() == 8 * ["is joined"]
     return out
 
@@ -117,9 +117,7 @@ def kernel_places(padded: Tensor, size: int) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("pack", "batch_size"), [("concat", 1), ("best_fit", 4)])
-def test_logits_and_gradients_of_all_ranks_parts_are_those_of_each_document_alone(
-    made: dict[str, Path], pack: str, batch_size: int, size: int
-) -> None:
+def test_parts_learn_as_documents_alone(made: dict[str, Path], pack: str, batch_size: int, size: int) -> None:
     """Attention crosses ranks by the edges, as a ring kernel has it, and by the positions of the parts."""
     batch, model = batch_of(made[pack], batch_size), Model()
     alone, is_real = each_document_alone(model, batch), batch["segment_ids"] > 0
@@ -151,9 +149,7 @@ def test_logits_and_gradients_of_all_ranks_parts_are_those_of_each_document_alon
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("form", FORMS)
-def test_each_token_is_on_one_rank_with_its_fields_and_all_ranks_have_equally_many(
-    made: dict[str, Path], form: dict[str, Any], size: int
-) -> None:
+def test_each_token_is_on_one_rank_as_it_was(made: dict[str, Path], form: dict[str, Any], size: int) -> None:
     batch = batch_of(made["best_fit"], 4)
     parts = [split_for_context_parallel(batch, rank, size, **form) for rank in range(size)]
     # However documents are told.
@@ -241,9 +237,7 @@ def work_of(segments: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_step_keeps_its_rows_on_every_world_and_its_work_is_more_even(
-    pages: Path,
-) -> None:
+def test_a_step_keeps_its_rows_on_every_world_and_its_work_is_more_even(pages: Path) -> None:
     expected: list[Any] = []
     for world in (2, 4):
         ranks = [torch.load(pages / f"{world}-{rank}.pt") for rank in range(world)]

@@ -90,9 +90,7 @@ def test_every_way_to_name_shards_gives_the_same_batches(
 # Whole tars, and headers
 
 
-def test_a_tar_cut_anywhere_or_joined_is_refused_though_webdataset_takes_it(
-    tmp_path: Path, model: str
-) -> None:
+def test_a_tar_cut_or_joined_is_refused_though_webdataset_takes_it(tmp_path: Path, model: str) -> None:
     path = write_tar(tmp_path / "a.tar", [{"token_ids.json": [number] * 300} for number in range(4)])
     whole = path.read_bytes()
     with tarfile.open(path) as tar:
@@ -293,9 +291,7 @@ BAD_IDS |= {name: ("npy", raw) for name, raw in BAD_ARRAYS.items()}
 
 @pytest.mark.parametrize("fault", BAD_IDS)
 @pytest.mark.parametrize("options", [{}, {"seq_len": 2}], ids=["documents", "rows"])
-def test_what_holds_no_ids_of_the_tokenizer_is_refused_with_its_tar(
-    tmp_path: Path, model: str, fault: str, options: dict[str, Any]
-) -> None:
+def test_what_is_no_ids_is_refused(tmp_path: Path, model: str, fault: str, options: dict[str, Any]) -> None:
     form, raw = BAD_IDS[fault]
     good = b"[1]" if form == "json" else npy(IDS)
     path = write_tar(tmp_path / "a.tar", [{f"token_ids.{form}": data} for data in (good, raw, good)])
@@ -304,9 +300,7 @@ def test_what_holds_no_ids_of_the_tokenizer_is_refused_with_its_tar(
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<i4", "<i8", ">i8", "<u4"])
-def test_arrays_of_any_integers_load_beside_lists_and_rows_get_an_eos_behind_documents_without_one(
-    sets: DataSets, tmp_path: Path, model: str, dtype: str
-) -> None:
+def test_rows_of_arrays_and_lists_have_an_eos(sets: DataSets, tmp_path: Path, model: str, dtype: str) -> None:
     """Rows are laid out by the counts of a scan, by which the last id of each document is known."""
     texts = ["[]", " [ ] ", f"[{EOS}]", "[1,2]", "[\n 1,\n 22\n]\n", f"[7, {EOS}, 8]", "[998]", f"[3, {EOS}]"]
     documents = [json.loads(text) for text in texts]

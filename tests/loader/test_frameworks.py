@@ -344,9 +344,7 @@ def code_of(page: str, number: int) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_stopped_and_resumed_on_other_ranks_and_batches_sees_and_learns_what_it_would_have(
-    seen: Runs, page: str
-) -> None:
+def test_a_page_resumed_on_other_ranks_and_batches_sees_and_learns_the_same(seen: Runs, page: str) -> None:
     """Documents have 0 to 4 labels, so weights by a mean of means would be off by far more."""
     pytest.importorskip(PAGES[page])
     assert seen["by hand"] == [[]]
@@ -362,9 +360,7 @@ def test_a_page_stopped_and_resumed_on_other_ranks_and_batches_sees_and_learns_w
     assert len(set(whole)) == len(whole) == END
 
 
-def test_the_loss_of_a_model_is_the_mean_over_all_labels_on_every_number_of_ranks(
-    seen: dict[str, list[Any]],
-) -> None:
+def test_the_loss_is_the_mean_over_all_labels_on_every_number_of_ranks(seen: Runs) -> None:
     """107 samples, of which 4 x 16 ranks leave some batches without labels."""
     expected = seen["loss 1x8"][0][1]
     assert 4 < expected < 7
@@ -374,9 +370,7 @@ def test_the_loss_of_a_model_is_the_mean_over_all_labels_on_every_number_of_rank
             assert of_rank[0] == pytest.approx([expected] * (3 if run["code"] else 2), rel=1e-6), run["name"]
 
 
-def test_a_trainer_checks_the_boundaries_once_by_what_the_model_gets_and_refuses_on_all_ranks(
-    seen: Runs,
-) -> None:
+def test_a_trainer_checks_boundaries_once_by_what_the_model_gets_and_all_ranks_refuse(seen: Runs) -> None:
     assert len(seen["check_boundaries_in_trainer"]) == 2
     for (found,) in seen["check_boundaries_in_trainer"]:
         for run in ("llama", "opt, masked", "a mask"):
@@ -389,9 +383,7 @@ def test_a_trainer_checks_the_boundaries_once_by_what_the_model_gets_and_refuses
             assert (set(calls), refused) == ({False}, 78)
 
 
-def test_wrapped_models_are_checked_and_all_ranks_say_the_same_if_one_rank_has_something_to_check(
-    seen: Runs,
-) -> None:
+def test_wrapped_models_are_checked_and_all_ranks_say_the_same(seen: Runs) -> None:
     """Of two kinds of wrappers, unmasked and masked: two packed batches, one of two, none."""
     for found in seen["check_boundaries_of_wrapped_models"]:
         assert found == 2 * [*["Refused", "Refused", "UsageError"], *["safe", "safe", "UsageError"]]

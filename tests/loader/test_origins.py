@@ -42,6 +42,8 @@ SETS: dict[str, dict[str, Any]] = {
     "high": {"token_format": "npy"},
 }
 HALVES = {"low": range(1, 201), "high": range(201, NUM_DOCUMENTS + 1)}
+Form = str | list[str]
+Options = dict[str, Any]
 Steps = dict[int, dict[str, int]]  # step -> source -> samples
 
 
@@ -91,7 +93,7 @@ def blanked(data: Path) -> Path:
     return data
 
 
-CASES: dict[str, tuple[str | list[str], dict[str, Any]]] = {
+CASES: dict[str, tuple[Form, Options]] = {
     "documents": ("json", {}),
     "of a table": ("parquet", {}),
     "cut": ("npy", {"max_length": 5}),
@@ -113,7 +115,7 @@ CASES: dict[str, tuple[str | list[str], dict[str, Any]]] = {
     ),
     "mixed and packed at load": (["low", "high"], {"weights": {"low": 1, "high": 3}, "seq_len": 16}),
 }
-SHIFTED: dict[str, tuple[str | list[str], dict[str, Any]]] = {
+SHIFTED: dict[str, tuple[Form, Options]] = {
     "shifted": ("json", {"targets": "shifted"}),
     "shifted rows": ("npy", {"seq_len": 16, "targets": "shifted"}),
 }
@@ -126,9 +128,7 @@ def params_of(cases: dict[str, Any]) -> list[Any]:
     ]
 
 
-def load(
-    data: Path, form: str | list[str], suffix: str = "", batch_size: int = L, **options: Any
-) -> TokenLoader:
+def load(data: Path, form: Form, suffix: str = "", batch_size: int = L, **options: Any) -> TokenLoader:
     folders: Any = data / f"{form}{suffix}"
     if isinstance(form, list):
         folders = {name: data / f"{name}{suffix}" for name in form}
@@ -136,7 +136,7 @@ def load(
     return open_loader(folders, batch_size, **made)
 
 
-def words_of(data: Path, form: str | list[str], suffix: str = "") -> list[object]:
+def words_of(data: Path, form: Form, suffix: str = "") -> list[object]:
     """What ``where`` is given for the data of a loader."""
     if isinstance(form, str):
         return [data / f"{form}{suffix}"]
@@ -163,9 +163,7 @@ def pieces_of(batch: Any) -> Iterator[tuple[list[int], set[int]]]:
 
 
 @pytest.mark.parametrize(("form", "options"), params_of(CASES | SHIFTED))
-def test_each_document_of_a_batch_is_the_one_that_lies_where_its_origin_says(
-    data: Path, form: str | list[str], options: dict[str, Any]
-) -> None:
+def test_documents_lie_where_their_origins_say(data: Path, form: Form, options: Options) -> None:
     """And the other fields are as they are without origins."""
     found: dict[tuple[str, str], set[int]] = {}
     with (
@@ -194,9 +192,7 @@ RANKS, STEP = 2, 8
 
 
 @pytest.mark.parametrize(("form", "options"), params_of(CASES))
-def test_where_names_the_documents_that_two_ranks_got(
-    data: Path, tmp_path: Path, form: str | list[str], options: dict[str, Any]
-) -> None:
+def test_where_names_what_two_ranks_got(data: Path, tmp_path: Path, form: Form, options: Options) -> None:
     """By their origins, which the test above compares with the data."""
     got: list[dict[str, Any]] = []
     for rank in range(RANKS):
@@ -217,9 +213,7 @@ def test_where_names_the_documents_that_two_ranks_got(
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".json"])
-def test_a_state_is_found_in_a_checkpoint_and_the_last_step_before_it_is_told(
-    data: Path, tmp_path: Path, suffix: str
-) -> None:
+def test_a_checkpoint_tells_the_last_step_before_it(data: Path, tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"checkpoint{suffix}"
     with load(data, "json", max_length=30) as loader:
         state = {"model": {"weight": [1.0]}, "extra": [{"loader": loader.state_at(4)}]}
@@ -288,9 +282,7 @@ def told(*words: object) -> Steps:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("form", "options"), params_of(CASES))
-def test_the_steps_are_those_whose_batches_would_be_others_now(
-    blanked: Path, tmp_path: Path, form: str | list[str], options: dict[str, Any]
-) -> None:
+def test_steps_that_differ_are_told(blanked: Path, tmp_path: Path, form: Form, options: Options) -> None:
     with load(blanked, form, **options) as loader, load(blanked, form, ".new", **options) as new:
         num_steps = 2 * len(loader) + 7
         expected = differing(loader, new, num_steps)

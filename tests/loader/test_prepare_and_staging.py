@@ -24,6 +24,7 @@ from tests.waiting import wait_until
 from tests.world import Ended, World, call_main, open_loader, refuses
 
 NUM_SHARDS = 3
+Prepare = Callable[..., str]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -62,9 +63,7 @@ def start(world: World, rank: int, *, raw: Path | None = None, hold: Hold | None
 
 
 @pytest.mark.processes
-def test_one_rank_prepares_and_all_go_on_when_it_is_verified_also_where_one_was_killed_before(
-    planned: World,
-) -> None:
+def test_one_rank_prepares_and_all_go_on_when_it_is_verified_also_behind_a_kill(planned: World) -> None:
     hold = Hold(planned.raw_dir.parent, "write", r"/\.shard-\d+\.tar\.")
     with start(planned, 0, hold=hold) as killed:
         children = hold.wait(1, killed)
@@ -101,7 +100,7 @@ def prepared(planned: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., s
 
 @pytest.mark.processes
 def test_other_options_and_other_inputs_are_refused_on_every_rank(
-    planned: World, prepared: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    planned: World, prepared: Prepare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What inputs are others: tests/oracle/test_refusals.py, by ``--check_inputs``."""
     planned.run().verify()
@@ -118,8 +117,8 @@ def test_other_options_and_other_inputs_are_refused_on_every_rank(
             prepared(rank)
 
 
-def test_a_rank_says_that_it_waits_and_not_for_ever(
-    planned: World, prepared: Callable[..., str], capsys: pytest.CaptureFixture[str]
+def test_no_rank_waits_for_ever(
+    planned: World, prepared: Prepare, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with refuses(ReadWriteError, path=planned.data_dir):
         prepared(1, limit_s=0.5)
@@ -129,9 +128,7 @@ def test_a_rank_says_that_it_waits_and_not_for_ever(
 
 
 @pytest.mark.processes
-def test_a_failure_of_an_earlier_start_or_a_note_that_nobody_can_read_is_not_ours(
-    planned: World, prepared: Callable[..., str]
-) -> None:
+def test_a_failure_of_an_earlier_start_is_not_ours(planned: World, prepared: Prepare) -> None:
     path = planned.data_dir.with_name(".data.failed.json")
     note = {"launch": "SLURM_JOB_ID=6", "exit_code": 65, "error": "long ago"}
     for content in ("{", "[]", '{"launch": 1}', "[" * 10**5, json.dumps(note)):
@@ -162,9 +159,7 @@ def stage(source: object, node: Path) -> Ended:
 
 
 @pytest.mark.processes
-def test_processes_killed_or_stopped_at_any_read_end_in_a_copy_of_equal_bytes(
-    sets: DataSets, tmp_path: Path, node: Path
-) -> None:
+def test_copies_killed_at_any_read_end_with_equal_bytes(sets: DataSets, tmp_path: Path, node: Path) -> None:
     source = sets["documents"]
     command = [sys.executable, "-m", "loader", "stage", source, "--to", node]
     for number, ending in enumerate((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)):
@@ -183,9 +178,7 @@ def test_processes_killed_or_stopped_at_any_read_end_in_a_copy_of_equal_bytes(
 
 
 @pytest.mark.parametrize("suffix", ["tar", "idx", "json"])
-def test_the_copy_is_a_data_set_of_which_only_what_is_not_whole_is_copied_again(
-    sets: DataSets, node: Path, suffix: str
-) -> None:
+def test_only_what_is_not_whole_is_copied_again(sets: DataSets, node: Path, suffix: str) -> None:
     assert stage(sets["concat"], node).code == 0
     assert contents(node) == contents(sets["concat"])
     with open_loader(sets["concat"], seed=3) as plain, open_loader(node, seed=3) as staged:
@@ -226,9 +219,7 @@ def test_where_a_shard_of_the_source_is_broken_the_others_are_staged(
         open_loader(node)
 
 
-def test_too_small_a_disk_is_73_before_anything_is_copied(
-    sets: DataSets, node: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_small_a_disk_is_73_at_once(sets: DataSets, node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node.mkdir()
     small, real = SimpleNamespace(f_bavail=16, f_frsize=4096), os.statvfs
     monkeypatch.setattr(os, "statvfs", lambda path: small if Path(path) == node else real(path))

@@ -28,6 +28,8 @@ from tests.warm_python import WarmPython
 from tests.world import ids_of, open_loader, refuses
 
 pytestmark = pytest.mark.processes
+Seen = Callable[[str], Any]
+Command = Callable[..., list[Any]]
 
 
 @pytest.fixture
@@ -115,7 +117,7 @@ OTHERS = ["made_before_the_group", "losses_by_source"]
 
 
 @pytest.fixture(scope="module")
-def seen(warm: WarmPython, numbered: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+def seen(warm: WarmPython, numbered: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """What each rank of a run saved."""
     folder = tmp_path_factory.mktemp("ranks")
     runs = [{"how": "global_batches", "after": "", **run} for run in WORLDS]
@@ -127,9 +129,7 @@ def seen(warm: WarmPython, numbered: Path, tmp_path_factory: pytest.TempPathFact
     return lambda name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(num_ranks[name])]
 
 
-def test_ranks_of_real_process_groups_get_equal_batches_and_the_global_batches_of_one_process(
-    seen: Callable[[str], Any], numbered: Path
-) -> None:
+def test_ranks_get_equal_batches_and_the_global_batches_of_one_process(seen: Seen, numbered: Path) -> None:
     with open_loader(numbered, 8, model_id=numbered, seed=5) as loader:
         unbroken = [numbers([batch]) for batch in chain(loader, loader)]
         end = loader.state_dict()
@@ -143,16 +143,14 @@ def test_ranks_of_real_process_groups_get_equal_batches_and_the_global_batches_o
     assert {**states[0], "layout": None} == {**end, "layout": None}
 
 
-def test_a_loader_made_before_the_process_group_refuses_instead_of_giving_all_ranks_the_same(
-    seen: Callable[[str], Any],
-) -> None:
+def test_a_loader_made_before_the_process_group_refuses_instead_of_giving_all_the_same(seen: Seen) -> None:
     """Ranks by variables: test_settings.py."""
     first, second = seen("made_before_the_group")
     assert first["refused"] == second["refused"] == [True, True]
     assert not set(first["late"]) & set(second["late"])
 
 
-def test_losses_by_source_on_two_ranks_are_those_of_all_labels(seen: Callable[[str], Any]) -> None:
+def test_losses_by_source_on_two_ranks_are_those_of_all_labels(seen: Seen) -> None:
     """By one process, which tests/loader/test_origins.py compares with sums by hand."""
     ranks = seen("losses_by_source")
     losses = SourceLosses(("web", "code"))
@@ -168,9 +166,7 @@ def alive() -> set[Any]:
     return set(multiprocessing.active_children())
 
 
-def test_an_iterator_in_a_reference_cycle_keeps_no_worker_alive_once_the_loader_is_closed(
-    numbered: Path,
-) -> None:
+def test_an_iterator_in_a_cycle_keeps_no_worker_alive_once_the_loader_is_closed(numbered: Path) -> None:
     gc.collect()
     before = alive()
     gc.disable()
@@ -192,9 +188,7 @@ def test_an_iterator_in_a_reference_cycle_keeps_no_worker_alive_once_the_loader_
         gc.collect()
 
 
-def test_after_an_error_in_a_worker_none_is_left_and_the_loader_can_be_iterated_again(
-    numbered: Path, tmp_path: Path
-) -> None:
+def test_after_an_error_no_worker_is_left_and_the_loader_works_again(numbered: Path, tmp_path: Path) -> None:
     paths = write_numbered_tars(tmp_path, 64, 3)
     before = alive()
     with open_loader(tmp_path, 8, model_id=numbered, num_workers=2) as loader:
@@ -356,7 +350,7 @@ def long_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def training(
     warm: WarmPython, numbered: Path, long_data: Path, short_folder: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> Callable[..., list[Any]]:  # fmt: skip
+) -> Command:  # fmt: skip
     """The command of a training process, which begins a session of its own."""
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.setenv("HANGS", str(tmp_path / "hangs"))
@@ -379,9 +373,7 @@ def session(number: int) -> list[int]:
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_workers_outlive_every_stop_signal_and_leave_nothing_when_the_main_process_is_killed(
-    training: Callable[..., list[Any]], short_folder: Path, method: str
-) -> None:
+def test_workers_end_with_the_loop_and_no_sooner(training: Command, short_folder: Path, method: str) -> None:
     """From their first moment on, while they import, too."""
     with child(training(method, "outlive")) as process:
         out: Any = process.stdout
@@ -402,7 +394,7 @@ def test_workers_outlive_every_stop_signal_and_leave_nothing_when_the_main_proce
 
 @pytest.mark.parametrize(("method", "how"), [("fork", "close"), ("forkserver", "raise"), ("fork", "end")])
 def test_a_worker_that_hangs_is_ended_with_the_loader_and_leaves_no_file(
-    training: Callable[..., list[Any]], tmp_path: Path, short_folder: Path, method: str, how: str
+    training: Command, tmp_path: Path, short_folder: Path, method: str, how: str
 ) -> None:
     done = run_child(training(method, how), code=int(how == "raise"))
     assert (tmp_path / "hangs").exists()
@@ -419,16 +411,12 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("how", ENDINGS)
-def test_the_loop_goes_on_after_ctrl_c_and_ends_with_an_error_for_a_worker_killed_inside_of_a_message(
-    training: Callable[..., list[Any]], how: str
-) -> None:
+def test_a_loop_goes_on_after_ctrl_c_and_ends_where_a_worker_is_killed(training: Command, how: str) -> None:
     """Behind the death of idle workers and Ctrl-C it has workers anew; the error comes in any thread."""
     assert run_child(training("fork", how)).stdout.splitlines() == ENDINGS[how]
 
 
-def test_workers_send_batches_without_shared_memory_or_files_and_where_none_can_start_the_loop_says_so(
-    training: Callable[..., list[Any]], tmp_path: Path
-) -> None:
+def test_batches_need_no_shared_memory_and_no_worker_is_an_error(training: Command, tmp_path: Path) -> None:
     # Chunks of 1 MiB, more than are read ahead; the loop that waits for ever is killed, and fails the test.
     write_numbered_tars(tmp_path, 400, 1, ids_of=lambda number: [number % 200, number // 200] * 1000)
     seen, error = json.loads(run_child(training("fork", "limited", tmp_path)).stdout)
@@ -497,9 +485,7 @@ for batch in get_llama3_dataloader(sys.argv[1], 8, model_id=sys.argv[1], num_wor
 """
 
 
-def test_a_loop_that_each_spawned_worker_would_run_again_is_refused_with_the_guard_to_type(
-    warm: WarmPython, numbered: Path, tmp_path: Path
-) -> None:
+def test_a_loop_that_spawn_would_repeat_is_refused(warm: WarmPython, numbered: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(UNGUARDED)
     done = run_child([warm.python, tmp_path / "train.py", numbered], code=1)
     assert 'if __name__ == "__main__":' in done.stderr.splitlines()[-1]

@@ -37,9 +37,7 @@ def num_handles() -> int:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["documents", "documents_npy", "concat", "best_fit", "chat"])
-def test_without_idx_a_shard_is_missing_and_without_manifests_its_tar_is_as_anyones(
-    sets: DataSets, tmp_path: Path, name: str
-) -> None:
+def test_without_manifests_a_tar_is_as_anyones(sets: DataSets, tmp_path: Path, name: str) -> None:
     folder, idx = Path(shutil.copytree(sets[name], tmp_path / "copy")), "shard-00001.idx"
     (folder / idx).unlink()
     with refuses(MissingShard, path=folder / idx):
@@ -94,9 +92,7 @@ def test_a_failed_read_is_tried_again_with_the_file_opened_anew_and_then_named(
 
 
 @pytest.mark.processes
-def test_no_file_is_locked_while_shards_are_made_and_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_file_is_locked_by_makers_or_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """flock hangs, fails or holds on one node only, as a parallel file system is mounted."""
 
     def refuse(*args: Any) -> None:
@@ -117,9 +113,7 @@ def test_no_file_is_locked_while_shards_are_made_and_read(
 
 
 @pytest.mark.slow
-def test_each_shard_is_opened_once_wherever_the_loader_is_sent_and_closed_with_it(
-    sets: DataSets,
-) -> None:
+def test_each_shard_is_opened_once_wherever_the_loader_is_sent_and_closed_with_it(sets: DataSets) -> None:
     documents = sets["documents"]  # made before the count begins
     gc.collect()
     before = num_handles()
@@ -250,9 +244,7 @@ def test_a_run_goes_on_with_the_same_tars_from_a_url_and_back(urls: Urls, tmp_pa
 
 
 @pytest.mark.processes
-def test_what_is_no_local_file_is_copied_once_by_webdataset_if_it_is_a_whole_tar_as_its_manifest_says(
-    urls: Urls, tmp_path: Path
-) -> None:
+def test_what_is_no_local_file_is_copied_once_if_it_is_a_whole_tar(urls: Urls, tmp_path: Path) -> None:
     url, cache = f"pipe:cat {urls.root}/others/part-{{0..2}}.tar", tmp_path / "cache"
     copies = urls.copy(url, cache)
     assert sorted(path.name[17:] for path in copies) == [f"part-{number}.tar" for number in range(3)]
@@ -303,9 +295,7 @@ def test_no_link_that_others_put_into_the_cache_is_followed(urls: Urls, tmp_path
 
 
 @pytest.mark.processes
-def test_in_a_folder_that_others_can_write_to_copies_lie_in_one_of_the_users_own(
-    urls: Urls, tmp_path: Path
-) -> None:
+def test_in_a_folder_of_others_copies_lie_in_one_of_the_users_own(urls: Urls, tmp_path: Path) -> None:
     url, shared, elsewhere = f"pipe:cat {urls.tar}", tmp_path / "shared", tmp_path / "elsewhere"
     shared.mkdir()
     shared.chmod(0o1777)

@@ -70,9 +70,7 @@ def test_numbers_of_numpy_and_paths_of_bytes_are_taken_like_pythons_own(numbered
 
 
 @pytest.mark.parametrize(("options", "found", "expected"), WRONG, ids=[str(options) for options, *_ in WRONG])
-def test_a_value_of_a_wrong_type_or_size_is_named_with_what_is_expected(
-    numbered: Path, options: dict[str, Any], found: str, expected: str
-) -> None:
+def test_a_wrong_value_is_named(numbered: Path, options: dict[str, Any], found: str, expected: str) -> None:
     given: dict[str, Any] = {"input_shards": numbered, "batch_size": 2, "model_id": numbered, **options}
     with refuses(UsageError, found=found, expected=expected):
         get_llama3_dataloader(**{"num_workers": 0, **given})
@@ -89,9 +87,7 @@ TOGETHER: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", TOGETHER, ids=str)
-def test_arguments_that_do_not_go_together_are_refused_and_go_alone(
-    numbered: Path, options: dict[str, Any]
-) -> None:
+def test_arguments_that_do_not_fit_are_refused_and_go_alone(numbered: Path, options: dict[str, Any]) -> None:
     with refuses(UsageError):
         open_loader(numbered, 2, model_id=numbered, **options)
     for name in ("collate_fn", "shuffle", "split"):

@@ -118,9 +118,7 @@ def test_set_epoch_stays_in_an_epoch_or_leaves_it_with_a_warning_also_for_who_re
         assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_a_state_is_a_few_numbers_that_torch_saves_with_the_same_keys_everywhere_and_no_path(
-    numbered: Path, whole: list[list[int]], tmp_path: Path
-) -> None:
+def test_states_are_few_numbers_and_no_path(numbered: Path, whole: list[list[int]], tmp_path: Path) -> None:
     """torch.distributed.checkpoint fills in the keys that it is given, and reads no others."""
     with load(numbered, 2) as loader:
         fresh = loader.state_dict()
@@ -142,9 +140,7 @@ def test_a_state_is_a_few_numbers_that_torch_saves_with_the_same_keys_everywhere
         assert numbers(next(iter(loader))) == whole[3]
 
 
-def test_loading_a_state_reads_nothing_and_the_first_batch_no_more_than_at_the_start(
-    numbered: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_batches_before_a_state_are_never_read(numbered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was delivered before is never read again to get to a step."""
     reads: list[int] = []
     real = os.preadv
@@ -164,9 +160,7 @@ def test_loading_a_state_reads_nothing_and_the_first_batch_no_more_than_at_the_s
 
 @pytest.mark.slow  # torch.distributed.checkpoint takes 1.5 s to import
 @pytest.mark.filterwarnings("ignore")
-def test_torchs_distributed_checkpoint_resumes_inside_of_a_step(
-    numbered: Path, parts: list[list[int]], tmp_path: Path
-) -> None:
+def test_torchs_checkpoint_resumes_in_a_step(numbered: Path, parts: list[list[int]], tmp_path: Path) -> None:
     from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
     with load(numbered, 2) as loader:

@@ -117,9 +117,7 @@ def test_a_training_that_begins_anywhere_in_a_run_trains_all_its_steps(
     ("stop", "how"),
     [(3, {"max_steps": 12}), (5, {"num_train_epochs": 2.4}), (8, {"num_train_epochs": 2.4})],
 )
-def test_a_resumed_training_trains_the_rest_but_does_not_without_the_loaders_state(
-    data: Path, tmp_path: Path, stop: int, how: dict[str, Any]
-) -> None:
+def test_a_resumed_run_trains_the_rest(data: Path, tmp_path: Path, stop: int, how: dict[str, Any]) -> None:
     train(load(data), tmp_path, max_steps=stop, save_steps=stop)
     path = tmp_path / f"checkpoint-{stop}" / "trainer_state.json"
     text = path.read_text()
@@ -153,9 +151,7 @@ def test_a_training_that_is_amended_trains_all_its_steps(data: Path, numbered: P
     assert (steps, len(seen)) == (6, 12)
 
 
-def test_a_batch_size_that_changes_or_a_state_inside_of_a_step_is_refused_before_the_first_step(
-    data: Path, tmp_path: Path
-) -> None:
+def test_a_size_that_changes_or_a_state_inside_of_a_step_is_refused(data: Path, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"global_batch_size": [(0, 8), (4, 16)]}
     trainer, seen = trainer_of(load(data, **sizes), tmp_path, max_steps=5)
     with refuses(UsageError):
@@ -170,9 +166,7 @@ def test_a_batch_size_that_changes_or_a_state_inside_of_a_step_is_refused_before
         train(inside, tmp_path, max_steps=2, accumulated=2)
 
 
-def test_what_cannot_be_trained_on_or_evaluated_is_refused_when_the_trainer_is_made(
-    data: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_trained_on_or_evaluated_is_refused_at_once(data: Path, tmp_path: Path) -> None:
     shifted = load(data, seq_len=16, targets="shifted")
     no_loaders: list[tuple[Any, int]] = [([], 1), (shifted, 1)]
     for loader, accumulated in ((load(data, 4), 1), (load(data), 2), *no_loaders):
@@ -187,9 +181,7 @@ def test_what_cannot_be_trained_on_or_evaluated_is_refused_when_the_trainer_is_m
         type("Wrong", (Trainer, LoaderMixin), {})
 
 
-def test_shifted_targets_are_taken_where_the_models_own_loss_does_not_shift_them_again(
-    data: Path, tmp_path: Path
-) -> None:
+def test_shifted_targets_are_taken_if_the_loss_does_not_shift_again(data: Path, tmp_path: Path) -> None:
     shifted = load(data, seq_len=16, targets="shifted")
 
     class Overrides(OwnTrainer):
@@ -210,9 +202,7 @@ def test_shifted_targets_are_taken_where_the_models_own_loss_does_not_shift_them
     assert evaluation_loss(SmallModel(), shifted) > 0, "a model of one's own may not shift"
 
 
-def test_an_accumulation_that_the_global_batch_does_not_know_of_is_warned_of(
-    data: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_accumulation_of_anothers_is_warned_of(data: Path, caplog: pytest.LogCaptureFixture) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
     try:
@@ -390,9 +380,7 @@ def in_one_batch(data: Path, num_warm_up: int) -> tuple[list[list[list[int]]], l
 @pytest.mark.parametrize(
     "framework", ["transformers", "accelerate", pytest.param("lightning", marks=pytest.mark.frameworks)]
 )
-def test_a_run_that_is_saved_and_killed_inside_of_a_step_trains_every_batch_once(
-    data: Path, tmp_path: Path, framework: str
-) -> None:
+def test_a_run_killed_inside_of_a_step_trains_it_once(data: Path, tmp_path: Path, framework: str) -> None:
     if not find_spec(framework):
         pytest.skip(f"{framework} is not installed")
     expected, weights = in_one_batch(data, 4 if framework == "transformers" else 0)

@@ -23,7 +23,6 @@ import torch
 from loader import SourceLosses, TokenLoader, UsageError, source_ids, split_for_context_parallel
 from loader.trainer import LoaderMixin
 from tests.attention_families import small_model
-from tests.oracle.forms import SEQ_LEN, DataSets
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import World, call_main, open_loader, refuses
 
@@ -338,38 +337,35 @@ def test_the_steps_are_printed_a_line_each(blanked: Path, tmp_path: Path) -> Non
 # Losses by source
 
 
-def mixture(sets: DataSets, **options: Any) -> TokenLoader:
-    sources = {"web": sets["documents_npy"], "code": sets["concat"]}
-    given = {"weights": {"web": 0.5, "code": 0.5}, "seq_len": SEQ_LEN, "global_batch_size": 8}
-    return open_loader(sources, **{"origins": True, **given, **options})
+def mixture(data: Path, **options: Any) -> TokenLoader:
+    given = {"weights": {"low": 0.5, "high": 0.5}, "seq_len": 16, "global_batch_size": 8}
+    return load(data, ["low", "high"], batch_size=4, **{**given, **options})
 
 
 @pytest.mark.parametrize("targets", ["same", "shifted"])
-def test_losses_by_source_equal_a_sum_by_hand(sets: DataSets, targets: str) -> None:
+def test_losses_by_source_equal_a_sum_by_hand(data: Path, targets: str) -> None:
     torch.manual_seed(0)
-    sums: dict[str, list[float]] = {"web": [0.0, 0], "code": [0.0, 0]}
-    ahead = int(targets == "same")
-    with mixture(sets, targets=targets, seq_len=SEQ_LEN - 1 + ahead) as loader:
-        losses, vocabulary = SourceLosses.of_loader(loader), len(loader.tokenizer)
+    sums, counts = [0.0, 0.0], [0, 0]
+    with mixture(data, targets=targets) as loader:
+        losses = SourceLosses.of_loader(loader)
         for batch in islice(loader, 6):
-            logits = torch.randn(*batch["input_ids"].shape, vocabulary)
-            losses.add(logits, batch["labels"], batch["origins"])
-            for row in range(len(logits)):
-                of_row = [each for each in batch["origins"].tolist() if each[0] == row]
-                for place in range(logits.shape[1] - ahead):
-                    label = int(batch["labels"][row, place + ahead])
-                    if label >= 0:
-                        document = [each for each in of_row if each[1] <= place][-1]
-                        of_source = sums[loader.source_names[document[2]]]
-                        of_source[0] -= torch.log_softmax(logits[row, place].double(), 0)[label].item()
-                        of_source[1] += 1
-    expected = {name: total / count for name, (total, count) in sums.items()}
+            logits, labels = torch.randn(4, 16, VOCAB_SIZE), batch["labels"]
+            losses.add(logits, labels, batch["origins"])
+            if targets == "same":
+                logits, labels = logits[:, :-1], labels[:, 1:]
+            values = -logits.double().log_softmax(-1).gather(2, labels.clamp_min(0)[..., None])[..., 0]
+            is_high = batch["input_ids"].amin(1, keepdim=True) > 200  # a row is of one source
+            for source in (0, 1):
+                chosen = (labels >= 0) & (is_high == bool(source))
+                sums[source] += values[chosen].sum().item()
+                counts[source] += int(chosen.sum())
+    expected = {name: sums[source] / counts[source] for source, name in enumerate(("low", "high"))}
     assert losses.means(reset=True) == pytest.approx(expected, rel=1e-5)
     assert all(map(math.isnan, losses.means().values())), "nothing was counted since"
 
 
-def test_sources_go_along_where_places_are_dealt_to_ranks(sets: DataSets) -> None:
-    with mixture(sets, seq_len=SEQ_LEN - 1, targets="shifted", boundaries="segment_ids") as loader:
+def test_sources_go_along_where_places_are_dealt_to_ranks(data: Path) -> None:
+    with mixture(data, targets="shifted", boundaries="segment_ids") as loader:
         batch: Any = next(each for each in loader if len(each["origins"][:, 2].unique()) == 2)
         losses, of_ranks = (SourceLosses.of_loader(loader) for _ in range(2))
     values = torch.rand(batch["labels"].shape, dtype=torch.float64)
@@ -383,19 +379,18 @@ def test_sources_go_along_where_places_are_dealt_to_ranks(sets: DataSets) -> Non
 
 
 @pytest.mark.slow
-def test_trainer_logs_the_mean_loss_of_each_source(sets: DataSets, tmp_path: Path) -> None:
+def test_trainer_logs_the_mean_loss_of_each_source(data: Path, tmp_path: Path) -> None:
     # These take 1.5 s to import, which the quick layer need not do.
     from transformers import Trainer, TrainingArguments
 
     class OwnTrainer(LoaderMixin, Trainer):
         pass
 
-    eval_loader = open_loader(
-        sets["split_packed"], split="validation", boundaries="transformers", origins=True
-    )
-    with mixture(sets, boundaries="transformers") as loader, eval_loader:
-        model = small_model("llama", "sdpa")
-        model.resize_token_embeddings(len(loader.tokenizer))
+    model = small_model("llama", "sdpa")
+    model.resize_token_embeddings(VOCAB_SIZE)
+    options: dict[str, Any] = {"split": "validation", "boundaries": "transformers"}
+    eval_loader = load(data, "sides of rows", batch_size=4, **options)
+    with mixture(data, boundaries="transformers") as loader, eval_loader:
         arguments = TrainingArguments(
             output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=4,
             per_device_train_batch_size=4, gradient_accumulation_steps=2, logging_steps=2, learning_rate=0.0,
@@ -405,14 +400,13 @@ def test_trainer_logs_the_mean_loss_of_each_source(sets: DataSets, tmp_path: Pat
         trainer.train()
     logged = [line for line in trainer.state.log_history if "loss" in line]
     assert [line["step"] for line in logged] == [2, 4]
-    with mixture(sets, boundaries="transformers") as again:  # the model does not change
+    with mixture(data, boundaries="transformers") as again:  # the model does not change
         for line in logged:
             losses = SourceLosses.of_loader(again)
             for batch in islice(again, 4):
-                fields: Any = batch
+                fields: Any = {**batch, "origins": None}
                 with torch.no_grad():
-                    logits = model.eval()(**{**fields, "origins": None}).logits
-                losses.add(logits, batch["labels"], batch["origins"])
+                    losses.add(model.eval()(**fields).logits, batch["labels"], batch["origins"])
             for name, mean in losses.means().items():
                 assert line[f"loss/{name}"] == pytest.approx(mean, rel=1e-4)
     (evaluated,) = [line for line in trainer.state.log_history if "eval_loss" in line]

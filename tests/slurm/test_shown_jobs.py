@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import time
@@ -13,18 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.slurm.fake_slurm import (
-    ALL,
-    CONFIG,
-    NAME,
-    QUEUES,
-    WHEN,
-    Desk,
-    array,
-    call_at_waits,
-    ended,
-    squeue_line,
-)
+from tests.slurm.fake_slurm import ALL, CONFIG, NAME, QUEUES, WHEN, Desk, array, ended, squeue_line
 
 pytestmark = pytest.mark.processes
 
@@ -174,12 +162,19 @@ def test_status_retry_and_cancel_work_on_an_old_and_on_a_new_slurm(desk: Desk, v
     assert desk.sent_shards() == ["1"], "of bad input none"
 
 
-def test_a_copy_leaves_the_jobs_of_its_original_alone_and_names_all_of_them(
-    desk: Desk, tmp_path: Path
-) -> None:
+def test_cancel_of_some_shards_ends_their_tasks_alone_and_no_part_of_a_task(desk: Desk) -> None:
+    desk.submitted(array(tasks=["0", "1", "2", "3-4"]))
+    desk.queue(squeue_line("0-3", "PENDING", "Priority"))
+    desk.slurm("cancel", "--shards", "2-3", code=2)
+    assert not desk.cancelled()
+    desk.slurm("cancel", "--shards", "1,3-4")
+    assert desk.cancelled() == ["1_1 1_3"]
+
+
+def test_a_copy_leaves_the_jobs_of_its_original_alone_and_names_all_of_them(desk: Desk) -> None:
     desk.submitted()
     desk.record("1_0")
-    copy = Desk(data=Path(shutil.copytree(desk.data, tmp_path / "copy")), fake=desk.fake)
+    copy = Desk(data=Path(shutil.copytree(desk.data, desk.tmp / "copy")), fake=desk.fake)
     desk.queue(squeue_line("0-4", "CANCELLED"))
     assert copy.status()["foreign_jobs"] == [], "those that go on alone"
     desk.queue(RUNS, squeue_line("N/A", "PENDING", job="9", name=f"{desk.job_name}-control"))
@@ -187,7 +182,7 @@ def test_a_copy_leaves_the_jobs_of_its_original_alone_and_names_all_of_them(
     assert (state["running"], state["not_submitted"], state["foreign_jobs"]) == ("", "0-4", ["1", "9"])
     assert "scancel 1 9\n" in copy.slurm("cancel")
     assert not desk.cancelled()
-    desk.data = desk.data.rename(tmp_path / "moved")
+    desk.data = desk.data.rename(desk.tmp / "moved")
     assert desk.status()["running"] == "0-4", "a move keeps what a folder is"
 
 
@@ -206,20 +201,16 @@ def test_several_clusters_at_once_are_refused_before_slurm_is_asked(desk: Desk, 
     assert not desk.fake.calls("sbatch") + desk.fake.calls("squeue")
 
 
-def test_two_who_look_from_two_time_zones_see_the_same_job_and_starts_in_their_own(desk: Desk) -> None:
+def test_who_looks_from_another_time_zone_sees_the_same_job_and_its_start_in_their_own(desk: Desk) -> None:
     """Slurm prints its times in the zone of who asks."""
     desk.submitted()
-    lines = {zone: squeue_line("0-4", "PENDING", submit=when, start="2026-11-23T08:00:00") for zone, when in
-             (("UTC0", WHEN), ("KST-9", "2026-11-22T10:52:04"))}  # fmt: skip
-    cases = "".join(f"{zone}) echo '{line.strip()}' ;; " for zone, line in lines.items())
-    desk.fake.answers_by("squeue", f'case "$TZ" in {cases} esac')
-    os.environ["TZ"] = "KST-9"
-    time.tzset()
-    try:
-        state = desk.status()
-    finally:
-        del os.environ["TZ"]
+    waits = squeue_line("0-4", "PENDING", start="2026-11-23T08:00:00").strip()
+    desk.fake.answers_by("squeue", f"[[ $TZ != UTC0 ]] || echo '{waits}'")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TZ", "KST-9")
         time.tzset()
+        state = desk.status()
+    time.tzset()
     assert (state["pending"], state["waits_for"][0]["starts"]) == ("0-4", "2026-11-23T17:00:00")
 
 
@@ -236,57 +227,56 @@ NO_ANSWERS = [
 ]
 GARBAGE = ["x", "1|0|RUN", "|||||||||\n", "\0\0", "1|0|FAILED|x|many|n1|0:00|4|root|n|\n", "\ufffd" * 99]
 CUT = [TEXT[:size] for size in (3, 40, len(TEXT) - 60, len(TEXT) - 10)]
+SILENT = "squeue: error: cluster two: Unable to contact slurm controller"
+# What squeue prints on standard output and as an error, and its exit code.
+ANSWERS = [
+    *(("", words, 1) for words in NO_ANSWERS),
+    *((text, "", 0) for text in CUT),
+    *((f"{text}\udcff", "", 0) for text in GARBAGE),
+    (TEXT, SILENT, 0),  # of another server
+]
 
 
-@pytest.mark.parametrize("answer", [*NO_ANSWERS, *GARBAGE, *CUT, "another server silent"])
 def test_whatever_keeps_squeue_from_answering_a_running_shard_is_never_called_failed_nor_sent_again(
-    desk: Desk, answer: str
+    desk: Desk,
 ) -> None:
     """A credential expires, or is from the future, where clocks differ by more than munge allows."""
     desk.submitted()
     desk.log("1_0.log", "shardprep: node n1: shard 0 begins\n")
-    if answer in NO_ANSWERS:
-        desk.fake.answers_by("squeue", f"echo {shlex.quote(answer)} >&2; exit 1")
-    elif answer == "another server silent":
-        desk.fake.answers("queue", TEXT.splitlines()[0])
-        said = "echo 'squeue: error: cluster two: Unable to contact slurm controller' >&2"
-        desk.fake.answers_by("squeue", f"cat {shlex.quote(str(desk.fake.place / 'queue'))}; {said}")
-    else:
-        desk.fake.answers("squeue", answer if answer in CUT else answer.encode() + b"\xff")
-    state = desk.status()
-    assert (state["failed"], state["not_visible"], bool(state["slurm_away"])) == ("", "0-4", True)
-    for name in ("submit", "retry", "cancel"):
-        desk.slurm(name, code=74)
+    desk.fake.answers_by("squeue", "cat PLACE/out; cat PLACE/err >&2; exit $(<PLACE/code)")
+    for out, err, code in ANSWERS:
+        desk.fake.answers("out", out.encode(errors="surrogateescape"))
+        desk.fake.answers("err", err)
+        desk.fake.answers("code", str(code))
+        state = desk.status()
+        assert (state["failed"], state["not_visible"], bool(state["slurm_away"])) == ("", "0-4", True), out
+        for name in ("submit", "retry", "cancel"):
+            desk.slurm(name, code=74)
     assert not desk.fake.sent()
     assert not desk.cancelled()
 
 
 @pytest.mark.parametrize("how", ["away", "not installed"])
-def test_status_answers_from_manifests_and_records_where_slurm_is_away(
-    desk: Desk, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_answers_from_manifests_and_records_where_slurm_is_away(desk: Desk, how: str) -> None:
     desk.submitted()
     desk.make_done(0)
     desk.record("1_1", ended(74))
     if how == "away":
         (desk.fake.place / "away").touch()
     else:
-        monkeypatch.setenv("PATH", str(desk.data))
+        desk.patch.setenv("PATH", str(desk.data))
     state = desk.status()
     assert (state["done"], state["failed"], state["not_visible"]) == ("0", "1", "2-4")
     assert desk.next().startswith("next: the same again")
 
 
-def test_wait_outlasts_a_controller_that_restarts_and_ends_after_an_hour(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wait_outlasts_a_controller_that_restarts_and_ends_after_an_hour(desk: Desk) -> None:
     desk.submitted()
     waits: list[float] = []
     # Slurm answers the first question, which submit asks, and then no more.
-    once = f'[[ ! -e "{desk.fake.place}/answered" ]] || {{ echo "Socket timed out" >&2; exit 1; }}'
-    answer = f'touch "{desk.fake.place}/answered"; echo {shlex.quote(RUNS.strip())}'
-    desk.fake.answers_by("squeue", f"{once}; {answer}")
-    monkeypatch.setattr("slurm.state.sleep", waits.append)
+    once = "[[ ! -e PLACE/answered ]] || { echo 'Socket timed out' >&2; exit 1; }"
+    desk.fake.answers_by("squeue", f"{once}; touch PLACE/answered; echo {shlex.quote(RUNS.strip())}")
+    desk.at_waits(waits.append)
     desk.slurm("submit", "--wait", code=74)
     assert waits[:3] == [5, 10, 20]
     assert 3000 < sum(waits) < 4000
@@ -305,30 +295,7 @@ def test_a_shard_that_is_done_while_status_looks_is_not_called_failed(desk: Desk
     assert (state["done"], state["failed"]) == ("0", "")
 
 
-# --- cancel
-
-
-def test_cancel_of_some_shards_ends_their_tasks_alone_and_no_part_of_a_task(desk: Desk) -> None:
-    desk.submitted(array(tasks=["0", "1", "2", "3-4"]))
-    desk.queue(squeue_line("0-3", "PENDING", "Priority"))
-    desk.slurm("cancel", "--shards", "2-3", code=2)
-    assert not desk.cancelled()
-    desk.slurm("cancel", "--shards", "1,3-4")
-    assert desk.cancelled() == ["1_1 1_3"]
-
-
 # --- what only a person can do
-
-
-class ItWaitsError(BaseException):
-    """Raised in the place of a sleep."""
-
-
-def fail_at_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sleep(_: float) -> None:
-        raise ItWaitsError
-
-    call_at_waits(monkeypatch, sleep)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +312,7 @@ def fail_at_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_waits_for_a_person_is_told_with_what_to_type_and_ends_a_wait(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, reason: str, typed: str | None
+    desk: Desk, reason: str, typed: str | None
 ) -> None:
     desk.submitted()
     desk.queue(squeue_line("0-4", "PENDING", reason), squeue_line("N/A", "PENDING", "Dependency", **VERIFY))
@@ -356,13 +323,11 @@ def test_what_waits_for_a_person_is_told_with_what_to_type_and_ends_a_wait(
         assert desk.next().endswith("--watch")
         return
     assert not typed or desk.next() == f"next: {waits['to_type']}"
-    fail_at_a_wait(monkeypatch)
+    desk.at_waits(lambda _: pytest.fail("it waits"))
     desk.slurm("submit", "--wait", code=74)
 
 
-def test_wait_does_not_wait_for_a_verify_job_that_a_later_one_made_needless(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wait_does_not_wait_for_a_verify_job_that_a_later_one_made_needless(desk: Desk) -> None:
     """It was to run where the nodes are down by now."""
     desk.submitted()
     desk.submitted(array("5"), verify="6", number=1)
@@ -370,8 +335,8 @@ def test_wait_does_not_wait_for_a_verify_job_that_a_later_one_made_needless(
     desk.write_index()
     reason = "Nodes required for job are DOWN"
     desk.queue(squeue_line("N/A", "PENDING", reason, **VERIFY))
-    fail_at_a_wait(monkeypatch)
+    desk.at_waits(lambda _: pytest.fail("it waits"))
     desk.slurm("submit", "--wait")
     desk.queue(squeue_line("N/A", "PENDING", reason, **{**VERIFY, "job": "6"}))
-    with pytest.raises(ItWaitsError):
+    with pytest.raises(pytest.fail.Exception):
         desk.slurm("submit", "--wait")

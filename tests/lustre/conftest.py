@@ -37,9 +37,8 @@ def on_lustre(
     monkeypatch.setenv("FAKE_LFS_DIALECT", dialect)
     monkeypatch.delenv("FAKE_LFS_FAULT", raising=False)
     escaped = str(root).replace(" ", "\\040")
-    table = f"/dev/vda / ext4 rw 0 0\n10.0.0.1@tcp:/fakefs {escaped} lustre rw,flock 0 0\n"
-    monkeypatch.setattr("lustre.lfs.read_mounts_table", lambda: table)
     fake = FakeLustre(folder=root / "O", dialect=dialect, state_file=state_file, monkeypatch=monkeypatch)
+    fake.mounts("/dev/vda / ext4 rw 0 0", f"10.0.0.1@tcp:/fakefs {escaped} lustre rw,flock 0 0")
     yield fake
     assert fake.state().get("violations", []) == [], "setstripe ran on a file or a folder with files"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import marshal
-from collections.abc import Mapping, Sequence
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,15 @@ class FakeLustre:
         """Options alone, without the path and LC_ALL."""
         return [" ".join(call[1:-2]) for call in self.calls() if call[0] == "setstripe"]
 
-    def give_layout(self, path: Path, layout: Sequence[Mapping[str, object]]) -> None:
-        self.give(layouts={str(path): layout})
+    def set_by_hand(self, options: str) -> None:
+        """Give the folder a layout by somebody's own lfs setstripe; "" is none."""
+        if options:
+            subprocess.run(["lfs", "setstripe", *options.split(), str(self.folder)], check=True)
+
+    def mounts(self, *lines: str) -> None:
+        """Have these file systems mounted."""
+        table = "".join(f"{line}\n" for line in lines)
+        self.monkeypatch.setattr("lustre.lfs.read_mounts_table", lambda: table)
 
     def give(self, **values: object) -> None:
         self.state_file.write_bytes(marshal.dumps({**self.state(), **values}))

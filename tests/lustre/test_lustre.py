@@ -118,8 +118,7 @@ def test_a_layout_is_set_as_asked_on_a_fresh_folder_and_read_back_or_refused(
 ) -> None:
     row = APPLY[name]
     on_lustre.monkeypatch.setenv("LC_ALL", "ko_KR.UTF-8")
-    if row.by_hand:
-        subprocess.run(["lfs", "setstripe", *row.by_hand.split(), str(on_lustre.folder)], check=True)
+    on_lustre.set_by_hand(row.by_hand)
     on_lustre.give(**{**row.state, "calls": []})
     on_lustre.fault(row.fault)
     code, text = on_lustre.command("apply", on_lustre.folder, "--stripe", row.stripe)
@@ -130,58 +129,42 @@ def test_a_layout_is_set_as_asked_on_a_fresh_folder_and_read_back_or_refused(
     assert on_lustre.folder.is_dir()
 
 
-@pytest.mark.parametrize(
-    "stripe",
-    # lfs reads 1000 as KiB, b as blocks of 512, an empty size as the default and 0 as the default number. It
-    # takes a layout without an end, past which writes fail. -d clears a layout; a path would be changed.
-    [
-        *("0", "-2", "2001", "8x", "", "1e3", " 8", "٨", "Auto"),
-        *("8,1000", "8,131072b", "8,", "8,4G", "8,96K"),
-        *("8,128M", "8,4M,a_pool_of_16_char", "8,fakefs.flash", "8,inherit", "8,4M,flash,x", "1G:1,-1:8"),
-        *("-d", "-E 1G -c 1", "-c", "-c 8 /tmp", "--yaml=x", "-c 8 'x", "-f file", "--copy /tmp"),
-    ],
+# lfs reads 1000 as KiB, b as blocks of 512, an empty size as the default and 0 as the default number. It
+# takes a layout without an end, past which writes fail. -d clears a layout; a path would be changed.
+WRONG = (
+    *("0", "-2", "2001", "8x", "", "1e3", " 8", "٨", "Auto"),
+    *("8,1000", "8,131072b", "8,", "8,4G", "8,96K"),
+    *("8,128M", "8,4M,a_pool_of_16_char", "8,fakefs.flash", "8,inherit", "8,4M,flash,x", "1G:1,-1:8"),
+    *("-d", "-E 1G -c 1", "-c", "-c 8 /tmp", "--yaml=x", "-c 8 'x", "-f file", "--copy /tmp"),
 )
-def test_what_lfs_refuses_or_takes_amiss_is_refused_before_it_runs(
-    on_lustre: FakeLustre, stripe: str
-) -> None:
-    code, text = on_lustre.command("apply", on_lustre.folder, "--stripe", stripe)
-    assert (code, on_lustre.calls()) == (2, []), text
 
 
-def test_a_layout_that_is_there_already_is_not_set_again(on_lustre: FakeLustre) -> None:
-    for _ in range(2):
-        assert on_lustre.command("apply", on_lustre.folder, "--stripe", "100")[0] == 0
-        (on_lustre.folder / "shard-00000.tar").touch()
-    assert len(on_lustre.setstripe_calls()) == 1
+def test_what_lfs_refuses_or_takes_amiss_is_refused_before_it_runs(on_lustre: FakeLustre) -> None:
+    for stripe in WRONG:
+        code, text = on_lustre.command("apply", on_lustre.folder, "--stripe", stripe)
+        assert (code, on_lustre.calls()) == (2, []), text
 
 
-def test_a_dry_run_tells_the_command_and_sets_nothing(on_lustre: FakeLustre) -> None:
-    code, text = on_lustre.command("apply", on_lustre.folder, "--stripe", "20", "--dry-run")
-    assert (code, f"lfs setstripe {EIGHT.replace('-c 8', '-c 20')} '/" in text) == (0, True)
-    assert on_lustre.setstripe_calls() == []
-
-
-def test_a_file_or_nothing_is_refused_and_a_file_keeps_its_bytes(on_lustre: FakeLustre) -> None:
-    on_lustre.fault("empties-files")
-    file = on_lustre.folder / "shard-00000.tar"
-    file.write_bytes(b"precious")
-    for path in (file, on_lustre.folder / "absent", on_lustre.folder):
-        assert on_lustre.command("apply", path, "--stripe", "8")[0] == 73
-        assert on_lustre.command("apply", path, "--stripe", "-c 8", "--dry_run")[0] == 73
-    assert file.read_bytes() == b"precious"
-    assert on_lustre.setstripe_calls() == []
-
-
-def test_a_folder_that_holds_more_than_jobs_and_logs_is_refused_with_the_command_for_new_files_alone(
-    on_lustre: FakeLustre,
-) -> None:
+def test_a_layout_is_set_once_and_never_for_what_holds_more_than_jobs_and_logs(on_lustre: FakeLustre) -> None:
+    """The line of lfs is told, by which new files alone get it."""
+    folder, dry = on_lustre.folder, "--dry_run"
     for name in ("jobs", "logs"):
-        (on_lustre.folder / name).mkdir()
-    assert on_lustre.command("apply", on_lustre.folder, "--stripe", "1")[0] == 0
-    (on_lustre.folder / "file").touch()
+        (folder / name).mkdir()
+    code, text = on_lustre.command("apply", folder, "--stripe", "20", dry)
+    assert (code, f"lfs setstripe {EIGHT.replace('-c 8', '-c 20')} '/" in text) == (0, True)
+    assert on_lustre.setstripe_calls() == [], "dry"
+    for _ in range(2):
+        assert on_lustre.command("apply", folder, "--stripe", "100")[0] == 0
+        (folder / "shard-00000.tar").write_bytes(b"precious")
+    on_lustre.fault("empties-files")
+    for path in (folder / "shard-00000.tar", folder / "absent", folder):
+        assert on_lustre.command("apply", path, "--stripe", "4")[0] == 73
+        assert on_lustre.command("apply", path, "--stripe", "-c 4", dry)[0] == 73
     with pytest.raises(LustreError) as caught:
-        stripe_line(on_lustre.folder, "2")
-    assert caught.value.remedy == f"lfs setstripe {EIGHT.replace('-c 8', '-c 2')} '{on_lustre.folder}'"
+        stripe_line(folder, "2")
+    assert caught.value.remedy == f"lfs setstripe {EIGHT.replace('-c 8', '-c 2')} '{folder}'"
+    assert (folder / "shard-00000.tar").read_bytes() == b"precious"
+    assert len(on_lustre.setstripe_calls()) == 1
 
 
 # --- what is shown
@@ -206,9 +189,9 @@ def test_show_and_auto_change_nothing_and_tell_what_new_files_get_and_whose_choi
     on_lustre: FakeLustre, options: str
 ) -> None:
     if options == "of the root":
-        on_lustre.give_layout(on_lustre.folder.parent, PFL)
-    elif options:
-        subprocess.run(["lfs", "setstripe", *options.split(), str(on_lustre.folder)], check=True)
+        on_lustre.give(layouts={str(on_lustre.folder.parent): PFL})
+    else:
+        on_lustre.set_by_hand(options)
     num_calls, shown = len(on_lustre.setstripe_calls()), BY_HAND[options].format(options)
     code, text = on_lustre.command("show", on_lustre.folder)
     assert (code, "lustre at" in text) == (0, True)
@@ -221,7 +204,7 @@ def test_show_and_auto_change_nothing_and_tell_what_new_files_get_and_whose_choi
 def test_show_tells_the_layout_of_a_file_and_of_what_is_not_there_yet(on_lustre: FakeLustre) -> None:
     file = on_lustre.folder / "stripe_count: 77"
     file.write_bytes(b"")
-    on_lustre.give_layout(file, PFL)
+    on_lustre.give(layouts={str(file): PFL})
     assert "-E 256M -c 1" in on_lustre.command("show", file)[1]
     code, text = on_lustre.command("show", on_lustre.folder / "not" / "yet")
     assert (code, f"shardprep lustre show '{on_lustre.folder}'\n" in text) == (66, True)
@@ -236,25 +219,23 @@ def test_show_tells_how_shards_lie_and_warns_where_one_ost_has_far_more_than_its
     for path in shards:
         path.touch()
         path.with_suffix(".idx").touch()
-    first_ost = {str(path): number % 8 for number, path in enumerate(shards)}
-    on_lustre.give(layouts={str(path): [RAID] for path in shards}, first_ost=first_ost)
+    layouts, first_ost = ({str(path): it for path in shards} for it in ([RAID], 5))
+    on_lustre.give(layouts=layouts, first_ost={name: number % 8 for number, name in enumerate(layouts)})
     text = on_lustre.command("show", on_lustre.folder)[1]
     assert "20 of 20 shards looked at have -c 1 -S 4M\n" in text
     assert "they lie on 8 OSTs; OST 0 has most: 3" in text
     assert "warning" not in text
-    on_lustre.give(first_ost=dict.fromkeys(map(str, shards), 5))
+    on_lustre.give(first_ost=first_ost)
     assert "warning: OST 5" in on_lustre.command("show", on_lustre.folder)[1]
     on_lustre.give(no_layout=[str(shards[3])])
     assert "cannot be told" in on_lustre.command("show", on_lustre.folder)[1]
 
 
-def test_show_warns_of_targets_that_are_full_closed_or_inactive(on_lustre: FakeLustre) -> None:
-    changes: list[dict[str, Any]] = [
-        *({"flags": flag} for flag in "SNDRI"),
-        {"available": 1 << 20},
-        {"error": errno.ENODATA},
-        {"error": errno.ESHUTDOWN},
-    ]
+def test_show_warns_of_targets_that_are_full_closed_or_inactive_and_df_that_hangs_is_a_note(
+    on_lustre: FakeLustre,
+) -> None:
+    changes: list[dict[str, Any]] = [{"flags": flag} for flag in "SNDRI"]
+    changes += [{"available": 1 << 20}, {"error": errno.ENODATA}, {"error": errno.ESHUTDOWN}]
     on_lustre.give(osts=[{**OST, **each} for each in changes], mdt={**OST, "flags": "S"})
     text = on_lustre.command("show", on_lustre.folder)[1]
     for line in (
@@ -263,9 +244,6 @@ def test_show_warns_of_targets_that_are_full_closed_or_inactive(on_lustre: FakeL
         "MDT 0 is out of space",
     ):
         assert f"warning: {line}" in text, text
-
-
-def test_show_and_apply_go_on_where_only_a_note_depends_on_lfs(on_lustre: FakeLustre) -> None:
     on_lustre.fault("hang-df")
     code, text = on_lustre.command("show", on_lustre.folder)
     assert (code, "new files get -c 1" in text, "unknown" in text) == (0, True, True), text
@@ -284,9 +262,10 @@ def test_the_longest_and_last_mount_point_wins(on_lustre: FakeLustre) -> None:
     for name in ("data/x/y", "data/xy", "database"):
         (place / name).mkdir(parents=True)
     root = str(place).replace(" ", "\\040")
-    table = f"""a {root} ext4 rw\nb {root}/data nfs rw\nc {root}/data/x lustre rw\nd {root}/data/x xfs rw
-e {root}/da tmpfs rw\nbroken\n"""
-    on_lustre.monkeypatch.setattr("lustre.lfs.read_mounts_table", lambda: table)
+    on_lustre.mounts(
+        f"a {root} ext4 rw", f"b {root}/data nfs rw", f"c {root}/data/x lustre rw", f"d {root}/data/x xfs rw",
+        f"e {root}/da tmpfs rw", "broken",
+    )  # fmt: skip
     wanted = {".": "ext4", "data": "nfs", "data/x/y": "xfs", "database": "ext4", "data/xy": "nfs"}
     for name, file_system in wanted.items():
         assert f"is on {file_system}, not on Lustre" in on_lustre.command("show", place / name)[1], name
@@ -295,30 +274,22 @@ e {root}/da tmpfs rw\nbroken\n"""
 # --- off Lustre, and without lfs
 
 
-@pytest.mark.parametrize("where", ["off Lustre", "without lfs"])
+@pytest.mark.parametrize("words", ["not on Lustre", "there is no lfs on PATH"])
 def test_off_lustre_and_without_lfs_every_command_says_so_and_touches_nothing(
-    on_lustre: FakeLustre, where: str
+    on_lustre: FakeLustre, words: str
 ) -> None:
-    folder, words = on_lustre.folder, "there is no lfs on PATH"
-    if where == "off Lustre":
-        on_lustre.monkeypatch.setattr("lustre.lfs.read_mounts_table", lambda: "/dev/vda / ext4 rw 0 0\n")
-        words = "not on Lustre"
+    folder = on_lustre.folder
+    (folder / "x").write_bytes(b"precious")
+    assert "left as it is" in stripe_line(folder, "none")
+    if words == "not on Lustre":
+        on_lustre.mounts("/dev/vda / ext4 rw 0 0")
     else:
         on_lustre.monkeypatch.setenv("PATH", "/nonexistent")
-    (folder / "x").write_bytes(b"precious")
-    for name in ("", "x"):
-        code, text = on_lustre.command("show", folder / name)
-        assert (code, words in text) == (0, True)
-    for name in ("", "x", "no"):
-        code, text = on_lustre.command("apply", folder / name, "--stripe", "8")
-        assert (code, words in text) == (0, True)
-    assert words in stripe_line(folder, "8")
+    told = [on_lustre.command("show", folder / name) for name in ("", "x")]
+    told += [on_lustre.command("apply", folder / name, "--stripe", "8") for name in ("", "x", "no")]
+    told += [(0, stripe_line(folder, "8"))]
+    assert all((code, words in text) == (0, True) for code, text in told), told
     assert [(path.name, path.read_bytes()) for path in folder.iterdir()] == [("x", b"precious")]
-    assert on_lustre.calls() == []
-
-
-def test_none_does_not_even_ask(on_lustre: FakeLustre) -> None:
-    assert "left as it is" in stripe_line(on_lustre.folder, "none")
     assert on_lustre.calls() == []
 
 
@@ -326,48 +297,36 @@ def test_none_does_not_even_ask(on_lustre: FakeLustre) -> None:
 
 
 NEED = Need(num_bytes=10**12, num_shards=1000)
+ROOM = "inodes of MDTs and OSTs"
+# What the servers hold -> the one warning.
+LIMITS: list[tuple[dict[str, Any], str]] = [
+    ({"quota": {"-u": [5, 1005, 0, 7, 0, 0]}}, "your quota: 1.02 MB left"),
+    ({"quota": {"-u": [5, 0, 0, 7, 10, 9]}}, "your quota: 2 files left"),
+    ({"osts": [OST, {**OST, "available": 1}]}, "2 OSTs: 80.5 GB left"),
+    ({"osts": [OST, {**OST, "flags": "S", "available": 1 << 40}]}, "1 OST: 80.5 GB left"),
+    ({"inodes": 2999}, f"{ROOM}: 2,999 files left"),
+    ({"mdt": {**OST, "flags": "S"}}, f"{ROOM}: 0 files left"),
+    ({"osts": [{**OST, "available": 1 << 40, "inodes": 7}]}, f"{ROOM}: 7 files left"),
+]
 
 
-@pytest.fixture
-def as_user(on_lustre: FakeLustre, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No quota binds root, so nobody asks for root's."""
-    monkeypatch.setattr(os, "getuid", lambda: 1000)
-
-
-@pytest.mark.usefixtures("as_user")
-def test_what_fits_is_one_line_without_a_warning(on_lustre: FakeLustre) -> None:
+def test_what_fits_is_one_line_and_each_limit_that_is_too_small_is_a_warning(on_lustre: FakeLustre) -> None:
+    on_lustre.monkeypatch.setattr(os, "getuid", lambda: 1000)  # no quota binds root, so nobody asks for it
     on_lustre.give(quota={"-u": [5, 0, 1 << 40, 7, 0, 1 << 40]})
     (line,) = space_lines(on_lustre.folder, NEED)
     for words in ("1.00 TB in 3,000 files", "8 OSTs: 6.60 TB", "1.00 M files", "1.13 PB", "1.10 T files"):
         assert words in line
+    for state, warning in LIMITS:
+        on_lustre.state_file.unlink()
+        on_lustre.give(**state)
+        (line,) = (each for each in space_lines(on_lustre.folder, NEED) if each.startswith("warning"))
+        assert warning in line
 
 
-@pytest.mark.usefixtures("as_user")
-@pytest.mark.parametrize(
-    ("state", "warning"),
-    [
-        ({"quota": {"-u": [5, 1005, 0, 7, 0, 0]}}, "your quota: 1.02 MB left"),
-        ({"quota": {"-u": [5, 0, 0, 7, 10, 9]}}, "your quota: 2 files left"),
-        ({"osts": [OST, {**OST, "available": 1}]}, "2 OSTs: 80.5 GB left"),
-        ({"osts": [OST, {**OST, "flags": "S", "available": 1 << 40}]}, "1 OST: 80.5 GB left"),
-        ({"inodes": 2999}, "inodes of MDTs and OSTs: 2,999 files left"),
-        ({"mdt": {**OST, "flags": "S"}}, "inodes of MDTs and OSTs: 0 files left"),
-        ({"osts": [{**OST, "available": 1 << 40, "inodes": 7}]}, "inodes of MDTs and OSTs: 7 files left"),
-    ],
-)
-def test_each_limit_that_is_too_small_is_a_warning(
-    on_lustre: FakeLustre, state: dict[str, object], warning: str
-) -> None:
-    on_lustre.give(**state)
-    lines = [line for line in space_lines(on_lustre.folder, NEED) if line.startswith("warning")]
-    (line,) = lines
-    assert warning in line
-
-
-@pytest.mark.usefixtures("as_user")
 def test_plan_and_submit_warn_of_what_is_missing_and_go_on(
     on_lustre: FakeLustre, tmp_path: Path, fake_slurm: FakeSlurm
 ) -> None:
+    on_lustre.monkeypatch.setattr(os, "getuid", lambda: 1000)
     on_lustre.give(quota={"-u": [5, 0, 6, 7, 0, 9]})
     world = World(tmp_path, data_dir=on_lustre.folder).raw({"a.txt": "a line of text\n" * 500})
     planned = world.try_plan(num_shards=5)

@@ -121,7 +121,7 @@ def test_headers_of_members_are_those_of_tarfile_and_numpy_and_webdataset_reads_
 
 
 @pytest.mark.parametrize(("num_ids", "num_bytes"), [(65_535, 2), (65_536, 4)])
-def test_ids_take_two_bytes_below_65536_tokens_as_one_number_means_blank(
+def test_ids_take_two_bytes_below_65536_as_one_means_blank(
     tmp_path: Path, num_ids: int, num_bytes: int
 ) -> None:
     vocab = {"a": 0, "b": num_ids - 1}

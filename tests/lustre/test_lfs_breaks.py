@@ -115,7 +115,7 @@ def test_no_command_fails_because_of_lfs(
     "command",
     ["show O", "apply O/empty --stripe 2", "apply O/empty --stripe 2,disk --dry_run"],
 )
-def test_the_commands_for_lustre_end_with_73_where_a_layout_or_a_pool_cannot_be_told_and_else_go_on(
+def test_show_and_apply_end_with_73_where_no_layout_can_be_told(
     calls: Calls, on_lustre: FakeLustre, command: str
 ) -> None:
     (on_lustre.folder / "empty").mkdir()

@@ -60,8 +60,7 @@ APPLY = {
     "as typed, on the metadata server": Apply(DOM, DOM, [DOM], is_in_2_15=True),
     "fewer, and a wrapper adds a pool": Apply(
         "-1", EIGHT.replace("-c 8", "-c -1"), ["-c 4 -S 4M -p disk"],
-        fault="wrapper-pool", state={"count_cap": 4},
-    ),
+        fault="wrapper-pool", state={"count_cap": 4}),
     "one OST": Apply("8", EIGHT, ["-E -1 -c 1"], state={"osts": [OST]}),
     # The pool of a folder stays unless another or none is named.
     "the folder's pool": Apply("1", "-c 1 -p flash", by_hand="-c 2 -p flash"),
@@ -72,8 +71,7 @@ APPLY = {
     # Tiers and mirrors are dropped by a layout as typed alone.
     "tiers": refused(
         "4", "mdt", "flash", "disk", "--stripe '-c 8'",
-        by_hand="-E 256K -L mdt -E 8M -c 1 -S 1M -p flash -E -1 -c 4 -S 1M -p disk",
-    ),
+        by_hand="-E 256K -L mdt -E 8M -c 1 -S 1M -p flash -E -1 -c 4 -S 1M -p disk"),
     "data on the metadata server": refused("4", "mdt", by_hand="-E 64K -L mdt -E -1 -c 1 -S 1M"),
     "mirrors": refused("4", "-N -E -1 -c 2 -S 4M -N -E -1 -c 2 -S 4M", by_hand="-N2 -c 2"),
     "tiers, and a layout as typed": Apply("-c 8", "-c 8", by_hand="-E 64K -L mdt -E -1 -c 1 -S 1M"),
@@ -113,9 +111,7 @@ APPLY = {
     [(name, "2.17") for name in APPLY] + [(name, "2.15") for name, row in APPLY.items() if row.is_in_2_15],
     indirect=["on_lustre"],
 )
-def test_a_layout_is_set_as_asked_on_a_fresh_folder_and_read_back_or_refused(
-    on_lustre: FakeLustre, name: str
-) -> None:
+def test_a_layout_is_set_as_asked_and_read_back_or_refused(on_lustre: FakeLustre, name: str) -> None:
     row = APPLY[name]
     on_lustre.monkeypatch.setenv("LC_ALL", "ko_KR.UTF-8")
     on_lustre.set_by_hand(row.by_hand)
@@ -185,7 +181,7 @@ BY_HAND = {
 
 @both_dialects
 @pytest.mark.parametrize("options", BY_HAND)
-def test_show_and_auto_change_nothing_and_tell_what_new_files_get_and_whose_choice_it_is(
+def test_show_and_auto_tell_what_new_files_get_and_whose_choice_it_is(
     on_lustre: FakeLustre, options: str
 ) -> None:
     if options == "of the root":
@@ -212,9 +208,7 @@ def test_show_tells_the_layout_of_a_file_and_of_what_is_not_there_yet(on_lustre:
     assert on_lustre.command("show", file)[0] == 73
 
 
-def test_show_tells_how_shards_lie_and_warns_where_one_ost_has_far_more_than_its_share(
-    on_lustre: FakeLustre,
-) -> None:
+def test_show_tells_how_shards_lie_and_warns_of_an_ost_with_most(on_lustre: FakeLustre) -> None:
     shards = [on_lustre.folder / f"shard-{number:05d}.tar" for number in range(20)]
     for path in shards:
         path.touch()
@@ -231,9 +225,7 @@ def test_show_tells_how_shards_lie_and_warns_where_one_ost_has_far_more_than_its
     assert "cannot be told" in on_lustre.command("show", on_lustre.folder)[1]
 
 
-def test_show_warns_of_targets_that_are_full_closed_or_inactive_and_df_that_hangs_is_a_note(
-    on_lustre: FakeLustre,
-) -> None:
+def test_show_warns_of_full_or_closed_targets_and_notes_a_df_that_hangs(on_lustre: FakeLustre) -> None:
     changes: list[dict[str, Any]] = [{"flags": flag} for flag in "SNDRI"]
     changes += [{"available": 1 << 20}, {"error": errno.ENODATA}, {"error": errno.ESHUTDOWN}]
     on_lustre.give(osts=[{**OST, **each} for each in changes], mdt={**OST, "flags": "S"})
@@ -275,9 +267,7 @@ def test_the_longest_and_last_mount_point_wins(on_lustre: FakeLustre) -> None:
 
 
 @pytest.mark.parametrize("words", ["not on Lustre", "there is no lfs on PATH"])
-def test_off_lustre_and_without_lfs_every_command_says_so_and_touches_nothing(
-    on_lustre: FakeLustre, words: str
-) -> None:
+def test_off_lustre_and_without_lfs_commands_say_so(on_lustre: FakeLustre, words: str) -> None:
     folder = on_lustre.folder
     (folder / "x").write_bytes(b"precious")
     assert "left as it is" in stripe_line(folder, "none")
@@ -354,9 +344,7 @@ def test_the_trap_sees_a_setstripe_on_a_file_and_on_a_folder_with_files(on_lustr
     on_lustre.give(violations=[])
 
 
-def test_from_plan_to_batch_setstripe_runs_once_on_the_fresh_folder(
-    on_lustre: FakeLustre, tmp_path: Path
-) -> None:
+def test_from_plan_to_batch_setstripe_runs_once(on_lustre: FakeLustre, tmp_path: Path) -> None:
     """Every command of the toolkit, on a Lustre whose lfs empties files."""
     pytest.importorskip("torch", reason="the loader needs it")
     on_lustre.fault("empties-files")

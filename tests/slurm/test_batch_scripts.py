@@ -115,10 +115,14 @@ def test_the_plain_form_makes_shards_0_to_9_and_leaves_only_logs(site: Cluster, 
     assert len(list((site.folder / "logs").iterdir())) == 10
 
 
-def test_folder_and_flags_reach_the_worker_as_they_were_typed(site: Cluster, tmp_path: Path) -> None:
+def test_folder_and_flags_reach_the_worker_as_typed(site: Cluster, tmp_path: Path) -> None:
     words = ("my data' $(touch INJECTED)", "--input_dir", "한글 $HOME `touch INJECTED`; touch INJECTED", "")
+    (tmp_path / "setup.sh").write_text(f"export SHARDPREP_PYTHON={tmp_path / 'python'}\n")
+    first, script = "set -euo pipefail\n", tmp_path / "job.sh"
+    setup = f"{first}SHARDPREP_SETUP={tmp_path / 'setup.sh'}\n"
+    script.write_text(SCRIPT.read_text().replace(first, setup, 1))
     jobs = [sbatch(site, "--array=3,5", "-c1", SCRIPT, *words)]
-    jobs += [sbatch(site, "--array=0", "-c1", SCRIPT, "--no-keep_text")]
+    jobs += [sbatch(site, "--array=0", "-c1", "--export=NONE", script, "--no-keep_text")]
     assert [exit_codes(site, job) for job in jobs] == [{3: "0:0", 5: "0:0"}, {0: "0:0"}]
     shown = [(tmp_path / f"{index}.words").read_text().split("\n")[2:-1] for index in (5, 0)]
     assert shown[0] == ["--output_dir", words[0], "--planned", *words[1:]]
@@ -137,14 +141,6 @@ def test_a_task_started_again_by_slurm_keeps_the_log_of_its_first_run(site: Clus
     assert sorted(path.name for path in (site.folder / "logs").iterdir()) == names
     for name in names:
         assert "the worker speaks" in (site.folder / "logs" / name).read_text()
-
-
-def test_the_step_starts_without_the_users_environment_too(site: Cluster) -> None:
-    (site.folder / "setup.sh").write_text(f"export SHARDPREP_PYTHON={site.environ['SHARDPREP_PYTHON']}\n")
-    first, script = "set -euo pipefail\n", site.folder / "job.sh"
-    script.write_text(SCRIPT.read_text().replace(first, f"{first}SHARDPREP_SETUP=setup.sh\n", 1))
-    job = sbatch(site, "--array=0", "-c1", "--export=NONE", script)
-    assert exit_codes(site, job) == {0: "0:0"}, log_of(site, job, 0)
 
 
 # --- training: slurm/train_ddp.sh with examples/train_llama.py
@@ -201,7 +197,7 @@ def has_daemon(job: str) -> bool:
     return False
 
 
-def test_a_run_that_is_cut_goes_on_on_one_node_as_if_unbroken(
+def test_a_cut_run_goes_on_on_one_node_as_if_unbroken(
     train_site: Cluster, data: Path, warm: WarmPython, tmp_path: Path
 ) -> None:
     """USR1, a checkpoint, a requeue, and the same batches and losses on half the nodes."""
@@ -290,9 +286,7 @@ def test_on_a_cluster_without_accounts_the_whole_way_works(
     assert (state["done"], state["verified"]) == ("0-2", True)
 
 
-def test_a_stopped_worker_removes_its_temporary_and_its_task_ends_with_75_and_a_cause(
-    stopped: tuple[World, Cluster, str],
-) -> None:
+def test_a_stopped_worker_cleans_up_and_its_task_ends_with_75(stopped: tuple[World, Cluster, str]) -> None:
     world, site, job = stopped
     assert exit_codes(site, job) == dict.fromkeys(range(len(STOPS)), "75:0")
     for index, (stop, signal) in enumerate(STOPS.items()):

@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -115,9 +114,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("version", ["22.05", "24.11"])
-def test_the_cause_of_every_failure_is_told_and_stays_when_slurm_and_the_log_have_forgotten_it(
-    desk: Desk, version: str
-) -> None:
+def test_each_cause_is_told_also_when_slurm_and_the_log_have_forgotten_it(desk: Desk, version: str) -> None:
     desk.data = World(desk.tmp / "of rows").raw({"a.txt": "a\n" * 99}).plan(num_shards=len(ROWS)).data_dir
     desk.submitted(array(tasks=[str(index) for index in range(len(ROWS))]))
     queue = []
@@ -182,9 +179,7 @@ def test_outside_a_job_array_it_prints_the_line_to_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["nothing", "an old preprocess.py", "the package alone"])
-def test_a_python_without_the_package_or_its_dependencies_is_named_with_what_it_lacks(
-    desk: Desk, what: str
-) -> None:
+def test_a_python_without_the_package_is_named_with_what_it_lacks(desk: Desk, what: str) -> None:
     bare = desk.tmp / "bare"
     run_child([sys.executable, "-m", "venv", "--without-pip", bare])
     path = str(ROOT) if what == "the package alone" else ""
@@ -302,36 +297,11 @@ def test_shards_that_a_run_could_not_make_have_their_cause_without_any_slurm(des
     assert records(desk) == []
 
 
-@pytest.mark.parametrize(
-    ("host", "is_same", "state"),
-    [("here", True, "running"), ("here", False, "failed"), ("elsewhere", True, "not_visible")],
-)
-def test_a_run_without_an_end_runs_was_killed_or_cannot_be_seen_from_this_host(
-    desk: Desk, host: str, is_same: bool, state: str
-) -> None:
-    """Where it is not the same, the process has gone, and another one has its number."""
-    node = socket.gethostname() if host == "here" else "another.host"
-    desk.run_record("1-2", node, os.getpid(), is_this_process=is_same)
-    assert desk.status()[state] == "1-2"
-    desk.slurm("submit")
-    assert desk.sent_shards() == ["0 1 2 3 4" if state == "failed" else "0 3 4"]
-
-
 # --- several attempts
 
 
-def test_the_newest_attempt_says_the_cause_where_an_older_one_has_no_record(desk: Desk) -> None:
-    desk.submitted()
-    desk.submitted(array("3"), verify="4", number=1, submitted=2.5)
-    desk.record("3_0", ended(75, stopped_by="OUT_OF_MEMORY"))
-    desk.queue(squeue_line("0", "NODE_FAIL"))
-    assert desk.status()["causes"] == {"OUT_OF_MEMORY": "0"}
-
-
 @pytest.mark.parametrize("has_moved", [False, True])
-def test_of_a_task_that_was_started_again_each_start_has_the_cause_of_its_own_part_of_the_log(
-    desk: Desk, has_moved: bool
-) -> None:
+def test_each_start_of_a_task_has_the_cause_of_its_own_part_of_the_log(desk: Desk, has_moved: bool) -> None:
     """A submission's log goes on; plain sbatch's is moved away when Slurm starts the task again."""
     desk.submitted()
     parts = [

@@ -98,9 +98,7 @@ def test_a_recount_of_the_texts_gives_the_lengths_of_the_report(tmp_path: Path) 
         assert exact <= whole[f"length_p{percent}"] <= exact * 1.125
 
 
-def test_markup_stays_text_no_secret_is_told_and_the_page_loads_and_runs_nothing(
-    world: World, tmp_path: Path
-) -> None:
+def test_markup_stays_text_no_secret_is_told_and_nothing_runs(world: World, tmp_path: Path) -> None:
     page = Page(world.data_dir, tmp_path)
     assert not page.elements.keys() & {"script", "i", "img", "iframe", "link", "object", "svg"}
     assert page.elements["b"] == 5, "the tiles' own"
@@ -127,9 +125,7 @@ def test_an_unfinished_data_set_has_a_report_with_causes(desk: Desk) -> None:
 
 
 @pytest.mark.processes
-def test_each_manifest_is_read_once_no_shard_is_and_slurm_is_not_asked_where_nothing_was_submitted(
-    desk: Desk, world: World
-) -> None:
+def test_each_manifest_is_read_once_and_no_shard_nor_slurm(desk: Desk, world: World) -> None:
     opened, open_ = list[str](), os.open
     desk.patch.setattr(os, "open", lambda path, *rest: opened.append(str(path)) or open_(path, *rest))
     before = sorted(world.data_dir.rglob("*"))

@@ -136,28 +136,6 @@ def test_until_done_heals_each_failure_as_its_cause_asks_and_nobody_types_anythi
     assert seven.contents() == undisturbed.plan(num_shards=None, max_bad_fraction=0.6).run().contents()
 
 
-def test_a_finished_task_that_is_requeued_changes_nothing_and_cancel_ends_all(
-    site: Cluster, seven: Seven
-) -> None:
-    data = seven.data_dir
-    seven.arm(*(f"sleep-{shard_id}" for shard_id in range(1, 7)))
-    site.slurm("submit", data, "--cpus_per_task", 1, "--max_parallel", 3)
-    wait_until((data / "shard-00000.json").exists)
-    state = site.status(data)
-    assert (state["done"], bool(state["running"]), bool(state["pending"])) == ("0", True, True)
-    before = seven.contents()
-    site.slurm("submit", data)
-    assert not (data / "jobs" / "0001.json").exists(), "all wait or run already"
-    wait_until(lambda: site.tasks(f"{seven.job()}_0")[0]["JobState"] == "COMPLETED")
-    site.run("scontrol", "requeue", f"{seven.job()}_0")
-    site.slurm("cancel", data)
-    site.wait_until_idle()
-    state = site.status(data)
-    assert set(state["causes"]) <= {"CANCELLED", STOPPED}
-    assert (state["done"], state["running"], state["pending"]) == ("0", "", "")
-    assert seven.contents() == before
-
-
 def type_next(site: Cluster, data: Path, folder: Path, more: str = "") -> None:
     """Type in a folder what status says to type next."""
     (line,) = re.findall(r"^next: (.*)$", site.slurm("status", data), re.MULTILINE)
@@ -193,9 +171,7 @@ def test_plain_sbatch_is_seen_a_copy_leaves_it_alone_and_next_runs_as_printed(
     assert site.status(data)["done"] == "0-3,5-6"
 
 
-def test_what_cannot_work_is_refused_before_anything_is_written(
-    site: Cluster, seven: Seven, tmp_path: Path
-) -> None:
+def test_what_cannot_work_is_refused_before_it_is_sent(site: Cluster, seven: Seven, tmp_path: Path) -> None:
     refusals = {
         ("--cpus_per_task", 40): "--cpus-per-task=40",
         ("--mem_gb", 99): "--mem=101376M",
@@ -291,16 +267,19 @@ exec setpriv --reuid 65534 --regid 65534 --clear-groups "${@:2}"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-def test_another_user_sees_the_state_and_is_refused_in_a_sentence_what_is_not_theirs(
+def test_another_user_sees_the_state_and_ends_nothing_and_what_is_done_stays_where_it_is_requeued(
     site: Cluster, seven: Seven
 ) -> None:
-    data = Path(
-        shutil.move(seven.data_dir, site.folder / "of root")
-    )  # everybody may pass the folders above it
+    data = seven.data_dir = Path(shutil.move(seven.data_dir, site.folder / "of root"))  # all may pass
     seven.arm("sleep-0", "kill-5")
     site.slurm("submit", data, "--cpus_per_task", 1)
     wait_until(lambda: len(list(data.glob("shard-*.json"))) == 4)
     wait_until(lambda: site.status(data)["failed"] == "4-5")
+    before, job = seven.contents(), seven.job()
+    site.slurm("submit", data, "--shards", "0-3")
+    assert not (data / "jobs" / "0001.json").exists(), "it runs already, or is done"
+    wait_until(lambda: site.tasks(f"{job}_1")[1]["JobState"] == "COMPLETED")
+    site.run("scontrol", "requeue", f"{job}_1")
     as_nobody = ["unshare", "--mount", "bash", "-c", _AS_NOBODY, "_", sys.base_prefix, sys.executable]
 
     def nobody(*words: object, code: int = 0) -> str:
@@ -320,6 +299,9 @@ def test_another_user_sees_the_state_and_is_refused_in_a_sentence_what_is_not_th
     assert site.status(data)["running"] == "0", "nothing was cancelled"
     site.slurm("cancel", data)
     site.wait_until_idle()
+    causes = site.status(data)["causes"]
+    assert "0" in (causes.get("CANCELLED"), causes.get(STOPPED)), causes
+    assert seven.contents() == before
     assert "shardprep " not in nobody("status", data).splitlines()[-1], "a command that would be refused"
     (data / "jobs").chmod(0o700)  # as umask 077 makes it
     assert seen() == (4, "", "")

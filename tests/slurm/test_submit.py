@@ -152,9 +152,7 @@ def run_script(script: str, place: Path, code: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("code", "result"), [(0, "verified"), (65, "not verified")])
-def test_the_verify_job_ends_with_a_line_to_grep_and_tells_whom_it_should(
-    desk: Desk, code: int, result: str
-) -> None:
+def test_the_verify_job_ends_with_a_line_to_grep_and_notifies(desk: Desk, code: int, result: str) -> None:
     told = desk.tmp / "told"
     desk.slurm("submit", "--notify", f'echo "$SHARDPREP_RESULT, $SHARDPREP_EXIT_CODE" >{told}; exit 3')
     colon = ":" if code else ""
@@ -185,27 +183,6 @@ def test_slurms_commands_get_no_variables_of_the_allocation_that_they_run_in(des
 # --- what Slurm takes
 
 
-@pytest.mark.parametrize(
-    ("granted", "mem_mb", "time_min"),
-    [
-        ("NumCPUs=4 TimeLimit=00:01:00 MinMemoryNode=300M", 300, 1),
-        ("NumCPUs=4 TimeLimit=UNLIMITED MinMemoryCPU=1.50G", 6144, None),
-        ("NumCPUs=1 TimeLimit=1-00:00:00 MinMemoryNode=0", None, 1440),
-    ],
-)
-def test_what_slurm_granted_is_recorded_and_a_site_that_renames_jobs_is_followed(
-    desk: Desk, granted: str, mem_mb: int | None, time_min: int | None
-) -> None:
-    shown = f"JobId=7 JobName=the sites name UserId=root(0) GroupId=root(0) SubmitTime={WHEN} "
-    desk.fake.answers("job", shown + granted)
-    desk.slurm("submit")
-    record = json.loads((desk.data / "jobs" / "0000.json").read_text())
-    (of_array,) = record["arrays"]
-    assert (of_array["mem_mb"], of_array["time_min"], record["user"]) == (mem_mb, time_min, "root")
-    desk.queue(squeue_line("0-4", "PENDING", name="the sites name"))
-    assert desk.status()["pending"] == "0-4"
-
-
 class Site(NamedTuple):
     """How Slurm answers, and what comes of a submit."""
 
@@ -218,6 +195,7 @@ class Site(NamedTuple):
     sends: Sequence[str] = (ALL,)
     cancels: Sequence[str] = ()
     releases: Sequence[str] = ("1", "2")
+    records: Mapping[str, object] = {}  # of the array
 
 
 NOTHING: dict[str, Any] = {"sends": (), "releases": ()}
@@ -240,6 +218,7 @@ RELEASE_LATER = (
 )
 CANCELLED = f"[[ $1 != release ]] || {REFUSES.format('Job has already finished for job 1')}; exec REAL"
 FEW = ("0-1 2-4",)
+GRANTED = f"JobId=7 JobName=the sites name UserId=root(0) GroupId=root(0) SubmitTime={WHEN} "
 SITES = {
     "a limit met by a test": Site(OF_LIMIT.replace("WHEN", "--test-only"), sends=FEW),
     "a limit met by a job": Site(OF_LIMIT.replace("WHEN", "--parsable"), sends=FEW),
@@ -247,23 +226,29 @@ SITES = {
     # Such as hours of an account that are used up, where the site has Slurm refuse them.
     "refused however few": Site(TOO_MANY, flags=("--time_min=90",), ends=2, says="--time=90", **NOTHING),
     "no room for the controller": Site(
-        NO_ROOM, flags=("--until_done",), sends=(ALL, *FEW), cancels=("1 2",), releases=("3", "4")
-    ),
+        NO_ROOM, flags=("--until_done",), sends=(ALL, *FEW), cancels=("1 2",), releases=("3", "4")),
     # Slurm has the same words for both.
     "drained nodes": Site(
         f'[[ "$*" != *--test-only* ]] || {NO_SUCH_NODE}; exec REAL', says="Requested node",
-        answers={"sinfo": "cpu*|drained|4000|64|infinite\n"},
-    ),
+        answers={"sinfo": "cpu*|drained|4000|64|infinite\n"}),
     "nodes that never fit": Site(
         NO_SUCH_NODE, ends=2, says="Requested node", **NOTHING,
-        answers={"sinfo": "cpu*|idle|4000|64|infinite\n"},
-    ),
+        answers={"sinfo": "cpu*|idle|4000|64|infinite\n"}),
     "a banner before the id": Site(SAYS_MORE + 'echo "Welcome to 7 nodes"; echo; echo "$id;test"; echo'),
     "an id that cannot be understood": Site(
-        SAYS_MORE + "echo Submitted, thank you", ends=74, says="squeue --me --name=shardprep-", releases=()
-    ),
+        SAYS_MORE + "echo Submitted, thank you", ends=74, says="squeue --me --name=shardprep-", releases=()),
     "a part of the job, then nothing": Site(answers={"job": JOB[:20]}, ends=74, cancels=("1",), releases=()),
     "a part of the job": Site(answers={"job": JOB[:200]}, ends=74, cancels=("1",), releases=()),
+    # The site renames jobs, and grants more or less than was asked for.
+    "memory and time": Site(
+        answers={"job": f"{GRANTED}NumCPUs=4 TimeLimit=00:01:00 MinMemoryNode=300M"},
+        records={"name": "the sites name", "mem_mb": 300, "time_min": 1}),
+    "memory of each CPU": Site(
+        answers={"job": f"{GRANTED}NumCPUs=4 TimeLimit=UNLIMITED MinMemoryCPU=1.50G"},
+        records={"mem_mb": 6144, "time_min": None}),
+    "all memory": Site(
+        answers={"job": f"{GRANTED}NumCPUs=1 TimeLimit=1-00:00:00 MinMemoryNode=0"},
+        records={"mem_mb": None, "time_min": 1440}),
     "slow accounts": Site(scontrol=f"{RELEASE_LATER}; exec REAL"),
     "somebody who cancels at once": Site(scontrol=CANCELLED, ends=2, says="already finished", releases=()),
 }  # fmt: skip
@@ -280,14 +265,13 @@ def test_a_submit_follows_what_slurm_takes_and_no_job_runs_unrecorded(desk: Desk
     assert site.says in desk.slurm("submit", *site.flags, code=site.ends)
     assert desk.sent_shards() == [*site.sends]
     assert (desk.cancelled(), desk.released()) == ([*site.cancels], [*site.releases])
-    is_recorded = (desk.data / "jobs" / "0000.json").exists()
-    assert is_recorded == (site.ends == 0 or site.scontrol == CANCELLED)
+    record = desk.data / "jobs" / "0000.json"
+    assert record.exists() == (site.ends == 0 or site.scontrol == CANCELLED)
+    assert not site.records or site.records.items() <= json.loads(record.read_text())["arrays"][0].items()
     assert waits == ([5] if name == "slow accounts" else [])
 
 
-def test_of_two_submits_at_once_the_second_cancels_its_jobs_and_what_it_prints_shows_the_other(
-    desk: Desk,
-) -> None:
+def test_of_two_submits_at_once_the_second_cancels_its_jobs(desk: Desk) -> None:
     """The other one's record appears between this one's look at the jobs and its own record."""
     place = desk.data / "jobs" / "0000.json"
     record = desk.submitted(array("7"), verify="8").rename(desk.tmp / "0000.json")
@@ -301,9 +285,7 @@ def test_of_two_submits_at_once_the_second_cancels_its_jobs_and_what_it_prints_s
     desk.slurm("submit")  # finds nothing left to send
 
 
-def test_the_verify_job_waits_for_all_has_time_for_all_bytes_and_a_dependency_is_passed_on(
-    desk: Desk,
-) -> None:
+def test_the_verify_job_waits_for_all_and_has_time_for_all_bytes(desk: Desk) -> None:
     desk.slurm("submit", "--sbatch_args", "--dependency=afterok:99")
     assert "#SBATCH --dependency=afterok:99\n" in desk.fake.sent()[0]
     assert "--dependency=afterany:1" in desk.fake.calls("sbatch")[-1]
@@ -321,9 +303,7 @@ def test_the_verify_job_waits_for_all_has_time_for_all_bytes_and_a_dependency_is
 
 
 @pytest.mark.parametrize("name", ["setup", "container", "srun_args", "notify", "sbatch_args", "worker_args"])
-def test_retry_takes_no_command_from_a_record_of_another_user_or_that_others_can_write_to(
-    desk: Desk, name: str
-) -> None:
+def test_retry_takes_no_command_from_a_record_of_other_users(desk: Desk, name: str) -> None:
     """It shows what to type."""
     (desk.tmp / "setup.sh").touch()
     value = str(desk.tmp / "setup.sh") if name == "setup" else f"--{name}-of-another"
@@ -342,9 +322,7 @@ def test_retry_takes_no_command_from_a_record_of_another_user_or_that_others_can
     assert value in "".join([*desk.fake.sent()[2:], new_record]), "the user's own word"
 
 
-def test_a_retry_elsewhere_has_the_values_of_the_submission_and_a_group_cannot_change_them(
-    desk: Desk,
-) -> None:
+def test_a_retry_in_another_folder_has_the_values_of_the_submission(desk: Desk) -> None:
     here, elsewhere = desk.tmp / "here", desk.tmp / "elsewhere"
     for place in (here, elsewhere):
         place.mkdir()

@@ -26,7 +26,7 @@ SCRIPT = ROOT / "slurm" / "train_ddp.sh"
 # As many tasks as asked for; where one ends badly the others are killed, and the highest code is srun's own,
 # as of the real one.
 SRUN = r"""#!/bin/bash
-[[ -z ${SRUN_ARGUMENTS:-} ]] || printf '%s\n' "$@" >"$SRUN_ARGUMENTS"
+printf '%s\n' "$@" >"$0.arguments"
 while [[ $1 = --* ]]; do [[ $1 != --ntasks=* ]] || num=${1#*=}; shift; done
 for ((rank = 0; rank < num; rank++)); do
   export SLURM_PROCID=$rank SLURM_NODEID=$rank SLURM_NTASKS=$num SLURM_LOCALID=$rank SLURMD_NODENAME=n$rank
@@ -108,15 +108,25 @@ class Run(NamedTuple):
     of_job: Mapping[str, str] = {}
     is_requeued: bool = False
     finds: Sequence[str] = ()  # files beside the checkpoints, while it runs
+    passes: Sequence[str] = ()  # sizes of its step, which else has all that the job has
 
 
+THREE_CPUS, TORCHRUN = {"SLURM_CPUS_PER_TASK": "3"}, {"SHARDPREP_LAUNCHER": "torchrun"}
+NO_PYTHON = {**TORCHRUN, "SHARDPREP_PYTHON": "false"}
+SIZES = ("--cpus", "--mem", "--gpus", "--gres", "--tres", "--exclusive", "--exact")
 NO_MORE = {"SHARDPREP_MAX_REQUEUES": "0"}
 # Slurm started it again twice, as where one node after the other dies under it.
 AGAIN = {"SLURM_RESTART_COUNT": "2", "state": "RUNNING 2"}
 RUNS = {
     "exit code 3": Run("3", 3, "the first to fail was rank 1 on n1, with exit code 3"),
     "exit code 7": Run("7", 7, "without being asked to stop: not requeued"),
-    "killed": Run("kill", 75, "rank 1 on n1 was killed by signal 9"),
+    "killed": Run(
+        "kill", 75, "rank 1 on n1 was killed by signal 9", of_job=THREE_CPUS, passes=["--cpus-per-task=3"]
+    ),
+    "torchrun": Run("", 1, of_job=NO_PYTHON),
+    "torchrun, and CPUs of two tasks": Run(
+        "", 1, of_job={**NO_PYTHON, **THREE_CPUS, "SLURM_NTASKS_PER_NODE": "2"}, passes=["--cpus-per-task=6"]
+    ),
     "before the time limit": Run("stop", told="job", number=signal.SIGUSR1, is_requeued=True),
     "a preemption": Run("stop", told="job", is_requeued=True),
     # With GraceTime the script itself hears nothing. A program that does not heed TERM dies of it.
@@ -148,37 +158,16 @@ def test_a_job_that_was_stopped_saves_and_is_requeued_if_it_may_go_on_or_ends_wi
     assert (tmp_path / "requeued").exists() == run.is_requeued, log
     assert run.is_requeued or process.returncode == run.code, log
     assert run.says in log
+    given = tmp_path / "bin" / "srun.arguments"
+    words = given.read_text().splitlines() if given.exists() else []
+    assert [word for word in words if word.startswith(SIZES)] == [*run.passes]
     saved = ["step-1.pt"] if run.how in ("stop", "unheeding") else []
     assert [path.name for path in folder.iterdir()] == saved, log
 
 
-@pytest.mark.parametrize(
-    ("launcher", "of_job", "passed_on"),
-    [
-        ("srun", {}, []),
-        ("srun", {"SLURM_CPUS_PER_TASK": "3"}, ["--cpus-per-task=3"]),
-        ("torchrun", {}, []),
-        ("torchrun", {"SLURM_CPUS_PER_TASK": "3", "SLURM_NTASKS_PER_NODE": "2"}, ["--cpus-per-task=6"]),
-    ],
-)
-def test_the_step_gets_what_the_job_set_and_else_all_that_the_job_has(
-    tmp_path: Path, launcher: str, of_job: dict[str, str], passed_on: list[str]
-) -> None:
-    """srun with --cpus-per-task=1 gives the ranks of an exclusive node one CPU each."""
-    said = tmp_path / "arguments"
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexit 3\n")
-    python.chmod(0o755)
-    of_job = {**of_job, "SHARDPREP_LAUNCHER": launcher, "SLURM_JOB_NUM_NODES": "1"}
-    environ = {**of_job, "SHARDPREP_PYTHON": str(python), "SRUN_ARGUMENTS": str(said)}
-    end_of(start(tmp_path, "3", **environ), code=3)
-    sizes = ("--cpus", "--mem", "--gpus", "--gres", "--tres", "--exclusive", "--exact")
-    assert [line for line in said.read_text().splitlines() if line.startswith(sizes)] == passed_on
-
-
 def test_ranks_that_stop_when_asked_are_no_failure_that_torchrun_starts_again(tmp_path: Path) -> None:
     """After one restart that it did make."""
-    of_job = {"SHARDPREP_LAUNCHER": "torchrun", "SHARDPREP_PROCS": "2", "SLURM_JOB_NUM_NODES": "1"}
+    of_job = {**TORCHRUN, "SHARDPREP_PROCS": "2", "SLURM_JOB_NUM_NODES": "1"}
     of_job |= {"PET_MAX_RESTARTS": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     process = start(tmp_path, "once", **of_job)
     wait_until_begun(tmp_path, start=1)

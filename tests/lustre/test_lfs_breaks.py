@@ -12,14 +12,16 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
 import pytest
 
-from tests.lustre.fake_lustre import FakeLustre
-from tests.slurm.fake_slurm import FakeSlurm
+from tests.slurm.fake_slurm import install_fake_slurm
 from tests.world import Ended, World, call_main
+
+if TYPE_CHECKING:
+    from tests.lustre.conftest import FakeLustre
 
 pytestmark = pytest.mark.processes
 
@@ -61,18 +63,17 @@ class Calls:
 
 
 @pytest.fixture
-def calls(on_lustre: FakeLustre, monkeypatch: pytest.MonkeyPatch) -> Calls:
+def calls(on_lustre: FakeLustre) -> Calls:
     calls = Calls()
     names = {**vars(subprocess), "Popen": calls.popen}
-    monkeypatch.setattr("lustre.lfs.subprocess", SimpleNamespace(**names))
-    monkeypatch.setattr(os, "getuid", lambda: 1000)  # no quota binds root
+    on_lustre.patch.setattr("lustre.lfs.subprocess", SimpleNamespace(**names))
+    on_lustre.patch.setattr(os, "getuid", lambda: 1000)  # no quota binds root
     on_lustre.give(quota={"-u": [5, 0, 1 << 40, 7, 0, 0]})
     return calls
 
 
-def test_no_command_fails_because_of_lfs(
-    calls: Calls, on_lustre: FakeLustre, tmp_path: Path, fake_slurm: FakeSlurm
-) -> None:
+def test_no_command_fails_because_of_lfs(calls: Calls, on_lustre: FakeLustre, tmp_path: Path) -> None:
+    install_fake_slurm(tmp_path, on_lustre.patch)
     pytest.importorskip("torch", reason="the loader needs it")
     made = World(tmp_path, data_dir=on_lustre.folder).raw({"a.txt": "one\ntwo\n" * 9}).make()
     missing = World(tmp_path, data_dir=made.data_dir / "M").plan()

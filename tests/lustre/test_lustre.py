@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
 from lustre import LustreError, Need, space_lines, stripe_line
-from tests.lustre.fake_lustre import MIB, FakeLustre, both_dialects
-from tests.slurm.fake_slurm import FakeSlurm
+from tests.checkout import ROOT
+from tests.slurm.fake_slurm import install_fake_slurm
 from tests.world import World, call_main
+
+if TYPE_CHECKING:
+    from tests.lustre.conftest import FakeLustre
 
 pytestmark = pytest.mark.processes
 
+MIB = 1 << 20
+both_dialects = pytest.mark.parametrize("on_lustre", ["2.15", "2.17"], indirect=True)
 RAID: dict[str, Any] = {"end": None, "count": 1, "size": 4 * MIB, "pattern": "raid0"}
 PFL = [{**RAID, "end": 256 * MIB}, {**RAID, "count": -1}]
 EIGHT = "-E 64M -c 1 -S 4M -E -1 -c 8 -S 4M"
@@ -113,7 +119,7 @@ APPLY = {
 )
 def test_a_layout_is_set_as_asked_and_read_back_or_refused(on_lustre: FakeLustre, name: str) -> None:
     row = APPLY[name]
-    on_lustre.monkeypatch.setenv("LC_ALL", "ko_KR.UTF-8")
+    on_lustre.patch.setenv("LC_ALL", "ko_KR.UTF-8")
     on_lustre.set_by_hand(row.by_hand)
     on_lustre.give(**{**row.state, "calls": []})
     on_lustre.fault(row.fault)
@@ -274,7 +280,7 @@ def test_off_lustre_and_without_lfs_commands_say_so(on_lustre: FakeLustre, words
     if words == "not on Lustre":
         on_lustre.mounts("/dev/vda / ext4 rw 0 0")
     else:
-        on_lustre.monkeypatch.setenv("PATH", "/nonexistent")
+        on_lustre.patch.setenv("PATH", "/nonexistent")
     told = [on_lustre.command("show", folder / name) for name in ("", "x")]
     told += [on_lustre.command("apply", folder / name, "--stripe", "8") for name in ("", "x", "no")]
     told += [(0, stripe_line(folder, "8"))]
@@ -301,7 +307,7 @@ LIMITS: list[tuple[dict[str, Any], str]] = [
 
 
 def test_what_fits_is_one_line_and_each_limit_that_is_too_small_is_a_warning(on_lustre: FakeLustre) -> None:
-    on_lustre.monkeypatch.setattr(os, "getuid", lambda: 1000)  # no quota binds root, so nobody asks for it
+    on_lustre.patch.setattr(os, "getuid", lambda: 1000)  # no quota binds root, so nobody asks for it
     on_lustre.give(quota={"-u": [5, 0, 1 << 40, 7, 0, 1 << 40]})
     (line,) = space_lines(on_lustre.folder, NEED)
     for words in ("1.00 TB in 3,000 files", "8 OSTs: 6.60 TB", "1.00 M files", "1.13 PB", "1.10 T files"):
@@ -313,10 +319,9 @@ def test_what_fits_is_one_line_and_each_limit_that_is_too_small_is_a_warning(on_
         assert warning in line
 
 
-def test_plan_and_submit_warn_of_what_is_missing_and_go_on(
-    on_lustre: FakeLustre, tmp_path: Path, fake_slurm: FakeSlurm
-) -> None:
-    on_lustre.monkeypatch.setattr(os, "getuid", lambda: 1000)
+def test_plan_and_submit_warn_of_what_is_missing_and_go_on(on_lustre: FakeLustre, tmp_path: Path) -> None:
+    fake_slurm = install_fake_slurm(tmp_path, on_lustre.patch)
+    on_lustre.patch.setattr(os, "getuid", lambda: 1000)
     on_lustre.give(quota={"-u": [5, 0, 6, 7, 0, 9]})
     world = World(tmp_path, data_dir=on_lustre.folder).raw({"a.txt": "a line of text\n" * 500})
     planned = world.try_plan(num_shards=5)
@@ -367,3 +372,108 @@ def test_from_plan_to_batch_setstripe_runs_once(on_lustre: FakeLustre, tmp_path:
     assert on_lustre.command("show", world.data_dir)[0] == 0
     assert on_lustre.setstripe_calls() == [EIGHT.replace("-c 8", "-c 4")]
     assert (full.data_dir / "precious").read_bytes() == b"precious"
+
+
+# --- what the genuine lfs of two versions printed, over 8 OSTs, one MDT and the pools flash, disk, empty
+
+
+MOUNT = "/mnt/fakefs"
+BIG_OST = {"used": 268435456, "available": 805306368, "flags": ""}
+TROUBLE: dict[str, Any] = {
+    "osts": [
+        *(
+            BIG_OST,
+            {**BIG_OST, "error": errno.ESHUTDOWN},
+            {**BIG_OST, "error": errno.EAGAIN},
+            BIG_OST,
+        ),
+        *({"used": 1073741000, "available": 824, "flags": "S"}, {**BIG_OST, "flags": "I", "inodes": 0}),
+        *(BIG_OST, BIG_OST),
+    ],
+    "mdt": {"used": 67108000, "available": 864, "flags": "S"},
+    "inodes": 0,
+}
+WITHIN = [9000000, 18000000, 20000000, 100, 0, 200]
+INACCURATE = [9000000, 8000000, 10000000, 100, 0, 200]
+OVER = [19000000, 18000000, 20000000, 100, 0, 200]
+# What the emulated servers held in a case, by its name. To 2.15 they gave no limits of quotas.
+STATES: dict[str, dict[str, Any]] = {
+    "df: OST 1 ESHUTDOWN, 2 EAGAIN, 4 full (S), 5 without inodes (I), MDT full (S)": TROUBLE,
+    "its inodes": TROUBLE,
+    "quota, within": {"quota": {"-u": WITHIN}},
+    "quota, over the soft limit": {"quota": {"-u": [*OVER, "3d1h1m1s", "-"]}},
+    "quota, inaccurate": {"quota": {"-u": [*INACCURATE, "3d1h1m1s", "-"]}, "inaccurate": True},
+    "quota, no limit": {"quota": {"-u": [9000000, 0, 0, 100, 0, 0]}},
+    "quota, its grace over": {"quota": {"-u": [*OVER, "expired", "-"]}},
+}
+
+
+@both_dialects
+def test_the_fake_prints_and_exits_as_the_genuine_lfs_did(on_lustre: FakeLustre) -> None:
+    on_lustre.patch.setenv("FAKE_LFS_DEFAULT_BYTES", str(4 << 20))
+    root = on_lustre.folder.parent
+    for name in ("orion", "i3", "d"):
+        (root / name).mkdir()
+    usual: dict[str, Any] = {
+        "osts": [BIG_OST] * 8,
+        "inaccurate": False,
+        "inodes": 1000000,
+        "mdt": BIG_OST,
+    }
+    usual |= {"pools": {"flash": [0, 1], "disk": [2, 3, 4, 5, 6, 7], "empty": []}}
+    recorded = ROOT / "tests" / "data" / "lfs_recorded" / f"{on_lustre.dialect}.json"
+    different = []
+    for case in json.loads(recorded.read_text(encoding="utf-8"))["cases"]:
+        words = [word.replace(MOUNT, str(root)) for word in case["argv"]]
+        if words[1] == "getstripe" and "-y" not in words:
+            words.insert(2, "-y")
+        state = {**usual, **STATES.get(case["case"], {})}
+        if on_lustre.dialect == "2.15" and "quota" in state:
+            used, *_, files_used, _, _ = STATES[case["case"]]["quota"]["-u"][:6]
+            state |= {"quota": {"-u": [used, 0, 0, files_used, 0, 0]}, "inaccurate": False}
+        on_lustre.give(**state)
+        on_lustre.fault({"not on Lustre": "not-lustre"}.get(case["case"], ""))
+        if "EPERM" in case["case"]:
+            on_lustre.fault("quota-refused")
+        done = subprocess.run(words, check=False, capture_output=True, text=True)
+        said = [text.replace(str(root), MOUNT) for text in (done.stdout, done.stderr)]
+        if (done.returncode, *said) != (case["exit"], case["stdout"], case["stderr"]):
+            different.append((case, done.returncode, said))
+    assert different == [], different
+
+
+GRACE_OVER_2_15 = """Filesystem  kbytes   quota   limit   grace   files   quota   limit   grace
+/mnt/fakefs
+                9*       5    1000    none     100       0       0       -
+"""
+SOFT = "1.02 GB left (over the soft limit: writes fail in 3d1h1m1s)"
+# A state of the servers, or lfs's whole answer -> what the line of room begins its words of quotas with.
+QUOTAS: dict[str, list[str]] = {
+    "quota, within": ["11.3 GB left", "100 files left"],
+    "quota, over the soft limit": [SOFT, "100 files left"],
+    "quota, inaccurate": ["1.02 GB left", "100 files left"],
+    "quota, no limit": [],
+    "quota, its grace over": ["0 B left", "100 files left"],
+    "EPERM": ["unknown"],
+    GRACE_OVER_2_15: ["0 B left"],
+    "  Filesystem  kbytes": ["unknown"],
+}
+
+
+@pytest.mark.parametrize("case", QUOTAS)
+def test_quotas_are_read_as_what_they_leave(on_lustre: FakeLustre, case: str) -> None:
+    on_lustre.patch.setattr("os.getuid", lambda: 1000)  # no quota binds root
+    if case == "EPERM":
+        on_lustre.fault("quota-refused")
+    elif case in STATES:
+        on_lustre.give(**STATES[case])
+    else:
+        lfs = on_lustre.state_file.parent / "bin" / "lfs"
+        (lfs.parent / "quota").write_text(case)
+        script = lfs.read_text().partition("\n")[2]
+        lfs.write_text(f"#!/bin/sh\n[ $1 != quota ] || exec cat '{lfs.parent}/quota'\n{script}")
+    line, *_ = space_lines(on_lustre.folder, Need(num_bytes=1, num_shards=0))
+    told = re.findall("your quota: ([^;]*)", line)
+    assert len(told) == len(QUOTAS[case]), line
+    for words, room in zip(told, QUOTAS[case], strict=True):
+        assert words.startswith(room), line

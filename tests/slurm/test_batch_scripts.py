@@ -281,7 +281,8 @@ def test_on_a_cluster_without_accounts_the_whole_way_works(
     first = site.slurm("submit", data, "--cpus_per_task", 1, "--wait", code=74)
     assert f"warning: {raw} cannot be seen from here" in first
     assert "failed, no such input or shard (66): shards 0-2" in first
-    site.slurm("retry", data, "--worker_args", f"--input_dir {moved}", "--wait")
+    site.slurm("retry", data, "--worker_args", f"--input_dir {moved}")
+    site.wait_until_idle()
     state = site.status(data)
     assert (state["done"], state["verified"]) == ("0-2", True)
 

@@ -136,11 +136,12 @@ def test_until_done_heals_each_failure_as_its_cause_asks_and_nobody_types_anythi
     assert seven.contents() == undisturbed.plan(num_shards=None, max_bad_fraction=0.6).run().contents()
 
 
-def type_next(site: Cluster, data: Path, folder: Path, more: str = "") -> None:
-    """Type in a folder what status says to type next."""
+def type_next(site: Cluster, data: Path, folder: Path) -> None:
+    """Type in a folder what status says to type next, and wait for its jobs."""
     (line,) = re.findall(r"^next: (.*)$", site.slurm("status", data), re.MULTILINE)
     environ = {**site.environ, "PATH": f"{Path(sys.executable).parent}:{site.environ['PATH']}"}
-    run_child(["bash", "-c", line + more], env=environ, cwd=folder)
+    run_child(["bash", "-c", line], env=environ, cwd=folder)
+    site.wait_until_idle()
 
 
 def test_plain_sbatch_is_seen_a_copy_leaves_it_alone_and_next_runs_as_printed(
@@ -167,7 +168,6 @@ def test_plain_sbatch_is_seen_a_copy_leaves_it_alone_and_next_runs_as_printed(
     assert (state["failed"], state["done"]) == ("0-1", "")
     assert set(state["causes"]) <= {"CANCELLED", STOPPED}
     type_next(site, data, elsewhere)
-    site.wait_until_idle()
     assert site.status(data)["done"] == "0-3,5-6"
 
 
@@ -252,7 +252,7 @@ def test_plain_tasks_that_had_too_little_memory_are_made_by_what_status_prints(
     site.run("sbatch", *flags, SCRIPT, world.data_dir)
     site.wait_until_idle()
     assert site.status(world.data_dir)["causes"] == {"OUT_OF_MEMORY": "0"}
-    type_next(site, world.data_dir, Path("/"), " --wait")
+    type_next(site, world.data_dir, Path("/"))
     assert site.status(world.data_dir)["verified"]
 
 

@@ -404,7 +404,7 @@ def test_wait_does_not_wait_for_a_verify_job_that_a_later_one_made_needless(desk
     desk.submitted()
     desk.submitted(array("5"), verify="6", number=1)
     desk.make_done(*range(5))
-    desk.write_index()
+    desk.slurm("verify")
     reason = "Nodes required for job are DOWN"
     desk.queue(squeue_line("N/A", "PENDING", reason, **VERIFY))
     desk.at_waits(lambda _: pytest.fail("it waits"))
@@ -578,6 +578,6 @@ def test_clean_removes_the_logs_of_tasks_once_all_is_verified(desk: Desk) -> Non
     desk.slurm("clean")
     assert len(list(logs.iterdir())) == 3
     desk.make_done(*range(5))
-    desk.write_index()
+    desk.slurm("verify")
     desk.slurm("clean")
     assert sorted(path.name for path in logs.iterdir()) == names[1:]

@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 INPUT = re.compile(
     r"(?ais).*\.((txt|text|jsonl|ndjson|jsonlines|json)(\.(gz|gzip|zst|zstd|xz|bz2))?|parquet|pq|arrow|ipc|feather)"
@@ -133,52 +134,44 @@ def _folders_taken(root: Path, *, recursive: bool, follow_links: bool) -> set[Pa
     return found
 
 
-def wrong_of(
-    root: Path,
-    taken: list[str],
-    left_out: dict[str, list[str]],
-    *,
-    recursive: bool,
-    follow_links: bool,
-    also: str,
-) -> str | None:
-    """What is not right in a listing of ``root``, given relative paths; None where all is."""
-    folders = _folders_taken(root, recursive=recursive, follow_links=follow_links)
-    expected, names = set[Path](), set[Path]()
-    for path in (path for folder in folders for path in folder.iterdir()):
-        if path.is_dir():
-            is_entered = recursive and not _is_closed(path.name) and (follow_links or not path.is_symlink())
-            if not is_entered:
-                names.add(path)
-            continue
-        names.add(path)
-        if (path.is_file() or not path.exists()) and (_is_usual(path.name) or _is_also(path.name, also)):
-            expected.add(path)
-    of_taken = list(map(_place, [root / path for path in taken]))
+def names_of(
+    root: Path, *, recursive: bool, follow_links: bool, also: str
+) -> tuple[set[Path], dict[Path, set[Path]]]:
+    """Return all names that a listing tells of, and those of them that each file may be taken by."""
+    names, files = set[Path](), dict[Path, set[Path]]()
+    for folder in _folders_taken(root, recursive=recursive, follow_links=follow_links):
+        for path in folder.iterdir():
+            if path.is_dir():
+                if _is_closed(path.name) or not recursive or (path.is_symlink() and not follow_links):
+                    names.add(path)
+                continue
+            names.add(path)
+            is_taken = _is_usual(path.name) or _is_also(path.name, also)
+            if is_taken and (path.is_file() or not path.exists()):
+                files.setdefault(path.resolve() if path.exists() else path, set()).add(path)
+    return names, files
+
+
+def check_listing(root: Path, taken: list[str], left_out: list[tuple[str, str]], **options: Any) -> None:
+    """Compare a listing of ``root`` with an independent one; the paths are relative, reasons come first."""
+    names, files = names_of(root, **options)
     # Of several names of one file one is taken, and that of the file itself before links to it.
-    files: dict[object, set[Path]] = {}
-    for path in expected:
-        files.setdefault(path.resolve() if path.exists() else path, set()).add(path)
-    own = [path for path in files if path in expected]
-    if len(of_taken) != len(set(of_taken)) or not set(of_taken).issuperset(own):
-        return f"taken twice, or wrongly: {sorted(set(of_taken) ^ expected)}"
-    if [len(names.intersection(of_taken)) for names in files.values()] != [1] * len(files):
-        return f"taken twice, or wrongly: {sorted(set(of_taken) ^ expected)}"
-    if not set(of_taken) <= expected:
-        return f"wrongly taken: {sorted(set(of_taken) - expected)}"
-    expected = set(of_taken)
-    again = [root / path for path in left_out.get("folder that is taken already", ())]
-    if bad := [path for path in again if path.resolve() not in folders]:
-        return f"not taken already: {bad}"
-    out = [root / path for paths in left_out.values() for path in paths]
-    of_out = list(map(_place, set(out) - set(again)))
-    if len(out) != len(set(out)) or len(of_out) != len(set(of_out)) or set(of_out) & expected:
-        return "left out twice, or taken and left out"
-    if set(of_out) | expected != names:
-        return f"neither taken nor left out, or not there: {sorted(set(of_out) ^ (names - expected))}"
-    reasons = [(reason, root / path) for reason, paths in left_out.items() for path in paths]
-    untrue = [(reason, path) for reason, path in reasons if not TRUE_REASONS[reason](path)]
-    return f"not true: {untrue}" if untrue else None
+    of_taken = {_place(root / path) for path in taken}
+    assert len(of_taken) == len(taken) == len(files)
+    for file, its_names in files.items():
+        assert len(its_names & of_taken) == 1, its_names
+        assert file not in its_names or file in of_taken
+    folders = _folders_taken(root, recursive=options["recursive"], follow_links=options["follow_links"])
+    out = []
+    for reason, name in left_out:
+        path = root / name
+        assert TRUE_REASONS[reason](path), (reason, name)
+        if reason == "folder that is taken already":
+            assert path.resolve() in folders, name
+        else:
+            out.append(_place(path))
+    assert len(left_out) == len({name for _, name in left_out})
+    assert sorted(out) == sorted(names - of_taken)
 
 
 def _place(path: Path) -> Path:

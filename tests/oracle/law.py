@@ -287,15 +287,11 @@ class Run:
         """Return the epoch, and the tick in it, at which a step begins."""
         while len(self._begins) <= step:
             epoch, tick = self._begins[-1]
-            next_step = len(self._begins)
-            self._begins.append(self._fitting(epoch, tick + self._num_ticks(next_step - 1), next_step))
+            tick += self._num_ticks(len(self._begins) - 1)
+            if tick + self._num_ticks(len(self._begins)) > self.ticks_per_epoch:
+                epoch, tick = epoch + 1, 0  # the step would not fit into the epoch
+            self._begins.append((epoch, tick))
         return self._begins[step]
-
-    def _fitting(self, epoch: int, tick: int, step: int) -> tuple[int, int]:
-        """An epoch ends where the next step would not fit."""
-        if tick + self._num_ticks(step) > self.ticks_per_epoch:
-            return epoch + 1, 0
-        return epoch, tick
 
     def _num_ticks(self, step: int) -> int:
         return int(held_at(self.sizes, step)) // self.size

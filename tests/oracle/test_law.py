@@ -337,13 +337,24 @@ def machine(data: Data, form: Form, workers: Sequence[int]) -> type[RuleBasedSta
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_the_first_steps_and_those_at_the_ends_of_a_window_and_of_an_epoch_are_the_laws(
+def test_the_first_epoch_and_the_ends_of_windows_are_the_laws_and_have_each_sample_once(
     data: Data, form: str
 ) -> None:
+    """All but fewer than a step takes. Of a mixture, each source has epochs of its own."""
     pair = Pair(data, FORMS[form], seed=11)
-    pair.check(3)
-    (of_window, *_) = [order.window_ticks for order in pair.law.orders.values()]
     of_epoch = pair.first_of_epoch(1)
+    num_steps = min(of_epoch + 2, 150)
+    pair.check(num_steps)
+    counts = Counter(chain(*(chain(*pair.law.step(step)) for step in range(num_steps))))
+    assert max(counts.values()) == 1
+    epochs = Counter((sample.source, sample.epoch) for sample in counts)
+    for (source, epoch), count in epochs.items():
+        if (source, epoch + 1) in epochs and not form.startswith("mix"):
+            assert len(pair.law.orders[source].lengths) - count < max(size for _, size in pair.law.sizes)
+    of_sources = Counter("all" if not FORMS[form].weights else sample.source for sample in counts)
+    (loader,) = pair.ranks.loaders
+    assert loader.source_samples == {**dict.fromkeys(loader.source_names, 0), **of_sources}
+    (of_window, *_) = [order.window_ticks for order in pair.law.orders.values()]
     for end in sorted({min(of_window, of_epoch), of_epoch}):
         pair.resume(end - 1)
         pair.check(3)
@@ -351,75 +362,56 @@ def test_the_first_steps_and_those_at_the_ends_of_a_window_and_of_an_epoch_are_t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-def test_the_law_and_the_loader_give_each_sample_of_an_epoch_once(data: Data, form: str) -> None:
-    """All but fewer than a step takes. Of a mixture, each source has epochs of its own."""
-    pair = Pair(data, FORMS[form], seed=5)
-    num_steps = min(pair.first_of_epoch(2), 150)
-    expected = Counter(chain(*(chain(*pair.law.step(step)) for step in range(num_steps))))
-    assert max(expected.values()) == 1
-    epochs = Counter((sample.source, sample.epoch) for sample in expected)
-    for (source, epoch), count in epochs.items():
-        if (source, epoch + 1) in epochs and not form.startswith("mix"):
-            assert len(pair.law.orders[source].lengths) - count < max(size for _, size in pair.law.sizes)
-    delivered = Counter[tuple[int, ...]]()
-    for step in pair.ranks.take(num_steps):
-        delivered.update(tuple(sample["input_ids"]) for sample in step)
-    told = Counter[tuple[int, ...]]()
-    for sample, count in expected.items():
-        told[tuple(pair.ids(sample))] += count
-    assert delivered == told
-    counts = Counter("all" if not FORMS[form].weights else sample.source for sample in expected)
-    (loader, *_) = pair.ranks.loaders
-    assert loader.source_samples == {**dict.fromkeys(loader.source_names, 0), **counts}
-    pair.ranks.close()
+@pytest.mark.parametrize(
+    ("form", "workers"),
+    [
+        *((form, [0]) for form in FORMS),
+        *(pytest.param(form, [0, 1, 2], marks=pytest.mark.processes) for form in ("grouped", "mixture")),
+    ],
+)
+def test_a_run_is_the_laws_through_resumes_on_other_ranks_jumps_and_amendments(
+    data: Data, form: str, workers: list[int]
+) -> None:
+    num_histories = NUM_HISTORIES["mixed" if FORMS[form].weights else "plain"]
+    histories = settings(
+        max_examples=num_histories if workers == [0] else 1,
+        stateful_step_count=NUM_RULES,
+        derandomize=not IS_CAMPAIGN,
+        database=None,
+    )
+    run_state_machine_as_test(machine(data, FORMS[form], workers), settings=histories)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-def test_a_run_is_the_laws_through_resumes_on_other_ranks_jumps_and_amendments(data: Data, form: str) -> None:
-    run_machine(data, FORMS[form], [0], NUM_HISTORIES["mixed" if FORMS[form].weights else "plain"])
+LARGER = {"sizes": [(0, 24)]}
+# One source is added, then another, then the first one of all is dropped.
+OTHER_SOURCES = [
+    {"weights": [(0, {"web": 2, "code": 1, "books": 1})]},
+    {"weights": [(0, {"web": 1, "code": 1, "books": 2, "wiki": 0.7})]},
+    {"weights": [(0, {"code": 1, "books": 1, "wiki": 3})]},
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("form", "weights"),
+    ("form", "amendments"),
     [
-        (FORMS["documents"], ()),
-        (FORMS["mixture"], ()),
+        ("documents", [LARGER]),
+        ("mixture", [LARGER]),
         # A source joins while the global batch grows: it is walked in the ticks of the run.
-        (
-            Form(sources=["code", "books"], weights=[(0, {"code": 3, "books": 2})]),
-            [(0, {"code": 1, "web": 3})],
-        ),
+        ("mixture", [{**LARGER, "weights": [(0, {"code": 1, "books": 3})]}]),
+        ("mixture", OTHER_SOURCES),
+        ("mixture by tokens", OTHER_SOURCES),
     ],
 )
-def test_another_global_batch_size_holds_from_the_border_on(data: Data, form: Form, weights: Any) -> None:
-    pair = Pair(data, form, seed=3)
-    pair.check(3)
-    border = pair.amend(sizes=[(0, 24)], weights=weights)
-    for step in (border - 1, border + 5):
-        pair.resume(step)
-        pair.check(3)
-    pair.ranks.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["mixture", "mixture by tokens"])
-def test_a_run_that_gains_and_loses_sources_is_the_laws_from_every_state(data: Data, form: str) -> None:
-    """One source is added, then another, then the first is dropped; each time it goes on from a state behind
-    the amendment, on other ranks, and from one before it."""
+def test_an_amended_run_is_the_laws_from_every_state(
+    data: Data, form: str, amendments: list[dict[str, Any]]
+) -> None:
+    """From a state behind each amendment, on other ranks, and from one before it."""
     pair = Pair(data, FORMS[form], seed=3)
-    first, second = pair.form.sources
-    later = [name for name in MIXED if name not in pair.form.sources]
-    for weights in (
-        {first: 2, second: 1, later[0]: 1},
-        {first: 1, second: 1, later[0]: 2, later[1]: 0.7},
-        {first: 1, later[0]: 1, later[1]: 3},
-    ):
+    for amendment in amendments:
         pair.resume(pair.step + 30)
         step = pair.step
-        border = pair.amend(weights=[(0, weights)])
+        border = pair.amend(**amendment)
         assert step < border <= step + 64
         pair.check(2)
         for place in (border + 70, border - 1, border, step):
@@ -427,20 +419,3 @@ def test_a_run_that_gains_and_loses_sources_is_the_laws_from_every_state(data: D
             pair.check(2)
         pair.resume(border + 1)
     pair.ranks.close()
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize("form", ["grouped", "mixture"])
-def test_a_run_is_the_laws_with_workers(data: Data, form: str) -> None:
-    run_machine(data, FORMS[form], [0, 1, 2], num_histories=1)
-
-
-def run_machine(data: Data, form: Form, workers: Sequence[int], num_histories: int) -> None:
-    histories = settings(
-        max_examples=num_histories,
-        stateful_step_count=NUM_RULES,
-        derandomize=not IS_CAMPAIGN,
-        database=None,
-    )
-    run_state_machine_as_test(machine(data, form, workers), settings=histories)

@@ -356,6 +356,11 @@ class World:
         """Return the loader of one rank; without workers, if ``num_workers`` asks for none."""
         return open_loader(self.data_dir, rank=rank, world_size=world_size, **arguments)
 
+    def samples(self, **arguments: Any) -> list[Sample]:
+        """Return the samples of an epoch in the order of the shards, for arguments of a loader."""
+        with self.loader(batch_size=1, shuffle=False, **arguments) as loader:
+            return [sample for batch in loader for sample in samples_of(batch)]
+
     def ranks(self, **arguments: Any) -> Ranks:
         """Return the loaders of all ranks, for arguments of ``Ranks``."""
         return Ranks(self.data_dir, **arguments)

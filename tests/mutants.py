@@ -227,7 +227,7 @@ def import_changed(path: str, source: str) -> None:
             return own_code(loader, fullname)
         return compile(source, loader.path, "exec")
 
-    SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+    SourceFileLoader.get_code = get_code  # type: ignore[assignment, method-assign]
 
 
 def run_pytest(folder: Path, tests: Iterable[str], plugin: object = None) -> int:

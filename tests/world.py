@@ -422,7 +422,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
 
     def batches_of_step(self, rank: int, most: int | None = None) -> list[Mapping[str, Any]]:
         """Return the batches that one rank still gets of its step, or ``most`` of them, as they come."""
-        batches = [next(self._streams[rank])]
+        batches: list[Mapping[str, Any]] = [next(self._streams[rank])]
         while not self.loaders[rank].ends_step and len(batches) != most:
             batches.append(next(self._streams[rank]))
         return batches

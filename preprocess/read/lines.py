@@ -65,11 +65,7 @@ from shardprep.errors import BadInput, UsageError
 from shardprep.format.plan import ByteRange, PlanOptions
 
 Numbers = npt.NDArray[np.int64]
-# Of lines, the byte where each starts in them, and the byte of the text where the first one starts: their
-# texts, and what they tell beside them.
-ReadLines = Callable[
-    [bytes, Numbers, int], tuple[Texts | Sequence[bytes | UnusableText], dict[str, list[Any]]]
-]
+LineTexts = tuple[Texts | Sequence[bytes | UnusableText], dict[str, list[Any]]]  # and columns beside them
 _FIRST_SCAN_BYTES, _MOST_SCAN_BYTES = 16 << 10, 1 << 20
 _TAIL_BYTES = 16 << 10
 _HEAD_TEXT_BYTES = 256 << 10  # of a compressed file, of which planning judges how much text there is
@@ -359,6 +355,14 @@ class LineFormat:
     def check_beginning(self, file: OpenInput, text: bytes) -> None:
         """Raise BadInput where the beginning of a file's text shows that it cannot be read."""
 
+    def texts_of_lines(self, fields: TextFields, lines: bytes, starts: Numbers, at: int) -> LineTexts:
+        """Return the texts of lines, given where each starts in them; the first one is at byte ``at``."""
+        raise NotImplementedError
+
+    def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
+        pieces = self.text_of_part(reader, fields.options, batch_bytes)
+        yield from self.records_of(reader.part, pieces, fields, batch_bytes)
+
     def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
         """Raises BadInput where it is of another kind, or its first frame asks for too much memory."""
         can_be_split, size = self.can_be_split(options), file.stamp.num_bytes
@@ -415,16 +419,12 @@ class LineFormat:
         self,
         part: ByteRange,
         pieces: Iterator[TextPiece],
+        fields: TextFields,
         batch_bytes: int,
-        read_lines: ReadLines,
-        *,
-        num_skipped: int = 0,
+        skipped: int = 0,
     ) -> Iterator[Records]:
-        """Yield the records of the lines that begin in a part.
-
-        ``pieces``: of its text, without the first ``num_skipped`` bytes.
-        """
-        start = num_skipped + (part.start if self.compression is None else part.text_start)
+        """Yield the records of the lines that begin in a part; ``pieces`` of its text, without some bytes."""
+        start = skipped + (part.start if self.compression is None else part.text_start)
         is_inside = self.compression is not None and part.start > 0
         # Each line may become two headers and two blocks of a tar, 2 KiB however short it is. So as many are
         # read at once as a batch's share of memory allows for (see resources.py).
@@ -442,7 +442,7 @@ class LineFormat:
                 if data is not None:
                     first = int(begins[0])
                     lines = data[first : first + int(sizes.sum())]
-                    texts, columns = read_lines(lines, begins - first, block.start + first)
+                    texts, columns = self.texts_of_lines(fields, lines, begins - first, block.start + first)
                 at = begins + block.start
                 yield Records(texts=texts, starts=at, sizes=sizes, num_bytes=num_bytes, columns=columns)
                 num_bytes = 0
@@ -516,44 +516,36 @@ class TextLines(LineFormat):
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
         options = fields.options
-        pieces = self.text_of_part(reader, options, batch_bytes)
-        codec, num_mark_bytes = options.encoding, 0
-        if codec == "utf-8-sig":
-            codec = "utf-8"
-            if reader.part.start == 0:  # drop the byte order mark, which stands in the first piece
-                first = next(pieces, TextPiece(b"", 0))
-                num_mark_bytes = len(_MARK) if first.data.startswith(_MARK) else 0
-                pieces = itertools.chain([first._replace(data=first.data[num_mark_bytes:])], pieces)
-        if options.doc == "file":
-            yield _whole_text(pieces, num_mark_bytes, codec)
+        pieces, num_mark_bytes = self.text_of_part(reader, options, batch_bytes), 0
+        if options.encoding == "utf-8-sig" and reader.part.start == 0:
+            # Drop the byte order mark, which stands in the first piece.
+            first = next(pieces, TextPiece(b"", 0))
+            num_mark_bytes = len(_MARK) if first.data.startswith(_MARK) else 0
+            pieces = itertools.chain([first._replace(data=first.data[num_mark_bytes:])], pieces)
+        if options.doc == "line":
+            yield from self.records_of(reader.part, pieces, fields, batch_bytes, num_mark_bytes)
             return
-        read_lines = functools.partial(_texts_of, codec)
-        yield from self.records_of(reader.part, pieces, batch_bytes, read_lines, num_skipped=num_mark_bytes)
-
-
-def _whole_text(pieces: Iterator[TextPiece], start: int, codec: str) -> Records:
-    """Return a file as one document."""
-    held = bytearray()
-    size = num_bytes = 0
-    for piece in pieces:
-        size, num_bytes = size + len(piece.data), num_bytes + piece.num_bytes
+        held, size, num_bytes = bytearray(), 0, 0
+        for piece in pieces:
+            size, num_bytes = size + len(piece.data), num_bytes + piece.num_bytes
+            if size <= MOST_DOCUMENT_BYTES:
+                held += piece.data
+        text: bytes | UnusableText = too_long("its text")
         if size <= MOST_DOCUMENT_BYTES:
-            held += piece.data
-    text = _text_of(bytes(held), start, codec) if size <= MOST_DOCUMENT_BYTES else too_long("its text")
-    return Records(texts=[text], starts=np.array([start]), sizes=np.array([size]), num_bytes=num_bytes)
+            text = _text_of(bytes(held), num_mark_bytes, options.encoding)
+        starts, sizes = np.array([num_mark_bytes]), np.array([size])
+        yield Records(texts=[text], starts=starts, sizes=sizes, num_bytes=num_bytes)
 
-
-def _texts_of(
-    codec: str, block: bytes, starts: Numbers, at: int
-) -> tuple[Texts | Sequence[bytes | UnusableText], dict[str, list[Any]]]:
-    """Return the lines of a block. It nearly always is UTF-8; any other one is decoded line by line."""
-    if codec == "utf-8":
-        with contextlib.suppress(UnicodeDecodeError):
-            characters = block.decode()
-            texts = _stripped(block, characters)[: len(starts)]
-            return Texts(texts, characters=characters) if all(texts) else texts, {}
-    bounds = itertools.pairwise([*starts.tolist(), len(block)])
-    return [_text_of(block[begin:end], at + begin, codec) for begin, end in bounds], {}
+    def texts_of_lines(self, fields: TextFields, lines: bytes, starts: Numbers, at: int) -> LineTexts:
+        """Strip the lines. They nearly always are UTF-8; others are decoded one by one."""
+        codec = fields.options.encoding
+        if codec.startswith("utf-8"):
+            with contextlib.suppress(UnicodeDecodeError):
+                characters = lines.decode()
+                texts = _stripped(lines, characters)[: len(starts)]
+                return Texts(texts, characters=characters) if all(texts) else texts, {}
+        bounds = itertools.pairwise([*starts.tolist(), len(lines)])
+        return [_text_of(lines[begin:end], at + begin, codec) for begin, end in bounds], {}
 
 
 def _stripped(block: bytes, text: str) -> list[bytes]:
@@ -570,6 +562,7 @@ def _stripped(block: bytes, text: str) -> list[bytes]:
 
 def _text_of(data: bytes, at: int, codec: str) -> bytes | UnusableText:
     """Return the text of a document that begins at byte ``at``."""
+    codec = codec.removesuffix("-sig")  # the mark is dropped already
     try:
         text = data.decode(codec)
     except UnicodeDecodeError as error:
@@ -595,10 +588,28 @@ class JsonLines(LineFormat):
 
     line_ends = LineEnds(with_cr=False)
 
-    def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
-        pieces = self.text_of_part(reader, fields.options, batch_bytes)
-        read_lines = functools.partial(_texts_of_json, fields)
-        yield from self.records_of(reader.part, pieces, batch_bytes, read_lines)
+    def texts_of_lines(self, fields: TextFields, lines: bytes, starts: Numbers, at: int) -> LineTexts:
+        """Take the texts out of the lines, "" for a blank one."""
+        if at == 0 and lines.startswith(_MARK):
+            lines, starts = lines[len(_MARK) :], np.maximum(starts - len(_MARK), 0)
+        if (found := _joined_texts(lines, starts, fields)) is not None:
+            return found, {}
+        each = lines.split(b"\n")[: len(starts)]
+        may_be_deep = int(np.diff(starts, append=len(lines)).max(initial=0)) > 2 * MAX_JSON_DEPTH
+        if not (may_be_deep and any(map(is_too_deep, each))) and _names_each_once(lines, len(each), fields):
+            # Most often: all lines are objects with the field, and nothing in them needs a second look.
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                records, name = list(map(orjson.loads, each)), fields.plain_name
+                texts = [record[name] for record in records] if name else list(map(fields.text, records))
+                others = _others(records, fields)
+                if {str}.issuperset(map(type, texts)) and all(map(_are_exact, others.values())):
+                    return texts_of(texts), fields.columns(others)
+        pairs = [_record_of(line, fields) for line in each]
+        records = [record for record, _ in pairs]
+        columns = fields.columns(_others(records, fields))
+        if isinstance(fields, RecordFields):
+            columns = {**columns, "record": records}
+        return texts_of([text for _, text in pairs]), columns
 
 
 class JsonFile(JsonLines):
@@ -615,33 +626,6 @@ class JsonFile(JsonLines):
             remedy = f"jq -c '.[]' {quoted(file.path)} > {target}.jsonl"
             expected = "an object in each line; convert it, unpacked if need be, and move it away"
             raise BadInput(path=file.path, found="one list of JSON", expected=expected, remedy=remedy)
-
-
-def _texts_of_json(
-    fields: TextFields, block: bytes, starts: Numbers, at: int
-) -> tuple[Texts | Sequence[bytes | UnusableText], dict[str, list[Any]]]:
-    """Return what whole lines hold, the first of which begins at byte ``at``; "" for a blank line."""
-    if at == 0 and block.startswith(_MARK):
-        block, starts = block[len(_MARK) :], np.maximum(starts - len(_MARK), 0)
-    if (found := _joined_texts(block, starts, fields)) is not None:
-        return found, {}
-    lines = block.split(b"\n")
-    del lines[len(starts) :]
-    may_be_deep = int(np.diff(starts, append=len(block)).max(initial=0)) > 2 * MAX_JSON_DEPTH
-    if not (may_be_deep and any(map(is_too_deep, lines))) and _names_each_once(block, len(lines), fields):
-        # Most often: all lines are objects with the field, and nothing in them needs a second look.
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            records, name = list(map(orjson.loads, lines)), fields.plain_name
-            texts = [record[name] for record in records] if name else list(map(fields.text, records))
-            others = _others(records, fields)
-            if {str}.issuperset(map(type, texts)) and all(map(_are_exact, others.values())):
-                return texts_of(texts), fields.columns(others)
-    pairs = [_record_of(line, fields) for line in lines]
-    records = [record for record, _ in pairs]
-    columns = fields.columns(_others(records, fields))
-    if isinstance(fields, RecordFields):
-        columns = {**columns, "record": records}
-    return texts_of([text for _, text in pairs]), columns
 
 
 @functools.cache

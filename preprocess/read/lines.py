@@ -276,15 +276,6 @@ COMPRESSIONS = {
 # Lines. --------------------------------------------------------------------------------------------------
 
 
-class LineBlock(NamedTuple):
-    """Whole lines that follow each other, or one line that is too long to be held."""
-
-    start: int  # byte of the text
-    size: int  # bytes of text
-    data: bytes | None  # None: it is one line that is too long
-    num_bytes: int  # of the file that were read for it
-
-
 class LineEnds:
     r"""Where lines end: at ``\n`` alone, or also at ``\r`` and ``\r\n`` (``with_cr``)."""
 
@@ -429,10 +420,9 @@ class LineFormat:
         # Each line may become two headers and two blocks of a tar, 2 KiB however short it is. So as many are
         # read at once as a batch's share of memory allows for (see resources.py).
         most = max(1, batch_bytes // SHORT_LINE_BYTES)
-        for block in line_blocks(pieces, start, self.line_ends, is_inside=is_inside):
-            num_bytes, data = block.num_bytes, block.data
+        for start_of_block, size, data, num_bytes in line_blocks(pieces, start, self.line_ends, is_inside):
             starts = np.zeros(1, np.int64) if data is None else self.line_ends.starts(data)
-            bounds = np.append(starts, block.size)
+            bounds = np.append(starts, size)
             if not len(starts):
                 yield no_records(num_bytes)
             for number in range(0, len(starts), most):
@@ -442,20 +432,23 @@ class LineFormat:
                 if data is not None:
                     first = int(begins[0])
                     lines = data[first : first + int(sizes.sum())]
-                    texts, columns = self.texts_of_lines(fields, lines, begins - first, block.start + first)
-                at = begins + block.start
+                    texts, columns = self.texts_of_lines(
+                        fields, lines, begins - first, start_of_block + first
+                    )
+                at = begins + start_of_block
                 yield Records(texts=texts, starts=at, sizes=sizes, num_bytes=num_bytes, columns=columns)
                 num_bytes = 0
 
 
 def line_blocks(
-    pieces: Iterator[TextPiece], start: int, line_ends: LineEnds, *, is_inside: bool
-) -> Iterator[LineBlock]:
+    pieces: Iterator[TextPiece], start: int, line_ends: LineEnds, is_inside: bool
+) -> Iterator[tuple[int, int, bytes | None, int]]:
     """Cut a stream that begins at byte ``start`` of the text into blocks of whole lines.
 
-    A line of more than MOST_DOCUMENT_BYTES is not held. At the end stands a block without lines, for what was
-    read behind the last one. What stands before the first line end is left out where the stream begins inside
-    of a line (``is_inside``).
+    Yields of each its first byte, its size, its text, None for one line of more than MOST_DOCUMENT_BYTES, and
+    the bytes of the file that were read for it. At the end stands a block without lines, for what was read
+    behind the last one. What stands before the first line end is left out where the stream begins inside of a
+    line (``is_inside``).
     """
     begun: list[bytes] = []  # pieces of a line that goes on, held; none where it is too long
     num_begun = num_bytes = 0
@@ -471,11 +464,11 @@ def line_blocks(
             first = line_ends.first(data)
             size = num_begun + first
             whole = b"".join([*begun, data[:first]]) if size <= MOST_DOCUMENT_BYTES else None
-            yield LineBlock(start, size, whole, num_bytes)
+            yield start, size, whole, num_bytes
             start, begun, num_begun, num_bytes = start + size, [], 0, 0
             data, cut = data[first:], cut - first
         if cut:
-            yield LineBlock(start, num_begun + cut, b"".join([*begun, data[:cut]]), num_bytes)
+            yield start, num_begun + cut, b"".join([*begun, data[:cut]]), num_bytes
             start, begun, num_begun, num_bytes = start + num_begun + cut, [], 0, 0
         begun.append(data[cut:])
         num_begun += len(data) - cut
@@ -483,7 +476,7 @@ def line_blocks(
             begun = []
     if num_begun or num_bytes:
         whole = b"".join(begun) if num_begun <= MOST_DOCUMENT_BYTES else None
-        yield LineBlock(start, num_begun, whole, num_bytes)
+        yield start, num_begun, whole, num_bytes
 
 
 def _whole_line_ends(pieces: Iterator[TextPiece], line_ends: LineEnds) -> Iterator[TextPiece]:

@@ -152,7 +152,6 @@ class Worker:
             check_chat_versions(plan.options.chat_versions)
         wanted: EngineName = "tokenizers" if plan.options.is_chat else settings.engine
         self.engine = load_engine(plan, folder, wanted, warn)
-        self.batch_bytes = settings.batch_bytes
         # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
         self._num_makers = min(_MOST_MAKERS, num_cpus, max(2, num_cpus // 2), settings.most_batches)
 
@@ -163,7 +162,7 @@ class Worker:
         slower = "" if engine.name == "gigatoken" or self.plan.options.is_chat else ", the slower engine"
         return (
             f"{engine.name} {engine.version}{slower}, {counted(self.num_cpus, 'CPU')}, "
-            f"batches of {self.batch_bytes >> 10} KiB of text, {memory}"
+            f"batches of {self.settings.batch_bytes >> 10} KiB of text, {memory}"
         )
 
     def run_shard(self, shard: PlannedShard, progress: Progressed) -> Manifest:
@@ -187,7 +186,7 @@ class Worker:
         transform_began_s = self.transform.cpu_s if self.transform else 0.0
         plan, settings, options = self.plan, self.settings, self.plan.options
         documents = documents_of_shard(
-            plan, self.folder, shard, batch_bytes=self.batch_bytes, transform=self.transform
+            plan, self.folder, shard, batch_bytes=settings.batch_bytes, transform=self.transform
         )
         if settings.most_documents is not None:
             documents = (part for batch in documents for part in batch.parts(settings.most_documents))

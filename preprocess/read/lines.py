@@ -426,9 +426,10 @@ class LineFormat:
                 yield Records(num_bytes=num_bytes)
             for number in range(0, len(starts), most):
                 begins, sizes = starts[number : number + most], np.diff(bounds[number : number + most + 1])
-                texts: Texts | Sequence[bytes | UnusableText] = [too_long("the line")]
-                columns: dict[str, list[Any]] = {}
-                if data is not None:
+                texts: Texts | Sequence[bytes | UnusableText]
+                if data is None:
+                    texts, columns = [too_long("the line")], dict[str, list[Any]]()
+                else:
                     first = int(begins[0])
                     lines = data[first : first + int(sizes.sum())]
                     texts, columns = self.texts_of_lines(

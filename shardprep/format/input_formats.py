@@ -15,7 +15,7 @@ class InputFormat:
     """One format of input files."""
 
     suffixes: tuple[str, ...]  # in lower case; the first is the usual one
-    reader: str  # module and class in preprocess/read, "json_lines:JsonLines"
+    reader: str  # module and class in preprocess/read, "lines:JsonLines"
     unit: Literal["byte", "row"]  # of a document's offset: of the file (decompressed: of its text), or rows
     document: str  # what a document is, for people
     cut_at: str = ""  # where a shard may begin inside a file; "": files stay whole
@@ -36,7 +36,7 @@ INPUT_FORMATS = (
     ),
     InputFormat(
         suffixes=(".jsonl", ".ndjson", ".jsonlines"),
-        reader="json_lines:JsonLines",
+        reader="lines:JsonLines",
         unit="byte",
         document="the text of one object",
         cut_at="line ends",
@@ -44,7 +44,7 @@ INPUT_FORMATS = (
     ),
     InputFormat(
         suffixes=(".json",),
-        reader="json_lines:JsonFile",
+        reader="lines:JsonFile",
         unit="byte",
         document="the text of one object; one object per line",
         cut_at="line ends",

@@ -62,12 +62,12 @@ def test_values_are_of_flags_or_else_of_variables_and_a_task_has_one_cpu_and_thi
 
 
 def test_a_dry_run_prints_what_submit_sends_and_needs_no_controller_and_no_slurm_at_all(desk: Desk) -> None:
-    words, account = ("submit", "--mem_gb", 2), {"SBATCH_ACCOUNT": "env"}
-    shown = desk.slurm(*words, "--dry_run", **account)
+    shown = desk.slurm("submit", "--mem_gb", 2, "--dry_run", SBATCH_ACCOUNT="env")
     assert ("(SBATCH_ACCOUNT)" in shown, "(flag)" in shown) == (True, True), "where values came from"
     assert not desk.fake.sent()
     names = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "CPUS_PER_TASK", "JOB_NAME")
-    desk.slurm(*words, **account, **{f"SLURM_{name}": "9" for name in names})  # in another job
+    in_a_job: dict[str, Any] = {f"SLURM_{name}": "9" for name in names}
+    desk.slurm("submit", "--mem_gb", 2, SBATCH_ACCOUNT="env", **in_a_job)
     assert "\n".join(desk.fake.sent()) in shown
     kept = sorted((desk.data / "jobs").glob("*.sh"))
     assert [path.read_text() for path in kept] == desk.fake.sent()
@@ -330,7 +330,7 @@ def test_a_retry_in_another_folder_has_the_values_of_the_submission(desk: Desk) 
     desk.patch.chdir(here)
     mask = os.umask(0o002)
     try:
-        variables = {SETUP: "setup.sh", "SBATCH_ACCOUNT": "one"}
+        variables: dict[str, Any] = {SETUP: "setup.sh", "SBATCH_ACCOUNT": "one"}
         desk.slurm("submit", "--container", "mine", "--mem_gb", 2, **variables)
     finally:
         os.umask(mask)

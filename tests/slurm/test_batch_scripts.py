@@ -104,15 +104,22 @@ def stopped(
 
 
 def test_the_plain_form_makes_shards_0_to_9_and_leaves_only_logs(site: Cluster, tmp_path: Path) -> None:
+    """Also of the first run of a task that Slurm starts again."""
     job = sbatch(site, SCRIPT)
     assert exit_codes(site, job) == {index: "7:0" if index == 7 else "0:0" for index in range(10)}
     for index in range(10):
         words = ["--shard_id", str(index), "--output_dir", "/data/processed"]
         assert (tmp_path / f"{index}.words").read_text().splitlines() == words
         assert (tmp_path / f"{index}.step").read_text() == "8 0\n"
-        assert log_of(site, job, index).startswith("the worker speaks\n")
+    (tmp_path / "7.words").unlink()
+    site.run("scontrol", "requeue", f"{job}_7")
+    wait_until((tmp_path / "7.words").exists)
+    assert exit_codes(site, f"{job}_7") == {7: "7:0"}
     assert [path.name for path in site.folder.iterdir()] == ["logs"]
-    assert len(list((site.folder / "logs").iterdir())) == 10
+    names = [*map(str, range(10)), "7.before-restart-1"]
+    logs = {path.name: path.read_text() for path in (site.folder / "logs").iterdir()}
+    assert logs.keys() == {f"shardprep-{job}_{name}.log" for name in names}
+    assert all(log.startswith("the worker speaks\n") for log in logs.values())
 
 
 def test_folder_and_flags_reach_the_worker_as_typed(site: Cluster, tmp_path: Path) -> None:
@@ -128,19 +135,6 @@ def test_folder_and_flags_reach_the_worker_as_typed(site: Cluster, tmp_path: Pat
     assert shown[0] == ["--output_dir", words[0], "--planned", *words[1:]]
     assert shown[1] == ["--output_dir", "/data/processed", "--no-keep_text"]
     assert [path.name for path in site.folder.iterdir()] == ["logs"]
-
-
-def test_a_task_started_again_by_slurm_keeps_the_log_of_its_first_run(site: Cluster, tmp_path: Path) -> None:
-    job = sbatch(site, "--array=7", "-c1", SCRIPT)
-    assert exit_codes(site, job) == {7: "7:0"}
-    (tmp_path / "7.words").unlink()
-    site.run("scontrol", "requeue", f"{job}_7")
-    wait_until((tmp_path / "7.words").exists)
-    assert exit_codes(site, job) == {7: "7:0"}
-    names = [f"shardprep-{job}_7{part}.log" for part in (".before-restart-1", "")]
-    assert sorted(path.name for path in (site.folder / "logs").iterdir()) == names
-    for name in names:
-        assert "the worker speaks" in (site.folder / "logs" / name).read_text()
 
 
 # --- training: slurm/train_ddp.sh with examples/train_llama.py

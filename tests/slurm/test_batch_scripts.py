@@ -5,7 +5,6 @@ test_records.py and test_train_ddp.py run them without Slurm.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shutil
@@ -17,7 +16,7 @@ import pytest
 
 from tests.checkout import ROOT
 from tests.held_children import Hold
-from tests.slurm.started_cluster import ENDED, Cluster
+from tests.slurm.started_cluster import ENDED, Cluster, processes
 from tests.waiting import wait_until
 from tests.warm_python import WarmPython
 from tests.world import World
@@ -182,15 +181,6 @@ def steps_of(checkpoints: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (checkpoints / "log.jsonl").read_text().splitlines()]
 
 
-def has_daemon(job: str) -> bool:
-    """Whether Slurm still watches a run of the job on one of its nodes."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if path.read_bytes().startswith(f"slurmstepd: [{job}.".encode()):
-                return True
-    return False
-
-
 def test_a_cut_run_goes_on_on_one_node_as_if_unbroken(
     train_site: Cluster, data: Path, warm: WarmPython, tmp_path: Path
 ) -> None:
@@ -209,7 +199,8 @@ def test_a_cut_run_goes_on_on_one_node_as_if_unbroken(
     site.run(warm.python, PROGRAM, data, unbroken, *FLAGS, *flags)
     wait_until(lambda: site.tasks(job)[0]["JobState"] in {"PENDING", *ENDED})
     assert site.tasks(job)[0]["JobState"] == "PENDING", train_log(site, job)
-    wait_until(lambda: not has_daemon(job))  # its word of the first end may come late
+    daemon = f"slurmstepd: [{job}."  # its word of the first end may come late
+    wait_until(lambda: not any(command.startswith(daemon) for _, command in processes()))
     site.run("scontrol", "update", f"jobid={job}", "numnodes=1", "numtasks=1")
     site.run("scontrol", "update", "partitionname=cpu", "state=up")
     last, log = site.ended(job)[0], train_log(site, job)

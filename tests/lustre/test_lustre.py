@@ -45,7 +45,6 @@ class Apply(NamedTuple):
     by_hand: str = ""  # options of somebody's own lfs setstripe before
     fault: str = ""
     state: Mapping[str, Any] = {}
-    is_in_2_15: bool = False
 
 
 def refused(stripe: str, *says: str, **facts: Any) -> Apply:
@@ -53,27 +52,30 @@ def refused(stripe: str, *says: str, **facts: Any) -> Apply:
 
 
 PLAIN = {"1": "-c 1", "8": EIGHT, "1,4M": "-c 1 -S 4M", "1,flash": "-c 1 -p flash"}
+ALL_OSTS, BY_HAND_IN_POOL = EIGHT.replace("-c 8", "-c -1"), "-c 2 -p flash"
+IN_BOTH_VERSIONS = {
+    "one stripe": Apply("1", "-c 1", ["-c 1 -S"]),
+    "eight": Apply("8", EIGHT, [EIGHT]),
+    "all": Apply("-1", ALL_OSTS, ["-c -1 -S 4M"]),
+    "a size": Apply("8,1M", EIGHT.replace("-S 4M", "-S 1M"), ["-c 8 -S 1M"]),
+    "a size and a pool": Apply("1,64K,disk", "-c 1 -S 64K -p disk", ["-c 1 -S 64K -p disk"]),
+    "a pool": Apply("1,flash", "-c 1 -p flash", ["-p flash"]),
+    "no pool": Apply("1,none", "-c 1", ["-c 1 -S"]),
+    "as typed": Apply("-c 8", "-c 8", ["-c 8 -S"]),
+    "more than the pool has": Apply("-c8 -p disk", "-c8 -p disk", ["-c 6", "-p disk"]),
+    "as typed, on the metadata server": Apply(DOM, DOM, [DOM]),
+    "no such pool": refused("2,nope", "nope", state={"pools": {"flash": [0]}}),
+    "a pool without OSTs": refused("2,empty", "empty", state={"pools": {"empty": []}}),
+}
 APPLY = {
-    "one stripe": Apply("1", "-c 1", ["-c 1 -S"], is_in_2_15=True),
-    "eight": Apply("8", EIGHT, [EIGHT], is_in_2_15=True),
-    "all": Apply("-1", EIGHT.replace("-c 8", "-c -1"), ["-c -1 -S 4M"], is_in_2_15=True),
-    "a size": Apply("8,1M", EIGHT.replace("4M", "1M").replace("61M", "64M"), ["-c 8 -S 1M"], is_in_2_15=True),
-    "a size and a pool": Apply("1,64K,disk", "-c 1 -S 64K -p disk", ["-c 1 -S 64K -p disk"], is_in_2_15=True),
-    "a pool": Apply("1,flash", "-c 1 -p flash", ["-p flash"], is_in_2_15=True),
-    "no pool": Apply("1,none", "-c 1", ["-c 1 -S"], is_in_2_15=True),
-    "as typed": Apply("-c 8", "-c 8", ["-c 8 -S"], is_in_2_15=True),
-    "more than the pool has": Apply("-c8 -p disk", "-c8 -p disk", ["-c 6", "-p disk"], is_in_2_15=True),
-    "as typed, on the metadata server": Apply(DOM, DOM, [DOM], is_in_2_15=True),
+    **IN_BOTH_VERSIONS,
     "fewer, and a wrapper adds a pool": Apply(
-        "-1", EIGHT.replace("-c 8", "-c -1"), ["-c 4 -S 4M -p disk"],
-        fault="wrapper-pool", state={"count_cap": 4}),
+        "-1", ALL_OSTS, ["-c 4 -S 4M -p disk"], fault="wrapper-pool", state={"count_cap": 4}),
     "one OST": Apply("8", EIGHT, ["-E -1 -c 1"], state={"osts": [OST]}),
     # The pool of a folder stays unless another or none is named.
-    "the folder's pool": Apply("1", "-c 1 -p flash", by_hand="-c 2 -p flash"),
-    "the folder's pool given up": Apply("1,none", "-c 1", by_hand="-c 2 -p flash"),
-    "another pool": Apply("1,disk", "-c 1 -p disk", by_hand="-c 2 -p flash"),
-    "no such pool": refused("2,nope", "nope", state={"pools": {"flash": [0]}}, is_in_2_15=True),
-    "a pool without OSTs": refused("2,empty", "empty", state={"pools": {"empty": []}}, is_in_2_15=True),
+    "the folder's pool": Apply("1", "-c 1 -p flash", by_hand=BY_HAND_IN_POOL),
+    "the folder's pool given up": Apply("1,none", "-c 1", by_hand=BY_HAND_IN_POOL),
+    "another pool": Apply("1,disk", "-c 1 -p disk", by_hand=BY_HAND_IN_POOL),
     # Tiers and mirrors are dropped by a layout as typed alone.
     "tiers": refused(
         "4", "mdt", "flash", "disk", "--stripe '-c 8'",
@@ -114,7 +116,7 @@ APPLY = {
 
 @pytest.mark.parametrize(
     ("name", "on_lustre"),
-    [(name, "2.17") for name in APPLY] + [(name, "2.15") for name, row in APPLY.items() if row.is_in_2_15],
+    [*((name, "2.17") for name in APPLY), *((name, "2.15") for name in IN_BOTH_VERSIONS)],
     indirect=["on_lustre"],
 )
 def test_a_layout_is_set_as_asked_and_read_back_or_refused(on_lustre: FakeLustre, name: str) -> None:

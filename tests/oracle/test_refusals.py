@@ -374,6 +374,8 @@ ROWS = [
     row(command("submit $PLANNED", NO_SLURM), 66, "scontrol", remedy="shardprep run $PLANNED"),
     row(command("retry $PLANNED", NO_SLURM), 66, "$PLANNED", remedy="shardprep submit $PLANNED"),
     row("status $NEW", 66, "$NEW", expected="plan.json", remedy=PLAN.format("$NEW")),
+    row("submit $BROKEN", 66, "$BROKEN/tokenizer/tokenizer.json", copy_of="$PLANNED",
+        changes=[(remove, TOKENIZER)]),
     row("submit $PLANNED --mem_gb 0", 2, found="--mem_gb 0.0", expected="more than 0"),
     row("submit $PLANNED --mem_gb 2 --mem_per_cpu_gb 2", 2, found="--mem_gb and --mem_per_cpu_gb",
         expected="one of them"),

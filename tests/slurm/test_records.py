@@ -124,10 +124,10 @@ def test_each_cause_is_told_also_when_slurm_and_the_log_have_forgotten_it(desk: 
             lines = [line if isinstance(line, str) else failure(index, *line) for line in row.record]
             desk.record(f"1_{index}", *lines, log=str(log), **row.begin)
         if row.queue is not None:
-            state, code, number = row.queue
+            ended_as, code, number = row.queue
             # 22.05 prints an exit code as wait() has it
             shown = str(code << 8 | number) if version == "22.05" else f"{code}:{number}"
-            queue.append(squeue_line(str(index), state, exit=shown))
+            queue.append(squeue_line(str(index), ended_as, exit=shown))
     desk.queue(*queue)
 
     state, left_nothing = desk.status(), str(len(ROWS) - 1)

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import socket
 import time
 from collections import Counter
@@ -41,7 +40,7 @@ Step = Callable[[Desk], object]
 class Case(NamedTuple):
     """What squeue says and what stands in the folder, and what follows from it.
 
-    HERE in ``queue`` is the name of this folder's jobs, DATA in ``next`` is the folder.
+    HERE in ``queue`` is the name of this folder's jobs, PLAN begins its plan's id; DATA is the folder.
     """
 
     queue: str = ""
@@ -165,6 +164,15 @@ CASES = {
     "the jobs of a folder of this inode's number on another file system": Case(
         RUNS, {"running": "", "foreign_jobs": ["1"]}, sends=ALL,
         given=[lambda desk: desk.submitted(identity=f"{desk.identity.partition('.')[0]}.0")]),
+    "a copy, which names the jobs of its original": Case(
+        RUNS + squeue_line("N/A", "PENDING", job="9", name="shardprep-PLAN-1.0-0-control"),
+        {"running": "", "foreign_jobs": ["1", "9"]}, given=[did("submitted", identity="1.0")], sends=ALL),
+    "a copy, of whose original nothing goes on": Case(
+        squeue_line("0-4", "CANCELLED"), {"foreign_jobs": []}, sends=ALL,
+        given=[did("submitted", identity="1.0")]),
+    "a folder that was moved": Case(
+        RUNS, {"running": "0-4"}, given=[did("submitted"), in_a_folder_with_a_blank], cancels="1",
+        next="shardprep status DATA --watch"),
     "what is not visible is sent by its number alone": Case(
         status={"not_visible": "0-4"}, given=OF_OTHER_CLUSTER, sends=ALL,
         next="look where they can be seen; if they do not run: shardprep submit DATA --shards 0-4"),
@@ -242,7 +250,7 @@ def test_what_may_run_is_never_sent_again_nor_what_others_sent_cancelled(desk: D
     for step in case.given:
         step(desk)
     desk.fake.answers("config", case.config)
-    desk.queue(case.queue.replace("HERE", desk.job_name))
+    desk.queue(case.queue.replace("HERE", desk.job_name).replace("PLAN", desk.plan_id[:12]))
     state, line = desk.status(), desk.next()
     assert {field: state[field] for field in case.status} == case.status
     assert not case.next or line == f"next: {case.next}".replace("DATA", shlex.quote(str(desk.data)))
@@ -265,21 +273,6 @@ def test_cancel_of_some_shards_ends_their_tasks_alone_and_no_part_of_a_task(desk
     assert not desk.cancelled()
     desk.slurm("cancel", "--shards", "1,3-4")
     assert desk.cancelled() == ["1_1 1_3"]
-
-
-def test_a_copy_leaves_the_jobs_of_its_original_alone_and_names_all_of_them(desk: Desk) -> None:
-    desk.submitted()
-    desk.record("1_0")
-    copy = Desk(data=Path(shutil.copytree(desk.data, desk.tmp / "copy")), fake=desk.fake)
-    desk.queue(squeue_line("0-4", "CANCELLED"))
-    assert copy.status()["foreign_jobs"] == [], "those that go on alone"
-    desk.queue(RUNS, squeue_line("N/A", "PENDING", job="9", name=f"{desk.job_name}-control"))
-    state = copy.status()
-    assert (state["running"], state["not_submitted"], state["foreign_jobs"]) == ("", "0-4", ["1", "9"])
-    assert "scancel 1 9\n" in copy.slurm("cancel")
-    assert not desk.cancelled()
-    desk.data = desk.data.rename(desk.tmp / "moved")
-    assert desk.status()["running"] == "0-4", "a move keeps what a folder is"
 
 
 @pytest.mark.parametrize("clusters", ["test,other", "all"])

@@ -32,7 +32,6 @@ PIECE_CHARS = 4096  # longer texts are cut: one word of a million letters would 
 _PLACE_BYTES = 1 << 20  # of text that is taken at each place
 _MIN_NUM_PLACES = 256
 _MIN_MAX_BYTES = 1_000_000  # below it the samples would be shorter than lines
-_NUM_BYTE_TOKENS = 256
 _PLAN_OPTIONS = ("recursive", "encoding", "text_field", "text_template")
 
 # Llama 3.1's special tokens, by position; the others are reserved ones. Read off its tokenizer.json.
@@ -48,13 +47,17 @@ def train_tokenizer(args: argparse.Namespace) -> int:
     hold no text, Refused where the output folder holds something.
     """
     vocab_size, max_bytes = args.vocab_size, parse_size(args.max_bytes, "--max_bytes")
-    if vocab_size < _NUM_BYTE_TOKENS:
-        expected = f"{_NUM_BYTE_TOKENS} or more: the bytes and their merges (Llama 3 has 128000)"
+    if vocab_size < 256:
+        expected = "256 or more: the bytes and their merges (Llama 3 has 128000)"
         raise UsageError.of_value("--vocab_size", vocab_size, expected)
     if max_bytes < _MIN_MAX_BYTES:
         raise UsageError.of_value("--max_bytes", max_bytes, f"{_MIN_MAX_BYTES} or more")
     folder = args.output_dir.resolve()
-    _refuse_existing(folder)
+    expected = "a new or empty folder, as a tokenizer is never overwritten; give --output_dir another one"
+    if names := names_in(folder):
+        raise Refused(path=folder, found=f"a folder that holds {names[0]}", expected=expected)
+    if size_of_file(folder) is not None and not is_folder(folder):
+        raise CannotWrite(path=folder, found="a file", expected=expected)
     options = {name: value for name, value in vars(args).items() if name in _PLAN_OPTIONS}
     text = _TrainingText(args.input_dir, PlanOptions(**options), max_bytes)
     make_folder(folder.parent, parents=True)
@@ -69,24 +72,17 @@ def train_tokenizer(args: argparse.Namespace) -> int:
         ids = [(_BOS, tokenizer.token_to_id(_BOS))]
         begin = processors.TemplateProcessing(f"{_BOS} $A", f"{_BOS} $A {_BOS} $B", special_tokens=ids)
         tokenizer.post_processor = processors.Sequence([letters, begin])
-        config = {
-            "bos_token": _BOS,
-            "clean_up_tokenization_spaces": False,
-            "eos_token": _EOS,
-            "pad_token": _PAD,
-            "padding_side": "right",
-            "tokenizer_class": "PreTrainedTokenizerFast",
-        }
-        files = {"tokenizer.json": tokenizer.to_str(pretty=True)}
-        files["tokenizer_config.json"] = json.dumps(config, indent=2) + "\n"
+        config = {"bos_token": _BOS, "clean_up_tokenization_spaces": False, "eos_token": _EOS}
+        config |= {"pad_token": _PAD, "padding_side": "right", "tokenizer_class": "PreTrainedTokenizerFast"}
         try:
-            for name, content in files.items():
-                (unfinished.temporary / name).write_text(content, encoding="utf-8")
+            path = unfinished.temporary / "tokenizer.json"
+            path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+            path = unfinished.temporary / "tokenizer_config.json"
+            path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             raise CannotWrite(f"cannot write the tokenizer in {folder}: {error.strerror or error}") from error
         if not unfinished.publish_first():
-            _refuse_existing(folder)
-            raise CannotWrite(f"{folder} was made meanwhile: give --output_dir another folder", path=folder)
+            raise Refused(path=folder, found="a folder that was made meanwhile", expected=expected)
     say(text.summary())
     if num_base < vocab_size:
         say(
@@ -95,15 +91,6 @@ def train_tokenizer(args: argparse.Namespace) -> int:
         )
     say(f"{folder}: {num_base + 256:,} tokens ({num_base:,} base, 256 special, BOS is {num_base})")
     return 0
-
-
-def _refuse_existing(folder: Path) -> None:
-    """Refuse a folder that holds anything: a tokenizer is never overwritten, data sets hold its ids."""
-    if names := names_in(folder):
-        found = f"{folder} already holds {names[0]}"
-        raise Refused(f"{found}: give --output_dir a new or empty folder", path=folder)
-    if size_of_file(folder) is not None and not is_folder(folder):
-        raise CannotWrite(f"{folder} is a file: give --output_dir a folder", path=folder)
 
 
 class _TrainingText:
@@ -128,19 +115,14 @@ class _TrainingText:
                 self._bad[bad.reason] += 1
                 path = str(self._input_dir / self._inputs[bad.source].path)
                 self._first_bad = self._first_bad or place_text(path, bad.source_offset)
-            texts = map(bytes.decode, batch.texts)
             kept: list[str] = []
-            for piece in (
-                text[begin : begin + PIECE_CHARS].strip()
-                for text in texts
-                for begin in range(0, len(text), PIECE_CHARS)
-            ):
-                if self._num_bytes + len(piece.encode()) > self._max_bytes:
-                    break
-                self._num_bytes += len(piece.encode())
-                kept.append(piece)
-            self.num_texts += len(kept)
-            yield kept
+            for text in map(bytes.decode, batch.texts):
+                kept += (text[begin : begin + PIECE_CHARS].strip() for begin in range(0, len(text), PIECE_CHARS))
+            ends = list(itertools.accumulate((len(piece.encode()) for piece in kept), initial=self._num_bytes))
+            num_kept = bisect.bisect_right(ends, self._max_bytes) - 1
+            self._num_bytes = ends[num_kept]
+            self.num_texts += num_kept
+            yield kept[:num_kept]
             self._progress.add(batch.num_bytes)
         self.is_read = True
 

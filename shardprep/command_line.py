@@ -33,14 +33,17 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from shardprep.console import guard_streams, print_lines, say
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped, UsageError
 from shardprep.removed import COMMANDS, FLAGS
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
+
+T = TypeVar("T")
 
 
 def given_words(argv: Sequence[str] | None) -> list[str]:
@@ -428,6 +431,39 @@ def start_child(target: Callable[..., None], *args: Any) -> BaseProcess:
     with stop_signals_wait(spawns=True):
         process.start()
     return process
+
+
+def call_in_child(function: Callable[..., T], *args: Any) -> T:
+    """Return ``function(*args)``, called in a process of its own, which ends with it.
+
+    Raises the ShardprepError that it raises there, ChildProcessError where the process ends without an answer.
+    """
+    from multiprocessing import Pipe
+
+    ours, theirs = Pipe(duplex=False)
+    process = start_child(_answer, theirs, function, args)
+    theirs.close()
+    try:
+        answer = ours.recv()
+    except EOFError:
+        process.join()
+        raise ChildProcessError(f"it ended with {process.exitcode} and without a word") from None
+    finally:
+        ours.close()
+        process.terminate()
+        process.join()
+    if isinstance(answer, ShardprepError):
+        raise answer
+    return answer  # type: ignore[no-any-return]  # as the function says
+
+
+def _answer(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        answer = function(*args)
+    except ShardprepError as error:
+        answer = error
+    with contextlib.suppress(BrokenPipeError):
+        pipe.send(answer)
 
 
 def _run_child(parent: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:

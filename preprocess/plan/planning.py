@@ -15,11 +15,8 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import pickle
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -52,50 +49,17 @@ from preprocess.plan.tokenizer import (
     publish_tokenizer,
     resolve_tokenizer,
 )
-from preprocess.read.chat import (
-    ChatTemplate,
-    TooCostly,
-    chat_template_of,
-    chat_versions,
-    render_conversations,
-    texts_in,
-)
+from preprocess.read import chat
 from preprocess.read.documents import Documents, read_records
 from preprocess.read.format import OpenInput, RangeReader, sample_sha256
 from preprocess.read.text_fields import TextFields, UnusableText
 from preprocess.read.transform import Transform
-from shardprep import HOME
+from shardprep import errors, files
+from shardprep.command_line import call_in_child
 from shardprep.console import Progress, counted, printable, say
-from shardprep.errors import (
-    BadInput,
-    CannotWrite,
-    NotFound,
-    OtherTokenizer,
-    ReadWriteError,
-    Refused,
-    UsageError,
-)
-from shardprep.files import (
-    NOT_THERE,
-    STALE_AFTER_S,
-    make_folder,
-    publish_bytes,
-    read_regular,
-    remove_temporaries,
-    size_of_file,
-)
+from shardprep.format import names
 from shardprep.format.documents import DocumentNames, read_names
 from shardprep.format.input_formats import input_kind
-from shardprep.format.names import (
-    EXCLUDED_NAME,
-    INDEX_NAME,
-    MAX_TOKENIZER_BYTES,
-    PLAN_NAME,
-    TOKENIZER_DIR,
-    TOKENIZER_FILE,
-    fingerprint_of,
-    load_json,
-)
 from shardprep.format.plan import (
     PLAN_FIELDS,
     ByteRange,
@@ -116,7 +80,7 @@ Say = Callable[[str], None]
 _LEAST_WAIT_S = 3.0
 _STAMPED_PER_S = 2000
 _LOOK_EVERY_S = 0.2
-_CLAIM_NAME = f".{PLAN_NAME}.claimed.tmp"
+_CLAIM_NAME = f".{names.PLAN_NAME}.claimed.tmp"
 _NUM_NAMED = 3  # inputs that differ
 
 
@@ -143,26 +107,26 @@ def make_plan(
     if made == raw or (config.recursive and made.is_relative_to(raw)):
         found = "--input_dir" if made == raw else f"it lies in --input_dir {raw}, where --recursive looks"
         expected = "a folder outside of the raw text, as plan.json would be an input"
-        raise UsageError(path=config.output_dir, found=found, expected=expected)
+        raise errors.UsageError(path=config.output_dir, found=found, expected=expected)
     transform = None
     if config.transform is not None:
         transform = Transform(config.transform, config.transform_files)
         config = dataclasses.replace(config, transform_sha256=transform.sha256)
-    names = None if config.exclude is None else read_names(config.exclude, id_field=config.id_field)
+    excluded = None if config.exclude is None else read_names(config.exclude, id_field=config.id_field)
     listing = find_inputs(config.input_dir, config)
     inputs, cuts = _divided(config, listing, num_shards, shard_bytes, say)
-    with scratch_folder() as files:
+    with scratch_folder() as scratch:
         resolved = resolve_tokenizer(
             config.model_id,
-            files,
+            scratch,
             allow_special_tokens=config.encodes_control_tokens,
             for_fast_engine=_may_be_fast(config, inputs),
         )
-        plan = _plan_of(config, listing, inputs, cuts, resolved, names, say)
+        plan = _plan_of(config, listing, inputs, cuts, resolved, excluded, say)
         if transform is not None:
             check_transform(plan, transform, say)
         plan, engine = _with_engine(plan, config, resolved, transform, say)
-        if line := document_ends_line(plan, resolved.reference, files):
+        if line := document_ends_line(plan, resolved.reference, scratch):
             say(line)
         if not (plan.options.has_rows or plan.options.append_eos):
             todo = "add --append_eos, or train with seq_len=, which puts EOS behind each document"
@@ -172,12 +136,12 @@ def make_plan(
         estimate = measure(plan, engine, transform)
         if not dry_run:
             try:
-                make_folder(config.output_dir, parents=True)
-            except CannotWrite as error:
+                files.make_folder(config.output_dir, parents=True)
+            except errors.CannotWrite as error:
                 found, expected = f"it cannot be made: {error.found}", "a folder that you can write to"
-                raise CannotWrite(path=config.output_dir, found=found, expected=expected) from None
-            stems = (PLAN_NAME, INDEX_NAME, TOKENIZER_DIR)  # of what dead attempts left
-            remove_temporaries(config.output_dir, *stems, older_than_s=STALE_AFTER_S)
+                raise errors.CannotWrite(path=config.output_dir, found=found, expected=expected) from None
+            stems = (names.PLAN_NAME, names.INDEX_NAME, names.TOKENIZER_DIR)  # of what dead attempts left
+            files.remove_temporaries(config.output_dir, *stems, older_than_s=files.STALE_AFTER_S)
         frozen = read_plan(config.output_dir)
         if frozen is not None:
             refuse_another_plan(frozen, plan, config.output_dir)
@@ -187,7 +151,7 @@ def make_plan(
             if stripe != "none" and not is_quiet:
                 say(lustre.stripe_line(config.output_dir, stripe, is_planned=bool(frozen), dry_run=dry_run))
         except lustre.LustreError as error:
-            raise CannotWrite(str(error)) from None
+            raise errors.CannotWrite(str(error)) from None
         if dry_run:
             return plan, estimate
         if frozen is None:
@@ -197,8 +161,8 @@ def make_plan(
         publish_tokenizer(resolved, config.output_dir, frozen.tokenizer_files)
         if transform is not None:
             transform.publish_copy(config.output_dir)
-        if names is not None:
-            publish_bytes(config.output_dir / EXCLUDED_NAME, names.keys.tobytes())
+        if excluded is not None:
+            files.publish_bytes(config.output_dir / names.EXCLUDED_NAME, excluded.keys.tobytes())
         return frozen, estimate
 
 
@@ -210,7 +174,7 @@ def _divided(
     for path in paths if config.is_chat else ():
         if not input_kind(path.name).format.has_fields:
             expected = "JSON lines and tables, out of which --record chat reads messages; move it away"
-            raise UsageError(path=path, found="text", expected=expected)
+            raise errors.UsageError(path=path, found="text", expected=expected)
     progress = Progress("looking at the inputs", len(paths), unit="files")
     weighed = stamp_inputs(config.input_dir, paths, config, progress.add)
     inputs = [item.file for item in weighed]
@@ -241,26 +205,28 @@ def _plan_of(
     inputs: list[InputFile],
     cuts: list[Cut],
     resolved: ResolvedTokenizer,
-    names: DocumentNames | None,
+    excluded: DocumentNames | None,
     say: Say,
 ) -> Plan:
     """Return the plan with what planning found out, such as a conversation's template. Raises UsageError."""
     if config.append_eos and resolved.spec.eos_token_id is None:
         found = "a tokenizer without eos_token, so documents cannot end with one"
         expected = "eos_token in its tokenizer_config.json, or --no-append_eos"
-        raise UsageError(path=config.model_id, found=found, expected=expected, remedy="--no-append_eos")
+        raise errors.UsageError(
+            path=config.model_id, found=found, expected=expected, remedy="--no-append_eos"
+        )
     options = config.plan_options()
     found_out: dict[str, Any] = {"also": listing.also, "follow_links": listing.follow_links}
-    if names is not None:
-        found_out["excluded"] = hashlib.sha256(names.keys.tobytes()).hexdigest()
+    if excluded is not None:
+        found_out["excluded"] = hashlib.sha256(excluded.keys.tobytes()).hexdigest()
     if options.is_chat:
-        template, mask_rule = chat_template_of(
+        template, mask_rule = chat.chat_template_of(
             resolved.folder, config.chat_template_file, allows_control_tokens=options.allow_special_tokens
         )
         for warning in template_warnings(template):
             say(f"warning: {warning}")
         found_out |= {"chat_template": template.text, "chat_tokens": template.tokens}
-        found_out |= {"chat_versions": chat_versions(), "chat_mask_rule": mask_rule}
+        found_out |= {"chat_versions": chat.chat_versions(), "chat_mask_rule": mask_rule}
     elif options.add_special_tokens:
         _, after = added_ids(resolved.reference)
         if after and after[-1] == resolved.spec.eos_token_id:
@@ -277,7 +243,7 @@ def _plan_of(
         fast_engine_is_equal=False,
         inputs=inputs,
         cuts=cuts,
-        names_left_out=[(reason, name) for reason, names in listing.left_out.items() for name in names],
+        names_left_out=[(reason, name) for reason, lost in listing.left_out.items() for name in lost],
     )
     if config.hash_inputs:  # reads all of the input, about a second per core and gigabyte
 
@@ -319,7 +285,7 @@ def _with_engine(
         for documents in sample_of_plan(plan, 1 << 18, transform):
             texts += map(bytes.decode, documents.texts)
         fast = equal_fast_engine(
-            resolved.folder / TOKENIZER_FILE,
+            resolved.folder / names.TOKENIZER_FILE,
             allow_special_tokens=config.encodes_control_tokens,
             texts=texts,
             expected_sha256=ids_sha256([engine.encode_texts(texts)]),
@@ -367,13 +333,13 @@ def _plan_once(config: PrepConfig) -> Plan:
         claim.touch(exist_ok=False)
         is_ours = True
     try:
-        if not is_ours and size_of_file(claim) is not None:
+        if not is_ours and files.size_of_file(claim) is not None:
             say("another task is planning: waiting for its plan")
             num_files = len(find_inputs(config.input_dir, config).paths)
             until = time.monotonic() + _LEAST_WAIT_S + num_files / _STAMPED_PER_S
-            while size_of_file(claim) is not None and time.monotonic() < until:
+            while files.size_of_file(claim) is not None and time.monotonic() < until:
                 time.sleep(_LOOK_EVERY_S)
-                if size_of_file(folder / PLAN_NAME) is not None:
+                if files.size_of_file(folder / names.PLAN_NAME) is not None:
                     break
         if (plan := read_plan(folder)) is not None:  # perhaps it came between the first look and the claim
             return plan
@@ -396,19 +362,19 @@ def _check_given(plan: Plan, given: dict[str, Any]) -> None:
     differing = option_differences(plan.options, PrepConfig(**{**base, **given}), set(given))
     if differing:
         expected = "the options of its plan: leave them out, or use a new --output_dir"
-        raise Refused(
+        raise errors.Refused(
             path=given["output_dir"], found="; ".join(differing), expected=expected, remedy="--output_dir"
         )
     model_id = given.get("model_id", plan.tokenizer.model_id)
     if model_id == plan.tokenizer.model_id:
         return
     found = "no local folder with a tokenizer.json, so it cannot be compared"
-    with contextlib.suppress(*NOT_THERE, ValueError, TypeError, AttributeError):
-        raw = read_regular(Path(model_id, TOKENIZER_FILE), max_bytes=MAX_TOKENIZER_BYTES)
-        found = fingerprint_of(load_json(raw))
+    with contextlib.suppress(*files.NOT_THERE, ValueError, TypeError, AttributeError):
+        raw = files.read_regular(Path(model_id, names.TOKENIZER_FILE), max_bytes=names.MAX_TOKENIZER_BYTES)
+        found = names.fingerprint_of(names.load_json(raw))
     if found != plan.tokenizer.fingerprint:
         what = found if " " in found else found[:12]
-        raise OtherTokenizer(
+        raise errors.OtherTokenizer(
             path=given["output_dir"],
             found=f"--model_id {model_id} ({what})",
             expected=f"the tokenizer of {plan.tokenizer.model_id} ({plan.tokenizer.fingerprint[:12]}), as "
@@ -433,13 +399,13 @@ def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> N
             with ThreadPoolExecutor(NUM_THREADS) as pool:
                 changes = pool.map(lambda item: _change_of(input_dir, item), plan.inputs)
                 differing += filter(None, changes)
-    except NotFound as error:
+    except errors.NotFound as error:
         if names_alone:
             raise
         differing = [str(error)]
     if differing:
         more = f" and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
-        raise Refused(
+        raise errors.Refused(
             path=input_dir,
             found="; ".join(differing[:_NUM_NAMED]) + more,
             expected=f"the {counted(len(plan.inputs), 'planned input file')}, as a plan is never changed: "
@@ -456,7 +422,9 @@ def _change_of(input_dir: Path, planned: InputFile) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ReadWriteError(f"input {input_dir / planned.path} cannot be read: {error.strerror}") from None
+        raise errors.ReadWriteError(
+            f"input {input_dir / planned.path} cannot be read: {error.strerror}"
+        ) from None
     if status.st_size != planned.num_bytes:
         return f"{planned.path} has {status.st_size} bytes, not {planned.num_bytes}"
     if status.st_mtime_ns == planned.mtime_ns:
@@ -470,7 +438,6 @@ _SAMPLE_BYTES = 2 << 20  # in all
 _MOST_FILES = 16  # of the sample: to open one is a round trip on a network file system
 _NUM_SHOWN = 20  # fields
 _FUNCTION_BYTES = 1 << 18  # that a function is tried on
-_CODE = "import sys; sys.path.insert(0, sys.argv[1]); from preprocess.plan.planning import answer; answer()"
 _STARTUP_S = 3.0  # a task's Python and tokenizer, generously
 
 
@@ -533,10 +500,10 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None = None) -> C
     scale = sum(shard_bytes) / max(1, num_bytes)
     num_documents = counting.num_documents * scale
     taken = min(1.0, (plan.options.limit or num_documents) / max(1.0, num_documents))  # of a trial
-    files = filter(None, [manifest.tar, manifest.idx, manifest.digests, manifest.ids])
+    stamps = filter(None, [manifest.tar, manifest.idx, manifest.digests, manifest.ids])
     return CostEstimate(
         num_tokens=round(counting.num_tokens * scale * taken),
-        output_bytes=round(sum(file.num_bytes for file in files) * scale * taken),
+        output_bytes=round(sum(stamp.num_bytes for stamp in stamps) * scale * taken),
         core_hours=(cpu_s * scale * taken + _STARTUP_S * plan.num_shards) / 3600,
         longest_shard_s=cpu_s * taken * max(shard_bytes) / max(1, num_bytes) + _STARTUP_S,
         notes=tuple(notes),
@@ -578,14 +545,16 @@ def _check_fields(plan: Plan, counting: Counting) -> None:
     flags = [f"--text_field {name}" for name, number in seen.num_chars.most_common(1) if number]
     for name in dict.fromkeys(seen.messages):
         flags.insert(0, "--record chat" + ("" if name == "messages" else f" --text_field {name}"))
-    names = ", ".join(printable(name) for name in list(seen.num_chars)[:_NUM_SHOWN])
+    fields = ", ".join(printable(name) for name in list(seen.num_chars)[:_NUM_SHOWN])
     flags = flags or ["--text_field NAME"]
     kind = "a list of messages" if options.is_chat else "a string"
-    message = f"no record of a sample of {plan.input_dir} has {wanted!r} as {kind}; their fields are: {names}"
-    raise BadInput(
+    message = (
+        f"no record of a sample of {plan.input_dir} has {wanted!r} as {kind}; their fields are: {fields}"
+    )
+    raise errors.BadInput(
         f"{message}; plan with {', or '.join(flags)}",
         path=plan.input_dir,
-        found=names,
+        found=fields,
         expected=repr(wanted),
         remedy=flags[0],
     )
@@ -598,7 +567,7 @@ def scratch_folder() -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix="shardprep-"))
     except OSError as error:
         found = f"no scratch folder can be made: {error.strerror}"
-        raise CannotWrite(found=found, expected="one with some space; let TMPDIR name it") from None
+        raise errors.CannotWrite(found=found, expected="one with some space; let TMPDIR name it") from None
     try:
         yield folder
     finally:
@@ -617,29 +586,26 @@ def _try(plan: Plan, transform: Transform) -> tuple[str, int, list[str]]:
     return digest.hexdigest(), num_documents, failures
 
 
+def _try_anew(plan: Plan, path: Path) -> tuple[str, int, list[str]]:
+    return _try(plan, Transform(path, plan.options.transform_files))
+
+
 def check_transform(plan: Plan, transform: Transform, say: Callable[[str], None]) -> None:
     """Try the function on a sample of the input.
 
     Raises UsageError where it gives other texts again or ends its process, BadInput where it fails for all.
     """
-    # First in another process: what ends a process ends that one.
-    command = [sys.executable, "-c", _CODE, str(HOME)]
-    done = subprocess.run(
-        command, input=pickle.dumps((plan, transform.path)), capture_output=True, check=False
-    )
-    words = done.stdout.split()
-    if done.returncode or not words:
-        last_line = "".join(done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:])
-        found = f"it ended the process that tried it, with exit code {done.returncode}"
-        expected = f"a text; its last words: {last_line or 'none'}"
-        raise UsageError(path=transform.path, found=found, expected=expected)
-    texts_elsewhere = words[-1].decode()  # the function may print, too
+    try:  # first in another process: what ends a process ends that one
+        texts_elsewhere, _, _ = call_in_child(_try_anew, plan, transform.path)
+    except ChildProcessError as error:
+        found = f"a function that ended the process that tried it: {error}"
+        raise errors.UsageError(path=transform.path, found=found, expected="a text") from None
     texts, num_documents, failures = _try(plan, transform)
     if failures:
         found = f"--transform {transform.path} fails for {len(failures)} of {num_documents} sampled documents"
         message = f"{found}, first so: {failures[0]}"
         if len(failures) == num_documents:
-            raise BadInput(message, path=transform.path)
+            raise errors.BadInput(message, path=transform.path)
         say(f"warning: {message}")
     for texts_again, where in (
         (_try(plan, transform)[0], "the second time that it was given the same sample"),
@@ -647,14 +613,7 @@ def check_transform(plan: Plan, transform: Transform, say: Callable[[str], None]
     ):
         if texts_again != texts:
             expected = "the same text for the same record, whatever the time, chance and other documents"
-            raise UsageError(path=transform.path, found=f"other texts {where}", expected=expected)
-
-
-def answer() -> None:
-    """Print the hash of the texts of the sample that stands on standard input."""
-    plan, path = pickle.loads(sys.stdin.buffer.read())  # noqa: S301 - of the process that started this one
-    transform = Transform(path, plan.options.transform_files)
-    sys.stdout.write(f"\n{_try(plan, transform)[0]}\n")
+            raise errors.UsageError(path=transform.path, found=f"other texts {where}", expected=expected)
 
 
 def _turns(*texts: str) -> list[dict[str, Any]]:
@@ -685,7 +644,7 @@ _SHAPES = {
 }
 
 
-def template_warnings(template: ChatTemplate) -> Iterator[str]:
+def template_warnings(template: chat.ChatTemplate) -> Iterator[str]:
     """Yield why conversations of some shapes cannot be rendered, and which lose text.
 
     Raises UsageError where one takes too much memory or time, and ReadWriteError.
@@ -694,10 +653,10 @@ def template_warnings(template: ChatTemplate) -> Iterator[str]:
     if "tool_calls" in template.text:
         shapes["tool calls"] = _SHAPES["tool calls"]
     try:
-        rendered = render_conversations(template, list(map(json.dumps, shapes.values())))
-    except TooCostly as error:
+        rendered = chat.render_conversations(template, list(map(json.dumps, shapes.values())))
+    except chat.TooCostly as error:
         num_messages = len(list(shapes.values())[error.number])
-        raise UsageError(
+        raise errors.UsageError(
             f"{error}, for a conversation of {counted(num_messages, 'message')} that plan tries; pass a "
             "template without endless loops and huge texts as --chat_template_file"
         ) from None
@@ -709,14 +668,14 @@ def template_warnings(template: ChatTemplate) -> Iterator[str]:
             continue
         said: list[str] = []
         for message in shape:
-            for text in texts_in([message.get("content"), message.get("tool_calls")]):
+            for text in chat.texts_in([message.get("content"), message.get("tool_calls")]):
                 said += re.split(r"\s*</?think>\s*", text)
         lost = [words for words in said if words not in ("call00001", "function") and words not in found.text]
         if lost:
             losing.append(f"{name} ({lost[0]!a})")
-    for why, names in unusable.items():
+    for why, shapes_lost in unusable.items():
         yield (
-            f"the chat template cannot render conversations with {', or '.join(names)}: {why}; such "
+            f"the chat template cannot render conversations with {', or '.join(shapes_lost)}: {why}; such "
             "conversations will be left out; change the data, or put {% generation %} and "
             "{% endgeneration %} around what the assistant writes in a copy of the template, and pass "
             "--chat_template_file"

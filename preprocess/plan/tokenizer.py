@@ -23,8 +23,6 @@ import shutil
 import sys
 from dataclasses import dataclass
 from importlib.metadata import version
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +32,9 @@ from tokenizers import Tokenizer, processors
 import shardprep
 from preprocess.make import engines
 from preprocess.read.format import what_fetches
-from shardprep.command_line import start_child
-from shardprep.errors import (
-    BrokenShard,
-    CannotWrite,
-    NotFound,
-    OtherTokenizer,
-    ReadWriteError,
-    ShardprepError,
-    UsageError,
-)
+from shardprep import errors
+from shardprep.command_line import call_in_child
+from shardprep.errors import ShardprepError
 from shardprep.files import (
     NOT_THERE,
     Digest,
@@ -148,7 +139,12 @@ def resolve_tokenizer(
             saved, tokenizer = plain
             _write_files(saved, folder)
         else:
-            _save_in_own_process(name, folder)
+            try:
+                call_in_child(save_tokenizer, name, folder)
+            except ChildProcessError as error:
+                found = f"the process that loads the tokenizer: {error}"
+                expected = "enough memory; run this again"
+                raise errors.ReadWriteError(path=name, found=found, expected=expected) from None
             saved = {each_name: _read_tokenizer(folder / each_name) for each_name in names_in(folder)}
             tokenizer = _loaded(saved, folder)
             # What transformers cannot read of a configuration, it goes without, unsaid.
@@ -158,11 +154,11 @@ def resolve_tokenizer(
             if lost := [role for role in wanted if wanted[role] and not found[role]]:
                 why = f"transformers found no {', '.join(lost)} in it"
                 expected = "what the file names; a read may have failed: run this again"
-                raise ReadWriteError(path=f"{source}/{TOKENIZER_CONFIG}", found=why, expected=expected)
+                raise errors.ReadWriteError(path=f"{source}/{TOKENIZER_CONFIG}", found=why, expected=expected)
         if dropout := (_json_object(files or saved, TOKENIZER_FILE).get("model") or {}).get("dropout"):
             why = f"model.dropout {dropout} in its {TOKENIZER_FILE}, so a text has other ids each time"
             expected = "null there, in a copy of the folder; pass that as --model_id"
-            raise UsageError(path=model_id, found=why, expected=expected)
+            raise errors.UsageError(path=model_id, found=why, expected=expected)
         data = _json_object(saved, TOKENIZER_FILE)
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         named = special_tokens_of(_json_object(saved, TOKENIZER_CONFIG))
@@ -243,13 +239,15 @@ def read_files(folder: Path) -> Files | None:
             if (command := what_fetches(files[name])) is not None:
                 found = "a pointer to a file that was not fetched"
                 expected = f"the tokenizer's file itself; run in its repository: {command}"
-                raise NotFound(path=folder / name, found=found, expected=expected)
+                raise errors.NotFound(path=folder / name, found=found, expected=expected)
     return files if TOKENIZER_FILE in files else None
 
 
-def _not_written(folder: Path, reason: object) -> CannotWrite:
+def _not_written(folder: Path, reason: object) -> errors.CannotWrite:
     found = f"the tokenizer's files cannot be written there: {reason}"
-    return CannotWrite(path=folder, found=found, expected="some space (df), or another folder by TMPDIR")
+    return errors.CannotWrite(
+        path=folder, found=found, expected="some space (df), or another folder by TMPDIR"
+    )
 
 
 # What transformers 5 is known to do with a configuration of these classes, these keys and these models: it
@@ -338,60 +336,29 @@ def _json_object(files: Files, name: str) -> dict[str, Any]:
     try:
         data = _parsed(files.get(name, b"{}"))
     except ValueError as error:
-        raise BrokenShard(f"the tokenizer's {name} is not JSON ({error})") from None
+        raise errors.BrokenShard(f"the tokenizer's {name} is not JSON ({error})") from None
     if not isinstance(data, dict):
-        raise BrokenShard(f"the tokenizer's {name} is a {type(data).__name__}, expected an object")
+        raise errors.BrokenShard(f"the tokenizer's {name} is a {type(data).__name__}, expected an object")
     return data
 
 
 def _loaded(saved: Files, folder: Path) -> Tokenizer:
     path = folder / TOKENIZER_FILE
     if TOKENIZER_FILE not in saved:
-        raise NotFound(f"{path} is missing: transformers saved {', '.join(saved) or 'nothing'}")
+        raise errors.NotFound(f"{path} is missing: transformers saved {', '.join(saved) or 'nothing'}")
     try:
         return Tokenizer.from_str(saved[TOKENIZER_FILE].decode())
     except BaseException as error:
         if not is_library_fault(error):
             raise
-        raise ReadWriteError(f"{path} cannot be loaded: {error}") from error
+        raise errors.ReadWriteError(f"{path} cannot be loaded: {error}") from error
 
 
 def _read_tokenizer(path: Path) -> bytes:
     try:
         return read_regular(path, max_bytes=MAX_TOKENIZER_BYTES)
     except NOT_THERE:
-        raise NotFound(path=path, found="missing") from None
-
-
-def _save_in_own_process(model_id: str, folder: Path) -> None:
-    """Call ``save_tokenizer`` in a process that ends with it. Raises what that raises, or ReadWriteError."""
-    ours, theirs = Pipe(duplex=False)
-    process = start_child(_save, model_id, folder, theirs)
-    theirs.close()
-    try:
-        outcome: ShardprepError | None = ours.recv()
-    except EOFError:
-        process.join()
-        found = f"the process that loads the tokenizer ended with {process.exitcode} and without a word"
-        expected = "enough memory; run this again"
-        raise ReadWriteError(path=model_id, found=found, expected=expected) from None
-    finally:
-        ours.close()
-        process.terminate()
-        process.join()
-    if outcome is not None:
-        raise outcome
-
-
-def _save(model_id: str, folder: Path, pipe: Connection) -> None:
-    sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
-    outcome = None
-    try:
-        save_tokenizer(model_id, folder)
-    except ShardprepError as error:
-        outcome = error
-    with contextlib.suppress(BrokenPipeError):
-        pipe.send(outcome)
+        raise errors.NotFound(path=path, found="missing") from None
 
 
 def save_tokenizer(model_id: str, folder: Path) -> None:
@@ -399,14 +366,15 @@ def save_tokenizer(model_id: str, folder: Path) -> None:
 
     transformers builds the tokenizers of many classes anew from the vocabulary, by keys such as ``legacy``,
     each time it loads them. Of its own saved files it may make another one. So the configuration that is kept
-    names the class that takes tokenizer.json as it is, and what else a user sees of a tokenizer.
-    Raises NotFound, UsageError, CannotWrite.
+    names the class that takes tokenizer.json as it is, and what else a user sees of a tokenizer. torch is not
+    imported, not even later in this process. Raises NotFound, UsageError, CannotWrite.
     """
+    sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
     tokenizer = _auto_tokenizer(model_id)
     kind = type(tokenizer).__name__
     if not getattr(tokenizer, "is_fast", False):
         expected = "a fast one: a copy of the model with a tokenizer.json, or convert it with transformers"
-        raise UsageError(path=model_id, found=f"a slow tokenizer ({kind})", expected=expected)
+        raise errors.UsageError(path=model_id, found=f"a slow tokenizer ({kind})", expected=expected)
     path = folder / TOKENIZER_CONFIG
     try:
         # Several chat templates would stand in a folder of their own; in tokenizer_config.json all do.
@@ -431,7 +399,7 @@ def _check_saved(tokenizer: Any, model_id: str, folder: Path) -> None:
     expected = f"PreTrainedTokenizerFast as tokenizer_class in the {TOKENIZER_CONFIG} of a copy of the folder"
     if _auto_tokenizer(str(folder)).backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
         found = f"a {kind}, of whose saved files transformers makes another tokenizer"
-        raise UsageError(path=model_id, found=found, expected=expected)
+        raise errors.UsageError(path=model_id, found=found, expected=expected)
     saved = _loaded({TOKENIZER_FILE: _read_tokenizer(folder / TOKENIZER_FILE)}, folder)
     # As transformers takes them; the shards may take control tokens otherwise.
     engine = engines.engine_of_tokenizer(
@@ -442,10 +410,10 @@ def _check_saved(tokenizer: Any, model_id: str, folder: Path) -> None:
         is_equal = tokenizer(list(engines.PROBE))["input_ids"] == ids
     except Exception as error:
         found = f"a {kind}, which encodes no plain text ({words_of_fault(error)})"
-        raise UsageError(path=model_id, found=found, expected=expected) from None
+        raise errors.UsageError(path=model_id, found=found, expected=expected) from None
     if not is_equal:
         found = f"a {kind}, which changes texts before its tokenizer.json encodes them"
-        raise UsageError(path=model_id, found=found, expected=expected)
+        raise errors.UsageError(path=model_id, found=found, expected=expected)
 
 
 def _auto_tokenizer(model_id: str) -> Any:
@@ -501,9 +469,9 @@ def document_ends_line(plan: Plan, engine: engines.Engine, folder: Path) -> str:
     if not (before or after):
         return "documents begin and end without a control token"
     head, _ = engines.split_tokenizer(_read_tokenizer(folder / TOKENIZER_FILE))
-    names = {token["id"]: f"{token['content']} ({token['id']})" for token in head.get("added_tokens") or []}
+    shown = {token["id"]: f"{token['content']} ({token['id']})" for token in head.get("added_tokens") or []}
     begin, end = (
-        f"with {' '.join(names.get(each, str(each)) for each in ids)}" if ids else "without a control token"
+        f"with {' '.join(shown.get(each, str(each)) for each in ids)}" if ids else "without a control token"
         for ids in (before, after)
     )
     return f"documents begin {begin} and end {end}"
@@ -520,7 +488,7 @@ def publish_tokenizer(resolved: ResolvedTokenizer, output_dir: Path, planned: di
     def is_there() -> bool:
         try:
             return stamp_tokenizer(target) == planned
-        except (NotFound, BrokenShard):
+        except (errors.NotFound, errors.BrokenShard):
             return False
 
     if is_there():
@@ -528,12 +496,12 @@ def publish_tokenizer(resolved: ResolvedTokenizer, output_dir: Path, planned: di
     if resolved.files != planned:
         expected = "the versions of transformers and tokenizers that planned, or a new folder"
         found = "damaged files, which cannot be made again to the byte"
-        raise OtherTokenizer(path=target, found=found, expected=expected)
+        raise errors.OtherTokenizer(path=target, found=found, expected=expected)
     with PublishedFolder(target) as folder:
         for name in planned:
             try:
                 shutil.copyfile(resolved.folder / name, folder.temporary / name)
             except OSError as error:
-                raise CannotWrite(f"{target / name} cannot be written: {error.strerror}") from None
+                raise errors.CannotWrite(f"{target / name} cannot be written: {error.strerror}") from None
         if not folder.publish_first() and not is_there():  # another planner may have been faster
             folder.publish()

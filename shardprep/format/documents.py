@@ -28,33 +28,15 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from shardprep import files
 from shardprep.errors import BadInput, BrokenShard, NotFound, OtherPlan, UsageError
-from shardprep.files import (
-    NOT_THERE,
-    Digest,
-    FileStamp,
-    make_subfolder,
-    publish_bytes,
-    read_lines,
-    read_regular,
-)
+from shardprep.files import Digest, FileStamp
+from shardprep.format import names
 from shardprep.format.input_formats import input_kind
-from shardprep.format.names import (
-    DIGEST_BYTES,
-    EXCLUDED_NAME,
-    Count,
-    blanked_path,
-    digests_path,
-    ids_path,
-    missing_file,
-    read_file,
-    remake_command,
-    with_content_hash,
-    wrong_value,
-)
+from shardprep.format.names import Count
 from shardprep.format.plan import PlannedShard
 
-DIGEST = np.dtype(f"V{DIGEST_BYTES}")
+DIGEST = np.dtype(f"V{names.DIGEST_BYTES}")
 NameKind = Literal["id", "text", "place"]
 Numbers = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.void]  # DIGEST[n]
@@ -64,12 +46,12 @@ _MOST_NAMES = 10_000_000
 _FORMAT = "shardprep-blanked"
 _MAX_BLANKED_BYTES = 256 << 20  # some 10^7 documents
 # The digest of a blanked document; a document stays on its side of a split.
-_BLANK_DIGESTS = np.frombuffer(b"\xff" * DIGEST_BYTES + bytes(DIGEST_BYTES), DIGEST)
+_BLANK_DIGESTS = np.frombuffer(b"\xff" * names.DIGEST_BYTES + bytes(names.DIGEST_BYTES), DIGEST)
 
 
 def digests_of(texts: Iterable[bytes]) -> npt.NDArray[np.void]:
     """The first 16 bytes of the sha256 of each text of UTF-8: DIGEST[texts]. 1 us and 1 ns per byte each."""
-    found = [hashlib.sha256(text).digest()[:DIGEST_BYTES] for text in texts]
+    found = [hashlib.sha256(text).digest()[: names.DIGEST_BYTES] for text in texts]
     return np.frombuffer(b"".join(found), DIGEST)
 
 
@@ -140,7 +122,7 @@ class DocumentNames:
 
 def keys_of_ids(ids: Iterable[str]) -> npt.NDArray[np.void]:
     """Return the keys of ids: DIGEST[n]."""
-    found = [hashlib.sha256(b"id:" + name.encode()).digest()[:DIGEST_BYTES] for name in ids]
+    found = [hashlib.sha256(b"id:" + name.encode()).digest()[: names.DIGEST_BYTES] for name in ids]
     return np.frombuffer(b"".join(found), DIGEST)
 
 
@@ -172,7 +154,7 @@ def read_names(path: Path, *, id_field: str) -> DocumentNames:
     for _, key, kind in _names_in(path, id_field):
         keys += key
         kinds.add(kind)
-        if len(keys) > _MOST_NAMES * DIGEST_BYTES:
+        if len(keys) > _MOST_NAMES * names.DIGEST_BYTES:
             too_many = f"more than {_MOST_NAMES:,} names, and every process that makes shards would hold them"
             raise BadInput(path=path, found=too_many, expected="fewer, or an input that is filtered")
     if not keys:
@@ -182,18 +164,18 @@ def read_names(path: Path, *, id_field: str) -> DocumentNames:
 
 
 def lines_of(
-    path: Path, names: DocumentNames, wanted: npt.NDArray[np.bool_], *, id_field: str
+    path: Path, listed: DocumentNames, wanted: npt.NDArray[np.bool_], *, id_field: str
 ) -> Iterator[str]:
-    """Yield the lines of a list whose names are ``wanted``: bool[names]."""
+    """Yield the lines of a list whose listed are ``wanted``: bool[names]."""
     for line, key, _ in _names_in(path, id_field):
-        if wanted[names.find(np.frombuffer(key, DIGEST))[0]]:
+        if wanted[listed.find(np.frombuffer(key, DIGEST))[0]]:
             yield line
 
 
 def _names_in(path: Path, id_field: str) -> Iterator[tuple[str, bytes, NameKind]]:
     """Yield each line that is not empty, its key of 16 bytes, and what it names a document by."""
     try:
-        for number, raw in enumerate(read_lines(path), 1):
+        for number, raw in enumerate(files.read_lines(path), 1):
             try:
                 line = raw.decode().strip()
                 key, kind = _key_of(line)
@@ -207,7 +189,7 @@ def _names_in(path: Path, id_field: str) -> Iterator[tuple[str, bytes, NameKind]
                 expected = "names of texts, as sha256:HEX, or of places, as at:FILE:BYTE"
                 raise UsageError(path=path, found=found, expected=expected, remedy="--id_field")
             yield line, key, kind
-    except NOT_THERE:
+    except files.NOT_THERE:
         raise NotFound(f"{path} is no file", path=path) from None
 
 
@@ -215,9 +197,9 @@ def _key_of(line: str) -> tuple[bytes, NameKind]:
     """Return the key of a line, and what it names a document by. Raises ValueError."""
     if line.startswith(_TEXT):
         digest = bytes.fromhex(line.removeprefix(_TEXT))
-        if len(digest) not in (DIGEST_BYTES, 32):
+        if len(digest) not in (names.DIGEST_BYTES, 32):
             raise ValueError("another length")
-        return digest[:DIGEST_BYTES], "text"
+        return digest[: names.DIGEST_BYTES], "text"
     if line.startswith(_PLACE):
         place = re.fullmatch(r"(.+):([0-9]{1,18})", line.removeprefix(_PLACE), re.DOTALL)
         if place is None:
@@ -228,11 +210,11 @@ def _key_of(line: str) -> tuple[bytes, NameKind]:
 
 def read_excluded(folder: Path, sha256: str) -> DocumentNames:
     """Read the names that a plan leaves out. ``sha256``: of its options. Raises BrokenShard."""
-    path = folder / EXCLUDED_NAME
+    path = folder / names.EXCLUDED_NAME
     try:
-        raw = read_regular(path, max_bytes=_MOST_NAMES * DIGEST_BYTES + 1)
+        raw = files.read_regular(path, max_bytes=_MOST_NAMES * names.DIGEST_BYTES + 1)
         found = hashlib.sha256(raw).hexdigest()
-    except NOT_THERE:
+    except files.NOT_THERE:
         raw, found = b"", "missing"
     if found != sha256:
         expected = f"{sha256[:12]}; run the plan command again, with the same list as --exclude"
@@ -245,8 +227,8 @@ def kept_ids(folder: Path, shard_id: int) -> Iterator[tuple[int, int, str]]:
 
     Raises BrokenShard, ReadWriteError.
     """
-    path, remedy = ids_path(folder, shard_id), remake_command(shard_id, folder)
-    for line in read_lines(path):
+    path, remedy = names.ids_path(folder, shard_id), names.remake_command(shard_id, folder)
+    for line in files.read_lines(path):
         try:
             input_number, offset, kept = orjson.loads(line)
             is_right = [type(input_number), type(offset), type(kept)] == [int, int, str]
@@ -265,13 +247,13 @@ def read_digests(
     ``stamp``: of its manifest; their hash is compared, unless it ``is_checked``. Raises MissingShard,
     BrokenShard, ReadWriteError.
     """
-    path = digests_path(folder, shard_id)
+    path = names.digests_path(folder, shard_id)
     try:
-        raw = read_regular(path, max_bytes=stamp.num_bytes)
-    except NOT_THERE:
-        raise missing_file(path, shard_id, folder) from None
+        raw = files.read_regular(path, max_bytes=stamp.num_bytes)
+    except files.NOT_THERE:
+        raise names.missing_file(path, shard_id, folder) from None
     if not is_checked and (found := hashlib.sha256(raw).hexdigest()) != stamp.sha256:
-        remedy, expected = remake_command(shard_id, folder), stamp.sha256[:12]
+        remedy, expected = names.remake_command(shard_id, folder), stamp.sha256[:12]
         raise BrokenShard(path=path, found=f"sha256 {found[:12]}", expected=expected, remedy=remedy)
     return np.frombuffer(raw, DIGEST)
 
@@ -299,9 +281,11 @@ def blank_digests(is_for_validation: npt.NDArray[np.bool_]) -> npt.NDArray[np.vo
 
 def publish_blanked(folder: Path, documents: BlankedDocuments) -> None:
     """Write the file of a shard. Raises CannotWrite, ReadWriteError."""
-    path = blanked_path(folder, documents.shard_id)
-    make_subfolder(folder, path.parent.name)
-    publish_bytes(path, json.dumps(with_content_hash(_FORMAT, asdict(documents))).encode() + b"\n")
+    path = names.blanked_path(folder, documents.shard_id)
+    files.make_subfolder(folder, path.parent.name)
+    files.publish_bytes(
+        path, json.dumps(names.with_content_hash(_FORMAT, asdict(documents))).encode() + b"\n"
+    )
 
 
 def read_blanked(folder: Path, plan_id: str, shard_id: int) -> BlankedDocuments:
@@ -309,11 +293,11 @@ def read_blanked(folder: Path, plan_id: str, shard_id: int) -> BlankedDocuments:
 
     Raises BrokenShard where it is missing or damaged, OtherPlan, UnknownVersion, ReadWriteError.
     """
-    path = blanked_path(folder, shard_id)
+    path = names.blanked_path(folder, shard_id)
     advice = "bring the file back as it was: without it the shard would hold what was blanked"
     try:
-        found = read_file(path, _FORMAT, BlankedDocuments, max_bytes=_MAX_BLANKED_BYTES)
-    except NOT_THERE:
+        found = names.read_file(path, _FORMAT, BlankedDocuments, max_bytes=_MAX_BLANKED_BYTES)
+    except files.NOT_THERE:
         raise BrokenShard(f"{path} is missing; {advice}", path=path, found="missing") from None
     except BrokenShard as error:
         error.advise(advice)
@@ -323,5 +307,5 @@ def read_blanked(folder: Path, plan_id: str, shard_id: int) -> BlankedDocuments:
         expected = f"shard {shard_id} of plan {plan_id[:12]}; {advice}"
         raise OtherPlan(path=path, found=is_of, expected=expected)
     if len(found.inputs) != len(found.offsets):
-        raise wrong_value(path, "offsets", found.offsets, f"{len(found.inputs)}, as there are inputs")
+        raise names.wrong_value(path, "offsets", found.offsets, f"{len(found.inputs)}, as there are inputs")
     return found

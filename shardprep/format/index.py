@@ -27,39 +27,12 @@ import numpy.typing as npt
 import orjson
 from msgspec import Meta
 
-from shardprep.errors import (
-    BrokenShard,
-    MissingShard,
-    NotFound,
-    OtherPlan,
-    ReadWriteError,
-    ShardprepError,
-    UsageError,
-    quoted,
-)
+from shardprep import errors
+from shardprep.errors import ShardprepError
 from shardprep.files import NOT_THERE, ReadFile, errors_named, size_of_file, with_retries
+from shardprep.format import names
 from shardprep.format.manifest import Manifest, SourceCounts, manifest_ids, read_manifest, sum_of_sources
-from shardprep.format.names import (
-    BLOCK_BYTES,
-    FORMAT_VERSION,
-    INDEX_NAME,
-    MAX_SAMPLES,
-    PACKED_MEMBER_BYTES,
-    PLAN_NAME,
-    Count,
-    DatasetSpec,
-    Text,
-    id_ranges,
-    idx_path,
-    manifest_path,
-    missing_file,
-    read_file,
-    remake_command,
-    tar_path,
-    unknown_version,
-    with_content_hash,
-    wrong_value,
-)
+from shardprep.format.names import Count, DatasetSpec, Text
 
 HEADER_BYTES = 64
 CHUNK_RECORDS = 512  # share a crc32, and are read together: of an idx 14 KB of documents, 20 KB of rows
@@ -133,11 +106,11 @@ class IdxFile:
         Raises MissingShard, UnknownVersion, OtherPlan or BrokenShard; OSError where the file system fails.
         """
         self._folder, self._shard_id, self.dtype = folder, shard_id, idx_dtype(spec.kind)
-        path, header = idx_path(folder, shard_id), idx_header(spec, shard_id)
+        path, header = names.idx_path(folder, shard_id), idx_header(spec, shard_id)
         try:
             self.file = ReadFile(path)
         except NOT_THERE:
-            raise missing_file(path, shard_id, folder) from None
+            raise names.missing_file(path, shard_id, folder) from None
         try:
             self._read_header(spec, header)
         except BaseException:
@@ -148,13 +121,13 @@ class IdxFile:
         """Compare header and size, and take the crc32s. Raises as opening does."""
         found = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
         if len(found) < HEADER_BYTES or found[:8] != header[:8]:
-            raise self._wrong(BrokenShard, f"no idx: it begins {found[:8]!r}", f"{header[:8]!r}")
+            raise self._wrong(errors.BrokenShard, f"no idx: it begins {found[:8]!r}", f"{header[:8]!r}")
         values, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (found, header))
-        if (version := int(values["version"])) != FORMAT_VERSION:
-            raise unknown_version(self.file.path, version)
+        if (version := int(values["version"])) != names.FORMAT_VERSION:
+            raise names.unknown_version(self.file.path, version)
         for name in IDX_HEADER.names or ():
             if values[name] != wanted[name]:
-                raise self._wrong(OtherPlan, f"an idx for {name} {values[name]}", wanted[name])
+                raise self._wrong(errors.OtherPlan, f"an idx for {name} {values[name]}", wanted[name])
         # The size tells how many records there are: no two numbers of records make the same size.
         chunk_bytes = CHUNK_RECORDS * self.dtype.itemsize + CHUNK_CRC.itemsize
         num_bytes = self.file.num_bytes - HEADER_BYTES
@@ -163,7 +136,7 @@ class IdxFile:
         self.num_samples = num_chunks * CHUNK_RECORDS + num_rest
         if self.file.num_bytes != idx_num_bytes(spec.kind, self.num_samples):
             expected = f"records of {self.dtype.itemsize} bytes, with their crc32s"
-            raise self._wrong(BrokenShard, f"cut short: {num_bytes} bytes behind the header", expected)
+            raise self._wrong(errors.BrokenShard, f"cut short: {num_bytes} bytes behind the header", expected)
         self._is_checked = bytearray(-(-self.num_samples // CHUNK_RECORDS))  # of each chunk
         crcs_bytes = len(self._is_checked) * CHUNK_CRC.itemsize
         self._crcs = np.frombuffer(self.file.read(self.file.num_bytes - crcs_bytes, crcs_bytes), CHUNK_CRC)
@@ -189,12 +162,12 @@ class IdxFile:
             elif (last := int(part["offset"].max())) > MAX_OFFSET:
                 found = f"a sample at byte {last} of a tar"
             if found:
-                raise self._wrong(BrokenShard, found)
+                raise self._wrong(errors.BrokenShard, found)
             self._is_checked[chunk] = True
         return records[rows.start - first : rows.stop - first]
 
     def _wrong(self, kind: type[ShardprepError], found: str, expected: object = None) -> ShardprepError:
-        remedy = remake_command(self._shard_id, self._folder)
+        remedy = names.remake_command(self._shard_id, self._folder)
         return kind(path=self.file.path, found=found, expected=expected, remedy=remedy)
 
 
@@ -222,7 +195,9 @@ def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.v
         with idx.file:
             return idx.read(slice(0, idx.num_samples))
     except OSError as error:
-        raise ReadWriteError(f"{idx_path(folder, shard_id)} cannot be read: {error.strerror}") from error
+        raise errors.ReadWriteError(
+            f"{names.idx_path(folder, shard_id)} cannot be read: {error.strerror}"
+        ) from error
 
 
 def misplaced_samples(
@@ -244,7 +219,7 @@ def misplaced_samples(
         row_bytes, num_starts = spec.seq_len * spec.dtype.itemsize, records["num_starts"].astype(np.int64)
         wrong |= (size != row_bytes) | (tokens < 1) | (tokens > spec.seq_len) | (num_starts > spec.seq_len)
         # A member has rows of about PACKED_MEMBER_BYTES, or one, and before them at most 9 bytes a token.
-        near = 16 * max(PACKED_MEMBER_BYTES, row_bytes) + (1 << 20)
+        near = 16 * max(names.PACKED_MEMBER_BYTES, row_bytes) + (1 << 20)
         places = [("starts_offset", 4 * num_starts)]
         places += [("mask_offset", np.full(len(records), spec.seq_len))] if spec.kind == "chat" else []
         for name, num_bytes in places:
@@ -261,7 +236,7 @@ def idx_header(spec: DatasetSpec, shard_id: int) -> bytes:
     """Return the 64 bytes that begin an idx."""
     fields = (
         IDX_MAGIC,
-        FORMAT_VERSION,
+        names.FORMAT_VERSION,
         IDX_KINDS.index(spec.kind),
         0 if spec.kind == "json" else spec.token_bytes,
         spec.seq_len,
@@ -284,7 +259,7 @@ def samples_holding(records: npt.NDArray[np.void], place: tuple[int, int], num_t
         return before + [num_train + number for number in behind]
     places = list(zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True))
     if is_in_rows and places != sorted(places):
-        raise UsageError(
+        raise errors.UsageError(
             "rows of --pack best_fit hold documents of anywhere in their shard; look for a text of it instead"
         )
     nearest = max((item for item in places if item <= place), default=None)
@@ -308,19 +283,19 @@ class ShardSamples:
         self.shard_id = shard_id
         records = read_idx(folder, spec, shard_id)
         self.records = records[part]  # see idx_dtype, one per sample
-        self.path = tar_path(folder, shard_id)
-        self._remedy = remake_command(shard_id, folder)
+        self.path = names.tar_path(folder, shard_id)
+        self._remedy = names.remake_command(shard_id, folder)
         try:
             with errors_named(self.path):
                 self._tar = ReadFile(self.path)
         except NOT_THERE:
-            raise missing_file(self.path, shard_id, folder) from None
+            raise names.missing_file(self.path, shard_id, folder) from None
         wrong = misplaced_samples(spec, records, self._tar.num_bytes)
         if wrong.any():
             self._tar.close()
             found = f"a tar of {self._tar.num_bytes} bytes"
             expected = f"sample {int(wrong.argmax())} where its idx places it"
-            raise BrokenShard(path=self.path, found=found, expected=expected, remedy=self._remedy)
+            raise errors.BrokenShard(path=self.path, found=found, expected=expected, remedy=self._remedy)
 
     def __enter__(self) -> ShardSamples:
         return self
@@ -385,7 +360,7 @@ class ShardSamples:
                 yield from ids_of(self.spec, part, self._read)
         except (ValueError, OverflowError) as error:
             found = f"it holds token ids that cannot be read ({error})"
-            raise BrokenShard(path=self.path, found=found, remedy=self._remedy) from None
+            raise errors.BrokenShard(path=self.path, found=found, remedy=self._remedy) from None
 
 
 def ids_of(
@@ -466,7 +441,7 @@ class DatasetIndex:
         }
         if self.blanked:
             content["blanked"] = self.blanked
-        head = with_content_hash(_FORMAT, content)
+        head = names.with_content_hash(_FORMAT, content)
         del head["shards"]
         lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
         text = json.dumps(head, ensure_ascii=False, indent=1)[:-2]
@@ -476,12 +451,14 @@ class DatasetIndex:
 def _read_index_file(path: Path) -> DatasetIndex:
     """Read index.json. Raises FileNotFoundError, BrokenShard, also where a shard's numbers do not agree."""
     with without_garbage_collection():
-        file = read_file(path, _FORMAT, _IndexFile, max_bytes=MAX_INDEX_BYTES)
+        file = names.read_file(path, _FORMAT, _IndexFile, max_bytes=MAX_INDEX_BYTES)
         columns = np.array([row[:-1] for row in file.shards], np.int64).reshape(-1, len(COLUMNS))
     if file.columns != [*COLUMNS, "tar_sha256"]:
-        raise wrong_value(path, "columns", file.columns, f"{', '.join(COLUMNS)}, tar_sha256")
+        raise names.wrong_value(path, "columns", file.columns, f"{', '.join(COLUMNS)}, tar_sha256")
     if len(columns) != file.spec.num_shards:
-        raise wrong_value(path, "shards", f"{len(columns)} rows", f"{file.spec.num_shards}, one per shard")
+        raise names.wrong_value(
+            path, "shards", f"{len(columns)} rows", f"{file.spec.num_shards}, one per shard"
+        )
     _check_numbers(file.spec, columns, lambda row: (path, f"shards[{row}]"))
     hashes = tuple(row[-1] for row in file.shards)
     return DatasetIndex(
@@ -495,12 +472,13 @@ def _check_numbers(
     """Check that the numbers of each shard are possible beside one another. Raises BrokenShard."""
     samples, documents, tokens, tar_bytes, idx_bytes, validation = columns.T
     # The least bytes of a tar: two blocks a document, the ids of a row.
-    sample_bytes = spec.seq_len * spec.token_bytes if spec.has_rows else 2 * BLOCK_BYTES
+    sample_bytes = spec.seq_len * spec.token_bytes if spec.has_rows else 2 * names.BLOCK_BYTES
     wrong = {
-        "num_samples": samples > MAX_SAMPLES,
+        "num_samples": samples > names.MAX_SAMPLES,
         "idx_bytes, by num_samples": idx_bytes != idx_num_bytes(spec.kind, samples),
-        "tar_bytes, in whole blocks": (tar_bytes % BLOCK_BYTES != 0) | (tar_bytes < 2 * BLOCK_BYTES),
-        "tar_bytes, by num_samples": tar_bytes < samples.clip(0, MAX_SAMPLES) * sample_bytes,
+        "tar_bytes, in whole blocks": (tar_bytes % names.BLOCK_BYTES != 0)
+        | (tar_bytes < 2 * names.BLOCK_BYTES),
+        "tar_bytes, by num_samples": tar_bytes < samples.clip(0, names.MAX_SAMPLES) * sample_bytes,
         "num_documents, by num_samples": (documents != samples) & (not spec.has_rows),
         "num_tokens, by num_samples": (tokens > samples * spec.seq_len) & spec.has_rows,
         "num_validation_samples": validation > (samples if spec.validation_fraction else 0),
@@ -508,7 +486,7 @@ def _check_numbers(
     for what, rows in wrong.items():
         if rows.any():
             row = int(rows.argmax())
-            raise wrong_value(*place_of(row), columns[row].tolist(), f"other {what}")
+            raise names.wrong_value(*place_of(row), columns[row].tolist(), f"other {what}")
 
 
 @contextmanager
@@ -537,11 +515,11 @@ def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex
     for manifest in manifests:
         spec = spec or manifest.spec
         if manifest.spec != spec:
-            raise OtherPlan(
-                path=manifest_path(folder, manifest.shard_id),
+            raise errors.OtherPlan(
+                path=names.manifest_path(folder, manifest.shard_id),
                 found=f"a shard of plan {manifest.spec.plan_id[:12]}",
                 expected=f"{spec.plan_id[:12]}, as the others: move it away, or make it again",
-                remedy=remake_command(manifest.shard_id, folder),
+                remedy=names.remake_command(manifest.shard_id, folder),
             )
         counts = manifest.counts
         found = (counts.num_samples, counts.num_documents, counts.num_tokens)
@@ -551,15 +529,15 @@ def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex
         sources.append(counts.sources)
         shard_ids.append(manifest.shard_id)
     if spec is None:
-        raise MissingShard("no manifest was given")
+        raise errors.MissingShard("no manifest was given")
     columns = np.array(rows, np.int64)
-    _check_numbers(spec, columns, lambda row: (manifest_path(folder, shard_ids[row]), "counts"))
+    _check_numbers(spec, columns, lambda row: (names.manifest_path(folder, shard_ids[row]), "counts"))
     return DatasetIndex(
         spec=spec,
         columns=columns,
         tar_sha256=tuple(hashes),
         sources=sum_of_sources(sources),
-        blanked=id_ranges(blanked),
+        blanked=names.id_ranges(blanked),
     )
 
 
@@ -570,23 +548,25 @@ def read_index(folder: Path) -> DatasetIndex:
     ReadWriteError.
     """
     try:
-        return _read_index_file(folder / INDEX_NAME)
+        return _read_index_file(folder / names.INDEX_NAME)
     except NOT_THERE:
         present = manifest_ids(folder)
-    except BrokenShard as error:
-        error.remedy = f"shardprep verify {quoted(folder)}"
+    except errors.BrokenShard as error:
+        error.remedy = f"shardprep verify {errors.quoted(folder)}"
         raise
-    remedy = f"shardprep run {quoted(folder)}"
+    remedy = f"shardprep run {errors.quoted(folder)}"
     if not present:
-        if size_of_file(folder / PLAN_NAME) is not None:
-            raise NotFound(path=folder, found="a plan, but no shard yet", remedy=remedy)
-        raise NotFound(path=folder, found=f"no data set: neither {INDEX_NAME} nor a shard's manifest")
+        if size_of_file(folder / names.PLAN_NAME) is not None:
+            raise errors.NotFound(path=folder, found="a plan, but no shard yet", remedy=remedy)
+        raise errors.NotFound(
+            path=folder, found=f"no data set: neither {names.INDEX_NAME} nor a shard's manifest"
+        )
     num_shards = read_manifest(folder, present[0]).spec.num_shards
     if present[-1] >= num_shards:
         expected = f"shards 0 to {num_shards - 1}; move it, with its tar and idx, to its own data set"
-        path = manifest_path(folder, present[-1])
-        raise OtherPlan(path=path, found="a shard of another data set", expected=expected)
+        path = names.manifest_path(folder, present[-1])
+        raise errors.OtherPlan(path=path, found="a shard of another data set", expected=expected)
     if missing := sorted(set(range(num_shards)) - set(present)):
-        found = f"{len(present)} of {num_shards} shards, without {id_ranges(missing)}"
-        raise MissingShard(path=folder, found=found, remedy=remedy)
+        found = f"{len(present)} of {num_shards} shards, without {names.id_ranges(missing)}"
+        raise errors.MissingShard(path=folder, found=found, remedy=remedy)
     return merge_manifests(folder, (read_manifest(folder, shard_id) for shard_id in present))

@@ -34,39 +34,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct, field
 
+from shardprep import errors, files
 from shardprep.command_line import option
-from shardprep.errors import (
-    BrokenShard,
-    CannotWrite,
-    ReadWriteError,
-    ShardprepError,
-    UnknownVersion,
-    UsageError,
-)
-from shardprep.files import (
-    NOT_THERE,
-    PublishedFile,
-    append_bytes,
-    is_folder,
-    make_subfolder,
-    names_in,
-    read_regular,
-    read_with_status,
-    size_of_file,
-    sync_folder,
-)
-from shardprep.format.names import (
-    MAX_SHARDS,
-    MOST,
-    Count,
-    Text,
-    as_type,
-    checked_object,
-    id_ranges,
-    ids_of_ranges,
-    load_json,
-    with_content_hash,
-)
+from shardprep.errors import ShardprepError
+from shardprep.format import names
+from shardprep.format.names import Count, Text
 
 JOBS_FOLDER = "jobs"
 HISTORY_NAME = "history.jsonl"  # in jobs/
@@ -80,7 +52,7 @@ ATTEMPTS_FOLDER = "jobs/attempts"
 LOGS_FOLDER = "jobs/logs"
 RECORD_VARIABLE = "SHARDPREP_ATTEMPT"  # the path of this process's record
 _MOST_REASON_CHARS = 2000
-_Number = Annotated[int, Meta(ge=-1, le=MOST)]
+_Number = Annotated[int, Meta(ge=-1, le=names.MOST)]
 _SLURM_NAME = re.compile(r"[0-9]{1,10}_[0-9]{1,10}\.r[0-9]{1,6}")  # JOB_INDEX.rRESTART
 _RUN_NAME = re.compile(r".+-[0-9]{1,10}\.[0-9]{1,16}")  # HOST-PID.TIME
 
@@ -136,27 +108,31 @@ class JobRequest:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not 0 < value <= _MOST:
-                raise UsageError.of_value(f"--{name}", value, f"more than 0 and at most {_MOST}")
+                raise errors.UsageError.of_value(f"--{name}", value, f"more than 0 and at most {_MOST}")
             if isinstance(value, str) and (found := re.search(r"[\x00-\x1f\x7f]|[\ud800-\udfff]", value)):
-                raise UsageError(
+                raise errors.UsageError(
                     f"--{name} is {value!r:.200}, and {found[0]!r} cannot stand in a job script; leave it out"
                 )
         if self.num_cpus is None and self.cpus_per_task != WHOLE_NODE:
-            raise UsageError.of_value("--cpus_per_task", self.cpus_per_task, f"a number, or: {WHOLE_NODE}")
+            raise errors.UsageError.of_value(
+                "--cpus_per_task", self.cpus_per_task, f"a number, or: {WHOLE_NODE}"
+            )
         if self.mem_gb is not None and self.mem_per_cpu_gb is not None:
-            raise UsageError(found="--mem_gb and --mem_per_cpu_gb", expected="one of them")
+            raise errors.UsageError(found="--mem_gb and --mem_per_cpu_gb", expected="one of them")
         for name in ("sbatch_args", "worker_args"):
             try:
                 shlex.split(getattr(self, name))
             except ValueError as error:
-                raise UsageError(f"--{name} {getattr(self, name)!r} cannot be split: {error}") from None
+                raise errors.UsageError(
+                    f"--{name} {getattr(self, name)!r} cannot be split: {error}"
+                ) from None
         for word in shlex.split(self.sbatch_args):
             has = f"--sbatch_args has {word}"
             if re.match("--clusters|-M", word):
-                raise UsageError(f"{has}; for another cluster: SLURM_CLUSTERS=NAME before submit")
+                raise errors.UsageError(f"{has}; for another cluster: SLURM_CLUSTERS=NAME before submit")
             if word.partition("=")[0] in _SET_BY_SUBMIT or re.match(r"-[JaoH]", word):
                 found_words = f"--sbatch_args {word}"
-                raise UsageError(f"{has}, which submit sets itself; leave it out", found=found_words)
+                raise errors.UsageError(f"{has}, which submit sets itself; leave it out", found=found_words)
 
     def sbatch_options(self) -> list[str]:
         """Return the options of sbatch. Later ones win: retry must be able to raise memory."""
@@ -170,8 +146,8 @@ class JobRequest:
             options.append("--mem=0")  # all of the node's
         if self.time_min is not None:
             options.append(f"--time={self.time_min}")
-        names = ("partition", "account", "qos", "constraint", "exclude")
-        return [*options, *(f"--{name}={getattr(self, name)}" for name in names if getattr(self, name))]
+        for_site = ("partition", "account", "qos", "constraint", "exclude")
+        return [*options, *(f"--{name}={getattr(self, name)}" for name in for_site if getattr(self, name))]
 
     @property
     def num_cpus(self) -> int | None:
@@ -194,7 +170,7 @@ def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
     return {**{name: value for name, value in values.items() if name not in replaced}, **changes}
 
 
-class SubmittedMeanwhile(ReadWriteError):
+class SubmittedMeanwhile(errors.ReadWriteError):
     """Another submission of the same data set was recorded first."""
 
 
@@ -217,12 +193,12 @@ class JobArray(SentJob):
     time_min: Count | None
 
     def __post_init__(self) -> None:
-        if sum(map(len, self.shards_of_tasks())) > MAX_SHARDS:
-            raise ValueError(f"at most {MAX_SHARDS} shards")
+        if sum(map(len, self.shards_of_tasks())) > names.MAX_SHARDS:
+            raise ValueError(f"at most {names.MAX_SHARDS} shards")
 
     def shards_of_tasks(self) -> list[list[int]]:
         """Return the shard ids of every task."""
-        return [ids_of_ranges(word, end=MAX_SHARDS + 1) for word in self.tasks]
+        return [names.ids_of_ranges(word, end=names.MAX_SHARDS + 1) for word in self.tasks]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,23 +229,27 @@ def read_submissions(folder: Path) -> list[Submission]:
     made a second time.
     """
     jobs = folder / JOBS_FOLDER
-    names = names_in(jobs)
-    if not names and size_of_file(jobs) is not None and not is_folder(jobs):
-        raise ReadWriteError(path=jobs, found="no folder", expected="the folder of what was submitted")
+    listed = files.names_in(jobs)
+    if not listed and files.size_of_file(jobs) is not None and not files.is_folder(jobs):
+        raise errors.ReadWriteError(path=jobs, found="no folder", expected="the folder of what was submitted")
     found = []
-    for name in names:
+    for name in listed:
         if not re.fullmatch(r"[0-9]{4}\.json", name):
             continue
         path = jobs / name
         try:
-            raw, status = read_with_status(path, max_bytes=_MAX_BYTES)
-            submission = as_type(path, checked_object(path, raw, _FORMAT), Submission)
-        except NOT_THERE as error:  # a link to nothing, or taken away since it was listed
-            raise ReadWriteError(path=path, found=error.strerror, expected="a submission") from None
-        except (BrokenShard, UnknownVersion, UsageError) as error:  # UsageError: of a request
+            raw, status = files.read_with_status(path, max_bytes=_MAX_BYTES)
+            submission = names.as_type(path, names.checked_object(path, raw, _FORMAT), Submission)
+        except files.NOT_THERE as error:  # a link to nothing, or taken away since it was listed
+            raise errors.ReadWriteError(path=path, found=error.strerror, expected="a submission") from None
+        except (
+            errors.BrokenShard,
+            errors.UnknownVersion,
+            errors.UsageError,
+        ) as error:  # UsageError: of a request
             what = f"no whole submission of this version: {error}"
             todo = "one; move it away: it only records job ids"
-            raise BrokenShard(path=path, found=what, expected=todo) from None
+            raise errors.BrokenShard(path=path, found=what, expected=todo) from None
         is_own = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
         found.append(dataclasses.replace(submission, is_own=is_own))
     return found
@@ -286,20 +266,20 @@ def user_name() -> str:
 def append_event(folder: Path, kind: str, **facts: Any) -> None:
     """Append what a command did to DATA/jobs/history.jsonl. What fails is left out."""
     line = json.dumps({"time": round(time.time(), 3), "event": kind, "user": user_name(), **facts})
-    with contextlib.suppress(CannotWrite, OSError):
-        append_bytes(make_subfolder(folder, JOBS_FOLDER) / HISTORY_NAME, f"{line}\n".encode())
+    with contextlib.suppress(errors.CannotWrite, OSError):
+        files.append_bytes(files.make_subfolder(folder, JOBS_FOLDER) / HISTORY_NAME, f"{line}\n".encode())
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """Return what happened to a data set, oldest first, without lines that are cut short or not ours."""
     try:
-        lines = read_regular(folder / JOBS_FOLDER / HISTORY_NAME, max_bytes=_MAX_BYTES).split(b"\n")
-    except (*NOT_THERE, ShardprepError):
+        lines = files.read_regular(folder / JOBS_FOLDER / HISTORY_NAME, max_bytes=_MAX_BYTES).split(b"\n")
+    except (*files.NOT_THERE, ShardprepError):
         return []
     events = []
     for line in lines:
-        with contextlib.suppress(ValueError, BrokenShard, LookupError, TypeError):
-            event = load_json(line)
+        with contextlib.suppress(ValueError, errors.BrokenShard, LookupError, TypeError):
+            event = names.load_json(line)
             if 0 <= event["time"] <= _MAX_TIME_S and type(event["event"]) is str:
                 events.append(event)
     return events
@@ -310,8 +290,8 @@ def publish_submission(folder: Path, submission: Submission) -> None:
     jobs = folder / JOBS_FOLDER
     content = dataclasses.asdict(submission)
     del content["is_own"]
-    with PublishedFile(jobs / f"{submission.number:04d}.json") as file:
-        file.write(json.dumps(with_content_hash(_FORMAT, content), indent=2).encode() + b"\n")
+    with files.PublishedFile(jobs / f"{submission.number:04d}.json") as file:
+        file.write(json.dumps(names.with_content_hash(_FORMAT, content), indent=2).encode() + b"\n")
         file.sync()
         with contextlib.suppress(OSError):  # whatever the umask: it names commands that a retry runs
             file.temporary.chmod(stat.S_IMODE(file.temporary.stat().st_mode) & ~_OTHERS_WRITE)
@@ -320,7 +300,7 @@ def publish_submission(folder: Path, submission: Submission) -> None:
                 f"{file.path} was written meanwhile, as somebody else submitted at the same time; what this "
                 "one sent was cancelled before it began"
             )
-    sync_folder(jobs)
+    files.sync_folder(jobs)
 
 
 class Failure(Struct, frozen=True, kw_only=True):
@@ -420,7 +400,7 @@ def folder_identity(folder: Path) -> str:
         number = os.statvfs(folder).f_fsid
         return f"{folder.stat().st_ino}.{(number & 0xFFFFFFFF) << 32 | number >> 32:x}"
     except OSError as error:
-        raise ReadWriteError(f"{folder} cannot be looked at: {error.strerror}") from None
+        raise errors.ReadWriteError(f"{folder} cannot be looked at: {error.strerror}") from None
 
 
 def read_attempts(folder: Path, plan_id: str, identity: str = "") -> AttemptRecords:
@@ -429,16 +409,16 @@ def read_attempts(folder: Path, plan_id: str, identity: str = "") -> AttemptReco
     logs = os.path.join(os.path.realpath(folder), LOGS_FOLDER)  # noqa: PTH118 - Path.resolve may raise
     records = AttemptRecords(own=[], unreadable=[])
     try:
-        names = names_in(folder / ATTEMPTS_FOLDER)
+        listed = files.names_in(folder / ATTEMPTS_FOLDER)
     except ShardprepError as error:
         records.unreadable.append(str(error))
         return records
-    for name in names:
+    for name in listed:
         if not (_SLURM_NAME.fullmatch(name) or _RUN_NAME.fullmatch(name)):
             continue
         path = folder / ATTEMPTS_FOLDER / name
         try:
-            content, status = read_with_status(path, max_bytes=_MAX_BYTES)
+            content, status = files.read_with_status(path, max_bytes=_MAX_BYTES)
         except FileNotFoundError:  # it made its shards since the folder was listed
             continue
         except ShardprepError as error:
@@ -476,7 +456,9 @@ def _record_of(path: Path, content: bytes) -> AttemptRecord | None:
             facts.setdefault(prefix + name, value)
     try:
         record = msgspec.convert(facts, AttemptRecord, strict=False)
-        record.shards = ids_of_ranges(record.shard_ranges, end=MAX_SHARDS + 1) if record.shard_ranges else []
+        record.shards = (
+            names.ids_of_ranges(record.shard_ranges, end=names.MAX_SHARDS + 1) if record.shard_ranges else []
+        )
     except (msgspec.MsgspecError, ValueError):
         return None
     record.path, record.failures = str(path), failures
@@ -489,13 +471,15 @@ def append_failure(failure: Failure) -> None:
         reason = failure.reason[:_MOST_REASON_CHARS].encode("utf-8", "replace").decode()
         line = msgspec.json.encode(msgspec.structs.replace(failure, reason=reason))
         with contextlib.suppress(OSError):
-            append_bytes(Path(path), line + b"\n")
+            files.append_bytes(Path(path), line + b"\n")
 
 
 def append_end(record: AttemptRecord) -> None:
     """Write how Slurm says that an attempt ended, before Slurm forgets it. What fails is left out."""
     with contextlib.suppress(OSError):
-        append_bytes(Path(record.path), _section("end", time=record.ended, stopped_by=record.stopped_by))
+        files.append_bytes(
+            Path(record.path), _section("end", time=record.ended, stopped_by=record.stopped_by)
+        )
 
 
 def _section(name: str, **facts: object) -> bytes:
@@ -517,7 +501,7 @@ class RunRecord:
         facts: dict[str, object] = {
             "plan_id": plan_id,
             "identity": folder_identity(folder),
-            "shards": id_ranges(shard_ids),
+            "shards": names.id_ranges(shard_ids),
             "time": round(now, 3),
             "SLURMD_NODENAME": host,
             "SLURM_CPUS_PER_TASK": num_cpus,
@@ -532,9 +516,9 @@ class RunRecord:
             name = f"{host}-{os.getpid()}.{int(now * 1000)}"  # a process may run twice in a second
         path = folder / ATTEMPTS_FOLDER / name
         for _ in range(2):  # another run may remove the empty folder in between
-            with contextlib.suppress(CannotWrite, OSError):
-                make_subfolder(folder, ATTEMPTS_FOLDER)
-                append_bytes(path, _section("begin", **facts))
+            with contextlib.suppress(errors.CannotWrite, OSError):
+                files.make_subfolder(folder, ATTEMPTS_FOLDER)
+                files.append_bytes(path, _section("begin", **facts))
                 self._path = path
                 environ[RECORD_VARIABLE] = str(path)
                 return
@@ -551,7 +535,7 @@ class RunRecord:
             if code:
                 signal = "stop" if code == 75 else ""
                 end = _section("end", time=round(time.time(), 3), exit_code=code, stage="work", signal=signal)
-                append_bytes(self._path, end)
+                files.append_bytes(self._path, end)
                 return
             self._path.unlink()
             self._path.parent.rmdir()  # the folders, where nothing else is in them

@@ -29,48 +29,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from shardprep.errors import (
-    BrokenShard,
-    MissingShard,
-    NotFound,
-    OtherPlan,
-    ReadWriteError,
-    ShardprepError,
-    UnknownVersion,
-    quoted,
-)
-from shardprep.files import (
-    NOT_THERE,
-    Digest,
-    FileStamp,
-    is_folder,
-    names_in,
-    publish_bytes,
-    read_beginning,
-    read_regular,
-    size_of_file,
-    stamp_file,
-)
-from shardprep.format.names import (
-    INDEX_NAME,
-    MAX_MANIFEST_BYTES,
-    MAX_SAMPLES,
-    MAX_SHARDS,
-    PLAN_NAME,
-    VOUCHED_PATHS,
-    Count,
-    DatasetSpec,
-    Seconds,
-    Text,
-    as_type,
-    manifest_path,
-    missing_file,
-    read_file,
-    remake_command,
-    rerun_command,
-    shard_name,
-    with_content_hash,
-)
+from shardprep import errors, files
+from shardprep.errors import ShardprepError
+from shardprep.files import Digest, FileStamp
+from shardprep.format import names
+from shardprep.format.names import Count, DatasetSpec, Seconds, Text
 
 _FORMAT = "shardprep-manifest"
 _MANIFEST_NAME = re.compile(r"shard-(\d{5})\.json", re.ASCII)
@@ -137,7 +100,7 @@ class ValidationCounts:
 class ShardCounts:
     """What a shard holds. Equal for equal inputs and options, whatever made it."""
 
-    num_samples: Annotated[int, Meta(ge=0, le=MAX_SAMPLES)]  # documents, or packed rows
+    num_samples: Annotated[int, Meta(ge=0, le=names.MAX_SAMPLES)]  # documents, or packed rows
     num_documents: Count
     num_tokens: Count  # padding excluded
     num_lines: Count  # lines or rows of the input, the empty ones included
@@ -177,7 +140,7 @@ class Manifest:
     """shard-N.json."""
 
     spec: DatasetSpec
-    shard_id: Annotated[int, Meta(ge=0, le=MAX_SHARDS - 1)]
+    shard_id: Annotated[int, Meta(ge=0, le=names.MAX_SHARDS - 1)]
     counts: ShardCounts
     tar: FileStamp
     idx: FileStamp
@@ -192,12 +155,12 @@ class Manifest:
         content = dataclasses.asdict(self)
         if self.made_from is None:
             del content["made_from"]
-        data = with_content_hash(_FORMAT, content, run=content.pop("run"))
+        data = names.with_content_hash(_FORMAT, content, run=content.pop("run"))
         return json.dumps(data, ensure_ascii=False, indent=1).encode() + b"\n"
 
     def facts_of_run(self, path: Path) -> RunFacts:
         """Return what reports need of ``run``. Raises BrokenShard."""
-        return as_type(path, self.run, RunFacts)
+        return names.as_type(path, self.run, RunFacts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,19 +198,19 @@ class ShardMaking(RunFacts):
 
 def read_manifest(folder: Path, shard_id: int) -> Manifest:
     """Read shard-N.json. Raises MissingShard, BrokenShard, UnknownVersion or ReadWriteError."""
-    path = manifest_path(folder, shard_id)
+    path = names.manifest_path(folder, shard_id)
     try:
-        return read_file(path, _FORMAT, Manifest, max_bytes=MAX_MANIFEST_BYTES)
-    except NOT_THERE:
-        raise missing_file(path, shard_id, folder) from None
-    except BrokenShard as error:
-        error.remedy = rerun_command(shard_id, folder)
+        return names.read_file(path, _FORMAT, Manifest, max_bytes=names.MAX_MANIFEST_BYTES)
+    except files.NOT_THERE:
+        raise names.missing_file(path, shard_id, folder) from None
+    except errors.BrokenShard as error:
+        error.remedy = names.rerun_command(shard_id, folder)
         raise
 
 
 def manifest_ids(folder: Path) -> list[int]:
     """Return the shards that have a manifest in a folder, ascending. Raises ReadWriteError."""
-    return [int(match[1]) for match in map(_MANIFEST_NAME.fullmatch, names_in(folder)) if match]
+    return [int(match[1]) for match in map(_MANIFEST_NAME.fullmatch, files.names_in(folder)) if match]
 
 
 def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
@@ -260,33 +223,37 @@ def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
     if manifest.spec.plan_id != plan_id or manifest.shard_id != shard_id:
         found = f"shard {manifest.shard_id} of plan {manifest.spec.plan_id[:12]}"
         expected = f"shard {shard_id} of {plan_id[:12]}"
-        path, remedy = manifest_path(folder, shard_id), remake_command(shard_id, folder)
+        path, remedy = names.manifest_path(folder, shard_id), names.remake_command(shard_id, folder)
         expected += "; use a new folder for other inputs or options. If it is this file that is out of place"
-        raise OtherPlan(path=path, found=found, expected=expected, remedy=remedy)
+        raise errors.OtherPlan(path=path, found=found, expected=expected, remedy=remedy)
     check_sizes(folder, manifest, ("tar", "idx"))
     return manifest
 
 
 def shard_files(
-    folder: Path, manifest: Manifest, names: Iterable[str] = tuple(VOUCHED_PATHS)
+    folder: Path, manifest: Manifest, which: Iterable[str] = tuple(names.VOUCHED_PATHS)
 ) -> list[tuple[Path, FileStamp]]:
-    """Return the files that a manifest vouches for, with what it says of each. ``names``: only these."""
-    stamps = ((VOUCHED_PATHS[name](folder, manifest.shard_id), getattr(manifest, name)) for name in names)
+    """Return the files that a manifest vouches for, with what it says of each. ``which``: only these."""
+    stamps = (
+        (names.VOUCHED_PATHS[name](folder, manifest.shard_id), getattr(manifest, name)) for name in which
+    )
     return [(path, stamp) for path, stamp in stamps if stamp is not None]
 
 
-def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str] = tuple(VOUCHED_PATHS)) -> None:
+def check_sizes(folder: Path, manifest: Manifest, which: Iterable[str] = tuple(names.VOUCHED_PATHS)) -> None:
     """Compare the sizes of files that a manifest vouches for, by their names there.
 
     Raises MissingShard, BrokenShard, ReadWriteError.
     """
-    for path, stamp in shard_files(folder, manifest, names):
-        found = size_of_file(path)
+    for path, stamp in shard_files(folder, manifest, which):
+        found = files.size_of_file(path)
         if found is None:
-            raise missing_file(path, manifest.shard_id, folder)
+            raise names.missing_file(path, manifest.shard_id, folder)
         if found != stamp.num_bytes:
-            remedy = rerun_command(manifest.shard_id, folder)
-            raise BrokenShard(path=path, found=f"{found} bytes", expected=stamp.num_bytes, remedy=remedy)
+            remedy = names.rerun_command(manifest.shard_id, folder)
+            raise errors.BrokenShard(
+                path=path, found=f"{found} bytes", expected=stamp.num_bytes, remedy=remedy
+            )
 
 
 def check_hashes(folder: Path, manifest: Manifest, tar_sha256: str) -> None:
@@ -296,19 +263,21 @@ def check_hashes(folder: Path, manifest: Manifest, tar_sha256: str) -> None:
     """
     for path, stamp in shard_files(folder, manifest):
         try:
-            found = tar_sha256 if stamp is manifest.tar else stamp_file(path).sha256
-        except NOT_THERE:
-            raise missing_file(path, manifest.shard_id, folder) from None
+            found = tar_sha256 if stamp is manifest.tar else files.stamp_file(path).sha256
+        except files.NOT_THERE:
+            raise names.missing_file(path, manifest.shard_id, folder) from None
         if found != stamp.sha256:
-            expected, remedy = stamp.sha256[:12], remake_command(manifest.shard_id, folder)
-            raise BrokenShard(path=path, found=f"sha256 {found[:12]}", expected=expected, remedy=remedy)
+            expected, remedy = stamp.sha256[:12], names.remake_command(manifest.shard_id, folder)
+            raise errors.BrokenShard(
+                path=path, found=f"sha256 {found[:12]}", expected=expected, remedy=remedy
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """A shard that ``verify`` found wrong."""
 
-    shard: Annotated[int, Meta(ge=0, le=MAX_SHARDS - 1)]
+    shard: Annotated[int, Meta(ge=0, le=names.MAX_SHARDS - 1)]
     exit_code: int
     message: Text
     manifest_sha256: Digest  # of the manifest's bytes: a shard that was made anew has another
@@ -353,7 +322,7 @@ def done_manifest(
     """
     try:
         manifest = check_shard(folder, shard_id, plan_id)
-    except (MissingShard, BrokenShard):
+    except (errors.MissingShard, errors.BrokenShard):
         return None
     findings = read_findings(folder, plan_id) if findings is None else findings
     return None if shard_id in findings else manifest
@@ -365,7 +334,9 @@ def refuse_found(folder: Path, findings: Mapping[int, Finding], shard_ids: Itera
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         what = findings[wrong[0]].message.partition("; run: ")[0]  # its own remedy is of one shard
         message = f"shard {wrong[0]:05d}{more} of {folder} is not done, as verify found it wrong: {what}"
-        raise BrokenShard(message, path=folder, found=what, remedy=f"shardprep run {quoted(folder)}")
+        raise errors.BrokenShard(
+            message, path=folder, found=what, remedy=f"shardprep run {errors.quoted(folder)}"
+        )
 
 
 def refuse_other_plan(folder: Path, plan_id: str) -> None:
@@ -373,10 +344,10 @@ def refuse_other_plan(folder: Path, plan_id: str) -> None:
 
     For readers that need nothing else of a plan: the first bytes of plan.json hold its id.
     """
-    match = _PLAN_ID.search(read_beginning(folder / PLAN_NAME, 400))
+    match = _PLAN_ID.search(files.read_beginning(folder / names.PLAN_NAME, 400))
     if match and (found := match[1].decode()) != plan_id:
         expected = f"{plan_id[:12]}, as its shards: bring the plan back, or move one of both away"
-        raise OtherPlan(path=folder / PLAN_NAME, found=f"plan {found[:12]}", expected=expected)
+        raise errors.OtherPlan(path=folder / names.PLAN_NAME, found=f"plan {found[:12]}", expected=expected)
 
 
 def find_made_shards(
@@ -394,11 +365,11 @@ def find_made_shards(
     0.6 s of CPU. Raises NotFound, BrokenShard for findings that cannot be read, or ReadWriteError: a manifest
     that cannot be read may be that of a done shard.
     """
-    names = set(names_in(folder))
-    if not names and not is_folder(folder):
-        raise NotFound(path=folder, found="no such folder", expected="the folder of a data set")
-    findings = read_findings(folder, spec.plan_id) if FINDINGS_NAME in names else {}
-    present = [number for number in range(spec.num_shards) if f"{shard_name(number)}.json" in names]
+    listed = set(files.names_in(folder))
+    if not listed and not files.is_folder(folder):
+        raise errors.NotFound(path=folder, found="no such folder", expected="the folder of a data set")
+    findings = read_findings(folder, spec.plan_id) if FINDINGS_NAME in listed else {}
+    present = [number for number in range(spec.num_shards) if f"{names.shard_name(number)}.json" in listed]
     made = {number: known.done[number] for number in present if number in known.done} if known else {}
     broken: dict[int, str] = {}
     to_read = [number for number in present if number not in made]
@@ -408,8 +379,8 @@ def find_made_shards(
         try:
             manifest = read_manifest(folder, shard_id)
             check_sizes(folder, manifest, ("tar", "idx"))
-            making = ShardMaking.of(manifest, manifest_path(folder, shard_id))
-        except (BrokenShard, MissingShard, UnknownVersion) as error:
+            making = ShardMaking.of(manifest, names.manifest_path(folder, shard_id))
+        except (errors.BrokenShard, errors.MissingShard, errors.UnknownVersion) as error:
             return str(error)
         return making, manifest if see else None  # 10^5 of them may wait for the loop below
 
@@ -435,10 +406,12 @@ def is_verified(folder: Path, spec: DatasetSpec, made: MadeShards) -> bool:
     if len(made.done) != spec.num_shards or made.wrong:
         return False
     try:
-        data = msgspec.json.decode(read_regular(folder / INDEX_NAME, max_bytes=_MAX_FINDINGS_BYTES))
+        data = msgspec.json.decode(
+            files.read_regular(folder / names.INDEX_NAME, max_bytes=_MAX_FINDINGS_BYTES)
+        )
         rows = [(row[2], row[3]) for row in data["shards"]]
         plan_id = data["spec"]["plan_id"]
-    except (*NOT_THERE, BrokenShard, ValueError, LookupError, TypeError):
+    except (*files.NOT_THERE, errors.BrokenShard, ValueError, LookupError, TypeError):
         return False
     numbers = [(making.num_tokens, making.tar_bytes) for making in made.done.values()]
     return bool(plan_id == spec.plan_id) and rows == numbers
@@ -446,7 +419,9 @@ def is_verified(folder: Path, spec: DatasetSpec, made: MadeShards) -> bool:
 
 def is_of_shard(error: ShardprepError) -> bool:
     """Return whether an error is one of the shard that was read, not of reading, an input or a library."""
-    return isinstance(error, (BrokenShard, MissingShard, OtherPlan, UnknownVersion))
+    return isinstance(
+        error, (errors.BrokenShard, errors.MissingShard, errors.OtherPlan, errors.UnknownVersion)
+    )
 
 
 def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
@@ -456,13 +431,15 @@ def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
     they cannot be known, ReadWriteError.
     """
     try:
-        file = read_file(
+        file = names.read_file(
             folder / FINDINGS_NAME, _FINDINGS_FORMAT, _FindingsFile, max_bytes=_MAX_FINDINGS_BYTES
         )
-    except NOT_THERE:
+    except files.NOT_THERE:
         return {}
-    except BrokenShard as error:
-        error.remedy = f"shardprep verify {quoted(folder)}"  # which shards were found wrong is not known
+    except errors.BrokenShard as error:
+        error.remedy = (
+            f"shardprep verify {errors.quoted(folder)}"  # which shards were found wrong is not known
+        )
         raise
     if file.plan_id != plan_id:
         return {}
@@ -480,7 +457,7 @@ def standing_findings(folder: Path, plan_id: str, check: Check) -> dict[int, Fin
     """
     try:
         found = read_findings(folder, plan_id)
-    except BrokenShard:
+    except errors.BrokenShard:
         if check == "fast":
             raise
         return {}
@@ -498,7 +475,7 @@ def publish_findings(
     if not wrong:
         return
     before: dict[int, Finding] = {}
-    with contextlib.suppress(BrokenShard):
+    with contextlib.suppress(errors.BrokenShard):
         before = read_findings(folder, plan_id)
     findings = {
         number: each
@@ -518,13 +495,13 @@ def publish_findings(
             )
     if findings:
         content = {"plan_id": plan_id, "findings": [asdict(findings[number]) for number in sorted(findings)]}
-        raw = msgspec.json.encode(with_content_hash(_FINDINGS_FORMAT, content)) + b"\n"
-        publish_bytes(folder / FINDINGS_NAME, raw)
-    path = folder / INDEX_NAME
+        raw = msgspec.json.encode(names.with_content_hash(_FINDINGS_FORMAT, content)) + b"\n"
+        files.publish_bytes(folder / FINDINGS_NAME, raw)
+    path = folder / names.INDEX_NAME
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        raise ReadWriteError(
+        raise errors.ReadWriteError(
             f"{path} cannot be removed ({error.strerror}), and some shards are wrong: remove it", path=path
         ) from None
 
@@ -538,7 +515,9 @@ def remove_findings(folder: Path) -> None:
 def _manifest_sha256(folder: Path, shard_id: int) -> str:
     """Return the hash of a manifest's bytes, "" where there is none. Raises ReadWriteError."""
     try:
-        content = read_regular(manifest_path(folder, shard_id), max_bytes=MAX_MANIFEST_BYTES)
-    except (*NOT_THERE, BrokenShard):
+        content = files.read_regular(
+            names.manifest_path(folder, shard_id), max_bytes=names.MAX_MANIFEST_BYTES
+        )
+    except (*files.NOT_THERE, errors.BrokenShard):
         return ""
     return hashlib.sha256(content).hexdigest()

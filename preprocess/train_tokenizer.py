@@ -116,13 +116,17 @@ class _TrainingText:
                 path = str(self._input_dir / self._inputs[bad.source].path)
                 self._first_bad = self._first_bad or place_text(path, bad.source_offset)
             kept: list[str] = []
-            for text in map(bytes.decode, batch.texts):
-                kept += (text[begin : begin + PIECE_CHARS].strip() for begin in range(0, len(text), PIECE_CHARS))
-            ends = list(itertools.accumulate((len(piece.encode()) for piece in kept), initial=self._num_bytes))
-            num_kept = bisect.bisect_right(ends, self._max_bytes) - 1
-            self._num_bytes = ends[num_kept]
-            self.num_texts += num_kept
-            yield kept[:num_kept]
+            for piece in (
+                text[begin : begin + PIECE_CHARS].strip()
+                for text in map(bytes.decode, batch.texts)
+                for begin in range(0, len(text), PIECE_CHARS)
+            ):
+                if self._num_bytes + len(piece.encode()) > self._max_bytes:
+                    break
+                self._num_bytes += len(piece.encode())
+                kept.append(piece)
+            self.num_texts += len(kept)
+            yield kept
             self._progress.add(batch.num_bytes)
         self.is_read = True
 

@@ -436,7 +436,7 @@ def start_child(target: Callable[..., None], *args: Any) -> BaseProcess:
 def call_in_child(function: Callable[..., T], *args: Any) -> T:
     """Return ``function(*args)``, called in a process of its own, which ends with it.
 
-    Raises the ShardprepError that it raises there, ChildProcessError where the process ends without an answer.
+    Raises the ShardprepError that it raises, and ChildProcessError where the process ends without an answer.
     """
     from multiprocessing import Pipe
 

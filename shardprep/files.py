@@ -82,10 +82,7 @@ class errors_named:  # noqa: N801 - it is called, and a generator would take as 
 
 
 def with_retries(what: str, attempt: Callable[[], T]) -> T:
-    """Return ``attempt()``, made again after each error that may go away. ``what`` failed, for messages.
-
-    Raises ReadWriteError, or what ``attempt`` raises for another reason.
-    """
+    """Return ``attempt()``, made again after each error that may go away. ``what`` failed, for messages."""
     for delay_s in (*RETRY_DELAYS_S, None):
         try:
             return attempt()
@@ -139,7 +136,7 @@ def _refuse_others(path: Path | str, mode: int) -> None:
 def refuse_fifos(folder: Path) -> None:
     """Check that a folder holds no FIFO, device or socket, which a library would wait for.
 
-    What cannot be looked at is left to those who open it. Raises BrokenShard naming the file.
+    What cannot be looked at is left to those who open it.
     """
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:

@@ -25,13 +25,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from preprocess.read import BATCH_BYTES
-from preprocess.read.documents import Documents, format_of, load_libraries, read_documents, starts_in
+from preprocess.read.documents import Documents, format_of, load_libraries, read_documents
 from preprocess.read.format import SHORT_LINE_BYTES, OpenInput, Start, check_is_fetched, sample_sha256
 from preprocess.read.lines import COMPRESSIONS, decompressed
 from preprocess.read.transform import Transform
@@ -80,17 +79,6 @@ _COMPARED_BYTES = 64 << 10  # of text, where two files may hold the same
 _DELTA_LOG = "_delta_log"
 
 
-@dataclass(frozen=True, kw_only=True)
-class InputListing:
-    """Every name in the input folder: taken, or left out, or below a folder that is left out."""
-
-    paths: list[Path]  # taken, sorted by relative path
-    left_out: dict[str, list[str]]  # reason -> paths relative to the folder, sorted
-    num_links: int  # of the taken ones
-    also: str  # the patterns of ``also`` that took something
-    follow_links: bool  # whether a link to a folder was followed
-
-
 def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
     """Say of each name in a folder whether it is an input, and why not.
 
@@ -101,26 +89,18 @@ def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
     try:
         if not input_dir.is_dir():
             raise NotFound(path=input_dir, found="no folder", expected="one that holds input files")
-        ledger = _Ledger(input_dir, options.also)
-        follow_links = options.recursive and options.follow_links
-        ledger.look_through(recursive=options.recursive, follow_links=follow_links)
-        ledger.leave_out_same_files()
-        ledger.leave_out_old_versions()
+        listing = InputListing(input_dir, options)
+        listing.look_through(options)
+        listing.leave_out_same_files()
+        listing.leave_out_old_versions()
     except OSError as error:
         where, found = error.filename or input_dir, f"it cannot be listed: {error.strerror}"
         raise NotFound(path=where, found=found, expected="a folder that you can read") from None
     wanted = set(filter(None, map(str.strip, options.split.split(","))))
-    for path in [path for path in ledger.taken if wanted and split_of(path) not in wanted]:
-        ledger.leave_out(path, "other split")
-    taken = sorted(ledger.taken, key=lambda path: path.split("/"))
-    listing = InputListing(
-        paths=[Path(input_dir, path) for path in taken],
-        left_out={reason: sorted(ledger.left_out[reason]) for reason in sorted(ledger.left_out)},
-        num_links=sum(is_link for _, is_link in ledger.taken.values()),
-        also=",".join(sorted(ledger.used_patterns)),
-        follow_links=ledger.has_followed,
-    )
-    if not taken:
+    for path in [path for path in listing.taken if wanted and split_of(path) not in wanted]:
+        listing.leave_out(path, "other split")
+    listing.left_out = {reason: sorted(listing.left_out[reason]) for reason in sorted(listing.left_out)}
+    if not listing.taken:
         nothing = f"--input_dir {input_dir} holds no .txt file, nor any other input ({known_suffixes()})"
         message = "; ".join([nothing, *left_out_lines(listing.left_out)])
         raise NotFound(message, path=input_dir, expected=known_suffixes())
@@ -132,22 +112,35 @@ def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
     return listing
 
 
-class _Ledger:
-    def __init__(self, input_dir: Path, also: str) -> None:
+class InputListing:
+    """Every name in the input folder: taken, or left out, or below a folder that is left out."""
+
+    def __init__(self, input_dir: Path, options: PlanOptions) -> None:
         self.taken: dict[str, tuple[tuple[int, int], bool]] = {}  # path -> (device and inode, is it a link)
-        self.left_out: dict[str, list[str]] = {}
-        self.used_patterns: set[str] = set()
-        self.has_followed = False
+        self.left_out: dict[str, list[str]] = {}  # reason -> paths relative to the folder
+        self.follows_links = False  # whether a link to a folder was followed
+        self._used_patterns: set[str] = set()
         self._delta_tables: list[str] = []
         self._input_dir = input_dir
         # As in a shell, a hidden name needs a pattern that begins with a dot; one with _ in front likewise.
         self._also = {
             text: re.compile(("" if text[0] in "._" else "(?![._])") + fnmatch.translate(text.lower()))
-            for text in filter(None, map(str.strip, also.split(",")))
+            for text in filter(None, map(str.strip, options.also.split(",")))
         }
 
-    def look_through(self, *, recursive: bool, follow_links: bool) -> None:
-        """Take the files of all folders, and leave out the other names. Raises OSError, BadInput."""
+    @property
+    def paths(self) -> list[Path]:
+        """Return the inputs, sorted by relative path."""
+        return [Path(self._input_dir, path) for path in sorted(self.taken, key=lambda path: path.split("/"))]
+
+    @property
+    def also(self) -> str:
+        """Return the patterns of ``also`` that took something."""
+        return ",".join(sorted(self._used_patterns))
+
+    def look_through(self, options: PlanOptions) -> None:
+        """Take the files of all folders, and leave out the other names. Raises OSError."""
+        follow_links = options.recursive and options.follow_links
         folders, links = [""], list[str]()  # to look into; the links are a heap
         seen: set[tuple[int, int]] = set()
         while folders or links:
@@ -160,7 +153,7 @@ class _Ledger:
                     self.leave_out(folder, "folder that is taken already")
                     continue
                 seen.add((status.st_dev, status.st_ino))
-                self.has_followed = self.has_followed or is_link
+                self.follows_links |= is_link
             with os.scandir(place) as entries:
                 for entry in entries:
                     if entry.name == _DELTA_LOG:
@@ -181,7 +174,7 @@ class _Ledger:
                         self.taken[path] = (place_of, entry.is_symlink())
                     elif entry.is_symlink() and not follow_links:
                         self.leave_out(path, "link to a folder")
-                    elif not recursive:
+                    elif not options.recursive:
                         self.leave_out(path, "folder")
                     elif entry.is_symlink():
                         heapq.heappush(links, path)
@@ -199,7 +192,7 @@ class _Ledger:
     def _is_also(self, name: str) -> bool:
         """Return whether ``also`` asks for a name that would be left out."""
         matching = [text for text, each in self._also.items() if each.match(name.lower())]
-        self.used_patterns.update(matching)
+        self._used_patterns.update(matching)
         return bool(matching)
 
     def leave_out_same_files(self) -> None:
@@ -222,6 +215,7 @@ class _Ledger:
                 self.leave_out(path, "compressed form of a file that is taken")
 
     def leave_out(self, path: str, reason: str) -> None:
+        """Note why a path is no input."""
         self.taken.pop(path, None)
         shown = os.fsencode(path).decode("utf-8", "backslashreplace")
         self.left_out.setdefault(reason, []).append(shown)
@@ -384,31 +378,12 @@ class Weighed(NamedTuple):
     is_whole: bool  # it can only be read whole
 
 
-def count_shards(inputs: list[Weighed], num_shards: int | None, shard_bytes: int | None) -> int:
-    """Return how many shards there will be: a number, by a size of input bytes, or (neither) one per file.
-
-    Raises UsageError for none or too many.
-    """
-    for name, value in (("num_shards", num_shards), ("shard_bytes", shard_bytes)):
-        if value is not None and value < 1:
-            raise UsageError.of_value(f"--{name}", value, "at least 1")
-    if shard_bytes:
-        num_shards = max(1, -(-sum(item.text_bytes for item in inputs) // shard_bytes))
-    num_shards = num_shards or len(inputs)
-    if num_shards > MAX_SHARDS:
-        smallest = -(-sum(item.file.num_bytes for item in inputs) // MAX_SHARDS)
-        remedy = f"--num_shards {MAX_SHARDS}"
-        expected = f"at most {MAX_SHARDS}: {remedy}, or --shard_bytes {-(-smallest // 2**20)}M"
-        raise UsageError(found=f"{num_shards} shards", expected=expected, remedy=remedy)
-    return num_shards
-
-
 def stamp_inputs(
     input_dir: Path, paths: list[Path], options: PlanOptions, progress: Callable[[int], None] = lambda _: None
 ) -> list[Weighed]:
     """Return size, mtime and sampled hash of each file, and what its format says of it.
 
-    Raises NotFound for one that cannot be opened, ReadWriteError, BadInput. ``progress`` counts them.
+    ``progress`` counts them.
     """
     load_libraries(path.name for path in paths)  # threads that import parts of pyarrow at once fail
     root = str(input_dir / "_")[:-1]
@@ -435,12 +410,31 @@ def stamp_inputs(
 
 
 def divide(
-    input_dir: Path, inputs: list[Weighed], num_shards: int, options: PlanOptions
+    input_dir: Path,
+    inputs: list[Weighed],
+    num_shards: int | None,
+    shard_bytes: int | None,
+    options: PlanOptions,
 ) -> tuple[list[InputFile], list[Cut]]:
-    """Divide the inputs into ``num_shards`` of even text. Raises BadInput, NotFound, ReadWriteError.
+    """Divide the inputs into shards of even text, by their number or by their bytes; or (neither) one per file.
 
     Returns them in the order in which they are read, and where each shard begins (num_shards + 1).
+    Raises UsageError for no or too many shards.
     """
+    is_one_each = num_shards is None and shard_bytes is None
+    for name, value in (("num_shards", num_shards), ("shard_bytes", shard_bytes)):
+        if value is not None and value < 1:
+            raise UsageError.of_value(f"--{name}", value, "at least 1")
+    if shard_bytes:
+        num_shards = max(1, -(-sum(item.text_bytes for item in inputs) // shard_bytes))
+    num_shards = num_shards or len(inputs)
+    if num_shards > MAX_SHARDS:
+        smallest = -(-sum(item.file.num_bytes for item in inputs) // MAX_SHARDS)
+        remedy = f"--num_shards {MAX_SHARDS}"
+        expected = f"at most {MAX_SHARDS}: {remedy}, or --shard_bytes {-(-smallest // 2**20)}M"
+        raise UsageError(found=f"{num_shards} shards", expected=expected, remedy=remedy)
+    if is_one_each:
+        return [item.file for item in inputs], [Cut(number, 0) for number in range(num_shards + 1)]
     whole: list[Weighed] = []
     cut: list[Weighed] = []
     for item in inputs:
@@ -516,7 +510,7 @@ def _cuts_inside(
         found: list[Start | None] = []
         for number, group in itertools.groupby(turn, key=lambda stretch: stretch[0]):
             file = OpenInput(input_dir / inputs[number].file.path)
-            found += starts_in(file, [(begin, end) for _, begin, end in group], options)
+            found += format_of(file.path.name).starts(file, [each[1:] for each in group], options)
         return found
 
     turns = [stretches[n : n + _MOST_AT_ONCE] for n in range(0, len(stretches), _MOST_AT_ONCE)]
@@ -588,7 +582,7 @@ def _places(input_dir: Path, inputs: Sequence[InputFile], options: PlanOptions, 
         while ends[number + 1] <= target:
             number += 1
         file, byte = OpenInput(input_dir / inputs[number].path), target - ends[number]
-        (start,) = starts_in(file, [(byte, sys.maxsize)], options)
+        (start,) = format_of(file.path.name).starts(file, [(byte, sys.maxsize)], options)
         if start is not None and start.byte < inputs[number].num_bytes:
             places.append(Cut(number, start.byte, start.text_byte))
         elif places and places[-1].input_number == number:  # none follows in this file

@@ -34,7 +34,6 @@ from preprocess.make.shard_writer import Counting, ShardWriter
 from preprocess.plan.inputs import (
     NUM_THREADS,
     InputListing,
-    count_shards,
     divide,
     find_inputs,
     left_out_lines,
@@ -51,7 +50,7 @@ from preprocess.plan.tokenizer import (
 )
 from preprocess.read import chat
 from preprocess.read.documents import Documents, read_records
-from preprocess.read.format import OpenInput, RangeReader, sample_sha256
+from preprocess.read.format import RangeReader, open_part
 from preprocess.read.text_fields import TextFields, UnusableText
 from preprocess.read.transform import Transform
 from shardprep import errors, files
@@ -99,7 +98,6 @@ def make_plan(
     ``stripe`` is what ``plan --stripe`` takes: the Lustre layout of a folder without a plan yet. Where the
     folder has a plan already, the new one is compared with it and never written. ``say`` gets what differs
     from the usual, as it is found.
-    Raises every ShardprepError that the inputs, the tokenizer or the folder give reason for.
     """
     if stripe not in {"auto", "none"}:
         lustre.parse_stripe(stripe)  # an impossible one is told first
@@ -178,7 +176,8 @@ def _divided(
     progress = Progress("looking at the inputs", len(paths), unit="files")
     weighed = stamp_inputs(config.input_dir, paths, config, progress.add)
     inputs = [item.file for item in weighed]
-    links = f", {listing.num_links} of them links" if listing.num_links else ""
+    num_links = sum(is_link for _, is_link in listing.taken.values())
+    links = f", {num_links} of them links" if num_links else ""
     empty = {item.path for item in inputs if not item.num_bytes}
     hold_nothing = f"; {len(empty)} of them hold nothing, such as {min(empty)}" if empty else ""
     say(f"{counted(len(paths), 'input file')} in {config.input_dir}{links}{hold_nothing}")
@@ -193,10 +192,7 @@ def _divided(
         found = f"{counted(len(equal), 'input file')} with the size and the samples of another one"
         which = f"such as {equal[0][0]} and {equal[0][1]}"
         say(f"warning: {found}, {which}; all are taken: move them away if they are copies")
-    number = count_shards(weighed, num_shards, shard_bytes)
-    if num_shards is None and shard_bytes is None:
-        return inputs, [Cut(number, 0) for number in range(len(inputs) + 1)]
-    return divide(config.input_dir, weighed, number, config)
+    return divide(config.input_dir, weighed, num_shards, shard_bytes, config)
 
 
 def _plan_of(
@@ -208,15 +204,14 @@ def _plan_of(
     excluded: DocumentNames | None,
     say: Say,
 ) -> Plan:
-    """Return the plan with what planning found out, such as a conversation's template. Raises UsageError."""
+    """Return the plan with what planning found out, such as a conversation's template."""
     if config.append_eos and resolved.spec.eos_token_id is None:
         found = "a tokenizer without eos_token, so documents cannot end with one"
-        expected = "eos_token in its tokenizer_config.json, or --no-append_eos"
-        raise errors.UsageError(
-            path=config.model_id, found=found, expected=expected, remedy="--no-append_eos"
-        )
+        remedy = "--no-append_eos"
+        expected = f"eos_token in its tokenizer_config.json, or {remedy}"
+        raise errors.UsageError(path=config.model_id, found=found, expected=expected, remedy=remedy)
     options = config.plan_options()
-    found_out: dict[str, Any] = {"also": listing.also, "follow_links": listing.follow_links}
+    found_out: dict[str, Any] = {"also": listing.also, "follow_links": listing.follows_links}
     if excluded is not None:
         found_out["excluded"] = hashlib.sha256(excluded.keys.tobytes()).hexdigest()
     if options.is_chat:
@@ -257,10 +252,8 @@ def _plan_of(
 
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             hashes = list(pool.map(sha256_of_input, range(plan.num_shards)))
-        cuts = [
-            msgspec.structs.replace(cut, sha256=sha256)
-            for cut, sha256 in zip(plan.cuts, [*hashes, ""], strict=True)
-        ]
+        pairs = zip(cuts, [*hashes, ""], strict=True)
+        cuts = [msgspec.structs.replace(cut, sha256=sha256) for cut, sha256 in pairs]
         plan = dataclasses.replace(plan, cuts=cuts)
     return dataclasses.replace(plan, plan_id=plan_id(plan))
 
@@ -296,7 +289,7 @@ def _with_engine(
             engine, plan = fast, dataclasses.replace(plan, fast_engine_is_equal=True)
         else:
             say(
-                f"gigatoken is not used for this tokenizer ({fast}); tokenizers encodes, several times slower"
+                f"gigatoken is not used for this tokenizer ({fast}): tokenizers encodes, several times slower"
             )
     return plan, engine if plan.options.add_special_tokens else engine.bare()
 
@@ -353,7 +346,7 @@ def _plan_once(config: PrepConfig) -> Plan:
 
 
 def _check_given(plan: Plan, given: dict[str, Any]) -> None:
-    """Check given options against the plan's. Raises Refused or OtherTokenizer."""
+    """Check given options against the plan's."""
     base = {item.name: getattr(plan.options, item.name) for item in PLAN_FIELDS}
     if given.get("record", plan.options.record) != plan.options.record:
         base = {}  # seq_len and keep_text of the one record are no options of the other
@@ -386,8 +379,7 @@ def _check_given(plan: Plan, given: dict[str, Any]) -> None:
 def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> None:
     """Refuse a folder that no longer holds the planned inputs, and these alone.
 
-    A file of the planned size and mtime is not opened. Of another mtime its sample is read and compared.
-    ``names_alone``: look at no file. Raises Refused, ReadWriteError, NotFound for a folder without inputs.
+    Of a file with another mtime its sample is read and compared. ``names_alone``: look at no file.
     """
     planned = {item.path for item in plan.inputs}
     try:
@@ -396,8 +388,9 @@ def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> N
         differing = [f"{name} was added" for name in sorted(found - planned)]
         differing += [f"{name} is missing" for name in sorted(planned - found)]
         if not names_alone:
+            there = [item for item in plan.inputs if item.path in found]
             with ThreadPoolExecutor(NUM_THREADS) as pool:
-                changes = pool.map(lambda item: _change_of(input_dir, item), plan.inputs)
+                changes = pool.map(lambda item: _change_of(input_dir / item.path, item), there)
                 differing += filter(None, changes)
     except errors.NotFound as error:
         if names_alone:
@@ -415,22 +408,14 @@ def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> N
         )
 
 
-def _change_of(input_dir: Path, planned: InputFile) -> str | None:
-    """Return how an input differs from the planned one, or None for one that is missing or equal."""
+def _change_of(path: Path, planned: InputFile) -> str:
+    """Return how an input differs from the planned one, or "" for one that is equal."""
+    part = ByteRange(input_number=0, path=path, start=0, end=planned.num_bytes, planned=planned)
     try:
-        status = (input_dir / planned.path).stat()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise errors.ReadWriteError(
-            f"input {input_dir / planned.path} cannot be read: {error.strerror}"
-        ) from None
-    if status.st_size != planned.num_bytes:
-        return f"{planned.path} has {status.st_size} bytes, not {planned.num_bytes}"
-    if status.st_mtime_ns == planned.mtime_ns:
-        return None
-    is_equal = sample_sha256(OpenInput(input_dir / planned.path)) == planned.sha256
-    return None if is_equal else f"{planned.path} holds other bytes"
+        open_part(part)
+    except errors.Refused as error:
+        return f"{planned.path} has {error.found}"
+    return ""
 
 
 _NUM_PLACES = 8  # of the input that are sampled
@@ -466,10 +451,7 @@ def sample_of_plan(plan: Plan, num_bytes: int, transform: Transform | None) -> I
 
 
 def measure(plan: Plan, engine: Engine, transform: Transform | None = None) -> CostEstimate:
-    """Run a sample through the worker's own stages into a scratch folder, and scale its CPU seconds up.
-
-    Raises BadInput where no record of the sample has the field of the text.
-    """
+    """Run a sample through the worker's own stages into a scratch folder, and scale its CPU seconds up."""
     num_bytes = 0
     found: dict[str, bool] = {}  # "id" and "source", where records are asked for them: whether one has it
     with scratch_folder() as folder, ShardWriter(folder, plan, 0) as writer:
@@ -591,10 +573,7 @@ def _try_anew(plan: Plan, path: Path) -> tuple[str, int, list[str]]:
 
 
 def check_transform(plan: Plan, transform: Transform, say: Callable[[str], None]) -> None:
-    """Try the function on a sample of the input.
-
-    Raises UsageError where it gives other texts again or ends its process, BadInput where it fails for all.
-    """
+    """Try the function on a sample of the input."""
     try:  # first in another process: what ends a process ends that one
         texts_elsewhere, _, _ = call_in_child(_try_anew, plan, transform.path)
     except ChildProcessError as error:
@@ -645,10 +624,7 @@ _SHAPES = {
 
 
 def template_warnings(template: chat.ChatTemplate) -> Iterator[str]:
-    """Yield why conversations of some shapes cannot be rendered, and which lose text.
-
-    Raises UsageError where one takes too much memory or time, and ReadWriteError.
-    """
+    """Yield why conversations of some shapes cannot be rendered, and which lose text."""
     shapes = {name: shape for name, shape in _SHAPES.items() if name != "tool calls"}
     if "tool_calls" in template.text:
         shapes["tool calls"] = _SHAPES["tool calls"]

@@ -114,9 +114,6 @@ def resolve_tokenizer(
     """Write the files of a model's tokenizer, and nothing else of the model, into the empty ``folder``.
 
     ``for_fast_engine``: also the file that the fast engine loads sooner, where there is one.
-
-    Raises NotFound (no such model, or no network), UsageError (a slow tokenizer, or dropout), CannotWrite,
-    BrokenShard (a FIFO there), ReadWriteError.
     """
     for each in (Path(model_id), Path(model_id, CHAT_TEMPLATES_DIR)):
         refuse_fifos(each)
@@ -226,10 +223,7 @@ def _write_files(files: Files, folder: Path) -> None:
 
 
 def read_files(folder: Path) -> Files | None:
-    """Return what decides a tokenizer's ids in a model's folder, or None where more than these files does.
-
-    Raises ReadWriteError, BrokenShard for what is no regular file, NotFound for a file not fetched.
-    """
+    """Return what decides a tokenizer's ids in a model's folder, or None where more than these files does."""
     if is_folder(folder / CHAT_TEMPLATES_DIR):
         return None
     files = {}
@@ -332,7 +326,7 @@ def _parsed(raw: bytes) -> Any:
 
 
 def _json_object(files: Files, name: str) -> dict[str, Any]:
-    """Return a JSON file's object, an empty one for a file that is not there. Raises BrokenShard."""
+    """Return a JSON file's object, an empty one for a file that is not there."""
     try:
         data = _parsed(files.get(name, b"{}"))
     except ValueError as error:
@@ -367,7 +361,7 @@ def save_tokenizer(model_id: str, folder: Path) -> None:
     transformers builds the tokenizers of many classes anew from the vocabulary, by keys such as ``legacy``,
     each time it loads them. Of its own saved files it may make another one. So the configuration that is kept
     names the class that takes tokenizer.json as it is, and what else a user sees of a tokenizer. torch is not
-    imported, not even later in this process. Raises NotFound, UsageError, CannotWrite.
+    imported, not even later in this process.
     """
     sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
     tokenizer = _auto_tokenizer(model_id)
@@ -394,7 +388,7 @@ def save_tokenizer(model_id: str, folder: Path) -> None:
 
 
 def _check_saved(tokenizer: Any, model_id: str, folder: Path) -> None:
-    """Check that the saved files load as a loaded tokenizer, and encode as it does. Raises UsageError."""
+    """Check that the saved files load as a loaded tokenizer, and encode as it does."""
     kind = type(tokenizer).__name__
     expected = f"PreTrainedTokenizerFast as tokenizer_class in the {TOKENIZER_CONFIG} of a copy of the folder"
     if _auto_tokenizer(str(folder)).backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
@@ -459,7 +453,7 @@ def added_ids(engine: engines.Engine) -> tuple[list[int], list[int]]:
 def document_ends_line(plan: Plan, engine: engines.Engine, folder: Path) -> str:
     """Say which tokens each document of a plan begins and ends with, nothing of conversations.
 
-    ``folder``: of the tokenizer's files, for the names. Raises what reading raises.
+    ``folder``: of the tokenizer's files, for the names.
     """
     if plan.options.is_chat:
         return ""
@@ -480,8 +474,7 @@ def document_ends_line(plan: Plan, engine: engines.Engine, folder: Path) -> str:
 def publish_tokenizer(resolved: ResolvedTokenizer, output_dir: Path, planned: dict[str, FileStamp]) -> None:
     """Make ``output_dir/tokenizer`` hold the resolved tokenizer, unless it holds the planned files already.
 
-    Equal files are kept, so that planners that race agree, and others are replaced. Raises OtherTokenizer
-    where the resolved files are not the planned ones, CannotWrite or ReadWriteError.
+    Equal files are kept, so that planners that race agree, and others are replaced.
     """
     target = output_dir / TOKENIZER_DIR
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.read import BATCH_BYTES
-from preprocess.read.format import Format, OpenInput, RangeReader, Start, Texts, starts_among
+from preprocess.read.format import Format, RangeReader, Texts
 from preprocess.read.lines import COMPRESSIONS, load_zstd
 from preprocess.read.text_fields import TextFields, UnusableText, text_fields_of
 from preprocess.read.transform import Transform
@@ -298,15 +298,6 @@ def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Docume
         texts=Texts([one.text.encode() for one in rendered]),
         columns={**kept.columns, "spans": [one.spans for one in rendered]},
     )
-
-
-def starts_in(
-    file: OpenInput, stretches: Sequence[tuple[int, int]], options: PlanOptions
-) -> list[Start | None]:
-    """Answer ``Format.starts``; a format that the registry knows as whole is not asked."""
-    if not input_kind(file.path.name).format.cut_at:
-        return starts_among((), file, stretches)
-    return format_of(file.path.name).starts(file, stretches, options)
 
 
 def format_of(name: str) -> Format:

@@ -147,8 +147,7 @@ def name_of_place(path: str, offset: int) -> str:
 def read_names(path: Path, *, id_field: str) -> DocumentNames:
     """Read a list that a user wrote; a million lines take 1 s and 50 MB.
 
-    ``id_field``: of the plan, "" where it keeps no ids. Raises NotFound, BadInput, UsageError,
-    ReadWriteError.
+    ``id_field``: of the plan, "" where it keeps no ids.
     """
     keys, kinds = bytearray(), set[NameKind]()
     for _, key, kind in _names_in(path, id_field):
@@ -209,7 +208,7 @@ def _key_of(line: str) -> tuple[bytes, NameKind]:
 
 
 def read_excluded(folder: Path, sha256: str) -> DocumentNames:
-    """Read the names that a plan leaves out. ``sha256``: of its options. Raises BrokenShard."""
+    """Read the names that a plan leaves out. ``sha256``: of its options."""
     path = folder / names.EXCLUDED_NAME
     try:
         raw = files.read_regular(path, max_bytes=_MOST_NAMES * names.DIGEST_BYTES + 1)
@@ -223,10 +222,7 @@ def read_excluded(folder: Path, sha256: str) -> DocumentNames:
 
 
 def kept_ids(folder: Path, shard_id: int) -> Iterator[tuple[int, int, str]]:
-    """Yield input, place in it, and id of each document of a shard, as --id_field keeps them.
-
-    Raises BrokenShard, ReadWriteError.
-    """
+    """Yield input, place in it, and id of each document of a shard, as --id_field keeps them."""
     path, remedy = names.ids_path(folder, shard_id), names.remake_command(shard_id, folder)
     for line in files.read_lines(path):
         try:
@@ -244,8 +240,7 @@ def read_digests(
 ) -> npt.NDArray[np.void]:
     """Read the digests of a shard: DIGEST[documents], in the order of docs/format.md.
 
-    ``stamp``: of its manifest; their hash is compared, unless it ``is_checked``. Raises MissingShard,
-    BrokenShard, ReadWriteError.
+    ``stamp``: of its manifest; their hash is compared, unless it ``is_checked``.
     """
     path = names.digests_path(folder, shard_id)
     try:
@@ -280,7 +275,7 @@ def blank_digests(is_for_validation: npt.NDArray[np.bool_]) -> npt.NDArray[np.vo
 
 
 def publish_blanked(folder: Path, documents: BlankedDocuments) -> None:
-    """Write the file of a shard. Raises CannotWrite, ReadWriteError."""
+    """Write the file of a shard."""
     path = names.blanked_path(folder, documents.shard_id)
     files.make_subfolder(folder, path.parent.name)
     files.publish_bytes(
@@ -289,10 +284,7 @@ def publish_blanked(folder: Path, documents: BlankedDocuments) -> None:
 
 
 def read_blanked(folder: Path, plan_id: str, shard_id: int) -> BlankedDocuments:
-    """Read the file of a shard that the plan's option names.
-
-    Raises BrokenShard where it is missing or damaged, OtherPlan, UnknownVersion, ReadWriteError.
-    """
+    """Read the file of a shard that the plan's option names."""
     path = names.blanked_path(folder, shard_id)
     advice = "bring the file back as it was: without it the shard would hold what was blanked"
     try:

@@ -37,7 +37,6 @@ from shardprep.format.names import Count, DatasetSpec, Text
 HEADER_BYTES = 64
 CHUNK_RECORDS = 512  # share a crc32, and are read together: of an idx 14 KB of documents, 20 KB of rows
 CHUNK_CRC = np.dtype("<u4")
-IDX_MAGIC = b"shardidx"
 IDX_HEADER = np.dtype(
     [
         ("magic", "S8"),
@@ -101,10 +100,7 @@ class IdxFile:
     """The idx of a shard, open, its header and size checked; close ``file``. Reads raise OSError."""
 
     def __init__(self, folder: Path, spec: DatasetSpec, shard_id: int) -> None:
-        """Open it, and compare its first 64 bytes.
-
-        Raises MissingShard, UnknownVersion, OtherPlan or BrokenShard; OSError where the file system fails.
-        """
+        """Open it, and compare its first 64 bytes."""
         self._folder, self._shard_id, self.dtype = folder, shard_id, idx_dtype(spec.kind)
         path, header = names.idx_path(folder, shard_id), idx_header(spec, shard_id)
         try:
@@ -118,7 +114,6 @@ class IdxFile:
             raise
 
     def _read_header(self, spec: DatasetSpec, header: bytes) -> None:
-        """Compare header and size, and take the crc32s. Raises as opening does."""
         found = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
         if len(found) < HEADER_BYTES or found[:8] != header[:8]:
             raise self._wrong(errors.BrokenShard, f"no idx: it begins {found[:8]!r}", f"{header[:8]!r}")
@@ -186,10 +181,7 @@ def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
 
 
 def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.void]:
-    """Return a shard's whole idx: a structured array of ``idx_dtype``, one per sample.
-
-    Raises MissingShard, UnknownVersion, OtherPlan, BrokenShard, or ReadWriteError.
-    """
+    """Return a shard's whole idx: a structured array of ``idx_dtype``, one per sample."""
     try:
         idx = IdxFile(folder, spec, shard_id)
         with idx.file:
@@ -234,16 +226,9 @@ def misplaced_samples(
 
 def idx_header(spec: DatasetSpec, shard_id: int) -> bytes:
     """Return the 64 bytes that begin an idx."""
-    fields = (
-        IDX_MAGIC,
-        names.FORMAT_VERSION,
-        IDX_KINDS.index(spec.kind),
-        0 if spec.kind == "json" else spec.token_bytes,
-        spec.seq_len,
-        shard_id,
-        spec.plan_id[:32].encode(),
-        0,
-    )
+    token_bytes = 0 if spec.kind == "json" else spec.token_bytes
+    of_spec = (IDX_KINDS.index(spec.kind), token_bytes, spec.seq_len)
+    fields = (b"shardidx", names.FORMAT_VERSION, *of_spec, shard_id, spec.plan_id[:32].encode(), 0)
     return np.array([fields], IDX_HEADER).tobytes()
 
 
@@ -267,16 +252,13 @@ def samples_holding(records: npt.NDArray[np.void], place: tuple[int, int], num_t
     if nearest is None or (not is_in_rows and nearest[0] != place[0]):
         return []
     rows = [number for number, item in enumerate(places) if item == nearest]
-    if is_in_rows and rows[0] and places[rows[0]] == nearest:
+    if is_in_rows and rows[0]:
         rows.insert(0, rows[0] - 1)  # the document may begin in the row before
     return rows
 
 
 class ShardSamples:
-    """One shard, open for reading, or a part of its samples; within ``with``.
-
-    Raises MissingShard, BrokenShard or ReadWriteError, at opening and at reading.
-    """
+    """One shard, open for reading, or a part of its samples; within ``with``."""
 
     def __init__(self, folder: Path, spec: DatasetSpec, shard_id: int, part: slice = slice(None)) -> None:
         self.spec = spec
@@ -410,7 +392,7 @@ class _IndexFile:
     spec: DatasetSpec
     sources: dict[str, SourceCounts]
     columns: list[str]
-    shards: list[tuple[Count, Count, Count, Count, Count, Count, _ShortHash]]
+    shards: list[tuple[Count, Count, Count, Count, Count, Count, _ShortHash]]  # COLUMNS, and a hash
     blanked: Text = ""
 
 
@@ -448,45 +430,37 @@ class DatasetIndex:
         return f'{text},\n "shards": [\n{lines}\n]}}\n'.encode()
 
 
-def _read_index_file(path: Path) -> DatasetIndex:
-    """Read index.json. Raises FileNotFoundError, BrokenShard, also where a shard's numbers do not agree."""
-    with without_garbage_collection():
-        file = names.read_file(path, _FORMAT, _IndexFile, max_bytes=MAX_INDEX_BYTES)
-        columns = np.array([row[:-1] for row in file.shards], np.int64).reshape(-1, len(COLUMNS))
-    if file.columns != [*COLUMNS, "tar_sha256"]:
-        raise names.wrong_value(path, "columns", file.columns, f"{', '.join(COLUMNS)}, tar_sha256")
-    if len(columns) != file.spec.num_shards:
-        raise names.wrong_value(
-            path, "shards", f"{len(columns)} rows", f"{file.spec.num_shards}, one per shard"
-        )
-    _check_numbers(file.spec, columns, lambda row: (path, f"shards[{row}]"))
-    hashes = tuple(row[-1] for row in file.shards)
-    return DatasetIndex(
-        spec=file.spec, columns=columns, tar_sha256=hashes, sources=file.sources, blanked=file.blanked
-    )
+def _index_of(
+    spec: DatasetSpec,
+    rows: list[tuple[Any, ...]],
+    sources: Mapping[str, SourceCounts],
+    blanked: str,
+    place_of: Callable[[int], tuple[Path, str]],
+) -> DatasetIndex:
+    """Return the index of rows of COLUMNS and a hash, if the numbers are possible beside one another.
 
-
-def _check_numbers(
-    spec: DatasetSpec, columns: npt.NDArray[np.int64], place_of: Callable[[int], tuple[Path, str]]
-) -> None:
-    """Check that the numbers of each shard are possible beside one another. Raises BrokenShard."""
+    ``place_of``: names the place of a row, for an error.
+    """
+    columns = np.array([row[:-1] for row in rows], np.int64)
     samples, documents, tokens, tar_bytes, idx_bytes, validation = columns.T
     # The least bytes of a tar: two blocks a document, the ids of a row.
     sample_bytes = spec.seq_len * spec.token_bytes if spec.has_rows else 2 * names.BLOCK_BYTES
+    is_cut = (tar_bytes % names.BLOCK_BYTES != 0) | (tar_bytes < 2 * names.BLOCK_BYTES)
     wrong = {
         "num_samples": samples > names.MAX_SAMPLES,
         "idx_bytes, by num_samples": idx_bytes != idx_num_bytes(spec.kind, samples),
-        "tar_bytes, in whole blocks": (tar_bytes % names.BLOCK_BYTES != 0)
-        | (tar_bytes < 2 * names.BLOCK_BYTES),
+        "tar_bytes, in whole blocks": is_cut,
         "tar_bytes, by num_samples": tar_bytes < samples.clip(0, names.MAX_SAMPLES) * sample_bytes,
         "num_documents, by num_samples": (documents != samples) & (not spec.has_rows),
         "num_tokens, by num_samples": (tokens > samples * spec.seq_len) & spec.has_rows,
         "num_validation_samples": validation > (samples if spec.validation_fraction else 0),
     }
-    for what, rows in wrong.items():
-        if rows.any():
-            row = int(rows.argmax())
+    for what, are_wrong in wrong.items():
+        if are_wrong.any():
+            row = int(are_wrong.argmax())
             raise names.wrong_value(*place_of(row), columns[row].tolist(), f"other {what}")
+    hashes = tuple(row[-1] for row in rows)
+    return DatasetIndex(spec=spec, columns=columns, tar_sha256=hashes, sources=sources, blanked=blanked)
 
 
 @contextmanager
@@ -502,14 +476,9 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex:
-    """Merge the manifests of all shards of a folder, given in the order of their shards.
-
-    Raises OtherPlan where they are not of one data set.
-    """
+    """Merge the manifests of all shards of a folder, given in the order of their shards."""
     spec: DatasetSpec | None = None
-    rows: list[tuple[int, ...]] = []
-    shard_ids: list[int] = []
-    hashes: list[str] = []
+    rows: list[tuple[Any, ...]] = []
     blanked: list[int] = []
     sources: list[Mapping[str, SourceCounts]] = []
     for manifest in manifests:
@@ -523,48 +492,47 @@ def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex
             )
         counts = manifest.counts
         found = (counts.num_samples, counts.num_documents, counts.num_tokens)
-        rows.append((*found, manifest.tar.num_bytes, manifest.idx.num_bytes, counts.held_out.num_samples))
-        hashes.append((manifest.made_from or manifest.tar.sha256)[:_HASH_DIGITS])
+        files = (manifest.tar.num_bytes, manifest.idx.num_bytes)
+        tar_sha256 = (manifest.made_from or manifest.tar.sha256)[:_HASH_DIGITS]
+        rows.append((*found, *files, counts.held_out.num_samples, tar_sha256))
         blanked += [manifest.shard_id] if manifest.made_from else []
         sources.append(counts.sources)
-        shard_ids.append(manifest.shard_id)
     if spec is None:
         raise errors.MissingShard("no manifest was given")
-    columns = np.array(rows, np.int64)
-    _check_numbers(spec, columns, lambda row: (names.manifest_path(folder, shard_ids[row]), "counts"))
-    return DatasetIndex(
-        spec=spec,
-        columns=columns,
-        tar_sha256=tuple(hashes),
-        sources=sum_of_sources(sources),
-        blanked=names.id_ranges(blanked),
+    total, shards_blanked = sum_of_sources(sources), names.id_ranges(blanked)
+    return _index_of(
+        spec, rows, total, shards_blanked, lambda row: (names.manifest_path(folder, row), "counts")
     )
 
 
 def read_index(folder: Path) -> DatasetIndex:
-    """Return the index of a data set: index.json, or without one its manifests, merged in memory.
-
-    Raises NotFound, MissingShard (naming what is missing), BrokenShard, UnknownVersion, OtherPlan,
-    ReadWriteError.
-    """
+    """Return the index of a data set: index.json, or without one its manifests, merged in memory."""
+    path = folder / names.INDEX_NAME
     try:
-        return _read_index_file(folder / names.INDEX_NAME)
+        with without_garbage_collection():
+            file = names.read_file(path, _FORMAT, _IndexFile, max_bytes=MAX_INDEX_BYTES)
+            if file.columns != [*COLUMNS, "tar_sha256"]:
+                raise names.wrong_value(path, "columns", file.columns, f"{', '.join(COLUMNS)}, tar_sha256")
+            if (num_rows := len(file.shards)) != file.spec.num_shards:
+                raise names.wrong_value(path, "shards", f"{num_rows} rows", f"{file.spec.num_shards}")
+            return _index_of(
+                file.spec, file.shards, file.sources, file.blanked, lambda row: (path, f"shards[{row}]")
+            )
     except NOT_THERE:
         present = manifest_ids(folder)
     except errors.BrokenShard as error:
         error.remedy = f"shardprep verify {errors.quoted(folder)}"
         raise
     remedy = f"shardprep run {errors.quoted(folder)}"
+    if not present and size_of_file(folder / names.PLAN_NAME) is not None:
+        raise errors.NotFound(path=folder, found="a plan, but no shard yet", remedy=remedy)
     if not present:
-        if size_of_file(folder / names.PLAN_NAME) is not None:
-            raise errors.NotFound(path=folder, found="a plan, but no shard yet", remedy=remedy)
-        raise errors.NotFound(
-            path=folder, found=f"no data set: neither {names.INDEX_NAME} nor a shard's manifest"
-        )
+        found = f"no data set: neither {names.INDEX_NAME} nor a shard's manifest"
+        raise errors.NotFound(path=folder, found=found)
     num_shards = read_manifest(folder, present[0]).spec.num_shards
     if present[-1] >= num_shards:
-        expected = f"shards 0 to {num_shards - 1}; move it, with its tar and idx, to its own data set"
         path = names.manifest_path(folder, present[-1])
+        expected = f"shards 0 to {num_shards - 1}; move it, with its tar and idx, to its own data set"
         raise errors.OtherPlan(path=path, found="a shard of another data set", expected=expected)
     if missing := sorted(set(range(num_shards)) - set(present)):
         found = f"{len(present)} of {num_shards} shards, without {names.id_ranges(missing)}"

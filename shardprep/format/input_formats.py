@@ -6,66 +6,26 @@ docs/architecture.md ("An input format") says what else to write for a new line.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 
-@dataclass(frozen=True, kw_only=True)
-class InputFormat:
-    """One format of input files."""
+class InputFormat(NamedTuple):
+    """One format of input files. docs/inputs.md says what its documents are, and where a shard may begin."""
 
     suffixes: tuple[str, ...]  # in lower case; the first is the usual one
     reader: str  # module and class in preprocess/read, "json_lines:JsonLines"
-    unit: Literal["byte", "row"]  # of a document's offset: of the file (decompressed: of its text), or rows
-    document: str  # what a document is, for people
-    cut_at: str = ""  # where a shard may begin inside a file; "": files stay whole
+    unit: Literal["byte", "row"] = "byte"  # of a place: of the file (decompressed: of its text), or rows
     can_be_compressed: bool = False
     has_fields: bool = True  # records with named fields; else plain text
     library: str = ""  # that the reader imports, of the extra [columns]
 
 
 INPUT_FORMATS = (
-    InputFormat(
-        suffixes=(".txt", ".text"),
-        reader="lines:TextLines",
-        unit="byte",
-        document="a line, or a whole file with `--doc file`",
-        cut_at="line ends",
-        can_be_compressed=True,
-        has_fields=False,
-    ),
-    InputFormat(
-        suffixes=(".jsonl", ".ndjson", ".jsonlines"),
-        reader="json_lines:JsonLines",
-        unit="byte",
-        document="the text of one object",
-        cut_at="line ends",
-        can_be_compressed=True,
-    ),
-    InputFormat(
-        suffixes=(".json",),
-        reader="json_lines:JsonFile",
-        unit="byte",
-        document="the text of one object; one object per line",
-        cut_at="line ends",
-        can_be_compressed=True,
-    ),
-    InputFormat(
-        suffixes=(".parquet", ".pq"),
-        reader="tables:Parquet",
-        unit="row",
-        document="a row",
-        cut_at="row groups",
-        library="pyarrow",
-    ),
-    InputFormat(
-        suffixes=(".arrow", ".ipc", ".feather"),
-        reader="tables:Arrow",
-        unit="row",
-        document="a row",
-        cut_at="record batches",
-        library="pyarrow",
-    ),
+    InputFormat((".txt", ".text"), "lines:TextLines", can_be_compressed=True, has_fields=False),
+    InputFormat((".jsonl", ".ndjson", ".jsonlines"), "json_lines:JsonLines", can_be_compressed=True),
+    InputFormat((".json",), "json_lines:JsonFile", can_be_compressed=True),  # one object per line
+    InputFormat((".parquet", ".pq"), "tables:Parquet", unit="row", library="pyarrow"),
+    InputFormat((".arrow", ".ipc", ".feather"), "tables:Arrow", unit="row", library="pyarrow"),
 )
 PLAIN_TEXT = INPUT_FORMATS[0]  # also what `--also` takes with another suffix
 # Each suffix of a compression, and the usual one of the same meaning.

@@ -225,8 +225,7 @@ class Submission:
 def read_submissions(folder: Path) -> list[Submission]:
     """Return all submissions of a data set, oldest first.
 
-    Raises BrokenShard or ReadWriteError for one that cannot be read: were it left out, its shards would be
-    made a second time.
+    One that cannot be read is an error: were it left out, its shards would be made a second time.
     """
     jobs = folder / JOBS_FOLDER
     listed = files.names_in(jobs)
@@ -286,7 +285,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 
 def publish_submission(folder: Path, submission: Submission) -> None:
-    """Write it under its number. Raises SubmittedMeanwhile, CannotWrite or ReadWriteError."""
+    """Write it under its number."""
     jobs = folder / JOBS_FOLDER
     content = dataclasses.asdict(submission)
     del content["is_own"]

@@ -159,7 +159,7 @@ class Manifest:
         return json.dumps(data, ensure_ascii=False, indent=1).encode() + b"\n"
 
     def facts_of_run(self, path: Path) -> RunFacts:
-        """Return what reports need of ``run``. Raises BrokenShard."""
+        """Return what reports need of ``run``."""
         return names.as_type(path, self.run, RunFacts)
 
 
@@ -177,7 +177,7 @@ class ShardMaking(RunFacts):
 
     @staticmethod
     def of(manifest: Manifest, path: Path) -> ShardMaking:
-        """Take from a manifest what reports need. Raises BrokenShard."""
+        """Take from a manifest what reports need."""
         run, counts = manifest.facts_of_run(path), manifest.counts
         return ShardMaking(
             **vars(dataclasses.replace(run, slurm={}, texts=None)),  # there may be 10^5 of them
@@ -197,7 +197,7 @@ class ShardMaking(RunFacts):
 
 
 def read_manifest(folder: Path, shard_id: int) -> Manifest:
-    """Read shard-N.json. Raises MissingShard, BrokenShard, UnknownVersion or ReadWriteError."""
+    """Read shard-N.json."""
     path = names.manifest_path(folder, shard_id)
     try:
         return names.read_file(path, _FORMAT, Manifest, max_bytes=names.MAX_MANIFEST_BYTES)
@@ -209,7 +209,7 @@ def read_manifest(folder: Path, shard_id: int) -> Manifest:
 
 
 def manifest_ids(folder: Path) -> list[int]:
-    """Return the shards that have a manifest in a folder, ascending. Raises ReadWriteError."""
+    """Return the shards that have a manifest in a folder, ascending."""
     return [int(match[1]) for match in map(_MANIFEST_NAME.fullmatch, files.names_in(folder)) if match]
 
 
@@ -217,7 +217,6 @@ def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
     """Return the manifest of a shard, if it is of this plan, and tar and idx are there with their sizes.
 
     Whether the shard is done also depends on what verify found, see ``check_done``.
-    Raises MissingShard, BrokenShard, UnknownVersion or OtherPlan, each saying what to do; ReadWriteError.
     """
     manifest = read_manifest(folder, shard_id)
     if manifest.spec.plan_id != plan_id or manifest.shard_id != shard_id:
@@ -241,10 +240,7 @@ def shard_files(
 
 
 def check_sizes(folder: Path, manifest: Manifest, which: Iterable[str] = tuple(names.VOUCHED_PATHS)) -> None:
-    """Compare the sizes of files that a manifest vouches for, by their names there.
-
-    Raises MissingShard, BrokenShard, ReadWriteError.
-    """
+    """Compare the sizes of files that a manifest vouches for, by their names there."""
     for path, stamp in shard_files(folder, manifest, which):
         found = files.size_of_file(path)
         if found is None:
@@ -257,10 +253,7 @@ def check_sizes(folder: Path, manifest: Manifest, which: Iterable[str] = tuple(n
 
 
 def check_hashes(folder: Path, manifest: Manifest, tar_sha256: str) -> None:
-    """Read a shard's files whole, but for the tar, and compare their sha256, and that of the tar.
-
-    Raises BrokenShard, MissingShard or ReadWriteError.
-    """
+    """Read a shard's files whole, but for the tar, and compare their sha256, and that of the tar."""
     for path, stamp in shard_files(folder, manifest):
         try:
             found = tar_sha256 if stamp is manifest.tar else files.stamp_file(path).sha256
@@ -303,10 +296,7 @@ class MadeShards:
 
 
 def check_done(folder: Path, shard_id: int, plan_id: str, findings: Mapping[int, Finding]) -> Manifest:
-    """Return the manifest of a shard that is done. ``findings``: what ``read_findings`` gives.
-
-    Raises MissingShard, BrokenShard, UnknownVersion or OtherPlan, each saying what to do; ReadWriteError.
-    """
+    """Return the manifest of a shard that is done. ``findings``: what ``read_findings`` gives."""
     manifest = check_shard(folder, shard_id, plan_id)
     refuse_found(folder, findings, [shard_id])
     return manifest
@@ -317,8 +307,7 @@ def done_manifest(
 ) -> Manifest | None:
     """Return ``check_done``, or None for a shard that is to be made.
 
-    ``findings``: where they were read already. Raises OtherPlan, ReadWriteError, BrokenShard for findings
-    that cannot be read.
+    ``findings``: where they were read already.
     """
     try:
         manifest = check_shard(folder, shard_id, plan_id)
@@ -360,10 +349,9 @@ def find_made_shards(
     """Look at every manifest: one listing, and a read and two stats per manifest.
 
     ``known``: what was found a moment ago; the manifests of what was done then are not read again. ``see``
-    gets the manifest of each shard whose files have its sizes, whatever plan or findings say of it.
-    Eight are read at a time, as a file system over a network lets a reader wait. 10,000 shards take about
-    0.6 s of CPU. Raises NotFound, BrokenShard for findings that cannot be read, or ReadWriteError: a manifest
-    that cannot be read may be that of a done shard.
+    gets the manifest of each shard whose files have its sizes, whatever plan or findings say of it. Eight are
+    read at a time, as a file system over a network lets a reader wait. 10,000 shards take about 0.6 s of CPU.
+    What cannot be read is an error: it may be the manifest of a done shard.
     """
     listed = set(files.names_in(folder))
     if not listed and not files.is_folder(folder):
@@ -402,7 +390,7 @@ def find_made_shards(
 
 
 def is_verified(folder: Path, spec: DatasetSpec, made: MadeShards) -> bool:
-    """Return whether all shards are done and index.json has their numbers. Raises ReadWriteError."""
+    """Return whether all shards are done and index.json has their numbers."""
     if len(made.done) != spec.num_shards or made.wrong:
         return False
     try:
@@ -427,8 +415,7 @@ def is_of_shard(error: ShardprepError) -> bool:
 def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
     """Return the shards that a verify found wrong and that were not made anew since, by number.
 
-    One open where nothing was found, and one more for each finding. Raises BrokenShard, UnknownVersion where
-    they cannot be known, ReadWriteError.
+    One open where nothing was found, and one more for each finding.
     """
     try:
         file = names.read_file(
@@ -451,10 +438,7 @@ def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
 
 
 def standing_findings(folder: Path, plan_id: str, check: Check) -> dict[int, Finding]:
-    """Return what stands after a verify of this thoroughness: what a more thorough one found.
-
-    Raises BrokenShard for findings that cannot be read, unless all bytes are to be compared anyway.
-    """
+    """Return what stands after a verify of this thoroughness: what a more thorough one found."""
     try:
         found = read_findings(folder, plan_id)
     except errors.BrokenShard:
@@ -470,7 +454,7 @@ def publish_findings(
     """Write what a verify found wrong of shards, and remove index.json, which says otherwise.
 
     A shard without a manifest is not done anyway, and left out. Findings of before stand for the shards in
-    ``not_read``, and where a more thorough verify made them. Raises CannotWrite or ReadWriteError.
+    ``not_read``, and where a more thorough verify made them.
     """
     if not wrong:
         return
@@ -513,7 +497,7 @@ def remove_findings(folder: Path) -> None:
 
 
 def _manifest_sha256(folder: Path, shard_id: int) -> str:
-    """Return the hash of a manifest's bytes, "" where there is none. Raises ReadWriteError."""
+    """Return the hash of a manifest's bytes, "" where there is none."""
     try:
         content = files.read_regular(
             names.manifest_path(folder, shard_id), max_bytes=names.MAX_MANIFEST_BYTES

@@ -10,7 +10,6 @@ found and what was expected.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import re
@@ -70,10 +69,10 @@ def shard_name(shard_id: int) -> str:
 
 
 def _path_of(kind: str) -> Callable[[Path, int], Path]:
-    """Return the function that gives the path of such a file, by the data set's folder and the shard's id."""
     return lambda folder, shard_id: folder / kind.format(shard_name(shard_id))
 
 
+# Each gives the path of such a file, by the data set's folder and the shard's id.
 tar_path = _path_of("{}.tar")
 idx_path = _path_of("{}.idx")
 manifest_path = _path_of("{}.json")
@@ -245,18 +244,12 @@ def with_content_hash(
 
 
 def read_file(path: Path, file_format: str, kind: type[T], *, max_bytes: int) -> T:
-    """Read one of our files into ``kind``.
-
-    Raises FileNotFoundError, NotADirectoryError, BrokenShard, UnknownVersion or ReadWriteError.
-    """
+    """Read one of our files into ``kind``."""
     return as_type(path, checked_object(path, read_regular(path, max_bytes=max_bytes), file_format), kind)
 
 
 def checked_object(path: Path, raw: bytes | bytearray, file_format: str) -> dict[str, Any]:
-    """Return what a file holds, once format, version and hashes are right, without these.
-
-    Raises BrokenShard, UnknownVersion.
-    """
+    """Return what a file holds, once format, version and hashes are right, without these."""
     try:
         data: Any = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # a ValueError: it is no UTF-8
@@ -276,35 +269,23 @@ def checked_object(path: Path, raw: bytes | bytearray, file_format: str) -> dict
 
 
 def _check_hash(path: Path, name: str, data: dict[str, Any]) -> None:
-    """Take the hash out of an object, and compare it. Raises BrokenShard."""
+    """Take the hash out of an object, and compare it."""
     found, expected = data.pop(name, None), content_sha256(data)
     if found != expected:
         what = f"altered since it was written: {name} {_shown(found)}"
         raise BrokenShard(path=path, found=what, expected=expected[:12])
 
 
-_known_types: set[Any] = set()
-_one_thread = threading.Lock()
-
-
-def prepare_type(kind: Any) -> None:
-    """Have msgspec look at a type, and at those of its fields, in one thread.
-
-    It does so when it first meets a type, and two threads that do it at once end the process: 12 threads of
-    msgspec 0.20 by SIGSEGV, in 10 of 60 tries.
-    """
-    if kind not in _known_types:
-        with _one_thread:
-            with contextlib.suppress(msgspec.ValidationError):
-                msgspec.convert(None, kind)
-            _known_types.add(kind)
+# msgspec looks at a type when it first meets it, and two threads that do so at once end the process: 12 of
+# msgspec 0.20 by SIGSEGV, in 10 of 60 tries.
+one_at_a_time = threading.Lock()
 
 
 def as_type(path: Path, data: Any, kind: type[T]) -> T:
-    """Return values of JSON as a dataclass, or another type, whose bounds they meet. Raises BrokenShard."""
-    prepare_type(kind)
+    """Return values of JSON as a dataclass, or another type, whose bounds they meet."""
     try:
-        return msgspec.convert(data, kind)
+        with one_at_a_time:
+            return msgspec.convert(data, kind)
     except UnicodeEncodeError as error:  # half a pair of surrogates, which JSON can escape
         raise BrokenShard(path=path, found=repr(error.object), expected="text in UTF-8") from None
     except msgspec.ValidationError as error:

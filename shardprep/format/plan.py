@@ -485,7 +485,7 @@ class Plan(_Decisions):
 
 
 def ranges_between(input_dir: Path, inputs: Sequence[InputFile], begin: Cut, end: Cut) -> Iterator[ByteRange]:
-    """Yield the byte ranges of the inputs from one cut to another. Raises BrokenShard for impossible cuts."""
+    """Yield the byte ranges of the inputs from one cut to another."""
     for number in range(begin.input_number, end.input_number + (end.byte > 0)):
         item = inputs[number]
         start = begin.byte if number == begin.input_number else 0
@@ -503,7 +503,7 @@ def ranges_between(input_dir: Path, inputs: Sequence[InputFile], begin: Cut, end
 
 
 def _check_cuts(cuts: Sequence[Cut], num_inputs: int) -> None:
-    """Check that cuts ascend, and that none is behind the last input. Raises BrokenShard."""
+    """Check that cuts ascend, and that none is behind the last input."""
     places = [(cut.input_number, cut.byte) for cut in cuts]
     if places != sorted(places) or places[-1] > (num_inputs, 0):
         raise _wrong_cuts(f"{places[0]} to {places[-1]}", f"places in {num_inputs} inputs, ascending")
@@ -575,7 +575,7 @@ class Rows(Sequence[T]):
         return self._block(number)[place]
 
     def _block(self, number: int) -> list[T]:
-        """Return the rows of a block, read once. Raises BrokenShard, ReadWriteError."""
+        """Return the rows of a block, read once."""
         if number in self._held:
             return self._held[number]
         path, begin = self._file.path, self._offsets[number]
@@ -589,9 +589,9 @@ class Rows(Sequence[T]):
             raise errors.BrokenShard(
                 path=path, found=f"{where} of sha256 {found[:12]}", expected=expected[:12]
             )
-        names.prepare_type(self._kind)
         try:
-            rows: list[T] = msgspec.json.decode(b"[" + raw + b"]", type=self._kind)
+            with names.one_at_a_time:
+                rows: list[T] = msgspec.json.decode(b"[" + raw + b"]", type=self._kind)
         except (msgspec.MsgspecError, ValueError) as error:
             raise errors.BrokenShard(path=path, found=f"{where}: {error}") from None
         if len(rows) != num_rows:
@@ -686,8 +686,7 @@ def refuse_another_plan(frozen: Plan, plan: Plan, output_dir: Path) -> None:
 def read_plan(output_dir: Path) -> Plan | None:
     """Return the plan of a data set, or None where there is none yet.
 
-    Only the head is read; the tables may raise BrokenShard where they are used. Raises NotFound, BrokenShard,
-    UnknownVersion, ReadWriteError.
+    Only the head is read; the tables may raise BrokenShard where they are used.
     """
     try:
         return _open_plan(output_dir / names.PLAN_NAME)
@@ -703,7 +702,7 @@ def read_plan(output_dir: Path) -> Plan | None:
 
 
 def need_plan(output_dir: Path) -> Plan:
-    """Return the plan of a data set. Raises as ``read_plan``, or NotFound with the command for one."""
+    """Return the plan of a data set. Without one the error has the command that makes it."""
     plan = read_plan(output_dir)
     if plan is None:
         found = f"no {names.PLAN_NAME}" if files.is_folder(output_dir) else "no such folder"
@@ -717,10 +716,7 @@ def need_plan(output_dir: Path) -> Plan:
 
 
 def read_input_names(folder: Path) -> list[str]:
-    """Return the inputs of a data set's plan, relative to its input folder. An idx names them by position.
-
-    Raises FileNotFoundError, NotADirectoryError, BrokenShard, UnknownVersion, ReadWriteError.
-    """
+    """Return the inputs of a data set's plan, relative to its input folder. An idx names them by position."""
     return [item.path for item in _open_plan(folder / names.PLAN_NAME).inputs]
 
 
@@ -795,7 +791,7 @@ def _differences(frozen: Plan, other: Plan) -> list[str]:
 def stamp_tokenizer(folder: Path) -> dict[str, FileStamp]:
     """Return size and sha256 of each file in a tokenizer's folder, by name. Hidden files are left out.
 
-    Llama 3's 17.2 MB cost a worker 18 ms of CPU. Raises BrokenShard for what is no regular file.
+    Llama 3's 17.2 MB cost a worker 18 ms of CPU.
     """
     stamps = {}
     for name in files.names_in(folder):
@@ -806,10 +802,7 @@ def stamp_tokenizer(folder: Path) -> dict[str, FileStamp]:
 
 
 def check_tokenizer_files(output_dir: Path, planned: dict[str, FileStamp]) -> None:
-    """Check that DATA/tokenizer holds the files that were there at planning, and no others.
-
-    Raises NotFound where one is missing, OtherTokenizer naming those that differ, ReadWriteError.
-    """
+    """Check that DATA/tokenizer holds the files that were there at planning, and no others."""
     folder = output_dir / names.TOKENIZER_DIR
     stamps = stamp_tokenizer(folder)
     for name in sorted(planned.keys() | stamps.keys()):

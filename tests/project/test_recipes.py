@@ -106,9 +106,7 @@ class Csv:
             num_bytes=part.end - part.start,
         )
 '''
-CSV_LINE = """    InputFormat(
-        suffixes=(".csv",), reader="quoted_csv:Csv", unit="row", document="a record", cut_at="records"
-    ),
+CSV_LINE = """    InputFormat((".csv",), "quoted_csv:Csv", unit="row"),
 )
 PLAIN_TEXT ="""
 

@@ -112,8 +112,7 @@ def plan_data_set(args: argparse.Namespace) -> int:
     given = given_of(args, PrepConfig)
     config = PrepConfig(**given)
     if config.transform and (fields := sorted({"text_field", "text_template"} & given.keys())):
-        expected = "one: either says what the text is, and --transform gets all fields"
-        raise UsageError(found=f"--{fields[0]} --transform", expected=expected)
+        raise UsageError(found=f"--{fields[0]} --transform", expected="one of them: either gives the text")
     if (name := _HUB_NAME.fullmatch(str(config.input_dir))) and not os.path.lexists(config.input_dir):
         message = f"--input_dir {config.input_dir} is no folder; {_HUB.replace('NAME', name[1])}"
         raise NotFound(message, path=config.input_dir, remedy="hf download")
@@ -297,12 +296,9 @@ PROGRAM = Program(
     epilog="shardprep --shard_id N [...] makes shard N: of the plan in --output_dir, or "
     "without one of the N-th .txt file in --input_dir (as ls *.txt shows them).",
     hints={
-        "--packing": _PACKED,
-        "--pack_sequences": _PACKED,
-        "--dataset": _HUB,
-        "--dataset_name": _HUB,
-        "--max_length": _LOADER_CUTS,
-        "--max_seq_length": _LOADER_CUTS,
+        **dict.fromkeys(("--packing", "--pack_sequences"), _PACKED),
+        **dict.fromkeys(("--dataset", "--dataset_name"), _HUB),
+        **dict.fromkeys(("--max_length", "--max_seq_length"), _LOADER_CUTS),
         **dict.fromkeys(("True", "False", "true", "false"), _NO_VALUE),
     },
     commands={

@@ -72,10 +72,8 @@ def check_names_are_utf8(*paths: str) -> None:
     if encoding == "utf-8" or (paths and "".join(paths).isascii()):
         return
     shown = next((f"{path!a} is not ASCII, and " for path in paths if not path.isascii()), "")
-    raise UsageError(
-        f"{shown}names of files are {encoding} to this Python, by its locale, expected utf-8; before you "
-        "start it again, type: export PYTHONUTF8=1"
-    )
+    found = f"{shown}names of files are {encoding} to this Python, by its locale"
+    raise UsageError(found=found, expected="utf-8; first type: export PYTHONUTF8=1")
 
 
 @dataclass(frozen=True)
@@ -479,9 +477,8 @@ def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a han
     for each in STOP_SIGNALS:
         # Not SIG_IGN: a second signal that is on its way already would end in Python's own OSError.
         signal.signal(each, lambda *_: None)
-    raise Stopped(
-        f"stopped by {signal.Signals(number).name}; nothing unfinished is left, run this again to go on"
-    )
+    name = signal.Signals(number).name
+    raise Stopped(f"stopped by {name}; nothing unfinished is left, run this again to go on")
 
 
 class _StopAgain:

@@ -204,10 +204,8 @@ class ReadFile:
     def read(self, offset: int, num_bytes: int) -> bytearray:
         """Return all of some bytes, compared with the file's size before any memory is taken."""
         if offset + num_bytes > self.num_bytes:
-            raise BrokenShard(
-                f"{self.path} has {self.num_bytes} bytes, and bytes {offset} to {offset + num_bytes} of it "
-                "are asked for: what names them is damaged, or the file was replaced"
-            )
+            found, expected = f"{self.num_bytes} bytes", f"bytes {offset} to {offset + num_bytes}, too"
+            raise BrokenShard(path=self.path, found=found, expected=expected)
         data = bytearray(num_bytes)
         view, done = memoryview(data), 0
         while done < num_bytes:
@@ -458,13 +456,9 @@ class PublishedFile:
         try:
             yield
         except OSError as error:
-            raise ReadWriteError(
-                f"{self.path} could not be {what} after {self.num_bytes} bytes: {error.strerror}; the "
-                "temporary file is removed, nothing is lost: mend the cause (df, lfs df, quota) and run this "
-                "again",
-                path=self.path,
-                found=error.strerror,
-            ) from None
+            why = f"{self.path} could not be {what} after {self.num_bytes} bytes: {error.strerror}"
+            todo = "nothing is lost: mend the cause (df, lfs df, quota) and run this again"
+            raise ReadWriteError(f"{why}; {todo}", path=self.path, found=error.strerror) from None
 
     def sync(self) -> FileStamp:
         """Write out and fsync. The name is not yet given."""

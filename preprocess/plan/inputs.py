@@ -41,25 +41,19 @@ from shardprep.format.input_formats import input_kind, known_input_kind, known_s
 from shardprep.format.names import MAX_SHARDS
 from shardprep.format.plan import SPLITS, Cut, InputFile, PlanOptions, ranges_between
 
-# Why a name is left out, as plan.json has it, and what a user can do about it.
 _UNKNOWN = "unknown suffix"
+# Reasons to leave a name out, as plan.json has them, for which a user can do something, and what.
 _REMEDIES = {
     _UNKNOWN: "; --also '{pattern}' takes such files, as plain text",
     "file of a repository": "; --also '{pattern}' takes it",
-    "note of datasets": "",
     "cache of datasets": "; --also '{pattern}' takes it",
     "note of Iceberg": "; files of old snapshots are taken, too: export the table if rows were replaced",
     "hidden": "; rename what is an input",
-    "AppleDouble": "",
     "begins with _": ", as Spark does; --also '{pattern}' takes it",
     "folder": "; for what it holds add --recursive",
     "link to a folder": "; for what it holds add --recursive --follow_links",
-    "folder that is taken already": "",
-    "file that is taken by another name": "",
     "compressed form of a file that is taken": "; rename it if it holds something else",
-    "old version in a Delta table": "",
     "other split": "; --split chooses",
-    "FIFO, socket or device": "",
 }
 _NUM_SHOWN = 3  # names per reason
 _NOTES_OF_DATASETS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
@@ -94,8 +88,8 @@ def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
         listing.leave_out_same_files()
         listing.leave_out_old_versions()
     except OSError as error:
-        where, found = error.filename or input_dir, f"it cannot be listed: {error.strerror}"
-        raise NotFound(path=where, found=found, expected="a folder that you can read") from None
+        found = f"a folder that cannot be listed: {error.strerror}"
+        raise NotFound(path=error.filename or input_dir, found=found) from None
     wanted = set(filter(None, map(str.strip, options.split.split(","))))
     for path in [path for path in listing.taken if wanted and split_of(path) not in wanted]:
         listing.leave_out(path, "other split")
@@ -356,7 +350,7 @@ def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> list[str]:
         first = names[0].rpartition("/")[2]
         suffixes = [os.path.splitext(name)[1] for name in names]  # noqa: PTH122 - of many names
         pattern = f"*{suffixes[0]}" if reason == _UNKNOWN and suffixes[0] else first
-        remedy = _REMEDIES[reason].format(pattern=pattern if pattern.isprintable() else "PATTERN")
+        remedy = _REMEDIES.get(reason, "").format(pattern=pattern if pattern.isprintable() else "PATTERN")
         if reason == _UNKNOWN:
             common = Counter(suffix or "none" for suffix in suffixes).most_common(_NUM_SHOWN)
             reason += f": {', '.join(f'{suffix} {number}' for suffix, number in common)}"
@@ -416,7 +410,7 @@ def divide(
     shard_bytes: int | None,
     options: PlanOptions,
 ) -> tuple[list[InputFile], list[Cut]]:
-    """Divide the inputs into shards of even text, by their number or by their bytes; or (neither) one per file.
+    """Divide the inputs into shards of even text, by number or by bytes; or (neither) one per file.
 
     Returns them in the order in which they are read, and where each shard begins (num_shards + 1).
     Raises UsageError for no or too many shards.

@@ -347,6 +347,7 @@ def _plan_once(config: PrepConfig) -> Plan:
 
 def _check_given(plan: Plan, given: dict[str, Any]) -> None:
     """Check given options against the plan's."""
+    folder = given["output_dir"]
     base = {item.name: getattr(plan.options, item.name) for item in PLAN_FIELDS}
     if given.get("record", plan.options.record) != plan.options.record:
         base = {}  # seq_len and keep_text of the one record are no options of the other
@@ -354,10 +355,8 @@ def _check_given(plan: Plan, given: dict[str, Any]) -> None:
         base = {name: value for name, value in base.items() if name not in ("text_field", "text_template")}
     differing = option_differences(plan.options, PrepConfig(**{**base, **given}), set(given))
     if differing:
-        expected = "the options of its plan: leave them out, or use a new --output_dir"
-        raise errors.Refused(
-            path=given["output_dir"], found="; ".join(differing), expected=expected, remedy="--output_dir"
-        )
+        found, expected = "; ".join(differing), "its plan's options, or a new --output_dir"
+        raise errors.Refused(path=folder, found=found, expected=expected, remedy="--output_dir")
     model_id = given.get("model_id", plan.tokenizer.model_id)
     if model_id == plan.tokenizer.model_id:
         return
@@ -366,14 +365,10 @@ def _check_given(plan: Plan, given: dict[str, Any]) -> None:
         raw = files.read_regular(Path(model_id, names.TOKENIZER_FILE), max_bytes=names.MAX_TOKENIZER_BYTES)
         found = names.fingerprint_of(names.load_json(raw))
     if found != plan.tokenizer.fingerprint:
-        what = found if " " in found else found[:12]
-        raise errors.OtherTokenizer(
-            path=given["output_dir"],
-            found=f"--model_id {model_id} ({what})",
-            expected=f"the tokenizer of {plan.tokenizer.model_id} ({plan.tokenizer.fingerprint[:12]}), as "
-            "planned: leave --model_id out, or use a new --output_dir",
-            remedy="--output_dir",
-        )
+        found = f"--model_id {model_id} ({found if ' ' in found else found[:12]})"
+        planned = f"{plan.tokenizer.model_id} ({plan.tokenizer.fingerprint[:12]})"
+        expected = f"{planned}, as planned: leave --model_id out, or use a new --output_dir"
+        raise errors.OtherTokenizer(path=folder, found=found, expected=expected, remedy="--output_dir")
 
 
 def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> None:
@@ -398,14 +393,10 @@ def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> N
         differing = [str(error)]
     if differing:
         more = f" and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
-        raise errors.Refused(
-            path=input_dir,
-            found="; ".join(differing[:_NUM_NAMED]) + more,
-            expected=f"the {counted(len(plan.inputs), 'planned input file')}, as a plan is never changed: "
-            "bring them back, or put new files into a folder and an --output_dir of their own, and give the "
-            "loader a list of folders",
-            remedy="--output_dir",
-        )
+        expected = f"the {counted(len(plan.inputs), 'planned input file')}: bring them back, or put new ones "
+        expected += "into a folder and an --output_dir of their own, and give the loader a list of folders"
+        found_now = "; ".join(differing[:_NUM_NAMED]) + more
+        raise errors.Refused(path=input_dir, found=found_now, expected=expected, remedy="--output_dir")
 
 
 def _change_of(path: Path, planned: InputFile) -> str:
@@ -530,16 +521,10 @@ def _check_fields(plan: Plan, counting: Counting) -> None:
     fields = ", ".join(printable(name) for name in list(seen.num_chars)[:_NUM_SHOWN])
     flags = flags or ["--text_field NAME"]
     kind = "a list of messages" if options.is_chat else "a string"
-    message = (
-        f"no record of a sample of {plan.input_dir} has {wanted!r} as {kind}; their fields are: {fields}"
-    )
-    raise errors.BadInput(
-        f"{message}; plan with {', or '.join(flags)}",
-        path=plan.input_dir,
-        found=fields,
-        expected=repr(wanted),
-        remedy=flags[0],
-    )
+    message = f"no record of a sample of {plan.input_dir} has {wanted!r} as {kind}; their fields: {fields}"
+    message += f"; plan with {', or '.join(flags)}"
+    facts: dict[str, Any] = {"path": plan.input_dir, "found": fields, "expected": repr(wanted)}
+    raise errors.BadInput(message, **facts, remedy=flags[0])
 
 
 @contextlib.contextmanager
@@ -631,11 +616,9 @@ def template_warnings(template: chat.ChatTemplate) -> Iterator[str]:
     try:
         rendered = chat.render_conversations(template, list(map(json.dumps, shapes.values())))
     except chat.TooCostly as error:
-        num_messages = len(list(shapes.values())[error.number])
-        raise errors.UsageError(
-            f"{error}, for a conversation of {counted(num_messages, 'message')} that plan tries; pass a "
-            "template without endless loops and huge texts as --chat_template_file"
-        ) from None
+        num_messages = counted(len(list(shapes.values())[error.number]), "message")
+        todo = "pass a template without endless loops and huge texts as --chat_template_file"
+        raise errors.UsageError(f"{error}, for a conversation of {num_messages}; {todo}") from None
     unusable: dict[str, list[str]] = {}  # why -> names of shapes
     losing = []
     for (name, shape), found in zip(shapes.items(), rendered, strict=True):

@@ -139,9 +139,8 @@ def resolve_tokenizer(
             try:
                 call_in_child(save_tokenizer, name, folder)
             except ChildProcessError as error:
-                found = f"the process that loads the tokenizer: {error}"
-                expected = "enough memory; run this again"
-                raise errors.ReadWriteError(path=name, found=found, expected=expected) from None
+                found = f"no answer of the process that loads it: {error}; run this again"
+                raise errors.ReadWriteError(path=name, found=found) from None
             saved = {each_name: _read_tokenizer(folder / each_name) for each_name in names_in(folder)}
             tokenizer = _loaded(saved, folder)
             # What transformers cannot read of a configuration, it goes without, unsaid.
@@ -149,13 +148,11 @@ def resolve_tokenizer(
                 special_tokens_of(_json_object(each, TOKENIZER_CONFIG)) for each in (files or saved, saved)
             )
             if lost := [role for role in wanted if wanted[role] and not found[role]]:
-                why = f"transformers found no {', '.join(lost)} in it"
-                expected = "what the file names; a read may have failed: run this again"
-                raise errors.ReadWriteError(path=f"{source}/{TOKENIZER_CONFIG}", found=why, expected=expected)
+                found = f"a file in which transformers found no {', '.join(lost)}; run this again"
+                raise errors.ReadWriteError(path=f"{source}/{TOKENIZER_CONFIG}", found=found)
         if dropout := (_json_object(files or saved, TOKENIZER_FILE).get("model") or {}).get("dropout"):
-            why = f"model.dropout {dropout} in its {TOKENIZER_FILE}, so a text has other ids each time"
-            expected = "null there, in a copy of the folder; pass that as --model_id"
-            raise errors.UsageError(path=model_id, found=why, expected=expected)
+            found = f"model.dropout {dropout}, so a text has other ids each time"
+            raise errors.UsageError(path=model_id, found=found, expected="null, in a copy of the folder")
         data = _json_object(saved, TOKENIZER_FILE)
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         named = special_tokens_of(_json_object(saved, TOKENIZER_CONFIG))
@@ -231,9 +228,8 @@ def read_files(folder: Path) -> Files | None:
         with contextlib.suppress(*NOT_THERE):
             files[name] = read_regular(folder / name, max_bytes=MAX_TOKENIZER_BYTES)
             if (command := what_fetches(files[name])) is not None:
-                found = "a pointer to a file that was not fetched"
-                expected = f"the tokenizer's file itself; run in its repository: {command}"
-                raise errors.NotFound(path=folder / name, found=found, expected=expected)
+                expected = f"the file itself; run in its repository: {command}"
+                raise errors.NotFound(path=folder / name, found="a pointer to a file", expected=expected)
     return files if TOKENIZER_FILE in files else None
 
 
@@ -487,9 +483,8 @@ def publish_tokenizer(resolved: ResolvedTokenizer, output_dir: Path, planned: di
     if is_there():
         return
     if resolved.files != planned:
-        expected = "the versions of transformers and tokenizers that planned, or a new folder"
-        found = "damaged files, which cannot be made again to the byte"
-        raise errors.OtherTokenizer(path=target, found=found, expected=expected)
+        expected = "those planned: use the transformers and tokenizers that planned, or a new folder"
+        raise errors.OtherTokenizer(path=target, found="damaged files", expected=expected)
     with PublishedFolder(target) as folder:
         for name in planned:
             try:

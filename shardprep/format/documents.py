@@ -184,8 +184,7 @@ def _names_in(path: Path, id_field: str) -> Iterator[tuple[str, bytes, NameKind]
             if not line:
                 continue
             if kind == "id" and not id_field:
-                found = f"the id {line[:60]!r} in line {number}, where the plan has no --id_field"
-                expected = "names of texts, as sha256:HEX, or of places, as at:FILE:BYTE"
+                found, expected = f"an id in line {number}, without --id_field", "sha256:HEX, or at:FILE:BYTE"
                 raise UsageError(path=path, found=found, expected=expected, remedy="--id_field")
             yield line, key, kind
     except files.NOT_THERE:
@@ -296,8 +295,7 @@ def read_blanked(folder: Path, plan_id: str, shard_id: int) -> BlankedDocuments:
         raise
     if (found.plan_id, found.shard_id) != (plan_id, shard_id):
         is_of = f"shard {found.shard_id} of plan {found.plan_id[:12]}"
-        expected = f"shard {shard_id} of plan {plan_id[:12]}; {advice}"
-        raise OtherPlan(path=path, found=is_of, expected=expected)
+        raise OtherPlan(path=path, found=is_of, expected=f"{shard_id} of {plan_id[:12]}; {advice}")
     if len(found.inputs) != len(found.offsets):
         raise names.wrong_value(path, "offsets", found.offsets, f"{len(found.inputs)}, as there are inputs")
     return found

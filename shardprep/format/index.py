@@ -187,9 +187,8 @@ def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.v
         with idx.file:
             return idx.read(slice(0, idx.num_samples))
     except OSError as error:
-        raise errors.ReadWriteError(
-            f"{names.idx_path(folder, shard_id)} cannot be read: {error.strerror}"
-        ) from error
+        path = names.idx_path(folder, shard_id)
+        raise errors.ReadWriteError(f"{path} cannot be read: {error.strerror}", path=path) from error
 
 
 def misplaced_samples(
@@ -244,9 +243,7 @@ def samples_holding(records: npt.NDArray[np.void], place: tuple[int, int], num_t
         return before + [num_train + number for number in behind]
     places = list(zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True))
     if is_in_rows and places != sorted(places):
-        raise errors.UsageError(
-            "rows of --pack best_fit hold documents of anywhere in their shard; look for a text of it instead"
-        )
+        raise errors.UsageError("rows of --pack best_fit hold documents in any order; look for a text of it")
     nearest = max((item for item in places if item <= place), default=None)
     # A row that begins in another input may hold all that a small one has.
     if nearest is None or (not is_in_rows and nearest[0] != place[0]):
@@ -275,9 +272,8 @@ class ShardSamples:
         wrong = misplaced_samples(spec, records, self._tar.num_bytes)
         if wrong.any():
             self._tar.close()
-            found = f"a tar of {self._tar.num_bytes} bytes"
-            expected = f"sample {int(wrong.argmax())} where its idx places it"
-            raise errors.BrokenShard(path=self.path, found=found, expected=expected, remedy=self._remedy)
+            found = f"a tar of {self._tar.num_bytes} bytes, without sample {int(wrong.argmax())} of its idx"
+            raise errors.BrokenShard(path=self.path, found=found, remedy=self._remedy)
 
     def __enter__(self) -> ShardSamples:
         return self
@@ -484,17 +480,15 @@ def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex
     for manifest in manifests:
         spec = spec or manifest.spec
         if manifest.spec != spec:
-            raise errors.OtherPlan(
-                path=names.manifest_path(folder, manifest.shard_id),
-                found=f"a shard of plan {manifest.spec.plan_id[:12]}",
-                expected=f"{spec.plan_id[:12]}, as the others: move it away, or make it again",
-                remedy=names.remake_command(manifest.shard_id, folder),
-            )
+            path = names.manifest_path(folder, manifest.shard_id)
+            found, expected = f"plan {manifest.spec.plan_id[:12]}", f"{spec.plan_id[:12]}, as the others"
+            remedy = names.remake_command(manifest.shard_id, folder)
+            raise errors.OtherPlan(path=path, found=found, expected=expected, remedy=remedy)
         counts = manifest.counts
-        found = (counts.num_samples, counts.num_documents, counts.num_tokens)
+        numbers = (counts.num_samples, counts.num_documents, counts.num_tokens)
         files = (manifest.tar.num_bytes, manifest.idx.num_bytes)
         tar_sha256 = (manifest.made_from or manifest.tar.sha256)[:_HASH_DIGITS]
-        rows.append((*found, *files, counts.held_out.num_samples, tar_sha256))
+        rows.append((*numbers, *files, counts.held_out.num_samples, tar_sha256))
         blanked += [manifest.shard_id] if manifest.made_from else []
         sources.append(counts.sources)
     if spec is None:

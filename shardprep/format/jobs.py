@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import getpass
 import json
 import os
@@ -64,6 +65,9 @@ _NODES = "partition, account and nodes"
 _RESOURCES = "resources of a task"
 _RUNS = "set-up, container and more options"
 FLAG_GROUPS = (_NODES, _RESOURCES, _RUNS)
+_of_nodes = functools.partial(option, group=_NODES)
+_of_task = functools.partial(option, group=_RESOURCES)
+_of_run = functools.partial(option, group=_RUNS)
 # Fields that name commands, or that may hold options which do.
 COMMANDS = ("setup", "container", "srun_args", "notify", "sbatch_args", "worker_args")
 
@@ -72,67 +76,55 @@ COMMANDS = ("setup", "container", "srun_args", "notify", "sbatch_args", "worker_
 class JobRequest:
     """Resources of one task, and how many run at once. None leaves it to the site."""
 
-    partition: str | None = option(None, "partition (default: the site's)", group=_NODES)
-    cpus_per_task: int | str = option(
+    partition: str | None = _of_nodes(None, "partition (default: the site's)")
+    cpus_per_task: int | str = _of_task(
         1,
         "CPUs of a task (default: 1; more tasks are faster than more CPUs); node: all of a node that no "
         "other job is on",
-        group=_RESOURCES,
     )
-    mem_gb: float | None = option(None, "memory of a task (default: the site's)", group=_RESOURCES)
-    mem_per_cpu_gb: float | None = option(
-        None, "memory per CPU of a task, for sites that require it", group=_RESOURCES
-    )
-    time_min: int | None = option(None, "time limit of a task (default: the partition's)", group=_RESOURCES)
-    max_parallel: int = option(50, "tasks that run at once (default: 50)", group=_RESOURCES)
-    account: str | None = option(None, "account to charge (default: the site's)", group=_NODES)
+    mem_gb: float | None = _of_task(None, "memory of a task (default: the site's)")
+    mem_per_cpu_gb: float | None = _of_task(None, "memory per CPU of a task, for sites that require it")
+    time_min: int | None = _of_task(None, "time limit of a task (default: the partition's)")
+    max_parallel: int = _of_task(50, "tasks that run at once (default: 50)")
+    account: str | None = _of_nodes(None, "account to charge (default: the site's)")
     qos: str | None = option(None)  # this and the next two: by SBATCH_QOS and so on
     constraint: str | None = option(None)
     exclude: str | None = option(None)
-    setup: str | None = option(
+    setup: str | None = _of_run(
         None,
         "a file that tasks source first: modules, conda, a virtual environment; with more than some hundred "
         "tasks, examples/environment_on_node.sh",
-        group=_RUNS,
     )
-    container: str | None = option(None, "put before Python, such as 'apptainer exec image.sif'", group=_RUNS)
-    srun_args: str | None = option(
-        None, "more options of srun, such as --container-image=... (pyxis)", group=_RUNS
+    container: str | None = _of_run(None, "put before Python, such as 'apptainer exec image.sif'")
+    srun_args: str | None = _of_run(None, "more options of srun, such as --container-image=... (pyxis)")
+    notify: str | None = _of_run(
+        None, "a command that the verify job runs at its end; SHARDPREP_RESULT says how it ended"
     )
-    notify: str | None = option(
-        None, "a command that the verify job runs at its end; SHARDPREP_RESULT says how it ended", group=_RUNS
-    )
-    sbatch_args: str = option("", "more options of sbatch, quoted as one word", group=_RUNS)
-    worker_args: str = option("", "more flags of the worker, such as '--max_bad_fraction 0.05'", group=_RUNS)
+    sbatch_args: str = _of_run("", "more options of sbatch, quoted as one word")
+    worker_args: str = _of_run("", "more flags of the worker, such as '--max_bad_fraction 0.05'")
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not 0 < value <= _MOST:
                 raise errors.UsageError.of_value(f"--{name}", value, f"more than 0 and at most {_MOST}")
             if isinstance(value, str) and (found := re.search(r"[\x00-\x1f\x7f]|[\ud800-\udfff]", value)):
-                raise errors.UsageError(
-                    f"--{name} is {value!r:.200}, and {found[0]!r} cannot stand in a job script; leave it out"
-                )
+                what = f"--{name} is {value!r:.200}, and {found[0]!r} cannot stand in a job script"
+                raise errors.UsageError(f"{what}; leave it out")
         if self.num_cpus is None and self.cpus_per_task != WHOLE_NODE:
-            raise errors.UsageError.of_value(
-                "--cpus_per_task", self.cpus_per_task, f"a number, or: {WHOLE_NODE}"
-            )
+            raise errors.UsageError.of_value("--cpus_per_task", self.cpus_per_task, f"N or {WHOLE_NODE}")
         if self.mem_gb is not None and self.mem_per_cpu_gb is not None:
             raise errors.UsageError(found="--mem_gb and --mem_per_cpu_gb", expected="one of them")
         for name in ("sbatch_args", "worker_args"):
             try:
                 shlex.split(getattr(self, name))
             except ValueError as error:
-                raise errors.UsageError(
-                    f"--{name} {getattr(self, name)!r} cannot be split: {error}"
-                ) from None
+                raise errors.UsageError(f"--{name} cannot be split: {error}") from None
         for word in shlex.split(self.sbatch_args):
-            has = f"--sbatch_args has {word}"
+            given = f"--sbatch_args {word}"
             if re.match("--clusters|-M", word):
-                raise errors.UsageError(f"{has}; for another cluster: SLURM_CLUSTERS=NAME before submit")
+                raise errors.UsageError(f"{given}: for another cluster, set SLURM_CLUSTERS=NAME")
             if word.partition("=")[0] in _SET_BY_SUBMIT or re.match(r"-[JaoH]", word):
-                found_words = f"--sbatch_args {word}"
-                raise errors.UsageError(f"{has}, which submit sets itself; leave it out", found=found_words)
+                raise errors.UsageError(f"{given}, which submit sets itself; leave it out", found=given)
 
     def sbatch_options(self) -> list[str]:
         """Return the options of sbatch. Later ones win: retry must be able to raise memory."""
@@ -245,10 +237,9 @@ def read_submissions(folder: Path) -> list[Submission]:
             errors.BrokenShard,
             errors.UnknownVersion,
             errors.UsageError,
-        ) as error:  # UsageError: of a request
+        ) as error:  # of a request
             what = f"no whole submission of this version: {error}"
-            todo = "one; move it away: it only records job ids"
-            raise errors.BrokenShard(path=path, found=what, expected=todo) from None
+            raise errors.BrokenShard(path=path, found=what, expected="one; move it away") from None
         is_own = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
         found.append(dataclasses.replace(submission, is_own=is_own))
     return found
@@ -295,10 +286,8 @@ def publish_submission(folder: Path, submission: Submission) -> None:
         with contextlib.suppress(OSError):  # whatever the umask: it names commands that a retry runs
             file.temporary.chmod(stat.S_IMODE(file.temporary.stat().st_mode) & ~_OTHERS_WRITE)
         if not file.publish_first():
-            raise SubmittedMeanwhile(
-                f"{file.path} was written meanwhile, as somebody else submitted at the same time; what this "
-                "one sent was cancelled before it began"
-            )
+            why = "somebody else submitted at the same time; what this one sent was cancelled before it began"
+            raise SubmittedMeanwhile(f"{file.path} was written meanwhile, as {why}", path=file.path)
     files.sync_folder(jobs)
 
 
@@ -455,9 +444,8 @@ def _record_of(path: Path, content: bytes) -> AttemptRecord | None:
             facts.setdefault(prefix + name, value)
     try:
         record = msgspec.convert(facts, AttemptRecord, strict=False)
-        record.shards = (
-            names.ids_of_ranges(record.shard_ranges, end=names.MAX_SHARDS + 1) if record.shard_ranges else []
-        )
+        if record.shard_ranges:
+            record.shards = names.ids_of_ranges(record.shard_ranges, end=names.MAX_SHARDS + 1)
     except (msgspec.MsgspecError, ValueError):
         return None
     record.path, record.failures = str(path), failures
@@ -475,10 +463,9 @@ def append_failure(failure: Failure) -> None:
 
 def append_end(record: AttemptRecord) -> None:
     """Write how Slurm says that an attempt ended, before Slurm forgets it. What fails is left out."""
+    end = _section("end", time=record.ended, stopped_by=record.stopped_by)
     with contextlib.suppress(OSError):
-        files.append_bytes(
-            Path(record.path), _section("end", time=record.ended, stopped_by=record.stopped_by)
-        )
+        files.append_bytes(Path(record.path), end)
 
 
 def _section(name: str, **facts: object) -> bytes:
@@ -497,14 +484,9 @@ class RunRecord:
         if environ.get(RECORD_VARIABLE):
             return
         now, host = time.time(), os.uname().nodename
-        facts: dict[str, object] = {
-            "plan_id": plan_id,
-            "identity": folder_identity(folder),
-            "shards": names.id_ranges(shard_ids),
-            "time": round(now, 3),
-            "SLURMD_NODENAME": host,
-            "SLURM_CPUS_PER_TASK": num_cpus,
-        }
+        facts: dict[str, object] = {"plan_id": plan_id, "identity": folder_identity(folder)}
+        facts |= {"shards": names.id_ranges(shard_ids), "time": round(now, 3)}
+        facts |= {"SLURMD_NODENAME": host, "SLURM_CPUS_PER_TASK": num_cpus}
         job_id = environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID", "")
         if job_id.isdigit():
             facts |= {name: value for name, value in environ.items() if re.match("SLURMD?_", name)}

@@ -247,9 +247,8 @@ def check_sizes(folder: Path, manifest: Manifest, which: Iterable[str] = tuple(n
             raise names.missing_file(path, manifest.shard_id, folder)
         if found != stamp.num_bytes:
             remedy = names.rerun_command(manifest.shard_id, folder)
-            raise errors.BrokenShard(
-                path=path, found=f"{found} bytes", expected=stamp.num_bytes, remedy=remedy
-            )
+            size = f"{found} bytes"
+            raise errors.BrokenShard(path=path, found=size, expected=stamp.num_bytes, remedy=remedy)
 
 
 def check_hashes(folder: Path, manifest: Manifest, tar_sha256: str) -> None:
@@ -260,10 +259,8 @@ def check_hashes(folder: Path, manifest: Manifest, tar_sha256: str) -> None:
         except files.NOT_THERE:
             raise names.missing_file(path, manifest.shard_id, folder) from None
         if found != stamp.sha256:
-            expected, remedy = stamp.sha256[:12], names.remake_command(manifest.shard_id, folder)
-            raise errors.BrokenShard(
-                path=path, found=f"sha256 {found[:12]}", expected=expected, remedy=remedy
-            )
+            remedy, found = names.remake_command(manifest.shard_id, folder), f"sha256 {found[:12]}"
+            raise errors.BrokenShard(path=path, found=found, expected=stamp.sha256[:12], remedy=remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,9 +320,8 @@ def refuse_found(folder: Path, findings: Mapping[int, Finding], shard_ids: Itera
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         what = findings[wrong[0]].message.partition("; run: ")[0]  # its own remedy is of one shard
         message = f"shard {wrong[0]:05d}{more} of {folder} is not done, as verify found it wrong: {what}"
-        raise errors.BrokenShard(
-            message, path=folder, found=what, remedy=f"shardprep run {errors.quoted(folder)}"
-        )
+        remedy = f"shardprep run {errors.quoted(folder)}"
+        raise errors.BrokenShard(message, path=folder, found=what, remedy=remedy)
 
 
 def refuse_other_plan(folder: Path, plan_id: str) -> None:
@@ -394,9 +390,8 @@ def is_verified(folder: Path, spec: DatasetSpec, made: MadeShards) -> bool:
     if len(made.done) != spec.num_shards or made.wrong:
         return False
     try:
-        data = msgspec.json.decode(
-            files.read_regular(folder / names.INDEX_NAME, max_bytes=_MAX_FINDINGS_BYTES)
-        )
+        raw = files.read_regular(folder / names.INDEX_NAME, max_bytes=_MAX_FINDINGS_BYTES)
+        data = msgspec.json.decode(raw)
         rows = [(row[2], row[3]) for row in data["shards"]]
         plan_id = data["spec"]["plan_id"]
     except (*files.NOT_THERE, errors.BrokenShard, ValueError, LookupError, TypeError):
@@ -424,9 +419,8 @@ def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
     except files.NOT_THERE:
         return {}
     except errors.BrokenShard as error:
-        error.remedy = (
-            f"shardprep verify {errors.quoted(folder)}"  # which shards were found wrong is not known
-        )
+        # Which shards were found wrong is not known.
+        error.remedy = f"shardprep verify {errors.quoted(folder)}"
         raise
     if file.plan_id != plan_id:
         return {}
@@ -485,9 +479,8 @@ def publish_findings(
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        raise errors.ReadWriteError(
-            f"{path} cannot be removed ({error.strerror}), and some shards are wrong: remove it", path=path
-        ) from None
+        why = f"{path} cannot be removed ({error.strerror}), and some shards are wrong: remove it"
+        raise errors.ReadWriteError(why, path=path) from None
 
 
 def remove_findings(folder: Path) -> None:

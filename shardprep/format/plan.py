@@ -267,13 +267,10 @@ class PrepConfig(PlanOptions):
         if not 0 <= self.max_bad_fraction <= 1:
             raise errors.UsageError.of_value("--max_bad_fraction", self.max_bad_fraction, "0 to 1")
         if self.is_chat and self.engine not in ("auto", "tokenizers"):
-            remedy = "--engine tokenizers"
-            expected = f"{remedy}, which tells the places of tokens for loss masks, or none"
-            raise errors.UsageError(found=f"--engine {self.engine}", expected=expected, remedy=remedy)
+            found, remedy = f"--engine {self.engine}", "--engine tokenizers"
+            raise errors.UsageError(found=found, expected=f"{remedy}, for loss masks", remedy=remedy)
         if self.limit and self.hash_inputs:
-            raise errors.UsageError(
-                found="--limit --hash_inputs", expected="one: a part of the input, or all of it"
-            )
+            raise errors.UsageError(found="--limit --hash_inputs", expected="one of them")
 
     def plan_options(self) -> PlanOptions:
         """Return the options without where things are and how they are checked."""
@@ -314,9 +311,7 @@ def _python_encoding(name: str) -> str:
         if not known.startswith(disguised) and ascii_bytes.decode(known) == ascii_bytes.decode("ascii"):
             return known
     except (LookupError, ValueError, TypeError):  # a NUL in the name is a ValueError, too
-        raise errors.UsageError(
-            found=f"--encoding {name}", expected="an encoding, such as utf-8 or cp949"
-        ) from None
+        raise errors.UsageError(found=f"--encoding {name}", expected="such as utf-8 or cp949") from None
     expected = "a superset of ASCII, in whose bytes line ends can be found; convert the files first"
     raise errors.UsageError(found=f"--encoding {name}", expected=expected, remedy=f"iconv -f {name} -t utf-8")
 
@@ -454,10 +449,8 @@ class Plan(_Decisions):
     def shard(self, shard_id: int) -> PlannedShard:
         """Return what is to be known to make one shard. Raises NotFound for a shard past the plan's end."""
         if not 0 <= shard_id < self.num_shards:
-            last = self.num_shards - 1
-            remedy = f"--array=0-{last}"
-            expected = f"0 to {last}; as a job array that is {remedy}"
-            raise errors.NotFound(found=f"no shard {shard_id}", expected=expected, remedy=remedy)
+            remedy = f"--array=0-{self.num_shards - 1}"
+            raise errors.NotFound(found=f"no shard {shard_id}", expected=f"one of {remedy}", remedy=remedy)
         begin, end = self.cuts[shard_id], self.cuts[shard_id + 1]
         _check_cuts([begin, end], len(self.inputs))
         ranges = list(ranges_between(self.input_dir, self.inputs, begin, end))
@@ -552,11 +545,8 @@ class Rows(Sequence[T]):
         self._file, self._table, self._kind = file, table, kind
         sizes = [num_bytes for num_bytes, _ in table.blocks]
         if len(sizes) != -(-table.num_rows // _ROWS_PER_BLOCK):
-            raise names.wrong_value(
-                file.path, "tables", f"{len(sizes)} blocks", f"those of {table.num_rows} rows"
-            )
-        if sum(sizes) > file.num_bytes:
-            raise names.wrong_value(file.path, "tables", f"{sum(sizes)} bytes", f"{file.num_bytes} at most")
+            expected = f"those of {table.num_rows} rows"
+            raise names.wrong_value(file.path, "tables", f"{len(sizes)} blocks", expected)
         steps = (size + len(b",\n") for size in sizes)
         self._offsets = list(itertools.accumulate(steps, initial=begin + table.offset))
         self._held: dict[int, list[T]] = {}
@@ -586,9 +576,8 @@ class Rows(Sequence[T]):
             raw = self._file.read(begin, num_bytes)
         found = hashlib.sha256(raw).hexdigest()
         if found != expected:
-            raise errors.BrokenShard(
-                path=path, found=f"{where} of sha256 {found[:12]}", expected=expected[:12]
-            )
+            what = f"{where} of sha256 {found[:12]}"
+            raise errors.BrokenShard(path=path, found=what, expected=expected[:12])
         try:
             with names.one_at_a_time:
                 rows: list[T] = msgspec.json.decode(b"[" + raw + b"]", type=self._kind)
@@ -693,9 +682,8 @@ def read_plan(output_dir: Path) -> Plan | None:
     except FileNotFoundError:
         return None
     except NotADirectoryError:
-        raise errors.NotFound(
-            path=output_dir, found="no folder", expected="the folder of a data set"
-        ) from None
+        expected = "the folder of a data set"
+        raise errors.NotFound(path=output_dir, found="no folder", expected=expected) from None
     except errors.BrokenShard as error:
         error.advise("a plan is frozen: bring the file back as it was, or plan into a new folder")
         raise
@@ -734,8 +722,8 @@ def _open_plan(path: Path) -> Plan:
             value = options.pop(name)  # one that says no is nothing to us
             if value not in (False, "", None):  # 0 is False
                 found = f"options.{name!a} is {value!r:.60}"
-                expected = "options known here: install the newer shardprep that planned this, or plan anew"
-                raise errors.UnknownVersion(path=path, found=found, expected=f"{expected} into a new folder")
+                expected = "an option known here: install the shardprep that planned this, or plan anew"
+                raise errors.UnknownVersion(path=path, found=found, expected=expected)
     try:
         head = names.as_type(path, data, _Head)
     except errors.UsageError as error:
@@ -812,9 +800,6 @@ def check_tokenizer_files(output_dir: Path, planned: dict[str, FileStamp]) -> No
             "no such file" if stamp is None else f"{stamp.num_bytes} bytes of sha256 {stamp.sha256[:12]}"
             for stamp in (stamps.get(name), planned.get(name))
         )
-        again = (
-            "bring it back as it was, or run the plan command again with the same --model_id, inputs and "
-            "options, and the versions of its libraries that planned"
-        )
+        expected += ", as planned; bring it back, or plan again with the same inputs, options and libraries"
         kind = errors.OtherTokenizer if name in stamps else errors.NotFound
-        raise kind(path=folder / name, found=found, expected=f"{expected}, as planned; {again}")
+        raise kind(path=folder / name, found=found, expected=expected)

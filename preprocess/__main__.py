@@ -29,17 +29,12 @@ from shardprep.console import (
     quoted,
     say,
     shards_text,
-    short_bytes,
-    short_time,
 )
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, ShardprepError, UsageError
 from shardprep.format.names import chosen_shards, id_ranges
 from shardprep.format.plan import GROUPS, RESOURCES, PrepConfig
 
 _FINAL_CODES = {BadInput.exit_code, NotFound.exit_code, Refused.exit_code}
-_LONG_SHARD_S = 600.0  # on one core
-_MANY_SHARDS = 1000  # more of them, each smaller than half of _SHARD_BYTES, are spoken of
-_SHARD_BYTES = 256 << 20  # of input: minutes of one core
 _HUB_NAME = re.compile(r"(?:(?:hf|https?):/+(?:huggingface\.co/+)?datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")
 _HUB = (
     "a data set of the hub is brought to disk first: hf download NAME --repo-type dataset --local-dir RAW; "
@@ -119,28 +114,9 @@ def plan_data_set(args: argparse.Namespace) -> int:
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
     how = {"num_shards": args.num_shards, "shard_bytes": shard_bytes}
     plan, cost = make_plan(config, **how, stripe=args.stripe, dry_run=args.dry_run)
-    num_shards, sizes = plan.num_shards, plan.shard_bytes()
-    each = str(min(sizes)) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
-    warnings = [*cost.notes]
-    if cost.longest_shard_s > _LONG_SHARD_S:
-        more = round(num_shards * cost.longest_shard_s / _LONG_SHARD_S) + 1
-        minutes = cost.longest_shard_s / 60
-        warnings.append(f"a shard will take {minutes:.0f} minutes on one core; --num_shards {more}?")
-    fewer = max(1, round(sum(sizes) / _SHARD_BYTES))
-    if not (args.num_shards or shard_bytes) and num_shards >= max(_MANY_SHARDS, 2 * fewer):
-        warnings.append(
-            f"each of {num_shards} input files is a shard of its own, {sum(sizes) / num_shards / 1e6:.3g} MB "
-            f"on average: {num_shards} tasks, {3 * num_shards} files; for even shards plan into a new folder "
-            f"with --num_shards {fewer}"
-        )
-    print_lines(
-        f"plan {plan.plan_id[:12]}: {counted(num_shards, 'shard')} of {each} input bytes; "
-        f"about {cost.num_tokens:.3g} tokens, {short_bytes(cost.output_bytes)} on disk, "
-        f"{cost.core_hours:.2g} core hours; one core per task is best, and the longest shard takes "
-        f"{short_time(round(cost.longest_shard_s))} on it",
-        *space_lines(config.output_dir, Need(num_bytes=cost.output_bytes, num_shards=num_shards)),
-        *(f"warning: {warning}" for warning in warnings),
-    )
+    need = Need(num_bytes=cost.output_bytes, num_shards=plan.num_shards)
+    warnings = (f"warning: {warning}" for warning in cost.warnings)
+    print_lines(cost.text, *space_lines(config.output_dir, need), *warnings)
     if args.dry_run:
         print_lines("nothing was written, because of --dry_run: leave it out to make this plan")
         return 0

@@ -131,7 +131,6 @@ class _TrainingText:
         self.is_read = True
 
     def summary(self) -> str:
-        """Return what was read and what was left out."""
         files, texts = counted(len(self._inputs), "file"), counted(self.num_texts, "text")
         found = f"read {self._num_bytes:,} bytes of text in {files}, {texts}, long documents in pieces"
         if not self._bad:

@@ -169,7 +169,6 @@ class ReadFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file, once."""
         handle, self._handle = self._handle, -1
         close_read(handle)
 
@@ -614,7 +613,6 @@ def remove_temporaries(
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file, a link, or a folder with all that is in it."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

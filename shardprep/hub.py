@@ -23,7 +23,8 @@ def find_on_hub(model_id: str) -> tuple[Path, str]:
     """
     if os.path.isfile(model_id):  # noqa: PTH113 - Path.is_file() would raise
         folder = os.path.dirname(model_id) or "."  # noqa: PTH120
-        raise NotFound(path=model_id, found="a file", expected=f"its folder, {folder}", remedy=folder)
+        expected = f"the folder of a tokenizer.json, here {folder}"
+        raise NotFound(path=model_id, found="a file", expected=expected, remedy=folder)
     if url := _URL.fullmatch(model_id):
         raise NotFound(path=model_id, found="a URL", expected=f"a name, {url[1]}", remedy=url[1])
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

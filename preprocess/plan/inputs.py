@@ -88,8 +88,8 @@ def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
         listing.leave_out_same_files()
         listing.leave_out_old_versions()
     except OSError as error:
-        found = f"a folder that cannot be listed: {error.strerror}"
-        raise NotFound(path=error.filename or input_dir, found=found) from None
+        where, found = error.filename or input_dir, f"it cannot be listed: {error.strerror}"
+        raise NotFound(path=where, found=found, expected="a folder that you can read") from None
     wanted = set(filter(None, map(str.strip, options.split.split(","))))
     for path in [path for path in listing.taken if wanted and split_of(path) not in wanted]:
         listing.leave_out(path, "other split")
@@ -184,7 +184,6 @@ class InputListing:
                     self.leave_out(path, "old version in a Delta table")
 
     def _is_also(self, name: str) -> bool:
-        """Return whether ``also`` asks for a name that would be left out."""
         matching = [text for text, each in self._also.items() if each.match(name.lower())]
         self._used_patterns.update(matching)
         return bool(matching)
@@ -209,7 +208,6 @@ class InputListing:
                 self.leave_out(path, "compressed form of a file that is taken")
 
     def leave_out(self, path: str, reason: str) -> None:
-        """Note why a path is no input."""
         self.taken.pop(path, None)
         shown = os.fsencode(path).decode("utf-8", "backslashreplace")
         self.left_out.setdefault(reason, []).append(shown)
@@ -435,7 +433,7 @@ def divide(
         # Whole files are put into shards by their size, but for plain text, whose order was promised.
         is_grouped = item.is_whole and not input_kind(item.file.path).is_in_bytes
         (whole if is_grouped else cut).append(item)
-    groups = _groups_of_whole_files(inputs, whole, num_shards)
+    groups = _groups_of(inputs, whole, num_shards)
     if num_shards == 1 or not groups:
         cut, groups = inputs, []
     cuts = [Cut(0, 0)]
@@ -447,9 +445,7 @@ def divide(
     return [item.file for item in (*cut, *itertools.chain.from_iterable(groups))], cuts
 
 
-def _groups_of_whole_files(
-    inputs: list[Weighed], whole: list[Weighed], num_shards: int
-) -> list[list[Weighed]]:
+def _groups_of(inputs: list[Weighed], whole: list[Weighed], num_shards: int) -> list[list[Weighed]]:
     """Group files of about equal text: the largest first, each into the group with the least."""
     total = sum(item.text_bytes for item in inputs)
     share = sum(item.text_bytes for item in whole) / max(1, total)
@@ -468,30 +464,22 @@ def _groups_of_whole_files(
 
 
 def _even_cuts(input_dir: Path, inputs: list[Weighed], num_shards: int, options: PlanOptions) -> list[Cut]:
-    """Return where shards of even text begin, and where the last one ends."""
+    """Return where shards of even text begin, and where the last one ends.
+
+    That is for each target the first place at or behind it where a part may begin. It is looked for up to
+    the next target alone, whose place is this one's where none is found: so no byte is read twice.
+    """
     ends = [0, *itertools.accumulate(item.text_bytes for item in inputs)]  # of text, behind each file
     targets = [ends[-1] * number // num_shards for number in range(1, num_shards)]
     if not ends[-1]:
-        cuts = [Cut(len(inputs), 0) for _ in targets]
-    elif all(item.is_whole for item in inputs):
-        cuts = []
+        return [Cut(0, 0), *[Cut(len(inputs), 0)] * num_shards]
+    cuts: list[Cut] = []
+    if all(item.is_whole for item in inputs):
         for target in targets:  # each at the nearest end of a file
             number = bisect.bisect_right(ends, target)
             is_nearer_before = target - ends[number - 1] <= ends[number] - target
             cuts.append(Cut(number - is_nearer_before, 0))
-    else:
-        cuts = _cuts_inside(input_dir, inputs, ends, targets, options)
-    return [Cut(0, 0), *cuts, Cut(len(inputs), 0)]
-
-
-def _cuts_inside(
-    input_dir: Path, inputs: list[Weighed], ends: list[int], targets: list[int], options: PlanOptions
-) -> list[Cut]:
-    """Return for each target the first place at or behind it where a part may begin.
-
-    It is looked for up to the next target alone, whose place is this one's where none is found: so no byte
-    is read twice.
-    """
+        return [Cut(0, 0), *cuts, Cut(len(inputs), 0)]
     stretches: list[tuple[int, int, int]] = []  # (input, first byte, end): where a place is looked for
     for target, following in itertools.pairwise([*targets, ends[-1]]):
         number = bisect.bisect_right(ends, target) - 1
@@ -510,14 +498,14 @@ def _cuts_inside(
     turns = [stretches[n : n + _MOST_AT_ONCE] for n in range(0, len(stretches), _MOST_AT_ONCE)]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         found = list(itertools.chain.from_iterable(pool.map(starts, turns)))
-    cuts: list[Cut] = []
-    cut = Cut(len(inputs), 0)
+    cuts.append(Cut(len(inputs), 0))
     for (number, _, _), start in zip(reversed(stretches), reversed(found), strict=True):
         if start is not None:
             is_inside = start.byte < inputs[number].file.num_bytes
-            cut = Cut(number, start.byte, start.text_byte) if is_inside else Cut(number + 1, 0)
-        cuts.append(cut)
-    return cuts[::-1]
+            cuts.append(Cut(number, start.byte, start.text_byte) if is_inside else Cut(number + 1, 0))
+        else:
+            cuts.append(cuts[-1])
+    return [Cut(0, 0), *reversed(cuts)]
 
 
 _GOLDEN_RATIO = 0.618034  # its multiples are spread evenly over 0 to 1

@@ -22,9 +22,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -55,7 +54,7 @@ from preprocess.read.text_fields import TextFields, UnusableText
 from preprocess.read.transform import Transform
 from shardprep import errors, files
 from shardprep.command_line import call_in_child
-from shardprep.console import Progress, counted, printable, say
+from shardprep.console import Progress, counted, printable, say, short_bytes, short_time
 from shardprep.format import names
 from shardprep.format.documents import DocumentNames, read_names
 from shardprep.format.input_formats import input_kind
@@ -65,6 +64,7 @@ from shardprep.format.plan import (
     Cut,
     InputFile,
     Plan,
+    PlanOptions,
     PrepConfig,
     is_one_file_a_shard,
     option_differences,
@@ -91,7 +91,7 @@ def make_plan(
     stripe: str = "none",
     dry_run: bool = False,
     say: Say = say,
-) -> tuple[Plan, CostEstimate]:
+) -> tuple[Plan, Cost]:
     """Plan a data set and, unless ``dry_run``, freeze plan and tokenizer in its folder.
 
     Shards are even ones, of a number or of a size of input bytes, or without either one per file.
@@ -131,7 +131,7 @@ def make_plan(
             if resolved.spec.eos_token_id is None:
                 todo = "name the eos_token in the tokenizer_config.json of a copy of the model's folder"
             say(f"note: documents end without EOS, so a fine-tuned model never learns to stop; {todo}")
-        estimate = measure(plan, engine, transform)
+        cost = measure(plan, engine, transform, is_divided=bool(num_shards or shard_bytes))
         if not dry_run:
             try:
                 files.make_folder(config.output_dir, parents=True)
@@ -151,7 +151,7 @@ def make_plan(
         except lustre.LustreError as error:
             raise errors.CannotWrite(str(error)) from None
         if dry_run:
-            return plan, estimate
+            return plan, cost
         if frozen is None:
             publish_tokenizer(resolved, config.output_dir, resolved.files)
         frozen = publish_plan(plan, config.output_dir)
@@ -161,7 +161,7 @@ def make_plan(
             transform.publish_copy(config.output_dir)
         if excluded is not None:
             files.publish_bytes(config.output_dir / names.EXCLUDED_NAME, excluded.keys.tobytes())
-        return frozen, estimate
+        return frozen, cost
 
 
 def _divided(
@@ -210,7 +210,7 @@ def _plan_of(
         remedy = "--no-append_eos"
         expected = f"eos_token in its tokenizer_config.json, or {remedy}"
         raise errors.UsageError(path=config.model_id, found=found, expected=expected, remedy=remedy)
-    options = config.plan_options()
+    options = PlanOptions(**{item.name: getattr(config, item.name) for item in PLAN_FIELDS})
     found_out: dict[str, Any] = {"also": listing.also, "follow_links": listing.follows_links}
     if excluded is not None:
         found_out["excluded"] = hashlib.sha256(excluded.keys.tobytes()).hexdigest()
@@ -288,9 +288,7 @@ def _with_engine(
         if isinstance(fast, Engine):
             engine, plan = fast, dataclasses.replace(plan, fast_engine_is_equal=True)
         else:
-            say(
-                f"gigatoken is not used for this tokenizer ({fast}): tokenizers encodes, several times slower"
-            )
+            say(f"gigatoken is not used for this tokenizer ({fast}); tokenizers is several times slower")
     return plan, engine if plan.options.add_special_tokens else engine.bare()
 
 
@@ -346,7 +344,6 @@ def _plan_once(config: PrepConfig) -> Plan:
 
 
 def _check_given(plan: Plan, given: dict[str, Any]) -> None:
-    """Check given options against the plan's."""
     folder = given["output_dir"]
     base = {item.name: getattr(plan.options, item.name) for item in PLAN_FIELDS}
     if given.get("record", plan.options.record) != plan.options.record:
@@ -377,6 +374,15 @@ def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> N
     Of a file with another mtime its sample is read and compared. ``names_alone``: look at no file.
     """
     planned = {item.path for item in plan.inputs}
+
+    def change_of(item: InputFile) -> str:
+        path, end = input_dir / item.path, item.num_bytes
+        try:
+            open_part(ByteRange(input_number=0, path=path, start=0, end=end, planned=item))
+        except errors.Refused as error:
+            return f"{item.path} has {error.found}"
+        return ""
+
     try:
         listing = find_inputs(input_dir, plan.options)
         found = {path.relative_to(input_dir).as_posix() for path in listing.paths}
@@ -385,8 +391,7 @@ def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> N
         if not names_alone:
             there = [item for item in plan.inputs if item.path in found]
             with ThreadPoolExecutor(NUM_THREADS) as pool:
-                changes = pool.map(lambda item: _change_of(input_dir / item.path, item), there)
-                differing += filter(None, changes)
+                differing += filter(None, pool.map(change_of, there))
     except errors.NotFound as error:
         if names_alone:
             raise
@@ -399,33 +404,23 @@ def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> N
         raise errors.Refused(path=input_dir, found=found_now, expected=expected, remedy="--output_dir")
 
 
-def _change_of(path: Path, planned: InputFile) -> str:
-    """Return how an input differs from the planned one, or "" for one that is equal."""
-    part = ByteRange(input_number=0, path=path, start=0, end=planned.num_bytes, planned=planned)
-    try:
-        open_part(part)
-    except errors.Refused as error:
-        return f"{planned.path} has {error.found}"
-    return ""
-
-
 _NUM_PLACES = 8  # of the input that are sampled
 _SAMPLE_BYTES = 2 << 20  # in all
 _MOST_FILES = 16  # of the sample: to open one is a round trip on a network file system
 _NUM_SHOWN = 20  # fields
 _FUNCTION_BYTES = 1 << 18  # that a function is tried on
 _STARTUP_S = 3.0  # a task's Python and tokenizer, generously
+_LONG_SHARD_S = 600.0  # on one core
+_MANY_SHARDS = 1000  # more of them, each smaller than half of _SHARD_BYTES, are spoken of
+_SHARD_BYTES = 256 << 20  # of input: minutes of one core
 
 
-@dataclass(frozen=True, kw_only=True)
-class CostEstimate:
-    """Figures of the whole plan, scaled up from the sample."""
+class Cost(NamedTuple):
+    """What a sample tells of the whole plan."""
 
-    num_tokens: int
+    text: str
     output_bytes: int
-    core_hours: float
-    longest_shard_s: float  # on one core
-    notes: tuple[str, ...]  # what in the sample is not as the options expect it
+    warnings: list[str]
 
 
 def sample_of_plan(plan: Plan, num_bytes: int, transform: Transform | None) -> Iterator[Documents]:
@@ -441,16 +436,15 @@ def sample_of_plan(plan: Plan, num_bytes: int, transform: Transform | None) -> I
     )
 
 
-def measure(plan: Plan, engine: Engine, transform: Transform | None = None) -> CostEstimate:
+def measure(plan: Plan, engine: Engine, transform: Transform | None, *, is_divided: bool) -> Cost:
     """Run a sample through the worker's own stages into a scratch folder, and scale its CPU seconds up."""
     num_bytes = 0
     found: dict[str, bool] = {}  # "id" and "source", where records are asked for them: whether one has it
     with scratch_folder() as folder, ShardWriter(folder, plan, 0) as writer:
         began = time.process_time()
         for documents in sample_of_plan(plan, _SAMPLE_BYTES, transform):
-            tokens = engine.encode_documents(
-                documents, end_id=plan.end_id, mask_rule=plan.options.chat_mask_rule
-            )
+            rule = plan.options.chat_mask_rule
+            tokens = engine.encode_documents(documents, end_id=plan.end_id, mask_rule=rule)
             writer.append(writer.members.lay_out(documents, tokens))
             num_bytes += documents.num_bytes
             for name in ("id", "source") if documents.texts else ():
@@ -460,27 +454,41 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None = None) -> C
         manifest = writer.commit({})
     counting = writer.counting
     _check_fields(plan, counting)
-    notes = []
+    warnings = []
     if counting.bad_fraction > plan.max_bad_fraction:
         what = f"are left out ({', '.join(sorted(counting.bad_reasons))})"
         limit = f"a shard with more than {plan.max_bad_fraction:.0%} fails"
-        notes.append(f"{counting.bad_fraction:.0%} of the documents in a sample {what}; {limit}")
+        warnings.append(f"{counting.bad_fraction:.0%} of the documents in a sample {what}; {limit}")
     fields = {name: getattr(plan.options, f"{name}_field") for name in found}
     unseen = [f"--{name}_field {field}" for name, field in fields.items() if field and not found[name]]
     if unseen:
-        notes.append(f"no record of a sample has a value for {', '.join(unseen)}; check the spelling")
-    shard_bytes = plan.shard_bytes()
-    scale = sum(shard_bytes) / max(1, num_bytes)
+        warnings.append(f"no record of a sample has a value for {', '.join(unseen)}; check the spelling")
+    sizes, num_shards = plan.shard_bytes(), plan.num_shards
+    scale = sum(sizes) / max(1, num_bytes)
     num_documents = counting.num_documents * scale
     taken = min(1.0, (plan.options.limit or num_documents) / max(1.0, num_documents))  # of a trial
     stamps = filter(None, [manifest.tar, manifest.idx, manifest.digests, manifest.ids])
-    return CostEstimate(
-        num_tokens=round(counting.num_tokens * scale * taken),
-        output_bytes=round(sum(stamp.num_bytes for stamp in stamps) * scale * taken),
-        core_hours=(cpu_s * scale * taken + _STARTUP_S * plan.num_shards) / 3600,
-        longest_shard_s=cpu_s * taken * max(shard_bytes) / max(1, num_bytes) + _STARTUP_S,
-        notes=tuple(notes),
+    output_bytes = round(sum(stamp.num_bytes for stamp in stamps) * scale * taken)
+    core_hours = (cpu_s * scale * taken + _STARTUP_S * num_shards) / 3600
+    longest_s = cpu_s * taken * max(sizes) / max(1, num_bytes) + _STARTUP_S  # on one core
+    if longest_s > _LONG_SHARD_S:
+        more = round(num_shards * longest_s / _LONG_SHARD_S) + 1
+        warnings.append(f"a shard will take {longest_s / 60:.0f} minutes on one core; --num_shards {more}?")
+    fewer = max(1, round(sum(sizes) / _SHARD_BYTES))
+    if not is_divided and num_shards >= max(_MANY_SHARDS, 2 * fewer):
+        warnings.append(
+            f"each of {num_shards} input files is a shard of its own, {sum(sizes) / num_shards / 1e6:.3g} MB "
+            f"on average: {num_shards} tasks, {3 * num_shards} files; for even shards plan into a new folder "
+            f"with --num_shards {fewer}"
+        )
+    each = str(min(sizes)) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
+    text = (
+        f"plan {plan.plan_id[:12]}: {counted(num_shards, 'shard')} of {each} input bytes; "
+        f"about {counting.num_tokens * scale * taken:.3g} tokens, {short_bytes(output_bytes)} on disk, "
+        f"{core_hours:.2g} core hours; one core per task is best, and the longest shard takes "
+        f"{short_time(round(longest_s))} on it"
     )
+    return Cost(text, output_bytes, warnings)
 
 
 class _SeenFields(TextFields):

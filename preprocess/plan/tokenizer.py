@@ -144,10 +144,10 @@ def resolve_tokenizer(
             saved = {each_name: _read_tokenizer(folder / each_name) for each_name in names_in(folder)}
             tokenizer = _loaded(saved, folder)
             # What transformers cannot read of a configuration, it goes without, unsaid.
-            wanted, found = (
+            wanted, left = (
                 special_tokens_of(_json_object(each, TOKENIZER_CONFIG)) for each in (files or saved, saved)
             )
-            if lost := [role for role in wanted if wanted[role] and not found[role]]:
+            if lost := [role for role in wanted if wanted[role] and not left[role]]:
                 found = f"a file in which transformers found no {', '.join(lost)}; run this again"
                 raise errors.ReadWriteError(path=f"{source}/{TOKENIZER_CONFIG}", found=found)
         if dropout := (_json_object(files or saved, TOKENIZER_FILE).get("model") or {}).get("dropout"):
@@ -235,9 +235,7 @@ def read_files(folder: Path) -> Files | None:
 
 def _not_written(folder: Path, reason: object) -> errors.CannotWrite:
     found = f"the tokenizer's files cannot be written there: {reason}"
-    return errors.CannotWrite(
-        path=folder, found=found, expected="some space (df), or another folder by TMPDIR"
-    )
+    return errors.CannotWrite(path=folder, found=found, expected="some space; TMPDIR names another folder")
 
 
 # What transformers 5 is known to do with a configuration of these classes, these keys and these models: it
@@ -279,9 +277,7 @@ def plain_files(files: Files) -> tuple[Files, Tokenizer] | None:
             raise
         return None  # transformers will say what is wrong
     if data.get("post_processor") is None:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="$A:0", pair="$A:0 $B:1", special_tokens=[]
-        )
+        tokenizer.post_processor = processors.TemplateProcessing("$A:0", "$A:0 $B:1", special_tokens=[])
     copied = {name: files[name] for name in _COPIED if name in files}
     return {TOKENIZER_FILE: tokenizer.to_str(pretty=True).encode(), **copied}, tokenizer
 
@@ -392,9 +388,8 @@ def _check_saved(tokenizer: Any, model_id: str, folder: Path) -> None:
         raise errors.UsageError(path=model_id, found=found, expected=expected)
     saved = _loaded({TOKENIZER_FILE: _read_tokenizer(folder / TOKENIZER_FILE)}, folder)
     # As transformers takes them; the shards may take control tokens otherwise.
-    engine = engines.engine_of_tokenizer(
-        saved, allow_special_tokens=not tokenizer.split_special_tokens, name=model_id
-    )
+    allow = not tokenizer.split_special_tokens
+    engine = engines.engine_of_tokenizer(saved, allow_special_tokens=allow, name=model_id)
     ids = [document.tolist() for document in engine.encode_texts(engines.PROBE).documents()]
     try:
         is_equal = tokenizer(list(engines.PROBE))["input_ids"] == ids

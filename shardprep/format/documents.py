@@ -49,7 +49,7 @@ _MAX_BLANKED_BYTES = 256 << 20  # some 10^7 documents
 _BLANK_DIGESTS = np.frombuffer(b"\xff" * names.DIGEST_BYTES + bytes(names.DIGEST_BYTES), DIGEST)
 
 
-def digests_of(texts: Iterable[bytes]) -> npt.NDArray[np.void]:
+def digests_of(texts: Iterable[bytes]) -> Digests:
     """The first 16 bytes of the sha256 of each text of UTF-8: DIGEST[texts]. 1 us and 1 ns per byte each."""
     found = [hashlib.sha256(text).digest()[: names.DIGEST_BYTES] for text in texts]
     return np.frombuffer(b"".join(found), DIGEST)
@@ -69,7 +69,7 @@ def canonical_conversation(messages: str) -> str:
     return json.dumps(found, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
 
 
-def are_for_validation(digests: npt.NDArray[np.void], fraction: float) -> npt.NDArray[np.bool_]:
+def are_for_validation(digests: Digests, fraction: float) -> npt.NDArray[np.bool_]:
     """Which documents a fraction chooses, bool[n]: the first 8 bytes are below ``fraction`` * 2**64."""
     firsts = np.ascontiguousarray(digests).view(">u8")[::2]
     return np.asarray(firsts < np.uint64(math.ceil(fraction * 2**64)))
@@ -79,10 +79,10 @@ def are_for_validation(digests: npt.NDArray[np.void], fraction: float) -> npt.ND
 class DocumentNames:
     """Names of documents, looked up a batch at a time."""
 
-    keys: npt.NDArray[np.void]  # DIGEST[names], ascending: of ids, of texts (their digests) and of places
+    keys: Digests  # DIGEST[names], ascending: of ids, of texts (their digests) and of places
     kinds: frozenset[NameKind] = frozenset({"id", "text", "place"})  # that may be among them
 
-    def find(self, keys: npt.NDArray[np.void]) -> npt.NDArray[np.intp]:
+    def find(self, keys: Digests) -> npt.NDArray[np.intp]:
         """Return where some keys stand among the names: intp[n], -1 for one that is none."""
         places = np.searchsorted(self.keys, keys)
         places[places == len(self.keys)] = 0
@@ -120,13 +120,13 @@ class DocumentNames:
         return has_texts
 
 
-def keys_of_ids(ids: Iterable[str]) -> npt.NDArray[np.void]:
+def keys_of_ids(ids: Iterable[str]) -> Digests:
     """Return the keys of ids: DIGEST[n]."""
     found = [hashlib.sha256(b"id:" + name.encode()).digest()[: names.DIGEST_BYTES] for name in ids]
     return np.frombuffer(b"".join(found), DIGEST)
 
 
-def keys_of_places(path: str, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+def keys_of_places(path: str, offsets: Numbers) -> Digests:
     """Return the keys of places in an input: DIGEST[n], 8 bytes of a hash of its path, and 8 of the offset.
 
     ``path``: as the plan has it. ``offsets``: see docs/format.md, "Places".
@@ -234,9 +234,7 @@ def kept_ids(folder: Path, shard_id: int) -> Iterator[tuple[int, int, str]]:
         yield input_number, offset, kept
 
 
-def read_digests(
-    folder: Path, shard_id: int, stamp: FileStamp, *, is_checked: bool = False
-) -> npt.NDArray[np.void]:
+def read_digests(folder: Path, shard_id: int, stamp: FileStamp, *, is_checked: bool = False) -> Digests:
     """Read the digests of a shard: DIGEST[documents], in the order of docs/format.md.
 
     ``stamp``: of its manifest; their hash is compared, unless it ``is_checked``.
@@ -262,13 +260,13 @@ class BlankedDocuments:
     inputs: list[Count]  # numbers of input files in the plan
     offsets: list[Count]  # see docs/format.md, "Places"
 
-    def are_at(self, input_number: int, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def are_at(self, input_number: int, offsets: Numbers) -> npt.NDArray[np.bool_]:
         """Tell which documents of an input, by where they begin, are blanked: bool[n]."""
         ours = np.array(self.offsets, np.int64)[np.array(self.inputs, np.int64) == input_number]
         return np.isin(offsets, ours)
 
 
-def blank_digests(is_for_validation: npt.NDArray[np.bool_]) -> npt.NDArray[np.void]:
+def blank_digests(is_for_validation: npt.NDArray[np.bool_]) -> Digests:
     """Return what stands for the digests of blanked documents: DIGEST[n]."""
     return _BLANK_DIGESTS[is_for_validation.astype(np.intp)]
 
@@ -277,9 +275,8 @@ def publish_blanked(folder: Path, documents: BlankedDocuments) -> None:
     """Write the file of a shard."""
     path = names.blanked_path(folder, documents.shard_id)
     files.make_subfolder(folder, path.parent.name)
-    files.publish_bytes(
-        path, json.dumps(names.with_content_hash(_FORMAT, asdict(documents))).encode() + b"\n"
-    )
+    content = json.dumps(names.with_content_hash(_FORMAT, asdict(documents)))
+    files.publish_bytes(path, content.encode() + b"\n")
 
 
 def read_blanked(folder: Path, plan_id: str, shard_id: int) -> BlankedDocuments:

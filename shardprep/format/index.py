@@ -74,6 +74,9 @@ READ_BYTES = 4 << 20  # of ids at once, or one sample
 MAX_OFFSET = 2**62  # sums with it stay in an int64; who reads at it compares it with the tar's size
 
 
+Records = npt.NDArray[np.void]  # of idx_dtype
+
+
 class ChunkCrcs:
     """The crc32 of each CHUNK_RECORDS records, taken while they are written one after another."""
 
@@ -136,7 +139,7 @@ class IdxFile:
         crcs_bytes = len(self._is_checked) * CHUNK_CRC.itemsize
         self._crcs = np.frombuffer(self.file.read(self.file.num_bytes - crcs_bytes, crcs_bytes), CHUNK_CRC)
 
-    def read(self, rows: slice) -> npt.NDArray[np.void]:
+    def read(self, rows: slice) -> Records:
         """Read the records of some rows. Raises BrokenShard, OSError.
 
         The first time, they are read with the chunks that hold them, whose crc32s are compared: 10 us for 20
@@ -180,7 +183,7 @@ def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
     return HEADER_BYTES + num_samples * idx_dtype(kind).itemsize + num_chunks * CHUNK_CRC.itemsize
 
 
-def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.void]:
+def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> Records:
     """Return a shard's whole idx: a structured array of ``idx_dtype``, one per sample."""
     try:
         idx = IdxFile(folder, spec, shard_id)
@@ -191,9 +194,7 @@ def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.v
         raise errors.ReadWriteError(f"{path} cannot be read: {error.strerror}", path=path) from error
 
 
-def misplaced_samples(
-    spec: DatasetSpec, records: npt.NDArray[np.void], tar_bytes: int
-) -> npt.NDArray[np.bool_]:
+def misplaced_samples(spec: DatasetSpec, records: Records, tar_bytes: int) -> npt.NDArray[np.bool_]:
     """Return which samples cannot be where an idx places them in a tar of this size: bool[samples].
 
     Their ids, starts and masks must lie within the tar, with the bytes that they must have, and apart; what
@@ -231,7 +232,7 @@ def idx_header(spec: DatasetSpec, shard_id: int) -> bytes:
     return np.array([fields], IDX_HEADER).tobytes()
 
 
-def samples_holding(records: npt.NDArray[np.void], place: tuple[int, int], num_train: int) -> list[int]:
+def samples_holding(records: Records, place: tuple[int, int], num_train: int) -> list[int]:
     """Return the samples of a shard that hold a document, the last one that begins at a place or before.
 
     Rows for validation stand behind the ``num_train`` others; either side may hold it.
@@ -331,7 +332,7 @@ class ShardSamples:
         begins += [row_begins[number] + self.starts(number) for number in range(len(lengths))]
         return np.diff(np.unique(np.concatenate(begins)), append=lengths.sum())
 
-    def _ids_of(self, records: npt.NDArray[np.void]) -> Iterator[npt.NDArray[np.integer]]:
+    def _ids_of(self, records: Records) -> Iterator[npt.NDArray[np.integer]]:
         steps = np.diff(records["offset"].astype(np.int64))  # back, where samples for validation begin
         try:
             for part in np.split(records, np.flatnonzero(steps <= 0) + 1):
@@ -342,7 +343,7 @@ class ShardSamples:
 
 
 def ids_of(
-    spec: DatasetSpec, records: npt.NDArray[np.void], read: Callable[[int, int], bytearray]
+    spec: DatasetSpec, records: Records, read: Callable[[int, int], bytearray]
 ) -> Iterator[npt.NDArray[np.integer]]:
     """Yield all ids of samples that stand one behind another, some samples at a time, rows with padding.
 

@@ -189,7 +189,6 @@ class JobArray(SentJob):
             raise ValueError(f"at most {names.MAX_SHARDS} shards")
 
     def shards_of_tasks(self) -> list[list[int]]:
-        """Return the shard ids of every task."""
         return [names.ids_of_ranges(word, end=names.MAX_SHARDS + 1) for word in self.tasks]
 
 

@@ -159,7 +159,6 @@ class Manifest:
         return json.dumps(data, ensure_ascii=False, indent=1).encode() + b"\n"
 
     def facts_of_run(self, path: Path) -> RunFacts:
-        """Return what reports need of ``run``."""
         return names.as_type(path, self.run, RunFacts)
 
 
@@ -197,7 +196,6 @@ class ShardMaking(RunFacts):
 
 
 def read_manifest(folder: Path, shard_id: int) -> Manifest:
-    """Read shard-N.json."""
     path = names.manifest_path(folder, shard_id)
     try:
         return names.read_file(path, _FORMAT, Manifest, max_bytes=names.MAX_MANIFEST_BYTES)
@@ -402,9 +400,8 @@ def is_verified(folder: Path, spec: DatasetSpec, made: MadeShards) -> bool:
 
 def is_of_shard(error: ShardprepError) -> bool:
     """Return whether an error is one of the shard that was read, not of reading, an input or a library."""
-    return isinstance(
-        error, (errors.BrokenShard, errors.MissingShard, errors.OtherPlan, errors.UnknownVersion)
-    )
+    kinds = (errors.BrokenShard, errors.MissingShard, errors.OtherPlan, errors.UnknownVersion)
+    return isinstance(error, kinds)
 
 
 def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
@@ -413,9 +410,8 @@ def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
     One open where nothing was found, and one more for each finding.
     """
     try:
-        file = names.read_file(
-            folder / FINDINGS_NAME, _FINDINGS_FORMAT, _FindingsFile, max_bytes=_MAX_FINDINGS_BYTES
-        )
+        path = folder / FINDINGS_NAME
+        file = names.read_file(path, _FINDINGS_FORMAT, _FindingsFile, max_bytes=_MAX_FINDINGS_BYTES)
     except files.NOT_THERE:
         return {}
     except errors.BrokenShard as error:
@@ -492,9 +488,8 @@ def remove_findings(folder: Path) -> None:
 def _manifest_sha256(folder: Path, shard_id: int) -> str:
     """Return the hash of a manifest's bytes, "" where there is none."""
     try:
-        content = files.read_regular(
-            names.manifest_path(folder, shard_id), max_bytes=names.MAX_MANIFEST_BYTES
-        )
+        path = names.manifest_path(folder, shard_id)
+        content = files.read_regular(path, max_bytes=names.MAX_MANIFEST_BYTES)
     except (*files.NOT_THERE, errors.BrokenShard):
         return ""
     return hashlib.sha256(content).hexdigest()

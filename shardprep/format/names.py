@@ -244,7 +244,6 @@ def with_content_hash(
 
 
 def read_file(path: Path, file_format: str, kind: type[T], *, max_bytes: int) -> T:
-    """Read one of our files into ``kind``."""
     return as_type(path, checked_object(path, read_regular(path, max_bytes=max_bytes), file_format), kind)
 
 
@@ -269,7 +268,6 @@ def checked_object(path: Path, raw: bytes | bytearray, file_format: str) -> dict
 
 
 def _check_hash(path: Path, name: str, data: dict[str, Any]) -> None:
-    """Take the hash out of an object, and compare it."""
     found, expected = data.pop(name, None), content_sha256(data)
     if found != expected:
         what = f"altered since it was written: {name} {_shown(found)}"
@@ -302,7 +300,6 @@ def as_type(path: Path, data: Any, kind: type[T]) -> T:
 
 
 def wrong_value(path: Path, place: str, found: object, expected: str) -> BrokenShard:
-    """Return the error of a value that is not what was expected."""
     shown = "a value" if found is ... else _shown(found)
     return BrokenShard(path=path, found=f"{place or 'all of it'} is {shown}", expected=expected)
 

@@ -229,7 +229,6 @@ _MEANT = {
 
 
 def _wrong_record(name: str, meant: str, remedy: str | None) -> errors.UsageError:
-    """Return the error of an option that is for another record."""
     todo = f"add {remedy}, or leave it out" if remedy else "leave it out"
     return errors.UsageError(f"--{name} is for {meant}; {todo}", found=f"--{name}", remedy=remedy)
 
@@ -271,10 +270,6 @@ class PrepConfig(PlanOptions):
             raise errors.UsageError(found=found, expected=f"{remedy}, for loss masks", remedy=remedy)
         if self.limit and self.hash_inputs:
             raise errors.UsageError(found="--limit --hash_inputs", expected="one of them")
-
-    def plan_options(self) -> PlanOptions:
-        """Return the options without where things are and how they are checked."""
-        return PlanOptions(**{item.name: getattr(self, item.name) for item in PLAN_FIELDS})
 
 
 def option_differences(planned: PlanOptions, now: PlanOptions, given: set[str] | None = None) -> list[str]:
@@ -349,9 +344,7 @@ class Cut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     input_number: Count
     byte: Count  # of that input
     text_start: Count = 0  # in a compressed input: its byte of the text
-    sha256: Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = (
-        ""  # of the shard's input, if it was hashed
-    )
+    sha256: Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""  # of its input, if that was hashed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -449,8 +442,9 @@ class Plan(_Decisions):
     def shard(self, shard_id: int) -> PlannedShard:
         """Return what is to be known to make one shard. Raises NotFound for a shard past the plan's end."""
         if not 0 <= shard_id < self.num_shards:
-            remedy = f"--array=0-{self.num_shards - 1}"
-            raise errors.NotFound(found=f"no shard {shard_id}", expected=f"one of {remedy}", remedy=remedy)
+            last = self.num_shards - 1
+            expected, remedy = f"0 to {last}, as a job array --array=0-{last}", f"--array=0-{last}"
+            raise errors.NotFound(found=f"no shard {shard_id}", expected=expected, remedy=remedy)
         begin, end = self.cuts[shard_id], self.cuts[shard_id + 1]
         _check_cuts([begin, end], len(self.inputs))
         ranges = list(ranges_between(self.input_dir, self.inputs, begin, end))
@@ -508,9 +502,8 @@ def _wrong_cuts(found: str, expected: str) -> errors.BrokenShard:
 
 def is_one_file_a_shard(plan: Plan) -> bool:
     """Return whether shard N is the N-th input file."""
-    return plan.num_shards == len(plan.inputs) and all(
-        (cut.input_number, cut.byte) == (number, 0) for number, cut in enumerate(plan.cuts)
-    )
+    one_each = [(number, 0) for number in range(len(plan.inputs) + 1)]
+    return [(cut.input_number, cut.byte) for cut in plan.cuts] == one_each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -565,7 +558,6 @@ class Rows(Sequence[T]):
         return self._block(number)[place]
 
     def _block(self, number: int) -> list[T]:
-        """Return the rows of a block, read once."""
         if number in self._held:
             return self._held[number]
         path, begin = self._file.path, self._offsets[number]
@@ -616,8 +608,8 @@ def _id_of(plan: _Decisions, inputs_sha256: str, cuts_sha256: str) -> str:
     return hashlib.sha256(msgspec.json.encode(identity, order="sorted")).hexdigest()
 
 
-def plan_json(plan: Plan) -> bytes:
-    """Return the bytes of plan.json."""
+def publish_plan(plan: Plan, output_dir: Path) -> Plan:
+    """Freeze a plan as plan.json. Return the plan that is frozen there. Raises Refused for another."""
     rows_of = {"inputs": plan.inputs, "cuts": plan.cuts, "left_out": plan.names_left_out}
     tables: dict[str, Any] = {}
     body = bytearray()
@@ -641,13 +633,9 @@ def plan_json(plan: Plan) -> bytes:
         "cuts_sha256": cuts_sha256,
         "tables": tables,
     }
-    return msgspec.json.encode(names.with_content_hash(_FORMAT, head))[:-1] + b"\n" + body + b"}\n"
-
-
-def publish_plan(plan: Plan, output_dir: Path) -> Plan:
-    """Freeze a plan as plan.json. Return the plan that is frozen there. Raises Refused for another."""
+    first_line = msgspec.json.encode(names.with_content_hash(_FORMAT, head))[:-1]
     with files.PublishedFile(output_dir / names.PLAN_NAME) as file:
-        file.write(plan_json(plan))
+        file.write(first_line + b"\n" + body + b"}\n")
         file.sync()
         if file.publish_first():
             files.sync_folder(output_dir)
@@ -752,12 +740,10 @@ def _open_plan(path: Path) -> Plan:
 
 
 def _differences(frozen: Plan, other: Plan) -> list[str]:
-    """Return how two plans differ, in words."""
     found = option_differences(frozen.options, other.options)
     if frozen.tokenizer.fingerprint != other.tokenizer.fingerprint:
-        found.append(
-            f"the tokenizer was {frozen.tokenizer.model_id}, now {other.tokenizer.model_id}, with other ids"
-        )
+        now = other.tokenizer.model_id
+        found.append(f"the tokenizer was {frozen.tokenizer.model_id}, now {now}, with other ids")
     old = {item.path: (item.num_bytes, item.sha256) for item in frozen.inputs}
     new = {item.path: (item.num_bytes, item.sha256) for item in other.inputs}
     for what, paths in (

@@ -19,7 +19,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import sys
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -32,25 +31,14 @@ from tokenizers import Tokenizer, processors
 import shardprep
 from preprocess.make import engines
 from preprocess.read.format import what_fetches
-from shardprep import errors
+from shardprep import errors, files
 from shardprep.command_line import call_in_child
 from shardprep.errors import ShardprepError
-from shardprep.files import (
-    NOT_THERE,
-    Digest,
-    FileStamp,
-    PublishedFolder,
-    is_folder,
-    names_in,
-    read_regular,
-    refuse_fifos,
-    size_of_file,
-)
+from shardprep.files import Digest, FileStamp
 from shardprep.format.names import (
     CHAT_TEMPLATES_DIR,
     FAST_TOKENIZER_FILE,
     MAX_TOKENIZER_BYTES,
-    TOKENIZER_CONFIG,
     TOKENIZER_DIR,
     TOKENIZER_FILE,
     TokenizerSpec,
@@ -61,6 +49,7 @@ from shardprep.format.names import (
 from shardprep.format.plan import Plan, stamp_tokenizer
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
 MODEL_CONFIG = "config.json"
@@ -87,6 +76,7 @@ class ResolvedTokenizer(TokenizerFacts):
     """A tokenizer whose files are in ``folder``."""
 
     folder: Path
+    saved: Files  # what they hold
     kept: Path | None  # its entry of the cache
     reference: engines.Engine  # of ``tokenizers``
 
@@ -97,9 +87,9 @@ class ResolvedTokenizer(TokenizerFacts):
         """
         verdict = self.kept and self.kept / fast.name
         with contextlib.suppress(ShardprepError):
-            if verdict and size_of_file(verdict) is not None:
+            if verdict and files.size_of_file(verdict) is not None:
                 return True
-        texts = engines.gate_texts(_read_tokenizer(self.folder / TOKENIZER_FILE))
+        texts = engines.gate_texts(self.saved[TOKENIZER_FILE])
         ids, expected = (engine.encode_texts(texts) for engine in (fast, self.reference))
         is_equal = engines.ids_sha256([ids]) == engines.ids_sha256([expected])
         if verdict and is_equal:
@@ -116,7 +106,7 @@ def resolve_tokenizer(
     ``for_fast_engine``: also the file that the fast engine loads sooner, where there is one.
     """
     for each in (Path(model_id), Path(model_id, CHAT_TEMPLATES_DIR)):
-        refuse_fifos(each)
+        files.refuse_fifos(each)
     source: Path | None
     if os.path.isdir(model_id):  # noqa: PTH112 - Path.is_dir() would raise what the file system says
         source, name = Path(model_id), model_id
@@ -124,33 +114,33 @@ def resolve_tokenizer(
         source, name = None, model_id  # only transformers may know
     else:
         source, name = find_on_hub(model_id)
-    files = None if source is None else read_files(source)
-    kept = None if files is None else _place_in_cache(files, allow_special_tokens, for_fast_engine)
+    given = None if source is None else read_files(source)
+    kept = None if given is None else _place_in_cache(given, allow_special_tokens, for_fast_engine)
     allow = allow_special_tokens
-    facts = None if kept is None else _take_kept(kept, folder)
-    if facts is not None:
+    if kept is not None and (whole := _take_kept(kept)) is not None:
+        facts, saved = whole
+        _write_files(saved, folder)
         path = folder / TOKENIZER_FILE
         engine = engines.tokenizers_engine(path, allow_special_tokens=allow, name=model_id)
     else:
-        if files is not None and (plain := plain_files(files)) is not None:
+        if given is not None and (plain := plain_files(given)) is not None:
             saved, tokenizer = plain
-            _write_files(saved, folder)
         else:
             try:
                 call_in_child(save_tokenizer, name, folder)
             except ChildProcessError as error:
                 found = f"no answer of the process that loads it: {error}; run this again"
                 raise errors.ReadWriteError(path=name, found=found) from None
-            saved = {each_name: _read_tokenizer(folder / each_name) for each_name in names_in(folder)}
+            saved = {each_name: _read_tokenizer(folder / each_name) for each_name in files.names_in(folder)}
             tokenizer = _loaded(saved, folder)
             # What transformers cannot read of a configuration, it goes without, unsaid.
             wanted, left = (
-                special_tokens_of(_json_object(each, TOKENIZER_CONFIG)) for each in (files or saved, saved)
+                special_tokens_of(_json_object(each, TOKENIZER_CONFIG)) for each in (given or saved, saved)
             )
             if lost := [role for role in wanted if wanted[role] and not left[role]]:
                 found = f"a file in which transformers found no {', '.join(lost)}; run this again"
                 raise errors.ReadWriteError(path=f"{source}/{TOKENIZER_CONFIG}", found=found)
-        if dropout := (_json_object(files or saved, TOKENIZER_FILE).get("model") or {}).get("dropout"):
+        if dropout := (_json_object(given or saved, TOKENIZER_FILE).get("model") or {}).get("dropout"):
             found = f"model.dropout {dropout}, so a text has other ids each time"
             raise errors.UsageError(path=model_id, found=found, expected="null, in a copy of the folder")
         data = _json_object(saved, TOKENIZER_FILE)
@@ -164,56 +154,54 @@ def resolve_tokenizer(
             **special_ids,
         )
         if for_fast_engine and (shorter := engines.without_unused_merges(data)) is not None:
-            _write_files({FAST_TOKENIZER_FILE: shorter}, folder)
+            saved[FAST_TOKENIZER_FILE] = shorter
+        _write_files(saved, folder)
         probe = engines.probe_texts(data)
         engine = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow, name=model_id)
         probe_sha256 = engines.ids_sha256([engine.encode_texts(probe)])
-        stamps = stamp_tokenizer(folder)
-        facts = TokenizerFacts(spec=spec, probe=probe, probe_sha256=probe_sha256, files=stamps)
+        facts = TokenizerFacts(spec=spec, probe=probe, probe_sha256=probe_sha256, files=_stamps_of(saved))
         if kept is not None:
-            _keep(kept, folder, facts)
+            _keep(kept, saved, facts)
     fields = {**vars(facts), "spec": dataclasses.replace(facts.spec, model_id=model_id)}
-    return ResolvedTokenizer(folder=folder, kept=kept, reference=engine, **fields)
+    return ResolvedTokenizer(folder=folder, saved=saved, kept=kept, reference=engine, **fields)
 
 
-def _place_in_cache(files: Files, *choices: bool) -> Path:
+def _place_in_cache(given: Files, *choices: bool) -> Path:
     versions = [shardprep.__version__, *map(version, ("tokenizers", "gigatoken", "transformers"))]
-    stamps = [(name, _stamp(files[name])) for name in sorted(files)]
+    stamps = sorted(_stamps_of(given).items())
     key = hashlib.sha256(repr((versions, choices, stamps)).encode()).hexdigest()
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    cache = given if given.startswith("/") else os.path.expanduser("~/.cache")  # noqa: PTH111
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    cache = home if home.startswith("/") else os.path.expanduser("~/.cache")  # noqa: PTH111
     return Path(cache, "shardprep", "tokenizers", key)
 
 
-def _stamp(content: bytes) -> FileStamp:
-    return FileStamp(num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+def _stamps_of(contents: Files) -> dict[str, FileStamp]:
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    return {name: FileStamp(num_bytes=len(contents[name]), sha256=sha256) for name, sha256 in hashes.items()}
 
 
-def _take_kept(place: Path, folder: Path) -> TokenizerFacts | None:
-    """Copy the files of an entry of the cache into ``folder``. Return None where no whole entry is."""
-    with contextlib.suppress(*NOT_THERE, ShardprepError):
+def _take_kept(place: Path) -> tuple[TokenizerFacts, Files] | None:
+    """Return what an entry of the cache holds, or None where no whole one is."""
+    with contextlib.suppress(*files.NOT_THERE, ShardprepError):
         facts = read_file(place / _FOUND, _FOUND_FORMAT, TokenizerFacts, max_bytes=_MAX_FOUND_BYTES)
-        files = {name: _read_tokenizer(place / name) for name in names_in(place) if name in facts.files}
-        stamps = {name: _stamp(content) for name, content in files.items()}
-        if stamps == facts.files:
-            _write_files(files, folder)
-            return facts
+        saved = {name: _read_tokenizer(place / name) for name in files.names_in(place) if name in facts.files}
+        if _stamps_of(saved) == facts.files:
+            return facts, saved
     return None
 
 
-def _keep(place: Path, folder: Path, facts: TokenizerFacts) -> None:
+def _keep(place: Path, saved: Files, facts: TokenizerFacts) -> None:
     content = with_content_hash(_FOUND_FORMAT, dataclasses.asdict(facts))
     with contextlib.suppress(OSError, ShardprepError):
         place.parent.mkdir(parents=True, exist_ok=True)
-        with PublishedFolder(place) as entry:
-            _write_files({name: _read_tokenizer(folder / name) for name in facts.files}, entry.temporary)
-            (entry.temporary / _FOUND).write_bytes(orjson.dumps(content))
+        with files.PublishedFolder(place) as entry:
+            _write_files({**saved, _FOUND: orjson.dumps(content)}, entry.temporary)
             entry.publish()
 
 
-def _write_files(files: Files, folder: Path) -> None:
+def _write_files(contents: Files, folder: Path) -> None:
     try:
-        for name, content in files.items():
+        for name, content in contents.items():
             (folder / name).write_bytes(content)
     except OSError as error:
         raise _not_written(folder, error.strerror) from None
@@ -221,21 +209,21 @@ def _write_files(files: Files, folder: Path) -> None:
 
 def read_files(folder: Path) -> Files | None:
     """Return what decides a tokenizer's ids in a model's folder, or None where more than these files does."""
-    if is_folder(folder / CHAT_TEMPLATES_DIR):
+    if files.is_folder(folder / CHAT_TEMPLATES_DIR):
         return None
-    files = {}
+    found = {}
     for name in (TOKENIZER_FILE, ADDED_TOKENS, MODEL_CONFIG, *_COPIED):
-        with contextlib.suppress(*NOT_THERE):
-            files[name] = read_regular(folder / name, max_bytes=MAX_TOKENIZER_BYTES)
-            if (command := what_fetches(files[name])) is not None:
+        with contextlib.suppress(*files.NOT_THERE):
+            found[name] = files.read_regular(folder / name, max_bytes=MAX_TOKENIZER_BYTES)
+            if (command := what_fetches(found[name])) is not None:
                 expected = f"the file itself; run in its repository: {command}"
                 raise errors.NotFound(path=folder / name, found="a pointer to a file", expected=expected)
-    return files if TOKENIZER_FILE in files else None
+    return found if TOKENIZER_FILE in found else None
 
 
 def _not_written(folder: Path, reason: object) -> errors.CannotWrite:
     found = f"the tokenizer's files cannot be written there: {reason}"
-    return errors.CannotWrite(path=folder, found=found, expected="some space; TMPDIR names another folder")
+    return errors.CannotWrite(path=folder, found=found, expected="some space (df; TMPDIR)")
 
 
 # What transformers 5 is known to do with a configuration of these classes, these keys and these models: it
@@ -259,7 +247,7 @@ _SHOWN_ATTRIBUTES = (
 _TOKEN_FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 
 
-def plain_files(files: Files) -> tuple[Files, Tokenizer] | None:
+def plain_files(given: Files) -> tuple[Files, Tokenizer] | None:
     """Return the files that transformers would save, and the tokenizer.
 
     None where transformers might change ids, or where that is not known. The tokenizer.json is written anew
@@ -268,24 +256,24 @@ def plain_files(files: Files) -> tuple[Files, Tokenizer] | None:
     if not version("transformers").startswith(_PLAIN_TRANSFORMERS):
         return None
     try:
-        data = _parsed(files[TOKENIZER_FILE])
-        if not _is_plain(files, data):
+        data = _parsed(given[TOKENIZER_FILE])
+        if not _is_plain(given, data):
             return None
-        tokenizer = Tokenizer.from_str(files[TOKENIZER_FILE].decode())
+        tokenizer = Tokenizer.from_str(given[TOKENIZER_FILE].decode())
     except BaseException as error:
         if not is_library_fault(error):
             raise
         return None  # transformers will say what is wrong
     if data.get("post_processor") is None:
         tokenizer.post_processor = processors.TemplateProcessing("$A:0", "$A:0 $B:1", special_tokens=[])
-    copied = {name: files[name] for name in _COPIED if name in files}
+    copied = {name: given[name] for name in _COPIED if name in given}
     return {TOKENIZER_FILE: tokenizer.to_str(pretty=True).encode(), **copied}, tokenizer
 
 
-def _is_plain(files: Files, data: dict[str, Any]) -> bool:
+def _is_plain(given: Files, data: dict[str, Any]) -> bool:
     """Return whether nothing that a file names may change what tokenizer.json does."""
     config, model, named = (
-        _json_object(files, name) for name in (TOKENIZER_CONFIG, MODEL_CONFIG, SPECIAL_TOKENS_MAP)
+        _json_object(given, name) for name in (TOKENIZER_CONFIG, MODEL_CONFIG, SPECIAL_TOKENS_MAP)
     )
     added = {str(token["id"]): token for token in data.get("added_tokens") or []}
     known = {token["content"] for token in added.values()}
@@ -300,7 +288,7 @@ def _is_plain(files: Files, data: dict[str, Any]) -> bool:
         and config.keys() <= _PLAIN_KEYS
         and model.get("model_type") in _PLAIN_MODELS
         and not model.keys() & {"tokenizer_class", "auto_map"}
-        and not (ADDED_TOKENS in files or data.get("truncation") or data.get("padding"))
+        and not (ADDED_TOKENS in given or data.get("truncation") or data.get("padding"))
         and named.keys() <= {*_NAMED, *_LISTED}
         and special_tokens_of({**config, **named}) == special_tokens_of(config)
         and contents <= {*known, None}
@@ -317,10 +305,10 @@ def _parsed(raw: bytes) -> Any:
     return orjson.loads(raw)
 
 
-def _json_object(files: Files, name: str) -> dict[str, Any]:
+def _json_object(contents: Files, name: str) -> dict[str, Any]:
     """Return a JSON file's object, an empty one for a file that is not there."""
     try:
-        data = _parsed(files.get(name, b"{}"))
+        data = _parsed(contents.get(name, b"{}"))
     except ValueError as error:
         raise errors.BrokenShard(f"the tokenizer's {name} is not JSON ({error})") from None
     if not isinstance(data, dict):
@@ -342,8 +330,8 @@ def _loaded(saved: Files, folder: Path) -> Tokenizer:
 
 def _read_tokenizer(path: Path) -> bytes:
     try:
-        return read_regular(path, max_bytes=MAX_TOKENIZER_BYTES)
-    except NOT_THERE:
+        return files.read_regular(path, max_bytes=MAX_TOKENIZER_BYTES)
+    except files.NOT_THERE:
         raise errors.NotFound(path=path, found="missing") from None
 
 
@@ -480,11 +468,7 @@ def publish_tokenizer(resolved: ResolvedTokenizer, output_dir: Path, planned: di
     if resolved.files != planned:
         expected = "those planned: use the transformers and tokenizers that planned, or a new folder"
         raise errors.OtherTokenizer(path=target, found="damaged files", expected=expected)
-    with PublishedFolder(target) as folder:
-        for name in planned:
-            try:
-                shutil.copyfile(resolved.folder / name, folder.temporary / name)
-            except OSError as error:
-                raise errors.CannotWrite(f"{target / name} cannot be written: {error.strerror}") from None
+    with files.PublishedFolder(target) as folder:
+        _write_files(resolved.saved, folder.temporary)
         if not folder.publish_first() and not is_there():  # another planner may have been faster
             folder.publish()

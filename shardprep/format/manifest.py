@@ -36,6 +36,7 @@ from shardprep.format import names
 from shardprep.format.names import Count, DatasetSpec, Seconds, Text
 
 _FORMAT = "shardprep-manifest"
+_MAX_BYTES = 4 << 20  # one has about 3 KB, and as much for each source beyond the first
 _MANIFEST_NAME = re.compile(r"shard-(\d{5})\.json", re.ASCII)
 _Length = Annotated[str, Meta(pattern=r"\A[0-9]{1,19}\Z")]
 LENGTH_BITS = 4  # that a length keeps in TextCounts
@@ -198,7 +199,7 @@ class ShardMaking(RunFacts):
 def read_manifest(folder: Path, shard_id: int) -> Manifest:
     path = names.manifest_path(folder, shard_id)
     try:
-        return names.read_file(path, _FORMAT, Manifest, max_bytes=names.MAX_MANIFEST_BYTES)
+        return names.read_file(path, _FORMAT, Manifest, max_bytes=_MAX_BYTES)
     except files.NOT_THERE:
         raise names.missing_file(path, shard_id, folder) from None
     except errors.BrokenShard as error:
@@ -489,7 +490,7 @@ def _manifest_sha256(folder: Path, shard_id: int) -> str:
     """Return the hash of a manifest's bytes, "" where there is none."""
     try:
         path = names.manifest_path(folder, shard_id)
-        content = files.read_regular(path, max_bytes=names.MAX_MANIFEST_BYTES)
+        content = files.read_regular(path, max_bytes=_MAX_BYTES)
     except (*files.NOT_THERE, errors.BrokenShard):
         return ""
     return hashlib.sha256(content).hexdigest()

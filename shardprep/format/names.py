@@ -37,7 +37,6 @@ BLOCK_BYTES = 512  # a tar is a sequence of such blocks
 DIGEST_BYTES = 16  # of a document's hash in DATA/digests
 TAR_END = bytes(2 * BLOCK_BYTES)  # the two zero blocks that close a tar
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest known have 40 MB
-MAX_MANIFEST_BYTES = 4 << 20  # one has about 3 KB, and as much for each source beyond the first
 MAX_MEMBER_BYTES = 2**32 - 1  # the idx keeps sizes as uint32; ustar itself ends at 8 GiB
 PACKED_MEMBER_BYTES = 512 * 1024  # rows are grouped into members of about this size
 
@@ -49,7 +48,6 @@ INDEX_NAME = "index.json"
 TOKENIZER_DIR = "tokenizer"
 TOKENIZER_FILE = "tokenizer.json"
 FAST_TOKENIZER_FILE = "fast_tokenizer.json"  # the same, without merges that no text needs
-TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATES_DIR = "additional_chat_templates"  # in a tokenizer's folder, as transformers names it
 QUARANTINE_DIR = "quarantine"
 IDS_DIR = "ids"

@@ -41,11 +41,7 @@ _NAMED = {0: _BOS, 1: _EOS, 4: _PAD} | {5 + number: f"<|{name}|>" for number, na
 
 
 def train_tokenizer(args: argparse.Namespace) -> int:
-    """Train a tokenizer on the inputs of a folder. Write tokenizer.json and tokenizer_config.json.
-
-    Equal inputs and flags give equal bytes. Raises what planning of these inputs raises, BadInput where they
-    hold no text, Refused where the output folder holds something.
-    """
+    """Train a tokenizer on the inputs of a folder. Equal inputs and flags give equal bytes."""
     vocab_size, max_bytes = args.vocab_size, parse_size(args.max_bytes, "--max_bytes")
     if vocab_size < 256:
         expected = "256 or more: the bytes and their merges (Llama 3 has 128000)"

@@ -64,11 +64,9 @@ def given_words(argv: Sequence[str] | None) -> list[str]:
 
 
 def check_names_are_utf8(*paths: str) -> None:
-    """Check that Python encodes names of files as UTF-8, as libraries in Rust and other nodes do.
-
-    ``paths``: they alone matter. ASCII is the same in every encoding. Raises UsageError.
-    """
+    """Refuse a Python for which names of files, or these ``paths``, are not UTF-8. Raises UsageError."""
     encoding = sys.getfilesystemencoding()
+    # ASCII is the same in every encoding.
     if encoding == "utf-8" or (paths and "".join(paths).isascii()):
         return
     shown = next((f"{path!a} is not ASCII, and " for path in paths if not path.isascii()), "")
@@ -78,11 +76,9 @@ def check_names_are_utf8(*paths: str) -> None:
 
 @dataclass(frozen=True)
 class Command:
-    """One command: ``run`` gets the parsed flags and returns the exit code.
+    """One command: ``run`` gets the parsed flags and returns the exit code."""
 
-    A text "module:function" is imported when the command is called, and nothing of other commands is.
-    """
-
+    # A text "module:function" is imported when the command is called, and nothing of other commands is.
     summary: str  # one line of help
     add_flags: Callable[[argparse.ArgumentParser], None] | str
     run: Callable[[argparse.Namespace], int] | str
@@ -133,10 +129,7 @@ class Program:
             return ReadWriteError.exit_code
 
     def parse(self, words: Sequence[str], *, name: str | None = None) -> argparse.Namespace:
-        """Parse the words. ``command`` of the result is a key of ``commands``.
-
-        Raises UsageError for an unknown command or a NUL, SystemExit with 2 for flags that cannot be parsed.
-        """
+        """Parse the words: flags, and ``command``. Raises UsageError, and SystemExit for wrong flags."""
         if found := next((word for word in words if "\0" in word), None):
             raise UsageError(f"{found!r} holds a NUL, which no path and no name can; leave that out")
         name = name or self.name
@@ -216,12 +209,10 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Help in 80 columns; a wrong flag is answered in three lines.
-
-    Flags are not abbreviated: ``--input`` is a flag of peek, and no short form of plan's ``--input_dir``.
-    """
+    """Help in 80 columns; a wrong flag is answered in three lines."""
 
     def __init__(self, **settings: Any) -> None:
+        # No flag is abbreviated: --input is a flag of peek, and no short form of plan's --input_dir.
         formatter = functools.partial(_Formatter, max_help_position=28, width=79)
         super().__init__(**settings, formatter_class=formatter, allow_abbrev=False)
 
@@ -372,11 +363,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def raise_on_stop_signals() -> None:
-    """Make the first of STOP_SIGNALS raise Stopped in the main thread. Later ones are ignored.
-
-    Slurm sends TERM at a time limit, a preemption and scancel, and KILL some seconds later; an
-    unhandled TERM would end Python without any ``finally``.
-    """
+    """Make the first of STOP_SIGNALS raise Stopped in the main thread. Later ones are ignored."""
+    # Slurm sends TERM at a time limit, a preemption and scancel, and KILL some seconds later.
     if not isinstance(sys.unraisablehook, _StopAgain):
         sys.unraisablehook = _StopAgain(sys.unraisablehook)
     for number in STOP_SIGNALS:
@@ -406,23 +394,19 @@ def stop_signals_wait(
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel send this process TERM when its parent dies, however that dies (Linux).
-
-    ``parent`` is the parent's process id: where it died before this call, the signal is sent at once.
-    """
+    """Have the kernel send this process TERM when its parent, by its id, dies, however that dies (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    # It died before.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def start_child(target: Callable[..., None], *args: Any) -> BaseProcess:
-    """Start ``target(*args)`` in a process of its own, which is stopped when this one ends.
-
-    It is spawned: a fork would copy the threads of numpy and tokenizers half-alive.
-    """
+    """Start ``target(*args)`` in a process of its own, which is stopped when this one ends."""
     import multiprocessing  # 10 ms that most commands need not wait for
 
+    # Spawned: a fork would copy the threads of numpy and tokenizers half-alive.
     process = multiprocessing.get_context("spawn").Process(
         target=_run_child, args=(os.getpid(), target, args), daemon=True
     )
@@ -482,10 +466,7 @@ def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a han
 
 
 class _StopAgain:
-    """A sys.unraisablehook for a Stopped that Python could raise to nobody, such as one within ``__del__``.
-
-    It cannot raise anything either, so an alarm does, when whatever was at work is over.
-    """
+    """A sys.unraisablehook for a Stopped that Python could raise to nobody, as within ``__del__``."""
 
     def __init__(self, hook: Callable[[sys.UnraisableHookArgs], Any]) -> None:
         self._hook = hook
@@ -499,5 +480,6 @@ class _StopAgain:
         def raise_again(*_: object) -> NoReturn:
             raise Stopped(*stopped.args)
 
+        # Nor can this raise it, so an alarm does, when whatever was at work is over.
         signal.signal(signal.SIGALRM, raise_again)
         signal.setitimer(signal.ITIMER_REAL, _STOP_AGAIN_S)

@@ -174,10 +174,7 @@ _IN_A_TEXT, _IN_A_LINE = re.compile(f"[{_CONTROLS}]"), re.compile(f"[\n{_CONTROL
 
 
 def printable(line: str) -> str:
-    r"""Return the line with each control character as an escape of Python: ``\x1b``, ``\n``, ``\u202e``.
-
-    A backslash stays as it is, so what looks like an escape may also be text.
-    """
+    r"""Return the line with each control character as an escape of Python: ``\x1b``, ``\n``, ``\u202e``."""
     return _IN_A_LINE.sub(_escape, line)
 
 

@@ -134,10 +134,8 @@ def _refuse_others(path: Path | str, mode: int) -> None:
 
 
 def refuse_fifos(folder: Path) -> None:
-    """Check that a folder holds no FIFO, device or socket, which a library would wait for.
-
-    What cannot be looked at is left to those who open it.
-    """
+    """Check that a folder holds no FIFO, device or socket, which a library would wait for."""
+    # What cannot be looked at is left to those who open it.
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
@@ -213,10 +211,7 @@ class ReadFile:
 
 
 class HashedFile(ReadFile):
-    """A file that is read forward, each byte once, and hashed on the way.
-
-    A read gives up what lies before it. Where that is asked for later, it is read again.
-    """
+    """A file that is read forward and hashed on the way, each byte once, but for what is asked for again."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -277,10 +272,7 @@ def read_beginning(path: Path, num_bytes: int) -> bytes:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, each with its end.
-
-    Raises BrokenShard for a line of more than MAX_LINE_BYTES, and what ``read_regular`` raises.
-    """
+    """Yield the lines of a file, each with its end. Raises as ``read_regular`` does."""
     with errors_named(path), os.fdopen(open_regular(path), "rb") as file:
         while line := file.readline(MAX_LINE_BYTES + 1):
             if len(line) > MAX_LINE_BYTES:

@@ -309,10 +309,8 @@ def _beginning_of_text(path: Path) -> bytes | None:
 
 
 def split_of(path: str) -> str:
-    """Return the split that a file's name tells, or the nearest of its folders': "train", ..., "" for none.
-
-    As ``datasets`` reads them: ``data/train-00000-of-00002.parquet``, ``wiki.valid.txt``, ``test/a.jsonl``.
-    """
+    """Return the split that a name tells, as ``datasets`` reads it: wiki.valid.txt, test/a.jsonl; or ""."""
+    # The nearest of its folders tells it where the file's own name does not.
     *folders, name = path.lower().split("/")
     stem = name.removesuffix(f".{name.rpartition('.')[2]}") if "." in name else name
     if input_kind(path).compression:
@@ -373,10 +371,7 @@ class Weighed(NamedTuple):
 def stamp_inputs(
     input_dir: Path, paths: list[Path], options: PlanOptions, progress: Callable[[int], None] = lambda _: None
 ) -> list[Weighed]:
-    """Return size, mtime and sampled hash of each file, and what its format says of it.
-
-    ``progress`` counts them.
-    """
+    """Return size, mtime and sampled hash of each file, and what its format says. ``progress`` counts."""
     load_libraries(path.name for path in paths)  # threads that import parts of pyarrow at once fail
     root = str(input_dir / "_")[:-1]
 

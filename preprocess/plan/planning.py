@@ -268,12 +268,10 @@ def _may_be_fast(config: PrepConfig, inputs: Sequence[InputFile]) -> bool:
 def _with_engine(
     plan: Plan, config: PrepConfig, resolved: ResolvedTokenizer, transform: Transform | None, say: Say
 ) -> tuple[Plan, Engine]:
-    """Return the plan with what it says of the fast engine, and the engine that workers will use.
-
-    The fast engine must give the reference's ids on the probe, on a sample of the input and at the gate.
-    """
+    """Return the plan with what it says of the fast engine, and the engine that workers will use."""
     engine = resolved.reference
     if _may_be_fast(config, plan.inputs):
+        # It must give the reference's ids on the probe, on a sample of the input and at the gate.
         texts = [*resolved.probe]
         for documents in sample_of_plan(plan, 1 << 18, transform):
             texts += map(bytes.decode, documents.texts)
@@ -311,10 +309,8 @@ def plan_of_task(plan: Plan | None, given: dict[str, Any]) -> Plan:
 
 
 def _plan_once(config: PrepConfig) -> Plan:
-    """Return the plan that another task is making, if it comes soon, else one's own.
-
-    A file tells who plans. It is no lock: nothing is wrong without it.
-    """
+    """Return the plan that another task is making, if it comes soon, else one's own."""
+    # A file tells who plans. It is no lock: nothing is wrong without it.
     folder, claim = config.output_dir, config.output_dir / _CLAIM_NAME
     is_ours = is_new_folder = False
     with contextlib.suppress(OSError):  # planning will say what is wrong with the folder
@@ -369,10 +365,7 @@ def _check_given(plan: Plan, given: dict[str, Any]) -> None:
 
 
 def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> None:
-    """Refuse a folder that no longer holds the planned inputs, and these alone.
-
-    Of a file with another mtime its sample is read and compared. ``names_alone``: look at no file.
-    """
+    """Refuse a folder that no longer holds the planned inputs, or with ``names_alone`` its names."""
     planned = {item.path for item in plan.inputs}
 
     def change_of(item: InputFile) -> str:

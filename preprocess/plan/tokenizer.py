@@ -81,10 +81,8 @@ class ResolvedTokenizer(TokenizerFacts):
     reference: engines.Engine  # of ``tokenizers``
 
     def passes_gate(self, fast: engines.Engine) -> bool:
-        """Return whether an engine gives the reference's ids on ``gate_texts``: 2 s for Llama 3's.
-
-        That it does is kept for the next plan, too, as an empty file.
-        """
+        """Return whether an engine gives the reference's ids on ``gate_texts``: 2 s for Llama 3's."""
+        # That it does is kept for the next plan, as an empty file.
         verdict = self.kept and self.kept / fast.name
         with contextlib.suppress(ShardprepError):
             if verdict and files.size_of_file(verdict) is not None:
@@ -430,10 +428,7 @@ def added_ids(engine: engines.Engine) -> tuple[list[int], list[int]]:
 
 
 def document_ends_line(plan: Plan, engine: engines.Engine, folder: Path) -> str:
-    """Say which tokens each document of a plan begins and ends with, nothing of conversations.
-
-    ``folder``: of the tokenizer's files, for the names.
-    """
+    """Say which tokens documents of a plan begin and end with. ``folder``: of the tokenizer's files."""
     if plan.options.is_chat:
         return ""
     before, after = added_ids(engine) if plan.options.add_special_tokens else ([], [])
@@ -451,10 +446,7 @@ def document_ends_line(plan: Plan, engine: engines.Engine, folder: Path) -> str:
 
 
 def publish_tokenizer(resolved: ResolvedTokenizer, output_dir: Path, planned: dict[str, FileStamp]) -> None:
-    """Make ``output_dir/tokenizer`` hold the resolved tokenizer, unless it holds the planned files already.
-
-    Equal files are kept, so that planners that race agree, and others are replaced.
-    """
+    """Make ``output_dir/tokenizer`` hold the resolved tokenizer, unless it holds the planned files."""
     target = output_dir / TOKENIZER_DIR
 
     def is_there() -> bool:
@@ -463,6 +455,7 @@ def publish_tokenizer(resolved: ResolvedTokenizer, output_dir: Path, planned: di
         except (errors.NotFound, errors.BrokenShard):
             return False
 
+    # Equal files are kept, so that planners that race agree.
     if is_there():
         return
     if resolved.files != planned:

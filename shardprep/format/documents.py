@@ -56,10 +56,8 @@ def digests_of(texts: Iterable[bytes]) -> Digests:
 
 
 def canonical_conversation(messages: str) -> str:
-    """What the digest of a conversation is of: its messages in JSON, keys sorted, without their nulls.
-
-    Tables have a null for each key that another message has.
-    """
+    """Return what the digest of a conversation is of: its messages in JSON, keys sorted, without nulls."""
+    # Tables have a null for each key that another message has.
     found = [
         {key: value for key, value in message.items() if value is not None}
         if isinstance(message, dict)
@@ -103,10 +101,7 @@ class DocumentNames:
         return np.array([self.find(each) for each in keys], np.intp).reshape(len(keys), len(offsets))
 
     def may_be_in(self, folder: Path, shard: PlannedShard, stamp: FileStamp | None) -> bool:
-        """Return whether a text or a place that is named may be of a shard, so that its input must be read.
-
-        ``stamp``: of its digests, where these are kept.
-        """
+        """Return whether a named text or place may be of a shard. ``stamp``: of its digests, if kept."""
         has_texts = "text" in self.kinds
         if has_texts and stamp is not None:
             has_texts = bool((self.find(read_digests(folder, shard.shard_id, stamp)) >= 0).any())
@@ -145,10 +140,7 @@ def name_of_place(path: str, offset: int) -> str:
 
 
 def read_names(path: Path, *, id_field: str) -> DocumentNames:
-    """Read a list that a user wrote; a million lines take 1 s and 50 MB.
-
-    ``id_field``: of the plan, "" where it keeps no ids.
-    """
+    """Read a list that a user wrote; a million lines take 1 s and 50 MB. ``id_field``: of the plan, or ""."""
     keys, kinds = bytearray(), set[NameKind]()
     for _, key, kind in _names_in(path, id_field):
         keys += key
@@ -235,10 +227,7 @@ def kept_ids(folder: Path, shard_id: int) -> Iterator[tuple[int, int, str]]:
 
 
 def read_digests(folder: Path, shard_id: int, stamp: FileStamp, *, is_checked: bool = False) -> Digests:
-    """Read the digests of a shard: DIGEST[documents], in the order of docs/format.md.
-
-    ``stamp``: of its manifest; their hash is compared, unless it ``is_checked``.
-    """
+    """Read the digests of a shard: see docs/format.md. Their hash is compared unless ``is_checked``."""
     path = names.digests_path(folder, shard_id)
     try:
         raw = files.read_regular(path, max_bytes=stamp.num_bytes)

@@ -233,10 +233,8 @@ def idx_header(spec: DatasetSpec, shard_id: int) -> bytes:
 
 
 def samples_holding(records: Records, place: tuple[int, int], num_train: int) -> list[int]:
-    """Return the samples of a shard that hold a document, the last one that begins at a place or before.
-
-    Rows for validation stand behind the ``num_train`` others; either side may hold it.
-    """
+    """Return the samples of a shard that hold a document, the last one that begins at a place or before."""
+    # Rows for validation stand behind the ``num_train`` others; either side may hold it.
     is_in_rows = "num_starts" in (records.dtype.names or ())
     if is_in_rows and 0 < num_train < len(records):
         behind = samples_holding(records[num_train:], place, 0)

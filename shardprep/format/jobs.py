@@ -304,10 +304,7 @@ class Failure(Struct, frozen=True, kw_only=True):
 
 
 class AttemptRecord(Struct, kw_only=True):
-    """One attempt at some shards: the lines of its record by their names, those of its end as ``end_``NAME.
-
-    What was not measured is None, 0 or "".
-    """
+    """One attempt at some shards: the lines of its record; what was not measured is None, 0 or ""."""
 
     path: str = ""
     shards: list[int] = field(name="shard_ids", default_factory=list)  # none for a verify job

@@ -301,10 +301,7 @@ def check_done(folder: Path, shard_id: int, plan_id: str, findings: Mapping[int,
 def done_manifest(
     folder: Path, shard_id: int, plan_id: str, findings: Mapping[int, Finding] | None = None
 ) -> Manifest | None:
-    """Return ``check_done``, or None for a shard that is to be made.
-
-    ``findings``: where they were read already.
-    """
+    """Return ``check_done``, or None for a shard that is to be made. ``findings``: if read already."""
     try:
         manifest = check_shard(folder, shard_id, plan_id)
     except (errors.MissingShard, errors.BrokenShard):
@@ -324,10 +321,8 @@ def refuse_found(folder: Path, findings: Mapping[int, Finding], shard_ids: Itera
 
 
 def refuse_other_plan(folder: Path, plan_id: str) -> None:
-    """Raise OtherPlan if a folder has a plan, and manifests or an index of this id are not of it.
-
-    For readers that need nothing else of a plan: the first bytes of plan.json hold its id.
-    """
+    """Raise OtherPlan if a folder has a plan, and manifests or an index of this id are not of it."""
+    # Its first bytes hold its id.
     match = _PLAN_ID.search(files.read_beginning(folder / names.PLAN_NAME, 400))
     if match and (found := match[1].decode()) != plan_id:
         expected = f"{plan_id[:12]}, as its shards: bring the plan back, or move one of both away"
@@ -406,10 +401,7 @@ def is_of_shard(error: ShardprepError) -> bool:
 
 
 def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
-    """Return the shards that a verify found wrong and that were not made anew since, by number.
-
-    One open where nothing was found, and one more for each finding.
-    """
+    """Return the shards that a verify found wrong and that were not made anew since, by number."""
     try:
         path = folder / FINDINGS_NAME
         file = names.read_file(path, _FINDINGS_FORMAT, _FindingsFile, max_bytes=_MAX_FINDINGS_BYTES)
@@ -421,6 +413,7 @@ def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
         raise
     if file.plan_id != plan_id:
         return {}
+    # One more open for each finding.
     return {
         each.shard: each
         for each in file.findings

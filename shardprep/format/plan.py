@@ -661,10 +661,7 @@ def refuse_another_plan(frozen: Plan, plan: Plan, output_dir: Path) -> None:
 
 
 def read_plan(output_dir: Path) -> Plan | None:
-    """Return the plan of a data set, or None where there is none yet.
-
-    Only the head is read; the tables may raise BrokenShard where they are used.
-    """
+    """Return the plan of a data set, or None without one. Tables are read where they are used."""
     try:
         return _open_plan(output_dir / names.PLAN_NAME)
     except FileNotFoundError:
@@ -763,10 +760,7 @@ def _differences(frozen: Plan, other: Plan) -> list[str]:
 
 
 def stamp_tokenizer(folder: Path) -> dict[str, FileStamp]:
-    """Return size and sha256 of each file in a tokenizer's folder, by name. Hidden files are left out.
-
-    Llama 3's 17.2 MB cost a worker 18 ms of CPU.
-    """
+    """Return size and sha256 of a tokenizer's files, but hidden ones: 18 ms of CPU for Llama 3's."""
     stamps = {}
     for name in files.names_in(folder):
         if not name.startswith("."):

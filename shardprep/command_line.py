@@ -47,15 +47,13 @@ T = TypeVar("T")
 
 
 def given_words(argv: Sequence[str] | None) -> list[str]:
-    """Return the words of a command: ``argv``, or those that this process was started with.
-
-    Names of files are UTF-8 to everything here, to Rust's libraries, and in every plan. Where the locale says
-    otherwise, such as ISO-8859-1 of LANG=en_US, this process begins anew with Python's UTF-8 mode on.
-    """
+    """Return the words of a command: ``argv``, or those that this process was started with."""
     if argv is not None:
         return list(argv)
     # Ctrl-C while this process still imports waits until the command can stop cleanly.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    # Names of files are UTF-8 to everything here, to Rust's libraries and in plans. Where the locale says
+    # otherwise, such as LANG=en_US, this process begins anew with Python's UTF-8 mode on.
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
         # The words as they were typed: what Python decoded as EUC-KR, it cannot always encode again.
         words = Path("/proc/self/cmdline").read_bytes().split(b"\0")[:-1]
@@ -290,11 +288,7 @@ def add_flags_of(
     but: Container[str] = (),
     groups: Sequence[str] = (),
 ) -> None:
-    """Add a flag for each option of a dataclass, but for some, under the titles of ``groups``, in that order.
-
-    The flag's type is the field's, see ``_type_settings``. A flag that is not given is absent from the
-    namespace, so that what a user gave can be told from a default.
-    """
+    """Add a flag for each option of a dataclass, ``but`` for some, under the titles of ``groups``."""
     hints = typing.get_type_hints(options)
     places: dict[str, Any] = {title: parser.add_argument_group(title) for title in groups}
     own = vars(options)["__annotations__"]  # shown before what is inherited
@@ -304,6 +298,7 @@ def add_flags_of(
         text = str(item.metadata["help"])
         if "(default" not in text:
             text += f" (default: {item.metadata.get('shown') or _shown(item.default)})"
+        # One that is not given is absent from the namespace, which tells it from a default.
         settings = {**_type_settings(hints[item.name]), "default": argparse.SUPPRESS}
         place = places.get(item.metadata.get("group", ""), parser)
         place.add_argument(f"--{item.name}", help=text.replace("%", "%%"), **settings)
@@ -325,10 +320,8 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def parse_size(text: str, flag: str, *, such_as: str = "512M or 2G") -> int:
-    """Return the bytes of ``512M``, ``512MB`` or ``512MiB``: K, M, G and T are binary, without it bytes.
-
-    Raises UsageError, which names the flag. ``128b`` is refused: to ``lfs`` it means blocks of 512 bytes.
-    """
+    """Return the bytes of ``512M``, ``512MB`` or ``512MiB``, all binary. Raises UsageError."""
+    # 128b is refused: to lfs it means blocks of 512 bytes.
     match = re.fullmatch(r"([0-9]{1,18})(?:([KMGT])(?:i?B)?)?", text.strip(), re.IGNORECASE)
     if not match:
         raise UsageError.of_value(flag, text, f"a number of bytes such as {such_as}")
@@ -376,11 +369,8 @@ def raise_on_stop_signals() -> None:
 def stop_signals_wait(
     numbers: Iterable[signal.Signals] = STOP_SIGNALS, *, spawns: bool = False
 ) -> Iterator[None]:
-    """Let these signals wait, within ``with``. A process that is started here begins with them waiting.
-
-    One that came while the child still imports would end it with a traceback, or as if it had been killed.
-    ``spawns``: multiprocessing starts it, by another method than fork.
-    """
+    """Let these signals wait, within ``with``. ``spawns``: multiprocessing starts a process there."""
+    # A child begins with them waiting: while it imports, one would end it with a traceback.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         if spawns:

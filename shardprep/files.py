@@ -92,10 +92,7 @@ def with_retries(what: str, attempt: Callable[[], T]) -> T:
 
 
 def wait_to_retry(what: str, error: Exception, delay_s: float | None) -> None:
-    """Sleep before another attempt. Raise the error where it stays, or where no attempt is left (None).
-
-    ``what`` failed, for messages. An OSError is raised as ReadWriteError.
-    """
+    """Sleep before ``what`` is tried again. Raise the error where it stays, or no try is left (None)."""
     cause = error if isinstance(error, OSError) else error.__context__
     if isinstance(cause, OSError) and cause.errno in RETRIED and delay_s is not None:
         logger.warning("%s (%s); trying again in %s s", what, cause, delay_s)
@@ -108,10 +105,7 @@ def wait_to_retry(what: str, error: Exception, delay_s: float | None) -> None:
 
 
 def open_regular(path: Path | str) -> int:
-    """Return a handle for reading. Links are followed. Close it with ``close_read``.
-
-    Raises BrokenShard for what is no regular file, without waiting for it; OSError otherwise.
-    """
+    """Return a handle for reading, for ``close_read``. Raises OSError, or BrokenShard for no regular file."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would wait for a writer
     try:
         _refuse_others(path, os.fstat(handle).st_mode)
@@ -145,10 +139,7 @@ def refuse_fifos(folder: Path) -> None:
 
 
 class ReadFile:
-    """A regular file, open for reads at any place; use it in ``with``, or ``close`` it.
-
-    Raises what ``open_regular`` raises; reads raise OSError, and BrokenShard where the file became shorter.
-    """
+    """A regular file, open for reads at any place, within ``with``. Reads raise OSError or BrokenShard."""
 
     _handle = -1
 
@@ -337,11 +328,7 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
 
 
 def make_subfolder(folder: Path, name: str) -> Path:
-    """Make a folder inside of a data set unless it is there, and return its path.
-
-    Raises CannotWrite, also for a link in its place, or in that of a folder above it: what would be written
-    there could take the place of another folder's files.
-    """
+    """Make a folder inside of a data set, and return its path. Raises CannotWrite, also for a link there."""
     path = folder
     for part in name.split("/"):
         path /= part
@@ -499,10 +486,7 @@ def publish_bytes(path: Path, content: bytes) -> None:
 
 
 def publish_link(path: Path, source: Path) -> None:
-    """Make ``path`` another name of the file ``source``, or where that cannot be a copy, by one rename.
-
-    The folder is not synced. Raises as PublishedFile does; OSError where ``source`` cannot be read.
-    """
+    """Make ``path`` another name of the file ``source``, or a copy, by one rename. No folder is synced."""
     temporary = _temporary_name(path)
     try:
         os.link(source, temporary)
@@ -517,11 +501,7 @@ def publish_link(path: Path, source: Path) -> None:
 
 
 class PublishedFolder:
-    """Holds files under a name unique to this attempt; ``publish`` gives their folder the real one.
-
-    Use it in ``with`` and fill ``temporary``; what is not published is removed at the end. Raises CannotWrite
-    at creation and publishing, ReadWriteError where a sync fails.
-    """
+    """Holds files in ``temporary``, within ``with``; ``publish`` gives their folder the real name."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -586,10 +566,8 @@ def sync_folder(path: Path) -> None:
 def remove_temporaries(
     folder: Path, *stems: str, older_than_s: float, subfolders: Sequence[str] = ()
 ) -> None:
-    """Remove what earlier attempts left of files with such stems, in a folder and in some of its subfolders.
-
-    Whether one of the attempts still lives cannot be known: losing its temporary file costs it the attempt.
-    """
+    """Remove what earlier attempts left of files with such stems, in a folder and some of its subfolders."""
+    # Whether one of them still lives cannot be known: losing its temporary file costs it the attempt.
     wanted = set(stems)
     for place in (folder, *(folder / name for name in subfolders)):
         names: list[str] = []

@@ -214,11 +214,7 @@ class InputListing:
 
 
 def _files_of_delta_table(folder: Path) -> set[str]:
-    """Return the data files of a table as it is now, relative to its folder.
-
-    Raises BadInput where its log does not say all, or says of rows that they are deleted; UsageError where a
-    checkpoint asks for pyarrow.
-    """
+    """Return the data files of a table as it is now, relative to its folder. Raises BadInput."""
     log = folder / _DELTA_LOG
     commits = {int(path.stem): path for path in log.glob("*.json") if re.fullmatch(r"\d{20}", path.stem)}
     first, vectors = 0, dict[str, Any]()  # data file -> its deletion vector, if it has one
@@ -459,11 +455,7 @@ def _groups_of(inputs: list[Weighed], whole: list[Weighed], num_shards: int) -> 
 
 
 def _even_cuts(input_dir: Path, inputs: list[Weighed], num_shards: int, options: PlanOptions) -> list[Cut]:
-    """Return where shards of even text begin, and where the last one ends.
-
-    That is for each target the first place at or behind it where a part may begin. It is looked for up to
-    the next target alone, whose place is this one's where none is found: so no byte is read twice.
-    """
+    """Return where shards of even text begin, and where the last one ends."""
     ends = [0, *itertools.accumulate(item.text_bytes for item in inputs)]  # of text, behind each file
     targets = [ends[-1] * number // num_shards for number in range(1, num_shards)]
     if not ends[-1]:
@@ -475,6 +467,8 @@ def _even_cuts(input_dir: Path, inputs: list[Weighed], num_shards: int, options:
             is_nearer_before = target - ends[number - 1] <= ends[number] - target
             cuts.append(Cut(number - is_nearer_before, 0))
         return [Cut(0, 0), *cuts, Cut(len(inputs), 0)]
+    # For each target the first place at or behind it where a part may begin, up to the next target. Where
+    # none is, the next one's is taken: so no byte is read twice.
     stretches: list[tuple[int, int, int]] = []  # (input, first byte, end): where a place is looked for
     for target, following in itertools.pairwise([*targets, ends[-1]]):
         number = bisect.bisect_right(ends, target) - 1

@@ -291,16 +291,13 @@ def _with_engine(
 
 
 def plan_of_task(plan: Plan | None, given: dict[str, Any]) -> Plan:
-    """Return the plan in ``output_dir``, checked against what the user gave, or make 'one file, one shard'.
-
-    Of several tasks that find no plan, one plans and the others wait a little. One that does not see the plan
-    in time plans, too: the first to publish wins, the others compare.
-    """
+    """Return the plan in ``output_dir``, checked against what the user gave, or make one per file."""
     output_dir: Path = given["output_dir"]
     if plan is None:
         # Shard N is the N-th of the .txt files, README.txt and the like included.
         config = PrepConfig(**{**given, "also": ",".join(filter(None, ["*.txt", given.get("also")]))})
         say(f"no plan in {output_dir}: planning one shard per file of {config.input_dir}")
+        # Of several tasks one plans and the others wait a little; in the end the first to publish wins.
         plan = _plan_once(config)
     _check_given(plan, given)
     if "input_dir" in given and is_one_file_a_shard(plan):

@@ -99,10 +99,7 @@ class ResolvedTokenizer(TokenizerFacts):
 def resolve_tokenizer(
     model_id: str, folder: Path, *, allow_special_tokens: bool, for_fast_engine: bool = False
 ) -> ResolvedTokenizer:
-    """Write the files of a model's tokenizer, and nothing else of the model, into the empty ``folder``.
-
-    ``for_fast_engine``: also the file that the fast engine loads sooner, where there is one.
-    """
+    """Write the files of a model's tokenizer, and nothing else of the model, into the empty ``folder``."""
     for each in (Path(model_id), Path(model_id, CHAT_TEMPLATES_DIR)):
         files.refuse_fifos(each)
     source: Path | None
@@ -246,11 +243,7 @@ _TOKEN_FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "spe
 
 
 def plain_files(given: Files) -> tuple[Files, Tokenizer] | None:
-    """Return the files that transformers would save, and the tokenizer.
-
-    None where transformers might change ids, or where that is not known. The tokenizer.json is written anew
-    by ``tokenizers``, as transformers does; the rest is copied.
-    """
+    """Return the files that transformers would save, and the tokenizer, or None where it might change ids."""
     if not version("transformers").startswith(_PLAIN_TRANSFORMERS):
         return None
     try:
@@ -265,6 +258,7 @@ def plain_files(given: Files) -> tuple[Files, Tokenizer] | None:
     if data.get("post_processor") is None:
         tokenizer.post_processor = processors.TemplateProcessing("$A:0", "$A:0 $B:1", special_tokens=[])
     copied = {name: given[name] for name in _COPIED if name in given}
+    # Written anew by tokenizers, as transformers does.
     return {TOKENIZER_FILE: tokenizer.to_str(pretty=True).encode(), **copied}, tokenizer
 
 

@@ -122,10 +122,7 @@ def keys_of_ids(ids: Iterable[str]) -> Digests:
 
 
 def keys_of_places(path: str, offsets: Numbers) -> Digests:
-    """Return the keys of places in an input: DIGEST[n], 8 bytes of a hash of its path, and 8 of the offset.
-
-    ``path``: as the plan has it. ``offsets``: see docs/format.md, "Places".
-    """
+    """Return the keys of places in an input: DIGEST[n], 8 bytes of a hash of its path, 8 of the offset."""
     keys = np.empty((len(offsets), 2), ">u8")
     keys[:, 0] = int.from_bytes(hashlib.sha256(_PLACE.encode() + path.encode()).digest()[:8], "big")
     keys[:, 1] = offsets

@@ -214,10 +214,7 @@ class Submission:
 
 
 def read_submissions(folder: Path) -> list[Submission]:
-    """Return all submissions of a data set, oldest first.
-
-    One that cannot be read is an error: were it left out, its shards would be made a second time.
-    """
+    """Return all submissions of a data set, oldest first."""
     jobs = folder / JOBS_FOLDER
     listed = files.names_in(jobs)
     if not listed and files.size_of_file(jobs) is not None and not files.is_folder(jobs):
@@ -230,6 +227,7 @@ def read_submissions(folder: Path) -> list[Submission]:
         try:
             raw, status = files.read_with_status(path, max_bytes=_MAX_BYTES)
             submission = names.as_type(path, names.checked_object(path, raw, _FORMAT), Submission)
+        # Were one left out, its shards would be made a second time.
         except files.NOT_THERE as error:  # a link to nothing, or taken away since it was listed
             raise errors.ReadWriteError(path=path, found=error.strerror, expected="a submission") from None
         except (
@@ -376,10 +374,8 @@ class AttemptRecords:
 
 
 def folder_identity(folder: Path) -> str:
-    """Return what tells a folder from its copies: its inode and its file system, as ``stat`` prints them.
-
-    A move within the file system keeps it, and all nodes see the same. Roots of file systems share inodes.
-    """
+    """Return what tells a folder from its copies: its inode and file system, as ``stat`` prints them."""
+    # A move within the file system keeps it, and all nodes see the same. Roots of file systems share inodes.
     try:
         number = os.statvfs(folder).f_fsid
         return f"{folder.stat().st_ino}.{(number & 0xFFFFFFFF) << 32 | number >> 32:x}"

@@ -213,10 +213,7 @@ def manifest_ids(folder: Path) -> list[int]:
 
 
 def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
-    """Return the manifest of a shard, if it is of this plan, and tar and idx are there with their sizes.
-
-    Whether the shard is done also depends on what verify found, see ``check_done``.
-    """
+    """Return the manifest of a shard, if it is of this plan, and tar and idx have the sizes that it says."""
     manifest = read_manifest(folder, shard_id)
     if manifest.spec.plan_id != plan_id or manifest.shard_id != shard_id:
         found = f"shard {manifest.shard_id} of plan {manifest.spec.plan_id[:12]}"
@@ -435,13 +432,10 @@ def standing_findings(folder: Path, plan_id: str, check: Check) -> dict[int, Fin
 def publish_findings(
     folder: Path, plan_id: str, wrong: Mapping[int, ShardprepError], check: Check, not_read: Collection[int]
 ) -> None:
-    """Write what a verify found wrong of shards, and remove index.json, which says otherwise.
-
-    A shard without a manifest is not done anyway, and left out. Findings of before stand for the shards in
-    ``not_read``, and where a more thorough verify made them.
-    """
+    """Write what a verify found wrong of shards, and remove index.json, which says otherwise."""
     if not wrong:
         return
+    # Findings of before stand for shards that were not read, and where a more thorough verify made them.
     before: dict[int, Finding] = {}
     with contextlib.suppress(errors.BrokenShard):
         before = read_findings(folder, plan_id)

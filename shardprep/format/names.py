@@ -150,10 +150,7 @@ def id_ranges(ids: Iterable[int]) -> str:
 
 
 def ids_of_ranges(text: str, *, end: int = 10**7) -> list[int]:
-    """Return [0, 1, 2, 5] for ``0-2,5``, each below ``end``, as written: one named twice comes twice.
-
-    Raises ValueError for anything else: no ids, more than ``end``, or a range that runs backwards.
-    """
+    """Return [0, 1, 2, 5] for ``0-2,5``, each below ``end``, as written. Raises ValueError."""
     ids: list[int] = []
     for part in text.split(","):
         match = _PART.fullmatch(part)

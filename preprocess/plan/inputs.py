@@ -219,38 +219,33 @@ def _files_of_delta_table(folder: Path) -> set[str]:
     commits = {int(path.stem): path for path in log.glob("*.json") if re.fullmatch(r"\d{20}", path.stem)}
     first, vectors = 0, dict[str, Any]()  # data file -> its deletion vector, if it has one
     checkpoints = sorted(log.glob("*.checkpoint.parquet"))
-    if 0 not in commits and checkpoints:
-        first = int(checkpoints[-1].name.partition(".")[0]) + 1
-        for added in _files_of_checkpoint(checkpoints[-1]):
-            vectors[added["path"]] = added.get("deletionVector")
-    numbers = sorted(number for number in commits if number >= first)
-    if numbers != list(range(first, first + len(numbers))) or not (numbers or first):
-        raise _unreadable(folder, "the log has gaps, or its checkpoint has several parts")
-    for number in numbers:
-        try:
-            for line in commits[number].read_bytes().splitlines():
+    path = log
+    try:
+        if 0 not in commits and checkpoints:
+            from pyarrow.parquet import read_table
+
+            path = checkpoints[-1]
+            first = int(path.name.partition(".")[0]) + 1
+            for added in read_table(path, columns=["add"], use_threads=False)["add"].to_pylist():
+                if added is not None:
+                    vectors[added["path"]] = added.get("deletionVector")
+        numbers = sorted(number for number in commits if number >= first)
+        if numbers != list(range(first, first + len(numbers))) or not (numbers or first):
+            raise _unreadable(folder, "the log has gaps, or its checkpoint has several parts")
+        for path in map(commits.__getitem__, numbers):
+            for line in path.read_bytes().splitlines():
                 action = json.loads(line)
                 if added := action.get("add"):
                     vectors[added["path"]] = added.get("deletionVector")
                 elif removed := action.get("remove"):
                     vectors.pop(removed["path"], None)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise _unreadable(folder, f"{commits[number].name}: {error}") from None
+    except ImportError:
+        raise UsageError(needs("the checkpoint of a Delta table", "pyarrow")) from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _unreadable(folder, f"{path.name}: {error}") from None
     if deleted := [path for path, vector in vectors.items() if vector is not None]:
         raise _unreadable(folder, f"rows of {deleted[0]} are deleted by a deletion vector")
     return {unquote(path) for path in vectors}
-
-
-def _files_of_checkpoint(path: Path) -> list[dict[str, Any]]:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise UsageError(needs("the checkpoint of a Delta table", "pyarrow")) from None
-    try:
-        table = pyarrow.parquet.read_table(path, columns=["add"], use_threads=False)
-        return [added for added in table["add"].to_pylist() if added is not None]
-    except (OSError, ValueError, KeyError) as error:
-        raise _unreadable(path.parent.parent, f"{path.name}: {error}") from None
 
 
 def _unreadable(folder: Path, why: str) -> BadInput:

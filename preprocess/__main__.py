@@ -22,14 +22,7 @@ from pathlib import Path
 from preprocess.make import resources
 from preprocess.make.resources import WorkerSettings
 from shardprep.command_line import Command, Program, add_flags_of, given_of, given_words, parse_size
-from shardprep.console import (
-    Progress,
-    counted,
-    print_lines,
-    quoted,
-    say,
-    shards_text,
-)
+from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, ShardprepError, UsageError
 from shardprep.format.names import chosen_shards, id_ranges
 from shardprep.format.plan import GROUPS, RESOURCES, PrepConfig
@@ -187,12 +180,9 @@ def run(args: argparse.Namespace) -> int:
         made, failures = run_shards(folder, settings, todo, cpus_of, progress, is_verbose=args.verbose)
         record.exit_code = failures[0].exit_code if failures else 0
     counts = [manifest.counts for manifest in made]
-    total = amounts_line(
-        sum(each.input_bytes for each in counts),
-        sum(each.num_documents for each in counts),
-        sum(each.num_tokens for each in counts),
-        progress.elapsed_s,
-    )
+    amounts = ("input_bytes", "num_documents", "num_tokens")
+    sums = [sum(getattr(each, name) for each in counts) for name in amounts]
+    total = amounts_line(*sums, progress.elapsed_s)
     num_made = len(todo) - len(failures)
     say(f"{num_made} of {counted(len(todo), 'shard')} made by {counted(num_proc, 'process')}: {total}")
     if failures:
@@ -226,12 +216,9 @@ def blank(args: argparse.Namespace) -> int:
     from preprocess.verify import verify
 
     folder, new = args.data_dir, args.output_dir
+    moved_to, transform = getattr(args, "input_dir", None), getattr(args, "transform", None)
     plan, touched, are_all_found = take_over(
-        folder,
-        new,
-        args.ids,
-        input_dir=getattr(args, "input_dir", None),
-        transform_file=getattr(args, "transform", None),
+        folder, new, args.ids, input_dir=moved_to, transform_file=transform
     )
     num_taken = plan.num_shards - len(touched)
     say(f"{num_taken} of {counted(plan.num_shards, 'shard')} hold none of them: taken as they are")

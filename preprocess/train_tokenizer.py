@@ -81,10 +81,8 @@ def train_tokenizer(args: argparse.Namespace) -> int:
             raise Refused(path=folder, found="a folder that was made meanwhile", expected=expected)
     say(text.summary())
     if num_base < vocab_size:
-        say(
-            f"the text yields {num_base:,} base tokens, not the {vocab_size:,} asked for: no other pair "
-            "comes twice; more text gives more"
-        )
+        what = f"the text yields {num_base:,} base tokens, not the {vocab_size:,} asked for"
+        say(f"{what}: no other pair comes twice; more text gives more")
     say(f"{folder}: {num_base + 256:,} tokens ({num_base:,} base, 256 special, BOS is {num_base})")
     return 0
 
@@ -165,8 +163,7 @@ def _trained(text: _TrainingText, vocab_size: int) -> Tokenizer:
     if failures:
         raise failures[0]
     if not text.num_texts:
-        todo = "are --encoding, and --text_field or --text_template, right?"
-        raise BadInput(f"{text.summary()}: nothing to train on; {todo}")
+        raise BadInput(f"{text.summary()}: nothing to train on; are --encoding and --text_field right?")
     return tokenizer
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -30,7 +29,7 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -292,7 +291,7 @@ def add_flags_of(
     hints = typing.get_type_hints(options)
     places: dict[str, Any] = {title: parser.add_argument_group(title) for title in groups}
     own = vars(options)["__annotations__"]  # shown before what is inherited
-    for item in sorted(dataclasses.fields(options), key=lambda item: item.name not in own):
+    for item in sorted(fields(options), key=lambda item: item.name not in own):
         if item.name in but or not item.metadata["help"]:
             continue
         text = str(item.metadata["help"])
@@ -312,7 +311,7 @@ def _shown(default: Any) -> str:
 
 def given_of(args: argparse.Namespace, options: type) -> dict[str, Any]:
     """Return the fields of a dataclass that the user gave as flags."""
-    names = {item.name for item in dataclasses.fields(options)}
+    names = {item.name for item in fields(options)}
     return {name: value for name, value in vars(args).items() if name in names}
 
 
@@ -397,9 +396,8 @@ def start_child(target: Callable[..., None], *args: Any) -> BaseProcess:
     import multiprocessing  # 10 ms that most commands need not wait for
 
     # Spawned: a fork would copy the threads of numpy and tokenizers half-alive.
-    process = multiprocessing.get_context("spawn").Process(
-        target=_run_child, args=(os.getpid(), target, args), daemon=True
-    )
+    spawning = multiprocessing.get_context("spawn")
+    process = spawning.Process(target=_run_child, args=(os.getpid(), target, args), daemon=True)
     with stop_signals_wait(spawns=True):
         process.start()
     return process

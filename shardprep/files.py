@@ -367,17 +367,15 @@ class PublishedFile:
         self._owner = os.getpid()
         self._is_there = True  # perhaps; False once the temporary name is given up
         self._fd = -1
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        try:
+        for direct in (os.O_DIRECT, 0):
             try:
-                self._fd = os.open(self.temporary, flags | os.O_DIRECT, 0o666)
+                self._fd = os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | direct, 0o666)
+                break
             except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self.temporary.unlink(missing_ok=True)  # some make the file before they refuse the flag
-                self._fd = os.open(self.temporary, flags, 0o666)
-        except OSError as error:
-            raise _not_creatable(path, error) from None
+                if error.errno != errno.EINVAL or not direct:
+                    raise _not_creatable(path, error) from None
+            with contextlib.suppress(OSError):  # some make the file before they refuse the flag
+                self.temporary.unlink()
         self._piece = mmap.mmap(-1, WRITE_BYTES)  # aligned to a page, as O_DIRECT wants
         self._num_held = 0
 

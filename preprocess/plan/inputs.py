@@ -35,11 +35,11 @@ from preprocess.read.format import SHORT_LINE_BYTES, OpenInput, Start, check_is_
 from preprocess.read.lines import COMPRESSIONS, decompressed
 from preprocess.read.transform import Transform
 from shardprep.command_line import needs
-from shardprep.console import counted, short_bytes
+from shardprep.console import Progress, counted, short_bytes
 from shardprep.errors import BadInput, NotFound, ShardprepError, UsageError
 from shardprep.format.input_formats import input_kind, known_input_kind, known_suffixes
 from shardprep.format.names import MAX_SHARDS
-from shardprep.format.plan import SPLITS, Cut, InputFile, PlanOptions, ranges_between
+from shardprep.format.plan import SPLITS, Cut, InputFile, PlanOptions, PrepConfig, ranges_between
 
 _UNKNOWN = "unknown suffix"
 # Reasons to leave a name out, as plan.json has them, for which a user can do something, and what.
@@ -369,12 +369,8 @@ def stamp_inputs(
     def stamp(path: Path) -> Weighed:
         file = OpenInput(path)
         check_is_fetched(file)
-        stamped = InputFile(
-            path=str(path).removeprefix(root),
-            num_bytes=file.stamp.num_bytes,
-            mtime_ns=file.stamp.mtime_ns,
-            sha256=sample_sha256(file),
-        )
+        name, size, mtime_ns = str(path).removeprefix(root), file.stamp.num_bytes, file.stamp.mtime_ns
+        stamped = InputFile(path=name, num_bytes=size, mtime_ns=mtime_ns, sha256=sample_sha256(file))
         return Weighed(stamped, *format_of(path.name).inspect(file, options))
 
     inputs: list[Weighed] = []
@@ -387,32 +383,61 @@ def stamp_inputs(
     return inputs
 
 
-def divide(
-    input_dir: Path,
-    inputs: list[Weighed],
+def divide_inputs(
+    config: PrepConfig,
+    listing: InputListing,
     num_shards: int | None,
     shard_bytes: int | None,
-    options: PlanOptions,
+    say: Callable[[str], None],
 ) -> tuple[list[InputFile], list[Cut]]:
-    """Divide the inputs into shards of even text, by number or by bytes; or (neither) one per file.
+    """Stamp the inputs, and divide them into shards: even ones, by number or bytes, or one per file.
 
     Returns them in the order in which they are read, and where each shard begins (num_shards + 1).
-    Raises UsageError for no or too many shards.
     """
-    is_one_each = num_shards is None and shard_bytes is None
+    paths = listing.paths
+    for path in paths if config.is_chat else ():
+        if not input_kind(path.name).format.has_fields:
+            expected = "JSON lines and tables, out of which --record chat reads messages; move it away"
+            raise UsageError(path=path, found="text", expected=expected)
+    progress = Progress("looking at the inputs", len(paths), unit="files")
+    weighed = stamp_inputs(config.input_dir, paths, config, progress.add)
+    inputs = [item.file for item in weighed]
+    num_links = sum(is_link for _, is_link in listing.taken.values())
+    links = f", {num_links} of them links" if num_links else ""
+    empty = {item.path for item in inputs if not item.num_bytes}
+    hold_nothing = f"; {len(empty)} of them hold nothing, such as {min(empty)}" if empty else ""
+    say(f"{counted(len(paths), 'input file')} in {config.input_dir}{links}{hold_nothing}")
+    for line in left_out_lines(listing.left_out):
+        say(line)
+    if line := split_line([(item.path, item.num_bytes) for item in inputs], config.split):
+        say(line)
+    first_paths: dict[tuple[int, str], str] = {}
+    pairs = [(item.path, first_paths.setdefault((item.num_bytes, item.sha256), item.path)) for item in inputs]
+    equal = [(path, first) for path, first in pairs if path != first and path not in empty]
+    if equal:
+        found = f"{counted(len(equal), 'input file')} with the size and the samples of another one"
+        which = f"such as {equal[0][0]} and {equal[0][1]}"
+        say(f"warning: {found}, {which}; all are taken: move them away if they are copies")
     for name, value in (("num_shards", num_shards), ("shard_bytes", shard_bytes)):
         if value is not None and value < 1:
             raise UsageError.of_value(f"--{name}", value, "at least 1")
+    number = num_shards or len(inputs)
     if shard_bytes:
-        num_shards = max(1, -(-sum(item.text_bytes for item in inputs) // shard_bytes))
-    num_shards = num_shards or len(inputs)
-    if num_shards > MAX_SHARDS:
-        smallest = -(-sum(item.file.num_bytes for item in inputs) // MAX_SHARDS)
+        number = max(1, -(-sum(item.text_bytes for item in weighed) // shard_bytes))
+    if number > MAX_SHARDS:
+        smallest = -(-sum(item.num_bytes for item in inputs) // MAX_SHARDS)
         remedy = f"--num_shards {MAX_SHARDS}"
         expected = f"at most {MAX_SHARDS}: {remedy}, or --shard_bytes {-(-smallest // 2**20)}M"
-        raise UsageError(found=f"{num_shards} shards", expected=expected, remedy=remedy)
-    if is_one_each:
-        return [item.file for item in inputs], [Cut(number, 0) for number in range(num_shards + 1)]
+        raise UsageError(found=f"{number} shards", expected=expected, remedy=remedy)
+    if num_shards is None and shard_bytes is None:
+        return inputs, [Cut(number, 0) for number in range(len(inputs) + 1)]
+    return _divide(config.input_dir, weighed, number, config)
+
+
+def _divide(
+    input_dir: Path, inputs: list[Weighed], num_shards: int, options: PlanOptions
+) -> tuple[list[InputFile], list[Cut]]:
+    """Divide the inputs into shards of even text: in which order they are read, and where each begins."""
     whole: list[Weighed] = []
     cut: list[Weighed] = []
     for item in inputs:
@@ -523,12 +548,8 @@ def sample_documents(
         # As the files are now: whether they are as they were planned is asked by those who make shards.
         ranges = ranges_between(input_dir, inputs, place, following)
         parts = (dataclasses.replace(part, planned=None) for part in ranges if part.start < part.end)
-        found = read_documents(
-            list(itertools.islice(parts, files_each)),
-            options,
-            batch_bytes=max(1, min(BATCH_BYTES, each)),
-            transform=transform,
-        )
+        some, batch_bytes = list(itertools.islice(parts, files_each)), max(1, min(BATCH_BYTES, each))
+        found = read_documents(some, options, batch_bytes=batch_bytes, transform=transform)
         with contextlib.closing(found):
             for documents in found:
                 yield documents

@@ -30,34 +30,18 @@ import msgspec
 import lustre
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
 from preprocess.make.shard_writer import Counting, ShardWriter
-from preprocess.plan.inputs import (
-    NUM_THREADS,
-    InputListing,
-    divide,
-    find_inputs,
-    left_out_lines,
-    sample_documents,
-    split_line,
-    stamp_inputs,
-)
-from preprocess.plan.tokenizer import (
-    ResolvedTokenizer,
-    added_ids,
-    document_ends_line,
-    publish_tokenizer,
-    resolve_tokenizer,
-)
+from preprocess.plan.inputs import NUM_THREADS, InputListing, divide_inputs, find_inputs, sample_documents
+from preprocess.plan.tokenizer import ResolvedTokenizer, document_ends_line, resolve_tokenizer
 from preprocess.read import chat
 from preprocess.read.documents import Documents, read_records
-from preprocess.read.format import RangeReader, open_part
+from preprocess.read.format import RangeReader
 from preprocess.read.text_fields import TextFields, UnusableText
 from preprocess.read.transform import Transform
 from shardprep import errors, files
 from shardprep.command_line import call_in_child
-from shardprep.console import Progress, counted, printable, say, short_bytes, short_time
+from shardprep.console import counted, printable, say, short_bytes, short_time
 from shardprep.format import names
 from shardprep.format.documents import DocumentNames, read_names
-from shardprep.format.input_formats import input_kind
 from shardprep.format.plan import (
     PLAN_FIELDS,
     ByteRange,
@@ -112,7 +96,7 @@ def make_plan(
         config = dataclasses.replace(config, transform_sha256=transform.sha256)
     excluded = None if config.exclude is None else read_names(config.exclude, id_field=config.id_field)
     listing = find_inputs(config.input_dir, config)
-    inputs, cuts = _divided(config, listing, num_shards, shard_bytes, say)
+    inputs, cuts = divide_inputs(config, listing, num_shards, shard_bytes, say)
     with scratch_folder() as scratch:
         resolved = resolve_tokenizer(
             config.model_id,
@@ -153,46 +137,15 @@ def make_plan(
         if dry_run:
             return plan, cost
         if frozen is None:
-            publish_tokenizer(resolved, config.output_dir, resolved.files)
+            resolved.publish(config.output_dir, resolved.files)
         frozen = publish_plan(plan, config.output_dir)
         # Again: another planner may have put its own files there meanwhile, or they were damaged since.
-        publish_tokenizer(resolved, config.output_dir, frozen.tokenizer_files)
+        resolved.publish(config.output_dir, frozen.tokenizer_files)
         if transform is not None:
             transform.publish_copy(config.output_dir)
         if excluded is not None:
             files.publish_bytes(config.output_dir / names.EXCLUDED_NAME, excluded.keys.tobytes())
         return frozen, cost
-
-
-def _divided(
-    config: PrepConfig, listing: InputListing, num_shards: int | None, shard_bytes: int | None, say: Say
-) -> tuple[list[InputFile], list[Cut]]:
-    """Stamp the inputs, and divide them into shards: even ones, or one per file."""
-    paths = listing.paths
-    for path in paths if config.is_chat else ():
-        if not input_kind(path.name).format.has_fields:
-            expected = "JSON lines and tables, out of which --record chat reads messages; move it away"
-            raise errors.UsageError(path=path, found="text", expected=expected)
-    progress = Progress("looking at the inputs", len(paths), unit="files")
-    weighed = stamp_inputs(config.input_dir, paths, config, progress.add)
-    inputs = [item.file for item in weighed]
-    num_links = sum(is_link for _, is_link in listing.taken.values())
-    links = f", {num_links} of them links" if num_links else ""
-    empty = {item.path for item in inputs if not item.num_bytes}
-    hold_nothing = f"; {len(empty)} of them hold nothing, such as {min(empty)}" if empty else ""
-    say(f"{counted(len(paths), 'input file')} in {config.input_dir}{links}{hold_nothing}")
-    for line in left_out_lines(listing.left_out):
-        say(line)
-    if line := split_line([(item.path, item.num_bytes) for item in inputs], config.split):
-        say(line)
-    first_paths: dict[tuple[int, str], str] = {}
-    pairs = [(item.path, first_paths.setdefault((item.num_bytes, item.sha256), item.path)) for item in inputs]
-    equal = [(path, first) for path, first in pairs if path != first and path not in empty]
-    if equal:
-        found = f"{counted(len(equal), 'input file')} with the size and the samples of another one"
-        which = f"such as {equal[0][0]} and {equal[0][1]}"
-        say(f"warning: {found}, {which}; all are taken: move them away if they are copies")
-    return divide(config.input_dir, weighed, num_shards, shard_bytes, config)
 
 
 def _plan_of(
@@ -222,10 +175,8 @@ def _plan_of(
             say(f"warning: {warning}")
         found_out |= {"chat_template": template.text, "chat_tokens": template.tokens}
         found_out |= {"chat_versions": chat.chat_versions(), "chat_mask_rule": mask_rule}
-    elif options.add_special_tokens:
-        _, after = added_ids(resolved.reference)
-        if after and after[-1] == resolved.spec.eos_token_id:
-            found_out |= {"append_eos": True, "own_eos": True}
+    elif options.add_special_tokens and resolved.adds_eos():
+        found_out |= {"append_eos": True, "own_eos": True}
     plan = Plan(
         plan_id="",
         input_dir=config.input_dir.resolve(),
@@ -368,7 +319,7 @@ def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> N
     def change_of(item: InputFile) -> str:
         path, end = input_dir / item.path, item.num_bytes
         try:
-            open_part(ByteRange(input_number=0, path=path, start=0, end=end, planned=item))
+            RangeReader(ByteRange(input_number=0, path=path, start=0, end=end, planned=item), None)
         except errors.Refused as error:
             return f"{item.path} has {error.found}"
         return ""
@@ -569,13 +520,11 @@ def check_transform(plan: Plan, transform: Transform, say: Callable[[str], None]
         if len(failures) == num_documents:
             raise errors.BadInput(message, path=transform.path)
         say(f"warning: {message}")
-    for texts_again, where in (
-        (_try(plan, transform)[0], "the second time that it was given the same sample"),
-        (texts_elsewhere, "in another process"),
-    ):
-        if texts_again != texts:
-            expected = "the same text for the same record, whatever the time, chance and other documents"
-            raise errors.UsageError(path=transform.path, found=f"other texts {where}", expected=expected)
+    again = {"the second time": _try(plan, transform)[0], "in another process": texts_elsewhere}
+    if differing := [where for where, texts_again in again.items() if texts_again != texts]:
+        expected = "the same text for the same record, whatever the time, chance and other documents"
+        found = f"other texts {differing[0]}"
+        raise errors.UsageError(path=transform.path, found=found, expected=expected)
 
 
 def _turns(*texts: str) -> list[dict[str, Any]]:
@@ -632,13 +581,10 @@ def template_warnings(template: chat.ChatTemplate) -> Iterator[str]:
             losing.append(f"{name} ({lost[0]!a})")
     for why, shapes_lost in unusable.items():
         yield (
-            f"the chat template cannot render conversations with {', or '.join(shapes_lost)}: {why}; such "
-            "conversations will be left out; change the data, or put {% generation %} and "
-            "{% endgeneration %} around what the assistant writes in a copy of the template, and pass "
-            "--chat_template_file"
+            f"the chat template cannot render conversations with {', or '.join(shapes_lost)}: {why}; they "
+            "are left out; change the data, or put {% generation %} and {% endgeneration %} around what the "
+            "assistant writes in a copy of the template, and pass --chat_template_file"
         )
     if losing:
-        yield (
-            f"the chat template leaves out text of conversations with {', or '.join(losing)}; the assistant "
-            "will not learn it: to keep it, pass a template that renders it as --chat_template_file"
-        )
+        todo = "to keep it, pass a template that renders it as --chat_template_file"
+        yield f"the chat template leaves out text of conversations with {', or '.join(losing)}; {todo}"

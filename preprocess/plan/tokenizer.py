@@ -13,14 +13,13 @@ counts as none, and a cache that cannot be written is done without.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import json
 import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -80,6 +79,11 @@ class ResolvedTokenizer(TokenizerFacts):
     kept: Path | None  # its entry of the cache
     reference: engines.Engine  # of ``tokenizers``
 
+    def adds_eos(self) -> bool:
+        """Return whether it ends each document with EOS by itself."""
+        _, after = added_ids(self.reference)
+        return bool(after) and after[-1] == self.spec.eos_token_id
+
     def passes_gate(self, fast: engines.Engine) -> bool:
         """Return whether an engine gives the reference's ids on ``gate_texts``: 2 s for Llama 3's."""
         # That it does is kept for the next plan, as an empty file.
@@ -94,6 +98,27 @@ class ResolvedTokenizer(TokenizerFacts):
             with contextlib.suppress(OSError):
                 verdict.touch()
         return is_equal
+
+    def publish(self, output_dir: Path, planned: dict[str, FileStamp]) -> None:
+        """Make ``output_dir/tokenizer`` hold this tokenizer, unless it holds the planned files."""
+        target = output_dir / TOKENIZER_DIR
+
+        def is_there() -> bool:
+            try:
+                return stamp_tokenizer(target) == planned
+            except (errors.NotFound, errors.BrokenShard):
+                return False
+
+        # Equal files are kept, so that planners that race agree.
+        if is_there():
+            return
+        if self.files != planned:
+            expected = "those planned: use the transformers and tokenizers that planned, or a new folder"
+            raise errors.OtherTokenizer(path=target, found="damaged files", expected=expected)
+        with files.PublishedFolder(target) as folder:
+            _write_files(self.saved, folder.temporary)
+            if not folder.publish_first() and not is_there():  # another planner may have been faster
+                folder.publish()
 
 
 def resolve_tokenizer(
@@ -142,12 +167,8 @@ def resolve_tokenizer(
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         named = special_tokens_of(_json_object(saved, TOKENIZER_CONFIG))
         special_ids = {f"{role}_id": vocab.get(token) if token else None for role, token in named.items()}
-        spec = TokenizerSpec(
-            model_id=model_id,
-            fingerprint=fingerprint_of(data),
-            vocab_size=max(vocab.values()) + 1,
-            **special_ids,
-        )
+        fingerprint, size = fingerprint_of(data), max(vocab.values()) + 1
+        spec = TokenizerSpec(model_id=model_id, fingerprint=fingerprint, vocab_size=size, **special_ids)
         if for_fast_engine and (shorter := engines.without_unused_merges(data)) is not None:
             saved[FAST_TOKENIZER_FILE] = shorter
         _write_files(saved, folder)
@@ -157,7 +178,7 @@ def resolve_tokenizer(
         facts = TokenizerFacts(spec=spec, probe=probe, probe_sha256=probe_sha256, files=_stamps_of(saved))
         if kept is not None:
             _keep(kept, saved, facts)
-    fields = {**vars(facts), "spec": dataclasses.replace(facts.spec, model_id=model_id)}
+    fields = {**vars(facts), "spec": replace(facts.spec, model_id=model_id)}
     return ResolvedTokenizer(folder=folder, saved=saved, kept=kept, reference=engine, **fields)
 
 
@@ -186,7 +207,7 @@ def _take_kept(place: Path) -> tuple[TokenizerFacts, Files] | None:
 
 
 def _keep(place: Path, saved: Files, facts: TokenizerFacts) -> None:
-    content = with_content_hash(_FOUND_FORMAT, dataclasses.asdict(facts))
+    content = with_content_hash(_FOUND_FORMAT, asdict(facts))
     with contextlib.suppress(OSError, ShardprepError):
         place.parent.mkdir(parents=True, exist_ok=True)
         with files.PublishedFolder(place) as entry:
@@ -437,25 +458,3 @@ def document_ends_line(plan: Plan, engine: engines.Engine, folder: Path) -> str:
         for ids in (before, after)
     )
     return f"documents begin {begin} and end {end}"
-
-
-def publish_tokenizer(resolved: ResolvedTokenizer, output_dir: Path, planned: dict[str, FileStamp]) -> None:
-    """Make ``output_dir/tokenizer`` hold the resolved tokenizer, unless it holds the planned files."""
-    target = output_dir / TOKENIZER_DIR
-
-    def is_there() -> bool:
-        try:
-            return stamp_tokenizer(target) == planned
-        except (errors.NotFound, errors.BrokenShard):
-            return False
-
-    # Equal files are kept, so that planners that race agree.
-    if is_there():
-        return
-    if resolved.files != planned:
-        expected = "those planned: use the transformers and tokenizers that planned, or a new folder"
-        raise errors.OtherTokenizer(path=target, found="damaged files", expected=expected)
-    with files.PublishedFolder(target) as folder:
-        _write_files(resolved.saved, folder.temporary)
-        if not folder.publish_first() and not is_there():  # another planner may have been faster
-            folder.publish()

@@ -11,13 +11,12 @@ index.json is all manifests merged, so that a reader opens one file and not 10^5
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -406,8 +405,8 @@ class DatasetIndex:
         """Return the bytes of index.json: about 70 per shard, no ``run``, so equal data gives equal bytes."""
         rows = [[*row, sha] for row, sha in zip(self.columns.tolist(), self.tar_sha256, strict=True)]
         content: dict[str, Any] = {
-            "spec": dataclasses.asdict(self.spec),
-            "sources": {name: dataclasses.asdict(counts) for name, counts in self.sources.items()},
+            "spec": asdict(self.spec),
+            "sources": {name: asdict(counts) for name, counts in self.sources.items()},
             "columns": [*COLUMNS, "tar_sha256"],
             "shards": rows,
         }

@@ -16,13 +16,12 @@ Nothing here needs numpy, which takes 0.1 s to load.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -153,7 +152,7 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Return the bytes on disk. The part before ``run`` is equal for equal shards. Each has its hash."""
-        content = dataclasses.asdict(self)
+        content = asdict(self)
         if self.made_from is None:
             del content["made_from"]
         data = names.with_content_hash(_FORMAT, content, run=content.pop("run"))
@@ -180,7 +179,7 @@ class ShardMaking(RunFacts):
         """Take from a manifest what reports need."""
         run, counts = manifest.facts_of_run(path), manifest.counts
         return ShardMaking(
-            **vars(dataclasses.replace(run, slurm={}, texts=None)),  # there may be 10^5 of them
+            **vars(replace(run, slurm={}, texts=None)),  # there may be 10^5 of them
             shard_id=manifest.shard_id,
             plan_id=manifest.spec.plan_id,
             num_tokens=counts.num_tokens,

@@ -302,14 +302,12 @@ def wrong_value(path: Path, place: str, found: object, expected: str) -> BrokenS
 def unknown_version(path: Path, found: object) -> UnknownVersion:
     """Return the error of a file of another version, with what is to be done about it."""
     remedy = "shardprep plan --input_dir RAW --output_dir NEW --model_id MODEL --num_shards N"
-    return UnknownVersion(
-        f"{path} has format version {_shown(found)}, this shardprep reads {FORMAT_VERSION} alone; install "
-        f"the shardprep that wrote it, or make the data set anew in a new folder: {remedy}",
-        path=path,
-        found=_shown(found),
-        expected=FORMAT_VERSION,
-        remedy=remedy if type(found) is int and found < FORMAT_VERSION else None,
-    )
+    what = f"{path} has format version {_shown(found)}, this shardprep reads {FORMAT_VERSION} alone"
+    todo = f"install the shardprep that wrote it, or make the data set anew in a new folder: {remedy}"
+    is_older = type(found) is int and found < FORMAT_VERSION
+    error = UnknownVersion(f"{what}; {todo}", path=path, found=_shown(found), expected=FORMAT_VERSION)
+    error.remedy = remedy if is_older else None
+    return error
 
 
 def _shown(value: object) -> str:

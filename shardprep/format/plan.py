@@ -17,15 +17,13 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import dataclasses
-import functools
 import hashlib
 import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -55,11 +53,11 @@ OUTPUT = "output"
 RESOURCES = "resources"
 GROUPS = (INPUT, FIELDS, TEXT, TOKENS, SAMPLES, OUTPUT, RESOURCES)
 
-_input = functools.partial(option, group=INPUT)
-_fields = functools.partial(option, group=FIELDS)
-_text = functools.partial(option, group=TEXT)
-_tokens = functools.partial(option, group=TOKENS)
-_samples = functools.partial(option, group=SAMPLES)
+_input = partial(option, group=INPUT)
+_fields = partial(option, group=FIELDS)
+_text = partial(option, group=TEXT)
+_tokens = partial(option, group=TOKENS)
+_samples = partial(option, group=SAMPLES)
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")  # a NUL, and what stands for a byte that is no UTF-8
 ENGINE_HELP = "library that encodes; the token ids never depend on it"
 BAD_HELP = "fail a shard (exit code 65) when a larger share of its documents is unusable"
@@ -208,7 +206,7 @@ class PlanOptions:
         if self.has_rows and self.keep_text:
             raise _wrong_record("keep_text", "documents, as packed rows hold no text", "--record documents")
         has = {"rows": self.has_rows, "chat": self.is_chat, "texts": not self.is_chat}
-        for item in dataclasses.fields(self):
+        for item in fields(self):
             name, value, facts = item.name, getattr(self, item.name), item.metadata
             span, of = facts.get("span"), facts.get("of")
             if isinstance(value, str) and _NOT_TEXT.search(value):
@@ -233,7 +231,7 @@ def _wrong_record(name: str, meant: str, remedy: str | None) -> errors.UsageErro
     return errors.UsageError(f"--{name} is for {meant}; {todo}", found=f"--{name}", remedy=remedy)
 
 
-PLAN_FIELDS = dataclasses.fields(PlanOptions)
+PLAN_FIELDS = fields(PlanOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -437,7 +435,7 @@ class Plan(_Decisions):
 
     def at(self, input_dir: Path | None) -> Plan:
         """Return the same plan where its inputs lie in another folder by now (None: where they were)."""
-        return self if input_dir is None else dataclasses.replace(self, input_dir=input_dir)
+        return self if input_dir is None else replace(self, input_dir=input_dir)
 
     def shard(self, shard_id: int) -> PlannedShard:
         """Return what is to be known to make one shard. Raises NotFound for a shard past the plan's end."""
@@ -599,7 +597,7 @@ def _hashes_of_tables(plan: Plan) -> tuple[str, str]:
 def _id_of(plan: _Decisions, inputs_sha256: str, cuts_sha256: str) -> str:
     identity = {
         "options": plan.options.identity(),
-        "tokenizer": {**dataclasses.asdict(plan.tokenizer), "model_id": None},
+        "tokenizer": {**asdict(plan.tokenizer), "model_id": None},
         "probe": plan.probe_sha256,
         "version": names.FORMAT_VERSION,
         "inputs": inputs_sha256,
@@ -624,7 +622,7 @@ def publish_plan(plan: Plan, output_dir: Path) -> Plan:
         body += b"]\n"
         tables[name] = {"num_rows": len(rows), "offset": offset, "blocks": blocks}
     inputs_sha256, cuts_sha256 = _hashes_of_tables(plan)
-    decisions = {item.name: getattr(plan, item.name) for item in dataclasses.fields(_Decisions)}
+    decisions = {item.name: getattr(plan, item.name) for item in fields(_Decisions)}
     head = {
         "plan_id": plan.plan_id,
         "input_dir": str(plan.input_dir),
@@ -648,16 +646,13 @@ def publish_plan(plan: Plan, output_dir: Path) -> Plan:
 def refuse_another_plan(frozen: Plan, plan: Plan, output_dir: Path) -> None:
     """Raise Refused if the plan of a folder is not this one, naming what differs."""
     if frozen.plan_id != plan.plan_id:
-        differences = "; ".join(_differences(frozen, plan))
-        raise errors.Refused(
-            f"{output_dir} has another plan ({frozen.plan_id[:12]}, this one would be {plan.plan_id[:12]}): "
-            f"{differences}. A plan is never changed: for more data or other options plan into a new folder "
-            "(--output_dir NEW), and give the loader a list of folders",
-            path=output_dir,
-            found=differences,
-            expected=plan.plan_id[:12],
-            remedy="--output_dir NEW",
+        found, expected, remedy = "; ".join(_differences(frozen, plan)), plan.plan_id[:12], "--output_dir NEW"
+        message = (
+            f"{output_dir} has another plan ({frozen.plan_id[:12]}, this one would be {expected}): {found}. "
+            f"A plan is never changed: for more data or other options plan into a new folder ({remedy}), and "
+            "give the loader a list of folders"
         )
+        raise errors.Refused(message, path=output_dir, found=found, expected=expected, remedy=remedy)
 
 
 def read_plan(output_dir: Path) -> Plan | None:
@@ -728,7 +723,7 @@ def _open_plan(path: Path) -> Plan:
         name: Rows(file, len(line) + 1, head.tables[name], kind) for name, kind in _TABLES.items()
     }
     return Plan(
-        **{item.name: getattr(head, item.name) for item in dataclasses.fields(_Decisions)},
+        **{item.name: getattr(head, item.name) for item in fields(_Decisions)},
         input_dir=Path(head.input_dir),
         inputs=rows["inputs"],
         cuts=rows["cuts"],

@@ -56,7 +56,6 @@ from shardprep.files import (
     with_retries,
 )
 from shardprep.format.index import merge_manifests, read_idx, read_index
-from shardprep.format.input_formats import name_of_input, place_text
 from shardprep.format.manifest import (
     manifest_ids,
     read_findings,
@@ -72,6 +71,8 @@ from shardprep.format.names import (
     TokenizerSpec,
     blank_id,
     manifest_path,
+    name_of_input,
+    place_text,
     tar_path,
 )
 from shardprep.format.plan import read_input_names

@@ -25,7 +25,7 @@ from shardprep.command_line import add_flags_of, parse_size
 from shardprep.console import LOG_EVERY_S, Progress, counted, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
 from shardprep.files import PublishedFolder, is_folder, make_folder, names_in, size_of_file
-from shardprep.format.input_formats import place_text
+from shardprep.format.names import place_text
 from shardprep.format.plan import PlanOptions
 
 PIECE_CHARS = 4096  # longer texts are cut: one word of a million letters would stall every merge

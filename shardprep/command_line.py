@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import ctypes
 import functools
-import importlib
 import importlib.util
 import os
 import re

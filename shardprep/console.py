@@ -93,7 +93,6 @@ class Progress:
 
     @property
     def elapsed_s(self) -> float:
-        """Return the seconds since the work began."""
         return time.monotonic() - self._began
 
 

@@ -51,13 +51,13 @@ from shardprep.format.documents import (
     blank_digests,
     read_blanked,
 )
-from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import Manifest, done_manifest, read_findings
 from shardprep.format.names import (
     BLANK,
     TOKENIZER_DIR,
     TOKENIZER_FILE,
     ids_of_ranges,
+    input_kind,
     is_chosen,
     quarantine_path,
 )

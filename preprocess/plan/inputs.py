@@ -37,8 +37,7 @@ from preprocess.read.transform import Transform
 from shardprep.command_line import needs
 from shardprep.console import Progress, counted, short_bytes
 from shardprep.errors import BadInput, NotFound, ShardprepError, UsageError
-from shardprep.format.input_formats import input_kind, known_input_kind, known_suffixes
-from shardprep.format.names import MAX_SHARDS
+from shardprep.format.names import MAX_SHARDS, input_kind, known_input_kind, known_suffixes
 from shardprep.format.plan import SPLITS, Cut, InputFile, PlanOptions, PrepConfig, ranges_between
 
 _UNKNOWN = "unknown suffix"
@@ -314,22 +313,6 @@ def split_of(path: str) -> str:
     return ""
 
 
-def split_line(sizes: Sequence[tuple[str, int]], chosen: str) -> str:
-    """Return what to say of the splits of the files that are taken, given their paths and bytes, or ""."""
-    by_split: dict[str, list[int]] = {}
-    for path, num_bytes in sizes:
-        by_split.setdefault(split_of(path), []).append(num_bytes)
-    named = [name for name in SPLITS if name in by_split]
-    if chosen or len(named) < 2:
-        return ""
-    shown = ", ".join(
-        f"{name or 'no split'} {counted(len(by_split[name]), 'file')} ({short_bytes(sum(by_split[name]))})"
-        for name in (*named, "")
-        if name in by_split
-    )
-    return f"warning: splits by their names: {shown}; all are taken: --split {named[0]} takes one alone"
-
-
 def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> list[str]:
     """Return a line per reason: how many names, the first of them, and how they could be taken."""
     lines = []
@@ -409,8 +392,16 @@ def divide_inputs(
     say(f"{counted(len(paths), 'input file')} in {config.input_dir}{links}{hold_nothing}")
     for line in left_out_lines(listing.left_out):
         say(line)
-    if line := split_line([(item.path, item.num_bytes) for item in inputs], config.split):
-        say(line)
+    by_split: dict[str, list[int]] = {}
+    for item in inputs:
+        by_split.setdefault(split_of(item.path), []).append(item.num_bytes)
+    named = [name for name in SPLITS if name in by_split]
+    if len(named) > 1 and not config.split:
+        shown = ", ".join(
+            f"{name or 'no split'} {counted(len(sizes), 'file')} ({short_bytes(sum(sizes))})"
+            for name, sizes in sorted(by_split.items(), key=lambda item: (*named, "").index(item[0]))
+        )
+        say(f"warning: splits by their names: {shown}; all are taken: --split {named[0]} takes one alone")
     first_paths: dict[tuple[int, str], str] = {}
     pairs = [(item.path, first_paths.setdefault((item.num_bytes, item.sha256), item.path)) for item in inputs]
     equal = [(path, first) for path, first in pairs if path != first and path not in empty]

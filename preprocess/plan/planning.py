@@ -2,11 +2,9 @@
 
 Also the plan that ``--shard_id N`` works by: the one in its folder, checked against the flags, or a new one.
 
-What is measured and tried is a sample, 2 MiB from 8 places, one in each eighth of the input, so planning
-takes a second or two longer for it, however large the input is. It goes through the stages of a worker, whose
-CPU seconds are scaled up. A sample without one usable record stops planning: its fields are others. A user's
-function must give the same texts again, in this process and in another one: the order of a set differs
-between processes, and what a function remembers only shows in one.
+What is measured and tried is a sample, 2 MiB from 8 places, however large the input is. It goes through the
+stages of a worker, whose CPU seconds are scaled up. A sample without one usable record stops planning. A
+user's function must give the same texts again, in this process and in another one, with its order of sets.
 """
 
 from __future__ import annotations

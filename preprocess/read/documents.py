@@ -1,6 +1,6 @@
 """The parts of a shard -> its documents, in batches, each with the input and the place that it came from.
 
-Each part is read by its file's format (shardprep/format/input_formats.py). What the user asked to be done to
+Each part is read by its file's format (shardprep/format/names.py). What the user asked to be done to
 texts is done here, for all formats alike, and here the documents of a trial are counted off.
 """
 
@@ -31,7 +31,7 @@ from shardprep.format.documents import (
     digests_of,
     read_excluded,
 )
-from shardprep.format.input_formats import input_kind, place_text
+from shardprep.format.names import input_kind, place_text
 from shardprep.format.plan import ByteRange, Plan, PlannedShard, PlanOptions
 
 if TYPE_CHECKING:

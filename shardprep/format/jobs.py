@@ -297,7 +297,6 @@ class Failure(Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def of(shard_id: int, error: ShardprepError) -> Failure:
-        """Return the shard that an error stopped."""
         return Failure(shard_id=shard_id, exit_code=error.exit_code, reason=str(error))
 
 

@@ -191,7 +191,6 @@ class ShardMaking(RunFacts):
 
     @property
     def ended(self) -> float:
-        """Return seconds since 1970."""
         return self.began + self.wall_s
 
 

@@ -34,7 +34,6 @@ from shardprep import errors, files
 from shardprep.command_line import option
 from shardprep.files import Digest, FileStamp
 from shardprep.format import names
-from shardprep.format.input_formats import known_input_kind
 from shardprep.format.names import Count, DatasetSpec, Record, Text, TokenFormat, TokenizerSpec
 
 Doc = Literal["line", "file"]
@@ -676,7 +675,7 @@ def need_plan(output_dir: Path) -> Plan:
         found = f"no {names.PLAN_NAME}" if files.is_folder(output_dir) else "no such folder"
         raw, made = "RAW", errors.quoted(output_dir)
         listed = files.names_in(output_dir)
-        if any(map(known_input_kind, listed)) and not any(name.startswith("shard-") for name in listed):
+        if any(map(names.known_input_kind, listed)) and not any(name.startswith("shard-") for name in listed):
             raw, made = made, errors.quoted(f"{os.path.abspath(output_dir)}_shards")  # noqa: PTH100 - as in quoted
         remedy = f"shardprep plan --input_dir {raw} --output_dir {made} --model_id MODEL --num_shards N"
         raise errors.NotFound(path=output_dir, found=found, expected=names.PLAN_NAME, remedy=remedy)

@@ -180,9 +180,10 @@ def run(args: argparse.Namespace) -> int:
         made, failures = run_shards(folder, settings, todo, cpus_of, progress, is_verbose=args.verbose)
         record.exit_code = failures[0].exit_code if failures else 0
     counts = [manifest.counts for manifest in made]
-    amounts = ("input_bytes", "num_documents", "num_tokens")
-    sums = [sum(getattr(each, name) for each in counts) for name in amounts]
-    total = amounts_line(*sums, progress.elapsed_s)
+    num_bytes = sum(each.input_bytes for each in counts)
+    num_documents = sum(each.num_documents for each in counts)
+    num_tokens = sum(each.num_tokens for each in counts)
+    total = amounts_line(num_bytes, num_documents, num_tokens, progress.elapsed_s)
     num_made = len(todo) - len(failures)
     say(f"{num_made} of {counted(len(todo), 'shard')} made by {counted(num_proc, 'process')}: {total}")
     if failures:

@@ -26,8 +26,7 @@ from shardprep.errors import UsageError
 # Command -> the package whose command it is, in the order in which a user meets them.
 COMMANDS = {
     **dict.fromkeys(("doctor", "plan", "run", "shard", "verify", "peek", "export", "blank"), "preprocess"),
-    **dict.fromkeys(("overlap", "duplicates"), "preprocess.overlap"),
-    **dict.fromkeys(("clean", "train_tokenizer"), "preprocess"),
+    **dict.fromkeys(("overlap", "duplicates", "clean", "train_tokenizer"), "preprocess"),
     **dict.fromkeys(("submit", "status", "retry", "report", "cancel", "logs"), "slurm"),
     **dict.fromkeys(("stage", "where"), "loader"),
     "lustre": "lustre",  # with commands of its own: show, apply

@@ -45,7 +45,6 @@ TARGETS = (
     "loader/state.py",
     "loader/chunks.py",
     "loader/reading.py",
-    "preprocess/make/members.py",
     "preprocess/make/shard_writer.py",
     "shardprep/format/manifest.py",
     "preprocess/verify.py",

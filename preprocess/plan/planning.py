@@ -31,10 +31,8 @@ from preprocess.make.shard_writer import Counting, ShardWriter
 from preprocess.plan.inputs import NUM_THREADS, InputListing, divide_inputs, find_inputs, sample_documents
 from preprocess.plan.tokenizer import ResolvedTokenizer, document_ends_line, resolve_tokenizer
 from preprocess.read import chat
-from preprocess.read.documents import Documents, read_records
-from preprocess.read.format import RangeReader
-from preprocess.read.text_fields import TextFields, UnusableText
-from preprocess.read.transform import Transform
+from preprocess.read.documents import Documents, RangeReader, read_records
+from preprocess.read.text_fields import TextFields, Transform, UnusableText
 from shardprep import errors, files
 from shardprep.command_line import call_in_child
 from shardprep.console import counted, printable, say, short_bytes, short_time
@@ -384,7 +382,7 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None, *, is_divid
         for documents in sample_of_plan(plan, _SAMPLE_BYTES, transform):
             rule = plan.options.chat_mask_rule
             tokens = engine.encode_documents(documents, end_id=plan.end_id, mask_rule=rule)
-            writer.append(writer.members.lay_out(documents, tokens))
+            writer.append(writer.lay_out(documents, tokens))
             num_bytes += documents.num_bytes
             for name in ("id", "source") if documents.texts else ():
                 if name in documents.columns:
@@ -433,8 +431,8 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None, *, is_divid
 class _SeenFields(TextFields):
     """Remembers which fields the records have, and takes no text."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, options: PlanOptions) -> None:
+        super().__init__(options)
         self.plain_name = None
         self.num_chars: Counter[str] = Counter()  # of texts, by field; 0 for other values
         self.messages: list[str] = []  # fields that are lists of messages
@@ -454,10 +452,10 @@ def _check_fields(plan: Plan, counting: Counting) -> None:
     is_other_field = counting.bad_reasons and counting.bad_reasons <= {"no_field", "wrong_type"}
     if counting.num_documents or not is_other_field or plan.max_bad_fraction == 1:
         return
-    options, seen = plan.options, _SeenFields()
+    options, seen = plan.options, _SeenFields(plan.options)
     item = next(item for item in plan.inputs if item.num_bytes)
     part = ByteRange(input_number=0, path=plan.input_dir / item.path, start=0, end=item.num_bytes)
-    records = read_records([part], options, seen, batch_bytes=_SAMPLE_BYTES // _NUM_PLACES)
+    records = read_records([part], seen, _SAMPLE_BYTES // _NUM_PLACES)
     next(records, None)
     if not seen.num_chars:
         return

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, processors
 
 import shardprep
 from preprocess.make import engines
-from preprocess.read.format import what_fetches
+from preprocess.read.documents import what_fetches
 from shardprep import errors, files
 from shardprep.command_line import call_in_child
 from shardprep.errors import ShardprepError

@@ -34,17 +34,8 @@ from shardprep import errors, files
 from shardprep.command_line import call_in_child
 from shardprep.errors import ShardprepError
 from shardprep.files import Digest, FileStamp
-from shardprep.format.names import (
-    CHAT_TEMPLATES_DIR,
-    FAST_TOKENIZER_FILE,
-    MAX_TOKENIZER_BYTES,
-    TOKENIZER_DIR,
-    TOKENIZER_FILE,
-    TokenizerSpec,
-    fingerprint_of,
-    read_file,
-    with_content_hash,
-)
+from shardprep.format import names
+from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR, TOKENIZER_FILE, TokenizerSpec
 from shardprep.format.plan import Plan, stamp_tokenizer
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 
@@ -154,9 +145,8 @@ def resolve_tokenizer(
             saved = {each_name: _read_tokenizer(folder / each_name) for each_name in files.names_in(folder)}
             tokenizer = _loaded(saved, folder)
             # What transformers cannot read of a configuration, it goes without, unsaid.
-            wanted, left = (
-                special_tokens_of(_json_object(each, TOKENIZER_CONFIG)) for each in (given or saved, saved)
-            )
+            wanted = special_tokens_of(_json_object(given or saved, TOKENIZER_CONFIG))
+            left = special_tokens_of(_json_object(saved, TOKENIZER_CONFIG))
             if lost := [role for role in wanted if wanted[role] and not left[role]]:
                 found = f"a file in which transformers found no {', '.join(lost)}; run this again"
                 raise errors.ReadWriteError(path=f"{source}/{TOKENIZER_CONFIG}", found=found)
@@ -167,10 +157,10 @@ def resolve_tokenizer(
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         named = special_tokens_of(_json_object(saved, TOKENIZER_CONFIG))
         special_ids = {f"{role}_id": vocab.get(token) if token else None for role, token in named.items()}
-        fingerprint, size = fingerprint_of(data), max(vocab.values()) + 1
+        fingerprint, size = names.fingerprint_of(data), max(vocab.values()) + 1
         spec = TokenizerSpec(model_id=model_id, fingerprint=fingerprint, vocab_size=size, **special_ids)
         if for_fast_engine and (shorter := engines.without_unused_merges(data)) is not None:
-            saved[FAST_TOKENIZER_FILE] = shorter
+            saved[names.FAST_TOKENIZER_FILE] = shorter
         _write_files(saved, folder)
         probe = engines.probe_texts(data)
         engine = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow, name=model_id)
@@ -199,7 +189,7 @@ def _stamps_of(contents: Files) -> dict[str, FileStamp]:
 def _take_kept(place: Path) -> tuple[TokenizerFacts, Files] | None:
     """Return what an entry of the cache holds, or None where no whole one is."""
     with contextlib.suppress(*files.NOT_THERE, ShardprepError):
-        facts = read_file(place / _FOUND, _FOUND_FORMAT, TokenizerFacts, max_bytes=_MAX_FOUND_BYTES)
+        facts = names.read_file(place / _FOUND, _FOUND_FORMAT, TokenizerFacts, max_bytes=_MAX_FOUND_BYTES)
         saved = {name: _read_tokenizer(place / name) for name in files.names_in(place) if name in facts.files}
         if _stamps_of(saved) == facts.files:
             return facts, saved
@@ -207,7 +197,7 @@ def _take_kept(place: Path) -> tuple[TokenizerFacts, Files] | None:
 
 
 def _keep(place: Path, saved: Files, facts: TokenizerFacts) -> None:
-    content = with_content_hash(_FOUND_FORMAT, asdict(facts))
+    content = names.with_content_hash(_FOUND_FORMAT, asdict(facts))
     with contextlib.suppress(OSError, ShardprepError):
         place.parent.mkdir(parents=True, exist_ok=True)
         with files.PublishedFolder(place) as entry:
@@ -230,7 +220,7 @@ def read_files(folder: Path) -> Files | None:
     found = {}
     for name in (TOKENIZER_FILE, ADDED_TOKENS, MODEL_CONFIG, *_COPIED):
         with contextlib.suppress(*files.NOT_THERE):
-            found[name] = files.read_regular(folder / name, max_bytes=MAX_TOKENIZER_BYTES)
+            found[name] = files.read_regular(folder / name, max_bytes=names.MAX_TOKENIZER_BYTES)
             if (command := what_fetches(found[name])) is not None:
                 expected = f"the file itself; run in its repository: {command}"
                 raise errors.NotFound(path=folder / name, found="a pointer to a file", expected=expected)
@@ -343,7 +333,7 @@ def _loaded(saved: Files, folder: Path) -> Tokenizer:
 
 def _read_tokenizer(path: Path) -> bytes:
     try:
-        return files.read_regular(path, max_bytes=MAX_TOKENIZER_BYTES)
+        return files.read_regular(path, max_bytes=names.MAX_TOKENIZER_BYTES)
     except files.NOT_THERE:
         raise errors.NotFound(path=path, found="missing") from None
 
@@ -453,8 +443,6 @@ def document_ends_line(plan: Plan, engine: engines.Engine, folder: Path) -> str:
         return "documents begin and end without a control token"
     head, _ = engines.split_tokenizer(_read_tokenizer(folder / TOKENIZER_FILE))
     shown = {token["id"]: f"{token['content']} ({token['id']})" for token in head.get("added_tokens") or []}
-    begin, end = (
-        f"with {' '.join(shown.get(each, str(each)) for each in ids)}" if ids else "without a control token"
-        for ids in (before, after)
-    )
+    words = [" ".join(shown.get(each, str(each)) for each in ids) for ids in (before, after)]
+    begin, end = (f"with {each}" if each else "without a control token" for each in words)
     return f"documents begin {begin} and end {end}"

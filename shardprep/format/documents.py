@@ -49,7 +49,7 @@ _BLANK_DIGESTS = np.frombuffer(b"\xff" * names.DIGEST_BYTES + bytes(names.DIGEST
 
 
 def digests_of(texts: Iterable[bytes]) -> Digests:
-    """The first 16 bytes of the sha256 of each text of UTF-8: DIGEST[texts]. 1 us and 1 ns per byte each."""
+    """Return the first 16 bytes of the sha256 of each text: DIGEST[texts]. 1 us, and 1 ns per byte, each."""
     found = [hashlib.sha256(text).digest()[: names.DIGEST_BYTES] for text in texts]
     return np.frombuffer(b"".join(found), DIGEST)
 
@@ -67,7 +67,7 @@ def canonical_conversation(messages: str) -> str:
 
 
 def are_for_validation(digests: Digests, fraction: float) -> npt.NDArray[np.bool_]:
-    """Which documents a fraction chooses, bool[n]: the first 8 bytes are below ``fraction`` * 2**64."""
+    """Return which documents a fraction chooses, bool[n]: the first 8 bytes are below ``fraction`` * 2**64."""
     firsts = np.ascontiguousarray(digests).view(">u8")[::2]
     return np.asarray(firsts < np.uint64(math.ceil(fraction * 2**64)))
 
@@ -116,8 +116,7 @@ class DocumentNames:
 
 def keys_of_ids(ids: Iterable[str]) -> Digests:
     """Return the keys of ids: DIGEST[n]."""
-    found = [hashlib.sha256(b"id:" + name.encode()).digest()[: names.DIGEST_BYTES] for name in ids]
-    return np.frombuffer(b"".join(found), DIGEST)
+    return digests_of(b"id:" + name.encode() for name in ids)
 
 
 def keys_of_places(path: str, offsets: Numbers) -> Digests:

@@ -227,9 +227,8 @@ def shard_files(
     folder: Path, manifest: Manifest, which: Iterable[str] = tuple(names.VOUCHED_PATHS)
 ) -> list[tuple[Path, FileStamp]]:
     """Return the files that a manifest vouches for, with what it says of each. ``which``: only these."""
-    stamps = (
-        (names.VOUCHED_PATHS[name](folder, manifest.shard_id), getattr(manifest, name)) for name in which
-    )
+    paths, shard_id = names.VOUCHED_PATHS, manifest.shard_id
+    stamps = ((paths[name](folder, shard_id), getattr(manifest, name)) for name in which)
     return [(path, stamp) for path, stamp in stamps if stamp is not None]
 
 

@@ -67,7 +67,7 @@ def canonical_conversation(messages: str) -> str:
 
 
 def are_for_validation(digests: Digests, fraction: float) -> npt.NDArray[np.bool_]:
-    """Return which documents a fraction chooses, bool[n]: the first 8 bytes are below ``fraction`` * 2**64."""
+    """Return which documents are chosen, bool[n]: the first 8 bytes are below ``fraction`` * 2**64."""
     firsts = np.ascontiguousarray(digests).view(">u8")[::2]
     return np.asarray(firsts < np.uint64(math.ceil(fraction * 2**64)))
 

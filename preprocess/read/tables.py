@@ -31,6 +31,7 @@ import numpy as np
 import pyarrow as arrow
 import pyarrow.compute as compute
 import pyarrow.ipc as ipc
+import pyarrow.parquet as parquet
 import pyarrow.types as types
 
 from preprocess.read.documents import (
@@ -68,10 +69,7 @@ _BUILT_IN_ERRORS = (ValueError, OSError, RuntimeError, LookupError, TypeError, O
 
 
 class InputStream(io.RawIOBase):
-    """Spans of an open input, one after the other, as a Python file for pyarrow.
-
-    Given its ``memory``, what is read is not copied.
-    """
+    """Spans of an open input, one after the other, as a file for pyarrow; of ``memory`` without a copy."""
 
     def __init__(
         self, file: OpenInput, spans: Sequence[tuple[int, int]], memory: mmap.mmap | None = None
@@ -134,13 +132,6 @@ def refused_by_name(file: OpenInput, name: str, stream: InputStream) -> Iterator
 
 class Parquet:
     """``.parquet``: only the columns in use are read, some pages at a time."""
-
-    def __init__(self) -> None:
-        # Only here: a task of Arrow files need not wait 15 ms for it. Not later: threads that import parts of
-        # pyarrow at once find half of it.
-        import pyarrow.parquet
-
-        self._parquet = pyarrow.parquet
 
     def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
         """Raises BadInput where the footer is broken, or a column of the text is missing."""
@@ -205,7 +196,7 @@ class Parquet:
         encrypted = "an encrypted footer" if tail.endswith(b"PARE") else ""
         with refused_by_name(file, "Parquet", stream):
             if not encrypted:
-                table = self._parquet.ParquetFile(stream, buffer_size=_BUFFER_BYTES)
+                table = parquet.ParquetFile(stream, buffer_size=_BUFFER_BYTES)
                 # pyarrow ends the process (SIGABRT) where metadata of an encrypted column is asked for.
                 if int.from_bytes(tail[:4], "little") == table.metadata.serialized_size + _SIGNATURE_BYTES:
                     encrypted = "encrypted columns, or a signed footer"
@@ -436,8 +427,8 @@ def _fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
         if problem:
             expected += "; choose another --text_field, or move the file away, and plan anew"
             raise BadInput(path=file.path, found=problem, expected=expected)
-        for place, _ in found:
-            places[path] = place
+        if found:
+            places[path] = found[0][0]
     return fields.at(places)
 
 
@@ -595,12 +586,12 @@ def _stored(kind: Any) -> tuple[Any, _Read]:
     if types.is_struct(kind):
         return _stored_struct(kind)
     if types.is_map(kind):
-        key, item = _stored_field(kind.key_field), _stored_field(kind.item_field)
-        return arrow.map_(key[0], item[0], kind.keys_sorted), lambda pairs: [
-            [_or_none(key[1], name), _or_none(item[1], value)] for name, value in pairs
+        (key, read_key), (item, read_item) = _stored(kind.key_type), _stored(kind.item_type)
+        return arrow.map_(key, item, kind.keys_sorted), lambda pairs: [
+            [_or_none(read_key, name), _or_none(read_item, value)] for name, value in pairs
         ]
     if hasattr(kind, "value_field"):  # lists of any kind
-        inner, read_item = _stored_field(kind.value_field)
+        inner, read_item = _stored(kind.value_type)
         if types.is_fixed_size_list(kind):
             stored = arrow.list_(inner, kind.list_size)
         else:
@@ -611,11 +602,6 @@ def _stored(kind: Any) -> tuple[Any, _Read]:
             stored = getattr(arrow, name)(inner)
         return stored, lambda items: [_or_none(read_item, item) for item in items]
     return kind, _same
-
-
-def _stored_field(field: Any) -> tuple[Any, _Read]:
-    stored, read = _stored(field.type)
-    return arrow.field(field.name, stored, field.nullable), read
 
 
 def _stored_struct(kind: Any) -> tuple[Any, _Read]:

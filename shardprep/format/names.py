@@ -179,7 +179,7 @@ class InputFormat(NamedTuple):
     """One format of input files. docs/inputs.md says what its documents are, and where a shard may begin."""
 
     suffixes: tuple[str, ...]  # in lower case; the first is the usual one
-    reader: str  # module and class in preprocess/read, "json_lines:JsonLines"
+    reader: str  # module and class in preprocess/read, "lines:JsonLines"
     unit: Literal["byte", "row"] = "byte"  # of a place: of the file (decompressed: of its text), or rows
     can_be_compressed: bool = False
     has_fields: bool = True  # records with named fields; else plain text
@@ -188,8 +188,8 @@ class InputFormat(NamedTuple):
 
 INPUT_FORMATS = (
     InputFormat((".txt", ".text"), "lines:TextLines", can_be_compressed=True, has_fields=False),
-    InputFormat((".jsonl", ".ndjson", ".jsonlines"), "json_lines:JsonLines", can_be_compressed=True),
-    InputFormat((".json",), "json_lines:JsonFile", can_be_compressed=True),  # one object per line
+    InputFormat((".jsonl", ".ndjson", ".jsonlines"), "lines:JsonLines", can_be_compressed=True),
+    InputFormat((".json",), "lines:JsonFile", can_be_compressed=True),  # one object per line
     InputFormat((".parquet", ".pq"), "tables:Parquet", unit="row", library="pyarrow"),
     InputFormat((".arrow", ".ipc", ".feather"), "tables:Arrow", unit="row", library="pyarrow"),
 )

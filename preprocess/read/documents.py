@@ -294,9 +294,11 @@ class Texts(Sequence[bytes]):
 class Records:
     """Consecutive lines or rows of a file: what each says, and where it lies."""
 
-    texts: Texts | Sequence[bytes | UnusableText]  # as UTF-8; of a list an empty one is no document
-    starts: npt.NDArray[np.int64]  # int64[n]: byte of the file's text, or row, of each
-    sizes: npt.NDArray[np.int64]  # int64[n]: bytes of each, or 1 for a row
+    texts: Texts | Sequence[bytes | UnusableText] = ()  # as UTF-8; of a list an empty one is no document
+    starts: Numbers = field(
+        default_factory=lambda: np.empty(0, np.int64)
+    )  # byte of the text, or row, of each
+    sizes: Numbers = field(default_factory=lambda: np.empty(0, np.int64))  # bytes of each, or 1 for a row
     num_bytes: int  # of the file, that these account for
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # what each tells beside its text
 
@@ -333,12 +335,6 @@ def starts_among(
             place = next(remaining, end_of_file)
         found.append(place if place.byte < end or place.byte == end_of_file.byte else None)
     return found
-
-
-def no_records(num_bytes: int) -> Records:
-    """Account for bytes of a file in which no record begins."""
-    none = np.empty(0, np.int64)
-    return Records(texts=[], starts=none, sizes=none, num_bytes=num_bytes)
 
 
 def texts_of(values: Iterable[str | UnusableText]) -> list[bytes | UnusableText]:

@@ -43,7 +43,6 @@ from preprocess.read.documents import (
     Records,
     Start,
     Texts,
-    no_records,
     starts_among,
     texts_of,
     unreadable,
@@ -424,12 +423,13 @@ class LineFormat:
             starts = np.zeros(1, np.int64) if data is None else self.line_ends.starts(data)
             bounds = np.append(starts, size)
             if not len(starts):
-                yield no_records(num_bytes)
+                yield Records(num_bytes=num_bytes)
             for number in range(0, len(starts), most):
                 begins, sizes = starts[number : number + most], np.diff(bounds[number : number + most + 1])
-                texts: Texts | Sequence[bytes | UnusableText] = [too_long("the line")]
-                columns: dict[str, list[Any]] = {}
-                if data is not None:
+                texts: Texts | Sequence[bytes | UnusableText]
+                if data is None:
+                    texts, columns = [too_long("the line")], dict[str, list[Any]]()
+                else:
                     first = int(begins[0])
                     lines = data[first : first + int(sizes.sum())]
                     texts, columns = self.texts_of_lines(

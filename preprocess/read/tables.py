@@ -40,7 +40,6 @@ from preprocess.read.documents import (
     RangeReader,
     Records,
     Start,
-    no_records,
     starts_among,
     texts_of,
     unreadable,
@@ -186,7 +185,7 @@ class Parquet:
                     said = f"its footer says {expected}"
                     raise ValueError(f"row group {numbers[0]} has {num_rows} rows, {said}")
         if told < part.end:  # row groups without rows, or no row group
-            yield no_records(part.end - told)
+            yield Records(num_bytes=part.end - told)
 
     def _open(self, file: OpenInput, fields: TextFields) -> tuple[Any, InputStream, TextFields]:
         """Return a pyarrow ParquetFile, what it reads from, and the fields in it. Raises BadInput."""
@@ -301,7 +300,7 @@ class Arrow:
                     told = message.end
                     first_row += batch.num_rows
         if told < part.end:  # the mark of the end, and a footer
-            yield no_records(part.end - told)
+            yield Records(num_bytes=part.end - told)
 
     def _open(
         self, file: OpenInput, messages: Sequence[_Message], fields: TextFields, memory: mmap.mmap | None

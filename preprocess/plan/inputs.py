@@ -240,7 +240,8 @@ def _files_of_delta_table(folder: Path) -> set[str]:
         numbers = sorted(number for number in commits if number >= first)
         if numbers != list(range(first, first + len(numbers))) or not (numbers or first):
             raise _unreadable(folder, "the log has gaps, or its checkpoint has several parts")
-        for path in map(commits.__getitem__, numbers):
+        for number in numbers:
+            path = commits[number]
             for line in path.read_bytes().splitlines():
                 action = json.loads(line)
                 if added := action.get("add"):
@@ -408,7 +409,8 @@ def divide_inputs(
     if len(named) > 1 and not config.split:
         shown = ", ".join(
             f"{name or 'no split'} {counted(len(sizes), 'file')} ({short_bytes(sum(sizes))})"
-            for name, sizes in sorted(by_split.items(), key=lambda item: (*named, "").index(item[0]))
+            for name in (*named, "")
+            if (sizes := by_split.get(name))
         )
         say(f"warning: splits by their names: {shown}; all are taken: --split {named[0]} takes one alone")
     first_paths: dict[tuple[int, str], str] = {}

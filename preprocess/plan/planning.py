@@ -2,9 +2,9 @@
 
 Also the plan that ``--shard_id N`` works by: the one in its folder, checked against the flags, or a new one.
 
-What is measured and tried is a sample, 2 MiB from 8 places, however large the input is. It goes through the
-stages of a worker, whose CPU seconds are scaled up. A sample without one usable record stops planning. A
-user's function must give the same texts again, in this process and in another one, with its order of sets.
+What is measured and tried is a sample, 2 MiB from 8 places. It goes through the stages of a worker, whose CPU
+seconds are scaled up. A sample without one usable record stops planning. A user's function must give the same
+texts again, also in another process, where the order of a set differs.
 """
 
 from __future__ import annotations

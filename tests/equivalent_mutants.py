@@ -23,15 +23,11 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("512, 1 << 20", "512, 1 << (21)", CHOICE),
     ],
     "loader/run.py": [
-        ("of_round.first <= at < of_round.end", "(of_round.first < at < of_round.end)", SPEED),
         ("0 and end ==", "(1) and end ==", SPEED),
         ("_NEVER = 1 << 62", "_NEVER = 1 << (63)", LIMIT),
         ("stage.step == step and stage.begins_round", "(stage.step == step or stage.begins_round)", BORDER),
         ("begins_round and held.step == step", "(begins_round or held.step == step)", BORDER),
         ("np.cumsum(counts) - counts,", "(np.cumsum(counts) + counts),", "all places move by as much"),
-        ("run.row_tokens", "(not (run.row_tokens))", SPEED),
-        ("laid_out is None", "(laid_out is not None)", SPEED),
-        ("self._place = (0, 0,", "self._place = (0, (1),", "no tick is in that window, either"),
     ],
     "loader/chunks.py": [
         ("0 <= ids.min() <= ids.max() < vocab_size", "(0 <= ids.min() < ids.max() < vocab_size)", SPEED),
@@ -52,6 +48,10 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("ids.max()) < 2**31", "ids.max()) < 2**(32)", "no vocabulary has these ids, either"),
         ("data.dtype[part] == JSON", "(data.dtype[part] != JSON)", SPEED),
         ("has_numbers = sizes > 2", "has_numbers = (sizes >= 2)", SPEED),
+        ("of_round.first <= at < of_round.end", "(of_round.first < at < of_round.end)", SPEED),
+        ("run.row_tokens", "(not (run.row_tokens))", SPEED),
+        ("laid_out is None", "(laid_out is not None)", SPEED),
+        ("self._place = (0, 0,", "self._place = (0, (1),", "no tick is in that window, either"),
     ],
     "loader/reading.py": [
         ("is_apart |= gap % 4 > 0", "pass", "no tar has arrays of ids at another place than a multiple of 4"),

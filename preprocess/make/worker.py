@@ -35,13 +35,13 @@ from shardprep.command_line import start_child
 from shardprep.console import Progress, counted, guard_streams, say, short_bytes, short_number
 from shardprep.errors import BadInput, CannotWrite, OtherTokenizer, ReadWriteError, ShardprepError, UsageError
 from shardprep.format.documents import BlankedDocuments, are_for_validation, blank_digests, read_blanked
-from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import Manifest, done_manifest, read_findings
 from shardprep.format.names import (
     BLANK,
     TOKENIZER_DIR,
     TOKENIZER_FILE,
     ids_of_ranges,
+    input_kind,
     is_chosen,
     quarantine_path,
 )

@@ -5,7 +5,7 @@ meanwhile is refused. Its stamp at planning is its size, its mtime and a hash of
 
 A part is a range of the file's own bytes, whatever the format: so each byte of the input is in exactly one
 shard. Where a part may begin is the format's to say: at a line, a row group, a frame; or at byte 0 alone.
-Each part is read by its file's format (shardprep/format/input_formats.py). What the user asked to be done to
+Each part is read by its file's format (shardprep/format/names.py). What the user asked to be done to
 texts is done here, for all formats alike, and here the documents of a trial are counted off.
 """
 
@@ -40,7 +40,7 @@ from shardprep.command_line import needs
 from shardprep.errors import BadInput, BrokenShard, NotFound, ReadWriteError, Refused, UsageError
 from shardprep.files import ReadFile, with_retries
 from shardprep.format.documents import DocumentNames, canonical_conversation, digests_of, read_excluded
-from shardprep.format.input_formats import input_kind, place_text
+from shardprep.format.names import input_kind, place_text
 from shardprep.format.plan import ByteRange, Plan, PlannedShard, PlanOptions
 
 if TYPE_CHECKING:
@@ -593,15 +593,6 @@ def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Docume
         texts=Texts([one.text.encode() for one in rendered]),
         columns={**kept.columns, "spans": [one.spans for one in rendered]},
     )
-
-
-def starts_in(
-    file: OpenInput, stretches: Sequence[tuple[int, int]], options: PlanOptions
-) -> list[Start | None]:
-    """Answer ``Format.starts``; a format that the registry knows as whole is not asked."""
-    if not input_kind(file.path.name).format.cut_at:
-        return starts_among((), file, stretches)
-    return format_of(file.path.name).starts(file, stretches, options)
 
 
 def format_of(name: str) -> Format:

@@ -16,6 +16,7 @@ import functools
 import io
 import json
 import math
+import multiprocessing.util
 import os
 import random
 import shutil
@@ -288,6 +289,20 @@ class World:
         """Plan with these options, make all shards and verify them."""
         return self.plan(**options).run().verify()
 
+    def blanked(self, ids: Path, folder: Path, **options: Any) -> World:
+        """Return a world of what ``blank`` makes in ``folder``; AssertionError unless it ends with 0.
+
+        A first call can start no process, so that tasks make the shards that it began, here, and a second
+        call ends it.
+        """
+        new = World(folder.parent, tokenizer=self.tokenizer, raw_dir=self.raw_dir, data_dir=folder)
+        words = ["blank", self.data_dir, "--ids", ids, "--output", folder, *flags_of(options)]
+        with mock.patch.object(multiprocessing.util, "spawnv_passfds", side_effect=BlockingIOError):
+            call_main(*words)
+        new.run(*(int(path.stem[6:]) for path in (folder / "blanked").iterdir()), **options)
+        self._succeed(call_main(*words))
+        return new
+
     def copy(self, folder: Path, *, but: Sequence[str] = ()) -> World:
         """Return a world whose data set is a copy of this one in ``folder``, without files of some names."""
         ignored = shutil.ignore_patterns(*but)
@@ -319,6 +334,11 @@ class World:
         """Return the lines of a side folder of the data set: quarantine, ids."""
         paths = sorted((self.data_dir / folder).glob("shard-*.jsonl"))
         return [json.loads(line) for path in paths for line in path.read_bytes().splitlines()]
+
+    def digests(self) -> list[bytes]:
+        """Return the digests of all documents, in the order of the files that keep them."""
+        raw = b"".join(path.read_bytes() for path in sorted((self.data_dir / "digests").glob("shard-*")))
+        return [raw[place : place + 16] for place in range(0, len(raw), 16)]
 
     def manifests(self) -> list[dict[str, Any]]:
         """Return the manifests of the shards that are made."""

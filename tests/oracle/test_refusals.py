@@ -244,6 +244,7 @@ REMAKE = "shardprep --shard_id 1 --output_dir $BROKEN"
 UNMAKE = f"rm $BROKEN/{MANIFEST} && {REMAKE}"
 PLAN = "shardprep plan --input_dir RAW --output_dir {} --model_id MODEL --num_shards N"
 PACKED = "plan --record packed --seq_len 8"
+BLANK, OVERLAP = "blank $DATA --output $NEW", "overlap $DATA --output $NEW"
 CHAT = "plan --record chat --input_dir $TALKS"
 NO_SLURM = {"PATH": "/nowhere"}  # whatever this machine has
 SOURCES = {"a": "$DATA", "b": "$MIXED"}
@@ -339,6 +340,9 @@ ROWS = [
         remedy=PLAN.format("NEW")),
     row("run $BROKEN", 65, "$BROKEN/plan.json", expected="JSON", changes=[(cut, "plan.json", 100)]),
     row("run $BROKEN", 65, "$BROKEN/plan.json", changes=[(replace, "plan.json", b'"line"', b'"file"')]),
+    row("run $BROKEN", 78, f"$BROKEN/{MANIFEST}", changes=[(copy_shard, "$OTHER", 1, 1)], remedy=UNMAKE),
+    row("--shard_id 1 --output_dir $BROKEN", 78, f"$BROKEN/{MANIFEST}",
+        changes=[(copy_shard, "$OTHER", 1, 1)], remedy=UNMAKE),
     row("run $RAW", 66, "$RAW", expected="plan.json",
         remedy="shardprep plan --input_dir $RAW --output_dir ${RAW}_shards --model_id MODEL --num_shards N"),
     row("run $RAW/0.txt", 66, "$RAW/0.txt", expected="the folder of a data set"),
@@ -386,6 +390,26 @@ ROWS = [
         expected="a fresh folder", files={"x/mine": ""}),
     row("export $DATA --to megatron --output_dir '$TMP/a b'", 2, "$TMP/a b", found="white space",
         expected="a folder without it"),
+    row(f"{BLANK} --ids $TMP/none", 66, "$TMP/none"),
+    row(f"{BLANK} --ids $TMP/blank", 65, "$TMP/blank", expected="a line for each", files={"blank": "\n \n"}),
+    row(f"{BLANK} --ids $TMP/short", 65, "$TMP/short", found="sha256:12", files={"short": "sha256:12\n"}),
+    row(f"{BLANK} --ids $TMP/no_utf8", 65, "$TMP/no_utf8", found="line 2",
+        files={"no_utf8": b"at:a:1\n\xff\n"}),
+    row("plan --exclude $TMP/no_byte", 65, "$TMP/no_byte", expected="FILE:BYTE",
+        files={"no_byte": "at:a.txt\n"}),
+    row("plan --exclude $TMP/negative", 65, "$TMP/negative", expected="FILE:BYTE",
+        files={"negative": "at:a.txt:-1\n"}),
+    row("plan --exclude $TMP/no_file", 65, "$TMP/no_file", expected="FILE:BYTE",
+        files={"no_file": "at::5\n"}),
+    row("plan --exclude $TMP/an_id", 2, "$TMP/an_id", found="web/17", remedy="--id_field",
+        files={"an_id": "web/17\n"}),
+    row("duplicates $DATA --output $NEW", 2, "$DATA", found="no digests", remedy="--digests"),
+    row(f"{OVERLAP} --against $TMP/x", 66, "$TMP/x", files={"x/README.md": "the"}),
+    row(f"{OVERLAP} --against $TMP/x", 65, remedy="--ngram", files={"x/a.txt": "the"}),
+    row(f"{OVERLAP} --against $RECORDS", 65, "$RECORDS"),
+    row(f"{OVERLAP} --against $RAW --ngram 1", 2, found="--ngram 1", expected="2 or more"),
+    row(f"{OVERLAP} --against $RAW --shards 9", 2, found="--shards 9", expected="ids of 0 to 2"),
+    row(f"{OVERLAP} --against $DATA --text_field a", 2, "$DATA", found="--text_field"),
     row(command("submit $PLANNED", NO_SLURM), 66, "scontrol", remedy="shardprep run $PLANNED"),
     row(command("retry $PLANNED", NO_SLURM), 66, "$PLANNED", remedy="shardprep submit $PLANNED"),
     row("status $NEW", 66, "$NEW", expected="plan.json", remedy=PLAN.format("$NEW")),

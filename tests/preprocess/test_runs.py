@@ -19,6 +19,7 @@ import pytest
 from tests.children import child, end_of, environ_of_children, shardprep
 from tests.faults.every_format import write_every_format
 from tests.held_children import Hold
+from tests.killed_calls import killed_at
 from tests.waiting import wait_until
 from tests.world import Ended, World, call_main, hostile_text, save_tokenizer
 
@@ -90,17 +91,6 @@ def test_colleagues_can_read_what_a_task_wrote(world: World, tmp_path: Path) -> 
     assert (other.data_dir / "tokenizer").stat().st_mode & 0o777 == 0o750
 
 
-def test_shards_of_another_plan_in_the_way_are_78_and_stay(world: World, tmp_path: Path) -> None:
-    other = World(tmp_path / "other", raw_dir=world.raw_dir).plan(num_shards=4).run(1)
-    for path in other.data_dir.glob("shard-*"):
-        shutil.copy(path, world.data_dir)
-    before = world.contents()
-    ended = world.try_shard(1)
-    assert (ended.code, "shard-00001.json" in ended.err) == (78, True)
-    assert world.main("run", world.data_dir).code == 78
-    assert world.contents() == before
-
-
 # Without permission. ------------------------------------------------------------------------------------
 
 
@@ -152,24 +142,52 @@ def test_what_this_user_may_not_read_or_write_is_named(
     assert not world.temporaries()
 
 
-# Two at a time, and stopped. tests/faults kills and stops tasks at each call of the system. ---------------
+# Killed and stopped. tests/faults does it to tasks at each call, and lets two of them work at a time. -----
 
 
+# Name -> the command behind its data set, and what it writes beside that.
+KILLED = {
+    "blank": ("blank data --ids names --output new --num_proc 1", "new"),
+    "duplicates": ("duplicates data --output out/names.txt", "out"),
+    "overlap": ("overlap data --against raw --output new", "new"),
+    "train_tokenizer": ("train_tokenizer --input_dir raw --vocab_size 300 --output_dir new", "new"),
+}
+
+
+@pytest.mark.slow
 @pytest.mark.processes
-def test_two_live_writers_of_one_shard_end_well(tmp_path: Path) -> None:
-    """Both are held when a part of their tar is on disk."""
-    world = World(tmp_path).raw({"a.txt": hostile_text(500) * 60}).plan(num_shards=1)
-    contents = world.copy(tmp_path / "whole").run().contents()
-    hold = Hold(tmp_path / "held", "write", r"/\.shard-00000\.tar\.")
-    command = shardprep("--shard_id", 0, "--output_dir", world.data_dir)
-    environ = environ_of_children(**hold.environ(number=2))
-    with child(command, env=environ, stderr=-2) as one, child(command, env=environ, stderr=-2) as other:
-        hold.wait(2, one, other)
-        hold.release()
-        texts = [end_of(writer, code=None) for writer in (one, other)]
-    assert sorted([one.returncode, other.returncode]) in ([0, 0], [0, 74]), texts
-    assert world.contents() == contents
-    assert world.temporaries() == []
+@pytest.mark.parametrize("command", KILLED)
+def test_a_kill_at_any_call_leaves_whole_files_and_a_second_call_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    world = World(tmp_path).raw({"a.txt": f"{'the kettle sings twice ' * 9}\n" * 3 + hostile_text(60)})
+    world.make(digests=True)
+    (tmp_path / "names").write_text("at:a.txt:0\n")
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path)
+    words, place = KILLED[command]
+
+    def visible(folder: Path) -> dict[str, bytes]:
+        """What counts of a folder; of manifests what may not differ."""
+        files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+        names = [name for name in files if not re.search(r"(^|/)\.|^jobs/", name)]
+        return {name: files[name].read_bytes() for name in names} | World(
+            tmp_path, data_dir=folder
+        ).contents()
+
+    before = visible(world.data_dir)
+    assert world.main(*words.split()).code == 0
+    expected, number, is_killed = visible(tmp_path / place), 1, True
+    while is_killed:
+        if number % 2:  # else the last one's files are there
+            shutil.rmtree(tmp_path / place, ignore_errors=True)
+            (tmp_path / "out").mkdir(exist_ok=True)
+        is_killed = os.WIFSIGNALED(killed_at(number, words.split()))
+        assert visible(tmp_path / place).items() <= expected.items(), number
+        number = number * 4 // 3 + 1
+    assert number > 12
+    assert visible(tmp_path / place) == expected
+    assert visible(world.data_dir) == before
 
 
 def living_of_group(group: int) -> list[str]:
@@ -207,31 +225,26 @@ def done(world: World) -> list[int]:
 
 
 @pytest.mark.processes
-def test_run_makes_the_missing_shards_and_leaves_the_others_alone(world: World, tmp_path: Path) -> None:
+def test_run_makes_the_missing_shards_alone_by_as_many_processes_as_flag_or_environment_say(
+    world: World, tmp_path: Path
+) -> None:
     expected = world.copy(tmp_path / "expected").run().contents()
-    world.run(1, 3)
+    made = world.run(1, 3).data_dir / "shard-00001.tar"
     (world.data_dir / "shard-00003.idx").unlink()
-    before = (world.data_dir / "shard-00001.tar").stat().st_ino
-    assert world.main("run", world.data_dir).code == 0
-    assert (world.data_dir / "shard-00001.tar").stat().st_ino == before
-    assert world.contents() == expected
-    assert world.temporaries() == []
+    before = made.stat().st_ino
+    for flags, of_environment, num_proc in (("--num_proc 6", "", 4), ("--num-proc 2", "4", 2), ("", "1", 1)):
+        environ = {"DATASET_NUM_PROC": of_environment}
+        ended = world.main("run", world.data_dir, *flags.split(), environ=environ)
+        assert ended.code == 0, ended.text
+        assert re.search(rf"\b{num_proc} process", ended.text)
+        assert (world.contents(), world.temporaries()) == (expected, [])
+        for shard_id in (0, 2, 4):
+            (world.data_dir / f"shard-0000{shard_id}.json").unlink()
+    assert made.stat().st_ino == before
+    world.run()
     times = {path: path.stat().st_mtime_ns for path in world.data_dir.glob("shard-*")}
     assert world.main("run", world.data_dir).code == 0
     assert {path: path.stat().st_mtime_ns for path in times} == times
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("flags", "of_environment", "num_proc"), [("--num_proc 6", "", 5), ("--num-proc 2", "4", 2), ("", "1", 1)]
-)
-def test_flag_then_environment_decide_the_number_of_processes(
-    world: World, flags: str, of_environment: str, num_proc: int
-) -> None:
-    ended = world.main("run", world.data_dir, *flags.split(), environ={"DATASET_NUM_PROC": of_environment})
-    assert ended.code == 0, ended.text
-    assert re.search(rf"\b{num_proc} process", ended.text)
-    assert done(world) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.processes

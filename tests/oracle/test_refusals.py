@@ -381,6 +381,8 @@ ROWS = [
     row("peek $DATA 0.txt:99999", 66, "0.txt", found="99999", expected="0 to"),
     row("peek $DATA id:7", 2, "$DATA", expected="SHARD:SAMPLE or FILE:BYTE"),
     row("peek $DATA --grep '('", 2, found="--grep '('", expected="regular expression"),
+    row("peek $DATA 0:1 --grep a", 2, found="--grep"),
+    row("peek $DATA --chars -1", 2, found="--chars -1"),
     row("peek $DATA --num 0", 2, found="--num 0", expected="from 1"),
     row("export $PLANNED --to nanogpt --output_dir $NEW", 66, "$PLANNED/shard-00000.json",
         remedy="shardprep --shard_id 0 --output_dir $PLANNED"),

@@ -223,7 +223,7 @@ def test_at_whatever_file_another_export_comes_both_end_well_with_bytes_of_one(
     first, other = (files(exported(data, "megatron", tmp_path / flag, flag)) for flag in flags)
 
     def both(out: Path, number: int) -> list[int]:
-        """Exit codes of another export, which comes before a call for a file of the first one, and of that."""
+        """Exit codes of another export, which comes before a call for a file of this one, and of this one."""
         codes, calls = list[int](), count()
 
         def called(path: Any, *args: Any, **kwargs: Any) -> Any:

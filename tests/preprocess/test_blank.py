@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 
 from loader import TokenLoader, get_llama3_dataloader
+from tests.input_writers import table_bytes
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import World
 
@@ -76,9 +75,7 @@ def written(name: str) -> tuple[bytes, list[int]]:
         chat = [{"role": role, "content": " ".join(said)} for role, said in turns]
         records.append({"id": f"d{number}", "text": " ".join(words), "chat": chat})
     if name.endswith(".parquet"):
-        sink = pyarrow.BufferOutputStream()
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), sink, row_group_size=50)
-        return sink.getvalue().to_pybytes(), [*range(NUM_DOCUMENTS)]
+        return table_bytes(records, "parquet", rows=50), [*range(NUM_DOCUMENTS)]
     lines = [f"{record['text'] if '.txt' in name else json.dumps(record)}\n".encode() for record in records]
     data, places = b"".join(lines), [sum(map(len, lines[:number])) for number in range(len(lines))]
     return gzip.compress(data) if name.endswith(".gz") else data, places

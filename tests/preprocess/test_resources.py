@@ -97,19 +97,7 @@ def test_a_shells_settings_for_other_programs_change_no_engines_threads(tmp_path
     assert len(set(report.read_text().split())) == 1, report.read_text()
 
 
-# Memory. ------------------------------------------------------------------------------------------------
-
-OF_VERSION_1 = {
-    "proc/self/cgroup": "4:cpu,cpuacct:/x\n3:memory:/slurm/uid_0\n0::/\n",
-    "sys/fs/cgroup/memory/slurm/uid_0/memory.limit_in_bytes": "750000000\n",
-}
-OF_VERSION_2 = {
-    "proc/self/cgroup": "0::/slurm/job_7/task_0\n",
-    "sys/fs/cgroup/slurm/job_7/task_0/memory.max": "max\n",
-    "sys/fs/cgroup/slurm/job_7/memory.max": "500000000\n",
-    "sys/fs/cgroup/slurm/memory.max": "900000000\n",
-}
-PER_CPU = {"SLURM_MEM_PER_CPU": "300", "SLURM_CPUS_PER_TASK": "1"}
+# What doctor finds. --------------------------------------------------------------------------------------
 
 
 def findings(*words: object, **environ: str) -> dict[str, dict[str, str]]:
@@ -120,55 +108,62 @@ def findings(*words: object, **environ: str) -> dict[str, dict[str, str]]:
     return {finding["topic"]: finding for finding in answer["findings"]}
 
 
+VERSION_1 = {
+    "proc/self/cgroup": "4:cpu,cpuacct:/x\n3:memory:/slurm/uid_0\n0::/\n",
+    "sys/fs/cgroup/memory/slurm/uid_0/memory.limit_in_bytes": "750000000\n",
+}
+VERSION_2 = {"task_0/memory.max": "max\n", "memory.max": "500000000\n", "../memory.max": "900000000\n"}
+VERSION_2 = {f"sys/fs/cgroup/slurm/job_7/{name}": text for name, text in VERSION_2.items()}
+VERSION_2["proc/self/cgroup"] = "0::/slurm/job_7/task_0\n"
+PER_CPU = {"SLURM_MEM_PER_CPU": "300", "SLURM_CPUS_PER_TASK": "1"}
+
+
+def job(**files: str) -> dict[str, str]:
+    names = {name: f"sys/fs/cgroup/job/{name.replace('_', '.')}" for name in files}
+    return {"proc/self/cgroup": "0::/job\n", **{names[name]: text for name, text in files.items()}}
+
+
 @pytest.mark.parametrize(
-    ("files", "environ", "told"),
+    ("topic", "files", "environ", "told", "todo"),
     [
-        (OF_VERSION_2, {}, "500 MB"),  # the least of all above
-        (OF_VERSION_1, {}, "750 MB"),
-        (OF_VERSION_1, {"SLURM_MEM_PER_NODE": "600"}, "629 MB"),
-        (OF_VERSION_1, PER_CPU, "315 MB"),  # as DefMemPerCPU is told, without cgroups
-        (OF_VERSION_1, {**PER_CPU, "SLURM_CPUS_ON_NODE": "2"}, "629 MB"),
-        (OF_VERSION_1, {"SLURM_MEM_PER_NODE": "0"}, "750 MB"),  # 0 is all of the node
-        ({"proc/self/cgroup": "0::/none\n"}, {}, "machine"),
+        ("memory", VERSION_2, {}, "500 MB", ""),  # the least of all above
+        ("memory", VERSION_1, {}, "750 MB", ""),
+        ("memory", VERSION_1, {"SLURM_MEM_PER_NODE": "600"}, "629 MB", ""),
+        ("memory", VERSION_1, PER_CPU, "315 MB", "--mem"),  # as DefMemPerCPU is told, without cgroups
+        ("memory", VERSION_1, {**PER_CPU, "SLURM_CPUS_ON_NODE": "2"}, "629 MB", ""),
+        ("memory", VERSION_1, {"SLURM_MEM_PER_NODE": "0"}, "750 MB", ""),  # 0 is all of the node
+        ("memory", {"proc/self/cgroup": "0::/none\n"}, {}, "machine", ""),
+        ("memory", job(memory_max=f"{256 << 20}\n"), {}, "268 MB", "--mem"),
+        ("cpus", job(cpu_max="150000 100000"), {}, "", "--num_proc 1"),
+        ("cpus", job(), {"SLURM_CPUS_PER_TASK": "16"}, "16", "srun --cpus-per-task=16"),
+        ("cpus", job(cpu_max="max 100000"), {"SLURM_CPUS_PER_TASK": "4"}, "4", ""),
+        (
+            "threads",
+            job(),
+            {"OMP_NUM_THREADS": "64", "RAYON_NUM_THREADS": "1"},
+            "",
+            "export OMP_NUM_THREADS=8",
+        ),
+        ("threads", job(), {"OMP_NUM_THREADS": "8"}, "", ""),
     ],
     ids=str,
 )
-def test_the_least_limit_of_slurm_cgroups_and_machine_counts(
-    kernel: Any, files: dict[str, str], environ: dict[str, str], told: str
-) -> None:
-    kernel(files)
-    assert told in findings(**environ)["memory"]["text"]
-
-
-@pytest.mark.parametrize(
-    ("topic", "environ", "files", "todo"),
-    [
-        ("cpus", {}, {"cpu.max": "150000 100000"}, "--num_proc 1"),
-        ("cpus", {"SLURM_CPUS_PER_TASK": "16"}, {}, "srun --cpus-per-task=16"),
-        ("cpus", {"SLURM_CPUS_PER_TASK": "4"}, {"cpu.max": "max 100000"}, ""),
-        ("memory", {}, {"memory.max": f"{256 << 20}\n"}, "--mem"),
-        ("memory", {}, {"memory.max": f"{1 << 30}\n"}, ""),
-        ("threads", {"OMP_NUM_THREADS": "64", "RAYON_NUM_THREADS": "1"}, {}, "export OMP_NUM_THREADS=8"),
-        ("threads", {"OMP_NUM_THREADS": "8"}, {}, ""),
-    ],
-)
-def test_what_a_machine_lacks_is_a_warning_with_what_to_do(
-    kernel: Any, cpus: Any, topic: str, environ: dict[str, str], files: dict[str, str], todo: str
+def test_the_least_limit_of_slurm_cgroups_and_machine_counts_and_what_lacks_is_a_warning_with_what_to_do(
+    kernel: Any, cpus: Any, topic: str, files: dict[str, str], environ: dict[str, str], told: str, todo: str
 ) -> None:
     cpus({*range(8)})
-    kernel({"proc/self/cgroup": "0::/job\n", **{f"sys/fs/cgroup/job/{n}": text for n, text in files.items()}})
+    kernel(files)
     finding = findings(**environ)[topic]
-    assert finding["level"] == ("warning" if todo else "good")
-    assert todo in finding["todo"]
+    assert told in finding["text"]
+    assert (finding["level"], todo in finding["todo"]) == ("warning" if todo else "good", True)
 
 
-@pytest.mark.parametrize("text", ["0", "1e3"])
-def test_numbers_of_the_environment_are_positive_or_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("name", ["DATASET_BATCH_SIZE", "DATASET_WRITER_BATCH_SIZE"])
+def test_numbers_of_the_environment_are_positive_or_refused(tmp_path: Path, name: str) -> None:
     world = World(tmp_path).raw({"a.txt": "a\n"}).plan(num_shards=1)
-    for name in ("DATASET_BATCH_SIZE", "DATASET_WRITER_BATCH_SIZE"):
-        ended = world.try_shard(0, environ={name: text})
-        assert (ended.code, name in ended.err) == (2, True)
-    assert world.try_shard(0, environ={"DATASET_BATCH_SIZE": ""}).code == 0
+    for number, code in (("0", 2), ("1e3", 2), ("", 0)):
+        ended = world.try_shard(0, environ={name: number})
+        assert (ended.code, name in ended.err) == (code, code == 2)
 
 
 def test_doctor_looks_at_a_tokenizer_and_at_a_planned_folder_and_writes_nothing(tmp_path: Path) -> None:

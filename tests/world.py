@@ -81,6 +81,14 @@ class Ended:
         """All that it printed."""
         return self.out + self.err
 
+    def ends(self, code: int, *named: object) -> Ended:
+        """Return this, whose exit code has to be ``code``, and which names these on standard error."""
+        __tracebackhide__ = True
+        assert self.code == code, f"exit code {self.code}: {self.text}"
+        for each in named:
+            assert str(each) in self.err, f"{each} is not named: {self.text}"
+        return self
+
 
 @functools.cache
 def tokenizer_dir() -> Path:
@@ -270,19 +278,19 @@ class World:
 
     def plan(self, *, num_shards: int | None = 2, **options: Any) -> World:
         """Plan ``data_dir`` from ``raw_dir``; AssertionError unless the command ends with 0."""
-        self._succeed(self.try_plan(num_shards=num_shards, **options))
+        self.try_plan(num_shards=num_shards, **options).ends(0)
         self.num_shards = len(self.plan_json()["cuts"]) - 1
         return self
 
     def run(self, *shard_ids: int, **options: Any) -> World:
         """Make shards, all or these, each by the command of a job array's task, in this process."""
         for shard_id in shard_ids or range(self.num_shards):
-            self._succeed(self.try_shard(shard_id, planned=True, **options))
+            self.try_shard(shard_id, planned=True, **options).ends(0)
         return self
 
     def verify(self, **options: Any) -> World:
         """Verify the data set; AssertionError unless the command ends with 0."""
-        self._succeed(self.main("verify", self.data_dir, **options))
+        self.main("verify", self.data_dir, **options).ends(0)
         return self
 
     def make(self, **options: Any) -> World:
@@ -300,7 +308,7 @@ class World:
         with mock.patch.object(multiprocessing.util, "spawnv_passfds", side_effect=BlockingIOError):
             call_main(*words)
         new.run(*(int(path.stem[6:]) for path in (folder / "blanked").iterdir()), **options)
-        self._succeed(call_main(*words))
+        call_main(*words).ends(0)
         return new
 
     def copy(self, folder: Path, *, but: Sequence[str] = ()) -> World:
@@ -384,10 +392,6 @@ class World:
         """Return the first global batches of all ranks together, for arguments of ``Ranks``."""
         with self.ranks(**arguments) as ranks:
             return ranks.take(num_steps)
-
-    @staticmethod
-    def _succeed(ended: Ended) -> None:
-        assert ended.code == 0, f"exit code {ended.code}: {ended.text}"
 
 
 class Ranks:

@@ -62,8 +62,7 @@ def expected(sets: list[list[tuple[Place, str]]]) -> list[list[Place]]:
 
 def run(*words: object) -> tuple[dict[str, Any], list[list[Place]]]:
     """Return the answer, and the places in the list of each data set."""
-    ended = call_main("duplicates", *words, "--json")
-    assert ended.code == 0, ended.text
+    ended = call_main("duplicates", *words, "--json").ends(0)
     answer, lists = json.loads(ended.out), []
     for each in answer["data_sets"]:
         lines = [line.removeprefix("at:") for line in Path(each["list"]).read_text().splitlines()]

@@ -36,8 +36,7 @@ def left_out(world: World) -> dict[str, list[str]]:
 
 def planned(world: World, **options: Any) -> str:
     """Plan the folder with its subfolders; returns what was told."""
-    ended = world.try_plan(**{"recursive": True, **options})
-    assert ended.code == 0, ended.text
+    ended = world.try_plan(**{"recursive": True, **options}).ends(0)
     world.num_shards = len(world.plan_json()["cuts"]) - 1
     return ended.text
 
@@ -160,8 +159,7 @@ def test_the_plain_form_takes_the_nth_of_all_txt_files_that_are_not_hidden(tmp_p
     world = World(tmp_path).raw({name: f"This is {name}.\n" for name in names})
     options = {"input_dir": world.raw_dir, "model_id": world.tokenizer}
     for number in range(3):
-        ended = world.try_shard(number, **options)
-        assert ended.code == 0, ended.text
+        world.try_shard(number, **options).ends(0)
     assert world.texts() == [f"This is {name}." for name in ("README.txt", "a.txt", "requirements.txt")]
 
 
@@ -176,14 +174,10 @@ POINTERS = {
 def test_a_pointer_to_an_input_is_refused_with_what_fetches_it(tmp_path: Path, command: str) -> None:
     for name in ("b.txt", "b.jsonl", "b.parquet", "b.arrow", "b.txt.zst"):
         world = World(tmp_path / name).raw({"a.txt": "a document\n", name: POINTERS[command]})
-        ended = world.try_plan()
-        assert (ended.code, str(world.raw_dir / name) in ended.err, command in ended.err) == (65, True, True)
+        world.try_plan().ends(65, world.raw_dir / name, command)
         assert not world.data_dir.exists()
     texts = {"a.txt": "A pointer begins with:\n" + POINTERS[command], "b.txt": POINTERS[command] * 20}
     assert World(tmp_path).raw(texts).plan().inputs() == ["a.txt", "b.txt"], "a text about pointers is one"
-
-
-# Folders as other tools leave them. ---------------------------------------------------------------------
 
 
 PACKED: dict[str, Callable[[bytes], bytes]] = {

@@ -95,8 +95,7 @@ def overlap(world: World, evals: Path, output: Path, **options: Any) -> Ended:
 
 def search(world: World, evals: Path, output: Path, **options: Any) -> list[dict[str, Any]]:
     """Return the hits of all shards."""
-    ended = overlap(world, evals, output, **options)
-    assert ended.code == 0, ended.text
+    overlap(world, evals, output, **options).ends(0)
     return [json.loads(line) for line in (output / "overlap.jsonl").read_text(encoding="utf-8").splitlines()]
 
 

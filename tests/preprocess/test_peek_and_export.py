@@ -49,13 +49,9 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
     return worlds
 
 
-# peek ---------------------------------------------------------------------------------------------------
-
-
 def peek(world: World, *words: object) -> list[str]:
     """Return the blocks that are printed, one for each sample."""
-    ended = world.main("peek", world.data_dir, *words, "--chars", 0)
-    assert ended.code == 0, ended.text
+    ended = world.main("peek", world.data_dir, *words, "--chars", 0).ends(0)
     return ended.out.rstrip("\n").split("\n\n")
 
 
@@ -115,9 +111,6 @@ def test_grep_chooses_the_samples_that_have_it(worlds: dict[str, World]) -> None
         assert worlds["documents"].main("peek", worlds["documents"].data_dir, *words).code == 66, words
 
 
-# export -------------------------------------------------------------------------------------------------
-
-
 def samples_of(world: World) -> list[list[int]]:
     """Return the documents, or rows without padding, as the loader has them."""
     with world.ranks(global_batch_size=1, shuffle=False) as ranks:
@@ -135,8 +128,7 @@ def export(world: World, to: str, out: Path, *flags: object) -> Ended:
 
 
 def exported(world: World, to: str, out: Path, *flags: object) -> Path:
-    ended = export(world, to, out, *flags)
-    assert ended.code == 0, ended.text
+    export(world, to, out, *flags).ends(0)
     return out
 
 

@@ -49,9 +49,6 @@ def cpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], list[set[int]]
     return allow
 
 
-# CPUs. --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("given", "affinity", "shard_id", "expected"),
     [
@@ -95,9 +92,6 @@ def test_a_shells_settings_for_other_programs_change_no_engines_threads(tmp_path
         run_child(words, env=environ)
         (world.data_dir / "shard-00000.json").unlink()
     assert len(set(report.read_text().split())) == 1, report.read_text()
-
-
-# What doctor finds. --------------------------------------------------------------------------------------
 
 
 def findings(*words: object, **environ: str) -> dict[str, dict[str, str]]:
@@ -179,8 +173,6 @@ def test_doctor_looks_at_a_tokenizer_and_at_a_planned_folder_and_writes_nothing(
     (line,) = [line for line in ended.out.splitlines() if line.startswith("bad")]
     assert (ended.code, str(tmp_path / "none") in line) == (66, True)
 
-
-# Under real limits, with Llama 3's tokenizer. -----------------------------------------------------------
 
 CGROUPS = Path("/sys/fs/cgroup")
 FORMS: dict[str, dict[str, Any]] = {
@@ -264,17 +256,14 @@ def test_a_line_of_100_mb_is_left_out_in_a_cgroup_of_300_mb_and_a_document_of_4_
 @pytest.mark.processes
 def test_under_ulimit_a_task_makes_its_shard_or_refuses_at_once(data: dict[str, Path]) -> None:
     for limit_mb in (300, 1012):
-        ended = made(data["documents"], "gigatoken", f"ulimit -v {limit_mb << 10}")
-        assert (ended.code, "ulimit -v" in ended.err) == (2, True), ended.text
+        made(data["documents"], "gigatoken", f"ulimit -v {limit_mb << 10}").ends(2, "ulimit -v")
     for form, engine in (("documents", "gigatoken"), ("chat", "tokenizers")):
-        ended = made(data[form], engine, f"ulimit -v {1013 << 10}")
-        assert ended.code == 0, ended.text
+        made(data[form], engine, f"ulimit -v {1013 << 10}").ends(0)
 
 
 @pytest.mark.processes
 def test_exported_lines_can_be_sourced_and_are_all_that_is_printed(tmp_path: Path) -> None:
-    ended = World(tmp_path).main("doctor", "--export", environ={"SLURM_NTASKS_PER_NODE": "1"})
-    assert ended.code == 0
+    ended = World(tmp_path).main("doctor", "--export", environ={"SLURM_NTASKS_PER_NODE": "1"}).ends(0)
     assert all(line.startswith("export ") for line in ended.out.splitlines())
     shown = run_child(["sh", "-c", f"{ended.out}env"]).stdout.splitlines()
     assert {"TOKENIZERS_PARALLELISM=false", f"OMP_NUM_THREADS={len(os.sched_getaffinity(0))}"} <= set(shown)

@@ -66,8 +66,7 @@ def test_shards_have_equal_bytes_for_all_engines_batches_cpus_and_memory(
         world = planned.copy(tmp_path / str(number))
         sizes = {"DATASET_BATCH_SIZE": batch, "DATASET_WRITER_BATCH_SIZE": "1024"}
         for shard_id in range(3):
-            ended = world.try_shard(shard_id, engine=engine, memory_gb=memory_gb, environ=sizes)
-            assert ended.code == 0, ended.text
+            world.try_shard(shard_id, engine=engine, memory_gb=memory_gb, environ=sizes).ends(0)
         assert world.contents() == reference.contents()
         assert engine == "auto" or world.manifests()[0]["run"]["engine"].startswith(engine)
 
@@ -89,9 +88,6 @@ def test_colleagues_can_read_what_a_task_wrote(world: World, tmp_path: Path) -> 
     assert len(files) == 7
     assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
     assert (other.data_dir / "tokenizer").stat().st_mode & 0o777 == 0o750
-
-
-# Without permission. ------------------------------------------------------------------------------------
 
 
 def heed_permissions() -> None:
@@ -140,9 +136,6 @@ def test_what_this_user_may_not_read_or_write_is_named(
     assert (found, named in err, "Permission denied" in err) == (code, True, True), err
     assert world.contents() == before
     assert not world.temporaries()
-
-
-# Killed and stopped. tests/faults does it to tasks at each call, and lets two of them work at a time. -----
 
 
 # Name -> the command behind its data set, and what it writes beside that.
@@ -217,9 +210,6 @@ def test_a_signal_while_a_task_plans_ends_it_with_75_and_leaves_no_plan(tmp_path
     assert not world.data_dir.exists()
 
 
-# run ----------------------------------------------------------------------------------------------------
-
-
 def done(world: World) -> list[int]:
     return [int(path.stem[6:]) for path in sorted(world.data_dir.glob("shard-*.json"))]
 
@@ -234,8 +224,7 @@ def test_run_makes_the_missing_shards_alone_by_as_many_processes_as_flag_or_envi
     before = made.stat().st_ino
     for flags, of_environment, num_proc in (("--num_proc 6", "", 4), ("--num-proc 2", "4", 2), ("", "1", 1)):
         environ = {"DATASET_NUM_PROC": of_environment}
-        ended = world.main("run", world.data_dir, *flags.split(), environ=environ)
-        assert ended.code == 0, ended.text
+        ended = world.main("run", world.data_dir, *flags.split(), environ=environ).ends(0)
         assert re.search(rf"\b{num_proc} process", ended.text)
         assert (world.contents(), world.temporaries()) == (expected, [])
         for shard_id in (0, 2, 4):
@@ -252,8 +241,7 @@ def test_a_shard_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     world = World(tmp_path).raw({f"{number}.txt": "good\n" * 50 for number in range(6)})
     world.raw({"1.txt": b"good\n" + b"\xff\n" * 20}).plan(num_shards=None)
     (world.raw_dir / "2.txt").unlink()
-    ended = world.main("run", world.data_dir, num_proc=2)
-    assert ended.code == 65, ended.text
+    ended = world.main("run", world.data_dir, num_proc=2).ends(65)
     assert done(world) == [0, 3, 4, 5]
     assert world.temporaries() == []
     world.raw({"1.txt": b"good\n" + b"\xff\n" * 20, "2.txt": "good\n" * 50})

@@ -69,8 +69,7 @@ def test_a_shard_of_a_broken_side_file_is_named_with_a_command_that_mends_it(
 ) -> None:
     before = world.contents()
     damage(world.data_dir / named)
-    ended = world.main("verify", world.data_dir)
-    assert (ended.code, Path(named).stem.removeprefix("shard-") in ended.err) == (code, True), ended.text
+    ended = world.main("verify", world.data_dir).ends(code, Path(named).stem.removeprefix("shard-"))
     assert not (world.data_dir / "index.json").exists()
     for command in re.search(r"run: (.*shardprep .*)", ended.err)[1].split(" && "):  # type: ignore[index]
         program, *words = shlex.split(command)
@@ -88,8 +87,7 @@ def test_every_broken_shard_is_named_and_fast_sees_sizes_but_no_bits(world: Worl
     (world.data_dir / "shard-00000.tar").unlink()
     os.truncate(world.data_dir / "shard-00003.idx", 64)
     assert world.main("verify", world.data_dir, "--fast").code == 66
-    ended = world.main("verify", world.data_dir)
-    assert ended.code == 66
+    ended = world.main("verify", world.data_dir).ends(66)
     assert set(re.findall(r"shard (\d{5})", ended.err)) == {"00000", "00002", "00003"}
     many = World(tmp_path).raw({"a.txt": "a line of text\n" * 90}).plan(num_shards=12)
     ended = many.main("verify", many.data_dir)
@@ -108,9 +106,6 @@ def test_each_tar_is_read_once_by_verify(tmp_path: Path, form: dict[str, Any]) -
     begin = num_read_bytes()
     world.verify()
     assert num_bytes <= num_read_bytes() - begin < 1.5 * num_bytes
-
-
-# --deep -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -136,8 +131,7 @@ def test_what_was_read_wrongly_when_a_shard_was_made_is_found_though_all_hashes_
         if content is wrong:
             world.run()
     world.verify()  # the hashes agree
-    ended = world.main("verify", world.data_dir, "--deep", 1)
-    assert (ended.code, "--shard_id 0" in ended.err) == (65, True), ended.text
+    ended = world.main("verify", world.data_dir, "--deep", 1).ends(65, "--shard_id 0")
     assert ("ids/shard-00000.jsonl" in ended.err) == (change != "a letter altered")
     assert ("shard-00000.digests" in ended.err) == (change != "an id altered")
     assert not world.temporaries()
@@ -151,9 +145,6 @@ def test_conversations_are_made_again_with_what_was_left_out(tmp_path: Path) -> 
     with (write_chats(world.raw_dir, conversations(40)) / "chats.jsonl").open("a") as file:
         file.write('{"messages": []}\n{"messages": [{"role": "elf", "content": ""}]}\n{"messages": 1}\n\n')
     world.make(record="chat", seq_len=64, id_field="id", max_bad_fraction=0.5).verify(deep=2)
-
-
-# clean -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -82,11 +82,11 @@ class Ended:
         return self.out + self.err
 
     def ends(self, code: int, *named: object) -> Ended:
-        """Return this, whose exit code has to be ``code``, and which names these on standard error."""
+        """Return this, which has to end with ``code`` and to name these: on standard error, but for 0."""
         __tracebackhide__ = True
         assert self.code == code, f"exit code {self.code}: {self.text}"
         for each in named:
-            assert str(each) in self.err, f"{each} is not named: {self.text}"
+            assert str(each) in (self.err if code else self.text), f"{each} is not named: {self.text}"
         return self
 
 

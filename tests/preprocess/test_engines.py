@@ -24,7 +24,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.checkout import ROOT
 from tests.forged import rewrite_plan
-from tests.word_tokenizers import save_word_tokenizer
 from tests.world import BOS, EOS, TURN, World, save_tokenizer
 
 TAKES_ALL = os.environ.get("LLAMA3_LINES") == "all"
@@ -216,22 +215,17 @@ def test_planning_tries_all_code_points_and_keeps_the_verdict_and_one_wrong_id_i
     assert sum(map(len, SOURCES)) < 1 << 20, "the verdict was kept"
 
 
-class TokenizerOfVersion1:
-    """A tokenizer behind the calls of tokenizers 1.0: no settings, and no ``encode_batch_fast``."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    @classmethod
-    def from_buffer(cls, data: bytes) -> TokenizerOfVersion1:
-        return cls(Tokenizer.from_buffer(data))
+def of_version_1(data: bytes) -> Any:
+    """A tokenizer behind the calls of tokenizers 1.0: all settings come with each call."""
+    tokenizer = Tokenizer.from_buffer(data)
 
     def encode_batch(
-        self, inputs: Any, *, add_special_tokens: bool, encode_special_tokens: bool, padding: None,
-        truncation: None,
-    ) -> Any:  # fmt: skip
-        self._tokenizer.encode_special_tokens = encode_special_tokens
-        return self._tokenizer.encode_batch(inputs, add_special_tokens=add_special_tokens)
+        inputs: Any, *, encode_special_tokens: bool, padding: None, truncation: None, **options: Any
+    ) -> Any:
+        tokenizer.encode_special_tokens = encode_special_tokens
+        return tokenizer.encode_batch(inputs, **options)
+
+    return SimpleNamespace(encode_batch=encode_batch)
 
 
 def test_tokenizers_of_version_1_give_the_same_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +233,7 @@ def test_tokenizers_of_version_1_give_the_same_ids(tmp_path: Path, monkeypatch: 
         world = World(tmp_path / str(number)).raw({"a.txt": f"a {EOS} 가\nx\n"})
         newer = world.plan(num_shards=1, **options).copy(tmp_path / f"newer {number}")
         with monkeypatch.context() as patch:
-            patch.setattr(tokenizers, "Tokenizer", TokenizerOfVersion1)
+            patch.setattr(tokenizers, "Tokenizer", SimpleNamespace(from_buffer=of_version_1))
             newer.run(engine="tokenizers")
         assert newer.documents() == world.run(engine="tokenizers").documents()
 
@@ -252,15 +246,6 @@ def test_a_reference_that_gives_other_ids_than_at_planning_is_refused(planned: W
     rewrite_plan(world.data_dir / "plan.json", f'"{probe}"', f'"{"0" * 64}"')
     for engine in ("auto", "tokenizers"):
         world.try_shard(0, engine=engine).ends(78, "tokenizers")
-
-
-def test_a_tokenizer_that_gigatoken_does_not_know_is_encoded_by_the_reference(tmp_path: Path) -> None:
-    """A WordLevel model: real, and none of byte-level BPE."""
-    save_word_tokenizer(tmp_path / "words", 50)
-    world = World(tmp_path, tokenizer=tmp_path / "words").raw({"a.txt": ("w7 " * 500 + "\n") * 600})
-    world.plan(num_shards=1).run()
-    assert engine_of(world) == "tokenizers"
-    assert world.documents()[-1][2] == [0], "a word that it does not know"
 
 
 SCRIPT = ROOT / "benchmarks" / "baseline.py"

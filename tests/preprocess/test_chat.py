@@ -245,7 +245,7 @@ BAD: dict[str, tuple[str, str]] = {
 def test_what_is_no_conversation_is_left_out_with_its_reason(tmp_path: Path) -> None:
     lines = [f'{{"messages": {messages}}}' for messages, _ in BAD.values()]
     lines.append(json.dumps({"messages": CHATS[1]}))
-    world = planned(world_of(tmp_path, STRICT, CHATS[:1], lines)).run()
+    world = planned(world_of(tmp_path, STRICT, CHATS[:1], lines)).run().verify(deep=1)
     names = dict(enumerate(BAD, start=1))
     assert {names[line]: reason for line, reason in reasons(world).items()} == {
         name: reason for name, (_, reason) in BAD.items()

@@ -209,6 +209,21 @@ def test_tables_give_what_json_lines_give_also_where_they_keep_messages_as_json(
     assert flat_of(world) == flat(pairs * (2 + len(tables)) + pairs[:3] + pairs[4:])
 
 
+def test_conversations_of_one_content_are_held_out_together_in_whatever_form_they_stand(
+    tmp_path: Path,
+) -> None:
+    chats = conversations(150)
+    turned = [[{"name": None, **dict(reversed(turn.items()))} for turn in chat] for chat in chats]
+    world = world_of(tmp_path, PLAIN, chats + turned)
+    planned(world, num_shards=9, validation_fraction=0.2, max_bad_fraction=0).run()
+    texts = [json.dumps(chat, ensure_ascii=False, sort_keys=True, separators=(",", ":")) for chat in chats]
+    digests = [hashlib.sha256(text.encode()).digest()[:16] for text in texts]
+    assert sorted(world.digests()) == sorted(digests * 2)
+    num_held = sum(int.from_bytes(digest[:8], "big") < 0.2 * 2**64 for digest in digests)
+    validation = [manifest["counts"]["validation"]["num_documents"] for manifest in world.manifests()]
+    assert sum(validation) == 2 * num_held > 20
+
+
 STRICT = TAGGED.replace(
     "{{ bos_token }}{% for m in messages %}",
     "{{ bos_token }}{% for m in messages %}"

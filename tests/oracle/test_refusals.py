@@ -244,6 +244,7 @@ REMAKE = "shardprep --shard_id 1 --output_dir $BROKEN"
 UNMAKE = f"rm $BROKEN/{MANIFEST} && {REMAKE}"
 PLAN = "shardprep plan --input_dir RAW --output_dir {} --model_id MODEL --num_shards N"
 PACKED = "plan --record packed --seq_len 8"
+TRAIN = "train_tokenizer --output_dir $NEW"
 BLANK, OVERLAP = "blank $DATA --output $NEW", "overlap $DATA --output $NEW"
 CHAT = "plan --record chat --input_dir $TALKS"
 NO_SLURM = {"PATH": "/nowhere"}  # whatever this machine has
@@ -419,6 +420,16 @@ ROWS = [
     row(f"{OVERLAP} --against $RAW --ngram 1", 2, found="--ngram 1", expected="2 or more"),
     row(f"{OVERLAP} --against $RAW --shards 9", 2, found="--shards 9", expected="ids of 0 to 2"),
     row(f"{OVERLAP} --against $DATA --text_field a", 2, "$DATA", found="--text_field"),
+    row(f"{TRAIN} --input_dir $TMP/x", 66, "$TMP/x", files={"x/in/deep/a.txt": "here"}),
+    row(f"{TRAIN} --input_dir $TMP/x", 65, "$TMP/x/cut.txt.gz",
+        files={"x/cut.txt.gz": gzip.compress(b"the\n" * 999)[:-9]}),
+    row(f"{TRAIN} --input_dir $RAW --vocab_size 255", 2, found="--vocab_size 255"),
+    row(f"{TRAIN} --input_dir $RAW --max_bytes 10", 2, found="--max_bytes 10"),
+    row(f"{TRAIN} --input_dir $RAW --text_field a --text_template {{a}}", 2,
+        found="--text_field and --text_template"),
+    row("train_tokenizer --input_dir $RAW --output_dir $MODEL", 78, "$MODEL"),
+    row("train_tokenizer --input_dir $RAW --output_dir $RAW/0.txt", 73, "$RAW/0.txt"),
+    row("train_tokenizer --input_dir $RAW --output_dir $RAW/0.txt/x", 73, "$RAW/0.txt"),
     row(command("submit $PLANNED", NO_SLURM), 66, "scontrol", remedy="shardprep run $PLANNED"),
     row(command("retry $PLANNED", NO_SLURM), 66, "$PLANNED", remedy="shardprep submit $PLANNED"),
     row("status $NEW", 66, "$NEW", expected="plan.json", remedy=PLAN.format("$NEW")),

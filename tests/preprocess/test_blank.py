@@ -172,9 +172,7 @@ def test_blanked_documents_are_padding_where_they_stood_and_all_else_stays(made:
 
 
 @pytest.mark.parametrize("form", each(FORMS))
-def test_nothing_of_a_blanked_document_is_left_on_the_disk_and_verify_makes_it_so(
-    made: Made, form: str
-) -> None:
+def test_nothing_of_a_blanked_document_is_left_on_disk_and_verify_makes_it_so(made: Made, form: str) -> None:
     world, new = made(form)
     texts = [text_of(number).encode() for number in BLANKED]
     traces = [text for text in texts if len(text) > 10] + [f'"d{number}"'.encode() for number in BLANKED]

@@ -83,10 +83,11 @@ SAMPLE = [
 ]  # fmt: skip
 NAMES = [*chat_tokenizers.TOKENIZERS, "Llama 3"]
 PAIRS = [(name, each) for name in NAMES for each in chat_tokenizers.TEMPLATES] if TAKES_ALL else SAMPLE
+Models = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("models")
 
     def model(name: str) -> Path:
@@ -127,9 +128,7 @@ def expected(model: Path, chats: list[Any]) -> list[tuple[list[int], list[int]]]
 
 
 @pytest.mark.parametrize(("name", "template"), PAIRS)
-def test_masks_are_those_of_transformers(
-    models: Callable[[str], Path], tmp_path: Path, name: str, template: str
-) -> None:
+def test_masks_are_those_of_transformers(models: Models, tmp_path: Path, name: str, template: str) -> None:
     chats = chat_tokenizers.conversations(NUM_CHATS, seed=PAIRS.index((name, template)))
     world = World(tmp_path, tokenizer=models(name))
     write_chats(world.raw_dir, chats)
@@ -209,9 +208,7 @@ def test_tables_give_what_json_lines_give_also_where_they_keep_messages_as_json(
     assert flat_of(world) == flat(pairs * (2 + len(tables)) + pairs[:3] + pairs[4:])
 
 
-def test_conversations_of_one_content_are_held_out_together_in_whatever_form_they_stand(
-    tmp_path: Path,
-) -> None:
+def test_conversations_of_one_content_are_held_out_together_in_whatever_form(tmp_path: Path) -> None:
     chats = conversations(150)
     turned = [[{"name": None, **dict(reversed(turn.items()))} for turn in chat] for chat in chats]
     world = world_of(tmp_path, PLAIN, chats + turned)
@@ -369,9 +366,7 @@ def test_another_version_of_what_renders_is_refused(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(("template", "most"), [(PLAIN, 700), (TAGGED, 8000)], ids=["plain", "tagged"])
-def test_conversations_of_so_many_answers_that_rendering_takes_too_long_are_left_out(
-    tmp_path: Path, template: str, most: int
-) -> None:
+def test_conversations_of_too_many_answers_are_left_out(tmp_path: Path, template: str, most: int) -> None:
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     chats = [turns * (most // 10), turns * (most + most // 20), turns * (most * 2)]
     world = planned(world_of(tmp_path, template, chats)).run()

@@ -98,9 +98,7 @@ def test_all_copies_but_the_first_go_across_shards_and_data_sets(tmp_path: Path,
 
 
 @pytest.mark.parametrize("form", ["documents", "concat"])
-def test_a_blanked_document_is_neither_kept_nor_listed_in_an_input_that_moved(
-    tmp_path: Path, form: str
-) -> None:
+def test_a_blanked_document_is_neither_kept_nor_listed_in_a_moved_input(tmp_path: Path, form: str) -> None:
     world, documents = made(tmp_path, 0, **FORMS[form])
     counts = Counter(text for _, text in documents)
     first = next(place for place, text in documents if counts[text] > 2)
@@ -134,7 +132,7 @@ def test_what_cannot_be_compared_is_refused_and_no_list_is_left(tmp_path: Path) 
     ("digests", "are_equal"),
     [((0, 0), True), ((0, 1), False), ((0, 1 << 64), False), ((0, 1 << 127), False)],
 )
-def test_documents_are_equal_if_all_of_their_digests_is_and_digests_of_no_document_are_refused(
+def test_documents_are_equal_if_all_of_their_digests_is(
     tmp_path: Path, digests: tuple[int, int], are_equal: bool
 ) -> None:
     """Digests that are equal in part, of which no texts are known, are put in the places of two others."""

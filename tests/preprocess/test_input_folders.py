@@ -107,9 +107,7 @@ def test_plan_names_and_counts_what_it_leaves_out_and_plan_json_has_all_of_it(wo
         assert any(flag in line for line in told), "what takes them"
 
 
-def test_flags_take_what_is_left_out_and_one_without_effect_is_not_in_the_plan(
-    world: World, tmp_path: Path
-) -> None:
+def test_flags_take_what_is_left_out_and_idle_ones_are_not_planned(world: World, tmp_path: Path) -> None:
     flags = {"follow_links": True, "also": "*.md, readme*, _u*"}
     planned(world.raw({"_u.txt": "as Spark names what is no data\n"}), **flags)
     inputs = ["README.txt", "_u.txt", "a.txt", "b/c.txt", "linked/e.txt", "more.md", "notes.md"]
@@ -138,9 +136,7 @@ def test_suffixes_are_known_in_any_case_and_by_their_usual_synonyms(tmp_path: Pa
     assert world.run().texts() == ["one"] * 9
 
 
-def test_a_socket_and_a_name_that_is_no_utf_8_or_not_printable_are_named(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sockets_and_unprintable_names_are_named(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(world.raw_dir)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("s.txt")
@@ -249,9 +245,7 @@ DELTA: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("kind", DELTA)
-def test_old_versions_of_a_delta_table_are_left_out_and_one_that_its_log_does_not_tell_is_refused(
-    tmp_path: Path, kind: str
-) -> None:
+def test_old_versions_in_a_delta_table_are_left_out_or_it_is_refused(tmp_path: Path, kind: str) -> None:
     log, inputs = DELTA[kind]
     parts = ("part-0.parquet", "day=a b/part-1.parquet", "part-2.parquet")
     world = World(tmp_path).raw({name: table_of([name]) for name in parts})

@@ -31,6 +31,7 @@ _CHOOSER = random.Random(1)
 _LATIN = ["".join(_CHOOSER.choices("aeioubdgklmnprstvz", k=2 + n % 7)) for n in range(3000)]
 _NOUNS = ["".join(chr(_CHOOSER.randrange(0xAC00, 0xD7A4)) for _ in range(2)) for _ in range(3000)]
 _ENDS = {True: (("", ""), ("", ","), ("", ".")), False: (("은", "이"), ("을", "도"), ("에서", "에는"))}
+Worlds = dict[str, World]
 Words = list[tuple[str, tuple[str, str]]]  # a word, and its end in one text and in another
 
 
@@ -79,7 +80,7 @@ def evals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
     root = tmp_path_factory.mktemp("data")
     records = [{"id": f"web/{number}", "text": text} for number, text in enumerate(DOCUMENTS)]
     made = {name: World(root, data_dir=root / name).raw({"a.jsonl": records}) for name in FORMS}
@@ -162,7 +163,7 @@ def expected() -> dict[str, dict[tuple[str, str], tuple[int, float]]]:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("form", FORMS)
 def test_it_finds_the_pairs_that_brute_force_finds_and_no_others(
-    worlds: dict[str, World], evals: Path, tmp_path: Path, expected: Any, form: str, rule: str
+    worlds: Worlds, evals: Path, tmp_path: Path, expected: Any, form: str, rule: str
 ) -> None:
     hits = search(worlds[form], evals, tmp_path / "out", rule=rule)
     starts = list(itertools.accumulate([0, *map(len, (evals / "quiz.jsonl").read_bytes().splitlines(True))]))
@@ -176,9 +177,7 @@ def test_it_finds_the_pairs_that_brute_force_finds_and_no_others(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_hit_names_the_document_by_place_id_and_digest_and_holds_the_text(
-    worlds: dict[str, World], evals: Path, tmp_path: Path, form: str
-) -> None:
+def test_a_hit_names_a_document_and_its_text(worlds: Worlds, evals: Path, tmp_path: Path, form: str) -> None:
     world, out = worlds[form], tmp_path / "out"
     raw = (world.raw_dir / "a.jsonl").read_bytes()
     hits = search(world, evals, out)
@@ -197,9 +196,7 @@ def test_a_hit_names_the_document_by_place_id_and_digest_and_holds_the_text(
         assert f"from a.jsonl byte {hits[0]['document'].rpartition(':')[2]}\n" in shown.out
 
 
-def test_with_a_tokenizer_that_does_not_give_back_texts_the_same_documents_are_named(
-    worlds: dict[str, World], evals: Path, tmp_path: Path
-) -> None:
+def test_a_tokenizer_that_loses_texts_changes_no_hit(worlds: Worlds, evals: Path, tmp_path: Path) -> None:
     world = World(tmp_path, tokenizer=tmp_path / "model", raw_dir=worlds["packed"].raw_dir)
     save_word_tokenizer(world.tokenizer, 3, splits=True)
     world.make(record="packed", seq_len=300)
@@ -208,7 +205,7 @@ def test_with_a_tokenizer_that_does_not_give_back_texts_the_same_documents_are_n
     ]
 
 
-def test_an_evaluation_may_be_a_data_set(worlds: dict[str, World], evals: Path, tmp_path: Path) -> None:
+def test_an_evaluation_may_be_a_data_set(worlds: Worlds, evals: Path, tmp_path: Path) -> None:
     quiz = World(tmp_path).raw({"quiz.txt": "\n".join(EVALS)}).make(num_shards=2, record="packed", seq_len=32)
     of_file = search(worlds["packed"], evals, tmp_path / "a")
     of_set = search(worlds["packed"], quiz.data_dir, tmp_path / "b", text_field=None)
@@ -216,9 +213,7 @@ def test_an_evaluation_may_be_a_data_set(worlds: dict[str, World], evals: Path, 
     assert [{**hit, "eval": ""} for hit in of_file] == [{**hit, "eval": ""} for hit in of_set]
 
 
-def test_a_job_array_makes_the_lists_of_one_call_and_a_later_call_only_what_is_missing_for_its_rule(
-    worlds: dict[str, World], evals: Path, tmp_path: Path
-) -> None:
+def test_arrays_and_later_calls_make_the_missing_lists(worlds: Worlds, evals: Path, tmp_path: Path) -> None:
     world, one, many = worlds["documents"], tmp_path / "one", tmp_path / "many"
     hits = search(world, evals, one)
     for shard_id in (2, 0, 1):
@@ -238,9 +233,7 @@ def test_a_job_array_makes_the_lists_of_one_call_and_a_later_call_only_what_is_m
     assert len(list(one.glob("shard-*"))) == 9
 
 
-def test_a_damaged_list_is_refused_with_what_to_type(
-    worlds: dict[str, World], evals: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_list_is_refused_with_what_to_type(worlds: Worlds, evals: Path, tmp_path: Path) -> None:
     search(worlds["documents"], evals, tmp_path / "out")
     path = next((tmp_path / "out").glob("shard-00001.*"))
     whole = path.read_bytes()
@@ -271,9 +264,7 @@ def test_texts_are_compared_as_the_plans_function_makes_them(evals: Path, tmp_pa
         assert type(overlap(world, evals, tmp_path / "again", **options).error) is error
 
 
-def test_the_summary_counts_documents_by_source_and_the_page_shows_texts_and_runs_nothing(
-    tmp_path: Path,
-) -> None:
+def test_the_summary_counts_documents_by_source_and_the_page_runs_nothing(tmp_path: Path) -> None:
     held, others = f"<script>alert(1)</script> {EVALS[1]}", "\n".join(DOCUMENTS[:9])
     (tmp_path / "quiz.txt").write_text(held)
     world = World(tmp_path).raw({"web/a.txt": f"{held}\n{held}", "code/b.txt": held, "c/d.txt": others})

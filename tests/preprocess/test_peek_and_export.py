@@ -35,10 +35,11 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 EXPORTED = [name for name in FORMS if name != "held"]
 EOS_ID = int(Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json")).token_to_id(EOS) or 0)
+Worlds = dict[str, World]
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
     root = tmp_path_factory.mktemp("data")
     records = [{"id": f"web/{number}", "text": text} for number, text in enumerate(LINES)]
     worlds = {}
@@ -66,9 +67,7 @@ def body(block: str) -> str:
     return re.sub("⟦.*?⟧", "", "".join(line[2:] for line in block.splitlines()[1:] if line[2:5] != "---"))
 
 
-def test_a_document_is_printed_as_its_input_has_it_and_rows_tell_where_documents_begin(
-    worlds: dict[str, World],
-) -> None:
+def test_documents_are_printed_as_the_input_has_them_and_rows_tell_where_they_begin(worlds: Worlds) -> None:
     assert list(map(body, peek(worlds["documents"], "--num", 10**6))) == LINES
     blocks = peek(worlds["packed"], "--num", 10**6)
     assert sum(block.count("  --- a document begins") for block in blocks) == len(LINES)
@@ -83,7 +82,7 @@ def test_a_document_is_printed_as_its_input_has_it_and_rows_tell_where_documents
 
 
 @pytest.mark.parametrize("form", ["documents", "packed", "held"])  # rows of best_fit have no address by byte
-def test_each_address_shows_its_document(worlds: dict[str, World], form: str) -> None:
+def test_each_address_shows_its_document(worlds: Worlds, form: str) -> None:
     """Also one in a row that begins in another input."""
     world, places = worlds[form], list[tuple[str, int]]()
     for path in sorted(world.raw_dir.iterdir()):
@@ -104,7 +103,7 @@ def test_each_address_shows_its_document(worlds: dict[str, World], form: str) ->
         assert peek(world, f"{shard}:{sample}:{number}") == [f"{title}{document}".rstrip("\n")]
 
 
-def test_grep_chooses_the_samples_that_have_it(worlds: dict[str, World]) -> None:
+def test_grep_chooses_the_samples_that_have_it(worlds: Worlds) -> None:
     found = peek(worlds["documents"], "--grep", "kettle [a-z]", "--num", 10**6)
     assert [body(block) for block in found] == [line for line in LINES if re.search("kettle [a-z]", line)]
     for words in (["id:nobody"], ["0:1:1"], ["--grep", "none"]):
@@ -155,9 +154,7 @@ def megatron_sequences(out: Path, shard_id: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", EXPORTED)
-def test_megatrons_files_hold_the_documents_ended_by_eos_and_nanogpts_is_their_stream(
-    worlds: dict[str, World], tmp_path: Path, name: str
-) -> None:
+def test_megatron_has_documents_and_nanogpt_their_stream(worlds: Worlds, tmp_path: Path, name: str) -> None:
     out, stream = exported(worlds[name], "megatron", tmp_path / "out"), stream_of(worlds[name])
     sequences = list(chain(*(megatron_sequences(out, shard_id) for shard_id in range(3))))
     assert list(chain(*sequences)) == stream
@@ -182,9 +179,7 @@ def test_a_document_of_more_than_is_read_at_once_is_exported_whole(tmp_path: Pat
 
 @pytest.mark.parametrize("flags", [[], ["--put_eos"]])
 @pytest.mark.parametrize("name", ["documents", "packed"])
-def test_arrow_files_hold_the_stored_samples(
-    worlds: dict[str, World], tmp_path: Path, name: str, flags: list[str]
-) -> None:
+def test_arrow_files_hold_the_samples(worlds: Worlds, tmp_path: Path, name: str, flags: list[str]) -> None:
     out = exported(worlds[name], "hf", tmp_path / "out", *flags)
     tables = [pa.ipc.open_stream(path.read_bytes()).read_all() for path in sorted(out.glob("*.arrow"))]
     put = [EOS_ID] if flags and name == "documents" else []
@@ -194,7 +189,7 @@ def test_arrow_files_hold_the_stored_samples(
 
 
 @pytest.mark.frameworks
-def test_datasets_and_megatron_core_read_them(worlds: dict[str, World], tmp_path: Path) -> None:
+def test_datasets_and_megatron_core_read_them(worlds: Worlds, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", exc_type=ImportError)
     out = exported(worlds["packed"], "hf", tmp_path / "hf")
     assert datasets.load_from_disk(str(out))["input_ids"][:] == samples_of(worlds["packed"])
@@ -206,9 +201,7 @@ def test_datasets_and_megatron_core_read_them(worlds: dict[str, World], tmp_path
 
 
 @pytest.mark.parametrize("call", ["open", "rename"])
-def test_at_whatever_file_another_export_comes_both_end_well_with_bytes_of_one(
-    worlds: dict[str, World], tmp_path: Path, call: str
-) -> None:
+def test_two_exports_into_a_folder_leave_the_bytes_of_one(worlds: Worlds, tmp_path: Path, call: str) -> None:
     """tests/faults puts equal ones beside each other."""
     data, real = worlds["documents"], getattr(os, call)
     flags = ("--put_eos", "--no-put_eos")
@@ -237,7 +230,7 @@ def test_at_whatever_file_another_export_comes_both_end_well_with_bytes_of_one(
     assert number > 3
 
 
-def test_an_export_into_the_folder_of_another_is_refused(worlds: dict[str, World], tmp_path: Path) -> None:
+def test_an_export_into_the_folder_of_another_is_refused(worlds: Worlds, tmp_path: Path) -> None:
     data, out = worlds["documents"], exported(worlds["documents"], "nanogpt", tmp_path / "out")
     before = files(out)
     assert export(data, "megatron", out).code == 78
@@ -248,9 +241,7 @@ def test_an_export_into_the_folder_of_another_is_refused(worlds: dict[str, World
     assert files(out) == before
 
 
-def test_one_side_of_a_split_is_exported_apart_from_the_whole(
-    worlds: dict[str, World], tmp_path: Path
-) -> None:
+def test_one_side_of_a_split_is_exported_apart_from_the_whole(worlds: Worlds, tmp_path: Path) -> None:
     for side in ("train", "validation"):
         exported(worlds["held"], "nanogpt", tmp_path / side, "--split", side)
     assert export(worlds["held"], "nanogpt", tmp_path / "train").code == 78

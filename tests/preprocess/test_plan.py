@@ -97,9 +97,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_an_option_is_kept_by_the_plan_and_another_plan_is_refused_naming_it(
-    world: World, options: dict[str, Any]
-) -> None:
+def test_options_are_kept_and_another_plan_is_refused_by_name(world: World, options: dict[str, Any]) -> None:
     all_options = {"num_shards": 3, "max_bad_fraction": 1, **options}
     before = (world.plan(**all_options).data_dir / "plan.json").read_bytes()
     world.plan(**all_options)
@@ -198,9 +196,7 @@ def change_unseen(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_shards", "options"), [(1, {"doc": "file"}), (3, {"encoding": "utf-8-sig"})])
-def test_any_change_of_the_input_is_refused_where_the_plan_hashed_it_whole(
-    tmp_path: Path, options: dict[str, Any], num_shards: int
-) -> None:
+def test_hash_inputs_has_any_change_refused(tmp_path: Path, options: dict[str, Any], num_shards: int) -> None:
     world = write_lines(World(tmp_path)).plan(num_shards=num_shards, hash_inputs=True, **options)
     path = world.raw_dir / "a.txt"
     stamp = path.stat()
@@ -217,9 +213,7 @@ def test_any_change_of_the_input_is_refused_where_the_plan_hashed_it_whole(
     world.main("blank", world.data_dir, ids=tmp_path / "names.txt", output=tmp_path / "new").ends(78, "a.txt")
 
 
-def test_a_file_written_to_while_the_worker_reads_it_is_refused_and_made_again_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_input_written_to_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(tmp_path).raw({"a.txt": LONG_LINES}).plan(num_shards=1)
     path, pread, reads = world.raw_dir / "a.txt", os.pread, list[int]()
 
@@ -254,9 +248,8 @@ def test_tasks_without_a_plan_that_start_together_make_one(world: World) -> None
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_task_waits_for_anothers_plan_no_longer_than_its_own_would_take_and_not_for_one_that_failed(
-    world: World, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
+def test_a_task_waits_for_anothers_plan(world: World, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """No longer than its own would take, and not for one that failed."""
     world.data_dir.mkdir()
     claim = world.data_dir / CLAIM
     claim.write_text("")  # of a task that was killed, or will fail

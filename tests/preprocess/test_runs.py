@@ -51,9 +51,7 @@ def eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("eight_cpus")
 @pytest.mark.parametrize("form", FORMS)
-def test_shards_have_equal_bytes_for_all_engines_batches_cpus_and_memory(
-    raw_dir: Path, tmp_path: Path, form: str
-) -> None:
+def test_shards_have_equal_bytes_whatever_makes_them(raw_dir: Path, tmp_path: Path, form: str) -> None:
     options = {**FORMS[form], "max_bad_fraction": 1}
     if form == "whole files":
         options |= {"input_dir": World(tmp_path / "text").raw({"a.txt": "x\n" * 9, "b.txt": "가\n"}).raw_dir}
@@ -213,9 +211,7 @@ def done(world: World) -> list[int]:
 
 
 @pytest.mark.processes
-def test_run_makes_the_missing_shards_alone_by_as_many_processes_as_flag_or_environment_say(
-    world: World, tmp_path: Path
-) -> None:
+def test_run_makes_the_missing_shards_by_as_many_processes_as_asked_for(world: World, tmp_path: Path) -> None:
     expected = world.copy(tmp_path / "expected").run().contents()
     made = world.run(1, 3).data_dir / "shard-00001.tar"
     (world.data_dir / "shard-00003.idx").unlink()
@@ -254,9 +250,7 @@ def run_again(ended: Ended, *flags: str) -> Ended:
 
 
 @pytest.mark.processes
-def test_a_killed_process_fails_its_shard_alone_and_what_is_printed_makes_it(
-    world: World, tmp_path: Path
-) -> None:
+def test_a_killed_process_fails_one_shard_and_what_is_told_makes_it(world: World, tmp_path: Path) -> None:
     hold = Hold(tmp_path / "held", "open", r"/\.shard-\d+\.idx\.")
     command = shardprep("run", world.data_dir, "--num_proc", 2)
     with child(command, env=environ_of_children(**hold.environ()), stderr=-2) as run:

@@ -200,9 +200,7 @@ def text_column(kind: str) -> pa.Array:
 
 @pytest.mark.parametrize("is_large", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("suffix", ["stream.arrow", "file.arrow"])
-def test_texts_of_each_type_are_read_whole_or_some_rows_at_a_time_and_a_bad_one_is_a_bad_row(
-    tmp_path: Path, suffix: str, is_large: bool
-) -> None:
+def test_texts_of_each_type_are_read_and_bad_ones_told(tmp_path: Path, suffix: str, is_large: bool) -> None:
     """A record batch of more than 16 MiB is not held whole: here a column beside the text makes it so."""
     kinds = ["dictionary", "large_string", "string"]
     kinds += ["binary_view", "string_view"] * hasattr(pa, "string_view")

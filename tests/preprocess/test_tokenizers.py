@@ -132,9 +132,7 @@ def test_what_transformers_may_change_is_left_to_transformers(world: World, kind
 
 
 @pytest.mark.usefixtures("no_process")
-def test_another_major_version_of_transformers_is_asked_again(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_transformers_is_asked_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "distribution", lambda _: SimpleNamespace(version="6.0.1"))
     assert world.try_plan().code == 74
 
@@ -367,9 +365,7 @@ SOME = ["안녕", "words", "한", "more words", "글"]
 
 @pytest.mark.parametrize("options", [{}, {"record": "packed", "seq_len": 8, "append_eos": False}], ids=str)
 @pytest.mark.parametrize("texts", [SOME, SOME[::2], []], ids=["some", "all", "no documents"])
-def test_documents_of_which_the_tokenizer_leaves_nothing_are_made_shown_and_reported_as_others(
-    world: World, texts: list[str], options: dict[str, Any]
-) -> None:
+def test_documents_without_ids_are_as_others(world: World, texts: list[str], options: dict[str, Any]) -> None:
     """It drops all but ASCII, and puts nothing around it."""
     path = world.tokenizer / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
@@ -444,9 +440,7 @@ def plan(place: Path, *, code: int, **flags: object) -> str:
 
 
 @pytest.mark.processes
-def test_a_model_of_the_hub_is_fetched_once_and_one_that_does_not_answer_is_asked_once(
-    hub: World, world: World, tmp_path: Path
-) -> None:
+def test_a_model_of_the_hub_is_fetched_or_asked_for_once(hub: World, world: World, tmp_path: Path) -> None:
     files = {path.name: path.read_bytes() for path in world.tokenizer.iterdir()}
     files |= {"vocab.txt": b"", "model.safetensors": b"not fetched"}
     flags = {"input_dir": world.raw_dir, "model_id": "some/model"}

@@ -108,9 +108,7 @@ def test_each_tar_is_read_once_by_verify(tmp_path: Path, form: dict[str, Any]) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["a line lost", "a letter altered", "an id altered"])
-def test_what_was_read_wrongly_when_a_shard_was_made_is_found_though_all_hashes_agree(
-    tmp_path: Path, change: str
-) -> None:
+def test_what_was_read_wrongly_is_found_though_all_hashes_agree(tmp_path: Path, change: str) -> None:
     """A worker notices a change of its input by size, mtime and three samples; this one is behind these."""
     texts = [f"line {n:05d} of a file, with words behind it" + " x y" * 100 for n in range(800)]
     lines = [json.dumps({"id": f"id {n:05d}", "text": text}) + "\n" for n, text in enumerate(texts)]

@@ -171,7 +171,8 @@ def test_which_documents_are_held_out_follows_from_their_texts_alone(tmp_path: P
     other = World(tmp_path / "other", raw_dir=world.raw_dir, tokenizer=model)
     digests = [hashlib.sha256(text.encode()).digest()[:16] for _, text in documents]
     for each in (world, other.make(num_shards=30, recursive=True, **options)):
-        found, sides = iter(each.digests()), ([], [])
+        found = iter(each.digests())
+        sides: tuple[list[bytes], list[bytes]] = ([], [])
         for counts in (manifest["counts"] for manifest in each.manifests()):
             num_held = counts["validation"]["num_documents"]
             sides[0].extend(next(found) for _ in range(counts["num_documents"] - num_held))

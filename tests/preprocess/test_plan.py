@@ -10,6 +10,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def test_a_change_in_each_of_the_three_sampled_parts_changes_the_plan(tmp_path: 
 
 @pytest.mark.processes
 def test_planners_that_race_end_with_one_plan(world: World) -> None:
-    codes = forked([lambda number=number: world.try_plan(num_shards=number) for number in (4, 4, 3)])
+    codes = forked([partial(world.try_plan, num_shards=number) for number in (4, 4, 3)])
     assert codes == ([0, 0, 78] if len(cuts_of(world)) == 5 else [78, 78, 0])
     assert sorted(path.name for path in world.data_dir.iterdir()) == ["plan.json", "tokenizer"]
 
@@ -240,7 +241,7 @@ def plain_form(world: World, shard_id: int = 0) -> Ended:
 
 @pytest.mark.processes
 def test_tasks_without_a_plan_that_start_together_make_one(world: World) -> None:
-    assert forked([lambda number=number: plain_form(world, number) for number in range(6)]) == [0] * 6
+    assert forked([partial(plain_form, world, number) for number in range(6)]) == [0] * 6
     assert not (world.data_dir / CLAIM).exists()
     plan_ids = {manifest["spec"]["plan_id"] for manifest in world.manifests()}
     assert plan_ids == {world.plan_json()["plan_id"]}

@@ -254,6 +254,9 @@ MIX: dict[str, Any] = {"weights": {"a": 1, "b": 1}}
 ROWS = [
     # Plans.
     row("plan --input_dir $TMP/nowhere", 66, "$TMP/nowhere"),
+    row("plan --input_dir raw", 66, "raw"),
+    row("plan --input_dir a/b/c", 66, "a/b/c"),
+    row("plan --input_dir ../a", 66, "../a"),
     row("plan --input_dir $RAW/0.txt", 66, "$RAW/0.txt"),
     row(f"plan --input_dir $TMP/{300 * 'x'}", 66, f"$TMP/{300 * 'x'}",
         expected="a folder that you can read"),

@@ -88,7 +88,8 @@ class OpenInput:
         try:
             self._file = with_retries(f"input {path} cannot be opened", functools.partial(ReadFile, path))
         except BrokenShard as error:
-            raise NotFound(f"input {error}, or move it away") from None
+            message = f"input {error}, or move it away"
+            raise NotFound(message, path=path, found=error.found, expected=error.expected) from None
         except ReadWriteError as error:
             cause = error.__cause__
             if not isinstance(cause, OSError) or cause.errno not in _NO_SUCH_INPUT:

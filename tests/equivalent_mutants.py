@@ -71,18 +71,13 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("self._buffer = np.empty(min(num_bytes, _MOST_AT_ONCE_BYTES), np.uint8)", "pass", SPEED),
         ("opened.enter_context(idx.file)", "pass", "it is closed when its object goes"),
     ],
-    "preprocess/make/members.py": [
+    "preprocess/make/shard_writer.py": [
         ("(numbers < number)", "((numbers <= number))", "that document is held out"),
         ("self._turn = 0", "self._turn = (1)", "turns are compared with each other alone"),
-        ("range(1, width - 1)", "range(1, (width + 1))", "the loop ends at the first length that no id has"),
-        ("break", "pass", "no id has more digits: what follows looks at none"),
         ("spec.validation_fraction else 1", "spec.validation_fraction else (2)", MEMORY),
-        ("10**num_digits,", "(11)**num_digits,", "longer numbers are written over it"),
         ("lines[-1] >= 10**8", "lines[-1] >= (11)**8", "a shard of 10^8 lines"),
         ("self._num_held = 0", "self._num_held = (1)", MEMORY),
         ("np.arange(30, -1,", "np.arange(30, -(2),", "the last number is 0 either way"),
-    ],
-    "preprocess/make/shard_writer.py": [
         ("histogram = [0] * 64", "histogram = [0] * (65)", "zeros at the end are left out"),
         ("not self._is_alone or", "(self._is_alone) or", SPEED),
         ("64 << (LENGTH_BITS - 1)", "64 << (LENGTH_BITS - (2))", LIMIT),

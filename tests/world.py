@@ -16,6 +16,7 @@ import functools
 import io
 import json
 import math
+import multiprocessing.util
 import os
 import random
 import shutil
@@ -25,6 +26,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -79,6 +81,14 @@ class Ended:
     def text(self) -> str:
         """All that it printed."""
         return self.out + self.err
+
+    def ends(self, code: int, *named: object) -> Ended:
+        """Return this, which has to end with ``code`` and to name these: on standard error, but for 0."""
+        __tracebackhide__ = True
+        assert self.code == code, f"exit code {self.code}: {self.text}"
+        for each in named:
+            assert str(each) in (self.err if code else self.text), f"{each} is not named: {self.text}"
+        return self
 
 
 @functools.cache
@@ -275,24 +285,38 @@ class World:
 
     def plan(self, *, num_shards: int | None = 2, **options: Any) -> World:
         """Plan ``data_dir`` from ``raw_dir``; AssertionError unless the command ends with 0."""
-        self._succeed(self.try_plan(num_shards=num_shards, **options))
+        self.try_plan(num_shards=num_shards, **options).ends(0)
         self.num_shards = len(self.plan_json()["cuts"]) - 1
         return self
 
     def run(self, *shard_ids: int, **options: Any) -> World:
         """Make shards, all or these, each by the command of a job array's task, in this process."""
         for shard_id in shard_ids or range(self.num_shards):
-            self._succeed(self.try_shard(shard_id, planned=True, **options))
+            self.try_shard(shard_id, planned=True, **options).ends(0)
         return self
 
     def verify(self, **options: Any) -> World:
         """Verify the data set; AssertionError unless the command ends with 0."""
-        self._succeed(self.main("verify", self.data_dir, **options))
+        self.main("verify", self.data_dir, **options).ends(0)
         return self
 
     def make(self, **options: Any) -> World:
         """Plan with these options, make all shards and verify them."""
         return self.plan(**options).run().verify()
+
+    def blanked(self, ids: Path, folder: Path, **options: Any) -> World:
+        """Return a world of what ``blank`` makes in ``folder``; AssertionError unless it ends with 0.
+
+        A first call can start no process, so that tasks make the shards that it began, here, and a second
+        call ends it.
+        """
+        new = World(folder.parent, tokenizer=self.tokenizer, raw_dir=self.raw_dir, data_dir=folder)
+        words = ["blank", self.data_dir, "--ids", ids, "--output", folder, *flags_of(options)]
+        with mock.patch.object(multiprocessing.util, "spawnv_passfds", side_effect=BlockingIOError):
+            call_main(*words)
+        new.run(*(int(path.stem[6:]) for path in (folder / "blanked").iterdir()), **options)
+        call_main(*words).ends(0)
+        return new
 
     def copy(self, folder: Path, *, but: Sequence[str] = ()) -> World:
         """Return a world whose data set is a copy of this one in ``folder``, without files of some names."""
@@ -326,6 +350,11 @@ class World:
         paths = sorted((self.data_dir / folder).glob("shard-*.jsonl"))
         return [json.loads(line) for path in paths for line in path.read_bytes().splitlines()]
 
+    def digests(self) -> list[bytes]:
+        """Return the digests of all documents, in the order of the files that keep them."""
+        raw = b"".join(path.read_bytes() for path in sorted((self.data_dir / "digests").glob("shard-*")))
+        return [raw[place : place + 16] for place in range(0, len(raw), 16)]
+
     def manifests(self) -> list[dict[str, Any]]:
         """Return the manifests of the shards that are made."""
         return [json.loads(path.read_bytes()) for path in sorted(self.data_dir.glob("shard-*.json"))]
@@ -339,8 +368,7 @@ class World:
 
     def plan_json(self) -> dict[str, Any]:
         """Return what plan.json holds."""
-        values: dict[str, Any] = json.loads((self.data_dir / "plan.json").read_bytes())
-        return values
+        return dict(json.loads((self.data_dir / "plan.json").read_bytes()))
 
     def inputs(self) -> list[str]:
         """Return the paths of the planned inputs, in order."""
@@ -362,6 +390,11 @@ class World:
         """Return the loader of one rank; without workers, if ``num_workers`` asks for none."""
         return open_loader(self.data_dir, rank=rank, world_size=world_size, **arguments)
 
+    def samples(self, **arguments: Any) -> list[Sample]:
+        """Return the samples of an epoch in the order of the shards, for arguments of a loader."""
+        with self.loader(batch_size=1, shuffle=False, **arguments) as loader:
+            return [sample for batch in loader for sample in samples_of(batch)]
+
     def ranks(self, **arguments: Any) -> Ranks:
         """Return the loaders of all ranks, for arguments of ``Ranks``."""
         return Ranks(self.data_dir, **arguments)
@@ -371,12 +404,8 @@ class World:
         with self.ranks(**arguments) as ranks:
             return ranks.take(num_steps)
 
-    @staticmethod
-    def _succeed(ended: Ended) -> None:
-        assert ended.code == 0, f"exit code {ended.code}: {ended.text}"
 
-
-class Ranks:
+class Ranks(contextlib.AbstractContextManager["Ranks"]):
     """The loaders of all ranks of a training run, side by side in this process.
 
     Args:
@@ -415,7 +444,7 @@ class Ranks:
         except BaseException:
             self.close()
             raise
-        self._streams = [_all_epochs(loader) for loader in self.loaders]
+        self._streams = [chain.from_iterable(repeat(loader)) for loader in self.loaders]  # all epochs
 
     def step(self) -> GlobalBatch:
         """Return the samples of the next global batch, in an order that no number of ranks changes."""
@@ -423,7 +452,7 @@ class Ranks:
 
     def batches_of_step(self, rank: int, most: int | None = None) -> list[Mapping[str, Any]]:
         """Return the batches that one rank still gets of its step, or ``most`` of them, as they come."""
-        batches = [next(self._streams[rank])]
+        batches: list[Mapping[str, Any]] = [next(self._streams[rank])]
         while not self.loaders[rank].ends_step and len(batches) != most:
             batches.append(next(self._streams[rank]))
         return batches
@@ -445,26 +474,17 @@ class Ranks:
 
     def state(self) -> dict[str, Any]:
         """Return the state of all ranks, which has to be one, as JSON keeps it."""
-        states = [json.dumps(loader.state_dict()) for loader in self.loaders]
-        assert len(set(states)) == 1, f"the states of ranks differ: {states}"
-        state: dict[str, Any] = json.loads(states[0])
-        return state
+        states = {json.dumps(loader.state_dict()) for loader in self.loaders}
+        assert len(states) == 1, f"the states of ranks differ: {states}"
+        return dict(json.loads(states.pop()))
 
     def close(self) -> None:
         """End the workers of all ranks."""
         for loader in self.loaders:
             loader.close()
 
-    def __enter__(self) -> Ranks:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _all_epochs(loader: TokenLoader) -> Iterator[Mapping[str, Any]]:
-    while True:
-        yield from loader
 
 
 def ids_of(batch: Mapping[str, Any]) -> list[list[int]]:
@@ -481,17 +501,14 @@ def samples_of(batch: Mapping[str, Any]) -> GlobalBatch:
     """
     fields = ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids")
     rows = {name: batch[name].tolist() for name in fields if name in batch}
+    if "position_ids" in rows:
+        _check_document_edges(batch, rows["position_ids"])
     samples = [dict(zip(rows, of_sample, strict=True)) for of_sample in zip(*rows.values(), strict=True)]
     for sample in samples:
         if "attention_mask" in sample:
             _cut_padding(sample)
-    if "origins" in batch:
-        for sample in samples:
-            sample["origins"] = []
-        for row, *origin in batch["origins"].tolist():
-            samples[row]["origins"] += origin
-    if "position_ids" in rows:
-        _check_document_edges(batch, rows["position_ids"])
+    for row, *origin in batch["origins"].tolist() if "origins" in batch else ():
+        samples[row].setdefault("origins", []).extend(origin)
     return samples
 
 
@@ -507,12 +524,10 @@ def _cut_padding(sample: Sample) -> None:
 
 
 def _check_document_edges(batch: Mapping[str, Any], positions: list[list[int]]) -> None:
-    flat = [position for row in positions for position in row]
+    flat = [*chain(*positions)]
     edges = [place for place, position in enumerate(flat) if position == 0] + [len(flat)]
-    longest = max(flat) + 1
-    for name in ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k"):
-        if name in batch:
-            assert batch[name].tolist() == edges, f"{name} and position_ids tell different documents"
-    for name in ("max_seqlen", "max_length_q", "max_length_k"):
-        if name in batch:
-            assert batch[name] == longest, f"{name} and position_ids tell different documents"
+    for name, told in batch.items():
+        if name.startswith("cu_seq"):
+            assert told.tolist() == edges, f"{name} and position_ids tell different documents"
+        elif name.startswith("max_"):
+            assert told == max(flat) + 1, f"{name} and position_ids tell different documents"

@@ -399,7 +399,7 @@ ROWS = [
         files={"negative": "at:a.txt:-1\n"}),
     row("plan --exclude $TMP/no_file", 65, "$TMP/no_file", expected="FILE:BYTE",
         files={"no_file": "at::5\n"}),
-    row("plan --exclude $TMP/an_id", 2, "$TMP/an_id", found="web/17", remedy="--id_field",
+    row("plan --exclude $TMP/an_id", 2, "$TMP/an_id", found="line 1", remedy="--id_field",
         files={"an_id": "web/17\n"}),
     row("duplicates $DATA --output $NEW", 2, "$DATA", found="no digests", remedy="--digests"),
     row(f"{OVERLAP} --against $TMP/x", 66, "$TMP/x", files={"x/README.md": "the"}),

@@ -82,39 +82,33 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
         if args.json:
             args.json.write_text(json.dumps([*map(asdict, outcomes)]), encoding="utf-8")
         print(f"{name}: ended", flush=True)
-    print(_table(outcomes))
-    print()
-    print(_findings(outcomes))
+    _print_table(outcomes)
+    _print_failures(failures(outcomes))
     return 1 if failures(outcomes) else 0
 
 
-def _table(outcomes: Sequence[Outcome]) -> str:
-    """Count tried runs and how they ended, a line for each campaign and command."""
+def _print_table(outcomes: Sequence[Outcome]) -> None:
+    """Print how many runs were tried and how they ended, a line for each campaign and command."""
     rows: dict[tuple[str, str], Counter[str]] = {}
     for outcome in outcomes:
         for command in (outcome.command, "all"):
             rows.setdefault((outcome.campaign, command), Counter())[outcome.kind] += 1
-    head = f"{'campaign':<16}{'command':<16}{'tried':>8}" + "".join(f"{kind:>11}" for kind in KINDS)
-    lines = [head, "-" * len(head)]
+    print(f"{'campaign':<16}{'command':<16}{'tried':>8}", *(f"{kind:>10}" for kind in KINDS))
     for (campaign, command), counts in sorted(rows.items()):
-        cells = "".join(f"{counts[kind]:>11}" for kind in KINDS)
-        lines.append(f"{campaign:<16}{command:<16}{counts.total():>8}{cells}")
-    return "\n".join(lines)
+        cells = (f"{counts[kind]:>10}" for kind in KINDS)
+        print(f"{campaign:<16}{command:<16}{counts.total():>8}", *cells)
 
 
-def _findings(outcomes: Sequence[Outcome]) -> str:
-    """Return each distinct failure with how often it came, and one fault that shows it."""
-    groups: dict[tuple[str, ...], list[Outcome]] = {}
-    for outcome in failures(outcomes):
-        # Those that agree in this have one cause, most likely.
-        cause = (outcome.campaign, outcome.command, outcome.kind, outcome.what)
-        groups.setdefault(cause, []).append(outcome)
-    lines = [f"{len(groups)} distinct failures"]
-    for group in sorted(groups.values(), key=len, reverse=True):
-        first = group[0]
-        lines.append(f"{len(group):>6} x {first.campaign}, {first.command}: {first.kind}: {first.what}")
-        lines.append(f"         such as {first.form}, {first.file}: {first.fault}")
-    return "\n".join(lines)
+def _print_failures(failed: Sequence[Outcome]) -> None:
+    """Print each distinct failure with how often it came, and one fault that shows it."""
+    # Those that agree in this have one cause, most likely.
+    causes = Counter((each.campaign, each.command, each.kind, each.what) for each in failed)
+    print(f"\n{len(causes)} distinct failures")
+    for cause, number in causes.most_common():
+        campaign, command, kind, what = cause
+        first = next(each for each in failed if (each.campaign, each.command, each.kind, each.what) == cause)
+        print(f"{number:>6} x {campaign}, {command}: {kind}: {what}")
+        print(f"         such as {first.form}, {first.file}: {first.fault}")
 
 
 if __name__ == "__main__":

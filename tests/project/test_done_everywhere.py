@@ -76,19 +76,18 @@ def stage(world: World) -> int:
     return code
 
 
-def status(world: World) -> dict[str, Any]:
+def told(world: World) -> tuple[str, str]:
+    """The shards that status calls done, and wrong."""
     ended = world.main("status", world.data_dir, json=True)
     assert ended.code == 0, ended.text
-    told: dict[str, Any] = json.loads(ended.out)
-    return told
+    state = json.loads(ended.out)
+    return state["done"], state["wrong"]
 
 
 READERS: dict[str, Callable[[World], int]] = {
     "load": load,
     "load by a pattern": functools.partial(load, shards="shard-*.tar"),
-    "nanogpt": functools.partial(export, "nanogpt"),
-    "megatron": functools.partial(export, "megatron"),
-    "hf": functools.partial(export, "hf"),
+    **{to: functools.partial(export, to) for to in ("nanogpt", "megatron", "hf")},
     "stage": stage,
     "verify --fast": functools.partial(code_of, command="verify", fast=True),
 }
@@ -103,8 +102,7 @@ def test_every_reader_refuses_a_shard_that_verify_found_wrong(
     if has_index:
         (wrong.data_dir / "index.json").write_bytes((made.data_dir / "index.json").read_bytes())
     assert {name: read(wrong) for name, read in READERS.items()} == dict.fromkeys(READERS, 65)
-    told = status(wrong)
-    assert (told["done"], told["wrong"]) == ("0,2", "1")
+    assert told(wrong) == ("0,2", "1")
     assert load(wrong, "shard-0000{0,2}.tar") == 0, "where the others alone are named"
     wrong.run(WRONG)
     assert load(wrong) == export("nanogpt", wrong) == stage(wrong) == 0, "once it is made anew"
@@ -118,11 +116,10 @@ def test_no_flipped_bit_of_the_findings_makes_a_wrong_shard_count_as_done(wrong:
     for _ in range(24):
         place, bit = chance.randrange(len(before)), chance.randrange(8)
         path.write_bytes(before[:place] + bytes([before[place] ^ 1 << bit]) + before[place + 1 :])
-        ended = wrong.main("status", wrong.data_dir, json=True)
-        assert ended.code == 65 or json.loads(ended.out)["done"] == "0,2", (place, bit)
+        assert code_of(wrong, "status") == 65 or told(wrong)[0] == "0,2", (place, bit)
         assert load(wrong) == 65, (place, bit)
         # What cannot be read is no reason to make a shard again, either.
-        assert wrong.main("shard", shard_id=WRONG, output_dir=wrong.data_dir).code == 65, (place, bit)
+        assert wrong.try_shard(WRONG).code == 65, (place, bit)
         assert (wrong.data_dir / f"shard-{WRONG:05d}.json").read_bytes() == manifest
 
 
@@ -132,7 +129,7 @@ def test_findings_that_cannot_be_read_are_refused_and_verify_writes_them_anew(wr
         assert load(wrong) == code_of(wrong, "status") == 65
         assert code_of(wrong, "verify", fast=True) == 65, "it cannot know what is wrong"
         assert code_of(wrong, "verify") == 65
-        assert status(wrong)["wrong"] == "1"
+        assert told(wrong)[1] == "1"
 
 
 WRONG_TYPES: dict[str, tuple[object, ...]] = {
@@ -146,20 +143,14 @@ WRONG_TYPES: dict[str, tuple[object, ...]] = {
 
 def test_findings_of_wrong_types_are_refused_in_words_though_the_hash_is_right(wrong: World) -> None:
     path = wrong.data_dir / "findings.json"
-    before, shard = path.read_bytes(), ["shard", "--shard_id", WRONG, "--output_dir"]
-    for key, values in WRONG_TYPES.items():
-        for value in values:
-            path.write_bytes(before)
-            rewrite_json(path, **{f"findings.0.{key}": value})
-            for words in (["status"], ["report"], ["retry"], shard):
-                ended = wrong.main(*words, wrong.data_dir)
-                assert (ended.code, "findings.json" in ended.err) == (65, True), (
-                    key,
-                    value,
-                    words,
-                    ended.text,
-                )
-            assert export("nanogpt", wrong) == load(wrong) == 65, (key, value)
+    before = path.read_bytes()
+    for key, value in ((key, value) for key, values in WRONG_TYPES.items() for value in values):
+        path.write_bytes(before)
+        rewrite_json(path, **{f"findings.0.{key}": value})
+        ends = [wrong.main(command, wrong.data_dir) for command in ("status", "report", "retry")]
+        for ended in (*ends, wrong.try_shard(WRONG)):
+            assert (ended.code, "findings.json" in ended.err) == (65, True), (key, value, ended.text)
+        assert export("nanogpt", wrong) == load(wrong) == 65, (key, value)
 
 
 def test_a_finding_of_a_deep_look_stands_until_it_looks_again_or_the_shard_is_made_anew(whole: World) -> None:
@@ -169,10 +160,9 @@ def test_a_finding_of_a_deep_look_stands_until_it_looks_again_or_the_shard_is_ma
     flip_id(whole)
     rewrite_json(manifest, **{"tar.sha256": hashlib.sha256(tar.read_bytes()).hexdigest()})
     whole.verify()
-    assert code_of(whole, "verify", deep=3) == 65
-    for options in ({}, {"fast": True}, {"deep": 1}):
+    for options in ({"deep": 3}, {}, {"fast": True}, {"deep": 1}):
         assert code_of(whole, "verify", **options) == 65
-        assert status(whole)["wrong"] == "1"
+        assert told(whole)[1] == "1"
     tar.write_bytes(good[0])
     manifest.write_bytes(good[1])
     whole.verify()  # it has another manifest

@@ -25,18 +25,6 @@ COMMANDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> World:
-    world = World(tmp_path_factory.mktemp("made")).raw({"a.txt": "one line\nanother line\n" * 40})
-    return world.plan(num_shards=2).run()
-
-
-@pytest.fixture
-def world(made: World, tmp_path: Path) -> World:
-    """A copy of two shards."""
-    return made.copy(tmp_path)
-
-
 @pytest.fixture
 def closed_pipe() -> Iterator[int]:
     """The writing end of a pipe that nobody reads: the first byte into it fails."""
@@ -96,11 +84,10 @@ def test_a_worker_whose_log_cannot_be_written_finishes_its_shard(
     world: World, closed_pipe: int, log: str
 ) -> None:
     """It speaks before the work (a note on its array) and behind it; on a terminal it draws a bar."""
+    stderr = closed_pipe if log == "closed pipe" else os.open("/dev/full", os.O_WRONLY)
     if log == "closed terminal":
         master, stderr = os.openpty()
         os.close(master)
-    else:
-        stderr = closed_pipe if log == "closed pipe" else os.open("/dev/full", os.O_WRONLY)
     (world.data_dir / "shard-00000.json").unlink()
     array = {"MIN": "0", "MAX": "0", "STEP": "1", "COUNT": "1"}
     environ = {f"SLURM_ARRAY_TASK_{name}": number for name, number in array.items()}

@@ -10,7 +10,6 @@ import hashlib
 import json
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,17 +21,6 @@ from tests.world import World
 WRONG = 1  # the shard that is found wrong, of three
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("made")).raw({"a.txt": "a line of text\n" * 90}).make(num_shards=3)
-
-
-@pytest.fixture
-def whole(made: World, tmp_path: Path) -> World:
-    """A copy of a verified data set."""
-    return made.copy(tmp_path)
-
-
 def flip_id(world: World) -> None:
     """Flip a bit of a token id: of the same size, and it still is a list of ids."""
     path = world.data_dir / f"shard-{WRONG:05d}.tar"
@@ -42,11 +30,11 @@ def flip_id(world: World) -> None:
 
 
 @pytest.fixture
-def wrong(whole: World) -> World:
-    """The same, with a flipped id that verify has found."""
-    flip_id(whole)
-    assert code_of(whole, "verify") == 65
-    return whole
+def wrong(world: World) -> World:
+    """Three shards, of which verify has found one with a flipped id."""
+    flip_id(world)
+    assert code_of(world, "verify") == 65
+    return world
 
 
 def code_of(world: World, command: str, **options: Any) -> int:
@@ -95,12 +83,12 @@ READERS: dict[str, Callable[[World], int]] = {
 
 @pytest.mark.parametrize("has_index", [False, True])
 def test_every_reader_refuses_a_shard_that_verify_found_wrong(
-    wrong: World, made: World, has_index: bool
+    wrong: World, whole: World, has_index: bool
 ) -> None:
     """Beside an index, too: verify was killed, or the index came back with a backup."""
     assert not (wrong.data_dir / "index.json").exists()
     if has_index:
-        (wrong.data_dir / "index.json").write_bytes((made.data_dir / "index.json").read_bytes())
+        (wrong.data_dir / "index.json").write_bytes((whole.data_dir / "index.json").read_bytes())
     assert {name: read(wrong) for name, read in READERS.items()} == dict.fromkeys(READERS, 65)
     assert told(wrong) == ("0,2", "1")
     assert load(wrong, "shard-0000{0,2}.tar") == 0, "where the others alone are named"
@@ -153,16 +141,16 @@ def test_findings_of_wrong_types_are_refused_in_words_though_the_hash_is_right(w
         assert export("nanogpt", wrong) == load(wrong) == 65, (key, value)
 
 
-def test_a_finding_of_a_deep_look_stands_until_it_looks_again_or_the_shard_is_made_anew(whole: World) -> None:
+def test_a_finding_of_a_deep_look_stands_until_it_looks_again_or_the_shard_is_made_anew(world: World) -> None:
     """Another id, with right hashes: only the input tells that it is wrong."""
-    tar, manifest = (whole.data_dir / f"shard-{WRONG:05d}.{suffix}" for suffix in ("tar", "json"))
+    tar, manifest = (world.data_dir / f"shard-{WRONG:05d}.{suffix}" for suffix in ("tar", "json"))
     good = tar.read_bytes(), manifest.read_bytes()
-    flip_id(whole)
+    flip_id(world)
     rewrite_json(manifest, **{"tar.sha256": hashlib.sha256(tar.read_bytes()).hexdigest()})
-    whole.verify()
+    world.verify()
     for options in ({"deep": 3}, {}, {"fast": True}, {"deep": 1}):
-        assert code_of(whole, "verify", **options) == 65
-        assert told(whole)[1] == "1"
+        assert code_of(world, "verify", **options) == 65
+        assert told(world)[1] == "1"
     tar.write_bytes(good[0])
     manifest.write_bytes(good[1])
-    whole.verify()  # it has another manifest
+    world.verify()  # it has another manifest

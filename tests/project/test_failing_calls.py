@@ -54,21 +54,16 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
     return apply
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """A planned folder of two shards, of which the first is made."""
-    world = World(tmp_path_factory.mktemp("made")).raw({"a.txt": "a line of text\n" * 90})
-    return world.plan(num_shards=2).run(0)
-
-
 @pytest.fixture
-def world(made: World, tmp_path: Path) -> World:
-    return made.copy(tmp_path)
+def half(world: World) -> World:
+    """A planned folder of three shards, of which the second is not made."""
+    for path in [world.data_dir / "index.json", *world.data_dir.glob("shard-00001.*")]:
+        path.unlink()
+    return world
 
 
 def test_stage_ends_with_74_where_a_folder_cannot_be_listed(world: World, fail: Fail) -> None:
     """os.walk leaves such a folder out, without a word."""
-    world.run(1)
     failed = fail("scandir", "data", errno.ESTALE)
     ended = world.main("stage", world.data_dir, "--to", world.data_dir.with_name("copy"))
     assert (ended.code, bool(failed)) == (74, True), ended.text
@@ -77,18 +72,18 @@ def test_stage_ends_with_74_where_a_folder_cannot_be_listed(world: World, fail: 
 @pytest.mark.parametrize("error", ["EMFILE", "ENFILE", "ESTALE", "EDQUOT", "EROFS", "EIO", "ENOMEM"])
 @pytest.mark.parametrize("command", ["plan", "shard"])
 def test_an_error_that_may_go_away_is_tried_again_and_another_is_not(
-    world: World, fail: Fail, command: str, error: str
+    half: World, fail: Fail, command: str, error: str
 ) -> None:
     failed = fail("open", "a.txt", getattr(errno, error))
-    ended = world.try_shard(1) if command == "shard" else world.try_plan(output_dir=world.data_dir / "new")
+    ended = half.try_shard(1) if command == "shard" else half.try_plan(output_dir=half.data_dir / "new")
     assert (ended.code, "a.txt" in ended.err) == (74, True), ended.text
     assert (len(failed) > 1) == (error in ("EMFILE", "ENFILE", "ESTALE", "EIO"))
 
 
 @pytest.mark.parametrize("call", ["open", "pread"])
-def test_an_input_that_comes_back_is_opened_and_read_again(world: World, fail: Fail, call: str) -> None:
+def test_an_input_that_comes_back_is_opened_and_read_again(half: World, fail: Fail, call: str) -> None:
     failed = fail(call, "a.txt", errno.ESTALE, times=2)
-    world.run(1)
+    half.run(1)
     assert len(failed) == 2
 
 
@@ -152,28 +147,22 @@ def test_a_done_shard_costs_one_open_and_two_looks_at_sizes_of_its_files(
     }  # fmt: skip
 
 
-def test_a_task_lists_no_folder_of_the_data_set(world: World, asked: Counter[tuple[str, str]]) -> None:
-    assert world.try_shard(1).code == 0
+def test_a_task_lists_no_folder_of_the_data_set(half: World, asked: Counter[tuple[str, str]]) -> None:
+    assert half.try_shard(1).code == 0
     assert not asked["scandir", "data"] + asked["listdir", "data"]
 
 
 @pytest.mark.processes
 def test_run_finds_what_is_missing_with_one_look_at_the_folder(
-    world: World, asked: Counter[tuple[str, str]]
+    half: World, asked: Counter[tuple[str, str]]
 ) -> None:
     for number in (0, 1):
-        (world.data_dir / f".shard-0000{number}.tar.host-1-00000000.tmp").touch()
+        (half.data_dir / f".shard-0000{number}.tar.host-1-00000000.tmp").touch()
     asked.clear()
-    assert world.main("run", world.data_dir).code == 0
+    assert half.main("run", half.data_dir).code == 0
     assert asked["scandir", "data"] + asked["listdir", "data"] == 1
-    assert (world.data_dir / "shard-00001.json").exists()
-    assert not list(world.data_dir.glob(".shard-00000*")), "temporaries of done shards go"
-
-
-@pytest.fixture
-def whole(world: World) -> World:
-    """Two shards, verified."""
-    return world.run(1).verify()
+    assert (half.data_dir / "shard-00001.json").exists()
+    assert not list(half.data_dir.glob(".shard-00000*")), "temporaries of done shards go"
 
 
 @pytest.mark.parametrize(
@@ -185,37 +174,37 @@ def whole(world: World) -> World:
     ],
 )
 def test_an_error_of_reading_says_nothing_of_the_shard(
-    whole: World, fail: Fail, error: str, suffix: str
+    world: World, fail: Fail, error: str, suffix: str
 ) -> None:
-    before = (whole.data_dir / "index.json").read_bytes()
+    before = (world.data_dir / "index.json").read_bytes()
     fail("open", f"shard-00001.{suffix}", getattr(errno, error))
-    ended = whole.main("verify", whole.data_dir)
+    ended = world.main("verify", world.data_dir)
     assert (ended.code, f"shard-00001.{suffix}" in ended.err) == (74, True)
-    assert not (whole.data_dir / "findings.json").exists()
-    assert (whole.data_dir / "index.json").read_bytes() == before
+    assert not (world.data_dir / "findings.json").exists()
+    assert (world.data_dir / "index.json").read_bytes() == before
 
 
 def test_a_finding_is_written_and_stands_though_another_or_the_same_shard_cannot_be_read(
-    whole: World, fail: Fail, monkeypatch: pytest.MonkeyPatch
+    world: World, fail: Fail, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tar = whole.data_dir / "shard-00001.tar"
+    tar = world.data_dir / "shard-00001.tar"
     tar.write_bytes(tar.read_bytes().replace(b"[", b"{", 1))
     fail("open", "shard-00000.tar", errno.EIO)
-    assert whole.main("verify", whole.data_dir).code == 65
+    assert world.main("verify", world.data_dir).code == 65
     fail("open", "shard-00001.tar", errno.EIO)
-    assert whole.main("verify", whole.data_dir).code == 74
+    assert world.main("verify", world.data_dir).code == 74
     monkeypatch.undo()
-    assert json.loads(whole.main("status", whole.data_dir, json=True).out)["wrong"] == "1"
+    assert json.loads(world.main("status", world.data_dir, json=True).out)["wrong"] == "1"
 
 
-def test_a_manifest_that_cannot_be_read_is_no_missing_shard(whole: World, fail: Fail) -> None:
-    (whole.data_dir / "index.json").unlink()
-    before = (whole.data_dir / "shard-00001.tar").stat().st_mtime_ns
+def test_a_manifest_that_cannot_be_read_is_no_missing_shard(world: World, fail: Fail) -> None:
+    (world.data_dir / "index.json").unlink()
+    before = (world.data_dir / "shard-00001.tar").stat().st_mtime_ns
     fail("open", "shard-00001.json", errno.EACCES)
-    ended = whole.main("status", whole.data_dir)
+    ended = world.main("status", world.data_dir)
     assert (ended.code, "shard-00001.json" in ended.err) == (74, True)
-    assert whole.main("run", whole.data_dir).code == 74
+    assert world.main("run", world.data_dir).code == 74
     with pytest.raises(ShardprepError) as raised:
-        open_loader(whole.data_dir)
+        open_loader(world.data_dir)
     assert raised.value.exit_code == 74
-    assert (whole.data_dir / "shard-00001.tar").stat().st_mtime_ns == before, "it is not made again"
+    assert (world.data_dir / "shard-00001.tar").stat().st_mtime_ns == before, "it is not made again"

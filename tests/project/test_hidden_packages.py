@@ -37,7 +37,7 @@ def desk(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
-    return World(tmp_path).raw({"a.txt": "a line\n" * 40}).plan(num_shards=2)
+    return World(tmp_path).raw({"a.txt": "a line\n" * 40}).plan(num_shards=3)
 
 
 def run(folder: Path, *command: object, code: int = 0) -> tuple[str, str]:
@@ -47,18 +47,15 @@ def run(folder: Path, *command: object, code: int = 0) -> tuple[str, str]:
     return done.stdout, (done.stderr.splitlines() or [""])[-1]
 
 
-def test_the_command_shardprep_and_its_workers_work_in_a_folder_with_a_preprocess_py(
+def test_the_command_shardprep_its_workers_and_submitits_tasks_work_in_a_folder_with_a_preprocess_py(
     world: World, desk: Path, tmp_path: Path
 ) -> None:
+    run(ROOT, sys.executable, "-c", MAKE, world.data_dir, desk)
+    assert (world.data_dir / "shard-00000.json").exists()
     script = tmp_path / "shardprep"
     script.write_text(COMMAND)
     run(desk, sys.executable, script, "run", world.data_dir, "--num_proc", 2)
-    assert len(list(world.data_dir.glob("shard-*.json"))) == 2
-
-
-def test_submitits_tasks_make_their_shards_in_such_a_folder(world: World, desk: Path) -> None:
-    run(ROOT, sys.executable, "-c", MAKE, world.data_dir, desk)
-    assert (world.data_dir / "shard-00000.json").exists()
+    assert len(list(world.data_dir.glob("shard-*.json"))) == 3
 
 
 @pytest.mark.parametrize("module", ["slurm", "shardprep"])

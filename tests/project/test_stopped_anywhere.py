@@ -150,17 +150,6 @@ def test_a_writer_whose_temporaries_another_one_removed_is_done_as_the_shard_is(
     assert not [*made, *world.data_dir.glob(".*")]
 
 
-def test_signals_handled_by_a_program_that_calls_main_are_its_own_again(world: World) -> None:
-    came: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
-    try:
-        world.run(0)
-        signal.raise_signal(signal.SIGUSR1)
-        assert came == [signal.SIGUSR1]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
 # Sends SIGINT to this process as it imports a module, and runs a command.
 INTERRUPTED = """
 import os, signal, sys

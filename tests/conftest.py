@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import importlib.metadata
 import lzma
 import multiprocessing.util
@@ -27,7 +28,17 @@ from tests.forged import seal as seal  # for others
 from tests.world import Ended, World, call_main, flags_of
 
 LAYERS_OVER_QUICK = ("slow", "processes", "slurm")
-LONGEST = ("tests/faults/", "tests/project/test_wheel", "tests/loader/test_context", "tests/loader/test_pr")
+# Modules begin in this order, or the longest would end when all else has ended.
+LONGEST = (
+    "slurm_operations prep_array slurm_training faults wheel processes context_parallel engines tokenizers "
+    "input_files submit streams lustre resources law transform trainer packing external_tars"
+)
+# Those of one name run one after the other: clusters mostly wait, and two such processes leave the CPUs to
+# others; a Python that has imported torch serves both modules of ranks.
+TOGETHER = {
+    "test_prep_array": "clusters", "test_slurm_training": "clusters",
+    "test_processes": "ranks", "test_context_parallel": "ranks",
+}  # fmt: skip
 # Time decides no property test: the machine may be busy.
 hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -71,17 +82,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the tests of the layer that is asked for.
 
-    Side by side with others the longest would end last: those on a cluster come first, then these modules,
-    then those with most tests that start processes or take long.
+    The longest modules come first, then those with most tests that start processes or take long.
     """
     slow = {item for item in items if any(map(item.get_closest_marker, LAYERS_OVER_QUICK))}
     num_slow = Counter(item.path for item in slow)
-
-    def place(item: pytest.Item) -> tuple[bool, bool, int]:
-        is_first = item.get_closest_marker("slurm") is not None
-        return not is_first, not item.nodeid.startswith(LONGEST), -num_slow[item.path]
-
-    items.sort(key=place)
+    ranks = {f"test_{name}": number for number, name in enumerate(LONGEST.split())}
+    items.sort(key=lambda item: (ranks.get(item.path.stem, len(ranks)), -num_slow[item.path]))
     wants_frameworks, is_quick = config.getoption("--frameworks"), config.getoption("--quick")
     others = set()
     for item in items:
@@ -90,6 +96,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             others.add(item)
     config.hook.pytest_deselected(items=list(others))
     items[:] = [item for item in items if item not in others]
+
+
+def pytest_collection_finish() -> None:
+    """Keep collections of garbage away from all that was imported: they took a fifth of the CPU time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -125,23 +137,18 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where tests run side by side, a module's stay together, and all but the longest of clusters.
-
-    Their tests mostly wait: two at a time leave the CPUs to the others.
-    """
+    """Where tests run side by side, those of a module stay together, and those of TOGETHER."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByModule(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             module = nodeid.partition("::")[0]
-            text = (ROOT / module).read_text(encoding="utf-8")
-            waits = "\npytestmark = pytest.mark.slurm\n" in text and "operations" not in module
-            # One process that has imported the wheel, or torch, serves both modules.
-            if module.startswith("tests/project/test_wheel"):
-                return "wheel"
-            if module in ("tests/loader/test_processes.py", "tests/loader/test_context_parallel.py"):
-                return "ranks"
-            return "clusters" if waits else module
+            return TOGETHER.get(Path(module).stem, module)
+
+        def _reschedule(self, node: Any) -> None:
+            """Give a module to who has one test left; two may take a minute in which nobody else gets it."""
+            if not self.workqueue or self._pending_of(self.assigned_work[node]) < 2:
+                super()._reschedule(node)
 
     return ByModule(config, log)
 

@@ -26,7 +26,7 @@ def desk(fake: FakeSlurm, data_dir: Path) -> Desk:
     return Desk(data=data_dir, fake=fake)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # one of the session would be ended when all else has ended
 def plain_cluster() -> Iterator[dict[str, str]]:
     """Three nodes: the environment of commands, in which the ranks of a training find each other."""
     kept = {n: v for n, v in os.environ.items() if not re.match("SLURM|SBATCH|SHARDPREP|MASTER", n)}

@@ -195,11 +195,15 @@ def _changes(
             at=at,
             mode="signal",
             error=signal.SIGSTOP,
-            meanwhile=lambda place, name=name, change=change: change(place / name),
+            meanwhile=partial(_apply, change, name),
             behind=partial(_bring_back, name, data_set.templates / hit.stage / name),
             # Planning may take the input as it is afterwards; a second plan then differs, and that is right.
             may_differ=hit.command == "plan",
         )
+
+
+def _apply(change: Change, name: str, place: Path) -> None:
+    change(place / name)
 
 
 def _bring_back(name: str, template: Path, place: Path) -> None:

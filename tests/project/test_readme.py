@@ -169,7 +169,7 @@ def test_the_pictures_of_the_readme_are_those_of_the_tables_in_the_docs_and_as_l
 @pytest.mark.processes
 def test_the_site_has_every_page_no_broken_link_and_nothing_from_elsewhere(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="mkdocs-material is not installed: make install")
-    mkdocs = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ROOT / ".site/mkdocs.yml"]
+    mkdocs = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(ROOT / ".site/mkdocs.yml")]
     run_child([*mkdocs, "-d", tmp_path])
     pages = {path.stem for path in DOCS} | {"results", "CHANGELOG", "README.ko"}
     assert pages <= {path.stem for path in tmp_path.rglob("*.html")}

@@ -44,7 +44,7 @@ hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("untimed")
-_started: list[str] = []  # processes that the test that runs now has started
+_quick_tests: list[pytest.Item] = []  # that run now
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,17 +55,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """See each process that is started."""
+    """Refuse each process that a test of the quick layer starts: it is of another layer."""
     events = {"os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}
 
-    def note(name: str, args: tuple[Any, ...]) -> None:
+    def refuse(name: str, args: tuple[Any, ...]) -> None:
         asked = (("scontrol",), ("sinfo",), ("squeue",))  # by plan, status and report, where there are any
-        if name in events and args[:1] not in asked:
-            _started.append(f"{name} {args!s:.200}")
+        if _quick_tests and name in events and args[:1] not in asked:
+            pytest.fail(f"it started a process; mark it with @pytest.mark.processes: {name} {args!s:.200}")
 
-    sys.addaudithook(note)
+    sys.addaudithook(refuse)
     spawn = multiprocessing.util.spawnv_passfds  # of multiprocessing's spawn, which no event tells
-    multiprocessing.util.spawnv_passfds = lambda *args: (_started.append("spawn"), spawn(*args))[1]
+    multiprocessing.util.spawnv_passfds = lambda *args: (refuse("os.exec", args), spawn(*args))[1]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    if not any(map(item.get_closest_marker, LAYERS_OVER_QUICK)):
+        _quick_tests.append(item)
+    try:
+        yield
+    finally:
+        _quick_tests.clear()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -111,28 +121,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     if report.skipped and item.config.getoption("--frameworks") and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
     return report
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    _started.clear()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
-    """What many tests share may start a process: it is no test's own."""
-    num_started = len(_started)
-    result = yield
-    if fixturedef.scope != "function":
-        del _started[num_started:]
-    return result
-
-
-@pytest.hookimpl(tryfirst=True)  # before a cluster is ended, which is no test's own
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """A test of the quick layer that starts a process is of another layer."""
-    if _started and not any(map(item.get_closest_marker, LAYERS_OVER_QUICK)):
-        pytest.fail(f"it started a process; mark it with @pytest.mark.processes: {_started[0]}")
 
 
 @pytest.hookimpl(optionalhook=True)

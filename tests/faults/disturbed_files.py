@@ -207,16 +207,10 @@ def _writing(data: bytes) -> Change:
 
 def _edited(data: bytes, chance: random.Random) -> bytes:
     for _ in range(chance.randint(1, 4)):
-        at, piece = chance.randrange(len(data) + 1), chance.choice([*_PIECES, chance.randbytes(8)])
-        rest = data[at:]
-        after = [
-            piece + rest[len(piece) :],  # written over
-            piece + rest,  # inserted
-            rest[len(piece) * 9 + 1 :],  # removed
-            rest[: 64 * len(piece)] + rest,  # doubled
-            b"",  # cut
-        ]
-        data = data[:at] + chance.choice(after)
+        at = chance.randrange(len(data) + 1)
+        end = at + chance.choice([0, 1, 8, 64, len(data)])  # what is between them is removed, or all behind
+        piece = chance.choice([*_PIECES, chance.randbytes(8), data[at:end] * 2])  # written, inserted, doubled
+        data = data[:at] + piece + data[end:]
     return data
 
 

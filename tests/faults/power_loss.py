@@ -28,8 +28,15 @@ from tests.faults.judging import EQUAL, Outcome, Verdict, spread, wrong_state
 from tests.faults.os_calls import Call
 from tests.faults.small_data_sets import Hit, SmallDataSet, hits
 
-_HITS = {"plan": 1, "shard": 1, "verify": 1}
-_HITS |= dict.fromkeys(("run", "stage", "blank", "export nanogpt"), 0.25)
+_HITS = {
+    "plan": 1,
+    "shard": 1,
+    "verify": 1,
+    "run": 0.25,
+    "stage": 0.25,
+    "blank": 0.25,
+    "export nanogpt": 0.25,
+}
 # Of a workplace: no command writes there what lasts.
 _UNTOUCHED = {"raw", "model", "tmp", "state", "blanked"}
 

@@ -6,7 +6,6 @@ tests/oracle/test_done.py says what verify finds; here every reader is asked wha
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import random
 from collections.abc import Callable
@@ -139,18 +138,3 @@ def test_findings_of_wrong_types_are_refused_in_words_though_the_hash_is_right(w
         for ended in (*ends, wrong.try_shard(WRONG)):
             assert (ended.code, "findings.json" in ended.err) == (65, True), (key, value, ended.text)
         assert export("nanogpt", wrong) == load(wrong) == 65, (key, value)
-
-
-def test_a_finding_of_a_deep_look_stands_until_it_looks_again_or_the_shard_is_made_anew(world: World) -> None:
-    """Another id, with right hashes: only the input tells that it is wrong."""
-    tar, manifest = (world.data_dir / f"shard-{WRONG:05d}.{suffix}" for suffix in ("tar", "json"))
-    good = tar.read_bytes(), manifest.read_bytes()
-    flip_id(world)
-    rewrite_json(manifest, **{"tar.sha256": hashlib.sha256(tar.read_bytes()).hexdigest()})
-    world.verify()
-    for options in ({"deep": 3}, {}, {"fast": True}, {"deep": 1}):
-        assert code_of(world, "verify", **options) == 65
-        assert told(world)[1] == "1"
-    tar.write_bytes(good[0])
-    manifest.write_bytes(good[1])
-    world.verify()  # it has another manifest

@@ -23,6 +23,12 @@ def helps() -> dict[str, str]:
     return dict(command_reference.helps())
 
 
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Three shards, none made. Never written to."""
+    return World(tmp_path_factory.mktemp("planned")).raw({"a.txt": "a line\n" * 9}).plan(num_shards=3)
+
+
 def test_help_has_a_line_for_each_command_and_each_command_its_own_and_no_command_is_a_wrong_usage() -> None:
     shown = call_main("--help").out
     assert [line.split()[0] for line in shown.splitlines() if line[:2] == "  "] == list(COMMANDS)
@@ -87,10 +93,10 @@ def test_an_unknown_flag_is_named_under_the_usage_of_its_own_command(command: st
     ids=repr,
 )  # fmt: skip
 def test_a_mistyped_command_ends_with_2_and_names_the_flag(
-    whole: World, tmp_path: Path, words: str, named: str
+    planned: World, tmp_path: Path, words: str, named: str
 ) -> None:
-    plan = " ".join(whole.words_of_plan(output_dir=tmp_path / "new"))
-    words = words.replace("DATA", str(whole.data_dir)).replace("PLAN", plan)
+    plan = " ".join(planned.words_of_plan(output_dir=tmp_path / "new"))
+    words = words.replace("DATA", str(planned.data_dir)).replace("PLAN", plan)
     ended = call_main(*words.split(" "))
     assert (ended.code, named in ended.err) == (2, True), ended.text
     assert not (tmp_path / "new").exists()

@@ -30,8 +30,9 @@ from tests.world import Ended, World, call_main, flags_of
 LAYERS_OVER_QUICK = ("slow", "processes", "slurm")
 # Modules begin in this order, or the longest would end when all else has ended.
 LONGEST = (
-    "slurm_operations prep_array slurm_training faults wheel processes context_parallel engines tokenizers "
-    "input_files submit streams lustre resources law transform trainer packing external_tars"
+    "slurm_operations batch_scripts prep_array slurm_training faults wheel processes context_parallel "
+    "engines tokenizers input_files submit streams lustre resources law transform trainer packing "
+    "external_tars"
 )
 # Those of one name run one after the other: clusters mostly wait, and two such processes leave the CPUs to
 # others; a Python that has imported torch serves both modules of ranks.
@@ -207,12 +208,18 @@ def sample_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def prep(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Prep:
+def model_dir(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer that was trained on the sample text."""
     folder = tmp_path_factory.mktemp("model") / "tokenizer"
     words = {"input_dir": sample_dir, "vocab_size": 600, "output_dir": folder}
     ended = call_main("train_tokenizer", *flags_of(words))
     assert ended.code == 0, ended.text
-    return Prep(model_dir=folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prep(model_dir: Path) -> Prep:
+    return Prep(model_dir=model_dir)
 
 
 @pytest.fixture(scope="session")
@@ -227,10 +234,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def planned_dir(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def planned_dir(model_dir: Path, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sample text planned into 5 shards, none made. Copy it; never write to it."""
     folder = tmp_path_factory.mktemp("planned")
-    prep.plan(sample_dir, folder, num_shards=5)
+    World(folder, tokenizer=model_dir, raw_dir=sample_dir, data_dir=folder).plan(num_shards=5)
     return folder
 
 

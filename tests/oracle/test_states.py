@@ -52,7 +52,7 @@ def state_of(root: Path, form: str) -> dict[str, Any]:
 
 def damaged(state: Any) -> Iterator[tuple[str, Any]]:
     """Yield the state without each of its values in turn, and with others in its place."""
-    for key in state:
+    for key in state if isinstance(state, dict) else range(len(state)):
         without = copy.deepcopy(state)
         del without[key]
         yield f"no {key}", without
@@ -62,10 +62,14 @@ def damaged(state: Any) -> Iterator[tuple[str, Any]]:
             texts = [state[key][:-1], state[key] + "0", *([backwards] if backwards != state[key] else [])]
         for wrong in [*WRONG, *texts]:
             if wrong != state[key] or type(wrong) is not type(state[key]):
-                yield f"{key} {wrong!r}", {**copy.deepcopy(state), key: wrong}
-        if isinstance(state[key], dict):
+                other = copy.deepcopy(state)
+                other[key] = wrong
+                yield f"{key} {wrong!r}", other
+        if isinstance(state[key], (dict, list)):
             for how, value in damaged(state[key]):
-                yield f"{key}: {how}", {**copy.deepcopy(state), key: value}
+                other = copy.deepcopy(state)
+                other[key] = value
+                yield f"{key}: {how}", other
 
 
 # Other values of these are states as good as any.

@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from preprocess.make.engines import TokenBatch
-from preprocess.make.members import json_ids
 from preprocess.make.resources import WorkerSettings
+from preprocess.make.shard_writer import json_ids
 from preprocess.make.worker import Worker
 from preprocess.read.documents import Documents, read_documents
 from shardprep.files import WRITE_BYTES
@@ -59,7 +59,7 @@ def stage_seconds(folder: Path) -> dict[str, float]:
 
 def _batches(worker: Worker) -> list[Documents]:
     """The worker's own batches."""
-    options, batch_bytes = worker.plan.options, worker.batch_bytes
+    options, batch_bytes = worker.plan.options, worker.settings.batch_bytes
     return [
         documents
         for shard_id in range(worker.plan.num_shards)

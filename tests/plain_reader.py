@@ -58,13 +58,15 @@ class _BadError(Exception):
 def plain_records(path: Path, **options: str) -> Iterator[PlainRecord]:
     """Yield every line, row or file of an input in order, the empty and the bad ones included."""
     wanted = PlainOptions(**options)
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    compression = suffixes.pop() if suffixes[-1:] and suffixes[-1] in _OPENERS else ""
-    suffix = suffixes[-1] if suffixes else ""
-    if suffix in (".parquet", ".pq"):
-        yield from _in_rows(_parquet_rows(path), wanted)
-    elif suffix in (".arrow", ".ipc", ".feather"):
-        yield from _in_rows(_arrow_rows(path), wanted)
+    suffixes = ["", *(suffix.lower() for suffix in path.suffixes)]
+    compression = suffixes.pop() if suffixes[-1] in _OPENERS else ""
+    suffix = suffixes[-1]
+    if suffix in (".parquet", ".pq", ".arrow", ".ipc", ".feather"):
+        first = 0
+        for table in (_parquet if suffix.startswith(".p") else _arrow)(path):
+            for number in range(table.num_rows):
+                yield _record(first + number, wanted, functools.partial(tuple, (table, number)), _in_row)
+            first += table.num_rows
     else:
         with _OPENERS[compression](path) as stream:
             data = stream.read()
@@ -95,23 +97,19 @@ def _in_text(data: bytes, options: PlainOptions, *, is_held: bool) -> Iterator[P
     codec = options.encoding.removesuffix("-sig")
     # Of bytes, splitlines takes LF, CR and CRLF for line ends, and nothing else.
     lines = [data] if options.doc == "file" else data.splitlines(keepends=True)
-    offset = 0
-    for number, line in enumerate(lines):
-        begin, text = offset, line
-        offset += len(line)
-        if number == 0 and options.encoding == "utf-8-sig" and line.startswith(codecs.BOM_UTF8):
-            begin, text = 3, line[3:]
-            if not text and options.doc == "line":
-                continue  # a file that is nothing else
-        if is_held and len(text) > _MOST_HELD_BYTES:
-            yield PlainRecord(begin, reason="too_long")
-            continue
+    begin = 0
+    if options.encoding == "utf-8-sig" and data.startswith(codecs.BOM_UTF8):
+        begin, lines[0] = 3, lines[0][3:]
+        if data == codecs.BOM_UTF8 and options.doc == "line":
+            return  # a file that is nothing else
+    for line in lines:
+        is_too_long = is_held and len(line) > _MOST_HELD_BYTES
         try:
-            decoded = text.decode(codec)
+            text = "" if is_too_long else line.decode(codec).replace("\r\n", "\n").replace("\r", "\n")
+            yield PlainRecord(begin, text.strip(), "too_long" if is_too_long else "")
         except UnicodeDecodeError:
             yield PlainRecord(begin, reason="undecodable")
-            continue
-        yield PlainRecord(begin, decoded.replace("\r\n", "\n").replace("\r", "\n").strip())
+        begin += len(line)
 
 
 def _in_json(data: bytes, options: PlainOptions) -> Iterator[PlainRecord]:
@@ -190,9 +188,7 @@ def _once(value: Any) -> Any:
     """Return what ``json.dumps`` takes in a text: a key stands once, and a time of a table is a string."""
     if isinstance(value, _Twice):
         raise _BadError("bad_json")
-    if hasattr(value, "isoformat"):
-        return value.isoformat()
-    raise TypeError(type(value).__name__)
+    return value.isoformat() if hasattr(value, "isoformat") else _last(value)
 
 
 def _in_row(row: tuple[Any, int], path: Sequence[str], *, is_text: bool) -> Any:
@@ -217,7 +213,7 @@ def _in_row(row: tuple[Any, int], path: Sequence[str], *, is_text: bool) -> Any:
         return error
 
 
-def _parquet_rows(path: Path) -> Iterator[Any]:
+def _parquet(path: Path) -> Iterator[Any]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
@@ -225,7 +221,7 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
             yield file.read_row_group(number)
 
 
-def _arrow_rows(path: Path) -> Iterator[Any]:
+def _arrow(path: Path) -> Iterator[Any]:
     import pyarrow
     from pyarrow import ipc
 
@@ -241,14 +237,6 @@ def _arrow_rows(path: Path) -> Iterator[Any]:
             if column.type == pyarrow.string():  # pyarrow follows a damaged offset to wherever it leads
                 column.view(pyarrow.binary()).validate(full=True)
         yield pyarrow.Table.from_batches([batch])
-
-
-def _in_rows(groups: Iterator[Any], options: PlainOptions) -> Iterator[PlainRecord]:
-    first = 0
-    for table in groups:
-        for number in range(table.num_rows):
-            yield _record(first + number, options, functools.partial(tuple, (table, number)), _in_row)
-        first += table.num_rows
 
 
 def _record(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import bz2
 import contextlib
+import faulthandler
 import gzip
 import importlib.util
 import io
@@ -24,9 +25,8 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow
 import pyarrow.ipc
@@ -60,23 +60,22 @@ FORMATS = [
 WIDE = [f"wide{packed}" for packed in PACKERS if "." not in packed[1:]]
 _CODECS = ("utf-8", "utf-8-sig", "cp949", "latin-1", "gb18030", "shift_jis")
 _WIDE_LETTERS = "ab \t\v\f\x1c\x1f가\u00e9☀─語\x85\xa0\u1680\u2003\u2028\u202f\u205f\u3000\u200b🌍"
-# Libraries, and the files that they write.
-WRITERS = [
-    f"{library}.{suffix}"
-    for library, suffixes in {
-        "polars": ("parquet", "arrow", "jsonl"),
-        "duckdb": ("parquet", "jsonl"),
-        "fastparquet": ("parquet",),
-        "pandas": ("parquet", "jsonl"),
-        "datasets": ("parquet", "arrow", "jsonl"),
-    }.items()
-    if importlib.util.find_spec(library)
-    for suffix in suffixes
-]
+# Libraries, and the files that they write of a table.
+_WRITERS: dict[str, Callable[[Any, pyarrow.Table, Path], object]] = {
+    "polars.parquet": lambda polars, table, path: polars.from_arrow(table).write_parquet(path),
+    "polars.arrow": lambda polars, table, path: polars.from_arrow(table).write_ipc(path),
+    "polars.jsonl": lambda polars, table, path: polars.from_arrow(table).write_ndjson(path),
+    "duckdb.parquet": lambda duckdb, table, path: duckdb.from_arrow(table).write_parquet(str(path)),
+    "fastparquet.parquet": lambda library, table, path: library.write(str(path), table.to_pandas()),
+    "pandas.parquet": lambda _, table, path: table.to_pandas().to_parquet(path),
+    "pandas.jsonl": lambda _, table, path: table.to_pandas().to_json(path, lines=True, orient="records"),
+    "datasets.parquet": lambda datasets, table, path: datasets.Dataset(table).to_parquet(path),
+    "datasets.jsonl": lambda datasets, table, path: datasets.Dataset(table).to_json(path),
+}
+WRITERS = [form for form in _WRITERS if importlib.util.find_spec(form.partition(".")[0])]
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What of an input was taken, and what was left out; None for a file that was refused."""
 
     texts: list[str] | None
@@ -85,31 +84,18 @@ class Found:
 
 def random_texts(rng: random.Random) -> list[str]:
     letters = rng.choice(["ab ", 'abc 한글\n"\\', "a\u00e9\u2028\t😀\r\n\0"])
-    lengths = [0, 1, 5, 40, rng.choice([100, 100, 100, 400, 400, 400, 400, 400, 400, 5000])]
+    lengths = [0, 1, 5, 40, rng.choice([100, 100, 100, *[400] * 6, 5000])]
+    sizes = rng.choices(lengths, k=rng.randrange(rng.choice([6, 6, 12, 40])))
     # Random bytes that each stand for a letter: choosing 5,000 letters one by one took half of the time.
-    table = (letters * 256)[:256]
-    sizes = [
-        rng.choice(lengths)
-        for _ in range(rng.choice([rng.randrange(6), rng.randrange(6), rng.randrange(12), rng.randrange(40)]))
-    ]
-    return [rng.randbytes(size).decode("latin-1").translate(table) for size in sizes]
+    return [rng.randbytes(size).decode("latin-1").translate((letters * 256)[:256]) for size in sizes]
 
 
 def file_name(form: str, seed: int) -> str:
     """``jsonl.frames.zst`` -> ``000007.frames.jsonl.zst``."""
     stem, *rest = form.replace("wide", "txt").split(".")
-    if form in WRITERS:
-        return f"{seed:06d}.{rest[0]}"
-    if form.endswith(("arrow", "parquet")):
+    if form in WRITERS or form.endswith(("arrow", "parquet")):
         return f"{seed:06d}.{form}"
-    middle = f"{rest[0]}." if len(rest) > 1 else ""
-    return ".".join([f"{seed:06d}.{middle}{stem}", *rest[-1:]])
-
-
-def random_file(form: str, rng: random.Random) -> tuple[bytes, bool]:
-    """A file of a format, and whether it is damaged, one of five; some have records that give no text."""
-    data = _whole_file(form, rng)
-    return _damaged(data, rng) if data and rng.random() < 0.2 else (data, False)
+    return ".".join([f"{seed:06d}", *rest[:-1], stem, *rest[-1:]])
 
 
 def _whole_file(form: str, rng: random.Random) -> bytes:
@@ -147,12 +133,11 @@ def _line(stem: str, text: str, rng: random.Random) -> bytes:
     return (rng.choice(odd) if rng.random() < 0.1 else line) + b"\n"
 
 
-def _damaged(data: bytes, rng: random.Random) -> tuple[bytes, bool]:
+def _damaged(data: bytes, rng: random.Random) -> bytes:
     """Cut anywhere, or with one bit flipped."""
     at = rng.randrange(len(data))
-    if rng.random() < 0.5:
-        return data[:at], True
-    return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :], True
+    flipped = data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
+    return rng.choice([data[:at], flipped])
 
 
 def independent(path: Path, encoding: str = "utf-8") -> Found:
@@ -175,40 +160,10 @@ def _wide_text(form: str, encoding: str, rng: random.Random) -> bytes:
 
 
 def write_by(form: str, rng: random.Random, path: Path) -> None:
-    """Let a library write a file, without a text in some of its rows."""
-    texts: list[str | None] = [*random_texts(rng), "one more"]
-    if rng.random() < 0.3:
-        texts[rng.randrange(len(texts))] = None
+    """Let a library write a file, without a text in one of its rows."""
+    texts = [*random_texts(rng), None, "one more"]
     table = pyarrow.table({"n": range(len(texts)), "text": pyarrow.array(texts, pyarrow.string())})
-    rows, (name, suffix) = rng.choice([3, 100]), form.split(".")
-    library: Any = importlib.import_module(name)
-    if name == "duckdb":
-        kind = "JSON" if suffix == "jsonl" else f"PARQUET, ROW_GROUP_SIZE {rows}"
-        with library.connect() as connection:
-            connection.register("t", table).execute(f"COPY t TO '{path}' (FORMAT {kind})")
-    elif name == "fastparquet":
-        library.write(str(path), table.to_pandas(), row_group_offsets=rows)
-    elif name == "pandas" and suffix == "parquet":
-        table.to_pandas().to_parquet(path, row_group_size=rows)
-    elif name == "pandas":
-        table.to_pandas().to_json(path, lines=True, orient="records", force_ascii=rng.random() < 0.5)
-    elif name == "polars":
-        frame = library.from_arrow(table)
-        if suffix == "jsonl":
-            frame.write_ndjson(path)
-        elif suffix == "parquet":
-            frame.write_parquet(path, row_group_size=rows)
-        else:
-            level = rng.choice([library.CompatLevel.newest(), library.CompatLevel.oldest()])
-            frame.write_ipc(path, compat_level=level, record_batch_size=rows)
-    elif suffix == "arrow":
-        with library.arrow_writer.ArrowWriter(path=str(path), writer_batch_size=rows) as writer:
-            writer.write_table(table)
-            writer.finalize()
-    else:
-        library.disable_progress_bars()
-        data = library.Dataset(table)
-        (data.to_json if suffix == "jsonl" else data.to_parquet)(path, batch_size=rows)
+    _WRITERS[form](importlib.import_module(form.partition(".")[0]), table, path)
 
 
 def ours(world: World, seed: int, **options: Any) -> tuple[Found, dict[str, int]]:
@@ -219,58 +174,57 @@ def ours(world: World, seed: int, **options: Any) -> tuple[Found, dict[str, int]
     rng = random.Random(seed)
     environ = rng.choice([{}, {"DATASET_BATCH_SIZE": "1"}, {"DATASET_BATCH_SIZE": "7"}])
     ended = world.try_plan(num_shards=rng.choice([1, 2, 5, 30]), max_bad_fraction=1, **options)
-    num_shards = len(world.plan_json()["cuts"]) - 1 if not ended.code else 0
-    for number in range(num_shards):
+    for number in range(0 if ended.code else len(world.plan_json()["cuts"]) - 1):
         ended = ended if ended.code else world.try_shard(number, environ=environ)
     ended = ended if ended.code else world.main("verify", world.data_dir)
     if ended.code == 65:
         return Found(None), {}
     assert ended.code == 0, ended.text
-    order = {name: number for number, name in enumerate(world.inputs())}
-    places = [(order[line["source"]], line["source_offset"]) for line in world.lines("quarantine")]
+    told, names = world.lines("quarantine"), world.inputs()
+    places = [(names.index(line["source"]), line["source_offset"]) for line in told]
     assert places == sorted(places), "places ascend"
-    return Found(world.texts(), len(places)), Counter(world.inputs()[number] for number, _ in places)
+    return Found(world.texts(), len(told)), Counter(line["source"] for line in told)
 
 
-def compare(form: str, seeds: Sequence[int], folder: Path, *, forks: bool = False) -> list[str]:
+def compare(form: str, seeds: Sequence[int], folder: Path) -> list[str]:
     """``equal``, ``refused`` (a damaged file, by us; the other reader may take it), or ``WRONG`` and which.
 
-    ``aborted``: a damaged file for which pyarrow ends the process; looked for with ``forks``. Files that are
-    whole are read together, and each by itself only where they differ.
+    ``aborted``: a damaged file for which pyarrow ends the process. Whole files are read together, and each by
+    itself only where they differ.
     """
     encoding = _CODECS[seeds[0] // len(seeds) % len(_CODECS)] if form in WIDE else "utf-8"
     results, whole = [], dict[str, Found]()
     together = World(folder / "together")
     for seed in seeds:
-        rng, is_damaged = random.Random(f"{form} {seed}"), False
+        rng = random.Random(f"{form} {seed}")
         path = together.raw_dir / file_name(form, seed)
         if form in WRITERS:
             write_by(form, rng, path)
         elif form in WIDE:
             path.write_bytes(_wide_text(form, encoding, rng))
         else:
-            data, is_damaged = random_file(form, rng)
+            data = _whole_file(form, rng)
+            if data and rng.random() < 0.2:
+                alone = World(folder / "alone").raw({path.name: _damaged(data, rng)})
+                results.append(_of_damaged(form, alone.raw_dir / path.name, alone, data))
+                shutil.rmtree(folder / "alone")
+                continue
             path.write_bytes(data)
-        if not is_damaged:
-            whole[path.name] = independent(path, encoding)
-            continue
-        alone = World(folder / "alone")
-        results.append(_of_damaged(form, path.rename(alone.raw_dir / path.name), alone, seed, forks))
-        shutil.rmtree(folder / "alone")
+        whole[path.name] = independent(path, encoding)
     results += _of_whole(whole, together, seeds[0], encoding)
     shutil.rmtree(folder / "together")
     return results
 
 
-def _of_damaged(form: str, path: Path, world: World, seed: int, forks: bool) -> str:
-    if forks and form == "parquet" and _ends_pyarrow(path):
+def _of_damaged(form: str, path: Path, world: World, whole: bytes) -> str:
+    if form == "parquet" and _ends_pyarrow(path):
         return "aborted"
     expected = independent(path)
-    found, _ = ours(world, seed)
+    found, _ = ours(world, len(whole))
     if found.texts is None:
         return "refused"
     if expected.texts is None:  # by rows, not all of a header is looked at
-        path.write_bytes(_whole_file(form, random.Random(f"{form} {seed}")))
+        path.write_bytes(whole)
         expected = independent(path)
     return "equal" if found == expected else f"WRONG: {path.name}, which is damaged"
 
@@ -283,13 +237,13 @@ def _of_whole(whole: Mapping[str, Found], world: World, seed: int, encoding: str
         return ["equal"] * len(whole)
     results = []
     for name, expected in whole.items():
+        if len(whole) == 1:
+            is_refused = found.texts is None and not expected.texts
+            return ["equal" if is_refused else f"WRONG: {name}"]
         alone = World(world.data_dir / name)
         shutil.copy(world.raw_dir / name, alone.raw_dir)
-        of_file, _ = ours(alone, seed, encoding=encoding)
-        is_equal = of_file == expected or (of_file.texts is None and not expected.texts)
-        results.append("equal" if is_equal else f"WRONG: {name}")
-    wrong = [result for result in results if result != "equal"]
-    return results if wrong else ["WRONG: only where they are read together"]
+        results += _of_whole({name: expected}, alone, seed, encoding)
+    return results if {*results} != {"equal"} else ["WRONG: only where they are read together"]
 
 
 def _ends_pyarrow(path: Path) -> bool:
@@ -299,6 +253,7 @@ def _ends_pyarrow(path: Path) -> bool:
     """
     child = os.fork()
     if not child:
+        faulthandler.disable()
         os.close(2)  # what C++ would say
         with contextlib.suppress(Exception):
             metadata = pyarrow.parquet.ParquetFile(path).metadata
@@ -331,7 +286,7 @@ def main() -> int:
         for first in range(args.first, end, _FILES_AT_ONCE):  # of every format: an ended run says much
             for form, results in tried.items():
                 seeds = range(first, min(first + _FILES_AT_ONCE, end))
-                results += compare(form, seeds, Path(folder), forks=True)
+                results += compare(form, seeds, Path(folder))
                 print(_row(form, results), file=sys.stderr, flush=True)
     print("| format | tried | equal | refused | aborted | wrong |\n|---|---|---|---|---|---|")
     print(*(_row(form, results) for form, results in tried.items()), sep="\n")

@@ -24,11 +24,9 @@ def wait_until(is_true: Callable[[], object], limit_s: float = HANG_S, every_s: 
 
     What takes long to ask, such as a command, is asked less often: it would keep a core busy.
     """
-    deadline = time.monotonic() + limit_s
-    while True:
-        asked = time.monotonic()
-        if is_true():
-            return
+    began = asked = time.monotonic()
+    while not is_true():
         now = time.monotonic()
-        assert now < deadline, f"not so within {limit_s} s"
+        assert now < began + limit_s, f"not so within {limit_s} s"
         time.sleep(max(every_s, 3 * (now - asked)))
+        asked = time.monotonic()

@@ -25,6 +25,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -215,6 +216,12 @@ def open_loader(data: Any, batch_size: int = 4, **arguments: Any) -> TokenLoader
     return shards_to_batches.get_llama3_dataloader(data, batch_size, **{"num_workers": 0, **arguments})
 
 
+def epoch_of(data: Any, batch_size: int = 4, **arguments: Any) -> list[list[Sample]]:
+    """Return the samples of each batch of a loader's next epoch."""
+    with open_loader(data, batch_size, **arguments) as loader:
+        return [samples_of(batch) for batch in loader]
+
+
 class World:
     """A folder of raw files, and the data set that is made of them; all below ``folder``.
 
@@ -269,19 +276,19 @@ class World:
 
     def plan(self, *, num_shards: int | None = 2, **options: Any) -> World:
         """Plan ``data_dir`` from ``raw_dir``; AssertionError unless the command ends with 0."""
-        self._succeed(self.try_plan(num_shards=num_shards, **options))
+        _succeed(self.try_plan(num_shards=num_shards, **options))
         self.num_shards = len(self.plan_json()["cuts"]) - 1
         return self
 
     def run(self, *shard_ids: int, **options: Any) -> World:
         """Make shards, all or these, each by the command of a job array's task, in this process."""
         for shard_id in shard_ids or range(self.num_shards):
-            self._succeed(self.try_shard(shard_id, planned=True, **options))
+            _succeed(self.try_shard(shard_id, planned=True, **options))
         return self
 
     def verify(self, **options: Any) -> World:
         """Verify the data set; AssertionError unless the command ends with 0."""
-        self._succeed(self.main("verify", self.data_dir, **options))
+        _succeed(self.main("verify", self.data_dir, **options))
         return self
 
     def make(self, **options: Any) -> World:
@@ -333,8 +340,7 @@ class World:
 
     def plan_json(self) -> dict[str, Any]:
         """Return what plan.json holds."""
-        values: dict[str, Any] = json.loads((self.data_dir / "plan.json").read_bytes())
-        return values
+        return dict(json.loads((self.data_dir / "plan.json").read_bytes()))
 
     def inputs(self) -> list[str]:
         """Return the paths of the planned inputs, in order."""
@@ -356,6 +362,11 @@ class World:
         """Return the loader of one rank; without workers, if ``num_workers`` asks for none."""
         return open_loader(self.data_dir, rank=rank, world_size=world_size, **arguments)
 
+    def samples(self, **arguments: Any) -> list[Sample]:
+        """Return the samples of an epoch in the order of the shards, for arguments of a loader."""
+        with self.loader(batch_size=1, shuffle=False, **arguments) as loader:
+            return [sample for batch in loader for sample in samples_of(batch)]
+
     def ranks(self, **arguments: Any) -> Ranks:
         """Return the loaders of all ranks, for arguments of ``Ranks``."""
         return Ranks(self.data_dir, **arguments)
@@ -365,12 +376,12 @@ class World:
         with self.ranks(**arguments) as ranks:
             return ranks.take(num_steps)
 
-    @staticmethod
-    def _succeed(ended: Ended) -> None:
-        assert ended.code == 0, f"exit code {ended.code}: {ended.text}"
+
+def _succeed(ended: Ended) -> None:
+    assert ended.code == 0, f"exit code {ended.code}: {ended.text}"
 
 
-class Ranks:
+class Ranks(contextlib.AbstractContextManager["Ranks"]):
     """The loaders of all ranks of a training run, side by side in this process.
 
     Args:
@@ -409,7 +420,7 @@ class Ranks:
         except BaseException:
             self.close()
             raise
-        self._streams = [_all_epochs(loader) for loader in self.loaders]
+        self._streams = [chain.from_iterable(repeat(loader)) for loader in self.loaders]  # all epochs
 
     def step(self) -> GlobalBatch:
         """Return the samples of the next global batch, in an order that no number of ranks changes."""
@@ -417,7 +428,7 @@ class Ranks:
 
     def batches_of_step(self, rank: int, most: int | None = None) -> list[Mapping[str, Any]]:
         """Return the batches that one rank still gets of its step, or ``most`` of them, as they come."""
-        batches = [next(self._streams[rank])]
+        batches: list[Mapping[str, Any]] = [next(self._streams[rank])]
         while not self.loaders[rank].ends_step and len(batches) != most:
             batches.append(next(self._streams[rank]))
         return batches
@@ -439,26 +450,17 @@ class Ranks:
 
     def state(self) -> dict[str, Any]:
         """Return the state of all ranks, which has to be one, as JSON keeps it."""
-        states = [json.dumps(loader.state_dict()) for loader in self.loaders]
-        assert len(set(states)) == 1, f"the states of ranks differ: {states}"
-        state: dict[str, Any] = json.loads(states[0])
-        return state
+        states = {json.dumps(loader.state_dict()) for loader in self.loaders}
+        assert len(states) == 1, f"the states of ranks differ: {states}"
+        return dict(json.loads(states.pop()))
 
     def close(self) -> None:
         """End the workers of all ranks."""
         for loader in self.loaders:
             loader.close()
 
-    def __enter__(self) -> Ranks:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _all_epochs(loader: TokenLoader) -> Iterator[Mapping[str, Any]]:
-    while True:
-        yield from loader
 
 
 def ids_of(batch: Mapping[str, Any]) -> list[list[int]]:
@@ -475,17 +477,14 @@ def samples_of(batch: Mapping[str, Any]) -> GlobalBatch:
     """
     fields = ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids")
     rows = {name: batch[name].tolist() for name in fields if name in batch}
+    if "position_ids" in rows:
+        _check_document_edges(batch, rows["position_ids"])
     samples = [dict(zip(rows, of_sample, strict=True)) for of_sample in zip(*rows.values(), strict=True)]
     for sample in samples:
         if "attention_mask" in sample:
             _cut_padding(sample)
-    if "origins" in batch:
-        for sample in samples:
-            sample["origins"] = []
-        for row, *origin in batch["origins"].tolist():
-            samples[row]["origins"] += origin
-    if "position_ids" in rows:
-        _check_document_edges(batch, rows["position_ids"])
+    for row, *origin in batch["origins"].tolist() if "origins" in batch else ():
+        samples[row].setdefault("origins", []).extend(origin)
     return samples
 
 
@@ -501,12 +500,10 @@ def _cut_padding(sample: Sample) -> None:
 
 
 def _check_document_edges(batch: Mapping[str, Any], positions: list[list[int]]) -> None:
-    flat = [position for row in positions for position in row]
+    flat = [*chain(*positions)]
     edges = [place for place, position in enumerate(flat) if position == 0] + [len(flat)]
-    longest = max(flat) + 1
-    for name in ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k"):
-        if name in batch:
-            assert batch[name].tolist() == edges, f"{name} and position_ids tell different documents"
-    for name in ("max_seqlen", "max_length_q", "max_length_k"):
-        if name in batch:
-            assert batch[name] == longest, f"{name} and position_ids tell different documents"
+    for name, told in batch.items():
+        if name.startswith("cu_seq"):
+            assert told.tolist() == edges, f"{name} and position_ids tell different documents"
+        elif name.startswith("max_"):
+            assert told == max(flat) + 1, f"{name} and position_ids tell different documents"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.checkout import ROOT
-from tests.mutants import ChangedModule, Child, import_libraries, run_pytest
+from tests.mutants import import_changed, import_libraries, run_forked, run_pytest
 
 _STREAM = "test_streams.py::test_a_form_delivers_the_frozen_batches_and_resumes_on_another_number_of_ranks"
 _MEMBERS = "test_streams.py::test_the_members_of_tars_are_the_frozen_ones"
@@ -50,9 +50,9 @@ BREAKS = [
           "labels &= ID_BITS",
           f"{_STREAM}[chat-1]", "form chat, world size 1, 0 workers: global batch 0 differs first in labels"),
     Break("the last document of a block is there", "preprocess/read/lines.py",
-          'yield LineBlock(start, num_begun + cut, b"".join([*begun, data[:cut]]), num_bytes)',
-          "yield LineBlock(start, num_begun + cut, "
-          'b"".join([*begun, data[: data[: cut - 1].rfind(b"\\n") + 1]]), num_bytes)',
+          'yield start, num_begun + cut, b"".join([*begun, data[:cut]]), num_bytes',
+          "yield start, num_begun + cut, "
+          'b"".join([*begun, data[: data[: cut - 1].rfind(b"\\n") + 1]]), num_bytes',
           f"{_INPUTS}[a.txt-1]", "a.txt in 1 shards: document"),
     Break("documents for validation are those with the least hashes", "shardprep/format/documents.py",
           "np.asarray(firsts < np.uint64(",
@@ -71,17 +71,17 @@ BREAKS = [
           "        for file in files.values():\n            file.publish()",
           f"{_MANIFEST}[shard-00000.tar]",
           "the manifest stands there, and shard-00000.tar could not be put in its place"),
-    Break("a state counts the step that the loop holds", "loader/state.py",
+    Break("a state counts the step that the loop holds", "loader/run.py",
           '"step": position.step - run.first_step(epoch),',
           '"step": max(position.step - 1 - run.first_step(epoch), 0),',
           f"{_STREAM}[documents-1]",
           "form documents, world size 2, 0 workers, resumed at 23 from world size 1: global batch 23"),
-    Break("rank r has the r-th part of a global batch", "loader/token_loader.py",
+    Break("rank r has the r-th part of a global batch", "loader/dataloader.py",
           "share(range(run.order.num_slots), who.rank, who.world_size)",
           "share(range(run.order.num_slots), (who.rank + 1) % who.world_size, who.world_size)",
           f"{_STREAM}[grouped-3]",
           "form grouped, world size 3, 0 workers: global batch 0 has the right samples in another order"),
-    Break("a resumed run keeps its schedule of weights", "loader/state.py",
+    Break("a resumed run keeps its schedule of weights", "loader/run.py",
           "stages=tuple(stages), batches_per_tick",
           "stages=tuple(stages[:1]), batches_per_tick",
           f"{_STREAM}[mixture-2]", "the state, of step 23, is of another run"),
@@ -102,26 +102,17 @@ BREAKS = [
 ]  # fmt: skip
 
 
-def run_tests(folder: Path, *tests: str, broken: ChangedModule | None = None) -> tuple[int, str]:
-    """Run tests of the oracle in a process beside; returns its exit code, and what it printed."""
-
-    def work(inside: Path) -> int:
-        if broken:
-            sys.meta_path.insert(0, broken)
-        return run_pytest(inside, None, [f"tests/oracle/{test}" for test in tests])
-
-    child = Child(folder, work)
-    return child.wait(), child.output()
-
-
 def outcome(each: Break, folder: Path) -> str:
     """Break a promise and run its test; returns what went wrong, or nothing."""
-    path = ROOT / each.path
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    text = (ROOT / each.path).read_text(encoding="utf-8")
     if text.count(each.old) != 1:
         return f"out of date: {each.path} has its text {text.count(each.old)} times, expected once"
-    broken = ChangedModule(each.path, text.replace(each.old, each.new))
-    code, output = run_tests(folder, each.test, broken=broken)
+
+    def work() -> int:
+        import_changed(each.path, text.replace(each.old, each.new))
+        return run_pytest(folder, [f"tests/oracle/{each.test}"])
+
+    code, output = run_forked(folder, work)
     if code == 0:
         return "NOT CAUGHT"
     said = [line.removeprefix("E ").strip() for line in output.splitlines() if line.startswith("E ")]
@@ -135,10 +126,12 @@ def main() -> int:
     parser.add_argument("--only", default="", help="promises with this text in them (default: all)")
     args = parser.parse_args()
     chosen = [each for each in BREAKS if args.only in each.promise]
+    tests = {f"tests/oracle/{each.test}": None for each in chosen}
     num_wrong = 0
     import_libraries()
     with tempfile.TemporaryDirectory() as name:
-        code, output = run_tests(Path(name) / "whole", *{each.test: None for each in chosen})
+        whole = Path(name) / "whole"
+        code, output = run_forked(whole, lambda: run_pytest(whole, tests))
         if code:
             sys.exit(f"{output}\nthe oracle fails on the packages as they are")
         for number, each in enumerate(chosen):

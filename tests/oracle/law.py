@@ -223,11 +223,8 @@ class Run:
         from which on it does."""
         weights = weights or self.weights
         if step == 0:  # nothing was delivered
-            mixed = weights if self.is_mixture else ()
-            run = Run(
-                sources, sizes=sizes, weights=mixed, seed=self.seed, group=self.group, shuffle=self.shuffle
-            )
-            return run, 0
+            options: Any = {"seed": self.seed, "group": self.group, "shuffle": self.shuffle}
+            return Run(sources, sizes=sizes, weights=weights if self.is_mixture else (), **options), 0
         first, end = self._round_at(self.tick_of(step))
         is_begun = first < self.tick_of(step)
         free = end if is_begun else first  # from this tick on no round has begun
@@ -256,10 +253,10 @@ class Run:
             if begins or cycle_counts(held, names) != cycle_counts(run.weights[-1][1], names):
                 run.weights.append((first, held))
         has_other_size = held_at(run.sizes, border) != held_at(self.sizes, border - 1)
-        is_other = has_other_size or any(first == border for first, _ in run.weights)
-        # Amendments behind the border are replaced; one before it stays.
-        before = [self.amended_at] if self.amended_at < border else [0]
-        run.amended_at = border if is_other else max(before)
+        if has_other_size or any(first == border for first, _ in run.weights):
+            run.amended_at = border
+        elif self.amended_at >= border:  # amendments behind the border are replaced; one before it stays
+            run.amended_at = 0
         run._forget()
         return run
 
@@ -287,15 +284,11 @@ class Run:
         """Return the epoch, and the tick in it, at which a step begins."""
         while len(self._begins) <= step:
             epoch, tick = self._begins[-1]
-            next_step = len(self._begins)
-            self._begins.append(self._fitting(epoch, tick + self._num_ticks(next_step - 1), next_step))
+            tick += self._num_ticks(len(self._begins) - 1)
+            if tick + self._num_ticks(len(self._begins)) > self.ticks_per_epoch:
+                epoch, tick = epoch + 1, 0  # the step would not fit into the epoch
+            self._begins.append((epoch, tick))
         return self._begins[step]
-
-    def _fitting(self, epoch: int, tick: int, step: int) -> tuple[int, int]:
-        """An epoch ends where the next step would not fit."""
-        if tick + self._num_ticks(step) > self.ticks_per_epoch:
-            return epoch + 1, 0
-        return epoch, tick
 
     def _num_ticks(self, step: int) -> int:
         return int(held_at(self.sizes, step)) // self.size
@@ -316,14 +309,9 @@ class Run:
             self._rounds[first, end] = self._round(first, end)
         return self._rounds[first, end][tick - first]
 
-    def _stages(self) -> list[tuple[int, list[int]]]:
-        """Return the first tick of each stage, and its ticks of each source in a cycle."""
-        names = [*self.orders]
-        return [(self.tick_of(step), cycle_counts(weights, names)) for step, weights in self.weights]
-
     def _round_at(self, tick: int) -> tuple[int, int]:
         """Return the ticks [first, end) of a round: the last one of a stage ends where the stage does."""
-        begins = [begin for begin, _ in self._stages()]
+        begins = [self.tick_of(step) for step, _ in self.weights]
         stage = max(begin for begin in begins if begin <= tick)
         first = tick - (tick - stage) % ROUND
         return first, min([first + ROUND, *(begin for begin in begins if begin > first)])
@@ -332,7 +320,9 @@ class Run:
         """Return all ticks of a round. Each slot has the same sources, in an order of its own."""
         names = [*self.orders]
         taken = Counter[int]()  # ticks of each source before the round, the same for every slot
-        stages = [stage for stage in self._stages() if stage[0] <= first]
+        # The first tick of each stage, and its ticks of each source in a cycle.
+        stages = [(self.tick_of(step), cycle_counts(weights, names)) for step, weights in self.weights]
+        stages = [stage for stage in stages if stage[0] <= first]
         for (begin, counts), (end_of_stage, _) in pairwise([*stages, (first, [])]):
             num_cycles, rest = divmod(end_of_stage - begin, CYCLE)
             taken.update({number: num_cycles * count for number, count in enumerate(counts)})

@@ -1,13 +1,20 @@
-"""What a data set holds is what a slow, separate reader finds in the raw files (tests/plain_reader.py)."""
+"""What a data set holds, counts, leaves out and names is what a slow, separate reader finds in the raw files.
+
+The reader is tests/plain_reader.py, and ``tokenizers`` gives the ids.
+"""
 
 from __future__ import annotations
 
 import bz2
 import gzip
+import hashlib
 import io
 import json
 import lzma
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +26,17 @@ import zstandard
 from tokenizers import Tokenizer
 
 from tests.plain_reader import plain_records
-from tests.world import World, hostile_text, hostile_texts, tokenizer_dir
+from tests.world import Ranks, World, hostile_text, hostile_texts, tokenizer_dir
 
+TOKENIZER = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
+TOKENIZER.encode_special_tokens = True  # names of control tokens in a text stay text
+ROW_TOKENS = 16
+FORMS: dict[str, dict[str, Any]] = {
+    "json": {},
+    "npy": {"token_format": "npy", "append_eos": True},
+    "concat": {"record": "packed", "seq_len": ROW_TOKENS},
+    "best_fit": {"record": "packed", "seq_len": ROW_TOKENS, "pack": "best_fit"},
+}
 ODD_LINES = [
     "", "   ", "{", "[1]", '{"text": null}', '{"text": 3}', '{"a": 1}', '{"text": "\\ud800"}', '{"text": ""}',
     '{"text": "a", "te\\u0078t": "b"}', '{"te\\u0078t": "\\"text\\":"}', '{"text": "a", "n": 1e999}',
@@ -96,13 +112,11 @@ def test_documents_are_those_that_a_separate_reader_finds(tmp_path: Path, name: 
     documents = [(line, record) for line, record in enumerate(records) if record.text]
     assert documents
 
-    tokenizer = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
-    tokenizer.encode_special_tokens = True  # names of control tokens in a text stay text
     found = world.documents()
     where = f"{name} in {num_shards} shards"
     for number, ((key, text, ids), (line, record)) in enumerate(zip(found, documents, strict=False)):
         assert text == record.text, f"{where}: document {number} has another text"
-        assert ids == tokenizer.encode(text).ids, f"{where}: document {number} has other ids"
+        assert ids == TOKENIZER.encode(text).ids, f"{where}: document {number} has other ids"
         if num_shards == 1:
             assert key == f"sample_0_{line:08d}", f"{where}: document {number} is named for another line"
     assert len(found) == len(documents), f"{where}: the number of documents"
@@ -112,3 +126,104 @@ def test_documents_are_those_that_a_separate_reader_finds(tmp_path: Path, name: 
     assert told == left_out
     if "id_field" in options:
         assert world.lines("ids") == [[0, record.offset, record.id] for _, record in documents]
+
+
+def numbers_of(value: Any, name: str) -> Iterator[tuple[str, int]]:
+    """Yield the numbers of a JSON value, by the dotted names of their places."""
+    if isinstance(value, (dict, list)):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from numbers_of(inner, f"{name}.{key}")
+    elif isinstance(value, int):
+        yield name, value
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_manifest_counts_and_side_files_name_what_a_shard_holds(
+    tmp_path: Path, form: str, num_shards: int
+) -> None:
+    texts = [{"id": f"e{number}", "text": text} for number, text in enumerate(hostile_texts(50, seed=4))]
+    world = World(tmp_path).raw({"en/a.jsonl": texts, "ko/b.jsonl": json_lines()})
+    options = {"recursive": True, "id_field": "id", "digests": True, "max_bad_fraction": 1, **FORMS[form]}
+    world.make(num_shards=num_shards, **options)
+    found = Counter[str]()
+    for manifest in world.manifests():
+        found.update(dict(numbers_of(manifest["counts"], "counts")))
+        found.update(dict(numbers_of(manifest["run"]["texts"], "texts")))
+
+    is_packed, expected = "seq_len" in FORMS[form], Counter[str]()
+    ids, digests, left_out, lines = [], [], [], []
+    for number, name in enumerate(world.inputs()):
+        path, source = world.raw_dir / name, name.partition("/")[0]
+        records = [*plain_records(path, id_field="id")]
+        ends = [*(record.offset for record in records), path.stat().st_size]
+        for record, (begin, end) in zip(records, pairwise(ends), strict=True):
+            counts = Counter(num_lines=1, input_bytes=end - begin)
+            of_source = Counter(num_bytes=end - begin)
+            if record.reason:
+                left_out.append((name, begin, record.reason, end - begin))
+                lines.append(expected["counts.num_lines"])
+                counts[f"quarantined.{record.reason}"] = of_source["num_quarantined"] = 1
+            elif not record.text:
+                counts["num_empty_lines"] = 1
+            else:
+                ids.append([number, begin, record.id])
+                digests.append(hashlib.sha256(record.text.encode()).digest()[:16])
+                size = len(TOKENIZER.encode(record.text).ids) + (form != "json")  # with EOS
+                counts += Counter({f"length_histogram.{size.bit_length()}": 1})
+                counts["num_documents"] = of_source["num_documents"] = 1
+                counts["num_tokens"] = of_source["num_tokens"] = size
+                place = expected["counts.num_tokens"] % ROW_TOKENS if form == "concat" else 0  # in its row
+                counts["num_documents_across_rows"] = is_packed and place + size > ROW_TOKENS
+                counts["num_samples"] = not is_packed
+                low = size >> max(size.bit_length() - 4, 0) << max(size.bit_length() - 4, 0)
+                of_texts = {f"lengths.{low}.0": 1, f"lengths.{low}.1": size, "num_chars": len(record.text)}
+                of_texts["num_bytes"] = len(record.text.encode())
+                expected.update({f"texts.{source}.{name}": count for name, count in of_texts.items()})
+            expected.update({f"counts.{name}": count for name, count in counts.items()})
+            expected.update({f"counts.sources.{source}.{name}": count for name, count in of_source.items()})
+    if is_packed:
+        num_rows, num_tokens = found["counts.num_samples"], expected["counts.num_tokens"]
+        assert form == "best_fit" or num_shards > 1 or num_rows == -(-num_tokens // ROW_TOKENS)
+        expected["counts.num_samples"] = num_rows
+        expected["counts.num_pad_tokens"] = num_rows * ROW_TOKENS - num_tokens
+    if form == "concat" and num_shards > 1:  # known where one shard holds all
+        del found["counts.num_documents_across_rows"], expected["counts.num_documents_across_rows"]
+    assert +found == +expected
+
+    told = world.lines("quarantine")
+    fields = ("source", "source_offset", "reason", "num_bytes")
+    assert [tuple(each[field] for field in fields) for each in told] == left_out
+    assert num_shards > 1 or [each["line"] for each in told] == lines
+    assert world.lines("ids") == ids
+    stored = b"".join(path.read_bytes() for path in sorted((world.data_dir / "digests").glob("shard-*")))
+    found_digests = [stored[first : first + 16] for first in range(0, len(stored), 16)]
+    if form == "best_fit":  # they are in the order of its rows
+        found_digests, digests = sorted(found_digests), sorted(digests)
+    assert found_digests == digests
+
+
+def test_a_source_that_records_name_counts_the_bytes_of_their_texts(tmp_path: Path) -> None:
+    rows = [{"text": "가 b", "from": "web"}, {"text": "c", "from": "code"}, {"text": "de", "from": "web"}]
+    world = World(tmp_path).raw({"a.jsonl": rows}).make(num_shards=1, source_field="from")
+    sources = world.manifests()[0]["counts"]["sources"]
+    found = {name: (source["num_documents"], source["num_bytes"]) for name, source in sources.items()}
+    assert found == {"web": (2, 7), "code": (1, 1)}
+
+
+def test_origins_of_a_mixture_name_the_documents_of_each_source(tmp_path: Path) -> None:
+    lines = {name: [f"{name} {number}\n" for number in range(40)] for name in ("ko", "en")}
+    worlds = {name: World(tmp_path / name).raw({"a.txt": "".join(lines[name])}).make() for name in lines}
+    folders = {name: world.data_dir for name, world in worlds.items()}
+    with Ranks(folders, weights={"ko": 2, "en": 1}, global_batch_size=6, origins=True) as ranks:
+        (loader,) = ranks.loaders
+        sources = Counter[str]()
+        for sample in (sample for step in ranks.take(20) for sample in step):  # more than an epoch of ko
+            _, number, *_ = sample["origins"]
+            source = loader.source_names[number]
+            place = int(re.findall(r"\d+", loader.origin(*sample["origins"][1:5]).place)[-1])
+            text = "".join(lines[source])[place:].partition("\n")[0]
+            ids = TOKENIZER.encode(text).ids
+            assert sample["input_ids"][: len(ids)] == ids
+            sources[source] += 1
+    assert 70 < sources["ko"] < 90

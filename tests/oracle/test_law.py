@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import chain
@@ -102,39 +102,12 @@ def joined(source: str) -> list[int]:
     return [token for number in range(SIZES[source]) for token in [*ids_of(source, number), EOS]]
 
 
-@dataclass(frozen=True)
-class Data:
-    root: Path
-
-    def source(self, name: str, form: Form) -> Source:
-        lengths = [len(ids_of(name, number)) for number in range(SIZES[name])]
-        if "seq_len" in form.options:
-            lengths = [ROW] * (len(joined(name)) // ROW)
-        return Source(lengths, sum(tar.stat().st_size for tar in (self.root / name / "data").glob("*.tar")))
-
-    def run(self, form: Form, seed: int) -> Run:
-        return Run(
-            {name: self.source(name, form) for name in form.sources},
-            sizes=form.sizes or [(0, form.size)],
-            weights=[(step, self.in_samples(form, weights)) for step, weights in form.weights],
-            seed=seed,
-            group=form.options.get("group_by_length", 1),
-            shuffle=form.options.get("shuffle", True),
-        )
-
-    def in_samples(self, form: Form, weights: Weights) -> Mapping[str, Any]:
-        """Return the weights that a loader is given as shares of samples."""
-        if not form.in_tokens:
-            return weights
-        return {name: Fraction(str(weight)) / mean_tokens(name) for name, weight in weights.items()}
-
-
 def mean_tokens(source: str) -> Fraction:
     return Fraction(len(joined(source)) / SIZES[source] - 1)  # no EOS is stored
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("law")
     save_word_tokenizer(root / "words", NUM_WORDS, splits=True)
     for name, size in SIZES.items():
@@ -148,7 +121,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
             num_shards=1 if name == "many" else 3,
             **({"record": "packed", "seq_len": ROW} if name.startswith("rows") else {}),
         )
-    return Data(root)
+    return root
 
 
 def write_large_tars(folder: Path, documents: list[list[int]]) -> None:
@@ -165,13 +138,26 @@ def write_large_tars(folder: Path, documents: list[list[int]]) -> None:
 class Pair:
     """The loaders of all ranks of a run, and the law beside them."""
 
-    def __init__(self, data: Data, form: Form, seed: int) -> None:
+    def __init__(self, data: Path, form: Form, seed: int) -> None:
         self.data, self.form, self.seed = data, form, seed
-        self.law = data.run(form, seed)
         # As the loaders are given them.
         self.sizes, self.weights = form.sizes or [(0, form.size)], form.weights
+        self.law = Run(
+            {name: self.source(name) for name in form.sources},
+            sizes=self.sizes,
+            weights=self.of_law(form.weights),
+            seed=seed,
+            group=form.options.get("group_by_length", 1),
+            shuffle=form.options.get("shuffle", True),
+        )
         self.step = 0
         self.ranks = self.load(None, form.sources)
+
+    def source(self, name: str) -> Source:
+        lengths = [len(ids_of(name, number)) for number in range(SIZES[name])]
+        if "seq_len" in self.form.options:
+            lengths = [ROW] * (len(joined(name)) // ROW)
+        return Source(lengths, sum(tar.stat().st_size for tar in (self.data / name / "data").glob("*.tar")))
 
     def load(
         self,
@@ -184,7 +170,7 @@ class Pair:
     ) -> Ranks:
         sizes = self.sizes if len(self.sizes) > 1 else self.sizes[0][1]
         arguments: dict[str, Any] = {"seed": self.seed, "state": state, "global_batch_size": sizes}
-        folders: Any = {name: self.data.root / name / "data" for name in sources}
+        folders: Any = {name: self.data / name / "data" for name in sources}
         if self.weights:
             arguments["weights_in"] = "tokens" if self.form.in_tokens else "samples"
             arguments["weights"] = self.weights if len(self.weights) > 1 else self.weights[0][1]
@@ -193,7 +179,7 @@ class Pair:
         arguments |= {**self.form.options, **options}
         return Ranks(
             folders,
-            model_id=self.data.root / "words",
+            model_id=self.data / "words",
             world_size=world_size,
             batch_size=batch_size or self.law.size // world_size,
             order_batch_size=self.law.size,
@@ -236,18 +222,19 @@ class Pair:
         if not self.law.holds(step, self.sizes, self.of_law(self.weights)):
             self.sizes = self.law.sizes
             if self.weights:
-                self.weights = [(first, self.given(held)) for first, held in self.law.weights]
+                given = [(first, self.weighed(held, mean_tokens)) for first, held in self.law.weights]
+                self.weights = [(first, {name: float(held[name]) for name in held}) for first, held in given]
         self.ranks, self.step = self.load(state, self.sources_from(step), **options), step
 
     def of_law(self, weights: Sequence[tuple[int, Weights]]) -> list[tuple[int, Weights]]:
-        """Return weights as shares of samples."""
-        return [(step, self.data.in_samples(self.form, held)) for step, held in weights]
+        """Return weights that a loader is given as shares of samples."""
+        return [(step, self.weighed(held, lambda name: 1 / mean_tokens(name))) for step, held in weights]
 
-    def given(self, weights: Weights) -> Weights:
-        """Return shares of samples as the loaders were given them."""
+    def weighed(self, weights: Weights, times: Callable[[str], Fraction]) -> Mapping[str, Any]:
+        """Return weights times a number of each source, if they are shares of tokens."""
         if not self.form.in_tokens:
             return weights
-        return {name: float(share * mean_tokens(name)) for name, share in weights.items()}
+        return {name: Fraction(str(share)) * times(name) for name, share in weights.items()}
 
     def first_of_epoch(self, epoch: int) -> int:
         return next(step for step in range(10**6) if self.law.position(step)[0] == epoch)
@@ -261,7 +248,7 @@ class Pair:
         state = self.ranks.loaders[0].state_at(self.step)
         border = self.step
         if not self.law.holds(self.step, self.sizes, of_law):
-            of_sources = {name: self.data.source(name, self.form) for name in sources}
+            of_sources = {name: self.source(name) for name in sources}
             self.law, border = self.law.amended(self.step, of_sources, self.sizes, of_law)
         self.ranks.close()
         self.ranks = self.load(state, sources, amend=True)
@@ -279,7 +266,7 @@ def schedules(values: st.SearchStrategy[Any], step: int) -> st.SearchStrategy[An
     return st.tuples(st.tuples(st.just(0), values), later) | st.tuples(st.tuples(st.just(0), values))
 
 
-def machine(data: Data, form: Form, workers: Sequence[int]) -> type[RuleBasedStateMachine]:
+def machine(data: Path, form: Form, workers: Sequence[int]) -> type[RuleBasedStateMachine]:
     """Return a machine that drives runs of one form."""
     group = form.options.get("group_by_length", 1)
 
@@ -337,13 +324,24 @@ def machine(data: Data, form: Form, workers: Sequence[int]) -> type[RuleBasedSta
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_the_first_steps_and_those_at_the_ends_of_a_window_and_of_an_epoch_are_the_laws(
-    data: Data, form: str
+def test_the_first_epoch_and_the_ends_of_windows_are_the_laws_and_have_each_sample_once(
+    data: Path, form: str
 ) -> None:
+    """All but fewer than a step takes. Of a mixture, each source has epochs of its own."""
     pair = Pair(data, FORMS[form], seed=11)
-    pair.check(3)
-    (of_window, *_) = [order.window_ticks for order in pair.law.orders.values()]
     of_epoch = pair.first_of_epoch(1)
+    num_steps = min(of_epoch + 2, 150)
+    pair.check(num_steps)
+    counts = Counter(chain(*(chain(*pair.law.step(step)) for step in range(num_steps))))
+    assert max(counts.values()) == 1
+    epochs = Counter((sample.source, sample.epoch) for sample in counts)
+    for (source, epoch), count in epochs.items():
+        if (source, epoch + 1) in epochs and not form.startswith("mix"):
+            assert len(pair.law.orders[source].lengths) - count < max(size for _, size in pair.law.sizes)
+    of_sources = Counter("all" if not FORMS[form].weights else sample.source for sample in counts)
+    (loader,) = pair.ranks.loaders
+    assert loader.source_samples == {**dict.fromkeys(loader.source_names, 0), **of_sources}
+    (of_window, *_) = [order.window_ticks for order in pair.law.orders.values()]
     for end in sorted({min(of_window, of_epoch), of_epoch}):
         pair.resume(end - 1)
         pair.check(3)
@@ -351,75 +349,56 @@ def test_the_first_steps_and_those_at_the_ends_of_a_window_and_of_an_epoch_are_t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-def test_the_law_and_the_loader_give_each_sample_of_an_epoch_once(data: Data, form: str) -> None:
-    """All but fewer than a step takes. Of a mixture, each source has epochs of its own."""
-    pair = Pair(data, FORMS[form], seed=5)
-    num_steps = min(pair.first_of_epoch(2), 150)
-    expected = Counter(chain(*(chain(*pair.law.step(step)) for step in range(num_steps))))
-    assert max(expected.values()) == 1
-    epochs = Counter((sample.source, sample.epoch) for sample in expected)
-    for (source, epoch), count in epochs.items():
-        if (source, epoch + 1) in epochs and not form.startswith("mix"):
-            assert len(pair.law.orders[source].lengths) - count < max(size for _, size in pair.law.sizes)
-    delivered = Counter[tuple[int, ...]]()
-    for step in pair.ranks.take(num_steps):
-        delivered.update(tuple(sample["input_ids"]) for sample in step)
-    told = Counter[tuple[int, ...]]()
-    for sample, count in expected.items():
-        told[tuple(pair.ids(sample))] += count
-    assert delivered == told
-    counts = Counter("all" if not FORMS[form].weights else sample.source for sample in expected)
-    (loader, *_) = pair.ranks.loaders
-    assert loader.source_samples == {**dict.fromkeys(loader.source_names, 0), **counts}
-    pair.ranks.close()
+@pytest.mark.parametrize(
+    ("form", "workers"),
+    [
+        *((form, [0]) for form in FORMS),
+        *(pytest.param(form, [0, 1, 2], marks=pytest.mark.processes) for form in ("grouped", "mixture")),
+    ],
+)
+def test_a_run_is_the_laws_through_resumes_on_other_ranks_jumps_and_amendments(
+    data: Path, form: str, workers: list[int]
+) -> None:
+    num_histories = NUM_HISTORIES["mixed" if FORMS[form].weights else "plain"]
+    histories = settings(
+        max_examples=num_histories if workers == [0] else 1,
+        stateful_step_count=NUM_RULES,
+        derandomize=not IS_CAMPAIGN,
+        database=None,
+    )
+    run_state_machine_as_test(machine(data, FORMS[form], workers), settings=histories)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-def test_a_run_is_the_laws_through_resumes_on_other_ranks_jumps_and_amendments(data: Data, form: str) -> None:
-    run_machine(data, FORMS[form], [0], NUM_HISTORIES["mixed" if FORMS[form].weights else "plain"])
+LARGER = {"sizes": [(0, 24)]}
+# One source is added, then another, then the first one of all is dropped.
+OTHER_SOURCES = [
+    {"weights": [(0, {"web": 2, "code": 1, "books": 1})]},
+    {"weights": [(0, {"web": 1, "code": 1, "books": 2, "wiki": 0.7})]},
+    {"weights": [(0, {"code": 1, "books": 1, "wiki": 3})]},
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("form", "weights"),
+    ("form", "amendments"),
     [
-        (FORMS["documents"], ()),
-        (FORMS["mixture"], ()),
+        ("documents", [LARGER]),
+        ("mixture", [LARGER]),
         # A source joins while the global batch grows: it is walked in the ticks of the run.
-        (
-            Form(sources=["code", "books"], weights=[(0, {"code": 3, "books": 2})]),
-            [(0, {"code": 1, "web": 3})],
-        ),
+        ("mixture", [{**LARGER, "weights": [(0, {"code": 1, "books": 3})]}]),
+        ("mixture", OTHER_SOURCES),
+        ("mixture by tokens", OTHER_SOURCES),
     ],
 )
-def test_another_global_batch_size_holds_from_the_border_on(data: Data, form: Form, weights: Any) -> None:
-    pair = Pair(data, form, seed=3)
-    pair.check(3)
-    border = pair.amend(sizes=[(0, 24)], weights=weights)
-    for step in (border - 1, border + 5):
-        pair.resume(step)
-        pair.check(3)
-    pair.ranks.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["mixture", "mixture by tokens"])
-def test_a_run_that_gains_and_loses_sources_is_the_laws_from_every_state(data: Data, form: str) -> None:
-    """One source is added, then another, then the first is dropped; each time it goes on from a state behind
-    the amendment, on other ranks, and from one before it."""
+def test_an_amended_run_is_the_laws_from_every_state(
+    data: Path, form: str, amendments: list[dict[str, Any]]
+) -> None:
+    """From a state behind each amendment, on other ranks, and from one before it."""
     pair = Pair(data, FORMS[form], seed=3)
-    first, second = pair.form.sources
-    later = [name for name in MIXED if name not in pair.form.sources]
-    for weights in (
-        {first: 2, second: 1, later[0]: 1},
-        {first: 1, second: 1, later[0]: 2, later[1]: 0.7},
-        {first: 1, later[0]: 1, later[1]: 3},
-    ):
+    for amendment in amendments:
         pair.resume(pair.step + 30)
         step = pair.step
-        border = pair.amend(weights=[(0, weights)])
+        border = pair.amend(**amendment)
         assert step < border <= step + 64
         pair.check(2)
         for place in (border + 70, border - 1, border, step):
@@ -427,20 +406,3 @@ def test_a_run_that_gains_and_loses_sources_is_the_laws_from_every_state(data: D
             pair.check(2)
         pair.resume(border + 1)
     pair.ranks.close()
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize("form", ["grouped", "mixture"])
-def test_a_run_is_the_laws_with_workers(data: Data, form: str) -> None:
-    run_machine(data, FORMS[form], [0, 1, 2], num_histories=1)
-
-
-def run_machine(data: Data, form: Form, workers: Sequence[int], num_histories: int) -> None:
-    histories = settings(
-        max_examples=num_histories,
-        stateful_step_count=NUM_RULES,
-        derandomize=not IS_CAMPAIGN,
-        database=None,
-    )
-    run_state_machine_as_test(machine(data, form, workers), settings=histories)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from loader import OtherRun, ShardprepError, UsageError
+from loader import ShardprepError, UsageError
 from tests.world import Ranks, World, hostile_text
 
 MIXED = {"weights": {"ko": 2, "en": 1}, "weights_in": "samples", "global_batch_size": 6}
@@ -29,16 +29,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("states")
     for seed, name in enumerate(("ko", "en")):
         World(root / name).raw({"a.txt": hostile_text(160, seed)}).make()
-    World(root / "packed").raw({"a.txt": hostile_text(160)}).make(record="packed", seq_len=16)
     return root
 
 
 def open_ranks(root: Path, form: str, **options: Any) -> Ranks:
     options = {**FORMS[form], **options}
-    folders: Any = root / "ko" / "data"
-    if "weights" in options:
-        folders = {name: root / name / "data" for name in ("ko", "en")}
-    return Ranks(options.pop("folder", folders), **options)
+    folders = {name: root / name / "data" for name in ("ko", "en")}
+    return Ranks(folders if "weights" in options else folders["ko"], **options)
 
 
 def state_of(root: Path, form: str) -> dict[str, Any]:
@@ -57,10 +54,7 @@ def damaged(state: Any) -> Iterator[tuple[str, Any]]:
         without = copy.deepcopy(state)
         del without[key]
         yield f"no {key}", without
-        texts = []
-        if isinstance(state[key], str):
-            backwards = "; ".join(reversed(state[key].split("; ")))
-            texts = [state[key][:-1], state[key] + "0", *([backwards] if backwards != state[key] else [])]
+        texts = [state[key][:-1], state[key] + "0"] if isinstance(state[key], str) else []
         for wrong in [*WRONG, *texts]:
             if wrong != state[key] or type(wrong) is not type(state[key]):
                 other = copy.deepcopy(state)
@@ -100,43 +94,11 @@ def test_a_damaged_state_is_refused_or_makes_no_difference(data: Path, form: str
                 continue
             if re.search(FREE, how):
                 num_free += 1
+                assert not how.endswith((" -1", "step 1000000", "micro 1000000")), f"no run has {how}"
             else:
                 assert next_step() == expected, how
     assert num_refused > 100
     assert num_free < 25
-
-
-def test_the_state_of_another_run_is_refused(data: Path) -> None:
-    state = state_of(data, "plain")
-    others: list[dict[str, Any]] = [
-        {"seed": 1}, {"shuffle": False}, {"group_by_length": 2}, {"max_length": 5}, {"seq_len": 16},
-        {"global_batch_size": 12}, {"folder": data / "en" / "data"}, {"folder": data / "packed" / "data"},
-        {"folder": [data / "ko" / "data", data / "en" / "data"]}, dict(MIXED),
-        {"global_batch_size": [(0, 12), (70, 6)]},
-    ]  # fmt: skip
-    for options in others:
-        with open_ranks(data, "plain", **options) as ranks:
-            for loader in ranks.loaders:
-                with pytest.raises(OtherRun):
-                    loader.load_state_dict(state)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    ("name", "value"), [("epoch", -1), ("step", -1), ("num_micro", -1), ("step", 10**6), ("num_micro", 10**6)]
-)
-def test_a_position_that_no_run_has_is_refused(data: Path, form: str, name: str, value: int) -> None:
-    state = state_of(data, form)
-    with open_ranks(data, form) as ranks, pytest.raises(ShardprepError):
-        ranks.loaders[0].load_state_dict({**state, name: value})
-
-
-@pytest.mark.parametrize("steps", [(5,), (0, 9, 9), (0, 9, 5), (0, -1), (0, 2.5)])
-def test_a_schedule_begins_at_step_0_and_ascends(data: Path, steps: tuple[Any, ...]) -> None:
-    sizes = [(step, 6 + 6 * number) for number, step in enumerate(steps)]
-    for options in ({"weights": [(step, MIXED["weights"]) for step in steps]}, {"global_batch_size": sizes}):
-        with pytest.raises(UsageError):
-            open_ranks(data, "plain", batch_size=6, **options)
 
 
 def test_a_state_inside_of_a_step_goes_on_with_the_same_batches_alone(data: Path) -> None:
@@ -148,7 +110,8 @@ def test_a_state_inside_of_a_step_goes_on_with_the_same_batches_alone(data: Path
         assert not loader.ends_step
         with pytest.raises(ShardprepError):
             loader.load_state_dict({**state, "num_micro": 3})  # a step has 3 batches
-    for others in ({"batch_size": 3}, {"batch_size": 2, "world_size": 3}):
+    amended = {"batch_size": 2, "global_batch_size": 12, "amend": True}
+    for others in ({"batch_size": 3}, {"batch_size": 2, "world_size": 3}, amended):
         with open_ranks(data, "plain", **others) as ranks, pytest.raises(UsageError):
             ranks.loaders[0].load_state_dict(state)
 

@@ -85,7 +85,7 @@ def test_an_idx_with_an_impossible_number_is_refused_or_without_effect(world: Wo
                 records[name][slice(None) if number % 2 else len(records) // 2] = value
             return records
 
-        forge(world, records=changed)
+        forge(world, "records", changed)
         codes = ended_in_words(world, "verify", READERS[number % len(READERS)])
         # Where starts and sources begin, verify does not compare.
         assert codes["verify"] == 65 or "starts" in name or name == "source_offset", value
@@ -99,7 +99,7 @@ def test_samples_that_lie_on_one_another_take_no_memory_for_each(world: World) -
         records["num_bytes"] = (1 << 30) - len(records)
         return records
 
-    forge(world, records=changed)
+    forge(world, "records", changed)
     os.truncate(world.data_dir / f"{SHARD}.tar", 1 << 30)
     rewrite_json(world.data_dir / f"{SHARD}.json", **{"tar.num_bytes": 1 << 30})
     codes = ended_in_words(world, "load", "peek", "export nanogpt", "report")

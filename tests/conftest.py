@@ -15,7 +15,6 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +24,14 @@ import pytest
 from tests.checkout import ROOT, SHARED
 from tests.children import run_child
 from tests.forged import seal as seal  # for others
-from tests.world import Ended, World, call_main, flags_of
+from tests.world import World, call_main, flags_of
 
 LAYERS_OVER_QUICK = ("slow", "processes", "slurm")
-# Modules begin in this order, or the longest would end when all else has ended.
+# Modules begin in this order, or the longest would end last. The two on clusters mostly wait.
 LONGEST = (
-    "slurm_operations batch_scripts prep_array slurm_training faults wheel processes context_parallel "
-    "engines tokenizers input_files submit streams lustre resources law transform trainer packing "
-    "external_tars"
+    "slurm_operations batch_scripts faults wheel processes context_parallel engines tokenizers input_files "
+    "submit streams lustre resources law transform trainer packing external_tars"
 )
-# Those of one name run one after the other: clusters mostly wait, and two such processes leave the CPUs to
-# others; a Python that has imported torch serves both modules of ranks.
-TOGETHER = {
-    "test_prep_array": "clusters", "test_slurm_training": "clusters",
-    "test_processes": "ranks", "test_context_parallel": "ranks",
-}  # fmt: skip
 # Time decides no property test: the machine may be busy.
 hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -126,13 +118,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where tests run side by side, those of a module stay together, and those of TOGETHER."""
+    """Where tests run side by side, those of a module stay together."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByModule(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            module = nodeid.partition("::")[0]
-            return TOGETHER.get(Path(module).stem, module)
+            # A Python that has imported torch serves both modules of ranks.
+            return nodeid.partition("::")[0].replace("test_context_parallel", "test_processes")
 
         def _reschedule(self, node: Any) -> None:
             """Give a module to who has one test left; two may take a minute in which nobody else gets it."""
@@ -140,37 +132,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 super()._reschedule(node)
 
     return ByModule(config, log)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prep:
-    """Data sets of the sample text, by commands; ``model_dir`` is the default tokenizer."""
-
-    model_dir: Path
-
-    def plan(self, raw: Path, out: Path, **options: Any) -> None:
-        """Plan; AssertionError unless the command ends with 0."""
-        world = World(out, tokenizer=self.model_dir, raw_dir=raw, data_dir=out)
-        world.plan(**{"num_shards": None, **options})
-
-    def make(self, out: Path, *shard_ids: int, **options: Any) -> None:
-        """Make all shards of a planned folder, or some."""
-        world = World(out, raw_dir=out, data_dir=out)
-        world.num_shards = len(world.plan_json()["cuts"]) - 1
-        world.run(*shard_ids, **options)
-
-    @staticmethod
-    def command(*words: object, **variables: str) -> Ended:
-        """Run a command in this process; ``variables``: of the environment."""
-        return call_main(*words, environ=variables)
-
-    @staticmethod
-    def contents(folder: Path) -> dict[str, bytes]:
-        return World(folder, raw_dir=folder, data_dir=folder).contents()
-
-    @staticmethod
-    def temporaries(folder: Path) -> list[str]:
-        return World(folder, raw_dir=folder, data_dir=folder).temporaries()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -215,11 +176,6 @@ def model_dir(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     ended = call_main("train_tokenizer", *flags_of(words))
     assert ended.code == 0, ended.text
     return folder
-
-
-@pytest.fixture(scope="session")
-def prep(model_dir: Path) -> Prep:
-    return Prep(model_dir=model_dir)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.faults import at_calls, disturbed_files, power_loss, surroundings
+from tests.faults import disturbed_files, disturbed_runs, power_loss
 from tests.faults.judging import KINDS, Outcome, failures
 from tests.faults.os_calls import is_preloaded, start_preloaded
 from tests.faults.small_data_sets import FORMS, make_small_data_sets
@@ -33,14 +33,14 @@ CAMPAIGNS = {
     "edited_files": Campaign(disturbed_files.edited_files, num_quick=1),
     "replaced_files": Campaign(disturbed_files.replaced_files, ("npy", "best_fit")),
     "bad_json": Campaign(disturbed_files.bad_json, ("concat", "json"), num_quick=1),
-    "injected_errors": Campaign(at_calls.injected_errors, _ALL, num_quick=1),
-    "short_transfers": Campaign(at_calls.short_transfers, ("json", "npy", "best_fit")),
-    "full_disks": Campaign(surroundings.full_disks),
-    "kills": Campaign(at_calls.kills, _ALL),
-    "stop_signals": Campaign(at_calls.stop_signals, _ALL),
+    "injected_errors": Campaign(disturbed_runs.injected_errors, _ALL, num_quick=1),
+    "short_transfers": Campaign(disturbed_runs.short_transfers, ("json", "npy", "best_fit")),
+    "full_disks": Campaign(disturbed_runs.full_disks),
+    "kills": Campaign(disturbed_runs.kills, _ALL),
+    "stop_signals": Campaign(disturbed_runs.stop_signals, _ALL),
     "power_loss": Campaign(power_loss.outcomes, num_quick=1),
-    "races": Campaign(at_calls.races),
-    "clocks": Campaign(surroundings.clocks),
+    "races": Campaign(disturbed_runs.races),
+    "clocks": Campaign(disturbed_runs.clocks),
 }
 _QUICK_FORMS = ("best_fit",)
 # Of each file or hit and command. Full takes some 2 hours of one core, quick some 4 s per campaign.

@@ -1,4 +1,4 @@
-"""Something happens at the k-th call to the operating system, for each k: five campaigns.
+"""A run is disturbed: something happens at its k-th call to the operating system, for each k, or around it.
 
 - injected_errors: the call fails, once or from there on. Refused in words, and mended by running it again.
 - kills: SIGKILL just before it. Either it is done or nothing of it counts; run again it gives equal bytes.
@@ -6,8 +6,8 @@
 - short_transfers: a read or a write moves half of its bytes. It goes on.
 - races: it stops there, and meanwhile another writer works, or an input or a shard changes. And four writers
   run beside each other, stopped at random.
-
-surroundings.py does something else to a run, which is judged as these are.
+- full_disks: a tmpfs with few free pages, or without root a limit on the size of a file.
+- clocks: the clock is off or jumps, and files are from the future: no command notices, every byte is equal.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import itertools
 import os
 import random
 import re
+import resource
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +54,15 @@ _WRITERS = {
 _CROWDS = {"shard": 0.3, "stage": 0.3}  # these take four runs each; stage waits for the other
 _READING_INPUTS = {"plan": 0.25, "shard": 1}
 _READING_SHARDS = {"verify": 0.5, "load": 0.5, "stage": 0.5}
+_DISK_HITS = {"plan": 0.5, "shard": 1, "run": 0.2, "verify": 0.5, "stage": 1}
+_CLOCK_HITS = dict.fromkeys(
+    ("plan", "shard", "shard, done", "verify", "load", "stage", "status", "submit"), 1
+)
+_PAGE_BYTES = 4096
+_MANY_PAGES = (64 << 20) // _PAGE_BYTES
+_MOST_FILE_BYTES = 16_384
+_YEAR_S = 365 * 24 * 3600
+_TEMPORARY = ".shard-00000.tar.other-1-0000.tmp"
 _NUM_WRITERS = 4
 _MOST_STOPS = 40
 _MOST_STOP_S = 0.02
@@ -78,7 +89,7 @@ class Fault:
 FaultsOf = Callable[[SmallDataSet, Hit, int], Iterator[Fault]]
 
 
-def tried(
+def _tried(
     campaign: str,
     shares: Mapping[str, float],
     faults_of: FaultsOf,
@@ -234,20 +245,20 @@ _KINDS_OF_INPUTS: Mapping[str, Change] = {
 }
 _SHARD_FILES = ("shard-00000.tar", "shard-00001.idx", "shard-00000.json", "tokenizer/tokenizer.json")
 
-injected_errors = partial(tried, "injected_errors", _ERROR_HITS, _errors)
-kills = partial(tried, "kills", _KILL_HITS, partial(_signals, [signal.SIGKILL]))
+injected_errors = partial(_tried, "injected_errors", _ERROR_HITS, _errors)
+kills = partial(_tried, "kills", _KILL_HITS, partial(_signals, [signal.SIGKILL]))
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-stop_signals = partial(tried, "stop_signals", _KILL_HITS, partial(_signals, _STOPS))
-short_transfers = partial(tried, "short_transfers", _SHORT_HITS, _halves)
+stop_signals = partial(_tried, "stop_signals", _KILL_HITS, partial(_signals, _STOPS))
+short_transfers = partial(_tried, "short_transfers", _SHORT_HITS, _halves)
 
 
 def races(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
     """The same command of another process at each call; then changes of inputs and shards; then crowds."""
     of_inputs = partial(_changes, ["raw/a.txt"], _KINDS_OF_INPUTS)
     of_shards = partial(_changes, [f"data/{name}" for name in _SHARD_FILES], _KINDS)
-    yield from tried("races", _WRITERS, _rivals, data_sets, num_faults=num_faults)
-    yield from tried("changes", _READING_INPUTS, of_inputs, data_sets, num_faults=num_faults)
-    yield from tried("changes", _READING_SHARDS, of_shards, data_sets, num_faults=num_faults)
+    yield from _tried("races", _WRITERS, _rivals, data_sets, num_faults=num_faults)
+    yield from _tried("changes", _READING_INPUTS, of_inputs, data_sets, num_faults=num_faults)
+    yield from _tried("changes", _READING_SHARDS, of_shards, data_sets, num_faults=num_faults)
     for data_set in data_sets:
         for hit, number in hits(_CROWDS, num_faults):
             for seed in range(number):
@@ -272,3 +283,96 @@ def _crowd(data_set: SmallDataSet, hit: Hit, seed: int) -> Outcome:
         verdict = verdict_at_call(data_set, hit, endings[0], expected)
     words = f"{_NUM_WRITERS} at a time, stopped at random, seed {seed}"
     return Outcome("races", data_set.form, "all", hit.name, words, *verdict)
+
+
+def full_disks(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
+    """Each command with less space than it needs, then again with enough."""
+    for data_set in data_sets:
+        is_mounted = not os.geteuid() and _mount("-t", "tmpfs", "-o", "size=64m", "faults", data_set.place)
+        try:
+            faults_of = _few_pages if is_mounted else _short_files
+            yield from _tried("full_disks", _DISK_HITS, faults_of, [data_set], num_faults=num_faults)
+        finally:
+            if is_mounted:
+                subprocess.run(["umount", "--lazy", data_set.place], check=False)
+
+
+def _few_pages(data_set: SmallDataSet, hit: Hit, number: int) -> Iterator[Fault]:
+    data_set.reset(hit.stage)
+    used = _used_pages(data_set.place)
+    data_set.run(hit.command)
+    needed = 2 * (_used_pages(data_set.place) - used) + 2  # temporaries are gone by now
+    for pages in spread(needed, number):
+        before, behind = partial(_leave_free, max(1, pages)), partial(_leave_free, _MANY_PAGES)
+        yield Fault(words=f"{pages} free pages", file="the disk", before=before, behind=behind)
+
+
+def _short_files(_: SmallDataSet, __: Hit, number: int) -> Iterator[Fault]:
+    for size in spread(_MOST_FILE_BYTES, number):
+        limit = partial(_limit_files, size)
+        yield Fault(words=f"no file beyond {size} bytes", file="any file", inside=limit)
+
+
+def _limit_files(num_bytes: int) -> None:
+    """The soft limit: the harness raises it again to say how the run ended."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+
+
+def _used_pages(place: Path) -> int:
+    now = os.statvfs(place)
+    return (now.f_blocks - now.f_bfree) * now.f_frsize // _PAGE_BYTES
+
+
+def _leave_free(num_pages: int, place: Path) -> None:
+    size = (_used_pages(place) + num_pages) * _PAGE_BYTES
+    if not _mount("-o", f"remount,size={size}", place):
+        message = f"{place} cannot be given {size} bytes"
+        raise RuntimeError(message)
+
+
+def _mount(*args: object) -> bool:
+    return not subprocess.run(["mount", *map(str, args)], check=False, capture_output=True).returncode
+
+
+def clocks(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
+    """Each command under each clock, and among files of each age; of few faults they take turns."""
+    turns = itertools.cycle(_CLOCKS)
+
+    def faults_of(_: SmallDataSet, __: Hit, number: int) -> Iterator[Fault]:
+        yield from _CLOCKS if number > len(_CLOCKS) else [next(turns)]
+
+    return _tried("clocks", _CLOCK_HITS, faults_of, data_sets, num_faults=num_faults)
+
+
+def _shifted(words: str, shifts: Iterator[float]) -> Fault:
+    """Each look at the clock finds it shifted by the next of some seconds."""
+
+    def shift() -> None:
+        right = time.time
+        time.time = lambda: right() + next(shifts)
+
+    return Fault(words=words, file="the clock", inside=shift, may_refuse=False)
+
+
+def _aged(words: str, shift_s: float) -> Fault:
+    """All files of the data set and a temporary of another attempt; inputs keep the times of the plan."""
+
+    def age(place: Path) -> None:
+        (place / "data").mkdir(exist_ok=True)
+        (place / "data" / _TEMPORARY).write_bytes(b"another attempt's")
+        then = time.time() + shift_s
+        for path in (place / "data").rglob("*"):
+            os.utime(path, (then, then))
+
+    return Fault(words=words, file="all", before=age, may_refuse=False)
+
+
+_CLOCKS = [
+    _shifted("ten years ahead", itertools.repeat(10.0 * _YEAR_S)),
+    _shifted("ten years behind", itertools.repeat(-10.0 * _YEAR_S)),
+    _shifted("back an hour at each look", itertools.count(0.0, -3600.0)),
+    _shifted("to and fro by a day", itertools.cycle([0.0, 86_400.0, -86_400.0])),
+    _aged("files of next year", _YEAR_S),
+    _aged("files of 1971", _YEAR_S - time.time()),
+]

@@ -305,8 +305,7 @@ def test_the_check_for_a_gpu_measures_on_a_cpu_what_it_can(
     script = runpy.run_path(str(ROOT / "benchmarks" / "gpu_check.py"))
     assert script["main"]() == 0
     printed = capsys.readouterr().out
-    waits = re.findall(r"^\| (\d) \| [\d.]+ \| ([\d.]+)% \| [\d,]+ \|$", printed, re.MULTILINE)
-    assert [number for number, _ in waits] == ["0", "2", "4"]
-    assert all(0 <= float(share) <= 100 for _, share in waits)
+    waits = re.findall(r"^\| (\d) \| [\d.]+ \| [\d.]+% \| [\d,]+ \|$", printed, re.MULTILINE)
+    assert waits == ["0", "2", "4"]
     assert re.search(r"^\| sdpa \| yes \| [\d.]+ \| [\d.]+ \|$", printed, re.MULTILINE)
     assert printed.count("no GPU") == 3  # two copies, and flash attention

@@ -120,12 +120,8 @@ def _shardprep(**options: Any) -> Callable[[Path], Path]:
     return lambda folder: hostile_world(folder).make(num_shards=3, max_bad_fraction=1, **options).data_dir
 
 
-def _source(seed: int, num_texts: int, most_words: int) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        world = World(folder).raw({"a.txt": hostile_text(num_texts, seed, most_words)})
-        return world.make(num_shards=2).data_dir
-
-    return make
+def _source(*of_text: int) -> Callable[[Path], Path]:
+    return lambda folder: World(folder).raw({"a.txt": hostile_text(*of_text)}).make(num_shards=2).data_dir
 
 
 def conversations() -> list[list[dict[str, str]]]:
@@ -152,8 +148,8 @@ def _chat(folder: Path) -> Path:
 
 def _external(folder: Path) -> list[str]:
     """Tars that webdataset wrote, of lists and of arrays, with other members between."""
-    tokenizer = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
     folder.mkdir(parents=True)
+    tokenizer = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
     documents = [tokenizer.encode(text).ids for text in hostile_texts(110, seed=7)]
     for number in range(3):
         with webdataset.TarWriter(str(folder / f"part-{number}.tar")) as writer:
@@ -187,8 +183,8 @@ SHARDPREP_SETS: dict[str, Callable[[Path], Path]] = {
     "chat": _chat,
     "split": _shardprep(validation_fraction=0.3),
     "split_packed": _shardprep(record="packed", seq_len=SEQ_LEN, validation_fraction=0.3),
-    "korean": _source(4, 90, 10),
-    "english": _source(5, 130, 5),
+    "korean": _source(90, 4, 10),
+    "english": _source(130, 5, 5),
 }
 _MAKERS: dict[str, Callable[[Path], Any]] = {
     **SHARDPREP_SETS,

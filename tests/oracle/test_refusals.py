@@ -225,6 +225,11 @@ SOURCES = {"a": "$DATA", "b": "$MIXED"}
 MIX: dict[str, Any] = {"weights": {"a": 1, "b": 1}}
 ASCENDING = "whole numbers that ascend from 0"
 
+NO_IDS = (
+    "[1,,2]", "[1,]", "[,]", "[1 2]", "[1, 2", "[-1]", "[1.5]", "[true]", "[[1]]", "[000000001]",
+    "[12345678901]", "[9999999]",
+)  # fmt: skip
+
 ROWS = [
     # Plans.
     row("plan --input_dir $TMP/nowhere", 66, "$TMP/nowhere"),
@@ -426,8 +431,8 @@ ROWS = [
     row(load("$TMP/cut.tar", model_id="$MODEL"), BrokenShard, "$TMP/cut.tar", found="1024",
         expected="two zero blocks", files={"cut.tar": OTHERS[:1024]}),
     row(load("$TMP/none.tar"), BrokenShard, "$TMP/none.tar", files={"none.tar": "x" * 10240}),
-    row(load("$TMP/o.tar", model_id="$MODEL", batch_size=1, reads=True), BrokenShard, "$TMP/o.tar",
-        files={"o.tar": tar({"a.token_ids.json": b"[9999999]"})}),
+    *(row(load(f"$TMP/{n}.tar", model_id="$MODEL", batch_size=1, reads=True), BrokenShard, f"$TMP/{n}.tar",
+          files={f"{n}.tar": tar({"a.token_ids.json": text.encode()})}) for n, text in enumerate(NO_IDS)),
     # Arguments of a loader.
     row(load(batch_size=-1), UsageError, found="batch_size=-1", expected="at least 1"),
     row(load(batch_size=2.5), UsageError, found="batch_size=2.5", expected="a whole number"),

@@ -68,10 +68,9 @@ test_frameworks: .venv-frameworks/.installed ## tests with Lightning, DeepSpeed,
 torture: install ## each fault of disks, files and processes, one by one (2 hours; needs gcc)
 	$(BIN)/python -m tests.faults $(TORTURE_ARGS)
 	$(BIN)/python -m tests.random_inputs $(RANDOM_ARGS)
-	$(BIN)/python -m tests.attention_families
 	$(BIN)/python -m tests.oracle.breaks
 	LAW=all ORACLE=all $(BIN)/python -m pytest -n0 tests/oracle/test_law.py tests/oracle/test_streams.py
-	LFS_BREAKS=all LLAMA3_LINES=all ORIGINS=all MIXED=all CHAT_MASKS=all $(BIN)/python -m pytest -n0 tests/lustre/test_lfs_breaks.py tests/preprocess/test_engines.py tests/preprocess/test_chat.py tests/loader/test_origins.py tests/loader/test_mixed_inputs.py
+	LFS_BREAKS=all LLAMA3_LINES=all MIXED=all FAMILIES=all CHAT_MASKS=all $(BIN)/python -m pytest -n0 tests/lustre/test_lfs_breaks.py tests/preprocess/test_engines.py tests/preprocess/test_chat.py tests/loader/test_mixed_inputs.py tests/loader/test_boundaries.py
 
 mutants: install ## break the code in 200 small ways, and see whether the oracle notices each (20 minutes)
 	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)

@@ -29,7 +29,7 @@ from loader_footprint import footprints, peak_bytes_of
 from measured_run import machine_line
 
 from preprocess.make.engines import TokenBatch
-from preprocess.make.members import START, packer_of
+from preprocess.make.shard_writer import START, packer_of
 from shardprep.format.names import DatasetSpec, TokenizerSpec
 
 Lengths = npt.NDArray[np.int64]

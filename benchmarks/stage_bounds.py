@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from preprocess.make.engines import TokenBatch
-from preprocess.make.members import json_ids
 from preprocess.make.resources import WorkerSettings
+from preprocess.make.shard_writer import json_ids
 from preprocess.make.worker import Worker
 from preprocess.read.documents import Documents, read_documents
 from shardprep.files import WRITE_BYTES

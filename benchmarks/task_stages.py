@@ -53,7 +53,7 @@ def stages_of(data: Path) -> dict[str, float]:
             times.append(time.process_time())
             tokens = worker.engine.encode_documents(documents)
             times.append(time.process_time())
-            batch = writer.members.lay_out(documents, tokens)
+            batch = writer.lay_out(documents, tokens)
             times.append(time.process_time())
             writer.append(batch)
             times.append(time.process_time())

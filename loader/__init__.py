@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from loader.boundaries import check_boundaries as check_boundaries
     from loader.boundaries import mask_documents as mask_documents
     from loader.collator import CausalLMCollator as CausalLMCollator
+    from loader.dataloader import TokenLoader as TokenLoader
     from loader.dataloader import get_llama3_dataloader as get_llama3_dataloader
     from loader.ranks import ProcessRank as ProcessRank
     from loader.ranks import ensure_prepared as ensure_prepared
     from loader.ranks import find_process_rank as find_process_rank
+    from loader.run import OtherRun as OtherRun
     from loader.run import Position as Position
     from loader.shards import Origin as Origin
-    from loader.state import OtherRun as OtherRun
-    from loader.token_loader import TokenLoader as TokenLoader
     from loader.training import LossMean as LossMean
     from loader.training import SourceLosses as SourceLosses
     from loader.training import deal_rows_evenly as deal_rows_evenly
@@ -43,12 +43,10 @@ _NAMES = {
     "loader.batches": "LoaderMetrics",
     "loader.boundaries": "check_boundaries mask_documents",
     "loader.collator": "CausalLMCollator",
-    "loader.dataloader": "get_llama3_dataloader",
+    "loader.dataloader": "TokenLoader get_llama3_dataloader",
     "loader.ranks": "ProcessRank ensure_prepared find_process_rank",
-    "loader.run": "Position",
+    "loader.run": "OtherRun Position",
     "loader.shards": "Origin",
-    "loader.state": "OtherRun",
-    "loader.token_loader": "TokenLoader",
     "loader.training": "LossMean SourceLosses deal_rows_evenly evaluation_loss set_up_training source_ids "
     "split_for_context_parallel",
 }

@@ -49,10 +49,7 @@ def show(args: argparse.Namespace) -> int:
 
 def _show_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options] input_shards ...\n       %(prog)s {stage,where} ..."
-    parser.description = (
-        "Print a batch of a data set, decoded; or stage its shards on this node: stage --help. "
-        "A folder of that name is ./stage."
-    )
+    parser.description = f"{PROGRAM.description} A folder named stage is ./stage."
     parser.add_argument("input_shards", nargs="+", help="a folder, an index.json, tars or a pattern of tars")
     parser.add_argument("--model_id", help="whose tokenizer made tars that shardprep did not write")
     parser.add_argument("--batch_size", type=int, default=2, help="samples (default: 2)")
@@ -65,13 +62,11 @@ PROGRAM = Program(
     name="python -m loader",
     description="Print a batch of a data set, decoded; or stage its shards on this node.",
     commands={
-        "show": Command(
-            summary="print the first batch, decoded", add_flags=_show_flags, run=show, is_nameless=True
-        ),
+        "show": Command(summary="print the first batch", add_flags=_show_flags, run=show, is_nameless=True),
         "stage": Command(
             summary="copy shards to a disk of this node, verified",
-            add_flags="loader.staging:add_flags",
-            run="loader.staging:stage",
+            add_flags="loader.copies:add_flags",
+            run="loader.copies:stage",
         ),
         "where": Command(
             summary="which documents a training step saw",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, TypedDict
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from loader.boundaries import HostNumber, boundary_fields
+from loader.boundaries import boundary_fields
 from loader.chunks import ID_BITS, IGNORED, ORIGIN, Chunk, Edges, Ids, Integers
 from shardprep.errors import UsageError
 from shardprep.format.names import BLANK
@@ -24,26 +24,13 @@ PAD_TOKEN = "<|finetune_right_pad_id|>"  # Llama 3.1 and later keep it for this
 _RESERVED = re.compile(r"<\|reserved_special_token_\d+\|>")
 
 
-class BatchFields(TypedDict, total=False):
-    """The fields of a batch, by name. Which ones there are follows from the loader's arguments."""
-
-    input_ids: torch.Tensor  # int64[batch, seq]
-    labels: torch.Tensor  # int64[batch, seq]; -100 where nothing is to be learnt
-    attention_mask: torch.Tensor  # int64[batch, seq]: 0 in padding; not with boundaries="transformers"
-    position_ids: torch.Tensor  # int64[batch, seq]: from 0 in each document
-    segment_ids: torch.Tensor  # int64[batch, seq]: documents from 1 in each row, 0 in padding
-    cu_seqlens: torch.Tensor  # int32[documents + 1]: edges in the flattened batch
-    max_seqlen: HostNumber  # the longest document
-    cu_seq_lens_q: torch.Tensor  # as cu_seqlens: these names are transformers'
-    cu_seq_lens_k: torch.Tensor
-    max_length_q: HostNumber
-    max_length_k: HostNumber
-    use_cache: HostNumber  # 0
-    origins: torch.Tensor  # int64[documents, 6]: row, place, source, shard, sample, document
-
-
 class Batch(dict[str, torch.Tensor]):
-    """The tensors of a batch by name, used like a BatchEncoding; BatchFields tells each."""
+    """The tensors of a batch by name, used like a BatchEncoding. The loader's arguments say which there are.
+
+    ``input_ids``, ``labels`` (-100 where nothing is to be learnt) and ``attention_mask`` (0 in padding) are
+    int64[batch, seq]; so are ``position_ids`` and ``segment_ids``, which ``boundary_fields`` explains with
+    the edges of documents. ``origins``: int64[documents, 6]: row, place, source, shard, sample, document.
+    """
 
     def __getattr__(self, name: str) -> torch.Tensor:
         """Return ``batch["labels"]`` for ``batch.labels``."""
@@ -98,8 +85,8 @@ def log_pad_token(pad: PadToken, eos_token_id: int | None) -> None:
         logger.info(said)
         return
     logger.warning(
-        f"{said}. It is EOS: labels of a real EOS are kept here, but a loss or another collator that leaves "
-        "padding out by its id would never teach the model to end; give the tokenizer a pad token of its own"
+        f"{said}. Labels of a real EOS are kept here, but a loss or another collator that leaves padding out "
+        "by its id would never teach the model to end; give the tokenizer a pad token of its own"
     )
 
 
@@ -134,14 +121,11 @@ class PaddedBatches:
         if self.has_masks:
             ids &= ID_BITS
             labels[labels < 0] = IGNORED
-        if lengths is None:
-            attention_mask = np.empty_like(ids)
-            attention_mask.fill(1)  # 14 us less than ones_like, of 110 for a batch
-        else:
+        attention_mask = np.empty_like(ids)
+        attention_mask.fill(1)  # 14 us less than ones_like, of 110 for a batch
+        if lengths is not None:
             padding = np.arange(ids.shape[1]) >= lengths[:, None]
-            ids[padding] = self.pad.token_id
-            labels[padding] = IGNORED
-            attention_mask = (~padding).astype(np.int64)
+            ids[padding], labels[padding], attention_mask[padding] = self.pad.token_id, IGNORED, 0
         return self._batch(ids, attention_mask, labels)
 
     def _batch(self, ids: Ids, attention_mask: Ids, labels: Ids) -> Batch:
@@ -153,15 +137,26 @@ class PaddedBatches:
             labels[:, 1:][is_blank[:, :-1]] = IGNORED
             # Attention over nothing may give NaN.
             attention_mask[~attention_mask.any(axis=1), 0] = 1
-        return Batch(
-            input_ids=torch.from_numpy(ids),
-            attention_mask=torch.from_numpy(attention_mask),
-            labels=torch.from_numpy(labels),
-        )
+        fields = {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
+        return Batch((name, torch.from_numpy(field)) for name, field in fields.items())
 
 
 Collate = Callable[[list[Any]], Any]
 Targets = Literal["same", "shifted"]
+
+
+def padded_batches(collate_fn: Collate | None, tokenizer: Any, **options: Any) -> PaddedBatches:
+    """Return what pads for a collate_fn, or for none. ``options``: fields of PaddedBatches."""
+    batches = getattr(collate_fn, "batches", None)  # of a CausalLMCollator
+    if isinstance(batches, PaddedBatches):
+        return replace(batches, has_masks=options["has_masks"], has_blanks=options["has_blanks"])
+    # Before a collate_fn gets samples their padding is cut off again, but where it stands for blanks.
+    if collate_fn is not None and not options["has_blanks"]:
+        return PaddedBatches(pad=PadToken(token="", token_id=0, reason="of a collate_fn"), **options)
+    pad = choose_pad_token(tokenizer)
+    if collate_fn is None:
+        log_pad_token(pad, tokenizer.eos_token_id)
+    return PaddedBatches(pad=pad, **options)
 
 
 @dataclass(kw_only=True)
@@ -207,8 +202,8 @@ class StepBatches:
     def __post_init__(self) -> None:
         self.may_lack_labels = self.padded.has_masks or self.padded.has_blanks
         self.is_own = self.collate_fn is None or type(self.collate_fn).__module__ == "loader.collator"
-        for name in ("origins", "boundaries"):
-            if getattr(self, name) and not self.is_own:
+        for name, is_wanted in (("origins", self.origins), ("boundaries", self.boundaries)):
+            if is_wanted and not self.is_own:
                 raise UsageError(f"{name} are for the loader's own batches; leave out collate_fn or {name}")
 
     def of_tick(
@@ -216,12 +211,11 @@ class StepBatches:
     ) -> Iterator[tuple[Any, tuple[int, int]]]:
         """Yield the batches of one tick from one of them on, each with its numbers of tokens and of padding.
 
-        ``is_filler``: which samples of the tick fill a last batch up, if there are any: they have no labels.
-        What ``collate_fn`` makes may be anything.
+        ``is_filler``: which samples of the tick fill a last batch up, if any do: they have no labels.
         """
         is_full = chunk.row_tokens > 0 and chunk.shortest[tick] == chunk.row_tokens  # no padding
         for first in range(first_batch * self.batch_size, chunk.num_samples, self.batch_size):
-            end = min(first + self.batch_size, chunk.num_samples)
+            end = first + self.batch_size
             ids = chunk.ids.of(tick, first, end)
             lengths = None if is_full else chunk.lengths[first:end, tick]
             batch: Any
@@ -248,12 +242,8 @@ class StepBatches:
                 blank_labels(batch, is_filler[first:end])
             elif self.may_lack_labels or (lengths is not None and int(lengths.max()) < 2):
                 self._warn_of_no_labels(batch)
-            if lengths is None:
-                yield batch, (ids.size, 0)
-                continue
-            num_tokens = num_places = int(lengths.sum())
-            made = batch.get("input_ids") if hasattr(batch, "get") else None
-            if isinstance(made, torch.Tensor):  # a user's own batch may be anything
+            num_tokens = num_places = ids.size if lengths is None else int(lengths.sum())
+            if lengths is not None and (made := _tensor_of(batch, "input_ids")) is not None:
                 num_places = made.numel()
             yield batch, (num_tokens, max(num_places - num_tokens, 0))
 
@@ -285,16 +275,15 @@ class StepBatches:
 
     def _warn_of_no_labels(self, batch: Any) -> None:
         """Warn, once for a loader, of a batch of which a model has nothing to predict."""
-        labels = batch.get("labels") if hasattr(batch, "get") else None
-        if not isinstance(labels, torch.Tensor) or labels.ndim != 2:
-            return  # a user's own batch may be anything
+        labels = _tensor_of(batch, "labels")
+        if labels is None or labels.ndim != 2:
+            return
         # Nothing stands before the first token of a row, that could predict it.
         if (labels if self.shifts_targets else labels[:, 1:]).eq(IGNORED).all() and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "a batch has no label left: the assistant wrote none of its tokens, or they are blanked, or "
-                "each document has one token. A loss that is a mean over labels is NaN there; divide the sum "
-                "of the loss by at least 1, or raise batch_size"
+                "a batch has no label left: no token is of an assistant, or all are blanked, or alone in "
+                "their documents. A mean over labels is NaN there: divide the sum of the loss by at least 1"
             )
 
 
@@ -303,11 +292,16 @@ def blank_labels(batch: Any, is_filler: npt.NDArray[np.bool_]) -> None:
 
     Raises UsageError where a batch has no labels for each row: a loss would count samples twice.
     """
-    labels = batch.get("labels") if hasattr(batch, "get") else None
-    if not isinstance(labels, torch.Tensor) or len(labels) != len(is_filler):
-        raise UsageError(
-            found="the last batch of a validation set, filled up with samples that must have labels of -100",
-            expected='a collate_fn that makes a tensor "labels" with a row for each sample, or a '
-            "global_batch_size that divides the number of samples",
-        )
+    labels = _tensor_of(batch, "labels")
+    if labels is None or len(labels) != len(is_filler):
+        found = "the last batch of a validation set, filled up with samples that must have labels of -100"
+        rows = 'a collate_fn that makes a tensor "labels" with a row for each sample'
+        expected = f"{rows}, or a global_batch_size that divides the number of samples"
+        raise UsageError(found=found, expected=expected)
     labels[torch.from_numpy(is_filler)] = IGNORED
+
+
+def _tensor_of(batch: Any, name: str) -> torch.Tensor | None:
+    """Return a tensor of a batch, if it has that: a user's own batch may be anything."""
+    found = batch.get(name) if hasattr(batch, "get") else None
+    return found if isinstance(found, torch.Tensor) else None

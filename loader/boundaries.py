@@ -63,8 +63,7 @@ def boundary_fields(
     """Make what ``boundaries=`` asks for. 20 us for an (8, 2048) batch.
 
     ``position_ids`` int64[batch, seq] count from 0 in each document, ``segment_ids`` from 1 in each row, 0 in
-    padding. ``cu_seqlens`` int32[documents + 1] are edges in the flattened batch, padding a document of its
-    own.
+    padding. ``cu_seqlens`` int32[documents + 1] are edges in the flattened batch, also of padding.
 
     Args:
         names: of ``Boundary``.
@@ -100,13 +99,11 @@ def boundary_fields(
 def sdpa_mask(batch: Mapping[str, Any], *, window: int | None = None) -> torch.Tensor:
     """Return bool[batch, 1, seq, seq]: which places see which, causal and inside of a document.
 
-    For a model of your own and a batch with ``segment_ids``, on its device: batch x seq x seq bytes.
-    ``window``: how many tokens a token sees, itself included. For transformers models call
-    ``mask_documents``: they take such a mask as it is, which switches the windows of their layers off. Raises
-    UsageError without segment_ids.
+    For a model of your own and a batch with ``segment_ids``, else UsageError: batch x seq x seq bytes on its
+    device. ``window``: how many tokens a token sees, itself included. For transformers models call
+    ``mask_documents``: they take such a mask as it is, which switches the windows of their layers off.
     """
-    sees = _mask_function(batch, window)
-    rows, seq_len = batch["segment_ids"].shape
+    sees, (rows, seq_len) = _mask_function(batch, window), batch["segment_ids"].shape
     places = torch.arange(seq_len, device=batch["segment_ids"].device)
     row = torch.arange(rows, device=places.device)[:, None, None, None]
     return sees(row, row, places[:, None], places)
@@ -203,8 +200,7 @@ def check_boundaries(model: Any, batch: Mapping[str, Any], *, noise: float | Non
 
     Args:
         model: a transformers model, wrapped (DDP, FSDP, torch.compile) or not, or any function that takes
-            the fields of the batch by name and returns logits[batch, seq, vocabulary], or an object that
-            has them as ``logits``.
+            the fields of the batch by name and returns logits[batch, seq, vocabulary], or has them.
         batch: what the model gets, on its device, with a mask of yours if you add one; ``labels`` are left
             out. Documents are found by ``segment_ids``, ``position_ids`` or ``cu_seqlens``.
         noise: logits may move by this part of their standard deviation. Default: 0.0001, or 0.02 for a model
@@ -212,8 +208,7 @@ def check_boundaries(model: Any, batch: Mapping[str, Any], *, noise: float | Non
 
     Raises:
         Refused: documents leak, or a mask switches windows off. It says how much, and what to do.
-        UsageError: no row has two documents, the batch does not say where they begin, or the model makes
-            nothing yet of the tokens before a token.
+        UsageError: no row has two documents that are known, or no token's logits depend on those before.
     """
     if reason := why_unchecked(model, batch, noise):
         raise UsageError(f"the boundaries could not be checked: {reason}", found=reason)
@@ -279,38 +274,31 @@ def why_unchecked(
     if is_distributed:
         dist.all_reduce(found, dist.ReduceOp.MAX)
     has_several, does_look_back, num_leaks, most, num_other = found.tolist()
-    num_tokens = int(is_real.sum())
+    name, num_tokens = type(inner).__name__, int(is_real.sum())
+    remedy = "loader.mask_documents(model)"
     if num_leaks:
         attention = getattr(getattr(inner, "config", None), "_attn_implementation", "of its own")
         raise Refused(
-            f"documents of a packed row see each other in {type(inner).__name__} (attention {attention}): "
-            f"when every second document changed, and then the others, the logits of {int(num_leaks)} of "
-            f"{num_tokens} tokens of other documents moved, by up to {most:.2%} of their spread; expected "
-            'none. Make the loader with boundaries="transformers" and pass its batches without an '
-            "attention_mask, or call loader.mask_documents(model) once before training, or take another "
-            "attn_implementation. If none of them helps, this model cannot be trained on packed rows: leave "
-            "out seq_len= and boundaries="
+            f"documents of a packed row see each other in {name} (attention {attention}): when others "
+            f"changed, the logits of {int(num_leaks)} of {num_tokens} tokens moved, by up to {most:.2%} of "
+            'their spread. Make the loader with boundaries="transformers" and pass its batches without an '
+            f"attention_mask, or call {remedy} once before training, or take another attn_implementation. "
+            "If none of them helps, leave out seq_len= and boundaries=",
         )
     if num_other:
         raise Refused(
-            f"the attention_mask of the batch is not that of {type(inner).__name__}: with the model's own "
-            f"{int(num_other)} of {num_tokens} tokens have other logits. transformers takes a mask as it is, "
-            "so it switches the windows of layers off, or puts them on all layers. Pass batches of "
-            'boundaries="transformers" without an attention_mask, and call loader.mask_documents(model) once '
-            "before training",
-            remedy="loader.mask_documents(model)",
+            f"the attention_mask of the batch is not that of {name}: with the model's own {int(num_other)} "
+            f"of {num_tokens} tokens have other logits, as it changes the windows of layers. Pass batches of "
+            f'boundaries="transformers" without one, and call {remedy} once before training',
+            remedy=remedy,
         )
     if not has_several:
         return _ONE_DOCUMENT
-    if does_look_back:
-        return ""
-    return (
-        "the logits of a token do not depend on the tokens before it, as in a model whose attention begins "
-        "with weights of zero; check it after the first steps"
-    )
+    return "" if does_look_back else _NOTHING_BEFORE
 
 
 _ONE_DOCUMENT = "no row of the batch has two documents; pass another batch, or make longer rows"
+_NOTHING_BEFORE = "a token's logits do not depend on the tokens before it; check it after the first steps"
 
 
 def document_numbers(batch: Mapping[str, Any]) -> torch.Tensor:
@@ -356,9 +344,7 @@ def _some_logits(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
         output = model(**batch)
     logits = getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor) or logits.shape[:2] != batch["input_ids"].shape:
-        raise UsageError(
-            found=f"a model that returned {type(output).__name__}",
-            expected=f"logits for each of the tokens {tuple(batch['input_ids'].shape)}; pass a function of "
-            "the batch's fields that returns them (to LoaderMixin check_boundaries=False)",
-        )
+        words = f"logits for each of the tokens {tuple(batch['input_ids'].shape)}; pass a function of the"
+        expected = f"{words} batch's fields that returns them (to LoaderMixin check_boundaries=False)"
+        raise UsageError(found=f"a model that returned {type(output).__name__}", expected=expected)
     return logits[..., :: max(logits.shape[-1] // 512, 1)].to(torch.float32, copy=True)

@@ -7,8 +7,10 @@ surely a list of small numbers is left to msgspec, and to its errors. Packed row
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import count
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -19,7 +21,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from loader.external_tars import JSON, TOKEN_DTYPES
 from loader.order import Int32s, Int64s
-from loader.reading import SampleBytes
+from loader.reading import SampleBytes, ShardReader
+from loader.run import Round, Run, Source
 from shardprep.format.names import BLANK
 
 IGNORED = -100  # a label that cross_entropy leaves out
@@ -32,12 +35,11 @@ Ids = npt.NDArray[np.signedinteger[Any]]
 Integers = npt.NDArray[np.integer[Any]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Ragged:
     """Some numbers of each sample of a chunk, where they lie: one place in one of some flat arrays.
 
-    They are gathered when their tick is asked for. So a tick's 64 KiB stay in the cache, which the 1 MiB of
-    a whole chunk would not.
+    They are gathered when their tick is asked for: a tick's 64 KiB stay in the cache, a chunk's 1 MiB do not.
     """
 
     flats: list[Integers]
@@ -52,22 +54,18 @@ class Ragged:
         """Return samples that stand one after another, one tick after another."""
         by_tick = counts.T
         begins = np.cumsum(by_tick, dtype=np.int64).reshape(by_tick.shape).T - counts
-        flat_of = np.zeros(counts.shape, np.int32)
-        return Ragged(
-            flats=[flat], flat_of=flat_of, begins=begins, counts=counts, width=width, is_joined=True
-        )
+        return Ragged([flat], np.zeros(counts.shape, np.int32), begins, counts, width, is_joined=True)
 
     @staticmethod
     def of_rows(flat: Integers, begins: Int64s, width: int) -> Ragged:
         """Return rows of one width that begin anywhere in an array: int64[samples per tick, ticks]."""
-        flat_of, counts = np.zeros(begins.shape, np.int32), np.full(begins.shape, width)
-        return Ragged(flats=[flat], flat_of=flat_of, begins=begins, counts=counts, width=width)
+        return Ragged([flat], np.zeros(begins.shape, np.int32), begins, np.full(begins.shape, width), width)
 
     @staticmethod
     def empty(shape: tuple[int, int], width: int = 0) -> Ragged:
         """Return one whose samples are ``put`` there later."""
         flat_of, begins, counts = np.zeros((3, *shape), np.int64)
-        return Ragged(flats=[], flat_of=flat_of, begins=begins, counts=counts, width=width)
+        return Ragged([], flat_of, begins, counts, width)
 
     @staticmethod
     def stacked(parts: list[Ragged]) -> Ragged:
@@ -88,7 +86,7 @@ class Ragged:
     def ticks(self, part: slice) -> Ragged:
         """Return some ticks of one that was put together."""
         flat_of, begins, counts = self.flat_of[:, part], self.begins[:, part], self.counts[:, part]
-        return replace(self, flat_of=flat_of, begins=begins, counts=counts)
+        return Ragged(self.flats, flat_of, begins, counts, self.width)
 
     def joined(self) -> Ragged:
         """Return a copy, int32, whose samples stand one after another, one tick after another."""
@@ -291,10 +289,7 @@ def places_of(begin: Int64s, lengths: Int64s) -> Int64s:
 
 
 def decode_samples(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
-    """Return (lengths int64[len(rows)], the ids of all, int32), decoded in parts of DECODE_BYTES.
-
-    Raises BrokenShard, also where an idx says another length.
-    """
+    """Return (lengths int64[len(rows)], the ids of all, int32), decoded in parts of DECODE_BYTES."""
     memory = data.buffer.data
     parts: list[tuple[Int64s, Int32s]] = []
     cuts = np.cumsum(data.num_bytes[rows]) // DECODE_BYTES
@@ -347,3 +342,133 @@ def check_vocab(data: SampleBytes, rows: Int64s, ids: Integers, lengths: Integer
         row = int(rows[np.searchsorted(np.cumsum(lengths), at, side="right")])
         expected = f"the tokenizer has 0 to {vocab_size - 1}; is model_id the model that made them?"
         raise data.broken(row, f"the id {ids[at]}, but {expected}")
+
+
+# How a process reads the ticks of its slots.
+
+
+Window = Callable[[int, int], Chunk]  # decodes the ticks from one up to another of the samples that were read
+
+
+class RunReader:
+    """The ticks of a run, in a process that reads some of the slots. It keeps shards open until ``close``."""
+
+    def __init__(self, run: Run, slots: range) -> None:
+        self._run, self._slots = run, slots
+        self._sources = [_SourceReader(source, number, slots) for number, source in enumerate(run.sources)]
+
+    def close(self) -> None:
+        for source in self._sources:
+            source.close()
+
+    def chunks(self, epoch: int, tick: int, chunk_ticks: int, *, endless: bool) -> Iterator[Chunk]:
+        """Yield the ticks of an epoch from one on, and of later epochs if it is endless.
+
+        A chunk has up to ``chunk_ticks``, and ends where a window, a round or an epoch ends.
+        """
+        run = self._run
+        of_round: Round | None = None
+        laid_out: Chunk | None = None  # the ticks of that round
+        for number in count(epoch) if endless else (epoch,):
+            first_tick = number * run.ticks_per_epoch
+            at = first_tick + (tick if number == epoch else 0)
+            end = first_tick + run.ticks_in(number)  # behind it ticks may be left that no step fits into
+            while at < end:
+                only = run.only_source_at(at)
+                if only is not None:
+                    source, source_tick, stage_end = only
+                    most = min(at + chunk_ticks, stage_end, end) - at
+                    chunk = self._sources[source].chunk(source_tick, most)
+                    at += chunk.num_ticks
+                    yield chunk
+                    del chunk  # it may hold its window; the next one is read now
+                    continue
+                if laid_out is None or of_round is None or not of_round.first <= at < of_round.end:
+                    laid_out, of_round = None, run.round_at(at)  # likewise
+                    laid_out = self._lay_out(of_round)
+                first, at = at, min(at + chunk_ticks, of_round.end, end)
+                ticks = slice(first - of_round.first, at - of_round.first)
+                ids, documents = laid_out.ids.ticks(ticks), laid_out.documents
+                yield replace(
+                    laid_out,
+                    lengths=laid_out.lengths[:, ticks],
+                    # Documents are joined here, which costs less than tick by tick.
+                    ids=ids if run.row_tokens else ids.joined(),
+                    documents=documents and documents.ticks(ticks),
+                )
+                laid_out = replace(laid_out, num_cut=0)  # the first chunk has counted them
+
+    def _lay_out(self, of_round: Round) -> Chunk:
+        """Read a round: each slot takes the next ticks of a source where its pattern has that source.
+
+        Samples stay where they lie, in windows and chunks of their sources.
+        """
+        run = self._run
+        pattern = np.repeat(run.pattern(of_round, self._slots), run.order.group, axis=0)
+        lengths, num_cut = np.empty(pattern.shape, np.int32), 0
+        ids = Ragged.empty(pattern.shape, run.row_tokens)
+        documents, has_origins = Ragged.empty(pattern.shape), False
+        rows = np.arange(len(pattern))[:, None]
+        for number in np.unique(of_round.sources).tolist():
+            columns = np.nonzero(pattern == number)[1].reshape(len(pattern), -1)  # of each row, ascending
+            done, num_ticks = 0, columns.shape[1]
+            while done < num_ticks:
+                tick = int(of_round.taken[number]) + done
+                chunk = self._sources[number].chunk(tick, num_ticks - done)
+                places = (rows, columns[:, done : done + chunk.num_ticks])
+                done += chunk.num_ticks
+                num_cut += chunk.num_cut
+                lengths[places] = chunk.lengths
+                # The source's next window would overwrite what is not copied.
+                chunk = chunk if done == num_ticks else chunk.joined()
+                ids.put(places, chunk.ids)
+                if chunk.documents is not None:
+                    documents.put(places, chunk.documents)
+                    has_origins = chunk.has_origins
+                del chunk
+        return Chunk(
+            lengths=lengths,
+            ids=ids,
+            row_tokens=run.row_tokens,
+            num_cut=num_cut,
+            documents=documents if documents.flats else None,
+            has_origins=has_origins,
+        )
+
+
+class _SourceReader:
+    """The ticks of one source, window by window."""
+
+    def __init__(self, source: Source, number: int, slots: range) -> None:
+        self._order, self._samples, self._number, self._slots = source.order, source.samples, number, slots
+        # Opens files as it reads them; its slots tell which part of the shards this process opens first.
+        shards: Any = source.samples and source.samples.shards
+        self._reader = ShardReader(shards, slots.start, source.order.num_slots)
+        self._window: Window | None = None
+        self._place = (0, 0, 0)  # of the window: epoch, first tick and end
+
+    def close(self) -> None:
+        self._window = None
+        self._reader.close()
+
+    def chunk(self, tick: int, most: int) -> Chunk:
+        """Return the source's ticks from one on, through its epochs: ``most``, or what its window has."""
+        epoch, tick = divmod(tick, self._order.ticks_per_epoch)
+        window_epoch, first, end = self._place
+        if self._window is None or epoch != window_epoch or not first <= tick < end:
+            # A whole window is read at once: a part of it would be many small reads.
+            self._window = None
+            samples, reader = self._samples, self._reader
+            assert samples is not None, "a loader is refused a run whose sources it lacks"
+            first, end = next(self._order.windows(tick))
+            self._place = epoch, first, end
+            num_tokens = partial(samples.num_tokens, reader)
+            numbers = self._order.samples_of(epoch, self._slots, first, end, num_tokens)
+            self._window = samples.read(reader, numbers, self._order.offset(epoch, samples.offsets))
+        stop = min(tick + most, end)
+        chunk = self._window(tick - first, stop - first)
+        if stop == end:
+            self._window = None  # before the next one is read: half the memory
+        if chunk.has_origins and chunk.documents is not None:
+            chunk.documents.flats[0][ORIGIN.index("source") :: len(ORIGIN)] = self._number
+        return chunk

@@ -1,4 +1,7 @@
-"""``get_llama3_dataloader``: makes the stages one after another; each checks its own arguments."""
+"""``get_llama3_dataloader``, and the DataLoader that a training loop sees.
+
+The function makes the stages one after another, and each checks its own arguments.
+"""
 
 from __future__ import annotations
 
@@ -7,45 +10,456 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from numbers import Integral
-from typing import Any, Literal, TypeVar, cast, get_args
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Literal, NoReturn, TypeVar, cast, get_args
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
-from loader.batches import (
-    Collate,
-    PaddedBatches,
-    PadToken,
-    StepBatches,
-    Targets,
-    choose_pad_token,
-    log_pad_token,
-)
+from loader.batches import Batch, Collate, LoaderMetrics, StepBatches, Targets, padded_batches
 from loader.boundaries import Boundary, boundary_names
-from loader.ranks import find_process_rank
-from loader.samples import (
-    Sizes,
-    Weights,
-    WeightsIn,
-    check_mixing,
-    choose_sizes,
-    make_run,
-    make_samples,
-    whole_number,
-)
-from loader.shards import InputShards, ShardSet, SplitName, find_sources
-from loader.token_loader import TokenLoader
-from loader.tokenizer import choose_tokenizer
+from loader.chunks import IGNORED
+from loader.order import share
+from loader.ranks import ProcessRank, check_process_rank, find_process_rank
+from loader.run import Position, Progress, Run, go_on, state_of, whole_number
+from loader.samples import Sizes, Weights, WeightsIn, check_mixing, choose_sizes, make_run, make_samples
+from loader.shards import InputShards, Origin, ShardSet, SplitName, find_sources
+from loader.stream import BatchStream
+from loader.tokenizer import LoaderTokenizer, choose_tokenizer
 from shardprep.errors import UsageError
 from shardprep.removed import ARGUMENTS
 
 logger = logging.getLogger(__name__)
 
+
+@dataclass
+class _Step:
+    """This rank's part of the newest global batch."""
+
+    num_batches: int
+    labels: list[Any]  # of each batch
+    labels_per_rank: torch.Tensor | None = None  # once it was asked for
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise UsageError(
+        "a TokenLoader is no data set of samples (StatefulDataLoader, Trainer(train_dataset=loader) and "
+        "accelerate's skip_first_batches want one): iterate it, or call peek() for its next batch, and keep "
+        "state_dict() of it. For transformers' Trainer there is LoaderMixin of loader.trainer"
+    )
+
+
+class _RefusedDataset(IterableDataset[Any]):
+    """The ``dataset`` of a TokenLoader. It refuses to be read by another DataLoader."""
+
+    __iter__ = __getitem__ = _refuse
+
+
+class TokenLoader(DataLoader[Batch]):
+    """Gives an epoch, or the rest of one, at each ``iter()``. Epochs have different orders.
+
+    Every rank gets ``len(loader)`` batches, and no sample comes twice in an epoch. An epoch leaves out fewer
+    samples than a global batch, others each time. After a ``break`` or Ctrl-C the next ``iter()`` goes on
+    with the next batch, and ``set_epoch`` leaves the epoch. A loader with ``split="validation"`` begins anew
+    at each ``iter()``. Only the newest iterator may be used. ``close()``, or ``with``, ends the workers.
+
+    ``state_dict()`` says what was delivered, whatever was read ahead. ``load_state_dict()`` makes the next
+    ``iter()`` the rest of that epoch, on any number of ranks and workers. accelerate counts batches: set
+    ``accelerator.step = 0`` after a ``load_state`` that changes how many a step accumulates. A copy
+    (``copy.deepcopy``, pickle) stands where the original stood, with workers and files of its own.
+    """
+
+    # accelerate looks for these. It then neither shares samples out itself nor skips batches by reading them.
+    _is_accelerate_prepared = True
+    use_stateful_dataloader = True
+    __getitem__ = _refuse
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        step_batches: StepBatches,
+        loader_tokenizer: LoaderTokenizer,
+        process_rank: ProcessRank,
+        pin_memory: bool = False,
+        amend: bool = False,
+        **workers: Any,
+    ) -> None:
+        if "sampler" in workers:
+            found = "a sampler, as Lightning gives it for overfit_batches and predict"
+            expected = "none: pass list(itertools.islice(loader, 2)) or (batch for batch in loader)"
+            raise UsageError(found=found, expected=expected)
+        # What torch shows of a loader; batches come from self._stream, in which workers send chunks.
+        batch_size = step_batches.batch_size
+        super().__init__(_RefusedDataset(), batch_size, drop_last=True, pin_memory=pin_memory, **workers)
+        del self.collate_fn  # torch's; ours is worked out when it is looked at
+        self.step_batches = step_batches
+        self.loader_tokenizer = loader_tokenizer
+        self.process_rank = process_rank
+        self.can_amend = amend
+        self.metrics = LoaderMetrics()
+        self.progress = Progress()
+        self._given = run  # by the arguments; an amended state may replace it
+        self._worker_options = workers
+        self._layout = {"world_size": process_rank.world_size, "batch_size": batch_size}
+        self._newest = 0  # number of the iterator that may be used
+        self._step = _Step(run.batches_in_step(0), [])
+        self.run = run
+        self._stream = self._stream_of(self.metrics, self.num_workers)
+
+    def _stream_of(self, metrics: LoaderMetrics, num_workers: int) -> BatchStream:
+        """Return the batches of this rank in the run that holds, which nobody reads yet."""
+        run, who = self.run, self.process_rank
+        slots = share(range(run.order.num_slots), who.rank, who.world_size)
+        workers = {**self._worker_options, "num_workers": min(num_workers, len(slots))}
+        endless = self.persistent_workers or not num_workers
+        return BatchStream(run, slots, self.step_batches, metrics, endless, workers)
+
+    def __len__(self) -> int:
+        """Return the batches of the next epoch, on every rank. See ``first_batch`` for a resumed one."""
+        return self.run.ticks_in(self.run.epoch_of(self._next.step)) * self.run.batches_per_tick
+
+    @property
+    def _next(self) -> Position:
+        """Return where the next ``iter()`` begins: for validation at the beginning of the epoch."""
+        at, run = self.progress.delivered, self.run
+        restarts = run.is_validation and not self.progress.is_loaded
+        return Position(run.first_step(run.epoch_of(at.step))) if restarts else at
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return transformers' tokenizer, the same object each time.
+
+        Loading it takes 3 s for Llama 3's. Raises OtherTokenizer, ReadWriteError or NotFound.
+        """
+        return self.loader_tokenizer.loaded
+
+    @cached_property
+    def collate_fn(self) -> Any:  # type: ignore[override]
+        """Return the user's function, or a DataCollatorForLanguageModeling that makes the same batches."""
+        if self.step_batches.collate_fn is not None:
+            return self.step_batches.collate_fn
+        from loader.collator import CausalLMCollator  # imports transformers, which the loader does without
+
+        padded = self.step_batches.padded
+        return CausalLMCollator(
+            self.tokenizer, pad_to_multiple_of=padded.pad_to_multiple_of, pad_to_length=padded.pad_to_length
+        )
+
+    @property
+    def first_batch(self) -> int:
+        """Return how many batches of its epoch the next ``iter()`` leaves out: 0 unless it resumes.
+
+        A bar of the whole epoch is ``tqdm(loader, initial=loader.first_batch)``.
+        """
+        return self.run.batches_before(self._next)
+
+    @property
+    def num_accumulated(self) -> int:
+        """Return how many batches of this rank the newest global batch has."""
+        return self._step.num_batches
+
+    def labels_per_rank(self, device: torch.device | str = "cpu", group: Any = None) -> torch.Tensor:
+        """Return the labels in the newest global batch, divided by the number of ranks.
+
+        A sum of losses divided by it is the mean over all labels of the global batch, on any number of ranks
+        and accumulated batches, since DDP and FSDP average gradients over ranks. transformers takes it:
+
+            loss = model(**batch.to(device), num_items_in_batch=loader.labels_per_rank(device)).loss
+
+        All ranks must call it: once in a step they add up one number, without a wait for the device. After a
+        resume inside of a step only the rest of the step counts. ``device``: where the group's backend sends
+        from. ``group``: default: all processes. Raises UsageError without labels or a process group.
+        """
+        step = self._step
+        if step.labels_per_rank is not None:
+            return step.labels_per_rank
+        if not step.labels or any(labels is None for labels in step.labels):
+            raise UsageError(found="labels_per_rank without a batch", expected="one that has labels")
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if (world_size := self.process_rank.world_size) > 1 and not is_distributed:
+            found = f"labels_per_rank of {world_size} ranks without a process group"
+            raise UsageError(found=found, expected="torch.distributed.init_process_group before it")
+        first = 0 if self.step_batches.shifts_targets else 1  # a model that shifts never looks at the first
+        num_labels = sum((labels[:, first:] != IGNORED).sum() for labels in step.labels).to(device)
+        num_ranks = 1
+        if is_distributed:
+            torch.distributed.all_reduce(num_labels, group=group)
+            num_ranks = torch.distributed.get_world_size(group)
+        step.labels_per_rank = num_labels / num_ranks
+        return step.labels_per_rank
+
+    @property
+    def ends_step(self) -> bool:
+        """Return whether the newest batch ends its global batch: call the optimizer now."""
+        return self.progress.delivered.num_micro == 0
+
+    @property
+    def num_steps_delivered(self) -> int:
+        """Return how many global batches the loop got, through all epochs."""
+        return self.progress.delivered.step - self.progress.num_left
+
+    @property
+    def epoch(self) -> float:
+        """Return how many epochs the loop got: 1.5 is the middle of the second."""
+        step, num_micro = self.progress.delivered
+        epoch = self.run.epoch_of(step)
+        within = step - self.run.first_step(epoch) + num_micro / self.run.batches_in_step(step)
+        return epoch + within / self.run.steps_in(epoch)
+
+    def describe(self) -> str:
+        """Return the sources with their shares and fingerprints, and all stages, as text."""
+        run, now = self.run, self.progress.delivered
+        epochs, weights = run.source_epochs(now), run.held_from(now.step)[0].weights
+        read = {source.name: source.samples for source in run.sources if source.samples is not None}
+        tokens_of = {name: weights.get(name, 0) * samples.mean_tokens for name, samples in read.items()}
+        sample = f"a document, of at most {run.settings['max_length'] or 'any number of'} tokens"
+        if run.row_tokens:
+            fields = ", ".join(self.step_batches.boundaries)
+            apart = f"boundaries {fields}" if fields else "attention crosses documents (no boundaries)"
+            sample = f"a row of {run.row_tokens} tokens; {apart}"
+        order = f"shuffled with seed {run.seed}" if run.order.shuffle else "as the shards stand, not shuffled"
+        if run.order.group > 1:
+            order += f", samples of similar length in groups of {run.order.group}"
+        num_left_out = sum(source.order.num_left_out for source in run.sources)
+        num_steps = run.steps_in(run.epoch_of(now.step))
+        lines = [
+            f"{self!r}, at step {now.step}",
+            f"sample: {sample}",
+            f"order: {order}",
+            f"epoch: {num_steps:,} steps; {num_left_out:,} samples are left out, others each epoch",
+        ]
+        for source in run.sources:
+            name, share_text, num_tokens = source.name, "dropped", ""
+            if name in read:
+                of_tokens = tokens_of[name] / (sum(tokens_of.values()) or 1)
+                share_text = f"{weights.get(name, 0):.1%} of samples, {of_tokens:.1%} of tokens"
+                num_tokens = f" of about {read[name].mean_tokens:.3g} tokens"
+            lines.append(
+                f"source {name}: {share_text}; {epochs[name]:.2f} epochs so far; "
+                f"{source.order.num_samples:,} samples{num_tokens}, data {source.data}"
+            )
+        amended = {stage.step for stage in run.stages if stage.is_amended}
+        lines += [f"{held}{' (amended)' if held.step in amended else ''}" for held in run.held_from(0)]
+        lines += filter(None, dict.fromkeys(samples.shards.split_words for samples in run.samples))
+        return "\n  ".join(lines)
+
+    @property
+    def source_samples(self) -> dict[str, int]:
+        """Return how many samples of each source were delivered, on all ranks together."""
+        return self.run.source_samples(self.progress.delivered)
+
+    @property
+    def source_epochs(self) -> dict[str, float]:
+        """Return how many epochs of each source were delivered, as in ``epoch``."""
+        return self.run.source_epochs(self.progress.delivered)
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """Return the names of the sources in ``batch["origins"]``: ``("all",)`` without a mixture."""
+        return tuple(source.name for source in self.run.sources)
+
+    def origin(self, source: int, shard: int, sample: int, document: int = 0) -> Origin:
+        """Return where a document of ``batch["origins"]`` lies: tar, and file and byte of the input.
+
+        ``loader.origin(*batch["origins"][0, 2:].tolist())``. Raises UsageError.
+        """
+        sources = self.run.sources
+        samples = sources[source].samples if 0 <= source < len(sources) else None
+        if samples is None:
+            raise UsageError(found=f"source {source}", expected=f"a number of {list(self.source_names)}")
+        return samples.shards.origin(sources[source].name, shard, sample, document)
+
+    @property
+    def has_loaded_state(self) -> bool:
+        """Return whether a state was loaded and no ``iter()`` began since."""
+        return self.progress.is_loaded
+
+    def __repr__(self) -> str:
+        who, run, step = self.process_rank, self.run, self.progress.delivered.step
+        epoch = run.epoch_of(step)
+        return (
+            f"TokenLoader(rank {who.rank} of {who.world_size}, batch_size {self.step_batches.batch_size}, "
+            f"global_batch_size {run.tick_samples * run.ticks_in_step(step)}, epoch {epoch}, "
+            f"step {step - run.first_step(epoch)} of {run.steps_in(epoch)}, {self.num_workers} workers)"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = ("step_batches", "loader_tokenizer", "process_rank", "pin_memory")
+        options = {name: getattr(self, name) for name in names} | self._worker_options
+        return (
+            partial(type(self), self._given, amend=self.can_amend, **options),
+            (),
+            (self.progress, self.run),
+        )
+
+    def __setstate__(self, now: tuple[Progress, Run]) -> None:
+        """Stand where the original stood."""
+        progress, self.run = now
+        self.progress = replace(progress, trained=None)  # of an optimizer that the copy does not follow
+        self._stream = self._stream_of(self.metrics, self.num_workers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the loop got, as a few integers and the fingerprint of data and order.
+
+        Save it after the optimizer's step: the batch that the loop holds counts as delivered, unless the
+        loader was told to ``follow`` the optimizer.
+        """
+        return self._state_of(self.progress.to_save)
+
+    def follow(self, optimizer: Any) -> None:
+        """Let ``state_dict()`` be of the optimizer's last step, also inside of the next one.
+
+        For frameworks that save when a signal or an error comes. ``optimizer``: torch's, or accelerate's
+        around it. A step that a gradient scaler leaves out counts with the next one.
+        """
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        optimizer.register_step_post_hook(lambda *_: self.mark_trained())
+        self.mark_trained()
+
+    def mark_trained(self) -> None:
+        """Let ``state_dict()`` be of what was delivered by now.
+
+        For an optimizer that ``follow`` does not take: call it after each of its steps.
+        """
+        self.progress.trained = self.progress.delivered
+
+    def _state_of(self, at: Position) -> dict[str, Any]:
+        return state_of(self.run, at, self._layout, self.progress.num_left)
+
+    def state_at(self, step: int) -> dict[str, Any]:
+        """Return the state after ``step`` global batches, as ``num_steps_delivered`` counts them.
+
+        For loops that prefetch batches, and to leave steps out, as after a spike of the loss:
+        ``load_state_dict(state_at(step + 200))`` on all ranks. No step of an epoch that ``set_epoch`` left.
+        """
+        if step < (least := self.progress.left_at):
+            raise UsageError.of_value("step", step, f"at least {least}, where set_epoch left an epoch")
+        return self._state_of(Position(step + self.progress.num_left))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the next ``iter()`` go on behind a state. Reads nothing.
+
+        A loader that was made with ``amend=True`` takes a state of other weights, sources or sizes, and logs
+        the step from which on its own hold. Raises Refused, UsageError or BrokenShard.
+        """
+        run, position, num_left, amended_at = go_on(self._given, state, self._layout, amend=self.can_amend)
+        self.close()  # workers have the run of before
+        self.run = run
+        self._stream = self._stream_of(self.metrics, self.num_workers)
+        self.progress.load(position, num_left)
+        self._step = _Step(self.run.batches_in_step(position.step), [])
+        if self.process_rank.rank == 0 and amended_at is not None:
+            logger.warning(f"the run is amended from step {amended_at} on:\n{self.describe()}")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next ``iter()`` this epoch, on all ranks.
+
+        If the loop stands inside of this epoch, ``iter()`` still gives the rest of it. Another epoch begins
+        with its first step, also where this one was not over, and a loop that is still running is refused its
+        next batch. Raises UsageError where that would discard a state that was just loaded.
+        """
+        if whole_number("epoch", epoch, least=0) != self.run.epoch_of(self.progress.delivered.step):
+            self._leave_for(int(epoch))
+
+    def _leave_for(self, epoch: int) -> None:
+        self.progress.leave_for(epoch, self.run)
+        self._newest += 1  # an older iterator would count its batches for the new epoch
+        self._end_unless_persistent()
+
+    def peek(self) -> Batch:
+        """Return the batch that the next ``iter()`` begins with. Changes nothing.
+
+        Reads its windows in this process, besides those that workers read: up to a second on a slow disk.
+        """
+        stream = self._stream_of(LoaderMetrics(), num_workers=0)
+        try:
+            (batch, _), *_ = next(stream.steps(self._next))
+        finally:
+            stream.end()
+        return batch
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        check_process_rank(self.process_rank)
+        if len({stage.global_batch_size for stage in self.run.stages}) == 1:
+            _warn_of_accumulation(self.run.batches_in_step(0))
+        if self._next != self.progress.delivered:
+            self._leave_for(self.run.epoch_of(self._next.step))  # a validation set begins anew
+        self._newest += 1
+        self.progress.is_loaded = False
+        return self._epoch_batches(self.progress.delivered, self._newest)
+
+    def __enter__(self) -> TokenLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers and close the files. The next ``iter()`` starts them again."""
+        self._newest += 1
+        self._stream.end()
+
+    def _end_unless_persistent(self) -> None:
+        if self.num_workers and not self.persistent_workers:
+            self._stream.end()
+
+    def _epoch_batches(self, start: Position, number: int) -> Iterator[Any]:
+        self._check_newest(number)
+        position, progress = start, self.progress
+        pins = self.pin_memory and torch.cuda.is_available()
+        try:
+            # A whole step is there before its first batch, at which the loop may ask for the step's labels.
+            for batches in self._stream.steps(start):
+                num_batches = position.num_micro + len(batches)
+                # A user's own batch may be anything that has, or has not, labels.
+                labels = [batch.get("labels") if hasattr(batch, "get") else None for batch, _ in batches]
+                self._step = _Step(num_batches, labels)
+                while batches:  # each is let go when it was delivered
+                    batch, counts = batches.pop(0)
+                    position = progress.delivered = position.after(num_batches)
+                    self.metrics.count(*counts)
+                    yield pinned(batch) if pins else batch
+                    self._check_newest(number)
+        except GeneratorExit:
+            raise
+        except BaseException:  # Ctrl-C, too: half a message may be read, so the workers are not kept
+            if number == self._newest:
+                self._stream.end()
+            raise
+        finally:
+            if number == self._newest:
+                self._end_unless_persistent()
+
+    def _check_newest(self, number: int) -> None:
+        if number != self._newest:
+            found = "an old loop: its loader was closed, iterated, given a state or sent to another epoch"
+            raise UsageError(found=found, expected="a new loop: for batch in loader")
+
+
+def _warn_of_accumulation(num_batches: int) -> None:
+    """Log a warning where accelerate accumulates another number of batches than a step has."""
+    accelerate = sys.modules.get("accelerate.state")  # never imported here: not in use then
+    if accelerate is None or not accelerate.GradientState._shared_state:  # noqa: SLF001  asking would start it
+        return
+    num_steps = accelerate.GradientState().num_steps
+    if num_steps not in (1, num_batches):
+        logger.warning(
+            f"accelerate accumulates {num_steps} batches, but a global batch is {num_batches} of each rank; "
+            f"pass global_batch_size=batch_size x ranks x {num_steps}, and set accelerator.step = 0 after a "
+            "load_state that changes the number"
+        )
+
+
+# The function that makes it.
+
 Padding = Literal["longest", "max_length"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_FROM_0 = ("pad_to_multiple_of", "num_workers", "rank")  # other whole numbers are 1 at least
+_LEAST = {"pad_to_multiple_of": 0, "num_workers": 0, "rank": 0, "seed": -(1 << 63)}  # others: 1
 _CHOICES = {"SplitName": SplitName, "Padding": Padding, "WeightsIn": WeightsIn, "Targets": Targets}
 _PATHS = {"model_id": "a model's folder or its name on the hub", "cache_dir": "a folder"}
 
@@ -58,14 +472,9 @@ def _with_checks(make: _Function) -> _Function:
     @functools.wraps(make)
     def call(*args: Any, **options: Any) -> Any:
         for name in options.keys() - known.keys():
-            if name in ARGUMENTS:
-                raise TypeError(f"get_llama3_dataloader has no argument {name!r} any more: {ARGUMENTS[name]}")
             near = difflib.get_close_matches(name, known, 1)
-            hint = f", did you mean {near[0]!r}" if near else ""
-            raise TypeError(
-                f"get_llama3_dataloader has no argument {name!r}{hint}; its arguments: {', '.join(known)}; "
-                "help(get_llama3_dataloader) explains them"
-            )
+            hint = f"did you mean {near[0]!r}? It has {', '.join(known)}" if near else "see help()"
+            raise TypeError(f"get_llama3_dataloader has no argument {name!r}: {ARGUMENTS.get(name, hint)}")
         bound = signature.bind(*args, **options)
         for name, value in bound.arguments.items():
             bound.arguments[name] = _checked(name, value, known[name].annotation)
@@ -79,14 +488,10 @@ def _checked(name: str, value: Any, annotation: str) -> Any:
     kind = annotation.removesuffix(" | None")
     if value is None and kind != annotation:
         return None
-    if kind == "int" and name != "seed":
-        return whole_number(name, value, least=0 if name in _FROM_0 else 1)
-    choices = get_args(_CHOICES.get(kind))
-    if name == "seed":
-        is_right, expected = isinstance(value, Integral), "a whole number"
-    elif kind == "bool":
-        is_right, expected = value in (True, False), "True or False"
-    elif choices:
+    if kind == "int":
+        return whole_number(name, value, least=_LEAST.get(name, 1))
+    choices = (True, False) if kind == "bool" else get_args(_CHOICES.get(kind))
+    if choices:
         is_right, expected = value in choices, " or ".join(map(repr, choices))
     elif name in _PATHS:
         is_right, expected = isinstance(value, (str, os.PathLike)), _PATHS[name]
@@ -94,9 +499,7 @@ def _checked(name: str, value: Any, annotation: str) -> Any:
         is_right, expected = name != "collate_fn" or callable(value), "a function of a list of samples"
     if not is_right:
         raise UsageError.of_value(name, value, expected)
-    if kind == "bool":
-        return bool(value)
-    return int(value) if name == "seed" else value
+    return bool(value) if kind == "bool" else value
 
 
 @_with_checks
@@ -177,8 +580,7 @@ def get_llama3_dataloader(
             weights_in: unit of the weights: ``"tokens"``, by the mean of each source, or ``"samples"``.
             amend: go on from a state of other weights, sources or global batch sizes, which the default
                 refuses. The new ones hold from the next border on, at most 64 steps later. A source that you
-                drop must stay in ``input_shards`` until then, without a weight. Sizes must be multiples of
-                the run's first.
+                drop must stay in ``input_shards`` until then. Sizes must be multiples of the run's first.
 
         Packing and labels:
             seq_len: pack documents into full rows of this many tokens, with EOS between documents.
@@ -190,8 +592,7 @@ def get_llama3_dataloader(
             targets: ``"same"``: labels are the ids, for models that shift them, as transformers' do.
                 ``"shifted"``: ``labels[:, t]`` is what follows ``input_ids[:, t]``, for loops as in Megatron,
                 nanoGPT and torchtitan. Plan packed rows with a ``--seq_len`` that is one larger.
-            max_length: cut documents that are not packed to this many tokens; ``loader.metrics`` counts the
-                rest.
+            max_length: cut documents that are not packed to this many tokens; ``metrics`` counts the rest.
 
         Processes and workers:
             num_workers: processes that read, per rank. At most ``global_batch_size / (world_size x
@@ -217,10 +618,9 @@ def get_llama3_dataloader(
     fields = boundary_names(boundaries)
     shifts = targets == "shifted"
     if shifts and "transformers" in fields:
-        raise UsageError(
-            found="targets='shifted', for a model that shifts labels itself",
-            expected="other boundaries than 'transformers', or targets='same'",
-        )
+        found = "targets='shifted', for a model that shifts labels itself"
+        expected = "other boundaries than 'transformers', or targets='same'"
+        raise UsageError(found=found, expected=expected)
     if shifts and collate_fn is not None:
         raise UsageError("targets='shifted' is for the loader's own batches; leave out collate_fn or it")
     seq_len = None if seq_len is None else seq_len + shifts
@@ -249,7 +649,7 @@ def get_llama3_dataloader(
             group=group,
             eos_token_id=tokenizer.eos_token_id,
             vocab_size=tokenizer.vocab_size if of_source.has_external else None,
-            starts=bool(fields),
+            starts=bool(fields) or origins,
             keeps_tail=is_validation,
             origins=origins,
         )
@@ -277,31 +677,23 @@ def get_llama3_dataloader(
         found = f"prefetch_factor={prefetch_factor}, what workers read ahead, and none of them"
         raise UsageError(found=found, expected="num_workers of 1 at least", remedy="num_workers")
     if num_workers > (num_slots := run.order.num_slots // who.world_size):
-        logger.warning(
-            f"num_workers is {num_workers}, but only {num_slots} can share a rank's part of a global batch: "
-            "the others are not started. A larger batch_size or global_batch_size gives work to more"
-        )
+        said = f"num_workers={num_workers}, but {num_slots} can share a rank's part of a global batch"
+        logger.warning(f"{said}: no more are started. A larger global_batch_size gives work to more")
         num_workers = num_slots
-    has_blanks = shards.blank_id is not None
-    padded = getattr(collate_fn, "batches", None)  # of a CausalLMCollator
-    if not isinstance(padded, PaddedBatches):
-        pad = PadToken(token="", token_id=0, reason="of a collate_fn")
-        # Before a collate_fn gets samples their padding is cut off again, but where it stands for blanks.
-        if collate_fn is None or has_blanks:
-            pad = choose_pad_token(tokenizer)
-        padded = PaddedBatches(
-            pad=pad,
-            pad_to_multiple_of=pad_to_multiple_of,
-            pad_to_length=max_length if padding == "max_length" else None,
-            num_beyond=int(shifts),
-        )
-        if collate_fn is None:
-            log_pad_token(pad, tokenizer.eos_token_id)
+    padded = padded_batches(
+        collate_fn,
+        tokenizer,
+        pad_to_multiple_of=pad_to_multiple_of,
+        pad_to_length=max_length if padding == "max_length" else None,
+        num_beyond=int(shifts),
+        has_masks=shards.has_masks,
+        has_blanks=shards.blank_id is not None,
+    )
     if padded.pad.token:
         tokenizer.pads_with = padded.pad.token
     step_batches = StepBatches(
         batch_size=batch_size,
-        padded=replace(padded, has_masks=shards.has_masks, has_blanks=has_blanks),
+        padded=padded,
         collate_fn=collate_fn,
         boundaries=fields,
         shifts_targets=shifts,
@@ -322,8 +714,6 @@ def get_llama3_dataloader(
         logger.info(loader.describe())
         has_end = all(data.spec.append_eos or data.spec.has_rows for data in shards.datasets)
         if not (has_end or seq_len is not None or is_validation or tokenizer.eos_token_id is None):
-            logger.warning(
-                "documents end without EOS, so a model fine-tuned on them never learns to stop; "
-                "pass seq_len=, or plan the data with --append_eos"
-            )
+            said = "documents end without EOS, so a model fine-tuned on them never learns to stop"
+            logger.warning(f"{said}; pass seq_len=, or plan the data with --append_eos")
     return loader

@@ -43,7 +43,7 @@ _TIME = re.compile(rb"(\d\d) [acm]time=[\d.]+\n")
 
 
 class TarBytes(io.BufferedReader):
-    """The bytes of a tar, as tarfile asks for them, and at any place. Use it in ``with``."""
+    """The bytes of a tar, at any place, and as tarfile asks for them. Use it in ``with``."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(open_regular(path)), _BUFFER_BYTES)
@@ -51,7 +51,7 @@ class TarBytes(io.BufferedReader):
 
     def at(self, first: int, end: int) -> bytes:
         """Return the bytes from one up to another, or to the end that the file has."""
-        self.seek(first)
+        self.seek(min(first, self.num_bytes))
         return super().read(max(min(end, self.num_bytes) - first, 0))
 
     def read(self, num_bytes: int | None = -1, /) -> bytes:
@@ -62,7 +62,6 @@ class TarBytes(io.BufferedReader):
         return super().read(num_bytes)
 
     def broken(self, found: str, expected: str, kind: type[BrokenShard] = BrokenShard) -> BrokenShard:
-        """Return the error to raise for a tar that cannot be loaded."""
         return kind(path=self.path, found=found, expected=expected)
 
 
@@ -74,22 +73,18 @@ def tar_members(tar: TarBytes) -> Iterator[tuple[str, int, int]]:
     # tarfile looks for members as soon as it has a file, so it gets the tar behind that.
     archive = tarfile.TarFile(fileobj=io.BytesIO(2 * _ZERO_BLOCK), encoding="utf-8", errors="surrogateescape")
     archive.fileobj = tar
-    whole = "a whole tar, closed by two zero blocks; write or copy it again"
-    position = 0
-    while (block := tar.at(position, position + BLOCK_BYTES)) != _ZERO_BLOCK:
-        if len(block) < BLOCK_BYTES:
-            raise tar.broken(f"cut short at byte {tar.num_bytes}", whole)
+    header = position = 0
+    while len(block := tar.at(position, position + BLOCK_BYTES)) == BLOCK_BYTES and block != _ZERO_BLOCK:
         # PAX records of the whole tar may change any member.
         plain = None if archive.pax_headers else _plain_member(tar, position)
         name, first, end = plain or _unusual_member(tar, archive, position)
-        if end > tar.num_bytes:
-            found = f"cut short at byte {tar.num_bytes}: the member at byte {position} ends at byte {end}"
-            raise tar.broken(found, whole)
-        position = first + (end - first + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
-        if name is not None:
+        header, position = position, first + (end - first + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
+        if name is not None and end <= tar.num_bytes:
             yield name, first, end
     if position + 2 * BLOCK_BYTES > tar.num_bytes:
-        raise tar.broken("cut short: it has one zero block", whole)
+        expected = "a whole tar, closed by two zero blocks; write or copy it again"
+        found = f"cut short at byte {tar.num_bytes}, in the member at byte {header} or behind it"
+        raise tar.broken(found, expected)
     for begin in range(position, tar.num_bytes, _PIECE_BYTES):
         if tar.at(begin, begin + _PIECE_BYTES).strip(b"\0"):
             found = f"goes on behind its end at byte {position}, and samples would be lost"
@@ -137,13 +132,10 @@ def _unusual_member(tar: TarBytes, archive: tarfile.TarFile, position: int) -> t
         raise tar.broken(f"PAX records at byte {position} with a size of {said!r}", "a number")
     if member.type not in _KINDS or member.issparse() or member.size < 0:
         kind = member.type.decode("latin1")
-        raise tar.broken(
-            f"a member of kind {kind!r} and {member.size} bytes at byte {position}",
-            "files, folders and links; of sparse files or parts of volumes, unpack and pack them again",
-        )
-    if not member.isreg():
-        return None, member.offset_data, member.offset_data
-    return member.name, member.offset_data, member.offset_data + member.size
+        found = f"a member of kind {kind!r} and {member.size} bytes at byte {position}"
+        raise tar.broken(found, "files, folders and links; unpack others and pack them again")
+    name, num_bytes = (member.name, member.size) if member.isreg() else (None, 0)
+    return name, member.offset_data, member.offset_data + num_bytes
 
 
 # What numpy writes before an array of integers in C order, and nothing else.
@@ -184,17 +176,15 @@ _FINGERPRINTED = 16  # samples whose bytes enter a tar's fingerprint
 def scan_tar(path: Path, *, count_tokens: bool = False) -> tuple[Records, int, str, int]:
     """Return the records of a tar, the tokens of its packed rows or 0, a hash of it, and its bytes.
 
-    With ``count_tokens`` all data is read. Raises BrokenShard; UnknownMember for a member that would change
-    the training; OSError.
+    With ``count_tokens`` all data is read. Raises BrokenShard, UnknownMember or OSError.
     """
     with TarBytes(path) as tar:
         samples = _samples(tar)
-        records, row_tokens = np.zeros(len(samples), _RECORD), 0
         if samples and {IDS_FIELD, DOC_STARTS_FIELD} <= samples[0].fields.keys():
             records, row_tokens = _packed_records(samples)
         else:
-            for number, sample in enumerate(samples):
-                records[number] = _document_record(sample, count_tokens=count_tokens)
+            documents = [_document_record(sample, count_tokens=count_tokens) for sample in samples]
+            records, row_tokens = np.array(documents, _RECORD), 0
         # Hash sizes, places and the bytes of some samples.
         offset, num_bytes = records["offset"], records["num_bytes"]
         digest = hashlib.sha256(np.stack([offset, num_bytes]).astype("<i8").tobytes())
@@ -229,10 +219,7 @@ class _Sample(NamedTuple):
     def array(
         self, field: str, dtypes: tuple[str, ...], num_dimensions: int
     ) -> tuple[np.dtype[Any], tuple[int, ...], int]:
-        """Return type and shape of a .npy member, and the byte of the tar where its numbers begin.
-
-        They must be of one of some types, and have the member's size. Raises BrokenShard.
-        """
+        """Return type and shape of a .npy member, and the byte of the tar where its numbers begin."""
         first, end = self.fields[field]
         raw = self.tar.at(first, min(end, first + _HEADER_BYTES))
         header_bytes = 10 + int.from_bytes(raw[8:10], "little")
@@ -255,15 +242,12 @@ class _Sample(NamedTuple):
         _, _, first = self.array(field, ("<u4",), 1)
         return np.frombuffer(self.tar.at(first, self.fields[field][1]), "<u4"), first
 
-    def broken(
-        self, field: str, found: object, expected: str, kind: type[BrokenShard] = BrokenShard
-    ) -> BrokenShard:
-        """Return the error to raise for a member, or for all of them."""
-        return self.tar.broken(f"{field} of sample {self.key!r} has {found}", expected, kind)
+    def broken(self, field: str, found: object, expected: str) -> BrokenShard:
+        return self.tar.broken(f"{field} of sample {self.key!r} has {found}", expected)
 
     def wrong_fields(self, expected: str, kind: type[BrokenShard] = UnknownMember) -> BrokenShard:
         """Return the error to raise for other members than expected: one left out could change training."""
-        return self.broken("a member", f"the fields {', '.join(sorted(self.fields))}", expected, kind)
+        return self.tar.broken(f"sample {self.key!r} has {', '.join(sorted(self.fields))}", expected, kind)
 
 
 def _document_record(sample: _Sample, *, count_tokens: bool) -> tuple[int, ...]:
@@ -285,8 +269,8 @@ def _document_record(sample: _Sample, *, count_tokens: bool) -> tuple[int, ...]:
     dtype, (num_tokens,), first = sample.array(IDS_FIELD, _WIDTHS, 1)
     end = sample.fields[IDS_FIELD][1]
     if count_tokens and num_tokens:
-        last_number = int(np.frombuffer(sample.tar.at(end - dtype.itemsize, end), dtype)[0])
-        last_id = last_number if 0 <= last_number < 2**31 else -1
+        last_id = int(np.frombuffer(sample.tar.at(end - dtype.itemsize, end), dtype)[0])
+        last_id = last_id if 0 <= last_id < 2**31 else -1
     return first, end - first, num_tokens, 0, 0, 0, TOKEN_DTYPES.index(dtype), last_id
 
 
@@ -307,10 +291,8 @@ def _packed_records(samples: list[_Sample]) -> tuple[Records, int]:
         row = np.arange(num_rows)
         records = np.zeros(num_rows, _RECORD)
         records["offset"] = first + row * row_bytes
-        records["num_bytes"] = row_bytes
-        records["num_tokens"] = seq_len
-        records["dtype"] = TOKEN_DTYPES.index(dtype)
-        records["last_id"] = -1
+        records["num_bytes"], records["num_tokens"] = row_bytes, seq_len
+        records["dtype"], records["last_id"] = TOKEN_DTYPES.index(dtype), -1
         starts, starts_at = sample.numbers(DOC_STARTS_FIELD)
         if not (starts < num_rows * seq_len).all() or (starts[1:] <= starts[:-1]).any():
             expected = f"ascending numbers below {num_rows * seq_len}"

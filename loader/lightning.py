@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from loader.token_loader import TokenLoader
+from loader.dataloader import TokenLoader
 from shardprep.errors import UsageError
 
 # The library has two names.
@@ -20,8 +20,7 @@ class LoaderCallback(_library.Callback):
     """Lets each checkpoint be of the optimizer's last step, wherever inside of a step it is saved.
 
     Lightning saves inside of a step where Slurm requeues the job, where an exception ends the training, and
-    by ``train_time_interval`` of ModelCheckpoint. It keeps no gradients of an accumulated step, so the step
-    begins again with its first batch.
+    by ``train_time_interval`` of ModelCheckpoint. It keeps no gradients, so the step begins again.
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002

@@ -68,15 +68,11 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.num_samples < self.tick_samples and not self.keeps_tail:
-            raise UsageError(
-                found=f"a data set of {self.num_samples:,} samples",
-                expected=f"{self.tick_samples:,}, one batch for every rank",
-            )
+            found = f"a data set of {self.num_samples:,} samples"
+            raise UsageError(found=found, expected=f"{self.tick_samples:,}, one batch for every rank")
         if self.tick_samples % self.group:
-            raise UsageError(
-                found=f"groups of {self.group} samples of like length",
-                expected=f"a group_by_length that divides the global batch of {self.tick_samples}",
-            )
+            expected = f"a group_by_length that divides the global batch of {self.tick_samples}"
+            raise UsageError(found=f"groups of {self.group} samples of like length", expected=expected)
         if self.group > 1 and not self.shuffle:
             raise UsageError("group_by_length reorders samples, shuffle=False forbids it; leave one out")
 

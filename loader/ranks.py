@@ -52,22 +52,19 @@ class ProcessRank:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise UsageError(
-                found=f"rank {self.rank} of {self.world_size} (from {self.source})",
-                expected="0 <= rank < world_size",
-            )
+            raise UsageError(found=f"{self}", expected="0 <= rank < world_size")
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world_size} (from {self.source})"
 
 
 def find_process_rank(
-    rank: int | None = None,
-    world_size: int | None = None,
-    environ: Mapping[str, str] | None = None,
+    rank: int | None = None, world_size: int | None = None, environ: Mapping[str, str] | None = None
 ) -> ProcessRank:
     """Return the rank that was passed, else torch.distributed's, else the launcher's, else 0 of 1.
 
     Launchers: RANK/WORLD_SIZE (torchrun), OMPI_COMM_WORLD_*, PMI_* (MPICH, Intel MPI), an srun step. Call it
-    in the process that trains. Raises UsageError where half of a pair is given, a value is no number, or a
-    launcher sets a rank and no size.
+    in the process that trains. Raises UsageError where half of a pair is given, or a value is no number.
     """
     if rank is not None or world_size is not None:
         if rank is None or world_size is None:
@@ -84,11 +81,11 @@ def check_process_rank(who: ProcessRank) -> None:
     """
     now = None if who.is_passed else _found(os.environ)
     if now is not None and (now.rank, now.world_size) != (who.rank, who.world_size):
-        raise UsageError(
-            found=f"a loader of rank {who.rank} of {who.world_size} (from {who.source}), in the process of "
-            f"rank {now.rank} of {now.world_size} (from {now.source})",
-            expected="a loader that each rank makes, after init_process_group, or rank= and world_size=",
-        )
+        expected = f"one that each rank makes, after init_process_group, {_OR_PASSED}"
+        raise UsageError(found=f"a loader of {who}, in the process of {now}", expected=expected)
+
+
+_OR_PASSED = "or rank= and world_size="
 
 
 def _found(environ: Mapping[str, str]) -> ProcessRank | None:
@@ -99,33 +96,24 @@ def _found(environ: Mapping[str, str]) -> ProcessRank | None:
         return ProcessRank(rank=rank, world_size=world_size, source="torch.distributed")
     for rank_name, size_name, setter in _LAUNCHERS:
         if (rank_name in environ) != (size_name in environ):
-            raise UsageError(
-                found=f"{rank_name}={environ.get(rank_name)} and {size_name}={environ.get(size_name)}",
-                expected=f"both, as {setter}, or neither, or rank= and world_size=",
-            )
+            found = f"{rank_name}={environ.get(rank_name)} and {size_name}={environ.get(size_name)}"
+            raise UsageError(found=found, expected=f"both, as {setter}, or neither, {_OR_PASSED}")
         if rank_name in environ:
             break
     else:
         rank_name = "SLURM_PROCID"
         size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
         if size_name not in environ and "PMIX_RANK" in environ:  # srun --mpi=pmix sets Slurm's, too
-            raise UsageError(
-                found=f"PMIX_RANK={environ['PMIX_RANK']} without a number of processes",
-                expected="rank= and world_size=, or RANK and WORLD_SIZE in each process",
-            )
+            found = f"PMIX_RANK={environ['PMIX_RANK']} without a number of processes"
+            raise UsageError(found=found, expected=f"RANK and WORLD_SIZE in each process, {_OR_PASSED}")
         is_alone = size_name not in environ or _number(environ, size_name) == 1
         if is_alone or not _is_task_of_srun(environ):
             return None
         if rank_name not in environ:
-            raise UsageError(
-                found=f"{size_name}={environ[size_name]} without {rank_name}",
-                expected="a training that srun starts, or rank= and world_size=",
-            )
-    return ProcessRank(
-        rank=_number(environ, rank_name),
-        world_size=_number(environ, size_name),
-        source=f"{rank_name}/{size_name}",
-    )
+            found = f"{size_name}={environ[size_name]} without {rank_name}"
+            raise UsageError(found=found, expected=f"a training that srun starts, {_OR_PASSED}")
+    rank, world_size = _number(environ, rank_name), _number(environ, size_name)
+    return ProcessRank(rank=rank, world_size=world_size, source=f"{rank_name}/{size_name}")
 
 
 def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
@@ -139,10 +127,8 @@ def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
             return _number(environ, name) < _FIRST_SPECIAL_STEP
     in_job = "SLURM_JOB_ID" in environ or "SLURM_JOBID" in environ
     if in_job and environ.get("SLURM_PROCID", "0") != "0":
-        raise UsageError(
-            found=f"SLURM_PROCID={environ['SLURM_PROCID']} without SLURM_STEP_ID, so task 0 would be alone",
-            expected="SLURM_STEP_ID handed in, too, or rank= and world_size=",
-        )
+        found = f"SLURM_PROCID={environ['SLURM_PROCID']} without SLURM_STEP_ID, so task 0 would be alone"
+        raise UsageError(found=found, expected=f"SLURM_STEP_ID handed in, too, {_OR_PASSED}")
     return not in_job and "SLURM_PROCID" in environ
 
 
@@ -215,7 +201,7 @@ def ensure_prepared(
             _run("verify", {}, str(folder))
     except BaseException as error:
         if who.world_size > 1:
-            code = error.exit_code if isinstance(error, ShardprepError) else ReadWriteError.exit_code
+            code = getattr(error, "exit_code", ReadWriteError.exit_code)
             failure = {"launch": launch, "exit_code": code, "error": str(error) or type(error).__name__}
             with contextlib.suppress(ShardprepError, OSError):  # the error itself is of more weight
                 publish_bytes(note, json.dumps(failure).encode())
@@ -256,8 +242,8 @@ def _wait_for_index(folder: Path, note: Path, launch: str, limit_s: float, rank:
 
 def _error_of(exit_code: int, message: str) -> ShardprepError:
     """Return the error that ends a command with an exit code: the first, which is the most general one."""
-    kinds = ShardprepError.__subclasses__()
-    return next((kind for kind in kinds if kind.exit_code == exit_code), ReadWriteError)(message)
+    kinds = {kind.exit_code: kind for kind in reversed(ShardprepError.__subclasses__())}
+    return kinds.get(exit_code, ReadWriteError)(message)
 
 
 # Ours come before a preprocess.py in the current folder. The process dies with the one that started it.

@@ -3,9 +3,8 @@
 Opening checks sizes and headers. A small idx is read at once, of a large one only the parts that are asked
 for. What fails is tried again.
 
-A process begins with a shard of its own, see ``opening_order``. If every rank and worker began with the
-lowest, the start of a job would be as slow as the one storage target (OST) that holds it. Batches do not
-depend on this order.
+A process begins with a shard of its own, see ``opening_order``, since many that began with the same would be
+as slow as the one storage target (OST) that holds it. Batches do not depend on this order.
 """
 
 from __future__ import annotations
@@ -126,8 +125,7 @@ _NUM_COLUMNS = len(SampleBytes._fields) - 3  # that reading fills in
 class ShardReader:
     """Reads samples of the shards that its process has open. It is reader ``number`` of ``num_readers``.
 
-    The latest shards stay open: at most MAX_OPEN_SHARDS, and an eighth of the process's handles, as an open
-    shard holds three at most.
+    The latest shards stay open: MAX_OPEN_SHARDS, but an eighth of the process's handles at most.
     """
 
     def __init__(self, shards: ShardSet, number: int = 0, num_readers: int = 1) -> None:
@@ -152,6 +150,7 @@ class ShardReader:
         return self._open[number]
 
     def close(self) -> None:
+        self._buffer = np.empty(0, np.uint8)
         while self._open:
             self._open.popitem()[1].close()
 
@@ -184,8 +183,7 @@ class ShardReader:
     def read(self, samples: Int64s, *, starts: bool = False) -> SampleBytes:
         """Return the bytes of some samples: int64[n] -> n rows in the same order.
 
-        ``starts``: where documents begin in packed rows, too. The buffer is the reader's own: the next
-        ``read`` overwrites it.
+        ``starts``: where documents begin in packed rows, too. The next ``read`` overwrites the buffer.
         """
         order = np.argsort(samples)
         shard = self._shards.shard_of(samples[order])
@@ -204,8 +202,7 @@ class ShardReader:
             part = slice(*bounds)
             found = SampleBytes(self._shards, self._buffer, ordered[part], *table[:, part])
             self._read_shards(shard[part], row[part], found, starts=starts)
-        # Whether ids have the bytes of their number, and no row is too long: for each part that is read it
-        # would cost packed rows 6 %.
+        # Whether ids have the bytes of their number, and no row is too long. Part by part it would cost 6 %.
         whole = SampleBytes(self._shards, self._buffer, ordered, *table)
         row_tokens, token_bytes = self._shards.row_tokens, _TOKEN_BYTES[whole.dtype]
         wrong = (token_bytes > 0) & (whole.num_bytes != (row_tokens or whole.num_tokens) * token_bytes)
@@ -246,7 +243,7 @@ class ShardReader:
     def _read_shards(self, shard_of: Int64s, row: Int64s, found: SampleBytes, *, starts: bool) -> None:
         """Read samples of some shards and fill their columns. ``row``: where each stands in its shard.
 
-        Raises BrokenShard for bytes outside of a tar or of two samples, before memory is taken for them.
+        Bytes outside of a tar, or of two samples, are refused before memory is taken for them.
         """
         is_border = shard_of[1:] != shard_of[:-1]
         offset, starts_offset, mask_offset, limit = np.zeros((4, len(row)), np.int64)
@@ -281,8 +278,7 @@ class ShardReader:
             wrong = (begins < 0) | (ends > limit)
             wrong[1:] |= is_behind & (gap < 0)
             self._check(shard_of, wrong)
-            # What lies one behind another is read at once. Rows and their starts are taken as whole numbers
-            # of the buffer.
+            # What lies one behind another is read at once, rows and their starts at multiples of 4 bytes.
             is_apart = is_cut | (gap < 0) | (gap > _MOST_GAP_BYTES)
             if self._shards.row_tokens:
                 is_apart |= gap % 4 > 0

@@ -1,4 +1,4 @@
-"""A run of training: its sources, its stages, which samples each step takes, and how a process reads them.
+"""A run of training: its sources, its stages, which samples each step takes, and its state.
 
 A run has one source or several, each with an order of its own (order.py). A **tick** takes L samples, one for
 each of its L places; a training **step** is one tick or several. A **stage** sets the
@@ -17,28 +17,32 @@ weights of the sources and the global batch size from a step on. Everything else
 Say L is 12, and the only source has 700 samples: R is 58. With steps of 5 ticks an epoch is 11 steps, and its
 last 3 ticks are not used: step 11 is the first one of epoch 1, which begins at tick 58.
 
-The price: each source keeps windows of its own in memory, and one that has less than 1/64 of the ticks is in
-some rounds only.
+The price: each source has windows of its own, and one of less than 1/64 of the ticks is in some rounds only.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
-from itertools import accumulate, count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from operator import index
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, SupportsIndex
 
 import numpy as np
+from msgspec import Meta
 
-from loader.chunks import ORIGIN, Chunk, Ragged
-from loader.order import ORDER_VERSION, Int64s, Order, hash_array, hash_ints
-from shardprep.errors import UsageError
+from loader.order import ORDER_VERSION, Int64s, Order, choose_windows, hash_array, hash_ints
+from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UnknownVersion, UsageError
+from shardprep.format.names import as_type
 
 if TYPE_CHECKING:
-    from loader.reading import ShardReader
-    from loader.samples import Samples, Window
+    from loader.samples import Samples
+
+logger = logging.getLogger(__name__)
 
 ROUND = 64  # ticks
 CYCLE = 1 << 16  # ticks
@@ -151,11 +155,9 @@ class Run:
 
     def __post_init__(self) -> None:
         largest = max(stage.global_batch_size for stage in self.stages)
-        most = self.ticks_per_epoch * self.tick_samples
-        if largest > most:
-            raise UsageError(
-                found=f"a global batch of {largest} samples", expected=f"at most those of an epoch, {most}"
-            )
+        if largest > (most := self.ticks_per_epoch * self.tick_samples):
+            found = f"a global batch of {largest} samples"
+            raise UsageError(found=found, expected=f"at most those of an epoch, {most}")
 
     @property
     def order(self) -> Order:
@@ -225,9 +227,6 @@ class Run:
         return found
 
     def _stretch(self, step: int) -> _Stretch:
-        last = self._stretches[-1]  # asked for each step of training
-        if step >= last.step:
-            return last
         return self._stretches[bisect_right(self._stretches, step, key=lambda each: each.step) - 1]
 
     def epoch_and_tick(self, position: Position) -> tuple[int, int]:
@@ -413,133 +412,321 @@ class Run:
         return replace(self, sources=tuple(sources), stages=tuple(stages))
 
 
-# How a process reads the ticks of its slots.
+# The state that a checkpoint keeps, and how a loader goes on behind one.
+#
+# A state has a position and the run that led there: its sources and its stages, as lists of plain values. The
+# loader's arguments describe a run, too: its plan. If both are equal from the position on, the loader goes on
+# with the state's run. Else it says what differs, or, with amend, follows the plan from the next border on.
+
+STATE_FORMAT, STATE_VERSION = "shardprep-loader-state", 4
+MAX_EPOCH = 2**31 - 1  # workers are told the epoch in an int64
+_Count = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
+_Number = Annotated[int, Meta(ge=1, le=2**62)]
 
 
-class RunReader:
-    """The ticks of a run, in a process that reads some of the slots. It keeps shards open until ``close``."""
-
-    def __init__(self, run: Run, slots: range) -> None:
-        self._run, self._slots = run, slots
-        self._sources = [_SourceReader(source, number, slots) for number, source in enumerate(run.sources)]
-
-    def close(self) -> None:
-        for source in self._sources:
-            source.close()
-
-    def chunks(self, epoch: int, tick: int, chunk_ticks: int, *, endless: bool) -> Iterator[Chunk]:
-        """Yield the ticks of an epoch from one on, and of later epochs if it is endless.
-
-        A chunk has up to ``chunk_ticks``, and ends where a window, a round or an epoch ends.
-        """
-        run = self._run
-        of_round: Round | None = None
-        laid_out: Chunk | None = None  # the ticks of that round
-        for number in count(epoch) if endless else (epoch,):
-            first_tick = number * run.ticks_per_epoch
-            at = first_tick + (tick if number == epoch else 0)
-            end = first_tick + run.ticks_in(number)  # behind it ticks may be left that no step fits into
-            while at < end:
-                only = run.only_source_at(at)
-                if only is not None:
-                    source, source_tick, stage_end = only
-                    most = min(at + chunk_ticks, stage_end, end) - at
-                    chunk = self._sources[source].chunk(source_tick, most)
-                    at += chunk.num_ticks
-                    yield chunk
-                    del chunk  # it may hold its window; the next one is read now
-                    continue
-                if laid_out is None or of_round is None or not of_round.first <= at < of_round.end:
-                    laid_out = None  # likewise
-                    of_round = run.round_at(at)
-                    laid_out = self._lay_out(of_round)
-                first, at = at, min(at + chunk_ticks, of_round.end, end)
-                ticks = slice(first - of_round.first, at - of_round.first)
-                ids, documents = laid_out.ids.ticks(ticks), laid_out.documents
-                yield replace(
-                    laid_out,
-                    lengths=laid_out.lengths[:, ticks],
-                    # Documents are joined here, which costs less than tick by tick.
-                    ids=ids if run.row_tokens else ids.joined(),
-                    documents=documents and documents.ticks(ticks),
-                )
-                laid_out = replace(laid_out, num_cut=0)  # the first chunk has counted them
-
-    def _lay_out(self, of_round: Round) -> Chunk:
-        """Read a round: each slot takes the next ticks of a source where its pattern has that source.
-
-        Samples stay where they lie, in windows and chunks of their sources.
-        """
-        run = self._run
-        pattern = np.repeat(run.pattern(of_round, self._slots), run.order.group, axis=0)
-        lengths, num_cut = np.empty(pattern.shape, np.int32), 0
-        ids = Ragged.empty(pattern.shape, run.row_tokens)
-        documents, has_origins = Ragged.empty(pattern.shape), False
-        rows = np.arange(len(pattern))[:, None]
-        for number in np.unique(of_round.sources).tolist():
-            columns = np.nonzero(pattern == number)[1].reshape(len(pattern), -1)  # of each row, ascending
-            done, num_ticks = 0, columns.shape[1]
-            while done < num_ticks:
-                tick = int(of_round.taken[number]) + done
-                chunk = self._sources[number].chunk(tick, num_ticks - done)
-                places = (rows, columns[:, done : done + chunk.num_ticks])
-                done += chunk.num_ticks
-                num_cut += chunk.num_cut
-                lengths[places] = chunk.lengths
-                # The source's next window would overwrite what is not copied.
-                chunk = chunk if done == num_ticks else chunk.joined()
-                ids.put(places, chunk.ids)
-                if chunk.documents is not None:
-                    documents.put(places, chunk.documents)
-                    has_origins = chunk.has_origins
-                del chunk
-        return Chunk(
-            lengths=lengths,
-            ids=ids,
-            row_tokens=run.row_tokens,
-            num_cut=num_cut,
-            documents=documents if documents.flats else None,
-            has_origins=has_origins,
-        )
+class OtherRun(Refused):
+    """A loader's state is of other data, or of another order."""
 
 
-class _SourceReader:
-    """The ticks of one source, window by window."""
+class _SourceRow(NamedTuple):
+    name: str
+    data: str
+    num_samples: _Number
+    block_samples: _Number
+    window_samples: _Number
+    added_at: _Count
 
-    def __init__(self, source: Source, number: int, slots: range) -> None:
-        self._order, self._samples, self._number, self._slots = source.order, source.samples, number, slots
-        self._reader: ShardReader | None = None  # opens files as it reads them
-        self._window: Window | None = None
-        self._place = (0, 0, 0)  # of the window: epoch, first tick and end
 
-    def close(self) -> None:
-        self._window = None
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
+_SIZES = ("num_samples", "block_samples", "window_samples")  # as Order names them, too
 
-    def chunk(self, tick: int, most: int) -> Chunk:
-        """Return the ticks of the source from one on, counted through its epochs: as many as ``most``, or as
-        its window still has."""
-        epoch, tick = divmod(tick, self._order.ticks_per_epoch)
-        window_epoch, first, end = self._place
-        if self._window is None or epoch != window_epoch or not first <= tick < end:
-            # A whole window is read at once: a part of it would be many small reads.
-            self._window = None
-            samples = self._samples
-            assert samples is not None, "a loader is refused a run whose sources it lacks"
-            # Its slots tell which part of the shards this process opens first.
-            reader = self._reader or samples.open(self._slots.start, self._order.num_slots)
-            self._reader = reader
-            first, end = next(self._order.windows(tick))
-            self._place = epoch, first, end
-            num_tokens = partial(samples.num_tokens, reader)
-            numbers = self._order.samples_of(epoch, self._slots, first, end, num_tokens)
-            self._window = samples.read(reader, numbers, self._order.offset(epoch, samples.offsets))
-        stop = min(tick + most, end)
-        chunk = self._window(tick - first, stop - first)
-        if stop == end:
-            self._window = None  # before the next one is read: half the memory
-        if chunk.has_origins and chunk.documents is not None:
-            chunk.documents.flats[0][ORIGIN.index("source") :: len(ORIGIN)] = self._number
-        return chunk
+
+class _StageRow(NamedTuple):
+    step: _Count
+    global_batch_size: _Number
+    shares: list[_Count] | None  # ticks of each source in a cycle; None: as before
+    is_amended: bool
+
+
+@dataclass(frozen=True)
+class _State:
+    """The values of a state, but for its format and version."""
+
+    epoch: _Count
+    step: _Count
+    num_micro: _Count
+    num_left: int
+    layout: dict[str, _Number]
+    tick_samples: _Number
+    sources: Annotated[list[_SourceRow], Meta(min_length=1)]
+    stages: Annotated[list[_StageRow], Meta(min_length=1)]
+    fingerprint: dict[str, Any]
+
+
+def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: int) -> dict[str, Any]:
+    """Return the state of a position. ``num_left``: steps of epochs that the loop left.
+
+    All have the same keys, and no dicts in lists: torch.distributed.checkpoint reads a fresh state's keys.
+    """
+    epoch = run.epoch_of(position.step)
+    sources, stages = [], []
+    for source in run.sources:
+        sizes = (getattr(source.order, name) for name in _SIZES)
+        sources.append([source.name, source.data, *sizes, source.added_at])
+    for stage in run.stages:
+        shares = list(run.shares(stage.weights)) if stage.begins_round else None
+        stages.append([stage.step, stage.global_batch_size, shares, stage.is_amended])
+    return {
+        "format": STATE_FORMAT,
+        "version": STATE_VERSION,
+        "epoch": epoch,
+        "step": position.step - run.first_step(epoch),
+        "num_micro": position.num_micro,
+        "num_left": num_left,
+        "layout": dict(layout),
+        "tick_samples": run.tick_samples,
+        "sources": sources,
+        "stages": stages,
+        "fingerprint": run.fingerprint,
+    }
+
+
+def go_on(
+    plan: Run, state: Mapping[str, Any], layout: Mapping[str, int], *, amend: bool
+) -> tuple[Run, Position, int, int | None]:
+    """Return what a loader with a plan delivers behind a state, or raise what differs.
+
+    It is the run, the position, the steps that the loop left out, and the step at which an amendment begins.
+    """
+    saved = _read(state)
+    _check_fingerprint(saved, plan)
+    _check_data(saved, plan)
+    # Where no sample was delivered, another plan begins, also in ticks of another size.
+    is_new = not (saved.epoch or saved.step or saved.num_micro)
+    as_planned = plan, Position(), saved.num_left, 0
+    if amend and is_new and saved.tick_samples != plan.tick_samples:
+        return as_planned
+    run = _run_of(saved, plan, layout)
+    position = _position_of(saved, run, layout)
+    step, known = position.step, {source.name: source.samples for source in plan.sources}
+    plan = _in_ticks_of(run, plan)
+    # The arguments may be of after an amendment, and the state of before it: compare the steps behind it.
+    since = max([step, *(stage.step for stage in run.stages if stage.is_amended)])
+    then, now = run.held_from(since), plan.in_order_of(run.sources).held_from(since)
+    border = None
+    if then != now:
+        found, expected = ("; ".join(map(str, stages)) for stages in (then, now))
+        if not amend or run.is_validation:
+            found = f"the state, of step {step}, is of another run: {found}"
+            remedy = None if run.is_validation else "amend=True"
+            advice = f"{remedy}, to change the run from the next border on, or " if remedy else ""
+            expected = f"{expected}; pass {advice}the arguments of the run"
+            raise OtherRun(found=found, expected=expected, remedy=remedy)
+        if position.num_micro:
+            found = f"amend=True for a state inside of a step, after {position.num_micro} batches"
+            raise UsageError(found=found, expected="a state that was saved after the optimizer's step")
+        if is_new:
+            return as_planned
+        run, border = run.amended(step, plan)
+    for held in run.held_from(step):
+        for name in held.weights.keys() - known.keys():
+            found = f"sources {list(known)}, in a run that has samples of {name} from step {held.step} on"
+            expected = f"{name} in input_shards, too, without a weight if it is to be dropped"
+            raise OtherRun(found=found, expected=expected)
+    sources = [replace(source, samples=known.get(source.name)) for source in run.sources]
+    return replace(run, sources=tuple(sources)), position, saved.num_left, border
+
+
+def _read(state: Mapping[str, Any]) -> _State:
+    """Return the values of a state. Raises UsageError, BrokenShard or UnknownVersion."""
+    if not isinstance(state, Mapping):
+        found, remedy = f"the state is {state!r:.80}", "loader.load_state_dict(torch.load(PATH))"
+        raise UsageError(found=found, expected="what state_dict() returned", remedy=remedy)
+    if state.get("format") != STATE_FORMAT:
+        found, remedy = f"the state's format is {state.get('format')!r:.80}", "state_dict()"
+        raise BrokenShard(found=found, expected=f"{STATE_FORMAT}, as {remedy} returns it", remedy=remedy)
+    if state.get("version") != STATE_VERSION:
+        found = f"the state has version {state.get('version')!r:.80}"
+        expected = f"{STATE_VERSION}; go on with the shardprep that saved it, or start without the state"
+        raise UnknownVersion(found=found, expected=expected)
+    known = {name: state[name] for name in _State.__annotations__ if name in state}
+    try:
+        saved = as_type(Path("state"), known, _State)
+    except BrokenShard as error:
+        raise _damaged(error.found, error.expected) from None
+    names, added = [row.name for row in saved.sources], [row.added_at for row in saved.sources]
+    steps, shares = [row.step for row in saved.stages], [row.shares for row in saved.stages]
+    is_of_run = (
+        len(set(names)) == len(names)
+        and added[0] == 0
+        and added == sorted(added)
+        and steps[0] == 0
+        and steps == sorted(set(steps))
+        and shares[0] is not None
+        and all(each is None or (len(each) <= len(names) and sum(each) == CYCLE) for each in shares)
+        and not any(row.global_batch_size % saved.tick_samples for row in saved.stages)
+    )
+    if not is_of_run:
+        raise _damaged("sources and stages", "some that a run can have")
+    return saved
+
+
+def _damaged(found: object, expected: object) -> BrokenShard:
+    return BrokenShard(found=f"the state is damaged: its {found}", expected=f"{expected}; take another one")
+
+
+def _check_fingerprint(saved: _State, plan: Run) -> None:
+    """Raise OtherRun, OtherTokenizer or UnknownVersion for a state of another fingerprint."""
+    then, here = dict(saved.fingerprint), plan.fingerprint
+    if not plan.is_mixture:  # no source can be added: its only data is part of what it is
+        then["data"], here["data"] = saved.sources[0].data, plan.sources[0].data
+    differing = [name for name in {**here, **then} if then.get(name) != here.get(name)]
+    if not differing:
+        return
+    found, wanted = ("; ".join(f"{name} {of.get(name)!r:.20}" for name in differing) for of in (then, here))
+    error: type[Refused] = OtherTokenizer if differing == ["tokenizer"] else OtherRun
+    if "order_version" in differing:
+        error = UnknownVersion
+    expected = f"{wanted}; go on with the loader and the shardprep that saved it, or start without it"
+    raise error(found=f"the state is of another run: {found}", expected=expected)
+
+
+def _check_data(saved: _State, plan: Run) -> None:
+    """Raise OtherRun where a source is other data than in the state."""
+    here = {source.name: (source.data, source.order.num_samples) for source in plan.sources}
+    for row in saved.sources:
+        then = (row.data, row.num_samples)
+        now = here.get(row.name, then)
+        if now != then:
+            remedy = f'{{"{row.name}": ..., "{row.name}_2": NEW}}'
+            found, expected = (f"data {data}, {num_samples:,} samples" for data, num_samples in (then, now))
+            found = f"the source {row.name} is other data in the state: {found}"
+            advice = "A source keeps its folders, in their order; add others as a source of their own"
+            expected = f"{expected}. {advice}, {remedy}, with weights for both and amend=True"
+            raise OtherRun(found=found, expected=expected, remedy=remedy)
+
+
+def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:
+    """Return the run of a state, in equal batches of this loader. Raises BrokenShard or OtherRun."""
+    size = saved.tick_samples
+    try:
+        check_batch(size, plan.order.group, **layout)
+    except UsageError as error:
+        found = f"{error.found} in the state, whose order takes {size} samples at once"
+        raise OtherRun(found=found, expected=error.expected) from None
+    sources, stages = [], []
+    weights: dict[str, float] = {}
+    try:
+        for number, row in enumerate(saved.sources):
+            seed = source_seed(plan.seed, number) if plan.is_mixture else plan.seed
+            sizes = {name: getattr(row, name) for name in _SIZES}
+            order = replace(plan.order, tick_samples=size, seed=seed, **sizes)
+            sources.append(Source(name=row.name, data=row.data, order=order, added_at=row.added_at))
+        for step, global_batch_size, shares, is_amended in saved.stages:
+            if shares is not None:
+                of_names = zip(sources, shares, strict=False)
+                weights = {source.name: share / CYCLE for source, share in of_names}
+            stage = Stage(step=step, global_batch_size=global_batch_size, weights=weights)
+            stages.append(replace(stage, begins_round=shares is not None, is_amended=is_amended))
+        num_batches = size // (layout["batch_size"] * layout["world_size"])
+        return replace(plan, sources=tuple(sources), stages=tuple(stages), batches_per_tick=num_batches)
+    except UsageError as error:  # of orders and sizes that no run has
+        raise BrokenShard(f"the state is damaged: {error}") from None
+
+
+def _position_of(saved: _State, run: Run, layout: Mapping[str, int]) -> Position:
+    """Return the position of a state. Raises BrokenShard or UsageError where it does not fit the run."""
+    if saved.num_micro and saved.layout != layout:
+        found = f"a state inside of a step, after {saved.num_micro} batches of {saved.layout}"
+        expected = f"one of after the optimizer's step, or a loader of these batches, not {dict(layout)}"
+        raise UsageError(found=found, expected=expected)
+    if saved.step >= (num_steps := run.steps_in(saved.epoch)):
+        raise _damaged(f"step is {saved.step} of epoch {saved.epoch}", f"a step below {num_steps}")
+    position = Position(run.first_step(saved.epoch) + saved.step, saved.num_micro)
+    if saved.num_micro >= (num_batches := run.batches_in_step(position.step)):
+        raise UsageError(found=f"a state after {saved.num_micro} batches", expected=f"below {num_batches}")
+    return position
+
+
+def _in_ticks_of(run: Run, plan: Run) -> Run:
+    """Return a plan with the ticks of a run. Raises OtherRun where its sizes are no multiples of them."""
+    size = run.tick_samples
+    for stage in plan.stages:
+        if stage.global_batch_size % size:
+            found = f"global_batch_size={stage.global_batch_size} from step {stage.step} on"
+            expected = f"a multiple of {size}, which the order of the state takes at once"
+            raise OtherRun(found=found, expected=expected)
+    sources = []
+    for source in plan.sources:
+        assert source.samples is not None
+        sizes = sizes_of_order(source.samples, size, source.order.group)
+        sources.append(replace(source, order=replace(source.order, **sizes)))
+    return replace(plan, sources=tuple(sources))
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Where a loader's loop stands. Looking at the loader does not change it."""
+
+    delivered: Position = Position()  # noqa: RUF009  immutable
+    trained: Position | None = None  # of the optimizer's last step; None: the loop does not say it
+    num_left: int = 0  # steps of the run that set_epoch left out, minus those that came again
+    left_at: int = 0  # steps that the loop had when set_epoch last left an epoch
+    is_loaded: bool = False  # a state was loaded, and no iter() began since
+
+    @property
+    def to_save(self) -> Position:
+        """Return the position that a state has: what was trained, or else what was delivered."""
+        return self.delivered if self.trained is None else self.trained
+
+    def load(self, position: Position, num_left: int) -> None:
+        """Stand where a state stands."""
+        self._go_to(position)
+        self.num_left, self.left_at, self.is_loaded = num_left, 0, True
+
+    def leave_for(self, epoch: int, run: Run) -> None:
+        """Make an epoch the next one, from its first step. A state that was loaded is not thrown away."""
+        if epoch > MAX_EPOCH:
+            raise UsageError.of_value("epoch", epoch, f"at most {MAX_EPOCH}")
+        if self.is_loaded:
+            found = f"set_epoch({epoch}), which would throw away a loaded state of another epoch"
+            expected = 'range(loader.state_dict()["epoch"], num_epochs), or a loader without the state'
+            raise UsageError(found=found, expected=expected)
+        if self.delivered == Position():
+            said = f"set_epoch({epoch}) on a loader that delivered nothing: the epoch is whole"
+            logger.warning(f"{said}. A run that goes on inside of it needs load_state_dict before")
+        before = self.delivered.step
+        self.left_at = before - self.num_left
+        self._go_to(Position(run.first_step(epoch)))
+        self.num_left += self.delivered.step - before
+
+    def _go_to(self, position: Position) -> None:
+        self.delivered = position
+        if self.trained is not None:
+            self.trained = position
+
+
+def whole_number(name: str, value: object, *, least: int) -> int:
+    """Return the value as an int. Raises UsageError for what is none, or less than ``least``."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise UsageError.of_value(name, value, f"a whole number of at least {least}")
+    if (number := index(value)) < least:
+        raise UsageError.of_value(name, number, f"at least {least}")
+    return number
+
+
+def check_batch(global_batch_size: int, group: int, *, batch_size: int, world_size: int) -> None:
+    """Raise UsageError unless a global batch is equally many batches and slots of each rank."""
+    if global_batch_size % (step_samples := batch_size * world_size):
+        expected = f"a multiple of batch_size {batch_size} x {world_size} ranks, {step_samples}"
+        raise UsageError.of_value("global_batch_size", global_batch_size, expected)
+    num_slots, rest = divmod(global_batch_size, group)
+    if not rest and num_slots % world_size:  # Order refuses other groups
+        found = f"{world_size} ranks, which cannot share {num_slots} groups of {group} samples evenly"
+        raise UsageError(found=found, expected=[n for n in range(1, num_slots + 1) if num_slots % n == 0])
+
+
+def sizes_of_order(samples: Samples, tick_samples: int, group: int) -> dict[str, Any]:
+    """Return the sizes in a source's order, by their names in Order."""
+    sizes = {"num_samples": samples.num_samples, "tick_samples": tick_samples}
+    block, window = choose_windows(**sizes, num_bytes=samples.shards.tar_bytes, group=group)
+    return {**sizes, "block_samples": block, "window_samples": window}

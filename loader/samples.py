@@ -7,25 +7,24 @@ worker asks for. ``make_run`` puts sources together: order, weights, sizes of gl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from itertools import pairwise
 from math import gcd
 from numbers import Integral, Real
-from operator import index
-from typing import Any, Literal, SupportsIndex, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from loader.chunks import NO_LABEL, Chunk, Integers, Ragged, check_vocab, decode_samples, places_of
+from loader.chunks import NO_LABEL, Chunk, Integers, Ragged, Window, check_vocab, decode_samples, places_of
 from loader.external_tars import TOKEN_DTYPES
-from loader.order import Int32s, Int64s, Order, choose_windows
+from loader.order import Int32s, Int64s, Order
 from loader.reading import SampleBytes, ShardReader
-from loader.run import CYCLE, Run, Source, Stage, source_seed
+from loader.run import CYCLE, Run, Source, Stage, check_batch, sizes_of_order, source_seed, whole_number
 from loader.shards import ShardSet
 from shardprep.errors import BrokenShard, UsageError
 from shardprep.format.names import BLANK
@@ -34,7 +33,6 @@ Weights: TypeAlias = "Mapping[str, float] | Sequence[tuple[int, Mapping[str, flo
 Sizes: TypeAlias = "int | Sequence[tuple[int, int]]"
 WeightsIn = Literal["tokens", "samples"]
 _MOST_COUNTED = 1 << 20  # samples whose lengths tell the mean of a source
-Window = Callable[[int, int], Chunk]  # decodes the ticks from one up to another of the samples that were read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +43,7 @@ class Samples:
     row_tokens: int = 0  # of every sample where all are rows
     vocab_size: int | None = None  # checked where it is given: ids that others made
     starts: bool = False  # whether chunks say where documents begin in rows
-    origins: bool = False  # whether chunks say where each document comes from
+    origins: bool = False  # and where each document comes from
     max_length: int | None = None
 
     @property
@@ -63,9 +61,6 @@ class Samples:
         mean = self.row_tokens or self.shards.mean_tokens
         return mean if self.max_length is None else min(mean, self.max_length)
 
-    def open(self, number: int = 0, num_readers: int = 1) -> ShardReader:
-        return ShardReader(self.shards, number, num_readers)
-
     def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
         """Return the tokens of documents, int64[n], by the idx alone: int64[n]."""
         lengths = reader.num_tokens(samples)
@@ -74,7 +69,7 @@ class Samples:
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:  # noqa: ARG002
         """Read samples, int64[samples per tick, ticks]. The window ends with the reader's next ``read``."""
         # Tick after tick, as chunks have them.
-        data = reader.read(samples.T.reshape(-1), starts=self.row_tokens > 0 and self._wants_documents)
+        data = reader.read(samples.T.reshape(-1), starts=self.starts)
         return partial(self._chunk_of, data, len(samples))
 
     def _chunk_of(self, data: SampleBytes, tick_samples: int, first: int, end: int) -> Chunk:
@@ -91,7 +86,6 @@ class Samples:
         """Decode samples, and check ids that others made. Ids of blanked documents are BLANK.
 
         Returns the lengths, int64[samples], the ids of all, and how many were left out behind ``max_length``.
-        Raises BrokenShard.
         """
         lengths, ids = decode_samples(data, rows)
         num_cut = 0
@@ -105,11 +99,6 @@ class Samples:
         if self.vocab_size is not None:
             check_vocab(data, rows, ids, lengths, self.vocab_size)
         return lengths, ids, num_cut
-
-    @property
-    def _wants_documents(self) -> bool:
-        """Return whether chunks of rows say where documents begin in them."""
-        return self.starts or self.origins
 
     def _with_documents(
         self, chunk: Chunk, counts: Int64s, places: Integers, numbers: Int64s, samples: Int64s
@@ -155,7 +144,7 @@ class PackedRows(Samples):
             has_no_label[mask_at < 0] = False
             ids.flats[0][has_no_label.reshape(-1)] |= NO_LABEL
         chunk = Chunk(lengths=data.num_tokens[rows].astype(np.int32), ids=ids, row_tokens=self.row_tokens)
-        if not self._wants_documents:
+        if not self.starts:
             return chunk
         # All rows at once: 5 ns per start, against 2 us per row.
         num_starts = data.num_starts[by_tick]
@@ -185,7 +174,7 @@ class JoinedRows(Samples):
     def __post_init__(self) -> None:
         have_eos = all(source.records is None and source.spec.append_eos for source in self.shards.sources)
         if self.eos_token_id is None and not have_eos:
-            found = "shards without EOS behind documents, and a tokenizer that has none to put"
+            found = "shards without EOS behind documents, and a tokenizer that has none"
             raise UsageError(found=found, expected="--append_eos of plan, or an eos_token of the tokenizer")
         if self.num_samples == 0:
             raise UsageError(found=f"seq_len={self.row_tokens}", expected=f"at most {self.offsets:,} tokens")
@@ -204,7 +193,7 @@ class JoinedRows(Samples):
     def first_token(self) -> Int64s:
         """Return where each shard begins in the stream: int64[shards + 1]."""
         sizes = np.zeros(self.shards.num_shards, np.int64)
-        reader = self.open()
+        reader = ShardReader(self.shards)
         for source, first in zip(self.shards.sources, self.shards.source_first, strict=False):
             shards = np.arange(first, first + len(source.num_samples))
             if source.records is None and self.shards.split is None:
@@ -220,8 +209,8 @@ class JoinedRows(Samples):
         source, _ = self.shards.locate(number)
         if source.records is None:
             return np.full(len(documents), not source.spec.append_eos)
-        last_id = source.records["last_id"][self.shards.records_of(documents, number)]
-        return np.full(len(last_id), True) if self.eos_token_id is None else last_id != self.eos_token_id
+        last_id: Int64s = source.records["last_id"][self.shards.records_of(documents, number)]
+        return last_id != self.eos_token_id
 
     def _num_with_eos(self, reader: ShardReader, number: int) -> Int64s:
         """Return the tokens of each document of a shard, EOS included: int64[documents]."""
@@ -229,7 +218,7 @@ class JoinedRows(Samples):
         return reader.num_tokens_of(number) + self._puts_eos(number, documents)
 
     def ends(self, reader: ShardReader, number: int) -> Int64s:
-        """Return the sums of a shard's tokens, EOS included: int64[documents + 1]. Raises BrokenShard."""
+        """Return the sums of a shard's tokens, EOS included: int64[documents + 1]."""
         shard = reader.opened(number)
         if "stream" not in shard.sums:
             ends = np.concatenate([[0], np.cumsum(self._num_with_eos(reader, number))])
@@ -247,8 +236,7 @@ class JoinedRows(Samples):
         documents: list[Int64s] = []
         puts_eos: list[npt.NDArray[np.bool_]] = []
         num_decoded = 0
-        # Consecutive rows are one stretch of the stream, which goes on from shard to shard. Each process
-        # begins with another one.
+        # Consecutive rows are one stretch of the stream. Each process begins with another one.
         bounds = np.array([0, *(np.flatnonzero(np.diff(rows) != 1) + 1), len(rows)])
         for stretch in reader.opening_order(np.arange(len(bounds) - 1)).tolist():
             first, end = bounds[stretch : stretch + 2].tolist()
@@ -287,7 +275,7 @@ class JoinedRows(Samples):
             at, of_row = begin_at[:, first:end], lengths[:, first:end]
             in_place = Ragged.of_rows(ids, at, self.row_tokens)
             chunk = Chunk(lengths=of_row, ids=in_place, row_tokens=self.row_tokens)
-            if not self._wants_documents:
+            if not self.starts:
                 return chunk
             by_tick = at.T.reshape(-1)
             low = np.searchsorted(starts, by_tick, side="right") - 1
@@ -312,8 +300,7 @@ def make_samples(
 ) -> Samples:
     """Return the samples of some shards. Raises UsageError where the arguments do not fit what these hold.
 
-    ``keeps_tail``: rows packed at load end with one that is not full. ``starts``: whether to say where
-    documents begin in rows. ``others``: fields of Samples.
+    ``keeps_tail``: rows packed at load end with one that is not full. ``others``: fields of Samples.
     """
     for_documents = "group_by_length" if group > 1 else ""
     if max_length is not None:
@@ -321,16 +308,16 @@ def make_samples(
     if seq_len is not None and for_documents:
         found = f"seq_len={seq_len}, to pack documents, and {for_documents}, to pad them"
         raise UsageError(found=found, expected="one of the two")
-    if shards.has_rows:
-        if not shards.row_tokens:
-            expected = "documents alone, or rows of one length: load them apart"
-            raise UsageError(found="packed rows beside documents, or beside other rows", expected=expected)
-        given = for_documents if seq_len in (None, shards.row_tokens) else f"seq_len={seq_len}"
+    row_tokens = shards.row_tokens
+    if shards.has_rows and not row_tokens:
+        expected = "documents alone, or rows of one length: load them apart"
+        raise UsageError(found="packed rows beside documents, or beside other rows", expected=expected)
+    if row_tokens:
+        given = for_documents if seq_len in (None, row_tokens) else f"seq_len={seq_len}"
         if given:
-            rows = f"packed rows of {shards.row_tokens} tokens"
-            expected = f"{rows} without it, or prepared with another --seq_len"
+            expected = f"packed rows of {row_tokens} tokens without it, or prepared with another --seq_len"
             raise UsageError(found=given, expected=expected, remedy="--seq_len")
-        return PackedRows(shards=shards, row_tokens=shards.row_tokens, starts=starts, **others)
+        return PackedRows(shards=shards, row_tokens=row_tokens, starts=starts, **others)
     if seq_len is None:
         return Samples(shards=shards, max_length=max_length, **others)
     others |= {"starts": starts, "eos_token_id": eos_token_id, "keeps_tail": keeps_tail}
@@ -338,15 +325,6 @@ def make_samples(
 
 
 # The run that the arguments say.
-
-
-def whole_number(name: str, value: object, *, least: int) -> int:
-    """Return the value as an int. Raises UsageError for what is none, or less than ``least``."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise UsageError.of_value(name, value, f"a whole number of at least {least}")
-    if (number := index(value)) < least:
-        raise UsageError.of_value(name, number, f"at least {least}")
-    return number
 
 
 def _stages(name: str, value: Any) -> Sequence[tuple[int, Any]]:
@@ -366,42 +344,15 @@ def _stages(name: str, value: Any) -> Sequence[tuple[int, Any]]:
 def choose_sizes(
     global_batch_size: Sizes | None, group_by_length: bool | int, *, batch_size: int, world_size: int
 ) -> tuple[int, int, list[tuple[int, int]]]:
-    """Return L, which all sizes are multiples of, the samples of a group, and the global batch size by step.
-
-    Raises UsageError.
-    """
+    """Return L, of which all sizes are multiples, the samples of a group, and the sizes by step."""
     name = "global_batch_size"
     stages = _stages(name, batch_size * world_size if global_batch_size is None else global_batch_size)
     sizes = [(step, whole_number(name, size, least=1)) for step, size in stages]
-    if isinstance(group_by_length, bool):
-        group = batch_size if group_by_length else 1
-    else:
-        group = whole_number("group_by_length", group_by_length, least=0) or 1
+    given = int(group_by_length) * batch_size if isinstance(group_by_length, bool) else group_by_length
+    group = whole_number("group_by_length", given, least=0) or 1
     tick_samples = gcd(*(size for _, size in sizes))
     check_batch(tick_samples, group, batch_size=batch_size, world_size=world_size)
     return tick_samples, group, sizes
-
-
-def check_batch(global_batch_size: int, group: int, *, batch_size: int, world_size: int) -> None:
-    """Raise UsageError unless a global batch is equally many batches and slots of each rank."""
-    if global_batch_size % (batch_size * world_size):
-        raise UsageError(
-            found=f"global_batch_size={global_batch_size}",
-            expected=f"a multiple of batch_size {batch_size} x {world_size} ranks, {batch_size * world_size}",
-        )
-    num_slots, rest = divmod(global_batch_size, group)
-    if not rest and num_slots % world_size:  # Order refuses other groups
-        raise UsageError(
-            found=f"{world_size} ranks, which cannot share {num_slots} groups of {group} samples evenly",
-            expected=[n for n in range(1, num_slots + 1) if num_slots % n == 0],
-        )
-
-
-def sizes_of_order(samples: Samples, tick_samples: int, group: int) -> dict[str, Any]:
-    """Return the sizes in a source's order, by their names in Order."""
-    sizes = {"num_samples": samples.num_samples, "tick_samples": tick_samples}
-    block, window = choose_windows(**sizes, num_bytes=samples.shards.tar_bytes, group=group)
-    return {**sizes, "block_samples": block, "window_samples": window}
 
 
 def check_mixing(input_shards: object, weights: Weights | None, *, is_validation: bool) -> None:
@@ -467,13 +418,13 @@ def _shares(weights: object, means: Mapping[str, float]) -> dict[str, float]:
     are_numbers = all(isinstance(value, Real) and 0 <= float(value) < float("inf") for value in values)
     if given.keys() - means.keys() or not are_numbers or not sum(values) > 0:
         expected = f"a dict of non-negative numbers for {', '.join(means)}, not all zero"
-        raise UsageError(found=f"weights={weights!r}", expected=expected)
-    of_samples = {}
-    for (name, mean), value in zip(means.items(), values, strict=True):
+        raise UsageError.of_value("weights", weights, expected)
+    of_samples = []
+    for mean, value in zip(means.values(), values, strict=True):
         # Exactly, and 0.1 as 1/10: weights in equal proportions are equal shares to the last digit.
         exact = Fraction(int(value) if isinstance(value, Integral) else str(float(value)))
-        of_samples[name] = exact / Fraction(mean)
-    shares = {name: float(value / sum(of_samples.values())) for name, value in of_samples.items()}
+        of_samples.append(exact / Fraction(mean))
+    shares = {name: float(value / sum(of_samples)) for name, value in zip(means, of_samples, strict=True)}
     for name, share in shares.items():
         if 0 < share < 1 / CYCLE:
             raise UsageError(found=f"so small a weight of {name}", expected=f"one of {CYCLE} samples, or 0")
@@ -483,14 +434,12 @@ def _shares(weights: object, means: Mapping[str, float]) -> dict[str, float]:
 def _mean_tokens(samples: Samples) -> float:
     """Return the tokens of a sample, by the manifests or by a million samples, evenly chosen."""
     shards = samples.shards
-    if samples.row_tokens:
-        return float(samples.row_tokens)
     is_whole = samples.mean_tokens == shards.mean_tokens  # where no sample is cut
-    if is_whole and not shards.has_external and shards.split is None:
-        return shards.mean_tokens
+    if samples.row_tokens or (is_whole and not shards.has_external and shards.split is None):
+        return float(samples.mean_tokens)
     num_chosen = min(samples.num_samples, _MOST_COUNTED)
     chosen = np.linspace(0, samples.num_samples - 1, num_chosen).astype(np.int64)
-    reader = samples.open()
+    reader = ShardReader(shards)
     mean = float(samples.num_tokens(reader, chosen).mean())
     reader.close()
     return max(mean, 1.0)

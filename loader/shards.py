@@ -1,14 +1,7 @@
 """The shards of a run: found by what ``input_shards`` names, their samples numbered as one sequence.
 
 A folder is a whole data set. Shards of our data sets are known by manifest or index.json and opened when they
-are needed; tars that others wrote are scanned here, once. A URL is copied first, by webdataset, as the loader
-reads at random:
-
-CACHE/shardprep-UID/<16 digits of the URL>-part-07.tar                a tar that others wrote
-CACHE/shardprep-UID/<16 digits of the folder's URL>/shard-00000.tar   one of ours, with manifest and idx
-
-A copy that is there is taken for what its URL holds, so a tar must never change under its URL. Processes that
-copy one at a time each write it, to files of their own: keep CACHE on the node.
+are needed; tars that others wrote are scanned here, once.
 """
 
 from __future__ import annotations
@@ -16,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
-import logging
 import os
 import re
-import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -31,52 +22,18 @@ import numpy as np
 import numpy.typing as npt
 from braceexpand import braceexpand
 
+from loader.copies import URL, copy_url
 from loader.external_tars import scan_tar
 from loader.order import Int64s
 from shardprep.command_line import check_names_are_utf8
 from shardprep.console import quoted
-from shardprep.errors import (
-    BrokenShard,
-    CannotWrite,
-    NotFound,
-    OtherTokenizer,
-    ReadWriteError,
-    UnknownMember,
-    UsageError,
-)
-from shardprep.files import (
-    NOT_THERE,
-    FileStamp,
-    PublishedFile,
-    is_folder,
-    names_in,
-    read_beginning,
-    size_of_file,
-    sync_folder,
-    with_retries,
-)
+from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, UsageError
+from shardprep.files import NOT_THERE, is_folder, names_in, read_beginning, size_of_file, with_retries
+from shardprep.format import manifest as manifests
+from shardprep.format import names
 from shardprep.format.index import merge_manifests, read_idx, read_index
 from shardprep.format.input_formats import name_of_input, place_text
-from shardprep.format.manifest import (
-    manifest_ids,
-    read_findings,
-    read_manifest,
-    refuse_found,
-    refuse_other_plan,
-    shard_files,
-)
-from shardprep.format.names import (
-    INDEX_NAME,
-    PLAN_NAME,
-    DatasetSpec,
-    TokenizerSpec,
-    blank_id,
-    manifest_path,
-    tar_path,
-)
 from shardprep.format.plan import read_input_names
-
-logger = logging.getLogger(__name__)
 
 Named: TypeAlias = "str | bytes | os.PathLike[str]"
 InputShards: TypeAlias = "Named | Iterable[Named]"
@@ -86,12 +43,6 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 _SHARD_TAR = re.compile(r"shard-(\d{5})\.tar")
 _COMPRESSED_TAR = re.compile(r"\.(tar\.\w+|tgz)$")
 _INDEX_START = re.compile(rb'\{\s*"format":\s*"shardprep-index"')
-_URL = re.compile(r"^(?:[a-zA-Z][a-zA-Z0-9+.-]*://|pipe:)")  # what webdataset opens as one
-_NAME_IN_URL = re.compile(r"[\w.-]+\.tar")
-_URL_OF_OUR_SHARD = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://[^?#]*)/shard-(\d{5})\.tar")
-_USER = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]*://)[^/@]*@")
-_EXIT_STATUS = re.compile(r": exit -?\d+")
-_BLOCK_BYTES = 1 << 20  # of a URL at once
 
 SplitName = Literal["train", "validation"]
 
@@ -101,7 +52,7 @@ class DatasetShards:
     """All or some shards of one data set, or one tar that others wrote; the arrays have a row per shard."""
 
     folder: Path
-    spec: DatasetSpec
+    spec: names.DatasetSpec
     shard_ids: Int64s
     num_samples: Int64s
     num_tokens: Int64s
@@ -114,13 +65,13 @@ class DatasetShards:
 
     def path_of(self, row: int) -> Path:
         """Return the tar of a shard."""
-        return self.scanned_tar or tar_path(self.folder, int(self.shard_ids[row]))
+        return self.scanned_tar or names.tar_path(self.folder, int(self.shard_ids[row]))
 
     @property
     def fingerprint(self) -> str:
         """Hash plan, shards and content. A data set may move: its folder is outside it."""
-        parts = [self.shard_ids.astype("<i8").tobytes(), ",".join(self.tar_sha256.tolist()).encode()]
-        return hashlib.sha256(b"|".join([self.spec.plan_id.encode(), *parts])).hexdigest()
+        ids, hashes = self.shard_ids.astype("<i8").tobytes(), ",".join(self.tar_sha256.tolist())
+        return hashlib.sha256(b"|".join([self.spec.plan_id.encode(), ids, hashes.encode()])).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +104,7 @@ class ShardSet:
         self.has_external = len(self.datasets) < len(self.sources)
         # Shard s is row s - source_first[i] of source i.
         self.source_first = np.cumsum([0, *(len(source.num_samples) for source in self.sources)])
-        none = np.zeros(0, np.int64)
-        self.num_records = np.concatenate([none, *(source.num_samples for source in self.sources)])
+        self.num_records = np.concatenate([source.num_samples for source in self.sources])
         # Whether some plan holds documents out; of the others all samples are on either side.
         is_planned = [source.spec.validation_fraction > 0 for source in self.sources]
         self.has_planned = any(is_planned)
@@ -165,13 +115,13 @@ class ShardSet:
             raise UsageError(path=path, found='split="train"', expected=expected, remedy=remedy)
         self.split = split if self.has_planned else None  # None: the samples of both sides
         # Where samples for validation begin in each shard.
-        held_out = np.concatenate([none, *(source.num_validation for source in self.sources)])
+        held_out = np.concatenate([source.num_validation for source in self.sources])
         self.first_held_out = self.num_records - held_out
         counts, self._first_of_side = self.num_records, np.zeros(len(self.num_records), np.int64)
         if self.split == "train":
             counts = self.first_held_out
         elif self.split == "validation":
-            counts, self._first_of_side = counts - self.first_held_out, self.first_held_out
+            counts, self._first_of_side = held_out, self.first_held_out
         self.first_sample = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_shards = len(counts)
         self.num_samples = int(self.first_sample[-1])
@@ -216,27 +166,24 @@ class ShardSet:
     @property
     def split_words(self) -> str:
         """Say which side this is and by which rule, or "" where no document is held out."""
-        if self.split is not None:
-            fractions = dict.fromkeys(data.spec.validation_fraction for data in self.datasets)
-            rules = [f"{fraction:g} of the documents by their content" for fraction in fractions if fraction]
-            return f"split: {self.split}, by plan, {', '.join(rules)}"
-        if self.has_planned:
-            return "split: none, with the documents that the plan holds out for validation"
-        return ""
+        if self.split is None:
+            words = "split: none, with the documents that the plan holds out for validation"
+            return words if self.has_planned else ""
+        fractions = dict.fromkeys(data.spec.validation_fraction for data in self.datasets)
+        rules = ", ".join(f"{fraction:g}" for fraction in fractions if fraction)
+        return f"split: {self.split}, by plan, {rules} of the documents by their content"
 
     @property
     def blank_id(self) -> int | None:
         """Return what binary ids of blanked documents are; None where no document is blanked."""
-        blanks = [blank_id(data.spec.tokenizer.vocab_size) for data in self.sources if data.has_blanks]
-        return blanks[0] if blanks else None
+        sizes = (data.spec.tokenizer.vocab_size for data in self.sources if data.has_blanks)
+        return next(map(names.blank_id, sizes), None)
 
     @property
     def tar_bytes(self) -> int:
         """Return the bytes of all tars, of a split its part as by the number of samples."""
         num_bytes = sum(int(np.sum(source.tar_bytes)) for source in self.sources)
-        if self.split is None:
-            return num_bytes
-        return num_bytes * self.num_samples // int(self.num_records.sum())
+        return num_bytes * self.num_samples // max(int(self.num_records.sum()), 1)
 
     @property
     def fingerprint(self) -> str:
@@ -276,18 +223,17 @@ def _find_paths(input_shards: InputShards, cache_dir: str | os.PathLike[str] | N
 
     What is no local file is copied to ``cache_dir``. 100,000 shards take 0.4 s, hence no Path.
     """
-    named: Iterable[Any] = [input_shards]
-    if isinstance(input_shards, Iterable) and not isinstance(input_shards, (str, bytes, os.PathLike)):
-        named = input_shards
+    named: Any = input_shards
+    if isinstance(named, (str, bytes, os.PathLike)) or not isinstance(named, Iterable):
+        named = [input_shards]
     paths: list[str] = []
     for each in named:
         if not isinstance(each, (str, bytes, os.PathLike)):
-            expected = "the path of a folder, an index.json or a tar"
-            raise UsageError(found=f"input_shards={each!r}", expected=expected)
+            raise UsageError.of_value("input_shards", each, "the path of a folder, an index.json or a tar")
         name = os.fsdecode(each)
         check_names_are_utf8(name)
-        if _URL.match(name):
-            paths += [_copy_url(url, cache_dir) for url in _expand_braces(name)]
+        if URL.match(name):
+            paths += [copy_url(url, cache_dir) for url in _expand_braces(name)]
         else:
             paths += _expand(name)
     check_names_are_utf8(*paths)
@@ -319,17 +265,15 @@ def _expand(name: str) -> list[str]:
 def _expand_braces(pattern: str) -> list[str]:
     """Expand ``a{0..2}{x,y}`` as a shell does, the last brace fastest.
 
-    Zeros in front are kept, and each name comes once. Raises UsageError for braces that hold neither a range
-    nor a comma.
+    Zeros in front are kept, and each name comes once. Braces hold a range or a comma, else UsageError.
     """
     try:
-        names = list(dict.fromkeys(braceexpand(pattern, escape=False)))
+        expanded = list(dict.fromkeys(braceexpand(pattern, escape=False)))
     except ValueError:  # unbalanced: a single brace is part of a name
         return [pattern]
-    if left := _BRACES.search(names[0]):
-        found = f"the braces {left[0]!r}"
-        raise UsageError(path=pattern, found=found, expected="{00000..00009} or {a,b}")
-    return names
+    if left := _BRACES.search(expanded[0]):
+        raise UsageError(path=pattern, found=f"braces {left[0]}", expected="{00000..00009} or {a,b}")
+    return expanded
 
 
 def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
@@ -344,40 +288,39 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
             if folder not in is_ours:
                 is_ours[folder] = _is_dataset(Path(folder))
             shard_id = int(shard[1])
-            if is_ours[folder] or size_of_file(manifest_path(Path(folder), shard_id)) is not None:
+            if is_ours[folder] or size_of_file(names.manifest_path(Path(folder), shard_id)) is not None:
                 named.setdefault(folder, []).append(shard_id)
                 return []
         if size_of_file(Path(path)) is None:
             raise _nothing_at(path)
-        if name == INDEX_NAME:
+        if name == names.INDEX_NAME:
             return [_dataset(Path(folder))]
         if name.endswith(".tar"):
             return [_tar_of_others(Path(path), count_tokens=count_tokens)]
         if not is_folder(Path(path)):
-            expected = f"a tar, a folder or an {INDEX_NAME}; decompress .tar.gz files first"
+            expected = f"a tar, a folder or an {names.INDEX_NAME}; decompress .tar.gz files first"
             raise UsageError(path=path, found="none of what can be loaded", expected=expected)
-        if _is_dataset(Path(path)) or manifest_ids(Path(path)):
+        if _is_dataset(Path(path)) or manifests.manifest_ids(Path(path)):
             return [_dataset(Path(path))]
-        names = names_in(Path(path))
-        for each in (Path(path, name) for name in names if _COMPRESSED_TAR.search(name)):
+        inside = names_in(Path(path))
+        if compressed := next(filter(_COMPRESSED_TAR.search, inside), None):
             expected = "a tar; decompress it, or name the others"
-            raise UsageError(path=each, found="compressed", expected=expected)
-        tars = [Path(path, name) for name in names if name.endswith(".tar")]
+            raise UsageError(path=Path(path, compressed), found="compressed", expected=expected)
+        tars = [Path(path, name) for name in inside if name.endswith(".tar")]
         if not tars:
             remedy = f"shardprep plan --input_dir {quoted(path)} --output_dir DATA --model_id MODEL"
-            expected = f"an {INDEX_NAME}, manifests or tars; if these are raw texts"
+            expected = f"an {names.INDEX_NAME}, manifests or tars; if these are raw texts"
             raise NotFound(path=path, found="no shards", expected=expected, remedy=remedy)
         return [_tar_of_others(tar, count_tokens=count_tokens) for tar in tars]
 
     for path in paths:
         found += with_retries(f"{path} cannot be read", partial(read, path))
     for folder, ids in named.items():
-        attempt = partial(_dataset, Path(folder), ids)
-        found.append(with_retries(f"{folder} cannot be read", attempt))
+        found.append(with_retries(f"{folder} cannot be read", partial(_dataset, Path(folder), ids)))
         with contextlib.suppress(ReadWriteError):  # a folder may be entered that may not be listed
-            names = set(names_in(Path(folder)))
-            for wanted in (tar_path(Path(folder), shard_id) for shard_id in ids):
-                if wanted.name not in names:
+            inside = set(names_in(Path(folder)))
+            for wanted in (names.tar_path(Path(folder), shard_id) for shard_id in ids):
+                if wanted.name not in inside:
                     raise _nothing_at(str(wanted))
     return found
 
@@ -385,22 +328,20 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
 def _tar_of_others(path: Path, *, count_tokens: bool) -> DatasetShards:
     """Scan a tar. Its path is outside of its fingerprint, which hashes sizes, places and some ids."""
     records, row_tokens, sha256, num_bytes = scan_tar(path, count_tokens=count_tokens)
-    record: Literal["documents", "packed", "chat"] = "documents"
-    if row_tokens:
-        record = "chat" if records["mask_offset"].any() else "packed"
+    record: Literal["packed", "chat"] = "chat" if records["mask_offset"].any() else "packed"
     counted = records["num_tokens"]
     # Tokens that were not counted are guessed, 4 bytes each.
     num_tokens = int(counted.sum()) if (counted >= 0).all() else num_bytes // 4
     special_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    spec = DatasetSpec(
+    spec = names.DatasetSpec(
         plan_id=sha256,
         num_shards=1,
-        record=record,
+        record=record if row_tokens else "documents",
         token_format="npy" if row_tokens else "json",
         seq_len=row_tokens,
         append_eos=False,
         # Nobody knows the tokenizer.
-        tokenizer=TokenizerSpec(model_id="", fingerprint="", vocab_size=2**31, **special_ids),
+        tokenizer=names.TokenizerSpec(model_id="", fingerprint="", vocab_size=2**31, **special_ids),
     )
     return DatasetShards(
         folder=path.parent,
@@ -422,11 +363,11 @@ def _nothing_at(path: str) -> NotFound:
 
 def _has_index(folder: Path) -> bool:
     """Return whether there is an index.json of ours: others write files of that name, too."""
-    return _INDEX_START.match(read_beginning(folder / INDEX_NAME, 200)) is not None
+    return _INDEX_START.match(read_beginning(folder / names.INDEX_NAME, 200)) is not None
 
 
 def _is_dataset(folder: Path) -> bool:
-    return _has_index(folder) or size_of_file(folder / PLAN_NAME) is not None
+    return _has_index(folder) or size_of_file(folder / names.PLAN_NAME) is not None
 
 
 def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
@@ -440,14 +381,14 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
         num_shards = len(index.columns)
         ids = rows = np.arange(num_shards) if shard_ids is None else np.array(shard_ids)
         if beyond := ids[ids >= num_shards].tolist():
-            path = tar_path(folder, beyond[0])
-            expected = f"one of the {num_shards} shards of the {INDEX_NAME} beside it"
+            path = names.tar_path(folder, beyond[0])
+            expected = f"one of the {num_shards} shards of the {names.INDEX_NAME} beside it"
             raise NotFound(path=path, found="an unknown shard", expected=expected)
     else:
-        index = merge_manifests(folder, (read_manifest(folder, shard_id) for shard_id in shard_ids))
+        index = merge_manifests(folder, (manifests.read_manifest(folder, shard_id) for shard_id in shard_ids))
         ids, rows = np.array(shard_ids), np.arange(len(shard_ids))
-    refuse_other_plan(folder, index.spec.plan_id)
-    refuse_found(folder, read_findings(folder, index.spec.plan_id), ids.tolist())
+    manifests.refuse_other_plan(folder, index.spec.plan_id)
+    manifests.refuse_found(folder, manifests.read_findings(folder, index.spec.plan_id), ids.tolist())
     is_planned = index.spec.validation_fraction > 0
     return DatasetShards(
         folder=folder,
@@ -471,109 +412,6 @@ def _check_sources(datasets: list[DatasetShards]) -> None:
     for dataset in datasets:
         first, other = datasets[0].spec.tokenizer, dataset.spec.tokenizer
         if other.fingerprint != first.fingerprint:
-            raise OtherTokenizer(
-                path=dataset.folder,
-                found=f"made with {other.model_id} ({other.fingerprint[:12]}), which cannot be mixed",
-                expected=f"the tokenizer of the others, {first.model_id} ({first.fingerprint[:12]})",
-            )
-
-
-# Copies of what URLs name
-
-
-def _copy_url(url: str, cache_dir: str | os.PathLike[str] | None) -> str:
-    """Return the local copy of a URL that webdataset opens (``https:``, ``s3:``, ``gs:``, ``pipe:`` ...)."""
-    if cache_dir is None:
-        remedy = "cache_dir="
-        expected = f"{remedy}, a folder with room for copies, as order and resume read tars at random"
-        raise UsageError(path=_shown(url), found="no local file", expected=expected, remedy=remedy)
-    folder = Path(os.path.abspath(cache_dir), f"shardprep-{os.getuid()}")  # noqa: PTH100  resolve follows links
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        found = folder.lstat()
-        # In /tmp others could put a link where a copy is looked for, so the folder must be the user's alone.
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & stat.S_IWOTH:
-            found_mode = f"owner {found.st_uid}, mode {stat.filemode(found.st_mode)}"
-            expected = f"a folder of user {os.getuid()} alone; name another cache_dir"
-            raise CannotWrite(path=folder, found=found_mode, expected=expected)
-        if ours := _URL_OF_OUR_SHARD.fullmatch(url):
-            path = _copy_our_shard(ours[1], int(ours[2]), folder / _digits(ours[1]))
-            if path is not None:
-                return str(path)
-        path = folder / f"{_digits(url)}-{['copy.tar', *_NAME_IN_URL.findall(url)][-1]}"
-        _copy(url, path)
-    except OSError as error:
-        raise ReadWriteError(f"{_shown(url)} cannot be copied to {folder}: {error}") from error
-    return str(path)
-
-
-def _shown(url: str) -> str:
-    """Return a URL for messages: without password, query and a command's words, which may be secrets."""
-    if url.startswith("pipe:"):
-        return f"{url.split(maxsplit=1)[0]} ..."
-    place, mark, _ = url.partition("?")
-    return _USER.sub(r"\1", place.partition("#")[0]) + ("?..." if mark else "")
-
-
-def _digits(url: str) -> str:
-    return hashlib.sha256(url.encode()).hexdigest()[:16]
-
-
-def _copy_our_shard(root: str, shard_id: int, folder: Path) -> Path | None:
-    """Copy manifest, idx and tar of a shard. None where no manifest says that it is one of ours."""
-    manifest = manifest_path(folder, shard_id)
-    folder.mkdir(exist_ok=True)
-    try:
-        _copy(f"{root}/{manifest.name}", manifest)
-    except NotFound as error:
-        logger.warning("a shard is taken for a tar that others wrote: %s", error)
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        return None
-    for path, stamp in shard_files(folder, read_manifest(folder, shard_id), ("idx", "tar")):
-        _copy(f"{root}/{path.name}", path, stamp)
-    return tar_path(folder, shard_id)
-
-
-def _copy(url: str, target: Path, expected: FileStamp | None = None) -> None:
-    """Publish what webdataset reads from a URL, if it is not there: a manifest, a whole tar, a stamped file.
-
-    Raises NotFound where the URL cannot be read, BrokenShard where it holds something else.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISREG(target.lstat().st_mode):  # a link of that name is none of ours
-            raise BrokenShard(path=target, found="no regular file", expected="a copy of ours; remove it")
-        return
-    with PublishedFile(target) as copy:
-        for block in _blocks(url):
-            copy.write(block)
-        found = copy.sync()
-        if expected is not None and found != expected:
-            what, wanted = f"sha256 {found.sha256[:12]}", f"{expected.sha256[:12]}, as its manifest"
-            raise BrokenShard(path=_shown(url), found=what, expected=wanted)
-        if expected is None and target.suffix == ".tar":
-            try:
-                scan_tar(copy.temporary)
-            except BrokenShard as error:
-                what = "cannot be loaded" if isinstance(error, UnknownMember) else "is no whole tar"
-                raise type(error)(f"what webdataset read from {_shown(url)} {what}: {error}") from None
-        copy.publish()
-    sync_folder(target.parent)
-
-
-def _blocks(url: str) -> Iterator[bytes]:
-    """Read a URL block by block. Raises NotFound, for whatever reason webdataset cannot read it."""
-    from webdataset.gopen import gopen
-
-    try:
-        with gopen(url, "rb") as stream:
-            while block := stream.read(_BLOCK_BYTES):
-                yield block
-    except Exception as error:  # each of gopen's openers raises errors of its own
-        shown, reason = _shown(url), f": {error}"
-        if shown != url:  # the error repeats the URL
-            status = _EXIT_STATUS.search(str(error))
-            reason = "" if status is None else status[0]
-        raise NotFound(f"{shown} cannot be read by webdataset ({type(error).__name__}{reason})") from None
+            found = f"made with {other.model_id} ({other.fingerprint[:12]}), which cannot be mixed"
+            expected = f"the tokenizer of the others, {first.model_id} ({first.fingerprint[:12]})"
+            raise OtherTokenizer(path=dataset.folder, found=found, expected=expected)

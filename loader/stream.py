@@ -1,16 +1,13 @@
 """The batches of a rank, in order: worker processes read chunks, and the training process collates them.
 
 A chunk is a few ticks of a worker's slots, so a worker sends 1 MiB at a time, not a batch. Workers share the
-slots of the rank: if every worker took each n-th tick instead, all of them together would read everything n
-times.
+slots of the rank: if each took every n-th tick instead, together they would read everything n times.
 
 Each worker has a socket of its own, and shares neither memory nor a lock. A container's /dev/shm may be
-small, and behind the queues of torch's DataLoader a loop waits for ever where a worker is killed while it
-holds a lock or sends a message.
+small, and the queues of torch's DataLoader wait for ever where a worker is killed while it holds a lock.
 
 Slurm, torchrun and a terminal send a signal to all processes of a job. A worker that died of it would end the
-process that trains before that one has saved its checkpoint. So workers block these signals, and end with the
-process that trains.
+process that trains before its checkpoint. So workers block these signals, and end with that process.
 """
 
 from __future__ import annotations
@@ -27,15 +24,16 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from loader.batches import LoaderMetrics, StepBatches
-from loader.chunks import Chunk
+from loader.chunks import Chunk, RunReader
 from loader.order import share
-from loader.run import Position, Run, RunReader
+from loader.run import Position, Run
 from shardprep.command_line import stop_signals_wait
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 
@@ -56,34 +54,26 @@ class _Worker(NamedTuple):
     started_by: int  # pid; a fork of that process has the others' ends, too
 
 
+@dataclass(eq=False)
 class BatchStream:
-    """A rank's batches, step by step; with workers a few chunks are read ahead. Waits are counted in
-    ``metrics``.
+    """A rank's batches, step by step; with workers a few chunks are read ahead. ``metrics`` count waits.
 
     Files stay open, and workers alive, until ``end``: opening shards anew costs more than reading a window.
     ``endless``: chunks of the next epoch follow those of one.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        slots: range,
-        step_batches: StepBatches,
-        metrics: LoaderMetrics,
-        *,
-        endless: bool,
-        workers: Mapping[str, Any],
-    ) -> None:
-        self._run = run
-        self._slots = slots
-        self._step_batches = step_batches
-        self._metrics = metrics
-        self._endless = endless
-        self._num_workers: int = workers.get("num_workers", 0)
-        self._num_ahead: int = workers.get("prefetch_factor") or 1
+    run: Run
+    slots: range
+    step_batches: StepBatches
+    metrics: LoaderMetrics
+    endless: bool
+    options: Mapping[str, Any]  # of the workers, as torch's DataLoader takes them
+
+    def __post_init__(self) -> None:
+        self._num_workers: int = self.options.get("num_workers", 0)
         self._workers: list[_Worker] = []
         self._num_sent = 0  # how often the workers were sent to a position
-        self._reader = RunReader(run, slots)  # of this process, where it has no workers
+        self._reader = RunReader(self.run, self.slots)  # of this process, where it has no workers
         self._arriving: Iterator[Chunk] | None = None  # its chunks
         self._stands_at: Position | None = None  # where the next chunks are from, if an epoch begins there
         weakref.finalize(self, _end_workers, self._workers).atexit = False
@@ -91,18 +81,17 @@ class BatchStream:
 
     @property
     def _chunk_ticks(self) -> int:
-        """Return the ticks of a chunk, the same for all workers. Rows that are not sent take no memory until
-        their tick, see Ragged."""
-        if not self._num_workers and self._run.row_tokens:
+        """Return the ticks of a chunk. Rows that are not sent take no memory until their tick, see Ragged."""
+        if not self._num_workers and self.run.row_tokens:
             return MAX_CHUNK_TICKS
-        slots = -(-len(self._slots) // max(self._num_workers, 1))
-        longest = max(samples.mean_tokens for samples in self._run.samples)
-        tick_bytes = 4 * slots * self._run.order.group * (self._run.row_tokens or longest)
+        slots = -(-len(self.slots) // max(self._num_workers, 1))
+        longest = max(samples.mean_tokens for samples in self.run.samples)
+        tick_bytes = 4 * slots * self.run.order.group * (self.run.row_tokens or longest)
         return max(1, min(MAX_CHUNK_TICKS, int(CHUNK_BYTES // tick_bytes)))
 
     def steps(self, start: Position) -> Iterator[list[tuple[Any, tuple[int, int]]]]:
         """Yield the steps of an epoch from a position on: each batch with what ``metrics`` count of it."""
-        run = self._run
+        run = self.run
         self._read_from(start)
         num_done, first_batch = divmod(start.num_micro, run.batches_per_tick)
         epoch, tick = run.epoch_and_tick(start)
@@ -113,8 +102,8 @@ class BatchStream:
             for _ in range(num_done, run.ticks_in_step(step)):
                 if chunk is None:
                     chunk, place = self._next_chunk(), 0
-                fillers = run.order.is_filler(tick, self._slots) if run.is_validation else None
-                batches += self._step_batches.of_tick(chunk, place, first_batch, fillers)
+                fillers = run.order.is_filler(tick, self.slots) if run.is_validation else None
+                batches += self.step_batches.of_tick(chunk, place, first_batch, fillers)
                 tick, place, first_batch = tick + 1, place + 1, 0
                 if place == chunk.num_ticks:
                     chunk = None  # it may hold its window; the next one is read now
@@ -134,9 +123,9 @@ class BatchStream:
         if any(worker.started_by != pid or not worker.process.is_alive() for worker in self._workers):
             self.end()  # they are started again
         if self._stands_at != start:
-            epoch, tick = self._run.epoch_and_tick(start)
+            epoch, tick = self.run.epoch_and_tick(start)
             if not self._num_workers:
-                self._arriving = self._reader.chunks(epoch, tick, self._chunk_ticks, endless=self._endless)
+                self._arriving = self._reader.chunks(epoch, tick, self._chunk_ticks, endless=self.endless)
             elif not self._workers:
                 self._start_workers()
             self._num_sent += 1
@@ -155,8 +144,9 @@ class BatchStream:
             with _one_starts, stop_signals_wait(_SIGNALS, spawns=spawns):
                 for number in range(self._num_workers):
                     here, there = multiprocessing.Pipe()
-                    slots = share(self._slots, number, self._num_workers)
-                    given = (there, self._run, slots, self._chunk_ticks, self._endless, self._num_ahead)
+                    slots = share(self.slots, number, self._num_workers)
+                    num_ahead = self.options.get("prefetch_factor") or 1
+                    given = (there, self.run, slots, self._chunk_ticks, self.endless, num_ahead)
                     process = context.Process(target=_work, args=given, daemon=True)
                     with there:
                         process.start()
@@ -173,9 +163,9 @@ class BatchStream:
             chunks = [next(self._arriving)]
         else:
             chunks = [self._received(worker) for worker in self._workers]
-        self._metrics.wait_s += time.perf_counter() - began
+        self.metrics.wait_s += time.perf_counter() - began
         chunk = Chunk.stacked(chunks)
-        self._metrics.num_cut_tokens += chunk.num_cut
+        self.metrics.num_cut_tokens += chunk.num_cut
         return chunk
 
     def _received(self, worker: _Worker) -> Chunk:
@@ -188,11 +178,9 @@ class BatchStream:
             worker.process.join(_END_S)
             code = worker.process.exitcode or 0
             found = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            raise ReadWriteError(
-                f"worker process {worker.process.pid} ended early ({found}). SIGKILL mostly means that "
-                "memory ran out: pass fewer num_workers, or ask for more memory",
-                found=found,
-            ) from None
+            advice = "SIGKILL mostly means that memory ran out: pass fewer num_workers, or ask for more"
+            said = f"worker process {worker.process.pid} ended early ({found}). {advice}"
+            raise ReadWriteError(said, found=found) from None
         if isinstance(item, ShardprepError):
             raise item
         assert isinstance(item, Chunk)
@@ -256,8 +244,7 @@ def _end_with_main_process(parent_pid: int) -> None:
 def _check_main_guard() -> None:
     """Raise UsageError where each worker would run this loop again: spawn and forkserver import the script.
 
-    Call it in the training process. Else a worker would fail, and where all that it is given is more than a
-    pipe holds, the training process would wait for it for ever.
+    Else a worker would fail, and the training process might wait for it for ever.
     """
     for frame, line_number in traceback.walk_stack(inspect.currentframe()):
         path = frame.f_globals.get("__file__") or ""

@@ -6,12 +6,11 @@ longer than all else, comes when somebody asks for its object.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,7 @@ import orjson
 
 from loader.shards import DatasetShards, ShardSet
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
-from shardprep.files import (
-    NOT_THERE,
-    close_read,
-    errors_named,
-    is_folder,
-    open_regular,
-    read_regular,
-    refuse_fifos,
-)
+from shardprep.files import NOT_THERE, is_folder, read_beginning, read_regular, refuse_fifos
 from shardprep.format.index import without_garbage_collection
 from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR, TokenizerSpec, fingerprint_of, is_text
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
@@ -47,21 +38,20 @@ class LoaderTokenizer:
     added_vocab: Mapping[str, int]
     fingerprint: str  # of what made the ids
     vocab_size: int  # added tokens included
-    make: Callable[[], Any]  # transformers' object
+    given: Any = None  # transformers' object, else loaded from a data set's folder
+    own: tuple[Path, TokenizerSpec] | None = None
     pads_with: str | None = None  # token that becomes its pad token
 
     @staticmethod
     def of_loaded(tokenizer: Any, fingerprint: str | None = None) -> LoaderTokenizer:
         """Describe one that transformers loaded. ``fingerprint``: of the manifests, where there are some."""
+        names = ("eos_token", "eos_token_id", "pad_token", "pad_token_id")
         return LoaderTokenizer(
-            eos_token=tokenizer.eos_token,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token=tokenizer.pad_token,
-            pad_token_id=tokenizer.pad_token_id,
+            **{name: getattr(tokenizer, name) for name in names},
             added_vocab=tokenizer.get_added_vocab(),
             fingerprint=fingerprint or _fingerprint(tokenizer),
             vocab_size=max(tokenizer.get_vocab().values()) + 1,
-            make=partial(_itself, tokenizer),
+            given=tokenizer,
         )
 
     def get_added_vocab(self) -> Mapping[str, int]:
@@ -71,29 +61,23 @@ class LoaderTokenizer:
     @cached_property
     def loaded(self) -> Any:
         """Return transformers' tokenizer, as ``TokenLoader.tokenizer``. Raises what that raises."""
-        tokenizer = self.make()
+        tokenizer = _load_own(*self.own) if self.own else self.given
         if self.pads_with is not None:
             tokenizer.pad_token = self.pads_with
         return tokenizer
 
 
-def _itself(tokenizer: Any) -> Any:
-    return tokenizer
-
-
 def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) -> LoaderTokenizer:
     """Return the data set's own tokenizer, which needs no network, else that of ``model_id``.
 
-    A ``model_id`` given for a data set must have the same name, files or fingerprint. Raises NotFound,
-    OtherTokenizer, or UsageError where tars of others come without a ``model_id``.
+    A ``model_id`` given for a data set must have the same name, files or fingerprint.
     """
     datasets = shards.datasets
     model_id = None if model_id is None else os.fspath(model_id)
     if shards.has_external and model_id is None:
-        expected = "model_id=, the model whose tokenizer made their token ids"
-        raise UsageError(
-            found="tars that other tools wrote, without a tokenizer", expected=expected, remedy="model_id="
-        )
+        found, remedy = "tars that other tools wrote, without a tokenizer", "model_id="
+        expected = f"{remedy}, the model whose tokenizer made their token ids"
+        raise UsageError(found=found, expected=expected, remedy=remedy)
     if not datasets:
         return LoaderTokenizer.of_loaded(_load(str(model_id)))
     spec = datasets[0].spec.tokenizer
@@ -128,7 +112,6 @@ def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
     """Return the tokenizer of a data set, if its file is that of the manifests: 0.5 s for Llama 3's.
 
     None where it is not, or the files beside it say something else: transformers then finds what is wrong.
-    Raises BrokenShard or ReadWriteError.
     """
     raw = _content(folder / "tokenizer.json")
     if raw is None or _content(folder / "added_tokens.json") is not None:  # of transformers 4: more tokens
@@ -156,7 +139,7 @@ def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
         added_vocab=added,
         fingerprint=spec.fingerprint,
         vocab_size=spec.vocab_size,
-        make=partial(_load_own, folder, spec),
+        own=(folder, spec),
     )
 
 
@@ -168,30 +151,23 @@ def _content(path: Path) -> bytes | None:
 
 
 def _load_own(folder: Path, spec: TokenizerSpec) -> Any:
-    """Load the tokenizer in a data set's folder, and compare it with the manifests.
-
-    transformers says nothing of damaged files. Raises OtherTokenizer, ReadWriteError, or NotFound.
-    """
+    """Load the tokenizer in a data set's folder, and compare it: transformers says of no damage."""
     tokenizer = _load(str(folder))
     pairs = [(name, getattr(tokenizer, name), getattr(spec, name)) for name in _SPECIAL_IDS]
     pairs.append(("fingerprint", _fingerprint(tokenizer)[:12], spec.fingerprint[:12]))
-    wrong = [f"{name} {found}, expected {expected}" for name, found, expected in pairs if found != expected]
+    wrong = [f"{name} {found}, not {expected}" for name, found, expected in pairs if found != expected]
     if wrong:
-        raise OtherTokenizer(
-            f"the files in {folder} are not the tokenizer that made the shards ({spec.model_id!r}): "
-            f"{'; '.join(wrong)}; copy the folder anew from where the shards were made"
-        )
+        expected = f"the tokenizer that made the shards, {spec.model_id!r}; copy the folder anew from there"
+        raise OtherTokenizer(path=folder, found="; ".join(wrong), expected=expected)
     return tokenizer
 
 
 def _check_same(dataset: DatasetShards, model_id: str, given: Any) -> None:
-    found, own = _fingerprint(given), dataset.spec.tokenizer
-    if found != own.fingerprint:
-        raise OtherTokenizer(
-            path=dataset.folder,
-            found=f"model_id={model_id!r}, a tokenizer with fingerprint {found[:12]}",
-            expected=f"{own.model_id!r} with {own.fingerprint[:12]}, or no model_id: it has a tokenizer",
-        )
+    fingerprint, own = _fingerprint(given), dataset.spec.tokenizer
+    if fingerprint != own.fingerprint:
+        found = f"model_id={model_id!r}, a tokenizer with fingerprint {fingerprint[:12]}"
+        expected = f"{own.model_id!r} with {own.fingerprint[:12]}, or no model_id: it has a tokenizer"
+        raise OtherTokenizer(path=dataset.folder, found=found, expected=expected)
 
 
 def _fingerprint(tokenizer: Any) -> str:
@@ -211,13 +187,11 @@ def _load(name: str) -> Any:
         for folder in (Path(name), Path(name, CHAT_TEMPLATES_DIR)):
             refuse_fifos(folder)
         for path in (Path(name, "tokenizer.json"), Path(name, "tokenizer_config.json")):
-            with contextlib.suppress(*NOT_THERE), errors_named(path):
-                close_read(open_regular(path))
+            read_beginning(path, 1)
     source = name if is_folder else find_on_hub(name)[1]
+    is_local = source != name or is_folder
     try:
-        return AutoTokenizer.from_pretrained(
-            source, local_files_only=source != name or is_folder, trust_remote_code=False
-        )
+        return AutoTokenizer.from_pretrained(source, local_files_only=is_local, trust_remote_code=False)
     except BaseException as error:
         if not is_library_fault(error):  # of transformers, of the hub's client, of tokenizers
             raise

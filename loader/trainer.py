@@ -21,7 +21,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from loader.batches import Batch
 from loader.boundaries import why_unchecked
-from loader.token_loader import TokenLoader
+from loader.dataloader import TokenLoader
 from loader.training import LossMean, SourceLosses
 from shardprep.errors import UsageError
 
@@ -48,10 +48,8 @@ class LoaderMixin(_Trainer):
         super().__init_subclass__(**kwargs)
         before = cls.__mro__[: cls.__mro__.index(LoaderMixin)]
         if any(base.__module__ == "transformers.trainer" for base in before):
-            raise UsageError(
-                found=f"class {cls.__name__} has LoaderMixin behind Trainer, which would hide its methods",
-                expected=f"class {cls.__name__}(LoaderMixin, Trainer)",
-            )
+            found = f"class {cls.__name__} has LoaderMixin behind Trainer, which would hide its methods"
+            raise UsageError(found=found, expected=f"class {cls.__name__}(LoaderMixin, Trainer)")
 
     def __init__(
         self,
@@ -68,10 +66,8 @@ class LoaderMixin(_Trainer):
         loaders: list[Any] = [train_loader, *self._eval_loaders.values()]
         for loader in loaders:
             if not isinstance(loader, TokenLoader):
-                raise UsageError(
-                    found=f"train_loader or eval_loader is a {type(loader).__name__}",
-                    expected="a TokenLoader, as get_llama3_dataloader makes it",
-                )
+                found = f"train_loader or eval_loader is a {type(loader).__name__}"
+                raise UsageError(found=found, expected="a TokenLoader, as get_llama3_dataloader makes it")
         # Trainer asks for data sets, which are never iterated.
         self._placeholder: Any = train_loader.dataset
         if any(base.__module__.startswith("trl.") for base in type(self).__mro__):
@@ -123,16 +119,14 @@ class LoaderMixin(_Trainer):
 
     def _refuse_shifted(self, loader: TokenLoader) -> None:
         if loader.step_batches.shifts_targets and self.compute_loss_func is None:
-            raise UsageError(
-                found='a loader with targets="shifted", and Trainer\'s loss, which shifts labels itself',
-                expected='targets="same", or a compute_loss_func that does not shift',
-            )
+            found = 'a loader with targets="shifted", and Trainer\'s loss, which shifts labels itself'
+            expected = 'targets="same", or a compute_loss_func that does not shift'
+            raise UsageError(found=found, expected=expected)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return what ``evaluate()`` iterates. Whatever else is evaluated is Trainer's."""
         name = None if eval_dataset is self._placeholder else eval_dataset
-        is_name = name is None or isinstance(name, str)
-        if is_name and name in self._eval_loaders:
+        if (name is None or isinstance(name, str)) and name in self._eval_loaders:
             return self._eval_loaders[name]
         return super().get_eval_dataloader(eval_dataset)
 
@@ -180,12 +174,9 @@ class LoaderMixin(_Trainer):
         self._refuse_shifted(loader)
         origins, labels = inputs.pop("origins", None), inputs.get("labels")
         with_outputs = return_outputs or origins is not None
-        found: Any = super().compute_loss(
-            model,
-            inputs,
-            return_outputs=with_outputs,
-            num_items_in_batch=num_items_in_batch if mean is None else None,
-        )
+        num_items = num_items_in_batch if mean is None else None
+        options: Any = {"return_outputs": with_outputs, "num_items_in_batch": num_items}
+        found: Any = super().compute_loss(model, inputs, **options)
         loss, outputs = found if with_outputs else (found, {})
         if mean is not None:
             mean.add(loss, labels)
@@ -234,11 +225,10 @@ class EpochsOfLoader:
             part, num_epochs = math.modf(args.num_train_epochs)
             end = run.first_step(int(num_epochs)) + math.ceil(part * run.steps_in(int(num_epochs)))
             if end <= first and not global_step:
-                raise UsageError(
-                    found=f"num_train_epochs={args.num_train_epochs:g}, and a loader that has trained "
-                    f"{self.loader.epoch:g} epochs",
-                    expected="more epochs, or max_steps",
+                found = (
+                    f"num_train_epochs={args.num_train_epochs:g}, and a loader behind {self.loader.epoch:g}"
                 )
+                raise UsageError(found=found, expected="more epochs, or max_steps")
             max_steps = global_step + max(end - first, 0)
         self.global_step, self._is_finished = global_step, max_steps <= global_step
         check_trainer_arguments(args, self.loader, max_steps - global_step)
@@ -258,37 +248,27 @@ class EpochsOfLoader:
 
 
 def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) -> None:
-    """Raise UsageError unless each of the next global batches is batch x accumulation x ranks of the
-    TrainingArguments."""
+    """Raise UsageError unless the next global batches are those of the TrainingArguments."""
     run, (step, num_micro) = loader.run, loader.progress.delivered
     if num_micro:
-        raise UsageError(
-            found=f"a loader inside of a step, behind {num_micro} of its batches",
-            expected="a state that was saved after the optimizer's step, or "
-            f"train_loader.load_state_dict(train_loader.state_at({step}))",
-        )
+        again = f"train_loader.load_state_dict(train_loader.state_at({step}))"
+        expected = f"a state that was saved after the optimizer's step, or {again}"
+        raise UsageError(found=f"a loader inside of a step, behind {num_micro} batches", expected=expected)
     global_batch_size = run.held_from(step)[0].global_batch_size
     for held in run.held_from(step):
         if held.step < step + num_steps and held.global_batch_size != global_batch_size:
-            raise UsageError(
-                found=f"a global batch that changes at step {held.step}",
-                expected="equally many batches in each step of Trainer; train to that step by max_steps, or "
-                "write the loop yourself, see docs/training_own_loop.md",
-            )
+            found = f"a global batch that changes at step {held.step}, where Trainer's stay as they are"
+            expected = "max_steps to that step, or a loop of your own, see docs/training_own_loop.md"
+            raise UsageError(found=found, expected=expected)
     batch_size, accumulated = args.train_batch_size, args.gradient_accumulation_steps
-    world_size = loader.process_rank.world_size
     if batch_size != loader.step_batches.batch_size:
-        raise UsageError(
-            found=f"per_device_train_batch_size={batch_size} in TrainingArguments",
-            expected=f"batch_size of the loader, {loader.step_batches.batch_size}: pass the same to both",
-        )
-    step_samples = batch_size * accumulated * world_size
+        expected = f"batch_size of the loader, {loader.step_batches.batch_size}: pass the same to both"
+        raise UsageError.of_value("per_device_train_batch_size", batch_size, expected)
+    step_samples = batch_size * accumulated * loader.process_rank.world_size
     if step_samples != global_batch_size:
-        raise UsageError(
-            found=f"steps of {batch_size} samples x {accumulated} accumulated x {world_size} ranks = "
-            f"{step_samples} by TrainingArguments",
-            expected=f"the loader's global_batch_size, {global_batch_size}: change one of them",
-        )
+        found = f"{step_samples} samples in a step by TrainingArguments, {accumulated} batches of each rank"
+        expected = f"the loader's global_batch_size, {global_batch_size}: change one of them"
+        raise UsageError(found=found, expected=expected)
 
 
 def load_checkpoint(loader: TokenLoader, folder: Path) -> int:
@@ -302,11 +282,10 @@ def load_checkpoint(loader: TokenLoader, folder: Path) -> int:
     if attributes.get("saved") is not None:
         loader.load_state_dict(attributes["saved"])
     elif state.global_step and not loader.has_loaded_state:
-        raise UsageError(
-            f"the checkpoint of step {state.global_step} has no state of the loader: the run would see its "
-            "first samples again; call train_loader.load_state_dict before train(), with the state that was "
-            f"saved, or with train_loader.state_at({state.global_step}) if its steps were global batches"
-        )
+        found = f"a checkpoint of step {state.global_step} without a state of the loader"
+        at = f"train_loader.state_at({state.global_step})"
+        expected = f"train_loader.load_state_dict({at}) before train(), if its steps were global batches"
+        raise UsageError(path=path, found=found, expected=expected)
     return int(attributes.get("num_trained") or state.global_step)
 
 

@@ -21,8 +21,8 @@ from torch.nn.functional import cross_entropy
 from loader.batches import Batch, PadToken, Targets, choose_pad_token, log_pad_token
 from loader.boundaries import HostNumber, document_numbers
 from loader.chunks import IGNORED
+from loader.dataloader import TokenLoader
 from loader.order import Int64s
-from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -84,12 +84,11 @@ def set_up_training(
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, str(num_threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a fork beside its threads may hang
+    options = {"attn_implementation": "sdpa"}
+    setup = TrainingSetup(bf16=bf16, num_threads=num_threads, pad=pad, model_options=options)
     if not is_loader or loader.process_rank.rank == 0:
-        precision = f"{'bfloat16' if bf16 else 'float32'}, TF32 on CUDA: {'yes' if tf32 else 'no'}"
-        logger.info("set up for training: %s; attention: sdpa; %d threads", precision, num_threads)
-    return TrainingSetup(
-        bf16=bf16, num_threads=num_threads, pad=pad, model_options={"attn_implementation": "sdpa"}
-    )
+        logger.info(f"set up for training: {setup}, tf32={tf32}")
+    return setup
 
 
 # Mean losses: of a validation set, and of each source.
@@ -200,16 +199,13 @@ def evaluation_loss(model: Any, loader: TokenLoader) -> float:
     """Return the mean loss over all labels of a validation loader, on all ranks.
 
     All of them must call it, and it takes one epoch of ``loader``. ``model(**batch).loss`` must be the mean
-    over the labels of a batch. Raises UsageError for ``targets="shifted"`` and a model of transformers, which
-    shifts labels itself.
+    over the labels of a batch. Raises UsageError for ``targets="shifted"`` and a model of transformers.
     """
     inner = getattr(model, "module", model)  # of DDP
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # of PEFT
     if loader.step_batches.shifts_targets and type(inner).__module__.startswith("transformers."):
-        raise UsageError(
-            found=f'targets="shifted" of the loader, and {type(inner).__name__}, which shifts labels itself',
-            expected='targets="same"',
-        )
+        found = f'targets="shifted" of the loader, and {type(inner).__name__}, which shifts labels itself'
+        raise UsageError(found=found, expected='targets="same"')
     losses = LossMean.of_loader(loader)
     device, was_training = next(model.parameters()).device, model.training
     model.eval()
@@ -247,7 +243,6 @@ def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) ->
         if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (shape, torch.int64):
             expected = f"an int64 tensor of {list(shape)}; of boundaries 'position_ids' or 'segment_ids'"
             raise UsageError(found=f"{name}, which cannot be dealt by rows", expected=expected)
-    group = group or dist.group.WORLD
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     rows = torch.cat([torch.stack([batch[name] for name in names], 1) for batch in batches])
     own_work = []
@@ -271,10 +266,8 @@ def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) ->
     dealt, outgoing = torch.empty_like(rows), rows[np.argsort(to, kind="stable")]
     dist.all_to_all_single(dealt, outgoing, num_got, num_sent, group=group)
     dealt = dealt[np.argsort(-work[own], kind="stable")]
-    parts = dealt.split(shape[0])
-    return [
-        Batch(zip(names, (field.contiguous() for field in part.unbind(1)), strict=True)) for part in parts
-    ]
+    parts = (part.unbind(1) for part in dealt.split(shape[0]))
+    return [Batch(zip(names, map(torch.Tensor.contiguous, fields), strict=True)) for fields in parts]
 
 
 # The part of a batch that one rank of context parallelism computes (docs/training_own_loop.md).
@@ -312,8 +305,7 @@ def split_for_context_parallel(
             masks made of ``position_ids`` and ``segment_ids``.
 
     Raises:
-        UsageError: rows cannot be cut so, the batch does not say where documents begin, or labels are not
-            shifted.
+        UsageError: rows cannot be cut so, nothing says where documents begin, or labels are not shifted.
     """
     ids = batch.get("input_ids") if hasattr(batch, "get") else None
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
@@ -325,8 +317,7 @@ def split_for_context_parallel(
     fields = {name: value for name, value in batch.items() if name not in _OF_THE_WHOLE}
     for name, value in fields.items():
         if not isinstance(value, torch.Tensor) or value.shape != ids.shape:
-            kinds = "'position_ids', 'segment_ids' or 'cu_seqlens'"
-            expected = f"a tensor of {list(ids.shape)}; of boundaries {kinds}"
+            expected = f"a tensor of {list(ids.shape)}; boundaries other than 'transformers'"
             raise UsageError(found=f"{name}, which cannot be split over ranks", expected=expected)
     if (labels := fields.get("labels")) is not None:
         is_ignored = labels == IGNORED
@@ -359,24 +350,22 @@ def _split_documents(
     is_real = positions < lengths[document]
     places = np.full(len(positions), -1)
     places[is_real] = tokens[(edges[document] + positions)[is_real]]
-    device = batch["input_ids"].device
-    part = {
-        name: torch.from_numpy(value[None]).to(device)
-        for name, value in (("position_ids", positions), ("segment_ids", np.where(is_real, document + 1, 0)))
+    made = {
+        "place_ids": places,
+        "cu_seqlens": edges.astype(np.int32),
+        "cu_seqlens_padded": padded_edges.astype(np.int32),
+        "position_ids": positions[None],
+        "segment_ids": np.where(is_real, document + 1, 0)[None],
     }
-    place_ids = torch.from_numpy(places).to(device)
+    device = batch["input_ids"].device
+    part: dict[str, Any] = {name: torch.from_numpy(value).to(device) for name, value in made.items()}
+    place_ids = part["place_ids"]
     for name, value in fields.items():
         if name not in part:
             padding = IGNORED if name == "labels" else 0
             taken = value.flatten()[place_ids.clamp_min(0)].masked_fill(place_ids < 0, padding)
             part[name] = taken[None]
-    return {
-        "place_ids": place_ids,
-        "cu_seqlens": torch.from_numpy(edges.astype(np.int32)).to(device),
-        "cu_seqlens_padded": torch.from_numpy(padded_edges.astype(np.int32)).to(device),
-        "max_seqlen": HostNumber(padded.max(initial=0)),
-        **part,
-    }
+    return {**part, "max_seqlen": HostNumber(padded.max(initial=0))}
 
 
 def _places_of_rank(lengths: Int64s, rank: int, size: int) -> tuple[Int64s, Int64s]:

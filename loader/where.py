@@ -4,9 +4,8 @@ A loader is made as the run's was, with ``origins``; ``state_at`` puts it to the
 
 ``blank`` has found the documents of a list, and put BLANK where their ids stood, in the same places. So which
 samples held them is read from the shards that were made again, whatever names the list had. The reader of
-training then walks through the run, with marks of samples in place of their bytes: what decides which sample
-comes when decides here, too. The price: 0.3 us of CPU for each sample so far, 0.6 us of a mixture; of samples
-of like length, every idx is read.
+training then walks through the run, with marks of samples in place of their bytes. The price: 0.3 us of CPU
+for each sample so far, 0.6 us of a mixture; of samples of like length, every idx is read.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,14 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from loader.chunks import Chunk, Ragged
-from loader.dataloader import get_llama3_dataloader
+from loader.chunks import Chunk, Ragged, RunReader, Window
+from loader.dataloader import TokenLoader, get_llama3_dataloader
 from loader.order import Int64s
-from loader.run import Position, Run, RunReader
-from loader.samples import JoinedRows, Samples, Window
+from loader.reading import ShardReader
+from loader.run import STATE_FORMAT, Position, Run
+from loader.samples import JoinedRows, Samples
 from loader.shards import ShardSet
-from loader.state import STATE_FORMAT
-from loader.token_loader import TokenLoader
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import BrokenShard, NotFound, UsageError
 from shardprep.format.index import ShardSamples
@@ -48,8 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     text = "a checkpoint of torch.save, or JSON, that holds a state"
     parser.add_argument("--state", type=Path, required=True, help=text)
     asked = parser.add_mutually_exclusive_group()
-    text = "training step, from 0 (default: the last one of --state)"
-    asked.add_argument("--step", type=int, help=text)
+    asked.add_argument("--step", type=int, help="training step, from 0 (default: the last one of --state)")
     text = "name the steps before --state that saw documents which are blanked in DATA (default: one step)"
     asked.add_argument("--blanked", action="store_true", help=text)
     text = "whose tokenizer made tars of other tools (default: the data set's own)"
@@ -67,13 +64,9 @@ def where(args: argparse.Namespace) -> int:
             return _print_steps(loader, is_json=args.json)
         end = loader.progress.delivered.step
         step = max(end - 1, 0) if args.step is None else args.step
-        if step < 0:
-            raise UsageError.of_value("--step", step, "a step from 0")
-        if options["amend"] and step >= end:
-            raise UsageError(
-                found=f"step {step}, behind the state, which is of step {end}",
-                expected="a later checkpoint: what comes then is up to the run's weights and sizes",
-            )
+        if step < 0 or (options["amend"] and step >= end):
+            expected = f"from 0 up to {end}, where the state is: what comes then is up to weights and sizes"
+            raise UsageError.of_value("--step", step, expected)
         at = loader.state_at(step)
         loader.load_state_dict(at)
         documents = list(_documents(loader, state["layout"]["world_size"]))
@@ -86,8 +79,7 @@ def where(args: argparse.Namespace) -> int:
         source = "" if each["source"] == "all" else f"{each['source']} "
         address = each["address"] or f"{each['tar']} sample {each['sample']}"
         line = f"rank {each['rank']} batch {each['batch']} row {each['row']} token {each['token']}"
-        line += f": {source}{address}"
-        print_lines(f"{line}, {each['place']}" if each["place"] else line)
+        print_lines(f"{line}: {source}{address}{', ' if each['place'] else ''}{each['place']}")
     return 0
 
 
@@ -140,18 +132,15 @@ def find_state(path: Path) -> dict[str, Any]:
         reason = str(error).partition("\n")[0] or type(error).__name__
         found = f"--state that cannot be read: {reason}"
         raise BrokenShard(path=path, found=found, expected="what torch.save wrote, or .json") from None
-    for state in _states_in(content):
-        return dict(state)
+    parts = [content]
+    while parts:
+        part = parts.pop(0)
+        if isinstance(part, Mapping) and part.get("format") == STATE_FORMAT:
+            return dict(part)
+        if isinstance(part, (Mapping, list, tuple)):
+            parts += part.values() if isinstance(part, Mapping) else part
     expected = "a checkpoint in which loader.state_dict() was saved"
     raise NotFound(path=path, found="no state of a loader", expected=expected)
-
-
-def _states_in(content: Any) -> Iterator[Mapping[str, Any]]:
-    if isinstance(content, Mapping) and content.get("format") == STATE_FORMAT:
-        yield content
-    parts = content.values() if isinstance(content, Mapping) else content
-    for part in parts if isinstance(content, (Mapping, list, tuple)) else ():
-        yield from _states_in(part)
 
 
 def _loader_options(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,10 +167,7 @@ def _loader_options(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _print_steps(loader: TokenLoader, *, is_json: bool) -> int:
-    """Print the steps before the loader's position that saw blanked documents, and return the exit code.
-
-    Raises NotFound where no document is blanked, UsageError, and what reading raises.
-    """
+    """Print the steps before the loader's position that saw blanked documents, and return the exit code."""
     run, num_steps = loader.run, loader.progress.delivered.step
     found = sorted(_steps(run, num_steps).items())
     if loader.progress.num_left:
@@ -233,11 +219,10 @@ class _MarkedSamples:
         self._begins, self._ends = blanked, blanked + 1
         self._width, self._size = 1, of.num_samples  # of a sample, and of all
         if isinstance(of, JoinedRows):
-            # A document is a stretch of the stream of tokens that rows are cut from, which goes on with its
-            # first token behind its end.
+            # A document is a stretch of the stream of tokens that rows are cut from, which goes round.
             self._width, self._size = of.row_tokens, of.offsets
             stretches = np.zeros((2, len(blanked)), np.int64)  # where they begin, and end
-            reader, shard_of = of.open(), of.shards.shard_of(blanked)
+            reader, shard_of = ShardReader(of.shards), of.shards.shard_of(blanked)
             for number in np.unique(shard_of).tolist():
                 here = shard_of == number
                 sums = of.first_token[number] + of.ends(reader, number)
@@ -277,7 +262,7 @@ def _steps(run: Run, num_steps: int) -> dict[int, Counter[str]]:
     if not num_blanked:
         raise NotFound(found="no blanked document in the data", expected="data sets that 'blank' made")
     reader = RunReader(replace(run, sources=tuple(sources)), range(run.order.num_slots))
-    found: dict[int, Counter[str]] = {}
+    found: dict[int, Counter[str]] = defaultdict(Counter)
 
     def first_tick(step: int) -> int:
         return run.tick_of(Position(step))
@@ -289,12 +274,10 @@ def _steps(run: Run, num_steps: int) -> dict[int, Counter[str]]:
         for chunk in reader.chunks(epoch, 0, 1 << 16, endless=False):
             if at >= end_tick:
                 break
-            for tick in np.flatnonzero(chunk.lengths.any(axis=0)).tolist():
+            for tick, place in np.argwhere(chunk.lengths.T > 0).tolist():
                 if at + tick < end_tick:
                     step = bisect_right(range(num_steps), at + tick, key=first_tick) - 1
-                    marks = chunk.lengths[:, tick]
-                    names = (run.sources[mark - 1].name for mark in marks[marks > 0].tolist())
-                    found.setdefault(step, Counter()).update(names)
+                    found[step][run.sources[chunk.lengths[place, tick] - 1].name] += 1
             at += chunk.num_ticks
             progress.add(chunk.num_ticks)
     reader.close()

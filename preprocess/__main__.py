@@ -316,6 +316,12 @@ PROGRAM = Program(
         "peek": _elsewhere("peek", "print decoded samples and where they came from"),
         "export": _elsewhere("export", "write the token ids as Megatron, nanoGPT or Hugging Face files"),
         "blank": Command("make the data set anew with some documents blanked", _blank_flags, blank),
+        "overlap": _elsewhere("overlap", "find the documents that hold text of an evaluation"),
+        "duplicates": Command(
+            "find equal documents, and list those that go",
+            "preprocess.overlap:add_duplicates_flags",
+            "preprocess.overlap:duplicates",
+        ),
         "clean": Command(
             "remove temporary files of finished shards, those older than 24 hours, logs of a verified set",
             "preprocess.verify:add_clean_flags",

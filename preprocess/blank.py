@@ -8,6 +8,7 @@ names of the same files, or copies. The new data set has the plan's id, so a tra
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.read.documents import documents_of_shard
-from preprocess.read.transform import Transform, transform_of
+from preprocess.read.text_fields import Transform, transform_of
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import NotFound, Refused
 from shardprep.files import PublishedFolder, make_folder, publish_link, read_regular, sync_folder
@@ -30,13 +31,7 @@ from shardprep.format.documents import (
     read_names,
 )
 from shardprep.format.manifest import check_done, done_manifest, read_findings, read_manifest, shard_files
-from shardprep.format.names import (
-    EXCLUDED_NAME,
-    TOKENIZER_DIR,
-    id_ranges,
-    ids_of_ranges,
-    manifest_path,
-)
+from shardprep.format.names import EXCLUDED_NAME, TOKENIZER_DIR, id_ranges, ids_of_ranges, manifest_path
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan, publish_plan, read_plan
 
 Places = npt.NDArray[np.int64]  # int64[documents, 2]: number of the input, and where in it a document begins
@@ -48,9 +43,9 @@ def take_over(
 ) -> tuple[Plan, list[int], bool]:
     """Begin the new data set: find the documents, publish its plan, and take over the untouched shards.
 
-    What an earlier attempt left done stays. Returns its plan, the shards that are to be made again, and
-    whether each document that the list names was found. Raises NotFound where none was, Refused where the
-    new folder has another plan or was begun with another list, and what reading and writing raise.
+    Returns its plan, the shards that are to be made again, and whether each document that the list names was
+    found. Raises NotFound where none was, Refused where the new folder was begun otherwise, and what reading
+    and writing raise.
     """
     plan = need_plan(folder)
     check_tokenizer_files(folder, plan.tokenizer_files)  # which are copied
@@ -67,10 +62,9 @@ def take_over(
         if len(places):
             named[number] = places
         progress.add(1)
-    missing = len(found) - int(found.sum())
-    if missing:
+    if missing := int((~found).sum()):
         lines = lines_of(ids_file, names, ~found, id_field=plan.options.id_field)
-        print_lines(*(f"not found: {line}" for line, _ in zip(lines, range(_MOST_TOLD), strict=False)))
+        print_lines(*(f"not found: {line}" for line in itertools.islice(lines, _MOST_TOLD)))
         say(f"{missing} of {counted(len(found), 'name')} in {ids_file} were not found")
     if not named:
         raise NotFound(f"{folder} has no document that {ids_file} names; nothing was made", path=ids_file)
@@ -119,8 +113,7 @@ def _named_places(
 ) -> Places:
     """Return where the named documents of a shard begin, ascending. Note in ``found`` which these are.
 
-    The input is read only where digests/ has a named text or is not kept, or where a named place may lie in
-    this shard.
+    The input is read only where it may have what is named by its text or its place.
     """
     shard = plan.shard(shard_id)
     parts = [np.empty((0, 2), np.int64)]
@@ -143,17 +136,16 @@ def _named_places(
 def _blanked(folder: Path, plan: Plan, shard_id: int, places: Places) -> BlankedDocuments:
     """Return what is blanked of a shard from now on, with what was before."""
     manifest = read_manifest(folder, shard_id)
-    made_from = manifest.tar.sha256
     if manifest.made_from is not None:
         before = read_blanked(folder, plan.plan_id, shard_id)
-        made_from = before.made_from
         places = np.unique(np.concatenate([places, np.array([before.inputs, before.offsets]).T]), axis=0)
+    inputs, offsets = places.T.tolist()
     return BlankedDocuments(
         plan_id=plan.plan_id,
         shard_id=shard_id,
-        made_from=made_from,
-        inputs=places[:, 0].tolist(),
-        offsets=places[:, 1].tolist(),
+        made_from=manifest.made_from or manifest.tar.sha256,
+        inputs=inputs,
+        offsets=offsets,
     )
 
 
@@ -161,9 +153,7 @@ def _begin(folder: Path, new: Path, planned: Plan, documents: dict[int, BlankedD
     """Write what the shards are made by, the plan last, or check that an earlier attempt wrote the same."""
     if (begun := read_plan(new)) is not None:
         is_ours = (begun.plan_id, begun.options) == (planned.plan_id, planned.options)
-        if not is_ours or any(
-            read_blanked(new, begun.plan_id, number) != each for number, each in documents.items()
-        ):
+        if not is_ours or documents != {each: read_blanked(new, begun.plan_id, each) for each in documents}:
             found = f"a data set that was not begun by blanking these documents of {folder}"
             expected = "a new folder, as blanking goes on only with the list that it began with"
             raise Refused(path=new, found=found, expected=expected)

@@ -53,7 +53,7 @@ class ExportedShard(NamedTuple):
 
 
 class ExportLayout:
-    """What another tool reads. A shard becomes files that appear whole, the last of which says it is done."""
+    """What another tool reads. A shard becomes files that appear whole; the last one says that it is done."""
 
     last_name = ""  # of that file, given ``number`` of the shard and ``num_shards``
 
@@ -75,13 +75,12 @@ class ExportLayout:
     def write(self, shard_id: int, samples: ExportedShard) -> None:
         """Write the files of a shard. Raises CannotWrite, ReadWriteError and what reading raises."""
         with contextlib.ExitStack() as stack:
-            files = []
+            files: list[PublishedFile] = []
             for path, pieces in self.files(shard_id, samples):
-                file = stack.enter_context(PublishedFile(path))
+                files.append(stack.enter_context(PublishedFile(path)))
                 for piece in pieces:
-                    file.write(piece)
-                file.sync()
-                files.append(file)
+                    files[-1].write(piece)
+                files[-1].sync()
             for file in files:
                 file.publish()
         sync_folder(self.folder)
@@ -107,14 +106,9 @@ class Megatron(ExportLayout):
         yield path.with_suffix(".bin"), (ids.astype(dtype).tobytes() for ids in samples.pieces)
         code, num = (8 if dtype.itemsize == 2 else 4), len(lengths)
         offsets = (np.cumsum(lengths) - lengths) * dtype.itemsize
-        yield (
-            path,
-            (
-                struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, num, num + 1),
-                lengths.astype("<i4").tobytes() + offsets.astype("<i8").tobytes(),
-                np.arange(num + 1, dtype="<i8").tobytes(),
-            ),
-        )
+        head = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, num, num + 1)
+        arrays = (lengths.astype("<i4"), offsets.astype("<i8"), np.arange(num + 1, dtype="<i8"))
+        yield path, (head, *(array.tobytes() for array in arrays))
 
     def finish(self) -> str:
         words = [
@@ -162,9 +156,8 @@ class NanoGpt(ExportLayout):
                     raise ReadWriteError(f"parts of {self._target} went meanwhile; run this again") from None
         found, expected = size_of_file(self._target), self.first_token[-1] * self._dtype.itemsize
         if found != expected:
-            raise ReadWriteError(
-                path=self._target, found=found, expected=f"{expected} bytes: remove it and run this again"
-            )
+            again = f"{expected} bytes: remove it and run this again"
+            raise ReadWriteError(path=self._target, found=found, expected=again)
         for path in parts:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -205,15 +198,10 @@ class HuggingFace(ExportLayout):
     def finish(self) -> str:
         features = {"input_ids": {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "Sequence"}}
         info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
-        state: dict[str, Any] = {
-            "_data_files": [{"filename": self.last_file(number).name} for number in range(self.num_shards)],
-            "_fingerprint": hashlib.sha256(str(self.first_token).encode()).hexdigest()[:16],
-            "_format_columns": None,
-            "_format_kwargs": {},
-            "_format_type": None,
-            "_output_all_columns": False,
-            "_split": None,
-        }
+        state: dict[str, Any] = dict.fromkeys(("_format_columns", "_format_type", "_split"))
+        state |= {"_format_kwargs": {}, "_output_all_columns": False}
+        state["_data_files"] = [{"filename": self.last_file(each).name} for each in range(self.num_shards)]
+        state["_fingerprint"] = hashlib.sha256(str(self.first_token).encode()).hexdigest()[:16]
         publish_bytes(self.folder / "dataset_info.json", json.dumps(info, indent=1).encode())
         publish_bytes(self.folder / "state.json", json.dumps(state, indent=1).encode())
         return f'datasets: load_from_disk("{self.folder}")'
@@ -247,16 +235,17 @@ def export(args: argparse.Namespace) -> int:
     first_token = [0]
     for shard_id in range(plan.num_shards):
         counts = check_done(args.data_dir, shard_id, plan.plan_id, findings).counts
-        held, part = counts.held_out, slice(None)
-        num_documents, num_tokens = counts.num_documents, counts.num_tokens
+        held = counts.held_out
         num_train = counts.num_samples - held.num_samples
+        num_held = held.num_tokens + (eos is not None) * held.num_documents
+        num_all = counts.num_tokens + (eos is not None) * counts.num_documents
+        part, num_tokens = slice(None), num_all
         if args.split == "validation":
-            part, num_documents, num_tokens = slice(num_train, None), held.num_documents, held.num_tokens
+            part, num_tokens = slice(num_train, None), num_held
         elif args.split == "train":
-            part = slice(num_train)
-            num_documents, num_tokens = num_documents - held.num_documents, num_tokens - held.num_tokens
+            part, num_tokens = slice(num_train), num_all - num_held
         parts.append(part)
-        first_token.append(first_token[-1] + num_tokens + (eos is not None) * num_documents)
+        first_token.append(first_token[-1] + num_tokens)
     layout = LAYOUTS[args.to](folder, plan.tokenizer.vocab_size, first_token)
     side = {"split": args.split} if args.split else {}
     _claim(folder, {"to": args.to, "plan_id": plan.plan_id, "put_eos": eos, **side})
@@ -267,10 +256,9 @@ def export(args: argparse.Namespace) -> int:
             stored = samples.document_lengths(rows_hold_wholes=plan.options.pack == "best_fit")
             documents = stored + (eos is not None)
             rows = samples.records["num_tokens"].astype(np.int64) if plan.spec.has_rows else documents
+            exported = ExportedShard(documents, rows, _with_eos(samples.pieces(), stored, eos))
             try:
-                layout.write(
-                    shard_id, ExportedShard(documents, rows, _with_eos(samples.pieces(), stored, eos))
-                )
+                layout.write(shard_id, exported)
             except (CannotWrite, ReadWriteError):
                 # An equal export at the same time, that was faster, has removed this one's temporaries.
                 if not layout.is_done(shard_id):
@@ -280,9 +268,9 @@ def export(args: argparse.Namespace) -> int:
         opened_by = layout.finish()
     except (CannotWrite, ReadWriteError):  # likewise; what the other one made is there now
         opened_by = layout.finish()
-    with contextlib.suppress(OSError):  # of attempts that died; whatever a living one would write is there
-        for path in [item for item in folder.iterdir() if TEMPORARY_NAME.fullmatch(item.name)]:
-            remove_tree(path)
+    with contextlib.suppress(OSError, ReadWriteError):  # of attempts that died; a living one finds all done
+        for name in filter(TEMPORARY_NAME.fullmatch, names_in(folder)):
+            remove_tree(folder / name)
     print_lines(f"{counted(plan.num_shards, 'shard')}, {first_token[-1]} tokens in {folder}; {opened_by}")
     return 0
 
@@ -319,25 +307,19 @@ def _checked_eos(args: argparse.Namespace, plan: Plan) -> int | None:
         remedy = "--validation_fraction"
         expected = f"none, as it was planned without {remedy}"
         raise UsageError(path=args.data_dir, found="--split", expected=expected, remedy=remedy)
+    if plan.spec.has_rows and args.put_eos and not plan.options.append_eos:
+        raise UsageError("--put_eos is for documents; these rows were packed with --no-append_eos")
     # In a stream EOS alone tells documents apart.
-    wanted = args.to in ("megatron", "nanogpt") if args.put_eos is None else args.put_eos
-    if not wanted or plan.options.append_eos:
+    is_wanted = args.to in ("megatron", "nanogpt") if args.put_eos is None else args.put_eos
+    if not is_wanted or plan.options.append_eos or plan.spec.has_rows:
         return None
-    if plan.spec.has_rows:
-        if args.put_eos:
-            raise UsageError("--put_eos is for documents; these rows were packed with --no-append_eos")
-        return None
-    eos = plan.tokenizer.eos_token_id
-    if eos is None:
+    if plan.tokenizer.eos_token_id is None:
         raise UsageError("the tokenizer names no EOS to put behind documents; add --no-put_eos")
-    return eos
+    return plan.tokenizer.eos_token_id
 
 
 def _claim(folder: Path, settings: dict[str, Any]) -> None:
-    """Say whose export the folder is, once. Of two at the same time the first one does.
-
-    Raises Refused where it is another's, CannotWrite, ReadWriteError.
-    """
+    """Say whose export the folder is, once. Raises Refused where it is another's."""
     path, fresh = folder / _SETTINGS, "a fresh folder for --output_dir"
     try:
         if size_of_file(path) is None:
@@ -348,13 +330,13 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
             with PublishedFile(path) as file:
                 file.write(json.dumps(settings).encode())
                 file.sync()
-                file.publish_first()
+                file.publish_first()  # of two exports at the same time the first one does
             sync_folder(folder)
         found = load_json(read_regular(path, max_bytes=1 << 20))
     except NOT_THERE:
         raise ReadWriteError(f"{path} went meanwhile; run this again") from None
     except (ValueError, BrokenShard):
-        found = None
+        found = {}
     there = found if isinstance(found, dict) else {}
     if differing := [name for name in {**settings, **there} if there.get(name) != settings.get(name)]:
         raise Refused(path=folder, found=f"an export of other {', '.join(differing)}", expected=fresh)

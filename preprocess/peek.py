@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -28,8 +29,8 @@ from shardprep.format.names import (
     BLANK,
     TOKENIZER_DIR,
     TOKENIZER_FILE,
+    Count,
     blank_id,
-    load_json,
     manifest_path,
     quarantine_path,
     shard_name,
@@ -41,6 +42,16 @@ _IN_SHARD = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?::([0-9]{1,9}))?")
 _MAX_QUARANTINE_BYTES = 4 << 20  # of one file: some 20,000 documents
 _DETAIL_CHARS = 300
 Sample = tuple[int, int]  # shard, number in it
+
+
+class _LeftOut(msgspec.Struct):
+    """What a line of a quarantine file says."""
+
+    source: str
+    source_offset: int
+    num_bytes: Count
+    reason: str
+    detail: str
 
 
 class Decoder:
@@ -56,20 +67,16 @@ class Decoder:
         """Return the text of some ids, of which ``mask`` have labels."""
         if len(ids) and np.isin(ids, [BLANK, blank_id(self._vocab_size)]).all():
             return f"⟦{counted(len(ids), 'blanked token')}⟧"
-        cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
-        parts = [
-            (self._text(ids[begin:end]), bool(mask[begin:end].all()))
-            for begin, end in itertools.pairwise(cuts)
-        ]
-        return "".join(f"⟪{text}⟫" if has_labels and len(parts) > 1 else text for text, has_labels in parts)
-
-    def _text(self, ids: Ids) -> str:
-        parts = []
-        for name, some in itertools.groupby(ids.tolist(), self._names.get):
-            if name is None:
-                parts.append(self._tokenizer.decode(list(some), skip_special_tokens=False))
-            else:
-                parts += [f"⟦{name}⟧" for _ in some]
+        cuts, parts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)], []
+        for begin, end in itertools.pairwise(cuts):
+            is_marked = len(cuts) > 2 and mask[begin:end].all()
+            parts.append("⟪" if is_marked else "")
+            for name, some in itertools.groupby(ids[begin:end].tolist(), self._names.get):
+                if name is None:
+                    parts.append(self._tokenizer.decode(list(some), skip_special_tokens=False))
+                else:
+                    parts += [f"⟦{name}⟧" for _ in some]
+            parts.append("⟫" if is_marked else "")
         return "".join(parts)
 
 
@@ -95,9 +102,9 @@ def peek(args: argparse.Namespace) -> int:
     """Print samples. Raises NotFound where none is there, UsageError."""
     folder: Path = args.output_dir
     plan = need_plan(folder)
-    for name, least in (("num", 1), ("chars", 0)):
-        if (value := getattr(args, name)) < least:
-            raise UsageError.of_value(f"--{name}", value, f"a whole number from {least}")
+    for flag, value, least in (("--num", args.num, 1), ("--chars", args.chars, 0)):
+        if value < least:
+            raise UsageError.of_value(flag, value, f"a whole number from {least}")
     try:
         pattern = re.compile(args.grep or "")
     except re.error as error:
@@ -138,9 +145,9 @@ def peek(args: argparse.Namespace) -> int:
 
 
 def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample, int | None]]:
-    """Yield the samples at an address, and the document if it names one. Raises NotFound, UsageError.
+    """Yield the samples at an address, and the document if it names one; print why one was left out.
 
-    Of a document that was left out it prints why, and yields none.
+    Raises NotFound, UsageError.
     """
     if in_shard := _IN_SHARD.fullmatch(address):
         shard_id, number = int(in_shard[1]), int(in_shard[2])
@@ -180,15 +187,14 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
     if line := _left_out_line(folder, shards, name, place[1]):
         print_lines(line)
         return
-    samples: list[Sample] = []
-    for shard_id in shards:
+    # A document is in the last shard in which one begins at the place or before.
+    for shard_id in reversed(shards):
         records = read_idx(folder, plan.spec, shard_id)
         num_train = len(records) - read_manifest(folder, shard_id).counts.held_out.num_samples
-        # A document is in the last shard in which one begins at the place or before.
-        samples = [(shard_id, number) for number in samples_holding(records, place, num_train)] or samples
-    if not samples:
-        raise NotFound(f"{name}:{place[1]}: no document of a finished shard begins there or before")
-    yield from ((sample, None) for sample in samples)
+        if numbers := samples_holding(records, place, num_train):
+            yield from (((shard_id, number), None) for number in numbers)
+            return
+    raise NotFound(f"{name}:{place[1]}: no document of a finished shard begins there or before")
 
 
 def _left_out_line(folder: Path, shard_ids: Sequence[int], path: str, offset: int) -> str:
@@ -197,20 +203,12 @@ def _left_out_line(folder: Path, shard_ids: Sequence[int], path: str, offset: in
         with contextlib.suppress(ShardprepError):  # of a file that cannot be read nothing is known
             raw = read_beginning(quarantine_path(folder, shard_id), _MAX_QUARANTINE_BYTES)
             for line in raw.split(b"\n"):
-                entry = None
-                with contextlib.suppress(ValueError):
-                    entry = load_json(line)
-                match entry:
-                    case {
-                        "source": str(source),
-                        "source_offset": int(begin),
-                        "num_bytes": int(num_bytes),
-                        "reason": str(reason),
-                        "detail": str(detail),
-                    } if (source, begin) == (path, offset) and 0 <= num_bytes < 2**63:
-                        size = "" if input_kind(path).unit == "row" else f", {num_bytes} bytes"
-                        why = f"left out of shard {shard_id:05d} as {reason}{size}: {detail[:_DETAIL_CHARS]}"
-                        return f"{path}:{offset} was {why}"
+                with contextlib.suppress(msgspec.MsgspecError):
+                    entry = msgspec.json.decode(line, type=_LeftOut)
+                    if (entry.source, entry.source_offset) == (path, offset):
+                        size = "" if input_kind(path).unit == "row" else f", {entry.num_bytes} bytes"
+                        why = f"{entry.reason}{size}: {entry.detail[:_DETAIL_CHARS]}"
+                        return f"{path}:{offset} was left out of shard {shard_id:05d} as {why}"
     return ""
 
 
@@ -237,7 +235,7 @@ def _print_sample(
     plan: Plan, samples: ShardSamples, number: int, documents: list[str], chars: int, only: set[int]
 ) -> None:
     """Print a sample, of each document ``chars`` characters at most (0: all), ``only`` these (none: all)."""
-    record = samples.records[number]
+    record, name = samples.records[number], "row" if plan.spec.has_rows else "document"
     begins_inside = len(documents) > len(samples.starts(number))
     num_tokens, num_trained = len(samples.ids(number)), int(samples.loss_mask(number).sum())
     counts = read_manifest(samples.path.parent, samples.shard_id).counts
@@ -245,11 +243,9 @@ def _print_sample(
     path = name_of_input([item.path for item in plan.inputs], int(record["source"]))
     labels = "" if num_trained == num_tokens else f" ({num_trained} with labels)"
     side = ", for validation" if number >= num_train else ""
-    print_lines(
-        f"{shard_name(samples.shard_id)} {'row' if plan.spec.has_rows else 'document'} {number}: "
-        f"{num_tokens} tokens{labels}{side}, {'begins in the document at' if begins_inside else 'from'} "
-        f"{place_text(path, int(record['source_offset']))}"
-    )
+    place = "begins in the document at " if begins_inside else "from "
+    place += place_text(path, int(record["source_offset"]))
+    print_lines(f"{shard_name(samples.shard_id)} {name} {number}: {num_tokens} tokens{labels}{side}, {place}")
     for position, text in enumerate(documents):
         if only and position not in only:
             continue

@@ -3,13 +3,13 @@
 The fast tier compares manifests, sizes and coverage. The full one reads every byte back, once: hashes, places
 and every token id, at 4 to 20 s of CPU per gigabyte (one core; the most for JSON). ``--deep`` also makes some
 shards again, with the reference engine and the worker's own path, in a temporary folder. So shards are found
-that agree with their manifest and not with their input: of another engine, of another version, or written by
-a machine that errs. What this version itself reads wrongly, it reads wrongly again.
+that agree with their manifest and not with their input. What this version reads wrongly, it reads wrongly
+again.
 
-A temporary file or folder has a name that no other program gives, ``.NAME.HOST-PID-HEX.tmp``. Whether its
-attempt lives on another node cannot be known, so ``clean`` removes two kinds alone: those of shards that are
-done, which no attempt needs, and those that nobody has written to for 24 hours. An attempt that lives on for
-longer without a write is lost (74), never data. Of a verified data set the logs of tasks go, too.
+Whether the attempt that a temporary file is of lives on another node cannot be known, so ``clean`` removes
+two kinds alone: those of shards that are done, which no attempt needs, and those that nobody has written to
+for 24 hours. An attempt that lives on for longer without a write is lost (74), never data. Of a verified data
+set the logs of tasks go, too.
 """
 
 from __future__ import annotations
@@ -151,11 +151,8 @@ def verify(args: argparse.Namespace) -> int:
         with contextlib.suppress(*NOT_THERE, BrokenShard):
             if read_regular(path, max_bytes=len(content)) == content:
                 not_written, wrote = None, f"; {path} says the same"
-    samples, tokens = int(index.column("num_samples").sum()), int(index.column("num_tokens").sum())
-    print_lines(
-        f"verified {counted(plan.num_shards, 'shard')}: {counted(samples, 'sample')}, "
-        f"{counted(tokens, 'token')}{wrote}"
-    )
+    sums = (counted(int(index.column(f"num_{noun}s").sum()), noun) for noun in ("sample", "token"))
+    print_lines(f"verified {counted(plan.num_shards, 'shard')}: {', '.join(sums)}{wrote}")
     counts = {name: dataclasses.asdict(of) for name, of in index.sources.items()}
     print_lines(*source_lines(counts, all_in=INDEX_NAME))
     if args.deep is not None and (problems := _make_again(folder, plan, args, again=standing)):
@@ -175,8 +172,7 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
     """Return the shards that come out otherwise when they are made again.
 
     ``args.deep`` shards that have input are chosen, the same ones for a plan each time; those of ``again``
-    come on top. Raises what loading the tokenizer raises, and Refused where a library that changes or renders
-    text has another version than planned.
+    come on top. Raises what loading a Worker raises.
     """
     from preprocess.make.resources import bind_to_task_cpus, worker_settings
     from preprocess.make.worker import Worker  # with the libraries of a worker
@@ -195,18 +191,13 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
             with PublishedFolder(folder / "verify") as scratch:
                 made = worker.make_into(scratch.temporary, worker.plan.shard(shard_id))
             found = read_manifest(folder, shard_id)
-            differing = [
-                f"{VOUCHED_PATHS[name](Path(), shard_id)} has another sha256"
-                for name in _MADE_AGAIN
-                if getattr(found, name) != getattr(made, name)
-            ]
-            differing += [
-                f"{name} is {getattr(found.counts, name)}, expected {expected}"
-                for name, expected in vars(made.counts).items()
-                if getattr(found.counts, name) != expected
-            ]
+            names = [name for name in _MADE_AGAIN if getattr(found, name) != getattr(made, name)]
+            differing = [str(VOUCHED_PATHS[name](Path(), shard_id)) for name in names]
+            for name, count in vars(found.counts).items():
+                if (expected := getattr(made.counts, name)) != count:
+                    differing.append(f"{name} ({expected} in place of {count})")
             if differing:
-                message = f"it is not what the reference engine makes of its input: {'; '.join(differing)}"
+                message = f"of its input the reference engine makes another {', another '.join(differing)}"
                 remedy = f"{remake_command(shard_id, folder)} --engine tokenizers"
                 raise BrokenShard(message, remedy=remedy)
         except ShardprepError as error:
@@ -225,10 +216,8 @@ def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem], check:
 
     What is wrong with a shard is told before what could not be read, of which nothing is known.
     """
-    of_kind: dict[type[ShardprepError], list[Problem]] = {}
-    for problem in problems:
-        of_kind.setdefault(type(problem[1]), []).append(problem)
-    for same in of_kind.values():
+    for kind in dict.fromkeys(type(error) for _, error in problems):
+        same = [problem for problem in problems if type(problem[1]) is kind]
         for shard_id, error in same[:_MOST_TOLD]:
             say(f"error: shard {shard_id:05d}: {error}")
         if ids := id_ranges(shard_id for shard_id, _ in same[_MOST_TOLD:]):
@@ -240,10 +229,8 @@ def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem], check:
         publish_findings(folder, plan.plan_id, dict(wrong), check, not_read)
     except ShardprepError as error:
         say(f"warning: other commands will not know this: {error}")
-    for some, what in (
-        (wrong, "are not right"),
-        (others, "could not be compared, and nothing is said of them"),
-    ):
+    unknown = "could not be compared, and nothing is said of them"
+    for some, what in ((wrong, "are not right"), (others, unknown)):
         if some:
             ids = id_ranges(shard_id for shard_id, _ in some)
             say(f"{len(some)} of {plan.num_shards} shards {what}: {shards_text(ids)}; see the lines above")
@@ -255,8 +242,6 @@ def _check_shards(
 ) -> tuple[list[Manifest], list[Problem]]:
     """Return the manifests of the shards that are right, and what is wrong with the others.
 
-    The fast tier checks manifests, sizes and coverage; the full one also reads every byte back:
-    hashes, sample and token counts, places, every id, the tar's end.
     ``standing``: what a more thorough verify found, which this one cannot take back. A shard that cannot be
     read is tried again, and then a problem of ReadWriteError, which says nothing of the shard.
     """
@@ -319,35 +304,30 @@ def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
     """Check that an idx agrees with manifest, plan and size of the tar, and return its records."""
     shard_id, counts, name = manifest.shard_id, manifest.counts, f"the idx of shard {manifest.shard_id:05d}"
     records = read_idx(folder, plan.spec, shard_id)
-    found = (len(records), int(records["num_tokens"].sum(dtype=np.int64)))
-    if found != (counts.num_samples, counts.num_tokens):
-        raise BrokenShard(
-            f"{name} has {found[0]} samples of {found[1]} tokens, its manifest says "
-            f"{counts.num_samples} of {counts.num_tokens}"
-        )
     # Ids, starts and masks lie within the tar, with the bytes that they must have.
     misplaced = misplaced_samples(manifest.spec, records, manifest.tar.num_bytes)
     if misplaced.any():
-        raise BrokenShard(
-            f"{name} places sample {int(misplaced.argmax())} where it cannot be in a tar of "
-            f"{manifest.tar.num_bytes} bytes"
-        )
+        where = f"where it cannot be in a tar of {manifest.tar.num_bytes} bytes"
+        raise BrokenShard(f"{name} places sample {int(misplaced.argmax())} {where}")
     # The rows for validation, which come last, and the digests are as many as is said.
-    validation = counts.held_out
+    num_tokens, validation = records["num_tokens"].astype(np.int64), counts.held_out
     num_train = counts.num_samples - validation.num_samples
     begin_in = records["num_starts"] if plan.spec.has_rows else np.ones(len(records), np.int64)
     num_begun = int(begin_in.sum())
-    found = (int(begin_in[num_train:].sum()), int(records["num_tokens"][num_train:].sum(dtype=np.int64)))
     num_digests = num_begun if manifest.digests is None else manifest.digests.num_bytes // DIGEST_BYTES
-    if found != (validation.num_documents, validation.num_tokens):
-        said = f"its manifest says {validation.num_documents} of {validation.num_tokens}"
-        raise BrokenShard(f"{name} has {found[0]} documents of {found[1]} tokens for validation, {said}")
-    if num_digests != num_begun:
-        raise BrokenShard(f"{name} has {num_begun} documents, and digests/ has {num_digests}")
+    for what, found, expected in (
+        ("samples", len(records), counts.num_samples),
+        ("tokens", int(num_tokens.sum()), counts.num_tokens),
+        ("documents for validation", int(begin_in[num_train:].sum()), validation.num_documents),
+        ("tokens for validation", int(num_tokens[num_train:].sum()), validation.num_tokens),
+        ("documents with digests", num_begun, num_digests),
+    ):
+        if found != expected:
+            raise BrokenShard(f"{name} has {found} {what}, its manifest says {expected}")
     if len(records):
         begin, stop = plan.cuts[shard_id], plan.cuts[shard_id + 1]
         (first, start), (last, end) = (begin.input_number, begin.byte), (stop.input_number, stop.byte)
-        places = list(zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True))
+        places = [*zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True)]
         in_order = plan.options.pack == "best_fit" or all(
             side == sorted(side) for side in (places[:num_train], places[num_train:])
         )
@@ -366,21 +346,17 @@ def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
 def _check_ids(manifest: Manifest, tar: HashedFile, records: Records) -> None:
     """Check that every id is in the vocabulary or blank, each JSON list has its tokens, the tar its end.
 
-    Places were checked. A million tokens take 126 ms of CPU as JSON, 8 ms packed (one core).
-    Raises BrokenShard or ReadWriteError.
+    A million tokens take 126 ms of CPU as JSON, 8 ms packed (one core).
     """
     # In the tar they stand as in the idx, but for samples for validation.
-    spec = manifest.spec
+    spec, vocab_size = manifest.spec, manifest.spec.tokenizer.vocab_size
     records = records[np.argsort(records["offset"], kind="stable")]
     try:
         for ids in ids_of(spec, records, tar.read):
             if manifest.made_from is not None:
-                ids = ids[(ids != BLANK) & (ids != blank_id(spec.tokenizer.vocab_size))]
-            if len(ids) and int(ids.max()) >= spec.tokenizer.vocab_size:
-                raise BrokenShard(
-                    f"{tar.path} holds the token id {int(ids.max())}, the vocabulary has "
-                    f"{spec.tokenizer.vocab_size}"
-                )
+                ids = ids[(ids != BLANK) & (ids != blank_id(vocab_size))]
+            if len(ids) and (largest := int(ids.max())) >= vocab_size:
+                raise BrokenShard(f"{tar.path} holds the token id {largest}, the vocabulary has {vocab_size}")
     except (ValueError, OverflowError) as error:
         raise BrokenShard(f"{tar.path} holds token ids that cannot be read ({error})") from None
     if tar.read(tar.num_bytes - len(TAR_END), len(TAR_END)) != TAR_END:
@@ -395,8 +371,7 @@ def add_clean_flags(parser: argparse.ArgumentParser) -> None:
 def clean(args: argparse.Namespace) -> int:
     """Remove what attempts that died left in a data set's folder, and nothing else. Return the exit code.
 
-    Raises NotFound where there is no data set, ReadWriteError where a folder cannot be listed, CannotWrite
-    where some could not be looked at or removed; all others are gone by then.
+    Raises NotFound, ReadWriteError, CannotWrite where some could not be removed; all others are gone by then.
     """
     folder: Path = args.output_dir
     plan = read_plan(folder)
@@ -443,10 +418,8 @@ def clean(args: argparse.Namespace) -> int:
         print_lines(f"{verb} {path} ({short_bytes(num_bytes)})")
     print_lines(f"{verb} {counted(len(removed), 'file')}, {short_bytes(sum(removed))}")
     if num_kept:
-        print_lines(
-            f"kept {num_kept} of shards that are not done, since attempts may still write them; they go when "
-            "their shards are done, or 24 hours after the last write"
-        )
+        when = "they go when these are done, or 24 hours after the last write"
+        print_lines(f"kept {num_kept} of shards that are not done, as attempts may still write them; {when}")
     if failed:
         raise CannotWrite(f"{failed}; ask the owner of what is left", path=folder)
     return 0

@@ -2,23 +2,19 @@
 
 Each one is made with two small layers and random weights. The logits of each document in a packed batch of
 the loader are compared with those that the model gives for the document alone, and ``check_boundaries`` must
-say the same. For all families, in 5 minutes: ``python -m tests.attention_families`` compares the table of
-docs/training_attention.md, and with ``--write`` writes it.
+say the same. tests/loader/test_boundaries.py compares a part of the table of docs/training_attention.md, and
+with ``FAMILIES=all`` all of it, in 5 minutes.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -141,7 +137,16 @@ def fields_of(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name not in ("segment_ids", "labels")}
 
 
-def verdict(family: str, attention: str, batch: Mapping[str, Any]) -> str:
+def verdict(family: str, batch: Mapping[str, Any]) -> str:
+    """A key of VERDICTS, which is one for all attentions of the family."""
+    kind: Any = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[family]]
+    attentions = ["eager", "sdpa"] if kind._supports_sdpa else ["eager"]
+    found = {attention: _verdict(family, attention, batch) for attention in attentions}
+    assert len({*found.values()}) == 1, f"{family}: {found}"
+    return found["eager"]
+
+
+def _verdict(family: str, attention: str, batch: Mapping[str, Any]) -> str:
     """A key of VERDICTS; that ``check_boundaries`` sees it, too, is asserted."""
     model = small_model(family, attention)
     unpacked = {"input_ids": batch["input_ids"], "segment_ids": batch["segment_ids"], "use_cache": False}
@@ -168,26 +173,6 @@ def verdict(family: str, attention: str, batch: Mapping[str, Any]) -> str:
     return "leaks"
 
 
-def attentions(family: str) -> list[str]:
-    kind: Any = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[family]]
-    return ["eager", "sdpa"] if kind._supports_sdpa else ["eager"]
-
-
-def verdict_of_all(family: str, batch: Mapping[str, Any]) -> str:
-    found = {verdict(family, attention, batch) for attention in attentions(family)}
-    assert len(found) == 1, f"{family}: {found}"
-    return found.pop()
-
-
-def table(verdicts: Mapping[str, str]) -> str:
-    """The rows of docs/training_attention.md."""
-    rows = []
-    for verdict, title in VERDICTS.items():
-        names = sorted(family for family, of_family in verdicts.items() if of_family == verdict)
-        rows.append(f"| {title} | {', '.join(names)} |\n")
-    return "".join(rows)
-
-
 def verdicts_of_page() -> dict[str, str]:
     """The families of the page and their verdicts; to try another one, write it into any row."""
     found = {}
@@ -195,28 +180,3 @@ def verdicts_of_page() -> dict[str, str]:
         (names,) = re.findall(rf"^\| {re.escape(title)} \| (.*) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
         found.update(dict.fromkeys(names.split(", "), verdict))
     return found
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Compare the table of families in docs/training_attention.md."
-    )
-    parser.add_argument("--write", action="store_true", help="write the table, too")
-    args = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    with tempfile.TemporaryDirectory() as folder:
-        batch = packed_batch(Path(folder))
-    written, found = verdicts_of_page(), {}
-    for family in written:
-        found[family] = verdict_of_all(family, batch)
-        is_same = found[family] == written[family]
-        print(family, found[family], "" if is_same else f"(the page: {written[family]})", flush=True)
-    if args.write:
-        text = PAGE.read_text("utf-8")
-        PAGE.write_text(text.replace(table(written), table(found)), "utf-8")
-    print(f"{len(found)} families of transformers {transformers.__version__}")
-    return int(found != verdicts_of_page())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -23,15 +23,11 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("512, 1 << 20", "512, 1 << (21)", CHOICE),
     ],
     "loader/run.py": [
-        ("of_round.first <= at < of_round.end", "(of_round.first < at < of_round.end)", SPEED),
         ("0 and end ==", "(1) and end ==", SPEED),
         ("_NEVER = 1 << 62", "_NEVER = 1 << (63)", LIMIT),
         ("stage.step == step and stage.begins_round", "(stage.step == step or stage.begins_round)", BORDER),
         ("begins_round and held.step == step", "(begins_round or held.step == step)", BORDER),
         ("np.cumsum(counts) - counts,", "(np.cumsum(counts) + counts),", "all places move by as much"),
-        ("run.row_tokens", "(not (run.row_tokens))", SPEED),
-        ("laid_out is None", "(laid_out is not None)", SPEED),
-        ("self._place = (0, 0,", "self._place = (0, (1),", "no tick is in that window, either"),
     ],
     "loader/chunks.py": [
         ("0 <= ids.min() <= ids.max() < vocab_size", "(0 <= ids.min() < ids.max() < vocab_size)", SPEED),
@@ -52,6 +48,10 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("ids.max()) < 2**31", "ids.max()) < 2**(32)", "no vocabulary has these ids, either"),
         ("data.dtype[part] == JSON", "(data.dtype[part] != JSON)", SPEED),
         ("has_numbers = sizes > 2", "has_numbers = (sizes >= 2)", SPEED),
+        ("of_round.first <= at < of_round.end", "(of_round.first < at < of_round.end)", SPEED),
+        ("run.row_tokens", "(not (run.row_tokens))", SPEED),
+        ("laid_out is None", "(laid_out is not None)", SPEED),
+        ("self._place = (0, 0,", "self._place = (0, (1),", "no tick is in that window, either"),
     ],
     "loader/reading.py": [
         ("is_apart |= gap % 4 > 0", "pass", "no tar has arrays of ids at another place than a multiple of 4"),
@@ -71,18 +71,13 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("self._buffer = np.empty(min(num_bytes, _MOST_AT_ONCE_BYTES), np.uint8)", "pass", SPEED),
         ("opened.enter_context(idx.file)", "pass", "it is closed when its object goes"),
     ],
-    "preprocess/make/members.py": [
+    "preprocess/make/shard_writer.py": [
         ("(numbers < number)", "((numbers <= number))", "that document is held out"),
         ("self._turn = 0", "self._turn = (1)", "turns are compared with each other alone"),
-        ("range(1, width - 1)", "range(1, (width + 1))", "the loop ends at the first length that no id has"),
-        ("break", "pass", "no id has more digits: what follows looks at none"),
         ("spec.validation_fraction else 1", "spec.validation_fraction else (2)", MEMORY),
-        ("10**num_digits,", "(11)**num_digits,", "longer numbers are written over it"),
         ("lines[-1] >= 10**8", "lines[-1] >= (11)**8", "a shard of 10^8 lines"),
         ("self._num_held = 0", "self._num_held = (1)", MEMORY),
         ("np.arange(30, -1,", "np.arange(30, -(2),", "the last number is 0 either way"),
-    ],
-    "preprocess/make/shard_writer.py": [
         ("histogram = [0] * 64", "histogram = [0] * (65)", "zeros at the end are left out"),
         ("not self._is_alone or", "(self._is_alone) or", SPEED),
         ("64 << (LENGTH_BITS - 1)", "64 << (LENGTH_BITS - (2))", LIMIT),

@@ -45,10 +45,8 @@ from tests.equivalent_mutants import EQUIVALENT
 TARGETS = (
     "loader/order.py",
     "loader/run.py",
-    "loader/state.py",
     "loader/chunks.py",
     "loader/reading.py",
-    "preprocess/make/members.py",
     "preprocess/make/shard_writer.py",
     "shardprep/format/manifest.py",
     "preprocess/verify.py",

@@ -117,7 +117,8 @@ SlurmdTimeout=600
 MessageTimeout=100
 ReturnToService=2
 KillWait=${KILL_WAIT:-5}
-MinJobAge=300
+# tests ask for what ended long ago
+MinJobAge=7200
 CONF
     if [[ $cgroup = 1 ]]; then
       printf '%s\n' ProctrackType=proctrack/cgroup TaskPlugin=task/cgroup

@@ -216,6 +216,12 @@ def open_loader(data: Any, batch_size: int = 4, **arguments: Any) -> TokenLoader
     return shards_to_batches.get_llama3_dataloader(data, batch_size, **{"num_workers": 0, **arguments})
 
 
+def epoch_of(data: Any, batch_size: int = 4, **arguments: Any) -> list[list[Sample]]:
+    """Return the samples of each batch of a loader's next epoch."""
+    with open_loader(data, batch_size, **arguments) as loader:
+        return [samples_of(batch) for batch in loader]
+
+
 class World:
     """A folder of raw files, and the data set that is made of them; all below ``folder``.
 

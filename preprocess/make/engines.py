@@ -3,10 +3,7 @@
 The reference is ``tokenizers``. ``gigatoken`` reads the same tokenizer.json, loads sooner, and is about
 7 times faster on Korean and 40 times on English (one core, Llama 3). It is used only where its ids were seen
 to be equal: at planning on ``gate_texts`` and a sample of the corpus, and by each worker on the probe. A text
-that it might read otherwise goes to the reference: one with a code point that newer Unicode tables may class
-anew.
-
-The EOS token, where one is asked for, is added right after encoding, so nothing behind knows of it.
+with a code point that newer Unicode tables may class anew goes to the reference.
 """
 
 from __future__ import annotations
@@ -30,8 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from preprocess.read.documents import Documents
-from preprocess.read.format import BETWEEN, Texts
+from preprocess.read.documents import BETWEEN, Documents, Texts
 from shardprep.errors import BadInput, ReadWriteError, ShardprepError
 from shardprep.files import read_regular
 from shardprep.format.names import FAST_TOKENIZER_FILE, MAX_TOKENIZER_BYTES
@@ -69,12 +65,9 @@ class TokenBatch:
 
 NO_LOSS = np.uint32(1 << 31)  # set in an id of a conversation that the assistant did not write
 Spans = Sequence[tuple[int, int]]  # characters [begin, end) of a text
-
 FEW_BYTES = 1 << 18  # of text: the reference encodes it in 0.05 s, comparing the engines takes 1 s
-
-Encode = Callable[
-    [Sequence[bytes], bool], TokenBatch
-]  # texts as UTF-8, and whether BOS and the like are added
+# Called with texts as UTF-8, and whether BOS and the like are added.
+Encode = Callable[[Sequence[bytes], bool], TokenBatch]
 EncodeChat = Callable[[Sequence[bytes], Sequence[Spans], MaskRule], TokenBatch]
 
 
@@ -90,15 +83,10 @@ class Engine:
     @property
     def version(self) -> str:
         module = sys.modules[self.name]
-        known = getattr(module, "__version__", None)
-        if known is not None:
-            return str(known)
         # gigatoken has none, but a folder beside it is named so. importlib.metadata opens 30 files for it.
-        for folder in Path(str(module.__file__)).parent.parent.glob(f"{self.name}-*.dist-info"):
-            return folder.name.removesuffix(".dist-info").partition("-")[2]
-        from importlib.metadata import version
-
-        return version(self.name)
+        site = Path(str(module.__file__)).parent.parent
+        names = (folder.name.removesuffix(".dist-info") for folder in site.glob(f"{self.name}-*.dist-info"))
+        return str(getattr(module, "__version__", "") or next(names, "").partition("-")[2])
 
     def bare(self) -> Engine:
         """Return an engine that puts nothing around a text."""
@@ -117,8 +105,7 @@ class Engine:
     ) -> TokenBatch:
         """Encode a batch, each document ended by ``end_id``.
 
-        Of conversations ``mask_rule`` tells which tokens the assistant wrote; the ids of all others carry
-        NO_LOSS.
+        Of conversations ``mask_rule`` tells which tokens the assistant wrote; all other ids carry NO_LOSS.
         """
         if "spans" in documents.columns:
             assert self.encode_chat is not None  # load_engine took the one that has it
@@ -150,8 +137,10 @@ def load_tokenizer(tokenizer_json: Path) -> Any:
 
 def tokenizers_engine(tokenizer_json: Path, *, allow_special_tokens: bool, name: str | None = None) -> Engine:
     """Return the reference, loaded from a file. Raises ReadWriteError."""
-    tokenizer, name = load_tokenizer(tokenizer_json), name or str(tokenizer_json)
-    return engine_of_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens, name=name)
+    name = name or str(tokenizer_json)
+    return engine_of_tokenizer(
+        load_tokenizer(tokenizer_json), allow_special_tokens=allow_special_tokens, name=name
+    )
 
 
 def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool, name: str) -> Engine:
@@ -194,11 +183,9 @@ def _encodings(encode: Callable[[list[str]], list[Any]], texts: list[str], name:
             raise
         if len(texts) > 1:  # one of them fails alone, too
             return [encoding for text in texts for encoding in _encodings(encode, [text], name)]
-        raise BadInput(
-            f"the tokenizer of {name} cannot encode the text that begins {texts[0][:40]!r} "
-            f"({words_of_fault(error)}); mend its tokenizer.json, which may lack an unknown token, in a copy "
-            "of the folder, and plan with that as --model_id"
-        ) from None
+        what = f"the text that begins {texts[0][:40]!r} ({words_of_fault(error)})"
+        remedy = "plan with a mended copy of its folder: its tokenizer.json may lack an unknown token"
+        raise BadInput(f"the tokenizer of {name} cannot encode {what}; {remedy}") from None
 
 
 def _are_written(encoding: Any, spans: Spans, mask_rule: MaskRule) -> npt.NDArray[np.bool_]:
@@ -247,10 +234,8 @@ def without_unused_merges(tokenizer: dict[str, Any]) -> bytes | None:
     """
     model = tokenizer["model"]
     merges = model.get("merges") or []
-    has_other_parts = (
-        model.get("byte_fallback")
-        or model.get("continuing_subword_prefix")
-        or model.get("end_of_word_suffix")
+    has_other_parts = any(
+        map(model.get, ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix"))
     )
     if model["type"] != "BPE" or has_other_parts or len(merges) <= len(model["vocab"]):
         return None
@@ -282,12 +267,6 @@ def without_unused_merges(tokenizer: dict[str, Any]) -> bytes | None:
     return orjson.dumps(head)[:-1] + b',"model": ' + kept + b"}"  # as ``split_tokenizer`` finds it
 
 
-@functools.lru_cache(maxsize=1)
-def _fast_tokenizer(tokenizer_json: bytes, allow_special_tokens: bool) -> FastTokenizer:
-    """Kept, so that a process which plans and then works loads it once: 0.3 s for Llama 3's."""
-    return FastTokenizer(tokenizer_json, allow_special_tokens=allow_special_tokens)
-
-
 class FastTokenizer:
     """gigatoken with one tokenizer.json. May be used by several threads.
 
@@ -302,7 +281,7 @@ class FastTokenizer:
     _MOST_REMEMBERED = 160 << 20  # bytes of this process
     _LEAST_TEXT = 32 << 20  # bytes between two loads: a process that grows by other causes pays 0.01 s per MB
 
-    def __init__(self, tokenizer_json: bytes, *, allow_special_tokens: bool) -> None:
+    def __init__(self, tokenizer_json: bytes, allow_special_tokens: bool) -> None:
         head, model = split_tokenizer(tokenizer_json)
         self._before, self._after = ids_around(head.get("post_processor"))
         added = head.get("added_tokens") or []
@@ -381,6 +360,10 @@ class FastTokenizer:
         return TokenBatch(ids=ids, offsets=np.concatenate([[0], starts, [len(ids)]]))
 
 
+# One is kept, so that a process which plans and then works loads it once: 0.3 s for Llama 3's.
+_fast_tokenizer = functools.lru_cache(maxsize=1)(FastTokenizer)
+
+
 def _resident_bytes() -> int:
     with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - a Path takes as long again
         return int(file.read().split()[1]) * resource.getpagesize()
@@ -402,12 +385,8 @@ def split_tokenizer(tokenizer_json: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def ids_around(processor: dict[str, Any] | None) -> tuple[list[int], list[int]]:
-    """Return the ids that a post-processor of tokenizer.json puts before and after each text.
-
-    Raises ValueError for one that does more than that.
-    """
-    kind = processor["type"] if processor else "ByteLevel"
-    if processor is None or kind == "ByteLevel":
+    """Return what a post-processor puts before and after each text. Raises ValueError where it does more."""
+    if processor is None or (kind := processor["type"]) == "ByteLevel":
         return [], []
     if kind == "Sequence":
         found = [around for part in processor["processors"] if any(around := ids_around(part))]
@@ -481,7 +460,7 @@ def texts_with_new_code_points(texts: Texts) -> list[int]:
 
 @functools.cache
 def _is_unsure_unit() -> npt.NDArray[np.bool_]:
-    """bool[0x10000]: whether a unit of UTF-16 is, or is half of, what engines may class differently."""
+    """bool[0x10000]: whether a unit of UTF-16 is, or is half of, such a code point."""
     is_unsure = is_new_code_point()[:0x10000].copy()
     is_unsure[0xD800:0xE000] = True
     return is_unsure
@@ -499,12 +478,12 @@ def equal_fast_engine(
     def reference() -> Engine:
         return tokenizers_engine(tokenizer_json, allow_special_tokens=allow_special_tokens)
 
+    # Read here: of gigatoken's errors nobody could tell which are the file system's.
     try:
-        # Read here: of gigatoken's errors nobody could tell which are the file system's.
-        try:
-            raw = read_regular(tokenizer_json.with_name(FAST_TOKENIZER_FILE), max_bytes=MAX_TOKENIZER_BYTES)
-        except FileNotFoundError:
-            raw = read_regular(tokenizer_json, max_bytes=MAX_TOKENIZER_BYTES)
+        raw = read_regular(tokenizer_json.with_name(FAST_TOKENIZER_FILE), max_bytes=MAX_TOKENIZER_BYTES)
+    except FileNotFoundError:
+        raw = read_regular(tokenizer_json, max_bytes=MAX_TOKENIZER_BYTES)
+    try:
         fast = _fast_tokenizer(raw, allow_special_tokens)
         engine = Engine(name="gigatoken", encode_with=functools.partial(fast.encode, reference))
         if ids_sha256([engine.encode_texts(texts)]) == expected_sha256:
@@ -550,8 +529,7 @@ def probe_texts(tokenizer: dict[str, Any]) -> list[str]:
 def gate_texts(tokenizer_json: bytes) -> list[str]:
     """Return texts on which planning compares the engines: 1 s of the reference for Llama 3's tokenizer.
 
-    Every code point by itself, where its class shows in the ids; all pairs of classes; every added token;
-    long runs; what is known to differ.
+    Every code point by itself; all pairs of classes; every added token; long runs; what is known to differ.
     """
     points = np.flatnonzero(~is_new_code_point())
     points = points[((points < 0xD800) | (points > 0xDFFF)) & (points < 0xF0100)]  # the rest are private
@@ -562,15 +540,13 @@ def gate_texts(tokenizer_json: bytes) -> list[str]:
     classes = "aZé가一ʰसा٣1½Ⅷ \t\xa0\u3000\u2028\n\r\x85'’!…😀\u200d\0\u0301ſK\ue000sSt"
     pairs = (f"x{a}{b}y {a}{b}{b}'{a}{b}1{a}" for a, b in itertools.product(classes, repeat=2))
     tokens = [token["content"] for token in split_tokenizer(tokenizer_json)[0].get("added_tokens") or []]
+    known = "\u088f\ua7ce\ua7d2\ua7f1\U00010940\U00011de0\U00016ff4\U000323b0"
     return [
         *map("".join, (alone[begin : begin + 500] for begin in range(0, len(alone), 500))),
         *pairs,
         *(f"a {text} b{text}{text}\n{text} " for text in tokens),
         *(character * 5000 for character in "a 가!9\n\t"),
-        *(
-            f"a{c}b 1{c}1 {c}{c}\n \n"
-            for c in "\u088f\ua7ce\ua7d2\ua7f1\U00010940\U00011de0\U00016ff4\U000323b0"
-        ),
+        *(f"a{c}b 1{c}1 {c}{c}\n \n" for c in known),
     ]
 
 

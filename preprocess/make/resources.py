@@ -1,7 +1,7 @@
 """What a task may use: its CPUs, its memory, and the settings of one process, which change no byte.
 
 Both come from Slurm's variables first, then from what the kernel allows: the affinity mask, and the limits
-of the cgroups and of ``ulimit -v``. The size of a machine says nothing about the share that a task was given.
+of the cgroups and of ``ulimit -v``.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ _MEMORY_PER_BATCH_BYTE = 200  # text, ids and tar blocks of three batches at onc
 def allowed_cpus(*, offset: int) -> list[int]:
     """Return the CPUs to use, by the environment and the kernel's affinity mask.
 
-    Where Slurm counts CPUs without binding tasks to them, the mask is the whole node; then a
-    run of SLURM_CPUS_PER_TASK of them is taken, beginning at the ``offset``-th such run so that
-    tasks of one node spread. Never ``os.cpu_count()``, which counts other people's CPUs.
+    Where Slurm counts CPUs without binding tasks to them, the mask is the whole node; then the ``offset``-th
+    run of SLURM_CPUS_PER_TASK of them is taken, so that tasks of one node spread.
     """
     cpus = sorted(os.sched_getaffinity(0))
     given = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    if not given.isdigit() or not 0 < int(given) < len(cpus):
+    number = int(given) if given.isdigit() else 0
+    if not 0 < number < len(cpus):
         return cpus
-    number = int(given)
     start = offset * number % len(cpus)
     return sorted((cpus * 2)[start : start + number])
 
@@ -59,8 +58,7 @@ def bind_to(cpus: list[int]) -> None:
     The engines size their thread pools by the affinity mask, unless variables say otherwise, which stand in
     many a shell for training; so they are set.
     """
-    # The threads of this process take memory from two of glibc's heaps. By default each thread has its own,
-    # which keeps what the thread has freed: 60 MB more on one core.
+    # Threads take memory from two of glibc's heaps. By default each has its own: 60 MB more on one core.
     if (set_option := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         set_option(_M_ARENA_MAX, _NUM_HEAPS)
     os.sched_setaffinity(0, cpus)
@@ -77,11 +75,9 @@ def memory_note(memory_gb: float, num_processes: int = 1) -> str | None:
     if memory_gb >= least:
         return None
     each = "" if num_processes == 1 else f" for each of {num_processes} processes"
-    return (
-        f"a worker needs about {least:.2f} GB with a vocabulary as large as Llama 3's, and there are "
-        f"{memory_gb:.2f} GB{each}; it may be killed: give it more (--memory_gb, sbatch --mem), or "
-        "take fewer processes (--num_proc)"
-    )
+    needs = f"a worker needs about {least:.2f} GB with a vocabulary as large as Llama 3's"
+    remedy = "give it more (--memory_gb, sbatch --mem), or take fewer processes (--num_proc)"
+    return f"{needs}, and there are {memory_gb:.2f} GB{each}; it may be killed: {remedy}"
 
 
 def memory_limits() -> dict[str, int]:
@@ -111,10 +107,8 @@ def check_address_space() -> None:
     """Raise UsageError where ``ulimit -v`` is so low that an engine would abort in the middle of its work."""
     given, least = _address_limit(), LEAST_WORKER_BYTES + _ADDRESS_BYTES
     if given is not None and given < least:
-        raise UsageError(
-            f"ulimit -v allows {given >> 10} KiB of address space, and a worker needs {least >> 10}; type "
-            "ulimit -v unlimited first, in the job's script, too"
-        )
+        what = f"ulimit -v allows {given >> 10} KiB of address space, and a worker needs {least >> 10}"
+        raise UsageError(f"{what}; type ulimit -v unlimited first, in the job's script, too")
 
 
 def cgroup_files(controller: str, limit: str, old_limit: str) -> list[Path]:
@@ -161,7 +155,7 @@ class WorkerSettings:
 
     @property
     def _text_bytes(self) -> int:
-        """Bytes of raw text that there is room for; None: enough memory."""
+        """Bytes of raw text that there is room for."""
         if self.memory_gb is None:
             return sys.maxsize
         return (int(min(self.memory_gb, 2**20) * 2**30) - PROCESS_BYTES) // _MEMORY_PER_BATCH_BYTE
@@ -180,17 +174,14 @@ class WorkerSettings:
 def environment_number(name: str) -> int | None:
     """Return a positive whole number of the environment, None where it is not set. Raises UsageError."""
     text = os.environ.get(name, "")
-    if not text:
-        return None
-    if not text.isdigit() or int(text) < 1:
+    if text and not (text.isdigit() and int(text)):
         raise UsageError(f"{name} is {text!r} in the environment, expected a whole number of 1 or more")
-    return int(text)
+    return int(text) if text else None
 
 
 def worker_settings(args: argparse.Namespace) -> WorkerSettings:
     """Return the worker's options: given, or of DATASET_[WRITER_]BATCH_SIZE, or the defaults."""
-    names = ("DATASET_BATCH_SIZE", "DATASET_WRITER_BATCH_SIZE")
-    numbers = [number for name in names if (number := environment_number(name)) is not None]
+    numbers = map(environment_number, ("DATASET_BATCH_SIZE", "DATASET_WRITER_BATCH_SIZE"))
     settings: dict[str, Any] = {"memory_gb": min(memory_limits().values()) / 2**30}
     settings |= given_of(args, WorkerSettings)
-    return WorkerSettings(most_documents=min(numbers, default=None), **settings)
+    return WorkerSettings(most_documents=min(filter(None, numbers), default=None), **settings)

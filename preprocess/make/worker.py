@@ -2,12 +2,10 @@
 
 Making is one chain of generators: read -> encode and lay out -> write -> manifest. Threads share the work:
 one reads the next batch, some take a batch each, encode it, with the engine's own threads, and lay it out,
-and this one writes the batches in their order. All but the encoding is Python and numpy, which share the
-interpreter's lock for a part of the time: see benchmarks/results.md.
+and this one writes the batches in their order.
 
-``run_shards`` makes several shards on this machine. Each process loads the tokenizer once and is given one
-shard after the other. A failure is printed, and written into the attempt's record for ``status``; the other
-shards go on.
+``run_shards`` makes several shards on this machine: each process loads the tokenizer once and is given one
+shard after the other.
 """
 
 from __future__ import annotations
@@ -23,34 +21,20 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 import shardprep
 from preprocess.make.engines import NO_LOSS, Engine, equal_fast_engine, ids_sha256, tokenizers_engine
-from preprocess.make.members import Batch, Members
 from preprocess.make.resources import WorkerSettings, bind_to, memory_note
-from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
-from preprocess.read.documents import Documents, documents_of_shard, load_libraries
-from preprocess.read.format import Texts
-from preprocess.read.transform import transform_of
+from preprocess.make.shard_writer import Batch, ShardWriter, remove_leftovers, remove_temporaries_of
+from preprocess.read.documents import Documents, Texts, documents_of_shard, load_libraries
+from preprocess.read.text_fields import transform_of
 from shardprep.command_line import start_child
 from shardprep.console import Progress, counted, guard_streams, say, short_bytes, short_number
-from shardprep.errors import (
-    BadInput,
-    CannotWrite,
-    OtherTokenizer,
-    ReadWriteError,
-    ShardprepError,
-    UsageError,
-)
-from shardprep.format.documents import (
-    BlankedDocuments,
-    are_for_validation,
-    blank_digests,
-    read_blanked,
-)
+from shardprep.errors import BadInput, CannotWrite, OtherTokenizer, ReadWriteError, ShardprepError, UsageError
+from shardprep.format.documents import BlankedDocuments, are_for_validation, blank_digests, read_blanked
 from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import Manifest, done_manifest, read_findings
 from shardprep.format.names import (
@@ -70,13 +54,7 @@ if TYPE_CHECKING:  # a task of one shard does without them
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 _NUM_NAMED = 3  # inputs that are named, of a shard
-_SLURM_FACTS = (
-    "SLURM_JOB_ID",
-    "SLURM_ARRAY_JOB_ID",
-    "SLURM_ARRAY_TASK_ID",
-    "SLURM_RESTART_COUNT",
-    "SLURM_CPUS_PER_TASK",
-)
+_SLURM_FACTS = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CPUS_PER_TASK")
 # What most often is wrong where many documents are left out for a reason.
 _OTHER_FLAG = dict.fromkeys(["no_field", "null_field", "wrong_type"], "--text_field")
 _OTHER_FLAG["undecodable"] = "--encoding"
@@ -112,12 +90,10 @@ def part_line(plan: Plan, shard: PlannedShard) -> str:
     parts = []
     for part in shard.ranges:
         item = plan.inputs[part.input_number]
-        if (part.start, part.end) == (0, item.num_bytes):
-            parts.append(item.path)
-        else:
-            # So that nobody takes them for the places of documents, which may be rows, or bytes of the text.
-            unit = "bytes" if input_kind(item.path).is_in_bytes else "file bytes"
-            parts.append(f"{item.path} {unit} {part.start} to {part.end}")
+        # So that nobody takes them for the places of documents, which may be rows, or bytes of the text.
+        unit = "bytes" if input_kind(item.path).is_in_bytes else "file bytes"
+        is_whole = (part.start, part.end) == (0, item.num_bytes)
+        parts.append(item.path if is_whole else f"{item.path} {unit} {part.start} to {part.end}")
     if len(parts) > _NUM_NAMED:
         parts[_NUM_NAMED - 1 :] = ["...", f"{parts[-1]} ({len(parts)} files)"]
     of = f"{short_bytes(shard.num_bytes)} of {plan.input_dir}: {', '.join(parts)}" if parts else "no input"
@@ -166,10 +142,8 @@ class Worker:
         """
         self.plan = plan = plan.at(settings.input_dir)
         self.folder, self.settings, self.num_cpus = folder, settings, num_cpus
-        if shard is None:
-            load_libraries(item.path for item in plan.inputs)
-        else:
-            load_libraries(part.path.name for part in shard.ranges)
+        read = plan.inputs if shard is None else [plan.inputs[number] for number in shard.input_numbers]
+        load_libraries(item.path for item in read)
         check_tokenizer_files(folder, plan.tokenizer_files)
         self.transform = transform_of(plan.options, settings.transform)
         if plan.options.is_chat:
@@ -184,10 +158,8 @@ class Worker:
 
     def means_line(self) -> str:
         """Say what shards are made with."""
-        settings, engine = self.settings, self.engine
-        memory = "no memory limit"
-        if settings.memory_gb is not None:
-            memory = f"memory limit {settings.memory_gb:.2f} GiB"
+        engine, memory_gb = self.engine, self.settings.memory_gb
+        memory = "no memory limit" if memory_gb is None else f"memory limit {memory_gb:.2f} GiB"
         slower = "" if engine.name == "gigatoken" or self.plan.options.is_chat else ", the slower engine"
         return (
             f"{engine.name} {engine.version}{slower}, {counted(self.num_cpus, 'CPU')}, "
@@ -197,9 +169,8 @@ class Worker:
     def run_shard(self, shard: PlannedShard, progress: Progressed) -> Manifest:
         """Make a shard of ``plan``; ``progress`` is told the work of each batch.
 
-        Raises BadInput where too many documents are undecodable, and what reading and writing raise.
-        A failure leaves nothing that counts; equal plans give equal bytes. Where another attempt made the
-        shard meanwhile, and so removed this one's files, the shard is done, and its manifest is returned.
+        Raises BadInput where too many documents are undecodable, and what reading and writing raise. Where
+        another attempt made the shard meanwhile, and so removed this one's files, its manifest is returned.
         """
         try:
             return self.make_into(self.folder, shard, progress)
@@ -218,13 +189,12 @@ class Worker:
         documents = documents_of_shard(
             plan, self.folder, shard, batch_bytes=self.batch_bytes, transform=self.transform
         )
-        if (most := settings.most_documents) is not None:
-            documents = (part for batch in documents for part in batch.parts(most))
-        writer = ShardWriter(folder, plan, shard.shard_id)
-        blanked: BlankedDocuments | None = None
+        if settings.most_documents is not None:
+            documents = (part for batch in documents for part in batch.parts(settings.most_documents))
+        writer, blanked = ShardWriter(folder, plan, shard.shard_id), None
         if options.blanked and shard.shard_id in ids_of_ranges(options.blanked):
             blanked = read_blanked(self.folder, plan.plan_id, shard.shard_id)
-        make = functools.partial(self._encode_and_lay_out, writer.members, blanked)
+        make = functools.partial(self._encode_and_lay_out, writer, blanked)
         with contextlib.closing(_made_in_order(make, documents, self._num_makers)) as batches, writer:
             for batch in batches:
                 writer.append(batch)
@@ -232,12 +202,13 @@ class Worker:
                 progress(batch.documents.num_bytes, {"documents": num_documents, "tokens": num_tokens})
                 del batch  # a tar's share of it may be 11 MB, which else wait for the next one
             self._check_bad_fraction(writer, shard.shard_id)
+            slurm_names = [f"SLURM_{name}" for name in _SLURM_FACTS]
             facts = {  # what may differ between equal shards; for reports, never for decisions
                 "engine": f"{self.engine.name} {self.engine.version}",
                 "shardprep": shardprep.__version__,
                 "python": platform.python_version(),
                 "host": os.environ.get("SLURMD_NODENAME") or os.uname().nodename,
-                "slurm": {name: os.environ[name] for name in _SLURM_FACTS if name in os.environ},
+                "slurm": {name: os.environ[name] for name in slurm_names if name in os.environ},
                 "num_cpus": self.num_cpus,
                 "began": round(began, 3),
                 "wall_s": round(time.time() - began, 3),
@@ -249,7 +220,7 @@ class Worker:
             return writer.commit(facts, made_from=None if blanked is None else blanked.made_from)
 
     def _encode_and_lay_out(
-        self, members: Members, blanked: BlankedDocuments | None, documents: Documents
+        self, writer: ShardWriter, blanked: BlankedDocuments | None, documents: Documents
     ) -> Batch:
         """Make a batch ready to be written. Runs in a thread: depends on no other batch."""
         plan = self.plan
@@ -260,7 +231,7 @@ class Worker:
         if blanked is not None:
             is_blanked = blanked.are_at(documents.input_number, documents.offsets)
         if not is_blanked.any():
-            return members.lay_out(documents, tokens)
+            return writer.lay_out(documents, tokens)
         # A blanked document is as many BLANKs as it has ids, and nothing else. What is counted is that of the
         # documents, as in the shard that this one is made from.
         blank_ids = np.uint32(BLANK)
@@ -278,12 +249,12 @@ class Worker:
             columns["id"] = ["" if blank else name for name, blank in ids_of]
         texts = [b"" if blank else text for text, blank in zip(documents.texts, is_blanked, strict=True)]
         laid_out = dataclasses.replace(documents, texts=Texts(texts))
-        batch = members.lay_out(laid_out, dataclasses.replace(tokens, ids=ids), digests)
+        batch = writer.lay_out(laid_out, dataclasses.replace(tokens, ids=ids), digests)
         return batch._replace(documents=dataclasses.replace(documents, columns=columns))
 
     def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
-        given, counting = self.settings.max_bad_fraction, writer.counting
-        limit = self.plan.max_bad_fraction if given is None else given
+        limit, counting = self.settings.max_bad_fraction, writer.counting
+        limit = self.plan.max_bad_fraction if limit is None else limit
         if counting.bad_fraction <= limit or (quarantine := writer.quarantine()) is None:
             return
         quarantine.sync()
@@ -294,8 +265,8 @@ class Worker:
         hint = f"Is it another {' or '.join(flags)}? " if flags else ""
         raise BadInput(
             f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({counting.bad_fraction:.2%}) "
-            f"are left out ({', '.join(sorted(counting.bad_reasons))}), the limit is {limit:.2%}; they are "
-            f"named in {quarantine.path}, the first so: {first.detail}. {hint}Otherwise mend the input and "
+            f"are left out ({', '.join(sorted(counting.bad_reasons))}), the limit is {limit:.2%}; "
+            f"{quarantine.path} names them, the first so: {first.detail}. {hint}Otherwise mend the input and "
             f"plan anew, or accept them: {accepting}",
             path=quarantine.path,
             found=f"{counting.bad_fraction:.2%}",
@@ -307,8 +278,7 @@ class Worker:
 def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[str], None]) -> Engine:
     """Return the engine of a worker, once it has given the reference's ids for the plan's probe.
 
-    Raises OtherTokenizer where even the reference gives other ids, UsageError where an engine
-    that was asked for by name cannot be had.
+    Raises OtherTokenizer where even the reference gives others, UsageError where ``wanted`` cannot be had.
     """
     path = folder / TOKENIZER_DIR / TOKENIZER_FILE
     allow, as_planned = plan.options.encodes_control_tokens, plan.options.add_special_tokens
@@ -324,19 +294,14 @@ def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[st
     engine = tokenizers_engine(path, allow_special_tokens=allow)
     found = ids_sha256([engine.encode_texts(plan.probe)])
     if found != plan.probe_sha256:
-        raise OtherTokenizer(
-            f"tokenizers {engine.version} encodes the plan's probe to other ids than at planning "
-            f"({found[:12]}, expected {plan.probe_sha256[:12]}); install the version that planned, or plan "
-            "anew"
-        )
+        what = f"other ids ({found[:12]}, expected {plan.probe_sha256[:12]}) than at planning"
+        what = f"tokenizers {engine.version} encodes the plan's probe to {what}"
+        raise OtherTokenizer(f"{what}; install the version that planned, or plan anew")
     return engine if as_planned else engine.bare()
 
 
 def finished_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
-    """Return the manifest of a shard that is done, else None; what attempts at it left is removed.
-
-    Raises OtherPlan where another plan's shard is in the way, BrokenShard for findings that cannot be read.
-    """
+    """Return ``done_manifest``; what attempts at a shard that is done left is removed."""
     manifest = done_manifest(folder, shard_id, plan.plan_id)
     if manifest is not None:
         remove_leftovers(folder, shard_id)
@@ -346,7 +311,7 @@ def finished_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | Non
 def missing_shards(plan: Plan, folder: Path, shard_ids: Collection[int]) -> list[int]:
     """Return those that are not done. What attempts at the others left is removed, by one look at the folder.
 
-    Raises as ``finished_manifest`` does.
+    Raises as ``done_manifest`` does.
     """
     findings = read_findings(folder, plan.plan_id)
     done = [number for number in shard_ids if done_manifest(folder, number, plan.plan_id, findings)]
@@ -360,8 +325,8 @@ def _made_in_order(
 ) -> Generator[Made, None, None]:
     """Yield what ``make`` makes of each item, in order.
 
-    One thread gets the next item meanwhile: the gain is what it does without the interpreter's lock, such as
-    reading, decoding, waiting for a file system. Others make up to ``num_makers`` items, and one more waits.
+    One thread gets the next item meanwhile: reading and decoding need no lock of Python. Others make up to
+    ``num_makers`` items, and one more waits.
     """
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(num_makers) as makers:
         made: deque[Future[Made]] = deque()
@@ -381,18 +346,21 @@ def _made_in_order(
 class _Process:
     """A worker process and the shard it is at."""
 
-    def __init__(self, folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: bool) -> None:
-        from multiprocessing import Pipe
-
-        self.cpus = cpus
+    def __init__(self, *given: Any) -> None:
+        self._given = given  # to _serve
         self.shard_id = -1
-        self.is_dead = False
-        self.pipe, theirs = Pipe()
-        self._process = start_child(_serve, folder, settings, cpus, is_verbose, theirs)
-        theirs.close()
+        self._child: Any = None
+        self.pipe: Any = None
 
     def give(self, shard_id: int) -> None:
+        """Let a shard be made, in a new process where there is none."""
+        from multiprocessing import Pipe
+
         self.shard_id = shard_id
+        if self._child is None:
+            self.pipe, theirs = Pipe()
+            self._child = start_child(_serve, *self._given, theirs)
+            theirs.close()
         with contextlib.suppress(BrokenPipeError):  # it died idle; the end of its pipe tells
             self.pipe.send(shard_id)
 
@@ -403,21 +371,21 @@ class _Process:
         except (EOFError, ConnectionError):
             from shardprep.format.jobs import Failure
 
-            self.end()
-            self.is_dead = True
-            code = self._process.exitcode or 0
+            code = self.end()
             how = f"killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
             return Failure.of(self.shard_id, ReadWriteError(f"its process was {how}"))
         return event
 
-    def end(self) -> None:
-        """Wait for a process that has nothing more to do, or died."""
+    def end(self, *, at_once: bool = False) -> int:
+        """Wait for a process that has nothing more to do, or died. Return its exit code."""
+        child, self._child = self._child, None
+        if child is None:
+            return 0
+        if at_once:
+            child.terminate()
         self.pipe.close()
-        self._process.join()
-
-    def stop(self) -> None:
-        self._process.terminate()
-        self.end()
+        child.join()
+        return child.exitcode or 0
 
 
 def run_shards(
@@ -431,8 +399,9 @@ def run_shards(
 ) -> tuple[list[Manifest], list[Failure]]:
     """Make shards in one process for each of ``cpus_of``, its CPUs; returns what was made, and what failed.
 
-    A failure does not stop the others. A process that dies takes its shard with it, and a new one
-    goes on with the rest. On Stopped the processes are stopped, too, and clean up.
+    A failure does not stop the others. It is printed, and written into the attempt's record for ``status``.
+    A process that dies takes its shard with it, and a new one goes on with the rest. On Stopped the processes
+    are stopped, too, and clean up.
     """
     from multiprocessing.connection import wait
 
@@ -446,9 +415,10 @@ def run_shards(
     try:
         for process in processes:
             process.give(todo.popleft())
-        while processes:
-            ready = wait([process.pipe for process in processes])
-            for process in [process for process in processes if process.pipe in ready]:
+        busy = {process.pipe: process for process in processes}
+        while busy:
+            for pipe in wait(list(busy)):
+                process = busy[pipe]
                 event = process.receive()
                 if isinstance(event, tuple):
                     progress.add(*event)
@@ -466,18 +436,15 @@ def run_shards(
                     made.append(event)
                     if is_verbose:
                         say(done_line(event, folder))
-                processes.remove(process)
+                del busy[pipe]
                 if todo:
-                    fresh = process
-                    if process.is_dead:
-                        fresh = _Process(folder, settings, process.cpus, is_verbose)
-                    processes.append(fresh)
-                    fresh.give(todo.popleft())
+                    process.give(todo.popleft())
+                    busy[process.pipe] = process
                 else:
                     process.end()
     finally:
         for process in processes:
-            process.stop()
+            process.end(at_once=True)
     return made, sorted(failures, key=lambda failure: failure.shard_id)
 
 

@@ -31,10 +31,20 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from preprocess.read import BATCH_BYTES
-from preprocess.read.documents import Documents, format_of, load_libraries, read_documents, starts_in
-from preprocess.read.format import SHORT_LINE_BYTES, OpenInput, Start, check_is_fetched, sample_sha256
+from preprocess.read.documents import (
+    SHORT_LINE_BYTES,
+    Documents,
+    OpenInput,
+    Start,
+    check_is_fetched,
+    format_of,
+    load_libraries,
+    read_documents,
+    sample_sha256,
+    starts_in,
+)
 from preprocess.read.lines import COMPRESSIONS, decompressed
-from preprocess.read.transform import Transform
+from preprocess.read.text_fields import Transform
 from shardprep.command_line import needs
 from shardprep.console import counted, short_bytes
 from shardprep.errors import BadInput, NotFound, ShardprepError, UsageError

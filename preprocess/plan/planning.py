@@ -60,10 +60,8 @@ from preprocess.read.chat import (
     render_conversations,
     texts_in,
 )
-from preprocess.read.documents import Documents, read_records
-from preprocess.read.format import OpenInput, RangeReader, sample_sha256
-from preprocess.read.text_fields import TextFields, UnusableText
-from preprocess.read.transform import Transform
+from preprocess.read.documents import Documents, OpenInput, RangeReader, read_records, sample_sha256
+from preprocess.read.text_fields import TextFields, Transform, UnusableText
 from shardprep import HOME
 from shardprep.console import Progress, counted, printable, say
 from shardprep.errors import (
@@ -102,6 +100,7 @@ from shardprep.format.plan import (
     Cut,
     InputFile,
     Plan,
+    PlanOptions,
     PrepConfig,
     is_one_file_a_shard,
     option_differences,
@@ -511,7 +510,7 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None = None) -> C
             tokens = engine.encode_documents(
                 documents, end_id=plan.end_id, mask_rule=plan.options.chat_mask_rule
             )
-            writer.append(writer.members.lay_out(documents, tokens))
+            writer.append(writer.lay_out(documents, tokens))
             num_bytes += documents.num_bytes
             for name in ("id", "source") if documents.texts else ():
                 if name in documents.columns:
@@ -546,8 +545,8 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None = None) -> C
 class _SeenFields(TextFields):
     """Remembers which fields the records have, and takes no text."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, options: PlanOptions) -> None:
+        super().__init__(options)
         self.plain_name = None
         self.num_chars: Counter[str] = Counter()  # of texts, by field; 0 for other values
         self.messages: list[str] = []  # fields that are lists of messages
@@ -567,10 +566,10 @@ def _check_fields(plan: Plan, counting: Counting) -> None:
     is_other_field = counting.bad_reasons and counting.bad_reasons <= {"no_field", "wrong_type"}
     if counting.num_documents or not is_other_field or plan.max_bad_fraction == 1:
         return
-    options, seen = plan.options, _SeenFields()
+    options, seen = plan.options, _SeenFields(plan.options)
     item = next(item for item in plan.inputs if item.num_bytes)
     part = ByteRange(input_number=0, path=plan.input_dir / item.path, start=0, end=item.num_bytes)
-    records = read_records([part], options, seen, batch_bytes=_SAMPLE_BYTES // _NUM_PLACES)
+    records = read_records([part], seen, _SAMPLE_BYTES // _NUM_PLACES)
     next(records, None)
     if not seen.num_chars:
         return

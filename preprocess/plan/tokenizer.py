@@ -33,7 +33,7 @@ from tokenizers import Tokenizer, processors
 
 import shardprep
 from preprocess.make import engines
-from preprocess.read.format import what_fetches
+from preprocess.read.documents import what_fetches
 from shardprep.command_line import start_child
 from shardprep.errors import (
     BrokenShard,

@@ -1,17 +1,16 @@
 """Conversations -> texts, by a model's chat template, and which parts of a text the assistant wrote.
 
 transformers renders, so that texts are those of ``apply_chat_template``; in a process of its own and without
-torch, as transformers has no place in a process that makes shards. Both talk in lines of JSON. The process
-starts in about 2.5 s, renders about 3,000 short conversations per second, and is kept for the next shard.
+torch. Both talk in lines of JSON. The process starts in about 2.5 s, renders about 3,000 short conversations
+per second, and is kept for the next shard.
 
 The assistant's parts are what the template puts between ``{% generation %}`` and ``{% endgeneration %}``. A
 template without these tags is rendered up to each turn of the assistant, with the prompt for it, and again
 with the turn: what came behind the first text is the assistant's. Both must be beginnings of the whole text.
-Both take quadratic time, so conversations of very many answers are left out.
 
 Templates come with models of other people. So the process has a limit of memory and, for each conversation,
-of CPU time, and it ends when the process that asks ends. A conversation over these limits fails the attempt.
-It is not left out: how much time it takes depends on the node, and the bytes of a shard must not.
+of CPU time. A conversation over these limits fails the attempt. It is not left out: how much time it takes
+depends on the node, and the bytes of a shard must not.
 
 A template that asks for today's date is told FIXED_DATE: equal inputs give equal bytes on any day.
 """
@@ -51,9 +50,9 @@ _MOST_MEMORY_BYTES = 1 << 30  # beyond what importing transformers takes
 _OUT_OF_MEMORY = 99  # exit code of the process
 _MOST_RENDERED_CHARS = 16 << 20  # of one conversation; what is longer is left out
 _MOST_BATCH_BYTES = 256 << 20  # of answers for a batch, which has 0.5 MiB of messages
-# Rendering takes quadratic time: without tags two renderings for each answer, and with them transformers
-# joins at each what it has written so far. Work is answers x (characters + _MESSAGE_CHARS for each message);
-# this much takes 2 s. It is 700 short answers without tags, 8,000 with them.
+# Rendering takes quadratic time, so conversations of very many answers are left out. Work is answers x
+# (characters + _MESSAGE_CHARS for each message); this much takes 2 s: 700 short answers without tags, 8,000
+# with them.
 _MOST_WORK, _MOST_TAGGED_WORK = 1 << 28, 1 << 35
 _MESSAGE_CHARS = 256
 _PROBE = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A probe."}]
@@ -92,20 +91,18 @@ def chat_versions() -> str:
 def check_chat_versions(planned: str) -> None:
     """Raise Refused where another version would render conversations than at planning."""
     if (found := chat_versions()) != planned:
-        raise Refused(
-            f"the plan renders conversations with {planned}, here {found}: another version may give another "
-            "text; install those that planned, or plan anew into a new folder"
-        )
+        why = "another version may give another text"
+        remedy = "install those that planned, or plan anew into a new folder"
+        raise Refused(f"the plan renders conversations with {planned}, here {found}: {why}; {remedy}")
 
 
 def chat_template_of(
     folder: Path, given: Path | None, *, allows_control_tokens: bool
 ) -> tuple[ChatTemplate, MaskRule]:
-    """Return the template of a tokenizer's folder, or of a file, once it has rendered a conversation.
+    """Return the template of a tokenizer's folder, or of a file, and the rule of its loss masks.
 
-    With it comes the rule of its loss masks: that of the installed transformers where the template has the
-    tags. Raises UsageError where there is no template, or it cannot be used, and Refused where the rule is
-    unknown.
+    The rule is that of the installed transformers where the template has the tags. Raises UsageError where
+    there is no template, or it cannot render a conversation, Refused where the rule is unknown.
     """
     (found,) = _asked({"folder": str(folder)}, 1)
     text = found["template"]
@@ -117,34 +114,26 @@ def chat_template_of(
             expected = "the file of a Jinja template, in UTF-8"
             raise UsageError(path=given, found=f"--chat_template_file ({why})", expected=expected) from None
     if not text:
-        raise UsageError(
-            "the tokenizer has no chat template, as those of base models; take the model_id of its chat "
-            "variant, or pass --chat_template_file with a Jinja template",
-            expected="chat template",
-            remedy="--chat_template_file",
-        )
+        what, flag = "chat template", "--chat_template_file"
+        todo = f"take the model_id of its chat variant, or pass {flag} with a Jinja template"
+        message = f"the tokenizer has no {what}, as those of base models; {todo}"
+        raise UsageError(message, expected=what, remedy=flag)
     template = ChatTemplate(text, json.dumps(found["tokens"], ensure_ascii=False), allows_control_tokens)
     mask_rule: MaskRule = found["mask_rule"] if _GENERATION.search(text) else "characters"
     if not mask_rule:
-        raise Refused(
-            f"{chat_versions()} make loss masks by a rule that this version of shardprep does not know; "
-            "install transformers 5.24, or a later version of shardprep"
-        )
+        what = "loss masks by a rule that this version of shardprep does not know"
+        raise Refused(f"{chat_versions()} make {what}; install transformers 5.24, or a later shardprep")
     try:
         (rendered,) = render_conversations(template, [json.dumps(_PROBE)])
     except TooCostly as error:
-        raise UsageError(
-            f"{error}, for a question and its answer; pass a template without endless loops and huge texts "
-            "as --chat_template_file"
-        ) from None
+        remedy = "pass a template without endless loops and huge texts as --chat_template_file"
+        raise UsageError(f"{error}, for a question and its answer; {remedy}") from None
     if isinstance(rendered, UnusableText):
         remedy = "put {% generation %} and {% endgeneration %} around what the assistant writes"
         if rendered.reason == "template_error":
             remedy = "change that"
-        raise UsageError(
-            f"the chat template cannot be used: of a question and its answer, {rendered.detail}; {remedy} in "
-            "a copy of it, and pass --chat_template_file"
-        )
+        found = f"the chat template cannot be used: of a question and its answer, {rendered.detail}"
+        raise UsageError(f"{found}; {remedy} in a copy of it, and pass --chat_template_file")
     return template, mask_rule
 
 
@@ -155,14 +144,8 @@ def render_conversations(
 
     Raises TooCostly where one takes too much memory or time, and ReadWriteError.
     """
-    question = {"template": template, "conversations": list(conversations)}
-    found: list[Rendered | UnusableText] = []
-    for answer in _asked(question, len(conversations)):
-        if isinstance(answer, dict):
-            found.append(UnusableText(**answer))
-        else:
-            found.append(Rendered(answer[0], [(begin, end) for begin, end in answer[1]]))
-    return found
+    answers = _asked({"template": template, "conversations": [*conversations]}, len(conversations))
+    return [UnusableText(**each) if isinstance(each, dict) else Rendered(*each) for each in answers]
 
 
 # The process that asks. ---------------------------------------------------------------------------------
@@ -197,10 +180,8 @@ def _asked(question: dict[str, Any], num_answers: int) -> list[Any]:
         raise TooCostly(len(answers), f"took more than {_MOST_CPU_S} s of CPU time")
     if code == _OUT_OF_MEMORY:
         raise TooCostly(len(answers), f"took more than {_MOST_MEMORY_BYTES >> 20} MiB of memory")
-    raise ReadWriteError(
-        f"the process that renders chat templates ended with {code} and without a word; is there too little "
-        "memory? Run this again"
-    )
+    what = f"the process that renders chat templates ended with {code} and without a word"
+    raise ReadWriteError(f"{what}; is there too little memory? Run this again")
 
 
 @functools.lru_cache(maxsize=1)
@@ -347,11 +328,8 @@ class _Renderer:
             before, _ = self._text(messages[:number], add_generation_prompt=True)
             after, _ = self._text(messages[: number + 1])
             if not (after.startswith(before) and text.startswith(after)):
-                raise _Unusable(
-                    "no_beginning",
-                    f"the text up to message {number} is no beginning of the whole, so nothing tells what "
-                    "the assistant wrote",
-                )
+                why = f"the text up to message {number} is no beginning of the whole"
+                raise _Unusable("no_beginning", f"{why}, so nothing tells what the assistant wrote")
             if len(before) < len(after):
                 spans.append((len(before), len(after)))
         if not any(begin < end for begin, end in spans):
@@ -376,12 +354,10 @@ class _Renderer:
             raise _Unusable("no_assistant", "no message is the assistant's")
         work = num_answers * (num_chars + _MESSAGE_CHARS * len(messages))
         if work > (_MOST_TAGGED_WORK if self._is_tagged else _MOST_WORK):
+            what = f"{num_answers} answers in {len(messages)} messages of {num_chars} characters"
             remedy = "; put {% generation %} into a copy of the template, which may have more"
-            raise _Unusable(
-                "too_many_answers",
-                f"{num_answers} answers in {len(messages)} messages of {num_chars} characters take too long "
-                f"to render{'' if self._is_tagged else remedy}",
-            )
+            why = f"{what} take too long to render{'' if self._is_tagged else remedy}"
+            raise _Unusable("too_many_answers", why)
         # As apply_chat_template does: templates fail on a null, and tables have one for each other's keys.
         return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
@@ -396,8 +372,8 @@ class _Renderer:
             raise _Unusable("template_error", f"the template raised {said}") from None
         text: str = texts[0]
         if len(text) > _MOST_RENDERED_CHARS:
-            most = f"{_MOST_RENDERED_CHARS >> 20} Mi characters"
-            raise _Unusable("template_error", f"the template makes more than {most} of it")
+            most = _MOST_RENDERED_CHARS >> 20
+            raise _Unusable("template_error", f"the template makes more than {most} Mi characters of it")
         return text, spans[0] if spans else []
 
 

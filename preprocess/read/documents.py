@@ -1,5 +1,10 @@
-"""The parts of a shard -> its documents, in batches, each with the input and the place that it came from.
+"""The parts of a shard -> its documents, in batches, and the questions that every input format answers.
 
+A file is opened once and read by position, and is looked at again at the end: one that was written to
+meanwhile is refused. Its stamp at planning is its size, its mtime and a hash of 3 x 64 KiB.
+
+A part is a range of the file's own bytes, whatever the format: so each byte of the input is in exactly one
+shard. Where a part may begin is the format's to say: at a line, a row group, a frame; or at byte 0 alone.
 Each part is read by its file's format (shardprep/format/input_formats.py). What the user asked to be done to
 texts is done here, for all formats alike, and here the documents of a trial are counted off.
 """
@@ -7,30 +12,34 @@ texts is done here, for all formats alike, and here the documents of a trial are
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import hashlib
 import importlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+import itertools
+import mmap
+import os
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from preprocess.read import BATCH_BYTES
-from preprocess.read.format import Format, OpenInput, RangeReader, Start, Texts, starts_among
-from preprocess.read.lines import COMPRESSIONS, load_zstd
-from preprocess.read.text_fields import TextFields, UnusableText, text_fields_of
-from preprocess.read.transform import Transform
-from shardprep.command_line import needs
-from shardprep.errors import BadInput, Refused, UsageError
-from shardprep.format.documents import (
-    DocumentNames,
-    canonical_conversation,
-    digests_of,
-    read_excluded,
+from preprocess.read.text_fields import (
+    MOST_DOCUMENT_BYTES,
+    TextFields,
+    Transform,
+    UnusableText,
+    text_fields_of,
+    too_long,
 )
+from shardprep.command_line import needs
+from shardprep.errors import BadInput, BrokenShard, NotFound, ReadWriteError, Refused, UsageError
+from shardprep.files import ReadFile, with_retries
+from shardprep.format.documents import DocumentNames, canonical_conversation, digests_of, read_excluded
 from shardprep.format.input_formats import input_kind, place_text
 from shardprep.format.plan import ByteRange, Plan, PlannedShard, PlanOptions
 
@@ -39,10 +48,312 @@ if TYPE_CHECKING:
 
 Numbers = npt.NDArray[np.int64]
 T = TypeVar("T")
+# A batch of shorter lines, on average, is cut by their number: a million lines of one letter took 0.35 GB.
+SHORT_LINE_BYTES = 32
+# What says that there is no such input; whatever else opening ends with may go away.
+_NO_SUCH_INPUT = frozenset({
+    errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
+    errno.ENXIO, errno.ENODEV,
+})  # fmt: skip
+_BRING_BACK = "bring the file back, or plan anew into a new folder"
+_SAMPLE_BYTES = 64 << 10
+HASH_BYTES = 1 << 19  # read at once where bytes are only hashed, or only a line's end is looked for
 # Of a conversation's messages as JSON; rendering takes more than proportionally longer.
 _MOST_MESSAGE_CHARS = 4 << 20
 _TOO_LONG = UnusableText("too_long", f"its messages have more than {_MOST_MESSAGE_CHARS} characters")
 _EXCLUDED = UnusableText("excluded", "--exclude names it")
+
+
+# Inputs. -----------------------------------------------------------------------------------------------
+
+
+class Stamp(NamedTuple):
+    """What the file system says of a file: a write moves one of them, and so does a touch or a new link."""
+
+    num_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+class OpenInput:
+    """A regular file, open for reading until nobody holds it any more: threads share it.
+
+    All reads go to the one descriptor, so that a file put in its place meanwhile is never mixed with it.
+    Opening and reading are tried again where a file system may come back; raises ReadWriteError where it does
+    not, NotFound where the file is not there, may not be read, or is no regular file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = with_retries(f"input {path} cannot be opened", functools.partial(ReadFile, path))
+        except BrokenShard as error:
+            raise NotFound(f"input {error}, or move it away") from None
+        except ReadWriteError as error:
+            cause = error.__cause__
+            if not isinstance(cause, OSError) or cause.errno not in _NO_SUCH_INPUT:
+                raise
+            reason = cause.strerror
+            if isinstance(cause, FileNotFoundError) and os.path.islink(path):  # noqa: PTH114 - it never raises
+                reason = "it is a link to nothing"
+            message = f"input {path} cannot be opened: {reason}; bring it back, or move it away"
+            raise NotFound(message, path=path, found=reason) from None
+        self.stamp = self._status()
+
+    def expect_scattered_reads(self) -> None:
+        """Tell the system not to read ahead, which would read three times as much for nothing."""
+        self._file.expect_scattered_reads()
+
+    def mapped(self) -> mmap.mmap:
+        """Return the file as memory. Raises ReadWriteError."""
+        return with_retries(f"input {self.path} cannot be mapped", self._file.mapped)
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return the bytes [start, end), fewer where the file ends before. Raises ReadWriteError."""
+        data, read = b"", self._file.read_beginning
+        while (at := start + len(data)) < end:
+            piece = with_retries(
+                f"input {self.path} cannot be read at byte {at}", functools.partial(read, at, end - at)
+            )
+            if not piece:
+                break
+            data += piece  # most often all of it: nothing is copied then
+        return data
+
+    def read_all(self, start: int, end: int) -> bytes:
+        """Return the bytes [start, end). Raises ReadWriteError, also where the file ends before."""
+        data = self.read(start, end)
+        if len(data) < end - start:
+            what = f"input {self.path} ended at byte {start + len(data)}, the plan says {end}"
+            raise ReadWriteError(f"{what}; {_BRING_BACK}")
+        return data
+
+    def check_unchanged(self) -> None:
+        """That nobody wrote to the file since it was opened. Raises Refused, or ReadWriteError."""
+        found = self._status()
+        if found != self.stamp:
+            at, planned_at = (f"{each.num_bytes} bytes at {each.mtime_ns}" for each in (found, self.stamp))
+            changed = f"size, mtime or ctime changed while it was read: {at}"
+            expected = (
+                f"{planned_at}; nothing is published: once nobody writes to it, run this again, or plan "
+            )
+            expected += "anew into a new folder if its text is another"
+            raise Refused(path=self.path, found=changed, expected=expected)
+
+    def _status(self) -> Stamp:
+        try:
+            status = self._file.status()
+        except OSError as error:
+            raise ReadWriteError(f"input {self.path} cannot be read: {error.strerror}") from None
+        return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+# What git-lfs and git-annex leave in the place of a file that was not fetched, and what fetches it.
+_POINTERS = {
+    b"version https://git-lfs.github.com/spec/v1\n": "git lfs pull",
+    b"/annex/objects/": "git annex get .",
+}
+MOST_POINTER_BYTES = 1024
+
+
+def what_fetches(data: bytes) -> str | None:
+    """Return the command that brings the content of which a whole file's ``data`` is a pointer, else None."""
+    for beginning, command in _POINTERS.items():
+        if data.startswith(beginning) and len(data) <= MOST_POINTER_BYTES:
+            return command
+    return None
+
+
+def check_is_fetched(file: OpenInput) -> None:
+    """Raise BadInput where a file is only the pointer that a clone of a repository has in its place."""
+    size = file.stamp.num_bytes
+    if size <= MOST_POINTER_BYTES and (command := what_fetches(file.read(0, size))) is not None:
+        what = "is a pointer to a file that was not fetched, expected the file itself"
+        raise BadInput(f"input {file.path} {what}; run in its repository: {command}")
+
+
+def unreadable(file: OpenInput, why: str) -> BadInput:
+    """Return the error of an input that cannot be read as what its name says."""
+    message = f"input {file.path} {why}; bring a whole file, or move it away and plan anew"
+    return BadInput(message, path=file.path, expected="a whole file")
+
+
+class RangeReader:
+    """Reads a range from its file, for one thread; hashes, in order, each byte that it meets first.
+
+    Raises NotFound where the file is gone, Refused where it is not as planned. Its sample is read again only
+    where its size or mtime differs: ``plan --hash_inputs`` sees other changes.
+    """
+
+    def __init__(self, part: ByteRange, digest: hashlib._Hash | None) -> None:
+        self.part = part
+        self._digest = digest
+        self._num_hashed = part.start  # byte up to which the range is hashed
+        planned = part.planned
+        try:
+            self.file = OpenInput(part.path)
+        except NotFound as error:
+            if planned is not None:
+                error.remedy = "--input_dir"
+                error.advise("if the raw folder moved, pass --input_dir")
+            raise
+        size = self.file.stamp.num_bytes
+        if planned is None or (size, self.file.stamp.mtime_ns) == (planned.num_bytes, planned.mtime_ns):
+            return
+        found = sample_sha256(self.file)
+        if (size, found) != (planned.num_bytes, planned.sha256):
+            expected = f"{planned.num_bytes} with {planned.sha256[:12]} as planned; {_BRING_BACK}"
+            raise Refused(path=part.path, found=f"{size} bytes with sample {found[:12]}", expected=expected)
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return the bytes [start, end). Raises ReadWriteError."""
+        data = self.file.read_all(start, end)
+        if self._digest is not None and end > self._num_hashed:
+            self._digest.update(memoryview(data)[self._num_hashed - start :])
+            self._num_hashed = end
+        return data
+
+    def hash_rest(self) -> None:
+        """Hash what was not read, if the range is hashed at all."""
+        while self._digest is not None and self._num_hashed < self.part.end:
+            self.read(self._num_hashed, min(self._num_hashed + HASH_BYTES, self.part.end))
+
+
+def sample_sha256(file: OpenInput) -> str:
+    """sha256, in hex, of the first, middle and last 64 KiB, or of all. Raises ReadWriteError."""
+    size = file.stamp.num_bytes
+    if size <= 3 * _SAMPLE_BYTES:
+        return hashlib.sha256(file.read(0, size)).hexdigest()
+    starts = (0, (size - _SAMPLE_BYTES) // 2, size - _SAMPLE_BYTES)
+    return hashlib.sha256(b"".join(file.read(start, start + _SAMPLE_BYTES) for start in starts)).hexdigest()
+
+
+class Inspected(NamedTuple):
+    """What planning wants to know of a file."""
+
+    text_bytes: int  # about; shards are made even by it
+    is_whole: bool  # no part of it begins inside it
+
+
+class Start(NamedTuple):
+    """A place where a part of a file may begin."""
+
+    byte: int  # of the file
+    text_byte: int = 0  # of the text, where that is compressed; else 0
+
+
+# Stands between two texts that are joined. None of its beginnings is an end of it, so it cannot overlap
+# itself. The quotes are those of two strings of JSON, which are joined as they are.
+BETWEEN = b'"\0\1document\2"'
+
+
+class Texts(Sequence[bytes]):
+    """Texts of consecutive documents, as UTF-8: joined, and one by one where somebody asks for that.
+
+    Args:
+        each: the texts; or instead
+        joined: all texts in one buffer, with BETWEEN between two of them, and in none of them.
+        num_texts: in ``joined``.
+        characters: any string that has all their characters beyond ASCII, if there is one already.
+    """
+
+    def __init__(
+        self,
+        each: list[bytes] | None = None,
+        *,
+        joined: bytes = b"",
+        num_texts: int = 0,
+        characters: str | None = None,
+    ) -> None:
+        self.joined, self.num_texts = joined, num_texts
+        if each is not None:
+            self.each, self.joined, self.num_texts = each, BETWEEN.join(each), len(each)
+        self.num_bytes = len(self.joined) - max(0, self.num_texts - 1) * len(BETWEEN)  # of the texts alone
+        self.characters = characters
+
+    @functools.cached_property
+    def each(self) -> list[bytes]:
+        return self.joined.split(BETWEEN) if self.num_texts else []
+
+    def only(self, numbers: Iterable[int]) -> Texts:
+        """Return some of the texts."""
+        each = self.each
+        return Texts([each[number] for number in numbers])
+
+    def __len__(self) -> int:
+        return self.num_texts
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.each)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self.each[number]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """Consecutive lines or rows of a file: what each says, and where it lies."""
+
+    texts: Texts | Sequence[bytes | UnusableText]  # as UTF-8; of a list an empty one is no document
+    starts: npt.NDArray[np.int64]  # int64[n]: byte of the file's text, or row, of each
+    sizes: npt.NDArray[np.int64]  # int64[n]: bytes of each, or 1 for a row
+    num_bytes: int  # of the file, that these account for
+    columns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # what each tells beside its text
+
+
+class Format(Protocol):
+    """One format of input files. It keeps nothing of a file: every method may run in several threads."""
+
+    def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
+        """Weigh a file for planning, with few reads. Raises BadInput where it cannot be of this format."""
+
+    def starts(
+        self, file: OpenInput, stretches: Sequence[tuple[int, int]], options: PlanOptions
+    ) -> list[Start | None]:
+        """For each (byte, end), ascending, the first place at or behind ``byte`` where a part may begin.
+
+        None where there is none before ``end``; the file's size where none follows. Raises BadInput.
+        """
+
+    def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
+        """Yield the records of a part in order, about ``batch_bytes`` of text at a time.
+
+        Their ``num_bytes`` sum up to the part's bytes. Raises BadInput, ReadWriteError.
+        """
+
+
+def starts_among(
+    places: Iterable[Start], file: OpenInput, stretches: Sequence[tuple[int, int]]
+) -> list[Start | None]:
+    """Answer ``Format.starts`` for a file with these places, ascending; without any it is only read whole."""
+    end_of_file, remaining, place = Start(file.stamp.num_bytes), iter(places), Start(0)
+    found: list[Start | None] = []
+    for byte, end in stretches:
+        while place.byte < min(byte, end_of_file.byte):  # a file may have become shorter
+            place = next(remaining, end_of_file)
+        found.append(place if place.byte < end or place.byte == end_of_file.byte else None)
+    return found
+
+
+def no_records(num_bytes: int) -> Records:
+    """Account for bytes of a file in which no record begins."""
+    none = np.empty(0, np.int64)
+    return Records(texts=[], starts=none, sizes=none, num_bytes=num_bytes)
+
+
+def texts_of(values: Iterable[str | UnusableText]) -> list[bytes | UnusableText]:
+    """Return the texts of records as UTF-8, none of white space alone; all others stay as they are."""
+    found: list[bytes | UnusableText] = []
+    for value in values:
+        if isinstance(value, UnusableText):
+            found.append(value)
+            continue
+        text = b"" if value.isspace() else value.encode()
+        found.append(text if len(text) <= MOST_DOCUMENT_BYTES else too_long("its text"))
+    return found
+
+
+# Documents. --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,28 +396,23 @@ class Documents:
             columns={name: [column[n] for n in picked] for name, column in self.columns.items()},
         )
 
+    def of_lines(self, first_line: int, end_line: int, *, num_bytes: int) -> Documents:
+        """Return the documents of some lines, which account for ``num_bytes`` of the input."""
+        first, end = np.searchsorted(self.lines, (first_line, end_line))
+        return dataclasses.replace(
+            self.only(np.arange(first, end)),
+            first_line=first_line,
+            num_lines=end_line - first_line,
+            num_bytes=num_bytes,
+            bad=[each for each in self.bad if first_line <= each.line < end_line],
+        )
+
     def parts(self, most: int) -> Iterator[Documents]:
         """Cut the batch into parts of at most ``most`` documents; the last one accounts for the bytes."""
-        rest = self
-        while len(rest.lines) > most:
-            end_line = int(rest.lines[most])
-            yield rest.before(most, end_line, num_bytes=0)
-            rest = dataclasses.replace(
-                rest.only(np.arange(most, len(rest.lines))),
-                first_line=end_line,
-                num_lines=rest.first_line + rest.num_lines - end_line,
-                bad=[each for each in rest.bad if each.line >= end_line],
-            )
-        yield rest
-
-    def before(self, num_documents: int, end_line: int, *, num_bytes: int) -> Documents:
-        """Return the documents before a line, which account for ``num_bytes`` of the input."""
-        return dataclasses.replace(
-            self.only(np.arange(num_documents)),
-            num_lines=end_line - self.first_line,
-            num_bytes=num_bytes,
-            bad=[each for each in self.bad if each.line < end_line],
-        )
+        end = self.first_line + self.num_lines
+        borders = [self.first_line, *self.lines[most::most].tolist(), end]
+        for first_line, end_line in itertools.pairwise(borders):
+            yield self.of_lines(first_line, end_line, num_bytes=self.num_bytes if end_line == end else 0)
 
     def digests(self) -> npt.NDArray[np.void]:
         """DIGEST[n]: what each document is known by, see shardprep/format/documents.py."""
@@ -131,8 +437,7 @@ class Documents:
                         source_offset=int(self.offsets[number]),
                         num_bytes=len(self.texts[number]) if sizes is None else int(sizes[number]),
                         line=int(self.lines[number]),
-                        reason=result.reason,
-                        detail=result.detail,
+                        **vars(result),
                         named=self.columns["source"][number] if "source" in self.columns else "",
                     )
                 )
@@ -168,11 +473,11 @@ def documents_of_shard(
     )
     if digest is not None and digest.hexdigest() != shard.sha256:
         names = sorted({plan.inputs[number].path for number in shard.input_numbers})
-        raise Refused(
-            f"the input of shard {shard.shard_id:05d} ({', '.join(names[:3])}) changed since it was planned: "
-            f"sha256 {digest.hexdigest()[:12]}, the plan says {str(shard.sha256)[:12]}; bring the file back, "
-            "or plan anew into a new folder"
+        what = (
+            f"the input of shard {shard.shard_id:05d} ({', '.join(names[:3])}) changed since it was planned"
         )
+        hashes = f"sha256 {digest.hexdigest()[:12]}, the plan says {str(shard.sha256)[:12]}"
+        raise Refused(f"{what}: {hashes}; {_BRING_BACK}")
 
 
 _excluded = functools.lru_cache(maxsize=1)(read_excluded)  # the same for all shards
@@ -190,13 +495,15 @@ def read_documents(
 ) -> Generator[Documents, None, None]:
     """Yield the documents of byte ranges in order, in batches of about ``batch_bytes``.
 
-    ``digest`` is told all bytes of the ranges, in order. Reading ends behind ``most_documents`` documents.
-    ``excluded``: names of documents that are left out. ``transform``: what they go through, if the options
-    have its hash.
+    Args:
+        ranges: they begin and end where their format allows it.
+        digest: is told all bytes of the ranges, in order.
+        most_documents: behind which reading ends.
+        excluded: names of documents that are left out.
+        transform: what they go through.
 
-    Ranges begin and end where their format allows it. Raises NotFound where a file cannot be opened,
-    ReadWriteError where reading fails, BadInput where a file is not of its format, Refused where a file was
-    written to while it was read and nobody hashes it.
+    Raises NotFound, ReadWriteError, BadInput where a file is not of its format, Refused where one was written
+    to while it was read and nobody hashes it.
     """
     template = None
     if options.record == "chat":
@@ -206,8 +513,7 @@ def read_documents(
     names = {part.input_number: part.planned.path if part.planned else part.path.name for part in ranges}
     reasons: set[str] = set()  # of LeaveOut so far
     num_left, bytes_left = most_documents, sum(part.end - part.start for part in ranges)
-    fields = text_fields_of(options)
-    for documents in read_records(ranges, options, fields, batch_bytes=batch_bytes, digest=digest):
+    for documents in read_records(ranges, text_fields_of(options), batch_bytes, digest):
         name = names[documents.input_number]
         if transform is not None:
             columns = dict(documents.columns)
@@ -230,7 +536,7 @@ def read_documents(
         if num_left is not None and len(documents.lines) >= num_left:
             # The last document of a trial: it accounts for all bytes behind it, too.
             end_line = int(documents.lines[num_left - 1]) + 1 if num_left else documents.first_line
-            yield documents.before(num_left, end_line, num_bytes=bytes_left)
+            yield documents.of_lines(documents.first_line, end_line, num_bytes=bytes_left)
             return
         if num_left is not None:
             num_left -= len(documents.lines)
@@ -239,18 +545,13 @@ def read_documents(
 
 
 def read_records(
-    ranges: list[ByteRange],
-    options: PlanOptions,
-    fields: TextFields,
-    *,
-    batch_bytes: int = BATCH_BYTES,
-    digest: hashlib._Hash | None = None,
+    ranges: list[ByteRange], fields: TextFields, batch_bytes: int, digest: hashlib._Hash | None = None
 ) -> Iterator[Documents]:
     """Yield the documents as ``fields`` take them out of records: nothing is changed or rendered."""
     line = 0  # of the shard
     for part in ranges:
         reader = RangeReader(part, digest)
-        for records in format_of(part.path.name).read(reader, options, fields, batch_bytes):
+        for records in format_of(part.path.name).read(reader, fields, batch_bytes):
             texts, num_lines = records.texts, len(records.starts)
             is_whole = isinstance(texts, Texts) or (all(texts) and {bytes}.issuperset(map(type, texts)))
             if not isinstance(texts, Texts):
@@ -286,11 +587,9 @@ def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Docume
     try:
         found = render_conversations(template, asked)
     except TooCostly as error:
-        place = place_text(name, int(documents.offsets[error.number]))
-        raise BadInput(
-            f"{error}, for the conversation of {place}; change that conversation, or plan anew with another "
-            "template as --chat_template_file"
-        ) from None
+        what = f"{error}, for the conversation of {place_text(name, int(documents.offsets[error.number]))}"
+        remedy = "change that conversation, or plan anew with another template as --chat_template_file"
+        raise BadInput(f"{what}; {remedy}") from None
     documents = dataclasses.replace(documents, columns={**documents.columns, "messages": asked})
     kept, rendered = documents.sorted_out(found)
     return dataclasses.replace(
@@ -322,18 +621,13 @@ def format_of(name: str) -> Format:
         if not kind.format.library:
             raise
         raise UsageError(needs(kind.format.suffixes[0], kind.format.library)) from None
-    if not kind.format.can_be_compressed:
-        return cast(Format, found())
-    return cast(Format, found(COMPRESSIONS[kind.compression] if kind.compression else None))
+    return cast(Format, found(kind.compression) if kind.format.can_be_compressed else found())
 
 
 def load_libraries(names: Iterable[str]) -> None:
-    """Import what reading files of these names takes, before any work. Raises UsageError where it is missing.
+    """Import what reading files of these names takes, before any work: pyarrow takes 0.1 s of CPU.
 
-    pyarrow takes 0.1 s of CPU, which else would count as work of the first shard.
+    Raises UsageError where it is missing.
     """
-    kinds = {input_kind(name): name for name in names}
-    for kind, name in kinds.items():
+    for name in {input_kind(name): name for name in names}.values():
         format_of(name)
-        if kind.compression == ".zst":
-            load_zstd()

@@ -21,19 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from preprocess.read.format import (
-    BETWEEN,
-    MOST_DOCUMENT_BYTES,
-    Inspected,
-    OpenInput,
-    RangeReader,
-    Records,
-    Texts,
-    texts_of,
-)
+from preprocess.read.documents import BETWEEN, Inspected, OpenInput, RangeReader, Records, Texts, texts_of
 from preprocess.read.lines import LineEnds, LineFormat, Numbers
 from preprocess.read.text_fields import (
     MAX_JSON_DEPTH,
+    MOST_DOCUMENT_BYTES,
     FieldPath,
     MessageFields,
     RecordFields,
@@ -58,10 +50,8 @@ class JsonLines(LineFormat):
 
     line_ends = LineEnds(with_cr=False)
 
-    def read(
-        self, reader: RangeReader, options: PlanOptions, fields: TextFields, batch_bytes: int
-    ) -> Iterator[Records]:
-        pieces = self.text_of_part(reader, options, batch_bytes)
+    def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
+        pieces = self.text_of_part(reader, fields.options, batch_bytes)
         read_lines = functools.partial(_texts_of, fields)
         yield from self.records_of(reader.part, pieces, batch_bytes, read_lines)
 
@@ -76,15 +66,10 @@ class JsonFile(JsonLines):
 
     def check_beginning(self, file: OpenInput, text: bytes) -> None:
         if text.removeprefix(_MARK).lstrip(_BLANK).startswith(b"["):
-            remedy = (
-                f"jq -c '.[]' {quoted(file.path)} > {quoted(str(file.path).rpartition('.json')[0])}.jsonl"
-            )
-            raise BadInput(
-                path=file.path,
-                found="one list of JSON",
-                expected="an object in each line; convert it, unpacked if need be, and move it away",
-                remedy=remedy,
-            )
+            target = quoted(str(file.path).rpartition(".json")[0])
+            remedy = f"jq -c '.[]' {quoted(file.path)} > {target}.jsonl"
+            expected = "an object in each line; convert it, unpacked if need be, and move it away"
+            raise BadInput(path=file.path, found="one list of JSON", expected=expected, remedy=remedy)
 
 
 def _texts_of(
@@ -117,9 +102,8 @@ def _texts_of(
 @functools.cache
 def _decoder(name: str) -> Any:
     """Return what decodes lines of objects: of each the value of one field, as it stands there."""
-    return msgspec.json.Decoder(
-        msgspec.defstruct("Line", [("text", msgspec.Raw, msgspec.field(name=name))], gc=False)
-    )
+    fields = [("text", msgspec.Raw, msgspec.field(name=name))]
+    return msgspec.json.Decoder(msgspec.defstruct("Line", fields, gc=False))
 
 
 _TEXT = operator.attrgetter("text")
@@ -146,10 +130,8 @@ def _joined_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | 
     escapes = np.flatnonzero(letters == ord("\\"))
     may_spell = bool((letters[escapes + 1] == ord("u")).any())
     is_opened = letters | 0x20 == ord("{")  # [ and { differ by this bit; each line is an object
-    if (
-        np.count_nonzero(is_opened) - len(starts) >= MAX_JSON_DEPTH
-        and np.add.reduceat(is_opened, starts, dtype=np.int64).max() > MAX_JSON_DEPTH
-    ):
+    may_be_deep = np.count_nonzero(is_opened) - len(starts) >= MAX_JSON_DEPTH
+    if may_be_deep and np.add.reduceat(is_opened, starts, dtype=np.int64).max() > MAX_JSON_DEPTH:
         return None
     if not _names_each_once(block, len(starts), fields, may_spell=may_spell):
         return None
@@ -176,11 +158,7 @@ def _joined_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | 
     # No text has the first byte of what stands between them.
     bounds = np.flatnonzero(letters == 0)
     begins, ends = np.append(0, bounds + len(_BETWEEN_QUOTES)), np.append(bounds - 1, len(joined) - 1)
-    if (
-        len(begins) != len(strings)
-        or (letters[begins] != ord('"')).any()
-        or (letters[ends] != ord('"')).any()
-    ):
+    if len(begins) != len(strings) or (letters[np.append(begins, ends)] != ord('"')).any():
         return None
     may_be_blank = np.flatnonzero(_MAY_BE_SPACE[letters[begins + 1]] | (begins + 1 == ends))
     for begin, end in zip(begins[may_be_blank].tolist(), ends[may_be_blank].tolist(), strict=True):
@@ -232,10 +210,9 @@ def _are_exact(values: Sequence[Any]) -> bool:
 def _names_each_once(
     block: bytes, num_lines: int, fields: TextFields, *, may_spell: bool | None = None
 ) -> bool:
-    """Whether each line that has all fields of the text names each of them once; most blocks show it at once.
+    """Whether each line that has all fields of the text names each of them once.
 
-    Each such line has a key for each name at least. So there is no further one where the keys of a block are
-    as many as its lines.
+    Each such line has a key for each name. So there is no other where a block has as many keys as lines.
     """
     if isinstance(fields, (MessageFields, RecordFields)):
         return False  # each line is looked at: what follows takes 20 times as long
@@ -247,10 +224,8 @@ def _names_each_once(
         if _num_beginning(block, key) == num_lines or block.count(key) == num_lines:
             return True
     objects = {path[:end] for path in fields.text_paths for end in range(1, len(path) + 1)}
-    times_in_record = Counter(path[-1] for path in objects)
-    return all(
-        len(_keys(name).findall(block)) == times * num_lines for name, times in times_in_record.items()
-    )
+    times_of = Counter(path[-1] for path in objects)
+    return all(len(_keys(name).findall(block)) == times * num_lines for name, times in times_of.items())
 
 
 def _num_beginning(block: bytes, word: bytes) -> int:

@@ -20,13 +20,12 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.read.format import (
-    MOST_DOCUMENT_BYTES,
+from preprocess.read.documents import (
     SHORT_LINE_BYTES,
     Inspected,
     OpenInput,
@@ -36,10 +35,9 @@ from preprocess.read.format import (
     Texts,
     no_records,
     starts_among,
-    too_long,
     unreadable,
 )
-from preprocess.read.text_fields import TextFields, UnusableText
+from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, TextFields, UnusableText, too_long
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, UsageError
 from shardprep.format.plan import ByteRange, PlanOptions
@@ -50,7 +48,7 @@ Numbers = npt.NDArray[np.int64]
 ReadLines = Callable[
     [bytes, Numbers, int], tuple[Texts | Sequence[bytes | UnusableText], dict[str, list[Any]]]
 ]
-_FIRST_SCAN_BYTES, _NEXT_SCAN_BYTES, _MOST_SCAN_BYTES = 16 << 10, 64 << 10, 1 << 20
+_FIRST_SCAN_BYTES, _MOST_SCAN_BYTES = 16 << 10, 1 << 20
 _TAIL_BYTES = 16 << 10
 _HEAD_TEXT_BYTES = 256 << 10  # of a compressed file, of which planning judges how much text there is
 _READ_BYTES = 128 << 10
@@ -129,9 +127,8 @@ def load_zstd() -> Any:
 
 def _zstd_frame(_: bytes, zstd_long: int) -> Any:
     zstd = load_zstd()
-    return zstd.ZstdDecompressor(
-        options={zstd.DecompressionParameter.window_log_max: zstd_long or _ZSTD_LONG}
-    )
+    largest = {zstd.DecompressionParameter.window_log_max: zstd_long or _ZSTD_LONG}
+    return zstd.ZstdDecompressor(options=largest)
 
 
 def decompressed(
@@ -144,8 +141,8 @@ def decompressed(
 ) -> Iterator[TextPiece]:
     """Yield the text of the file's bytes [span), whole members or frames, in pieces of about ``piece_bytes``.
 
-    None has more than twice as many, however much a few bytes say. Raises BadInput, naming file and byte, for
-    what is no such member, is damaged or cut short, or stands behind the last one.
+    None has more than twice as many. Raises BadInput, naming file and byte, for what is no such member, is
+    damaged or cut short, or stands behind the last one.
     """
     position = told = span[0]  # bytes of the file that were read, and that a piece accounts for
     data = b""
@@ -165,33 +162,27 @@ def decompressed(
         if not data:
             break
         if not data.startswith(compression.magics):
-            raise BadInput(
-                path=file.path,
-                found=f"at byte {position - len(data)} stands {data[:8]!r}",
-                expected=f"{compression.name}, which begins with {compression.magics[0]!r}; give it the name "
-                "that it should have, or move it away, and plan anew",
-            )
+            found = f"at byte {position - len(data)} stands {data[:8]!r}"
+            expected = f"{compression.name}, which begins with {compression.magics[0]!r}"
+            expected += "; give it the name that it should have, or move it away, and plan anew"
+            raise BadInput(path=file.path, found=found, expected=expected)
         padding = b"\0" if compression.may_end_in_zeros else b""
         stream = compression.open(data, zstd_long)
         while not stream.eof:
-            if stream.needs_input and not data:
-                data = more()
-                if not data:
-                    what = f"its {compression.name} data does not end with it, at byte {position}"
-                    raise unreadable(file, f"is cut short: {what}")
+            if stream.needs_input and not data and not (data := more()):
+                what = f"its {compression.name} data does not end with it, at byte {position}"
+                raise unreadable(file, f"is cut short: {what}")
             try:
                 text = stream.decompress(data, piece_bytes)
             except MemoryError:
                 raise
             except Exception as error:  # each library has its own
                 if compression.name == "zstd" and "too much memory" in str(error):
-                    raise BadInput(
-                        f"input {file.path} asks for a larger window of memory than is allowed, before byte "
-                        f"{position}; plan with --zstd_long 31, which may take 2 GiB in each task, or unpack "
-                        f"the file: zstd -d --long=31 {file.path}",
-                        path=file.path,
-                        remedy="--zstd_long 31",
-                    ) from None
+                    what, flag = "asks for a larger window of memory than is allowed", "--zstd_long 31"
+                    todo = f"plan with {flag}, which may take 2 GiB in each task, or unpack the file"
+                    message = f"input {file.path} {what}, before byte {position}; {todo}"
+                    message += f": zstd -d --long=31 {file.path}"
+                    raise BadInput(message, path=file.path, remedy=flag) from None
                 what = f"cannot be decompressed as {compression.name} before byte {position} ({error})"
                 raise unreadable(file, what) from None
             data = b""
@@ -282,23 +273,15 @@ class LineEnds:
     def __init__(self, *, with_cr: bool) -> None:
         self.with_cr = with_cr
 
-    def first(self, block: bytes, *, is_last: bool = False) -> int:
-        r"""Return the bytes up to and with the first line end; 0 where it is not sure.
-
-        A ``\r`` at the very end may be half of a line end, unless the block is the text's last.
-        """
+    def first(self, block: bytes) -> int:
+        r"""Return the bytes up to and with the first line end, 0 for none. A last ``\r`` is a whole one."""
         newline = block.find(b"\n") + 1
-        if not self.with_cr:
-            return newline
-        cr = block.find(b"\r", 0, newline or len(block)) + 1
-        if not cr or cr + 1 == newline:
-            return newline
-        return cr if cr < len(block) or is_last else 0
+        cr = block.find(b"\r", 0, newline or len(block)) + 1 if self.with_cr else 0
+        return newline if not cr or cr + 1 == newline else cr
 
     def last(self, block: bytes) -> int:
-        r"""Return the bytes up to and with the last line end that is sure; 0 for none."""
-        newline = block.rfind(b"\n")
-        return (max(newline, block.rfind(b"\r", 0, -1)) if self.with_cr else newline) + 1
+        r"""Return the bytes up to and with the last line end, 0 for none. A last ``\r`` is a whole one."""
+        return max(block.rfind(b"\n"), block.rfind(b"\r") if self.with_cr else -1) + 1
 
     def starts(self, block: bytes) -> Numbers:
         """Return where each line of a block of whole lines starts in it."""
@@ -316,7 +299,7 @@ def first_line_start(file: OpenInput, offset: int, end: int, line_ends: LineEnds
     """The first byte at or after ``offset`` where a line begins; the file's size where its rest has none.
 
     None where none begins before ``end``; one behind it may be found all the same, and is right. It reads
-    16 KiB, for most lines end soon, then 64 KiB each time, then a quarter of what was read, up to 1 MiB.
+    16 KiB, for most lines end soon, then twice as much each time, up to 1 MiB.
     """
     if offset >= end:
         return None
@@ -324,25 +307,28 @@ def first_line_start(file: OpenInput, offset: int, end: int, line_ends: LineEnds
         return 0
     size = file.stamp.num_bytes
     position, num_bytes = offset - 1, _FIRST_SCAN_BYTES
-    while position < end:
-        block = file.read(position, position + num_bytes)
-        if not block:
-            break
-        is_last = position + len(block) >= size
-        if line_end := line_ends.first(block, is_last=is_last):
+    while position < end and (block := file.read(position, position + num_bytes)):
+        if position + len(block) < size:
+            block = block.removesuffix(
+                b"\r"
+            )  # perhaps half of a line end: it is read again with what follows
+        if line_end := line_ends.first(block):
             return position + line_end
-        # A last \r may be half of a line end: it is read again with what follows.
-        position += len(block) - (block.endswith(b"\r") and not is_last)
-        num_bytes = min(max(_NEXT_SCAN_BYTES, (position - offset) // 4), _MOST_SCAN_BYTES)
+        position += len(block)
+        num_bytes = min(2 * num_bytes, _MOST_SCAN_BYTES)
     return None if position < size else size
 
 
-@dataclass(frozen=True)
 class LineFormat:
     """What formats of lines have in common; ``Format`` but for the text of a line."""
 
-    line_ends: ClassVar[LineEnds]
-    compression: Compression | None  # of the file
+    line_ends: LineEnds
+
+    def __init__(self, suffix: str | None) -> None:
+        """``suffix`` of a compressed file. Raises UsageError where its library is missing."""
+        self.compression = COMPRESSIONS[suffix] if suffix else None
+        if suffix == ".zst":
+            load_zstd()  # before any work
 
     def can_be_split(self, options: PlanOptions) -> bool:  # noqa: ARG002 - plain text's to say
         """Return whether a part may begin at a line."""
@@ -392,13 +378,13 @@ class LineFormat:
             return
         has_line, span, behind = part.start == 0, (part.start, part.end), (part.end, file.stamp.num_bytes)
         for piece in decompressed(file, compression, reader.read, span, piece_bytes, options.zstd_long):
-            has_line = has_line or self.line_ends.first(piece.data, is_last=True) > 0
+            has_line = has_line or self.line_ends.first(piece.data) > 0
             yield piece
         if part.end == file.stamp.num_bytes:
             return
         others = decompressed(file, compression, file.read_all, behind, _TAIL_BYTES, options.zstd_long)
         for data, _ in _whole_line_ends(others, self.line_ends):
-            end = self.line_ends.first(data, is_last=True)
+            end = self.line_ends.first(data)
             yield TextPiece(data[: end or len(data)], 0)  # these bytes are of another part
             if end or (data and not has_line):
                 return  # nothing of a line without end is the part's
@@ -432,16 +418,11 @@ class LineFormat:
                 texts: Texts | Sequence[bytes | UnusableText] = [too_long("the line")]
                 columns: dict[str, list[Any]] = {}
                 if data is not None:
-                    at = int(begins[0])
-                    lines = data[at : at + int(sizes.sum())]
-                    texts, columns = read_lines(lines, begins - at, block.start + at)
-                yield Records(
-                    texts=texts,
-                    starts=begins + block.start,
-                    sizes=sizes,
-                    num_bytes=num_bytes,
-                    columns=columns,
-                )
+                    first = int(begins[0])
+                    lines = data[first : first + int(sizes.sum())]
+                    texts, columns = read_lines(lines, begins - first, block.start + first)
+                at = begins + block.start
+                yield Records(texts=texts, starts=at, sizes=sizes, num_bytes=num_bytes, columns=columns)
                 num_bytes = 0
 
 
@@ -451,23 +432,21 @@ def line_blocks(
     """Cut a stream that begins at byte ``start`` of the text into blocks of whole lines.
 
     A line of more than MOST_DOCUMENT_BYTES is not held. At the end stands a block without lines, for what was
-    read behind the last one. How the stream is cut into pieces changes no line. What stands before the first
-    line end is left out where the stream begins inside of a line (``is_inside``).
+    read behind the last one. What stands before the first line end is left out where the stream begins inside
+    of a line (``is_inside``).
     """
-    begun: list[bytes] = []  # pieces of a line that goes on; none where it is too long
+    begun: list[bytes] = []  # pieces of a line that goes on, held; none where it is too long
     num_begun = num_bytes = 0
     for data, num_read in _whole_line_ends(pieces, line_ends):
         num_bytes += num_read
         if is_inside:
-            first = line_ends.first(data, is_last=True)
+            first = line_ends.first(data)
             is_inside, start = not first, start + (first or len(data))
             data = data[first:] if first else b""
         cut = line_ends.last(data)
-        if data.endswith(b"\r") and line_ends.with_cr:
-            cut = len(data)  # nothing follows that would make it half of a line end
         if cut and num_begun + cut > MOST_DOCUMENT_BYTES:
             # The line that goes on here may be too long, those behind it are not.
-            first = line_ends.first(data) or cut
+            first = line_ends.first(data)
             size = num_begun + first
             whole = b"".join([*begun, data[:first]]) if size <= MOST_DOCUMENT_BYTES else None
             yield LineBlock(start, size, whole, num_bytes)
@@ -480,10 +459,9 @@ def line_blocks(
         num_begun += len(data) - cut
         if num_begun > MOST_DOCUMENT_BYTES:
             begun = []
-    if num_begun > MOST_DOCUMENT_BYTES:
-        yield LineBlock(start, num_begun, None, num_bytes)
-    elif num_begun or num_bytes:
-        yield LineBlock(start, num_begun, b"".join(begun), num_bytes)
+    if num_begun or num_bytes:
+        whole = b"".join(begun) if num_begun <= MOST_DOCUMENT_BYTES else None
+        yield LineBlock(start, num_begun, whole, num_bytes)
 
 
 def _whole_line_ends(pieces: Iterator[TextPiece], line_ends: LineEnds) -> Iterator[TextPiece]:
@@ -512,22 +490,16 @@ class TextLines(LineFormat):
         """Return False where a document is a whole file."""
         return options.doc == "line"
 
-    def read(
-        self,
-        reader: RangeReader,
-        options: PlanOptions,
-        fields: TextFields,  # noqa: ARG002 - lines have none
-        batch_bytes: int,
-    ) -> Iterator[Records]:
+    def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
+        options = fields.options
         pieces = self.text_of_part(reader, options, batch_bytes)
         codec, num_mark_bytes = options.encoding, 0
         if codec == "utf-8-sig":
             codec = "utf-8"
             if reader.part.start == 0:  # drop the byte order mark, which stands in the first piece
                 first = next(pieces, TextPiece(b"", 0))
-                rest = first.data.removeprefix(_MARK)
-                num_mark_bytes = len(first.data) - len(rest)
-                pieces = itertools.chain([TextPiece(rest, first.num_bytes)], pieces)
+                num_mark_bytes = len(_MARK) if first.data.startswith(_MARK) else 0
+                pieces = itertools.chain([first._replace(data=first.data[num_mark_bytes:])], pieces)
         if options.doc == "file":
             yield _whole_text(pieces, num_mark_bytes, codec)
             return

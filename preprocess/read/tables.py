@@ -1,18 +1,17 @@
 """Tables: Parquet, and Arrow as ``datasets`` keeps and saves it. Both through pyarrow, some rows at a time.
 
 A part of a Parquet file begins at a row group, a part of an Arrow file at a record batch. An Arrow file is
-messages one after the other, each with a header (a flatbuffer: format/Message.fbs of Arrow) that says what it
-is and how long. Only these headers are read to find the record batches. The file format is a stream between
-two marks, with a footer, and is read as that stream. A part is given to pyarrow as a stream of its own: the
-schema, the dictionaries before it, and the part's record batches. Streams may follow each other in a file
-(``cat a.arrow b.arrow``), where pyarrow stops behind the first.
+messages one after the other, and only their headers (flatbuffers: format/Message.fbs of Arrow) are read to
+find the record batches. The file format is a stream between two marks, with a footer, and is read as that
+stream. A part is given to pyarrow as a stream of its own: the schema, the dictionaries before it, and the
+part's record batches. Streams may follow each other in a file, where pyarrow stops behind the first.
 
 pyarrow reads a record batch whole. A file with a large one is mapped instead, and its pages are let go with
 each batch of documents. The price: where a mapped page cannot be read, the system ends the process (SIGBUS).
 
-Values are those of JSON, by one rule for each type (docs/format.md, "Values of tables"). pyarrow's own
-``to_pylist`` gives objects of pandas where that is installed, and ends at the first value that Python has no
-object for. Here a value that cannot be given is an UnusableText in its place.
+Values are those of JSON, by one rule for each type (docs/format.md, "Values of tables"); one that cannot be
+given is an UnusableText in its place. pyarrow's own ``to_pylist`` gives objects of pandas where that is
+installed, and ends at the first value that Python has no object for.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ import pyarrow.compute as compute
 import pyarrow.ipc as ipc
 import pyarrow.types as types
 
-from preprocess.read.format import (
+from preprocess.read.documents import (
     Inspected,
     OpenInput,
     RangeReader,
@@ -162,13 +161,7 @@ class Parquet:
                 places = [Start(start) for start, _ in _row_groups(table.metadata)[1:]]
         return starts_among(places, file, stretches)
 
-    def read(
-        self,
-        reader: RangeReader,
-        options: PlanOptions,  # noqa: ARG002 - the fields say it all
-        fields: TextFields,
-        batch_bytes: int,
-    ) -> Iterator[Records]:
+    def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
         file, part = reader.file, reader.part
         reader.hash_rest()
         if not file.stamp.num_bytes:
@@ -199,9 +192,8 @@ class Parquet:
                     told = up_to
                     first_row += batch.num_rows
                 if num_rows != expected:
-                    raise ValueError(
-                        f"row group {numbers[0]} has {num_rows} rows, its footer says {expected}"
-                    )
+                    said = f"its footer says {expected}"
+                    raise ValueError(f"row group {numbers[0]} has {num_rows} rows, {said}")
         if told < part.end:  # row groups without rows, or no row group
             yield no_records(part.end - told)
 
@@ -219,12 +211,8 @@ class Parquet:
                     encrypted = "encrypted columns, or a signed footer"
             if not encrypted:
                 return table, stream, _fields_in(file, table.schema_arrow, fields)
-        raise BadInput(
-            path=file.path,
-            found=encrypted,
-            expected="Parquet that can be read without a key; write it anew without encryption, or move it "
-            "away, and plan anew",
-        )
+        expected = "Parquet without encryption; write it so, or move it away, and plan anew"
+        raise BadInput(path=file.path, found=encrypted, expected=expected)
 
 
 def _row_groups(metadata: Any) -> list[tuple[int, list[int]]]:
@@ -276,10 +264,10 @@ class Arrow:
 
     def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
         """Raises BadInput for another kind of file, or a missing column."""
-        if not file.stamp.num_bytes:
-            return Inspected(text_bytes=0, is_whole=True)
-        self._open(file, [next(_messages_of(file))], text_fields_of(options), None)
-        return Inspected(text_bytes=file.stamp.num_bytes, is_whole=False)
+        first = next(_messages_of(file), None)
+        if first is not None:
+            self._open(file, [first], text_fields_of(options), None)
+        return Inspected(text_bytes=file.stamp.num_bytes, is_whole=first is None)
 
     def starts(
         self,
@@ -287,20 +275,12 @@ class Arrow:
         stretches: Sequence[tuple[int, int]],
         options: PlanOptions,  # noqa: ARG002
     ) -> list[Start | None]:
-        messages = _messages_of(file) if file.stamp.num_bytes else iter(())
-        return starts_among((Start(each.start) for each in messages if each.kind == _BATCH), file, stretches)
+        places = (Start(each.start) for each in _messages_of(file) if each.kind == _BATCH)
+        return starts_among(places, file, stretches)
 
-    def read(
-        self,
-        reader: RangeReader,
-        options: PlanOptions,  # noqa: ARG002 - the fields say it all
-        fields: TextFields,
-        batch_bytes: int,
-    ) -> Iterator[Records]:
+    def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
         file, part = reader.file, reader.part
         reader.hash_rest()
-        if not file.stamp.num_bytes:
-            return
         first_row, told, is_large = 0, part.start, False
         # Of each stream its schema, its dictionaries and the part's record batches.
         streams: list[list[_Message]] = []
@@ -351,10 +331,7 @@ class Arrow:
 
 
 def _messages_of(file: OpenInput) -> Iterator[_Message]:
-    """Yield the messages of a file, in order, by their headers; each of its streams begins with its schema.
-
-    Raises BadInput, naming the byte.
-    """
+    """Yield the messages of a file, in order; each of its streams begins with its schema. Raises BadInput."""
     size = file.stamp.num_bytes
     position, end = 0, size
     is_file = file.read(0, len(_MAGIC)) == _MAGIC
@@ -366,10 +343,9 @@ def _messages_of(file: OpenInput) -> Iterator[_Message]:
     begins = True
     while position < end:
         message = _message_at(file, position, end)
-        if begins and message.kind != _SCHEMA:
-            raise _broken(file, f"no stream begins at byte {position}, as there is no schema")
-        if message.kind == _SCHEMA and not begins:
-            raise _broken(file, f"a schema stands within a stream, at byte {position}")
+        if begins != (message.kind == _SCHEMA):
+            what = "no schema begins a stream" if begins else "a schema stands within a stream"
+            raise _broken(file, f"{what}, at byte {position}")
         if message.kind != _END:
             yield message
         # The mark of the end is optional: a stream may end with the file.
@@ -411,23 +387,23 @@ def _broken(file: OpenInput, why: str) -> BadInput:
 def _header(data: bytes) -> tuple[int, int, int]:
     """Return the kind of a message, the bytes of its body, and the rows of a record batch."""
 
+    def at(place: int, code: str) -> int:
+        return int(struct.unpack_from(code, data, place)[0])
+
     def slot(table: int, number: int) -> int:
         """Return where a field of a flatbuffer's table lies; 0 where it is absent."""
-        vtable = table - struct.unpack_from("<i", data, table)[0]
-        num_bytes = struct.unpack_from("<H", data, vtable)[0]
-        entry = 4 + 2 * number
-        offset = struct.unpack_from("<H", data, vtable + entry)[0] if entry + 2 <= num_bytes else 0
-        return int(table + offset) if offset else 0
+        vtable, entry = table - at(table, "<i"), 4 + 2 * number
+        offset = at(vtable + entry, "<H") if entry + 2 <= at(vtable, "<H") else 0
+        return table + offset if offset else 0
 
     def number_in(table: int, number: int, code: str) -> int:
         place = slot(table, number)
-        return int(struct.unpack_from(code, data, place)[0]) if place else 0
+        return at(place, code) if place else 0
 
-    root = struct.unpack_from("<I", data, 0)[0]
+    root, num_rows = at(0, "<I"), 0
     kind, inner, body_bytes = number_in(root, 1, "<B"), slot(root, 2), number_in(root, 3, "<q")
-    num_rows = 0
     if kind == _BATCH and inner:
-        num_rows = number_in(inner + struct.unpack_from("<I", data, inner)[0], 0, "<q")
+        num_rows = number_in(inner + at(inner, "<I"), 0, "<q")
     is_known = kind in (_SCHEMA, _DICTIONARY) or (kind == _BATCH and inner)
     if not is_known or body_bytes < 0 or num_rows < 0:
         raise ValueError(f"kind {kind}")
@@ -469,18 +445,16 @@ def _places_of(kind: Any, path: FieldPath) -> list[tuple[FieldPath, Any]]:
     """Return where a table, or a struct, may have a field, and its type; a column of this very name alone."""
     if not isinstance(kind, (arrow.Schema, arrow.StructType)):
         return []
-    inner = [(kind.field(number).name, kind.field(number).type) for number in range(len(kind))]
-    whole_name = ".".join(path)
-    found: list[tuple[FieldPath, Any]] = [((name,), each) for name, each in inner if name == whole_name]
+    inner = [(each.name, each.type) for each in map(kind.field, range(len(kind)))]
+    found: list[tuple[FieldPath, Any]] = [((name,), each) for name, each in inner if name == ".".join(path)]
     if found:
         return found
     for end in range(1, len(path)):
         for name, each in inner:
-            if name != ".".join(path[:end]):
-                continue
-            if types.is_null(each):
-                found.append(((name,), each))  # all of it is null, and so is what would be in it
-            found += [((name, *rest), of_rest) for rest, of_rest in _places_of(each, path[end:])]
+            if name == ".".join(path[:end]):
+                if types.is_null(each):
+                    found.append(((name,), each))  # all of it is null, and so is what would be in it
+                found += [((name, *rest), of_rest) for rest, of_rest in _places_of(each, path[end:])]
     return found
 
 
@@ -533,10 +507,9 @@ def _records(
 
 
 def _column(batch: Any, path: FieldPath) -> tuple[Any, _Read]:
-    """Return the array of a field as it is stored, once it points at nothing outside of it, and its reader.
+    """Return the array of a field as it is stored, None for none, and what reads its values.
 
-    None for the array where there is none. A value that cannot be read is a bad row and no bad file. Raises
-    ValueError.
+    Raises ValueError where it points at what is outside of it.
     """
     if path[0] not in batch.schema.names:
         return None, _same
@@ -622,27 +595,22 @@ def _stored(kind: Any) -> tuple[Any, _Read]:
     if types.is_struct(kind):
         return _stored_struct(kind)
     if types.is_map(kind):
-        key, item = _stored_field(kind.key_field), _stored_field(kind.item_field)
-        return arrow.map_(key[0], item[0], kind.keys_sorted), lambda pairs: [
-            [_or_none(key[1], name), _or_none(item[1], value)] for name, value in pairs
+        (key, read_key), (item, read_item) = _stored(kind.key_type), _stored(kind.item_type)
+        return arrow.map_(key, item, kind.keys_sorted), lambda pairs: [
+            [_or_none(read_key, name), _or_none(read_item, value)] for name, value in pairs
         ]
     if hasattr(kind, "value_field"):  # lists of any kind
-        inner, read_item = _stored_field(kind.value_field)
+        inner, read_item = _stored(kind.value_type)
         if types.is_fixed_size_list(kind):
             stored = arrow.list_(inner, kind.list_size)
         else:
-            kinds = ("large_list", "list_view", "large_list_view")
-            name = next(
-                (name for name in kinds if getattr(types, f"is_{name}", lambda _: False)(kind)), "list_"
-            )
+            name = "list_"
+            for other in ("large_list", "list_view", "large_list_view"):
+                if getattr(types, f"is_{other}", lambda _: False)(kind):
+                    name = other
             stored = getattr(arrow, name)(inner)
         return stored, lambda items: [_or_none(read_item, item) for item in items]
     return kind, _same
-
-
-def _stored_field(field: Any) -> tuple[Any, _Read]:
-    stored, read = _stored(field.type)
-    return arrow.field(field.name, stored, field.nullable), read
 
 
 def _stored_struct(kind: Any) -> tuple[Any, _Read]:

@@ -1,17 +1,22 @@
-"""tests/data/golden pins the bytes on disk: a change of them is a change of the format's version.
+"""tests/data/golden pins the bytes on disk: a change of them is a change of the format's version. Its tars.
 
 By hand, ``python -m tests.format.test_golden`` makes that folder anew; its README says when that is right.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import webdataset
+from tokenizers import Tokenizer, models
 
 from tests.checkout import ROOT
 from tests.forged import rewrite_plan
@@ -88,6 +93,45 @@ def test_a_data_set_of_before_is_verified_and_loaded(tmp_path: Path, name: str) 
     num_tokens = sum(manifest["counts"]["num_tokens"] for manifest in world.manifests())
     with world.loader(batch_size=1, pin_memory=False) as loader:
         assert sum(int(batch["attention_mask"].sum()) for batch in loader) == num_tokens
+
+
+@pytest.mark.parametrize("name", DATA_SETS)
+def test_headers_of_members_are_those_of_tarfile_and_numpy_and_webdataset_reads_them(name: str) -> None:
+    world, is_packed = golden(name), "record" in DATA_SETS[name]
+    paths = sorted(map(str, world.data_dir.glob("shard-*.tar")))
+    for path in paths:
+        raw = Path(path).read_bytes()
+        with tarfile.open(path) as tar:
+            for item in tar:
+                plain = tarfile.TarInfo(item.name)
+                plain.size = item.size
+                assert raw[item.offset : item.offset + 512] == plain.tobuf(tarfile.USTAR_FORMAT)
+                if item.name.endswith(".npy"):
+                    data = raw[item.offset_data : item.offset_data + item.size]
+                    again = io.BytesIO()
+                    np.save(again, np.load(io.BytesIO(data)))
+                    assert data == again.getvalue()
+    samples = list(webdataset.WebDataset(paths, shardshuffle=False).decode())
+    ids = [value for sample in samples for key, value in sample.items() if key.startswith("token_ids.")]
+    of = "num_samples" if is_packed else "num_tokens"
+    assert sum(map(len, ids)) == sum(manifest["counts"][of] for manifest in world.manifests())
+    assert all(("doc_starts.npy" in sample) == is_packed for sample in samples)
+    if name == "documents_json":
+        assert [list(each) for each in ids] == [ids for _, _, ids in world.documents()]
+
+
+@pytest.mark.parametrize(("num_ids", "num_bytes"), [(65_535, 2), (65_536, 4)])
+def test_ids_take_two_bytes_below_65536_as_one_means_blank(
+    tmp_path: Path, num_ids: int, num_bytes: int
+) -> None:
+    vocab = {"a": 0, "b": num_ids - 1}
+    Tokenizer(models.WordLevel(vocab, "a")).save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    world = World(tmp_path, tokenizer=tmp_path).raw({"a.txt": "b\n"})
+    world.plan(num_shards=1, token_format="npy").run()
+    (ids,) = (np.load(io.BytesIO(data)) for name, data in world.members() if name.endswith(".npy"))
+    assert (ids.tolist(), ids.dtype.itemsize) == ([num_ids - 1], num_bytes)
 
 
 def make_golden() -> None:

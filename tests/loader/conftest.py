@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,13 +15,20 @@ from tests.external_tars import write_numbered_data
 from tests.oracle.forms import DataSets
 from tests.warm_python import WarmPython
 
-LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "RANK", "WORLD_SIZE")
+LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "ACCELERATE_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    """Small products gain nothing by threads, which wait for each other by spinning."""
-    torch.set_num_threads(1)
+def environ_of_tests() -> dict[str, str]:
+    """What launchers set is left out."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environ() -> Iterator[None]:
+    torch.set_num_threads(1)  # small products gain nothing by threads, which wait for each other by spinning
+    with mock.patch.dict(os.environ, environ_of_tests(), clear=True):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -38,9 +46,7 @@ def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
-    """Processes that have imported torch already, without what launchers set."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    kept |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    """Processes that have imported torch already."""
     modules = ["torch", "torch.utils.data", "torch.distributed", "transformers", "loader.dataloader"]
-    with WarmPython(tmp_path_factory.mktemp("warm"), modules, kept) as server:
+    with WarmPython(tmp_path_factory.mktemp("warm"), modules, environ_of_tests()) as server:
         yield server

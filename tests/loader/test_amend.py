@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in SIZES}
 
 
-def load(data: Mapping[str, Any], sources: str = "web code", **options: Any) -> TokenLoader:
-    """Return a loader of a mixture, or of web alone if there are no weights."""
-    folders: Any = {name: data[name] for name in sources.split()} if "weights" in options else data["web"]
+def load(
+    data: Mapping[str, Any], sources: str = "web code", web: Sequence[str] = ("web",), **options: Any
+) -> TokenLoader:
+    """Return a loader of a mixture, or of web alone if there are no weights; ``web``: its folders."""
+    named: Any = {**data, "web": [data[name] for name in web]}
+    folders: Any = {name: named[name] for name in sources.split()} if "weights" in options else named["web"]
     made = {"batch_size": L, "global_batch_size": L, "weights_in": "samples", **options}
     return open_loader(folders, model_id=data["code"].parent, rank=0, world_size=1, **made)
 
@@ -59,45 +62,29 @@ def stages(loader: TokenLoader) -> list[tuple[int, int, str]]:
     return [(int(step), int(size), shares) for step, shares, size in lines]
 
 
-HALVES, WHOLE = "web 0.5, code 0.5", "web 1"
+FIRST = (0, L, "web 0.5, code 0.5")
 # What is passed behind a state of step 70, and the stages of the run then.
-AMENDED: dict[str, tuple[dict[str, Any], list[Any]]] = {
-    "weights": ({"weights": {"web": 1}}, [(0, L, HALVES), (128, L, WHOLE)]),
-    "weights and sizes": (
-        {"weights": {"web": 1}, "global_batch_size": 3 * L},
-        [(0, L, HALVES), (128, 3 * L, WHOLE)],
-    ),
-    "a change that comes later": (
-        {"weights": [(0, {"web": 1, "code": 1}), (150, {"web": 1})]},
-        [(0, L, HALVES), (150, L, WHOLE)],
-    ),
-    "a change that comes too soon": (
-        {"weights": [(0, {"web": 1, "code": 1}), (75, {"web": 1})]},
-        [(0, L, HALVES), (128, L, WHOLE)],
-    ),
-    "sizes by step": (
-        {**MIXED, "global_batch_size": [(0, L), (130, 2 * L), (200, L)]},
-        [(0, L, HALVES), (130, 2 * L, HALVES), (200, L, HALVES)],
-    ),
-    "a source that comes later by a longer schedule": (
-        {"weights": [(0, {"web": 1, "code": 1}), (400, {"books": 1})], "sources": "web code books"},
-        [(0, L, HALVES), (400, L, "books 1")],
-    ),
-    "nothing": ({"weights": {"web": 5, "code": 5}}, [(0, L, HALVES)]),
-}
+AMENDED: list[tuple[dict[str, Any], list[Any]]] = [
+    ({"weights": {"web": 1}, "global_batch_size": 3 * L}, [FIRST, (128, 3 * L, "web 1")]),
+    ({"weights": [(0, {"web": 1, "code": 1}), (75, {"web": 1})]}, [FIRST, (128, L, "web 1")]),
+    ({"weights": [(0, {"web": 1, "code": 1}), (150, {"web": 1})]}, [FIRST, (150, L, "web 1")]),
+    ({**MIXED, "global_batch_size": [(0, L), (130, 2 * L)]}, [FIRST, (130, 2 * L, FIRST[2])]),
+    ({"sources": "web code books", "weights": [(0, {"web": 1, "code": 1}), (400, {"books": 1})]},
+     [FIRST, (400, L, "books 1")]),
+    ({"weights": {"web": 5, "code": 5}}, [FIRST]),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", AMENDED)
+@pytest.mark.parametrize(("options", "expected"), AMENDED)
 def test_an_amendment_holds_from_the_next_border_and_the_loader_says_so(
-    data: dict[str, Path], name: str, caplog: pytest.LogCaptureFixture
+    data: dict[str, Path], options: dict[str, Any], expected: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    options, expected = AMENDED[name]
     state = state_at(data, 70, **MIXED)
     with load(data, amend=True, **options) as loader:
         caplog.clear()
         loader.load_state_dict(state)
         assert stages(loader) == expected
-        assert [" 128" in record.getMessage() for record in caplog.records] == [True] * (name != "nothing")
+        assert [" 128" in record.getMessage() for record in caplog.records] == [True] * (len(expected) > 1)
         assert loader.num_steps_delivered == 70
         again = loader.state_dict()
     with load(data, **options) as loader:  # what the run has become needs no word
@@ -106,77 +93,54 @@ def test_an_amendment_holds_from_the_next_border_and_the_loader_says_so(
 
 
 @pytest.mark.parametrize(("step", "amend"), [(5, False), (0, True), (5, True)])
-def test_the_order_in_which_sources_are_named_does_not_matter(
-    data: dict[str, Path], step: int, amend: bool
-) -> None:
+def test_sources_may_be_named_in_any_order(data: dict[str, Path], step: int, amend: bool) -> None:
     """Shares are rounded to whole ticks in the order of the run, and a source keeps its seed."""
     weights = {"web": 2, "code": 0.3, "books": 7}
-    with load(data, "web code books", weights=weights) as loader:
-        state = loader.state_at(step)
+    state = state_at(data, step, sources="web code books", weights=weights)
     with load(data, "books web code", weights=weights, amend=amend) as loader:
         loader.load_state_dict(state)
         assert loader.state_dict() == state
 
 
-@pytest.mark.parametrize("folders", [["web", "books"], ["books", "web"], ["books"]])
-def test_the_folders_of_a_source_are_part_of_what_it_is(data: dict[str, Path], folders: list[str]) -> None:
+# Arguments behind a state of step 70, and what the error says. More: tests/oracle/test_states.py.
+REFUSED: list[tuple[dict[str, Any], dict[str, str]]] = [
+    ({"weights": {"web": 1}}, {"remedy": "amend=True"}),
+    ({"weights": {"web": 1, "code": 2}, "weights_in": "tokens"}, {}),
+    ({"global_batch_size": 30, "batch_size": 6, **MIXED, "amend": True}, {"expected": "a multiple of 12"}),
+    # batches that the order cannot have
+    ({"global_batch_size": 24, "batch_size": 24, **MIXED, "amend": True}, {"found": "global_batch_size=12"}),
+    ({**MIXED, "amend": True, "seed": 4}, {"expected": "seed 4"}),
+    ({**MIXED, "amend": True, "seq_len": 16}, {"expected": "seq_len 16"}),
+    ({"amend": True}, {"found": "is_mixture True"}),
+    # without a source before it is dropped
+    ({"sources": "web", "amend": True, "weights": {"web": 1}}, {"expected": "code"}),
+    # other folders of a source
+    ({**MIXED, "amend": True, "web": ["web", "books"]}, {"remedy": "web_2"}),
+    ({"weights": {"web": 3, "code": 1}, "amend": True, "web": ["books", "web"]}, {"remedy": "web_2"}),
+    ({**MIXED, "amend": True, "web": ["books"]}, {"remedy": "web_2"}),
+]
+
+
+@pytest.mark.parametrize(("options", "fields"), REFUSED)
+def test_other_runs_are_refused(
+    data: dict[str, Path], options: dict[str, Any], fields: dict[str, str]
+) -> None:
     state = state_at(data, 70, **MIXED)
-    other: Any = {**data, "web": [data[name] for name in folders]}
-    for options in (MIXED, {"weights": {"web": 3, "code": 1}}):
-        with load(other, amend=True, **options) as loader, refuses(OtherRun, remedy="web_2"):
-            loader.load_state_dict(state)
-
-
-# Arguments behind a state of step 70, and what the error says.
-REFUSED: dict[str, tuple[dict[str, Any], type[UsageError] | type[OtherRun], dict[str, str]]] = {
-    "other weights without the word": ({"weights": {"web": 1}}, OtherRun, {"remedy": "amend=True"}),
-    "other sizes without the word": ({**MIXED, "global_batch_size": 2 * L}, OtherRun, {"found": "12"}),
-    "weights in tokens": ({"weights": {"web": 1, "code": 2}, "weights_in": "tokens"}, OtherRun, {}),
-    "no multiple": (
-        {**MIXED, "amend": True, "global_batch_size": 30, "batch_size": 6},
-        OtherRun,
-        {"expected": "a multiple of 12"},
-    ),
-    "batches that the order cannot have": (
-        {**MIXED, "amend": True, "global_batch_size": 24, "batch_size": 24},
-        OtherRun,
-        {"found": "global_batch_size=12"},
-    ),
-    "another seed": ({**MIXED, "amend": True, "seed": 4}, OtherRun, {"expected": "seed 4"}),
-    "another row length": ({**MIXED, "amend": True, "seq_len": 16}, OtherRun, {"expected": "seq_len 16"}),
-    "one set": ({"amend": True}, OtherRun, {"found": "is_mixture True"}),
-    "without a source before it is dropped": (
-        {"sources": "web", "amend": True, "weights": {"web": 1}},
-        OtherRun,
-        {"expected": "code"},
-    ),
-    "a step larger than an epoch": ({**MIXED, "global_batch_size": 120 * L, "amend": True}, UsageError, {}),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_run_cannot_go_on_with_is_refused(data: dict[str, Path], name: str) -> None:
-    options, kind, fields = REFUSED[name]
-    state = state_at(data, 70, **MIXED)
-    with refuses(kind, **fields), load(data, **options) as loader:
+    with load(data, **options) as loader, refuses(OtherRun, **fields):
         loader.load_state_dict(state)
 
 
-def test_a_run_is_amended_between_two_steps_alone(data: dict[str, Path]) -> None:
-    with load(data, global_batch_size=2 * L) as loader:
-        next(iter(loader))
-        state = loader.state_dict()
-    with load(data, global_batch_size=4 * L, amend=True) as loader, refuses(UsageError):
-        loader.load_state_dict(state)
+def test_a_step_larger_than_an_epoch_is_refused_for_an_amendment_too(data: dict[str, Path]) -> None:
+    with refuses(UsageError), load(data, **MIXED, global_batch_size=120 * L, amend=True) as loader:
+        loader.load_state_dict(state_at(data, 70, **MIXED))
 
 
 def test_an_epoch_that_was_over_stays_so(data: dict[str, Path]) -> None:
     # An epoch of web has 58 ticks: 11 steps of 5, and three ticks that no step of 5 fits into.
     state = state_at(data, 11, global_batch_size=[(0, 5 * L), (900, L)])
-    assert (state["epoch"], state["step"]) == (1, 0)
-    with load(data, global_batch_size=L, amend=True) as loader:
+    with load(data, amend=True) as loader:
         loader.load_state_dict(state)
-        assert (loader.state_dict()["epoch"], loader.state_dict()["step"]) == (1, 0)
+        assert [(each["epoch"], each["step"]) for each in (state, loader.state_dict())] == 2 * [(1, 0)]
 
 
 def test_states_of_an_amended_run_are_short_and_have_the_keys_of_a_fresh_one(data: dict[str, Path]) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models
@@ -28,13 +28,9 @@ from tests.checkout import SHARED
 from tests.external_tars import write_numbered_tars
 from tests.oracle.forms import DataSets
 from tests.word_tokenizers import save_word_tokenizer
-from tests.world import EOS, ids_of, open_loader, refuses, samples_of
+from tests.world import epoch_of, ids_of, open_loader, refuses
 
 FIELDS = ("position_ids", "segment_ids", "cu_seqlens")
-
-
-def eos_of(loader: Any) -> int:
-    return int(loader.tokenizer.convert_tokens_to_ids(EOS))
 
 
 # Padding and collators
@@ -42,13 +38,11 @@ def eos_of(loader: Any) -> int:
 
 @pytest.mark.slow
 @settings(max_examples=20)
-@given(
-    st.integers(1, 6), st.sampled_from([None, 8]), st.sampled_from([{}, {"max_length": 2}]), st.integers(0, 3)
-)
+@given(st.integers(1, 6), st.sampled_from([None, 8]), st.sampled_from([None, 2]), st.integers(0, 3))
 def test_batches_are_those_of_transformers_own_collator_for_the_same_samples(
-    numbered: Path, batch_size: int, multiple: int | None, options: Any, seed: int
+    numbered: Path, batch_size: int, multiple: int | None, max_length: int | None, seed: int
 ) -> None:
-    options = {"model_id": numbered, "seed": seed, **options}
+    options: dict[str, Any] = {"model_id": numbered, "seed": seed, "max_length": max_length}
     made = open_loader(numbered, batch_size, pad_to_multiple_of=multiple, **options)
     raw: Any = open_loader(numbered, batch_size, collate_fn=list, **options)
     assert isinstance(made.collate_fn, DataCollatorForLanguageModeling)
@@ -132,11 +126,8 @@ def test_llama_3_is_padded_with_a_token_of_its_own_and_its_eos_keeps_its_label()
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", ["documents", "chat"])
-def test_a_collate_fn_gets_lists_and_labels_where_they_are_others_in_the_training_process(
-    sets: DataSets, name: str, workers: int
-) -> None:
-    with open_loader(sets[name]) as loader:
-        expected = [samples_of(batch) for batch in loader]
+def test_a_collate_fn_gets_lists_in_the_training_process(sets: DataSets, name: str, workers: int) -> None:
+    expected = epoch_of(sets[name])
     seen: list[Any] = []  # of this process
 
     def collate(samples: list[Any]) -> Any:
@@ -183,9 +174,7 @@ def test_a_model_takes_the_numbers_of_a_batch_for_ints_and_bools_also_compiled(n
         assert found.past_key_values is None
 
 
-def test_pinned_batches_are_the_batches_in_pinned_memory(
-    numbered: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pinned_batches_are_batches_in_pinned_memory(numbered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU nothing can be pinned, so the call that pins is recorded."""
     with open_loader(numbered, model_id=numbered, pin_memory=True) as loader:  # no GPU: ignored
         expected = [ids_of(batch) for batch in loader]
@@ -203,22 +192,10 @@ def test_pinned_batches_are_the_batches_in_pinned_memory(
 # Widths and counts
 
 
-def test_widths_are_the_longest_the_maximum_or_the_multiple_asked_for(sets: DataSets) -> None:
-    def widths(**options: Any) -> set[int]:
-        with open_loader(sets["documents"], **options) as loader:
-            return {batch["input_ids"].shape[1] for batch in loader}
-
-    assert len(widths()) > 5
-    assert widths(max_length=40, padding="max_length") == {40}
-    assert widths(max_length=40, padding="max_length", pad_to_multiple_of=16) == {48}
-    assert {width % 16 for width in widths(pad_to_multiple_of=16)} == {0}
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_metrics_count_tokens_padding_waiting_and_what_is_cut(sets: DataSets, workers: int) -> None:
-    with open_loader(sets["documents"], shuffle=False) as loader:
-        lengths = [len(ids) for batch in loader for ids in ids_of(batch)]
+    lengths = [len(each["input_ids"]) for batch in epoch_of(sets["documents"]) for each in batch]
     with open_loader(sets["documents"], max_length=20, shuffle=False, num_workers=workers) as loader:
         masks = [batch["attention_mask"] for batch in loader]
         metrics = loader.metrics
@@ -245,9 +222,7 @@ def test_grouping_makes_less_padding_in_batches_of_all_lengths_side_by_side(tmp_
     assert 20 < ascents < 60, "batches of all lengths are mixed, not sorted"
 
 
-def test_a_batch_without_any_label_is_told_once_for_a_loader(
-    numbered: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_label_left_is_told_once(numbered: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of documents of one token, which no token stands before."""
     write_numbered_tars(tmp_path, 40, 1)
 
@@ -267,27 +242,6 @@ def test_a_batch_without_any_label_is_told_once_for_a_loader(
 # Rows
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["json", "<u2", ">i8"])
-def test_tars_of_others_get_an_eos_behind_those_documents_alone_that_end_without_one(
-    sets: DataSets, tmp_path: Path, dtype: str
-) -> None:
-    with open_loader(sets["documents_npy"], 1, shuffle=False) as loader:
-        eos, ours = eos_of(loader), [token for batch in loader for token in ids_of(batch)[0]]
-        model = loader.tokenizer.name_or_path
-    documents = [[5, 6, eos], [7, eos, 8], [], [eos], [9] * 40 + [eos], [200, 201]] * 5
-    field = "token_ids.json" if dtype == "json" else "token_ids.npy"
-    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
-        for number, ids in enumerate(documents):
-            writer.write({"__key__": f"d{number}", field: ids if dtype == "json" else np.array(ids, dtype)})
-    theirs = [token for ids in documents for token in (ids if ids[-1:] == [eos] else [*ids, eos])]
-    data: Any = [sets["documents_npy"], tmp_path / "a.tar"]
-    with open_loader(data, 1, seq_len=7, model_id=model, shuffle=False) as loader:
-        found = [token for batch in loader for token in ids_of(batch)[0]]
-    assert found == (ours + theirs)[: len(found)]
-    assert len(found) > len(ours + theirs) - 7
-
-
 def test_boundaries_of_padded_documents_set_the_padding_apart(sets: DataSets) -> None:
     with open_loader(sets["documents"], boundaries=FIELDS) as loader:
         batch = next(iter(loader))
@@ -299,14 +253,11 @@ def test_boundaries_of_padded_documents_set_the_padding_apart(sets: DataSets) ->
 
 
 @pytest.mark.processes
-def test_conversations_and_plain_text_side_by_side_have_the_labels_that_each_has_alone(
-    sets: DataSets,
-) -> None:
+def test_conversations_and_plain_text_have_the_labels_that_each_has_alone(sets: DataSets) -> None:
     """That the masks on disk are transformers' is compared by tests/preprocess/test_chat.py."""
 
     def rows(data: Any, **options: Any) -> list[Any]:
-        with open_loader(data, 1, model_id=sets["chat"] / "tokenizer", **options) as loader:
-            return [sample for batch in loader for sample in samples_of(batch)]
+        return [*chain(*epoch_of(data, 1, model_id=sets["chat"] / "tokenizer", **options))]
 
     chat, text = (rows(sets[name], shuffle=False) for name in ("chat", "best_fit"))
     assert any(-100 in row["labels"] for row in chat)
@@ -320,21 +271,19 @@ def test_conversations_and_plain_text_side_by_side_have_the_labels_that_each_has
 # Targets one place ahead
 
 
-def shifted(data: Path, **options: Any) -> list[Any]:
-    options = {"shuffle": False, "targets": "shifted", **options}
-    with open_loader(data, model_id=data, **options) as loader:
-        return [*loader]
-
-
-def test_padded_documents_lose_no_target_and_keep_their_widths(numbered: Path) -> None:
+def test_padded_documents_lose_no_target_and_have_the_widths_asked_for(numbered: Path) -> None:
+    options: dict[str, Any] = {"model_id": numbered, "shuffle": False, "targets": "shifted"}
     found: list[list[int]] = []
-    for batch in shifted(numbered, pad_to_multiple_of=4):
-        assert batch["input_ids"].shape[1] % 4 == 0
-        assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
-        for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
-            targets = [label for label in labels if label != -100]
-            found.append([ids[0], *targets])
-            assert [ids[0], *targets[:-1]] == ids[: max(len(targets), 1)]
+    with open_loader(numbered, pad_to_multiple_of=4, **options) as loader:
+        for batch in loader:
+            assert batch["input_ids"].shape[1] % 4 == 0
+            assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
+            for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+                targets = [label for label in labels if label != -100]
+                found.append([ids[0], *targets])
+                assert [ids[0], *targets[:-1]] == ids[: max(len(targets), 1)]
     assert found == [[number, *range(number % 5)] for number in range(104)]
-    for batch in shifted(numbered, max_length=3, padding="max_length"):
-        assert batch["input_ids"].shape == (4, 3)
+    for multiple, width in ((None, 3), (8, 8)):
+        form: dict[str, Any] = {"max_length": 3, "padding": "max_length", "pad_to_multiple_of": multiple}
+        with open_loader(numbered, **form, **options) as loader:
+            assert {batch["input_ids"].shape for batch in loader} == {(4, width)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +24,13 @@ from tests.attention_families import (
     num_wrong,
     packed_batch,
     small_model,
-    verdict_of_all,
+    verdict,
     verdicts_of_page,
 )
 from tests.oracle.forms import DataSets
 from tests.world import open_loader, refuses
 
+PAGE = verdicts_of_page()
 FAMILIES = ["llama", "llama4_text", "gpt_oss", "opt", "bloom", "mamba2", "qwen3_next"]
 MASKS = [("sdpa", sdpa_mask), ("flex_attention", block_mask)]
 BOTH = ("transformers", "segment_ids")
@@ -118,9 +120,7 @@ def test_a_batch_for_transformers_given_to_the_model_as_it_is_gives_each_documen
 @pytest.mark.slow
 @pytest.mark.parametrize(("attention", "mask_of"), MASKS)
 @pytest.mark.parametrize("name", ["concat", "best_fit"])
-def test_a_mask_of_documents_is_taken_and_judged_by_what_the_model_makes_of_it(
-    sets: DataSets, name: str, attention: str, mask_of: Any
-) -> None:
+def test_a_mask_is_judged_by_what_it_hides(sets: DataSets, name: str, attention: str, mask_of: Any) -> None:
     each = batch_of(sets, "position_ids", "segment_ids", name=name, batch_size=4)
     model, eager = llama(attention), llama("eager")
     masked = {**each, "attention_mask": mask_of(each)}
@@ -142,31 +142,39 @@ def test_a_mask_of_documents_is_taken_and_judged_by_what_the_model_makes_of_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PAGE if os.environ.get("FAMILIES") == "all" else FAMILIES)
 def test_a_family_keeps_documents_apart_as_the_training_page_says(batch: Any, family: str) -> None:
-    """By the logits of each document alone, and by check_boundaries; of all: tests.attention_families."""
-    assert verdict_of_all(family, batch) == verdicts_of_page()[family]
+    """By the logits of each document alone, and by check_boundaries. FAMILIES=all: of the whole page."""
+    assert verdict(family, batch) == PAGE[family]
 
 
 def test_the_training_page_has_each_verdict_and_forty_families_at_least() -> None:
-    page = verdicts_of_page()
-    assert {page[family] for family in FAMILIES} == set(VERDICTS)
-    assert len(page) >= 40
+    assert {PAGE[family] for family in FAMILIES} == set(VERDICTS)
+    assert len(PAGE) >= 40
 
 
-class MeanOfSeen(nn.Module):
-    """A token's logits are those of the mean of all tokens that it sees: right, but for one ``leak``."""
+class OwnModel(nn.Module):
+    """A token's logits are those of the mean of all tokens that it sees: right, but for one ``leak``.
+
+    It knows documents by ``segment_ids``, or by ``cu_seqlens`` over the flattened batch.
+    """
 
     def __init__(self, leak: str = "") -> None:
         super().__init__()
         torch.manual_seed(0)
         self.leak = leak
         self.embedding, self.head = nn.Embedding(400, 16), nn.Linear(16, 400)
+        self.dropout = nn.Dropout(0.5)
 
-    def forward(self, input_ids: Tensor, segment_ids: Tensor, **_: Any) -> Tensor:
-        tokens = self.embedding(input_ids)
+    def forward(self, input_ids: Tensor, segment_ids: Any = None, cu_seqlens: Any = None, **_: Any) -> Tensor:
+        tokens = self.dropout(self.embedding(input_ids))
+        if segment_ids is None:
+            places = torch.arange(input_ids.numel())
+            segment_ids = torch.searchsorted(cu_seqlens, places, right=True).view(input_ids.shape)
         if self.leak == "token shift":
             tokens = tokens + self.embedding(input_ids.roll(1, 1))
+        elif self.leak == "no boundary is kept":
+            segment_ids = torch.zeros_like(segment_ids)
         elif self.leak == "only the first boundary is kept":
             segment_ids = segment_ids.clamp_max(2)
         elif self.leak == "only the last boundary is kept":
@@ -178,44 +186,26 @@ class MeanOfSeen(nn.Module):
         return logits
 
 
-LEAKS = ("token shift", "only the first boundary is kept", "only the last boundary is kept",
-         "the mask of row 0 for all rows")  # fmt: skip
+LEAKS = ("token shift", "no boundary is kept", "only the first boundary is kept",
+         "only the last boundary is kept", "the mask of row 0 for all rows")  # fmt: skip
 
 
 @pytest.mark.parametrize("leak", LEAKS)
 def test_a_leak_between_any_two_neighbours_is_seen_and_ends_with_78(batch: Any, leak: str) -> None:
     assert int(batch["segment_ids"].max()) > 2
-    check_boundaries(MeanOfSeen(), batch)
+    check_boundaries(OwnModel(), batch)
     with pytest.raises(Refused) as raised:
-        check_boundaries(MeanOfSeen(leak), batch)
+        check_boundaries(OwnModel(leak), batch)
     assert raised.value.exit_code == 78
-    for named in ("MeanOfSeen", 'boundaries="transformers"', "mask_documents(model)", "attn_implementation"):
+    for named in ("OwnModel", 'boundaries="transformers"', "mask_documents(model)", "attn_implementation"):
         assert named in str(raised.value)
-
-
-class OwnModel(nn.Module):
-    """Knows documents by ``cu_seqlens`` over the flattened batch, or ignores them."""
-
-    def __init__(self, *, looks: bool = True) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.head = nn.Embedding(400, 16), nn.Linear(16, 400)
-        self.dropout = nn.Dropout(0.5)
-        self.looks = looks
-
-    def forward(self, input_ids: Tensor, cu_seqlens: Tensor, **_: Any) -> Tensor:
-        flat = self.dropout(self.embedding(input_ids).view(-1, 16))
-        parts = flat.split(cu_seqlens.diff().tolist()) if self.looks else [flat]
-        means = [part.cumsum(0) / torch.arange(1, len(part) + 1)[:, None] for part in parts]
-        logits: Tensor = self.head(torch.cat(means)).view(*input_ids.shape, -1)
-        return logits
 
 
 def test_a_model_of_ones_own_is_checked_like_any_other_and_left_as_it_was(sets: DataSets) -> None:
     each = batch_of(sets, "cu_seqlens")
     check_boundaries(lambda **fields: SimpleNamespace(logits=OwnModel()(**fields)), each)
     with refuses(Refused):
-        check_boundaries(OwnModel(looks=False), each)
+        check_boundaries(OwnModel("no boundary is kept"), each)
     model = OwnModel().train()
     model.head.eval()
     calls: list[tuple[bool, bool]] = []
@@ -267,32 +257,25 @@ def test_what_cannot_be_checked_says_so_and_never_passes(batch: Any) -> None:
     ("family", "attention", "mask_of"),
     [("mistral", *MASKS[0]), ("llama4_text", *MASKS[0]), ("mistral", *MASKS[1])],
 )
-def test_a_mask_made_without_the_models_windows_is_refused(
-    batch: Any, family: str, attention: str, mask_of: Any
-) -> None:
+def test_a_mask_needs_the_models_own_windows(batch: Any, family: str, attention: str, mask_of: Any) -> None:
     model = small_model(family, attention)
     masked = {**batch, "attention_mask": mask_of(batch)}
     assert num_wrong(model, masked), "the mask does no harm"
     with refuses(Refused):
         check_boundaries(model, masked)
+    if family == "mistral":  # chunks are no windows
+        windowed = {**batch, "attention_mask": mask_of(batch, window=WINDOW)}
+        assert num_wrong(model, windowed) == 0
+        check_boundaries(model, windowed)
     mask_documents(model)
     check_boundaries(model, batch)
     assert num_wrong(model, batch) == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("attention", "mask_of"), MASKS)
-def test_a_mask_made_with_the_models_window_gives_each_document_its_own_logits(
-    batch: Any, attention: str, mask_of: Any
-) -> None:
-    masked = {**batch, "attention_mask": mask_of(batch, window=WINDOW)}
-    mistral = small_model("mistral", attention)
-    assert num_wrong(mistral, masked) == 0
-    check_boundaries(mistral, masked)
-    if attention != "sdpa":
-        return  # the rest takes flex, line by line, 5 s
-    both = {"full_attention": mask_of(batch), "sliding_attention": mask_of(batch, window=WINDOW)}
-    qwen2 = small_model("qwen2", attention)
+def test_each_kind_of_layer_gets_the_mask_of_its_name(batch: Any) -> None:
+    both = {"full_attention": sdpa_mask(batch), "sliding_attention": sdpa_mask(batch, window=WINDOW)}
+    qwen2 = small_model("qwen2", "sdpa")
     assert num_wrong(qwen2, {**batch, "attention_mask": both}) == 0
     check_boundaries(qwen2, {**batch, "attention_mask": both})
     swapped = {"full_attention": both["sliding_attention"], "sliding_attention": both["full_attention"]}

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.nn.functional import cross_entropy
 
 from loader import UsageError, deal_rows_evenly, split_for_context_parallel
 from tests.children import run_child
@@ -19,6 +21,7 @@ from tests.warm_python import WarmPython
 from tests.world import World, open_loader, refuses
 
 FIELDS = ("position_ids", "segment_ids", "cu_seqlens")
+FORMS: list[dict[str, Any]] = [{}, {"by": "document"}, {"by": "document", "pad_documents": False}]
 ROW = 96
 Batch = dict[str, Any]
 
@@ -41,108 +44,165 @@ def batch_of(data: Path, batch_size: int, **options: Any) -> Batch:
 
 
 @pytest.fixture(scope="module")
-def pages(
-    made: dict[str, Path], warm: WarmPython, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[str], Path]:
-    """What tests.ranks_of_pages printed, and where it wrote."""
+def pages(made: dict[str, Path], warm: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where tests.ranks_of_pages wrote, which split and joined a batch on the way."""
     out = tmp_path_factory.mktemp("pages")
-    cases = {
-        "concat, batch 1": batch_of(made["concat"], 1),
-        "best_fit, batch 4": batch_of(made["best_fit"], 4),
-    }
-    for batch in cases.values():
-        batch.pop("max_seqlen")  # torch.load refuses classes
-    torch.save(cases, out / "cases.pt")
-    done = run_child(
-        [warm.python, "-m", "tests.ranks_of_pages", out / "cases.pt", made["concat"], out], cwd=out
-    )
-    assert len(cases) == 2
-    return done.stdout.splitlines(), out
+    batch = batch_of(made["best_fit"], 4)
+    batch.pop("max_seqlen")  # torch.load refuses classes
+    torch.save(batch, out / "batch.pt")
+    command: list[Any] = [warm.python, "-m", "tests.ranks_of_pages", out / "batch.pt", made["concat"], out]
+    assert run_child(command, cwd=out).stdout.splitlines() == 8 * ["is joined"]
+    return out
+
+
+# What a model makes of parts
+
+VOCABULARY, HEADS, WIDTH = 900, 2, 16
+Result = tuple[Tensor, list[Tensor]]  # logits, and gradients of the sum of all losses
+
+
+class Model(nn.Module):
+    """Two layers of attention; bool[queries, keys] says which token sees which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(512, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.double()
+
+    def forward(self, fields: Batch, sees: Tensor) -> Result:
+        hidden = self.tokens(fields["input_ids"]) + self.positions(fields["position_ids"])
+        for layer in self.layers:
+            q, k, v = layer(hidden).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+            weights = (q @ k.transpose(-1, -2) * 2).masked_fill(~sees, -torch.inf).softmax(-1)
+            hidden = hidden + (weights @ v).transpose(1, 2).flatten(2)
+        logits = self.head(hidden)
+        loss = cross_entropy(logits.flatten(0, 1), fields["labels"].flatten(), reduction="sum")
+        return logits.detach(), list(torch.autograd.grad(loss, list(self.parameters())))
+
+
+def each_document_alone(model: Model, batch: Batch) -> Result:
+    whole = torch.zeros(*batch["input_ids"].shape, VOCABULARY, dtype=torch.float64)
+    sums = [torch.zeros_like(each) for each in model.parameters()]
+    for row, segments in enumerate(batch["segment_ids"]):
+        for number in range(1, int(segments.max()) + 1):
+            of_document = segments == number
+            fields = {name: batch[name][row, of_document][None] for name in ("input_ids", "labels")}
+            size = int(of_document.sum())
+            causal = torch.ones(size, size).tril().bool()
+            logits, found = model({**fields, "position_ids": torch.arange(size)[None]}, causal)
+            whole[row, of_document] = logits[0]
+            sums = [total + gradient for total, gradient in zip(sums, found, strict=True)]
+    return whole, sums
+
+
+def kernel_places(padded: Tensor, size: int) -> Tensor:
+    """What a ring kernel takes the places of all ranks to be, by the edges of padded sequences alone."""
+    local = padded // size
+    assert torch.equal(local * size, padded)
+    places = []
+    for rank in range(size):
+        for number, tokens in enumerate(local.diff().tolist()):
+            half = tokens // 2
+            assert tokens == 2 * half
+            head, tail = rank * half, (2 * size - 1 - rank) * half
+            at = torch.cat([torch.arange(head, head + half), torch.arange(tail, tail + half)])
+            places.append(torch.stack([torch.full_like(at, number), at]))
+    return torch.cat(places, 1)
 
 
 @pytest.mark.slow
-@pytest.mark.processes
-def test_logits_and_gradients_of_two_and_four_ranks_are_those_of_each_document_alone(
-    pages: tuple[list[str], Path],
-) -> None:
-    assert pages[0] == ["concat, batch 1 is equal", "best_fit, batch 4 is equal"]
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("pack", "batch_size"), [("concat", 1), ("best_fit", 4)])
+def test_parts_learn_as_documents_alone(made: dict[str, Path], pack: str, batch_size: int, size: int) -> None:
+    """Attention crosses ranks by the edges, as a ring kernel has it, and by the positions of the parts."""
+    batch, model = batch_of(made[pack], batch_size), Model()
+    alone, is_real = each_document_alone(model, batch), batch["segment_ids"] > 0
+    rows = torch.tensor([0, ROW])
+    crossing = model(batch, torch.ones(ROW, ROW).tril().bool())  # whole rows are split
+    assert not torch.allclose(crossing[0][is_real], alone[0][is_real]), "documents change nothing here"
+    for form, kernel in ((FORMS[0], "rows"), (FORMS[1], "edges"), (FORMS[1], "parts"), (FORMS[2], "parts")):
+        parts = [split_for_context_parallel(batch, rank, size, **form) for rank in range(size)]
+        fields = ("input_ids", "labels", "position_ids", "segment_ids", "place_ids")
+        joined = {name: torch.cat([part[name] for part in parts], -1) for name in fields}
+        if kernel == "parts":
+            where = torch.cat([joined["segment_ids"], joined["position_ids"]])
+        else:
+            where = kernel_places(rows if kernel == "rows" else parts[0]["cu_seqlens_padded"], size)
+        (sequence, position), places = where, joined["place_ids"]
+        sees = (sequence[:, None] == sequence) & (position[:, None] >= position)
+        logits, gradients = model(joined, sees)
+        if form:
+            found = logits[0, places >= 0]
+            torch.testing.assert_close(found, alone[0].flatten(0, 1)[places[places >= 0]])
+            torch.testing.assert_close(gradients, alone[1])
+        else:
+            torch.testing.assert_close(logits, crossing[0][:, places])
+            torch.testing.assert_close(gradients, crossing[1])
 
 
-def rows_of(*rows: list[int], width: int = 24) -> Batch:
-    """A batch of rows with documents of these lengths, padded; ids count from 1."""
-    segments = torch.zeros(len(rows), width, dtype=torch.int64)
-    for row, lengths in enumerate(rows):
-        numbers = np.repeat(np.arange(len(lengths)) + 1, lengths)
-        segments[row, : len(numbers)] = torch.from_numpy(numbers)
-    ids = torch.arange(1, segments.numel() + 1).view(segments.shape)
-    return {"input_ids": ids, "labels": ids + 1, "segment_ids": segments, "origins": ids * 10}
+# Where tokens go
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("pad", [True, False])
-def test_each_token_is_on_one_rank_and_all_ranks_have_equally_many(size: int, pad: bool) -> None:
-    batch = rows_of([1, 2, 3, 15], [24], [23], [7, 7, 7])
-    parts = [
-        split_for_context_parallel(batch, rank, size, by="document", pad_documents=pad)
-        for rank in range(size)
-    ]
+@pytest.mark.parametrize("form", FORMS)
+def test_each_token_is_on_one_rank_as_it_was(made: dict[str, Path], form: dict[str, Any], size: int) -> None:
+    batch = batch_of(made["best_fit"], 4)
+    parts = [split_for_context_parallel(batch, rank, size, **form) for rank in range(size)]
+    # However documents are told.
+    by_edges = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens", "attention_mask")}
+    for rank, part in enumerate(parts):
+        other = split_for_context_parallel(by_edges, rank, size, **form)
+        assert torch.equal(other["place_ids"], part["place_ids"])
     assert len({part["place_ids"].shape for part in parts}) == 1
     places = torch.cat([part["place_ids"] for part in parts])
     real = places >= 0
+    for name, padding in (("input_ids", 0), ("labels", -100), ("position_ids", 0), ("attention_mask", 0)):
+        values = torch.cat([part[name] for part in parts], 1)
+        if not form:
+            assert torch.equal(values, batch[name][:, places]), name
+        else:
+            assert torch.equal(values[0, real], batch[name].flatten()[places[real]]), name
+            assert name == "position_ids" or (values[0, ~real] == padding).all()
+    if not form:
+        assert sorted(places.tolist()) == [*range(ROW)]
+        assert {int(part["place_ids"].sum()) * size for part in parts} == {sum(range(ROW))}, "even attention"
+        return
     assert sorted(places[real].tolist()) == batch["segment_ids"].flatten().nonzero().flatten().tolist()
-    for name, padding in (("input_ids", 0), ("labels", -100), ("origins", 0)):
-        values = torch.cat([part[name][0] for part in parts])
-        assert torch.equal(values[real], batch[name].flatten()[places[real]]), name
-        assert (values[~real] == padding).all()
-    lengths = parts[0]["cu_seqlens"].diff().tolist()
-    assert lengths == [1, 2, 3, 15, 24, 23, 7, 7, 7]
-    padded = parts[0]["cu_seqlens_padded"].diff()
-    assert len(places) == parts[0]["cu_seqlens_padded"][-1]
-    assert int(parts[0]["max_seqlen"]) == padded.max()
-    if pad:
-        assert padded.tolist() == [-(-length // (2 * size)) * 2 * size for length in lengths]
+    edges, padded = parts[0]["cu_seqlens"], parts[0]["cu_seqlens_padded"]
+    numbers = batch["segment_ids"] + ROW * torch.arange(4)[:, None]
+    lengths = numbers[batch["segment_ids"] > 0].unique(return_counts=True)[1]
+    assert torch.equal(edges.diff(), lengths)
+    assert (len(places), int(parts[0]["max_seqlen"])) == (padded[-1], padded.diff().max())
+    if "pad_documents" in form:
+        assert (~real).sum() == -lengths.sum() % size
     else:
-        assert (~real).sum() == -sum(lengths) % size
+        assert torch.equal(padded.diff(), -(-lengths // (2 * size)) * 2 * size)
 
 
-@pytest.mark.parametrize("pad", [True, False])
-def test_each_document_is_even_work_for_all_ranks(pad: bool) -> None:
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_each_document_is_even_work_for_all_ranks(form: dict[str, Any]) -> None:
     """A token sees all before it in its document; whole rows cut in parts would be uneven here."""
-    batch = rows_of([8000, 40000, 17, 3, 16001], width=64024)
-    segments = batch["segment_ids"].flatten()
+    lengths = torch.tensor([8000, 40000, 17, 3, 16001, 3])  # the last is padding
+    segments = torch.tensor([1, 2, 3, 4, 5, 0]).repeat_interleave(lengths)
+    ids = torch.arange(1, len(segments) + 1)[None]
+    batch = {"input_ids": ids, "labels": ids + 1, "segment_ids": segments[None]}
 
     def spread(**form: Any) -> float:
         work = []
         for rank in range(4):
-            places = split_for_context_parallel(batch, rank, 4, **form)["place_ids"].flatten()
+            places = split_for_context_parallel(batch, rank, 4, **form)["place_ids"]
             places = places[places >= 0]
             places = places[segments[places] > 0]
-            first = torch.searchsorted(segments[:64021], segments[places])
+            first = torch.searchsorted(segments[:-3], segments[places])
             work.append(float((places - first + 1).sum()))
         return max(work) / min(work)
 
-    assert spread(by="document", pad_documents=pad) < 1.002
+    assert spread(**form) < 1.002
     assert spread() > 1.2
-
-
-@pytest.mark.parametrize("form", [{}, {"by": "document"}])
-def test_parts_keep_all_fields_of_their_places_however_documents_are_told(
-    made: dict[str, Path], form: dict[str, Any]
-) -> None:
-    batch = batch_of(made["best_fit"], 4)
-    by_edges = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens", "attention_mask")}
-    for rank in range(2):
-        part = split_for_context_parallel(batch, rank, 2, **form)
-        places = part["place_ids"]
-        assert form or int(places.sum()) == sum(range(ROW)) // 2, "each rank has as much to attend to"
-        assert torch.equal(split_for_context_parallel(by_edges, rank, 2, **form)["place_ids"], places)
-        of_rows = places if form else places + ROW * torch.arange(4)[:, None]
-        for name in ("attention_mask", "position_ids"):
-            found = part[name].flatten()[of_rows.flatten() >= 0]
-            assert torch.equal(found, batch[name].flatten()[of_rows[of_rows >= 0]]), name
-        if form:
-            assert torch.equal(part["segment_ids"][0] > 0, places >= 0)
-            assert torch.equal(part["attention_mask"][0] > 0, places >= 0)
 
 
 SAME = torch.arange(16).view(2, 8)
@@ -177,12 +237,10 @@ def work_of(segments: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_step_keeps_its_rows_on_every_world_and_its_work_is_more_even(
-    pages: tuple[list[str], Path],
-) -> None:
+def test_a_step_keeps_its_rows_on_every_world_and_its_work_is_more_even(pages: Path) -> None:
     expected: list[Any] = []
     for world in (2, 4):
-        ranks = [torch.load(pages[1] / f"{world}-{rank}.pt") for rank in range(world)]
+        ranks = [torch.load(pages / f"{world}-{rank}.pt") for rank in range(world)]
         num_batches = 16 // world // 2  # of a rank in a step
         for step in range(3):
             rows, works = {}, {}

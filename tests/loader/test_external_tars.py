@@ -19,12 +19,11 @@ import webdataset
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from loader import BrokenShard, NotFound, ShardprepError, UsageError
-from shardprep.errors import UnknownMember
+from loader import BrokenShard, ShardprepError
 from tests.external_tars import write_numbered_tars
 from tests.oracle.forms import DataSets
 from tests.word_tokenizers import save_word_tokenizer
-from tests.world import ids_of, open_loader, refuses
+from tests.world import epoch_of, open_loader, refuses
 
 VOCAB_SIZE = 1000
 EOS = VOCAB_SIZE - 1
@@ -54,11 +53,11 @@ def tars(tmp_path: Path) -> list[Path]:
 
 def read(shards: Any, model: str | Path, **options: Any) -> list[list[int]]:
     """The ids of all samples, as the shards stand."""
-    with open_loader(shards, 1, model_id=model, **{"shuffle": False, **options}) as loader:
-        return [ids for batch in loader for ids in ids_of(batch)]
+    epoch = epoch_of(shards, 1, model_id=model, **{"shuffle": False, **options})
+    return [sample["input_ids"] for (sample,) in epoch]
 
 
-# Names; more that name nothing: tests/oracle/test_refusals.py
+# Names; those that are refused: tests/oracle/test_refusals.py
 
 
 def test_every_way_to_name_shards_gives_the_same_batches(
@@ -88,32 +87,10 @@ def test_every_way_to_name_shards_gives_the_same_batches(
     assert sorted(one + rest) == sorted(whole)
 
 
-@pytest.mark.parametrize(
-    ("named", "kind", "fault"),
-    [
-        ("part-00.tar.gz", UsageError, "part-00.tar.gz"),
-        (["part-00.tar", "part-*.tar"], UsageError, "part-00.tar"),
-        ([".", "empty"], UsageError, "part-00.tar.gz"),  # another of these tars would be passed over
-        ("empty", NotFound, "empty"),
-    ],
-)
-def test_names_of_something_else_of_an_empty_folder_and_of_a_tar_twice_are_refused(
-    tars: list[Path], model: str, named: Any, kind: type[ShardprepError], fault: str
-) -> None:
-    folder = tars[0].parent
-    (folder / "part-00.tar.gz").write_bytes(b"\x1f\x8b")
-    (folder / "empty").mkdir()
-    names = [str(folder / name) for name in ([named] if isinstance(named, str) else named)]
-    with refuses(kind, path=folder / fault):
-        open_loader(names, model_id=model)
-
-
 # Whole tars, and headers
 
 
-def test_a_tar_cut_anywhere_or_joined_is_refused_though_webdataset_takes_it(
-    tmp_path: Path, model: str
-) -> None:
+def test_a_tar_cut_or_joined_is_refused_though_webdataset_takes_it(tmp_path: Path, model: str) -> None:
     path = write_tar(tmp_path / "a.tar", [{"token_ids.json": [number] * 300} for number in range(4)])
     whole = path.read_bytes()
     with tarfile.open(path) as tar:
@@ -130,17 +107,11 @@ def test_a_tar_cut_anywhere_or_joined_is_refused_though_webdataset_takes_it(
     assert len(list(webdataset.WebDataset(str(cut), shardshuffle=False, empty_check=False))) == 2
 
 
-def tar_of(names: list[str], form: int = tarfile.USTAR_FORMAT, data: bytes = b"[1]") -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w", format=form) as tar:
-        for name in names:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return file.getvalue()
-
-
-TWO = ["a.token_ids.json", "b.token_ids.json"]
+def member(name: str = "a.token_ids.json", data: bytes = b"[1]", **records: str) -> bytes:
+    """A member of a tar; PAX ``records`` may say something else of it."""
+    info = tarfile.TarInfo(name)
+    info.size, info.pax_headers = len(data), records
+    return info.tobuf(tarfile.PAX_FORMAT) + data + bytes(-len(data) % 512)
 
 
 def with_field(raw: bytes, offset: int, field: bytes, *, header: int = 0) -> bytes:
@@ -178,30 +149,23 @@ SIZES = (  # which header fields may hold, good and bad
 )  # fmt: skip
 
 
-def pax_tar(size: str) -> bytes:
-    """A tar of one list, of whose size PAX records say something else, which tarfile takes for 0."""
-    info = tarfile.TarInfo("a.token_ids.json")
-    info.size, info.pax_headers = 3, {"size": size}
-    return info.tobuf(tarfile.PAX_FORMAT) + b"[1]".ljust(512, b"\0") + bytes(1024)
-
-
-# A tar, and the header that is wrong in it; altered in many more ways below.
-WRONG_HEADERS = [(pax_tar(size), 0) for size in ("-512", "1e3", "", "9" * 30, " 3", "3_0")]
+END = bytes(1024)
+TWO = member() + member("b.token_ids.json") + END
+# A tar, and the header that is wrong in it; altered in many more ways below. tarfile takes these sizes for 0.
+WRONG_HEADERS = [(member(size=size) + END, 0) for size in ("-512", "1e3", "", "9" * 30, " 3", "3_0")]
 for place, value in ((SIZE, b"\x80" + b"\xff" * 11), (SIZE, b"text\0"), (KIND, b"S"), (KIND, b"Z")):
-    WRONG_HEADERS.append((with_field(tar_of(TWO), place, value, header=1024), 1024))
+    WRONG_HEADERS.append((with_field(TWO, place, value, header=1024), 1024))
 
 
-@pytest.mark.parametrize(("raw", "header"), WRONG_HEADERS, ids=range(len(WRONG_HEADERS)))
-def test_a_header_that_says_no_file_is_refused_with_its_place(
-    tmp_path: Path, model: str, raw: bytes, header: int
-) -> None:
-    with refuses(BrokenShard, path=tmp_path / "a.tar", found=f"byte {header}"):
-        read_raw(tmp_path / "a.tar", raw, model)
+def test_a_header_that_says_no_file_is_refused_with_its_place(tmp_path: Path, model: str) -> None:
+    for raw, header in WRONG_HEADERS:
+        with refuses(BrokenShard, path=tmp_path / "a.tar", found=f"byte {header}"):
+            read_raw(tmp_path / "a.tar", raw, model)
 
 
 def test_what_would_be_read_for_ever_or_into_memory_is_refused_at_once(tmp_path: Path, model: str) -> None:
     large, fifo, device = (tmp_path / f"{name}.tar" for name in ("large", "fifo", "device"))
-    large.write_bytes(with_field(tar_of(["x"], data=bytes(3 << 20)), KIND, b"x"))  # it says of a long name
+    large.write_bytes(with_field(member(data=bytes(3 << 20)), KIND, b"x"))  # it says of a long name
     os.mkfifo(fifo)
     device.symlink_to("/dev/zero")
     for path in (large, fifo, device):
@@ -281,25 +245,6 @@ def test_what_is_accepted_is_what_tarfile_finds_and_all_else_is_refused(model: s
     assert found == expected_of(raw)
 
 
-@pytest.mark.parametrize(
-    ("names", "kind", "key"),
-    [
-        (["a.tokens.json", "a.text.txt"], BrokenShard, "'a'"),
-        # webdataset makes one sample of these two: what stands before the first dot is the key.
-        (["part-0.8_1.token_ids.json", "part-0.8_2.token_ids.json"], BrokenShard, "'part-0'"),
-        (["same.token_ids.json", "same.token_ids.json"], BrokenShard, "'same'"),
-        (["a.token_ids.json", "a.loss_mask.npy"], UnknownMember, ""),
-    ],
-)
-def test_members_that_make_no_sample_of_ids_are_refused_with_the_samples_key(
-    tmp_path: Path, model: str, names: list[str], kind: type[ShardprepError], key: str
-) -> None:
-    path = tmp_path / "a.tar"
-    path.write_bytes(tar_of(names))
-    with refuses(kind, path=path, found=key):
-        open_loader(path, model_id=model)
-
-
 def test_a_tar_that_changes_under_the_loader_is_an_error(tars: list[Path], model: str) -> None:
     with open_loader(tars, 3, model_id=model) as loader:
         write_tar(tars[1], [{"token_ids.json": [number] * 5000} for number in range(6)])
@@ -346,9 +291,7 @@ BAD_IDS |= {name: ("npy", raw) for name, raw in BAD_ARRAYS.items()}
 
 @pytest.mark.parametrize("fault", BAD_IDS)
 @pytest.mark.parametrize("options", [{}, {"seq_len": 2}], ids=["documents", "rows"])
-def test_what_holds_no_ids_of_the_tokenizer_is_refused_with_its_tar(
-    tmp_path: Path, model: str, fault: str, options: dict[str, Any]
-) -> None:
+def test_what_is_no_ids_is_refused(tmp_path: Path, model: str, fault: str, options: dict[str, Any]) -> None:
     form, raw = BAD_IDS[fault]
     good = b"[1]" if form == "json" else npy(IDS)
     path = write_tar(tmp_path / "a.tar", [{f"token_ids.{form}": data} for data in (good, raw, good)])
@@ -357,20 +300,16 @@ def test_what_holds_no_ids_of_the_tokenizer_is_refused_with_its_tar(
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<i4", "<i8", ">i8", "<u4"])
-def test_arrays_of_any_integers_load_beside_lists_in_one_tar(tmp_path: Path, model: str, dtype: str) -> None:
-    documents = [[number, 998, 7] for number in range(6)] + [[], [999]]
-    samples: list[dict[str, Any]] = [
-        {"token_ids.npy": np.array(ids, dtype)} if number % 2 else {"token_ids.json": ids, "text.txt": "x"}
-        for number, ids in enumerate(documents)
-    ]
-    assert read(write_tar(tmp_path / "a.tar", samples), model) == documents
-
-
-def test_json_is_counted_as_it_is_written_and_its_last_id_is_known(tmp_path: Path, model: str) -> None:
-    """Rows are laid out by the counts of a scan, with EOS behind documents that do not end with it."""
-    texts = ["[]", " [ ] ", f"[{EOS}]", "[1,2]", "[\n 1,\n 22\n]\n"]
-    path = write_tar(tmp_path / "a.tar", [{"token_ids.json": text.encode()} for text in texts])
-    assert read(path, model, seq_len=1) == [[n] for n in (EOS, EOS, EOS, 1, 2, EOS, 1, 22, EOS)]
+def test_rows_of_arrays_and_lists_have_an_eos(sets: DataSets, tmp_path: Path, model: str, dtype: str) -> None:
+    """Rows are laid out by the counts of a scan, by which the last id of each document is known."""
+    texts = ["[]", " [ ] ", f"[{EOS}]", "[1,2]", "[\n 1,\n 22\n]\n", f"[7, {EOS}, 8]", "[998]", f"[3, {EOS}]"]
+    documents = [json.loads(text) for text in texts]
+    samples: list[dict[str, Any]] = [{"token_ids.json": text.encode(), "text.txt": "x"} for text in texts]
+    samples += [{"token_ids.npy": np.array(ids, dtype)} for ids in documents]
+    path = write_tar(tmp_path / "a.tar", samples)
+    assert read(path, model) == 2 * documents
+    rows = [[token] for ids in documents for token in (ids if ids[-1:] == [EOS] else [*ids, EOS])]
+    assert read(path, model, seq_len=1) == 2 * rows
 
 
 @pytest.mark.slow
@@ -425,10 +364,7 @@ PACKED_FAULTS: dict[str, tuple[str, bytes]] = {
     "ids of another width": ("token_ids", npy(np.arange(8).reshape(2, 4))),
     "signed ids": ("token_ids", npy(np.zeros((2, 4), np.int16))),
     "ids in the other byte order": ("token_ids", npy(np.zeros((2, 4), ">u2"))),
-    "a million million rows of nothing": (
-        "token_ids",
-        npy(np.zeros((1, 0), np.uint16), "(1, 0)", "(1000000000000, 0)"),
-    ),
+    "rows of nothing": ("token_ids", npy(np.zeros((1, 0), np.uint16), "(1, 0)", "(1000000000000, 0)")),
     "no rows": ("token_ids", npy(np.zeros((0, 4), np.uint16))),
     "more rows than bytes": ("token_ids", npy(np.zeros((2, 4), np.uint16), "(2, 4)", "(9999999, 4)")),
     "a row longer than rows are": ("row_tokens", npy(np.array([5, 4], np.uint32))),

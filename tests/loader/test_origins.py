@@ -1,151 +1,201 @@
-"""Where the documents of a batch come from: ``origins=True``, ``shardprep where``, and losses by source."""
+"""Where the documents of a batch come from: ``origins=True``, ``shardprep where``, losses by source.
+
+And ``where --blanked``: the steps that saw documents that are blanked by now. Each document is one word again
+and again, so batches alone tell which ones they have.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
-import os
-import tarfile
-from functools import cache
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from loader import SourceLosses, TokenLoader, UsageError, source_ids, split_for_context_parallel
 from loader.trainer import LoaderMixin
 from tests.attention_families import small_model
-from tests.oracle.forms import SEQ_LEN, DataSets
-from tests.world import call_main, open_loader, refuses
+from tests.word_tokenizers import save_word_tokenizer
+from tests.world import World, call_main, open_loader, refuses
 
-LEAST_PLACES = 10_000 if os.environ.get("ORIGINS") == "all" else 1  # of each form, in whole epochs
-
-
-@cache
-def stored_ids(tar: Path) -> list[list[int]]:
-    """The ids of each sample of a tar, by tarfile and numpy alone, without padding."""
-    with tarfile.open(tar) as archive:
-        members = {item.name: archive.extractfile(item).read() for item in archive}  # type: ignore[union-attr]
-    found: list[list[int]] = []
-    for name, data in members.items():
-        if name.endswith(".token_ids.json"):
-            found.append(json.loads(data))
-        elif name.endswith(".token_ids.npy"):
-            ids = np.load(io.BytesIO(data))
-            rows = members.get(name.replace("token_ids", "row_tokens"))
-            lengths = [None] * len(ids) if rows is None else np.load(io.BytesIO(rows))
-            found += (
-                [ids.tolist()]
-                if ids.ndim == 1
-                else [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
-            )
-    return found
+NUM_DOCUMENTS, EOS, VOCAB_SIZE = 400, 501, 502  # every id of document 7 is 7
+L = 12
+SETS: dict[str, dict[str, Any]] = {
+    "json": {},
+    "npy": {"token_format": "npy", "keep_text": False, "append_eos": True},
+    "parquet": {},
+    "concat": {"record": "packed", "seq_len": 16, "append_eos": False},
+    "best fit": {"record": "packed", "seq_len": 16, "pack": "best_fit", "append_eos": False},
+    "sides": {"validation_fraction": 0.3},
+    "sides of rows": {"record": "packed", "seq_len": 16, "validation_fraction": 0.3},
+    # Of these two each has a half of the documents.
+    "low": {},
+    "high": {"token_format": "npy"},
+}
+HALVES = {"low": range(1, 201), "high": range(201, NUM_DOCUMENTS + 1)}
+Form = str | list[str]
+Options = dict[str, Any]
+Steps = dict[int, dict[str, int]]  # step -> source -> samples
 
 
-def pieces_of(batch: Any) -> list[tuple[list[int], list[int]]]:
+def text_of(number: int) -> str:
+    return " ".join([f"w{number}"] * random.Random(number).choice([1, 2, 5, 9, 20, 50]))
+
+
+# Twenty words are enough to be found in an evaluation.
+LONG = [number for number in range(1, NUM_DOCUMENTS + 1) if len(text_of(number).split()) >= 20]
+NAMED = random.Random(1).sample(LONG, 24)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of each form."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    root = tmp_path_factory.mktemp("data")
+    save_word_tokenizer(root / "model", VOCAB_SIZE, splits=True)
+    for form, options in SETS.items():
+        numbers = HALVES.get(form, range(1, NUM_DOCUMENTS + 1))
+        world = World(root / form, tokenizer=root / "model", data_dir=root / form)
+        records = [{"id": f"d{number}", "text": text_of(number)} for number in numbers]
+        if form == "parquet":
+            pq.write_table(pa.Table.from_pylist(records), world.raw_dir / "a.parquet", row_group_size=30)
+        else:
+            world.raw({f"{form}.jsonl": records})
+        world.make(num_shards=5, id_field="id", digests=True, **options)
+    return root
+
+
+@pytest.fixture(scope="module")
+def blanked(data: Path) -> Path:
+    """The same folder, where FORM.new has the documents NAMED blanked."""
+    for form in SETS:
+        names = data / f"{form}.ids"
+        names.write_text("".join(f"d{number}\n" for number in NAMED))
+        if form in HALVES:
+            names.write_text("".join(f"d{number}\n" for number in NAMED if number in HALVES[form]))
+        if form == "json":  # what is found in an evaluation is blanked
+            (data / "evals.txt").write_text("\n".join(map(text_of, NAMED)))
+            assert call_main("overlap", data / form, "--against", data / "evals.txt").code == 0
+            names = data / form / "overlap" / "names.txt"
+        words = ["--ids", names, "--output", data / f"{form}.new", "--num_proc", 1]
+        assert call_main("blank", data / form, *words).code == 0
+    return data
+
+
+CASES: dict[str, tuple[Form, Options]] = {
+    "documents": ("json", {}),
+    "of a table": ("parquet", {}),
+    "cut": ("npy", {"max_length": 5}),
+    "grouped": ("json", {"group_by_length": 3}),
+    "not shuffled": ("json", {"shuffle": False}),
+    "packed at load": ("json", {"seq_len": 16, "boundaries": "segment_ids"}),
+    "packed at load with an EOS of the shards": ("npy", {"seq_len": 24}),
+    "packed": ("concat", {}),
+    "packed, by workers": ("concat", {"num_workers": 2, "boundaries": "segment_ids"}),
+    "best fit": ("best fit", {"boundaries": "position_ids"}),
+    "a side": ("sides", {"split": "train"}),
+    "the other side": ("sides", {"split": "validation"}),
+    "a side of rows": ("sides of rows", {"split": "train"}),
+    "a side packed at load, by workers": ("sides", {"split": "train", "seq_len": 16, "num_workers": 2}),
+    "batches grow": ("json", {"global_batch_size": [(0, L), (7, 3 * L), (50, 2 * L)]}),
+    "mixed": (
+        ["low", "high"],
+        {"weights": [(0, {"low": 0.7, "high": 0.3}), (40, {"low": 0.1, "high": 0.9})], "max_length": 9},
+    ),
+    "mixed and packed at load": (["low", "high"], {"weights": {"low": 1, "high": 3}, "seq_len": 16}),
+}
+SHIFTED: dict[str, tuple[Form, Options]] = {
+    "shifted": ("json", {"targets": "shifted"}),
+    "shifted rows": ("npy", {"seq_len": 16, "targets": "shifted"}),
+}
+
+
+def params_of(cases: dict[str, Any]) -> list[Any]:
+    return [
+        pytest.param(*value, id=name, marks=[pytest.mark.processes] * ("workers" in name))
+        for name, value in cases.items()
+    ]
+
+
+def load(data: Path, form: Form, suffix: str = "", batch_size: int = L, **options: Any) -> TokenLoader:
+    folders: Any = data / f"{form}{suffix}"
+    if isinstance(form, list):
+        folders = {name: data / f"{name}{suffix}" for name in form}
+    made = {"global_batch_size": L, "seed": 3, "origins": True, **options}
+    return open_loader(folders, batch_size, **made)
+
+
+def words_of(data: Path, form: Form, suffix: str = "") -> list[object]:
+    """What ``where`` is given for the data of a loader."""
+    if isinstance(form, str):
+        return [data / f"{form}{suffix}"]
+    return [f"{name}={data / name}{suffix}" for name in form]
+
+
+def answer(*words: object) -> Any:
+    ended = call_main("where", *words, "--json")
+    assert ended.code == 0, ended.text
+    return json.loads(ended.out.splitlines()[-1])
+
+
+def pieces_of(batch: Any) -> Iterator[tuple[list[int], set[int]]]:
     """(source, shard, sample, document) and the ids of each document's part in a batch, padding left out."""
     origins, ids = batch["origins"].tolist(), batch["input_ids"]
     is_real = batch["attention_mask"].bool()
-    found = []
     for number, (row, place, *origin) in enumerate(origins):
         later = origins[number + 1] if number + 1 < len(origins) else [row + 1]
         end = later[1] if later[0] == row else ids.shape[1]
-        found.append((origin, ids[row, place:end][is_real[row, place:end]].tolist()))
+        yield origin, {*ids[row, place:end][is_real[row, place:end]].tolist()} - {EOS}
     assert [row for row, *_ in origins] == sorted(row for row, *_ in origins)
     learnt = set((batch["labels"] >= 0).any(dim=1).nonzero().flatten().tolist())
     assert learnt <= {row for row, *_ in origins}, "each row that is no padding has a document"
-    return found
 
 
-def whole_of(origin: list[int], loader: TokenLoader) -> list[int]:
-    """The ids of a stored document, or of its part in a row, cut where another begins: by its first id."""
-    where, bos = loader.origin(*origin), loader.tokenizer.bos_token_id
-    ids = stored_ids(where.tar)[where.sample]
-    begins = [0, *(place for place, token in enumerate(ids) if token == bos and place)]
-    return ids[begins[where.document] : [*begins[1:], len(ids)][where.document]]
-
-
-def is_part(ids: list[int], whole: list[int]) -> bool:
-    return str(ids)[1:-1] in str(whole)[1:-1]
-
-
-FORMS: list[tuple[str, dict[str, Any]]] = [
-    ("documents", {"num_workers": 2}),
-    ("documents", {"max_length": 10}),
-    ("documents", {"targets": "shifted"}),
-    ("documents", {"group_by_length": 4}),
-    ("documents_npy", {"seq_len": SEQ_LEN}),
-    ("documents_npy", {"seq_len": SEQ_LEN, "num_workers": 2, "boundaries": "segment_ids"}),
-    ("documents_npy", {"seq_len": SEQ_LEN, "targets": "shifted"}),
-    ("concat", {}),
-    ("concat", {"boundaries": "segment_ids", "num_workers": 2}),
-    ("best_fit", {"boundaries": "position_ids"}),
-    ("split_packed", {"split": "validation"}),
-    ("split_packed", {"split": "train"}),
-]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(("name", "options"), FORMS)
-def test_each_document_of_a_batch_is_the_one_that_lies_where_its_origin_says(
-    sets: DataSets, name: str, options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(("form", "options"), params_of(CASES | SHIFTED))
+def test_documents_lie_where_their_origins_say(data: Path, form: Form, options: Options) -> None:
     """And the other fields are as they are without origins."""
-    num_places = 0
+    found: dict[tuple[str, str], set[int]] = {}
     with (
-        open_loader(sets[name], origins=True, **options) as loader,
-        open_loader(sets[name], **{**options, "num_workers": 0}) as plain,
+        load(data, form, **options) as loader,
+        load(data, form, origins=False, **{**options, "num_workers": 0}) as plain,
     ):
-        while num_places < LEAST_PLACES:
-            for batch, without in zip(loader, plain, strict=True):
-                for origin, part in pieces_of(batch):
-                    assert is_part(part, whole_of(origin, loader)), origin
-                    assert part or name == "documents", "a document has tokens"
-                    num_places += 1
-                assert {*batch} - {*without} == {"origins"}
-                assert all(torch.equal(batch[field], without[field]) for field in without)
-        for wrong in ((1, 0, 0), (0, 3, 0), (0, 0, 10**6), (-1, 0, 0), (0, 0, -1)):
+        for batch, without in zip(loader, plain, strict=True):
+            for origin, words in pieces_of(batch):
+                where = loader.origin(*origin)
+                found.setdefault((where.source, where.address), set()).update(words)
+            assert {*batch} - {*without} == {"origins"}
+            assert all(torch.equal(batch[field], without[field]) for field in without)
+        for wrong in ((2, 0, 0), (0, 10, 0), (0, 0, 10**6), (-1, 0, 0), (0, 0, -1)):
             with refuses(UsageError):
                 loader.origin(*wrong)
+    assert {len(words) for words in found.values()} <= {0, 1}, "an address is of one document"
+    for source, address in random.Random(0).sample(sorted(found), 15):
+        folder = data / (form if isinstance(form, str) else source)
+        shown = call_main("peek", folder, address, "--chars", 0).out
+        assert found[source, address] <= {int(word) for word in re.findall(r"\bw(\d+)\b", shown)}, address
 
 
 # shardprep where
 
-BATCH, RANKS, STEP = 4, 2, 3
-WHERE: dict[str, tuple[str, dict[str, Any]]] = {
-    "truncated": ("documents", {"max_length": 30}),
-    "grouped": ("documents", {"group_by_length": 4}),
-    "not shuffled": ("documents", {"shuffle": False}),
-    "packed at load": ("documents_npy", {"seq_len": 64}),
-    "packed": ("concat", {}),
-    "planned side": ("split_packed", {"split": "train"}),
-    "batches grow": ("documents", {"global_batch_size": [(0, 16), (2, 32)]}),
-}
+RANKS, STEP = 2, 8
 
 
-def load(folder: Path, rank: int = 0, **options: Any) -> TokenLoader:
-    given = {"world_size": RANKS, "rank": rank, "global_batch_size": 16, "seed": 5}
-    return open_loader(folder, BATCH, **{**given, **options})
-
-
-def answer(*args: object) -> Any:
-    ended = call_main("where", *args, "--json")
-    assert ended.code == 0, ended.err
-    return json.loads(ended.out.splitlines()[-1])
-
-
-@pytest.mark.parametrize("name", WHERE)
-def test_where_names_the_documents_that_two_ranks_got(sets: DataSets, tmp_path: Path, name: str) -> None:
-    """By their origins, which the tests above compare with the tars."""
-    folder, options = sets[WHERE[name][0]], WHERE[name][1]
+@pytest.mark.parametrize(("form", "options"), params_of(CASES))
+def test_where_names_what_two_ranks_got(data: Path, tmp_path: Path, form: Form, options: Options) -> None:
+    """By their origins, which the test above compares with the data."""
     got: list[dict[str, Any]] = []
     for rank in range(RANKS):
-        with load(folder, rank, origins=True, **options) as loader:
+        with load(data, form, batch_size=3, rank=rank, world_size=RANKS, **options) as loader:
             loader.load_state_dict(loader.state_at(STEP))
             for number, batch in enumerate(loader):
                 for row, token, *numbers in batch["origins"].tolist():
@@ -155,83 +205,167 @@ def test_where_names_the_documents_that_two_ranks_got(sets: DataSets, tmp_path: 
                 if loader.ends_step:
                     break
             (tmp_path / "state.json").write_text(json.dumps(loader.state_at(STEP + 2)))
-    told = answer(folder, "--state", tmp_path / "state.json", "--step", STEP)["documents"]
-    assert sorted(told, key=str) == sorted(got, key=str)
+    words = [*words_of(data, form), "--state", tmp_path / "state.json"]
+    assert sorted(answer(*words, "--step", STEP)["documents"], key=str) == sorted(got, key=str)
     num_rows = len({(each["rank"], each["batch"], each["row"]) for each in got})
-    assert num_rows == (32 if name == "batches grow" else 16)
+    assert num_rows == (3 * L if isinstance(options.get("global_batch_size"), list) else L)
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".json"])
-def test_a_state_is_found_in_a_checkpoint_and_the_last_step_before_it_is_told(
-    sets: DataSets, tmp_path: Path, suffix: str
-) -> None:
-    folder, path = sets["documents"], tmp_path / f"checkpoint{suffix}"
-    with load(folder, max_length=30) as loader:
+def test_a_checkpoint_tells_the_last_step_before_it(data: Path, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"checkpoint{suffix}"
+    with load(data, "json", max_length=30) as loader:
         state = {"model": {"weight": [1.0]}, "extra": [{"loader": loader.state_at(4)}]}
     if suffix == ".pt":
         torch.save(state, path)
     else:
         path.write_text(json.dumps(state))
-    last = answer(folder, "--state", path)
+    words = [data / "json", "--state", path]
+    last = answer(*words)
     assert (last["step"], last["epoch"], last["step_of_epoch"]) == (3, 0, 3)
-    assert last == answer(folder, "--state", path, "--step", 3)
-    shown = call_main("where", folder, "--state", path).out
+    assert last == answer(*words, "--step", 3)
+    shown = call_main("where", *words).out
     assert all(each["address"] in shown and each["place"] in shown for each in last["documents"])
 
 
-def test_what_cannot_be_answered_is_refused(sets: DataSets, tmp_path: Path) -> None:
+def test_what_cannot_be_answered_is_refused(data: Path, tmp_path: Path) -> None:
     torch.save({"model": 1}, tmp_path / "a.pt")
     (tmp_path / "b.pt").write_bytes(b"nothing that torch wrote")
-    with load(sets["documents"]) as loader:
+    with load(data, "json") as loader:
         state = loader.state_at(4)
     (tmp_path / "state.json").write_text(json.dumps(state))
     (tmp_path / "damaged.json").write_text(json.dumps({**state, "layout": 3}))
-    for name, file, words, code in (
-        ("documents", "none.pt", [], 66),
-        ("documents", "a.pt", [], 66),
-        ("documents", "b.pt", [], 65),
-        ("documents", "damaged.json", [], 65),
-        ("documents", "state.json", ["--step", "-1"], 2),
+    for form, file, words, code in (
+        ("json", "none.pt", [], 66),
+        ("json", "a.pt", [], 66),
+        ("json", "b.pt", [], 65),
+        ("json", "damaged.json", [], 65),
+        ("json", "state.json", ["--step", "-1"], 2),
+        ("json", "state.json", ["--blanked"], 66),  # nothing is
+        ("json", "state.json", ["--blanked", "--step", 3], 2),
         ("concat", "state.json", [], 78),
     ):
-        assert call_main("where", sets[name], "--state", tmp_path / file, *words).code == code, (file, words)
+        assert call_main("where", data / form, "--state", tmp_path / file, *words).code == code, (file, words)
+
+
+# where --blanked
+
+
+def endless(loader: TokenLoader) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def differing(before: TokenLoader, now: TokenLoader, num_steps: int) -> Steps:
+    """Go on with both loaders: how many rows of each source differ between them, by step."""
+    steps: Steps = {}
+    both = zip(endless(before), endless(now), strict=False)
+    while before.num_steps_delivered < num_steps:
+        step = before.num_steps_delivered
+        one, other = next(both)
+        source_of = {row: source for row, _, source, *_ in one["origins"].tolist()}
+        is_other = one["input_ids"] != other["input_ids"]
+        is_named = torch.isin(one["input_ids"], torch.tensor(NAMED))
+        assert torch.equal(is_other | is_named, is_other), "each id of a named document is gone"
+        assert {*one["input_ids"][is_other & ~is_named].tolist()} <= {EOS}
+        rows = is_other.any(dim=1).nonzero().flatten().tolist()
+        if rows:
+            counts = Counter(before.source_names[source_of[row]] for row in rows)
+            steps[step] = dict(Counter(steps.get(step, {})) + counts)
+    return steps
+
+
+def told(*words: object) -> Steps:
+    return {each["step"]: each["sources"] for each in answer(*words, "--blanked")["steps"]}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("form", "options"), params_of(CASES))
+def test_steps_that_differ_are_told(blanked: Path, tmp_path: Path, form: Form, options: Options) -> None:
+    with load(blanked, form, **options) as loader, load(blanked, form, ".new", **options) as new:
+        num_steps = 2 * len(loader) + 7
+        expected = differing(loader, new, num_steps)
+        (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
+    words = ["--state", tmp_path / "state.json", "--blanked"]
+    answered = answer(*words_of(blanked, form, ".new"), *words)
+    assert {each["step"]: each["sources"] for each in answered["steps"]} == expected
+    assert (answered["num_steps"], len(expected) > 10) == (num_steps, True)
+    epochs = [each["epoch"] for each in answered["steps"]]
+    assert {*epochs} == {*range(max(epochs) + 1)} >= {0, 1, 2}
+
+
+@pytest.mark.processes
+def test_a_run_that_was_amended_is_gone_through_as_it_was(blanked: Path, tmp_path: Path) -> None:
+    """Sources that come and go, other weights and larger steps, each behind a state."""
+    plans: list[tuple[list[str], dict[str, Any]]] = [
+        (["low"], {"weights": {"low": 1}}),
+        (["low", "high"], {"weights": {"low": 1, "high": 1}}),
+        (["low", "high"], {"weights": {"low": 0, "high": 1}, "global_batch_size": 2 * L}),
+    ]
+    state: Any = None
+    expected: Steps = {}
+    for number, (names, options) in enumerate(plans, 1):
+        options = {"amend": True, "max_length": 9, **options}
+        with load(blanked, names, **options) as loader, load(blanked, names, ".new", **options) as new:
+            if state is not None:
+                loader.load_state_dict(state)
+                new.load_state_dict(state)
+            expected |= differing(loader, new, 80 * number)
+            state = json.loads(json.dumps(loader.state_dict()))
+    assert len(state["stages"]) == 3
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    words: list[object] = ["--state", tmp_path / "state.json"]
+    low, high = words_of(blanked, ["low", "high"], ".new")
+    assert told(low, high, *words) == expected
+    assert {name for of in expected.values() for name in of} == {"low", "high"}
+    # A source of which nothing is blanked has no steps.
+    of_low = told(low, f"high={blanked / 'high'}", *words)
+    assert of_low == {step: {"low": of["low"]} for step, of in expected.items() if "low" in of}
+    assert call_main("where", high, *words, "--blanked").code == 2  # without low
+
+
+@pytest.mark.processes
+def test_the_steps_are_printed_a_line_each(blanked: Path, tmp_path: Path) -> None:
+    with load(blanked, "json") as loader:
+        (tmp_path / "state.json").write_text(json.dumps(loader.state_at(20)))
+    words = [blanked / "json.new", "--state", tmp_path / "state.json"]
+    lines = [line for line in call_main("where", *words, "--blanked").out.splitlines() if line[:5] == "step "]
+    assert lines == [f"step {step}, epoch 0: all {of['all']}" for step, of in sorted(told(*words).items())]
+    assert len(lines) > 3
 
 
 # Losses by source
 
 
-def mixture(sets: DataSets, **options: Any) -> TokenLoader:
-    sources = {"web": sets["documents_npy"], "code": sets["concat"]}
-    given = {"weights": {"web": 0.5, "code": 0.5}, "seq_len": SEQ_LEN, "global_batch_size": 8}
-    return open_loader(sources, **{"origins": True, **given, **options})
+def mixture(data: Path, **options: Any) -> TokenLoader:
+    given = {"weights": {"low": 0.5, "high": 0.5}, "seq_len": 16, "global_batch_size": 8}
+    return load(data, ["low", "high"], batch_size=4, **{**given, **options})
 
 
 @pytest.mark.parametrize("targets", ["same", "shifted"])
-def test_losses_by_source_equal_a_sum_by_hand(sets: DataSets, targets: str) -> None:
+def test_losses_by_source_equal_a_sum_by_hand(data: Path, targets: str) -> None:
     torch.manual_seed(0)
-    sums: dict[str, list[float]] = {"web": [0.0, 0], "code": [0.0, 0]}
-    ahead = int(targets == "same")
-    with mixture(sets, targets=targets, seq_len=SEQ_LEN - 1 + ahead) as loader:
-        losses, vocabulary = SourceLosses.of_loader(loader), len(loader.tokenizer)
+    sums, counts = [0.0, 0.0], [0, 0]
+    with mixture(data, targets=targets) as loader:
+        losses = SourceLosses.of_loader(loader)
         for batch in islice(loader, 6):
-            logits = torch.randn(*batch["input_ids"].shape, vocabulary)
-            losses.add(logits, batch["labels"], batch["origins"])
-            for row in range(len(logits)):
-                of_row = [each for each in batch["origins"].tolist() if each[0] == row]
-                for place in range(logits.shape[1] - ahead):
-                    label = int(batch["labels"][row, place + ahead])
-                    if label >= 0:
-                        document = [each for each in of_row if each[1] <= place][-1]
-                        of_source = sums[loader.source_names[document[2]]]
-                        of_source[0] -= torch.log_softmax(logits[row, place].double(), 0)[label].item()
-                        of_source[1] += 1
-    expected = {name: total / count for name, (total, count) in sums.items()}
+            logits, labels = torch.randn(4, 16, VOCAB_SIZE), batch["labels"]
+            losses.add(logits, labels, batch["origins"])
+            if targets == "same":
+                logits, labels = logits[:, :-1], labels[:, 1:]
+            values = -logits.double().log_softmax(-1).gather(2, labels.clamp_min(0)[..., None])[..., 0]
+            is_high = batch["input_ids"].amin(1, keepdim=True) > 200  # a row is of one source
+            for source in (0, 1):
+                chosen = (labels >= 0) & (is_high == bool(source))
+                sums[source] += values[chosen].sum().item()
+                counts[source] += int(chosen.sum())
+    expected = {name: sums[source] / counts[source] for source, name in enumerate(("low", "high"))}
     assert losses.means(reset=True) == pytest.approx(expected, rel=1e-5)
     assert all(map(math.isnan, losses.means().values())), "nothing was counted since"
 
 
-def test_sources_go_along_where_places_are_dealt_to_ranks(sets: DataSets) -> None:
-    with mixture(sets, seq_len=SEQ_LEN - 1, targets="shifted", boundaries="segment_ids") as loader:
+def test_sources_go_along_where_places_are_dealt_to_ranks(data: Path) -> None:
+    with mixture(data, targets="shifted", boundaries="segment_ids") as loader:
         batch: Any = next(each for each in loader if len(each["origins"][:, 2].unique()) == 2)
         losses, of_ranks = (SourceLosses.of_loader(loader) for _ in range(2))
     values = torch.rand(batch["labels"].shape, dtype=torch.float64)
@@ -245,19 +379,18 @@ def test_sources_go_along_where_places_are_dealt_to_ranks(sets: DataSets) -> Non
 
 
 @pytest.mark.slow
-def test_trainer_logs_the_mean_loss_of_each_source(sets: DataSets, tmp_path: Path) -> None:
+def test_trainer_logs_the_mean_loss_of_each_source(data: Path, tmp_path: Path) -> None:
     # These take 1.5 s to import, which the quick layer need not do.
     from transformers import Trainer, TrainingArguments
 
     class OwnTrainer(LoaderMixin, Trainer):
         pass
 
-    eval_loader = open_loader(
-        sets["split_packed"], split="validation", boundaries="transformers", origins=True
-    )
-    with mixture(sets, boundaries="transformers") as loader, eval_loader:
-        model = small_model("llama", "sdpa")
-        model.resize_token_embeddings(len(loader.tokenizer))
+    model = small_model("llama", "sdpa")
+    model.resize_token_embeddings(VOCAB_SIZE)
+    options: dict[str, Any] = {"split": "validation", "boundaries": "transformers"}
+    eval_loader = load(data, "sides of rows", batch_size=4, **options)
+    with mixture(data, boundaries="transformers") as loader, eval_loader:
         arguments = TrainingArguments(
             output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=4,
             per_device_train_batch_size=4, gradient_accumulation_steps=2, logging_steps=2, learning_rate=0.0,
@@ -267,14 +400,13 @@ def test_trainer_logs_the_mean_loss_of_each_source(sets: DataSets, tmp_path: Pat
         trainer.train()
     logged = [line for line in trainer.state.log_history if "loss" in line]
     assert [line["step"] for line in logged] == [2, 4]
-    with mixture(sets, boundaries="transformers") as again:  # the model does not change
+    with mixture(data, boundaries="transformers") as again:  # the model does not change
         for line in logged:
             losses = SourceLosses.of_loader(again)
             for batch in islice(again, 4):
-                fields: Any = batch
+                fields: Any = {**batch, "origins": None}
                 with torch.no_grad():
-                    logits = model.eval()(**{**fields, "origins": None}).logits
-                losses.add(logits, batch["labels"], batch["origins"])
+                    losses.add(model.eval()(**fields).logits, batch["labels"], batch["origins"])
             for name, mean in losses.means().items():
                 assert line[f"loss/{name}"] == pytest.approx(mean, rel=1e-4)
     (evaluated,) = [line for line in trainer.state.log_history if "eval_loss" in line]

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import select
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,16 +18,18 @@ from typing import Any
 import pytest
 import torch
 
-from loader import BrokenShard, source_ids
+from loader import BrokenShard, SourceLosses
 from tests.checkout import ROOT
-from tests.children import run_child
+from tests.children import child, run_child
 from tests.external_tars import write_numbered_tars
 from tests.oracle.forms import DataSets
-from tests.waiting import HANG_S, wait_until, wait_until_gone
+from tests.waiting import wait_until, wait_until_gone
 from tests.warm_python import WarmPython
 from tests.world import ids_of, open_loader, refuses
 
 pytestmark = pytest.mark.processes
+Seen = Callable[[str], Any]
+Command = Callable[..., list[Any]]
 
 
 @pytest.fixture
@@ -51,12 +52,13 @@ RANKS = """
 import datetime, json, multiprocessing, pickle, sys
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
 from loader import SourceLosses, UsageError, get_llama3_dataloader, source_ids
 
 DATA, OUT = sys.argv[1:]
 EARLY = get_llama3_dataloader(DATA, 4, DATA, num_workers=0)
 
-def global_batches(rank, world, run):
+def global_batches(world, run):
     multiprocessing.set_start_method(run["method"], force=True)
     loader = get_llama3_dataloader(DATA, 8 // world, DATA, num_workers=run["workers"], seed=5)
     assert loader.process_rank.source == "torch.distributed", loader.process_rank
@@ -72,7 +74,7 @@ def global_batches(rank, world, run):
     loader.close()
     return {"parts": parts, "state": loader.state_dict()}
 
-def made_before_the_group(rank, world, run):
+def made_before_the_group(world, run):
     refused = []
     for loader in (EARLY, pickle.loads(pickle.dumps(EARLY))):  # handed on by a fork, and by a spawn
         try:
@@ -82,37 +84,28 @@ def made_before_the_group(rank, world, run):
     late = get_llama3_dataloader(DATA, 4, DATA, num_workers=0)
     return {"refused": refused, "late": [int(ids[0]) for batch in late for ids in batch["input_ids"]]}
 
-def losses_by_source(rank, world, run):
+def losses_by_source(world, run):
     sources = {"web": f"{DATA}/shard-00000.tar", "code": f"{DATA}/shard-0000[12].tar"}
     options = {"weights": {"web": .5, "code": .5}, "seq_len": 16, "num_workers": 0, "origins": True}
     loader = get_llama3_dataloader(sources, 4, DATA, **options)
     losses, kept = SourceLosses.of_loader(loader), []
     for _, batch in zip(range(5), loader):
         values = torch.rand(batch["input_ids"][:, 1:].shape, dtype=torch.float64)
-        losses.add_losses(values, batch["labels"][:, 1:], source_ids(batch["origins"], values.shape))
-        kept.append((values, batch["labels"][:, 1:], batch["origins"]))
+        kept.append((values, batch["labels"][:, 1:], source_ids(batch["origins"], values.shape)))
+        losses.add_losses(*kept[-1])
     return {"means": losses.means(), "kept": kept}
 
 def rank_of_a_world(rank, run):
     torch.set_num_threads(1)
     store, limit = f"file://{OUT}/store {run['name']}", datetime.timedelta(seconds=600)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=run["world"], timeout=limit)
-    torch.save(globals()[run["how"]](rank, run["world"], run), f"{OUT}/{run['name']}-{rank}.pt")
+    torch.save(globals()[run["how"]](run["world"], run), f"{OUT}/{run['name']}-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
-def main():
-    fork = multiprocessing.get_context("fork")
-    for run in json.load(open(f"{OUT}/runs.json")):
-        ranks = [fork.Process(target=rank_of_a_world, args=(rank, run)) for rank in range(run["world"])]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        assert [process.exitcode for process in ranks] == [0] * run["world"], run
-
 if __name__ == "__main__":
-    main()
+    for run in json.load(open(f"{OUT}/runs.json")):
+        start_processes(rank_of_a_world, (run,), run["world"], start_method="fork")
 """
 WORLDS: list[dict[str, Any]] = [
     {"name": "as Python 3.14 starts", "world": 2, "workers": 1, "method": "forkserver", "last": STEPS},
@@ -124,7 +117,7 @@ OTHERS = ["made_before_the_group", "losses_by_source"]
 
 
 @pytest.fixture(scope="module")
-def seen(warm: WarmPython, numbered: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+def seen(warm: WarmPython, numbered: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """What each rank of a run saved."""
     folder = tmp_path_factory.mktemp("ranks")
     runs = [{"how": "global_batches", "after": "", **run} for run in WORLDS]
@@ -136,9 +129,7 @@ def seen(warm: WarmPython, numbered: Path, tmp_path_factory: pytest.TempPathFact
     return lambda name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(num_ranks[name])]
 
 
-def test_ranks_of_real_process_groups_get_equal_batches_and_the_global_batches_of_one_process(
-    seen: Callable[[str], Any], numbered: Path
-) -> None:
+def test_ranks_get_equal_batches_and_the_global_batches_of_one_process(seen: Seen, numbered: Path) -> None:
     with open_loader(numbered, 8, model_id=numbered, seed=5) as loader:
         unbroken = [numbers([batch]) for batch in chain(loader, loader)]
         end = loader.state_dict()
@@ -152,26 +143,20 @@ def test_ranks_of_real_process_groups_get_equal_batches_and_the_global_batches_o
     assert {**states[0], "layout": None} == {**end, "layout": None}
 
 
-def test_a_loader_made_before_the_process_group_refuses_instead_of_giving_all_ranks_the_same(
-    seen: Callable[[str], Any],
-) -> None:
+def test_a_loader_made_before_the_process_group_refuses_instead_of_giving_all_the_same(seen: Seen) -> None:
     """Ranks by variables: test_settings.py."""
     first, second = seen("made_before_the_group")
     assert first["refused"] == second["refused"] == [True, True]
     assert not set(first["late"]) & set(second["late"])
 
 
-def test_losses_by_source_on_two_ranks_are_those_of_all_labels(seen: Callable[[str], Any]) -> None:
+def test_losses_by_source_on_two_ranks_are_those_of_all_labels(seen: Seen) -> None:
+    """By one process, which tests/loader/test_origins.py compares with sums by hand."""
     ranks = seen("losses_by_source")
-    sums = [[0.0, 0], [0.0, 0]]
-    for values, labels, origins in chain(*(rank["kept"] for rank in ranks)):
-        of_place = source_ids(origins, labels.shape)
-        for source in range(2):
-            chosen = (of_place == source) & (labels >= 0)
-            sums[source][0] += values[chosen].sum().item()
-            sums[source][1] += int(chosen.sum())
-    expected = {name: total / count for name, (total, count) in zip(("web", "code"), sums, strict=True)}
-    assert ranks[0]["means"] == ranks[1]["means"] == pytest.approx(expected)
+    losses = SourceLosses(("web", "code"))
+    for kept in chain(*(rank["kept"] for rank in ranks)):
+        losses.add_losses(*kept)
+    assert ranks[0]["means"] == ranks[1]["means"] == pytest.approx(losses.means())
 
 
 # Workers that live too long, or not long enough
@@ -181,9 +166,7 @@ def alive() -> set[Any]:
     return set(multiprocessing.active_children())
 
 
-def test_an_iterator_in_a_reference_cycle_keeps_no_worker_alive_once_the_loader_is_closed(
-    numbered: Path,
-) -> None:
+def test_an_iterator_in_a_cycle_keeps_no_worker_alive_once_the_loader_is_closed(numbered: Path) -> None:
     gc.collect()
     before = alive()
     gc.disable()
@@ -205,9 +188,7 @@ def test_an_iterator_in_a_reference_cycle_keeps_no_worker_alive_once_the_loader_
         gc.collect()
 
 
-def test_after_an_error_in_a_worker_none_is_left_and_the_loader_can_be_iterated_again(
-    numbered: Path, tmp_path: Path
-) -> None:
+def test_after_an_error_no_worker_is_left_and_the_loader_works_again(numbered: Path, tmp_path: Path) -> None:
     paths = write_numbered_tars(tmp_path, 64, 3)
     before = alive()
     with open_loader(tmp_path, 8, model_id=numbered, num_workers=2) as loader:
@@ -355,7 +336,6 @@ if __name__ == "__main__":
     multiprocessing.set_start_method(METHOD)
     end() if HOW in ENDS else globals()[HOW]()
 """
-Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture(scope="module")
@@ -367,27 +347,16 @@ def long_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(
-    warm: WarmPython, numbered: Path, long_data: Path, short_folder: Path, tmp_path: Path
-) -> Iterator[Start]:
-    """Starts a training process, in a session of its own; what is left of it is killed."""
-    children: list[subprocess.Popen[str]] = []
+def training(
+    warm: WarmPython, numbered: Path, long_data: Path, short_folder: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Command:  # fmt: skip
+    """The command of a training process, which begins a session of its own."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "HANGS": str(tmp_path / "hangs")}
-    environ["TMPDIR"] = str(short_folder)
-
-    def started(method: str, how: str, tars: Path = long_data) -> subprocess.Popen[str]:
-        command = [*map(str, (warm.python, tmp_path / "train.py", method, how, numbered, tars))]
-        with (tmp_path / "errors").open("w") as errors:
-            child = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True)
-        children.append(child)
-        return child
-
-    yield started
-    for child in children:
-        child.kill()
-        child.communicate()
-    print((tmp_path / "errors").read_text())  # shown where a test fails
+    monkeypatch.setenv("HANGS", str(tmp_path / "hangs"))
+    monkeypatch.setenv("TMPDIR", str(short_folder))
+    script = [warm.python, tmp_path / "train.py"]
+    return lambda method, how, tars=long_data: [*script, method, how, numbered, tars]
 
 
 def session(number: int) -> list[int]:
@@ -404,59 +373,53 @@ def session(number: int) -> list[int]:
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_workers_outlive_every_stop_signal_and_leave_nothing_when_the_main_process_is_killed(
-    start: Start, short_folder: Path, method: str
-) -> None:
+def test_workers_end_with_the_loop_and_no_sooner(training: Command, short_folder: Path, method: str) -> None:
     """From their first moment on, while they import, too."""
-    child: Any = start(method, "outlive")
-    ready, pid = child.stdout.readline().split()
-    assert ready == "ready"
-    leader = int(pid)
-    while not select.select([child.stdout], [], [], 0.01)[0]:
-        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
-            os.killpg(leader, number)
-    assert json.loads(child.stdout.readline() or "null") == list(range(192))
-    processes = session(leader)
-    assert len(processes) > 2, "the workers are kept for the next epoch"
-    os.kill(leader, signal.SIGKILL)
-    wait_until(lambda: not session(leader))
-    if method == "fork":  # a forkserver's own socket stays, as Python leaves it
-        wait_until(lambda: not list(short_folder.iterdir()))
+    with child(training(method, "outlive")) as process:
+        out: Any = process.stdout
+        ready, pid = out.readline().split()
+        assert ready == "ready"
+        leader = int(pid)
+        while not select.select([out], [], [], 0.01)[0]:
+            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+                os.killpg(leader, number)
+        assert json.loads(out.readline() or "null") == list(range(192))
+        processes = session(leader)
+        assert len(processes) > 2, "the workers are kept for the next epoch"
+        os.kill(leader, signal.SIGKILL)
+        wait_until(lambda: not session(leader))
+        if method == "fork":  # a forkserver's own socket stays, as Python leaves it
+            wait_until(lambda: not list(short_folder.iterdir()))
 
 
 @pytest.mark.parametrize(("method", "how"), [("fork", "close"), ("forkserver", "raise"), ("fork", "end")])
 def test_a_worker_that_hangs_is_ended_with_the_loader_and_leaves_no_file(
-    start: Start, tmp_path: Path, short_folder: Path, method: str, how: str
+    training: Command, tmp_path: Path, short_folder: Path, method: str, how: str
 ) -> None:
-    child = start(method, how)
-    out, _ = child.communicate(timeout=HANG_S)
+    done = run_child(training(method, how), code=int(how == "raise"))
     assert (tmp_path / "hangs").exists()
-    assert out == ("" if how == "raise" else "ends\n")
-    assert child.returncode == (1 if how == "raise" else 0)
+    assert done.stdout == ("" if how == "raise" else "ends\n")
     wait_until(lambda: not list(short_folder.iterdir()))
 
 
-def test_after_ctrl_c_or_the_death_of_idle_workers_the_loop_goes_on_with_workers_anew(start: Start) -> None:
-    out, _ = start("fork", "interrupt").communicate(timeout=HANG_S)
-    assert out.splitlines() == ["interrupted loop", "interrupted loader", "all came"]
+# What a training process prints.
+ENDINGS = {
+    "interrupt": ["interrupted loop", "interrupted loader", "all came"],
+    "killed": ["SIGKILL"],
+    "killed_in_thread": ["SIGKILL"],
+}
 
 
-@pytest.mark.parametrize("how", ["killed", "killed_in_thread"])
-def test_a_worker_killed_in_the_middle_of_a_message_ends_the_loop_with_an_error_in_any_thread(
-    start: Start, how: str
-) -> None:
-    child = start("fork", how)
-    assert child.communicate(timeout=HANG_S)[0] == "SIGKILL\n"
-    assert child.returncode == 0
+@pytest.mark.parametrize("how", ENDINGS)
+def test_a_loop_goes_on_after_ctrl_c_and_ends_where_a_worker_is_killed(training: Command, how: str) -> None:
+    """Behind the death of idle workers and Ctrl-C it has workers anew; the error comes in any thread."""
+    assert run_child(training("fork", how)).stdout.splitlines() == ENDINGS[how]
 
 
-def test_workers_send_batches_without_shared_memory_or_files_and_where_none_can_start_the_loop_says_so(
-    start: Start, tmp_path: Path
-) -> None:
+def test_batches_need_no_shared_memory_and_no_worker_is_an_error(training: Command, tmp_path: Path) -> None:
     # Chunks of 1 MiB, more than are read ahead; the loop that waits for ever is killed, and fails the test.
     write_numbered_tars(tmp_path, 400, 1, ids_of=lambda number: [number % 200, number // 200] * 1000)
-    out, _ = start("fork", "limited", tmp_path).communicate(timeout=HANG_S)
-    seen, error = json.loads(out)
+    seen, error = json.loads(run_child(training("fork", "limited", tmp_path)).stdout)
     assert seen == [[number % 200, number // 200] for number in range(400)]
     assert "num_workers=0" in error
 
@@ -499,13 +462,12 @@ PathFinder.find_spec = lambda name, *rest: None if name.partition(".")[0] == "to
     ],
 )
 def test_where_torch_is_not_installed_what_needs_it_names_the_extra_in_its_last_line(
-    sets: DataSets, tmp_path: Path, words: list[str], code: int
+    sets: DataSets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int
 ) -> None:
-    (tmp_path / "hidden").mkdir()
-    (tmp_path / "hidden" / "sitecustomize.py").write_text(HIDE_TORCH)
-    environ = {**os.environ, "PYTHONPATH": f"{tmp_path / 'hidden'}{os.pathsep}{ROOT}"}
+    (tmp_path / "sitecustomize.py").write_text(HIDE_TORCH)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     command = [sys.executable, *(str(sets["documents"]) if word == "DATA" else word for word in words)]
-    done = run_child(command, code=code, env=environ, cwd=tmp_path)
+    done = run_child(command, code=code, cwd=tmp_path)
     if code:
         assert "pip install 'shardprep[loader]'" in done.stderr.splitlines()[-1]
         assert done.stderr.count("\n") == 1 or code == 1
@@ -523,12 +485,8 @@ for batch in get_llama3_dataloader(sys.argv[1], 8, model_id=sys.argv[1], num_wor
 """
 
 
-def test_a_loop_that_each_spawned_worker_would_run_again_is_refused_with_the_guard_to_type(
-    numbered: Path, tmp_path: Path
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(UNGUARDED)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = run_child([sys.executable, str(script), str(numbered)], code=1, env=environ)
+def test_a_loop_that_spawn_would_repeat_is_refused(warm: WarmPython, numbered: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(UNGUARDED)
+    done = run_child([warm.python, tmp_path / "train.py", numbered], code=1)
     assert 'if __name__ == "__main__":' in done.stderr.splitlines()[-1]
     assert done.stderr.count("Traceback") == 1

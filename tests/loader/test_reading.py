@@ -18,62 +18,44 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import webdataset
 
 from loader import BrokenShard, MissingShard, NotFound, ReadWriteError
-from shardprep.errors import CannotWrite, UnknownMember
+from shardprep.errors import CannotWrite, ShardprepError, UnknownMember
 from tests.external_tars import write_numbered_tars
 from tests.oracle.forms import SEQ_LEN, DataSets
-from tests.world import World, open_loader, refuses, samples_of
-
-NAMES = ("documents", "documents_npy", "concat", "best_fit", "chat")
-
-
-def epoch(data: Any, batch_size: int = 8, **options: Any) -> list[Any]:
-    with open_loader(data, batch_size, **options) as loader:
-        return [samples_of(batch) for batch in loader]
+from tests.world import World, epoch_of, open_loader, refuses, samples_of
 
 
 def num_handles() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-# Files that are missing
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize("name", NAMES)
-def test_without_idx_a_shard_is_missing_and_without_manifests_its_tar_is_as_anyones(
-    sets: DataSets, tmp_path: Path, name: str
-) -> None:
+@pytest.mark.parametrize("name", ["documents", "documents_npy", "concat", "best_fit", "chat"])
+def test_without_manifests_a_tar_is_as_anyones(sets: DataSets, tmp_path: Path, name: str) -> None:
     folder, idx = Path(shutil.copytree(sets[name], tmp_path / "copy")), "shard-00001.idx"
     (folder / idx).unlink()
     with refuses(MissingShard, path=folder / idx):
-        epoch(folder)
+        epoch_of(folder)
     for path in [*folder.glob("shard-*.[ij]*"), folder / "index.json", folder / "plan.json"]:
         path.unlink()
-    options = {"boundaries": "segment_ids", "shuffle": False}
-    model = sets[name] / "tokenizer"
-    assert epoch(folder, 1, model_id=model, **options) == epoch(sets[name], 1, **options)
+    options = {"model_id": sets[name] / "tokenizer", "boundaries": "segment_ids", "shuffle": False}
+    ours, part = (epoch_of(data, 1, **options) for data in (sets[name], folder / "shard-00002.tar"))
+    assert epoch_of(folder, 1, **options) == ours
+    assert epoch_of([sets[name], folder / "shard-00002.tar"], 1, **options) == [*ours, *part]
 
 
 # Calls that fail
 
 
-def opened_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Paths of the files that are opened from now on."""
-    paths: list[str] = []
-    real = os.open
-
-    def opening(path: Any, *args: Any, **options: Any) -> int:
-        paths.append(str(path))
-        return real(path, *args, **options)
-
-    monkeypatch.setattr(os, "open", opening)
-    return paths
+def opened(calls: mock.Mock, suffix: str = ".tar") -> list[str]:
+    """Paths of the files that were opened, of calls of ``os.open``."""
+    return [path for path in (str(call.args[0]) for call in calls.call_args_list) if path.endswith(suffix)]
 
 
 # Of an idx the header is read first.
@@ -82,7 +64,7 @@ def test_a_failed_read_is_tried_again_with_the_file_opened_anew_and_then_named(
     sets: DataSets, monkeypatch: pytest.MonkeyPatch, suffix: str, before: list[int]
 ) -> None:
     data = sets["concat"]
-    whole, handles, opened = epoch(data), num_handles(), opened_files(monkeypatch)
+    whole, handles = epoch_of(data), num_handles()
     codes = [*before, errno.EIO, *before, errno.ESTALE, *before, errno.ESHUTDOWN]  # 0: it reads
     slept: list[float] = []
     real = os.preadv
@@ -95,22 +77,22 @@ def test_a_failed_read_is_tried_again_with_the_file_opened_anew_and_then_named(
 
     monkeypatch.setattr(os, "preadv", failing)
     monkeypatch.setattr(time, "sleep", slept.append)
-    assert epoch(data) == whole
+    with mock.patch("os.open", wraps=os.open) as calls:
+        assert epoch_of(data) == whole
     assert slept == [0.5, 1, 2]
-    assert opened.count(next(path for path in opened if path.endswith(suffix))) >= 4
+    paths = opened(calls, suffix)
+    assert paths.count(paths[0]) >= 4
     for faults, num_waits in (([*before, errno.EIO] * 100, 6), ([*before, errno.EACCES], 0)):
         codes[:], slept[:] = faults, []
         with pytest.raises(ReadWriteError) as raised:
-            epoch(data)
+            epoch_of(data)
         assert str(data / "shard-0000") in str(raised.value)
         assert len(slept) == num_waits, "what waiting cannot mend is not waited for"
     assert num_handles() <= handles
 
 
 @pytest.mark.processes
-def test_no_file_is_locked_while_shards_are_made_and_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_file_is_locked_by_makers_or_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """flock hangs, fails or holds on one node only, as a parallel file system is mounted."""
 
     def refuse(*args: Any) -> None:
@@ -124,27 +106,23 @@ def test_no_file_is_locked_while_shards_are_made_and_read(
     for module, name in ((fcntl, "flock"), (fcntl, "lockf"), (os, "lockf")):
         monkeypatch.setattr(module, name, refuse)
     world = World(tmp_path).raw({"a.txt": "the kettle\n" * 60}).make()
-    assert len(epoch(world.data_dir, num_workers=2)) == 7
+    assert len(epoch_of(world.data_dir, num_workers=2)) == 60 // 4
 
 
 # What is read, and held open
 
 
 @pytest.mark.slow
-def test_each_shard_is_opened_once_wherever_the_loader_is_sent_and_closed_with_it(
-    sets: DataSets, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_shard_is_opened_once_wherever_the_loader_is_sent_and_closed_with_it(sets: DataSets) -> None:
     documents = sets["documents"]  # made before the count begins
     gc.collect()
     before = num_handles()
-    opened = opened_files(monkeypatch)
-    with open_loader(documents, 8) as loader:
+    with mock.patch("os.open", wraps=os.open) as calls, open_loader(documents, 8) as loader:
         for step in (3, 1, 7, 0):
             loader.load_state_dict(loader.state_at(step))
             next(iter(loader))
         assert len(list(loader)) == len(loader) - 1  # the rest of the epoch
-        tars = Counter(path for path in opened if path.endswith(".tar"))
-        assert set(tars.values()) == {1}
+        assert {*Counter(opened(calls)).values()} == {1}
         assert num_handles() > before
     assert num_handles() <= before
     for _ in range(3):
@@ -154,7 +132,7 @@ def test_each_shard_is_opened_once_wherever_the_loader_is_sent_and_closed_with_i
 
 def test_few_handles_are_enough_for_many_shards(numbered: Path, tmp_path: Path) -> None:
     write_numbered_tars(tmp_path, 107, 60)
-    whole = epoch(tmp_path, model_id=numbered)
+    whole = epoch_of(tmp_path, 8, model_id=numbered)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = num_handles()
     most = max(int(path.name) for path in Path("/proc/self/fd").iterdir()) + 40
@@ -170,13 +148,14 @@ def test_few_handles_are_enough_for_many_shards(numbered: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("options", [{}, {"seq_len": SEQ_LEN}])
 def test_the_ranks_begin_with_different_shards(sets: DataSets, options: dict[str, Any]) -> None:
-    orders = []
+    data, orders = sets["documents"], []
     for rank in range(3):
-        with pytest.MonkeyPatch.context() as patch:
-            opened = opened_files(patch)
-            with open_loader(sets["documents"], 8, rank=rank, world_size=3, **options) as loader:
-                next(iter(loader))
-        orders.append([int(Path(path).stem[-5:]) for path in opened if path.endswith(".tar")])
+        with (
+            mock.patch("os.open", wraps=os.open) as calls,
+            open_loader(data, 8, rank=rank, world_size=3, **options) as loader,
+        ):
+            next(iter(loader))
+        orders.append([int(Path(path).stem[-5:]) for path in opened(calls)])
     assert sorted(order[0] for order in orders) == [0, 1, 2]
     assert all(sorted(set(order)) == [0, 1, 2] for order in orders)
 
@@ -247,10 +226,6 @@ def urls(sets: DataSets, tmp_path_factory: pytest.TempPathFactory) -> Iterator[U
         thread.join()
 
 
-def files_in(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("tars", ["data/shard-{00000..00002}.tar", "others/part-{0..2}.tar"])
 def test_a_run_goes_on_with_the_same_tars_from_a_url_and_back(urls: Urls, tmp_path: Path, tars: str) -> None:
@@ -269,46 +244,36 @@ def test_a_run_goes_on_with_the_same_tars_from_a_url_and_back(urls: Urls, tmp_pa
 
 
 @pytest.mark.processes
-def test_what_is_no_local_file_is_copied_by_webdataset_once(urls: Urls, tmp_path: Path) -> None:
-    url = f"pipe:cat {urls.root}/others/part-{{0..2}}.tar"
-    copies = urls.copy(url, tmp_path)
+def test_what_is_no_local_file_is_copied_once_if_it_is_a_whole_tar(urls: Urls, tmp_path: Path) -> None:
+    url, cache = f"pipe:cat {urls.root}/others/part-{{0..2}}.tar", tmp_path / "cache"
+    copies = urls.copy(url, cache)
     assert sorted(path.name[17:] for path in copies) == [f"part-{number}.tar" for number in range(3)]
     stamps = [path.stat().st_mtime_ns for path in copies]
-    assert urls.copy(url, tmp_path) == copies
+    assert urls.copy(url, cache) == copies
     assert [path.stat().st_mtime_ns for path in copies] == stamps
 
-
-@pytest.mark.processes
-def test_urls_that_cannot_be_read_or_are_no_whole_tar_leave_nothing_behind(
-    urls: Urls, tmp_path: Path
-) -> None:
-    masked, cache = tmp_path / "masked", tmp_path / "cache"
+    masked = tmp_path / "masked"
     with webdataset.TarWriter(str(masked)) as writer:
         writer.write({"__key__": "d", "token_ids.json": [1], "loss_mask.npy": b""})
-    for command, kind in (
-        (f"head -c 5000 {urls.tar}", BrokenShard),
-        (f"cat {tmp_path}/nothing.tar", NotFound),
-        (f"cat {masked}", UnknownMember),
-        (f"cat {urls.tar}; exit 3", NotFound),  # a copy is whole only where its command says so, too
-    ):
-        with refuses(kind):
-            urls.copy(f"pipe:{command}", cache)
-    assert not files_in(cache)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("suffix", ["tar", "idx"])
-def test_a_shard_by_url_that_is_not_what_its_manifest_says_is_refused(
-    urls: Urls, tmp_path: Path, suffix: str
-) -> None:
-    altered = Path(shutil.copytree(urls.root / "data", urls.root / f"altered-{suffix}"))
-    path = altered / f"shard-00001.{suffix}"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    with refuses(BrokenShard, path=f"{urls.url}/{altered.name}/{path.name}"):
-        urls.copy(f"{urls.url}/{altered.name}/shard-00001.tar", tmp_path)
-    assert not [*tmp_path.rglob("*.tar"), *tmp_path.rglob(".*")]
+    wrong: list[tuple[str, type[ShardprepError], dict[str, Any]]] = [
+        (f"pipe:head -c 5000 {urls.tar}", BrokenShard, {}),
+        (f"pipe:cat {tmp_path}/nothing.tar", NotFound, {}),
+        (f"pipe:cat {masked}", UnknownMember, {}),
+        (f"pipe:cat {urls.tar}; exit 3", NotFound, {}),  # whole only where its command says so, too
+    ]
+    for suffix in ("tar", "idx"):
+        path = urls.root / f"altered-{suffix}" / f"shard-00001.{suffix}"
+        shutil.copytree(urls.root / "data", path.parent)
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        there = f"{urls.url}/{path.parent.name}"
+        wrong.append((f"{there}/shard-00001.tar", BrokenShard, {"path": f"{there}/{path.name}"}))
+    for number, (url, kind, fields) in enumerate(wrong):
+        with refuses(kind, **fields):
+            urls.copy(url, tmp_path / f"cache {number}")
+        left = [*tmp_path.rglob(f"cache {number}/**/*.tar"), *tmp_path.rglob(f"cache {number}/**/.*")]
+        assert not left, url
 
 
 @pytest.mark.processes
@@ -330,16 +295,13 @@ def test_no_link_that_others_put_into_the_cache_is_followed(urls: Urls, tmp_path
 
 
 @pytest.mark.processes
-def test_in_a_folder_that_others_can_write_to_copies_lie_in_one_of_the_users_own(
-    urls: Urls, tmp_path: Path
-) -> None:
+def test_in_a_folder_of_others_copies_lie_in_one_of_the_users_own(urls: Urls, tmp_path: Path) -> None:
     url, shared, elsewhere = f"pipe:cat {urls.tar}", tmp_path / "shared", tmp_path / "elsewhere"
     shared.mkdir()
     shared.chmod(0o1777)
     own = shared / f"shardprep-{os.getuid()}"
     (copy,) = urls.copy(url, shared)
-    assert copy.parent == own
-    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    assert (copy.parent, stat.S_IMODE(own.stat().st_mode)) == (own, 0o700)
     shutil.rmtree(own)
     elsewhere.mkdir()
     own.symlink_to(elsewhere)
@@ -357,7 +319,7 @@ def test_in_a_folder_that_others_can_write_to_copies_lie_in_one_of_the_users_own
 @pytest.mark.parametrize("call", ["open", "fsync", "mkdir", "rename", "stat"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EACCES])
 def test_an_error_of_the_cache_is_one_that_names_it_and_leaves_nothing(
-    urls: Urls, tmp_path: Path, call: str, code: int
+    urls: Urls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
     cache, real = tmp_path / "cache", getattr(os, call)
 
@@ -366,9 +328,9 @@ def test_an_error_of_the_cache_is_one_that_names_it_and_leaves_nothing(
             raise OSError(code, os.strerror(code), str(path))
         return real(path, *args, **named)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, call, failing)
-        with pytest.raises((CannotWrite, ReadWriteError)) as raised:
-            urls.copy(f"pipe:cat {urls.tar}", cache)
+    monkeypatch.setattr(os, call, failing)
+    with pytest.raises((CannotWrite, ReadWriteError)) as raised:
+        urls.copy(f"pipe:cat {urls.tar}", cache)
+    monkeypatch.undo()
     assert str(cache) in str(raised.value)
-    assert not files_in(cache)
+    assert not [path for path in cache.rglob("*") if path.is_file()]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,13 +26,8 @@ from tests.world import BOS, EOS, World, ids_of, open_loader, refuses, tokenizer
 
 # Ranks
 
-SRUN = {
-    "SLURM_JOB_ID": "12",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_NTASKS": "4",
-    "SLURM_PROCID": "3",
-}
+SRUN = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
+SRUN |= {"SLURM_PROCID": "3"}
 BATCH_SCRIPT = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "PMIX_RANK": "5"}
 MPICH = {"PMI_RANK": "2", "PMI_SIZE": "3"}
@@ -65,12 +62,9 @@ RANKS: dict[str, tuple[dict[str, str], tuple[int, int] | None]] = {
 @pytest.mark.parametrize("name", RANKS)
 def test_a_process_knows_its_rank_from_its_launcher_or_refuses(name: str) -> None:
     environ, expected = RANKS[name]
-    if expected is None:
-        with refuses(UsageError):
-            find_process_rank(environ=environ)
-        return
-    who = find_process_rank(environ=environ)
-    assert (who.rank, who.world_size) == expected
+    with refuses(UsageError) if expected is None else contextlib.nullcontext():
+        who = find_process_rank(environ=environ)
+        assert (who.rank, who.world_size) == expected
 
 
 def test_arguments_win_over_everything_and_impossible_ones_are_refused() -> None:
@@ -85,19 +79,16 @@ def test_arguments_win_over_everything_and_impossible_ones_are_refused() -> None
 def test_a_loader_refuses_where_its_process_is_another_rank_by_now(
     numbered: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
 ) -> None:
-    names = {name for each, _ in RANKS.values() for name in each}
-    kept = {name: value for name, value in os.environ.items() if name not in names}
-    monkeypatch.setattr(os, "environ", kept)
     alone = open_loader(numbered, model_id=numbered)
     given = open_loader(numbered, model_id=numbered, rank=0, world_size=1)
     iter(alone)
-    kept |= environ
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
     with refuses(UsageError):
         iter(alone)
     iter(given)  # who passes a rank knows what it is for
     late = open_loader(numbered, model_id=numbered)
-    for name in environ:
-        del kept[name]
+    monkeypatch.undo()
     iter(late)  # nothing says otherwise
 
 
@@ -110,22 +101,11 @@ def data(sets: DataSets, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sets["documents"], tmp_path / "data"))
 
 
-def with_another_eos(folder: Path) -> None:
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": BOS}))
-
-
-def with_two_ids_exchanged(folder: Path) -> None:
-    tokens = json.loads((folder / "tokenizer.json").read_text())
-    vocab = tokens["model"]["vocab"]
-    first, second, *_ = vocab
-    vocab[first], vocab[second] = vocab[second], vocab[first]
-    (folder / "tokenizer.json").write_text(json.dumps(tokens))
-
-
 CHANGES: dict[str, Callable[[Path], object]] = {
-    "another EOS": with_another_eos,
-    "another piece": with_two_ids_exchanged,
+    "another EOS": lambda folder: rewrite_json(folder / "tokenizer_config.json", eos_token=BOS),
+    "two ids exchanged": lambda folder: rewrite_json(
+        folder / "tokenizer.json", **{"model.vocab.!": 1, 'model.vocab."': 0}
+    ),
     "no configuration": lambda folder: (folder / "tokenizer_config.json").unlink(),
     "a file of more tokens": lambda folder: (folder / "added_tokens.json").write_text('{"<|new|>": 700}'),
 }
@@ -151,7 +131,7 @@ def test_the_data_sets_own_tokenizer_wins_and_a_model_must_be_the_same(data: Pat
     open_loader(data, model_id="meta-llama/not-downloaded").close()
     # A model of another EOS pads and ends documents as the manifests say.
     shutil.rmtree(data / "tokenizer")
-    with_another_eos(model)
+    rewrite_json(Path(model) / "tokenizer_config.json", eos_token=BOS)
     with open_loader(data, model_id=model) as loader:
         assert loader.tokenizer.eos_token_id == expected
 
@@ -162,10 +142,9 @@ def test_the_tokenizer_of_a_loader_is_the_one_that_transformers_loads_when_it_is
 ) -> None:
     folder, asked, real = data / "tokenizer", [], AutoTokenizer.from_pretrained
     if is_of_transformers_4:  # which wrote added tokens into the configuration, too
-        config = json.loads((folder / "tokenizer_config.json").read_text())
         tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
-        config["added_tokens_decoder"] = {str(token.pop("id")): token for token in tokens}
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        added = {str(token.pop("id")): token for token in tokens}
+        rewrite_json(folder / "tokenizer_config.json", added_tokens_decoder=added)
     monkeypatch.setattr(
         AutoTokenizer, "from_pretrained", lambda name, **options: asked.append(name) or real(name, **options)
     )
@@ -223,13 +202,12 @@ def test_plan_and_rank_0_warn_of_training_documents_that_get_no_eos(
     words = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "<pad>": 2}, "a"))
     if template is not None:
         words.post_processor = processors.TemplateProcessing(template, special_tokens=[("</s>", 1)])
-    names = {"eos_token": "</s>", "pad_token": "<pad>"}
-    PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(tmp_path / "model")
+    model = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="<pad>")
+    model.save_pretrained(tmp_path / "model")
     world = World(tmp_path, tokenizer=tmp_path / "model").raw({"a.txt": "a\n" * 8})
     planned = world.try_plan(num_shards=1, append_eos=append_eos or None)
     assert planned.text.count("--append_eos") == of_plan
-    world.num_shards = 1
-    world.run().verify()
+    world.run(0).verify()
     levels = [level for level, _ in said(caplog, world.data_dir, **options)]
     assert levels.count(logging.WARNING) == of_loader
 
@@ -243,25 +221,23 @@ def test_the_command_prints_a_batch_decoded(sets: DataSets, capsys: pytest.Captu
         assert repr(loader.tokenizer.decode(first)) in out
     assert re.search(r"input_ids: int64\[3, \d+\]", out)
     assert show([str(sets["documents"] / "nowhere")]) == 66
-    assert "nowhere" in capsys.readouterr().err
 
 
 # set_up_training
 
-VARIABLES = (
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
-    *("LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
-)
+VARIABLES = "OMP_NUM_THREADS MKL_NUM_THREADS TOKENIZERS_PARALLELISM LOCAL_WORLD_SIZE TORCHELASTIC_RUN_ID"
 
 
 @pytest.fixture
-def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[MutableMapping[str, str]]:
+def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The process's own variables, without those that count here; all is as before at the end."""
-    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k not in VARIABLES})
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
-    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    yield os.environ
-    torch.set_num_threads(threads)
+    precision = torch.get_float32_matmul_precision()
+    with mock.patch.dict(os.environ):
+        for name in VARIABLES.split():
+            os.environ.pop(name, None)
+        yield os.environ
+    torch.set_num_threads(1)
     torch.set_float32_matmul_precision(precision)
 
 
@@ -281,8 +257,8 @@ def tokenizer(numbered: Path) -> Any:
         ({"OMP_NUM_THREADS": "1"}, 1),
     ],
 )
-def test_threads_are_the_users_or_the_ranks_share_of_the_cpus(
-    tokenizer: Any, environ: MutableMapping[str, str], given: dict[str, str], expected: int
+def test_threads_are_the_ranks_share_of_the_cpus(
+    tokenizer: Any, environ: Any, given: dict[str, str], expected: int
 ) -> None:
     environ.update(given)
     assert set_up_training(tokenizer).num_threads == expected == torch.get_num_threads()
@@ -293,8 +269,8 @@ def test_threads_are_the_users_or_the_ranks_share_of_the_cpus(
         set_up_training(tokenizer, num_threads=0)
 
 
-def test_a_loaders_tokenizer_pads_right_with_the_loaders_own_token_and_workers_are_left_cpus(
-    numbered: Path, environ: MutableMapping[str, str], caplog: pytest.LogCaptureFixture
+def test_a_tokenizer_pads_as_its_loader_and_workers_are_left_cpus(
+    numbered: Path, environ: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with open_loader(numbered, model_id=numbered, num_workers=3) as loader:
         loader.tokenizer.padding_side = "left"
@@ -311,17 +287,14 @@ def test_a_loaders_tokenizer_pads_right_with_the_loaders_own_token_and_workers_a
 
 
 @pytest.mark.slow  # a module of models takes 1.5 s to import
-def test_bf16_computes_in_bfloat16_and_leaves_weights_alone_and_needs_a_gpu_that_has_it(
-    tokenizer: Any, environ: MutableMapping[str, str], monkeypatch: pytest.MonkeyPatch
+def test_bf16_leaves_weights_alone_and_needs_a_gpu_that_has_it(
+    tokenizer: Any, environ: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     setup = set_up_training(tokenizer, bf16=True, num_threads=1)
-    config = LlamaConfig(
-        vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
-        **setup.model_options,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    sizes: Any = {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(intermediate_size=8, **sizes, **setup.model_options))
     ids = torch.arange(8)[None]
     with setup.autocast():
         assert model(ids).logits.dtype == torch.bfloat16

@@ -10,8 +10,8 @@ import io
 import json
 import os
 import pickle
+import random
 import shutil
-from collections.abc import Callable
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,11 @@ from loader import OtherRun, OtherTokenizer, TokenLoader, UsageError
 from tests.world import ids_of, open_loader, refuses
 
 STEPS, MICRO = 13, 4  # of an epoch of 107 samples in global batches of 8; batches of 2 in one
-WORKERS: list[dict[str, Any]] = [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": False}]
+WORKERS: list[Any] = [
+    {},
+    pytest.param({"num_workers": 2}, marks=pytest.mark.processes),
+    pytest.param({"num_workers": 2, "persistent_workers": False}, marks=pytest.mark.processes),
+]
 
 
 def load(data: Path, batch_size: int = 8, **options: Any) -> TokenLoader:
@@ -36,139 +40,85 @@ def numbers(batch: Any) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def whole(numbered: Path) -> list[list[int]]:
-    """The samples of each step of three epochs."""
-    with load(numbered) as loader:
-        return [numbers(batch) for batch in chain(loader, loader, loader)]
+def parts(numbered: Path) -> list[list[int]]:
+    """The samples of each batch of 2, of five epochs."""
+    with load(numbered, 2) as loader:
+        return [numbers(batch) for batch in chain(*5 * [loader])]
 
 
 @pytest.fixture(scope="module")
-def parts(numbered: Path) -> list[list[int]]:
-    """Of each batch of 2, of two epochs."""
-    with load(numbered, 2) as loader:
-        return [numbers(batch) for batch in chain(loader, loader)]
+def whole(parts: list[list[int]]) -> list[list[int]]:
+    """The samples of each step."""
+    return [[*chain(*parts[first : first + MICRO])] for first in range(0, len(parts), MICRO)]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("options", WORKERS)
-def test_one_loader_goes_back_and_forth_between_states(
-    numbered: Path, whole: list[list[int]], options: dict[str, Any]
-) -> None:
-    with load(numbered, **options) as loader:
-        for step in (5, 0, STEPS - 1, 2):
-            loader.load_state_dict(loader.state_at(step))
-            found = [numbers(batch) for batch in islice(loader, 4)]
-            assert found == whole[step : min(step + 4, STEPS)]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("options", WORKERS)
-def test_a_loop_that_stopped_goes_on_with_the_next_batch(
+def test_a_loop_that_stopped_jumped_was_copied_or_refused_a_state_goes_on_with_the_next_batch(
     numbered: Path, parts: list[list[int]], options: dict[str, Any]
 ) -> None:
     """Also inside of a step, and through the end of an epoch; what was only begun is not counted."""
-    with load(numbered, 2, **options) as loader:
-        found: list[Any] = []
-        for pause in (10, 3, 1, 7, 500, 5):
-            iter(loader)
-            before = loader.state_dict()
-            assert numbers(loader.peek()) == numbers(loader.peek()) == parts[len(found)]
-            assert (loader.state_dict(), loader.metrics.num_batches) == (before, len(found))
-            found += [numbers(batch) for batch in islice(loader, pause)]
-            assert found == parts[: len(found)]
-            assert loader.num_steps_delivered == len(found) // MICRO
-            assert loader.state_dict()["num_micro"] == len(found) % MICRO
-        assert len(found) > len(loader)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("options", WORKERS)
-def test_a_refused_state_changes_nothing_for_the_loop_that_is_running(
-    numbered: Path, whole: list[list[int]], options: dict[str, Any]
-) -> None:
+    chance, at = random.Random(3), 0
     with load(numbered, seed=4) as loader:
-        other = loader.state_at(3)
-    with load(numbered, **options) as loader:
-        batches = iter(loader)
-        found = [numbers(next(batches)) for _ in range(3)]
-        with refuses(OtherRun):
-            loader.load_state_dict(other)
-        assert loader.state_dict() == loader.state_at(3)
-        assert found + [numbers(batch) for batch in batches] == whole[:STEPS]
+        of_another_run = loader.state_at(3)
+    with load(numbered, 2, **options) as loader:
+        for number in range(16):
+            if number % 4 == 3:
+                at = MICRO * chance.randrange(2 * STEPS)
+                loader.load_state_dict(loader.state_at(at // MICRO))
+            iter(loader)
+            before, num_batches = loader.state_dict(), loader.metrics.num_batches
+            assert numbers(loader.peek()) == numbers(loader.peek()) == parts[at]
+            assert (loader.state_dict(), loader.metrics.num_batches) == (before, num_batches)
+            batches = iter(loader)
+            for most in (chance.choice([1, 3, 10, 60]), 2):
+                for batch in islice(batches, most):
+                    assert numbers(batch) == parts[at]
+                    at += 1
+                assert (loader.num_steps_delivered, loader.state_dict()["num_micro"]) == divmod(at, MICRO)
+                if number % 2:
+                    with refuses(OtherRun):
+                        loader.load_state_dict(of_another_run)
+                else:
+                    copied = pickle.loads(pickle.dumps(loader)) if number % 4 else copy.deepcopy(loader)
+                    with copied as other:
+                        assert other.state_dict() == loader.state_dict()
+                        assert numbers(next(iter(other))) == parts[at]
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_copy_of_a_loader_goes_on_where_the_original_stood_and_leaves_it_alone(
-    numbered: Path, whole: list[list[int]], copied: Callable[[TokenLoader], TokenLoader], workers: int
-) -> None:
-    with load(numbered, num_workers=workers) as loader:
-        loader.load_state_dict(loader.state_at(4))
-        batches = iter(loader)
-        found = [numbers(next(batches)) for _ in range(2)]
-        with copied(loader) as other:
-            assert other.state_dict() == loader.state_at(6)
-            other.load_state_dict(other.state_dict())
-            assert [numbers(batch) for batch in other] == whole[6:STEPS]
-        assert found + [numbers(batch) for batch in batches] == whole[4:STEPS]
-
-
-def test_set_epoch_stays_in_an_epoch_or_leaves_it_also_for_who_resumes(
-    numbered: Path, whole: list[list[int]]
+@pytest.mark.parametrize("options", WORKERS)
+def test_set_epoch_stays_in_an_epoch_or_leaves_it_with_a_warning_also_for_who_resumes(
+    numbered: Path, whole: list[list[int]], options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """How steps are counted then is tried by tests/oracle/test_states.py."""
-    with load(numbered) as loader:
+    with load(numbered, **options) as loader:
+        batches = iter(loader)
         for _ in range(3):
-            next(iter(loader))
+            next(batches)
+        caplog.clear()
         loader.set_epoch(0)  # in which it stands
-        assert numbers(next(iter(loader))) == whole[3]
+        assert numbers(next(batches)) == whole[3]
+        assert not caplog.records
         loader.set_epoch(2)
-        assert numbers(next(iter(loader))) == whole[2 * STEPS]
+        with refuses(UsageError):
+            next(batches)
         with refuses(UsageError):
             loader.state_at(3)  # of an epoch that was left
+        assert numbers(next(iter(loader))) == whole[2 * STEPS]
+        assert loader.num_steps_delivered == 5
         wrong: Any
         for wrong in (-1, "1", 1.5, 2**70):
             with refuses(UsageError):
                 loader.set_epoch(wrong)
         state = loader.state_dict()
-    with load(numbered) as loader:
+    with load(numbered, **options) as loader:
         loader.load_state_dict(state)
         assert numbers(next(iter(loader))) == whole[2 * STEPS + 1]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("options", WORKERS)
-def test_a_loop_whose_epoch_was_left_is_refused_its_next_batch_and_the_count_stays_right(
-    numbered: Path, whole: list[list[int]], options: dict[str, Any]
-) -> None:
-    with load(numbered, **options) as loader:
-        batches = iter(loader)
-        for _ in range(3):
-            next(batches)
-        loader.set_epoch(2)
-        with pytest.raises(UsageError):
-            next(batches)
-        assert loader.num_steps_delivered == 3
-        assert numbers(next(iter(loader))) == whole[2 * STEPS]
-        assert loader.num_steps_delivered == 4
-
-
-def test_a_run_begun_in_a_later_epoch_without_a_state_is_warned_of(
-    numbered: Path, caplog: pytest.LogCaptureFixture
-) -> None:
     with load(numbered) as loader:
-        caplog.clear()
-        loader.set_epoch(0)
-        assert not caplog.records
-        loader.set_epoch(2)
+        loader.set_epoch(2)  # as if nobody had loaded a state
         assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert "load_state_dict" in caplog.text
 
 
-def test_a_state_is_a_few_numbers_that_torch_saves_with_the_same_keys_everywhere_and_no_path(
-    numbered: Path, whole: list[list[int]], tmp_path: Path
-) -> None:
+def test_states_are_few_numbers_and_no_path(numbered: Path, whole: list[list[int]], tmp_path: Path) -> None:
     """torch.distributed.checkpoint fills in the keys that it is given, and reads no others."""
     with load(numbered, 2) as loader:
         fresh = loader.state_dict()
@@ -190,9 +140,7 @@ def test_a_state_is_a_few_numbers_that_torch_saves_with_the_same_keys_everywhere
         assert numbers(next(iter(loader))) == whole[3]
 
 
-def test_loading_a_state_reads_nothing_and_the_first_batch_no_more_than_at_the_start(
-    numbered: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_batches_before_a_state_are_never_read(numbered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was delivered before is never read again to get to a step."""
     reads: list[int] = []
     real = os.preadv
@@ -212,9 +160,7 @@ def test_loading_a_state_reads_nothing_and_the_first_batch_no_more_than_at_the_s
 
 @pytest.mark.slow  # torch.distributed.checkpoint takes 1.5 s to import
 @pytest.mark.filterwarnings("ignore")
-def test_torchs_distributed_checkpoint_resumes_inside_of_a_step(
-    numbered: Path, parts: list[list[int]], tmp_path: Path
-) -> None:
+def test_torchs_checkpoint_resumes_in_a_step(numbered: Path, parts: list[list[int]], tmp_path: Path) -> None:
     from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
     with load(numbered, 2) as loader:

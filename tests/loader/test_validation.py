@@ -30,31 +30,14 @@ def all_of(loader: TokenLoader) -> list[list[int]]:
         return [*chain.from_iterable(map(labelled, loader))]
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("options", [{}, {"seq_len": 16}])
-def test_a_validation_loader_gives_each_sample_once_in_one_order_on_every_world(
-    sets: DataSets, options: dict[str, Any]
-) -> None:
-    expected = all_of(load(sets["split"], 1, **options))
-    for world, workers in ((1, 2), (2, 0), (8, 0)):
-        parts = []
-        for rank in range(world):
-            with load(sets["split"], 8 // world, rank, world, num_workers=workers, **options) as loader:
-                parts.append([labelled(batch) for batch in loader])
-                if workers:
-                    assert [labelled(batch) for batch in loader] == parts[0], "the next epoch is the same"
-        assert len({len(part) for part in parts}) == 1, "each rank gets equally many batches"
-        steps = [[*chain.from_iterable(step)] for step in zip(*parts, strict=True)]
-        assert [*chain.from_iterable(steps)] == expected
-        assert 0 < len(steps[-1]) < 8, "the last batch is filled up here"
-
-
 def test_packed_at_load_the_two_sides_have_all_tokens_and_the_tail_is_kept(sets: DataSets) -> None:
     with load(sets["split"], 1) as documents:
         eos = documents.tokenizer.convert_tokens_to_ids(EOS)
         stream = [token for batch in documents for token in (*samples_of(batch)[0]["input_ids"], eos)]
     found = all_of(load(sets["split"], 4, seq_len=16))
     assert [*chain.from_iterable(found)] == stream
+    ranks = [[*map(labelled, load(sets["split"], 2, rank, 2, seq_len=16))] for rank in range(2)]
+    assert [*chain(*chain(*zip(*ranks, strict=True)))] == found
     assert {len(ids) for ids in found[:-1]} == {16}
     assert 0 < len(found[-1]) == len(stream) % 16
     with load(sets["split"], 1, split="train", shuffle=False) as documents:
@@ -63,34 +46,27 @@ def test_packed_at_load_the_two_sides_have_all_tokens_and_the_tail_is_kept(sets:
     assert [*chain.from_iterable(rows)] == trained[: len(trained) // 16 * 16]
 
 
-def test_a_set_smaller_than_one_batch_makes_one_batch_for_every_rank(numbered: Path) -> None:
-    seen = []
-    for rank in range(4):
-        with load(numbered, 64, rank, 4, model_id=numbered) as loader:
-            (batch,) = loader
-            assert batch["input_ids"].shape[0] == 64
-            assert loader.peek()["labels"].equal(batch["labels"])
-            seen += labelled(batch)
-    # Of a folder that was planned without a fraction, or of others, all is for validation.
-    assert seen == all_of(load(numbered, 1, model_id=numbered))
-    with load(numbered, 1, model_id=numbered) as loader:
-        assert [int(batch["input_ids"][0, 0]) for batch in loader] == [*range(107)]
-
-
 @pytest.mark.parametrize(
-    ("world", "batch_size", "accumulated"), [(2, 8, 1), (4, 4, 1), (2, 4, 2), (5, 1, 3), (1, 1, 1), (3, 5, 2)]
+    ("world", "batch_size", "accumulated", "workers"),
+    [
+        *((2, 8, 1, 0), (4, 4, 1, 0), (2, 4, 2, 0), (5, 1, 3, 0), (1, 1, 1, 0), (3, 5, 2, 0), (4, 16, 1, 0)),
+        pytest.param(2, 4, 2, 2, marks=pytest.mark.processes),
+    ],
 )
-def test_every_batch_of_every_rank_has_labels_where_there_are_samples_for_all(
-    tmp_path: Path, world: int, batch_size: int, accumulated: int
+def test_each_sample_comes_once_in_one_order_and_each_batch_has_labels_where_there_are_samples_for_all(
+    tmp_path: Path, world: int, batch_size: int, accumulated: int, workers: int
 ) -> None:
     """53 samples: the last global batch of 16 has 5 of them for up to 4 batches, that of 15 has 8 for 15."""
     save_word_tokenizer(tmp_path, 100)
     write_numbered_tars(tmp_path, 53, 1, ids_of=lambda number: [number, 99])
     size = world * batch_size * accumulated
-    of_ranks = []
+    of_ranks: list[list[Any]] = []
     for rank in range(world):
-        with load(tmp_path, batch_size, rank, world, global_batch_size=size, model_id=tmp_path) as loader:
+        options = {"global_batch_size": size, "model_id": tmp_path, "num_workers": workers}
+        with load(tmp_path, batch_size, rank, world, **options) as loader:
             of_ranks.append([labelled(batch) for batch in loader])
+            assert labelled(loader.peek()) == of_ranks[rank][0], "the next epoch is the same"
+            assert len(of_ranks[rank]) == len(of_ranks[0]), "each rank gets equally many batches"
     steps = range(0, len(of_ranks[0]), accumulated)
     batches = [batch for step in steps for part in of_ranks for batch in part[step : step + accumulated]]
     assert [ids[0] for batch in batches for ids in batch] == [*range(53)]

@@ -11,69 +11,51 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 
-from tests.lustre.fake_lustre import FakeLustre
-from tests.slurm.fake_slurm import FakeSlurm
+from tests.slurm.fake_slurm import install_fake_slurm
 from tests.world import Ended, World, call_main
+
+if TYPE_CHECKING:
+    from tests.lustre.conftest import FakeLustre
 
 pytestmark = pytest.mark.processes
 
-GARBAGE = (
-    "\0lmm_stripe_count: many\n/ [OST:x] \ufffd 12%: (0xzz) quota\nFilesystem kbytes \n1 2 3 4 5 6 7 x\n"
-)
-HOWS = {  # what a broken call prints, and its exit code; the others give no answer, or cannot be started
-    "exit": ("", 71),
-    "garbage": (GARBAGE, 0),
-    "signal": ("", -11),
-    "hang": None,
-    "cannot start": None,
+GARBAGE = b"\0lmm_stripe_count: many\n/ [OST:x] \xff 12%: (0xzz) quota\nFilesystem kbytes \n1 2 3 4 5 6 7 x\n"
+NO_ANSWER = subprocess.TimeoutExpired("lfs", 1)
+HOWS: dict[str, dict[str, Any]] = {  # what becomes of a call: of the process, if one can be started
+    "exit": {"communicate.return_value": (b"", b""), "returncode": 71},
+    "garbage": {"communicate.return_value": (GARBAGE, b""), "returncode": 0},
+    "signal": {"communicate.return_value": (b"", b""), "returncode": -11},
+    "hang": {"communicate.side_effect": NO_ANSWER, "wait.side_effect": NO_ANSWER, "returncode": None},
+    "cannot start": {},
 }
-
-
-class Process:
-    """A process of lfs; one without an answer hangs."""
-
-    def __init__(self, answer: tuple[bytes, bytes, int] | None) -> None:
-        self.answer = answer
-        self.returncode = answer[2] if answer else None
-
-    def communicate(self, timeout: float) -> tuple[bytes, bytes]:
-        if self.answer is None:
-            raise subprocess.TimeoutExpired("lfs", timeout)
-        return self.answer[:2]
-
-    def kill(self) -> None:
-        assert self.answer is None
-
-    def wait(self, timeout: float) -> int:
-        raise subprocess.TimeoutExpired("lfs", timeout)
 
 
 class Calls:
     """Counts the calls of lfs, and breaks one of them."""
 
-    DEVNULL, PIPE, TimeoutExpired = subprocess.DEVNULL, subprocess.PIPE, subprocess.TimeoutExpired
-
     def __init__(self) -> None:
-        self.answers: dict[tuple[str, ...], tuple[bytes, bytes, int]] = {}
+        self.answers: dict[tuple[str, ...], Mock] = {}
         self.seen: list[tuple[str, ...]] = []
         self.broken, self.how = -1, ""
 
-    def Popen(self, words: Sequence[str], *, env: dict[str, str], **_: Any) -> Process:  # noqa: N802
+    def popen(self, words: Sequence[str], *, env: dict[str, str], **_: Any) -> Mock:
         key = tuple(words)
         self.seen.append(key[1:])
         if len(self.seen) - 1 == self.broken:
             if self.how == "cannot start":
                 raise OSError(8, "Exec format error")
-            answer = HOWS[self.how]
-            return Process(answer and (answer[0].encode(), b"", answer[1]))
+            return Mock(**HOWS[self.how])
         if key not in self.answers:
             done = subprocess.run(words, check=False, capture_output=True, env=env)
-            self.answers[key] = (done.stdout, done.stderr, done.returncode)
-        return Process(self.answers[key])
+            answer = {"communicate.return_value": (done.stdout, done.stderr), "returncode": done.returncode}
+            self.answers[key] = Mock(**answer)
+        return self.answers[key]
 
     def run(self, command: Callable[[], Ended], *, broken: int = -1, how: str = "") -> int:
         self.seen, self.broken, self.how = [], broken, how
@@ -81,17 +63,17 @@ class Calls:
 
 
 @pytest.fixture
-def calls(on_lustre: FakeLustre, monkeypatch: pytest.MonkeyPatch) -> Calls:
+def calls(on_lustre: FakeLustre) -> Calls:
     calls = Calls()
-    monkeypatch.setattr("lustre.lfs.subprocess", calls)
-    monkeypatch.setattr(os, "getuid", lambda: 1000)  # no quota binds root
+    names = {**vars(subprocess), "Popen": calls.popen}
+    on_lustre.patch.setattr("lustre.lfs.subprocess", SimpleNamespace(**names))
+    on_lustre.patch.setattr(os, "getuid", lambda: 1000)  # no quota binds root
     on_lustre.give(quota={"-u": [5, 0, 1 << 40, 7, 0, 0]})
     return calls
 
 
-def test_no_command_fails_because_of_lfs(
-    calls: Calls, on_lustre: FakeLustre, tmp_path: Path, fake_slurm: FakeSlurm
-) -> None:
+def test_no_command_fails_because_of_lfs(calls: Calls, on_lustre: FakeLustre, tmp_path: Path) -> None:
+    install_fake_slurm(tmp_path, on_lustre.patch)
     pytest.importorskip("torch", reason="the loader needs it")
     made = World(tmp_path, data_dir=on_lustre.folder).raw({"a.txt": "one\ntwo\n" * 9}).make()
     missing = World(tmp_path, data_dir=made.data_dir / "M").plan()
@@ -131,24 +113,20 @@ def test_no_command_fails_because_of_lfs(
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["show", "O"],
-        ["apply", "O/empty", "--stripe", "2"],
-        ["apply", "O/empty", "--stripe", "2,disk", "--dry_run"],
-    ],
+    "command",
+    ["show O", "apply O/empty --stripe 2", "apply O/empty --stripe 2,disk --dry_run"],
 )
-def test_the_commands_for_lustre_end_with_73_where_a_layout_or_a_pool_cannot_be_told_and_else_go_on(
-    calls: Calls, on_lustre: FakeLustre, words: list[str]
+def test_show_and_apply_end_with_73_where_no_layout_can_be_told(
+    calls: Calls, on_lustre: FakeLustre, command: str
 ) -> None:
     (on_lustre.folder / "empty").mkdir()
     (on_lustre.folder / "shard-00000.tar").write_bytes(b"precious")
-    argv = [word.replace("O", str(on_lustre.folder), 1) if word.startswith("O") else word for word in words]
-    usual = calls.run(lambda: call_main("lustre", *argv))
+    words = [word.replace("O", str(on_lustre.folder)) for word in command.split()]
+    usual = calls.run(lambda: call_main("lustre", *words))
     codes = {usual}
     for broken in range(len(calls.seen)):
         for how in HOWS:
-            code = calls.run(lambda: call_main("lustre", *argv), broken=broken, how=how)
+            code = calls.run(lambda: call_main("lustre", *words), broken=broken, how=how)
             assert code == usual or calls.seen[broken][0] != "df", "nothing but a note depends on it"
             codes.add(code)
     assert {73} <= codes <= {0, 73}

@@ -104,7 +104,8 @@ def test_a_state_inside_of_a_step_goes_on_with_the_same_batches_alone(data: Path
         assert not loader.ends_step
         with pytest.raises(ShardprepError):
             loader.load_state_dict({**state, "num_micro": 3})  # a step has 3 batches
-    for others in ({"batch_size": 3}, {"batch_size": 2, "world_size": 3}):
+    amended = {"batch_size": 2, "global_batch_size": 12, "amend": True}
+    for others in ({"batch_size": 3}, {"batch_size": 2, "world_size": 3}, amended):
         with open_ranks(data, "plain", **others) as ranks, pytest.raises(UsageError):
             ranks.loaders[0].load_state_dict(state)
 

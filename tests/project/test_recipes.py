@@ -68,7 +68,7 @@ import io
 
 import numpy as np
 
-from preprocess.read.format import Inspected, Records, Start, texts_of
+from preprocess.read.documents import Inspected, Records, Start, texts_of
 
 
 def begins_of(data):
@@ -91,7 +91,7 @@ class Csv:
             for place, (_, end) in zip(found, stretches)
         ]
 
-    def read(self, reader, options, fields, batch_bytes):
+    def read(self, reader, fields, batch_bytes):
         part, size = reader.part, reader.file.stamp.num_bytes
         reader.hash_rest()
         data = reader.file.read_all(0, size)

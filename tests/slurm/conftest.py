@@ -1,4 +1,4 @@
-"""A folder of stand-ins for Slurm's commands, first on PATH; and a real cluster without accounts."""
+"""A data set and stand-ins for Slurm's commands, first on PATH; and a real cluster without accounts."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.checkout import ROOT
-from tests.slurm.fake_slurm import Desk, FakeSlurm, install_fake_slurm
+from tests.slurm.fake_slurm import Desk, install_fake_slurm
 from tests.slurm.started_cluster import started_cluster
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    return install_fake_slurm(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def desk(fake: FakeSlurm, data_dir: Path) -> Desk:
+def desk(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
     """A data set of five shards, none of them made."""
-    return Desk(data=data_dir, fake=fake)
+    return Desk(data=data_dir, fake=install_fake_slurm(tmp_path, monkeypatch), patch=monkeypatch)
 
 
 @pytest.fixture(scope="session")

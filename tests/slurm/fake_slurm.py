@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,25 +33,20 @@ from tests.world import Ended, call_main
 NAME = "shardprep-0123456789ab-3f2a91-0"
 ALL = "0 1 2 3 4"  # the shards of five tasks
 WHEN = "2026-11-22T01:52:04"
+THEN = "2026-11-22T01:52:05"
+# Where the versions print different words, those of the older and of the newer one.
+_QUEUE = f"""\
+1|0|FAILED|NonZeroExitCode|16640~65:0|n1|0:00~0:01|4|root|{WHEN}|{THEN}|{THEN}|0|{NAME}|
+1|1|FAILED|JobLaunchFailure~RaisedSignal:9(Killed)|9~0:9|n2|0:00~0:01|5|root|{WHEN}|{THEN}|{THEN}|0|{NAME}|
+1|4|PENDING|JobArrayTaskLimit|0~0:0||0:00|1|root|{WHEN}|N/A|N/A|0|{NAME}|
+3|N/A|PENDING|JobHeldUser|0~0:0||0:00|3|root|{WHEN}|N/A|N/A|0|wrap|
+2|N/A|PENDING|JobHeldUser|0~0:0||0:00|2|root|{WHEN}|N/A|N/A|0|{NAME}-verify|
+1|2|RUNNING|None|0~0:0|n1|0:02|6|root|{WHEN}|{THEN}|N/A|0|{NAME}|
+1|3|RUNNING|None|0~0:0|n2|0:02|7|root|{WHEN}|{THEN}|N/A|0|{NAME}|
+"""
 QUEUES = {
-    "22.05.8": f"""\
-1|0|FAILED|NonZeroExitCode|16640|n1|0:00|4|root|{WHEN}|2026-11-22T01:52:05|2026-11-22T01:52:05|0|{NAME}|
-1|1|FAILED|JobLaunchFailure|9|n2|0:00|5|root|{WHEN}|2026-11-22T01:52:05|2026-11-22T01:52:05|0|{NAME}|
-1|4|PENDING|JobArrayTaskLimit|0||0:00|1|root|{WHEN}|N/A|N/A|0|{NAME}|
-3|N/A|PENDING|JobHeldUser|0||0:00|3|root|{WHEN}|N/A|N/A|0|wrap|
-2|N/A|PENDING|JobHeldUser|0||0:00|2|root|{WHEN}|N/A|N/A|0|{NAME}-verify|
-1|2|RUNNING|None|0|n1|0:02|6|root|{WHEN}|2026-11-22T01:52:05|N/A|0|{NAME}|
-1|3|RUNNING|None|0|n2|0:02|7|root|{WHEN}|2026-11-22T01:52:05|N/A|0|{NAME}|
-""",
-    "24.11.5": f"""\
-1|0|FAILED|NonZeroExitCode|65:0|n1|0:01|4|root|{WHEN}|2026-11-22T01:52:05|2026-11-22T01:52:05|0|{NAME}|
-1|1|FAILED|RaisedSignal:9(Killed)|0:9|n2|0:01|5|root|{WHEN}|2026-11-22T01:52:05|2026-11-22T01:52:05|0|{NAME}|
-1|4|PENDING|JobArrayTaskLimit|0:0||0:00|1|root|{WHEN}|N/A|N/A|0|{NAME}|
-3|N/A|PENDING|JobHeldUser|0:0||0:00|3|root|{WHEN}|N/A|N/A|0|wrap|
-2|N/A|PENDING|JobHeldUser|0:0||0:00|2|root|{WHEN}|N/A|N/A|0|{NAME}-verify|
-1|2|RUNNING|None|0:0|n1|0:02|6|root|{WHEN}|2026-11-22T01:52:05|N/A|0|{NAME}|
-1|3|RUNNING|None|0:0|n2|0:02|7|root|{WHEN}|2026-11-22T01:52:05|N/A|0|{NAME}|
-""",
+    version: re.sub("([^|]+)~([^|]+)", rf"\{number}", _QUEUE)
+    for number, version in enumerate(("22.05.8", "24.11.5"), start=1)
 }
 JOB = (
     "JobId=2 JobName={name} UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=0 Nice=0 Account=(null) "
@@ -93,9 +88,10 @@ class FakeSlurm:
         (self.place / name).write_bytes(text if isinstance(text, bytes) else text.encode())
 
     def answers_by(self, name: str, script: str) -> None:
-        """Put another stand-in in the place of a command."""
-        path = self.place / "bin" / name
+        """Put a script in the place of a command. In it REAL is the stand-in of before, PLACE this folder."""
+        path, place = self.place / "bin" / name, shlex.quote(str(self.place))
         path.unlink()
+        script = script.replace("REAL", f'PLACE/real/{name} "$@"').replace("PLACE", place)
         path.write_text(f"#!/bin/bash\n{script}\n")
         path.chmod(0o755)
 
@@ -113,11 +109,13 @@ def install_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeS
     """Put the stand-ins first on PATH, and take what Slurm sets out of the environment."""
     place = tmp_path / "slurm's commands"
     place.mkdir()
-    for name in ("sbatch", "scontrol", "sinfo", "squeue", "sacct", "scancel"):
-        (place / name).with_suffix(".sh").write_text(FAKE.replace("@PLACE@", shlex.quote(str(place))))
-        (place / name).with_suffix(".sh").chmod(0o755)
-        (place / "bin").mkdir(exist_ok=True)
-        (place / "bin" / name).symlink_to(place / f"{name}.sh")
+    script = place / "script"
+    script.write_text(FAKE.replace("@PLACE@", shlex.quote(str(place))))
+    script.chmod(0o755)
+    for folder in ("bin", "real"):
+        (place / folder).mkdir()
+        for name in ("sbatch", "scontrol", "sinfo", "squeue", "sacct", "scancel"):
+            (place / folder / name).symlink_to(script)
     (place / "config").write_text(CONFIG)
     (place / "job").write_text(JOB)
     monkeypatch.setenv("PATH", f"{place / 'bin'}:{os.environ['PATH']}")
@@ -127,7 +125,7 @@ def install_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeS
 
 
 SRUN = '#!/bin/bash\nwhile [[ $1 = --* ]]; do shift; done\nexec "$@"\n'
-_made: dict[str, Path] = {}  # plan id -> a folder in which all shards of this plan are made and verified
+_made: dict[str, Path] = {}  # plan id -> a folder in which all shards of this plan are made
 
 
 @dataclass(kw_only=True)
@@ -136,6 +134,17 @@ class Desk:
 
     data: Path
     fake: FakeSlurm
+    patch: pytest.MonkeyPatch = field(default_factory=pytest.MonkeyPatch)
+
+    @property
+    def tmp(self) -> Path:
+        """The folder in which the data set lies."""
+        return self.data.parent
+
+    def at_waits(self, call: Callable[[float], object]) -> None:
+        """Have commands call this in the place of a sleep between two looks, or two questions to Slurm."""
+        self.patch.setattr("slurm.status.time", SimpleNamespace(**{**vars(time), "sleep": call}))
+        self.patch.setattr("slurm.state.sleep", call)
 
     def command(self, name: str, *words: object, code: int = 0, **environ: Any) -> Ended:
         """Run ``shardprep NAME DATA WORDS`` with these variables; it has to end with ``code``."""
@@ -162,18 +171,17 @@ class Desk:
         index: int = 0,
         code: int = 0,
         srun: str = SRUN,
-        cwd: Path = ROOT,
         stdout: Any = subprocess.PIPE,
         environ: Mapping[str, str] = {},
     ) -> str:
-        """Return what task ``index`` of ``sbatch slurm/prep_array.sh DATA ARGS`` says, without Slurm."""
+        """Return what task ``index`` of ``sbatch slurm/prep_array.sh DATA ARGS``, typed beside DATA, says."""
         (self.fake.place / "bin" / "srun").write_text(srun)
         (self.fake.place / "bin" / "srun").chmod(0o755)
         own = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(index)}
         own |= {"SLURMD_NODENAME": "n1", "SLURM_JOB_USER": "root", "SLURM_CPUS_PER_TASK": "1"}
         settings = {**os.environ, **own, "SHARDPREP_PYTHON": sys.executable, **environ}
         words = [str(each) for each in (ROOT / "slurm" / "prep_array.sh", self.data, *args)]
-        done = run_child(words, cwd=cwd, env=settings, code=code, stdout=stdout)
+        done = run_child(words, cwd=self.tmp, env=settings, code=code, stdout=stdout)
         return (done.stdout or "") + done.stderr
 
     # What Slurm says, and what it was told.
@@ -192,7 +200,7 @@ class Desk:
 
     def released(self) -> list[str]:
         """Return the jobs that were released."""
-        calls = self.fake.calls("scontrol") + self.fake.calls("scontrol.sh")
+        calls = self.fake.calls("scontrol")
         return [call.removeprefix("release ") for call in calls if call.startswith("release")]
 
     def events(self) -> list[dict[str, Any]]:
@@ -266,18 +274,13 @@ class Desk:
             path.write_text(json.dumps(manifest))
             seal(path)
 
-    def write_index(self) -> None:
-        """Write the index.json of a verify."""
-        shutil.copy(self._made() / "index.json", self.data)
-
     def _made(self) -> Path:
         if self.plan_id not in _made:
             folder = Path(tempfile.mkdtemp(prefix="made-"))
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
             place = _made[self.plan_id] = folder / "data"
             shutil.copytree(self.data, place, ignore=shutil.ignore_patterns("jobs", "shard-*"))
-            for words in (["run", place, "--num_proc", 1], ["verify", place]):
-                assert call_main(*words, environ={"PATH": os.defpath}).code == 0
+            assert call_main("run", place, "--num_proc", 1, environ={"PATH": os.defpath}).code == 0
         return _made[self.plan_id]
 
 
@@ -309,8 +312,3 @@ def failure(shard_id: int, exit_code: int, reason: str) -> str:
 def ended(exit_code: int, **facts: Any) -> str:
     """Return the last lines of a record."""
     return _section("end", {"time": 1010, "exit_code": exit_code, "stage": "work", **facts})
-
-
-def call_at_waits(monkeypatch: pytest.MonkeyPatch, call: Callable[[float], object]) -> None:
-    """Have status and wait call this in the place of a sleep between two looks."""
-    monkeypatch.setattr("slurm.status.time", SimpleNamespace(**{**vars(time), "sleep": call}))

@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.checkout import ROOT
 from tests.children import run_child
 from tests.forged import seal
-from tests.slurm.fake_slurm import Desk, FakeSlurm, ended
+from tests.slurm.fake_slurm import Desk, ended
 from tests.world import World, call_main, hostile_text, save_tokenizer
 
 NAMES = ("뉴스 <b>굵게", "code", "웹문서")
@@ -30,12 +29,10 @@ NODE = '"><img src=x onerror="alert(1)'
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     """Four packed shards of three sources, with documents left out, and markup in names. Read only."""
     folder = tmp_path_factory.mktemp("report")
-    world = World(folder, data_dir=folder / "자료 <i>")
     files: dict[str, Any] = {f"{name}/글.txt": hostile_text(150) for name in NAMES}
-    files["code/bad.txt"] = b"good\n\xff\xfe\ncaf\xe9 again\n"
-    files |= {"LICENSE.txt": "a line\n", "<script>.log": "a line\n"}
-    world.raw(files)
-    world.plan(num_shards=4, recursive=True, record="packed", seq_len=64, max_bad_fraction=0.9).run().verify()
+    files |= {"code/bad.txt": b"good\n\xff\xfe\ncaf\xe9 again\n", "LICENSE.txt": "a\n", "<script>.log": "a\n"}
+    world = World(folder, data_dir=folder / "자료 <i>").raw(files)
+    world.make(num_shards=4, recursive=True, record="packed", seq_len=64, max_bad_fraction=0.9)
     path = world.data_dir / "shard-00001.json"
     manifest = json.loads(path.read_text())
     manifest["run"] |= {"host": NODE, "engine": f"<b>fast|tokens{{x}}</b> {SECRET} \x1b[31m"}
@@ -54,16 +51,14 @@ class Page(HTMLParser):
 
     def __init__(self, folder: Path, place: Path) -> None:
         super().__init__()
-        self.elements: Counter[str] = Counter()
-        self.attributes: Counter[str] = Counter()
-        self.text = ""
+        self.elements, self.attributes, self.text = Counter[str](), set[str](), ""
         assert call_main("report", folder, "--output", place / "page.html").code == 0
         self.source = (place / "page.html").read_text(encoding="utf-8")
         self.feed(self.source)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements[tag] += 1
-        self.attributes.update(name for name, _ in attrs)
+        self.attributes |= {name for name, _ in attrs}
 
     def handle_data(self, data: str) -> None:
         self.text += data
@@ -71,18 +66,17 @@ class Page(HTMLParser):
 
 def test_the_numbers_are_the_sums_of_the_manifests(world: World) -> None:
     found = report(world.data_dir)
-    manifests = [json.loads(path.read_text()) for path in world.data_dir.glob("shard-*.json")]
     for name in ("num_samples", "num_documents", "num_tokens", "num_pad_tokens", "input_bytes"):
-        assert found["counts"][name] == sum(each["counts"][name] for each in manifests), name
+        assert found["counts"][name] == sum(each["counts"][name] for each in world.manifests()), name
     whole, *sources = found["sources"]
     assert {each["name"] for each in sources} == set(NAMES)
     assert whole["num_tokens"] == sum(each["num_tokens"] for each in sources) == found["counts"]["num_tokens"]
     of_status = json.loads(call_main("status", world.data_dir, "--json").out)
     assert of_status["num_tokens"] == whole["num_tokens"]
     for each in sources:
-        files = (world.raw_dir / each["name"]).iterdir()
         counts = of_status["sources"][each["name"]]
         assert counts["num_tokens"] == each["num_tokens"]
+        files = (world.raw_dir / each["name"]).iterdir()
         assert counts["num_bytes"] == sum(path.stat().st_size for path in files)
     assert found["tar_bytes"] == sum(path.stat().st_size for path in world.data_dir.glob("*.tar"))
     assert found["left_out"] == {"undecodable": 2}
@@ -95,37 +89,31 @@ def test_a_recount_of_the_texts_gives_the_lengths_of_the_report(tmp_path: Path) 
     chooser = random.Random(7)
     lengths = [1 + int(chooser.paretovariate(0.8)) % 900 for _ in range(400)]
     world = World(tmp_path).raw({"a.txt": "\n".join("Q" * length for length in lengths)})
-    world.plan(num_shards=3).run()
-    (whole,) = report(world.data_dir)["sources"]
+    (whole,) = report(world.plan(num_shards=3).run().data_dir)["sources"]
     num_tokens = [length + 1 for length in lengths]
-    assert whole["num_tokens"] == sum(num_tokens)
-    assert whole["text_bytes"] == sum(lengths)
+    assert (whole["num_tokens"], whole["text_bytes"]) == (sum(num_tokens), sum(lengths))
     assert whole["bytes_per_token"] == round(sum(lengths) / sum(num_tokens), 3)
     for percent in (50, 90, 99):
         exact = sorted(num_tokens)[math.ceil(len(lengths) * percent / 100) - 1]
         assert exact <= whole[f"length_p{percent}"] <= exact * 1.125
 
 
-def test_markup_stays_text_and_the_page_loads_and_runs_nothing(world: World, tmp_path: Path) -> None:
+def test_markup_stays_text_no_secret_is_told_and_nothing_runs(world: World, tmp_path: Path) -> None:
     page = Page(world.data_dir, tmp_path)
     assert not page.elements.keys() & {"script", "i", "img", "iframe", "link", "object", "svg"}
     assert page.elements["b"] == 5, "the tiles' own"
     for text in (NAMES[0], NODE, "<b>fast|tokens{x}</b>", "<script>.log"):
         assert text in page.text, "it is shown as it is"
-    own = {"lang", "charset", "http-equiv", "content", "name", "class", "data-name"}
-    assert page.attributes.keys() == own
+    assert page.attributes == {"lang", "charset", "http-equiv", "content", "name", "class", "data-name"}
     assert "default-src 'none'" in page.source
     assert not re.search(r"url\(|@import", page.source)
-
-
-def test_neither_secrets_nor_control_characters_come_through(world: World, tmp_path: Path) -> None:
-    for form in (call_main("report", world.data_dir, "--json").out, Page(world.data_dir, tmp_path).source):
+    for form in (call_main("report", world.data_dir, "--json").out, page.source):
         assert "***@host" in form
         assert not re.search("hunter2|api_token=abc|\x1b", form)
 
 
 @pytest.mark.processes
-def test_an_unfinished_data_set_has_a_report_with_causes(desk: Desk, tmp_path: Path) -> None:
+def test_an_unfinished_data_set_has_a_report_with_causes(desk: Desk) -> None:
     (desk.fake.place / "away").touch()
     desk.submitted()
     desk.record("1_1", ended(75, stopped_by="OUT_OF_MEMORY"))
@@ -133,32 +121,22 @@ def test_an_unfinished_data_set_has_a_report_with_causes(desk: Desk, tmp_path: P
     assert (found["shards"]["missing"], found["shards"]["num_done"]) == ("0-4", 0)
     assert found["shards"]["failed"] == {"OUT_OF_MEMORY": "1"}
     assert found["slurm_away"]
-    assert "OUT_OF_MEMORY" in Page(desk.data, tmp_path).text
+    assert "OUT_OF_MEMORY" in Page(desk.data, desk.tmp).text
 
 
 @pytest.mark.processes
-def test_each_manifest_is_read_once_no_shard_is_and_slurm_is_not_asked_where_nothing_was_submitted(
-    fake: FakeSlurm, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_manifest_is_read_once_and_no_shard_nor_slurm(desk: Desk, world: World) -> None:
     opened, open_ = list[str](), os.open
-    monkeypatch.setattr(
-        os, "open", lambda path, *rest, **to: opened.append(str(path)) or open_(path, *rest, **to)
-    )
+    desk.patch.setattr(os, "open", lambda path, *rest: opened.append(str(path)) or open_(path, *rest))
     before = sorted(world.data_dir.rglob("*"))
-    monkeypatch.chdir(tmp_path)
+    desk.patch.chdir(desk.tmp)
     assert call_main("report", world.data_dir).code == 0
-    assert (tmp_path / "report.html").is_file()
+    assert (desk.tmp / "report.html").is_file()
     assert sorted(world.data_dir.rglob("*")) == before, "nothing is written into the data set"
     of_shards = [name for name in opened if "/shard-" in name]
     assert sorted(of_shards) == sorted(map(str, world.data_dir.glob("shard-*.json")))
-    assert [fake.calls(name) for name in ("squeue", "scontrol")] == [[], []]
-    assert call_main("report", tmp_path).code == 66
-    assert call_main("report", world.data_dir, "--output", tmp_path / "none" / "x.html").code == 73
-
-
-def test_every_field_of_json_is_documented_and_every_documented_field_is_there(world: World) -> None:
-    page = (ROOT / "docs" / "report_json.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(report(world.data_dir))
+    assert [desk.fake.calls(name) for name in ("squeue", "scontrol")] == [[], []]
+    assert call_main("report", world.data_dir, "--output", desk.tmp / "none" / "x.html").code == 73
 
 
 TEMPLATE = "{% for m in messages %}<|start_header_id|>{{ m.role }}: {{ m.content }}<|eot_id|>{% endfor %}"
@@ -176,30 +154,27 @@ OPTIONS: list[dict[str, Any]] = [
 def test_the_commands_that_are_told_make_the_same_plan_again_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """Paths were given relative to another folder; a chat's template is the tokenizer's or of a file."""
+    """Paths were given relative to another folder."""
     turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}]
     is_chat, has_own = options.get("record") == "chat", "chat_template_file" in options
-    place, elsewhere = tmp_path / "my work", tmp_path / "elsewhere"
-    text: Any = [{"messages": turns}] * 40 if is_chat else hostile_text(60)
-    world = World(place, tokenizer=save_tokenizer(place / "tokenizer", None if has_own else TEMPLATE))
-    world.raw({f"{name}.{'jsonl' if is_chat else 'txt'}": text for name in ("a", "b")})
-    world.raw({"more.md": "" if is_chat else "a line\n"})
+    ending, text = ("jsonl", [{"messages": turns}] * 40) if is_chat else ("txt", hostile_text(60))
+    place = tmp_path / "my work"
+    save_tokenizer(place / "tokenizer", None if has_own else TEMPLATE)
+    world = World(place).raw({f"a.{ending}": text, f"b.{ending}": text, "more.md": ""})
     (place / "own.jinja").write_text(TEMPLATE)
     monkeypatch.chdir(place)
-    folders: dict[str, Any] = {"input_dir": "raw", "output_dir": "data", "model_id": "tokenizer"}
+    folders = {"input_dir": "raw", "output_dir": "data", "model_id": "tokenizer"}
     planned = world.main("plan", **folders, **options)
     assert planned.code == 0, planned.text
-    commands = report(world.data_dir)["again"]["commands"]
+    elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    for line in commands[:-2]:  # before run and verify
+    for line in report(world.data_dir)["again"]["commands"][:-2]:  # before run and verify
         words = shlex.split(line)
         if words[0] == "shardprep":
             again = call_main(*words[1:])
             assert again.code == 0, again.text
         else:
-            run_child(["bash", "-c", line], cwd=elsewhere)
-    plans = [
-        json.loads((folder / "plan.json").read_bytes()) for folder in (elsewhere / "NEW", world.data_dir)
-    ]
-    assert plans[0]["plan_id"] == plans[1]["plan_id"]
+            run_child(words, cwd=elsewhere)
+    ids = [World(tmp_path, data_dir=it).plan_json()["plan_id"] for it in (elsewhere / "NEW", world.data_dir)]
+    assert ids[0] == ids[1]

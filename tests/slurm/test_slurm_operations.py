@@ -9,9 +9,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -20,14 +19,11 @@ from tests.children import is_living, run_child
 from tests.held_children import Hold
 from tests.slurm.started_cluster import FAULTY_PYTHON, Cluster, kill_node, set_right, started_cluster
 from tests.waiting import wait_until
-
-if TYPE_CHECKING:
-    from tests.conftest import Prep
+from tests.world import World
 
 pytestmark = pytest.mark.slurm
 
 SCRIPT = ROOT / "slurm" / "prep_array.sh"
-
 EXTRA_CONF = """MaxArraySize=7
 AccountingStorageEnforce=limits,qos
 PreemptType=preempt/partition_prio
@@ -35,22 +31,26 @@ PreemptMode=REQUEUE
 PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE"""
 HAS_CGROUPS = os.access("/sys/fs/cgroup/memory", os.W_OK)
 STOPPED = "stopped by a signal (75)"  # of scancel the worker's own end may be seen first
+ACCEPTING = ("--worker_args", "--max_bad_fraction 0.6")
 
 
-def submission(data: Path, number: int) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((data / "jobs" / f"{number:04d}.json").read_text())
-    return found
-
-
-@dataclass(kw_only=True)
-class Faults:
+class Seven(World):
     """A data set of seven shards, one per file, and a worker's Python that fails as it is told."""
 
-    data: Path
-    place: Path
+    place: Path  # of the faults
 
-    def arm(self, fault: str, shard_id: int) -> None:
-        (self.place / f"{fault}-{shard_id}").touch()
+    def arm(self, *faults: str) -> None:
+        """Have workers fail: ``kill-3`` is a fault of ``FAULTY_PYTHON``, and a shard."""
+        for fault in faults:
+            (self.place / fault).touch()
+
+    def submission(self, number: int = 0) -> Any:
+        """Return the record of a submission."""
+        return json.loads((self.data_dir / "jobs" / f"{number:04d}.json").read_text())
+
+    def job(self) -> str:
+        """Return the job array of the first submission."""
+        return str(self.submission()["arrays"][0]["job_id"])
 
 
 @pytest.fixture(scope="module")
@@ -71,38 +71,34 @@ def site(cluster: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def seven(prep: Prep, site: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
+def seven(site: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Seven:
     """Seven input files, the fifth of them half undecodable, planned one file per shard."""
-    raw, data, place = tmp_path / "raw", tmp_path / "a folder's 50%", tmp_path / "faults"
-    raw.mkdir()
-    place.mkdir()
+    seven = Seven(tmp_path, data_dir=tmp_path / "a folder's 50%")
     for number in range(7):
         lines = [f"{number}번째 파일의 {line}번째 줄. Line {line}.".encode() for line in range(300)]
         bad = [b"\xff\xfe bad" if number == 4 and i % 2 else line for i, line in enumerate(lines)]
-        (raw / f"{number}.txt").write_bytes(b"\n".join(bad))
-    prep.plan(raw, data)
-    python = place / "python"
-    python.write_text(FAULTY_PYTHON.format(real=sys.executable, place=place))
+        seven.raw({f"{number}.txt": b"\n".join(bad)})
+    seven.plan(num_shards=None)
+    seven.place = tmp_path / "faults"
+    seven.place.mkdir()
+    python = seven.place / "python"
+    python.write_text(FAULTY_PYTHON.format(real=sys.executable, place=seven.place))
     python.chmod(0o755)
     monkeypatch.setitem(site.environ, "SHARDPREP_PYTHON", str(python))
-    return Faults(data=data, place=place)
+    return seven
 
 
 def test_until_done_heals_each_failure_as_its_cause_asks_and_nobody_types_anything(
-    prep: Prep, site: Cluster, seven: Faults, tmp_path: Path
+    site: Cluster, seven: Seven, tmp_path: Path
 ) -> None:
     """OOM, time limit, scancel, a node killed under a Python that lives on, kill -9, a set-up that exits."""
-    data, place = seven.data, seven.place
-    for fault, shard_id in zip(
-        ("memory", "first", "sleep", "sleep", "survive", "kill", "setup"), (0, 0, 1, 2, 3, 5, 6), strict=True
-    ):
-        seven.arm(fault, shard_id)
+    data, place = seven.data_dir, seven.place
+    seven.arm("memory-0", "first-0", "sleep-1", "sleep-2", "survive-3", "kill-5", "setup-6")
     setup = tmp_path / "set up.sh"
     setup.write_text(f"[[ -z ${{shards:-}} ]] || ! rm '{place}'/setup-$shards 2>/dev/null || exit 3\n")
     request = ("--cpus_per_task", 4, "--mem_gb", 0.2, "--time_min", 1, "--sbatch_args", "--no-requeue")
-    accepting = ("--worker_args", "--max_bad_fraction 0.6", "--setup", setup)
-    site.slurm("submit", data, *request, *accepting, "--until_done")
-    job = submission(data, 0)["arrays"][0]["job_id"]
+    site.slurm("submit", data, *request, *ACCEPTING, "--setup", setup, "--until_done")
+    job = seven.job()
     wait_until(lambda: not list(place.glob("sleep-*")))
     site.end_soon(f"{job}_1")
     site.run("scancel", f"{job}_2")
@@ -128,60 +124,32 @@ def test_until_done_heals_each_failure_as_its_cause_asks_and_nobody_types_anythi
     if not HAS_CGROUPS:
         expected["killed by signal 9"] = "0,5"
         del expected["OUT_OF_MEMORY"]
-    told = {cause.replace(STOPPED, "CANCELLED"): ids for cause, ids in causes.items()}
-    assert told == expected
-    arrays = submission(data, 1)["arrays"]
+    assert {cause.replace(STOPPED, "CANCELLED"): ids for cause, ids in causes.items()} == expected
+    arrays = seven.submission(1)["arrays"]
     asked = {array["tasks"][0]: (array["mem_mb"], array["time_min"]) for array in arrays}
     assert asked["1"] == (205, 2), "twice the time"
     if HAS_CGROUPS:
         assert asked["0"] == (410, 1), "twice the memory"
     assert list((data / "jobs" / "attempts").iterdir()) == [], "no record of what is done"
     assert (data / "report.html").exists()
-    undisturbed = tmp_path / "undisturbed"
-    prep.plan(data.parent / "raw", undisturbed, max_bad_fraction=0.6)
-    prep.make(undisturbed)
-    assert prep.contents(data) == prep.contents(undisturbed)
+    undisturbed = World(tmp_path / "undisturbed", raw_dir=seven.raw_dir)
+    assert seven.contents() == undisturbed.plan(num_shards=None, max_bad_fraction=0.6).run().contents()
 
 
-def test_a_finished_task_that_is_requeued_changes_nothing_and_cancel_ends_all(
-    prep: Prep, site: Cluster, seven: Faults
-) -> None:
-    for shard_id in range(1, 7):
-        seven.arm("sleep", shard_id)
-    site.slurm("submit", seven.data, "--cpus_per_task", 1, "--max_parallel", 3)
-    wait_until((seven.data / "shard-00000.json").exists)
-    state = site.status(seven.data)
-    assert state["done"] == "0"
-    assert state["running"]
-    assert state["pending"]
-    before = prep.contents(seven.data)
-    site.slurm("submit", seven.data)
-    assert not (seven.data / "jobs" / "0001.json").exists(), "all wait or run already"
-    job = submission(seven.data, 0)["arrays"][0]["job_id"]
-    wait_until(lambda: site.tasks(f"{job}_0")[0]["JobState"] == "COMPLETED")
-    site.run("scontrol", "requeue", f"{job}_0")
-    site.slurm("cancel", seven.data)
-    site.wait_until_idle()
-    state = site.status(seven.data)
-    assert set(state["causes"]) <= {"CANCELLED", STOPPED}
-    assert (state["done"], state["running"], state["pending"]) == ("0", "", "")
-    assert prep.contents(seven.data) == before
-
-
-def type_next(site: Cluster, data: Path, folder: Path, more: str = "") -> None:
-    """Type in a folder what status says to type next."""
+def type_next(site: Cluster, data: Path, folder: Path) -> None:
+    """Type in a folder what status says to type next, and wait for its jobs."""
     (line,) = re.findall(r"^next: (.*)$", site.slurm("status", data), re.MULTILINE)
     environ = {**site.environ, "PATH": f"{Path(sys.executable).parent}:{site.environ['PATH']}"}
-    run_child(["bash", "-c", line + more], env=environ, cwd=folder)
+    run_child(["bash", "-c", line], env=environ, cwd=folder)
+    site.wait_until_idle()
 
 
 def test_plain_sbatch_is_seen_a_copy_leaves_it_alone_and_next_runs_as_printed(
-    site: Cluster, seven: Faults, tmp_path: Path
+    site: Cluster, seven: Seven, tmp_path: Path
 ) -> None:
-    data, copy, elsewhere = seven.data, tmp_path / "copy", tmp_path / "else where"
+    data, copy, elsewhere = seven.data_dir, tmp_path / "copy", tmp_path / "else where"
     elsewhere.mkdir()
-    for shard_id in (0, 1):
-        seven.arm("sleep", shard_id)
+    seven.arm("sleep-0", "sleep-1")
     array = ("--array=0-3%2", "--cpus-per-task=1", "--mem=500", f"--output={elsewhere}/%a.log")
     job = site.run("sbatch", "--parsable", *array, SCRIPT, data)
     wait_until(lambda: not list(seven.place.glob("sleep-*")))
@@ -200,75 +168,65 @@ def test_plain_sbatch_is_seen_a_copy_leaves_it_alone_and_next_runs_as_printed(
     assert (state["failed"], state["done"]) == ("0-1", "")
     assert set(state["causes"]) <= {"CANCELLED", STOPPED}
     type_next(site, data, elsewhere)
-    site.wait_until_idle()
     assert site.status(data)["done"] == "0-3,5-6"
 
 
-def test_what_cannot_work_is_refused_before_anything_is_written(
-    site: Cluster, seven: Faults, tmp_path: Path
-) -> None:
+def test_what_cannot_work_is_refused_before_it_is_sent(site: Cluster, seven: Seven, tmp_path: Path) -> None:
     refusals = {
         ("--cpus_per_task", 40): "--cpus-per-task=40",
         ("--mem_gb", 99): "--mem=101376M",
         ("--partition", "gone"): "gone",
-        ("--setup", "no/such/file"): "no/such/file",
     }
     for flags, named in refusals.items():
-        assert named in site.slurm("submit", seven.data, "--cpus_per_task", 1, *flags, code=2)
-    shutil.move(seven.data / "tokenizer" / "tokenizer.json", tmp_path)
-    assert "tokenizer.json" in site.slurm("submit", seven.data, code=66)
-    assert not (seven.data / "jobs").exists()
+        assert named in site.slurm("submit", seven.data_dir, "--cpus_per_task", 1, *flags, code=2)
+    shutil.move(seven.data_dir / "tokenizer" / "tokenizer.json", tmp_path)
+    assert "tokenizer.json" in site.slurm("submit", seven.data_dir, code=66)
+    assert not (seven.data_dir / "jobs").exists()
     assert site.run("squeue", "-h", "--user=root", "--states=PENDING") == ""
 
 
-def test_preempted_tasks_start_again_and_are_counted(prep: Prep, site: Cluster, seven: Faults) -> None:
-    for shard_id in range(3):
-        seven.arm("sleep", shard_id)
-    flags = ("--cpus_per_task", 4, "--mem_gb", 1, "--worker_args", "--max_bad_fraction 0.6")
-    site.slurm("submit", seven.data, *flags)
+def test_preempted_tasks_start_again_and_are_counted(site: Cluster, seven: Seven) -> None:
+    seven.arm("sleep-0", "sleep-1", "sleep-2")
+    site.slurm("submit", seven.data_dir, "--cpus_per_task", 4, "--mem_gb", 1, *ACCEPTING)
     wait_until(lambda: not list(seven.place.glob("sleep-*")))
     site.run("sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=true")
-    wait_until((seven.data / "index.json").exists)
-    state = site.status(seven.data)
+    wait_until((seven.data_dir / "index.json").exists)
+    state = site.status(seven.data_dir)
     assert (state["done"], state["failed"], state["verified"]) == ("0-6", "", True)
-    made = [json.loads(path.read_text())["run"]["slurm"] for path in seven.data.glob("shard-*.json")]
+    made = [manifest["run"]["slurm"] for manifest in seven.manifests()]
     assert [each.get("SLURM_RESTART_COUNT") for each in made].count("1") == 3, made
-    assert prep.temporaries(seven.data) == []
+    assert seven.temporaries() == []
 
 
 def test_a_submit_limit_of_the_qos_makes_larger_tasks_and_leaves_a_place_for_the_controller(
-    site: Cluster, seven: Faults
+    site: Cluster, seven: Seven
 ) -> None:
-    site.run("sacctmgr", "--immediate", "modify", "qos", "normal", "set", "MaxSubmitJobsPerUser=4")
+    modify = ("sacctmgr", "--immediate", "modify", "qos", "normal", "set")
+    site.run(*modify, "MaxSubmitJobsPerUser=4")
     try:
-        flags = ("--cpus_per_task", 1, "--mem_gb", 1, "--worker_args", "--max_bad_fraction 0.6")
-        site.slurm("submit", seven.data, *flags, "--until_done")
-        assert len(submission(seven.data, 0)["arrays"][0]["tasks"]) <= 2, "two jobs stand behind them"
+        site.slurm("submit", seven.data_dir, "--cpus_per_task", 1, "--mem_gb", 1, *ACCEPTING, "--until_done")
+        assert len(seven.submission()["arrays"][0]["tasks"]) <= 2, "two jobs stand behind them"
         site.wait_until_idle()
     finally:
-        site.run("sacctmgr", "--immediate", "modify", "qos", "normal", "set", "MaxSubmitJobsPerUser=-1")
-    state = site.status(seven.data)
+        site.run(*modify, "MaxSubmitJobsPerUser=-1")
+    state = site.status(seven.data_dir)
     assert (state["done"], state["verified"], state["history"][-1]["event"]) == ("0-6", True, "finished")
 
 
 def test_forty_shards_by_submitit_on_a_real_slurm_fit_its_array_and_a_preempted_job_comes_back(
-    prep: Prep, site: Cluster, seven: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    site: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """USR2 is what submitit asks Slurm for before a time limit or a preemption."""
     submitit = pytest.importorskip("submitit")
     from slurm import submit_with_submitit
 
-    monkeypatch.setenv("SLURM_CONF", site.environ["SLURM_CONF"])
+    world = World(tmp_path).raw({"a.txt": "a line\n" * 400}).plan(num_shards=40)
     hold = Hold(tmp_path, "open", r"/\.shard-\d+\.idx\.")  # of a worker; it stays there until it is let go
-    for name, value in hold.environ().items():
+    for name, value in {**hold.environ(), "SLURM_CONF": site.environ["SLURM_CONF"]}.items():
         monkeypatch.setenv(name, value)
-    raw, data = tmp_path / "raw", tmp_path / "forty"
-    shutil.rmtree(raw / "4.txt", ignore_errors=True)
-    (raw / "4.txt").write_text("a\nb\n")
-    prep.plan(raw, data, num_shards=40)
     executor = submitit.AutoExecutor(folder=tmp_path / "log", cluster="slurm")
     executor.update_parameters(timeout_min=60, cpus_per_task=1, mem_gb=1)
-    jobs = submit_with_submitit(data, executor)
+    jobs = submit_with_submitit(world.data_dir, executor)
     assert len(jobs) == 7, "MaxArraySize"
     held = hold.wait(1)[0]
     environ = Path(f"/proc/{held}/environ").read_text()
@@ -280,27 +238,22 @@ def test_forty_shards_by_submitit_on_a_real_slurm_fit_its_array_and_a_preempted_
     hold.release()
     found = [manifest for job in jobs for manifest in job.result()]
     assert [manifest.shard_id for manifest in found] == list(range(40))
-    assert prep.temporaries(data) == []
-    assert submit_with_submitit(data, executor) == []
+    assert world.temporaries() == []
+    assert submit_with_submitit(world.data_dir, executor) == []
 
 
 @pytest.mark.skipif(not HAS_CGROUPS, reason="no cgroups: Slurm does not kill what takes too much memory")
-def test_plain_tasks_that_had_too_little_memory_or_time_are_made_by_what_status_prints(
-    prep: Prep, site: Cluster, seven: Faults, tmp_path: Path
+def test_plain_tasks_that_had_too_little_memory_are_made_by_what_status_prints(
+    site: Cluster, seven: Seven, tmp_path: Path
 ) -> None:
-    data = tmp_path / "too large and too slow"
-    prep.plan(seven.data.parent / "raw", data, num_shards=2, max_bad_fraction=0.6)
-    seven.arm("memory", 0)
-    seven.arm("sleep", 1)
+    world = World(tmp_path / "plain", raw_dir=seven.raw_dir).plan(num_shards=2, max_bad_fraction=0.6)
+    seven.arm("memory-0")
     flags = ("--array=0-1", "--cpus-per-task=1", "--mem=200", "--time=1", f"--output={tmp_path}/%a.log")
-    job = site.run("sbatch", "--parsable", *flags, SCRIPT, data)
-    wait_until(lambda: not (seven.place / "sleep-1").exists())
-    site.end_soon(f"{job}_1")
+    site.run("sbatch", *flags, SCRIPT, world.data_dir)
     site.wait_until_idle()
-    assert site.status(data)["causes"] == {"OUT_OF_MEMORY": "0", "TIMEOUT": "1"}
-    (seven.place / "memory-0").unlink()
-    type_next(site, data, Path("/"), " --wait")
-    assert site.status(data)["verified"]
+    assert site.status(world.data_dir)["causes"] == {"OUT_OF_MEMORY": "0"}
+    type_next(site, world.data_dir, Path("/"))
+    assert site.status(world.data_dir)["verified"]
 
 
 _AS_NOBODY = """
@@ -314,16 +267,19 @@ exec setpriv --reuid 65534 --regid 65534 --clear-groups "${@:2}"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-def test_another_user_sees_the_state_and_is_refused_in_a_sentence_what_is_not_theirs(
-    prep: Prep, site: Cluster, seven: Faults
+def test_another_user_sees_the_state_and_ends_nothing_and_what_is_done_stays_where_it_is_requeued(
+    site: Cluster, seven: Seven
 ) -> None:
-    data = site.folder / "of root"  # everybody may pass the folders above it
-    prep.plan(seven.data.parent / "raw", data)
-    seven.arm("sleep", 0)
-    seven.arm("kill", 5)
+    data = seven.data_dir = Path(shutil.move(seven.data_dir, site.folder / "of root"))  # all may pass
+    seven.arm("sleep-0", "kill-5")
     site.slurm("submit", data, "--cpus_per_task", 1)
     wait_until(lambda: len(list(data.glob("shard-*.json"))) == 4)
     wait_until(lambda: site.status(data)["failed"] == "4-5")
+    before, job = seven.contents(), seven.job()
+    site.slurm("submit", data, "--shards", "0-3")
+    assert not (data / "jobs" / "0001.json").exists(), "it runs already, or is done"
+    wait_until(lambda: site.tasks(f"{job}_1")[1]["JobState"] == "COMPLETED")
+    site.run("scontrol", "requeue", f"{job}_1")
     as_nobody = ["unshare", "--mount", "bash", "-c", _AS_NOBODY, "_", sys.base_prefix, sys.executable]
 
     def nobody(*words: object, code: int = 0) -> str:
@@ -343,6 +299,9 @@ def test_another_user_sees_the_state_and_is_refused_in_a_sentence_what_is_not_th
     assert site.status(data)["running"] == "0", "nothing was cancelled"
     site.slurm("cancel", data)
     site.wait_until_idle()
+    causes = site.status(data)["causes"]
+    assert "0" in (causes.get("CANCELLED"), causes.get(STOPPED)), causes
+    assert seven.contents() == before
     assert "shardprep " not in nobody("status", data).splitlines()[-1], "a command that would be refused"
     (data / "jobs").chmod(0o700)  # as umask 077 makes it
     assert seen() == (4, "", "")

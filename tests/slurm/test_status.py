@@ -1,4 +1,7 @@
-"""What ``status`` says and advises, what ``retry`` sends again, how ``--until_done`` goes on by itself."""
+"""What stands in a folder and what Slurm shows, and what follows: what is said, sent and cancelled.
+
+Also where Slurm shows little, or the wrong jobs; and ``--until_done``, which goes on by itself.
+"""
 
 from __future__ import annotations
 
@@ -10,49 +13,423 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import partial
+from operator import methodcaller as did
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.checkout import ROOT
-from tests.forged import rewrite_json
-from tests.slurm.fake_slurm import (
-    NAME,
-    QUEUES,
-    Desk,
-    FakeSlurm,
-    array,
-    call_at_waits,
-    ended,
-    failure,
-    squeue_line,
-)
+from tests.slurm.fake_slurm import ALL, CONFIG, NAME, QUEUES, WHEN, Desk, array, ended, failure, squeue_line
 from tests.world import call_main
 
-if TYPE_CHECKING:
-    from tests.conftest import Prep
-
 pytestmark = pytest.mark.processes
+
+LATER = "2026-11-22T09:00:00"
+SINCE_WHEN = datetime.strptime(f"{WHEN}+0000", "%Y-%m-%dT%H:%M:%S%z").timestamp()
+VERIFY = {"job": "2", "name": f"{NAME}-verify"}
+PLAIN = {"job": "7", "name": "shardprep"}
+runs = partial(squeue_line, "0-4", "RUNNING")
+RUNS = runs()
+PLAIN_RUNS = squeue_line("0", "RUNNING", **PLAIN) + squeue_line("[1-2%1]", "PENDING", **PLAIN)
+Step = Callable[[Desk], object]
+
+
+class Case(NamedTuple):
+    """What squeue says and what stands in the folder, and what follows from it.
+
+    HERE in ``queue`` is the name of this folder's jobs, DATA in ``next`` is the folder.
+    """
+
+    queue: str = ""
+    status: Mapping[str, Any] = {}
+    given: Sequence[Step] = (did("submitted"),)  # the record of job 1, of five tasks, and its verify job 2
+    config: str = CONFIG
+    next: str = ""  # what status says to type
+    cancels: str = ""  # what is given to scancel
+    types: str = "submit"  # what is typed then, if ``next`` names nothing
+    sends: str = ""  # shards of the tasks that it sends
+    asks: Sequence[str] = ()  # options of their script
+    ends: int = 0  # its exit code; of cancel, too, where Slurm gives no answer
+
+
+def away(desk: Desk) -> None:
+    (desk.fake.place / "away").touch()
+
+
+def of_somebody_else(desk: Desk) -> None:
+    desk.patch.setattr(os, "access", lambda *_, **__: False)  # root may write everywhere
+
+
+def in_a_folder_with_a_blank(desk: Desk) -> None:
+    desk.data = desk.data.rename(desk.tmp / "my data")
+
+
+def too_many_left_out(desk: Desk) -> None:
+    """Three tries that failed are no reason to refuse what status says."""
+    worker_args = "--input_dir /a"
+    for number, fraction in enumerate(("0.04", "0.06", "0.52")):
+        request = {"worker_args": worker_args}
+        desk.submitted(array(f"10{number}", request=request), verify=f"20{number}", number=number)
+        said = f"too many documents are left out: --max_bad_fraction {fraction}"
+        desk.record(f"10{number}_4", failure(4, 65, said), ended(65), time=1000 + number)
+        worker_args = f"--input_dir /a --max_bad_fraction {fraction}"
+
+
+def run_that_left_too_many_out(desk: Desk) -> None:
+    with desk.run_record("1", "n1", 1).open("a") as record:
+        record.write(failure(1, 65, "too many are left out: --max_bad_fraction 0.06") + ended(65))
+
+
+def failures(index: int, *ends: str) -> list[Step]:
+    """Return steps that leave a record of each attempt at a shard, the newest last."""
+    return [did("record", f"{n}_{index}", end, time=1000 + n) for n, end in enumerate(ends, start=1)]
+
+
+def submitted(**request: Any) -> Step:
+    """Return the step of a submission, granted what it asked for."""
+    granted = {"mem_mb": round(1024 * request.get("mem_gb", 2)), "time_min": request.get("time_min")}
+    return did("submitted", array(request={**request, "exclude": "n1"}, **granted))
+
+
+HOST, AGAIN = socket.gethostname(), "the same again, when Slurm answers: shardprep status DATA"
+MOST_MADE = did("make_done", 0, 1, 2, 3)
+TOO_LARGE = did("record", "1_0", ended(75, stopped_by="OUT_OF_MEMORY"))
+OF_OTHER_CLUSTER = (did("submitted", cluster="other"), did("record", "1_2"))
+OF_KIM = (
+    did("submitted", user="kim"), did("record", "1_1", ended(74)), did("record", "1_2", SLURM_JOB_USER="kim"),
+)  # fmt: skip
+OF_KIM_AND_OURS = (did("record", "7_1", SLURM_JOB_USER="kim"), did("record", "8_2"))
+ACCEPTING, KILLED = "--max_bad_fraction", "killed by signal 9"
+# Of shards 0 to 2: bad input, a set-up, and another cause before two stops.
+OFTEN: Sequence[Step] = (
+    *failures(0, *[ended(65)] * 3), *failures(1, *[ended(2)] * 3), *failures(2, ended(74), *[ended(75)] * 2),
+    did("make_done", 3, 4),
+)  # fmt: skip
+
+CASES = {
+    "a job that waits and runs": Case(
+        squeue_line("0-1", "RUNNING") + squeue_line("[2-4%2]", "PENDING"),
+        {"running": "0-1", "pending": "2-4"}, cancels="1"),
+    "the same number from a controller that lost its state": Case(
+        runs(submit=LATER), {"running": ""}, sends=ALL),
+    "a task that Slurm started again, and dated anew": Case(
+        runs(submit=LATER, restarts="1"), {"running": "0-4"}, cancels="1"),
+    "another plan's job of the same number": Case(
+        runs(name="shardprep-ba9876543210-3f2a91-0"), {"running": ""}, sends=ALL),
+    "another user's job of the same number": Case(runs(user="kim"), {"running": ""}, sends=ALL),
+    "a job that a person renamed": Case(runs(name="mine"), {"running": "0-4"}, cancels="1"),
+    "states of a later Slurm": Case(
+        squeue_line("0-1", "EXPEDITING") + squeue_line("2-4", "RESV_DEL_HOLD"),
+        {"running": "0-1", "pending": "2-4", "failed": ""}, cancels="1"),
+    "what people hold, suspend and requeue": Case(
+        squeue_line("0", "SUSPENDED")
+        + squeue_line("1", "PENDING", "JobHeldUser")
+        + squeue_line("2", "PENDING", "BeginTime", submit=LATER, restarts="1")
+        + squeue_line("3", "REQUEUE_HOLD", "job requeued in held state", submit=LATER, restarts="1")
+        + squeue_line("4", "RUNNING"),
+        {"running": "0,4", "pending": "1-3"}, cancels="1"),
+    "a controller, which is cancelled first, as it would send again what is cancelled": Case(
+        RUNS + squeue_line("N/A", "PENDING", "Dependency", job="9", name="HERE-control"),
+        {"controller_jobs": ["9"]}, cancels="9 1"),
+    # No record says what they make: DATA/jobs was emptied; or sbatch timed out, but Slurm has the job.
+    "a job that runs without a record": Case(
+        runs(name="HERE"), {"unrecorded_jobs": ["1"]}, ends=2, cancels="1", given=()),
+    "a job that waits, held, without a record": Case(
+        squeue_line("0-4", "PENDING", "JobHeldUser", name="HERE"), {"unrecorded_jobs": ["1"]},
+        ends=2, cancels="1", given=()),
+    # Plain sbatch is seen once a task of its array began.
+    "plain sbatch": Case(
+        PLAIN_RUNS, {"running": "0", "pending": "1-2"}, sends="3 4", cancels="7",
+        given=[did("record", "7_0", time=SINCE_WHEN + 1)]),
+    "plain sbatch, of which no task began": Case(
+        PLAIN_RUNS, {"running": "", "pending": ""}, sends=ALL, given=()),
+    "plain sbatch of a controller that gives the id again": Case(
+        PLAIN_RUNS, {"running": "", "pending": ""}, sends=ALL,
+        given=[did("record", "7_0", ended(1), time=1000)]),
+    # What cannot be seen from here is never failed.
+    "another cluster": Case("", {"not_visible": "0-4", "failed": ""}, given=OF_OTHER_CLUSTER),
+    "another cluster, asked by SLURM_CLUSTERS": Case(
+        RUNS, {"running": "0-4"}, cancels="1", given=OF_OTHER_CLUSTER,
+        config=CONFIG.replace("= test", "= other")),
+    "a colleague's jobs on a private site, but for those whose record has an end": Case(
+        "", {"not_visible": "0,2-4", "causes": {"read or write error (74)": "1"}}, sends="1",
+        given=OF_KIM, config=f"{CONFIG}PrivateData = jobs,usage\n"),
+    "a colleague's jobs where all is shown": Case("", {"not_visible": ""}, sends=ALL, given=OF_KIM),
+    "a colleague's plain tasks on a private site, beside those of who looks": Case(
+        "", {"not_visible": "1", "failed": "2"}, sends="0 2 3 4",
+        given=OF_KIM_AND_OURS, config=f"{CONFIG}PrivateData = jobs\n"),
+    "the jobs of a folder of this inode's number on another file system": Case(
+        RUNS, {"running": "", "foreign_jobs": ["1"]}, sends=ALL,
+        given=[lambda desk: desk.submitted(identity=f"{desk.identity.partition('.')[0]}.0")]),
+    "what is not visible is sent by its number alone": Case(
+        status={"not_visible": "0-4"}, given=OF_OTHER_CLUSTER, sends=ALL,
+        next="look where they can be seen; if they do not run: shardprep submit DATA --shards 0-4"),
+    **{
+        f"Slurm {version}": Case(
+            # Job 3 is another's, and of bad input nothing is sent again.
+            queue, {"running": "2-3", "pending": "4", "causes": {"bad input (65)": "0", KILLED: "1"}},
+            cancels="1 2", types="retry", sends="1",
+        )
+        for version, queue in QUEUES.items()
+    },
+    # Slurm gives no answer.
+    "away": Case(
+        status={"done": "0", "failed": "1", "not_visible": "2-4"}, next=AGAIN, ends=74,
+        given=[did("submitted"), did("make_done", 0), did("record", "1_1", ended(74)), away]),
+    "not installed": Case(
+        status={"done": "0", "failed": "1", "not_visible": "2-4"}, next=AGAIN, ends=66,
+        given=[did("submitted"), did("make_done", 0), did("record", "1_1", ended(74)),
+               lambda desk: desk.patch.setenv("PATH", str(desk.data))]),
+    "away, and nobody submitted": Case(given=[away], next="shardprep run DATA", ends=74),
+    "away, and a run left too many out": Case(
+        given=[run_that_left_too_many_out, away], next="shardprep run DATA --max_bad_fraction 0.06", ends=74),
+    # A run of one machine. Where it is not the same, the process has gone, and another has its number.
+    "a run": Case(
+        status={"running": "1-2"}, sends="0 3 4",
+        given=[did("run_record", "1-2", HOST, os.getpid(), is_this_process=True)]),
+    "a run that was killed": Case(
+        status={"failed": "1-2"}, sends=ALL, given=[did("run_record", "1-2", HOST, os.getpid())]),
+    "a run elsewhere": Case(
+        status={"not_visible": "1-2"}, sends="0 3 4", given=[did("run_record", "1-2", "another.host", 1)]),
+    # What is next, which is typed.
+    "a folder to quote": Case(given=[in_a_folder_with_a_blank], next="shardprep submit DATA", sends=ALL),
+    "nobody may write": Case(
+        given=[of_somebody_else], next="its owner goes on, as you may not write into DATA", ends=73),
+    "the same cause three times": Case(
+        given=[MOST_MADE, *failures(4, *[ended(74)] * 3)], sends="4",
+        next="correct the cause, then: shardprep retry DATA --shards 4"),
+    "too little time three times, of which a retry asks for more": Case(
+        given=[MOST_MADE, *failures(4, *[ended(75, stopped_by="TIMEOUT")] * 3)], sends="4",
+        next="shardprep retry DATA --shards 4"),
+    "too many are left out": Case(
+        given=[MOST_MADE, too_many_left_out], sends="4",
+        next=f"shardprep retry DATA --worker_args '--input_dir /a {ACCEPTING} 0.06 {ACCEPTING} 0.52'"),
+    # What retry leaves, and what it asks for.
+    "failed too often": Case(status={"can_retry": "2"}, given=OFTEN, types="retry", sends="2"),
+    "failed too often, then other memory": Case(given=OFTEN, types="retry --mem_gb 1", sends="1 2"),
+    "failed too often, then other arguments": Case(
+        given=OFTEN, types="retry --worker_args '--max_bad_fraction 1'", sends="0 1 2"),
+    "the newest attempt, where an older one left no record": Case(
+        squeue_line("0", "NODE_FAIL"), {"causes": {"OUT_OF_MEMORY": "0"}}, sends=ALL,
+        given=[did("submitted"), did("submitted", array("3"), verify="4", number=1, submitted=2.5),
+               did("record", "3_0", ended(75, stopped_by="OUT_OF_MEMORY"))]),
+    "too little memory": Case(
+        given=[submitted(mem_gb=1), TOO_LARGE], types="retry --shards 0 --account mine", sends="0",
+        asks=["mem=2048M", "exclude=n1", "account=mine"]),
+    "too little memory, up to the largest node's": Case(
+        given=[submitted(mem_gb=4), TOO_LARGE,
+               lambda desk: desk.fake.answers("sinfo", "cpu*|idle|6000|64|infinite\n")],
+        types="retry --shards 0", sends="0", asks=["mem=6000M"]),
+    "too little memory per CPU": Case(
+        given=[submitted(mem_per_cpu_gb=0.5, cpus_per_task=4), TOO_LARGE],
+        types="retry --shards 0", sends="0", asks=["mem-per-cpu=1024M"]),
+    "too little time, after scontrol update jobid=1 timelimit=240": Case(
+        squeue_line("0", "TIMEOUT", elapsed="4:00:20"), given=[submitted(time_min=60)],
+        types="retry --shards 0", sends="0", asks=["time=480"]),
+    "too little time, and Slurm ended it late": Case(
+        squeue_line("0", "TIMEOUT", elapsed="1:01:50"), given=[submitted(time_min=60)],
+        types="retry --shards 0", sends="0", asks=["time=120"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_may_run_is_never_sent_again_nor_what_others_sent_cancelled(desk: Desk, name: str) -> None:
+    case = CASES[name]
+    for step in case.given:
+        step(desk)
+    desk.fake.answers("config", case.config)
+    desk.queue(case.queue.replace("HERE", desk.job_name))
+    state, line = desk.status(), desk.next()
+    assert {field: state[field] for field in case.status} == case.status
+    assert not case.next or line == f"next: {case.next}".replace("DATA", shlex.quote(str(desk.data)))
+    desk.slurm("cancel", code=case.ends if case.ends in (66, 74) else 0)
+    assert desk.cancelled() == ([case.cancels] if case.cancels else [])
+    word, *flags = shlex.split(case.types)
+    words = shlex.split(line.partition("shardprep ")[2]) if case.next else []
+    if words[:1] not in (["submit"], ["retry"]):
+        words = [word, str(desk.data), *flags]
+    assert call_main(*words).code == case.ends
+    assert desk.sent_shards() == ([case.sends] if case.sends else [])
+    script = "".join(desk.fake.sent()).splitlines()
+    assert {f"#SBATCH --{option}" for option in case.asks} <= set(script)
+
+
+def test_cancel_of_some_shards_ends_their_tasks_alone_and_no_part_of_a_task(desk: Desk) -> None:
+    desk.submitted(array(tasks=["0", "1", "2", "3-4"]))
+    desk.queue(squeue_line("0-3", "PENDING", "Priority"))
+    desk.slurm("cancel", "--shards", "2-3", code=2)
+    assert not desk.cancelled()
+    desk.slurm("cancel", "--shards", "1,3-4")
+    assert desk.cancelled() == ["1_1 1_3"]
+
+
+def test_a_copy_leaves_the_jobs_of_its_original_alone_and_names_all_of_them(desk: Desk) -> None:
+    desk.submitted()
+    desk.record("1_0")
+    copy = Desk(data=Path(shutil.copytree(desk.data, desk.tmp / "copy")), fake=desk.fake)
+    desk.queue(squeue_line("0-4", "CANCELLED"))
+    assert copy.status()["foreign_jobs"] == [], "those that go on alone"
+    desk.queue(RUNS, squeue_line("N/A", "PENDING", job="9", name=f"{desk.job_name}-control"))
+    state = copy.status()
+    assert (state["running"], state["not_submitted"], state["foreign_jobs"]) == ("", "0-4", ["1", "9"])
+    assert "scancel 1 9\n" in copy.slurm("cancel")
+    assert not desk.cancelled()
+    desk.data = desk.data.rename(desk.tmp / "moved")
+    assert desk.status()["running"] == "0-4", "a move keeps what a folder is"
+
+
+@pytest.mark.parametrize("clusters", ["test,other", "all"])
+def test_another_cluster_is_named_and_several_at_once_are_refused(desk: Desk, clusters: str) -> None:
+    desk.submitted(cluster="other")
+    assert "SLURM_CLUSTERS=other" in desk.status()["why_not_visible"]
+    for name in ("submit", "status", "retry", "cancel"):
+        desk.slurm(name, code=2, SLURM_CLUSTERS=clusters)
+    assert len(desk.fake.calls("sbatch") + desk.fake.calls("squeue")) == 1, "Slurm is not asked"
+
+
+def test_who_looks_from_another_time_zone_sees_the_same_job_and_its_start_in_their_own(desk: Desk) -> None:
+    """Slurm prints its times in the zone of who asks."""
+    desk.submitted()
+    waits = squeue_line("0-4", "PENDING", start="2026-11-23T08:00:00").strip()
+    desk.fake.answers_by("squeue", f"[[ $TZ != UTC0 ]] || echo '{waits}'")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TZ", "KST-9")
+        time.tzset()
+        state = desk.status()
+    time.tzset()
+    assert (state["pending"], state["waits_for"][0]["starts"]) == ("0-4", "2026-11-23T17:00:00")
+
+
+# --- no answer, or a part of one
+
+TEXT = squeue_line("0-2", "RUNNING") + squeue_line("3-4", "PENDING", "Priority")
+NO_ANSWERS = [
+    "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
+    "slurm_load_jobs error: Socket timed out on send/recv operation",
+    "error: Munge decode failed: Expired credential",
+    "slurm_load_jobs error: Protocol authentication error",
+    "slurm_load_jobs error: Zero Bytes were transmitted or received",
+    "squeue: error: 'other' can't be reached now, or it is an invalid entry for SLURM_CLUSTERS.",
+]
+GARBAGE = ["x", "1|0|RUN", "|||||||||\n", "\0\0", "1|0|FAILED|x|many|n1|0:00|4|root|n|\n", "\ufffd" * 99]
+CUT = [TEXT[:size] for size in (3, 40, len(TEXT) - 60, len(TEXT) - 10)]
+SILENT = "squeue: error: cluster two: Unable to contact slurm controller"
+# What squeue prints on standard output and as an error, and its exit code.
+ANSWERS = [
+    *(("", words, 1) for words in NO_ANSWERS),
+    *((text, "", 0) for text in CUT),
+    *((f"{text}\udcff", "", 0) for text in GARBAGE),
+    (TEXT, SILENT, 0),  # of another server
+]
+
+
+def test_without_an_answer_nothing_is_called_failed_nor_sent_again(desk: Desk) -> None:
+    """A credential expires, or is from the future, where clocks differ by more than munge allows."""
+    desk.submitted()
+    desk.log("1_0.log", "shardprep: node n1: shard 0 begins\n")
+    desk.fake.answers_by("squeue", "cat PLACE/out; cat PLACE/err >&2; exit $(<PLACE/code)")
+    for out, err, code in ANSWERS:
+        desk.fake.answers("out", out.encode(errors="surrogateescape"))
+        desk.fake.answers("err", err)
+        desk.fake.answers("code", str(code))
+        state = desk.status()
+        assert (state["failed"], state["not_visible"], bool(state["slurm_away"])) == ("", "0-4", True), out
+        for name in ("submit", "retry", "cancel"):
+            desk.slurm(name, code=74)
+    assert not desk.fake.sent()
+    assert not desk.cancelled()
+
+
+def test_wait_outlasts_a_controller_that_restarts_and_ends_after_an_hour(desk: Desk) -> None:
+    desk.submitted()
+    waits: list[float] = []
+    # Slurm answers the first question, which submit asks, and then no more.
+    once = "[[ ! -e PLACE/answered ]] || { echo 'Socket timed out' >&2; exit 1; }"
+    desk.fake.answers_by("squeue", f"{once}; touch PLACE/answered; echo {shlex.quote(RUNS.strip())}")
+    desk.at_waits(waits.append)
+    desk.slurm("submit", "--wait", code=74)
+    assert waits[:3] == [5, 10, 20]
+    assert 3000 < sum(waits) < 4000
+
+
+def test_a_shard_that_is_done_while_status_looks_is_not_called_failed(desk: Desk) -> None:
+    """A controller that restarts takes its time for an answer: meanwhile the task ends."""
+    desk.submitted()
+    record = desk.record("1_0")
+    desk.make_done(0)
+    manifest = desk.data / "shard-00000.json"
+    hidden = manifest.rename(desk.data / "later")
+    ends = f"{shlex.join(['mv', str(hidden), str(manifest)])}; {shlex.join(['rm', str(record)])}"
+    desk.fake.answers_by("squeue", f"{ends}; echo {shlex.quote(squeue_line('1-4', 'RUNNING').strip())}")
+    state = desk.status()
+    assert (state["done"], state["failed"]) == ("0", "")
+
+
+# --- what only a person can do
+
+
+@pytest.mark.parametrize(
+    ("reason", "typed"),
+    [
+        ("launch failed requeued held", "scontrol release 1"),
+        ("JobHeldUser", "scontrol release 1"),
+        *((f"Partition{what}", "shardprep cancel {}") for what in ("TimeLimit", "Config")),
+        *((f"{whose}GrpCPUMinutesLimit", "shardprep cancel {}") for whose in ("QOS", "Assoc")),
+        ("AssocMaxWallDurationPerJobLimit", "shardprep cancel {}"),
+        ("JobHeldAdmin", ""),  # only an administrator can go on
+        ("QOSGrpCPURunMinutesLimit", None),
+        ("Resources", None),
+    ],
+)
+def test_what_waits_for_a_person_is_told_and_ends_a_wait(desk: Desk, reason: str, typed: str | None) -> None:
+    desk.submitted()
+    desk.queue(squeue_line("0-4", "PENDING", reason), squeue_line("N/A", "PENDING", "Dependency", **VERIFY))
+    (waits,) = desk.status()["waits_for"]
+    assert (waits["reason"], waits["to_type"]) == (reason, (typed or "").format(desk.data))
+    assert waits["means"]
+    if typed is None:
+        assert desk.next().endswith("--watch")
+        return
+    assert not typed or desk.next() == f"next: {waits['to_type']}"
+    desk.at_waits(lambda _: pytest.fail("it waits"))
+    desk.slurm("submit", "--wait", code=74)
+
+
+def test_wait_does_not_wait_for_a_verify_job_that_a_later_one_made_needless(desk: Desk) -> None:
+    """It was to run where the nodes are down by now."""
+    desk.submitted()
+    desk.submitted(array("5"), verify="6", number=1)
+    desk.make_done(*range(5))
+    desk.slurm("verify")
+    reason = "Nodes required for job are DOWN"
+    desk.queue(squeue_line("N/A", "PENDING", reason, **VERIFY))
+    desk.at_waits(lambda _: pytest.fail("it waits"))
+    desk.slurm("submit", "--wait")
+    desk.queue(squeue_line("N/A", "PENDING", reason, **{**VERIFY, "job": "6"}))
+    with pytest.raises(pytest.fail.Exception):
+        desk.slurm("submit", "--wait")
 
 
 # --- the page
 
 
-def test_every_field_of_json_is_documented_and_every_documented_field_is_there(desk: Desk) -> None:
+@pytest.mark.parametrize("command", ["status", "report"])
+def test_fields_of_json_are_those_that_are_documented(desk: Desk, command: str) -> None:
     desk.submitted()
     desk.queue(squeue_line("0", "PENDING", "Resources"), QUEUES["24.11.5"])
-    page = (ROOT / "docs" / "status_json.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / f"{command}_json.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE)
-    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(desk.status())
+    fields = json.loads(desk.command(command, "--json").out)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(fields)
 
 
-def test_the_speed_is_that_since_the_newest_submission_and_what_waits_for_later_is_not_made_sooner(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_speed_counts_since_the_newest_submission_and_waits_count(desk: Desk) -> None:
     now = time.time()
-    monkeypatch.setattr("slurm.status.time.time", lambda: now)
+    desk.patch.setattr("slurm.status.time.time", lambda: now)
     desk.submitted(submitted=now - 1000)
     desk.submitted(array("5"), verify="6", number=1, submitted=now - 60)
     desk.queue(squeue_line("1-4", "RUNNING", job="5"))
@@ -84,140 +461,49 @@ def test_a_verify_job_that_ran_out_of_time_or_never_begins_is_told(desk: Desk) -
     assert "PartitionTimeLimit" in desk.status()["verify_trouble"]
 
 
-class Asked:
-    """Counts what is asked of the file system below a folder."""
+def test_a_status_reads_each_manifest_and_record_once_and_the_next_look_reads_none_again(desk: Desk) -> None:
+    counts = Counter[tuple[str, str]]()  # of calls of the file system, and the names of files
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.counts = str(folder), Counter[str]()
-        for name in ("open", "stat", "scandir", "listdir"):
-            monkeypatch.setattr(os, name, self._counting(name, getattr(os, name)))
-
-    def _counting(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(path: Any = ".", *args: Any, **settings: Any) -> Any:
-            if str(path).startswith(self.folder):
-                suffix = Path(str(path)).suffix
-                self.counts[f"open {suffix}" if name == "open" else "stat" if name == "stat" else "list"] += 1
+    def counting(call: str, real: Any) -> Any:
+        def counted(path: Any = ".", *args: Any, **settings: Any) -> Any:
+            counts[call, Path(str(path)).name] += 1
             return real(path, *args, **settings)
 
-        return call
+        return counted
 
-
-def test_a_status_reads_each_manifest_and_record_once_and_the_next_look_reads_none_of_them_again(
-    fake: FakeSlurm, prep: Prep, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """290 manifests and 10 failures; of 10,000 it is so, too."""
-    num_shards, num_failed = 300, 10
-    desk = Desk(data=tmp_path / "data", fake=fake)
-    prep.plan(sample_dir, desk.data, num_shards=num_shards)
-    prep.make(desk.data, 0)
-    first = desk.data / "shard-00000.json"
-    for shard_id in range(1, num_shards - num_failed):
-        path = desk.data / f"shard-{shard_id:05d}.json"
-        for suffix in (".tar", ".idx"):
-            path.with_suffix(suffix).symlink_to(first.with_suffix(suffix))
-        shutil.copy(first, path)
-        rewrite_json(path, shard_id=shard_id)
-    desk.submitted(array(tasks=[str(number) for number in range(num_shards)]))
-    for shard_id in range(num_shards - num_failed, num_shards):
-        log = desk.log(f"1_{shard_id}.log", "an error\n")
-        desk.record(f"1_{shard_id}", ended(74), log=str(log))
-    runs = squeue_line("N/A", "RUNNING", job="2", name=f"{NAME}-verify")
-    desk.queue(runs)
-    asked, looks = Asked(desk.data, monkeypatch), list[Counter[str]]()
+    desk.submitted()
+    desk.make_done(0, 1, 2)
+    for index in (3, 4):
+        desk.record(f"1_{index}", ended(74), log=str(desk.log(f"1_{index}.log", "an error\n")))
+    desk.queue(squeue_line("N/A", "RUNNING", **VERIFY))
+    for name in ("open", "stat", "scandir", "listdir"):
+        desk.patch.setattr(os, name, counting(name, getattr(os, name)))
+    looks = []
 
     def sleep(_: float) -> None:
-        calls = {f"start {name}": len(fake.calls(name)) for name in ("squeue", "scontrol")}
-        looks.append(asked.counts + Counter(calls))
-        asked.counts.clear()
+        looks.append(counts.copy())
         desk.queue("")  # the next look is the last one
 
-    call_at_waits(monkeypatch, sleep)
+    desk.at_waits(sleep)
     desk.slurm("status", "--watch")
-    (seen,), again = looks, asked.counts
-    few = 6  # plan.json, its tokenizer, a submission, index.json
-    assert (seen["start squeue"], seen["start scontrol"]) == (1, 1)
-    assert seen["open .log"] == 8, "the newest failures'"
-    assert num_shards - num_failed <= seen["open .json"] <= num_shards - num_failed + few
-    assert seen["open .r0"] == 2 * num_failed, "before Slurm is asked, and after"
-    assert seen["list"] <= 4, "the folder, its jobs, and twice the attempts"
-    assert seen["stat"] <= 2 * num_shards + few, "tar and idx of each"
-    assert (len(fake.calls("squeue")), len(fake.calls("scontrol"))) == (2, 1)
-    assert again["open .json"] <= few
-    assert again["stat"] <= few
+    names = [f"shard-{number:05d}" for number in range(3)]
+    for call, suffixes in (("open", ["json"]), ("stat", ["tar", "idx"])):
+        for name in [f"{name}.{suffix}" for name in names for suffix in suffixes]:
+            assert looks[0][call, name] == counts[call, name] == 1, name
+    assert looks[0]["open", "1_3.r0"] == 2, "before Slurm is asked, and after"
+    assert looks[0]["open", "1_3.log"] == 1
+    assert looks[0]["scandir", "data"] + looks[0]["listdir", "data"] == 1
+    assert (len(desk.fake.calls("squeue")), len(desk.fake.calls("scontrol"))) == (2, 1)
 
 
-# --- next
-
-
-@pytest.mark.parametrize(
-    ("end", "first"),
-    [
-        (ended(74), "correct the cause, then: "),
-        (ended(75, stopped_by="TIMEOUT"), ""),  # the retry itself asks for more
-    ],
-)
-def test_next_is_never_a_retry_that_would_be_refused(desk: Desk, end: str, first: str) -> None:
-    desk.make_done(0, 1, 2, 3)
-    for number in range(3):
-        desk.record(f"{number + 1}_4", end, time=1000 + number)
-    assert desk.next() == f"next: {first}shardprep retry {desk.data} --shards 4"
-    desk.slurm("retry", code=74)
-    desk.slurm("retry", "--shards", 4)
-    assert desk.sent_shards() == ["4"]
-
-
-def test_next_accepts_the_share_of_bad_documents_that_the_worker_found_and_keeps_other_arguments(
-    desk: Desk,
-) -> None:
-    """Three tries that failed are no reason to refuse what status says."""
-    desk.make_done(0, 1, 2, 3)
-    had = ""
-    for number, fraction in enumerate(("0.04", "0.06", "0.52")):
-        request = {"worker_args": f"--input_dir /a{had}"}
-        desk.submitted(array(f"10{number}", request=request), verify=f"20{number}", number=number)
-        said = f"too many documents are left out: --max_bad_fraction {fraction}"
-        desk.record(f"10{number}_4", failure(4, 65, said), ended(65), time=1000 + number)
-        name, _, *words = shlex.split(desk.next().removeprefix("next: shardprep "))
-        assert words[-1].split()[-1] == fraction
-        assert words[-1].startswith("--input_dir /a ")
-        desk.slurm(name, *words, "--dry_run")
-        had = f" --max_bad_fraction {fraction}"
-
-
-def test_watch_goes_on_while_a_run_on_this_machine_makes_shards(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = desk.run_record("1", socket.gethostname(), os.getpid(), is_this_process=True)
-    looks: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        looks.append(seconds)
-        path.unlink()
-
-    call_at_waits(monkeypatch, sleep)
+def test_watch_goes_on_while_a_run_on_this_machine_makes_shards(desk: Desk) -> None:
+    path, looks = desk.run_record("1", socket.gethostname(), os.getpid(), is_this_process=True), list[None]()
+    desk.at_waits(lambda _: looks.append(path.unlink()))
     desk.slurm("status", "--watch")
     assert len(looks) == 1
 
 
-def test_where_slurm_gives_no_answer_a_set_that_nobody_submitted_is_made_by_run(desk: Desk) -> None:
-    assert desk.next() == f"next: shardprep submit {desk.data}"
-    (desk.fake.place / "away").touch()
-    assert desk.next() == f"next: shardprep run {desk.data}"
-    with desk.run_record("1", "n1", 1).open("a") as record:
-        record.write(failure(1, 65, "too many are left out: --max_bad_fraction 0.06") + ended(65))
-    assert desk.next() == f"next: shardprep run {desk.data} --max_bad_fraction 0.06"
-
-
-def test_next_quotes_the_folder_and_who_may_not_write_is_shown_no_command_that_writes(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    desk.data = desk.data.rename(desk.data.with_name("my data"))
-    assert f"shardprep submit '{desk.data}'" in desk.next()
-    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # root may write everywhere
-    assert "shardprep" not in desk.next()
-
-
-# --- retry
+# --- retry and --until_done
 
 
 def test_retry_and_the_line_that_verify_prints_make_what_it_found_wrong(desk: Desk) -> None:
@@ -234,67 +520,16 @@ def test_retry_and_the_line_that_verify_prints_make_what_it_found_wrong(desk: De
     assert desk.status()["wrong"] == ""
 
 
-@pytest.mark.parametrize(
-    ("request_", "mem_mb", "node_mb", "option"),
-    [
-        ({"mem_gb": 1}, 1000, 8000, "mem=2000M"),
-        ({"mem_gb": 1}, 1000, 1500, "mem=1500M"),  # the largest node's
-        ({"mem_per_cpu_gb": 0.5, "cpus_per_task": 4}, 2048, 8000, "mem-per-cpu=1024M"),
-    ],
-)
-def test_retry_doubles_the_memory_of_what_ran_out_of_it_up_to_the_largest_node(
-    desk: Desk, request_: dict[str, Any], mem_mb: int, node_mb: int, option: str
-) -> None:
-    desk.submitted(array(request=request_, mem_mb=mem_mb))
-    desk.record("1_0", ended(75, stopped_by="OUT_OF_MEMORY"))
-    desk.fake.answers("sinfo", f"cpu*|idle|{node_mb}|64|infinite\n")
-    desk.slurm("retry", "--shards", 0)
-    assert f"#SBATCH --{option}\n" in desk.fake.sent()[0]
-
-
-@pytest.mark.parametrize(("had", "asked"), [("4:00:20", 480), ("1:01:50", 120)])
-def test_retry_doubles_the_time_that_a_task_was_given(desk: Desk, had: str, asked: int) -> None:
-    """After --time_min 60 and scontrol update jobid=1 timelimit=240; or Slurm ended it late."""
-    desk.submitted(array(request={"time_min": 60, "exclude": "n1"}, time_min=60))
-    desk.queue(squeue_line("0", "TIMEOUT", elapsed=had))
-    desk.slurm("retry", "--mem_gb", 3)
-    lines = "".join(desk.fake.sent()).splitlines()
-    assert f"#SBATCH --time={asked}" in lines
-    assert {"#SBATCH --exclude=n1", "#SBATCH --mem=3072M"} <= set(lines), "and keeps the rest"
-
-
-def test_a_shard_is_left_after_failing_the_same_way_too_often_unless_something_is_changed(
-    desk: Desk,
-) -> None:
-    for number, codes in enumerate(((65, 2, 74), (65, 2, 75), (65, 2, 75))):
-        for index, code in enumerate(codes):
-            desk.record(f"{number + 1}_{index}", ended(code), time=1000 + number)
-    desk.make_done(3, 4)
-    assert desk.status()["can_retry"] == "2", "whose last two failures are of one kind, and the first not"
-    accepted = {"": "2", "--mem_gb 1": "1 2", "--worker_args '--max_bad_fraction 1'": "0 1 2"}
-    for flags, shards in accepted.items():
-        shown = desk.slurm("retry", *shlex.split(flags), "--dry_run")
-        assert f"shards_of=({shards})" in shown, flags
-
-
-# --- until all is done
-
-
-def control_line(desk: Desk, job: str) -> str:
-    return squeue_line("N/A", "PENDING", "Dependency", job=job, name=f"{desk.job_name}-control")
-
-
-def test_until_done_leaves_a_controller_that_does_the_same_behind_what_it_sends(desk: Desk) -> None:
-    desk.slurm("submit", "--until_done")
+def test_until_done_leaves_a_controller_that_does_the_same_a_few_times(desk: Desk) -> None:
+    desk.slurm("submit", "--until_done", "--shards", "0-4")
     controller = desk.fake.sent()[2]
-    assert f"retry {desk.data} --until_done --round 1" in controller
+    assert f"retry {desk.data} --until_done --round 1 --shards 0-4" in controller, "of what was asked for"
     assert f"--job-name={desk.job_name}-control" in controller
     assert "--dependency=afterany:1:2" in desk.fake.calls("sbatch")[-1]
-    desk.make_done(0, 1, 2, 3)
     desk.record("1_4", ended(75, stopped_by="OUT_OF_MEMORY"))
+    desk.make_done(0, 1, 2, 3)
     desk.slurm("retry", "--until_done", "--round", 1)
     assert desk.sent_shards()[1:] == ["4"]
-    assert "#SBATCH --mem=200M" in desk.fake.sent()[3], "twice the 100 MB that it had"
     assert "--round 2" in desk.fake.sent()[5]
     assert desk.events()[-1]["causes"] == {"OUT_OF_MEMORY": "4"}
     desk.slurm("retry", "--until_done", "--round", 6, code=74)
@@ -302,55 +537,47 @@ def test_until_done_leaves_a_controller_that_does_the_same_behind_what_it_sends(
     assert len(desk.fake.sent()) == 6
 
 
-def test_until_done_stops_where_only_people_can_help_and_tells_whom_notify_names_once(
-    desk: Desk, tmp_path: Path
-) -> None:
-    notify = f'echo "$SHARDPREP_RESULT" >>{tmp_path / "told"}'
-    desk.slurm("submit", "--until_done", "--notify", notify)
+def test_until_done_stops_where_only_people_can_help_and_tells_whom_notify_names_once(desk: Desk) -> None:
+    told = desk.tmp / "told"
+    desk.slurm("submit", "--until_done", "--notify", f'echo "$SHARDPREP_RESULT" >>{told}')
     assert not any("shardprep_notify=" in script for script in desk.fake.sent()), "not before the end"
     desk.make_done(0, 1, 2, 3)
     desk.record("1_4", ended(65))
     desk.slurm("retry", "--until_done", code=74)
     assert "bad input (65)" in desk.events()[-1]["why"]
-    assert (tmp_path / "told").read_text() == "not verified\n"
+    assert told.read_text() == "not verified\n"
     desk.record("1_4", ended(74))  # a controller that cannot go on says so, too
     desk.slurm("retry", "--until_done", "--setup", "/no/such/file", code=2)
     assert "/no/such/file" in desk.events()[-1]["why"]
 
 
-def test_a_controller_that_died_is_told_unless_somebody_ended_it(desk: Desk) -> None:
-    desk.slurm("submit", "--until_done")
+def test_one_controller_is_left_and_one_that_died_is_told_unless_somebody_ended_it(desk: Desk) -> None:
+    control = squeue_line("N/A", "PENDING", "Dependency", job="3", name=f"{desk.job_name}-control")
+    desk.slurm("submit", "--until_done", "--shards", "0-2")
     assert desk.status()["controller_lost"] == "3"
     assert "control-3.log" in desk.slurm("status")
-    desk.queue(squeue_line("0-4", "PENDING", name=desk.job_name))
+    desk.queue(squeue_line("0-2", "PENDING", name=desk.job_name))
     desk.slurm("cancel", "--shards", 0)
-    assert desk.cancelled() == ["1_0"]
     assert desk.status()["controller_lost"] == "3"
-    desk.queue(control_line(desk, "3"))
+    desk.queue(control)
     assert desk.status()["controller_lost"] == ""
+    desk.slurm("submit", "--until_done", "--shards", "3")
+    assert desk.cancelled() == ["1_0", "3"], "the one before"
+    desk.queue(control.replace("3|", "6|", 1))
+    desk.make_done(*range(5))
+    desk.slurm("submit", "--until_done")
+    assert len(desk.fake.sent()) == 6, "the one that is there does it"
     desk.slurm("cancel")
     desk.queue("")
     assert desk.status()["controller_lost"] == ""
 
 
-def test_another_submit_with_until_done_leaves_one_controller(desk: Desk) -> None:
-    desk.slurm("submit", "--until_done", "--shards", "0-2")
-    desk.queue(control_line(desk, "3"))
-    assert "--shards 0-2" in desk.fake.sent()[2], "it keeps to the shards that were asked for"
-    desk.slurm("submit", "--until_done", "--shards", "3")
-    assert desk.cancelled() == ["3"]
-    desk.make_done(*range(5))
-    desk.slurm("submit", "--until_done")
-    assert len(desk.fake.sent()) == 6, "the one that is there does it"
-
-
 def test_clean_removes_the_logs_of_tasks_once_all_is_verified(desk: Desk) -> None:
-    kept = ["control-9.log", "verify-8.log"]
-    for name in ("7_0.log", *kept):
-        logs = desk.log(name, "words\n").parent
+    names = ["7_0.log", "control-9.log", "verify-8.log"]
+    *_, logs = (desk.log(name, "words\n").parent for name in names)
     desk.slurm("clean")
     assert len(list(logs.iterdir())) == 3
     desk.make_done(*range(5))
-    desk.write_index()
+    desk.slurm("verify")
     desk.slurm("clean")
-    assert sorted(path.name for path in logs.iterdir()) == kept
+    assert sorted(path.name for path in logs.iterdir()) == names[1:]

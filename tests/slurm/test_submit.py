@@ -1,4 +1,7 @@
-"""What ``submit`` asks Slurm for and how it gets there: values, scripts, refusals, two submitters at once."""
+"""What ``submit`` asks Slurm for and how it gets there: values, scripts, refusals, two submitters at once.
+
+tests/oracle/test_refusals.py has the requests that are refused by name.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ from tests.slurm.fake_slurm import ALL, JOB, WHEN, Desk, array, squeue_line
 
 pytestmark = pytest.mark.processes
 
+PYTHON, SETUP, CONTAINER = "SHARDPREP_PYTHON", "SHARDPREP_SETUP", "SHARDPREP_EXEC"
+
 
 # --- values
 
@@ -34,63 +39,41 @@ pytestmark = pytest.mark.processes
         ({"SBATCH_MEM_PER_NODE": "300"}, "", {"mem": "300M"}),
         ({"SBATCH_MEM_PER_NODE": "2G"}, "", {"mem": "2048M"}),
         ({"SBATCH_MEM_PER_CPU": "512M"}, "", {"mem-per-cpu": "512M"}),
-        ({"SBATCH_MEM_PER_NODE": "2G"}, "--mem_per_cpu_gb 2", {"mem-per-cpu": "2048M", "mem": None}),
+        ({"SBATCH_MEM_PER_NODE": "2G"}, "--mem_per_cpu_gb 2", {"mem-per-cpu": "2048M", "mem": ""}),
         ({"SBATCH_ACCOUNT": "a", "SBATCH_QOS": "q"}, "--account mine", {"account": "mine", "qos": "q"}),
         ({"SBATCH_PARTITION": "p"}, "--mem_gb 1.5", {"partition": "p", "mem": "1536M"}),
         ({"SBATCH_EXCLUDE": "n[1-2]"}, "", {"exclude": "n[1-2]"}),
         ({}, "--cpus_per_task 9", {"cpus-per-task": "9"}),
-        ({}, "", {"cpus-per-task": "1"}),
+        ({}, "", {"cpus-per-task": "1", PYTHON: sys.executable, SETUP: "", CONTAINER: ""}),
+        ({PYTHON: "p"}, "", {PYTHON: "p"}),
+        ({}, "--container 'apptainer exec i'", {PYTHON: "", CONTAINER: "apptainer exec i"}),
+        ({}, "--setup /etc/hostname", {PYTHON: "", SETUP: "/etc/hostname"}),
     ],
 )
-def test_values_are_of_flags_or_else_of_sbatchs_variables_and_a_task_has_one_cpu_by_default(
-    desk: Desk, environ: dict[str, Any], flags: str, expected: dict[str, str | None]
+def test_values_are_of_flags_or_else_of_variables_and_a_task_has_one_cpu_and_this_python_by_default(
+    desk: Desk, environ: dict[str, Any], flags: str, expected: dict[str, str]
 ) -> None:
+    """A setup or a container brings another Python."""
     desk.fake.answers("sinfo", "cpu*|idle|4000|4|infinite\n")
     shown = desk.slurm("submit", *shlex.split(flags), "--dry_run", **environ).partition("-verify")[0]
-    found = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", shown, re.MULTILINE))
-    assert {name: found.get(name) for name in expected} == expected
+    lines = re.findall(r"^(?:#SBATCH --|export )([\w-]+)=(.*)$", shown, re.MULTILINE)
+    found = {name: "".join(shlex.split(value)) for name, value in lines}
+    assert {name: found.get(name, "") for name in expected} == expected
 
 
-def test_a_dry_run_says_where_values_came_from_and_prints_what_submit_sends_also_in_another_job(
-    desk: Desk,
-) -> None:
-    shown = desk.slurm("submit", "--mem_gb", 2, "--dry_run", SBATCH_ACCOUNT="env")
-    assert ("(SBATCH_ACCOUNT)" in shown, "(flag)" in shown) == (True, True)
+def test_a_dry_run_prints_what_submit_sends_and_needs_no_controller_and_no_slurm_at_all(desk: Desk) -> None:
+    words, account = ("submit", "--mem_gb", 2), {"SBATCH_ACCOUNT": "env"}
+    shown = desk.slurm(*words, "--dry_run", **account)
+    assert ("(SBATCH_ACCOUNT)" in shown, "(flag)" in shown) == (True, True), "where values came from"
     assert not desk.fake.sent()
     names = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "CPUS_PER_TASK", "JOB_NAME")
-    in_a_job: dict[str, Any] = {f"SLURM_{name}": "9" for name in names}
-    desk.slurm("submit", "--mem_gb", 2, SBATCH_ACCOUNT="env", **in_a_job)
+    desk.slurm(*words, **account, **{f"SLURM_{name}": "9" for name in names})  # in another job
     assert "\n".join(desk.fake.sent()) in shown
     kept = sorted((desk.data / "jobs").glob("*.sh"))
     assert [path.read_text() for path in kept] == desk.fake.sent()
-
-
-def test_a_dry_run_needs_no_controller_and_no_slurm_at_all(desk: Desk, tmp_path: Path) -> None:
-    desk.submitted()
     (desk.fake.place / "away").touch()
     assert "shards_of=(0 1 2 3 4)" in desk.slurm("submit", "--dry_run")
-    assert "#SBATCH --array=0-4%5" in desk.slurm("submit", "--dry_run", PATH=str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        *("--mem_gb 0", "--max_parallel -1", "--mem_gb 1 --mem_per_cpu_gb 1", "--cpus_per_task all"),
-        *("--sbatch_args --array=0-3", "--sbatch_args -Mother", "--sbatch_args -Jmine"),
-        *(f"--time_min {10**40}", '--worker_args "\'"', "--setup gone.sh", "--shards 7"),
-        *("--partition 'cpu\ntouch INJECTED'", "SBATCH_TIMELIMIT=much", "SBATCH_MEM_PER_NODE=much"),
-    ],
-)
-def test_a_request_that_cannot_be_is_refused_by_name_and_nothing_is_sent_or_written(
-    desk: Desk, words: str
-) -> None:
-    name, _, value = words.partition("=")
-    if name.startswith("SBATCH"):
-        assert name in desk.slurm("submit", code=2, **{name: value})
-    else:
-        assert words.split()[0] in desk.slurm("submit", *shlex.split(words), code=2)
-    assert not desk.fake.sent()
-    assert not (desk.data / "jobs").exists()
+    assert "#SBATCH --array=0-4%5" in desk.slurm("submit", "--dry_run", PATH=str(desk.tmp))
 
 
 # --- scripts
@@ -105,37 +88,17 @@ def run_head(script: str, folder: Path, index: int = 0) -> list[str]:
     return done.stdout.split("\0")[:-1]
 
 
-def test_the_script_is_prep_array_with_a_head_that_maps_an_index_to_shards(
-    desk: Desk, tmp_path: Path
-) -> None:
-    desk.data = desk.data.rename(tmp_path / "it's 5% of all")
+def test_the_script_is_prep_array_with_a_head_that_maps_an_index_to_shards(desk: Desk) -> None:
+    desk.data = desk.data.rename(desk.tmp / "it's 5% of all")
     desk.make_done(2)
     desk.slurm("submit", "--shards_per_task", 2)
     script = desk.fake.sent()[0]
     assert desk.sent_shards() == ["0-1 3-4"]
     assert "\n#SBATCH --array=0-1%2\n" in script
-    assert f'\n#SBATCH --output="{tmp_path}/it\'s 5%% of all/jobs/logs/%A_%a.log"\n' in script
+    assert f'\n#SBATCH --output="{desk.tmp}/it\'s 5%% of all/jobs/logs/%A_%a.log"\n' in script
     body = script.partition("set -euo pipefail\n")[2]
     assert (ROOT / "slurm" / "prep_array.sh").read_text().endswith(body)
-    assert run_head(script, tmp_path, 1)[:-1] == ["run", str(desk.data), "--shards", "3-4"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "python", "exported"),
-    [
-        ("", None, {"SHARDPREP_PYTHON": sys.executable}),
-        ("", "p", {"SHARDPREP_PYTHON": "p"}),
-        ("--container 'apptainer exec i'", None, {"SHARDPREP_EXEC": "'apptainer exec i'"}),
-        ("--setup /etc/hostname", None, {"SHARDPREP_SETUP": "/etc/hostname"}),
-    ],
-)
-def test_tasks_use_this_python_unless_a_setup_or_a_container_brings_another(
-    desk: Desk, flags: str, python: str | None, exported: dict[str, str]
-) -> None:
-    environ: dict[str, Any] = {"SHARDPREP_PYTHON": python} if python else {}
-    shown = desk.slurm("submit", *shlex.split(flags), "--dry_run", **environ)
-    found = dict(re.findall(r"^export (SHARDPREP_\w+)=(.*)$", shown.partition("-verify")[0], re.MULTILINE))
-    assert {name: value for name, value in found.items() if value != "''"} == exported
+    assert run_head(script, desk.tmp, 1)[:-1] == ["run", str(desk.data), "--shards", "3-4"]
 
 
 # What a folder, a flag's value or an environment variable may hold, and a shell must not run or split.
@@ -146,107 +109,82 @@ NASTY = [
 REFUSED = ["data\ntouch INJECTED #", "a\rb", "a\tb", "a\x1b[0mb", "no\udcffutf8"]
 
 
-def test_values_reach_the_worker_as_they_are_and_no_shell_runs_them(desk: Desk, tmp_path: Path) -> None:
-    (tmp_path / "heads").mkdir()
+def test_values_reach_the_worker_as_they_are_and_no_shell_runs_them(desk: Desk) -> None:
+    (heads := desk.tmp / "heads").mkdir()
     for name in NASTY:
-        desk.data = desk.data.rename(tmp_path / f"{name}x")
+        desk.data = desk.data.rename(desk.tmp / f"{name}x")
         words = shlex.join(["--input_dir", name])
         flags = [f"--partition={name}", f"--account={name}", f"--container={name}"]
         desk.slurm("submit", "--shards", 3, f"--worker_args={words}", *flags)
         script, verify = desk.fake.sent()[-2:]
         place = ["--planned", "--output_dir", str(desk.data)]
-        assert run_head(script, tmp_path / "heads") == ["--shard_id", "3", *place, "--input_dir", name, name]
-        assert run_head(verify, tmp_path / "heads") == ["verify", str(desk.data), name]
-    assert [path.name for path in (tmp_path / "heads").iterdir()] == ["job.sh"], "nothing was run"
-    assert not list(tmp_path.rglob("INJECTED"))
+        assert run_head(script, heads) == ["--shard_id", "3", *place, "--input_dir", name, name]
+        assert run_head(verify, heads) == ["verify", str(desk.data), name]
+    assert [path.name for path in heads.iterdir()] == ["job.sh"], "nothing was run"
+    assert not list(desk.tmp.rglob("INJECTED"))
 
 
-@pytest.mark.parametrize("name", [*REFUSED, "\\"])
-def test_what_cannot_stand_in_a_script_is_refused_and_nothing_is_sent(
-    desk: Desk, tmp_path: Path, name: str
-) -> None:
-    worker_args, sbatch_args = shlex.join(["--input_dir", name]), shlex.join([f"--comment={name}"])
-    if name != "\\":
-        for flag in (f"--account={name}", f"--worker_args={worker_args}", f"--sbatch_args={sbatch_args}"):
-            desk.slurm("submit", flag, code=2)
-    desk.data = desk.data.rename(tmp_path / name)
-    desk.slurm("submit", code=2)
+def test_what_cannot_be_read_or_stand_in_a_script_is_refused_by_name_and_nothing_is_sent(desk: Desk) -> None:
+    flags = ["--sbatch_args=-Mother", "--worker_args='"]
+    for name in REFUSED:
+        worker_args, sbatch_args = shlex.join(["--input_dir", name]), shlex.join([f"--comment={name}"])
+        flags += [f"--account={name}", f"--worker_args={worker_args}", f"--sbatch_args={sbatch_args}"]
+    for flag in flags:
+        assert flag.partition("=")[0] in desk.slurm("submit", flag, code=2)
+    for variable in ("SBATCH_TIMELIMIT", "SBATCH_MEM_PER_NODE"):
+        assert variable in desk.slurm("submit", code=2, **{variable: "much"})
+    for name in [*REFUSED, "\\"]:
+        desk.data = desk.data.rename(desk.tmp / name)
+        desk.slurm("submit", code=2)
     assert not desk.fake.sent()
     assert not (desk.data / "jobs").exists()
 
 
-def run_script(script: str, place: Path, code: int) -> str:
-    """The job's script in bash, with an srun that ends with ``code`` and shows its variables."""
+def run_script(script: str, place: Path, code: int) -> list[str]:
+    """The lines of the job's script in bash, with an srun that ends with ``code`` and shows its variables."""
     (place / "srun").write_text(f"#!/bin/sh\nenv | grep ^SLURM | sort\nexit {code}\n")
     (place / "srun").chmod(0o755)
     own = {"MEM_PER_CPU": "1", "MEM_PER_NODE": "2", "CPU_BIND": "x", "STEP_ID": "3", "JOB_ID": "7"}
     inherited = {f"SLURM_{name}": value for name, value in {**own, "CPUS_ON_NODE": "64"}.items()}
     environ = {**os.environ, **inherited, "PATH": f"{place}:{os.environ['PATH']}"}
     done = run_child(["bash", "-c", script], cwd=place, env=environ, code=code)
-    return done.stdout + done.stderr
+    return (done.stdout + done.stderr).splitlines()
 
 
 @pytest.mark.parametrize(("code", "result"), [(0, "verified"), (65, "not verified")])
-def test_the_verify_job_ends_with_a_line_to_grep_and_tells_whom_it_should(
-    desk: Desk, tmp_path: Path, code: int, result: str
-) -> None:
-    notify = f'echo "told: $SHARDPREP_RESULT, $SHARDPREP_EXIT_CODE" >{tmp_path}/told; exit 3'
-    desk.slurm("submit", "--notify", notify)
-    said = run_script(desk.fake.sent()[1], tmp_path, code)
+def test_the_verify_job_ends_with_a_line_to_grep_and_notifies(desk: Desk, code: int, result: str) -> None:
+    told = desk.tmp / "told"
+    desk.slurm("submit", "--notify", f'echo "$SHARDPREP_RESULT, $SHARDPREP_EXIT_CODE" >{told}; exit 3')
     colon = ":" if code else ""
-    assert f"shardprep: {result}{colon} 5 shards of {desk.data}" in said.splitlines()
-    assert (tmp_path / "told").read_text() == f"told: {result}, {code}\n"
+    line = f"shardprep: {result}{colon} 5 shards of {desk.data}"
+    assert line in run_script(desk.fake.sent()[1], desk.tmp, code)
+    assert told.read_text() == f"{result}, {code}\n"
 
 
-def test_a_step_of_a_whole_node_has_its_cpus_and_no_variables_of_another_allocation(
-    desk: Desk, tmp_path: Path
-) -> None:
+def test_a_step_of_a_whole_node_has_its_cpus_and_no_variables_of_another_allocation(desk: Desk) -> None:
     desk.fake.answers("sinfo", "cpu*|idle|4000|3|infinite\n")
     desk.slurm("submit", "--cpus_per_task", "node")
     script = desk.fake.sent()[0]
     assert {"#SBATCH --exclusive", "#SBATCH --mem=0", "shards_of=(0-1 2-4)"} <= set(script.splitlines())
-    said = run_script(script, tmp_path, 0)
-    assert {"SLURM_CPUS_PER_TASK=64", "SLURM_JOB_ID=7"} <= set(said.splitlines())
-    assert not re.search("SLURM_(MEM_PER|CPU_BIND|STEP_ID)", said)
+    said = run_script(script, desk.tmp, 0)
+    assert {"SLURM_CPUS_PER_TASK=64", "SLURM_JOB_ID=7"} <= set(said)
+    assert not re.search("SLURM_(MEM_PER|CPU_BIND|STEP_ID)", "\n".join(said))
 
 
-def test_slurms_commands_get_no_variables_of_the_allocation_that_they_run_in(
-    desk: Desk, tmp_path: Path
-) -> None:
+def test_slurms_commands_get_no_variables_of_the_allocation_that_they_run_in(desk: Desk) -> None:
     desk.submitted()
-    desk.fake.answers_by("squeue", f"env >{shlex.quote(str(tmp_path / 'seen'))}")
+    desk.fake.answers_by("squeue", "env >PLACE/seen")
     names = ("SLURM_MEM_PER_CPU", "SLURM_CPU_BIND", "SLURM_JOB_ID", "SLURM_CONF", "SLURM_CLUSTERS")
     desk.status(**dict.fromkeys(names, "7"))
-    seen = re.findall("^(SLURM_.*?)=", (tmp_path / "seen").read_text(), re.MULTILINE)
+    seen = re.findall("^(SLURM_.*?)=", (desk.fake.place / "seen").read_text(), re.MULTILINE)
     assert {*seen} == {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_BITSTR_LEN", "SLURM_TIME_FORMAT"}
 
 
 # --- what Slurm takes
 
 
-@pytest.mark.parametrize(
-    ("granted", "mem_mb", "time_min"),
-    [
-        ("NumCPUs=4 TimeLimit=00:01:00 MinMemoryNode=300M", 300, 1),
-        ("NumCPUs=4 TimeLimit=UNLIMITED MinMemoryCPU=1.50G", 6144, None),
-        ("NumCPUs=1 TimeLimit=1-00:00:00 MinMemoryNode=0", None, 1440),
-    ],
-)
-def test_what_slurm_granted_is_recorded_and_a_site_that_renames_jobs_is_followed(
-    desk: Desk, granted: str, mem_mb: int | None, time_min: int | None
-) -> None:
-    shown = f"JobId=7 JobName=the sites name UserId=root(0) GroupId=root(0) SubmitTime={WHEN} "
-    desk.fake.answers("job", shown + granted)
-    desk.slurm("submit")
-    record = json.loads((desk.data / "jobs" / "0000.json").read_text())
-    (of_array,) = record["arrays"]
-    assert (of_array["mem_mb"], of_array["time_min"], record["user"]) == (mem_mb, time_min, "root")
-    desk.queue(squeue_line("0-4", "PENDING", name="the sites name"))
-    assert desk.status()["pending"] == "0-4"
-
-
 class Site(NamedTuple):
-    """How Slurm answers, and what comes of a submit. REAL in a script is the stand-in that takes all."""
+    """How Slurm answers, and what comes of a submit."""
 
     sbatch: str = "exec REAL"
     scontrol: str = "exec REAL"
@@ -257,6 +195,7 @@ class Site(NamedTuple):
     sends: Sequence[str] = (ALL,)
     cancels: Sequence[str] = ()
     releases: Sequence[str] = ("1", "2")
+    records: Mapping[str, object] = {}  # of the array
 
 
 NOTHING: dict[str, Any] = {"sends": (), "releases": ()}
@@ -279,6 +218,7 @@ RELEASE_LATER = (
 )
 CANCELLED = f"[[ $1 != release ]] || {REFUSES.format('Job has already finished for job 1')}; exec REAL"
 FEW = ("0-1 2-4",)
+GRANTED = f"JobId=7 JobName=the sites name UserId=root(0) GroupId=root(0) SubmitTime={WHEN} "
 SITES = {
     "a limit met by a test": Site(OF_LIMIT.replace("WHEN", "--test-only"), sends=FEW),
     "a limit met by a job": Site(OF_LIMIT.replace("WHEN", "--parsable"), sends=FEW),
@@ -286,58 +226,57 @@ SITES = {
     # Such as hours of an account that are used up, where the site has Slurm refuse them.
     "refused however few": Site(TOO_MANY, flags=("--time_min=90",), ends=2, says="--time=90", **NOTHING),
     "no room for the controller": Site(
-        NO_ROOM, flags=("--until_done",), sends=(ALL, *FEW), cancels=("1 2",), releases=("3", "4")
-    ),
+        NO_ROOM, flags=("--until_done",), sends=(ALL, *FEW), cancels=("1 2",), releases=("3", "4")),
     # Slurm has the same words for both.
     "drained nodes": Site(
         f'[[ "$*" != *--test-only* ]] || {NO_SUCH_NODE}; exec REAL', says="Requested node",
-        answers={"sinfo": "cpu*|drained|4000|64|infinite\n"},
-    ),
+        answers={"sinfo": "cpu*|drained|4000|64|infinite\n"}),
     "nodes that never fit": Site(
         NO_SUCH_NODE, ends=2, says="Requested node", **NOTHING,
-        answers={"sinfo": "cpu*|idle|4000|64|infinite\n"},
-    ),
+        answers={"sinfo": "cpu*|idle|4000|64|infinite\n"}),
     "a banner before the id": Site(SAYS_MORE + 'echo "Welcome to 7 nodes"; echo; echo "$id;test"; echo'),
     "an id that cannot be understood": Site(
-        SAYS_MORE + "echo Submitted, thank you", ends=74, says="squeue --me --name=shardprep-", releases=()
-    ),
-    "a part of the job, then nothing": Site(
-        answers={"job": JOB[:20]}, ends=74, cancels=("1",), releases=()
-    ),
+        SAYS_MORE + "echo Submitted, thank you", ends=74, says="squeue --me --name=shardprep-", releases=()),
+    "a part of the job, then nothing": Site(answers={"job": JOB[:20]}, ends=74, cancels=("1",), releases=()),
     "a part of the job": Site(answers={"job": JOB[:200]}, ends=74, cancels=("1",), releases=()),
+    # The site renames jobs, and grants more or less than was asked for.
+    "memory and time": Site(
+        answers={"job": f"{GRANTED}NumCPUs=4 TimeLimit=00:01:00 MinMemoryNode=300M"},
+        records={"name": "the sites name", "mem_mb": 300, "time_min": 1}),
+    "memory of each CPU": Site(
+        answers={"job": f"{GRANTED}NumCPUs=4 TimeLimit=UNLIMITED MinMemoryCPU=1.50G"},
+        records={"mem_mb": 6144, "time_min": None}),
+    "all memory": Site(
+        answers={"job": f"{GRANTED}NumCPUs=1 TimeLimit=1-00:00:00 MinMemoryNode=0"},
+        records={"mem_mb": None, "time_min": 1440}),
     "slow accounts": Site(scontrol=f"{RELEASE_LATER}; exec REAL"),
     "somebody who cancels at once": Site(scontrol=CANCELLED, ends=2, says="already finished", releases=()),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SITES)
-def test_a_submit_follows_what_slurm_takes_and_no_job_runs_unrecorded(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    site, place = SITES[name], shlex.quote(str(desk.fake.place))
-    waits: list[float] = []
-    monkeypatch.setattr("slurm.state.sleep", waits.append)
-    for command, script in (("sbatch", site.sbatch), ("scontrol", site.scontrol)):
-        real = f'{place}/{command}.sh "$@"'
-        desk.fake.answers_by(command, script.replace("REAL", real).replace("PLACE", place))
+def test_a_submit_follows_what_slurm_takes_and_no_job_runs_unrecorded(desk: Desk, name: str) -> None:
+    site, waits = SITES[name], list[float]()
+    desk.at_waits(waits.append)
+    desk.fake.answers_by("sbatch", site.sbatch)
+    desk.fake.answers_by("scontrol", site.scontrol)
     for answer, text in site.answers.items():
         desk.fake.answers(answer, text)
     assert site.says in desk.slurm("submit", *site.flags, code=site.ends)
     assert desk.sent_shards() == [*site.sends]
     assert (desk.cancelled(), desk.released()) == ([*site.cancels], [*site.releases])
-    is_recorded = (desk.data / "jobs" / "0000.json").exists()
-    assert is_recorded == (site.ends == 0 or site.scontrol == CANCELLED)
+    record = desk.data / "jobs" / "0000.json"
+    assert record.exists() == (site.ends == 0 or site.scontrol == CANCELLED)
+    assert not site.records or site.records.items() <= json.loads(record.read_text())["arrays"][0].items()
     assert waits == ([5] if name == "slow accounts" else [])
 
 
-def test_of_two_submits_at_once_the_second_cancels_its_jobs_and_what_it_prints_shows_the_other(
-    desk: Desk, tmp_path: Path
-) -> None:
+def test_of_two_submits_at_once_the_second_cancels_its_jobs(desk: Desk) -> None:
     """The other one's record appears between this one's look at the jobs and its own record."""
     place = desk.data / "jobs" / "0000.json"
-    record = desk.submitted(array("7"), verify="8").rename(tmp_path / "0000.json")
-    copies = f"[[ $1 != --parsable ]] || {shlex.join(['cp', str(record), str(place)])}"
-    desk.fake.answers_by("sbatch", f'{copies}\nexec "{desk.fake.place}/sbatch.sh" "$@"')
+    record = desk.submitted(array("7"), verify="8").rename(desk.tmp / "0000.json")
+    copies = shlex.join(["cp", str(record), str(place)])
+    desk.fake.answers_by("sbatch", f"[[ $1 != --parsable ]] || {copies}; exec REAL")
     desk.slurm("submit", code=74)
     assert (desk.cancelled(), desk.released()) == (["1 2"], [])
     assert place.read_bytes() == record.read_bytes()
@@ -346,15 +285,13 @@ def test_of_two_submits_at_once_the_second_cancels_its_jobs_and_what_it_prints_s
     desk.slurm("submit")  # finds nothing left to send
 
 
-def test_the_verify_job_waits_for_all_has_time_for_all_bytes_and_a_dependency_is_passed_on(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_verify_job_waits_for_all_and_has_time_for_all_bytes(desk: Desk) -> None:
     desk.slurm("submit", "--sbatch_args", "--dependency=afterok:99")
     assert "#SBATCH --dependency=afterok:99\n" in desk.fake.sent()[0]
     assert "--dependency=afterany:1" in desk.fake.calls("sbatch")[-1]
     desk.slurm("retry")
     assert "afterok:99" not in desk.fake.sent()[2], "which may be gone by then"
-    monkeypatch.setattr("shardprep.format.plan.Plan.shard_bytes", lambda _: [3 * 10**9] * 5)
+    desk.patch.setattr("shardprep.format.plan.Plan.shard_bytes", lambda _: [3 * 10**9] * 5)
     shown = desk.slurm("submit", "--time_min", 2, "--until_done", "--dry_run")
     assert re.findall("^#SBATCH --time=(.*)$", shown, re.MULTILINE) == ["2", "52", "52"]
     desk.fake.answers("sinfo", "cpu*|idle|4000|4|30:00\n")
@@ -366,62 +303,50 @@ def test_the_verify_job_waits_for_all_has_time_for_all_bytes_and_a_dependency_is
 
 
 @pytest.mark.parametrize("name", ["setup", "container", "srun_args", "notify", "sbatch_args", "worker_args"])
-def test_retry_takes_no_command_from_a_record_that_others_can_write_to_and_shows_what_to_type(
-    desk: Desk, tmp_path: Path, name: str
-) -> None:
-    (tmp_path / "setup.sh").touch()
-    value = str(tmp_path / "setup.sh") if name == "setup" else f"--{name}-of-another"
+def test_retry_takes_no_command_from_a_record_of_other_users(desk: Desk, name: str) -> None:
+    """It shows what to type."""
+    (desk.tmp / "setup.sh").touch()
+    value = str(desk.tmp / "setup.sh") if name == "setup" else f"--{name}-of-another"
     desk.slurm("submit", f"--{name}={value}")
-    (desk.data / "jobs" / "0000.json").chmod(0o666)
-    for flags in ([], ["--until_done"]):
-        assert f"--{name}={value}" in desk.slurm("retry", *flags, code=78)
+    record = desk.data / "jobs" / "0000.json"
+    foreign = [(os.geteuid(), 0o666), (12345, 0o644)]
+    for owner, mode in foreign if os.geteuid() == 0 else foreign[:1]:  # root alone can give a file away
+        record.chmod(mode)
+        os.chown(record, owner, -1)
+        for flags in ([], ["--until_done"]):
+            assert f"--{name}={value}" in desk.slurm("retry", *flags, code=78)
     assert len(desk.fake.sent()) == 2, "nothing of it was sent"
+    desk.slurm("retry", f"--{name}=", "--dry_run")
     desk.slurm("retry", f"--{name}={value}")
     new_record = (desk.data / "jobs" / "0001.json").read_text()
     assert value in "".join([*desk.fake.sent()[2:], new_record]), "the user's own word"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-def test_retry_takes_no_command_from_the_record_of_another_user(desk: Desk) -> None:
-    desk.slurm("submit", "--container", "image-of-another")
-    os.chown(desk.data / "jobs" / "0000.json", 12345, -1)
-    assert "image-of-another" in desk.slurm("retry", code=78)
-    desk.slurm("retry", "--container", "")
-    assert "image-of-another" not in "".join(desk.fake.sent()[2:])
-
-
-def test_a_retry_elsewhere_has_the_values_of_the_submission_and_a_group_cannot_change_them(
-    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for place in ("here", "elsewhere"):
-        (tmp_path / place).mkdir()
-        (tmp_path / place / "setup.sh").touch()
-    monkeypatch.chdir(tmp_path / "here")
-    variables: dict[str, Any] = {"SHARDPREP_SETUP": "setup.sh", "SBATCH_ACCOUNT": "one"}
+def test_a_retry_in_another_folder_has_the_values_of_the_submission(desk: Desk) -> None:
+    here, elsewhere = desk.tmp / "here", desk.tmp / "elsewhere"
+    for place in (here, elsewhere):
+        place.mkdir()
+        (place / "setup.sh").touch()
+    desk.patch.chdir(here)
     mask = os.umask(0o002)
     try:
+        variables = {SETUP: "setup.sh", "SBATCH_ACCOUNT": "one"}
         desk.slurm("submit", "--container", "mine", "--mem_gb", 2, **variables)
     finally:
         os.umask(mask)
-    monkeypatch.chdir(tmp_path / "elsewhere")
+    desk.patch.chdir(elsewhere)
     desk.slurm("retry")
-    exports = {f"export SHARDPREP_SETUP={tmp_path / 'here' / 'setup.sh'}", "export SHARDPREP_EXEC=mine"}
+    exports = {f"export {SETUP}={here / 'setup.sh'}", f"export {CONTAINER}=mine"}
     options = {"#SBATCH --account=one", "#SBATCH --mem=2048M"}
     assert exports | options <= set(desk.fake.sent()[2].splitlines())
 
 
-def test_a_user_without_a_name_on_this_machine_can_use_every_command(
-    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_user_without_a_name_on_this_machine_can_use_every_command(desk: Desk) -> None:
     """A user id without a passwd entry and without HOME, as containers have it; Slurm shows its number."""
-
-    def nobody(number: int) -> None:
-        raise KeyError(f"getpwuid(): uid not found: {number}")
-
-    monkeypatch.setattr("pwd.getpwuid", nobody)
+    desk.patch.setattr("pwd.getpwuid", {}.__getitem__)
     for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
+        desk.patch.delenv(name, raising=False)
+    desk.patch.chdir(desk.tmp)
     for words in (["submit"], ["retry", "--dry_run"], ["status"], ["report"], ["cancel"], ["logs", 0]):
         desk.slurm(str(words[0]), *words[1:])
     assert f"--user={os.getuid()}" in "\n".join(desk.fake.calls("squeue"))
@@ -430,22 +355,19 @@ def test_a_user_without_a_name_on_this_machine_can_use_every_command(
 # --- submitit
 
 
-def test_a_local_executors_job_gives_the_manifests_and_raises_where_a_shard_fails(
-    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_job_gives_the_manifests_and_raises_where_a_shard_fails(desk: Desk) -> None:
     """test_slurm_operations.py has it on a real cluster: a limit of an array, a preempted job."""
-    submitit = pytest.importorskip("submitit")
-    monkeypatch.setattr("pdb.post_mortem", lambda: None)  # what a DebugExecutor starts at a failure
-    executor = submitit.AutoExecutor(folder=tmp_path / "log", cluster="local")
-    executor.update_parameters(timeout_min=3)
-    (job,) = submit_with_submitit(data_dir, executor, shards_per_task=5)
+    submitit, data = pytest.importorskip("submitit"), desk.data
+    desk.patch.setattr("pdb.post_mortem", lambda: None)  # what a DebugExecutor starts at a failure
+    local, debug = (submitit.AutoExecutor(folder=desk.tmp / "log", cluster=it) for it in ("local", "debug"))
+    local.update_parameters(timeout_min=3)
+    (job,) = submit_with_submitit(data, local, shards_per_task=5)
     assert [manifest.shard_id for manifest in job.result()] == [0, 1, 2, 3, 4]
-    assert submit_with_submitit(data_dir, executor) == [], "nothing is missing"
-    (data_dir / "shard-00003.json").unlink()
-    (data_dir / "tokenizer" / "tokenizer.json").write_text("{}")
-    debug = submitit.AutoExecutor(folder=tmp_path / "log", cluster="debug")
-    (job,) = submit_with_submitit(data_dir, debug)
+    assert submit_with_submitit(data, local) == [], "nothing is missing"
+    (data / "shard-00003.json").unlink()
+    (data / "tokenizer" / "tokenizer.json").write_text("{}")
+    (job,) = submit_with_submitit(data, debug)
     with pytest.raises(ReadWriteError):
         job.result()
     with pytest.raises(UsageError):
-        submit_with_submitit(data_dir, executor, shards_per_task=0)
+        submit_with_submitit(data, local, shards_per_task=0)

@@ -1,1 +1,0 @@
-"""What must not be trained on. No other room imports this one, so it can go as a whole."""

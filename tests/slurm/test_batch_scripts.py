@@ -1,0 +1,301 @@
+"""slurm/prep_array.sh and slurm/train_ddp.sh on a real cluster of three nodes, without accounts.
+
+test_records.py and test_train_ddp.py run them without Slurm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.checkout import ROOT
+from tests.held_children import Hold
+from tests.slurm.started_cluster import ENDED, Cluster
+from tests.waiting import wait_until
+from tests.warm_python import WarmPython
+from tests.world import World
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+pytestmark = pytest.mark.slurm
+
+SCRIPT, TRAIN = ROOT / "slurm" / "prep_array.sh", ROOT / "slurm" / "train_ddp.sh"
+# In the place of Python: writes its arguments, a line each, and how srun started it. Cleaning up takes a
+# while, and nothing may cut it short.
+STAND_IN = """#!/bin/bash
+place={place} index=$4
+printf '%s\\n' "${{@:3}}" >"$place/$index.words"
+echo "$SLURM_CPUS_PER_TASK $SLURM_STEP_ID" >"$place/$index.step"
+heard=()
+trap 'heard+=(TERM)' TERM; trap 'heard+=(USR1)' USR1
+echo "the worker speaks"
+[[ -e $place/waits ]] || exit $((index == 7 ? 7 : 0))
+touch "$place/$index.tmp"
+while ((${{#heard[@]}} == 0)); do sleep 0.02; done
+until_s=$((SECONDS + 1)); while ((SECONDS <= until_s)); do sleep 0.02; done
+rm "$place/$index.tmp"
+echo "the worker heard ${{heard[*]}}"
+exit 75
+"""
+
+
+def site_with_stand_in(cluster: dict[str, str], place: Path) -> Cluster:
+    """An empty folder of ``place`` to submit from; the stand-in lies beside it, and what it writes."""
+    (place / "desk").mkdir()
+    (place / "python").write_text(STAND_IN.format(place=place))
+    (place / "python").chmod(0o755)
+    return Cluster(folder=place / "desk", environ={**cluster, "SHARDPREP_PYTHON": str(place / "python")})
+
+
+@pytest.fixture
+def site(plain_cluster: dict[str, str], tmp_path: Path) -> Cluster:
+    return site_with_stand_in(plain_cluster, tmp_path)
+
+
+def sbatch(site: Cluster, *words: object) -> str:
+    return site.run("sbatch", "--parsable", *words)
+
+
+def exit_codes(site: Cluster, job: str) -> dict[int, str]:
+    return {index: each["ExitCode"] for index, each in site.ended(job).items()}
+
+
+def log_of(site: Cluster, job: str, index: int) -> str:
+    return (site.folder / "logs" / f"shardprep-{job}_{index}.log").read_text()
+
+
+# How a job is told to stop -> what its worker hears. The last one ends at its time limit.
+STOPS = {
+    ("scancel",): "TERM",
+    ("scancel", "--batch", "--signal=TERM"): "USR1",
+    ("scancel", "--batch", "--signal=USR1"): "USR1",
+    ("scancel", "--signal=USR1"): "USR1",
+    (): "USR1",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stopped(
+    plain_cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[World, Cluster, str]:
+    """Tasks that were told to stop. Slurm looks at time limits every 30 s: other tests run meanwhile."""
+    place = tmp_path_factory.mktemp("stopped")
+    world = World(place).raw({"a.txt": "a line\n" * 9}).plan(num_shards=len(STOPS))
+    site = site_with_stand_in(plain_cluster, place)
+    (place / "waits").touch()
+    options = (f"--array=0-{len(STOPS) - 1}", "-c1", "--time=60", "--signal=B:USR1@118")
+    job = sbatch(site, *options, SCRIPT, world.data_dir)
+    wait_until(lambda: len(list(place.glob("*.tmp"))) == len(STOPS))
+    for index, stop in enumerate(STOPS):
+        if stop:
+            site.run(*stop, f"{job}_{index}")
+        else:  # it ends in the second minute from now, however late it began, and hears so before
+            minutes = int(site.tasks(f"{job}_{index}")[index]["RunTime"].split(":")[1])
+            site.run("scontrol", "update", f"jobid={job}_{index}", f"timelimit={minutes + 2}")
+    return world, site, job
+
+
+def test_the_plain_form_makes_shards_0_to_9_and_leaves_only_logs(site: Cluster, tmp_path: Path) -> None:
+    job = sbatch(site, SCRIPT)
+    assert exit_codes(site, job) == {index: "7:0" if index == 7 else "0:0" for index in range(10)}
+    for index in range(10):
+        words = ["--shard_id", str(index), "--output_dir", "/data/processed"]
+        assert (tmp_path / f"{index}.words").read_text().splitlines() == words
+        assert (tmp_path / f"{index}.step").read_text() == "8 0\n"
+        assert log_of(site, job, index).startswith("the worker speaks\n")
+    assert [path.name for path in site.folder.iterdir()] == ["logs"]
+    assert len(list((site.folder / "logs").iterdir())) == 10
+
+
+def test_folder_and_flags_reach_the_worker_as_typed(site: Cluster, tmp_path: Path) -> None:
+    words = ("my data' $(touch INJECTED)", "--input_dir", "한글 $HOME `touch INJECTED`; touch INJECTED", "")
+    (tmp_path / "setup.sh").write_text(f"export SHARDPREP_PYTHON={tmp_path / 'python'}\n")
+    first, script = "set -euo pipefail\n", tmp_path / "job.sh"
+    setup = f"{first}SHARDPREP_SETUP={tmp_path / 'setup.sh'}\n"
+    script.write_text(SCRIPT.read_text().replace(first, setup, 1))
+    jobs = [sbatch(site, "--array=3,5", "-c1", SCRIPT, *words)]
+    jobs += [sbatch(site, "--array=0", "-c1", "--export=NONE", script, "--no-keep_text")]
+    assert [exit_codes(site, job) for job in jobs] == [{3: "0:0", 5: "0:0"}, {0: "0:0"}]
+    shown = [(tmp_path / f"{index}.words").read_text().split("\n")[2:-1] for index in (5, 0)]
+    assert shown[0] == ["--output_dir", words[0], "--planned", *words[1:]]
+    assert shown[1] == ["--output_dir", "/data/processed", "--no-keep_text"]
+    assert [path.name for path in site.folder.iterdir()] == ["logs"]
+
+
+def test_a_task_started_again_by_slurm_keeps_the_log_of_its_first_run(site: Cluster, tmp_path: Path) -> None:
+    job = sbatch(site, "--array=7", "-c1", SCRIPT)
+    assert exit_codes(site, job) == {7: "7:0"}
+    (tmp_path / "7.words").unlink()
+    site.run("scontrol", "requeue", f"{job}_7")
+    wait_until((tmp_path / "7.words").exists)
+    assert exit_codes(site, job) == {7: "7:0"}
+    names = [f"shardprep-{job}_7{part}.log" for part in (".before-restart-1", "")]
+    assert sorted(path.name for path in (site.folder / "logs").iterdir()) == names
+    for name in names:
+        assert "the worker speaks" in (site.folder / "logs" / name).read_text()
+
+
+# --- training: slurm/train_ddp.sh with examples/train_llama.py
+
+PROGRAM = ROOT / "examples" / "train_llama.py"
+FLAGS = (
+    *("--global_batch_size", "8", "--batch_size", "2", "--seq_len", "64", "--num_workers", "0"),
+    *("--num_threads", "1", "--log_batches"),
+)
+
+
+@pytest.fixture
+def train_site(plain_cluster: dict[str, str], tmp_path: Path) -> Cluster:
+    return Cluster(environ=dict(plain_cluster), folder=tmp_path)
+
+
+@pytest.fixture(scope="module")
+def warm(plain_cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
+    """For runs without Slurm."""
+    modules = ["transformers", "loader.dataloader"]
+    with WarmPython(tmp_path_factory.mktemp("warm"), modules, plain_cluster) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def data(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    prep.plan(sample_dir, folder, num_shards=4)
+    prep.make(folder)
+    assert prep.command("verify", folder).code == 0
+    return folder
+
+
+def train(site: Cluster, data: Path, checkpoints: Path, *flags: object) -> str:
+    """Return the job of a training on two nodes."""
+    return sbatch(site, "--nodes=2", "--ntasks-per-node=1", TRAIN, PROGRAM, data, checkpoints, *FLAGS, *flags)
+
+
+def train_log(site: Cluster, job: str) -> str:
+    path = site.folder / f"train-{job}.log"
+    return path.read_text() if path.exists() else ""
+
+
+def steps_of(checkpoints: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (checkpoints / "log.jsonl").read_text().splitlines()]
+
+
+def has_daemon(job: str) -> bool:
+    """Whether Slurm still watches a run of the job on one of its nodes."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if path.read_bytes().startswith(f"slurmstepd: [{job}.".encode()):
+                return True
+    return False
+
+
+def test_a_cut_run_goes_on_on_one_node_as_if_unbroken(
+    train_site: Cluster, data: Path, warm: WarmPython, tmp_path: Path
+) -> None:
+    """USR1, a checkpoint, a requeue, and the same batches and losses on half the nodes."""
+    site, checkpoints, unbroken, num_steps = train_site, tmp_path / "cut", tmp_path / "unbroken", 12
+    flags = ("--num_steps", num_steps, "--save_every", 1000)
+    hold = Hold(tmp_path, "open", r"/log\.jsonl$")  # of rank 0, behind its third step
+    held = hold.environ(number=3)
+    held["PYTHONPATH"] += f":{ROOT}"
+    job = train(Cluster(environ={**site.environ, **held}, folder=tmp_path), data, checkpoints, *flags)
+    hold.wait(1)
+    site.run("scontrol", "update", "partitionname=cpu", "state=down")  # it begins once it was changed
+    site.run("scancel", "--batch", "--signal=USR1", job)
+    wait_until(lambda: list(checkpoints.glob(".stop-*")))
+    hold.release()
+    site.run(warm.python, PROGRAM, data, unbroken, *FLAGS, *flags)
+    wait_until(lambda: site.tasks(job)[0]["JobState"] in {"PENDING", *ENDED})
+    assert site.tasks(job)[0]["JobState"] == "PENDING", train_log(site, job)
+    wait_until(lambda: not has_daemon(job))  # its word of the first end may come late
+    site.run("scontrol", "update", f"jobid={job}", "numnodes=1", "numtasks=1")
+    site.run("scontrol", "update", "partitionname=cpu", "state=up")
+    last, log = site.ended(job)[0], train_log(site, job)
+    assert last["JobState"] == "COMPLETED", f"{last}\n{log}"
+    assert (last["Restarts"], last["NumNodes"]) == ("1", "1")
+    assert "rank 0 of 2 (RANK/WORLD_SIZE), from step 0" in log
+    assert "rank 0 of 1 (RANK/WORLD_SIZE), from step 3" in log
+    ours, theirs = steps_of(checkpoints), steps_of(unbroken)
+    assert [line["step"] for line in ours] == list(range(1, num_steps + 1)), "no step twice or lost"
+    assert [line["batch"] for line in ours] == [line["batch"] for line in theirs]
+    assert re.search(r"step 10: loss .* tokens/s, waited .*% for data, at step 10 of", log)
+    assert len({line["batch"] for line in theirs}) == num_steps, "the hashes tell batches apart"
+    for line, other in zip(ours, theirs, strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-4)
+
+
+def test_ranks_that_get_the_term_with_all_their_workers_save_and_the_run_goes_on_as_if_unbroken(
+    train_site: Cluster, data: Path, warm: WarmPython, tmp_path: Path
+) -> None:
+    """As a preemption or scancel sends it: to every process of the job's steps."""
+    site, checkpoints, unbroken = train_site, tmp_path / "term", tmp_path / "not_stopped"
+    site.environ["SHARDPREP_MAX_REQUEUES"] = "0"
+    workers, log = ("--num_workers", 1), checkpoints / "log.jsonl"
+    endless = ("--num_steps", 1000, "--save_every", 1000, "--step_sleep_s", 0.3)
+    job = train(site, data, checkpoints, *workers, *endless)
+    wait_until(
+        lambda: (
+            site.tasks(job)[0]["JobState"] == "FAILED" or (log.exists() and len(steps_of(checkpoints)) > 2)
+        )
+    )
+    site.run("scancel", "--signal=TERM", job)
+    last = site.ended(job)[0]
+    assert (last["JobState"], last["ExitCode"]) == ("FAILED", "75:0"), train_log(site, job)
+    assert "(SHARDPREP_MAX_REQUEUES): not again" in train_log(site, job), "there is a newer checkpoint"
+    num_steps = len(steps_of(checkpoints)) + 3
+    for folder in (checkpoints, unbroken):
+        site.run(warm.python, PROGRAM, data, folder, *FLAGS, *workers, "--num_steps", num_steps)
+    ours, theirs = (
+        [(line["step"], line["batch"]) for line in steps_of(it)] for it in (checkpoints, unbroken)
+    )
+    assert ours == theirs
+
+
+def test_torchrun_starts_its_ranks_on_two_nodes(train_site: Cluster, data: Path, tmp_path: Path) -> None:
+    """In a folder with a preprocess.py and a loader.py, which torchrun's ``python -m`` looks into first."""
+    for name in ("preprocess", "loader"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the old script')")
+    train_site.environ["SHARDPREP_LAUNCHER"] = "torchrun"
+    job = train(train_site, data, tmp_path / "torchrun", "--num_steps", 2)
+    assert train_site.ended(job)[0]["JobState"] == "COMPLETED", train_log(train_site, job)
+    assert "rank 0 of 2 (RANK/WORLD_SIZE), from step 0" in train_log(train_site, job)
+
+
+def test_on_a_cluster_without_accounts_the_whole_way_works(
+    prep: Prep, train_site: Cluster, sample_dir: Path, tmp_path: Path
+) -> None:
+    """The first try finds no input, the retry is told where it is."""
+    raw, data, site = tmp_path / "raw", tmp_path / "O", train_site
+    shutil.copytree(sample_dir, raw)
+    prep.plan(raw, data, num_shards=3)
+    moved = raw.rename(tmp_path / "moved")
+
+    first = site.slurm("submit", data, "--cpus_per_task", 1, "--wait", code=74)
+    assert f"warning: {raw} cannot be seen from here" in first
+    assert "failed, no such input or shard (66): shards 0-2" in first
+    site.slurm("retry", data, "--worker_args", f"--input_dir {moved}")
+    site.wait_until_idle()
+    state = site.status(data)
+    assert (state["done"], state["verified"]) == ("0-2", True)
+
+
+def test_a_stopped_worker_cleans_up_and_its_task_ends_with_75(stopped: tuple[World, Cluster, str]) -> None:
+    world, site, job = stopped
+    assert exit_codes(site, job) == dict.fromkeys(range(len(STOPS)), "75:0")
+    for index, (stop, signal) in enumerate(STOPS.items()):
+        log = log_of(site, job, index)
+        [told] = re.findall(r"the worker heard (.*)", log)
+        assert signal in told.split()  # of scancel both are on their way, and either may come first
+        # what Slurm itself writes to the log follows it to logs/
+        assert stop != ("scancel",) or "CANCELLED AT" in log
+    assert not list(site.folder.parent.glob("*.tmp"))
+    assert not list(site.folder.glob("*.log"))
+    assert site.status(world.data_dir)["causes"]["TIMEOUT"] == "4"

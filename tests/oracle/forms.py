@@ -16,7 +16,7 @@ import numpy as np
 import webdataset
 from tokenizers import Tokenizer
 
-from tests.world import TURN, World, hostile_text, hostile_texts, save_tokenizer, tokenizer_dir
+from tests.world import TURN, Ranks, World, hostile_text, hostile_texts, save_tokenizer, tokenizer_dir
 
 NUM_STEPS = 50
 RESUME_AT = 23  # global batches before a run goes on, on another number of ranks
@@ -90,17 +90,14 @@ class DataSets:
             self._made[name] = _MAKERS[name](self._folder / name)
         return self._made[name]
 
-    def of(self, form: Form) -> Any:
-        """What the loader of a form reads."""
-        if isinstance(form.data, str):
-            return self[form.data]
-        return {name: self[name] for name in form.data}
-
-
-def arguments_of(form: Form) -> dict[str, Any]:
-    """The arguments of a form, with the folder of the tokenizer where it asks for one."""
-    arguments = {name: value() if value is tokenizer_dir else value for name, value in form.arguments.items()}
-    return {**arguments, "global_batch_size": form.global_batch_size}
+    def ranks(self, name: str, world_size: int, **more: Any) -> Ranks:
+        """Return the loaders of a form, on a number of ranks."""
+        form = FORMS[name]
+        data = self[form.data] if isinstance(form.data, str) else {each: self[each] for each in form.data}
+        more["global_batch_size"] = form.global_batch_size
+        for key, value in form.arguments.items():
+            more[key] = value() if value is tokenizer_dir else value
+        return Ranks(data, world_size=world_size, batch_size=form.batch_size(world_size), **more)
 
 
 def hostile_world(folder: Path) -> World:

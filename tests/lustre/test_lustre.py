@@ -368,7 +368,7 @@ def test_from_plan_to_batch_setstripe_runs_once(on_lustre: FakeLustre, tmp_path:
     for ended in (world.main("run", world.data_dir, num_proc=1), world.try_shard(1)):
         assert ended.code == 0
     world.verify()
-    world.batches(1, global_batch_size=4)
+    world.samples()
     assert on_lustre.command("show", world.data_dir)[0] == 0
     assert on_lustre.setstripe_calls() == [EIGHT.replace("-c 8", "-c 4")]
     assert (full.data_dir / "precious").read_bytes() == b"precious"

@@ -116,10 +116,17 @@ def test_a_state_inside_of_a_step_goes_on_with_the_same_batches_alone(data: Path
             ranks.loaders[0].load_state_dict(state)
 
 
-def test_a_loaded_state_is_not_left_by_set_epoch_until_its_batches_came(data: Path) -> None:
+def test_set_epoch_leaves_no_loaded_state_and_counts_no_step_that_it_leaves_out(data: Path) -> None:
     state = state_of(data, "plain")
     with open_ranks(data, "plain") as ranks:
         (loader,) = ranks.loaders
+        for step in (1, 2, 3):
+            next(iter(loader))
+            assert loader.num_steps_delivered == step
+        loader.set_epoch(2)
+        for step in (4, 5):
+            next(iter(loader))
+            assert (loader.state_dict()["epoch"], loader.num_steps_delivered) == (2, step)
         assert not loader.has_loaded_state
         loader.load_state_dict(state)
         assert loader.has_loaded_state
@@ -132,15 +139,3 @@ def test_a_loaded_state_is_not_left_by_set_epoch_until_its_batches_came(data: Pa
         loader.set_epoch(state["epoch"] + 1)
         next(iter(loader))
         assert (loader.state_dict()["epoch"], loader.state_dict()["step"]) == (state["epoch"] + 1, 1)
-
-
-def test_the_steps_that_set_epoch_leaves_out_are_not_counted_as_delivered(data: Path) -> None:
-    with open_ranks(data, "plain") as ranks:
-        (loader,) = ranks.loaders
-        for step in (1, 2, 3):
-            next(iter(loader))
-            assert loader.num_steps_delivered == step
-        loader.set_epoch(2)
-        for step in (4, 5):
-            next(iter(loader))
-            assert (loader.state_dict()["epoch"], loader.num_steps_delivered) == (2, step)

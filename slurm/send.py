@@ -819,8 +819,8 @@ def _trusted(state: DatasetState, request: JobRequest, changes: dict[str, Any]) 
         raise Refused(
             f"{state.folder / job_files.JOBS_FOLDER} has records that another user wrote, or that others can "
             f"write to ({numbers}), and the commands in them would run as yours. Read them; if they are "
-            f"right, type: shardprep retry {quoted(state.folder)} {words}. Leave one out by an empty value, such as "
-            f"--{next(iter(foreign))}=''"
+            f"right, type: shardprep retry {quoted(state.folder)} {words}. Leave one out by an empty "
+            f"value, such as --{next(iter(foreign))}=''"
         )
     return request.changed(**changes)
 

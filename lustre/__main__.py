@@ -82,10 +82,8 @@ def _shard_lines(folder: Path) -> list[str]:
         lines.append(f"they lie on {counted(len(osts), 'OST')}; OST {ost} has most: {number}")
         # Servers take turns: an OST with so many is one that somebody named.
         if number > max(4, 2 * len(looked_at) / 3) and count_osts(folder) > 2:
-            lines.append(
-                f"warning: OST {ost} will serve most reads. Was a start named (lfs setstripe -i, -o)? "
-                "`lfs migrate -c 1 FILE` moves a shard while nothing reads it"
-            )
+            how = "`lfs migrate -c 1 FILE` moves a shard while nothing reads it"
+            lines.append(f"warning: OST {ost} will serve most reads: did somebody name a start? {how}")
     return lines
 
 

@@ -94,6 +94,7 @@ class Layout:
     components: tuple[Component, ...]  # those of a mirror follow those of the one before
     is_composite: bool = False
     num_mirrors: int = 1
+    typed: tuple[str, ...] = ()  # options of lfs setstripe as a user typed them: ``components`` is empty
 
     @property
     def is_inherited(self) -> bool:
@@ -102,7 +103,7 @@ class Layout:
 
     def options(self) -> list[str]:
         """Return the options of ``lfs setstripe`` that make it."""
-        words: list[str] = []
+        words = list(self.typed)
         for part in self.components:
             if self.num_mirrors > 1 and part.start_bytes == 0:
                 words.append("-N")
@@ -117,16 +118,12 @@ class Layout:
 
 
 def read_layout(path: Path) -> Layout:
-    """Read the layout of a file, or what a directory gives to new files. ``path`` stands on Lustre."""
+    """Read the layout of a file on Lustre, or what a directory gives to new files. Raises LustreError."""
     options = ["-d", "-y"] if is_folder(path) else ["-y"]
     result = run_lfs("getstripe", *options, path)
-    return parse_layout(result.checked("look at the path, and at `lfs check servers`"))
-
-
-def parse_layout(output: str) -> Layout:
-    """Read what ``lfs getstripe -y`` printed of one path, with or without ``-d``. Raises LustreError."""
+    output = result.checked("look at the path, and at `lfs check servers`")
     if output.rstrip().endswith("has no stripe info"):
-        expected = "a layout, which a symbolic link and a file that was never written to have not"
+        expected = "a layout; a link has none (look at what it points to), nor a file never written to"
         raise LustreError(found=output.strip()[-200:], expected=expected)
     # What stands before the first component, and each component.
     head, *texts = re.split(r"^[ \t-]*lcme_id:.*$", output, flags=re.MULTILINE)
@@ -171,14 +168,14 @@ _LONG = "stripe-count= overstripe-count= stripe-size= stripe-index= ost= pool= c
 _LONG += "extension-size= mirror-count="
 
 
-def parse_stripe(text: str) -> Layout | list[str]:
+def parse_stripe(text: str) -> Layout:
     """Read ``N[,SIZE][,POOL]``, or options as ``lfs setstripe`` takes them, which are handed on as typed.
 
     A number N above 1 becomes a progressive layout, one stripe up to 64 MiB and N from there on: a plain one
     of N stripes would give each small file of a data set N objects. Raises UsageError.
     """
     if text.startswith("-") and not re.match(r"-1(,|$)", text):
-        return _typed_options(text)
+        return Layout(components=(), typed=_typed_options(text))
     match = _NUMBERS.fullmatch(text)
     count = int(match[1]) if match else 0
     size, pool = (match[2], match[3]) if match else (None, None)
@@ -199,7 +196,7 @@ def parse_stripe(text: str) -> Layout | list[str]:
     return Layout(components=(small, large), is_composite=True)
 
 
-def _typed_options(text: str) -> list[str]:
+def _typed_options(text: str) -> tuple[str, ...]:
     """Return the words as lfs gets them, and refuse one that it would take for a path, or that clears."""
     try:
         words = shlex.split(text)
@@ -212,7 +209,7 @@ def _typed_options(text: str) -> list[str]:
     ends = [value.lower() for name, value in options if name in {"-E", "--component-end"}]
     if ends and ends[-1] not in {"-1", "eof"}:  # lfs would take it, and writes past that would fail
         raise UsageError.of_value("--stripe", text, "a last component that ends with the file: -E -1")
-    return words
+    return tuple(words)
 
 
 _OWN_FOLDERS = frozenset({"jobs", "logs"})  # hold no shard: a folder with these alone counts as empty
@@ -223,7 +220,7 @@ _WAY_ON = (
 )
 
 
-def set_directory_layout(folder: Path, stripe: Layout | list[str], *, dry_run: bool = False) -> str:
+def set_directory_layout(folder: Path, stripe: Layout, *, dry_run: bool = False) -> str:
     """Make new files in ``folder``, on Lustre, get a layout. ``dry_run`` checks and sets nothing.
 
     Returns a line about it. Raises LustreError, also where the layout is another one afterwards.
@@ -237,7 +234,7 @@ def set_directory_layout(folder: Path, stripe: Layout | list[str], *, dry_run: b
     before = read_layout(folder)
     notes: list[str] = []
     num_osts = UNKNOWN
-    if isinstance(stripe, Layout):
+    if not stripe.typed:
         stripe = _with_pool(stripe, before, folder)
         num_osts = count_osts(folder, stripe.components[0].pool)
         if 0 < num_osts < (most := stripe.components[-1].stripe_count):
@@ -247,7 +244,7 @@ def set_directory_layout(folder: Path, stripe: Layout | list[str], *, dry_run: b
     command = setstripe_command(folder, stripe)
     for name in names_in(folder):
         if name not in _OWN_FOLDERS and not _KEEPER.fullmatch(name):
-            expected = "an empty directory, as files keep their layouts; a fresh one, or for new files alone"
+            expected = "an empty directory, as files keep their layouts; take a fresh one, or for new files"
             raise LustreError(path=folder, found=f"holds {name}", expected=expected, remedy=command)
     if dry_run:
         return "; ".join([f"new files get {before.text()}; would run: {command}", *notes])
@@ -259,26 +256,22 @@ def set_directory_layout(folder: Path, stripe: Layout | list[str], *, dry_run: b
         expected = f"a folder in which you can make files; {_WAY_ON}"
         raise LustreError(path=folder, found=error.strerror, expected=expected) from None
     try:
-        result = run_lfs("setstripe", *options_of(stripe), folder)
+        result = run_lfs("setstripe", *stripe.options(), folder)
     finally:
         with contextlib.suppress(OSError):
             keeper.unlink()
     result.checked(_WAY_ON)
     after = read_layout(folder)
-    if isinstance(stripe, Layout) and not is_as_asked(stripe, after, num_osts):
+    if not stripe.typed and not is_as_asked(stripe, after, num_osts):
         found = f"`{command}` exited 0, but new files get {after.text()}"
         expected = f"{stripe.text()}; ask the site whether it restricts layouts, or keep what it gives"
         raise LustreError(path=folder, found=found, expected=expected)
     return "; ".join([f"{folder}: {new_files_text(folder, after)}, before {before.text()}", *notes])
 
 
-def options_of(stripe: Layout | list[str]) -> list[str]:
-    return stripe.options() if isinstance(stripe, Layout) else stripe
-
-
-def setstripe_command(folder: Path, stripe: Layout | list[str]) -> str:
+def setstripe_command(folder: Path, stripe: Layout) -> str:
     """Return what is run, for a shell."""
-    return shlex.join(["lfs", "setstripe", *options_of(stripe), str(folder.absolute())])
+    return shlex.join(["lfs", "setstripe", *stripe.options(), str(folder.absolute())])
 
 
 def _with_pool(wanted: Layout, before: Layout, folder: Path) -> Layout:
@@ -338,10 +331,8 @@ def stripe_line(folder: Path, stripe: str, *, is_planned: bool = False, dry_run:
     if reason := why_not_usable(folder):
         return f"{name}: nothing to do, {reason}"
     if is_planned:
-        return (
-            f"{name}: left as it is, since {folder} is planned already and its files keep their layouts; "
-            "plan into a fresh folder, or see `shardprep lustre apply --help`"
-        )
+        why = "is planned, and its files keep their layouts"
+        return f"{name}: left as it is, as {folder} {why}; plan into a fresh folder"
     if dry_run and size_of_file(folder) is None:
         return f"{name}: {folder} would be made; would run: {setstripe_command(folder, wanted)}"
     return f"{name}: {set_directory_layout(folder, wanted, dry_run=dry_run)}"
@@ -361,8 +352,6 @@ def new_files_text(folder: Path, layout: Layout) -> str:
     """Say what a layout of a folder gives to new files, and what is wrong with it."""
     if not any(part.has_fixed_place for part in layout.components):
         return f"new files get {layout.text()}"
-    count = layout.components[-1].stripe_count or 1
-    return (
-        f"warning: new files get {layout.text()}, so each begins on an OST that somebody named, and all "
-        f"shards would fill the same one; to end that: lfs setstripe -c {count} {quoted(folder)}"
-    )
+    remedy = f"lfs setstripe -c {layout.components[-1].stripe_count or 1} {quoted(folder)}"
+    why = "all begin on an OST that somebody named, and would fill it"
+    return f"warning: new files get {layout.text()}: {why}; to end that: {remedy}"

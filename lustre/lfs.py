@@ -308,12 +308,10 @@ def _read_rooms(folder: Path) -> list[Room]:
         silent = f"{counted(len(targets.silent), 'target')} did not answer" if targets.silent else ""
         rooms = [Room(counted(len(osts), "OST"), sum(ost.free_bytes for ost in osts), silent)]
         # A file needs an inode of an MDT and an object of an OST: the fewer count.
-        free: list[int] = []
-        for each in targets.answered.values():
-            known = [target for target in each if target.free_inodes is not None]
-            if each and len(known) == len(each):
-                free.append(sum(target.free_inodes or 0 for target in each if target.takes_files))
-        num_left, note = (min(free), "") if len(free) == 2 else (None, targets.why_no_inodes)
+        kinds = targets.answered.values()
+        is_told = all(each and all(target.free_inodes is not None for target in each) for each in kinds)
+        free = [sum(target.free_inodes or 0 for target in each if target.takes_files) for each in kinds]
+        num_left, note = (min(free), "") if is_told else (None, targets.why_no_inodes)
         rooms.append(Room("inodes of MDTs and OSTs", num_left, note, is_of_files=True))
     if os.getuid() == 0:  # no quota binds root
         return rooms

@@ -49,12 +49,12 @@ from slurm import state as states
 from slurm.state import DatasetState, Shard, SlurmAway, SlurmMissing, SlurmRefused, run_slurm
 from slurm.status import wait_for_jobs
 
-Groups = list[tuple[JobRequest, list[int]]]
-"""Shards that are to be sent, by what their tasks ask for."""
+Groups = list[tuple[JobRequest, list[int]]]  # shards to send, by what their tasks ask for
 
 # Slurm's words for more jobs than MaxArraySize, a QOS or an account allows, and for a size or time that a QOS
 # forbids: then fewer tasks are refused, too, and its words are shown.
 _TOO_MANY = re.compile(r"accounting/QOS policy|array specification|submit limit|SubmitJob", re.IGNORECASE)
+_CONTROLS = "sends again what fails, until all is verified (--until_done)"
 _VERIFIED_BYTES_PER_S = 5e6  # of the input, on one slow core
 
 
@@ -116,10 +116,8 @@ def _missing_shards(args: argparse.Namespace, request: JobRequest) -> tuple[Data
     if wanted is not None or state.queue.away:
         missing, unseen = sorted([*missing, *unseen]), []
     if unseen:
-        say(
-            f"left out: {len(unseen)} shards may wait or run where it cannot be seen from here "
-            f"({state.why_not_visible()}); if they do not: --shards {id_ranges(unseen)}"
-        )
+        why = state.why_not_visible()
+        say(f"left out: {len(unseen)} shards may run unseen ({why}); if not: --shards {id_ranges(unseen)}")
     if wanted is not None:
         missing = [shard_id for shard_id in missing if shard_id in wanted]
     if missing and not lustre.why_not_usable(state.folder):
@@ -140,11 +138,11 @@ def check_queue(state: DatasetState, wanted: set[int] | None) -> None:
     Raises SlurmRefused for jobs of which nobody can say what they make: it would be made twice.
     """
     if state.queue.unrecorded:
-        found = f"no file says which shards jobs {', '.join(state.queue.unrecorded)} make, which wait or run"
-        expected = "one, unless another command sends them just now, or was cut short; wait, or end them"
+        jobs = ", ".join(state.queue.unrecorded)
+        found = f"no file in {job_files.JOBS_FOLDER}/ says which shards jobs {jobs} make, which wait or run"
+        expected = "that they have ended; another command may be sending them now: wait, or end them"
         remedy = f"shardprep cancel {quoted(state.folder)}"
-        folder = state.folder / job_files.JOBS_FOLDER
-        raise SlurmRefused(path=folder, found=found, expected=expected, remedy=remedy)
+        raise SlurmRefused(path=state.folder, found=found, expected=expected, remedy=remedy)
     if queued := [each for each in state.ids("running", "pending") if wanted is None or each in wanted]:
         named = shards_text(id_ranges(queued))
         say(f"left out, as they wait or run (one that was cancelled may end just now): {named}")
@@ -295,7 +293,10 @@ def _tell(args: argparse.Namespace, state: DatasetState, submission: Submission,
         print_lines(f"job {array.job_id}: {tasks}, {mem}, {limit}, for {shards_text(id_ranges(ids))}")
     print_lines(f"job {submission.verify.job_id}: verify, when they have ended")
     if controller:
-        _tell_controller(state, controller)
+        if before := _other_controllers(state):  # two would both send what fails
+            with contextlib.suppress(ShardprepError):
+                run_slurm("scancel", *before)
+        print_lines(f"job {controller}: {_CONTROLS}")
     if not args.wait:
         print_lines(f"next: shardprep status {quoted(args.output_dir)} --watch")
 
@@ -313,8 +314,7 @@ def _controller(args: argparse.Namespace, state: DatasetState, request: JobReque
     request = _with_time_of_verify(state, request, site)  # it may verify, too
     small = request.changed(cpus_per_task=1, mem_gb=1.0, mem_per_cpu_gb=None, max_parallel=1)
     name = f"{states.names_begin(state.folder, state.plan.plan_id)}{state.next_number}{states.CONTROL}"
-    options = [f"--job-name={name}", f"--output={_log_pattern(state.folder, 'control-%j')}"]
-    lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(each)}" for each in [*options, *small.sbatch_options()])]
+    lines = _head(state.folder, name, "control-%j", small)
     lines += [f"source {shlex.quote(request.setup)}"] if request.setup else []
     words = shlex.join(map(str, command))
     return "\n".join([*lines, f"cd {shlex.quote(str(HOME.resolve()))}", f"exec {words}", ""])
@@ -329,20 +329,12 @@ def leave_controller(args: argparse.Namespace, state: DatasetState, request: Job
     after = [f"--dependency=afterany:{':'.join(job_ids)}"] if job_ids else []
     job_id = submit_script(_controller(args, state, request, find_site(request.partition)), *after)
     job_files.append_event(state.folder, args.command, jobs=job_ids, controller=job_id)
-    _tell_controller(state, job_id)
+    print_lines(f"job {job_id}: {_CONTROLS}")
 
 
 def _other_controllers(state: DatasetState) -> list[str]:
     own = os.environ.get("SLURM_JOB_ID")
     return [each for each in state.queue.controllers if each != own]
-
-
-def _tell_controller(state: DatasetState, job_id: str) -> None:
-    """Say what a new controller does, and cancel those before it: two would both send what fails."""
-    if before := _other_controllers(state):
-        with contextlib.suppress(ShardprepError):
-            run_slurm("scancel", *before)
-    print_lines(f"job {job_id}: sends again what fails, until all is verified (--until_done)")
 
 
 def submit_script(script: str, *options: str) -> str:
@@ -355,14 +347,12 @@ def submit_script(script: str, *options: str) -> str:
         last = said.strip().rpartition("\n")[2].strip()
         if found := re.fullmatch(r"([0-9]{1,10})(?:;\S+)?", last):  # ID, or ID;CLUSTER
             return found[1]
-        why = f"sbatch answered {last[:80]!r}, expected a job id on the last line (--parsable)"
+        why = f"sbatch answered {last[:80]!r}"
     except SlurmAway as error:
         why = str(error)
     name = re.findall(r"^#SBATCH --job-name=(.*)$", script, re.MULTILINE)[0]
-    raise SlurmAway(
-        f"{why}. Nothing was recorded. If Slurm took the job it waits, held, and does nothing: squeue --me "
-        f"--name={name}, then scancel its number"
-    )
+    expected = "a job's id; nothing was recorded; if Slurm took the job it waits, held: scancel its number"
+    raise SlurmAway(found=why, expected=expected, remedy=f"squeue --me --name={name}")
 
 
 def parse_job(text: str) -> dict[str, Any]:
@@ -384,10 +374,9 @@ def parse_job(text: str) -> dict[str, Any]:
     }
 
 
-_NODES_AWAY = re.compile("drain|down|maint|fail|reboot|unk|power|reserved", re.IGNORECASE)
-
-
 # Checks and scripts. -----------------------------------------------------------------------------------
+
+_NODES_AWAY = re.compile("drain|down|maint|fail|reboot|unk|power|reserved", re.IGNORECASE)
 
 
 def check_folder(folder: Path, request: JobRequest) -> Plan:
@@ -404,10 +393,8 @@ def check_folder(folder: Path, request: JobRequest) -> Plan:
         expected = "the path of a file that tasks shall source"
         raise UsageError(path=request.setup, found=f"--setup {request.setup}", expected=expected)
     if not os.path.isdir(plan.input_dir) and "--input_dir" not in request.worker_args:  # noqa: PTH112 - as above
-        say(
-            f"warning: {plan.input_dir} cannot be seen from here; if the nodes cannot see it either, "
-            "tasks end with 66. Has the input moved? --worker_args '--input_dir NEW'"
-        )
+        todo = "Has the input moved? --worker_args '--input_dir NEW'"
+        say(f"warning: {plan.input_dir} is not seen here; tasks on nodes without it end with 66. {todo}")
     return plan
 
 
@@ -418,15 +405,9 @@ class Site:
     cluster: str
     max_array_size: int  # it bounds the index, which is why arrays of ours begin at 0
     nodes: list[tuple[str, int, int]]  # (state, MB, CPUs), of the named or the default partition
-    max_time_min: int | None = None  # of a job in it; None for no limit
-
-    @property
-    def max_cpus(self) -> int | None:
-        return max((num_cpus for _, _, num_cpus in self.nodes), default=None)
-
-    @property
-    def max_mem_mb(self) -> int | None:
-        return max((mem_mb for _, mem_mb, _ in self.nodes), default=None)
+    max_mem_mb: int | None
+    max_cpus: int | None
+    max_time_min: int | None  # of a job in it; None for no limit
 
 
 def find_site(partition: str | None) -> Site:
@@ -446,6 +427,8 @@ def find_site(partition: str | None) -> Site:
             cluster=config.get("ClusterName", ""),
             max_array_size=int(config["MaxArraySize"]),
             nodes=nodes,
+            max_mem_mb=max((mem_mb for _, mem_mb, _ in nodes), default=None),
+            max_cpus=max((num_cpus for _, _, num_cpus in nodes), default=None),
             max_time_min=limit,
         )
 
@@ -478,13 +461,9 @@ def check_script(request: JobRequest, script: str, site: Site) -> None:
 
 def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequest) -> str:
     """Return the script of an array whose task i makes the shards ``tasks[i]``, such as ``17`` or ``0-5``."""
-    options = [
-        f"--job-name={name}",
-        f"--array=0-{len(tasks) - 1}%{min(request.max_parallel, len(tasks))}",
-        f"--output={_log_pattern(folder, '%A_%a')}",
-    ]
+    array = f"--array=0-{len(tasks) - 1}%{min(request.max_parallel, len(tasks))}"
     place, flags = shlex.quote(str(folder)), shlex.join(shlex.split(request.worker_args))
-    head = [
+    lines = [
         f"shardprep_folder={place}",
         f"shardprep_identity={job_files.folder_identity(folder)}",  # as this host sees the folder
         f"shards_of=({' '.join(tasks)})",
@@ -497,22 +476,21 @@ def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequ
         "unset SLURM_ARRAY_TASK_COUNT",
     ]
     if request.num_cpus is None:
-        head.append("export SLURM_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE")
-    return _script(options, request, head)
+        lines.append("export SLURM_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE")
+    return _script(_head(folder, name, "%A_%a", request, array), request, lines)
 
 
 def verify_script(folder: Path, name: str, num_shards: int, request: JobRequest) -> str:
     """Return the script of the job that runs ``verify DATA`` when the arrays have ended, however they did."""
     small = request.changed(cpus_per_task=min(4, request.num_cpus or 4), max_parallel=1)
     place = shlex.quote(str(folder))
-    head = [
+    lines = [
         f"shardprep_folder={place}",
         f"shardprep_what=verify shardprep_command=(verify {place})",
         f"shardprep_verified={shlex.quote(f'{num_shards} shards of {folder}')}",
     ]
-    head += [f"shardprep_notify={shlex.quote(request.notify)}"] if request.notify else []
-    options = [f"--job-name={name}", f"--output={_log_pattern(folder, 'verify-%j')}"]
-    return _script(options, small, [*head, _VERIFY_END])
+    lines += [f"shardprep_notify={shlex.quote(request.notify)}"] if request.notify else []
+    return _script(_head(folder, name, "verify-%j", small), small, [*lines, _VERIFY_END])
 
 
 # What prep_array.sh calls at its end: a line to grep, and whom to tell.
@@ -525,29 +503,30 @@ _VERIFY_END = """shardprep_end() {
 }"""
 
 
-def _log_pattern(folder: Path, name: str) -> str:
+def _head(folder: Path, name: str, log: str, request: JobRequest, *options: str) -> list[str]:
+    """Return the first lines of a script: the shell and the options of sbatch."""
     if "\\" in str(folder):
         expected = "none, with which Slurm puts no job's number into a log's name; rename the folder"
         raise UsageError(path=folder, found="a backslash in its name", expected=expected)
-    return f"{str(folder).replace('%', '%%')}/{job_files.LOGS_FOLDER}/{name}.log"
+    output = f"--output={str(folder).replace('%', '%%')}/{job_files.LOGS_FOLDER}/{log}.log"
+    options = ("--open-mode=append", f"--job-name={name}", *options, output, *request.sbatch_options())
+    return ["#!/bin/bash", *(f"#SBATCH {_quoted(each)}" for each in options)]
 
 
-def _script(options: Sequence[str], request: JobRequest, head: Sequence[str]) -> str:
+def _script(head: Sequence[str], request: JobRequest, body: Sequence[str]) -> str:
     """Return ``prep_array.sh`` from its first command on, behind another head."""
     prep_array = (Path(__file__).parent / "prep_array.sh").read_text(encoding="utf-8")
     first = "set -euo pipefail\n"
-    options = ["--open-mode=append", *options, *request.sbatch_options()]
     names = {each: name for each, name in states.REQUEST_VARIABLES.items() if name.startswith("SHARDPREP_")}
     settings = {name: getattr(request, each) or "" for each, name in names.items()}
     # A container or a set-up file brings a Python of its own.
     python = os.environ.get("SHARDPREP_PYTHON") or ("" if any(settings.values()) else sys.executable)
     settings = {"SHARDPREP_PYTHON": python, **settings}
     lines = [
-        "#!/bin/bash",
-        "# Made by `python -m slurm submit`: slurm/prep_array.sh with another head.",
-        *(f"#SBATCH {_quoted(option)}" for option in options),
-        *(f"export {name}={shlex.quote(value)}" for name, value in settings.items()),
         *head,
+        "# Made by `python -m slurm submit`: slurm/prep_array.sh with another head.",
+        *(f"export {name}={shlex.quote(value)}" for name, value in settings.items()),
+        *body,
         'echo "shardprep: node ${SLURMD_NODENAME:-}: $shardprep_what begins" >&2',
     ]
     text = "\n".join(lines) + "\n" + first + prep_array.partition(f"\n{first}")[2]
@@ -658,11 +637,10 @@ class MakeShards:
                 time.sleep(0.05)
 
 
+# retry, also by the job of --until_done. ---------------------------------------------------------------
+
 _MOST_ROUNDS = 5  # of --until_done: times that what failed is sent again
 _LATE_KILL_MIN = 2  # Slurm looks at limits every half minute, and then waits for the task to end
-
-
-# retry, also by the job of --until_done. ---------------------------------------------------------------
 
 
 def retry(args: argparse.Namespace) -> int:
@@ -770,11 +748,10 @@ def _trusted(state: DatasetState, request: JobRequest, changes: dict[str, Any]) 
     if foreign:
         numbers = ", ".join(f"{each.number:04d}.json" for each in state.submissions if not each.is_own)
         words = shlex.join(f"--{name}={value}" for name, value in foreign.items())
-        found = f"commands in records that another user wrote, or that others can write to ({numbers})"
+        found = f"commands in records in jobs/ that another user wrote, or can write to ({numbers})"
         expected = f"that you name them, as they run as yours; leave one out by --{next(iter(foreign))}=''"
         remedy = f"shardprep retry {quoted(state.folder)} {words}"
-        folder = state.folder / job_files.JOBS_FOLDER
-        raise Refused(path=folder, found=found, expected=expected, remedy=remedy)
+        raise Refused(path=state.folder, found=found, expected=expected, remedy=remedy)
     return request.changed(**changes)
 
 
@@ -871,10 +848,9 @@ def cancel(args: argparse.Namespace) -> int:
             if own := [each for each in jobs if owners[each] == user_name()]:
                 job_files.append_event(args.output_dir, "cancel", jobs=own, shards=args.shards)
             whose = ", ".join(sorted({*owners.values()} - {user_name()})) or "another user"
-            raise SlurmRefused(
-                f"{whose} submitted jobs of this data set, and only that user or an administrator can cancel "
-                f"them; cancelled: {', '.join(own) or 'none'}; {error}"
-            ) from None
+            found = f"jobs that {whose} submitted; {error}; cancelled: {', '.join(own) or 'none'}"
+            expected = "that user or an administrator to cancel the others"
+            raise SlurmRefused(path=args.output_dir, found=found, expected=expected) from None
         job_files.append_event(args.output_dir, "cancel", jobs=jobs, shards=args.shards)
     if queue.foreign and args.shards is None:
         ids = " ".join(queue.foreign)
@@ -890,13 +866,10 @@ def cancel(args: argparse.Namespace) -> int:
 def _tasks_of_shards(args: argparse.Namespace, state: DatasetState) -> list[str]:
     """Return the tasks that make the shards of --shards, and no others in them. Raises UsageError."""
     wanted = chosen_shards(state.plan.num_shards, args.shards) or set()
-    chosen = set()
-    for shard_id in wanted:
-        for each in state.shards[shard_id].attempts:
-            if each.state not in ("running", "pending") or each.job is None:
-                continue
-            if not wanted.issuperset(each.shards):
-                expected = f"all that task {each.task} makes: {shards_text(id_ranges(each.shards))}"
-                raise UsageError(found=f"--shards {args.shards}", expected=expected)
-            chosen.add(each.task)
+    attempts = [each for shard_id in wanted for each in state.shards[shard_id].attempts if each.job]
+    chosen = {each.task: each for each in attempts if each.state in ("running", "pending")}
+    for task, each in chosen.items():
+        if not wanted.issuperset(each.shards):
+            expected = f"all that task {task} makes: {shards_text(id_ranges(each.shards))}"
+            raise UsageError(found=f"--shards {args.shards}", expected=expected)
     return sorted(chosen, key=lambda task: tuple(map(int, task.split("_"))))

@@ -2,15 +2,15 @@
 
 Manifests say what is done. Of the other shards the attempts' records say who tried and how it ended, and
 Slurm says what waits and runs. Slurm is believed of an end where the record has none, or where Slurm alone
-can know: memory, the time limit, a node, a preemption. Who looks first writes into the record what squeue
-(for some minutes) or the log knows.
+can know: memory, the time limit, a node, a preemption. squeue tells it for some minutes (MinJobAge), the log
+later. Who looks first writes it into the record.
 
-Slurm's own commands are started here alone. squeue says what waits and runs, and for some minutes (MinJobAge)
-how a job ended. It is asked for the jobs of a user: asked for ids, slurmctld sends all that it has. Times are
-in UTC. A job is a submission's if id, user and time of submission are those of the record: a controller that
-lost its state gives old ids to other jobs. A job that Slurm started again has a later time, and then the name
-decides; else a person may have renamed it. ``sbatch slurm/prep_array.sh DATA`` is known by the records of its
-tasks, once one has begun. Nothing may be concluded from the absence of jobs that cannot be seen.
+Slurm's own commands are started here alone. squeue is asked for the jobs of a user: asked for ids, slurmctld
+sends all that it has. Times are in UTC. A job is a submission's if id, user and time of submission are those
+of the record: a controller that lost its state gives old ids to other jobs. A job that Slurm started again
+has a later time, and then the name decides; else a person may have renamed it. ``sbatch slurm/prep_array.sh
+DATA`` is known by the records of its tasks, once one has begun. Nothing may be concluded from the absence of
+jobs that cannot be seen.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ def run_slurm(*command: str, text: str | None = None) -> subprocess.CompletedPro
             env=environ,
         )
     except OSError as error:
-        found = f"{command[0]} cannot be run here ({error.strerror})"
+        found = f"cannot be run here ({error.strerror})"
         expected = "a login node of the cluster; or make the shards on this machine"
-        raise SlurmMissing(found=found, expected=expected) from None
+        raise SlurmMissing(path=command[0], found=found, expected=expected) from None
     except subprocess.TimeoutExpired:
         raise SlurmAway(f"{command[0]} did not answer in 120 s; {_IS_IT_UP}") from None
     if done.returncode:
@@ -174,10 +174,7 @@ def read_config() -> dict[str, str]:
 
 
 def ask_patiently(question: Callable[[], T]) -> T:
-    """Return the answer, asking again while Slurm gives none: a controller that restarts is back in a minute.
-
-    Raises SlurmAway after about an hour.
-    """
+    """Return the answer, asking again for about an hour: a controller that restarts is back in a minute."""
     for delay_s in _DELAYS_S:
         try:
             return question()
@@ -419,10 +416,8 @@ def find_queue(
     sent_jobs = [(job.job_id, sent.user, sent.cluster) for sent in submissions for job in sent.jobs]
     for job_id, user, cluster in [*sent_jobs, *((each.job_id, each.user, "") for each in plain.values())]:
         if cluster not in ("", config.get("ClusterName", "")):
-            queue.hidden[job_id] = (
-                f"jobs of cluster {cluster} are seen by: SLURM_CLUSTERS={cluster} "
-                f"shardprep status {quoted(folder)}"
-            )
+            command = f"SLURM_CLUSTERS={cluster} shardprep status {quoted(folder)}"
+            queue.hidden[job_id] = f"jobs of cluster {cluster} are seen by: {command}"
         elif hides_users and user not in seen_users:
             queue.hidden[job_id] = f"this site shows the jobs of {user} to {user} alone"
 
@@ -517,6 +512,7 @@ _REMEDIES = {
     _OF_EXIT_CODE[73]: "look at permissions, quota and free space of the folder (df, lfs quota); then retry",
     _OF_EXIT_CODE[74]: f"{_AGAIN}; where it fails again, look at the file system that its message names",
     _OF_EXIT_CODE[78]: "bring back what its message names, or plan into a new folder; then retry",
+    "killed by signal 9": f"{_AGAIN}; it is often memory: retry --mem_gb",
     NO_LOG: "look at the folder of its log (permissions, quota); then retry",
 }
 _WARNED_S = 900  # so long before its time limit a USR1 is the warning that sbatch --signal asked for
@@ -527,8 +523,6 @@ _BEGINS = re.compile(r"^(?=shardprep: node \S+: .* begins$)", re.MULTILINE)
 
 def remedy_of(cause: str) -> str:
     """Return what to do about a cause, in a sentence without an end."""
-    if cause.startswith("killed by signal 9"):
-        return f"{_AGAIN}; it is often memory: retry --mem_gb"
     return _REMEDIES.get(cause, f"look at its log; {_AGAIN}")
 
 

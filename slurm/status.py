@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import shardprep
 from shardprep import console
@@ -40,7 +40,6 @@ from slurm.state import DatasetState, Shard, StateName, last_lines, log_tail, me
 
 STATUS_VERSION = 4  # of --json: it grows where a field goes or changes its meaning
 POLL_S = 5.0
-_STATES: tuple[StateName, ...] = ("done", "running", "pending", "failed", "not submitted", "not visible")
 _ACCEPTING = r"--max_bad_fraction ([0-9.]+)"  # of the message of a worker that left out too many documents
 # Of --until_done: the last of these in the history says whether a controller should be there.
 _ENDS_OF_CONTROLLERS = {"submit", "retry", "cancel", "finished", "stopped"}
@@ -132,8 +131,8 @@ def status_data(state: DatasetState) -> dict[str, Any]:
         "version": STATUS_VERSION,
         "folder": str(state.folder),
         "num_shards": state.plan.num_shards,
-        **{name.replace(" ", "_"): id_ranges(state.ids(name)) for name in _STATES},
-        **{f"num_{name.replace(' ', '_')}": len(state.ids(name)) for name in _STATES},
+        **{name.replace(" ", "_"): id_ranges(state.ids(name)) for name in get_args(StateName)},
+        **{f"num_{name.replace(' ', '_')}": len(state.ids(name)) for name in get_args(StateName)},
         "causes": {cause: id_ranges(each.shard_id for each in of) for cause, of in by_cause.items()},
         "remedies": {cause: states.remedy_of(cause) for cause in by_cause},
         "can_retry": id_ranges(each.shard_id for each in failed if not states.reason_to_leave(each, {})),
@@ -329,9 +328,7 @@ def status_lines(data: dict[str, Any]) -> list[str]:
     for how, number in data["restarts"].items():
         lines.append(f"  started again by Slurm after {how}: {counted(number, 'task')}")
     if data["other_plan"]:
-        lines.append(
-            f"  of another plan: {shards_text(data['other_plan'])}; shardprep verify says what to do"
-        )
+        lines.append(f"  of another plan: {shards_text(data['other_plan'])}; shardprep verify says more")
     lines += [f"  not done, {why}" for why in data["broken"].values()][:_MOST_FAILURES]
     for failure in data["failures"][:_MOST_FAILURES]:
         node = f" on {failure['node']}" if failure["node"] else ""
@@ -354,13 +351,11 @@ def status_lines(data: dict[str, Any]) -> list[str]:
 
 
 _NOTES = {  # field -> what it says to people, most pressing first
-    "unrecorded_jobs": "jobs that no record names: {}: a submission goes on, or was cut short, or the jobs "
-    "folder was emptied",
+    "unrecorded_jobs": "jobs that no record names: {}: a submission goes on, or was cut short",
     "wrong": "found wrong by verify: {}; not done, to be made anew",
     "verify_trouble": "the verify job {}",
     "not_begun": "ended before they began: {} (cancelled, or Slurm could not start them)",
-    "foreign_jobs": "jobs of the folder that this one was copied from are left alone: {0} "
-    "(to end them: scancel {0})",
+    "foreign_jobs": "jobs of the folder that this one was copied from; to end them: scancel {}",
     "controller_lost": "job {0} of --until_done is gone and did not say why (killed, its time limit, or the "
     "folder was moved); its log: {1}/jobs/logs/control-{0}.log; to go on: shardprep retry {1} --until_done",
     "unexplained": "no record says how these ended; Slurm's accounts may, where there are any: {}",
@@ -395,10 +390,8 @@ def next_line(data: dict[str, Any]) -> str:
     if data["unrecorded_jobs"]:
         return f"next: wait for the end of the jobs that no record names, or: shardprep cancel {folder}"
     if data["not_visible"]:
-        return (
-            "next: look where they can be seen; if they do not run: "
-            f"shardprep submit {folder} --shards {data['not_visible']}"
-        )
+        again = f"shardprep submit {folder} --shards {data['not_visible']}"
+        return f"next: look where they can be seen; if they do not run: {again}"
     # What makes failed shards again; what only people can help with is said by its cause's remedy.
     args = data["accepting_args"]  # of shards of bad input
     has_answer = data["has_slurm"] and not data["slurm_away"]
@@ -420,15 +413,14 @@ def next_line(data: dict[str, Any]) -> str:
     return f"verified: {data['folder']}/index.json is there"
 
 
+# The report. -------------------------------------------------------------------------------------------
+
 REPORT_VERSION = 4  # it grows where a field goes or changes its meaning
 _MAPPINGS = {"quarantined", "length_histogram", "sources", "validation"}
 _NUMBERS = [item.name for item in dataclasses.fields(ShardCounts) if item.name not in _MAPPINGS]
 _OPTIONS = ("record", "token_format", "seq_len", "validation_fraction")
 _URL_USER = re.compile(r"(?<=://)[^/\s@]+@")
 _URL_SECRET = re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|password|signature|credential)[\w-]*=)[^&\s#]+")
-
-
-# The report. -------------------------------------------------------------------------------------------
 
 
 def report(args: argparse.Namespace) -> int:
@@ -459,9 +451,7 @@ def report_data(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str,
     plan, folder = state.plan, state.folder
     status = status_data(state)
     counts = [each.counts for each in manifests]
-    quarantined: Counter[str] = Counter()
-    for each in counts:
-        quarantined.update(each.quarantined)
+    quarantined = sum((Counter(each.quarantined) for each in counts), Counter[str]())
     return {
         "format": "shardprep-report",
         "version": REPORT_VERSION,
@@ -532,10 +522,8 @@ def _text_numbers(texts: Sequence[TextCounts], num_tokens: int) -> dict[str, Any
     of_length: Counter[int] = Counter()
     for each in texts:
         of_length.update({int(low): documents for low, (documents, _) in each.lengths.items()})
-    numbers: dict[str, Any] = {
-        "text_bytes": num_bytes,
-        "bytes_per_token": round(num_bytes / num_tokens, 3) if num_tokens else None,
-    }
+    bytes_per_token = round(num_bytes / num_tokens, 3) if num_tokens else None
+    numbers: dict[str, Any] = {"text_bytes": num_bytes, "bytes_per_token": bytes_per_token}
     lows = sorted(of_length)
     num_up_to = list(itertools.accumulate(of_length[low] for low in lows))
     for share in (50, 90, 99):
@@ -586,14 +574,12 @@ def _again(folder: Path, plan: Plan, manifests: Sequence[Manifest]) -> dict[str,
     command += flags_of(plan.options)
     if plan.max_bad_fraction != PrepConfig().max_bad_fraction:
         command += ["--max_bad_fraction", str(plan.max_bad_fraction)]
-    if plan.has_input_hashes:
-        command.append("--hash_inputs")
+    command += ["--hash_inputs"] if plan.has_input_hashes else []
     commands = []
     if plan.options.chat_template:
         code = (
-            "import sys, pathlib; from shardprep.format.plan import need_plan; "
-            "open('NEW.jinja', 'w', encoding='utf-8', newline='')"
-            ".write(need_plan(pathlib.Path(sys.argv[1])).options.chat_template)"
+            "import sys; from pathlib import Path; from shardprep.format.plan import need_plan; "
+            "Path('NEW.jinja').write_text(need_plan(Path(sys.argv[1])).options.chat_template, 'utf-8')"
         )
         commands.append(shlex.join([sys.executable, "-c", code, str(folder)]))
         command += ["--chat_template_file", "NEW.jinja"]

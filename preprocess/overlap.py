@@ -46,19 +46,10 @@ from preprocess.make.worker import load_engine
 from preprocess.plan.inputs import find_inputs, stamp_inputs
 from preprocess.read.documents import Documents, documents_of_shard, read_documents
 from preprocess.read.text_fields import Transform, transform_of
+from shardprep import files
 from shardprep.command_line import add_flags_of
 from shardprep.console import Progress, counted, print_lines, quoted, say
 from shardprep.errors import BadInput, BrokenShard, NotFound, Refused, UsageError
-from shardprep.files import (
-    FileStamp,
-    PublishedFile,
-    is_folder,
-    make_folder,
-    publish_bytes,
-    read_lines,
-    size_of_file,
-    sync_folder,
-)
 from shardprep.format.documents import (
     DIGEST,
     DocumentNames,
@@ -175,22 +166,22 @@ def overlap(args: argparse.Namespace) -> int:
     depends_on = repr((plan.plan_id, plan.options.blanked, rule, evals)).encode()
     key, out = hashlib.sha256(depends_on).hexdigest()[:12], args.output or folder / "overlap"
     paths = [out / f"{shard_name(number)}.{key}.jsonl" for number in range(plan.num_shards)]
-    todo = [number for number in wanted if size_of_file(paths[number]) is None]
+    todo = [number for number in wanted if files.size_of_file(paths[number]) is None]
     if len(todo) < len(wanted):
         say(f"{len(wanted) - len(todo)} of {counted(len(wanted), 'shard')} are done already")
     if todo:
         search = _Search(folder, plan, rule, evals)
-        make_folder(out, parents=True)
+        files.make_folder(out, parents=True)
         progress = Progress("looking", sum(plan.shard(number).num_bytes for number in todo))
         for number in todo:
             lines = []
             for documents in _documents_left(plan, folder, number, transform):
                 lines += [json.dumps(hit, ensure_ascii=False) + "\n" for hit in search.hits_of(documents)]
                 progress.add(documents.num_bytes)
-            publish_bytes(paths[number], "".join(lines).encode("utf-8", "surrogatepass"))
+            files.publish_bytes(paths[number], "".join(lines).encode("utf-8", "surrogatepass"))
     # From the next shard on: of a job array's shards it is the one that is missing most likely.
     others = [*range(wanted[-1] + 1, plan.num_shards), *range(wanted[-1])]
-    missing = next((number for number in others if size_of_file(paths[number]) is None), None)
+    missing = next((number for number in others if files.size_of_file(paths[number]) is None), None)
     if missing is None:
         _merge(out, paths, folder, settings)
     else:
@@ -203,9 +194,9 @@ def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, byt
 
     ``options``: of plan, those that were given. Raises NotFound, UsageError, BadInput for no document.
     """
-    if size_of_file(path) is None:
+    if files.size_of_file(path) is None:
         raise NotFound(path=path, found="no such file or folder", expected="the documents of an evaluation")
-    plan = read_plan(path) if is_folder(path) else None
+    plan = read_plan(path) if files.is_folder(path) else None
     if plan is not None:
         if options:
             expected = "no such flag, as this is a data set, whose plan says how its input is read"
@@ -215,7 +206,7 @@ def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, byt
         batches = itertools.chain.from_iterable(shards)
     else:
         read_options, folder, paths = PlanOptions(**options), path.parent, [path]
-        if is_folder(path):
+        if files.is_folder(path):
             folder, paths = path, find_inputs(path, read_options).paths
         inputs = [item.file for item in stamp_inputs(folder, paths, read_options)]
         names = [item.path for item in inputs]
@@ -381,10 +372,10 @@ def _merge(out: Path, paths: list[Path], data_dir: Path, settings: dict[str, Any
     names: dict[str, None] = {}  # in order, each once
     merged, names_path, num_hits, last = out / "overlap.jsonl", out / "names.txt", 0, ""
     evals, sources = Counter[str](), Counter[str]()
-    with PublishedFile(merged) as file:
+    with files.PublishedFile(merged) as file:
         for path in paths:
             try:
-                for line in read_lines(path):
+                for line in files.read_lines(path):
                     hit = json.loads(line)
                     num_hits += 1
                     if hit["document"] != last:  # its hits follow each other
@@ -397,10 +388,12 @@ def _merge(out: Path, paths: list[Path], data_dir: Path, settings: dict[str, Any
                 raise BrokenShard(path=path, found="no hit", remedy=f"rm {quoted(path)}") from None
         file.sync()
         file.publish()
-    publish_bytes(names_path, "".join(names).encode())
+    files.publish_bytes(names_path, "".join(names).encode())
     documents, of_evals = counted(sources.total(), "document"), counted(len(evals), "evaluation document")
     found = f"{documents} hold text of {of_evals}: {counted(num_hits, 'hit')}"
-    largest = heapq.nlargest(_MOST_SHOWN, map(json.loads, read_lines(merged)), key=lambda hit: hit["share"])
+    largest = heapq.nlargest(
+        _MOST_SHOWN, map(json.loads, files.read_lines(merged)), key=lambda hit: hit["share"]
+    )
     columns = ("document", "eval", "share", "longest", "text")
     hits = [columns, *(tuple(str(hit[name])[:300] for name in columns) for hit in largest)]
     page = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>Overlap with an evaluation</title>
@@ -413,7 +406,7 @@ td{{vertical-align:top;padding:.3em .6em;border-bottom:1px solid #ccc}}</style>
 use: look at the texts, and give a larger --ngram.{_table(evals.most_common(_MOST_SHOWN))}
 <h2>Settings</h2>{_table(settings.items())}</html>
 """
-    publish_bytes(out / "overlap.html", page.encode("utf-8", "surrogatepass"))
+    files.publish_bytes(out / "overlap.html", page.encode("utf-8", "surrogatepass"))
     print_lines(f"{found}; the lists and overlap.html are in {out}")
     print_lines(*(f"  {source}: {count:,} documents" for source, count in sources.most_common()))
     if names:
@@ -450,14 +443,14 @@ class _Shard(NamedTuple):
     plan: Plan
     transform: Transform | None
     shard_id: int
-    stamp: FileStamp  # of its digests
+    stamp: files.FileStamp  # of its digests
 
 
 def duplicates(args: argparse.Namespace) -> int:
     """Find the documents that go, write the lists, and print the sums. Raises what reading and writing do."""
     plans: dict[str, Path] = {}
     shards: list[_Shard] = []
-    lists: dict[Path, PublishedFile] = {}  # by data set
+    lists: dict[Path, files.PublishedFile] = {}  # by data set
     going = Counter[tuple[Path, str]]()  # documents, by data set and source
     with contextlib.ExitStack() as opened:
         for number, folder in enumerate(args.data_dirs, 1):
@@ -467,7 +460,7 @@ def duplicates(args: argparse.Namespace) -> int:
                 raise UsageError(found=found, expected="each data set once")
             path = args.output if number == 1 else args.output.with_suffix(f".{number}{args.output.suffix}")
             # Before the work, so that a folder that cannot be written to is told at once.
-            lists[folder] = opened.enter_context(PublishedFile(path))
+            lists[folder] = opened.enter_context(files.PublishedFile(path))
             findings = read_findings(folder, plan.plan_id)
             transform = transform_of(plan.options, args.transform)
             for shard_id in range(plan.num_shards):
@@ -500,7 +493,7 @@ def duplicates(args: argparse.Namespace) -> int:
         for file in lists.values():
             file.sync()
             file.publish()
-        sync_folder(args.output.parent)
+        files.sync_folder(args.output.parent)
     told: list[dict[str, Any]] = []
     for folder, file in lists.items():
         sources = {source: count for (of, source), count in going.most_common() if of == folder}

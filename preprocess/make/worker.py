@@ -34,17 +34,9 @@ from preprocess.read.text_fields import transform_of
 from shardprep.command_line import start_child
 from shardprep.console import Progress, counted, guard_streams, say, short_bytes, short_number
 from shardprep.errors import BadInput, CannotWrite, OtherTokenizer, ReadWriteError, ShardprepError, UsageError
+from shardprep.format import names
 from shardprep.format.documents import BlankedDocuments, are_for_validation, blank_digests, read_blanked
 from shardprep.format.manifest import Manifest, done_manifest, read_findings
-from shardprep.format.names import (
-    BLANK,
-    TOKENIZER_DIR,
-    TOKENIZER_FILE,
-    ids_of_ranges,
-    input_kind,
-    is_chosen,
-    quarantine_path,
-)
 from shardprep.format.plan import EngineName, Plan, PlannedShard, check_tokenizer_files, need_plan
 
 if TYPE_CHECKING:  # a task of one shard does without them
@@ -93,7 +85,7 @@ def part_line(plan: Plan, shard: PlannedShard) -> str:
         parts.append(item.path)
         if (part.start, part.end) != (0, item.num_bytes):
             # So that nobody takes them for the places of documents, which may be rows, or bytes of the text.
-            unit = "bytes" if input_kind(item.path).is_in_bytes else "file bytes"
+            unit = "bytes" if names.input_kind(item.path).is_in_bytes else "file bytes"
             parts[-1] += f" {unit} {part.start} to {part.end}"
     if len(parts) > _NUM_NAMED:
         parts[_NUM_NAMED - 1 :] = ["...", f"{parts[-1]} ({len(parts)} files)"]
@@ -108,7 +100,11 @@ def done_line(manifest: Manifest, folder: Path) -> str:
     return (
         f"shard {shard_id:05d} is done: "
         f"{amounts_line(counts.input_bytes, counts.num_documents, counts.num_tokens, run['wall_s'])}, "
-        + (f"{left_out} documents were left out: {quarantine_path(folder, shard_id)}, " if left_out else "")
+        + (
+            f"{left_out} documents were left out: {names.quarantine_path(folder, shard_id)}, "
+            if left_out
+            else ""
+        )
         + f"{run['cpu_s']:.1f} s of CPU, "
         + (f"{run['transform_cpu_s']:.1f} of them in --transform, " if "transform_cpu_s" in run else "")
         + f"{short_bytes(run['max_rss_bytes'])} of memory, a tar of {short_bytes(manifest.tar.num_bytes)}"
@@ -193,7 +189,7 @@ class Worker:
         if settings.most_documents is not None:
             documents = (part for batch in documents for part in batch.parts(settings.most_documents))
         writer, blanked = ShardWriter(folder, plan, shard.shard_id), None
-        if options.blanked and shard.shard_id in ids_of_ranges(options.blanked):
+        if options.blanked and shard.shard_id in names.ids_of_ranges(options.blanked):
             blanked = read_blanked(self.folder, plan.plan_id, shard.shard_id)
         make = functools.partial(self._encode_and_lay_out, writer, blanked)
         with contextlib.closing(_made_in_order(make, documents, self._num_makers)) as batches, writer:
@@ -235,7 +231,7 @@ class Worker:
             return writer.lay_out(documents, tokens)
         # A blanked document is as many BLANKs as it has ids, and nothing else. What is counted is that of the
         # documents, as in the shard that this one is made from.
-        blank_ids = np.uint32(BLANK)
+        blank_ids = np.uint32(names.BLANK)
         if plan.options.is_chat:  # the loss mask stays as it is
             blank_ids = (tokens.ids & NO_LOSS) | blank_ids
         ids = np.where(np.repeat(is_blanked, np.diff(tokens.offsets)), blank_ids, tokens.ids)
@@ -261,7 +257,7 @@ class Worker:
         quarantine.sync()
         quarantine.publish()
         flags = sorted({_OTHER_FLAG[reason] for reason in counting.bad_reasons & {*_OTHER_FLAG}})
-        first = next(bad for bad in counting.bad if not is_chosen(bad.reason))
+        first = next(bad for bad in counting.bad if not names.is_chosen(bad.reason))
         accepting = f"--max_bad_fraction {min(int(counting.bad_fraction * 100) + 1, 100) / 100:g}"
         hint = f"Is it another {' or '.join(flags)}? " if flags else ""
         raise BadInput(
@@ -281,7 +277,7 @@ def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[st
 
     Raises OtherTokenizer where even the reference gives others, UsageError where ``wanted`` cannot be had.
     """
-    path = folder / TOKENIZER_DIR / TOKENIZER_FILE
+    path = folder / names.TOKENIZER_DIR / names.TOKENIZER_FILE
     allow, as_planned = plan.options.encodes_control_tokens, plan.options.add_special_tokens
     if wanted != "tokenizers" and (wanted != "auto" or plan.fast_engine_is_equal):
         fast = equal_fast_engine(

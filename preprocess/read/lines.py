@@ -34,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from preprocess.read import text_fields
 from preprocess.read.documents import (
     BETWEEN,
     SHORT_LINE_BYTES,
@@ -47,17 +48,7 @@ from preprocess.read.documents import (
     texts_of,
     unreadable,
 )
-from preprocess.read.text_fields import (
-    MAX_JSON_DEPTH,
-    MOST_DOCUMENT_BYTES,
-    FieldPath,
-    MessageFields,
-    RecordFields,
-    TextFields,
-    UnusableText,
-    too_long,
-    value_at,
-)
+from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, FieldPath, TextFields, UnusableText, too_long
 from shardprep.command_line import needs
 from shardprep.console import quoted
 from shardprep.errors import BadInput, UsageError
@@ -588,7 +579,7 @@ class JsonLines(LineFormat):
         if (found := _joined_texts(lines, starts, fields)) is not None:
             return found, {}
         each = lines.split(b"\n")[: len(starts)]
-        may_be_deep = int(np.diff(starts, append=len(lines)).max(initial=0)) > 2 * MAX_JSON_DEPTH
+        may_be_deep = int(np.diff(starts, append=len(lines)).max(initial=0)) > 2 * text_fields.MAX_JSON_DEPTH
         if not (may_be_deep and any(map(is_too_deep, each))) and _names_each_once(lines, len(each), fields):
             # Most often: all lines are objects with the field, and nothing in them needs a second look.
             with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -600,7 +591,7 @@ class JsonLines(LineFormat):
         pairs = [_record_of(line, fields) for line in each]
         records = [record for record, _ in pairs]
         columns = fields.columns(_others(records, fields))
-        if isinstance(fields, RecordFields):
+        if isinstance(fields, text_fields.RecordFields):
             columns = {**columns, "record": records}
         return texts_of([text for _, text in pairs]), columns
 
@@ -652,8 +643,8 @@ def _joined_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | 
     escapes = np.flatnonzero(letters == ord("\\"))
     may_spell = bool((letters[escapes + 1] == ord("u")).any())
     is_opened = letters | 0x20 == ord("{")  # [ and { differ by this bit; each line is an object
-    may_be_deep = np.count_nonzero(is_opened) - len(starts) >= MAX_JSON_DEPTH
-    if may_be_deep and np.add.reduceat(is_opened, starts, dtype=np.int64).max() > MAX_JSON_DEPTH:
+    may_be_deep = np.count_nonzero(is_opened) - len(starts) >= text_fields.MAX_JSON_DEPTH
+    if may_be_deep and np.add.reduceat(is_opened, starts, dtype=np.int64).max() > text_fields.MAX_JSON_DEPTH:
         return None
     if not _names_each_once(block, len(starts), fields, may_spell=may_spell):
         return None
@@ -718,7 +709,7 @@ def _perhaps_infinite(letters: npt.NDArray[np.uint8]) -> Numbers:
 
 def _others(records: list[Any], fields: TextFields) -> dict[FieldPath, list[Any]]:
     """Return the values of ``other_paths``."""
-    return {path: [value_at(record, path) for record in records] for path in fields.other_paths}
+    return {path: [text_fields.value_at(record, path) for record in records] for path in fields.other_paths}
 
 
 def _are_exact(values: Sequence[Any]) -> bool:
@@ -736,7 +727,7 @@ def _names_each_once(
 
     Each such line has a key for each name. So there is no other where a block has as many keys as lines.
     """
-    if isinstance(fields, (MessageFields, RecordFields)):
+    if isinstance(fields, (text_fields.MessageFields, text_fields.RecordFields)):
         return False  # each line is looked at: what follows takes 20 times as long
     name = fields.plain_name
     # Without escapes a key is spelled in one way. Counting that takes a fifth of the search for all ways.
@@ -790,10 +781,10 @@ def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText
         return None, why_not_json(line)
     if is_too_deep(line):
         return None, _TOO_DEEP
-    if isinstance(fields, RecordFields):
+    if isinstance(fields, text_fields.RecordFields):
         is_exact = _LONG_NUMBER.search(line) is None
     else:
-        others = [value_at(record, path) for path in fields.other_paths]
+        others = [text_fields.value_at(record, path) for path in fields.other_paths]
         is_exact = _names_each_once(line, 1, fields) and _are_exact(others)
     if not is_exact:
         try:
@@ -803,7 +794,7 @@ def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText
         if twice := next(_named_twice(record, fields), None):
             return record, UnusableText("bad_json", f"the key {twice} stands twice in one object")
     text = fields.text(record)
-    if isinstance(fields, RecordFields) and isinstance(text, str):
+    if isinstance(fields, text_fields.RecordFields) and isinstance(text, str):
         text = line.decode()  # of a record that is given whole
     return record, text
 
@@ -828,7 +819,7 @@ def _named_twice(record: Any, fields: TextFields) -> Iterator[str]:
             if name in inner.twice:
                 yield name
             inner = inner.get(name)
-        if isinstance(fields, MessageFields):
+        if isinstance(fields, text_fields.MessageFields):
             yield from _all_twice(inner)
 
 
@@ -862,7 +853,8 @@ def why_not_json(line: bytes) -> UnusableText:
 
 
 _TOO_DEEP = UnusableText(
-    "bad_json", f"it is nested too deep, more than {MAX_JSON_DEPTH} levels, or has too long a number"
+    "bad_json",
+    f"it is nested too deep, more than {text_fields.MAX_JSON_DEPTH} levels, or has too long a number",
 )
 
 
@@ -871,14 +863,17 @@ def is_too_deep(raw: bytes | bytearray) -> bool:
 
     Costs 0.2 us for a line that has no more brackets than that, else 0.2 us for each bracket and string.
     """
-    if len(raw) <= 2 * MAX_JSON_DEPTH or raw.count(b"[") + raw.count(b"{") <= MAX_JSON_DEPTH:
+    if (
+        len(raw) <= 2 * text_fields.MAX_JSON_DEPTH
+        or raw.count(b"[") + raw.count(b"{") <= text_fields.MAX_JSON_DEPTH
+    ):
         return False
     depth = 0
     for found in _STRING_OR_BRACKET.finditer(raw):
         first = raw[found.start()]
         if first in b"[{":
             depth += 1
-            if depth > MAX_JSON_DEPTH:
+            if depth > text_fields.MAX_JSON_DEPTH:
                 return True
         elif first in b"]}":
             depth -= 1

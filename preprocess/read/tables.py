@@ -34,6 +34,7 @@ import pyarrow.ipc as ipc
 import pyarrow.parquet as parquet
 import pyarrow.types as types
 
+from preprocess.read import text_fields
 from preprocess.read.documents import (
     Inspected,
     OpenInput,
@@ -44,15 +45,7 @@ from preprocess.read.documents import (
     texts_of,
     unreadable,
 )
-from preprocess.read.text_fields import (
-    FieldPath,
-    MessageFields,
-    RecordFields,
-    TextFields,
-    UnusableText,
-    from_json,
-    text_fields_of,
-)
+from preprocess.read.text_fields import FieldPath, TextFields, UnusableText
 from shardprep.errors import BadInput, ReadWriteError
 from shardprep.format.plan import PlanOptions
 
@@ -136,7 +129,7 @@ class Parquet:
         """Raises BadInput where the footer is broken, or a column of the text is missing."""
         if not file.stamp.num_bytes:
             return Inspected(text_bytes=0, is_whole=True)
-        table, stream, fields = self._open(file, text_fields_of(options))
+        table, stream, fields = self._open(file, text_fields.text_fields_of(options))
         with refused_by_name(file, "Parquet", stream):
             groups = range(table.metadata.num_row_groups)
             return Inspected(text_bytes=_text_bytes(table.metadata, groups, fields), is_whole=False)
@@ -146,7 +139,7 @@ class Parquet:
     ) -> list[Start | None]:
         places: list[Start] = []
         if file.stamp.num_bytes:
-            table, stream, _ = self._open(file, text_fields_of(options))
+            table, stream, _ = self._open(file, text_fields.text_fields_of(options))
             with refused_by_name(file, "Parquet", stream):
                 places = [Start(start) for start, _ in _row_groups(table.metadata)[1:]]
         return starts_among(places, file, stretches)
@@ -256,7 +249,7 @@ class Arrow:
         """Raises BadInput for another kind of file, or a missing column."""
         first = next(_messages_of(file), None)
         if first is not None:
-            self._open(file, [first], text_fields_of(options), None)
+            self._open(file, [first], text_fields.text_fields_of(options), None)
         return Inspected(text_bytes=file.stamp.num_bytes, is_whole=first is None)
 
     def starts(
@@ -408,9 +401,9 @@ def _fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
 
     Raises BadInput where the text has no column, one of another type, or two columns may be meant.
     """
-    if isinstance(fields, RecordFields):
+    if isinstance(fields, text_fields.RecordFields):
         return fields.of_columns(schema.names)
-    is_chat = isinstance(fields, MessageFields)
+    is_chat = isinstance(fields, text_fields.MessageFields)
     places: dict[FieldPath, FieldPath] = {}
     for path in fields.paths:
         found, name, is_text = _places_of(schema, path), ".".join(path), path in fields.text_paths
@@ -634,7 +627,7 @@ def _text(value: bytes) -> str:
 
 
 def _from_json(value: bytes) -> Any:
-    found = from_json(_text(value))
+    found = text_fields.from_json(_text(value))
     if isinstance(found, UnusableText):
         raise _NoValue(found.reason, found.detail)
     return found

@@ -50,24 +50,9 @@ from shardprep import files
 from shardprep.command_line import add_flags_of
 from shardprep.console import Progress, counted, print_lines, quoted, say
 from shardprep.errors import BadInput, BrokenShard, NotFound, Refused, UsageError
-from shardprep.format.documents import (
-    DIGEST,
-    DocumentNames,
-    blank_digests,
-    name_of_place,
-    read_blanked,
-    read_digests,
-)
+from shardprep.format import names
+from shardprep.format.documents import DocumentNames, blank_digests, name_of_place, read_blanked, read_digests
 from shardprep.format.manifest import check_done, read_findings
-from shardprep.format.names import (
-    DIGEST_BYTES,
-    TOKENIZER_DIR,
-    TOKENIZER_FILE,
-    chosen_shards,
-    ids_of_ranges,
-    shard_name,
-    source_of_path,
-)
 from shardprep.format.plan import ByteRange, Plan, PlanOptions, check_tokenizer_files, need_plan, read_plan
 
 _BETWEEN = "\x1f"  # texts; to Python it is white space
@@ -107,7 +92,7 @@ def _documents_left(
 ) -> Iterator[Documents]:
     """Yield the documents of a shard's input that are not blanked. Raises what reading the input does."""
     blanked = None
-    if plan.options.blanked and shard_id in ids_of_ranges(plan.options.blanked):
+    if plan.options.blanked and shard_id in names.ids_of_ranges(plan.options.blanked):
         blanked = read_blanked(folder, plan.plan_id, shard_id)
     for documents in documents_of_shard(plan, folder, plan.shard(shard_id), transform=transform):
         if blanked is not None:
@@ -154,7 +139,7 @@ def overlap(args: argparse.Namespace) -> int:
     """``overlap DATA --against EVALS``: make the files that are missing, and merge them if all are there."""
     folder: Path = args.data_dir
     plan = need_plan(folder).at(args.input_dir)
-    chosen = chosen_shards(plan.num_shards, args.shards)
+    chosen = names.chosen_shards(plan.num_shards, args.shards)
     wanted = range(plan.num_shards) if chosen is None else sorted(chosen)
     rule = RULES[args.rule]._replace(**{} if args.ngram is None else {"ngram": args.ngram})
     if rule.ngram < 2:
@@ -165,7 +150,7 @@ def overlap(args: argparse.Namespace) -> int:
     settings = {"evaluation": args.against, "plan_id": plan.plan_id, **rule._asdict()}
     depends_on = repr((plan.plan_id, plan.options.blanked, rule, evals)).encode()
     key, out = hashlib.sha256(depends_on).hexdigest()[:12], args.output or folder / "overlap"
-    paths = [out / f"{shard_name(number)}.{key}.jsonl" for number in range(plan.num_shards)]
+    paths = [out / f"{names.shard_name(number)}.{key}.jsonl" for number in range(plan.num_shards)]
     todo = [number for number in wanted if files.size_of_file(paths[number]) is None]
     if len(todo) < len(wanted):
         say(f"{len(wanted) - len(todo)} of {counted(len(wanted), 'shard')} are done already")
@@ -201,7 +186,7 @@ def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, byt
         if options:
             expected = "no such flag, as this is a data set, whose plan says how its input is read"
             raise UsageError(path=path, found=f"--{min(options)}", expected=expected)
-        transform, names = transform_of(plan.options, None), [item.path for item in plan.inputs]
+        transform, input_paths = transform_of(plan.options, None), [item.path for item in plan.inputs]
         shards = (_documents_left(plan, path, number, transform) for number in range(plan.num_shards))
         batches = itertools.chain.from_iterable(shards)
     else:
@@ -209,7 +194,7 @@ def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, byt
         if files.is_folder(path):
             folder, paths = path, find_inputs(path, read_options).paths
         inputs = [item.file for item in stamp_inputs(folder, paths, read_options)]
-        names = [item.path for item in inputs]
+        input_paths = [item.path for item in inputs]
         ranges = [
             ByteRange(input_number=number, path=folder / item.path, start=0, end=item.num_bytes)
             for number, item in enumerate(inputs)
@@ -219,7 +204,7 @@ def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, byt
     for documents in batches:
         bad.update(one.reason for one in documents.bad)
         for text, offset in zip(documents.texts, documents.offsets.tolist(), strict=True):
-            evals.append((f"{names[documents.input_number]}:{offset}", text))
+            evals.append((f"{input_paths[documents.input_number]}:{offset}", text))
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in bad.most_common()) or "no document"
     if not evals:
         expected = "the documents of an evaluation; the field of their text is named by --text_field"
@@ -242,7 +227,7 @@ class _Search:
         if rule.unit == "tokens":
             check_tokenizer_files(folder, plan.tokenizer_files)
             self._engine = load_engine(plan, folder, "auto", say).bare()
-            self._tokenizer = load_tokenizer(folder / TOKENIZER_DIR / TOKENIZER_FILE)
+            self._tokenizer = load_tokenizer(folder / names.TOKENIZER_DIR / names.TOKENIZER_FILE)
         _, units = self._units_of([text for _, text in evals], may_add=True)
         lengths = np.diff(units.offsets)
         num_short, num_evals = int((lengths < rule.ngram).sum()), counted(len(lengths), "evaluation document")
@@ -369,7 +354,7 @@ def _is_kept() -> npt.NDArray[np.bool_]:
 
 def _merge(out: Path, paths: list[Path], data_dir: Path, settings: dict[str, Any]) -> None:
     """Write the lists, of the files of all shards. Raises BrokenShard, ReadWriteError."""
-    names: dict[str, None] = {}  # in order, each once
+    listed: dict[str, None] = {}  # in order, each once
     merged, names_path, num_hits, last = out / "overlap.jsonl", out / "names.txt", 0, ""
     evals, sources = Counter[str](), Counter[str]()
     with files.PublishedFile(merged) as file:
@@ -380,15 +365,15 @@ def _merge(out: Path, paths: list[Path], data_dir: Path, settings: dict[str, Any
                     num_hits += 1
                     if hit["document"] != last:  # its hits follow each other
                         last = hit["document"]
-                        sources[source_of_path(last)] += 1
+                        sources[names.source_of_path(last)] += 1
                     evals[hit["eval"]] += 1
-                    names[f"sha256:{hit['sha256']}\n"] = None
+                    listed[f"sha256:{hit['sha256']}\n"] = None
                     file.write(line)
             except (ValueError, LookupError, TypeError):
                 raise BrokenShard(path=path, found="no hit", remedy=f"rm {quoted(path)}") from None
         file.sync()
         file.publish()
-    files.publish_bytes(names_path, "".join(names).encode())
+    files.publish_bytes(names_path, "".join(listed).encode())
     documents, of_evals = counted(sources.total(), "document"), counted(len(evals), "evaluation document")
     found = f"{documents} hold text of {of_evals}: {counted(num_hits, 'hit')}"
     largest = heapq.nlargest(
@@ -409,7 +394,7 @@ use: look at the texts, and give a larger --ngram.{_table(evals.most_common(_MOS
     files.publish_bytes(out / "overlap.html", page.encode("utf-8", "surrogatepass"))
     print_lines(f"{found}; the lists and overlap.html are in {out}")
     print_lines(*(f"  {source}: {count:,} documents" for source, count in sources.most_common()))
-    if names:
+    if listed:
         blank = f"shardprep blank {quoted(data_dir)} --ids {quoted(names_path)} --output NEW"
         print_lines(f"next: {blank}  # or plan anew: --exclude {quoted(names_path)}")
 
@@ -469,14 +454,14 @@ def duplicates(args: argparse.Namespace) -> int:
                     expected = "a data set of plan --digests; plan anew with it, into a new folder"
                     raise UsageError(path=folder, found="no digests", expected=expected, remedy="--digests")
                 shards.append(_Shard(folder, plan.at(args.input_dir), transform, shard_id, stamp))
-        names, first_shard, has_copies, num_documents, num_copies = _find(shards)
+        groups, first_shard, has_copies, num_documents, num_copies = _find(shards)
         with_copies = np.flatnonzero(has_copies).tolist()
         progress = Progress("writing the lists", len(with_copies), unit="shards")
         for number in with_copies:
             shard, kept = shards[number], set[int]()
             for documents in _documents_left(shard.plan, shard.folder, shard.shard_id, shard.transform):
                 path = shard.plan.inputs[documents.input_number].path
-                group_of = names.find(documents.digests())
+                group_of = groups.find(documents.digests())
                 for document in np.flatnonzero(group_of >= 0).tolist():
                     group = int(group_of[document])
                     if first_shard[group] == number and group not in kept:
@@ -484,7 +469,7 @@ def duplicates(args: argparse.Namespace) -> int:
                         continue
                     name = name_of_place(path, int(documents.offsets[document]))
                     lists[shard.folder].write(f"{name}\n".encode())
-                    going[shard.folder, source_of_path(path)] += 1
+                    going[shard.folder, names.source_of_path(path)] += 1
             progress.add(1)
         if going.total() != num_copies:
             found = f"{going.total()} of {num_copies} duplicates in the input"
@@ -499,11 +484,11 @@ def duplicates(args: argparse.Namespace) -> int:
         sources = {source: count for (of, source), count in going.most_common() if of == folder}
         told.append({"data_dir": str(folder), "list": str(file.path), "sources": sources})
     if args.json:
-        sums = {"num_documents": num_documents, "num_groups": len(names.keys), "num_duplicates": num_copies}
+        sums = {"num_documents": num_documents, "num_groups": len(groups.keys), "num_duplicates": num_copies}
         print_lines(json.dumps({**sums, "data_sets": told}))
         return 0
     total = counted(num_documents, "document")
-    print_lines(f"{num_copies:,} of {total} are copies of {len(names.keys):,} others")
+    print_lines(f"{num_copies:,} of {total} are copies of {len(groups.keys):,} others")
     for each in told:
         count, folder, path = sum(each["sources"].values()), quoted(each["data_dir"]), quoted(each["list"])
         print_lines(f"{folder}: {counted(count, 'document')}; list: {path}")
@@ -520,9 +505,9 @@ def _find(shards: list[_Shard]) -> tuple[DocumentNames, Numbers, npt.NDArray[np.
     Returns their digests, the shard that has the first one of each, which of all shards have others, and the
     numbers of all documents and of those that go.
     """
-    num_all = sum(shard.stamp.num_bytes // DIGEST_BYTES for shard in shards)
+    num_all = sum(shard.stamp.num_bytes // names.DIGEST_BYTES for shard in shards)
     num_parts, blanks = 1 + num_all // _PART_DOCUMENTS, blank_digests(np.array([False, True]))
-    groups, firsts = [np.zeros(0, DIGEST)], [np.zeros(0, np.int64)]
+    groups, firsts = [blanks[:0]], [np.zeros(0, np.int64)]
     has_copies, num_documents, num_copies = np.zeros(len(shards), np.bool_), 0, 0
     progress = Progress("comparing digests", num_parts * num_all, unit="documents")
     for part in range(num_parts):
@@ -542,5 +527,10 @@ def _find(shards: list[_Shard]) -> tuple[DocumentNames, Numbers, npt.NDArray[np.
         firsts.append(shard_of[first[count > 1]])
         has_copies[np.delete(shard_of, first)] = True
     # Parts ascend, and within them digests do.
-    names = DocumentNames(keys=np.concatenate(groups))
-    return names, np.concatenate(firsts), has_copies, num_documents, num_copies
+    return (
+        DocumentNames(keys=np.concatenate(groups)),
+        np.concatenate(firsts),
+        has_copies,
+        num_documents,
+        num_copies,
+    )

@@ -27,15 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.read import BATCH_BYTES
-from preprocess.read.text_fields import (
-    MOST_DOCUMENT_BYTES,
-    TextFields,
-    Transform,
-    UnusableText,
-    text_fields_of,
-    too_long,
-)
+from preprocess.read import BATCH_BYTES, text_fields
+from preprocess.read.text_fields import TextFields, Transform, UnusableText, text_fields_of, too_long
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, BrokenShard, NotFound, ReadWriteError, Refused, UsageError
 from shardprep.files import ReadFile, with_retries
@@ -345,7 +338,7 @@ def texts_of(values: Iterable[str | UnusableText]) -> list[bytes | UnusableText]
             found.append(value)
             continue
         text = b"" if value.isspace() else value.encode()
-        found.append(text if len(text) <= MOST_DOCUMENT_BYTES else too_long("its text"))
+        found.append(text if len(text) <= text_fields.MOST_DOCUMENT_BYTES else too_long("its text"))
     return found
 
 

@@ -34,20 +34,8 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from preprocess.read import text_fields
-from preprocess.read.documents import (
-    BETWEEN,
-    SHORT_LINE_BYTES,
-    Inspected,
-    OpenInput,
-    RangeReader,
-    Records,
-    Start,
-    Texts,
-    starts_among,
-    texts_of,
-    unreadable,
-)
+from preprocess.read import documents, text_fields
+from preprocess.read.documents import BETWEEN, Inspected, OpenInput, RangeReader, Records, Start, Texts
 from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, FieldPath, TextFields, UnusableText, too_long
 from shardprep.command_line import needs
 from shardprep.console import quoted
@@ -179,7 +167,7 @@ def decompressed(
         while not stream.eof:
             if stream.needs_input and not data and not (data := more()):
                 what = f"its {compression.name} data does not end with it, at byte {position}"
-                raise unreadable(file, f"is cut short: {what}")
+                raise documents.unreadable(file, f"is cut short: {what}")
             try:
                 text = stream.decompress(data, piece_bytes)
             except MemoryError:
@@ -192,7 +180,7 @@ def decompressed(
                     message += f": zstd -d --long=31 {file.path}"
                     raise BadInput(message, path=file.path, remedy=flag) from None
                 what = f"cannot be decompressed as {compression.name} before byte {position} ({error})"
-                raise unreadable(file, what) from None
+                raise documents.unreadable(file, what) from None
             data = b""
             held += text
             if len(held) >= piece_bytes:
@@ -362,12 +350,12 @@ class LineFormat:
         self, file: OpenInput, stretches: Sequence[tuple[int, int]], options: PlanOptions
     ) -> list[Start | None]:
         if not self.can_be_split(options):
-            return starts_among((), file, stretches)
+            return documents.starts_among((), file, stretches)
         if self.compression is None:
             file.expect_scattered_reads()
             found = (first_line_start(file, byte, end, self.line_ends) for byte, end in stretches)
             return [None if byte is None else Start(byte) for byte in found]
-        return starts_among(self.compression.frames(file), file, stretches)
+        return documents.starts_among(self.compression.frames(file), file, stretches)
 
     def text_of_part(
         self, reader: RangeReader, options: PlanOptions, piece_bytes: int
@@ -409,7 +397,7 @@ class LineFormat:
         is_inside = self.compression is not None and part.start > 0
         # Each line may become two headers and two blocks of a tar, 2 KiB however short it is. So as many are
         # read at once as a batch's share of memory allows for (see resources.py).
-        most = max(1, batch_bytes // SHORT_LINE_BYTES)
+        most = max(1, batch_bytes // documents.SHORT_LINE_BYTES)
         for start_of_block, size, data, num_bytes in line_blocks(pieces, start, self.line_ends, is_inside):
             starts = np.zeros(1, np.int64) if data is None else self.line_ends.starts(data)
             bounds = np.append(starts, size)
@@ -587,13 +575,13 @@ class JsonLines(LineFormat):
                 texts = [record[name] for record in records] if name else list(map(fields.text, records))
                 others = _others(records, fields)
                 if {str}.issuperset(map(type, texts)) and all(map(_are_exact, others.values())):
-                    return texts_of(texts), fields.columns(others)
+                    return documents.texts_of(texts), fields.columns(others)
         pairs = [_record_of(line, fields) for line in each]
         records = [record for record, _ in pairs]
         columns = fields.columns(_others(records, fields))
         if isinstance(fields, text_fields.RecordFields):
             columns = {**columns, "record": records}
-        return texts_of([text for _, text in pairs]), columns
+        return documents.texts_of([text for _, text in pairs]), columns
 
 
 class JsonFile(JsonLines):

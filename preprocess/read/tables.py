@@ -34,17 +34,8 @@ import pyarrow.ipc as ipc
 import pyarrow.parquet as parquet
 import pyarrow.types as types
 
-from preprocess.read import text_fields
-from preprocess.read.documents import (
-    Inspected,
-    OpenInput,
-    RangeReader,
-    Records,
-    Start,
-    starts_among,
-    texts_of,
-    unreadable,
-)
+from preprocess.read import documents, text_fields
+from preprocess.read.documents import Inspected, OpenInput, RangeReader, Records, Start
 from preprocess.read.text_fields import FieldPath, TextFields, UnusableText
 from shardprep.errors import BadInput, ReadWriteError
 from shardprep.format.plan import PlanOptions
@@ -116,7 +107,7 @@ def refused_by_name(file: OpenInput, name: str, stream: InputStream) -> Iterator
         if stream.error is not None:
             raise stream.error from None
         words = str(error).split("\n")[0][:200]
-        raise unreadable(file, f"cannot be read as {name} ({words})") from None
+        raise documents.unreadable(file, f"cannot be read as {name} ({words})") from None
 
 
 # Parquet. -----------------------------------------------------------------------------------------------
@@ -142,7 +133,7 @@ class Parquet:
             table, stream, _ = self._open(file, text_fields.text_fields_of(options))
             with refused_by_name(file, "Parquet", stream):
                 places = [Start(start) for start, _ in _row_groups(table.metadata)[1:]]
-        return starts_among(places, file, stretches)
+        return documents.starts_among(places, file, stretches)
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
         file, part = reader.file, reader.part
@@ -259,7 +250,7 @@ class Arrow:
         options: PlanOptions,  # noqa: ARG002
     ) -> list[Start | None]:
         places = (Start(each.start) for each in _messages_of(file) if each.kind == _BATCH)
-        return starts_among(places, file, stretches)
+        return documents.starts_among(places, file, stretches)
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
         file, part = reader.file, reader.part
@@ -364,7 +355,7 @@ def _message_at(file: OpenInput, position: int, file_end: int) -> _Message:
 
 
 def _broken(file: OpenInput, why: str) -> BadInput:
-    return unreadable(file, f"cannot be read as Arrow: {why}")
+    return documents.unreadable(file, f"cannot be read as Arrow: {why}")
 
 
 def _header(data: bytes) -> tuple[int, int, int]:
@@ -480,7 +471,7 @@ def _records(
         if fields.plain_name is None or not {str}.issuperset(map(type, texts)):
             texts = [fields.text_of_values(of_row) for of_row in zip(*of_text, strict=True)]
         yield Records(
-            texts=texts_of(texts),
+            texts=documents.texts_of(texts),
             starts=np.arange(first_row + first, first_row + first + num, dtype=np.int64),
             sizes=np.ones(num, np.int64),
             num_bytes=num_bytes,

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -52,8 +52,6 @@ _OTHER_FLAG = dict.fromkeys(["no_field", "null_field", "wrong_type"], "--text_fi
 _OTHER_FLAG["undecodable"] = "--encoding"
 
 Progressed = Callable[[int, dict[str, int]], None]  # called with bytes of input, and what else was done
-Given = TypeVar("Given")
-Made = TypeVar("Made")
 
 
 def make_shard(plan: Plan, folder: Path, shard_id: int, settings: WorkerSettings, num_cpus: int) -> int:
@@ -318,15 +316,15 @@ def missing_shards(plan: Plan, folder: Path, shard_ids: Collection[int]) -> list
 
 
 def _made_in_order(
-    make: Callable[[Given], Made], items: Iterator[Given], num_makers: int
-) -> Generator[Made, None, None]:
+    make: Callable[[Documents], Batch], items: Iterator[Documents], num_makers: int
+) -> Generator[Batch, None, None]:
     """Yield what ``make`` makes of each item, in order.
 
     One thread gets the next item meanwhile: reading and decoding need no lock of Python. Others make up to
     ``num_makers`` items, and one more waits.
     """
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(num_makers) as makers:
-        made: deque[Future[Made]] = deque()
+        made: deque[Future[Batch]] = deque()
         coming = reader.submit(next, items, None)
         while (item := coming.result()) is not None:
             coming = reader.submit(next, items, None)
@@ -361,17 +359,16 @@ class _Process:
         with contextlib.suppress(BrokenPipeError):  # it died idle; the end of its pipe tells
             self.pipe.send(shard_id)
 
-    def receive(self) -> tuple[int, dict[str, int]] | Manifest | Failure | str:
-        """Return what Progressed is called with, what became of the shard, or a line for people."""
+    def receive(self) -> Any:
+        """Return what Progressed is called with, a Manifest or Failure of the shard, or a line for people."""
         try:
-            event: tuple[int, dict[str, int]] | Manifest | Failure | str = self.pipe.recv()
+            return self.pipe.recv()
         except (EOFError, ConnectionError):
             from shardprep.format.jobs import Failure
 
             code = self.end()
             how = f"killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
             return Failure.of(self.shard_id, ReadWriteError(f"its process was {how}"))
-        return event
 
     def end(self, *, at_once: bool = False) -> int:
         """Wait for a process that has nothing more to do, or died. Return its exit code."""

@@ -66,14 +66,14 @@ class TextPiece(NamedTuple):
     num_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Compression:
     """One way to compress a file."""
 
     name: str
     magics: tuple[bytes, ...]
     open: Callable[[bytes, int], Any]  # (data, zstd_long) -> bz2's interface, for one member, stream or frame
-    may_end_in_zeros: bool = False
+    padding: bytes = b""  # that may stand behind the first member
     # The places where a file says that it may be entered, the first one and the end among them.
     frames: Callable[[OpenInput], Iterable[Start]] = lambda _: ()
 
@@ -143,7 +143,7 @@ def decompressed(
     position = told = span[0]  # bytes of the file that were read, and that a piece accounts for
     data = b""
     held = bytearray()
-    padding = b""  # that may stand before a member: zeros behind the first one
+    padding = b""  # that may stand before a member
 
     def more() -> bytes:
         nonlocal position
@@ -162,7 +162,7 @@ def decompressed(
             expected = f"{compression.name}, which begins with {compression.magics[0]!r}"
             expected += "; give it the name that it should have, or move it away, and plan anew"
             raise BadInput(path=file.path, found=found, expected=expected)
-        padding = b"\0" if compression.may_end_in_zeros else b""
+        padding = compression.padding
         stream = compression.open(data, zstd_long)
         while not stream.eof:
             if stream.needs_input and not data and not (data := more()):
@@ -233,21 +233,10 @@ def _seek_table(file: OpenInput) -> list[Start]:
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _SKIPPABLE = tuple(struct.pack("<I", 0x184D2A50 + number) for number in range(16))
 COMPRESSIONS = {
-    ".gz": Compression(
-        name="gzip",
-        magics=(b"\x1f\x8b",),
-        open=lambda data, _: _GzipMember(data),
-        may_end_in_zeros=True,
-        frames=_bgzf_blocks,
-    ),
-    ".zst": Compression(name="zstd", magics=(_ZSTD_MAGIC, *_SKIPPABLE), open=_zstd_frame, frames=_seek_table),
-    ".xz": Compression(
-        name="xz",
-        magics=(b"\xfd7zXZ\0",),
-        open=lambda _, __: lzma.LZMADecompressor(memlimit=_XZ_BYTES),
-        may_end_in_zeros=True,
-    ),
-    ".bz2": Compression(name="bzip2", magics=(b"BZh",), open=lambda _, __: bz2.BZ2Decompressor()),
+    ".gz": Compression("gzip", (b"\x1f\x8b",), lambda data, _: _GzipMember(data), b"\0", _bgzf_blocks),
+    ".zst": Compression("zstd", (_ZSTD_MAGIC, *_SKIPPABLE), _zstd_frame, frames=_seek_table),
+    ".xz": Compression("xz", (b"\xfd7zXZ\0",), lambda *_: lzma.LZMADecompressor(memlimit=_XZ_BYTES), b"\0"),
+    ".bz2": Compression("bzip2", (b"BZh",), lambda *_: bz2.BZ2Decompressor()),
 }
 
 

@@ -200,9 +200,9 @@ def document_headers(shard_id: int, lines: Numbers, field: str, num_bytes: Numbe
 class JsonIds:
     """Writes ids as ``json.dumps`` does, ``[128000, 9906]``: the bytes of webdataset's TarWriter.
 
-    A table holds ``, 9906`` of every id, padded with zero bytes to a fixed width: a batch is one
-    look-up and one pass that drops the zeros. About 11 ns per token, against 16 of orjson on short
-    arrays (one core), and orjson leaves out the spaces. Making the table takes 12 ms for 128,256 tokens.
+    A table holds ``, 9906`` of every id, padded with zero bytes to a fixed width: a batch is one look-up and
+    one pass that drops the zeros. About 11 ns per token; orjson takes 16 on short arrays, and leaves out the
+    spaces. Making the table takes 12 ms for 128,256 tokens.
     """
 
     def __init__(self, vocab_size: int, *, has_blanks: bool = False) -> None:
@@ -360,11 +360,10 @@ class _Row:
 class BestFitRows:
     """Keeps documents whole where they fit into a row (``--pack best_fit``).
 
-    Each document goes into the open row in which it leaves the least space, as in Ding et al. 2024,
-    "Fewer Truncations Improve Language Modeling", but over a window of open rows rather than the
-    whole shard, so that memory is bounded; the fullest row is closed when another must be opened. A
-    document longer than a row fills rows of its own, and its rest opens one. The price: padding, and
-    about 1.5 us of Python per document.
+    Each document goes into the open row in which it leaves the least space, as in Ding et al. 2024, "Fewer
+    Truncations Improve Language Modeling", but over a window of open rows, so that memory is bounded; the
+    fullest row is closed when another must be opened. A document longer than a row fills rows of its own, and
+    its rest opens one. The price: padding, and about 1.5 us of Python per document.
     """
 
     _OPEN_BYTES = 8 << 20

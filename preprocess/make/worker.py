@@ -94,28 +94,22 @@ def part_line(plan: Plan, shard: PlannedShard) -> str:
 def done_line(manifest: Manifest, folder: Path) -> str:
     """Say what a shard holds, how fast it was made, and at what price."""
     run, counts, shard_id = manifest.run, manifest.counts, manifest.shard_id
-    left_out = sum(counts.quarantined.values())
-    return (
-        f"shard {shard_id:05d} is done: "
-        f"{amounts_line(counts.input_bytes, counts.num_documents, counts.num_tokens, run['wall_s'])}, "
-        + (
-            f"{left_out} documents were left out: {names.quarantine_path(folder, shard_id)}, "
-            if left_out
-            else ""
-        )
-        + f"{run['cpu_s']:.1f} s of CPU, "
-        + (f"{run['transform_cpu_s']:.1f} of them in --transform, " if "transform_cpu_s" in run else "")
-        + f"{short_bytes(run['max_rss_bytes'])} of memory, a tar of {short_bytes(manifest.tar.num_bytes)}"
-    )
+    facts = [amounts_line(counts.input_bytes, counts.num_documents, counts.num_tokens, run["wall_s"])]
+    if left_out := sum(counts.quarantined.values()):
+        facts.append(f"{left_out} documents were left out: {names.quarantine_path(folder, shard_id)}")
+    facts.append(f"{run['cpu_s']:.1f} s of CPU")
+    if "transform_cpu_s" in run:
+        facts.append(f"{run['transform_cpu_s']:.1f} of them in --transform")
+    facts.append(f"{short_bytes(run['max_rss_bytes'])} of memory")
+    facts.append(f"a tar of {short_bytes(manifest.tar.num_bytes)}")
+    return f"shard {shard_id:05d} is done: {', '.join(facts)}"
 
 
 def amounts_line(num_bytes: int, num_documents: int, num_tokens: int, wall_s: float) -> str:
     """Say what was made in some time, and how fast."""
-    return (
-        f"{counted(num_documents, 'document')}, {counted(num_tokens, 'token')} in {wall_s:.1f} s "
-        f"({short_bytes(num_bytes / max(wall_s, 1e-3))}/s, "
-        f"{short_number(num_tokens / max(wall_s, 1e-3))} tokens/s)"
-    )
+    amounts = f"{counted(num_documents, 'document')}, {counted(num_tokens, 'token')} in {wall_s:.1f} s"
+    wall_s = max(wall_s, 1e-3)
+    return f"{amounts} ({short_bytes(num_bytes / wall_s)}/s, {short_number(num_tokens / wall_s)} tokens/s)"
 
 
 class Worker:
@@ -156,10 +150,9 @@ class Worker:
         engine, memory_gb = self.engine, self.settings.memory_gb
         memory = "no memory limit" if memory_gb is None else f"memory limit {memory_gb:.2f} GiB"
         slower = "" if engine.name == "gigatoken" or self.plan.options.is_chat else ", the slower engine"
-        return (
-            f"{engine.name} {engine.version}{slower}, {counted(self.num_cpus, 'CPU')}, "
-            f"batches of {self._batch_bytes >> 10} KiB of text, {memory}"
-        )
+        batches = f"batches of {self._batch_bytes >> 10} KiB of text"
+        cpus = counted(self.num_cpus, "CPU")
+        return f"{engine.name} {engine.version}{slower}, {cpus}, {batches}, {memory}"
 
     def run_shard(self, shard: PlannedShard, progress: Progressed) -> Manifest:
         """Make a shard of ``plan``; ``progress`` is told the work of each batch.
@@ -258,16 +251,13 @@ class Worker:
         first = next(bad for bad in counting.bad if not names.is_chosen(bad.reason))
         accepting = f"--max_bad_fraction {min(int(counting.bad_fraction * 100) + 1, 100) / 100:g}"
         hint = f"Is it another {' or '.join(flags)}? " if flags else ""
-        raise BadInput(
-            f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({counting.bad_fraction:.2%}) "
-            f"are left out ({', '.join(sorted(counting.bad_reasons))}), the limit is {limit:.2%}; "
-            f"{quarantine.path} names them, the first so: {first.detail}. {hint}Otherwise mend the input and "
-            f"plan anew, or accept them: {accepting}",
-            path=quarantine.path,
-            found=f"{counting.bad_fraction:.2%}",
-            expected=f"{limit:.2%}",
-            remedy=accepting,
-        )
+        found, expected = f"{counting.bad_fraction:.2%}", f"{limit:.2%}"
+        what = f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({found}) are left out"
+        why = f"{', '.join(sorted(counting.bad_reasons))}), the limit is {expected}"
+        where = f"{quarantine.path} names them, the first so: {first.detail}"
+        advice = f"{hint}Otherwise mend the input and plan anew, or accept them: {accepting}"
+        message = f"{what} ({why}; {where}. {advice}"
+        raise BadInput(message, path=quarantine.path, found=found, expected=expected, remedy=accepting)
 
 
 def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[str], None]) -> Engine:

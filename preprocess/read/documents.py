@@ -243,11 +243,8 @@ BETWEEN = b'"\0\1document\2"'
 class Texts(Sequence[bytes]):
     """Texts of consecutive documents, as UTF-8: joined, and one by one where somebody asks for that.
 
-    Args:
-        each: the texts; or instead
-        joined: all texts in one buffer, with BETWEEN between two of them, and in none of them.
-        num_texts: in ``joined``.
-        characters: any string that has all their characters beyond ASCII, if there is one already.
+    They are given by ``each``, or by ``joined``, with BETWEEN between two of them and in none of them.
+    ``characters``: any string that has all their characters beyond ASCII, if there is one already.
     """
 
     def __init__(
@@ -484,15 +481,9 @@ def read_documents(
 ) -> Generator[Documents, None, None]:
     """Yield the documents of byte ranges in order, in batches of about ``batch_bytes``.
 
-    Args:
-        ranges: they begin and end where their format allows it.
-        digest: is told all bytes of the ranges, in order.
-        most_documents: behind which reading ends.
-        excluded: names of documents that are left out.
-        transform: what they go through.
-
-    Raises NotFound, ReadWriteError, BadInput where a file is not of its format, Refused where one was written
-    to while it was read and nobody hashes it.
+    ``digest`` is told all bytes of the ranges, in order. Reading ends behind ``most_documents``. Those that
+    ``excluded`` names are left out, and all go through ``transform``. Raises NotFound, ReadWriteError,
+    BadInput where a file is not of its format, Refused where one changed meanwhile and nobody hashes it.
     """
     template = None
     if options.record == "chat":

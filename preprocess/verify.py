@@ -33,24 +33,10 @@ import numpy.typing as npt
 
 from shardprep import errors, files
 from shardprep.console import Progress, counted, print_lines, say, shards_text, short_bytes, source_lines
-from shardprep.format import names
+from shardprep.format import manifest, names
 from shardprep.format.index import ids_of, merge_manifests, misplaced_samples, read_idx
 from shardprep.format.jobs import LOGS_FOLDER, read_attempts
-from shardprep.format.manifest import (
-    Check,
-    Finding,
-    Manifest,
-    check_hashes,
-    check_shard,
-    check_sizes,
-    done_manifest,
-    is_of_shard,
-    publish_findings,
-    read_manifest,
-    refuse_found,
-    remove_findings,
-    standing_findings,
-)
+from shardprep.format.manifest import Check, Finding, Manifest, read_manifest
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan, read_plan
 
 Records = npt.NDArray[np.void]
@@ -85,7 +71,7 @@ def verify(args: argparse.Namespace) -> int:
     folder: Path = args.output_dir
     plan = need_plan(folder)
     check: Check = "fast" if args.fast else "full"
-    standing = standing_findings(folder, plan.plan_id, check)
+    standing = manifest.standing_findings(folder, plan.plan_id, check)
     compare_tokenizer = partial(check_tokenizer_files, folder, plan.tokenizer_files)
     files.with_retries(f"the tokenizer in {folder} cannot be read", compare_tokenizer)
     known = {} if args.deep is not None else standing
@@ -112,7 +98,7 @@ def verify(args: argparse.Namespace) -> int:
     if not_written is not None:
         say(f"error: all shards are right, and {names.INDEX_NAME} is not written: {not_written}")
         return not_written.exit_code
-    remove_findings(folder)
+    manifest.remove_findings(folder)
     for record in read_attempts(folder, plan.plan_id).own:  # of attempts whose shards were made by others
         if record.ended is not None:
             with contextlib.suppress(OSError):
@@ -175,11 +161,11 @@ def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem], check:
         if ids := names.id_ranges(shard_id for shard_id, _ in same[_MOST_TOLD:]):
             again = f"shardprep run {errors.quoted(folder)} makes what is missing"
             say(f"error: {shards_text(ids)}: likewise; {again}")
-    wrong = [each for each in problems if is_of_shard(each[1])]
-    others = [each for each in problems if not is_of_shard(each[1])]
+    wrong = [each for each in problems if manifest.is_of_shard(each[1])]
+    others = [each for each in problems if not manifest.is_of_shard(each[1])]
     try:
         not_read = {shard_id for shard_id, _ in others}
-        publish_findings(folder, plan.plan_id, dict(wrong), check, not_read)
+        manifest.publish_findings(folder, plan.plan_id, dict(wrong), check, not_read)
     except errors.ShardprepError as error:
         say(f"warning: other commands will not know this: {error}")
     unknown = "could not be compared, and nothing is said of them"
@@ -202,30 +188,30 @@ def _check_shards(
     is_away = threading.Event()  # the file system, so that not every shard waits until it is back
 
     def read(shard_id: int) -> Manifest:
-        manifest = check_shard(folder, shard_id, plan.plan_id)
-        check_sizes(folder, manifest)
+        shard = manifest.check_shard(folder, shard_id, plan.plan_id)
+        manifest.check_sizes(folder, shard)
         # It was made of exactly the bytes that the plan gives it, for this spec.
-        name, num_bytes = f"shard {shard_id:05d}", manifest.counts.input_bytes
-        if manifest.spec != plan.spec:
+        name, num_bytes = f"shard {shard_id:05d}", shard.counts.input_bytes
+        if shard.spec != plan.spec:
             raise errors.OtherPlan(f"the manifest of {name} describes another data set than plan.json")
         if num_bytes != sizes[shard_id]:
             what = f"was made of {num_bytes} input bytes, planned are {sizes[shard_id]}"
             raise errors.BrokenShard(f"{name} {what}")
         for what in ("ids", "digests"):
-            if (is_there := getattr(manifest, what) is not None) != (what in plan.options.side_files()):
+            if (is_there := getattr(shard, what) is not None) != (what in plan.options.side_files()):
                 has = "some" if is_there else "no"
                 raise errors.BrokenShard(f"the manifest of {name} has {has} {what}, other than the plan")
         if not is_fast:  # every byte of the tar is read once
             path = names.tar_path(folder, shard_id)
             with files.errors_named(path), files.HashedFile(path) as tar:
                 try:
-                    _check_ids(manifest, tar, _check_idx(folder, plan, manifest))
+                    _check_ids(shard, tar, _check_idx(folder, plan, shard))
                 except errors.ShardprepError:  # a wrong hash is told before what follows from it
-                    check_hashes(folder, manifest, tar.sha256())
+                    manifest.check_hashes(folder, shard, tar.sha256())
                     raise
-                check_hashes(folder, manifest, tar.sha256())
-        refuse_found(folder, standing, [shard_id])
-        return manifest
+                manifest.check_hashes(folder, shard, tar.sha256())
+        manifest.refuse_found(folder, standing, [shard_id])
+        return shard
 
     def check(shard_id: int) -> Manifest | Problem:
         try:
@@ -254,21 +240,21 @@ def _check_shards(
     return manifests, problems
 
 
-def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
+def _check_idx(folder: Path, plan: Plan, shard: Manifest) -> Records:
     """Check that an idx agrees with manifest, plan and size of the tar, and return its records."""
-    shard_id, counts, name = manifest.shard_id, manifest.counts, f"the idx of shard {manifest.shard_id:05d}"
+    shard_id, counts, name = shard.shard_id, shard.counts, f"the idx of shard {shard.shard_id:05d}"
     records = read_idx(folder, plan.spec, shard_id)
     # Ids, starts and masks lie within the tar, with the bytes that they must have.
-    misplaced = misplaced_samples(manifest.spec, records, manifest.tar.num_bytes)
+    misplaced = misplaced_samples(shard.spec, records, shard.tar.num_bytes)
     if misplaced.any():
-        where = f"where it cannot be in a tar of {manifest.tar.num_bytes} bytes"
+        where = f"where it cannot be in a tar of {shard.tar.num_bytes} bytes"
         raise errors.BrokenShard(f"{name} places sample {int(misplaced.argmax())} {where}")
     # The rows for validation, which come last, and the digests are as many as is said.
     num_tokens, validation = records["num_tokens"].astype(np.int64), counts.held_out
     num_train = counts.num_samples - validation.num_samples
     begin_in = records["num_starts"] if plan.spec.has_rows else np.ones(len(records), np.int64)
     num_begun = int(begin_in.sum())
-    num_digests = num_begun if manifest.digests is None else manifest.digests.num_bytes // names.DIGEST_BYTES
+    num_digests = num_begun if shard.digests is None else shard.digests.num_bytes // names.DIGEST_BYTES
     for what, found, expected in (
         ("samples", len(records), counts.num_samples),
         ("tokens", int(num_tokens.sum()), counts.num_tokens),
@@ -297,17 +283,17 @@ def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
     return records
 
 
-def _check_ids(manifest: Manifest, tar: files.HashedFile, records: Records) -> None:
+def _check_ids(shard: Manifest, tar: files.HashedFile, records: Records) -> None:
     """Check that every id is in the vocabulary or blank, each JSON list has its tokens, the tar its end.
 
     A million tokens take 126 ms of CPU as JSON, 8 ms packed (one core).
     """
     # In the tar they stand as in the idx, but for samples for validation.
-    spec, vocab_size = manifest.spec, manifest.spec.tokenizer.vocab_size
+    spec, vocab_size = shard.spec, shard.spec.tokenizer.vocab_size
     records = records[np.argsort(records["offset"], kind="stable")]
     try:
         for ids in ids_of(spec, records, tar.read):
-            if manifest.made_from is not None:
+            if shard.made_from is not None:
                 ids = ids[(ids != names.BLANK) & (ids != names.blank_id(vocab_size))]
             if len(ids) and (largest := int(ids.max())) >= vocab_size:
                 found = f"{tar.path} holds the token id {largest}"
@@ -356,7 +342,7 @@ def clean(args: argparse.Namespace) -> int:
             match, is_done = _OF_SHARD.match(path.name), False
             if plan is not None and match is not None and int(match[1]) < plan.num_shards:
                 with contextlib.suppress(errors.ShardprepError, OSError):
-                    is_done = done_manifest(folder, int(match[1]), plan.plan_id) is not None
+                    is_done = manifest.done_manifest(folder, int(match[1]), plan.plan_id) is not None
             if age_s < files.STALE_AFTER_S and path.suffix != ".log" and not is_done:
                 num_kept += 1
                 continue

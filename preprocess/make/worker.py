@@ -253,10 +253,10 @@ class Worker:
         hint = f"Is it another {' or '.join(flags)}? " if flags else ""
         found, expected = f"{counting.bad_fraction:.2%}", f"{limit:.2%}"
         what = f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({found}) are left out"
-        why = f"{', '.join(sorted(counting.bad_reasons))}), the limit is {expected}"
+        why = f"({', '.join(sorted(counting.bad_reasons))}), the limit is {expected}"
         where = f"{quarantine.path} names them, the first so: {first.detail}"
         advice = f"{hint}Otherwise mend the input and plan anew, or accept them: {accepting}"
-        message = f"{what} ({why}; {where}. {advice}"
+        message = f"{what} {why}; {where}. {advice}"
         raise BadInput(message, path=quarantine.path, found=found, expected=expected, remedy=accepting)
 
 

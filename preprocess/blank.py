@@ -115,7 +115,7 @@ def _named_places(
         parts.append(places[of >= 0])
         found[of[of >= 0]] = True
     if names.may_be_in(folder, shard, read_manifest(folder, shard_id).digests):
-        for batch in documents_of_shard(plan, folder, shard, transform=transform):
+        for batch in documents_of_shard(plan, folder, shard, transform):
             path, ids = plan.inputs[batch.input_number].path, batch.columns.get("id")
             of = names.of_documents(path, batch.offsets, ids, batch.digests)
             found[of[of >= 0]] = True

@@ -16,8 +16,7 @@ symbols and control characters. What is left empty is no word: "Don't  STOP !" h
 ``duplicates``: of equal documents the first one stays, by the order of data sets, then of their inputs.
 Digests are compared in parts, by their first bits, so memory does not grow with the number of documents:
 1 GB, and 50 bytes for each group of equal ones. All digests, 16 bytes a document, are read once for each
-8 million of them: 120 times 16 GB of 10^9 documents, which the page cache may hold. Where the documents that
-go begin is read from the input of their shards, at 1 us a document and 3 ns a byte.
+8 million of them: 120 times 16 GB of 10^9 documents.
 """
 
 from __future__ import annotations
@@ -87,14 +86,12 @@ RULES = {
 }
 
 
-def _documents_left(
-    plan: Plan, folder: Path, shard_id: int, transform: Transform | None
-) -> Iterator[Documents]:
+def _unblanked(plan: Plan, folder: Path, shard_id: int, transform: Transform | None) -> Iterator[Documents]:
     """Yield the documents of a shard's input that are not blanked. Raises what reading the input does."""
     blanked = None
     if plan.options.blanked and shard_id in names.ids_of_ranges(plan.options.blanked):
         blanked = read_blanked(folder, plan.plan_id, shard_id)
-    for documents in documents_of_shard(plan, folder, plan.shard(shard_id), transform=transform):
+    for documents in documents_of_shard(plan, folder, plan.shard(shard_id), transform):
         if blanked is not None:
             is_gone = blanked.are_at(documents.input_number, documents.offsets)
             documents = documents.only(np.flatnonzero(~is_gone))
@@ -160,7 +157,7 @@ def overlap(args: argparse.Namespace) -> int:
         progress = Progress("looking", sum(plan.shard(number).num_bytes for number in todo))
         for number in todo:
             lines = []
-            for documents in _documents_left(plan, folder, number, transform):
+            for documents in _unblanked(plan, folder, number, transform):
                 lines += [json.dumps(hit, ensure_ascii=False) + "\n" for hit in search.hits_of(documents)]
                 progress.add(documents.num_bytes)
             files.publish_bytes(paths[number], "".join(lines).encode("utf-8", "surrogatepass"))
@@ -187,7 +184,7 @@ def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, byt
             expected = "no such flag, as this is a data set, whose plan says how its input is read"
             raise UsageError(path=path, found=f"--{min(options)}", expected=expected)
         transform, input_paths = transform_of(plan.options, None), [item.path for item in plan.inputs]
-        shards = (_documents_left(plan, path, number, transform) for number in range(plan.num_shards))
+        shards = (_unblanked(plan, path, number, transform) for number in range(plan.num_shards))
         batches = itertools.chain.from_iterable(shards)
     else:
         read_options, folder, paths = PlanOptions(**options), path.parent, [path]
@@ -459,7 +456,7 @@ def duplicates(args: argparse.Namespace) -> int:
         progress = Progress("writing the lists", len(with_copies), unit="shards")
         for number in with_copies:
             shard, kept = shards[number], set[int]()
-            for documents in _documents_left(shard.plan, shard.folder, shard.shard_id, shard.transform):
+            for documents in _unblanked(shard.plan, shard.folder, shard.shard_id, shard.transform):
                 path = shard.plan.inputs[documents.input_number].path
                 group_of = groups.find(documents.digests())
                 for document in np.flatnonzero(group_of >= 0).tolist():

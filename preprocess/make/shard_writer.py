@@ -1,12 +1,9 @@
 """One shard on disk: documents and their ids -> a tar, its idx and quarantine file, and last its manifest.
 
 A data set has one of two forms: a sample per document, or groups of packed rows of seq_len tokens, each of
-which becomes one member. The tar equals the one of webdataset's TarWriter, to the byte. Nothing here loops
-over tokens, and over documents only to copy slices.
-
-ConcatRows joins all documents and splits them wherever a row ends; BestFitRows keeps each document whole in
-one row where it fits. Both hold at most one group and the open rows, about 8 MiB, beside what they are given.
-The groups depend on the documents alone, never on how these were batched.
+which becomes one member. The groups depend on the documents alone, never on how these were batched. The tar
+equals the one of webdataset's TarWriter, to the byte. Nothing here loops over tokens, and over documents only
+to copy slices.
 
 Files have temporary names until all of them are synced; a shard costs four syncs of files and three of
 folders at most, once, at its end.

@@ -174,9 +174,7 @@ class Worker:
         began, cpu_began = time.time(), time.process_time()
         transform_began_s = self.transform.cpu_s if self.transform else 0.0
         plan, settings, options = self.plan, self.settings, self.plan.options
-        documents = documents_of_shard(
-            plan, self.folder, shard, batch_bytes=self._batch_bytes, transform=self.transform
-        )
+        documents = documents_of_shard(plan, self.folder, shard, self.transform, self._batch_bytes)
         if settings.most_documents is not None:
             documents = (part for batch in documents for part in batch.parts(settings.most_documents))
         writer, blanked = ShardWriter(folder, plan, shard.shard_id), None

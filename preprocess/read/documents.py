@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 Numbers = npt.NDArray[np.int64]
 T = TypeVar("T")
+Stretches = Sequence[tuple[int, int]]  # of a file: (byte, end), ascending
 # A batch of shorter lines, on average, is cut by their number: a million lines of one letter took 0.35 GB.
 SHORT_LINE_BYTES = 32
 # What says that there is no such input; whatever else opening ends with may go away.
@@ -299,10 +300,8 @@ class Format(Protocol):
     def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
         """Weigh a file for planning, with few reads. Raises BadInput where it cannot be of this format."""
 
-    def starts(
-        self, file: OpenInput, stretches: Sequence[tuple[int, int]], options: PlanOptions
-    ) -> list[Start | None]:
-        """For each (byte, end), ascending, the first place at or behind ``byte`` where a part may begin.
+    def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:
+        """For each (byte, end) the first place at or behind ``byte`` where a part may begin.
 
         None where there is none before ``end``; the file's size where none follows. Raises BadInput.
         """
@@ -314,9 +313,7 @@ class Format(Protocol):
         """
 
 
-def starts_among(
-    places: Iterable[Start], file: OpenInput, stretches: Sequence[tuple[int, int]]
-) -> list[Start | None]:
+def starts_among(places: Iterable[Start], file: OpenInput, stretches: Stretches) -> list[Start | None]:
     """Answer ``Format.starts`` for a file with these places, ascending; without any it is only read whole."""
     end_of_file, remaining, place = Start(file.stamp.num_bytes), iter(places), Start(0)
     found: list[Start | None] = []
@@ -435,12 +432,7 @@ class Documents:
 
 
 def documents_of_shard(
-    plan: Plan,
-    folder: Path,
-    shard: PlannedShard,
-    *,
-    batch_bytes: int = BATCH_BYTES,
-    transform: Transform | None = None,
+    plan: Plan, folder: Path, shard: PlannedShard, transform: Transform | None, batch_bytes: int = BATCH_BYTES
 ) -> Iterator[Documents]:
     """Yield the documents of a shard's input, without those that the plan excludes.
 
@@ -459,9 +451,7 @@ def documents_of_shard(
     )
     if digest is not None and digest.hexdigest() != shard.sha256:
         names = sorted({plan.inputs[number].path for number in shard.input_numbers})
-        what = (
-            f"the input of shard {shard.shard_id:05d} ({', '.join(names[:3])}) changed since it was planned"
-        )
+        what = f"the input of shard {shard.shard_id:05d} ({', '.join(names[:3])}) changed since planning"
         hashes = f"sha256 {digest.hexdigest()[:12]}, the plan says {str(shard.sha256)[:12]}"
         raise Refused(f"{what}: {hashes}; {_BRING_BACK}")
 

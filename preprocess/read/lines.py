@@ -35,7 +35,16 @@ import numpy.typing as npt
 import orjson
 
 from preprocess.read import documents, text_fields
-from preprocess.read.documents import BETWEEN, Inspected, OpenInput, RangeReader, Records, Start, Texts
+from preprocess.read.documents import (
+    BETWEEN,
+    Inspected,
+    OpenInput,
+    RangeReader,
+    Records,
+    Start,
+    Stretches,
+    Texts,
+)
 from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, FieldPath, TextFields, UnusableText, too_long
 from shardprep.command_line import needs
 from shardprep.console import quoted
@@ -64,6 +73,9 @@ class TextPiece(NamedTuple):
 
     data: bytes
     num_bytes: int
+
+
+Pieces = Iterator[TextPiece]
 
 
 @dataclass(frozen=True)
@@ -134,7 +146,7 @@ def decompressed(
     span: tuple[int, int],
     piece_bytes: int,
     zstd_long: int,
-) -> Iterator[TextPiece]:
+) -> Pieces:
     """Yield the text of the file's bytes [span), whole members or frames, in pieces of about ``piece_bytes``.
 
     None has more than twice as many. Raises BadInput, naming file and byte, for what is no such member, is
@@ -335,9 +347,7 @@ class LineFormat:
         text_bytes = len(head.data) * size // max(1, head.num_bytes)
         return Inspected(text_bytes, is_whole=not (can_be_split and has_frames))
 
-    def starts(
-        self, file: OpenInput, stretches: Sequence[tuple[int, int]], options: PlanOptions
-    ) -> list[Start | None]:
+    def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:
         if not self.can_be_split(options):
             return documents.starts_among((), file, stretches)
         if self.compression is None:
@@ -346,9 +356,7 @@ class LineFormat:
             return [None if byte is None else Start(byte) for byte in found]
         return documents.starts_among(self.compression.frames(file), file, stretches)
 
-    def text_of_part(
-        self, reader: RangeReader, options: PlanOptions, piece_bytes: int
-    ) -> Iterator[TextPiece]:
+    def text_of_part(self, reader: RangeReader, options: PlanOptions, piece_bytes: int) -> Pieces:
         """Yield the text of a part, and of its last line what stands behind the part.
 
         Frames know nothing of lines. A line that begins where the part's text ends is the part's, for the
@@ -374,12 +382,7 @@ class LineFormat:
                 return  # nothing of a line without end is the part's
 
     def records_of(
-        self,
-        part: ByteRange,
-        pieces: Iterator[TextPiece],
-        fields: TextFields,
-        batch_bytes: int,
-        skipped: int = 0,
+        self, part: ByteRange, pieces: Pieces, fields: TextFields, batch_bytes: int, skipped: int = 0
     ) -> Iterator[Records]:
         """Yield the records of the lines that begin in a part; ``pieces`` of its text, without some bytes."""
         start = skipped + (part.start if self.compression is None else part.text_start)
@@ -409,7 +412,7 @@ class LineFormat:
 
 
 def line_blocks(
-    pieces: Iterator[TextPiece], start: int, line_ends: LineEnds, is_inside: bool
+    pieces: Pieces, start: int, line_ends: LineEnds, is_inside: bool
 ) -> Iterator[tuple[int, int, bytes | None, int]]:
     """Cut a stream that begins at byte ``start`` of the text into blocks of whole lines.
 
@@ -447,7 +450,7 @@ def line_blocks(
         yield start, num_begun, whole, num_bytes
 
 
-def _whole_line_ends(pieces: Iterator[TextPiece], line_ends: LineEnds) -> Iterator[TextPiece]:
+def _whole_line_ends(pieces: Pieces, line_ends: LineEnds) -> Pieces:
     r"""Yield the same stream; a ``\r`` at the end of a piece is a whole line end."""
     kept = b""
     for data, num_bytes in pieces:

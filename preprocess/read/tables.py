@@ -35,7 +35,7 @@ import pyarrow.parquet as parquet
 import pyarrow.types as types
 
 from preprocess.read import documents, text_fields
-from preprocess.read.documents import Inspected, OpenInput, RangeReader, Records, Start
+from preprocess.read.documents import Inspected, OpenInput, RangeReader, Records, Start, Stretches
 from preprocess.read.text_fields import FieldPath, TextFields, UnusableText
 from shardprep.errors import BadInput, ReadWriteError
 from shardprep.format.plan import PlanOptions
@@ -125,9 +125,7 @@ class Parquet:
             groups = range(table.metadata.num_row_groups)
             return Inspected(text_bytes=_text_bytes(table.metadata, groups, fields), is_whole=False)
 
-    def starts(
-        self, file: OpenInput, stretches: Sequence[tuple[int, int]], options: PlanOptions
-    ) -> list[Start | None]:
+    def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:
         places: list[Start] = []
         if file.stamp.num_bytes:
             table, stream, _ = self._open(file, text_fields.text_fields_of(options))
@@ -243,12 +241,7 @@ class Arrow:
             self._open(file, [first], text_fields.text_fields_of(options), None)
         return Inspected(text_bytes=file.stamp.num_bytes, is_whole=first is None)
 
-    def starts(
-        self,
-        file: OpenInput,
-        stretches: Sequence[tuple[int, int]],
-        options: PlanOptions,  # noqa: ARG002
-    ) -> list[Start | None]:
+    def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:  # noqa: ARG002
         places = (Start(each.start) for each in _messages_of(file) if each.kind == _BATCH)
         return documents.starts_among(places, file, stretches)
 

@@ -212,10 +212,7 @@ def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, byt
 
 
 class _Search:
-    """Finds the hits of documents; an evaluation takes about 250 bytes a unit.
-
-    Raises BadInput where no document of the evaluation is long enough.
-    """
+    """Finds hits, with 250 bytes a unit of the evaluation. Raises BadInput where that has no n-gram."""
 
     def __init__(self, folder: Path, plan: Plan, rule: Rule, evals: list[tuple[str, bytes]]) -> None:
         self._rule, self._plan = rule, plan
@@ -524,10 +521,5 @@ def _find(shards: list[_Shard]) -> tuple[DocumentNames, Numbers, npt.NDArray[np.
         firsts.append(shard_of[first[count > 1]])
         has_copies[np.delete(shard_of, first)] = True
     # Parts ascend, and within them digests do.
-    return (
-        DocumentNames(keys=np.concatenate(groups)),
-        np.concatenate(firsts),
-        has_copies,
-        num_documents,
-        num_copies,
-    )
+    equal = DocumentNames(keys=np.concatenate(groups))
+    return equal, np.concatenate(firsts), has_copies, num_documents, num_copies

@@ -142,10 +142,8 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
             problems.append((shard_id, error))
         progress.add(1)
     if not problems:
-        print_lines(
-            f"the reference engine makes the same of the input of {counted(len(chosen), 'shard')} "
-            f"({names.id_ranges(chosen)}), byte for byte"
-        )
+        shards = f"{counted(len(chosen), 'shard')} ({names.id_ranges(chosen)})"
+        print_lines(f"the reference engine makes the same of the input of {shards}, byte for byte")
     return problems
 
 

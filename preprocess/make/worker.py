@@ -125,10 +125,7 @@ class Worker:
         warn: Callable[[str], None],
         shard: PlannedShard | None = None,
     ) -> None:
-        """Load the plan's tokenizer from its folder, for one shard, or for any of them.
-
-        Raises OtherTokenizer where its files or its ids changed.
-        """
+        """Load the plan's tokenizer, for one shard, or for any. Raises OtherTokenizer where it changed."""
         self.plan = plan = plan.at(settings.input_dir)
         self.folder, self.settings, self.num_cpus = folder, settings, num_cpus
         read = plan.inputs if shard is None else [plan.inputs[number] for number in shard.input_numbers]
@@ -209,10 +206,8 @@ class Worker:
         self, writer: ShardWriter, blanked: BlankedDocuments | None, documents: Documents
     ) -> Batch:
         """Make a batch ready to be written. Runs in a thread: depends on no other batch."""
-        plan = self.plan
-        tokens = self.engine.encode_documents(
-            documents, end_id=plan.end_id, mask_rule=plan.options.chat_mask_rule
-        )
+        plan, mask_rule = self.plan, self.plan.options.chat_mask_rule
+        tokens = self.engine.encode_documents(documents, end_id=plan.end_id, mask_rule=mask_rule)
         is_blanked = np.zeros(len(documents.lines), np.bool_)
         if blanked is not None:
             is_blanked = blanked.are_at(documents.input_number, documents.offsets)
@@ -329,11 +324,12 @@ def _made_in_order(
 class _Process:
     """A worker process and the shard it is at."""
 
+    shard_id = -1
+    pipe: Any = None
+    _child: Any = None
+
     def __init__(self, *given: Any) -> None:
         self._given = given  # to _serve
-        self.shard_id = -1
-        self._child: Any = None
-        self.pipe: Any = None
 
     def give(self, shard_id: int) -> None:
         """Let a shard be made, in a new process where there is none."""

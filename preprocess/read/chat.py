@@ -273,9 +273,8 @@ def _tokenizer_facts(folder: str) -> dict[str, Any]:
     # are a character of three tokens, 뷁, and a blank that no token has. Empty for a rule that is unknown.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytewise = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    bytewise.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    splits = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    bytewise.pre_tokenizer = pre_tokenizers.Sequence(splits)
     found: Any = PreTrainedTokenizerFast(tokenizer_object=bytewise).apply_chat_template(
         _PROBE,
         chat_template="a{% generation %}뷁{% endgeneration %}b{% generation %} c{% endgeneration %}",

@@ -371,23 +371,17 @@ class Documents:
     def only(self, numbers: Numbers) -> Documents:
         """Return some of the documents; the counts stay."""
         picked = numbers.tolist()
-        return dataclasses.replace(
-            self,
-            texts=self.texts.only(picked),
-            lines=self.lines[numbers],
-            offsets=self.offsets[numbers],
-            columns={name: [column[n] for n in picked] for name, column in self.columns.items()},
-        )
+        columns = {name: [column[n] for n in picked] for name, column in self.columns.items()}
+        texts, lines, offsets = self.texts.only(picked), self.lines[numbers], self.offsets[numbers]
+        return dataclasses.replace(self, texts=texts, lines=lines, offsets=offsets, columns=columns)
 
     def of_lines(self, first_line: int, end_line: int, *, num_bytes: int) -> Documents:
         """Return the documents of some lines, which account for ``num_bytes`` of the input."""
         first, end = np.searchsorted(self.lines, (first_line, end_line))
+        some, num_lines = self.only(np.arange(first, end)), end_line - first_line
+        bad = [each for each in self.bad if first_line <= each.line < end_line]
         return dataclasses.replace(
-            self.only(np.arange(first, end)),
-            first_line=first_line,
-            num_lines=end_line - first_line,
-            num_bytes=num_bytes,
-            bad=[each for each in self.bad if first_line <= each.line < end_line],
+            some, bad=bad, first_line=first_line, num_lines=num_lines, num_bytes=num_bytes
         )
 
     def parts(self, most: int) -> Iterator[Documents]:
@@ -562,11 +556,8 @@ def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Docume
         raise BadInput(f"{what}; {remedy}") from None
     documents = dataclasses.replace(documents, columns={**documents.columns, "messages": asked})
     kept, rendered = documents.sorted_out(found)
-    return dataclasses.replace(
-        kept,
-        texts=Texts([one.text.encode() for one in rendered]),
-        columns={**kept.columns, "spans": [one.spans for one in rendered]},
-    )
+    columns = {**kept.columns, "spans": [one.spans for one in rendered]}
+    return dataclasses.replace(kept, texts=Texts([one.text.encode() for one in rendered]), columns=columns)
 
 
 def format_of(name: str) -> Format:

@@ -137,10 +137,9 @@ def _parsed_template(template: str) -> tuple[list[FieldPath], list[str]]:
     except ValueError as error:
         why = str(error)
     if why or not paths:
-        raise UsageError(
-            found=f"--text_template {template!r} ({why or 'it names no field'})",
-            expected="one such as '{input}\\n\\n{output}'; braces are {{ and }}",
-        )
+        found = f"--text_template {template!r} ({why or 'it names no field'})"
+        expected = "one such as '{input}\\n\\n{output}'; braces are {{ and }}"
+        raise UsageError(found=found, expected=expected)
     return paths, [*literals, literal]
 
 

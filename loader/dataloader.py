@@ -25,7 +25,7 @@ from loader.boundaries import Boundary, boundary_names
 from loader.chunks import IGNORED
 from loader.order import share
 from loader.ranks import ProcessRank, check_process_rank, find_process_rank
-from loader.run import Position, Progress, Run, go_on, state_of, whole_number
+from loader.run import MAX_EPOCH, Position, Run, go_on, state_of, whole_number
 from loader.samples import Sizes, Weights, WeightsIn, check_mixing, choose_sizes, make_run, make_samples
 from loader.shards import InputShards, Origin, ShardSet, SplitName, find_sources
 from loader.stream import BatchStream
@@ -43,6 +43,22 @@ class _Step:
     num_batches: int
     labels: list[Any]  # of each batch
     labels_per_rank: torch.Tensor | None = None  # once it was asked for
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Where a loader's loop stands. Looking at the loader does not change it."""
+
+    delivered: Position = Position()  # noqa: RUF009  immutable
+    trained: Position | None = None  # of the optimizer's last step; None: the loop does not say it
+    num_left: int = 0  # steps of the run that set_epoch left out, minus those that came again
+    left_at: int = 0  # steps that the loop had when set_epoch last left an epoch
+    is_loaded: bool = False  # a state was loaded, and no iter() began since
+
+    @property
+    def to_save(self) -> Position:
+        """Return the position that a state has: what was trained, or else what was delivered."""
+        return self.delivered if self.trained is None else self.trained
 
 
 def _refuse(*_: Any) -> NoReturn:
@@ -291,11 +307,8 @@ class TokenLoader(DataLoader[Batch]):
     def __reduce__(self) -> tuple[Any, ...]:
         names = ("step_batches", "loader_tokenizer", "process_rank", "pin_memory")
         options = {name: getattr(self, name) for name in names} | self._worker_options
-        return (
-            partial(type(self), self._given, amend=self.can_amend, **options),
-            (),
-            (self.progress, self.run),
-        )
+        make = partial(type(self), self._given, amend=self.can_amend, **options)
+        return make, (), (self.progress, self.run)
 
     def __setstate__(self, now: tuple[Progress, Run]) -> None:
         """Stand where the original stood."""
@@ -356,7 +369,7 @@ class TokenLoader(DataLoader[Batch]):
             self._stream.end()  # its workers have the run of before
             self.run = run
             self._stream = self._stream_of(self.metrics, self.num_workers)
-        self.progress.load(position, num_left)
+        self._stand_at(position, num_left=num_left, left_at=0, is_loaded=True)
         self._step = _Step(self.run.batches_in_step(position.step), [])
         if self.process_rank.rank == 0 and amended_at is not None:
             logger.warning(f"the run is amended from step {amended_at} on:\n{self.describe()}")
@@ -372,9 +385,24 @@ class TokenLoader(DataLoader[Batch]):
             self._leave_for(int(epoch))
 
     def _leave_for(self, epoch: int) -> None:
-        self.progress.leave_for(epoch, self.run)
+        if epoch > MAX_EPOCH:
+            raise UsageError.of_value("epoch", epoch, f"at most {MAX_EPOCH}")
+        now = self.progress
+        if now.is_loaded:
+            found = f"set_epoch({epoch}), which would throw away a loaded state of another epoch"
+            expected = 'range(loader.state_dict()["epoch"], num_epochs), or a loader without the state'
+            raise UsageError(found=found, expected=expected)
+        if now.delivered == Position():
+            said = f"set_epoch({epoch}) on a loader that delivered nothing: the epoch is whole"
+            logger.warning(f"{said}. A run that goes on inside of it needs load_state_dict before")
+        first, before = self.run.first_step(epoch), now.delivered.step
+        self._stand_at(Position(first), num_left=now.num_left + first - before, left_at=before - now.num_left)
         self._newest += 1  # an older iterator would count its batches for the new epoch
         self._end_unless_persistent()
+
+    def _stand_at(self, position: Position, **changes: Any) -> None:
+        trained = None if self.progress.trained is None else position
+        self.progress = replace(self.progress, delivered=position, trained=trained, **changes)
 
     def peek(self) -> Batch:
         """Return the batch that the next ``iter()`` begins with. Changes nothing.

@@ -60,10 +60,7 @@ class PadToken:
 
 
 def choose_pad_token(tokenizer: Any) -> PadToken:
-    """Return a token that the tokenizer has: its pad token, Llama's, the first reserved one, or EOS.
-
-    ``tokenizer``: of transformers, or a LoaderTokenizer. Raises UsageError where there is none.
-    """
+    """Return a token that the tokenizer has: its pad token, Llama's, the first reserved one, or EOS."""
     added = tokenizer.get_added_vocab()
     reserved = min((token for token in added if _RESERVED.fullmatch(token)), key=added.get, default="")
     why_eos = "EOS, for want of another; the attention mask tells it from a real one"
@@ -288,10 +285,7 @@ class StepBatches:
 
 
 def blank_labels(batch: Any, is_filler: npt.NDArray[np.bool_]) -> None:
-    """Take the labels of some rows of a batch away: they fill a last batch up, and count for no loss.
-
-    Raises UsageError where a batch has no labels for each row: a loss would count samples twice.
-    """
+    """Take the labels of some rows of a batch away: they fill a last batch up, and count for no loss."""
     labels = _tensor_of(batch, "labels")
     if labels is None or len(labels) != len(is_filler):
         found = "the last batch of a validation set, filled up with samples that must have labels of -100"

@@ -110,10 +110,7 @@ def sdpa_mask(batch: Mapping[str, Any], *, window: int | None = None) -> torch.T
 
 
 def block_mask(batch: Mapping[str, Any], *, window: int | None = None) -> BlockMask:
-    """Return the same as a BlockMask, for ``flex_attention``.
-
-    Takes a few bytes for each 128 x 128 places. Raises UsageError without segment_ids.
-    """
+    """Return the same as a BlockMask, for ``flex_attention``: a few bytes for each 128 x 128 places."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     sees, segments = _mask_function(batch, window), batch["segment_ids"]

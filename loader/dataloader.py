@@ -148,10 +148,7 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def tokenizer(self) -> Any:
-        """Return transformers' tokenizer, the same object each time.
-
-        Loading it takes 3 s for Llama 3's. Raises OtherTokenizer, ReadWriteError or NotFound.
-        """
+        """Return transformers' tokenizer, the same object each time. To load Llama 3's takes 3 s."""
         return self.loader_tokenizer.loaded
 
     @cached_property

@@ -297,10 +297,7 @@ class Run:
         return Round(first, end, spread(mix.shares)[within : within + end - first], mix.taken_before(first))
 
     def only_source_at(self, tick: int) -> tuple[int, int, int] | None:
-        """Return the only source of the ticks from this one on, or None where several share them.
-
-        Its number, how many ticks it has had, and the tick at which that ends.
-        """
+        """Return the only source from a tick on, its ticks before, and where that ends; None of several."""
         mix = self._mix_at(tick)
         if CYCLE not in mix.shares:
             return None
@@ -344,10 +341,7 @@ class Run:
         return replace(self, sources=tuple(ordered))
 
     def held_from(self, step: int) -> list[Stage]:
-        """Return the stages from a step on, for a comparison of two runs.
-
-        Weights are rounded and above 0, and each stage differs from the one before it.
-        """
+        """Return the stages from a step on, each unlike the one before it, with rounded weights above 0."""
         found: list[Stage] = []
         for stage in self.stages:
             of_sources = zip(self.sources, self.shares(stage.weights), strict=True)

@@ -298,10 +298,7 @@ def make_samples(
     starts: bool,
     **others: Any,
 ) -> Samples:
-    """Return the samples of some shards. Raises UsageError where the arguments do not fit what these hold.
-
-    ``keeps_tail``: rows packed at load end with one that is not full. ``others``: fields of Samples.
-    """
+    """Return the samples of some shards, if the arguments fit them. ``others``: fields of Samples."""
     for_documents = "group_by_length" if group > 1 else ""
     if max_length is not None:
         for_documents = f"max_length={max_length}"

@@ -200,10 +200,7 @@ def find_sources(
     count_tokens: bool = False,
     split: SplitName | None = None,
 ) -> dict[str, ShardSet]:
-    """Find the shards of each named source. An incomplete folder is refused, and a shard in two sources.
-
-    ``count_tokens``: tars without an idx are read once for the lengths of their samples.
-    """
+    """Find the shards of each named source. ``count_tokens``: tars without an idx are read once."""
     if not sources or not all(isinstance(name, str) and name for name in sources):
         raise UsageError(found=f"input_shards={list(sources)}", expected="names with shards for each")
     found = {}
@@ -218,10 +215,7 @@ def find_sources(
 
 
 def _find_paths(input_shards: InputShards, cache_dir: str | os.PathLike[str] | None = None) -> list[str]:
-    """Return every absolute path that was named, brace patterns and globs expanded, in the order given.
-
-    What is no local file is copied to ``cache_dir``. 100,000 shards take 0.4 s, hence no Path.
-    """
+    """Return every absolute path that was named, patterns expanded, in the order given: 0.4 s for 100,000."""
     named: Any = input_shards
     if isinstance(named, (str, bytes, os.PathLike)) or not isinstance(named, Iterable):
         named = [input_shards]
@@ -262,10 +256,7 @@ def _expand(name: str) -> list[str]:
 
 
 def _expand_braces(pattern: str) -> list[str]:
-    """Expand ``a{0..2}{x,y}`` as a shell does, the last brace fastest.
-
-    Zeros in front are kept, and each name comes once. Braces hold a range or a comma, else UsageError.
-    """
+    """Expand ``a{0..2}{x,y}`` as a shell does, the last brace fastest. Each name comes once."""
     try:
         expanded = list(dict.fromkeys(braceexpand(pattern, escape=False)))
     except ValueError:  # unbalanced: a single brace is part of a name

@@ -211,12 +211,7 @@ def check_boundaries(model: Any, batch: Mapping[str, Any], *, noise: float | Non
         raise UsageError(f"the boundaries could not be checked: {reason}", found=reason)
 
 
-def why_unchecked(
-    model: Any,
-    batch: Mapping[str, Any],
-    noise: float | None = None,
-    documents: Mapping[str, Any] | None = None,
-) -> str:
+def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents: Any = None) -> str:
     """Check as ``check_boundaries`` does, but return why where no rank could check anything, else "".
 
     ``documents``: the batch that says where documents begin, if another one.

@@ -158,10 +158,8 @@ class TokenLoader(DataLoader[Batch]):
             return self.step_batches.collate_fn
         from loader.collator import CausalLMCollator  # imports transformers, which the loader does without
 
-        padded = self.step_batches.padded
-        return CausalLMCollator(
-            self.tokenizer, pad_to_multiple_of=padded.pad_to_multiple_of, pad_to_length=padded.pad_to_length
-        )
+        multiple, width = self.step_batches.padded.pad_to_multiple_of, self.step_batches.padded.pad_to_length
+        return CausalLMCollator(self.tokenizer, pad_to_multiple_of=multiple, pad_to_length=width)
 
     @property
     def first_batch(self) -> int:

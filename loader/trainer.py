@@ -225,9 +225,7 @@ class EpochsOfLoader:
             part, num_epochs = math.modf(args.num_train_epochs)
             end = run.first_step(int(num_epochs)) + math.ceil(part * run.steps_in(int(num_epochs)))
             if end <= first and not global_step:
-                found = (
-                    f"num_train_epochs={args.num_train_epochs:g}, and a loader behind {self.loader.epoch:g}"
-                )
+                found = f"num_train_epochs={args.num_train_epochs:g} of a loader at {self.loader.epoch:g}"
                 raise UsageError(found=found, expected="more epochs, or max_steps")
             max_steps = global_step + max(end - first, 0)
         self.global_step, self._is_finished = global_step, max_steps <= global_step

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from loader.boundaries import boundary_fields
-from loader.chunks import ID_BITS, IGNORED, ORIGIN, Chunk, Edges, Ids, Integers
+from loader.chunks import ID_BITS, IGNORED, Chunk, Edges, Ids, Integers
 from shardprep.errors import UsageError
 from shardprep.format.names import BLANK
 
@@ -230,9 +230,8 @@ class StepBatches:
                     batch[name] = batch[name][:, :-1].contiguous()
                 batch["labels"] = batch["labels"][:, 1:].contiguous()
             if self.origins and chunk.documents is not None:
-                origins = chunk.documents.of(tick, first, end).reshape(-1, len(ORIGIN)).astype(np.int64)
-                counts = chunk.documents.counts[first:end, tick] // len(ORIGIN)
-                origins[:, 0] = np.repeat(np.arange(end - first), counts)
+                origins = chunk.documents.of(tick, first, end).astype(np.int64)
+                origins[:, 0] = np.repeat(np.arange(end - first), chunk.documents.counts[first:end, tick])
                 # Of shifted targets a document that begins at the place which is lost is not in the batch.
                 batch["origins"] = torch.from_numpy(origins[origins[:, 1] < batch["labels"].shape[1]])
             if is_filler is not None and is_filler[first:end].any():

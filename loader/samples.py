@@ -113,9 +113,8 @@ class Samples:
             shard = self.shards.shard_of(samples)
             later = np.zeros_like(shard)  # row and source are put in later
             columns = [later, places, later, shard, self.shards.records_of(samples, shard), numbers]
-        flat = np.stack(columns, axis=1).astype(np.int32).reshape(-1)
-        by_sample = counts.reshape(chunk.lengths.T.shape).T * len(columns)
-        return replace(chunk, documents=Ragged.of_joined(flat, by_sample), has_origins=self.origins)
+        numbers = np.stack(columns, axis=1).astype(np.int32)
+        return replace(chunk, documents=Ragged.of_joined(numbers, counts.reshape(chunk.lengths.T.shape).T))
 
 
 @dataclass(frozen=True, kw_only=True)

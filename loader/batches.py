@@ -210,13 +210,13 @@ class StepBatches:
 
         ``is_filler``: which samples of the tick fill a last batch up, if any do: they have no labels.
         """
-        is_full = chunk.row_tokens > 0 and chunk.shortest[tick] == chunk.row_tokens  # no padding
+        is_full = chunk.ids.width > 0 and chunk.shortest[tick] == chunk.ids.width  # no padding
         for first in range(first_batch * self.batch_size, chunk.num_samples, self.batch_size):
             end = first + self.batch_size
             ids = chunk.ids.of(tick, first, end)
             lengths = None if is_full else chunk.lengths[first:end, tick]
             batch: Any
-            if chunk.row_tokens or lengths is None:
+            if chunk.ids.width or lengths is None:
                 batch = self.padded.of_rows(ids, lengths)
             else:
                 batch = self.padded.of_documents(ids, lengths)

@@ -96,10 +96,7 @@ class Ragged:
         return Ragged.of_joined(flat.reshape(-1) if self.width else flat, self.counts, self.width)
 
     def of(self, tick: int, first: int, end: int) -> Integers:
-        """Return the numbers of some samples of a tick, one after another: a copy, or a part of the array.
-
-        Where all have equally many they are rows, [samples, width].
-        """
+        """Return some samples of a tick, as rows or one after another: a copy, or a part of the array."""
         if not self.is_joined:
             found = self._gathered((slice(first, end), tick))
         else:
@@ -143,8 +140,7 @@ class Chunk:
     """Some consecutive ticks of some slots."""
 
     lengths: Int32s  # int32[samples per tick, ticks], tokens of each sample
-    ids: Ragged  # of rows whole rows, their padding included
-    row_tokens: int = 0  # of every sample where all are rows
+    ids: Ragged  # of rows of one width whole rows, their padding included
     num_cut: int = 0  # tokens left out behind max_length
     # Of each document where it begins in its sample, [1], or ORIGIN, [6], whose rows are not known yet.
     documents: Ragged | None = None
@@ -166,13 +162,13 @@ class Chunk:
 
     def edges_of(self, tick: int, first: int, end: int, width: int) -> Edges:
         """Return where documents begin in some samples of a tick, as a batch of their own of some width."""
-        if not self.row_tokens:  # each sample is one document
+        if not self.ids.width:  # each sample is one document
             no_starts = np.zeros(0, np.int32), np.zeros(end - first, np.int64)
             return Edges.of_rows(*no_starts, self.lengths[first:end, tick], width)
         edges, bounds = self._edges
         row = tick * self.num_samples + first
         part = slice(bounds[row], bounds[row + end - first])
-        return Edges(edges.begins[part] - row * self.row_tokens, edges.sizes[part])
+        return Edges(edges.begins[part] - row * self.ids.width, edges.sizes[part])
 
     @cached_property
     def _edges(self) -> tuple[Edges, list[int]]:
@@ -182,8 +178,8 @@ class Chunk:
         counts, (numbers,) = documents.counts.T.reshape(-1), documents.flats
         places = numbers[:, ORIGIN.index("place") if numbers.shape[1] > 1 else 0]
         lengths: Int32s = self.lengths.T.reshape(-1)
-        edges = Edges.of_rows(places, counts, lengths, self.row_tokens)
-        bounds = np.searchsorted(edges.begins, np.arange(len(lengths) + 1) * self.row_tokens)
+        edges = Edges.of_rows(places, counts, lengths, self.ids.width)
+        bounds = np.searchsorted(edges.begins, np.arange(len(lengths) + 1) * self.ids.width)
         return edges, bounds.tolist()
 
     def joined(self) -> Chunk:
@@ -418,7 +414,7 @@ class RunReader:
                     documents.put(places, chunk.documents)
                 del chunk
         told = documents if documents.flats else None
-        return Chunk(lengths=lengths, ids=ids, row_tokens=run.row_tokens, num_cut=num_cut, documents=told)
+        return Chunk(lengths=lengths, ids=ids, num_cut=num_cut, documents=told)
 
 
 class _SourceReader:

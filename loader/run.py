@@ -129,10 +129,8 @@ def source_seed(seed: int, number: int) -> int:
 
 @lru_cache(maxsize=16)
 def spread(shares: tuple[int, ...]) -> Int64s:
-    """Return the source of each tick of a cycle, evenly spread: int64[CYCLE].
-
-    The n-th tick of a source stands at (n + 1/2) / its share of the cycle.
-    """
+    """Return the source of each tick of a cycle: int64[CYCLE]."""
+    # The n-th tick of a source stands at (n + 1/2) / its share of the cycle.
     counts = np.array(shares, np.int64)
     source = np.repeat(np.arange(len(counts)), counts)
     number = np.arange(CYCLE) - np.repeat(np.cumsum(counts) - counts, counts)

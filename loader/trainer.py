@@ -258,15 +258,14 @@ def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) 
             found = f"a global batch that changes at step {held.step}, where Trainer's stay as they are"
             expected = "max_steps to that step, or a loop of your own, see docs/training_own_loop.md"
             raise UsageError(found=found, expected=expected)
-    batch_size, accumulated = args.train_batch_size, args.gradient_accumulation_steps
-    if batch_size != loader.step_batches.batch_size:
-        expected = f"batch_size of the loader, {loader.step_batches.batch_size}: pass the same to both"
-        raise UsageError.of_value("per_device_train_batch_size", batch_size, expected)
-    step_samples = batch_size * accumulated * loader.process_rank.world_size
-    if step_samples != global_batch_size:
-        found = f"{step_samples} samples in a step by TrainingArguments, {accumulated} batches of each rank"
-        expected = f"the loader's global_batch_size, {global_batch_size}: change one of them"
-        raise UsageError(found=found, expected=expected)
+    num_batches = args.gradient_accumulation_steps * loader.process_rank.world_size
+    given = (args.train_batch_size, args.train_batch_size * num_batches)
+    wanted = (loader.step_batches.batch_size, global_batch_size)
+    if given != wanted:
+        found, expected = (f"batches of {size} samples, steps of {step}" for size, step in (given, wanted))
+        raise UsageError(
+            found=f"TrainingArguments of {found}", expected=f"{expected}, as the loader has them"
+        )
 
 
 def load_checkpoint(loader: TokenLoader, folder: Path) -> int:

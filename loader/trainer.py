@@ -263,9 +263,7 @@ def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) 
     wanted = (loader.step_batches.batch_size, global_batch_size)
     if given != wanted:
         found, expected = (f"batches of {size} samples, steps of {step}" for size, step in (given, wanted))
-        raise UsageError(
-            found=f"TrainingArguments of {found}", expected=f"{expected}, as the loader has them"
-        )
+        raise UsageError(found=f"TrainingArguments of {found}", expected=f"the loader's {expected}")
 
 
 def load_checkpoint(loader: TokenLoader, folder: Path) -> int:

@@ -195,8 +195,8 @@ class RangeReader:
             self.file = OpenInput(part.path)
         except NotFound as error:
             if planned is not None:
-                error.remedy = "--input_dir"
                 error.advise("if the raw folder moved, pass --input_dir")
+                error.remedy = "--input_dir"  # which the advice says
             raise
         size = self.file.stamp.num_bytes
         if planned is None or (size, self.file.stamp.mtime_ns) == (planned.num_bytes, planned.mtime_ns):

@@ -81,10 +81,8 @@ def log_pad_token(pad: PadToken, eos_token_id: int | None) -> None:
     if pad.token_id != eos_token_id:
         logger.info(said)
         return
-    logger.warning(
-        f"{said}. Labels of a real EOS are kept here, but a loss or another collator that leaves padding out "
-        "by its id would never teach the model to end; give the tokenizer a pad token of its own"
-    )
+    advice = "give the tokenizer a pad token of its own, for a loss that leaves padding out by its id"
+    logger.warning(f"{said}. Labels of a real EOS are kept here; {advice}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,10 +275,8 @@ class StepBatches:
         # Nothing stands before the first token of a row, that could predict it.
         if (labels if self.shifts_targets else labels[:, 1:]).eq(IGNORED).all() and not self._has_warned:
             self._has_warned = True
-            logger.warning(
-                "a batch has no label left: no token is of an assistant, or all are blanked, or alone in "
-                "their documents. A mean over labels is NaN there: divide the sum of the loss by at least 1"
-            )
+            said = "a batch has no label left: they are blanked, of no assistant, or of one token a document"
+            logger.warning(f"{said}. A mean over labels is NaN there: divide a sum by at least 1")
 
 
 def blank_labels(batch: Any, is_filler: npt.NDArray[np.bool_]) -> None:

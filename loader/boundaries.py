@@ -44,10 +44,8 @@ def boundary_names(boundaries: Boundary | Sequence[Boundary]) -> tuple[str, ...]
     if unknown := [name for name in names if name not in get_args(Boundary)]:
         raise UsageError(found=f"boundaries={unknown}", expected=f"some of {', '.join(get_args(Boundary))}")
     if set(names) == {"position_ids"}:
-        logger.warning(
-            "boundaries='position_ids' alone keeps no document apart where a transformers model gets the "
-            "attention_mask, too, or fills a cache; for model(**batch) pass boundaries='transformers'"
-        )
+        said = "boundaries='position_ids' keeps no document apart beside an attention_mask, or with a cache"
+        logger.warning(f"{said}; for model(**batch) of transformers pass boundaries='transformers'")
     return names
 
 

@@ -476,11 +476,8 @@ def _warn_of_accumulation(num_batches: int) -> None:
         return
     num_steps = accelerate.GradientState().num_steps
     if num_steps not in (1, num_batches):
-        logger.warning(
-            f"accelerate accumulates {num_steps} batches, but a global batch is {num_batches} of each rank; "
-            f"pass global_batch_size=batch_size x ranks x {num_steps}, and set accelerator.step = 0 after a "
-            "load_state that changes the number"
-        )
+        said = f"accelerate accumulates {num_steps} batches, but a global batch is {num_batches} of each rank"
+        logger.warning(f"{said}; pass global_batch_size=batch_size x ranks x {num_steps}")
 
 
 # The function that makes it.

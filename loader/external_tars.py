@@ -223,8 +223,7 @@ class _Sample(NamedTuple):
         dtype = np.dtype(header[1].decode())
         shape = tuple(int(part) for part in header[2].split(b",") if part.strip())
         if dtype not in map(np.dtype, dtypes) or len(shape) != num_dimensions:
-            kinds = "integers" if dtypes == _WIDTHS else " or ".join(dtypes)
-            expected = f"a .npy of {kinds} with {num_dimensions} dimensions"
+            expected = f"a .npy of {' or '.join(dtypes)} with {num_dimensions} dimensions"
             raise self.broken(field, f"{dtype.str}{list(shape)}", expected)
         num_bytes = header_bytes + math.prod(shape) * dtype.itemsize
         if end - first != num_bytes:

@@ -103,11 +103,8 @@ class Samples:
     def _with_documents(
         self, chunk: Chunk, counts: Int64s, places: Integers, numbers: Int64s, samples: Int64s
     ) -> Chunk:
-        """Say where documents begin, of which each sample has ``counts``, tick by tick.
-
-        Of each document: its place in the sample, its number there, and the sample that holds it. A document
-        that goes on from another row is at place 0.
-        """
+        """Say where documents begin, tick by tick: each sample has ``counts`` of them, at these places in it,
+        with these numbers there, in these samples. One that goes on from another row is at place 0."""
         columns = [places]
         if self.origins:
             shard = self.shards.shard_of(samples)

@@ -359,8 +359,7 @@ def _is_dataset(folder: Path) -> bool:
 def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
     """Read a data set, or the shards of it that were named one by one. The others need not be there.
 
-    Done-ness is asked as everywhere; the sizes of files are compared when they are opened. With an index.json
-    that is four opens for a whole data set, of which plan.json and findings.json are two.
+    With an index.json that is four opens; sizes of files are compared when they are opened.
     """
     if shard_ids is None or _has_index(folder):
         index = read_index(folder)

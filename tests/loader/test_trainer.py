@@ -113,8 +113,7 @@ def test_a_training_that_begins_anywhere_in_a_run_trains_all_its_steps(
 
 
 @pytest.mark.parametrize(
-    ("stop", "how"),
-    [(3, {"max_steps": 12}), (5, {"num_train_epochs": 2.4}), (8, {"num_train_epochs": 2.4})],
+    ("stop", "how"), [(3, {"max_steps": 12}), (5, {"num_train_epochs": 2.4}), (8, {"num_train_epochs": 2.4})]
 )
 def test_a_resumed_run_trains_the_rest(data: Path, tmp_path: Path, stop: int, how: dict[str, Any]) -> None:
     train(load(data), tmp_path, max_steps=stop, save_steps=stop)

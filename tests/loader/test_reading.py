@@ -191,11 +191,6 @@ def test_a_rank_reads_little_more_than_it_delivers(
 # Tars behind URLs
 
 
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 class Urls:
     """A folder and its URL: a data set of ours, and its tars alone in ``others``, with names of their own."""
 
@@ -217,7 +212,7 @@ def urls(sets: DataSets, tmp_path_factory: pytest.TempPathFactory) -> Iterator[U
     (root / "others").mkdir()
     for number in range(3):
         shutil.copy(root / "data" / f"shard-{number:05d}.tar", root / "others" / f"part-{number}.tar")
-    handler = functools.partial(Quiet, directory=str(root))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(root))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as serving:
         thread = threading.Thread(target=serving.serve_forever)
         thread.start()

@@ -267,7 +267,7 @@ class Run:
         if self.page == "lightning":
             import lightning
 
-            class Counted(lightning.Callback):  # type: ignore[misc]
+            class Counted(lightning.Callback):
                 def on_train_batch_end(_, *__: object) -> None:  # noqa: N805
                     self.at("counted", len(self.held))
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shardprep.errors import Refused
-from tests import chat_tokenizers
+from tests import chat_sets
 from tests.forged import rewrite_json
 from tests.world import World, call_main
 
@@ -167,7 +167,7 @@ def test_which_documents_are_held_out_follows_from_their_texts_alone(tmp_path: P
     """Whatever the shards and the tokenizer; tests/oracle packs both sides and freezes their batches."""
     options: dict[str, Any] = {"validation_fraction": 0.2, "record": "packed", "seq_len": 32, "pack": pack}
     world, documents = made(tmp_path, 0, **options)
-    model = chat_tokenizers.save_tokenizer("bytes", tmp_path / "bytes")
+    model = chat_sets.save_tokenizer("bytes", tmp_path / "bytes")
     other = World(tmp_path / "other", raw_dir=world.raw_dir, tokenizer=model)
     digests = [hashlib.sha256(text.encode()).digest()[:16] for _, text in documents]
     for each in (world, other.make(num_shards=30, recursive=True, **options)):

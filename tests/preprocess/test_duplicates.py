@@ -129,8 +129,7 @@ def test_what_cannot_be_compared_is_refused_and_no_list_is_left(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("digests", "are_equal"),
-    [((0, 0), True), ((0, 1), False), ((0, 1 << 64), False), ((0, 1 << 127), False)],
+    ("digests", "are_equal"), [((0, 0), True), ((0, 1), False), ((0, 1 << 64), False), ((0, 1 << 127), False)]
 )
 def test_documents_are_equal_if_all_of_their_digests_is(
     tmp_path: Path, digests: tuple[int, int], are_equal: bool

@@ -335,10 +335,8 @@ def find_copies(*words: object) -> tuple[dict[str, Any], list[list[Place]]]:
     return answer, lists
 
 
-@pytest.mark.parametrize(
-    "form",
-    ["documents", "sides", *(pytest.param(form, marks=pytest.mark.slow) for form in ("concat", "best fit"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("form", COPY_FORMS)
 def test_all_copies_but_the_first_go_across_shards_and_data_sets(tmp_path: Path, form: str) -> None:
     """The set that is named first keeps its copy, and a fresh plan without those listed has none."""
     both = [with_copies(tmp_path / str(seed), seed, **COPY_FORMS[form]) for seed in (0, 1)]
@@ -394,12 +392,8 @@ def test_what_cannot_be_compared_is_refused_and_no_list_is_left(tmp_path: Path) 
     assert {path.name for path in tmp_path.iterdir()} == {*"abcde"}
 
 
-@pytest.mark.parametrize(
-    ("digests", "are_equal"), [((0, 0), True), ((0, 1), False), ((0, 1 << 64), False), ((0, 1 << 127), False)]
-)
-def test_documents_are_equal_if_all_of_their_digests_is(
-    tmp_path: Path, digests: tuple[int, int], are_equal: bool
-) -> None:
+@pytest.mark.parametrize("digests", [(0, 0), (0, 1), (0, 1 << 64), (0, 1 << 127)])
+def test_documents_are_equal_if_all_of_their_digests_is(tmp_path: Path, digests: tuple[int, int]) -> None:
     """Digests that are equal in part, of which no texts are known, are put in the places of two others."""
     world, documents = with_copies(tmp_path, 0, digests=True)
     counts = Counter(text for _, text in documents)
@@ -411,7 +405,7 @@ def test_documents_are_equal_if_all_of_their_digests_is(
     path.write_bytes(b"".join(found))
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     rewrite_json(world.data_dir / "shard-00000.json", **{"digests.sha256": sha256})
-    if are_equal:
+    if digests == (0, 0):
         ended = call_main("duplicates", world.data_dir, "--output", tmp_path / "names.txt")
         assert (ended.code, type(ended.error)) == (78, Refused)
         assert not (tmp_path / "names.txt").exists()
@@ -429,6 +423,7 @@ def test_digests_change_no_sample_and_are_kept_only_where_they_are_asked_for(tmp
     assert {(each["digests"], each["counts"]["validation"]) for each in plain.manifests()} == {(None, None)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pack", ["concat", "best_fit"])
 def test_which_documents_are_held_out_follows_from_their_texts_alone(tmp_path: Path, pack: str) -> None:
     """Whatever the shards and the tokenizer; tests/oracle packs both sides and freezes their batches."""

@@ -54,9 +54,7 @@ def planned(world: World, **options: Any) -> World:
 
 def flat_of(world: World) -> list[tuple[int, int]]:
     """All ids of a data set with their labels, as the loader delivers them."""
-    with world.ranks(global_batch_size=1, shuffle=False) as ranks:
-        samples = [sample for step in ranks.take(len(ranks.loaders[0])) for sample in step]
-    return [pair for each in samples for pair in zip(each["input_ids"], each["labels"], strict=True)]
+    return [pair for each in world.samples() for pair in zip(each["input_ids"], each["labels"], strict=True)]
 
 
 def flat(pairs: list[tuple[list[int], list[int]]]) -> list[tuple[int, int]]:
@@ -154,11 +152,10 @@ def test_best_fit_keeps_each_conversation_whole_and_peek_shows_what_has_labels(t
     """An export that would lose them is refused."""
     world = planned(world_of(tmp_path, PLAIN, CHATS), pack="best_fit", seq_len=512, num_shards=2).run()
     found = []
-    with world.ranks(global_batch_size=1, shuffle=False, boundaries=["segment_ids", "position_ids"]) as ranks:
-        for (row,) in ranks.take(len(ranks.loaders[0])):
-            begins = [place for place, position in enumerate(row["position_ids"]) if position == 0]
-            for begin, end in zip(begins, [*begins[1:], len(row["input_ids"])], strict=True):
-                found.append(row["input_ids"][begin:end])
+    for row in world.samples(boundaries=["segment_ids", "position_ids"]):
+        begins = [place for place, position in enumerate(row["position_ids"]) if position == 0]
+        for begin, end in zip(begins, [*begins[1:], len(row["input_ids"])], strict=True):
+            found.append(row["input_ids"][begin:end])
     wanted = [ids for ids, _ in expected(world.tokenizer, CHATS)]
     assert max(map(len, wanted)) <= 512, "each fits into a row"
     assert sorted(ids for ids in found if len(ids) > 1 and ids[0] != ids[-1]) == sorted(wanted)

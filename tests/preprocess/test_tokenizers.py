@@ -349,7 +349,7 @@ def test_each_familys_documents_begin_and_end_as_told(tmp_path: Path, family: st
     assert told_ends(told) == [*before, chat_sets.EOT]
     end = reference.eos_token_id
     once = [token for ids in expected for token in (ids if ids[-1:] == [end] else [*ids, end])]
-    assert rows.run(0).batches(1, global_batch_size=1)[0][0]["input_ids"] == once
+    assert rows.run(0).samples()[0]["input_ids"] == once
 
 
 SOME = ["안녕", "words", "한", "more words", "글"]

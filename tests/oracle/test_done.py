@@ -330,6 +330,34 @@ def test_without_a_number_three_shards_are_made_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+def test_a_verified_set_keeps_the_records_of_runs_that_may_live_alone(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.txt": "one\ntwo\n"}).plan()
+    hidden = (world.raw_dir / "a.txt").rename(tmp_path / "a.txt")
+    assert world.main("run", world.data_dir, num_proc=1).code == 66
+    (ended,) = (world.data_dir / "jobs" / "attempts").iterdir()
+    living = ended.with_name("node-1-7.1700000000")
+    living.write_text(ended.read_text().partition("\nend\n")[0])
+    hidden.rename(world.raw_dir / "a.txt")
+    world.run().verify()
+    assert [*ended.parent.iterdir()] == [living]
+
+
+def test_a_folder_that_goes_while_it_is_looked_at_is_no_data_set(
+    whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, listdir = whole("json").copy(tmp_path), os.listdir
+
+    def vanish(path: Any) -> list[str]:
+        if Path(path) == world.data_dir:
+            shutil.rmtree(path)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", vanish)
+    ended = world.main("status", world.data_dir, environ={"PATH": "/nowhere"})
+    assert (ended.code, ended.error and ended.error.path) == (66, str(world.data_dir))
+
+
+@pytest.mark.processes
 def test_a_blanked_shard_names_the_tar_that_it_was_made_from_and_verifies(tmp_path: Path) -> None:
     texts = [text for text in hostile_texts(90, seed=4, most_words=6) if text.strip()]
     world = World(tmp_path).raw({"a.jsonl": [{"id": f"d{n}", "text": text} for n, text in enumerate(texts)]})

@@ -159,9 +159,7 @@ def row(use: Use | str, ends: Any, path: str | None = None, **facts: Any) -> Ref
 
 
 def put(folder: Path, name: str, content: bytes | str) -> None:
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    World(folder, raw_dir=folder).raw({name: content})
 
 
 def remove(folder: Path, name: str) -> None:

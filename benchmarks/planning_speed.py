@@ -30,7 +30,7 @@ from benchmark_text import ROOT, lay_out
 from contenders import plan as plan_folder
 from measured_run import Usage, machine_line, run_pinned
 
-from shardprep.format.plan import Cut, need_plan, plan_id, plan_json
+from shardprep.format.plan import Cut, need_plan, plan_id, publish_plan
 
 BASELINE = "baseline"
 _BARE = {
@@ -98,7 +98,9 @@ def enlarge_plan(data: Path, num_inputs: int) -> int:
     cuts = [Cut(number * _INPUTS_PER_SHARD, 0) for number in range(num_shards + 1)]
     plan = dataclasses.replace(plan, inputs=inputs, cuts=cuts)
     plan = dataclasses.replace(plan, plan_id=plan_id(plan))
-    return (data / "plan.json").write_bytes(plan_json(plan))
+    (data / "plan.json").unlink()
+    publish_plan(plan, data)
+    return (data / "plan.json").stat().st_size
 
 
 def print_tasks(nums_inputs: list[int], repeats: int, scratch: Path) -> None:

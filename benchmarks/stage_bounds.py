@@ -59,7 +59,7 @@ def stage_seconds(folder: Path) -> dict[str, float]:
 
 def _batches(worker: Worker) -> list[Documents]:
     """The worker's own batches."""
-    options, batch_bytes = worker.plan.options, worker.batch_bytes
+    options, batch_bytes = worker.plan.options, worker.settings.batch_bytes
     return [
         documents
         for shard_id in range(worker.plan.num_shards)

@@ -92,7 +92,7 @@ class Ragged:
         """Return a copy, int32, whose samples stand one after another, one tick after another."""
         if self.is_joined:
             return self
-        flat = self._gathered(self.flat_of.T, self.begins.T, self.counts.T).reshape(-1)
+        flat = self._gathered((slice(None), slice(None))).reshape(-1)
         return Ragged.of_joined(flat.astype(np.int32, copy=False), self.counts, self.width)
 
     def of(self, tick: int, first: int, end: int) -> Integers:
@@ -100,21 +100,20 @@ class Ragged:
 
         Where all have equally many they are rows, [samples, width].
         """
-        if self.is_joined:
+        if not self.is_joined:
+            found = self._gathered((slice(first, end), tick))
+        else:
             last = self.begins[end - 1, tick] + self.counts[end - 1, tick]
             found = self.flats[0][self.begins[first, tick] : last]
-        elif self.width and len(self.flats) == 1:
-            return self._windows[self.begins[first:end, tick]]
-        else:
-            places = (slice(first, end), tick)
-            found = self._gathered(self.flat_of[places], self.begins[places], self.counts[places])
         return found.reshape(-1, self.width) if self.width else found
 
-    def _gathered(self, flat_of: Integers, begins: Int64s, counts: Integers) -> Integers:
+    def _gathered(self, places: Any) -> Integers:
+        """Return the numbers of the samples at some places, one after another, tick after tick."""
+        flat_of, begins, counts = (each[places].T for each in (self.flat_of, self.begins, self.counts))
         if self.width and len(self.flats) == 1:
             return self._windows[begins]
-        places = zip(*(each.reshape(-1).tolist() for each in (flat_of, begins, counts)), strict=True)
-        return np.concatenate([self.flats[number][begin : begin + count] for number, begin, count in places])
+        flat = zip(*(each.reshape(-1).tolist() for each in (flat_of, begins, counts)), strict=True)
+        return np.concatenate([self.flats[number][begin : begin + count] for number, begin, count in flat])
 
     @cached_property
     def _windows(self) -> Integers:

@@ -348,9 +348,14 @@ class TokenLoader(DataLoader[Batch]):
         the step from which on its own hold. Raises Refused, UsageError or BrokenShard.
         """
         run, position, num_left, amended_at = go_on(self._given, state, self._layout, amend=self.can_amend)
-        self.close()  # workers have the run of before
-        self.run = run
-        self._stream = self._stream_of(self.metrics, self.num_workers)
+        self._newest += 1
+        # Compared as a state tells them, in which weights are rounded.
+        if state_of(run, position, {}, 0) == state_of(self.run, position, {}, 0):
+            self._end_unless_persistent()
+        else:
+            self._stream.end()  # its workers have the run of before
+            self.run = run
+            self._stream = self._stream_of(self.metrics, self.num_workers)
         self.progress.load(position, num_left)
         self._step = _Step(self.run.batches_in_step(position.step), [])
         if self.process_rank.rank == 0 and amended_at is not None:

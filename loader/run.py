@@ -280,9 +280,7 @@ class Run:
     @cached_property
     def _mixes(self) -> list[_Mix]:
         mixes: list[_Mix] = []
-        for stage in self.stages:
-            if not stage.begins_round:
-                continue
+        for stage in (stage for stage in self.stages if stage.begins_round):
             first, taken = self.tick_of(Position(stage.step)), np.zeros(len(self.sources), np.int64)
             if mixes:
                 taken = mixes[-1].taken_before(first)
@@ -332,15 +330,13 @@ class Run:
             end = (epoch + 1) * self.ticks_per_epoch
             if num_unused := self.ticks_per_epoch - self.ticks_in(epoch):
                 counts = counts - self._samples_before(end) + self._samples_before(end - num_unused)
-        return {source.name: int(count) for source, count in zip(self.sources, counts, strict=True)}
+        return dict(zip((source.name for source in self.sources), counts.tolist(), strict=True))
 
     def source_epochs(self, position: Position) -> dict[str, float]:
         """Return where each source stands, in its epochs: 1.5 is the middle of its second."""
-        counts = self._samples_before(self.tick_of(position)).tolist()
-        return {
-            source.name: count / (source.order.ticks_per_epoch * self.tick_samples)
-            for source, count in zip(self.sources, counts, strict=True)
-        }
+        sizes = [source.order.ticks_per_epoch * self.tick_samples for source in self.sources]
+        epochs = (self._samples_before(self.tick_of(position)) / sizes).tolist()
+        return dict(zip((source.name for source in self.sources), epochs, strict=True))
 
     # Amendments.
 

@@ -32,7 +32,6 @@ from shardprep.files import NOT_THERE, is_folder, names_in, read_beginning, size
 from shardprep.format import manifest as manifests
 from shardprep.format import names
 from shardprep.format.index import merge_manifests, read_idx, read_index
-from shardprep.format.input_formats import name_of_input, place_text
 from shardprep.format.plan import read_input_names
 
 Named: TypeAlias = "str | bytes | os.PathLike[str]"
@@ -158,8 +157,8 @@ class ShardSet:
             address = f"{shard_id}:{sample}:{document}" if data.spec.has_rows else f"{shard_id}:{sample}"
             with contextlib.suppress(NotFound, *NOT_THERE):  # a copy without its idx or its plan
                 record = _records(data.folder, data.spec, shard_id)[sample]
-                name_of = name_of_input(_input_names(data.folder), int(record["source"]))
-                place = place_text(name_of, int(record["source_offset"]))
+                name_of = names.name_of_input(_input_names(data.folder), int(record["source"]))
+                place = names.place_text(name_of, int(record["source_offset"]))
         tar = data.path_of(row)
         return Origin(source=name, tar=tar, sample=sample, document=document, place=place, address=address)
 

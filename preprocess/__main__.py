@@ -22,24 +22,12 @@ from pathlib import Path
 from preprocess.make import resources
 from preprocess.make.resources import WorkerSettings
 from shardprep.command_line import Command, Program, add_flags_of, given_of, given_words, parse_size
-from shardprep.console import (
-    Progress,
-    counted,
-    print_lines,
-    quoted,
-    say,
-    shards_text,
-    short_bytes,
-    short_time,
-)
+from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, ShardprepError, UsageError
 from shardprep.format.names import chosen_shards, id_ranges
 from shardprep.format.plan import GROUPS, RESOURCES, PrepConfig
 
 _FINAL_CODES = {BadInput.exit_code, NotFound.exit_code, Refused.exit_code}
-_LONG_SHARD_S = 600.0  # on one core
-_MANY_SHARDS = 1000  # more of them, each smaller than half of _SHARD_BYTES, are spoken of
-_SHARD_BYTES = 256 << 20  # of input: minutes of one core
 _HUB_NAME = re.compile(r"(?:(?:hf|https?):/+(?:huggingface\.co/+)?datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")
 _HUB = (
     "a data set of the hub is brought to disk first: hf download NAME --repo-type dataset --local-dir RAW; "
@@ -112,36 +100,16 @@ def plan_data_set(args: argparse.Namespace) -> int:
     given = given_of(args, PrepConfig)
     config = PrepConfig(**given)
     if config.transform and (fields := sorted({"text_field", "text_template"} & given.keys())):
-        expected = "one: either says what the text is, and --transform gets all fields"
-        raise UsageError(found=f"--{fields[0]} --transform", expected=expected)
+        raise UsageError(found=f"--{fields[0]} --transform", expected="one of them: either gives the text")
     if (name := _HUB_NAME.fullmatch(str(config.input_dir))) and not os.path.lexists(config.input_dir):
         message = f"--input_dir {config.input_dir} is no folder; {_HUB.replace('NAME', name[1])}"
         raise NotFound(message, path=config.input_dir, remedy="hf download")
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
     how = {"num_shards": args.num_shards, "shard_bytes": shard_bytes}
     plan, cost = make_plan(config, **how, stripe=args.stripe, dry_run=args.dry_run)
-    num_shards, sizes = plan.num_shards, plan.shard_bytes()
-    each = str(min(sizes)) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
-    warnings = [*cost.notes]
-    if cost.longest_shard_s > _LONG_SHARD_S:
-        more = round(num_shards * cost.longest_shard_s / _LONG_SHARD_S) + 1
-        minutes = cost.longest_shard_s / 60
-        warnings.append(f"a shard will take {minutes:.0f} minutes on one core; --num_shards {more}?")
-    fewer = max(1, round(sum(sizes) / _SHARD_BYTES))
-    if not (args.num_shards or shard_bytes) and num_shards >= max(_MANY_SHARDS, 2 * fewer):
-        warnings.append(
-            f"each of {num_shards} input files is a shard of its own, {sum(sizes) / num_shards / 1e6:.3g} MB "
-            f"on average: {num_shards} tasks, {3 * num_shards} files; for even shards plan into a new folder "
-            f"with --num_shards {fewer}"
-        )
-    print_lines(
-        f"plan {plan.plan_id[:12]}: {counted(num_shards, 'shard')} of {each} input bytes; "
-        f"about {cost.num_tokens:.3g} tokens, {short_bytes(cost.output_bytes)} on disk, "
-        f"{cost.core_hours:.2g} core hours; one core per task is best, and the longest shard takes "
-        f"{short_time(round(cost.longest_shard_s))} on it",
-        *space_lines(config.output_dir, Need(num_bytes=cost.output_bytes, num_shards=num_shards)),
-        *(f"warning: {warning}" for warning in warnings),
-    )
+    need = Need(num_bytes=cost.output_bytes, num_shards=plan.num_shards)
+    warnings = (f"warning: {warning}" for warning in cost.warnings)
+    print_lines(cost.text, *space_lines(config.output_dir, need), *warnings)
     if args.dry_run:
         print_lines("nothing was written, because of --dry_run: leave it out to make this plan")
         return 0
@@ -212,12 +180,10 @@ def run(args: argparse.Namespace) -> int:
         made, failures = run_shards(folder, settings, todo, cpus_of, progress, is_verbose=args.verbose)
         record.exit_code = failures[0].exit_code if failures else 0
     counts = [manifest.counts for manifest in made]
-    total = amounts_line(
-        sum(each.input_bytes for each in counts),
-        sum(each.num_documents for each in counts),
-        sum(each.num_tokens for each in counts),
-        progress.elapsed_s,
-    )
+    num_bytes = sum(each.input_bytes for each in counts)
+    num_documents = sum(each.num_documents for each in counts)
+    num_tokens = sum(each.num_tokens for each in counts)
+    total = amounts_line(num_bytes, num_documents, num_tokens, progress.elapsed_s)
     num_made = len(todo) - len(failures)
     say(f"{num_made} of {counted(len(todo), 'shard')} made by {counted(num_proc, 'process')}: {total}")
     if failures:
@@ -251,12 +217,9 @@ def blank(args: argparse.Namespace) -> int:
     from preprocess.verify import verify
 
     folder, new = args.data_dir, args.output_dir
+    moved_to, transform = getattr(args, "input_dir", None), getattr(args, "transform", None)
     plan, touched, are_all_found = take_over(
-        folder,
-        new,
-        args.ids,
-        input_dir=getattr(args, "input_dir", None),
-        transform_file=getattr(args, "transform", None),
+        folder, new, args.ids, input_dir=moved_to, transform_file=transform
     )
     num_taken = plan.num_shards - len(touched)
     say(f"{num_taken} of {counted(plan.num_shards, 'shard')} hold none of them: taken as they are")
@@ -297,12 +260,9 @@ PROGRAM = Program(
     epilog="shardprep --shard_id N [...] makes shard N: of the plan in --output_dir, or "
     "without one of the N-th .txt file in --input_dir (as ls *.txt shows them).",
     hints={
-        "--packing": _PACKED,
-        "--pack_sequences": _PACKED,
-        "--dataset": _HUB,
-        "--dataset_name": _HUB,
-        "--max_length": _LOADER_CUTS,
-        "--max_seq_length": _LOADER_CUTS,
+        **dict.fromkeys(("--packing", "--pack_sequences"), _PACKED),
+        **dict.fromkeys(("--dataset", "--dataset_name"), _HUB),
+        **dict.fromkeys(("--max_length", "--max_seq_length"), _LOADER_CUTS),
         **dict.fromkeys(("True", "False", "true", "false"), _NO_VALUE),
     },
     commands={

@@ -92,18 +92,15 @@ def _check_versions(tell: Tell, *, has_gpu: bool) -> None:
         return
     # In a process of its own, which a broken installation may end.
     command = [sys.executable, "-W", "ignore", "-c", _ASK_TORCH]
-    try:
+    why, todo = f"no answer within {_TORCH_LIMIT_S:.0f} s", "look at nvidia-smi"
+    with suppress(subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        text = f"torch was not loaded, or a GPU did not answer, within {_TORCH_LIMIT_S:.0f} s"
-        tell("torch", text, "look at nvidia-smi", UsageError.exit_code)
-        return
-    said = [line for line in done.stdout.splitlines() if line.startswith("shardprep ")]
-    if said and not done.returncode:
-        tell("torch", said[0].removeprefix("shardprep "))
-        return
-    why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    todo = "install torch anew for this machine"
+        said = [line for line in done.stdout.splitlines() if line.startswith("shardprep ")]
+        if said and not done.returncode:
+            tell("torch", said[0].removeprefix("shardprep "))
+            return
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        todo = "install torch anew for this machine"
     tell("torch", f"torch cannot be used: {why}", todo, UsageError.exit_code)
 
 

@@ -123,8 +123,7 @@ class Megatron(ExportLayout):
 class NanoGpt(ExportLayout):
     """One flat train.bin of uint16 or uint32, which nanoGPT maps with np.memmap.
 
-    The ids of each shard lie in a file of their own until all are there: at the end they take their room
-    twice.
+    The ids of each shard lie in a file of their own until all are there: in the end they take twice the room.
     """
 
     last_name = "shard-{number:05d}.bin.partial"
@@ -142,8 +141,9 @@ class NanoGpt(ExportLayout):
 
     def finish(self) -> str:
         parts = [self.last_file(shard_id) for shard_id in range(self.num_shards)]
-        if size_of_file(self._target) is None:
-            try:
+        # An equal export, at the same time, removes the parts once it is ready.
+        with contextlib.suppress(*NOT_THERE):
+            if size_of_file(self._target) is None:
                 with PublishedFile(self._target) as file:
                     for path in parts:
                         with errors_named(path):
@@ -151,13 +151,11 @@ class NanoGpt(ExportLayout):
                     file.sync()
                     file.publish()
                 sync_folder(self.folder)
-            except NOT_THERE:  # an equal export, at the same time, is ready
-                if size_of_file(self._target) is None:
-                    raise ReadWriteError(f"parts of {self._target} went meanwhile; run this again") from None
         found, expected = size_of_file(self._target), self.first_token[-1] * self._dtype.itemsize
         if found != expected:
+            found_text = "missing" if found is None else found
             again = f"{expected} bytes: remove it and run this again"
-            raise ReadWriteError(path=self._target, found=found, expected=again)
+            raise ReadWriteError(path=self._target, found=found_text, expected=again)
         for path in parts:
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -23,7 +23,6 @@ from shardprep.errors import NotFound, ShardprepError, UsageError
 from shardprep.files import read_beginning
 from shardprep.format.documents import kept_ids
 from shardprep.format.index import ShardSamples, read_idx, samples_holding
-from shardprep.format.input_formats import input_kind, name_of_input, place_text
 from shardprep.format.manifest import manifest_ids, read_manifest
 from shardprep.format.names import (
     BLANK,
@@ -31,7 +30,10 @@ from shardprep.format.names import (
     TOKENIZER_FILE,
     Count,
     blank_id,
+    input_kind,
     manifest_path,
+    name_of_input,
+    place_text,
     quarantine_path,
     shard_name,
 )

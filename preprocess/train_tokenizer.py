@@ -25,14 +25,13 @@ from shardprep.command_line import add_flags_of, parse_size
 from shardprep.console import LOG_EVERY_S, Progress, counted, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
 from shardprep.files import PublishedFolder, is_folder, make_folder, names_in, size_of_file
-from shardprep.format.input_formats import place_text
+from shardprep.format.names import place_text
 from shardprep.format.plan import PlanOptions
 
 PIECE_CHARS = 4096  # longer texts are cut: one word of a million letters would stall every merge
 _PLACE_BYTES = 1 << 20  # of text that is taken at each place
 _MIN_NUM_PLACES = 256
 _MIN_MAX_BYTES = 1_000_000  # below it the samples would be shorter than lines
-_NUM_BYTE_TOKENS = 256
 _PLAN_OPTIONS = ("recursive", "encoding", "text_field", "text_template")
 
 # Llama 3.1's special tokens, by position; the others are reserved ones. Read off its tokenizer.json.
@@ -42,19 +41,19 @@ _NAMED = {0: _BOS, 1: _EOS, 4: _PAD} | {5 + number: f"<|{name}|>" for number, na
 
 
 def train_tokenizer(args: argparse.Namespace) -> int:
-    """Train a tokenizer on the inputs of a folder. Write tokenizer.json and tokenizer_config.json.
-
-    Equal inputs and flags give equal bytes. Raises what planning of these inputs raises, BadInput where they
-    hold no text, Refused where the output folder holds something.
-    """
+    """Train a tokenizer on the inputs of a folder. Equal inputs and flags give equal bytes."""
     vocab_size, max_bytes = args.vocab_size, parse_size(args.max_bytes, "--max_bytes")
-    if vocab_size < _NUM_BYTE_TOKENS:
-        expected = f"{_NUM_BYTE_TOKENS} or more: the bytes and their merges (Llama 3 has 128000)"
+    if vocab_size < 256:
+        expected = "256 or more: the bytes and their merges (Llama 3 has 128000)"
         raise UsageError.of_value("--vocab_size", vocab_size, expected)
     if max_bytes < _MIN_MAX_BYTES:
         raise UsageError.of_value("--max_bytes", max_bytes, f"{_MIN_MAX_BYTES} or more")
     folder = args.output_dir.resolve()
-    _refuse_existing(folder)
+    expected = "a new or empty folder, as a tokenizer is never overwritten; give --output_dir another one"
+    if names := names_in(folder):
+        raise Refused(path=folder, found=f"a folder that holds {names[0]}", expected=expected)
+    if size_of_file(folder) is not None and not is_folder(folder):
+        raise CannotWrite(path=folder, found="a file", expected=expected)
     options = {name: value for name, value in vars(args).items() if name in _PLAN_OPTIONS}
     text = _TrainingText(args.input_dir, PlanOptions(**options), max_bytes)
     make_folder(folder.parent, parents=True)
@@ -69,41 +68,23 @@ def train_tokenizer(args: argparse.Namespace) -> int:
         ids = [(_BOS, tokenizer.token_to_id(_BOS))]
         begin = processors.TemplateProcessing(f"{_BOS} $A", f"{_BOS} $A {_BOS} $B", special_tokens=ids)
         tokenizer.post_processor = processors.Sequence([letters, begin])
-        config = {
-            "bos_token": _BOS,
-            "clean_up_tokenization_spaces": False,
-            "eos_token": _EOS,
-            "pad_token": _PAD,
-            "padding_side": "right",
-            "tokenizer_class": "PreTrainedTokenizerFast",
-        }
-        files = {"tokenizer.json": tokenizer.to_str(pretty=True)}
-        files["tokenizer_config.json"] = json.dumps(config, indent=2) + "\n"
+        config = {"bos_token": _BOS, "clean_up_tokenization_spaces": False, "eos_token": _EOS}
+        config |= {"pad_token": _PAD, "padding_side": "right", "tokenizer_class": "PreTrainedTokenizerFast"}
         try:
-            for name, content in files.items():
-                (unfinished.temporary / name).write_text(content, encoding="utf-8")
+            path = unfinished.temporary / "tokenizer.json"
+            path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+            path = unfinished.temporary / "tokenizer_config.json"
+            path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             raise CannotWrite(f"cannot write the tokenizer in {folder}: {error.strerror or error}") from error
         if not unfinished.publish_first():
-            _refuse_existing(folder)
-            raise CannotWrite(f"{folder} was made meanwhile: give --output_dir another folder", path=folder)
+            raise Refused(path=folder, found="a folder that was made meanwhile", expected=expected)
     say(text.summary())
     if num_base < vocab_size:
-        say(
-            f"the text yields {num_base:,} base tokens, not the {vocab_size:,} asked for: no other pair "
-            "comes twice; more text gives more"
-        )
+        what = f"the text yields {num_base:,} base tokens, not the {vocab_size:,} asked for"
+        say(f"{what}: no other pair comes twice; more text gives more")
     say(f"{folder}: {num_base + 256:,} tokens ({num_base:,} base, 256 special, BOS is {num_base})")
     return 0
-
-
-def _refuse_existing(folder: Path) -> None:
-    """Refuse a folder that holds anything: a tokenizer is never overwritten, data sets hold its ids."""
-    if names := names_in(folder):
-        found = f"{folder} already holds {names[0]}"
-        raise Refused(f"{found}: give --output_dir a new or empty folder", path=folder)
-    if size_of_file(folder) is not None and not is_folder(folder):
-        raise CannotWrite(f"{folder} is a file: give --output_dir a folder", path=folder)
 
 
 class _TrainingText:
@@ -128,11 +109,10 @@ class _TrainingText:
                 self._bad[bad.reason] += 1
                 path = str(self._input_dir / self._inputs[bad.source].path)
                 self._first_bad = self._first_bad or place_text(path, bad.source_offset)
-            texts = map(bytes.decode, batch.texts)
             kept: list[str] = []
             for piece in (
                 text[begin : begin + PIECE_CHARS].strip()
-                for text in texts
+                for text in map(bytes.decode, batch.texts)
                 for begin in range(0, len(text), PIECE_CHARS)
             ):
                 if self._num_bytes + len(piece.encode()) > self._max_bytes:
@@ -145,7 +125,6 @@ class _TrainingText:
         self.is_read = True
 
     def summary(self) -> str:
-        """Return what was read and what was left out."""
         files, texts = counted(len(self._inputs), "file"), counted(self.num_texts, "text")
         found = f"read {self._num_bytes:,} bytes of text in {files}, {texts}, long documents in pieces"
         if not self._bad:
@@ -184,8 +163,7 @@ def _trained(text: _TrainingText, vocab_size: int) -> Tokenizer:
     if failures:
         raise failures[0]
     if not text.num_texts:
-        todo = "are --encoding, and --text_field or --text_template, right?"
-        raise BadInput(f"{text.summary()}: nothing to train on; {todo}")
+        raise BadInput(f"{text.summary()}: nothing to train on; are --encoding and --text_field right?")
     return tokenizer
 
 

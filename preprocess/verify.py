@@ -67,7 +67,6 @@ from shardprep.files import (
     with_retries,
 )
 from shardprep.format.index import ids_of, merge_manifests, misplaced_samples, read_idx
-from shardprep.format.input_formats import input_kind
 from shardprep.format.jobs import LOGS_FOLDER, read_attempts
 from shardprep.format.manifest import (
     Check,
@@ -96,6 +95,7 @@ from shardprep.format.names import (
     VOUCHED_PATHS,
     blank_id,
     id_ranges,
+    input_kind,
     remake_command,
     tar_path,
 )

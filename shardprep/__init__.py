@@ -52,8 +52,7 @@ def main() -> int:
 def check_not_hidden(package: str) -> None:
     """Raise ImportError where a user's own module hides one of our packages, such as their preprocess.py.
 
-    A script of that name beside the script that is started, or in the folder of ``python -m``, is found
-    first. In a ``python -m`` of our packages it is a line on standard error and exit code 2 instead.
+    In a ``python -m`` of our packages it is a line on standard error and exit code 2 instead.
     """
     from importlib.util import find_spec
 

@@ -25,26 +25,10 @@ from shardprep.errors import UsageError
 
 # Command -> the package whose command it is, in the order in which a user meets them.
 COMMANDS = {
-    "doctor": "preprocess",
-    "plan": "preprocess",
-    "run": "preprocess",
-    "shard": "preprocess",
-    "verify": "preprocess",
-    "peek": "preprocess",
-    "export": "preprocess",
-    "blank": "preprocess",
-    "overlap": "preprocess",
-    "duplicates": "preprocess",
-    "clean": "preprocess",
-    "train_tokenizer": "preprocess",
-    "submit": "slurm",
-    "status": "slurm",
-    "retry": "slurm",
-    "report": "slurm",
-    "cancel": "slurm",
-    "logs": "slurm",
-    "stage": "loader",
-    "where": "loader",
+    **dict.fromkeys(("doctor", "plan", "run", "shard", "verify", "peek", "export", "blank"), "preprocess"),
+    **dict.fromkeys(("overlap", "duplicates", "clean", "train_tokenizer"), "preprocess"),
+    **dict.fromkeys(("submit", "status", "retry", "report", "cancel", "logs"), "slurm"),
+    **dict.fromkeys(("stage", "where"), "loader"),
     "lustre": "lustre",  # with commands of its own: show, apply
     "completion": "shardprep",
 }
@@ -126,16 +110,11 @@ def _completion(args: argparse.Namespace) -> int:
     return 0
 
 
+_SUMMARY = "print a script with which a shell completes commands and flags; needs shtab"
 PROGRAM = Program(
     name="shardprep",
     description="Completion of commands and flags.",
-    commands={
-        "completion": Command(
-            "print a script with which a shell completes commands and flags; needs shtab",
-            _completion_flags,
-            _completion,
-        )
-    },
+    commands={"completion": Command(_SUMMARY, _completion_flags, _completion)},
 )
 
 if __name__ == "__main__":

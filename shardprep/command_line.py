@@ -17,9 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import dataclasses
 import functools
-import importlib
 import importlib.util
 import os
 import re
@@ -30,29 +28,30 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from shardprep.console import guard_streams, print_lines, say
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped, UsageError
 from shardprep.removed import COMMANDS, FLAGS
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
+
+T = TypeVar("T")
 
 
 def given_words(argv: Sequence[str] | None) -> list[str]:
-    """Return the words of a command: ``argv``, or those that this process was started with.
-
-    Names of files are UTF-8 to everything here, to Rust's libraries, and in every plan. Where the locale says
-    otherwise, such as ISO-8859-1 of LANG=en_US, this process begins anew with Python's UTF-8 mode on.
-    """
+    """Return the words of a command: ``argv``, or those that this process was started with."""
     if argv is not None:
         return list(argv)
     # Ctrl-C while this process still imports waits until the command can stop cleanly.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    # Names of files are UTF-8 to everything here, to Rust's libraries and in plans. Where the locale says
+    # otherwise, such as LANG=en_US, this process begins anew with Python's UTF-8 mode on.
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
         # The words as they were typed: what Python decoded as EUC-KR, it cannot always encode again.
         words = Path("/proc/self/cmdline").read_bytes().split(b"\0")[:-1]
@@ -61,27 +60,21 @@ def given_words(argv: Sequence[str] | None) -> list[str]:
 
 
 def check_names_are_utf8(*paths: str) -> None:
-    """Check that Python encodes names of files as UTF-8, as libraries in Rust and other nodes do.
-
-    ``paths``: they alone matter. ASCII is the same in every encoding. Raises UsageError.
-    """
+    """Refuse a Python for which names of files, or these ``paths``, are not UTF-8. Raises UsageError."""
     encoding = sys.getfilesystemencoding()
+    # ASCII is the same in every encoding.
     if encoding == "utf-8" or (paths and "".join(paths).isascii()):
         return
     shown = next((f"{path!a} is not ASCII, and " for path in paths if not path.isascii()), "")
-    raise UsageError(
-        f"{shown}names of files are {encoding} to this Python, by its locale, expected utf-8; before you "
-        "start it again, type: export PYTHONUTF8=1"
-    )
+    found = f"{shown}names of files are {encoding} to this Python, by its locale"
+    raise UsageError(found=found, expected="utf-8; first type: export PYTHONUTF8=1")
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command: ``run`` gets the parsed flags and returns the exit code.
+    """One command: ``run`` gets the parsed flags and returns the exit code."""
 
-    A text "module:function" is imported when the command is called, and nothing of other commands is.
-    """
-
+    # A text "module:function" is imported when the command is called, and nothing of other commands is.
     summary: str  # one line of help
     add_flags: Callable[[argparse.ArgumentParser], None] | str
     run: Callable[[argparse.Namespace], int] | str
@@ -132,10 +125,7 @@ class Program:
             return ReadWriteError.exit_code
 
     def parse(self, words: Sequence[str], *, name: str | None = None) -> argparse.Namespace:
-        """Parse the words. ``command`` of the result is a key of ``commands``.
-
-        Raises UsageError for an unknown command or a NUL, SystemExit with 2 for flags that cannot be parsed.
-        """
+        """Parse the words: flags, and ``command``. Raises UsageError, and SystemExit for wrong flags."""
         if found := next((word for word in words if "\0" in word), None):
             raise UsageError(f"{found!r} holds a NUL, which no path and no name can; leave that out")
         name = name or self.name
@@ -215,12 +205,10 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Help in 80 columns; a wrong flag is answered in three lines.
-
-    Flags are not abbreviated: ``--input`` is a flag of peek, and no short form of plan's ``--input_dir``.
-    """
+    """Help in 80 columns; a wrong flag is answered in three lines."""
 
     def __init__(self, **settings: Any) -> None:
+        # No flag is abbreviated: --input is a flag of peek, and no short form of plan's --input_dir.
         formatter = functools.partial(_Formatter, max_help_position=28, width=79)
         super().__init__(**settings, formatter_class=formatter, allow_abbrev=False)
 
@@ -298,20 +286,17 @@ def add_flags_of(
     but: Container[str] = (),
     groups: Sequence[str] = (),
 ) -> None:
-    """Add a flag for each option of a dataclass, but for some, under the titles of ``groups``, in that order.
-
-    The flag's type is the field's, see ``_type_settings``. A flag that is not given is absent from the
-    namespace, so that what a user gave can be told from a default.
-    """
+    """Add a flag for each option of a dataclass, ``but`` for some, under the titles of ``groups``."""
     hints = typing.get_type_hints(options)
     places: dict[str, Any] = {title: parser.add_argument_group(title) for title in groups}
     own = vars(options)["__annotations__"]  # shown before what is inherited
-    for item in sorted(dataclasses.fields(options), key=lambda item: item.name not in own):
+    for item in sorted(fields(options), key=lambda item: item.name not in own):
         if item.name in but or not item.metadata["help"]:
             continue
         text = str(item.metadata["help"])
         if "(default" not in text:
             text += f" (default: {item.metadata.get('shown') or _shown(item.default)})"
+        # One that is not given is absent from the namespace, which tells it from a default.
         settings = {**_type_settings(hints[item.name]), "default": argparse.SUPPRESS}
         place = places.get(item.metadata.get("group", ""), parser)
         place.add_argument(f"--{item.name}", help=text.replace("%", "%%"), **settings)
@@ -325,7 +310,7 @@ def _shown(default: Any) -> str:
 
 def given_of(args: argparse.Namespace, options: type) -> dict[str, Any]:
     """Return the fields of a dataclass that the user gave as flags."""
-    names = {item.name for item in dataclasses.fields(options)}
+    names = {item.name for item in fields(options)}
     return {name: value for name, value in vars(args).items() if name in names}
 
 
@@ -333,10 +318,8 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def parse_size(text: str, flag: str, *, such_as: str = "512M or 2G") -> int:
-    """Return the bytes of ``512M``, ``512MB`` or ``512MiB``: K, M, G and T are binary, without it bytes.
-
-    Raises UsageError, which names the flag. ``128b`` is refused: to ``lfs`` it means blocks of 512 bytes.
-    """
+    """Return the bytes of ``512M``, ``512MB`` or ``512MiB``, all binary. Raises UsageError."""
+    # 128b is refused: to lfs it means blocks of 512 bytes.
     match = re.fullmatch(r"([0-9]{1,18})(?:([KMGT])(?:i?B)?)?", text.strip(), re.IGNORECASE)
     if not match:
         raise UsageError.of_value(flag, text, f"a number of bytes such as {such_as}")
@@ -371,11 +354,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def raise_on_stop_signals() -> None:
-    """Make the first of STOP_SIGNALS raise Stopped in the main thread. Later ones are ignored.
-
-    Slurm sends TERM at a time limit, a preemption and scancel, and KILL some seconds later; an
-    unhandled TERM would end Python without any ``finally``.
-    """
+    """Make the first of STOP_SIGNALS raise Stopped in the main thread. Later ones are ignored."""
+    # Slurm sends TERM at a time limit, a preemption and scancel, and KILL some seconds later.
     if not isinstance(sys.unraisablehook, _StopAgain):
         sys.unraisablehook = _StopAgain(sys.unraisablehook)
     for number in STOP_SIGNALS:
@@ -387,11 +367,8 @@ def raise_on_stop_signals() -> None:
 def stop_signals_wait(
     numbers: Iterable[signal.Signals] = STOP_SIGNALS, *, spawns: bool = False
 ) -> Iterator[None]:
-    """Let these signals wait, within ``with``. A process that is started here begins with them waiting.
-
-    One that came while the child still imports would end it with a traceback, or as if it had been killed.
-    ``spawns``: multiprocessing starts it, by another method than fork.
-    """
+    """Let these signals wait, within ``with``. ``spawns``: multiprocessing starts a process there."""
+    # A child begins with them waiting: while it imports, one would end it with a traceback.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         if spawns:
@@ -405,29 +382,57 @@ def stop_signals_wait(
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel send this process TERM when its parent dies, however that dies (Linux).
-
-    ``parent`` is the parent's process id: where it died before this call, the signal is sent at once.
-    """
+    """Have the kernel send this process TERM when its parent, by its id, dies, however that dies (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    # It died before.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def start_child(target: Callable[..., None], *args: Any) -> BaseProcess:
-    """Start ``target(*args)`` in a process of its own, which is stopped when this one ends.
-
-    It is spawned: a fork would copy the threads of numpy and tokenizers half-alive.
-    """
+    """Start ``target(*args)`` in a process of its own, which is stopped when this one ends."""
     import multiprocessing  # 10 ms that most commands need not wait for
 
-    process = multiprocessing.get_context("spawn").Process(
-        target=_run_child, args=(os.getpid(), target, args), daemon=True
-    )
+    # Spawned: a fork would copy the threads of numpy and tokenizers half-alive.
+    spawning = multiprocessing.get_context("spawn")
+    process = spawning.Process(target=_run_child, args=(os.getpid(), target, args), daemon=True)
     with stop_signals_wait(spawns=True):
         process.start()
     return process
+
+
+def call_in_child(function: Callable[..., T], *args: Any) -> T:
+    """Return ``function(*args)``, called in a process of its own, which ends with it.
+
+    Raises the ShardprepError that it raises, and ChildProcessError where the process ends without an answer.
+    """
+    from multiprocessing import Pipe
+
+    ours, theirs = Pipe(duplex=False)
+    process = start_child(_answer, theirs, function, args)
+    theirs.close()
+    try:
+        answer = ours.recv()
+    except EOFError:
+        process.join()
+        raise ChildProcessError(f"it ended with {process.exitcode} and without a word") from None
+    finally:
+        ours.close()
+        process.terminate()
+        process.join()
+    if isinstance(answer, ShardprepError):
+        raise answer
+    return answer  # type: ignore[no-any-return]  # as the function says
+
+
+def _answer(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        answer = function(*args)
+    except ShardprepError as error:
+        answer = error
+    with contextlib.suppress(BrokenPipeError):
+        pipe.send(answer)
 
 
 def _run_child(parent: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
@@ -443,16 +448,12 @@ def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a han
     for each in STOP_SIGNALS:
         # Not SIG_IGN: a second signal that is on its way already would end in Python's own OSError.
         signal.signal(each, lambda *_: None)
-    raise Stopped(
-        f"stopped by {signal.Signals(number).name}; nothing unfinished is left, run this again to go on"
-    )
+    name = signal.Signals(number).name
+    raise Stopped(f"stopped by {name}; nothing unfinished is left, run this again to go on")
 
 
 class _StopAgain:
-    """A sys.unraisablehook for a Stopped that Python could raise to nobody, such as one within ``__del__``.
-
-    It cannot raise anything either, so an alarm does, when whatever was at work is over.
-    """
+    """A sys.unraisablehook for a Stopped that Python could raise to nobody, as within ``__del__``."""
 
     def __init__(self, hook: Callable[[sys.UnraisableHookArgs], Any]) -> None:
         self._hook = hook
@@ -466,5 +467,6 @@ class _StopAgain:
         def raise_again(*_: object) -> NoReturn:
             raise Stopped(*stopped.args)
 
+        # Nor can this raise it, so an alarm does, when whatever was at work is over.
         signal.signal(signal.SIGALRM, raise_again)
         signal.setitimer(signal.ITIMER_REAL, _STOP_AGAIN_S)

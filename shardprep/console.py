@@ -47,10 +47,7 @@ _bars: list[tqdm[NoReturn]] = []  # on the terminal now; ``say`` prints above it
 
 
 class Progress:
-    """Counts up to a known total: input bytes, or what ``unit`` names (in the plural).
-
-    On a terminal it is a bar that goes when the total is reached, else a line every half minute.
-    """
+    """Counts up to a known total: input bytes, or what ``unit`` names (in the plural)."""
 
     def __init__(self, label: str, total: int, *, unit: str = "bytes") -> None:
         self._label, self._total, self._unit = label, total, unit
@@ -58,6 +55,7 @@ class Progress:
         self._counts: dict[str, int] = {}
         self._began = self._spoke = time.monotonic()
         self._bar: tqdm[NoReturn] | None = None
+        # On a terminal a bar that goes when the total is reached, else a line every half minute.
         if sys.stderr.isatty():
             from tqdm import tqdm  # 0.03 s that a log's reader need not wait for
 
@@ -68,10 +66,7 @@ class Progress:
             _bars.append(self._bar)
 
     def add(self, num_done: int, counts: Mapping[str, int] | None = None) -> None:
-        """Count more as done, or less than none where something must be done again.
-
-        ``counts``: other things that were done with it, by their plural, whose speeds are told, too.
-        """
+        """Count more as done, or less. ``counts``: other things done with it, whose speeds are told, too."""
         self._done += num_done
         for name, number in (counts or {}).items():
             self._counts[name] = self._counts.get(name, 0) + number
@@ -98,7 +93,6 @@ class Progress:
 
     @property
     def elapsed_s(self) -> float:
-        """Return the seconds since the work began."""
         return time.monotonic() - self._began
 
 
@@ -140,10 +134,7 @@ _MOST_NAMED = 12  # sources that have a line of their own
 
 
 def source_lines(sources: Mapping[str, Mapping[str, int]], *, all_in: str) -> list[str]:
-    """Return a line per source, those of most tokens first, or none where there is one source alone.
-
-    ``sources``: the fields of a manifest's SourceCounts, by name. ``all_in`` has those that get no line.
-    """
+    """Return a line per source, most tokens first, if there are several; ``all_in`` has the others."""
     if len(sources) < 2:
         return []
     largest = sorted(sources.items(), key=lambda item: (-item[1]["num_tokens"], item[0]))
@@ -174,10 +165,7 @@ _IN_A_TEXT, _IN_A_LINE = re.compile(f"[{_CONTROLS}]"), re.compile(f"[\n{_CONTROL
 
 
 def printable(line: str) -> str:
-    r"""Return the line with each control character as an escape of Python: ``\x1b``, ``\n``, ``\u202e``.
-
-    A backslash stays as it is, so what looks like an escape may also be text.
-    """
+    r"""Return the line with each control character as an escape of Python: ``\x1b``, ``\n``, ``\u202e``."""
     return _IN_A_LINE.sub(_escape, line)
 
 

@@ -82,10 +82,7 @@ class errors_named:  # noqa: N801 - it is called, and a generator would take as 
 
 
 def with_retries(what: str, attempt: Callable[[], T]) -> T:
-    """Return ``attempt()``, made again after each error that may go away. ``what`` failed, for messages.
-
-    Raises ReadWriteError, or what ``attempt`` raises for another reason.
-    """
+    """Return ``attempt()``, made again after each error that may go away. ``what`` failed, for messages."""
     for delay_s in (*RETRY_DELAYS_S, None):
         try:
             return attempt()
@@ -95,10 +92,7 @@ def with_retries(what: str, attempt: Callable[[], T]) -> T:
 
 
 def wait_to_retry(what: str, error: Exception, delay_s: float | None) -> None:
-    """Sleep before another attempt. Raise the error where it stays, or where no attempt is left (None).
-
-    ``what`` failed, for messages. An OSError is raised as ReadWriteError.
-    """
+    """Sleep before ``what`` is tried again. Raise the error where it stays, or no try is left (None)."""
     cause = error if isinstance(error, OSError) else error.__context__
     if isinstance(cause, OSError) and cause.errno in RETRIED and delay_s is not None:
         logger.warning("%s (%s); trying again in %s s", what, cause, delay_s)
@@ -111,10 +105,7 @@ def wait_to_retry(what: str, error: Exception, delay_s: float | None) -> None:
 
 
 def open_regular(path: Path | str) -> int:
-    """Return a handle for reading. Links are followed. Close it with ``close_read``.
-
-    Raises BrokenShard for what is no regular file, without waiting for it; OSError otherwise.
-    """
+    """Return a handle for reading, for ``close_read``. Raises OSError, or BrokenShard for no regular file."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would wait for a writer
     try:
         _refuse_others(path, os.fstat(handle).st_mode)
@@ -137,10 +128,8 @@ def _refuse_others(path: Path | str, mode: int) -> None:
 
 
 def refuse_fifos(folder: Path) -> None:
-    """Check that a folder holds no FIFO, device or socket, which a library would wait for.
-
-    What cannot be looked at is left to those who open it. Raises BrokenShard naming the file.
-    """
+    """Check that a folder holds no FIFO, device or socket, which a library would wait for."""
+    # What cannot be looked at is left to those who open it.
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
@@ -150,10 +139,7 @@ def refuse_fifos(folder: Path) -> None:
 
 
 class ReadFile:
-    """A regular file, open for reads at any place; use it in ``with``, or ``close`` it.
-
-    Raises what ``open_regular`` raises; reads raise OSError, and BrokenShard where the file became shorter.
-    """
+    """A regular file, open for reads at any place, within ``with``. Reads raise OSError or BrokenShard."""
 
     _handle = -1
 
@@ -172,7 +158,6 @@ class ReadFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file, once."""
         handle, self._handle = self._handle, -1
         close_read(handle)
 
@@ -207,10 +192,8 @@ class ReadFile:
     def read(self, offset: int, num_bytes: int) -> bytearray:
         """Return all of some bytes, compared with the file's size before any memory is taken."""
         if offset + num_bytes > self.num_bytes:
-            raise BrokenShard(
-                f"{self.path} has {self.num_bytes} bytes, and bytes {offset} to {offset + num_bytes} of it "
-                "are asked for: what names them is damaged, or the file was replaced"
-            )
+            found, expected = f"{self.num_bytes} bytes", f"bytes {offset} to {offset + num_bytes}, too"
+            raise BrokenShard(path=self.path, found=found, expected=expected)
         data = bytearray(num_bytes)
         view, done = memoryview(data), 0
         while done < num_bytes:
@@ -219,10 +202,7 @@ class ReadFile:
 
 
 class HashedFile(ReadFile):
-    """A file that is read forward, each byte once, and hashed on the way.
-
-    A read gives up what lies before it. Where that is asked for later, it is read again.
-    """
+    """A file that is read forward and hashed on the way, each byte once, but for what is asked for again."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -283,10 +263,7 @@ def read_beginning(path: Path, num_bytes: int) -> bytes:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, each with its end.
-
-    Raises BrokenShard for a line of more than MAX_LINE_BYTES, and what ``read_regular`` raises.
-    """
+    """Yield the lines of a file, each with its end. Raises as ``read_regular`` does."""
     with errors_named(path), os.fdopen(open_regular(path), "rb") as file:
         while line := file.readline(MAX_LINE_BYTES + 1):
             if len(line) > MAX_LINE_BYTES:
@@ -351,11 +328,7 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
 
 
 def make_subfolder(folder: Path, name: str) -> Path:
-    """Make a folder inside of a data set unless it is there, and return its path.
-
-    Raises CannotWrite, also for a link in its place, or in that of a folder above it: what would be written
-    there could take the place of another folder's files.
-    """
+    """Make a folder inside of a data set, and return its path. Raises CannotWrite, also for a link there."""
     path = folder
     for part in name.split("/"):
         path /= part
@@ -394,17 +367,15 @@ class PublishedFile:
         self._owner = os.getpid()
         self._is_there = True  # perhaps; False once the temporary name is given up
         self._fd = -1
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        try:
+        for direct in (os.O_DIRECT, 0):
             try:
-                self._fd = os.open(self.temporary, flags | os.O_DIRECT, 0o666)
+                self._fd = os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | direct, 0o666)
+                break
             except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self.temporary.unlink(missing_ok=True)  # some make the file before they refuse the flag
-                self._fd = os.open(self.temporary, flags, 0o666)
-        except OSError as error:
-            raise _not_creatable(path, error) from None
+                if error.errno != errno.EINVAL or not direct:
+                    raise _not_creatable(path, error) from None
+            with contextlib.suppress(OSError):  # some make the file before they refuse the flag
+                self.temporary.unlink()
         self._piece = mmap.mmap(-1, WRITE_BYTES)  # aligned to a page, as O_DIRECT wants
         self._num_held = 0
 
@@ -461,13 +432,9 @@ class PublishedFile:
         try:
             yield
         except OSError as error:
-            raise ReadWriteError(
-                f"{self.path} could not be {what} after {self.num_bytes} bytes: {error.strerror}; the "
-                "temporary file is removed, nothing is lost: mend the cause (df, lfs df, quota) and run this "
-                "again",
-                path=self.path,
-                found=error.strerror,
-            ) from None
+            why = f"{self.path} could not be {what} after {self.num_bytes} bytes: {error.strerror}"
+            todo = "nothing is lost: mend the cause (df, lfs df, quota) and run this again"
+            raise ReadWriteError(f"{why}; {todo}", path=self.path, found=error.strerror) from None
 
     def sync(self) -> FileStamp:
         """Write out and fsync. The name is not yet given."""
@@ -517,10 +484,7 @@ def publish_bytes(path: Path, content: bytes) -> None:
 
 
 def publish_link(path: Path, source: Path) -> None:
-    """Make ``path`` another name of the file ``source``, or where that cannot be a copy, by one rename.
-
-    The folder is not synced. Raises as PublishedFile does; OSError where ``source`` cannot be read.
-    """
+    """Make ``path`` another name of the file ``source``, or a copy, by one rename. No folder is synced."""
     temporary = _temporary_name(path)
     try:
         os.link(source, temporary)
@@ -535,11 +499,7 @@ def publish_link(path: Path, source: Path) -> None:
 
 
 class PublishedFolder:
-    """Holds files under a name unique to this attempt; ``publish`` gives their folder the real one.
-
-    Use it in ``with`` and fill ``temporary``; what is not published is removed at the end. Raises CannotWrite
-    at creation and publishing, ReadWriteError where a sync fails.
-    """
+    """Holds files in ``temporary``, within ``with``; ``publish`` gives their folder the real name."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -604,10 +564,8 @@ def sync_folder(path: Path) -> None:
 def remove_temporaries(
     folder: Path, *stems: str, older_than_s: float, subfolders: Sequence[str] = ()
 ) -> None:
-    """Remove what earlier attempts left of files with such stems, in a folder and in some of its subfolders.
-
-    Whether one of the attempts still lives cannot be known: losing its temporary file costs it the attempt.
-    """
+    """Remove what earlier attempts left of files with such stems, in a folder and some of its subfolders."""
+    # Whether one of them still lives cannot be known: losing its temporary file costs it the attempt.
     wanted = set(stems)
     for place in (folder, *(folder / name for name in subfolders)):
         names: list[str] = []
@@ -623,7 +581,6 @@ def remove_temporaries(
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file, a link, or a folder with all that is in it."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

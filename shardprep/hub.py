@@ -16,18 +16,13 @@ _URL = re.compile(r"(?:https?|hf)://(?:huggingface\.co/|hf\.co/)?([\w-][\w.-]*/[
 
 
 def find_on_hub(model_id: str) -> tuple[Path, str]:
-    """Return the folder of a model's tokenizer in the hub's cache, and what transformers is to load.
-
-    Where the hub does not answer, transformers is to load the folder: by the model's name it would ask twelve
-    more times, which takes 50 s. Raises NotFound where there is none.
-    """
+    """Return the folder of a model's tokenizer in the hub's cache, and what transformers is to load."""
     if os.path.isfile(model_id):  # noqa: PTH113 - Path.is_file() would raise
         folder = os.path.dirname(model_id) or "."  # noqa: PTH120
         expected = f"the folder of a tokenizer.json, here {folder}"
         raise NotFound(path=model_id, found="a file", expected=expected, remedy=folder)
     if url := _URL.fullmatch(model_id):
-        expected = f"a folder, or a name on the hub, here {url[1]}"
-        raise NotFound(path=model_id, found="a URL", expected=expected, remedy=url[1])
+        raise NotFound(path=model_id, found="a URL", expected=f"a name, {url[1]}", remedy=url[1])
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from huggingface_hub import snapshot_download, try_to_load_from_cache
 
@@ -37,6 +32,7 @@ def find_on_hub(model_id: str) -> tuple[Path, str]:
         return Path(snapshot_download(model_id, allow_patterns=_FILES)), model_id
     except Exception as error:  # of the network, of the hub, of the disk
         reason = words_of_fault(error.__cause__ or error)
+    # By the model's name transformers would ask twelve more times, which takes 50 s: it gets the folder.
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if isinstance(found := try_to_load_from_cache(model_id, name), str):
             return Path(found).parent, str(Path(found).parent)

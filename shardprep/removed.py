@@ -5,43 +5,34 @@ Kept for one release, so that who used one of them is told. Nothing else depends
 
 from __future__ import annotations
 
-_STRIPE = "one flag names the layout: --stripe N[,SIZE][,POOL], or --stripe '-c 8' as for lfs setstripe"
-
-_PEEK = "peek takes addresses, such as 3:17, FILE:BYTE or id:ID; the report names the sources"
-
-_BATCHES = "a batch is what 512 KiB of text hold; export DATASET_BATCH_SIZE=N limits its documents"
-
 FLAGS = {  # by their names, or by command and name where another command has a flag of this name
-    "--stripe_size": _STRIPE,
-    "--stripe_pool": _STRIPE,
-    "--count": _STRIPE,
-    "--size": _STRIPE,
-    "--pool": _STRIPE,
-    "--pfl": _STRIPE,
-    "--dom": _STRIPE,
-    "--no-torch": "doctor asks torch where there is a GPU",
-    "doctor --torch": "doctor asks torch where there is a GPU",
-    "doctor --input_dir": "shardprep plan --dry_run looks at the input and tells the cost",
-    "doctor --num_shards": "shardprep plan --dry_run looks at the input and tells the cost",
+    **dict.fromkeys(
+        ("--stripe_size", "--stripe_pool", "--count", "--size", "--pool", "--pfl", "--dom"),
+        "one flag names the layout: --stripe N[,SIZE][,POOL], or --stripe '-c 8' as for lfs setstripe",
+    ),
+    **dict.fromkeys(("--no-torch", "doctor --torch"), "doctor asks torch where there is a GPU"),
+    **dict.fromkeys(
+        ("doctor --input_dir", "doctor --num_shards"),
+        "shardprep plan --dry_run looks at the input and tells the cost",
+    ),
     "--existing_files_keep_theirs": "new files alone: lfs setstripe ... DATA, see docs/lustre.md",
-    "--batch_size": _BATCHES,
-    "--writer_batch_size": _BATCHES,
+    **dict.fromkeys(
+        ("--batch_size", "--writer_batch_size"),
+        "a batch is what 512 KiB of text hold; export DATASET_BATCH_SIZE=N limits its documents",
+    ),
     "--messages_field": "--text_field names the field of the messages, too, with --record chat",
     "--num_readers": "docs/lustre.md says which layout to choose; --stripe sets it",
-    "--fix_text": "plan --transform FILE: docs/inputs.md has the function",
-    "--normalize": "plan --transform FILE: docs/inputs.md has the function",
-    "--min_chars": "plan --transform FILE: docs/inputs.md has the function",
-    "--max_chars": "plan --transform FILE: docs/inputs.md has the function",
+    **dict.fromkeys(
+        ("--fix_text", "--normalize", "--min_chars", "--max_chars"),
+        "plan --transform FILE: docs/inputs.md has the function",
+    ),
     "--crcs": "verify and stage compare hashes; Lustre has checksums of its own on the wire",
     "--keep_fields": "--id_field keeps an id of each document, by which its record is found in the input",
-    "--longest": _PEEK,
-    "peek --shard": _PEEK,
-    "peek --input": _PEEK,
-    "peek --source": _PEEK,
-    "peek --seed": _PEEK,
-    "peek --random": _PEEK,
-    "--text": "the report is a page for a browser, or --json",
-    "--card": "the report is a page for a browser, or --json",
+    **dict.fromkeys(
+        ("--longest", "peek --shard", "peek --input", "peek --source", "peek --seed", "peek --random"),
+        "peek takes addresses, such as 3:17, FILE:BYTE or id:ID; the report names the sources",
+    ),
+    **dict.fromkeys(("--text", "--card"), "the report is a page for a browser, or --json"),
     "--lang": "the report is in English",
     "--num_examples": "shardprep peek DATA ADDRESS shows documents; DATA/quarantine names those left out",
     "--auto": "plan says what the shards cost; give --cpus_per_task, --mem_gb and --time_min",
@@ -52,8 +43,7 @@ FLAGS = {  # by their names, or by command and name where another command has a 
     "--find": "peek DATA ADDRESS shows a document; where DATA --state FILE --step N names those of a step",
     "--qos": "set SBATCH_QOS, or pass --sbatch_args '--qos=NAME'",
     "--constraint": "set SBATCH_CONSTRAINT, or pass --sbatch_args '--constraint=NAME'",
-    "submit --exclude": "pass --sbatch_args '--exclude=NODES'",
-    "retry --exclude": "pass --sbatch_args '--exclude=NODES'",
+    **dict.fromkeys(("submit --exclude", "retry --exclude"), "pass --sbatch_args '--exclude=NODES'"),
     "--max_rounds": "--until_done sends what failed again at most five times",
     "--max_attempts": "name the shards: retry DATA --shards IDS sends them however often they failed",
     "--lines": "logs prints the path of each log: tail -n 100 PATH",

@@ -3,8 +3,7 @@
     python -m tests.ranks_of_pages BATCH DATA OUT
 
 ``BATCH`` is what torch saved: it is split over one group of four ranks and two groups of two, and joined
-again. Rows of steps of ``DATA`` are dealt on 2 and 4 ranks; each rank writes OUT/WORLD-RANK.pt. torch is
-imported once for all.
+again. Rows of steps of ``DATA`` are dealt on 2 and 4 ranks. torch is imported once for all.
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ import contextlib
 import os
 import sys
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -59,42 +60,44 @@ def split_and_join(rank: int, path: str, out: str) -> None:
     end()
 
 
-class Optimizer:
-    """Ends the loop after some steps."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-
-    def step(self) -> None:
-        self.num_steps += 1
-
-    def zero_grad(self) -> None:
-        if self.num_steps == NUM_STEPS:
-            raise EOFError
+def work_of(segments: torch.Tensor) -> torch.Tensor:
+    """The sum of the squared lengths of each row's documents."""
+    lengths = torch.stack([(segments == number).sum(-1) for number in range(1, int(segments.max()) + 1)])
+    return (lengths**2).sum(0)
 
 
 def deal_rows(rank: int, data: str, out: str, world: int) -> None:
+    """Compare the rows of each step, and the work of each batch, with those that the loaders give."""
     start(rank, world, out)
-    options: dict[str, Any] = {"num_workers": 0, "boundaries": "segment_ids", "seed": 3}
-    loader = get_llama3_dataloader(data, 2, global_batch_size=ROWS_OF_STEP, **options)
-    batches: dict[str, list[Any]] = {"read": [], "got": []}
+    options: Any = {"global_batch_size": ROWS_OF_STEP, "num_workers": 0, "boundaries": "segment_ids"}
+    loader, again = (get_llama3_dataloader(data, 2, seed=3, **options) for _ in range(2))
+    num_batches = ROWS_OF_STEP // world // 2  # of a rank in a step
+    read, got = [*islice(again, NUM_STEPS * num_batches)], list[Any]()
 
-    def seen() -> Any:
-        for batch in loader:
-            batches["read"].append(batch)
-            yield batch
+    def stop_behind_the_last_step() -> None:
+        if len(got) == len(read):
+            raise EOFError
 
-    class Seen:
-        ends_step = property(lambda _: loader.ends_step)
-        __iter__ = staticmethod(seen)
-
-    names = {"loader": Seen(), "device": "cpu", "dp_group": dist.group.WORLD, "optimizer": Optimizer()}
+    optimizer = SimpleNamespace(step=lambda: None, zero_grad=stop_behind_the_last_step)
+    names = {"loader": loader, "device": "cpu", "dp_group": dist.group.WORLD, "optimizer": optimizer}
     with contextlib.suppress(EOFError):
-        exec(example(PAGE, "## Even work", 0), names | {"train": batches["got"].append})
-    torch.save(
-        {form: [dict(batch) for batch in each] for form, each in batches.items()},
-        Path(out, f"{world}-{rank}.pt"),
-    )
+        exec(example(PAGE, "## Even work", 0), names | {"train": got.append})
+    ranks: list[Any] = [None] * world
+    dist.all_gather_object(ranks, [[dict(batch) for batch in each] for each in (read, got)])
+    for first in range(0, len(read), num_batches):
+        rows, works = [], []
+        for form in range(2):
+            of_step = [each[form][first : first + num_batches] for each in ranks]
+            stacked = [torch.stack([*batch.values()], 1) for each in of_step for batch in each]
+            rows.append(sorted(map(str, torch.cat(stacked).tolist())))
+            works.append(torch.tensor([[work_of(b["segment_ids"]).sum() for b in each] for each in of_step]))
+        assert rows[0] == rows[1]
+        assert len({*rows[0]}) == ROWS_OF_STEP
+        before, after = works
+        assert after.amax(0).sum() < before.amax(0).sum()  # each batch waits for the slowest rank
+        assert after.sum(1).max() - after.sum(1).min() < before.sum(1).max() - before.sum(1).min()
+        assert (after.diff() <= 0).all()
+        print("is even", flush=True)
     end()
 
 

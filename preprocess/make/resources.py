@@ -12,7 +12,6 @@ import ctypes
 import math
 import os
 import resource
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,9 +155,8 @@ class WorkerSettings:
     @property
     def _text_bytes(self) -> int:
         """Bytes of raw text that there is room for."""
-        if self.memory_gb is None:
-            return sys.maxsize
-        return (int(min(self.memory_gb, 2**20) * 2**30) - PROCESS_BYTES) // _MEMORY_PER_BATCH_BYTE
+        memory_gb = min(self.memory_gb or math.inf, 2**20)
+        return (int(memory_gb * 2**30) - PROCESS_BYTES) // _MEMORY_PER_BATCH_BYTE
 
     @property
     def batch_bytes(self) -> int:

@@ -124,11 +124,19 @@ class DocumentMembers:
 
         Raises BadInput for a member larger than the idx can say.
         """
-        lengths = np.diff(tokens.offsets)
+        lengths, dtype = np.diff(tokens.offsets), self._spec.dtype
+        pieces: Sequence[bytes | memoryview]
         if self._json:
             id_bytes = self._json.lengths(tokens)
+            written = memoryview(self._json.separated(tokens.ids))
+            bounds = np.cumsum(np.where(lengths > 0, id_bytes, 0)).tolist()
+            pieces = [written[begin + 1 : end] for begin, end in itertools.pairwise([0, *bounds])]
         else:
-            id_bytes = lengths * self._spec.dtype.itemsize + self._npy_header_bytes
+            id_bytes = lengths * dtype.itemsize + self._npy_header_bytes
+            written = tokens.ids.astype(dtype).view(np.uint8).data
+            bounds = itertools.pairwise((tokens.offsets * dtype.itemsize).tolist())
+            heads = [npy_header(dtype, (length,)) for length in lengths.tolist()]
+            pieces = [head + written[begin:end] for head, (begin, end) in zip(heads, bounds, strict=True)]
         texts = documents.texts.each if self._options.keep_text else []
         text_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
         largest = max(id_bytes.max(initial=0), text_bytes.max(initial=0))
@@ -143,27 +151,20 @@ class DocumentMembers:
         ends = np.cumsum(sample_bytes)
         id_starts, text_starts = ends - _padded(id_bytes), ends - sample_bytes + BLOCK_BYTES
         buffer = np.zeros(int(ends[-1]) if len(ends) else 0, np.uint8)
-        blocks = buffer.reshape(-1, BLOCK_BYTES)
+        members: list[tuple[str, Numbers, Numbers, Sequence[bytes | memoryview]]] = []
+        members.append((self._field, id_starts, id_bytes, pieces))
         if texts:
-            headers = document_headers(self._shard_id, documents.lines, TEXT_FIELD, text_bytes)
-            blocks[text_starts // BLOCK_BYTES - 1] = headers
-            _place(buffer, text_starts, texts)
-        headers = document_headers(self._shard_id, documents.lines, self._field, id_bytes)
-        blocks[id_starts // BLOCK_BYTES - 1] = headers
+            members.append((TEXT_FIELD, text_starts, text_bytes, texts))
+        for field, starts, sizes, payloads in members:
+            headers = document_headers(self._shard_id, documents.lines, field, sizes)
+            buffer.reshape(-1, BLOCK_BYTES)[starts // BLOCK_BYTES - 1] = headers
+            # A loop of slices, 0.15 us each, beats a scatter at 4 ns per byte.
+            view = buffer.data
+            for start, payload in zip(starts.tolist(), payloads, strict=True):
+                view[start : start + len(payload)] = payload
         if self._json:
-            written = memoryview(self._json.separated(tokens.ids))
-            bounds = np.cumsum(np.where(lengths > 0, id_bytes, 0)).tolist()
-            pieces = [written[begin + 1 : end] for begin, end in itertools.pairwise([0, *bounds])]
-            _place(buffer, id_starts, pieces)
             buffer[id_starts] = ord("[")
             buffer[id_starts + id_bytes - 1] = ord("]")
-        else:
-            dtype = self._spec.dtype
-            ids = tokens.ids.astype(dtype).view(np.uint8).data
-            bounds = (tokens.offsets * dtype.itemsize).tolist()
-            _place(buffer, id_starts, [npy_header(dtype, (length,)) for length in lengths.tolist()])
-            pieces = [ids[begin:end] for begin, end in itertools.pairwise(bounds)]
-            _place(buffer, id_starts + self._npy_header_bytes, pieces)
         records = np.empty(len(ends), IDX_DOCUMENT)
         records["offset"] = id_starts + self._npy_header_bytes
         records["num_bytes"] = id_bytes - self._npy_header_bytes
@@ -191,13 +192,6 @@ class DocumentMembers:
     def rest(self) -> Iterator[Piece]:
         """Yield what is held, at the end of the shard."""
         return iter(())
-
-
-def _place(buffer: Bytes, starts: Numbers, pieces: Sequence[bytes | memoryview]) -> None:
-    """Copy each piece to its place: a loop of slices, 0.15 us each, beats a scatter at 4 ns per byte."""
-    view = buffer.data
-    for start, piece in zip(starts.tolist(), pieces, strict=True):
-        view[start : start + len(piece)] = piece
 
 
 def ustar_header(name: str, num_bytes: int) -> bytes:

@@ -35,13 +35,13 @@ from shardprep.command_line import start_child
 from shardprep.console import Progress, counted, guard_streams, say, short_bytes, short_number
 from shardprep.errors import BadInput, CannotWrite, OtherTokenizer, ReadWriteError, ShardprepError, UsageError
 from shardprep.format.documents import BlankedDocuments, are_for_validation, blank_digests, read_blanked
-from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import Manifest, done_manifest, read_findings
 from shardprep.format.names import (
     BLANK,
     TOKENIZER_DIR,
     TOKENIZER_FILE,
     ids_of_ranges,
+    input_kind,
     is_chosen,
     quarantine_path,
 )
@@ -90,10 +90,11 @@ def part_line(plan: Plan, shard: PlannedShard) -> str:
     parts = []
     for part in shard.ranges:
         item = plan.inputs[part.input_number]
-        # So that nobody takes them for the places of documents, which may be rows, or bytes of the text.
-        unit = "bytes" if input_kind(item.path).is_in_bytes else "file bytes"
-        is_whole = (part.start, part.end) == (0, item.num_bytes)
-        parts.append(item.path if is_whole else f"{item.path} {unit} {part.start} to {part.end}")
+        parts.append(item.path)
+        if (part.start, part.end) != (0, item.num_bytes):
+            # So that nobody takes them for the places of documents, which may be rows, or bytes of the text.
+            unit = "bytes" if input_kind(item.path).is_in_bytes else "file bytes"
+            parts[-1] += f" {unit} {part.start} to {part.end}"
     if len(parts) > _NUM_NAMED:
         parts[_NUM_NAMED - 1 :] = ["...", f"{parts[-1]} ({len(parts)} files)"]
     of = f"{short_bytes(shard.num_bytes)} of {plan.input_dir}: {', '.join(parts)}" if parts else "no input"
@@ -143,7 +144,7 @@ class Worker:
         self.plan = plan = plan.at(settings.input_dir)
         self.folder, self.settings, self.num_cpus = folder, settings, num_cpus
         read = plan.inputs if shard is None else [plan.inputs[number] for number in shard.input_numbers]
-        load_libraries(item.path for item in read)
+        load_libraries([item.path for item in read])
         check_tokenizer_files(folder, plan.tokenizer_files)
         self.transform = transform_of(plan.options, settings.transform)
         if plan.options.is_chat:
@@ -152,7 +153,7 @@ class Worker:
             check_chat_versions(plan.options.chat_versions)
         wanted: EngineName = "tokenizers" if plan.options.is_chat else settings.engine
         self.engine = load_engine(plan, folder, wanted, warn)
-        self.batch_bytes = settings.batch_bytes
+        self._batch_bytes = settings.batch_bytes
         # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
         self._num_makers = min(_MOST_MAKERS, num_cpus, max(2, num_cpus // 2), settings.most_batches)
 
@@ -163,7 +164,7 @@ class Worker:
         slower = "" if engine.name == "gigatoken" or self.plan.options.is_chat else ", the slower engine"
         return (
             f"{engine.name} {engine.version}{slower}, {counted(self.num_cpus, 'CPU')}, "
-            f"batches of {self.batch_bytes >> 10} KiB of text, {memory}"
+            f"batches of {self._batch_bytes >> 10} KiB of text, {memory}"
         )
 
     def run_shard(self, shard: PlannedShard, progress: Progressed) -> Manifest:
@@ -187,7 +188,7 @@ class Worker:
         transform_began_s = self.transform.cpu_s if self.transform else 0.0
         plan, settings, options = self.plan, self.settings, self.plan.options
         documents = documents_of_shard(
-            plan, self.folder, shard, batch_bytes=self.batch_bytes, transform=self.transform
+            plan, self.folder, shard, batch_bytes=self._batch_bytes, transform=self.transform
         )
         if settings.most_documents is not None:
             documents = (part for batch in documents for part in batch.parts(settings.most_documents))

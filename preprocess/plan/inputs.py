@@ -25,52 +25,33 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from preprocess.read import BATCH_BYTES
-from preprocess.read.documents import (
-    SHORT_LINE_BYTES,
-    Documents,
-    OpenInput,
-    Start,
-    check_is_fetched,
-    format_of,
-    load_libraries,
-    read_documents,
-    sample_sha256,
-    starts_in,
-)
+from preprocess.read import BATCH_BYTES, documents
+from preprocess.read.documents import Documents, OpenInput, Start
 from preprocess.read.lines import COMPRESSIONS, decompressed
 from preprocess.read.text_fields import Transform
 from shardprep.command_line import needs
-from shardprep.console import counted, short_bytes
+from shardprep.console import Progress, counted, short_bytes
 from shardprep.errors import BadInput, NotFound, ShardprepError, UsageError
-from shardprep.format.input_formats import input_kind, known_input_kind, known_suffixes
-from shardprep.format.names import MAX_SHARDS
-from shardprep.format.plan import SPLITS, Cut, InputFile, PlanOptions, ranges_between
+from shardprep.format.names import MAX_SHARDS, input_kind, known_input_kind, known_suffixes
+from shardprep.format.plan import SPLITS, Cut, InputFile, PlanOptions, PrepConfig, ranges_between
 
-# Why a name is left out, as plan.json has it, and what a user can do about it.
 _UNKNOWN = "unknown suffix"
+# Reasons to leave a name out, as plan.json has them, for which a user can do something, and what.
 _REMEDIES = {
     _UNKNOWN: "; --also '{pattern}' takes such files, as plain text",
     "file of a repository": "; --also '{pattern}' takes it",
-    "note of datasets": "",
     "cache of datasets": "; --also '{pattern}' takes it",
     "note of Iceberg": "; files of old snapshots are taken, too: export the table if rows were replaced",
     "hidden": "; rename what is an input",
-    "AppleDouble": "",
     "begins with _": ", as Spark does; --also '{pattern}' takes it",
     "folder": "; for what it holds add --recursive",
     "link to a folder": "; for what it holds add --recursive --follow_links",
-    "folder that is taken already": "",
-    "file that is taken by another name": "",
     "compressed form of a file that is taken": "; rename it if it holds something else",
-    "old version in a Delta table": "",
     "other split": "; --split chooses",
-    "FIFO, socket or device": "",
 }
 _NUM_SHOWN = 3  # names per reason
 _NOTES_OF_DATASETS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
@@ -90,17 +71,6 @@ _COMPARED_BYTES = 64 << 10  # of text, where two files may hold the same
 _DELTA_LOG = "_delta_log"
 
 
-@dataclass(frozen=True, kw_only=True)
-class InputListing:
-    """Every name in the input folder: taken, or left out, or below a folder that is left out."""
-
-    paths: list[Path]  # taken, sorted by relative path
-    left_out: dict[str, list[str]]  # reason -> paths relative to the folder, sorted
-    num_links: int  # of the taken ones
-    also: str  # the patterns of ``also`` that took something
-    follow_links: bool  # whether a link to a folder was followed
-
-
 def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
     """Say of each name in a folder whether it is an input, and why not.
 
@@ -111,26 +81,18 @@ def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
     try:
         if not input_dir.is_dir():
             raise NotFound(path=input_dir, found="no folder", expected="one that holds input files")
-        ledger = _Ledger(input_dir, options.also)
-        follow_links = options.recursive and options.follow_links
-        ledger.look_through(recursive=options.recursive, follow_links=follow_links)
-        ledger.leave_out_same_files()
-        ledger.leave_out_old_versions()
+        listing = InputListing(input_dir, options)
+        listing.look_through(options)
+        listing.leave_out_same_files()
+        listing.leave_out_old_versions()
     except OSError as error:
         where, found = error.filename or input_dir, f"it cannot be listed: {error.strerror}"
         raise NotFound(path=where, found=found, expected="a folder that you can read") from None
     wanted = set(filter(None, map(str.strip, options.split.split(","))))
-    for path in [path for path in ledger.taken if wanted and split_of(path) not in wanted]:
-        ledger.leave_out(path, "other split")
-    taken = sorted(ledger.taken, key=lambda path: path.split("/"))
-    listing = InputListing(
-        paths=[Path(input_dir, path) for path in taken],
-        left_out={reason: sorted(ledger.left_out[reason]) for reason in sorted(ledger.left_out)},
-        num_links=sum(is_link for _, is_link in ledger.taken.values()),
-        also=",".join(sorted(ledger.used_patterns)),
-        follow_links=ledger.has_followed,
-    )
-    if not taken:
+    for path in [path for path in listing.taken if wanted and split_of(path) not in wanted]:
+        listing.leave_out(path, "other split")
+    listing.left_out = {reason: sorted(listing.left_out[reason]) for reason in sorted(listing.left_out)}
+    if not listing.taken:
         nothing = f"--input_dir {input_dir} holds no .txt file, nor any other input ({known_suffixes()})"
         message = "; ".join([nothing, *left_out_lines(listing.left_out)])
         raise NotFound(message, path=input_dir, expected=known_suffixes())
@@ -142,22 +104,35 @@ def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
     return listing
 
 
-class _Ledger:
-    def __init__(self, input_dir: Path, also: str) -> None:
+class InputListing:
+    """Every name in the input folder: taken, or left out, or below a folder that is left out."""
+
+    def __init__(self, input_dir: Path, options: PlanOptions) -> None:
         self.taken: dict[str, tuple[tuple[int, int], bool]] = {}  # path -> (device and inode, is it a link)
-        self.left_out: dict[str, list[str]] = {}
-        self.used_patterns: set[str] = set()
-        self.has_followed = False
+        self.left_out: dict[str, list[str]] = {}  # reason -> paths relative to the folder
+        self.follows_links = False  # whether a link to a folder was followed
+        self._used_patterns: set[str] = set()
         self._delta_tables: list[str] = []
         self._input_dir = input_dir
         # As in a shell, a hidden name needs a pattern that begins with a dot; one with _ in front likewise.
         self._also = {
             text: re.compile(("" if text[0] in "._" else "(?![._])") + fnmatch.translate(text.lower()))
-            for text in filter(None, map(str.strip, also.split(",")))
+            for text in filter(None, map(str.strip, options.also.split(",")))
         }
 
-    def look_through(self, *, recursive: bool, follow_links: bool) -> None:
-        """Take the files of all folders, and leave out the other names. Raises OSError, BadInput."""
+    @property
+    def paths(self) -> list[Path]:
+        """Return the inputs, sorted by relative path."""
+        return [Path(self._input_dir, path) for path in sorted(self.taken, key=lambda path: path.split("/"))]
+
+    @property
+    def also(self) -> str:
+        """Return the patterns of ``also`` that took something."""
+        return ",".join(sorted(self._used_patterns))
+
+    def look_through(self, options: PlanOptions) -> None:
+        """Take the files of all folders, and leave out the other names. Raises OSError."""
+        follow_links = options.recursive and options.follow_links
         folders, links = [""], list[str]()  # to look into; the links are a heap
         seen: set[tuple[int, int]] = set()
         while folders or links:
@@ -170,7 +145,7 @@ class _Ledger:
                     self.leave_out(folder, "folder that is taken already")
                     continue
                 seen.add((status.st_dev, status.st_ino))
-                self.has_followed = self.has_followed or is_link
+                self.follows_links |= is_link
             with os.scandir(place) as entries:
                 for entry in entries:
                     if entry.name == _DELTA_LOG:
@@ -191,7 +166,7 @@ class _Ledger:
                         self.taken[path] = (place_of, entry.is_symlink())
                     elif entry.is_symlink() and not follow_links:
                         self.leave_out(path, "link to a folder")
-                    elif not recursive:
+                    elif not options.recursive:
                         self.leave_out(path, "folder")
                     elif entry.is_symlink():
                         heapq.heappush(links, path)
@@ -207,9 +182,8 @@ class _Ledger:
                     self.leave_out(path, "old version in a Delta table")
 
     def _is_also(self, name: str) -> bool:
-        """Return whether ``also`` asks for a name that would be left out."""
         matching = [text for text, each in self._also.items() if each.match(name.lower())]
-        self.used_patterns.update(matching)
+        self._used_patterns.update(matching)
         return bool(matching)
 
     def leave_out_same_files(self) -> None:
@@ -238,47 +212,39 @@ class _Ledger:
 
 
 def _files_of_delta_table(folder: Path) -> set[str]:
-    """Return the data files of a table as it is now, relative to its folder.
-
-    Raises BadInput where its log does not say all, or says of rows that they are deleted; UsageError where a
-    checkpoint asks for pyarrow.
-    """
+    """Return the data files of a table as it is now, relative to its folder. Raises BadInput."""
     log = folder / _DELTA_LOG
     commits = {int(path.stem): path for path in log.glob("*.json") if re.fullmatch(r"\d{20}", path.stem)}
     first, vectors = 0, dict[str, Any]()  # data file -> its deletion vector, if it has one
     checkpoints = sorted(log.glob("*.checkpoint.parquet"))
-    if 0 not in commits and checkpoints:
-        first = int(checkpoints[-1].name.partition(".")[0]) + 1
-        for added in _files_of_checkpoint(checkpoints[-1]):
-            vectors[added["path"]] = added.get("deletionVector")
-    numbers = sorted(number for number in commits if number >= first)
-    if numbers != list(range(first, first + len(numbers))) or not (numbers or first):
-        raise _unreadable(folder, "the log has gaps, or its checkpoint has several parts")
-    for number in numbers:
-        try:
-            for line in commits[number].read_bytes().splitlines():
+    path = log
+    try:
+        if 0 not in commits and checkpoints:
+            from pyarrow.parquet import read_table
+
+            path = checkpoints[-1]
+            first = int(path.name.partition(".")[0]) + 1
+            for added in read_table(path, columns=["add"], use_threads=False)["add"].to_pylist():
+                if added is not None:
+                    vectors[added["path"]] = added.get("deletionVector")
+        numbers = sorted(number for number in commits if number >= first)
+        if numbers != list(range(first, first + len(numbers))) or not (numbers or first):
+            raise _unreadable(folder, "the log has gaps, or its checkpoint has several parts")
+        for number in numbers:
+            path = commits[number]
+            for line in path.read_bytes().splitlines():
                 action = json.loads(line)
                 if added := action.get("add"):
                     vectors[added["path"]] = added.get("deletionVector")
                 elif removed := action.get("remove"):
                     vectors.pop(removed["path"], None)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise _unreadable(folder, f"{commits[number].name}: {error}") from None
+    except ImportError:
+        raise UsageError(needs("the checkpoint of a Delta table", "pyarrow")) from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _unreadable(folder, f"{path.name}: {error}") from None
     if deleted := [path for path, vector in vectors.items() if vector is not None]:
         raise _unreadable(folder, f"rows of {deleted[0]} are deleted by a deletion vector")
     return {unquote(path) for path in vectors}
-
-
-def _files_of_checkpoint(path: Path) -> list[dict[str, Any]]:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise UsageError(needs("the checkpoint of a Delta table", "pyarrow")) from None
-    try:
-        table = pyarrow.parquet.read_table(path, columns=["add"], use_threads=False)
-        return [added for added in table["add"].to_pylist() if added is not None]
-    except (OSError, ValueError, KeyError) as error:
-        raise _unreadable(path.parent.parent, f"{path.name}: {error}") from None
 
 
 def _unreadable(folder: Path, why: str) -> BadInput:
@@ -333,10 +299,8 @@ def _beginning_of_text(path: Path) -> bytes | None:
 
 
 def split_of(path: str) -> str:
-    """Return the split that a file's name tells, or the nearest of its folders': "train", ..., "" for none.
-
-    As ``datasets`` reads them: ``data/train-00000-of-00002.parquet``, ``wiki.valid.txt``, ``test/a.jsonl``.
-    """
+    """Return the split that a name tells, as ``datasets`` reads it: wiki.valid.txt, test/a.jsonl; or ""."""
+    # The nearest of its folders tells it where the file's own name does not.
     *folders, name = path.lower().split("/")
     stem = name.removesuffix(f".{name.rpartition('.')[2]}") if "." in name else name
     if input_kind(path).compression:
@@ -349,22 +313,6 @@ def split_of(path: str) -> str:
     return ""
 
 
-def split_line(sizes: Sequence[tuple[str, int]], chosen: str) -> str:
-    """Return what to say of the splits of the files that are taken, given their paths and bytes, or ""."""
-    by_split: dict[str, list[int]] = {}
-    for path, num_bytes in sizes:
-        by_split.setdefault(split_of(path), []).append(num_bytes)
-    named = [name for name in SPLITS if name in by_split]
-    if chosen or len(named) < 2:
-        return ""
-    shown = ", ".join(
-        f"{name or 'no split'} {counted(len(by_split[name]), 'file')} ({short_bytes(sum(by_split[name]))})"
-        for name in (*named, "")
-        if name in by_split
-    )
-    return f"warning: splits by their names: {shown}; all are taken: --split {named[0]} takes one alone"
-
-
 def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> list[str]:
     """Return a line per reason: how many names, the first of them, and how they could be taken."""
     lines = []
@@ -372,7 +320,7 @@ def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> list[str]:
         first = names[0].rpartition("/")[2]
         suffixes = [os.path.splitext(name)[1] for name in names]  # noqa: PTH122 - of many names
         pattern = f"*{suffixes[0]}" if reason == _UNKNOWN and suffixes[0] else first
-        remedy = _REMEDIES[reason].format(pattern=pattern if pattern.isprintable() else "PATTERN")
+        remedy = _REMEDIES.get(reason, "").format(pattern=pattern if pattern.isprintable() else "PATTERN")
         if reason == _UNKNOWN:
             common = Counter(suffix or "none" for suffix in suffixes).most_common(_NUM_SHOWN)
             reason += f": {', '.join(f'{suffix} {number}' for suffix, number in common)}"
@@ -394,45 +342,19 @@ class Weighed(NamedTuple):
     is_whole: bool  # it can only be read whole
 
 
-def count_shards(inputs: list[Weighed], num_shards: int | None, shard_bytes: int | None) -> int:
-    """Return how many shards there will be: a number, by a size of input bytes, or (neither) one per file.
-
-    Raises UsageError for none or too many.
-    """
-    for name, value in (("num_shards", num_shards), ("shard_bytes", shard_bytes)):
-        if value is not None and value < 1:
-            raise UsageError.of_value(f"--{name}", value, "at least 1")
-    if shard_bytes:
-        num_shards = max(1, -(-sum(item.text_bytes for item in inputs) // shard_bytes))
-    num_shards = num_shards or len(inputs)
-    if num_shards > MAX_SHARDS:
-        smallest = -(-sum(item.file.num_bytes for item in inputs) // MAX_SHARDS)
-        remedy = f"--num_shards {MAX_SHARDS}"
-        expected = f"at most {MAX_SHARDS}: {remedy}, or --shard_bytes {-(-smallest // 2**20)}M"
-        raise UsageError(found=f"{num_shards} shards", expected=expected, remedy=remedy)
-    return num_shards
-
-
 def stamp_inputs(
     input_dir: Path, paths: list[Path], options: PlanOptions, progress: Callable[[int], None] = lambda _: None
 ) -> list[Weighed]:
-    """Return size, mtime and sampled hash of each file, and what its format says of it.
-
-    Raises NotFound for one that cannot be opened, ReadWriteError, BadInput. ``progress`` counts them.
-    """
-    load_libraries(path.name for path in paths)  # threads that import parts of pyarrow at once fail
+    """Return size, mtime and sampled hash of each file, and what its format says. ``progress`` counts."""
+    documents.load_libraries(path.name for path in paths)  # threads that import parts of pyarrow at once fail
     root = str(input_dir / "_")[:-1]
 
     def stamp(path: Path) -> Weighed:
         file = OpenInput(path)
-        check_is_fetched(file)
-        stamped = InputFile(
-            path=str(path).removeprefix(root),
-            num_bytes=file.stamp.num_bytes,
-            mtime_ns=file.stamp.mtime_ns,
-            sha256=sample_sha256(file),
-        )
-        return Weighed(stamped, *format_of(path.name).inspect(file, options))
+        documents.check_is_fetched(file)
+        name, now, sha256 = str(path).removeprefix(root), file.stamp, documents.sample_sha256(file)
+        stamped = InputFile(path=name, num_bytes=now.num_bytes, mtime_ns=now.mtime_ns, sha256=sha256)
+        return Weighed(stamped, *documents.format_of(path.name).inspect(file, options))
 
     inputs: list[Weighed] = []
     num_files = max(1, min(_MOST_AT_ONCE, -(-len(paths) // (4 * NUM_THREADS))))
@@ -444,20 +366,77 @@ def stamp_inputs(
     return inputs
 
 
-def divide(
-    input_dir: Path, inputs: list[Weighed], num_shards: int, options: PlanOptions
+def divide_inputs(
+    config: PrepConfig,
+    listing: InputListing,
+    num_shards: int | None,
+    shard_bytes: int | None,
+    say: Callable[[str], None],
 ) -> tuple[list[InputFile], list[Cut]]:
-    """Divide the inputs into ``num_shards`` of even text. Raises BadInput, NotFound, ReadWriteError.
+    """Stamp the inputs, and divide them into shards: even ones, by number or bytes, or one per file.
 
     Returns them in the order in which they are read, and where each shard begins (num_shards + 1).
     """
+    paths = listing.paths
+    for path in paths if config.is_chat else ():
+        if not input_kind(path.name).format.has_fields:
+            expected = "JSON lines and tables, out of which --record chat reads messages; move it away"
+            raise UsageError(path=path, found="text", expected=expected)
+    progress = Progress("looking at the inputs", len(paths), unit="files")
+    weighed = stamp_inputs(config.input_dir, paths, config, progress.add)
+    inputs = [item.file for item in weighed]
+    num_links = sum(is_link for _, is_link in listing.taken.values())
+    links = f", {num_links} of them links" if num_links else ""
+    empty = {item.path for item in inputs if not item.num_bytes}
+    hold_nothing = f"; {len(empty)} of them hold nothing, such as {min(empty)}" if empty else ""
+    say(f"{counted(len(paths), 'input file')} in {config.input_dir}{links}{hold_nothing}")
+    for line in left_out_lines(listing.left_out):
+        say(line)
+    by_split: dict[str, list[int]] = {}
+    for item in inputs:
+        by_split.setdefault(split_of(item.path), []).append(item.num_bytes)
+    named = [name for name in SPLITS if name in by_split]
+    if len(named) > 1 and not config.split:
+        shown = ", ".join(
+            f"{name or 'no split'} {counted(len(sizes), 'file')} ({short_bytes(sum(sizes))})"
+            for name in (*named, "")
+            if (sizes := by_split.get(name))
+        )
+        say(f"warning: splits by their names: {shown}; all are taken: --split {named[0]} takes one alone")
+    first_paths: dict[tuple[int, str], str] = {}
+    pairs = [(item.path, first_paths.setdefault((item.num_bytes, item.sha256), item.path)) for item in inputs]
+    equal = [(path, first) for path, first in pairs if path != first and path not in empty]
+    if equal:
+        found = f"{counted(len(equal), 'input file')} with the size and the samples of another one"
+        which = f"such as {equal[0][0]} and {equal[0][1]}"
+        say(f"warning: {found}, {which}; all are taken: move them away if they are copies")
+    for name, value in (("num_shards", num_shards), ("shard_bytes", shard_bytes)):
+        if value is not None and value < 1:
+            raise UsageError.of_value(f"--{name}", value, "at least 1")
+    number = num_shards or len(inputs)
+    if shard_bytes:
+        number = max(1, -(-sum(item.text_bytes for item in weighed) // shard_bytes))
+    if number > MAX_SHARDS:
+        smallest = -(-sum(item.num_bytes for item in inputs) // MAX_SHARDS)
+        remedy = f"--num_shards {MAX_SHARDS}"
+        expected = f"at most {MAX_SHARDS}: {remedy}, or --shard_bytes {-(-smallest // 2**20)}M"
+        raise UsageError(found=f"{number} shards", expected=expected, remedy=remedy)
+    if num_shards is None and shard_bytes is None:
+        return inputs, [Cut(number, 0) for number in range(len(inputs) + 1)]
+    return _divide(config.input_dir, weighed, number, config)
+
+
+def _divide(
+    input_dir: Path, inputs: list[Weighed], num_shards: int, options: PlanOptions
+) -> tuple[list[InputFile], list[Cut]]:
+    """Divide the inputs into shards of even text: in which order they are read, and where each begins."""
     whole: list[Weighed] = []
     cut: list[Weighed] = []
     for item in inputs:
         # Whole files are put into shards by their size, but for plain text, whose order was promised.
         is_grouped = item.is_whole and not input_kind(item.file.path).is_in_bytes
         (whole if is_grouped else cut).append(item)
-    groups = _groups_of_whole_files(inputs, whole, num_shards)
+    groups = _groups_of(inputs, whole, num_shards)
     if num_shards == 1 or not groups:
         cut, groups = inputs, []
     cuts = [Cut(0, 0)]
@@ -469,9 +448,7 @@ def divide(
     return [item.file for item in (*cut, *itertools.chain.from_iterable(groups))], cuts
 
 
-def _groups_of_whole_files(
-    inputs: list[Weighed], whole: list[Weighed], num_shards: int
-) -> list[list[Weighed]]:
+def _groups_of(inputs: list[Weighed], whole: list[Weighed], num_shards: int) -> list[list[Weighed]]:
     """Group files of about equal text: the largest first, each into the group with the least."""
     total = sum(item.text_bytes for item in inputs)
     share = sum(item.text_bytes for item in whole) / max(1, total)
@@ -494,26 +471,16 @@ def _even_cuts(input_dir: Path, inputs: list[Weighed], num_shards: int, options:
     ends = [0, *itertools.accumulate(item.text_bytes for item in inputs)]  # of text, behind each file
     targets = [ends[-1] * number // num_shards for number in range(1, num_shards)]
     if not ends[-1]:
-        cuts = [Cut(len(inputs), 0) for _ in targets]
-    elif all(item.is_whole for item in inputs):
-        cuts = []
+        return [Cut(0, 0), *[Cut(len(inputs), 0)] * num_shards]
+    cuts: list[Cut] = []
+    if all(item.is_whole for item in inputs):
         for target in targets:  # each at the nearest end of a file
             number = bisect.bisect_right(ends, target)
             is_nearer_before = target - ends[number - 1] <= ends[number] - target
             cuts.append(Cut(number - is_nearer_before, 0))
-    else:
-        cuts = _cuts_inside(input_dir, inputs, ends, targets, options)
-    return [Cut(0, 0), *cuts, Cut(len(inputs), 0)]
-
-
-def _cuts_inside(
-    input_dir: Path, inputs: list[Weighed], ends: list[int], targets: list[int], options: PlanOptions
-) -> list[Cut]:
-    """Return for each target the first place at or behind it where a part may begin.
-
-    It is looked for up to the next target alone, whose place is this one's where none is found: so no byte
-    is read twice.
-    """
+        return [Cut(0, 0), *cuts, Cut(len(inputs), 0)]
+    # For each target the first place at or behind it where a part may begin, up to the next target. Where
+    # none is, the next one's is taken: so no byte is read twice.
     stretches: list[tuple[int, int, int]] = []  # (input, first byte, end): where a place is looked for
     for target, following in itertools.pairwise([*targets, ends[-1]]):
         number = bisect.bisect_right(ends, target) - 1
@@ -526,20 +493,20 @@ def _cuts_inside(
         found: list[Start | None] = []
         for number, group in itertools.groupby(turn, key=lambda stretch: stretch[0]):
             file = OpenInput(input_dir / inputs[number].file.path)
-            found += starts_in(file, [(begin, end) for _, begin, end in group], options)
+            found += documents.format_of(file.path.name).starts(file, [each[1:] for each in group], options)
         return found
 
     turns = [stretches[n : n + _MOST_AT_ONCE] for n in range(0, len(stretches), _MOST_AT_ONCE)]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         found = list(itertools.chain.from_iterable(pool.map(starts, turns)))
-    cuts: list[Cut] = []
-    cut = Cut(len(inputs), 0)
+    cuts.append(Cut(len(inputs), 0))
     for (number, _, _), start in zip(reversed(stretches), reversed(found), strict=True):
         if start is not None:
             is_inside = start.byte < inputs[number].file.num_bytes
-            cut = Cut(number, start.byte, start.text_byte) if is_inside else Cut(number + 1, 0)
-        cuts.append(cut)
-    return cuts[::-1]
+            cuts.append(Cut(number, start.byte, start.text_byte) if is_inside else Cut(number + 1, 0))
+        else:
+            cuts.append(cuts[-1])
+    return [Cut(0, 0), *reversed(cuts)]
 
 
 _GOLDEN_RATIO = 0.618034  # its multiples are spread evenly over 0 to 1
@@ -573,16 +540,12 @@ def sample_documents(
         # As the files are now: whether they are as they were planned is asked by those who make shards.
         ranges = ranges_between(input_dir, inputs, place, following)
         parts = (dataclasses.replace(part, planned=None) for part in ranges if part.start < part.end)
-        found = read_documents(
-            list(itertools.islice(parts, files_each)),
-            options,
-            batch_bytes=max(1, min(BATCH_BYTES, each)),
-            transform=transform,
-        )
+        some, batch_bytes = list(itertools.islice(parts, files_each)), max(1, min(BATCH_BYTES, each))
+        found = documents.read_documents(some, options, batch_bytes=batch_bytes, transform=transform)
         with contextlib.closing(found):
-            for documents in found:
-                yield documents
-                taken += sum(map(len, documents.texts)) + len(documents.bad) * SHORT_LINE_BYTES
+            for batch in found:
+                yield batch
+                taken += sum(map(len, batch.texts)) + len(batch.bad) * documents.SHORT_LINE_BYTES
                 if taken >= allowed:
                     break
 
@@ -598,7 +561,7 @@ def _places(input_dir: Path, inputs: Sequence[InputFile], options: PlanOptions, 
         while ends[number + 1] <= target:
             number += 1
         file, byte = OpenInput(input_dir / inputs[number].path), target - ends[number]
-        (start,) = starts_in(file, [(byte, sys.maxsize)], options)
+        (start,) = documents.format_of(file.path.name).starts(file, [(byte, sys.maxsize)], options)
         if start is not None and start.byte < inputs[number].num_bytes:
             places.append(Cut(number, start.byte, start.text_byte))
         elif places and places[-1].input_number == number:  # none follows in this file

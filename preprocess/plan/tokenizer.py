@@ -13,18 +13,14 @@ counts as none, and a cache that cannot be written is done without.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import json
 import os
 import re
-import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -34,42 +30,16 @@ from tokenizers import Tokenizer, processors
 import shardprep
 from preprocess.make import engines
 from preprocess.read.documents import what_fetches
-from shardprep.command_line import start_child
-from shardprep.errors import (
-    BrokenShard,
-    CannotWrite,
-    NotFound,
-    OtherTokenizer,
-    ReadWriteError,
-    ShardprepError,
-    UsageError,
-)
-from shardprep.files import (
-    NOT_THERE,
-    Digest,
-    FileStamp,
-    PublishedFolder,
-    is_folder,
-    names_in,
-    read_regular,
-    refuse_fifos,
-    size_of_file,
-)
-from shardprep.format.names import (
-    CHAT_TEMPLATES_DIR,
-    FAST_TOKENIZER_FILE,
-    MAX_TOKENIZER_BYTES,
-    TOKENIZER_CONFIG,
-    TOKENIZER_DIR,
-    TOKENIZER_FILE,
-    TokenizerSpec,
-    fingerprint_of,
-    read_file,
-    with_content_hash,
-)
+from shardprep import errors, files
+from shardprep.command_line import call_in_child
+from shardprep.errors import ShardprepError
+from shardprep.files import Digest, FileStamp
+from shardprep.format import names
+from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR, TOKENIZER_FILE, TokenizerSpec
 from shardprep.format.plan import Plan, stamp_tokenizer
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
 MODEL_CONFIG = "config.json"
@@ -96,19 +66,23 @@ class ResolvedTokenizer(TokenizerFacts):
     """A tokenizer whose files are in ``folder``."""
 
     folder: Path
+    saved: Files  # what they hold
     kept: Path | None  # its entry of the cache
     reference: engines.Engine  # of ``tokenizers``
 
-    def passes_gate(self, fast: engines.Engine) -> bool:
-        """Return whether an engine gives the reference's ids on ``gate_texts``: 2 s for Llama 3's.
+    def adds_eos(self) -> bool:
+        """Return whether it ends each document with EOS by itself."""
+        _, after = added_ids(self.reference)
+        return bool(after) and after[-1] == self.spec.eos_token_id
 
-        That it does is kept for the next plan, too, as an empty file.
-        """
+    def passes_gate(self, fast: engines.Engine) -> bool:
+        """Return whether an engine gives the reference's ids on ``gate_texts``: 2 s for Llama 3's."""
+        # That it does is kept for the next plan, as an empty file.
         verdict = self.kept and self.kept / fast.name
         with contextlib.suppress(ShardprepError):
-            if verdict and size_of_file(verdict) is not None:
+            if verdict and files.size_of_file(verdict) is not None:
                 return True
-        texts = engines.gate_texts(_read_tokenizer(self.folder / TOKENIZER_FILE))
+        texts = engines.gate_texts(self.saved[TOKENIZER_FILE])
         ids, expected = (engine.encode_texts(texts) for engine in (fast, self.reference))
         is_equal = engines.ids_sha256([ids]) == engines.ids_sha256([expected])
         if verdict and is_equal:
@@ -116,19 +90,34 @@ class ResolvedTokenizer(TokenizerFacts):
                 verdict.touch()
         return is_equal
 
+    def publish(self, output_dir: Path, planned: dict[str, FileStamp]) -> None:
+        """Make ``output_dir/tokenizer`` hold this tokenizer, unless it holds the planned files."""
+        target = output_dir / TOKENIZER_DIR
+
+        def is_there() -> bool:
+            try:
+                return stamp_tokenizer(target) == planned
+            except (errors.NotFound, errors.BrokenShard):
+                return False
+
+        # Equal files are kept, so that planners that race agree.
+        if is_there():
+            return
+        if self.files != planned:
+            expected = "those planned: use the transformers and tokenizers that planned, or a new folder"
+            raise errors.OtherTokenizer(path=target, found="damaged files", expected=expected)
+        with files.PublishedFolder(target) as folder:
+            _write_files(self.saved, folder.temporary)
+            if not folder.publish_first() and not is_there():  # another planner may have been faster
+                folder.publish()
+
 
 def resolve_tokenizer(
     model_id: str, folder: Path, *, allow_special_tokens: bool, for_fast_engine: bool = False
 ) -> ResolvedTokenizer:
-    """Write the files of a model's tokenizer, and nothing else of the model, into the empty ``folder``.
-
-    ``for_fast_engine``: also the file that the fast engine loads sooner, where there is one.
-
-    Raises NotFound (no such model, or no network), UsageError (a slow tokenizer, or dropout), CannotWrite,
-    BrokenShard (a FIFO there), ReadWriteError.
-    """
+    """Write the files of a model's tokenizer, and nothing else of the model, into the empty ``folder``."""
     for each in (Path(model_id), Path(model_id, CHAT_TEMPLATES_DIR)):
-        refuse_fifos(each)
+        files.refuse_fifos(each)
     source: Path | None
     if os.path.isdir(model_id):  # noqa: PTH112 - Path.is_dir() would raise what the file system says
         source, name = Path(model_id), model_id
@@ -136,120 +125,111 @@ def resolve_tokenizer(
         source, name = None, model_id  # only transformers may know
     else:
         source, name = find_on_hub(model_id)
-    files = None if source is None else read_files(source)
-    kept = None if files is None else _place_in_cache(files, allow_special_tokens, for_fast_engine)
+    given = None if source is None else read_files(source)
+    kept = None if given is None else _place_in_cache(given, allow_special_tokens, for_fast_engine)
     allow = allow_special_tokens
-    facts = None if kept is None else _take_kept(kept, folder)
-    if facts is not None:
+    if kept is not None and (whole := _take_kept(kept)) is not None:
+        facts, saved = whole
+        _write_files(saved, folder)
         path = folder / TOKENIZER_FILE
         engine = engines.tokenizers_engine(path, allow_special_tokens=allow, name=model_id)
     else:
-        if files is not None and (plain := plain_files(files)) is not None:
+        if given is not None and (plain := plain_files(given)) is not None:
             saved, tokenizer = plain
-            _write_files(saved, folder)
         else:
-            _save_in_own_process(name, folder)
-            saved = {each_name: _read_tokenizer(folder / each_name) for each_name in names_in(folder)}
+            try:
+                call_in_child(save_tokenizer, name, folder)
+            except ChildProcessError as error:
+                found = f"no answer of the process that loads it: {error}; run this again"
+                raise errors.ReadWriteError(path=name, found=found) from None
+            saved = {each_name: _read_tokenizer(folder / each_name) for each_name in files.names_in(folder)}
             tokenizer = _loaded(saved, folder)
             # What transformers cannot read of a configuration, it goes without, unsaid.
-            wanted, found = (
-                special_tokens_of(_json_object(each, TOKENIZER_CONFIG)) for each in (files or saved, saved)
-            )
-            if lost := [role for role in wanted if wanted[role] and not found[role]]:
-                why = f"transformers found no {', '.join(lost)} in it"
-                expected = "what the file names; a read may have failed: run this again"
-                raise ReadWriteError(path=f"{source}/{TOKENIZER_CONFIG}", found=why, expected=expected)
-        if dropout := (_json_object(files or saved, TOKENIZER_FILE).get("model") or {}).get("dropout"):
-            why = f"model.dropout {dropout} in its {TOKENIZER_FILE}, so a text has other ids each time"
-            expected = "null there, in a copy of the folder; pass that as --model_id"
-            raise UsageError(path=model_id, found=why, expected=expected)
+            wanted = special_tokens_of(_json_object(given or saved, TOKENIZER_CONFIG))
+            left = special_tokens_of(_json_object(saved, TOKENIZER_CONFIG))
+            if lost := [role for role in wanted if wanted[role] and not left[role]]:
+                found = f"a file in which transformers found no {', '.join(lost)}; run this again"
+                raise errors.ReadWriteError(path=f"{source}/{TOKENIZER_CONFIG}", found=found)
+        if dropout := (_json_object(given or saved, TOKENIZER_FILE).get("model") or {}).get("dropout"):
+            found = f"model.dropout {dropout}, so a text has other ids each time"
+            raise errors.UsageError(path=model_id, found=found, expected="null, in a copy of the folder")
         data = _json_object(saved, TOKENIZER_FILE)
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         named = special_tokens_of(_json_object(saved, TOKENIZER_CONFIG))
         special_ids = {f"{role}_id": vocab.get(token) if token else None for role, token in named.items()}
-        spec = TokenizerSpec(
-            model_id=model_id,
-            fingerprint=fingerprint_of(data),
-            vocab_size=max(vocab.values()) + 1,
-            **special_ids,
-        )
+        fingerprint, size = names.fingerprint_of(data), max(vocab.values()) + 1
+        spec = TokenizerSpec(model_id=model_id, fingerprint=fingerprint, vocab_size=size, **special_ids)
         if for_fast_engine and (shorter := engines.without_unused_merges(data)) is not None:
-            _write_files({FAST_TOKENIZER_FILE: shorter}, folder)
+            saved[names.FAST_TOKENIZER_FILE] = shorter
+        _write_files(saved, folder)
         probe = engines.probe_texts(data)
         engine = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow, name=model_id)
         probe_sha256 = engines.ids_sha256([engine.encode_texts(probe)])
-        stamps = stamp_tokenizer(folder)
-        facts = TokenizerFacts(spec=spec, probe=probe, probe_sha256=probe_sha256, files=stamps)
+        facts = TokenizerFacts(spec=spec, probe=probe, probe_sha256=probe_sha256, files=_stamps_of(saved))
         if kept is not None:
-            _keep(kept, folder, facts)
-    fields = {**vars(facts), "spec": dataclasses.replace(facts.spec, model_id=model_id)}
-    return ResolvedTokenizer(folder=folder, kept=kept, reference=engine, **fields)
+            _keep(kept, saved, facts)
+    fields = {**vars(facts), "spec": replace(facts.spec, model_id=model_id)}
+    return ResolvedTokenizer(folder=folder, saved=saved, kept=kept, reference=engine, **fields)
 
 
-def _place_in_cache(files: Files, *choices: bool) -> Path:
+def _place_in_cache(given: Files, *choices: bool) -> Path:
     versions = [shardprep.__version__, *map(version, ("tokenizers", "gigatoken", "transformers"))]
-    stamps = [(name, _stamp(files[name])) for name in sorted(files)]
+    stamps = sorted(_stamps_of(given).items())
     key = hashlib.sha256(repr((versions, choices, stamps)).encode()).hexdigest()
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    cache = given if given.startswith("/") else os.path.expanduser("~/.cache")  # noqa: PTH111
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    cache = home if home.startswith("/") else os.path.expanduser("~/.cache")  # noqa: PTH111
     return Path(cache, "shardprep", "tokenizers", key)
 
 
-def _stamp(content: bytes) -> FileStamp:
-    return FileStamp(num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+def _stamps_of(contents: Files) -> dict[str, FileStamp]:
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    return {name: FileStamp(num_bytes=len(contents[name]), sha256=sha256) for name, sha256 in hashes.items()}
 
 
-def _take_kept(place: Path, folder: Path) -> TokenizerFacts | None:
-    """Copy the files of an entry of the cache into ``folder``. Return None where no whole entry is."""
-    with contextlib.suppress(*NOT_THERE, ShardprepError):
-        facts = read_file(place / _FOUND, _FOUND_FORMAT, TokenizerFacts, max_bytes=_MAX_FOUND_BYTES)
-        files = {name: _read_tokenizer(place / name) for name in names_in(place) if name in facts.files}
-        stamps = {name: _stamp(content) for name, content in files.items()}
-        if stamps == facts.files:
-            _write_files(files, folder)
-            return facts
+def _take_kept(place: Path) -> tuple[TokenizerFacts, Files] | None:
+    """Return what an entry of the cache holds, or None where no whole one is."""
+    with contextlib.suppress(*files.NOT_THERE, ShardprepError):
+        facts = names.read_file(place / _FOUND, _FOUND_FORMAT, TokenizerFacts, max_bytes=_MAX_FOUND_BYTES)
+        saved = {name: _read_tokenizer(place / name) for name in files.names_in(place) if name in facts.files}
+        if _stamps_of(saved) == facts.files:
+            return facts, saved
     return None
 
 
-def _keep(place: Path, folder: Path, facts: TokenizerFacts) -> None:
-    content = with_content_hash(_FOUND_FORMAT, dataclasses.asdict(facts))
+def _keep(place: Path, saved: Files, facts: TokenizerFacts) -> None:
+    content = names.with_content_hash(_FOUND_FORMAT, asdict(facts))
     with contextlib.suppress(OSError, ShardprepError):
         place.parent.mkdir(parents=True, exist_ok=True)
-        with PublishedFolder(place) as entry:
-            _write_files({name: _read_tokenizer(folder / name) for name in facts.files}, entry.temporary)
-            (entry.temporary / _FOUND).write_bytes(orjson.dumps(content))
+        with files.PublishedFolder(place) as entry:
+            _write_files({**saved, _FOUND: orjson.dumps(content)}, entry.temporary)
             entry.publish()
 
 
-def _write_files(files: Files, folder: Path) -> None:
+def _write_files(contents: Files, folder: Path) -> None:
     try:
-        for name, content in files.items():
+        for name, content in contents.items():
             (folder / name).write_bytes(content)
     except OSError as error:
         raise _not_written(folder, error.strerror) from None
 
 
 def read_files(folder: Path) -> Files | None:
-    """Return what decides a tokenizer's ids in a model's folder, or None where more than these files does.
-
-    Raises ReadWriteError, BrokenShard for what is no regular file, NotFound for a file not fetched.
-    """
-    if is_folder(folder / CHAT_TEMPLATES_DIR):
+    """Return what decides a tokenizer's ids in a model's folder, or None where more than these files does."""
+    if files.is_folder(folder / CHAT_TEMPLATES_DIR):
         return None
-    files = {}
+    found = {}
     for name in (TOKENIZER_FILE, ADDED_TOKENS, MODEL_CONFIG, *_COPIED):
-        with contextlib.suppress(*NOT_THERE):
-            files[name] = read_regular(folder / name, max_bytes=MAX_TOKENIZER_BYTES)
-            if (command := what_fetches(files[name])) is not None:
-                found = "a pointer to a file that was not fetched"
-                expected = f"the tokenizer's file itself; run in its repository: {command}"
-                raise NotFound(path=folder / name, found=found, expected=expected)
-    return files if TOKENIZER_FILE in files else None
+        with contextlib.suppress(*files.NOT_THERE):
+            found[name] = files.read_regular(folder / name, max_bytes=names.MAX_TOKENIZER_BYTES)
+            if (command := what_fetches(found[name])) is not None:
+                expected = f"the file itself; run in its repository: {command}"
+                raise errors.NotFound(path=folder / name, found="a pointer to a file", expected=expected)
+    return found if TOKENIZER_FILE in found else None
 
 
-def _not_written(folder: Path, reason: object) -> CannotWrite:
+def _not_written(folder: Path, reason: object) -> errors.CannotWrite:
     found = f"the tokenizer's files cannot be written there: {reason}"
-    return CannotWrite(path=folder, found=found, expected="some space (df), or another folder by TMPDIR")
+    return errors.CannotWrite(path=folder, found=found, expected="some space (df; TMPDIR)")
 
 
 # What transformers 5 is known to do with a configuration of these classes, these keys and these models: it
@@ -273,35 +253,30 @@ _SHOWN_ATTRIBUTES = (
 _TOKEN_FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 
 
-def plain_files(files: Files) -> tuple[Files, Tokenizer] | None:
-    """Return the files that transformers would save, and the tokenizer.
-
-    None where transformers might change ids, or where that is not known. The tokenizer.json is written anew
-    by ``tokenizers``, as transformers does; the rest is copied.
-    """
+def plain_files(given: Files) -> tuple[Files, Tokenizer] | None:
+    """Return the files that transformers would save, and the tokenizer, or None where it might change ids."""
     if not version("transformers").startswith(_PLAIN_TRANSFORMERS):
         return None
     try:
-        data = _parsed(files[TOKENIZER_FILE])
-        if not _is_plain(files, data):
+        data = _parsed(given[TOKENIZER_FILE])
+        if not _is_plain(given, data):
             return None
-        tokenizer = Tokenizer.from_str(files[TOKENIZER_FILE].decode())
+        tokenizer = Tokenizer.from_str(given[TOKENIZER_FILE].decode())
     except BaseException as error:
         if not is_library_fault(error):
             raise
         return None  # transformers will say what is wrong
     if data.get("post_processor") is None:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="$A:0", pair="$A:0 $B:1", special_tokens=[]
-        )
-    copied = {name: files[name] for name in _COPIED if name in files}
+        tokenizer.post_processor = processors.TemplateProcessing("$A:0", "$A:0 $B:1", special_tokens=[])
+    copied = {name: given[name] for name in _COPIED if name in given}
+    # Written anew by tokenizers, as transformers does.
     return {TOKENIZER_FILE: tokenizer.to_str(pretty=True).encode(), **copied}, tokenizer
 
 
-def _is_plain(files: Files, data: dict[str, Any]) -> bool:
+def _is_plain(given: Files, data: dict[str, Any]) -> bool:
     """Return whether nothing that a file names may change what tokenizer.json does."""
     config, model, named = (
-        _json_object(files, name) for name in (TOKENIZER_CONFIG, MODEL_CONFIG, SPECIAL_TOKENS_MAP)
+        _json_object(given, name) for name in (TOKENIZER_CONFIG, MODEL_CONFIG, SPECIAL_TOKENS_MAP)
     )
     added = {str(token["id"]): token for token in data.get("added_tokens") or []}
     known = {token["content"] for token in added.values()}
@@ -316,7 +291,7 @@ def _is_plain(files: Files, data: dict[str, Any]) -> bool:
         and config.keys() <= _PLAIN_KEYS
         and model.get("model_type") in _PLAIN_MODELS
         and not model.keys() & {"tokenizer_class", "auto_map"}
-        and not (ADDED_TOKENS in files or data.get("truncation") or data.get("padding"))
+        and not (ADDED_TOKENS in given or data.get("truncation") or data.get("padding"))
         and named.keys() <= {*_NAMED, *_LISTED}
         and special_tokens_of({**config, **named}) == special_tokens_of(config)
         and contents <= {*known, None}
@@ -333,65 +308,34 @@ def _parsed(raw: bytes) -> Any:
     return orjson.loads(raw)
 
 
-def _json_object(files: Files, name: str) -> dict[str, Any]:
-    """Return a JSON file's object, an empty one for a file that is not there. Raises BrokenShard."""
+def _json_object(contents: Files, name: str) -> dict[str, Any]:
+    """Return a JSON file's object, an empty one for a file that is not there."""
     try:
-        data = _parsed(files.get(name, b"{}"))
+        data = _parsed(contents.get(name, b"{}"))
     except ValueError as error:
-        raise BrokenShard(f"the tokenizer's {name} is not JSON ({error})") from None
+        raise errors.BrokenShard(f"the tokenizer's {name} is not JSON ({error})") from None
     if not isinstance(data, dict):
-        raise BrokenShard(f"the tokenizer's {name} is a {type(data).__name__}, expected an object")
+        raise errors.BrokenShard(f"the tokenizer's {name} is a {type(data).__name__}, expected an object")
     return data
 
 
 def _loaded(saved: Files, folder: Path) -> Tokenizer:
     path = folder / TOKENIZER_FILE
     if TOKENIZER_FILE not in saved:
-        raise NotFound(f"{path} is missing: transformers saved {', '.join(saved) or 'nothing'}")
+        raise errors.NotFound(f"{path} is missing: transformers saved {', '.join(saved) or 'nothing'}")
     try:
         return Tokenizer.from_str(saved[TOKENIZER_FILE].decode())
     except BaseException as error:
         if not is_library_fault(error):
             raise
-        raise ReadWriteError(f"{path} cannot be loaded: {error}") from error
+        raise errors.ReadWriteError(f"{path} cannot be loaded: {error}") from error
 
 
 def _read_tokenizer(path: Path) -> bytes:
     try:
-        return read_regular(path, max_bytes=MAX_TOKENIZER_BYTES)
-    except NOT_THERE:
-        raise NotFound(path=path, found="missing") from None
-
-
-def _save_in_own_process(model_id: str, folder: Path) -> None:
-    """Call ``save_tokenizer`` in a process that ends with it. Raises what that raises, or ReadWriteError."""
-    ours, theirs = Pipe(duplex=False)
-    process = start_child(_save, model_id, folder, theirs)
-    theirs.close()
-    try:
-        outcome: ShardprepError | None = ours.recv()
-    except EOFError:
-        process.join()
-        found = f"the process that loads the tokenizer ended with {process.exitcode} and without a word"
-        expected = "enough memory; run this again"
-        raise ReadWriteError(path=model_id, found=found, expected=expected) from None
-    finally:
-        ours.close()
-        process.terminate()
-        process.join()
-    if outcome is not None:
-        raise outcome
-
-
-def _save(model_id: str, folder: Path, pipe: Connection) -> None:
-    sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
-    outcome = None
-    try:
-        save_tokenizer(model_id, folder)
-    except ShardprepError as error:
-        outcome = error
-    with contextlib.suppress(BrokenPipeError):
-        pipe.send(outcome)
+        return files.read_regular(path, max_bytes=names.MAX_TOKENIZER_BYTES)
+    except files.NOT_THERE:
+        raise errors.NotFound(path=path, found="missing") from None
 
 
 def save_tokenizer(model_id: str, folder: Path) -> None:
@@ -399,14 +343,15 @@ def save_tokenizer(model_id: str, folder: Path) -> None:
 
     transformers builds the tokenizers of many classes anew from the vocabulary, by keys such as ``legacy``,
     each time it loads them. Of its own saved files it may make another one. So the configuration that is kept
-    names the class that takes tokenizer.json as it is, and what else a user sees of a tokenizer.
-    Raises NotFound, UsageError, CannotWrite.
+    names the class that takes tokenizer.json as it is, and what else a user sees of a tokenizer. torch is not
+    imported, not even later in this process.
     """
+    sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
     tokenizer = _auto_tokenizer(model_id)
     kind = type(tokenizer).__name__
     if not getattr(tokenizer, "is_fast", False):
         expected = "a fast one: a copy of the model with a tokenizer.json, or convert it with transformers"
-        raise UsageError(path=model_id, found=f"a slow tokenizer ({kind})", expected=expected)
+        raise errors.UsageError(path=model_id, found=f"a slow tokenizer ({kind})", expected=expected)
     path = folder / TOKENIZER_CONFIG
     try:
         # Several chat templates would stand in a folder of their own; in tokenizer_config.json all do.
@@ -426,26 +371,25 @@ def save_tokenizer(model_id: str, folder: Path) -> None:
 
 
 def _check_saved(tokenizer: Any, model_id: str, folder: Path) -> None:
-    """Check that the saved files load as a loaded tokenizer, and encode as it does. Raises UsageError."""
+    """Check that the saved files load as a loaded tokenizer, and encode as it does."""
     kind = type(tokenizer).__name__
     expected = f"PreTrainedTokenizerFast as tokenizer_class in the {TOKENIZER_CONFIG} of a copy of the folder"
     if _auto_tokenizer(str(folder)).backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
         found = f"a {kind}, of whose saved files transformers makes another tokenizer"
-        raise UsageError(path=model_id, found=found, expected=expected)
+        raise errors.UsageError(path=model_id, found=found, expected=expected)
     saved = _loaded({TOKENIZER_FILE: _read_tokenizer(folder / TOKENIZER_FILE)}, folder)
     # As transformers takes them; the shards may take control tokens otherwise.
-    engine = engines.engine_of_tokenizer(
-        saved, allow_special_tokens=not tokenizer.split_special_tokens, name=model_id
-    )
+    allow = not tokenizer.split_special_tokens
+    engine = engines.engine_of_tokenizer(saved, allow_special_tokens=allow, name=model_id)
     ids = [document.tolist() for document in engine.encode_texts(engines.PROBE).documents()]
     try:
         is_equal = tokenizer(list(engines.PROBE))["input_ids"] == ids
     except Exception as error:
         found = f"a {kind}, which encodes no plain text ({words_of_fault(error)})"
-        raise UsageError(path=model_id, found=found, expected=expected) from None
+        raise errors.UsageError(path=model_id, found=found, expected=expected) from None
     if not is_equal:
         found = f"a {kind}, which changes texts before its tokenizer.json encodes them"
-        raise UsageError(path=model_id, found=found, expected=expected)
+        raise errors.UsageError(path=model_id, found=found, expected=expected)
 
 
 def _auto_tokenizer(model_id: str) -> Any:
@@ -489,10 +433,7 @@ def added_ids(engine: engines.Engine) -> tuple[list[int], list[int]]:
 
 
 def document_ends_line(plan: Plan, engine: engines.Engine, folder: Path) -> str:
-    """Say which tokens each document of a plan begins and ends with, nothing of conversations.
-
-    ``folder``: of the tokenizer's files, for the names. Raises what reading raises.
-    """
+    """Say which tokens documents of a plan begin and end with. ``folder``: of the tokenizer's files."""
     if plan.options.is_chat:
         return ""
     before, after = added_ids(engine) if plan.options.add_special_tokens else ([], [])
@@ -501,39 +442,7 @@ def document_ends_line(plan: Plan, engine: engines.Engine, folder: Path) -> str:
     if not (before or after):
         return "documents begin and end without a control token"
     head, _ = engines.split_tokenizer(_read_tokenizer(folder / TOKENIZER_FILE))
-    names = {token["id"]: f"{token['content']} ({token['id']})" for token in head.get("added_tokens") or []}
-    begin, end = (
-        f"with {' '.join(names.get(each, str(each)) for each in ids)}" if ids else "without a control token"
-        for ids in (before, after)
-    )
+    shown = {token["id"]: f"{token['content']} ({token['id']})" for token in head.get("added_tokens") or []}
+    words = [" ".join(shown.get(each, str(each)) for each in ids) for ids in (before, after)]
+    begin, end = (f"with {each}" if each else "without a control token" for each in words)
     return f"documents begin {begin} and end {end}"
-
-
-def publish_tokenizer(resolved: ResolvedTokenizer, output_dir: Path, planned: dict[str, FileStamp]) -> None:
-    """Make ``output_dir/tokenizer`` hold the resolved tokenizer, unless it holds the planned files already.
-
-    Equal files are kept, so that planners that race agree, and others are replaced. Raises OtherTokenizer
-    where the resolved files are not the planned ones, CannotWrite or ReadWriteError.
-    """
-    target = output_dir / TOKENIZER_DIR
-
-    def is_there() -> bool:
-        try:
-            return stamp_tokenizer(target) == planned
-        except (NotFound, BrokenShard):
-            return False
-
-    if is_there():
-        return
-    if resolved.files != planned:
-        expected = "the versions of transformers and tokenizers that planned, or a new folder"
-        found = "damaged files, which cannot be made again to the byte"
-        raise OtherTokenizer(path=target, found=found, expected=expected)
-    with PublishedFolder(target) as folder:
-        for name in planned:
-            try:
-                shutil.copyfile(resolved.folder / name, folder.temporary / name)
-            except OSError as error:
-                raise CannotWrite(f"{target / name} cannot be written: {error.strerror}") from None
-        if not folder.publish_first() and not is_there():  # another planner may have been faster
-            folder.publish()

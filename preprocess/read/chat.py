@@ -155,7 +155,6 @@ _LOCK = threading.Lock()
 
 def _asked(question: dict[str, Any], num_answers: int) -> list[Any]:
     """Return what this process's renderer answers: lines of JSON to a line of JSON."""
-    question |= {"most_cpu_s": _MOST_CPU_S, "most_memory_bytes": _MOST_MEMORY_BYTES}
     answers: list[Any] = []
     num_bytes = 0
     with _LOCK:
@@ -249,10 +248,10 @@ def serve() -> None:
                 continue
             renderer = _Renderer(ChatTemplate(*question["template"]))
             num_pages = int(Path("/proc/self/statm").read_text().split()[0])
-            limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + question["most_memory_bytes"])
+            limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + _MOST_MEMORY_BYTES)
             for text in question["conversations"]:
                 # The kernel counts whole seconds.
-                limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + question["most_cpu_s"])
+                limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + _MOST_CPU_S)
                 try:
                     say(renderer.answer(text))
                 except _Unusable as error:

@@ -5,7 +5,7 @@ meanwhile is refused. Its stamp at planning is its size, its mtime and a hash of
 
 A part is a range of the file's own bytes, whatever the format: so each byte of the input is in exactly one
 shard. Where a part may begin is the format's to say: at a line, a row group, a frame; or at byte 0 alone.
-Each part is read by its file's format (shardprep/format/input_formats.py). What the user asked to be done to
+Each part is read by its file's format (shardprep/format/names.py). What the user asked to be done to
 texts is done here, for all formats alike, and here the documents of a trial are counted off.
 """
 
@@ -40,7 +40,7 @@ from shardprep.command_line import needs
 from shardprep.errors import BadInput, BrokenShard, NotFound, ReadWriteError, Refused, UsageError
 from shardprep.files import ReadFile, with_retries
 from shardprep.format.documents import DocumentNames, canonical_conversation, digests_of, read_excluded
-from shardprep.format.input_formats import input_kind, place_text
+from shardprep.format.names import input_kind, place_text
 from shardprep.format.plan import ByteRange, Plan, PlannedShard, PlanOptions
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ class OpenInput:
         try:
             self._file = with_retries(f"input {path} cannot be opened", functools.partial(ReadFile, path))
         except BrokenShard as error:
-            raise NotFound(f"input {error}, or move it away") from None
+            message = f"input {error}, or move it away"
+            raise NotFound(message, path=path, found=error.found, expected=error.expected) from None
         except ReadWriteError as error:
             cause = error.__cause__
             if not isinstance(cause, OSError) or cause.errno not in _NO_SUCH_INPUT:
@@ -194,8 +195,8 @@ class RangeReader:
             self.file = OpenInput(part.path)
         except NotFound as error:
             if planned is not None:
-                error.remedy = "--input_dir"
                 error.advise("if the raw folder moved, pass --input_dir")
+                error.remedy = "--input_dir"  # which the advice says
             raise
         size = self.file.stamp.num_bytes
         if planned is None or (size, self.file.stamp.mtime_ns) == (planned.num_bytes, planned.mtime_ns):
@@ -294,9 +295,11 @@ class Texts(Sequence[bytes]):
 class Records:
     """Consecutive lines or rows of a file: what each says, and where it lies."""
 
-    texts: Texts | Sequence[bytes | UnusableText]  # as UTF-8; of a list an empty one is no document
-    starts: npt.NDArray[np.int64]  # int64[n]: byte of the file's text, or row, of each
-    sizes: npt.NDArray[np.int64]  # int64[n]: bytes of each, or 1 for a row
+    texts: Texts | Sequence[bytes | UnusableText] = ()  # as UTF-8; of a list an empty one is no document
+    starts: Numbers = field(
+        default_factory=lambda: np.empty(0, np.int64)
+    )  # byte of the text, or row, of each
+    sizes: Numbers = field(default_factory=lambda: np.empty(0, np.int64))  # bytes of each, or 1 for a row
     num_bytes: int  # of the file, that these account for
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # what each tells beside its text
 
@@ -333,12 +336,6 @@ def starts_among(
             place = next(remaining, end_of_file)
         found.append(place if place.byte < end or place.byte == end_of_file.byte else None)
     return found
-
-
-def no_records(num_bytes: int) -> Records:
-    """Account for bytes of a file in which no record begins."""
-    none = np.empty(0, np.int64)
-    return Records(texts=[], starts=none, sizes=none, num_bytes=num_bytes)
 
 
 def texts_of(values: Iterable[str | UnusableText]) -> list[bytes | UnusableText]:
@@ -597,15 +594,6 @@ def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Docume
         texts=Texts([one.text.encode() for one in rendered]),
         columns={**kept.columns, "spans": [one.spans for one in rendered]},
     )
-
-
-def starts_in(
-    file: OpenInput, stretches: Sequence[tuple[int, int]], options: PlanOptions
-) -> list[Start | None]:
-    """Answer ``Format.starts``; a format that the registry knows as whole is not asked."""
-    if not input_kind(file.path.name).format.cut_at:
-        return starts_among((), file, stretches)
-    return format_of(file.path.name).starts(file, stretches, options)
 
 
 def format_of(name: str) -> Format:

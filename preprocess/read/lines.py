@@ -1,4 +1,4 @@
-r"""Files of lines, plain or compressed: blocks of whole lines, the records in them, and plain text itself.
+r"""Files of lines, plain or compressed: blocks of whole lines, and in them plain text, or JSON.
 
 Lines of plain text end at ``\n``, ``\r\n`` or ``\r``, as Python's text mode reads them; those of JSON at
 ``\n``. Every encoding that is read has these ends as single bytes. Memory is bounded however long a line is.
@@ -6,6 +6,9 @@ Lines of plain text end at ``\n``, ``\r\n`` or ``\r``, as Python's text mode rea
 A frame of a compressed file knows nothing of lines: a part that begins at one leaves out what stands before
 its first line end, and reads on behind its own end up to the first line end there. bgzip's blocks and zstd's
 seekable format say where frames begin; any other compressed file is read whole.
+
+A line of JSON is an object, and a field, or a template of fields, is the text. A block of lines is parsed at
+once. Only where one fails is each looked at by itself, and a bad one left out with a reason.
 """
 
 from __future__ import annotations
@@ -14,18 +17,25 @@ import bz2
 import contextlib
 import functools
 import itertools
+import json
 import lzma
+import operator
+import re
 import struct
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from preprocess.read.documents import (
+    BETWEEN,
     SHORT_LINE_BYTES,
     Inspected,
     OpenInput,
@@ -33,21 +43,28 @@ from preprocess.read.documents import (
     Records,
     Start,
     Texts,
-    no_records,
     starts_among,
+    texts_of,
     unreadable,
 )
-from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, TextFields, UnusableText, too_long
+from preprocess.read.text_fields import (
+    MAX_JSON_DEPTH,
+    MOST_DOCUMENT_BYTES,
+    FieldPath,
+    MessageFields,
+    RecordFields,
+    TextFields,
+    UnusableText,
+    too_long,
+    value_at,
+)
 from shardprep.command_line import needs
+from shardprep.console import quoted
 from shardprep.errors import BadInput, UsageError
 from shardprep.format.plan import ByteRange, PlanOptions
 
 Numbers = npt.NDArray[np.int64]
-# Of lines, the byte where each starts in them, and the byte of the text where the first one starts: their
-# texts, and what they tell beside them.
-ReadLines = Callable[
-    [bytes, Numbers, int], tuple[Texts | Sequence[bytes | UnusableText], dict[str, list[Any]]]
-]
+LineTexts = tuple[Texts | Sequence[bytes | UnusableText], dict[str, list[Any]]]  # and columns beside them
 _FIRST_SCAN_BYTES, _MOST_SCAN_BYTES = 16 << 10, 1 << 20
 _TAIL_BYTES = 16 << 10
 _HEAD_TEXT_BYTES = 256 << 10  # of a compressed file, of which planning judges how much text there is
@@ -258,15 +275,6 @@ COMPRESSIONS = {
 # Lines. --------------------------------------------------------------------------------------------------
 
 
-class LineBlock(NamedTuple):
-    """Whole lines that follow each other, or one line that is too long to be held."""
-
-    start: int  # byte of the text
-    size: int  # bytes of text
-    data: bytes | None  # None: it is one line that is too long
-    num_bytes: int  # of the file that were read for it
-
-
 class LineEnds:
     r"""Where lines end: at ``\n`` alone, or also at ``\r`` and ``\r\n`` (``with_cr``)."""
 
@@ -337,6 +345,14 @@ class LineFormat:
     def check_beginning(self, file: OpenInput, text: bytes) -> None:
         """Raise BadInput where the beginning of a file's text shows that it cannot be read."""
 
+    def texts_of_lines(self, fields: TextFields, lines: bytes, starts: Numbers, at: int) -> LineTexts:
+        """Return the texts of lines, given where each starts in them; the first one is at byte ``at``."""
+        raise NotImplementedError
+
+    def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
+        pieces = self.text_of_part(reader, fields.options, batch_bytes)
+        yield from self.records_of(reader.part, pieces, fields, batch_bytes)
+
     def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
         """Raises BadInput where it is of another kind, or its first frame asks for too much memory."""
         can_be_split, size = self.can_be_split(options), file.stamp.num_bytes
@@ -393,47 +409,46 @@ class LineFormat:
         self,
         part: ByteRange,
         pieces: Iterator[TextPiece],
+        fields: TextFields,
         batch_bytes: int,
-        read_lines: ReadLines,
-        *,
-        num_skipped: int = 0,
+        skipped: int = 0,
     ) -> Iterator[Records]:
-        """Yield the records of the lines that begin in a part.
-
-        ``pieces``: of its text, without the first ``num_skipped`` bytes.
-        """
-        start = num_skipped + (part.start if self.compression is None else part.text_start)
+        """Yield the records of the lines that begin in a part; ``pieces`` of its text, without some bytes."""
+        start = skipped + (part.start if self.compression is None else part.text_start)
         is_inside = self.compression is not None and part.start > 0
         # Each line may become two headers and two blocks of a tar, 2 KiB however short it is. So as many are
         # read at once as a batch's share of memory allows for (see resources.py).
         most = max(1, batch_bytes // SHORT_LINE_BYTES)
-        for block in line_blocks(pieces, start, self.line_ends, is_inside=is_inside):
-            num_bytes, data = block.num_bytes, block.data
+        for start_of_block, size, data, num_bytes in line_blocks(pieces, start, self.line_ends, is_inside):
             starts = np.zeros(1, np.int64) if data is None else self.line_ends.starts(data)
-            bounds = np.append(starts, block.size)
+            bounds = np.append(starts, size)
             if not len(starts):
-                yield no_records(num_bytes)
+                yield Records(num_bytes=num_bytes)
             for number in range(0, len(starts), most):
                 begins, sizes = starts[number : number + most], np.diff(bounds[number : number + most + 1])
-                texts: Texts | Sequence[bytes | UnusableText] = [too_long("the line")]
-                columns: dict[str, list[Any]] = {}
-                if data is not None:
+                texts: Texts | Sequence[bytes | UnusableText]
+                if data is None:
+                    texts, columns = [too_long("the line")], dict[str, list[Any]]()
+                else:
                     first = int(begins[0])
                     lines = data[first : first + int(sizes.sum())]
-                    texts, columns = read_lines(lines, begins - first, block.start + first)
-                at = begins + block.start
+                    texts, columns = self.texts_of_lines(
+                        fields, lines, begins - first, start_of_block + first
+                    )
+                at = begins + start_of_block
                 yield Records(texts=texts, starts=at, sizes=sizes, num_bytes=num_bytes, columns=columns)
                 num_bytes = 0
 
 
 def line_blocks(
-    pieces: Iterator[TextPiece], start: int, line_ends: LineEnds, *, is_inside: bool
-) -> Iterator[LineBlock]:
+    pieces: Iterator[TextPiece], start: int, line_ends: LineEnds, is_inside: bool
+) -> Iterator[tuple[int, int, bytes | None, int]]:
     """Cut a stream that begins at byte ``start`` of the text into blocks of whole lines.
 
-    A line of more than MOST_DOCUMENT_BYTES is not held. At the end stands a block without lines, for what was
-    read behind the last one. What stands before the first line end is left out where the stream begins inside
-    of a line (``is_inside``).
+    Yields of each its first byte, its size, its text, None for one line of more than MOST_DOCUMENT_BYTES, and
+    the bytes of the file that were read for it. At the end stands a block without lines, for what was read
+    behind the last one. What stands before the first line end is left out where the stream begins inside of a
+    line (``is_inside``).
     """
     begun: list[bytes] = []  # pieces of a line that goes on, held; none where it is too long
     num_begun = num_bytes = 0
@@ -449,11 +464,11 @@ def line_blocks(
             first = line_ends.first(data)
             size = num_begun + first
             whole = b"".join([*begun, data[:first]]) if size <= MOST_DOCUMENT_BYTES else None
-            yield LineBlock(start, size, whole, num_bytes)
+            yield start, size, whole, num_bytes
             start, begun, num_begun, num_bytes = start + size, [], 0, 0
             data, cut = data[first:], cut - first
         if cut:
-            yield LineBlock(start, num_begun + cut, b"".join([*begun, data[:cut]]), num_bytes)
+            yield start, num_begun + cut, b"".join([*begun, data[:cut]]), num_bytes
             start, begun, num_begun, num_bytes = start + num_begun + cut, [], 0, 0
         begun.append(data[cut:])
         num_begun += len(data) - cut
@@ -461,7 +476,7 @@ def line_blocks(
             begun = []
     if num_begun or num_bytes:
         whole = b"".join(begun) if num_begun <= MOST_DOCUMENT_BYTES else None
-        yield LineBlock(start, num_begun, whole, num_bytes)
+        yield start, num_begun, whole, num_bytes
 
 
 def _whole_line_ends(pieces: Iterator[TextPiece], line_ends: LineEnds) -> Iterator[TextPiece]:
@@ -474,6 +489,8 @@ def _whole_line_ends(pieces: Iterator[TextPiece], line_ends: LineEnds) -> Iterat
     if kept:
         yield TextPiece(kept, 0)
 
+
+# Plain text. --------------------------------------------------------------------------------------------
 
 # Which white space of ``str.strip`` ``bytes.strip`` leaves: by code point, all below 0x10000.
 _IS_WIDE_SPACE = np.zeros(0x10000, np.bool_)
@@ -492,44 +509,36 @@ class TextLines(LineFormat):
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
         options = fields.options
-        pieces = self.text_of_part(reader, options, batch_bytes)
-        codec, num_mark_bytes = options.encoding, 0
-        if codec == "utf-8-sig":
-            codec = "utf-8"
-            if reader.part.start == 0:  # drop the byte order mark, which stands in the first piece
-                first = next(pieces, TextPiece(b"", 0))
-                num_mark_bytes = len(_MARK) if first.data.startswith(_MARK) else 0
-                pieces = itertools.chain([first._replace(data=first.data[num_mark_bytes:])], pieces)
-        if options.doc == "file":
-            yield _whole_text(pieces, num_mark_bytes, codec)
+        pieces, num_mark_bytes = self.text_of_part(reader, options, batch_bytes), 0
+        if options.encoding == "utf-8-sig" and reader.part.start == 0:
+            # Drop the byte order mark, which stands in the first piece.
+            first = next(pieces, TextPiece(b"", 0))
+            num_mark_bytes = len(_MARK) if first.data.startswith(_MARK) else 0
+            pieces = itertools.chain([first._replace(data=first.data[num_mark_bytes:])], pieces)
+        if options.doc == "line":
+            yield from self.records_of(reader.part, pieces, fields, batch_bytes, num_mark_bytes)
             return
-        read_lines = functools.partial(_texts_of, codec)
-        yield from self.records_of(reader.part, pieces, batch_bytes, read_lines, num_skipped=num_mark_bytes)
-
-
-def _whole_text(pieces: Iterator[TextPiece], start: int, codec: str) -> Records:
-    """Return a file as one document."""
-    held = bytearray()
-    size = num_bytes = 0
-    for piece in pieces:
-        size, num_bytes = size + len(piece.data), num_bytes + piece.num_bytes
+        held, size, num_bytes = bytearray(), 0, 0
+        for piece in pieces:
+            size, num_bytes = size + len(piece.data), num_bytes + piece.num_bytes
+            if size <= MOST_DOCUMENT_BYTES:
+                held += piece.data
+        text: bytes | UnusableText = too_long("its text")
         if size <= MOST_DOCUMENT_BYTES:
-            held += piece.data
-    text = _text_of(bytes(held), start, codec) if size <= MOST_DOCUMENT_BYTES else too_long("its text")
-    return Records(texts=[text], starts=np.array([start]), sizes=np.array([size]), num_bytes=num_bytes)
+            text = _text_of(bytes(held), num_mark_bytes, options.encoding)
+        starts, sizes = np.array([num_mark_bytes]), np.array([size])
+        yield Records(texts=[text], starts=starts, sizes=sizes, num_bytes=num_bytes)
 
-
-def _texts_of(
-    codec: str, block: bytes, starts: Numbers, at: int
-) -> tuple[Texts | Sequence[bytes | UnusableText], dict[str, list[Any]]]:
-    """Return the lines of a block. It nearly always is UTF-8; any other one is decoded line by line."""
-    if codec == "utf-8":
-        with contextlib.suppress(UnicodeDecodeError):
-            characters = block.decode()
-            texts = _stripped(block, characters)[: len(starts)]
-            return Texts(texts, characters=characters) if all(texts) else texts, {}
-    bounds = itertools.pairwise([*starts.tolist(), len(block)])
-    return [_text_of(block[begin:end], at + begin, codec) for begin, end in bounds], {}
+    def texts_of_lines(self, fields: TextFields, lines: bytes, starts: Numbers, at: int) -> LineTexts:
+        """Strip the lines. They nearly always are UTF-8; others are decoded one by one."""
+        codec = fields.options.encoding
+        if codec.startswith("utf-8"):
+            with contextlib.suppress(UnicodeDecodeError):
+                characters = lines.decode()
+                texts = _stripped(lines, characters)[: len(starts)]
+                return Texts(texts, characters=characters) if all(texts) else texts, {}
+        bounds = itertools.pairwise([*starts.tolist(), len(lines)])
+        return [_text_of(lines[begin:end], at + begin, codec) for begin, end in bounds], {}
 
 
 def _stripped(block: bytes, text: str) -> list[bytes]:
@@ -546,6 +555,7 @@ def _stripped(block: bytes, text: str) -> list[bytes]:
 
 def _text_of(data: bytes, at: int, codec: str) -> bytes | UnusableText:
     """Return the text of a document that begins at byte ``at``."""
+    codec = codec.removesuffix("-sig")  # the mark is dropped already
     try:
         text = data.decode(codec)
     except UnicodeDecodeError as error:
@@ -555,3 +565,321 @@ def _text_of(data: bytes, at: int, codec: str) -> bytes | UnusableText:
 
 def _with_newlines(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+
+
+# JSON. ---------------------------------------------------------------------------------------------------
+
+# A string that does not end goes up to the end: from each of its quotes another one would begin else.
+_STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
+
+_HEAD_BYTES = 4 << 10
+_BLANK = b" \t\r\n"
+
+
+class JsonLines(LineFormat):
+    """``.jsonl``."""
+
+    line_ends = LineEnds(with_cr=False)
+
+    def texts_of_lines(self, fields: TextFields, lines: bytes, starts: Numbers, at: int) -> LineTexts:
+        """Take the texts out of the lines, "" for a blank one."""
+        if at == 0 and lines.startswith(_MARK):
+            lines, starts = lines[len(_MARK) :], np.maximum(starts - len(_MARK), 0)
+        if (found := _joined_texts(lines, starts, fields)) is not None:
+            return found, {}
+        each = lines.split(b"\n")[: len(starts)]
+        may_be_deep = int(np.diff(starts, append=len(lines)).max(initial=0)) > 2 * MAX_JSON_DEPTH
+        if not (may_be_deep and any(map(is_too_deep, each))) and _names_each_once(lines, len(each), fields):
+            # Most often: all lines are objects with the field, and nothing in them needs a second look.
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                records, name = list(map(orjson.loads, each)), fields.plain_name
+                texts = [record[name] for record in records] if name else list(map(fields.text, records))
+                others = _others(records, fields)
+                if {str}.issuperset(map(type, texts)) and all(map(_are_exact, others.values())):
+                    return texts_of(texts), fields.columns(others)
+        pairs = [_record_of(line, fields) for line in each]
+        records = [record for record, _ in pairs]
+        columns = fields.columns(_others(records, fields))
+        if isinstance(fields, RecordFields):
+            columns = {**columns, "record": records}
+        return texts_of([text for _, text in pairs]), columns
+
+
+class JsonFile(JsonLines):
+    """``.json``, which has often one list in it."""
+
+    def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
+        if self.compression is None:
+            self.check_beginning(file, file.read(0, min(file.stamp.num_bytes, _HEAD_BYTES)))
+        return super().inspect(file, options)
+
+    def check_beginning(self, file: OpenInput, text: bytes) -> None:
+        if text.removeprefix(_MARK).lstrip(_BLANK).startswith(b"["):
+            target = quoted(str(file.path).rpartition(".json")[0])
+            remedy = f"jq -c '.[]' {quoted(file.path)} > {target}.jsonl"
+            expected = "an object in each line; convert it, unpacked if need be, and move it away"
+            raise BadInput(path=file.path, found="one list of JSON", expected=expected, remedy=remedy)
+
+
+@functools.cache
+def _decoder(name: str) -> Any:
+    """Return what decodes lines of objects: of each the value of one field, as it stands there."""
+    fields = [("text", msgspec.Raw, msgspec.field(name=name))]
+    return msgspec.json.Decoder(msgspec.defstruct("Line", fields, gc=False))
+
+
+_TEXT = operator.attrgetter("text")
+_BETWEEN_QUOTES = BETWEEN[1:-1]
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+# The first byte of each white space, and so of characters that are none.
+_MAY_BE_SPACE = np.isin(np.arange(256), [*range(9, 14), *range(28, 33), 0xC2, 0xE1, 0xE2, 0xE3])
+
+
+def _joined_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | None:
+    """Return the texts of a block if each line is an object with one string of the field, none of them blank.
+
+    None where that is not sure at a glance. msgspec finds the strings, four times as fast as objects are
+    made. It takes for right what orjson refuses, and is looked at here: bytes that are no UTF-8, infinite
+    numbers, several objects in a line, one in several lines, and a field that an object names twice.
+    """
+    if fields.plain_name is None or fields.other_paths:
+        return None
+    if not block.startswith(b"{") or not block.endswith((b"}", b"}\n")):
+        return None
+    letters = np.frombuffer(block, np.uint8)
+    if (letters[starts] != ord("{")).any() or (letters[starts[1:] - 2] != ord("}")).any():
+        return None
+    escapes = np.flatnonzero(letters == ord("\\"))
+    may_spell = bool((letters[escapes + 1] == ord("u")).any())
+    is_opened = letters | 0x20 == ord("{")  # [ and { differ by this bit; each line is an object
+    may_be_deep = np.count_nonzero(is_opened) - len(starts) >= MAX_JSON_DEPTH
+    if may_be_deep and np.add.reduceat(is_opened, starts, dtype=np.int64).max() > MAX_JSON_DEPTH:
+        return None
+    if not _names_each_once(block, len(starts), fields, may_spell=may_spell):
+        return None
+    try:
+        characters = block.decode()
+        strings = list(map(_TEXT, _decoder(fields.plain_name).decode_lines(block)))
+        if len(strings) != len(starts):
+            return None
+        for number in _lines_at(_perhaps_infinite(letters), starts):
+            orjson.loads(block[starts[number] : block.find(b"}\n", starts[number]) + 1 or len(block)])
+        # A string without escapes is its own text.
+        escaped = _lines_at(escapes, starts)
+        if 4 * len(escaped) > len(strings):
+            joined = _unescaped(strings)
+        else:
+            if escaped:
+                texts = _unescaped([strings[number] for number in escaped]).split(_BETWEEN_QUOTES)
+                for number, text in zip(escaped, texts, strict=True):
+                    strings[number] = text
+            joined = _BETWEEN_QUOTES.join(strings)
+    except (UnicodeDecodeError, msgspec.MsgspecError, RecursionError, ValueError, TypeError):
+        return None
+    letters = np.frombuffer(joined, np.uint8)
+    # No text has the first byte of what stands between them.
+    bounds = np.flatnonzero(letters == 0)
+    begins, ends = np.append(0, bounds + len(_BETWEEN_QUOTES)), np.append(bounds - 1, len(joined) - 1)
+    if len(begins) != len(strings) or (letters[np.append(begins, ends)] != ord('"')).any():
+        return None
+    may_be_blank = np.flatnonzero(_MAY_BE_SPACE[letters[begins + 1]] | (begins + 1 == ends))
+    for begin, end in zip(begins[may_be_blank].tolist(), ends[may_be_blank].tolist(), strict=True):
+        if not joined[begin + 1 : end].decode().strip():
+            return None
+    if len(joined) > MOST_DOCUMENT_BYTES:
+        return None
+    joined = joined[1:-1]
+    return Texts(joined=joined, num_texts=len(strings), characters=None if may_spell else characters)
+
+
+def _unescaped(strings: list[bytes]) -> bytes:
+    """Return what strings of JSON say, in quotes, joined. Raises TypeError where one is no string."""
+    return f'"{BETWEEN.decode().join(orjson.loads(b"[%b]" % b",".join(strings)))}"'.encode()
+
+
+def _lines_at(places: Numbers, starts: Numbers) -> list[int]:
+    """Return the numbers of the lines that have some places, each once."""
+    num_places = np.bincount(np.searchsorted(starts, places, side="right") - 1)
+    numbers: list[int] = np.flatnonzero(num_places).tolist()  # np.unique would import numpy.ma, 10 ms
+    return numbers
+
+
+def _perhaps_infinite(letters: npt.NDArray[np.uint8]) -> Numbers:
+    """Return places in numbers that may be infinite: of an exponent of 3 digits, or of some 200 digits."""
+    is_digit = letters - ord("0") < 10
+    is_exponent = letters | 0x20 == ord("e")
+    is_exponent[1:] &= is_digit[:-1]
+    is_exponent[:-2] &= is_digit[2:]
+    is_exponent[:-3] &= is_digit[3:]
+    places = np.flatnonzero(is_exponent)
+    samples = is_digit[::64]  # three of them in a row
+    return np.concatenate([places, 64 * np.flatnonzero(samples[:-2] & samples[1:-1] & samples[2:])])
+
+
+def _others(records: list[Any], fields: TextFields) -> dict[FieldPath, list[Any]]:
+    """Return the values of ``other_paths``."""
+    return {path: [value_at(record, path) for record in records] for path in fields.other_paths}
+
+
+def _are_exact(values: Sequence[Any]) -> bool:
+    """Return whether orjson's values are the file's: of an integer beyond 64 bits it makes a float."""
+    kinds = set(map(type, values))
+    if float in kinds and any(abs(value) >= 2**63 for value in values if type(value) is float):
+        return False
+    return kinds.isdisjoint((list, dict))
+
+
+def _names_each_once(
+    block: bytes, num_lines: int, fields: TextFields, *, may_spell: bool | None = None
+) -> bool:
+    """Whether each line that has all fields of the text names each of them once.
+
+    Each such line has a key for each name. So there is no other where a block has as many keys as lines.
+    """
+    if isinstance(fields, (MessageFields, RecordFields)):
+        return False  # each line is looked at: what follows takes 20 times as long
+    name = fields.plain_name
+    # Without escapes a key is spelled in one way. Counting that takes a fifth of the search for all ways.
+    may_spell = b"\\u" in block if may_spell is None else may_spell
+    if name and name.isidentifier() and not may_spell:
+        key = b'"%b"' % name.encode()
+        if _num_beginning(block, key) == num_lines or block.count(key) == num_lines:
+            return True
+    objects = {path[:end] for path in fields.text_paths for end in range(1, len(path) + 1)}
+    times_of = Counter(path[-1] for path in objects)
+    return all(len(_keys(name).findall(block)) == times * num_lines for name, times in times_of.items())
+
+
+def _num_beginning(block: bytes, word: bytes) -> int:
+    """Count where the first four bytes of a word stand in a block, in a third of bytes.count's time."""
+    if len(word) < 4:
+        return block.count(word)
+    shifted = (np.frombuffer(block, "<u4", (len(block) - k) // 4, k) for k in range(min(4, len(block))))
+    return sum(int(np.count_nonzero(units == int.from_bytes(word[:4], "little"))) for units in shifted)
+
+
+_SHORT_ESCAPES = dict(zip('"\\/\b\f\n\r\t', (b'"', b"\\", b"/", b"b", b"f", b"n", b"r", b"t"), strict=True))
+
+
+@functools.lru_cache(maxsize=256)
+def _keys(name: str) -> re.Pattern[bytes]:
+    """Find each key of this name with its colon, however JSON spells it; and few strings that look so."""
+    pattern = b""
+    for character in name:  # as it is, and its escapes
+        units = struct.iter_unpack(">H", character.encode("utf-16-be", "surrogatepass"))
+        found = [b"".join(rb"\\u(?i:%04x)" % number for (number,) in units)]
+        if character in _SHORT_ESCAPES:
+            found.append(rb"\\" + re.escape(_SHORT_ESCAPES[character]))
+        if character not in '"\\':
+            found.append(re.escape(character.encode("utf-8", "surrogatepass")))
+        pattern += b"(?:%b)" % b"|".join(found)
+    # The group is empty: so findall makes no object for each key.
+    return re.compile(b'"%b"(?::|[ \\t\\r]+:)()' % pattern)
+
+
+def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText]:
+    """Return the object of a line, and its text; whatever other lines there are.
+
+    Of a key of the text that stands twice the line is bad; of any other one the last value counts.
+    """
+    if not line.strip(_BLANK):
+        return None, ""
+    try:
+        record = orjson.loads(line)
+    except ValueError:
+        return None, why_not_json(line)
+    if is_too_deep(line):
+        return None, _TOO_DEEP
+    if isinstance(fields, RecordFields):
+        is_exact = _LONG_NUMBER.search(line) is None
+    else:
+        others = [value_at(record, path) for path in fields.other_paths]
+        is_exact = _names_each_once(line, 1, fields) and _are_exact(others)
+    if not is_exact:
+        try:
+            record = json.loads(line, object_pairs_hook=_Object)
+        except ValueError:  # a number of more digits than Python reads
+            return None, _TOO_DEEP
+        if twice := next(_named_twice(record, fields), None):
+            return record, UnusableText("bad_json", f"the key {twice} stands twice in one object")
+    text = fields.text(record)
+    if isinstance(fields, RecordFields) and isinstance(text, str):
+        text = line.decode()  # of a record that is given whole
+    return record, text
+
+
+class _Object(dict[str, Any]):
+    """An object of JSON that remembers which keys stand in it twice."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self.twice: list[str] = []
+        if len(self) < len(pairs):
+            self.twice = [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]
+
+
+def _named_twice(record: Any, fields: TextFields) -> Iterator[str]:
+    """Return the names of the text's fields that stand twice in their object; of messages, of all in them."""
+    for path in fields.text_paths:
+        inner = record
+        for name in path:
+            if not isinstance(inner, _Object):
+                break
+            if name in inner.twice:
+                yield name
+            inner = inner.get(name)
+        if isinstance(fields, MessageFields):
+            yield from _all_twice(inner)
+
+
+def _all_twice(value: Any) -> Iterator[str]:
+    if isinstance(value, _Object):
+        yield from value.twice
+    if isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _all_twice(item)
+
+
+def why_not_json(line: bytes) -> UnusableText:
+    """Return why a line is not JSON, in words that no version of a library changes; bytes are of the line."""
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        return UnusableText("undecodable", f"byte {error.start} of the line is not utf-8")
+    if is_too_deep(line):
+        return _TOO_DEEP
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        at = len(text[: error.pos].encode())
+        what = "ends in the middle" if not text[error.pos :].strip() else f"is not JSON from byte {at} on"
+        return UnusableText("bad_json", f"the line {what}")
+    except ValueError:
+        return _TOO_DEEP
+    if half := re.search(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}", text):
+        return UnusableText("surrogate", f"it has half of a surrogate pair, {half[0]} or another")
+    return UnusableText("bad_json", "the line has NaN, Infinity or a number beyond 1.8e308")
+
+
+_TOO_DEEP = UnusableText(
+    "bad_json", f"it is nested too deep, more than {MAX_JSON_DEPTH} levels, or has too long a number"
+)
+
+
+def is_too_deep(raw: bytes | bytearray) -> bool:
+    """Return whether JSON has objects and lists within each other more than MAX_JSON_DEPTH deep.
+
+    Costs 0.2 us for a line that has no more brackets than that, else 0.2 us for each bracket and string.
+    """
+    if len(raw) <= 2 * MAX_JSON_DEPTH or raw.count(b"[") + raw.count(b"{") <= MAX_JSON_DEPTH:
+        return False
+    depth = 0
+    for found in _STRING_OR_BRACKET.finditer(raw):
+        first = raw[found.start()]
+        if first in b"[{":
+            depth += 1
+            if depth > MAX_JSON_DEPTH:
+                return True
+        elif first in b"]}":
+            depth -= 1
+    return False

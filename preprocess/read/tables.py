@@ -31,6 +31,7 @@ import numpy as np
 import pyarrow as arrow
 import pyarrow.compute as compute
 import pyarrow.ipc as ipc
+import pyarrow.parquet as parquet
 import pyarrow.types as types
 
 from preprocess.read.documents import (
@@ -39,7 +40,6 @@ from preprocess.read.documents import (
     RangeReader,
     Records,
     Start,
-    no_records,
     starts_among,
     texts_of,
     unreadable,
@@ -68,10 +68,7 @@ _BUILT_IN_ERRORS = (ValueError, OSError, RuntimeError, LookupError, TypeError, O
 
 
 class InputStream(io.RawIOBase):
-    """Spans of an open input, one after the other, as a Python file for pyarrow.
-
-    Given its ``memory``, what is read is not copied.
-    """
+    """Spans of an open input, one after the other, as a file for pyarrow; of ``memory`` without a copy."""
 
     def __init__(
         self, file: OpenInput, spans: Sequence[tuple[int, int]], memory: mmap.mmap | None = None
@@ -135,13 +132,6 @@ def refused_by_name(file: OpenInput, name: str, stream: InputStream) -> Iterator
 class Parquet:
     """``.parquet``: only the columns in use are read, some pages at a time."""
 
-    def __init__(self) -> None:
-        # Only here: a task of Arrow files need not wait 15 ms for it. Not later: threads that import parts of
-        # pyarrow at once find half of it.
-        import pyarrow.parquet
-
-        self._parquet = pyarrow.parquet
-
     def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
         """Raises BadInput where the footer is broken, or a column of the text is missing."""
         if not file.stamp.num_bytes:
@@ -195,7 +185,7 @@ class Parquet:
                     said = f"its footer says {expected}"
                     raise ValueError(f"row group {numbers[0]} has {num_rows} rows, {said}")
         if told < part.end:  # row groups without rows, or no row group
-            yield no_records(part.end - told)
+            yield Records(num_bytes=part.end - told)
 
     def _open(self, file: OpenInput, fields: TextFields) -> tuple[Any, InputStream, TextFields]:
         """Return a pyarrow ParquetFile, what it reads from, and the fields in it. Raises BadInput."""
@@ -205,7 +195,7 @@ class Parquet:
         encrypted = "an encrypted footer" if tail.endswith(b"PARE") else ""
         with refused_by_name(file, "Parquet", stream):
             if not encrypted:
-                table = self._parquet.ParquetFile(stream, buffer_size=_BUFFER_BYTES)
+                table = parquet.ParquetFile(stream, buffer_size=_BUFFER_BYTES)
                 # pyarrow ends the process (SIGABRT) where metadata of an encrypted column is asked for.
                 if int.from_bytes(tail[:4], "little") == table.metadata.serialized_size + _SIGNATURE_BYTES:
                     encrypted = "encrypted columns, or a signed footer"
@@ -310,7 +300,7 @@ class Arrow:
                     told = message.end
                     first_row += batch.num_rows
         if told < part.end:  # the mark of the end, and a footer
-            yield no_records(part.end - told)
+            yield Records(num_bytes=part.end - told)
 
     def _open(
         self, file: OpenInput, messages: Sequence[_Message], fields: TextFields, memory: mmap.mmap | None
@@ -436,8 +426,8 @@ def _fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
         if problem:
             expected += "; choose another --text_field, or move the file away, and plan anew"
             raise BadInput(path=file.path, found=problem, expected=expected)
-        for place, _ in found:
-            places[path] = place
+        if found:
+            places[path] = found[0][0]
     return fields.at(places)
 
 

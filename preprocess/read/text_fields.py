@@ -266,7 +266,7 @@ def text_fields_of(options: PlanOptions) -> TextFields:
     """Return what of a record is the text. Raises UsageError where the names or the template are none."""
     if options.transform_sha256:
         return RecordFields(options)
-    return MessageFields(options) if options.is_chat else TextFields(options)
+    return MessageFields(options) if options.record == "chat" else TextFields(options)
 
 
 # The user's function. -----------------------------------------------------------------------------------

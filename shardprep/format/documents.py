@@ -28,33 +28,14 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from shardprep import files
 from shardprep.errors import BadInput, BrokenShard, NotFound, OtherPlan, UsageError
-from shardprep.files import (
-    NOT_THERE,
-    Digest,
-    FileStamp,
-    make_subfolder,
-    publish_bytes,
-    read_lines,
-    read_regular,
-)
-from shardprep.format.input_formats import input_kind
-from shardprep.format.names import (
-    DIGEST_BYTES,
-    EXCLUDED_NAME,
-    Count,
-    blanked_path,
-    digests_path,
-    ids_path,
-    missing_file,
-    read_file,
-    remake_command,
-    with_content_hash,
-    wrong_value,
-)
+from shardprep.files import Digest, FileStamp
+from shardprep.format import names
+from shardprep.format.names import Count
 from shardprep.format.plan import PlannedShard
 
-DIGEST = np.dtype(f"V{DIGEST_BYTES}")
+DIGEST = np.dtype(f"V{names.DIGEST_BYTES}")
 NameKind = Literal["id", "text", "place"]
 Numbers = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.void]  # DIGEST[n]
@@ -64,20 +45,18 @@ _MOST_NAMES = 10_000_000
 _FORMAT = "shardprep-blanked"
 _MAX_BLANKED_BYTES = 256 << 20  # some 10^7 documents
 # The digest of a blanked document; a document stays on its side of a split.
-_BLANK_DIGESTS = np.frombuffer(b"\xff" * DIGEST_BYTES + bytes(DIGEST_BYTES), DIGEST)
+_BLANK_DIGESTS = np.frombuffer(b"\xff" * names.DIGEST_BYTES + bytes(names.DIGEST_BYTES), DIGEST)
 
 
-def digests_of(texts: Iterable[bytes]) -> npt.NDArray[np.void]:
-    """The first 16 bytes of the sha256 of each text of UTF-8: DIGEST[texts]. 1 us and 1 ns per byte each."""
-    found = [hashlib.sha256(text).digest()[:DIGEST_BYTES] for text in texts]
+def digests_of(texts: Iterable[bytes]) -> Digests:
+    """Return the first 16 bytes of the sha256 of each text: DIGEST[texts]. 1 us, and 1 ns per byte, each."""
+    found = [hashlib.sha256(text).digest()[: names.DIGEST_BYTES] for text in texts]
     return np.frombuffer(b"".join(found), DIGEST)
 
 
 def canonical_conversation(messages: str) -> str:
-    """What the digest of a conversation is of: its messages in JSON, keys sorted, without their nulls.
-
-    Tables have a null for each key that another message has.
-    """
+    """Return what the digest of a conversation is of: its messages in JSON, keys sorted, without nulls."""
+    # Tables have a null for each key that another message has.
     found = [
         {key: value for key, value in message.items() if value is not None}
         if isinstance(message, dict)
@@ -87,8 +66,8 @@ def canonical_conversation(messages: str) -> str:
     return json.dumps(found, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
 
 
-def are_for_validation(digests: npt.NDArray[np.void], fraction: float) -> npt.NDArray[np.bool_]:
-    """Which documents a fraction chooses, bool[n]: the first 8 bytes are below ``fraction`` * 2**64."""
+def are_for_validation(digests: Digests, fraction: float) -> npt.NDArray[np.bool_]:
+    """Return which documents are chosen, bool[n]: the first 8 bytes are below ``fraction`` * 2**64."""
     firsts = np.ascontiguousarray(digests).view(">u8")[::2]
     return np.asarray(firsts < np.uint64(math.ceil(fraction * 2**64)))
 
@@ -97,10 +76,10 @@ def are_for_validation(digests: npt.NDArray[np.void], fraction: float) -> npt.ND
 class DocumentNames:
     """Names of documents, looked up a batch at a time."""
 
-    keys: npt.NDArray[np.void]  # DIGEST[names], ascending: of ids, of texts (their digests) and of places
+    keys: Digests  # DIGEST[names], ascending: of ids, of texts (their digests) and of places
     kinds: frozenset[NameKind] = frozenset({"id", "text", "place"})  # that may be among them
 
-    def find(self, keys: npt.NDArray[np.void]) -> npt.NDArray[np.intp]:
+    def find(self, keys: Digests) -> npt.NDArray[np.intp]:
         """Return where some keys stand among the names: intp[n], -1 for one that is none."""
         places = np.searchsorted(self.keys, keys)
         places[places == len(self.keys)] = 0
@@ -121,34 +100,27 @@ class DocumentNames:
         return np.array([self.find(each) for each in keys], np.intp).reshape(len(keys), len(offsets))
 
     def may_be_in(self, folder: Path, shard: PlannedShard, stamp: FileStamp | None) -> bool:
-        """Return whether a text or a place that is named may be of a shard, so that its input must be read.
-
-        ``stamp``: of its digests, where these are kept.
-        """
+        """Return whether a named text or place may be of a shard. ``stamp``: of its digests, if kept."""
         has_texts = "text" in self.kinds
         if has_texts and stamp is not None:
             has_texts = bool((self.find(read_digests(folder, shard.shard_id, stamp)) >= 0).any())
         for part in shard.ranges if not has_texts else ():
             path = part.planned.path if part.planned else part.path.name
             # Rows, and bytes of decompressed text, may be of any part of the file.
-            bounds = (part.start, part.end) if input_kind(path).is_in_bytes else (0, 2**63 - 1)
+            bounds = (part.start, part.end) if names.input_kind(path).is_in_bytes else (0, 2**63 - 1)
             first, end = np.searchsorted(self.keys, keys_of_places(path, np.array(bounds)))
             if first < end:
                 return True
         return has_texts
 
 
-def keys_of_ids(ids: Iterable[str]) -> npt.NDArray[np.void]:
+def keys_of_ids(ids: Iterable[str]) -> Digests:
     """Return the keys of ids: DIGEST[n]."""
-    found = [hashlib.sha256(b"id:" + name.encode()).digest()[:DIGEST_BYTES] for name in ids]
-    return np.frombuffer(b"".join(found), DIGEST)
+    return digests_of(b"id:" + name.encode() for name in ids)
 
 
-def keys_of_places(path: str, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
-    """Return the keys of places in an input: DIGEST[n], 8 bytes of a hash of its path, and 8 of the offset.
-
-    ``path``: as the plan has it. ``offsets``: see docs/format.md, "Places".
-    """
+def keys_of_places(path: str, offsets: Numbers) -> Digests:
+    """Return the keys of places in an input: DIGEST[n], 8 bytes of a hash of its path, 8 of the offset."""
     keys = np.empty((len(offsets), 2), ">u8")
     keys[:, 0] = int.from_bytes(hashlib.sha256(_PLACE.encode() + path.encode()).digest()[:8], "big")
     keys[:, 1] = offsets
@@ -163,16 +135,12 @@ def name_of_place(path: str, offset: int) -> str:
 
 
 def read_names(path: Path, *, id_field: str) -> DocumentNames:
-    """Read a list that a user wrote; a million lines take 1 s and 50 MB.
-
-    ``id_field``: of the plan, "" where it keeps no ids. Raises NotFound, BadInput, UsageError,
-    ReadWriteError.
-    """
+    """Read a list that a user wrote; a million lines take 1 s and 50 MB. ``id_field``: of the plan, or ""."""
     keys, kinds = bytearray(), set[NameKind]()
     for _, key, kind in _names_in(path, id_field):
         keys += key
         kinds.add(kind)
-        if len(keys) > _MOST_NAMES * DIGEST_BYTES:
+        if len(keys) > _MOST_NAMES * names.DIGEST_BYTES:
             too_many = f"more than {_MOST_NAMES:,} names, and every process that makes shards would hold them"
             raise BadInput(path=path, found=too_many, expected="fewer, or an input that is filtered")
     if not keys:
@@ -182,18 +150,18 @@ def read_names(path: Path, *, id_field: str) -> DocumentNames:
 
 
 def lines_of(
-    path: Path, names: DocumentNames, wanted: npt.NDArray[np.bool_], *, id_field: str
+    path: Path, listed: DocumentNames, wanted: npt.NDArray[np.bool_], *, id_field: str
 ) -> Iterator[str]:
-    """Yield the lines of a list whose names are ``wanted``: bool[names]."""
+    """Yield the lines of a list whose listed are ``wanted``: bool[names]."""
     for line, key, _ in _names_in(path, id_field):
-        if wanted[names.find(np.frombuffer(key, DIGEST))[0]]:
+        if wanted[listed.find(np.frombuffer(key, DIGEST))[0]]:
             yield line
 
 
 def _names_in(path: Path, id_field: str) -> Iterator[tuple[str, bytes, NameKind]]:
     """Yield each line that is not empty, its key of 16 bytes, and what it names a document by."""
     try:
-        for number, raw in enumerate(read_lines(path), 1):
+        for number, raw in enumerate(files.read_lines(path), 1):
             try:
                 line = raw.decode().strip()
                 key, kind = _key_of(line)
@@ -203,11 +171,10 @@ def _names_in(path: Path, id_field: str) -> Iterator[tuple[str, bytes, NameKind]
             if not line:
                 continue
             if kind == "id" and not id_field:
-                found = f"the id {line[:60]!r} in line {number}, where the plan has no --id_field"
-                expected = "names of texts, as sha256:HEX, or of places, as at:FILE:BYTE"
+                found, expected = f"an id in line {number}, without --id_field", "sha256:HEX, or at:FILE:BYTE"
                 raise UsageError(path=path, found=found, expected=expected, remedy="--id_field")
             yield line, key, kind
-    except NOT_THERE:
+    except files.NOT_THERE:
         raise NotFound(f"{path} is no file", path=path) from None
 
 
@@ -215,9 +182,9 @@ def _key_of(line: str) -> tuple[bytes, NameKind]:
     """Return the key of a line, and what it names a document by. Raises ValueError."""
     if line.startswith(_TEXT):
         digest = bytes.fromhex(line.removeprefix(_TEXT))
-        if len(digest) not in (DIGEST_BYTES, 32):
+        if len(digest) not in (names.DIGEST_BYTES, 32):
             raise ValueError("another length")
-        return digest[:DIGEST_BYTES], "text"
+        return digest[: names.DIGEST_BYTES], "text"
     if line.startswith(_PLACE):
         place = re.fullmatch(r"(.+):([0-9]{1,18})", line.removeprefix(_PLACE), re.DOTALL)
         if place is None:
@@ -227,12 +194,12 @@ def _key_of(line: str) -> tuple[bytes, NameKind]:
 
 
 def read_excluded(folder: Path, sha256: str) -> DocumentNames:
-    """Read the names that a plan leaves out. ``sha256``: of its options. Raises BrokenShard."""
-    path = folder / EXCLUDED_NAME
+    """Read the names that a plan leaves out. ``sha256``: of its options."""
+    path = folder / names.EXCLUDED_NAME
     try:
-        raw = read_regular(path, max_bytes=_MOST_NAMES * DIGEST_BYTES + 1)
+        raw = files.read_regular(path, max_bytes=_MOST_NAMES * names.DIGEST_BYTES + 1)
         found = hashlib.sha256(raw).hexdigest()
-    except NOT_THERE:
+    except files.NOT_THERE:
         raw, found = b"", "missing"
     if found != sha256:
         expected = f"{sha256[:12]}; run the plan command again, with the same list as --exclude"
@@ -241,12 +208,9 @@ def read_excluded(folder: Path, sha256: str) -> DocumentNames:
 
 
 def kept_ids(folder: Path, shard_id: int) -> Iterator[tuple[int, int, str]]:
-    """Yield input, place in it, and id of each document of a shard, as --id_field keeps them.
-
-    Raises BrokenShard, ReadWriteError.
-    """
-    path, remedy = ids_path(folder, shard_id), remake_command(shard_id, folder)
-    for line in read_lines(path):
+    """Yield input, place in it, and id of each document of a shard, as --id_field keeps them."""
+    path, remedy = names.ids_path(folder, shard_id), names.remake_command(shard_id, folder)
+    for line in files.read_lines(path):
         try:
             input_number, offset, kept = orjson.loads(line)
             is_right = [type(input_number), type(offset), type(kept)] == [int, int, str]
@@ -257,21 +221,15 @@ def kept_ids(folder: Path, shard_id: int) -> Iterator[tuple[int, int, str]]:
         yield input_number, offset, kept
 
 
-def read_digests(
-    folder: Path, shard_id: int, stamp: FileStamp, *, is_checked: bool = False
-) -> npt.NDArray[np.void]:
-    """Read the digests of a shard: DIGEST[documents], in the order of docs/format.md.
-
-    ``stamp``: of its manifest; their hash is compared, unless it ``is_checked``. Raises MissingShard,
-    BrokenShard, ReadWriteError.
-    """
-    path = digests_path(folder, shard_id)
+def read_digests(folder: Path, shard_id: int, stamp: FileStamp, *, is_checked: bool = False) -> Digests:
+    """Read the digests of a shard: see docs/format.md. Their hash is compared unless ``is_checked``."""
+    path = names.digests_path(folder, shard_id)
     try:
-        raw = read_regular(path, max_bytes=stamp.num_bytes)
-    except NOT_THERE:
-        raise missing_file(path, shard_id, folder) from None
+        raw = files.read_regular(path, max_bytes=stamp.num_bytes)
+    except files.NOT_THERE:
+        raise names.missing_file(path, shard_id, folder) from None
     if not is_checked and (found := hashlib.sha256(raw).hexdigest()) != stamp.sha256:
-        remedy, expected = remake_command(shard_id, folder), stamp.sha256[:12]
+        remedy, expected = names.remake_command(shard_id, folder), stamp.sha256[:12]
         raise BrokenShard(path=path, found=f"sha256 {found[:12]}", expected=expected, remedy=remedy)
     return np.frombuffer(raw, DIGEST)
 
@@ -286,42 +244,39 @@ class BlankedDocuments:
     inputs: list[Count]  # numbers of input files in the plan
     offsets: list[Count]  # see docs/format.md, "Places"
 
-    def are_at(self, input_number: int, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def are_at(self, input_number: int, offsets: Numbers) -> npt.NDArray[np.bool_]:
         """Tell which documents of an input, by where they begin, are blanked: bool[n]."""
         ours = np.array(self.offsets, np.int64)[np.array(self.inputs, np.int64) == input_number]
         return np.isin(offsets, ours)
 
 
-def blank_digests(is_for_validation: npt.NDArray[np.bool_]) -> npt.NDArray[np.void]:
+def blank_digests(is_for_validation: npt.NDArray[np.bool_]) -> Digests:
     """Return what stands for the digests of blanked documents: DIGEST[n]."""
     return _BLANK_DIGESTS[is_for_validation.astype(np.intp)]
 
 
 def publish_blanked(folder: Path, documents: BlankedDocuments) -> None:
-    """Write the file of a shard. Raises CannotWrite, ReadWriteError."""
-    path = blanked_path(folder, documents.shard_id)
-    make_subfolder(folder, path.parent.name)
-    publish_bytes(path, json.dumps(with_content_hash(_FORMAT, asdict(documents))).encode() + b"\n")
+    """Write the file of a shard."""
+    path = names.blanked_path(folder, documents.shard_id)
+    files.make_subfolder(folder, path.parent.name)
+    content = json.dumps(names.with_content_hash(_FORMAT, asdict(documents)))
+    files.publish_bytes(path, content.encode() + b"\n")
 
 
 def read_blanked(folder: Path, plan_id: str, shard_id: int) -> BlankedDocuments:
-    """Read the file of a shard that the plan's option names.
-
-    Raises BrokenShard where it is missing or damaged, OtherPlan, UnknownVersion, ReadWriteError.
-    """
-    path = blanked_path(folder, shard_id)
+    """Read the file of a shard that the plan's option names."""
+    path = names.blanked_path(folder, shard_id)
     advice = "bring the file back as it was: without it the shard would hold what was blanked"
     try:
-        found = read_file(path, _FORMAT, BlankedDocuments, max_bytes=_MAX_BLANKED_BYTES)
-    except NOT_THERE:
+        found = names.read_file(path, _FORMAT, BlankedDocuments, max_bytes=_MAX_BLANKED_BYTES)
+    except files.NOT_THERE:
         raise BrokenShard(f"{path} is missing; {advice}", path=path, found="missing") from None
     except BrokenShard as error:
         error.advise(advice)
         raise
     if (found.plan_id, found.shard_id) != (plan_id, shard_id):
         is_of = f"shard {found.shard_id} of plan {found.plan_id[:12]}"
-        expected = f"shard {shard_id} of plan {plan_id[:12]}; {advice}"
-        raise OtherPlan(path=path, found=is_of, expected=expected)
+        raise OtherPlan(path=path, found=is_of, expected=f"{shard_id} of {plan_id[:12]}; {advice}")
     if len(found.inputs) != len(found.offsets):
-        raise wrong_value(path, "offsets", found.offsets, f"{len(found.inputs)}, as there are inputs")
+        raise names.wrong_value(path, "offsets", found.offsets, f"{len(found.inputs)}, as there are inputs")
     return found

@@ -11,13 +11,12 @@ index.json is all manifests merged, so that a reader opens one file and not 10^5
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -27,44 +26,16 @@ import numpy.typing as npt
 import orjson
 from msgspec import Meta
 
-from shardprep.errors import (
-    BrokenShard,
-    MissingShard,
-    NotFound,
-    OtherPlan,
-    ReadWriteError,
-    ShardprepError,
-    UsageError,
-    quoted,
-)
+from shardprep import errors
+from shardprep.errors import ShardprepError
 from shardprep.files import NOT_THERE, ReadFile, errors_named, size_of_file, with_retries
+from shardprep.format import names
 from shardprep.format.manifest import Manifest, SourceCounts, manifest_ids, read_manifest, sum_of_sources
-from shardprep.format.names import (
-    BLOCK_BYTES,
-    FORMAT_VERSION,
-    INDEX_NAME,
-    MAX_SAMPLES,
-    PACKED_MEMBER_BYTES,
-    PLAN_NAME,
-    Count,
-    DatasetSpec,
-    Text,
-    id_ranges,
-    idx_path,
-    manifest_path,
-    missing_file,
-    read_file,
-    remake_command,
-    tar_path,
-    unknown_version,
-    with_content_hash,
-    wrong_value,
-)
+from shardprep.format.names import Count, DatasetSpec, Text
 
 HEADER_BYTES = 64
 CHUNK_RECORDS = 512  # share a crc32, and are read together: of an idx 14 KB of documents, 20 KB of rows
 CHUNK_CRC = np.dtype("<u4")
-IDX_MAGIC = b"shardidx"
 IDX_HEADER = np.dtype(
     [
         ("magic", "S8"),
@@ -102,6 +73,9 @@ READ_BYTES = 4 << 20  # of ids at once, or one sample
 MAX_OFFSET = 2**62  # sums with it stay in an int64; who reads at it compares it with the tar's size
 
 
+Records = npt.NDArray[np.void]  # of idx_dtype
+
+
 class ChunkCrcs:
     """The crc32 of each CHUNK_RECORDS records, taken while they are written one after another."""
 
@@ -128,16 +102,13 @@ class IdxFile:
     """The idx of a shard, open, its header and size checked; close ``file``. Reads raise OSError."""
 
     def __init__(self, folder: Path, spec: DatasetSpec, shard_id: int) -> None:
-        """Open it, and compare its first 64 bytes.
-
-        Raises MissingShard, UnknownVersion, OtherPlan or BrokenShard; OSError where the file system fails.
-        """
+        """Open it, and compare its first 64 bytes."""
         self._folder, self._shard_id, self.dtype = folder, shard_id, idx_dtype(spec.kind)
-        path, header = idx_path(folder, shard_id), idx_header(spec, shard_id)
+        path, header = names.idx_path(folder, shard_id), idx_header(spec, shard_id)
         try:
             self.file = ReadFile(path)
         except NOT_THERE:
-            raise missing_file(path, shard_id, folder) from None
+            raise names.missing_file(path, shard_id, folder) from None
         try:
             self._read_header(spec, header)
         except BaseException:
@@ -145,16 +116,15 @@ class IdxFile:
             raise
 
     def _read_header(self, spec: DatasetSpec, header: bytes) -> None:
-        """Compare header and size, and take the crc32s. Raises as opening does."""
         found = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
         if len(found) < HEADER_BYTES or found[:8] != header[:8]:
-            raise self._wrong(BrokenShard, f"no idx: it begins {found[:8]!r}", f"{header[:8]!r}")
+            raise self._wrong(errors.BrokenShard, f"no idx: it begins {found[:8]!r}", f"{header[:8]!r}")
         values, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (found, header))
-        if (version := int(values["version"])) != FORMAT_VERSION:
-            raise unknown_version(self.file.path, version)
+        if (version := int(values["version"])) != names.FORMAT_VERSION:
+            raise names.unknown_version(self.file.path, version)
         for name in IDX_HEADER.names or ():
             if values[name] != wanted[name]:
-                raise self._wrong(OtherPlan, f"an idx for {name} {values[name]}", wanted[name])
+                raise self._wrong(errors.OtherPlan, f"an idx for {name} {values[name]}", wanted[name])
         # The size tells how many records there are: no two numbers of records make the same size.
         chunk_bytes = CHUNK_RECORDS * self.dtype.itemsize + CHUNK_CRC.itemsize
         num_bytes = self.file.num_bytes - HEADER_BYTES
@@ -163,17 +133,15 @@ class IdxFile:
         self.num_samples = num_chunks * CHUNK_RECORDS + num_rest
         if self.file.num_bytes != idx_num_bytes(spec.kind, self.num_samples):
             expected = f"records of {self.dtype.itemsize} bytes, with their crc32s"
-            raise self._wrong(BrokenShard, f"cut short: {num_bytes} bytes behind the header", expected)
+            raise self._wrong(errors.BrokenShard, f"cut short: {num_bytes} bytes behind the header", expected)
         self._is_checked = bytearray(-(-self.num_samples // CHUNK_RECORDS))  # of each chunk
         crcs_bytes = len(self._is_checked) * CHUNK_CRC.itemsize
         self._crcs = np.frombuffer(self.file.read(self.file.num_bytes - crcs_bytes, crcs_bytes), CHUNK_CRC)
 
-    def read(self, rows: slice) -> npt.NDArray[np.void]:
-        """Read the records of some rows. Raises BrokenShard, OSError.
-
-        The first time, they are read with the chunks that hold them, whose crc32s are compared: 10 us for 20
-        KB of records, where reading the ids of as many rows takes 0.7 ms (one core, in the page cache).
-        """
+    def read(self, rows: slice) -> Records:
+        """Read the records of some rows. Raises BrokenShard, OSError."""
+        # The first time with their chunks, whose crc32s are compared: 10 us for 20 KB of them, where reading
+        # the ids of as many rows takes 0.7 ms (one core, in the page cache).
         first, stop, size = rows.start, rows.stop, self.dtype.itemsize
         chunks = range(first // CHUNK_RECORDS, -(-stop // CHUNK_RECORDS))
         is_new = 0 in self._is_checked[chunks.start : chunks.stop]
@@ -189,12 +157,12 @@ class IdxFile:
             elif (last := int(part["offset"].max())) > MAX_OFFSET:
                 found = f"a sample at byte {last} of a tar"
             if found:
-                raise self._wrong(BrokenShard, found)
+                raise self._wrong(errors.BrokenShard, found)
             self._is_checked[chunk] = True
         return records[rows.start - first : rows.stop - first]
 
     def _wrong(self, kind: type[ShardprepError], found: str, expected: object = None) -> ShardprepError:
-        remedy = remake_command(self._shard_id, self._folder)
+        remedy = names.remake_command(self._shard_id, self._folder)
         return kind(path=self.file.path, found=found, expected=expected, remedy=remedy)
 
 
@@ -212,22 +180,15 @@ def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
     return HEADER_BYTES + num_samples * idx_dtype(kind).itemsize + num_chunks * CHUNK_CRC.itemsize
 
 
-def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.void]:
-    """Return a shard's whole idx: a structured array of ``idx_dtype``, one per sample.
-
-    Raises MissingShard, UnknownVersion, OtherPlan, BrokenShard, or ReadWriteError.
-    """
-    try:
+def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> Records:
+    """Return a shard's whole idx: a structured array of ``idx_dtype``, one per sample."""
+    with errors_named(names.idx_path(folder, shard_id)):
         idx = IdxFile(folder, spec, shard_id)
         with idx.file:
             return idx.read(slice(0, idx.num_samples))
-    except OSError as error:
-        raise ReadWriteError(f"{idx_path(folder, shard_id)} cannot be read: {error.strerror}") from error
 
 
-def misplaced_samples(
-    spec: DatasetSpec, records: npt.NDArray[np.void], tar_bytes: int
-) -> npt.NDArray[np.bool_]:
+def misplaced_samples(spec: DatasetSpec, records: Records, tar_bytes: int) -> npt.NDArray[np.bool_]:
     """Return which samples cannot be where an idx places them in a tar of this size: bool[samples].
 
     Their ids, starts and masks must lie within the tar, with the bytes that they must have, and apart; what
@@ -244,7 +205,7 @@ def misplaced_samples(
         row_bytes, num_starts = spec.seq_len * spec.dtype.itemsize, records["num_starts"].astype(np.int64)
         wrong |= (size != row_bytes) | (tokens < 1) | (tokens > spec.seq_len) | (num_starts > spec.seq_len)
         # A member has rows of about PACKED_MEMBER_BYTES, or one, and before them at most 9 bytes a token.
-        near = 16 * max(PACKED_MEMBER_BYTES, row_bytes) + (1 << 20)
+        near = 16 * max(names.PACKED_MEMBER_BYTES, row_bytes) + (1 << 20)
         places = [("starts_offset", 4 * num_starts)]
         places += [("mask_offset", np.full(len(records), spec.seq_len))] if spec.kind == "chat" else []
         for name, num_bytes in places:
@@ -259,24 +220,15 @@ def misplaced_samples(
 
 def idx_header(spec: DatasetSpec, shard_id: int) -> bytes:
     """Return the 64 bytes that begin an idx."""
-    fields = (
-        IDX_MAGIC,
-        FORMAT_VERSION,
-        IDX_KINDS.index(spec.kind),
-        0 if spec.kind == "json" else spec.token_bytes,
-        spec.seq_len,
-        shard_id,
-        spec.plan_id[:32].encode(),
-        0,
-    )
+    token_bytes = 0 if spec.kind == "json" else spec.token_bytes
+    of_spec = (IDX_KINDS.index(spec.kind), token_bytes, spec.seq_len)
+    fields = (b"shardidx", names.FORMAT_VERSION, *of_spec, shard_id, spec.plan_id[:32].encode(), 0)
     return np.array([fields], IDX_HEADER).tobytes()
 
 
-def samples_holding(records: npt.NDArray[np.void], place: tuple[int, int], num_train: int) -> list[int]:
-    """Return the samples of a shard that hold a document, the last one that begins at a place or before.
-
-    Rows for validation stand behind the ``num_train`` others; either side may hold it.
-    """
+def samples_holding(records: Records, place: tuple[int, int], num_train: int) -> list[int]:
+    """Return the samples of a shard that hold a document, the last one that begins at a place or before."""
+    # Rows for validation stand behind the ``num_train`` others; either side may hold it.
     is_in_rows = "num_starts" in (records.dtype.names or ())
     if is_in_rows and 0 < num_train < len(records):
         behind = samples_holding(records[num_train:], place, 0)
@@ -284,43 +236,37 @@ def samples_holding(records: npt.NDArray[np.void], place: tuple[int, int], num_t
         return before + [num_train + number for number in behind]
     places = list(zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True))
     if is_in_rows and places != sorted(places):
-        raise UsageError(
-            "rows of --pack best_fit hold documents of anywhere in their shard; look for a text of it instead"
-        )
+        raise errors.UsageError("rows of --pack best_fit hold documents in any order; look for a text of it")
     nearest = max((item for item in places if item <= place), default=None)
     # A row that begins in another input may hold all that a small one has.
     if nearest is None or (not is_in_rows and nearest[0] != place[0]):
         return []
     rows = [number for number, item in enumerate(places) if item == nearest]
-    if is_in_rows and rows[0] and places[rows[0]] == nearest:
+    if is_in_rows and rows[0]:
         rows.insert(0, rows[0] - 1)  # the document may begin in the row before
     return rows
 
 
 class ShardSamples:
-    """One shard, open for reading, or a part of its samples; within ``with``.
-
-    Raises MissingShard, BrokenShard or ReadWriteError, at opening and at reading.
-    """
+    """One shard, open for reading, or a part of its samples; within ``with``."""
 
     def __init__(self, folder: Path, spec: DatasetSpec, shard_id: int, part: slice = slice(None)) -> None:
         self.spec = spec
         self.shard_id = shard_id
         records = read_idx(folder, spec, shard_id)
         self.records = records[part]  # see idx_dtype, one per sample
-        self.path = tar_path(folder, shard_id)
-        self._remedy = remake_command(shard_id, folder)
+        self.path = names.tar_path(folder, shard_id)
+        self._remedy = names.remake_command(shard_id, folder)
         try:
             with errors_named(self.path):
                 self._tar = ReadFile(self.path)
         except NOT_THERE:
-            raise missing_file(self.path, shard_id, folder) from None
+            raise names.missing_file(self.path, shard_id, folder) from None
         wrong = misplaced_samples(spec, records, self._tar.num_bytes)
         if wrong.any():
             self._tar.close()
-            found = f"a tar of {self._tar.num_bytes} bytes"
-            expected = f"sample {int(wrong.argmax())} where its idx places it"
-            raise BrokenShard(path=self.path, found=found, expected=expected, remedy=self._remedy)
+            found = f"a tar of {self._tar.num_bytes} bytes, without sample {int(wrong.argmax())} of its idx"
+            raise errors.BrokenShard(path=self.path, found=found, remedy=self._remedy)
 
     def __enter__(self) -> ShardSamples:
         return self
@@ -378,23 +324,20 @@ class ShardSamples:
         begins += [row_begins[number] + self.starts(number) for number in range(len(lengths))]
         return np.diff(np.unique(np.concatenate(begins)), append=lengths.sum())
 
-    def _ids_of(self, records: npt.NDArray[np.void]) -> Iterator[npt.NDArray[np.integer]]:
+    def _ids_of(self, records: Records) -> Iterator[npt.NDArray[np.integer]]:
         steps = np.diff(records["offset"].astype(np.int64))  # back, where samples for validation begin
         try:
             for part in np.split(records, np.flatnonzero(steps <= 0) + 1):
                 yield from ids_of(self.spec, part, self._read)
         except (ValueError, OverflowError) as error:
             found = f"it holds token ids that cannot be read ({error})"
-            raise BrokenShard(path=self.path, found=found, remedy=self._remedy) from None
+            raise errors.BrokenShard(path=self.path, found=found, remedy=self._remedy) from None
 
 
 def ids_of(
-    spec: DatasetSpec, records: npt.NDArray[np.void], read: Callable[[int, int], bytearray]
+    spec: DatasetSpec, records: Records, read: Callable[[int, int], bytearray]
 ) -> Iterator[npt.NDArray[np.integer]]:
-    """Yield all ids of samples that stand one behind another, some samples at a time, rows with padding.
-
-    ``read``: gives bytes of the tar, by the first and their number. Raises ValueError for what is no id.
-    """
+    """Yield all ids of samples that stand one behind another, some at a time. ``read``: of the tar."""
     first, ends = 0, records["offset"] + records["num_bytes"]
     while first < len(records):
         begin = int(records["offset"][first])
@@ -435,7 +378,7 @@ class _IndexFile:
     spec: DatasetSpec
     sources: dict[str, SourceCounts]
     columns: list[str]
-    shards: list[tuple[Count, Count, Count, Count, Count, Count, _ShortHash]]
+    shards: list[tuple[Count, Count, Count, Count, Count, Count, _ShortHash]]  # COLUMNS, and a hash
     blanked: Text = ""
 
 
@@ -458,57 +401,46 @@ class DatasetIndex:
     def to_json(self) -> bytes:
         """Return the bytes of index.json: about 70 per shard, no ``run``, so equal data gives equal bytes."""
         rows = [[*row, sha] for row, sha in zip(self.columns.tolist(), self.tar_sha256, strict=True)]
-        content: dict[str, Any] = {
-            "spec": dataclasses.asdict(self.spec),
-            "sources": {name: dataclasses.asdict(counts) for name, counts in self.sources.items()},
-            "columns": [*COLUMNS, "tar_sha256"],
-            "shards": rows,
-        }
+        sources = {name: asdict(counts) for name, counts in self.sources.items()}
+        content: dict[str, Any] = {"spec": asdict(self.spec), "sources": sources}
+        content |= {"columns": [*COLUMNS, "tar_sha256"], "shards": rows}
         if self.blanked:
             content["blanked"] = self.blanked
-        head = with_content_hash(_FORMAT, content)
+        head = names.with_content_hash(_FORMAT, content)
         del head["shards"]
         lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
         text = json.dumps(head, ensure_ascii=False, indent=1)[:-2]
         return f'{text},\n "shards": [\n{lines}\n]}}\n'.encode()
 
 
-def _read_index_file(path: Path) -> DatasetIndex:
-    """Read index.json. Raises FileNotFoundError, BrokenShard, also where a shard's numbers do not agree."""
-    with without_garbage_collection():
-        file = read_file(path, _FORMAT, _IndexFile, max_bytes=MAX_INDEX_BYTES)
-        columns = np.array([row[:-1] for row in file.shards], np.int64).reshape(-1, len(COLUMNS))
-    if file.columns != [*COLUMNS, "tar_sha256"]:
-        raise wrong_value(path, "columns", file.columns, f"{', '.join(COLUMNS)}, tar_sha256")
-    if len(columns) != file.spec.num_shards:
-        raise wrong_value(path, "shards", f"{len(columns)} rows", f"{file.spec.num_shards}, one per shard")
-    _check_numbers(file.spec, columns, lambda row: (path, f"shards[{row}]"))
-    hashes = tuple(row[-1] for row in file.shards)
-    return DatasetIndex(
-        spec=file.spec, columns=columns, tar_sha256=hashes, sources=file.sources, blanked=file.blanked
-    )
-
-
-def _check_numbers(
-    spec: DatasetSpec, columns: npt.NDArray[np.int64], place_of: Callable[[int], tuple[Path, str]]
-) -> None:
-    """Check that the numbers of each shard are possible beside one another. Raises BrokenShard."""
+def _index_of(
+    spec: DatasetSpec,
+    rows: list[tuple[Any, ...]],
+    sources: Mapping[str, SourceCounts],
+    blanked: str,
+    place_of: Callable[[int], tuple[Path, str]],
+) -> DatasetIndex:
+    """Return the index of rows of COLUMNS and a hash. ``place_of``: names a row, for an error."""
+    columns = np.array([row[:-1] for row in rows], np.int64)
     samples, documents, tokens, tar_bytes, idx_bytes, validation = columns.T
     # The least bytes of a tar: two blocks a document, the ids of a row.
-    sample_bytes = spec.seq_len * spec.token_bytes if spec.has_rows else 2 * BLOCK_BYTES
+    sample_bytes = spec.seq_len * spec.token_bytes if spec.has_rows else 2 * names.BLOCK_BYTES
+    is_cut = (tar_bytes % names.BLOCK_BYTES != 0) | (tar_bytes < 2 * names.BLOCK_BYTES)
     wrong = {
-        "num_samples": samples > MAX_SAMPLES,
+        "num_samples": samples > names.MAX_SAMPLES,
         "idx_bytes, by num_samples": idx_bytes != idx_num_bytes(spec.kind, samples),
-        "tar_bytes, in whole blocks": (tar_bytes % BLOCK_BYTES != 0) | (tar_bytes < 2 * BLOCK_BYTES),
-        "tar_bytes, by num_samples": tar_bytes < samples.clip(0, MAX_SAMPLES) * sample_bytes,
+        "tar_bytes, in whole blocks": is_cut,
+        "tar_bytes, by num_samples": tar_bytes < samples.clip(0, names.MAX_SAMPLES) * sample_bytes,
         "num_documents, by num_samples": (documents != samples) & (not spec.has_rows),
         "num_tokens, by num_samples": (tokens > samples * spec.seq_len) & spec.has_rows,
         "num_validation_samples": validation > (samples if spec.validation_fraction else 0),
     }
-    for what, rows in wrong.items():
-        if rows.any():
-            row = int(rows.argmax())
-            raise wrong_value(*place_of(row), columns[row].tolist(), f"other {what}")
+    for what, are_wrong in wrong.items():
+        if are_wrong.any():
+            row = int(are_wrong.argmax())
+            raise names.wrong_value(*place_of(row), columns[row].tolist(), f"other {what}")
+    hashes = tuple(row[-1] for row in rows)
+    return DatasetIndex(spec=spec, columns=columns, tar_sha256=hashes, sources=sources, blanked=blanked)
 
 
 @contextmanager
@@ -524,69 +456,63 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex:
-    """Merge the manifests of all shards of a folder, given in the order of their shards.
-
-    Raises OtherPlan where they are not of one data set.
-    """
+    """Merge the manifests of all shards of a folder, given in the order of their shards."""
     spec: DatasetSpec | None = None
-    rows: list[tuple[int, ...]] = []
-    shard_ids: list[int] = []
-    hashes: list[str] = []
+    rows: list[tuple[Any, ...]] = []
     blanked: list[int] = []
     sources: list[Mapping[str, SourceCounts]] = []
     for manifest in manifests:
         spec = spec or manifest.spec
         if manifest.spec != spec:
-            raise OtherPlan(
-                path=manifest_path(folder, manifest.shard_id),
-                found=f"a shard of plan {manifest.spec.plan_id[:12]}",
-                expected=f"{spec.plan_id[:12]}, as the others: move it away, or make it again",
-                remedy=remake_command(manifest.shard_id, folder),
-            )
+            path = names.manifest_path(folder, manifest.shard_id)
+            found, expected = f"plan {manifest.spec.plan_id[:12]}", f"{spec.plan_id[:12]}, as the others"
+            remedy = names.remake_command(manifest.shard_id, folder)
+            raise errors.OtherPlan(path=path, found=found, expected=expected, remedy=remedy)
         counts = manifest.counts
-        found = (counts.num_samples, counts.num_documents, counts.num_tokens)
-        rows.append((*found, manifest.tar.num_bytes, manifest.idx.num_bytes, counts.held_out.num_samples))
-        hashes.append((manifest.made_from or manifest.tar.sha256)[:_HASH_DIGITS])
+        numbers = (counts.num_samples, counts.num_documents, counts.num_tokens)
+        files = (manifest.tar.num_bytes, manifest.idx.num_bytes)
+        tar_sha256 = (manifest.made_from or manifest.tar.sha256)[:_HASH_DIGITS]
+        rows.append((*numbers, *files, counts.held_out.num_samples, tar_sha256))
         blanked += [manifest.shard_id] if manifest.made_from else []
         sources.append(counts.sources)
-        shard_ids.append(manifest.shard_id)
     if spec is None:
-        raise MissingShard("no manifest was given")
-    columns = np.array(rows, np.int64)
-    _check_numbers(spec, columns, lambda row: (manifest_path(folder, shard_ids[row]), "counts"))
-    return DatasetIndex(
-        spec=spec,
-        columns=columns,
-        tar_sha256=tuple(hashes),
-        sources=sum_of_sources(sources),
-        blanked=id_ranges(blanked),
+        raise errors.MissingShard("no manifest was given")
+    total, shards_blanked = sum_of_sources(sources), names.id_ranges(blanked)
+    return _index_of(
+        spec, rows, total, shards_blanked, lambda row: (names.manifest_path(folder, row), "counts")
     )
 
 
 def read_index(folder: Path) -> DatasetIndex:
-    """Return the index of a data set: index.json, or without one its manifests, merged in memory.
-
-    Raises NotFound, MissingShard (naming what is missing), BrokenShard, UnknownVersion, OtherPlan,
-    ReadWriteError.
-    """
+    """Return the index of a data set: index.json, or without one its manifests, merged in memory."""
+    path = folder / names.INDEX_NAME
     try:
-        return _read_index_file(folder / INDEX_NAME)
+        with without_garbage_collection():
+            file = names.read_file(path, _FORMAT, _IndexFile, max_bytes=MAX_INDEX_BYTES)
+            if file.columns != [*COLUMNS, "tar_sha256"]:
+                raise names.wrong_value(path, "columns", file.columns, f"{', '.join(COLUMNS)}, tar_sha256")
+            if (num_rows := len(file.shards)) != file.spec.num_shards:
+                raise names.wrong_value(path, "shards", f"{num_rows} rows", f"{file.spec.num_shards}")
+            return _index_of(
+                file.spec, file.shards, file.sources, file.blanked, lambda row: (path, f"shards[{row}]")
+            )
     except NOT_THERE:
         present = manifest_ids(folder)
-    except BrokenShard as error:
-        error.remedy = f"shardprep verify {quoted(folder)}"
+    except errors.BrokenShard as error:
+        error.remedy = f"shardprep verify {errors.quoted(folder)}"
         raise
-    remedy = f"shardprep run {quoted(folder)}"
+    remedy = f"shardprep run {errors.quoted(folder)}"
+    if not present and size_of_file(folder / names.PLAN_NAME) is not None:
+        raise errors.NotFound(path=folder, found="a plan, but no shard yet", remedy=remedy)
     if not present:
-        if size_of_file(folder / PLAN_NAME) is not None:
-            raise NotFound(path=folder, found="a plan, but no shard yet", remedy=remedy)
-        raise NotFound(path=folder, found=f"no data set: neither {INDEX_NAME} nor a shard's manifest")
+        found = f"no data set: neither {names.INDEX_NAME} nor a shard's manifest"
+        raise errors.NotFound(path=folder, found=found)
     num_shards = read_manifest(folder, present[0]).spec.num_shards
     if present[-1] >= num_shards:
+        path = names.manifest_path(folder, present[-1])
         expected = f"shards 0 to {num_shards - 1}; move it, with its tar and idx, to its own data set"
-        path = manifest_path(folder, present[-1])
-        raise OtherPlan(path=path, found="a shard of another data set", expected=expected)
+        raise errors.OtherPlan(path=path, found="a shard of another data set", expected=expected)
     if missing := sorted(set(range(num_shards)) - set(present)):
-        found = f"{len(present)} of {num_shards} shards, without {id_ranges(missing)}"
-        raise MissingShard(path=folder, found=found, remedy=remedy)
+        found = f"{len(present)} of {num_shards} shards, without {names.id_ranges(missing)}"
+        raise errors.MissingShard(path=folder, found=found, remedy=remedy)
     return merge_manifests(folder, (read_manifest(folder, shard_id) for shard_id in present))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import getpass
 import json
 import os
@@ -34,39 +35,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct, field
 
+from shardprep import errors, files
 from shardprep.command_line import option
-from shardprep.errors import (
-    BrokenShard,
-    CannotWrite,
-    ReadWriteError,
-    ShardprepError,
-    UnknownVersion,
-    UsageError,
-)
-from shardprep.files import (
-    NOT_THERE,
-    PublishedFile,
-    append_bytes,
-    is_folder,
-    make_subfolder,
-    names_in,
-    read_regular,
-    read_with_status,
-    size_of_file,
-    sync_folder,
-)
-from shardprep.format.names import (
-    MAX_SHARDS,
-    MOST,
-    Count,
-    Text,
-    as_type,
-    checked_object,
-    id_ranges,
-    ids_of_ranges,
-    load_json,
-    with_content_hash,
-)
+from shardprep.errors import ShardprepError
+from shardprep.format import names
+from shardprep.format.names import Count, Text
 
 JOBS_FOLDER = "jobs"
 HISTORY_NAME = "history.jsonl"  # in jobs/
@@ -80,7 +53,7 @@ ATTEMPTS_FOLDER = "jobs/attempts"
 LOGS_FOLDER = "jobs/logs"
 RECORD_VARIABLE = "SHARDPREP_ATTEMPT"  # the path of this process's record
 _MOST_REASON_CHARS = 2000
-_Number = Annotated[int, Meta(ge=-1, le=MOST)]
+_Number = Annotated[int, Meta(ge=-1, le=names.MOST)]
 _SLURM_NAME = re.compile(r"[0-9]{1,10}_[0-9]{1,10}\.r[0-9]{1,6}")  # JOB_INDEX.rRESTART
 _RUN_NAME = re.compile(r".+-[0-9]{1,10}\.[0-9]{1,16}")  # HOST-PID.TIME
 
@@ -92,6 +65,9 @@ _NODES = "partition, account and nodes"
 _RESOURCES = "resources of a task"
 _RUNS = "set-up, container and more options"
 FLAG_GROUPS = (_NODES, _RESOURCES, _RUNS)
+_of_nodes = functools.partial(option, group=_NODES)
+_of_task = functools.partial(option, group=_RESOURCES)
+_of_run = functools.partial(option, group=_RUNS)
 # Fields that name commands, or that may hold options which do.
 COMMANDS = ("setup", "container", "srun_args", "notify", "sbatch_args", "worker_args")
 
@@ -100,63 +76,56 @@ COMMANDS = ("setup", "container", "srun_args", "notify", "sbatch_args", "worker_
 class JobRequest:
     """Resources of one task, and how many run at once. None leaves it to the site."""
 
-    partition: str | None = option(None, "partition (default: the site's)", group=_NODES)
-    cpus_per_task: int | str = option(
+    partition: str | None = _of_nodes(None, "partition (default: the site's)")
+    cpus_per_task: int | str = _of_task(
         1,
         "CPUs of a task (default: 1; more tasks are faster than more CPUs); node: all of a node that no "
         "other job is on",
-        group=_RESOURCES,
     )
-    mem_gb: float | None = option(None, "memory of a task (default: the site's)", group=_RESOURCES)
-    mem_per_cpu_gb: float | None = option(
-        None, "memory per CPU of a task, for sites that require it", group=_RESOURCES
-    )
-    time_min: int | None = option(None, "time limit of a task (default: the partition's)", group=_RESOURCES)
-    max_parallel: int = option(50, "tasks that run at once (default: 50)", group=_RESOURCES)
-    account: str | None = option(None, "account to charge (default: the site's)", group=_NODES)
+    mem_gb: float | None = _of_task(None, "memory of a task (default: the site's)")
+    mem_per_cpu_gb: float | None = _of_task(None, "memory per CPU of a task, for sites that require it")
+    time_min: int | None = _of_task(None, "time limit of a task (default: the partition's)")
+    max_parallel: int = _of_task(50, "tasks that run at once (default: 50)")
+    account: str | None = _of_nodes(None, "account to charge (default: the site's)")
     qos: str | None = option(None)  # this and the next two: by SBATCH_QOS and so on
     constraint: str | None = option(None)
     exclude: str | None = option(None)
-    setup: str | None = option(
+    setup: str | None = _of_run(
         None,
         "a file that tasks source first: modules, conda, a virtual environment; with more than some hundred "
         "tasks, examples/environment_on_node.sh",
-        group=_RUNS,
     )
-    container: str | None = option(None, "put before Python, such as 'apptainer exec image.sif'", group=_RUNS)
-    srun_args: str | None = option(
-        None, "more options of srun, such as --container-image=... (pyxis)", group=_RUNS
+    container: str | None = _of_run(None, "put before Python, such as 'apptainer exec image.sif'")
+    srun_args: str | None = _of_run(None, "more options of srun, such as --container-image=... (pyxis)")
+    notify: str | None = _of_run(
+        None, "a command that the verify job runs at its end; SHARDPREP_RESULT says how it ended"
     )
-    notify: str | None = option(
-        None, "a command that the verify job runs at its end; SHARDPREP_RESULT says how it ended", group=_RUNS
-    )
-    sbatch_args: str = option("", "more options of sbatch, quoted as one word", group=_RUNS)
-    worker_args: str = option("", "more flags of the worker, such as '--max_bad_fraction 0.05'", group=_RUNS)
+    sbatch_args: str = _of_run("", "more options of sbatch, quoted as one word")
+    worker_args: str = _of_run("", "more flags of the worker, such as '--max_bad_fraction 0.05'")
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not 0 < value <= _MOST:
-                raise UsageError.of_value(f"--{name}", value, f"more than 0 and at most {_MOST}")
+                raise errors.UsageError.of_value(f"--{name}", value, f"more than 0 and at most {_MOST}")
             if isinstance(value, str) and (found := re.search(r"[\x00-\x1f\x7f]|[\ud800-\udfff]", value)):
-                raise UsageError(
-                    f"--{name} is {value!r:.200}, and {found[0]!r} cannot stand in a job script; leave it out"
-                )
+                what = f"--{name} is {value!r:.200}, and {found[0]!r} cannot stand in a job script"
+                raise errors.UsageError(f"{what}; leave it out")
         if self.num_cpus is None and self.cpus_per_task != WHOLE_NODE:
-            raise UsageError.of_value("--cpus_per_task", self.cpus_per_task, f"a number, or: {WHOLE_NODE}")
+            expected = f"a number, or: {WHOLE_NODE}"
+            raise errors.UsageError.of_value("--cpus_per_task", self.cpus_per_task, expected)
         if self.mem_gb is not None and self.mem_per_cpu_gb is not None:
-            raise UsageError(found="--mem_gb and --mem_per_cpu_gb", expected="one of them")
+            raise errors.UsageError(found="--mem_gb and --mem_per_cpu_gb", expected="one of them")
         for name in ("sbatch_args", "worker_args"):
             try:
                 shlex.split(getattr(self, name))
             except ValueError as error:
-                raise UsageError(f"--{name} {getattr(self, name)!r} cannot be split: {error}") from None
+                raise errors.UsageError(f"--{name} cannot be split: {error}") from None
         for word in shlex.split(self.sbatch_args):
-            has = f"--sbatch_args has {word}"
+            given = f"--sbatch_args {word}"
             if re.match("--clusters|-M", word):
-                raise UsageError(f"{has}; for another cluster: SLURM_CLUSTERS=NAME before submit")
+                raise errors.UsageError(f"{given}: for another cluster, set SLURM_CLUSTERS=NAME")
             if word.partition("=")[0] in _SET_BY_SUBMIT or re.match(r"-[JaoH]", word):
-                found_words = f"--sbatch_args {word}"
-                raise UsageError(f"{has}, which submit sets itself; leave it out", found=found_words)
+                raise errors.UsageError(f"{given}, which submit sets itself; leave it out", found=given)
 
     def sbatch_options(self) -> list[str]:
         """Return the options of sbatch. Later ones win: retry must be able to raise memory."""
@@ -170,8 +139,8 @@ class JobRequest:
             options.append("--mem=0")  # all of the node's
         if self.time_min is not None:
             options.append(f"--time={self.time_min}")
-        names = ("partition", "account", "qos", "constraint", "exclude")
-        return [*options, *(f"--{name}={getattr(self, name)}" for name in names if getattr(self, name))]
+        for_site = ("partition", "account", "qos", "constraint", "exclude")
+        return [*options, *(f"--{name}={getattr(self, name)}" for name in for_site if getattr(self, name))]
 
     @property
     def num_cpus(self) -> int | None:
@@ -194,7 +163,7 @@ def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
     return {**{name: value for name, value in values.items() if name not in replaced}, **changes}
 
 
-class SubmittedMeanwhile(ReadWriteError):
+class SubmittedMeanwhile(errors.ReadWriteError):
     """Another submission of the same data set was recorded first."""
 
 
@@ -217,12 +186,11 @@ class JobArray(SentJob):
     time_min: Count | None
 
     def __post_init__(self) -> None:
-        if sum(map(len, self.shards_of_tasks())) > MAX_SHARDS:
-            raise ValueError(f"at most {MAX_SHARDS} shards")
+        if sum(map(len, self.shards_of_tasks())) > names.MAX_SHARDS:
+            raise ValueError(f"at most {names.MAX_SHARDS} shards")
 
     def shards_of_tasks(self) -> list[list[int]]:
-        """Return the shard ids of every task."""
-        return [ids_of_ranges(word, end=MAX_SHARDS + 1) for word in self.tasks]
+        return [names.ids_of_ranges(word, end=names.MAX_SHARDS + 1) for word in self.tasks]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,29 +215,29 @@ class Submission:
 
 
 def read_submissions(folder: Path) -> list[Submission]:
-    """Return all submissions of a data set, oldest first.
-
-    Raises BrokenShard or ReadWriteError for one that cannot be read: were it left out, its shards would be
-    made a second time.
-    """
+    """Return all submissions of a data set, oldest first."""
     jobs = folder / JOBS_FOLDER
-    names = names_in(jobs)
-    if not names and size_of_file(jobs) is not None and not is_folder(jobs):
-        raise ReadWriteError(path=jobs, found="no folder", expected="the folder of what was submitted")
+    listed = files.names_in(jobs)
+    if not listed and files.size_of_file(jobs) is not None and not files.is_folder(jobs):
+        raise errors.ReadWriteError(path=jobs, found="no folder", expected="the folder of what was submitted")
     found = []
-    for name in names:
+    for name in listed:
         if not re.fullmatch(r"[0-9]{4}\.json", name):
             continue
         path = jobs / name
         try:
-            raw, status = read_with_status(path, max_bytes=_MAX_BYTES)
-            submission = as_type(path, checked_object(path, raw, _FORMAT), Submission)
-        except NOT_THERE as error:  # a link to nothing, or taken away since it was listed
-            raise ReadWriteError(path=path, found=error.strerror, expected="a submission") from None
-        except (BrokenShard, UnknownVersion, UsageError) as error:  # UsageError: of a request
+            raw, status = files.read_with_status(path, max_bytes=_MAX_BYTES)
+            submission = names.as_type(path, names.checked_object(path, raw, _FORMAT), Submission)
+        # Were one left out, its shards would be made a second time.
+        except files.NOT_THERE as error:  # a link to nothing, or taken away since it was listed
+            raise errors.ReadWriteError(path=path, found=error.strerror, expected="a submission") from None
+        except (
+            errors.BrokenShard,
+            errors.UnknownVersion,
+            errors.UsageError,
+        ) as error:  # of a request
             what = f"no whole submission of this version: {error}"
-            todo = "one; move it away: it only records job ids"
-            raise BrokenShard(path=path, found=what, expected=todo) from None
+            raise errors.BrokenShard(path=path, found=what, expected="one; move it away") from None
         is_own = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
         found.append(dataclasses.replace(submission, is_own=is_own))
     return found
@@ -286,41 +254,39 @@ def user_name() -> str:
 def append_event(folder: Path, kind: str, **facts: Any) -> None:
     """Append what a command did to DATA/jobs/history.jsonl. What fails is left out."""
     line = json.dumps({"time": round(time.time(), 3), "event": kind, "user": user_name(), **facts})
-    with contextlib.suppress(CannotWrite, OSError):
-        append_bytes(make_subfolder(folder, JOBS_FOLDER) / HISTORY_NAME, f"{line}\n".encode())
+    with contextlib.suppress(errors.CannotWrite, OSError):
+        files.append_bytes(files.make_subfolder(folder, JOBS_FOLDER) / HISTORY_NAME, f"{line}\n".encode())
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """Return what happened to a data set, oldest first, without lines that are cut short or not ours."""
     try:
-        lines = read_regular(folder / JOBS_FOLDER / HISTORY_NAME, max_bytes=_MAX_BYTES).split(b"\n")
-    except (*NOT_THERE, ShardprepError):
+        lines = files.read_regular(folder / JOBS_FOLDER / HISTORY_NAME, max_bytes=_MAX_BYTES).split(b"\n")
+    except (*files.NOT_THERE, ShardprepError):
         return []
     events = []
     for line in lines:
-        with contextlib.suppress(ValueError, BrokenShard, LookupError, TypeError):
-            event = load_json(line)
+        with contextlib.suppress(ValueError, errors.BrokenShard, LookupError, TypeError):
+            event = names.load_json(line)
             if 0 <= event["time"] <= _MAX_TIME_S and type(event["event"]) is str:
                 events.append(event)
     return events
 
 
 def publish_submission(folder: Path, submission: Submission) -> None:
-    """Write it under its number. Raises SubmittedMeanwhile, CannotWrite or ReadWriteError."""
+    """Write it under its number."""
     jobs = folder / JOBS_FOLDER
     content = dataclasses.asdict(submission)
     del content["is_own"]
-    with PublishedFile(jobs / f"{submission.number:04d}.json") as file:
-        file.write(json.dumps(with_content_hash(_FORMAT, content), indent=2).encode() + b"\n")
+    with files.PublishedFile(jobs / f"{submission.number:04d}.json") as file:
+        file.write(json.dumps(names.with_content_hash(_FORMAT, content), indent=2).encode() + b"\n")
         file.sync()
         with contextlib.suppress(OSError):  # whatever the umask: it names commands that a retry runs
             file.temporary.chmod(stat.S_IMODE(file.temporary.stat().st_mode) & ~_OTHERS_WRITE)
         if not file.publish_first():
-            raise SubmittedMeanwhile(
-                f"{file.path} was written meanwhile, as somebody else submitted at the same time; what this "
-                "one sent was cancelled before it began"
-            )
-    sync_folder(jobs)
+            why = "somebody else submitted at the same time; what this one sent was cancelled before it began"
+            raise SubmittedMeanwhile(f"{file.path} was written meanwhile, as {why}", path=file.path)
+    files.sync_folder(jobs)
 
 
 class Failure(Struct, frozen=True, kw_only=True):
@@ -332,15 +298,11 @@ class Failure(Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def of(shard_id: int, error: ShardprepError) -> Failure:
-        """Return the shard that an error stopped."""
         return Failure(shard_id=shard_id, exit_code=error.exit_code, reason=str(error))
 
 
 class AttemptRecord(Struct, kw_only=True):
-    """One attempt at some shards: the lines of its record by their names, those of its end as ``end_``NAME.
-
-    What was not measured is None, 0 or "".
-    """
+    """One attempt at some shards: the lines of its record; what was not measured is None, 0 or ""."""
 
     path: str = ""
     shards: list[int] = field(name="shard_ids", default_factory=list)  # none for a verify job
@@ -412,15 +374,13 @@ class AttemptRecords:
 
 
 def folder_identity(folder: Path) -> str:
-    """Return what tells a folder from its copies: its inode and its file system, as ``stat`` prints them.
-
-    A move within the file system keeps it, and all nodes see the same. Roots of file systems share inodes.
-    """
+    """Return what tells a folder from its copies: its inode and file system, as ``stat`` prints them."""
+    # A move within the file system keeps it, and all nodes see the same. Roots of file systems share inodes.
     try:
         number = os.statvfs(folder).f_fsid
         return f"{folder.stat().st_ino}.{(number & 0xFFFFFFFF) << 32 | number >> 32:x}"
     except OSError as error:
-        raise ReadWriteError(f"{folder} cannot be looked at: {error.strerror}") from None
+        raise errors.ReadWriteError(f"{folder} cannot be looked at: {error.strerror}") from None
 
 
 def read_attempts(folder: Path, plan_id: str, identity: str = "") -> AttemptRecords:
@@ -429,16 +389,16 @@ def read_attempts(folder: Path, plan_id: str, identity: str = "") -> AttemptReco
     logs = os.path.join(os.path.realpath(folder), LOGS_FOLDER)  # noqa: PTH118 - Path.resolve may raise
     records = AttemptRecords(own=[], unreadable=[])
     try:
-        names = names_in(folder / ATTEMPTS_FOLDER)
+        listed = files.names_in(folder / ATTEMPTS_FOLDER)
     except ShardprepError as error:
         records.unreadable.append(str(error))
         return records
-    for name in names:
+    for name in listed:
         if not (_SLURM_NAME.fullmatch(name) or _RUN_NAME.fullmatch(name)):
             continue
         path = folder / ATTEMPTS_FOLDER / name
         try:
-            content, status = read_with_status(path, max_bytes=_MAX_BYTES)
+            content, status = files.read_with_status(path, max_bytes=_MAX_BYTES)
         except FileNotFoundError:  # it made its shards since the folder was listed
             continue
         except ShardprepError as error:
@@ -476,7 +436,8 @@ def _record_of(path: Path, content: bytes) -> AttemptRecord | None:
             facts.setdefault(prefix + name, value)
     try:
         record = msgspec.convert(facts, AttemptRecord, strict=False)
-        record.shards = ids_of_ranges(record.shard_ranges, end=MAX_SHARDS + 1) if record.shard_ranges else []
+        if record.shard_ranges:
+            record.shards = names.ids_of_ranges(record.shard_ranges, end=names.MAX_SHARDS + 1)
     except (msgspec.MsgspecError, ValueError):
         return None
     record.path, record.failures = str(path), failures
@@ -489,13 +450,14 @@ def append_failure(failure: Failure) -> None:
         reason = failure.reason[:_MOST_REASON_CHARS].encode("utf-8", "replace").decode()
         line = msgspec.json.encode(msgspec.structs.replace(failure, reason=reason))
         with contextlib.suppress(OSError):
-            append_bytes(Path(path), line + b"\n")
+            files.append_bytes(Path(path), line + b"\n")
 
 
 def append_end(record: AttemptRecord) -> None:
     """Write how Slurm says that an attempt ended, before Slurm forgets it. What fails is left out."""
+    end = _section("end", time=record.ended, stopped_by=record.stopped_by)
     with contextlib.suppress(OSError):
-        append_bytes(Path(record.path), _section("end", time=record.ended, stopped_by=record.stopped_by))
+        files.append_bytes(Path(record.path), end)
 
 
 def _section(name: str, **facts: object) -> bytes:
@@ -514,14 +476,9 @@ class RunRecord:
         if environ.get(RECORD_VARIABLE):
             return
         now, host = time.time(), os.uname().nodename
-        facts: dict[str, object] = {
-            "plan_id": plan_id,
-            "identity": folder_identity(folder),
-            "shards": id_ranges(shard_ids),
-            "time": round(now, 3),
-            "SLURMD_NODENAME": host,
-            "SLURM_CPUS_PER_TASK": num_cpus,
-        }
+        facts: dict[str, object] = {"plan_id": plan_id, "identity": folder_identity(folder)}
+        facts |= {"shards": names.id_ranges(shard_ids), "time": round(now, 3)}
+        facts |= {"SLURMD_NODENAME": host, "SLURM_CPUS_PER_TASK": num_cpus}
         job_id = environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID", "")
         if job_id.isdigit():
             facts |= {name: value for name, value in environ.items() if re.match("SLURMD?_", name)}
@@ -532,9 +489,9 @@ class RunRecord:
             name = f"{host}-{os.getpid()}.{int(now * 1000)}"  # a process may run twice in a second
         path = folder / ATTEMPTS_FOLDER / name
         for _ in range(2):  # another run may remove the empty folder in between
-            with contextlib.suppress(CannotWrite, OSError):
-                make_subfolder(folder, ATTEMPTS_FOLDER)
-                append_bytes(path, _section("begin", **facts))
+            with contextlib.suppress(errors.CannotWrite, OSError):
+                files.make_subfolder(folder, ATTEMPTS_FOLDER)
+                files.append_bytes(path, _section("begin", **facts))
                 self._path = path
                 environ[RECORD_VARIABLE] = str(path)
                 return
@@ -551,7 +508,7 @@ class RunRecord:
             if code:
                 signal = "stop" if code == 75 else ""
                 end = _section("end", time=round(time.time(), 3), exit_code=code, stage="work", signal=signal)
-                append_bytes(self._path, end)
+                files.append_bytes(self._path, end)
                 return
             self._path.unlink()
             self._path.parent.rmdir()  # the folders, where nothing else is in them

@@ -16,63 +16,26 @@ Nothing here needs numpy, which takes 0.1 s to load.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from shardprep.errors import (
-    BrokenShard,
-    MissingShard,
-    NotFound,
-    OtherPlan,
-    ReadWriteError,
-    ShardprepError,
-    UnknownVersion,
-    quoted,
-)
-from shardprep.files import (
-    NOT_THERE,
-    Digest,
-    FileStamp,
-    is_folder,
-    names_in,
-    publish_bytes,
-    read_beginning,
-    read_regular,
-    size_of_file,
-    stamp_file,
-)
-from shardprep.format.names import (
-    INDEX_NAME,
-    MAX_MANIFEST_BYTES,
-    MAX_SAMPLES,
-    MAX_SHARDS,
-    PLAN_NAME,
-    VOUCHED_PATHS,
-    Count,
-    DatasetSpec,
-    Seconds,
-    Text,
-    as_type,
-    manifest_path,
-    missing_file,
-    read_file,
-    remake_command,
-    rerun_command,
-    shard_name,
-    with_content_hash,
-)
+from shardprep import errors, files
+from shardprep.errors import ShardprepError
+from shardprep.files import Digest, FileStamp
+from shardprep.format import names
+from shardprep.format.names import Count, DatasetSpec, Seconds, Text
 
 _FORMAT = "shardprep-manifest"
+_MAX_BYTES = 4 << 20  # one has about 3 KB, and as much for each source beyond the first
 _MANIFEST_NAME = re.compile(r"shard-(\d{5})\.json", re.ASCII)
 _Length = Annotated[str, Meta(pattern=r"\A[0-9]{1,19}\Z")]
 LENGTH_BITS = 4  # that a length keeps in TextCounts
@@ -137,7 +100,7 @@ class ValidationCounts:
 class ShardCounts:
     """What a shard holds. Equal for equal inputs and options, whatever made it."""
 
-    num_samples: Annotated[int, Meta(ge=0, le=MAX_SAMPLES)]  # documents, or packed rows
+    num_samples: Annotated[int, Meta(ge=0, le=names.MAX_SAMPLES)]  # documents, or packed rows
     num_documents: Count
     num_tokens: Count  # padding excluded
     num_lines: Count  # lines or rows of the input, the empty ones included
@@ -177,7 +140,7 @@ class Manifest:
     """shard-N.json."""
 
     spec: DatasetSpec
-    shard_id: Annotated[int, Meta(ge=0, le=MAX_SHARDS - 1)]
+    shard_id: Annotated[int, Meta(ge=0, le=names.MAX_SHARDS - 1)]
     counts: ShardCounts
     tar: FileStamp
     idx: FileStamp
@@ -189,15 +152,14 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Return the bytes on disk. The part before ``run`` is equal for equal shards. Each has its hash."""
-        content = dataclasses.asdict(self)
+        content = asdict(self)
         if self.made_from is None:
             del content["made_from"]
-        data = with_content_hash(_FORMAT, content, run=content.pop("run"))
+        data = names.with_content_hash(_FORMAT, content, run=content.pop("run"))
         return json.dumps(data, ensure_ascii=False, indent=1).encode() + b"\n"
 
     def facts_of_run(self, path: Path) -> RunFacts:
-        """Return what reports need of ``run``. Raises BrokenShard."""
-        return as_type(path, self.run, RunFacts)
+        return names.as_type(path, self.run, RunFacts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,10 +176,10 @@ class ShardMaking(RunFacts):
 
     @staticmethod
     def of(manifest: Manifest, path: Path) -> ShardMaking:
-        """Take from a manifest what reports need. Raises BrokenShard."""
+        """Take from a manifest what reports need."""
         run, counts = manifest.facts_of_run(path), manifest.counts
         return ShardMaking(
-            **vars(dataclasses.replace(run, slurm={}, texts=None)),  # there may be 10^5 of them
+            **vars(replace(run, slurm={}, texts=None)),  # there may be 10^5 of them
             shard_id=manifest.shard_id,
             plan_id=manifest.spec.plan_id,
             num_tokens=counts.num_tokens,
@@ -229,86 +191,76 @@ class ShardMaking(RunFacts):
 
     @property
     def ended(self) -> float:
-        """Return seconds since 1970."""
         return self.began + self.wall_s
 
 
 def read_manifest(folder: Path, shard_id: int) -> Manifest:
-    """Read shard-N.json. Raises MissingShard, BrokenShard, UnknownVersion or ReadWriteError."""
-    path = manifest_path(folder, shard_id)
+    path = names.manifest_path(folder, shard_id)
     try:
-        return read_file(path, _FORMAT, Manifest, max_bytes=MAX_MANIFEST_BYTES)
-    except NOT_THERE:
-        raise missing_file(path, shard_id, folder) from None
-    except BrokenShard as error:
-        error.remedy = rerun_command(shard_id, folder)
+        return names.read_file(path, _FORMAT, Manifest, max_bytes=_MAX_BYTES)
+    except files.NOT_THERE:
+        raise names.missing_file(path, shard_id, folder) from None
+    except errors.BrokenShard as error:
+        error.remedy = names.rerun_command(shard_id, folder)
         raise
 
 
 def manifest_ids(folder: Path) -> list[int]:
-    """Return the shards that have a manifest in a folder, ascending. Raises ReadWriteError."""
-    return [int(match[1]) for match in map(_MANIFEST_NAME.fullmatch, names_in(folder)) if match]
+    """Return the shards that have a manifest in a folder, ascending."""
+    return [int(match[1]) for match in map(_MANIFEST_NAME.fullmatch, files.names_in(folder)) if match]
 
 
 def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
-    """Return the manifest of a shard, if it is of this plan, and tar and idx are there with their sizes.
-
-    Whether the shard is done also depends on what verify found, see ``check_done``.
-    Raises MissingShard, BrokenShard, UnknownVersion or OtherPlan, each saying what to do; ReadWriteError.
-    """
+    """Return the manifest of a shard, if it is of this plan, and tar and idx have the sizes that it says."""
     manifest = read_manifest(folder, shard_id)
     if manifest.spec.plan_id != plan_id or manifest.shard_id != shard_id:
         found = f"shard {manifest.shard_id} of plan {manifest.spec.plan_id[:12]}"
         expected = f"shard {shard_id} of {plan_id[:12]}"
-        path, remedy = manifest_path(folder, shard_id), remake_command(shard_id, folder)
+        path, remedy = names.manifest_path(folder, shard_id), names.remake_command(shard_id, folder)
         expected += "; use a new folder for other inputs or options. If it is this file that is out of place"
-        raise OtherPlan(path=path, found=found, expected=expected, remedy=remedy)
+        raise errors.OtherPlan(path=path, found=found, expected=expected, remedy=remedy)
     check_sizes(folder, manifest, ("tar", "idx"))
     return manifest
 
 
 def shard_files(
-    folder: Path, manifest: Manifest, names: Iterable[str] = tuple(VOUCHED_PATHS)
+    folder: Path, manifest: Manifest, which: Iterable[str] = tuple(names.VOUCHED_PATHS)
 ) -> list[tuple[Path, FileStamp]]:
-    """Return the files that a manifest vouches for, with what it says of each. ``names``: only these."""
-    stamps = ((VOUCHED_PATHS[name](folder, manifest.shard_id), getattr(manifest, name)) for name in names)
+    """Return the files that a manifest vouches for, with what it says of each. ``which``: only these."""
+    paths, shard_id = names.VOUCHED_PATHS, manifest.shard_id
+    stamps = ((paths[name](folder, shard_id), getattr(manifest, name)) for name in which)
     return [(path, stamp) for path, stamp in stamps if stamp is not None]
 
 
-def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str] = tuple(VOUCHED_PATHS)) -> None:
-    """Compare the sizes of files that a manifest vouches for, by their names there.
-
-    Raises MissingShard, BrokenShard, ReadWriteError.
-    """
-    for path, stamp in shard_files(folder, manifest, names):
-        found = size_of_file(path)
+def check_sizes(folder: Path, manifest: Manifest, which: Iterable[str] = tuple(names.VOUCHED_PATHS)) -> None:
+    """Compare the sizes of files that a manifest vouches for, by their names there."""
+    for path, stamp in shard_files(folder, manifest, which):
+        found = files.size_of_file(path)
         if found is None:
-            raise missing_file(path, manifest.shard_id, folder)
+            raise names.missing_file(path, manifest.shard_id, folder)
         if found != stamp.num_bytes:
-            remedy = rerun_command(manifest.shard_id, folder)
-            raise BrokenShard(path=path, found=f"{found} bytes", expected=stamp.num_bytes, remedy=remedy)
+            remedy = names.rerun_command(manifest.shard_id, folder)
+            size = f"{found} bytes"
+            raise errors.BrokenShard(path=path, found=size, expected=stamp.num_bytes, remedy=remedy)
 
 
 def check_hashes(folder: Path, manifest: Manifest, tar_sha256: str) -> None:
-    """Read a shard's files whole, but for the tar, and compare their sha256, and that of the tar.
-
-    Raises BrokenShard, MissingShard or ReadWriteError.
-    """
+    """Read a shard's files whole, but for the tar, and compare their sha256, and that of the tar."""
     for path, stamp in shard_files(folder, manifest):
         try:
-            found = tar_sha256 if stamp is manifest.tar else stamp_file(path).sha256
-        except NOT_THERE:
-            raise missing_file(path, manifest.shard_id, folder) from None
+            found = tar_sha256 if stamp is manifest.tar else files.stamp_file(path).sha256
+        except files.NOT_THERE:
+            raise names.missing_file(path, manifest.shard_id, folder) from None
         if found != stamp.sha256:
-            expected, remedy = stamp.sha256[:12], remake_command(manifest.shard_id, folder)
-            raise BrokenShard(path=path, found=f"sha256 {found[:12]}", expected=expected, remedy=remedy)
+            remedy, found = names.remake_command(manifest.shard_id, folder), f"sha256 {found[:12]}"
+            raise errors.BrokenShard(path=path, found=found, expected=stamp.sha256[:12], remedy=remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """A shard that ``verify`` found wrong."""
 
-    shard: Annotated[int, Meta(ge=0, le=MAX_SHARDS - 1)]
+    shard: Annotated[int, Meta(ge=0, le=names.MAX_SHARDS - 1)]
     exit_code: int
     message: Text
     manifest_sha256: Digest  # of the manifest's bytes: a shard that was made anew has another
@@ -334,10 +286,7 @@ class MadeShards:
 
 
 def check_done(folder: Path, shard_id: int, plan_id: str, findings: Mapping[int, Finding]) -> Manifest:
-    """Return the manifest of a shard that is done. ``findings``: what ``read_findings`` gives.
-
-    Raises MissingShard, BrokenShard, UnknownVersion or OtherPlan, each saying what to do; ReadWriteError.
-    """
+    """Return the manifest of a shard that is done. ``findings``: what ``read_findings`` gives."""
     manifest = check_shard(folder, shard_id, plan_id)
     refuse_found(folder, findings, [shard_id])
     return manifest
@@ -346,14 +295,10 @@ def check_done(folder: Path, shard_id: int, plan_id: str, findings: Mapping[int,
 def done_manifest(
     folder: Path, shard_id: int, plan_id: str, findings: Mapping[int, Finding] | None = None
 ) -> Manifest | None:
-    """Return ``check_done``, or None for a shard that is to be made.
-
-    ``findings``: where they were read already. Raises OtherPlan, ReadWriteError, BrokenShard for findings
-    that cannot be read.
-    """
+    """Return ``check_done``, or None for a shard that is to be made. ``findings``: if read already."""
     try:
         manifest = check_shard(folder, shard_id, plan_id)
-    except (MissingShard, BrokenShard):
+    except (errors.MissingShard, errors.BrokenShard):
         return None
     findings = read_findings(folder, plan_id) if findings is None else findings
     return None if shard_id in findings else manifest
@@ -365,18 +310,17 @@ def refuse_found(folder: Path, findings: Mapping[int, Finding], shard_ids: Itera
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         what = findings[wrong[0]].message.partition("; run: ")[0]  # its own remedy is of one shard
         message = f"shard {wrong[0]:05d}{more} of {folder} is not done, as verify found it wrong: {what}"
-        raise BrokenShard(message, path=folder, found=what, remedy=f"shardprep run {quoted(folder)}")
+        remedy = f"shardprep run {errors.quoted(folder)}"
+        raise errors.BrokenShard(message, path=folder, found=what, remedy=remedy)
 
 
 def refuse_other_plan(folder: Path, plan_id: str) -> None:
-    """Raise OtherPlan if a folder has a plan, and manifests or an index of this id are not of it.
-
-    For readers that need nothing else of a plan: the first bytes of plan.json hold its id.
-    """
-    match = _PLAN_ID.search(read_beginning(folder / PLAN_NAME, 400))
+    """Raise OtherPlan if a folder has a plan, and manifests or an index of this id are not of it."""
+    # Its first bytes hold its id.
+    match = _PLAN_ID.search(files.read_beginning(folder / names.PLAN_NAME, 400))
     if match and (found := match[1].decode()) != plan_id:
         expected = f"{plan_id[:12]}, as its shards: bring the plan back, or move one of both away"
-        raise OtherPlan(path=folder / PLAN_NAME, found=f"plan {found[:12]}", expected=expected)
+        raise errors.OtherPlan(path=folder / names.PLAN_NAME, found=f"plan {found[:12]}", expected=expected)
 
 
 def find_made_shards(
@@ -389,16 +333,15 @@ def find_made_shards(
     """Look at every manifest: one listing, and a read and two stats per manifest.
 
     ``known``: what was found a moment ago; the manifests of what was done then are not read again. ``see``
-    gets the manifest of each shard whose files have its sizes, whatever plan or findings say of it.
-    Eight are read at a time, as a file system over a network lets a reader wait. 10,000 shards take about
-    0.6 s of CPU. Raises NotFound, BrokenShard for findings that cannot be read, or ReadWriteError: a manifest
-    that cannot be read may be that of a done shard.
+    gets the manifest of each shard whose files have its sizes, whatever plan or findings say of it. Eight are
+    read at a time, as a file system over a network lets a reader wait. 10,000 shards take about 0.6 s of CPU.
+    What cannot be read is an error: it may be the manifest of a done shard.
     """
-    names = set(names_in(folder))
-    if not names and not is_folder(folder):
-        raise NotFound(path=folder, found="no such folder", expected="the folder of a data set")
-    findings = read_findings(folder, spec.plan_id) if FINDINGS_NAME in names else {}
-    present = [number for number in range(spec.num_shards) if f"{shard_name(number)}.json" in names]
+    listed = set(files.names_in(folder))
+    if not listed and not files.is_folder(folder):
+        raise errors.NotFound(path=folder, found="no such folder", expected="the folder of a data set")
+    findings = read_findings(folder, spec.plan_id) if FINDINGS_NAME in listed else {}
+    present = [number for number in range(spec.num_shards) if f"{names.shard_name(number)}.json" in listed]
     made = {number: known.done[number] for number in present if number in known.done} if known else {}
     broken: dict[int, str] = {}
     to_read = [number for number in present if number not in made]
@@ -408,8 +351,8 @@ def find_made_shards(
         try:
             manifest = read_manifest(folder, shard_id)
             check_sizes(folder, manifest, ("tar", "idx"))
-            making = ShardMaking.of(manifest, manifest_path(folder, shard_id))
-        except (BrokenShard, MissingShard, UnknownVersion) as error:
+            making = ShardMaking.of(manifest, names.manifest_path(folder, shard_id))
+        except (errors.BrokenShard, errors.MissingShard, errors.UnknownVersion) as error:
             return str(error)
         return making, manifest if see else None  # 10^5 of them may wait for the loop below
 
@@ -431,14 +374,15 @@ def find_made_shards(
 
 
 def is_verified(folder: Path, spec: DatasetSpec, made: MadeShards) -> bool:
-    """Return whether all shards are done and index.json has their numbers. Raises ReadWriteError."""
+    """Return whether all shards are done and index.json has their numbers."""
     if len(made.done) != spec.num_shards or made.wrong:
         return False
     try:
-        data = msgspec.json.decode(read_regular(folder / INDEX_NAME, max_bytes=_MAX_FINDINGS_BYTES))
+        raw = files.read_regular(folder / names.INDEX_NAME, max_bytes=_MAX_FINDINGS_BYTES)
+        data = msgspec.json.decode(raw)
         rows = [(row[2], row[3]) for row in data["shards"]]
         plan_id = data["spec"]["plan_id"]
-    except (*NOT_THERE, BrokenShard, ValueError, LookupError, TypeError):
+    except (*files.NOT_THERE, errors.BrokenShard, ValueError, LookupError, TypeError):
         return False
     numbers = [(making.num_tokens, making.tar_bytes) for making in made.done.values()]
     return bool(plan_id == spec.plan_id) and rows == numbers
@@ -446,26 +390,24 @@ def is_verified(folder: Path, spec: DatasetSpec, made: MadeShards) -> bool:
 
 def is_of_shard(error: ShardprepError) -> bool:
     """Return whether an error is one of the shard that was read, not of reading, an input or a library."""
-    return isinstance(error, (BrokenShard, MissingShard, OtherPlan, UnknownVersion))
+    kinds = (errors.BrokenShard, errors.MissingShard, errors.OtherPlan, errors.UnknownVersion)
+    return isinstance(error, kinds)
 
 
 def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
-    """Return the shards that a verify found wrong and that were not made anew since, by number.
-
-    One open where nothing was found, and one more for each finding. Raises BrokenShard, UnknownVersion where
-    they cannot be known, ReadWriteError.
-    """
+    """Return the shards that a verify found wrong and that were not made anew since, by number."""
     try:
-        file = read_file(
-            folder / FINDINGS_NAME, _FINDINGS_FORMAT, _FindingsFile, max_bytes=_MAX_FINDINGS_BYTES
-        )
-    except NOT_THERE:
+        path = folder / FINDINGS_NAME
+        file = names.read_file(path, _FINDINGS_FORMAT, _FindingsFile, max_bytes=_MAX_FINDINGS_BYTES)
+    except files.NOT_THERE:
         return {}
-    except BrokenShard as error:
-        error.remedy = f"shardprep verify {quoted(folder)}"  # which shards were found wrong is not known
+    except errors.BrokenShard as error:
+        # Which shards were found wrong is not known.
+        error.remedy = f"shardprep verify {errors.quoted(folder)}"
         raise
     if file.plan_id != plan_id:
         return {}
+    # One more open for each finding.
     return {
         each.shard: each
         for each in file.findings
@@ -474,13 +416,10 @@ def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
 
 
 def standing_findings(folder: Path, plan_id: str, check: Check) -> dict[int, Finding]:
-    """Return what stands after a verify of this thoroughness: what a more thorough one found.
-
-    Raises BrokenShard for findings that cannot be read, unless all bytes are to be compared anyway.
-    """
+    """Return what stands after a verify of this thoroughness: what a more thorough one found."""
     try:
         found = read_findings(folder, plan_id)
-    except BrokenShard:
+    except errors.BrokenShard:
         if check == "fast":
             raise
         return {}
@@ -490,15 +429,12 @@ def standing_findings(folder: Path, plan_id: str, check: Check) -> dict[int, Fin
 def publish_findings(
     folder: Path, plan_id: str, wrong: Mapping[int, ShardprepError], check: Check, not_read: Collection[int]
 ) -> None:
-    """Write what a verify found wrong of shards, and remove index.json, which says otherwise.
-
-    A shard without a manifest is not done anyway, and left out. Findings of before stand for the shards in
-    ``not_read``, and where a more thorough verify made them. Raises CannotWrite or ReadWriteError.
-    """
+    """Write what a verify found wrong of shards, and remove index.json, which says otherwise."""
     if not wrong:
         return
+    # Findings of before stand for shards that were not read, and where a more thorough verify made them.
     before: dict[int, Finding] = {}
-    with contextlib.suppress(BrokenShard):
+    with contextlib.suppress(errors.BrokenShard):
         before = read_findings(folder, plan_id)
     findings = {
         number: each
@@ -518,15 +454,14 @@ def publish_findings(
             )
     if findings:
         content = {"plan_id": plan_id, "findings": [asdict(findings[number]) for number in sorted(findings)]}
-        raw = msgspec.json.encode(with_content_hash(_FINDINGS_FORMAT, content)) + b"\n"
-        publish_bytes(folder / FINDINGS_NAME, raw)
-    path = folder / INDEX_NAME
+        raw = msgspec.json.encode(names.with_content_hash(_FINDINGS_FORMAT, content)) + b"\n"
+        files.publish_bytes(folder / FINDINGS_NAME, raw)
+    path = folder / names.INDEX_NAME
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        raise ReadWriteError(
-            f"{path} cannot be removed ({error.strerror}), and some shards are wrong: remove it", path=path
-        ) from None
+        why = f"{path} cannot be removed ({error.strerror}), and some shards are wrong: remove it"
+        raise errors.ReadWriteError(why, path=path) from None
 
 
 def remove_findings(folder: Path) -> None:
@@ -536,9 +471,10 @@ def remove_findings(folder: Path) -> None:
 
 
 def _manifest_sha256(folder: Path, shard_id: int) -> str:
-    """Return the hash of a manifest's bytes, "" where there is none. Raises ReadWriteError."""
+    """Return the hash of a manifest's bytes, "" where there is none."""
     try:
-        content = read_regular(manifest_path(folder, shard_id), max_bytes=MAX_MANIFEST_BYTES)
-    except (*NOT_THERE, BrokenShard):
+        path = names.manifest_path(folder, shard_id)
+        content = files.read_regular(path, max_bytes=_MAX_BYTES)
+    except (*files.NOT_THERE, errors.BrokenShard):
         return ""
     return hashlib.sha256(content).hexdigest()

@@ -1,4 +1,4 @@
-"""What all files of the contract share: names, limits, number formats, JSON; last the spec of a data set.
+"""What all files of the contract share: names, limits, input formats, JSON; last the spec of a data set.
 
 Shard ids are written as ``sbatch --array`` and ``--shards`` take them: ``0-2,5,7-9``.
 
@@ -10,16 +10,15 @@ found and what was expected.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -38,7 +37,6 @@ BLOCK_BYTES = 512  # a tar is a sequence of such blocks
 DIGEST_BYTES = 16  # of a document's hash in DATA/digests
 TAR_END = bytes(2 * BLOCK_BYTES)  # the two zero blocks that close a tar
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest known have 40 MB
-MAX_MANIFEST_BYTES = 4 << 20  # one has about 3 KB, and as much for each source beyond the first
 MAX_MEMBER_BYTES = 2**32 - 1  # the idx keeps sizes as uint32; ustar itself ends at 8 GiB
 PACKED_MEMBER_BYTES = 512 * 1024  # rows are grouped into members of about this size
 
@@ -50,7 +48,6 @@ INDEX_NAME = "index.json"
 TOKENIZER_DIR = "tokenizer"
 TOKENIZER_FILE = "tokenizer.json"
 FAST_TOKENIZER_FILE = "fast_tokenizer.json"  # the same, without merges that no text needs
-TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATES_DIR = "additional_chat_templates"  # in a tokenizer's folder, as transformers names it
 QUARANTINE_DIR = "quarantine"
 IDS_DIR = "ids"
@@ -70,10 +67,10 @@ def shard_name(shard_id: int) -> str:
 
 
 def _path_of(kind: str) -> Callable[[Path, int], Path]:
-    """Return the function that gives the path of such a file, by the data set's folder and the shard's id."""
     return lambda folder, shard_id: folder / kind.format(shard_name(shard_id))
 
 
+# Each gives the path of such a file, by the data set's folder and the shard's id.
 tar_path = _path_of("{}.tar")
 idx_path = _path_of("{}.idx")
 manifest_path = _path_of("{}.json")
@@ -153,10 +150,7 @@ def id_ranges(ids: Iterable[int]) -> str:
 
 
 def ids_of_ranges(text: str, *, end: int = 10**7) -> list[int]:
-    """Return [0, 1, 2, 5] for ``0-2,5``, each below ``end``, as written: one named twice comes twice.
-
-    Raises ValueError for anything else: no ids, more than ``end``, or a range that runs backwards.
-    """
+    """Return [0, 1, 2, 5] for ``0-2,5``, each below ``end``, as written. Raises ValueError."""
     ids: list[int] = []
     for part in text.split(","):
         match = _PART.fullmatch(part)
@@ -176,6 +170,88 @@ def chosen_shards(num_shards: int, text: str | None) -> set[int] | None:
     except ValueError:
         expected = f"ids of 0 to {num_shards - 1}, such as {num_shards - 1}"
         raise UsageError.of_value("--shards", text, expected) from None
+
+
+# docs/architecture.md ("An input format") says what else to write for a new line of INPUT_FORMATS.
+
+
+class InputFormat(NamedTuple):
+    """One format of input files. docs/inputs.md says what its documents are, and where a shard may begin."""
+
+    suffixes: tuple[str, ...]  # in lower case; the first is the usual one
+    reader: str  # module and class in preprocess/read, "lines:JsonLines"
+    unit: Literal["byte", "row"] = "byte"  # of a place: of the file (decompressed: of its text), or rows
+    can_be_compressed: bool = False
+    has_fields: bool = True  # records with named fields; else plain text
+    library: str = ""  # that the reader imports, of the extra [columns]
+
+
+INPUT_FORMATS = (
+    InputFormat((".txt", ".text"), "lines:TextLines", can_be_compressed=True, has_fields=False),
+    InputFormat((".jsonl", ".ndjson", ".jsonlines"), "lines:JsonLines", can_be_compressed=True),
+    InputFormat((".json",), "lines:JsonFile", can_be_compressed=True),  # one object per line
+    InputFormat((".parquet", ".pq"), "tables:Parquet", unit="row", library="pyarrow"),
+    InputFormat((".arrow", ".ipc", ".feather"), "tables:Arrow", unit="row", library="pyarrow"),
+)
+PLAIN_TEXT = INPUT_FORMATS[0]  # also what `--also` takes with another suffix
+# Each suffix of a compression, and the usual one of the same meaning.
+COMPRESSION_SUFFIXES = {
+    ".gz": ".gz", ".gzip": ".gz", ".zst": ".zst", ".zstd": ".zst", ".xz": ".xz", ".bz2": ".bz2"
+}  # fmt: skip
+_BY_SUFFIX = {suffix: each for each in INPUT_FORMATS for suffix in each.suffixes}
+
+
+class InputKind(NamedTuple):
+    """What an input's name says of it."""
+
+    format: InputFormat
+    compression: str  # its usual suffix; "" for none
+
+    @property
+    def unit(self) -> str:
+        """Return what the offset of a document counts."""
+        return "byte of the text" if self.compression and self.format.unit == "byte" else self.format.unit
+
+    @property
+    def is_in_bytes(self) -> bool:
+        """Return whether offsets are bytes of the file itself, as the cuts of the plan are."""
+        return self.unit == "byte"
+
+
+def known_input_kind(path: str) -> InputKind | None:
+    """Return the kind of a file by its name, upper or lower case, or None for a suffix that is not known."""
+    stem, dot, suffix = path.rpartition("/")[2].lower().rpartition(".")
+    compression = COMPRESSION_SUFFIXES.get(dot + suffix, "")
+    if compression:
+        _, dot, suffix = stem.rpartition(".")
+    found = _BY_SUFFIX.get(dot + suffix)
+    if found is None or (compression and not found.can_be_compressed):
+        return None
+    return InputKind(found, compression)
+
+
+def input_kind(path: str) -> InputKind:
+    """Return the kind of a file that is an input: with an unknown suffix (``--also``), plain text."""
+    compression = COMPRESSION_SUFFIXES.get("." + path.lower().rpartition(".")[2], "")
+    return known_input_kind(path) or InputKind(PLAIN_TEXT, compression)
+
+
+def place_text(path: str, offset: int) -> str:
+    """Return ``ko_1.txt byte 4512``, ``a.parquet row 17``."""
+    return f"{path} {input_kind(path).unit} {offset}"
+
+
+def name_of_input(names: Sequence[str], number: int) -> str:
+    """Return the name of an input by its number, which an idx or a side file may have got wrong."""
+    return names[number] if 0 <= number < len(names) else f"input {number}, which the plan does not have,"
+
+
+def known_suffixes() -> str:
+    """Return the suffixes of all formats, for messages."""
+    can_be = [each.suffixes[0] for each in INPUT_FORMATS if each.can_be_compressed]
+    cannot_be = [each.suffixes[0] for each in INPUT_FORMATS if not each.can_be_compressed]
+    compressions = dict.fromkeys(COMPRESSION_SUFFIXES.values())
+    return "; ".join([f"{', '.join(can_be)}, each also with {', '.join(compressions)}", *cannot_be])
 
 
 # The decoder, truncation and padding change no id of an encoded document.
@@ -245,18 +321,11 @@ def with_content_hash(
 
 
 def read_file(path: Path, file_format: str, kind: type[T], *, max_bytes: int) -> T:
-    """Read one of our files into ``kind``.
-
-    Raises FileNotFoundError, NotADirectoryError, BrokenShard, UnknownVersion or ReadWriteError.
-    """
     return as_type(path, checked_object(path, read_regular(path, max_bytes=max_bytes), file_format), kind)
 
 
 def checked_object(path: Path, raw: bytes | bytearray, file_format: str) -> dict[str, Any]:
-    """Return what a file holds, once format, version and hashes are right, without these.
-
-    Raises BrokenShard, UnknownVersion.
-    """
+    """Return what a file holds, once format, version and hashes are right, without these."""
     try:
         data: Any = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # a ValueError: it is no UTF-8
@@ -276,35 +345,22 @@ def checked_object(path: Path, raw: bytes | bytearray, file_format: str) -> dict
 
 
 def _check_hash(path: Path, name: str, data: dict[str, Any]) -> None:
-    """Take the hash out of an object, and compare it. Raises BrokenShard."""
     found, expected = data.pop(name, None), content_sha256(data)
     if found != expected:
         what = f"altered since it was written: {name} {_shown(found)}"
         raise BrokenShard(path=path, found=what, expected=expected[:12])
 
 
-_known_types: set[Any] = set()
-_one_thread = threading.Lock()
-
-
-def prepare_type(kind: Any) -> None:
-    """Have msgspec look at a type, and at those of its fields, in one thread.
-
-    It does so when it first meets a type, and two threads that do it at once end the process: 12 threads of
-    msgspec 0.20 by SIGSEGV, in 10 of 60 tries.
-    """
-    if kind not in _known_types:
-        with _one_thread:
-            with contextlib.suppress(msgspec.ValidationError):
-                msgspec.convert(None, kind)
-            _known_types.add(kind)
+# msgspec looks at a type when it first meets it, and two threads that do so at once end the process: 12 of
+# msgspec 0.20 by SIGSEGV, in 10 of 60 tries.
+one_at_a_time = threading.Lock()
 
 
 def as_type(path: Path, data: Any, kind: type[T]) -> T:
-    """Return values of JSON as a dataclass, or another type, whose bounds they meet. Raises BrokenShard."""
-    prepare_type(kind)
+    """Return values of JSON as a dataclass, or another type, whose bounds they meet."""
     try:
-        return msgspec.convert(data, kind)
+        with one_at_a_time:
+            return msgspec.convert(data, kind)
     except UnicodeEncodeError as error:  # half a pair of surrogates, which JSON can escape
         raise BrokenShard(path=path, found=repr(error.object), expected="text in UTF-8") from None
     except msgspec.ValidationError as error:
@@ -321,7 +377,6 @@ def as_type(path: Path, data: Any, kind: type[T]) -> T:
 
 
 def wrong_value(path: Path, place: str, found: object, expected: str) -> BrokenShard:
-    """Return the error of a value that is not what was expected."""
     shown = "a value" if found is ... else _shown(found)
     return BrokenShard(path=path, found=f"{place or 'all of it'} is {shown}", expected=expected)
 
@@ -329,14 +384,12 @@ def wrong_value(path: Path, place: str, found: object, expected: str) -> BrokenS
 def unknown_version(path: Path, found: object) -> UnknownVersion:
     """Return the error of a file of another version, with what is to be done about it."""
     remedy = "shardprep plan --input_dir RAW --output_dir NEW --model_id MODEL --num_shards N"
-    return UnknownVersion(
-        f"{path} has format version {_shown(found)}, this shardprep reads {FORMAT_VERSION} alone; install "
-        f"the shardprep that wrote it, or make the data set anew in a new folder: {remedy}",
-        path=path,
-        found=_shown(found),
-        expected=FORMAT_VERSION,
-        remedy=remedy if type(found) is int and found < FORMAT_VERSION else None,
-    )
+    what = f"{path} has format version {_shown(found)}, this shardprep reads {FORMAT_VERSION} alone"
+    todo = f"install the shardprep that wrote it, or make the data set anew in a new folder: {remedy}"
+    is_older = type(found) is int and found < FORMAT_VERSION
+    error = UnknownVersion(f"{what}; {todo}", path=path, found=_shown(found), expected=FORMAT_VERSION)
+    error.remedy = remedy if is_older else None
+    return error
 
 
 def _shown(value: object) -> str:
@@ -410,7 +463,6 @@ class DatasetSpec:
 
     @property
     def token_bytes(self) -> int:
-        """Return the bytes of a binary id."""
         return token_bytes(self.tokenizer.vocab_size)
 
     @cached_property

@@ -17,65 +17,24 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import dataclasses
-import functools
 import hashlib
 import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from shardprep import errors, files
 from shardprep.command_line import option
-from shardprep.errors import (
-    BrokenShard,
-    NotFound,
-    OtherTokenizer,
-    Refused,
-    UnknownVersion,
-    UsageError,
-    quoted,
-)
-from shardprep.files import (
-    NOT_THERE,
-    Digest,
-    FileStamp,
-    PublishedFile,
-    ReadFile,
-    errors_named,
-    is_folder,
-    names_in,
-    stamp_file,
-    sync_folder,
-)
-from shardprep.format.input_formats import known_input_kind
-from shardprep.format.names import (
-    FORMAT_VERSION,
-    LEAST_FRACTION,
-    MAX_SEQ_LEN,
-    MAX_SHARDS,
-    MOST,
-    MOST_FRACTION,
-    PLAN_NAME,
-    TOKENIZER_DIR,
-    Count,
-    DatasetSpec,
-    Record,
-    Text,
-    TokenFormat,
-    TokenizerSpec,
-    as_type,
-    checked_object,
-    prepare_type,
-    with_content_hash,
-    wrong_value,
-)
+from shardprep.files import Digest, FileStamp
+from shardprep.format import names
+from shardprep.format.names import Count, DatasetSpec, Record, Text, TokenFormat, TokenizerSpec
 
 Doc = Literal["line", "file"]
 Pack = Literal["concat", "best_fit"]
@@ -93,11 +52,11 @@ OUTPUT = "output"
 RESOURCES = "resources"
 GROUPS = (INPUT, FIELDS, TEXT, TOKENS, SAMPLES, OUTPUT, RESOURCES)
 
-_input = functools.partial(option, group=INPUT)
-_fields = functools.partial(option, group=FIELDS)
-_text = functools.partial(option, group=TEXT)
-_tokens = functools.partial(option, group=TOKENS)
-_samples = functools.partial(option, group=SAMPLES)
+_input = partial(option, group=INPUT)
+_fields = partial(option, group=FIELDS)
+_text = partial(option, group=TEXT)
+_tokens = partial(option, group=TOKENS)
+_samples = partial(option, group=SAMPLES)
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")  # a NUL, and what stands for a byte that is no UTF-8
 ENGINE_HELP = "library that encodes; the token ids never depend on it"
 BAD_HELP = "fail a shard (exit code 65) when a larger share of its documents is unusable"
@@ -148,13 +107,15 @@ class PlanOptions:
     )
     transform_files: str = _text("", "files beside --transform that it uses: 'words.txt,helpers.py'")
     limit: int = _text(
-        0, "for a trial: take at most this many documents in total, spread evenly over shards", span=(1, MOST)
+        0,
+        "for a trial: take at most this many documents in total, spread evenly over shards",
+        span=(1, names.MOST),
     )
     digests: bool = _text(False, "keep a hash of each document in DATA/digests; equal text has an equal hash")
     validation_fraction: float = _text(
         0.0,
         "hold out this part of the documents for validation, chosen by their hashes; adds --digests",
-        span=(LEAST_FRACTION, MOST_FRACTION),
+        span=(names.LEAST_FRACTION, names.MOST_FRACTION),
     )
     append_eos: bool = _tokens(None, "end documents with the EOS token", of="texts", shown="on for packed")
     add_special_tokens: bool = _tokens(
@@ -190,7 +151,7 @@ class PlanOptions:
         self._check()
         if unknown := {name.strip() for name in self.split.split(",") if name} - {*SPLITS}:
             expected = f"some of {', '.join(SPLITS)}, as which valid, dev and eval in names of files count"
-            raise UsageError(found=f"--split {', '.join(sorted(unknown))}", expected=expected)
+            raise errors.UsageError(found=f"--split {', '.join(sorted(unknown))}", expected=expected)
         has_rows, is_chat = self.has_rows, self.is_chat
         settled = {
             "encoding": _python_encoding(self.encoding),
@@ -204,8 +165,8 @@ class PlanOptions:
             settled["text_field"] = "" if self.text_template else "messages" if is_chat else "text"
         for name, value in settled.items():
             object.__setattr__(self, name, value)
-        if has_rows and not 1 <= self.seq_len <= MAX_SEQ_LEN:
-            raise UsageError.of_value("--seq_len", self.seq_len, f"1 to {MAX_SEQ_LEN}")
+        if has_rows and not 1 <= self.seq_len <= names.MAX_SEQ_LEN:
+            raise errors.UsageError.of_value("--seq_len", self.seq_len, f"1 to {names.MAX_SEQ_LEN}")
 
     @property
     def is_chat(self) -> bool:
@@ -240,17 +201,17 @@ class PlanOptions:
     def _check(self) -> None:
         """Refuse a value that cannot be, or that this record does not have. Raises UsageError."""
         if self.text_template and self.text_field:
-            raise UsageError(found="--text_field and --text_template", expected="one of the two")
+            raise errors.UsageError(found="--text_field and --text_template", expected="one of the two")
         if self.has_rows and self.keep_text:
             raise _wrong_record("keep_text", "documents, as packed rows hold no text", "--record documents")
         has = {"rows": self.has_rows, "chat": self.is_chat, "texts": not self.is_chat}
-        for item in dataclasses.fields(self):
+        for item in fields(self):
             name, value, facts = item.name, getattr(self, item.name), item.metadata
             span, of = facts.get("span"), facts.get("of")
             if isinstance(value, str) and _NOT_TEXT.search(value):
-                raise UsageError(f"--{name} is {value!r}, expected UTF-8 without a NUL")
+                raise errors.UsageError(f"--{name} is {value!r}, expected UTF-8 without a NUL")
             if span and value and not span[0] <= value <= span[1]:
-                raise UsageError.of_value(f"--{name}", value, f"{span[0]} to {span[1]}")
+                raise errors.UsageError.of_value(f"--{name}", value, f"{span[0]} to {span[1]}")
             is_given = value != item.default and bool(value or item.default)
             if of and is_given and not has[of]:
                 raise _wrong_record(name, *_MEANT[of])
@@ -264,13 +225,12 @@ _MEANT = {
 }
 
 
-def _wrong_record(name: str, meant: str, remedy: str | None) -> UsageError:
-    """Return the error of an option that is for another record."""
+def _wrong_record(name: str, meant: str, remedy: str | None) -> errors.UsageError:
     todo = f"add {remedy}, or leave it out" if remedy else "leave it out"
-    return UsageError(f"--{name} is for {meant}; {todo}", found=f"--{name}", remedy=remedy)
+    return errors.UsageError(f"--{name} is for {meant}; {todo}", found=f"--{name}", remedy=remedy)
 
 
-PLAN_FIELDS = dataclasses.fields(PlanOptions)
+PLAN_FIELDS = fields(PlanOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,28 +259,23 @@ class PrepConfig(PlanOptions):
         super().__post_init__()
         if self.follow_links and not self.recursive:
             expected = "--recursive with it, as it is for subfolders, or neither"
-            raise UsageError(found="--follow_links", expected=expected, remedy="--recursive")
+            raise errors.UsageError(found="--follow_links", expected=expected, remedy="--recursive")
         if not 0 <= self.max_bad_fraction <= 1:
-            raise UsageError.of_value("--max_bad_fraction", self.max_bad_fraction, "0 to 1")
+            raise errors.UsageError.of_value("--max_bad_fraction", self.max_bad_fraction, "0 to 1")
         if self.is_chat and self.engine not in ("auto", "tokenizers"):
-            remedy = "--engine tokenizers"
-            expected = f"{remedy}, which tells the places of tokens for loss masks, or none"
-            raise UsageError(found=f"--engine {self.engine}", expected=expected, remedy=remedy)
+            found, remedy = f"--engine {self.engine}", "--engine tokenizers"
+            raise errors.UsageError(found=found, expected=f"{remedy}, for loss masks", remedy=remedy)
         if self.limit and self.hash_inputs:
-            raise UsageError(found="--limit --hash_inputs", expected="one: a part of the input, or all of it")
-
-    def plan_options(self) -> PlanOptions:
-        """Return the options without where things are and how they are checked."""
-        return PlanOptions(**{item.name: getattr(self, item.name) for item in PLAN_FIELDS})
+            raise errors.UsageError(found="--limit --hash_inputs", expected="one of them")
 
 
-def option_differences(planned: PlanOptions, now: PlanOptions, names: set[str] | None = None) -> list[str]:
-    """Return how options differ, in words. Of ``names`` only those that change bytes."""
+def option_differences(planned: PlanOptions, now: PlanOptions, given: set[str] | None = None) -> list[str]:
+    """Return how options differ, in words. Of ``given`` only those that change bytes."""
     return [
         f"--{item.name} was {before}, now {after}"
         for item in PLAN_FIELDS
         if (before := getattr(planned, item.name)) != (after := getattr(now, item.name))
-        and (names is None or (item.name in names and item.metadata.get("is_in_id", True)))
+        and (given is None or (item.name in given and item.metadata.get("is_in_id", True)))
     ]
 
 
@@ -348,9 +303,9 @@ def _python_encoding(name: str) -> str:
         if not known.startswith(disguised) and ascii_bytes.decode(known) == ascii_bytes.decode("ascii"):
             return known
     except (LookupError, ValueError, TypeError):  # a NUL in the name is a ValueError, too
-        raise UsageError(found=f"--encoding {name}", expected="an encoding, such as utf-8 or cp949") from None
+        raise errors.UsageError(found=f"--encoding {name}", expected="such as utf-8 or cp949") from None
     expected = "a superset of ASCII, in whose bytes line ends can be found; convert the files first"
-    raise UsageError(found=f"--encoding {name}", expected=expected, remedy=f"iconv -f {name} -t utf-8")
+    raise errors.UsageError(found=f"--encoding {name}", expected=expected, remedy=f"iconv -f {name} -t utf-8")
 
 
 T = TypeVar("T")
@@ -386,9 +341,7 @@ class Cut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     input_number: Count
     byte: Count  # of that input
     text_start: Count = 0  # in a compressed input: its byte of the text
-    sha256: Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = (
-        ""  # of the shard's input, if it was hashed
-    )
+    sha256: Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""  # of its input, if that was hashed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -481,15 +434,14 @@ class Plan(_Decisions):
 
     def at(self, input_dir: Path | None) -> Plan:
         """Return the same plan where its inputs lie in another folder by now (None: where they were)."""
-        return self if input_dir is None else dataclasses.replace(self, input_dir=input_dir)
+        return self if input_dir is None else replace(self, input_dir=input_dir)
 
     def shard(self, shard_id: int) -> PlannedShard:
         """Return what is to be known to make one shard. Raises NotFound for a shard past the plan's end."""
         if not 0 <= shard_id < self.num_shards:
             last = self.num_shards - 1
-            remedy = f"--array=0-{last}"
-            expected = f"0 to {last}; as a job array that is {remedy}"
-            raise NotFound(found=f"no shard {shard_id}", expected=expected, remedy=remedy)
+            expected, remedy = f"0 to {last}, as a job array --array=0-{last}", f"--array=0-{last}"
+            raise errors.NotFound(found=f"no shard {shard_id}", expected=expected, remedy=remedy)
         begin, end = self.cuts[shard_id], self.cuts[shard_id + 1]
         _check_cuts([begin, end], len(self.inputs))
         ranges = list(ranges_between(self.input_dir, self.inputs, begin, end))
@@ -517,7 +469,7 @@ class Plan(_Decisions):
 
 
 def ranges_between(input_dir: Path, inputs: Sequence[InputFile], begin: Cut, end: Cut) -> Iterator[ByteRange]:
-    """Yield the byte ranges of the inputs from one cut to another. Raises BrokenShard for impossible cuts."""
+    """Yield the byte ranges of the inputs from one cut to another."""
     for number in range(begin.input_number, end.input_number + (end.byte > 0)):
         item = inputs[number]
         start = begin.byte if number == begin.input_number else 0
@@ -535,21 +487,20 @@ def ranges_between(input_dir: Path, inputs: Sequence[InputFile], begin: Cut, end
 
 
 def _check_cuts(cuts: Sequence[Cut], num_inputs: int) -> None:
-    """Check that cuts ascend, and that none is behind the last input. Raises BrokenShard."""
+    """Check that cuts ascend, and that none is behind the last input."""
     places = [(cut.input_number, cut.byte) for cut in cuts]
     if places != sorted(places) or places[-1] > (num_inputs, 0):
         raise _wrong_cuts(f"{places[0]} to {places[-1]}", f"places in {num_inputs} inputs, ascending")
 
 
-def _wrong_cuts(found: str, expected: str) -> BrokenShard:
-    return wrong_value(Path(PLAN_NAME), "cuts", found, f"{expected}; plan into a new folder")
+def _wrong_cuts(found: str, expected: str) -> errors.BrokenShard:
+    return names.wrong_value(Path(names.PLAN_NAME), "cuts", found, f"{expected}; plan into a new folder")
 
 
 def is_one_file_a_shard(plan: Plan) -> bool:
     """Return whether shard N is the N-th input file."""
-    return plan.num_shards == len(plan.inputs) and all(
-        (cut.input_number, cut.byte) == (number, 0) for number, cut in enumerate(plan.cuts)
-    )
+    one_each = [(number, 0) for number in range(len(plan.inputs) + 1)]
+    return [(cut.input_number, cut.byte) for cut in plan.cuts] == one_each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -579,14 +530,13 @@ _TABLES: dict[str, Any] = {"inputs": list[InputFile], "cuts": list[Cut], "left_o
 class Rows(Sequence[T]):
     """A table of a plan, each block of which is read when one of its rows is asked for, and then held."""
 
-    def __init__(self, file: ReadFile, begin: int, table: _Table, kind: Any) -> None:
+    def __init__(self, file: files.ReadFile, begin: int, table: _Table, kind: Any) -> None:
         """Take the byte behind the head. Raises BrokenShard where rows and blocks do not agree."""
         self._file, self._table, self._kind = file, table, kind
         sizes = [num_bytes for num_bytes, _ in table.blocks]
         if len(sizes) != -(-table.num_rows // _ROWS_PER_BLOCK):
-            raise wrong_value(file.path, "tables", f"{len(sizes)} blocks", f"those of {table.num_rows} rows")
-        if sum(sizes) > file.num_bytes:
-            raise wrong_value(file.path, "tables", f"{sum(sizes)} bytes", f"{file.num_bytes} at most")
+            expected = f"those of {table.num_rows} rows"
+            raise names.wrong_value(file.path, "tables", f"{len(sizes)} blocks", expected)
         steps = (size + len(b",\n") for size in sizes)
         self._offsets = list(itertools.accumulate(steps, initial=begin + table.offset))
         self._held: dict[int, list[T]] = {}
@@ -605,25 +555,25 @@ class Rows(Sequence[T]):
         return self._block(number)[place]
 
     def _block(self, number: int) -> list[T]:
-        """Return the rows of a block, read once. Raises BrokenShard, ReadWriteError."""
         if number in self._held:
             return self._held[number]
         path, begin = self._file.path, self._offsets[number]
         num_bytes, expected = self._table.blocks[number]
         num_rows = min(_ROWS_PER_BLOCK, len(self) - number * _ROWS_PER_BLOCK)
         where = f"bytes {begin} to {begin + num_bytes}"
-        with errors_named(path):
+        with files.errors_named(path):
             raw = self._file.read(begin, num_bytes)
         found = hashlib.sha256(raw).hexdigest()
         if found != expected:
-            raise BrokenShard(path=path, found=f"{where} of sha256 {found[:12]}", expected=expected[:12])
-        prepare_type(self._kind)
+            what = f"{where} of sha256 {found[:12]}"
+            raise errors.BrokenShard(path=path, found=what, expected=expected[:12])
         try:
-            rows: list[T] = msgspec.json.decode(b"[" + raw + b"]", type=self._kind)
+            with names.one_at_a_time:
+                rows: list[T] = msgspec.json.decode(b"[" + raw + b"]", type=self._kind)
         except (msgspec.MsgspecError, ValueError) as error:
-            raise BrokenShard(path=path, found=f"{where}: {error}") from None
+            raise errors.BrokenShard(path=path, found=f"{where}: {error}") from None
         if len(rows) != num_rows:
-            raise BrokenShard(path=path, found=f"{where} are {len(rows)} rows", expected=num_rows)
+            raise errors.BrokenShard(path=path, found=f"{where} are {len(rows)} rows", expected=num_rows)
         self._held[number] = rows
         return rows
 
@@ -644,19 +594,14 @@ def _hashes_of_tables(plan: Plan) -> tuple[str, str]:
 
 
 def _id_of(plan: _Decisions, inputs_sha256: str, cuts_sha256: str) -> str:
-    identity = {
-        "options": plan.options.identity(),
-        "tokenizer": {**dataclasses.asdict(plan.tokenizer), "model_id": None},
-        "probe": plan.probe_sha256,
-        "version": FORMAT_VERSION,
-        "inputs": inputs_sha256,
-        "cuts": cuts_sha256,
-    }
+    tokenizer = {**asdict(plan.tokenizer), "model_id": None}
+    decisions = {"options": plan.options.identity(), "tokenizer": tokenizer, "probe": plan.probe_sha256}
+    identity = {**decisions, "version": names.FORMAT_VERSION, "inputs": inputs_sha256, "cuts": cuts_sha256}
     return hashlib.sha256(msgspec.json.encode(identity, order="sorted")).hexdigest()
 
 
-def plan_json(plan: Plan) -> bytes:
-    """Return the bytes of plan.json."""
+def publish_plan(plan: Plan, output_dir: Path) -> Plan:
+    """Freeze a plan as plan.json. Return the plan that is frozen there. Raises Refused for another."""
     rows_of = {"inputs": plan.inputs, "cuts": plan.cuts, "left_out": plan.names_left_out}
     tables: dict[str, Any] = {}
     body = bytearray()
@@ -671,7 +616,7 @@ def plan_json(plan: Plan) -> bytes:
         body += b"]\n"
         tables[name] = {"num_rows": len(rows), "offset": offset, "blocks": blocks}
     inputs_sha256, cuts_sha256 = _hashes_of_tables(plan)
-    decisions = {item.name: getattr(plan, item.name) for item in dataclasses.fields(_Decisions)}
+    decisions = {item.name: getattr(plan, item.name) for item in fields(_Decisions)}
     head = {
         "plan_id": plan.plan_id,
         "input_dir": str(plan.input_dir),
@@ -680,16 +625,12 @@ def plan_json(plan: Plan) -> bytes:
         "cuts_sha256": cuts_sha256,
         "tables": tables,
     }
-    return msgspec.json.encode(with_content_hash(_FORMAT, head))[:-1] + b"\n" + body + b"}\n"
-
-
-def publish_plan(plan: Plan, output_dir: Path) -> Plan:
-    """Freeze a plan as plan.json. Return the plan that is frozen there. Raises Refused for another."""
-    with PublishedFile(output_dir / PLAN_NAME) as file:
-        file.write(plan_json(plan))
+    first_line = msgspec.json.encode(names.with_content_hash(_FORMAT, head))[:-1]
+    with files.PublishedFile(output_dir / names.PLAN_NAME) as file:
+        file.write(first_line + b"\n" + body + b"}\n")
         file.sync()
         if file.publish_first():
-            sync_folder(output_dir)
+            files.sync_folder(output_dir)
             return plan
     frozen = need_plan(output_dir)
     refuse_another_plan(frozen, plan, output_dir)
@@ -699,93 +640,84 @@ def publish_plan(plan: Plan, output_dir: Path) -> Plan:
 def refuse_another_plan(frozen: Plan, plan: Plan, output_dir: Path) -> None:
     """Raise Refused if the plan of a folder is not this one, naming what differs."""
     if frozen.plan_id != plan.plan_id:
-        differences = "; ".join(_differences(frozen, plan))
-        raise Refused(
-            f"{output_dir} has another plan ({frozen.plan_id[:12]}, this one would be {plan.plan_id[:12]}): "
-            f"{differences}. A plan is never changed: for more data or other options plan into a new folder "
-            "(--output_dir NEW), and give the loader a list of folders",
-            path=output_dir,
-            found=differences,
-            expected=plan.plan_id[:12],
-            remedy="--output_dir NEW",
+        found, expected, remedy = "; ".join(_differences(frozen, plan)), plan.plan_id[:12], "--output_dir NEW"
+        message = (
+            f"{output_dir} has another plan ({frozen.plan_id[:12]}, this one would be {expected}): {found}. "
+            f"A plan is never changed: for more data or other options plan into a new folder ({remedy}), and "
+            "give the loader a list of folders"
         )
+        raise errors.Refused(message, path=output_dir, found=found, expected=expected, remedy=remedy)
 
 
 def read_plan(output_dir: Path) -> Plan | None:
-    """Return the plan of a data set, or None where there is none yet.
-
-    Only the head is read; the tables may raise BrokenShard where they are used. Raises NotFound, BrokenShard,
-    UnknownVersion, ReadWriteError.
-    """
+    """Return the plan of a data set, or None without one. Tables are read where they are used."""
     try:
-        return _open_plan(output_dir / PLAN_NAME)
+        return _open_plan(output_dir / names.PLAN_NAME)
     except FileNotFoundError:
         return None
     except NotADirectoryError:
-        raise NotFound(path=output_dir, found="no folder", expected="the folder of a data set") from None
-    except BrokenShard as error:
+        expected = "the folder of a data set"
+        raise errors.NotFound(path=output_dir, found="no folder", expected=expected) from None
+    except errors.BrokenShard as error:
         error.advise("a plan is frozen: bring the file back as it was, or plan into a new folder")
         raise
 
 
 def need_plan(output_dir: Path) -> Plan:
-    """Return the plan of a data set. Raises as ``read_plan``, or NotFound with the command for one."""
+    """Return the plan of a data set. Without one the error has the command that makes it."""
     plan = read_plan(output_dir)
     if plan is None:
-        found = f"no {PLAN_NAME}" if is_folder(output_dir) else "no such folder"
-        raw, made = "RAW", quoted(output_dir)
-        names = names_in(output_dir)
-        if any(map(known_input_kind, names)) and not any(name.startswith("shard-") for name in names):
-            raw, made = made, quoted(f"{os.path.abspath(output_dir)}_shards")  # noqa: PTH100 - as in quoted
+        found = f"no {names.PLAN_NAME}" if files.is_folder(output_dir) else "no such folder"
+        raw, made = "RAW", errors.quoted(output_dir)
+        listed = files.names_in(output_dir)
+        if any(map(names.known_input_kind, listed)) and not any(name.startswith("shard-") for name in listed):
+            raw, made = made, errors.quoted(f"{os.path.abspath(output_dir)}_shards")  # noqa: PTH100 - as in quoted
         remedy = f"shardprep plan --input_dir {raw} --output_dir {made} --model_id MODEL --num_shards N"
-        raise NotFound(path=output_dir, found=found, expected=PLAN_NAME, remedy=remedy)
+        raise errors.NotFound(path=output_dir, found=found, expected=names.PLAN_NAME, remedy=remedy)
     return plan
 
 
 def read_input_names(folder: Path) -> list[str]:
-    """Return the inputs of a data set's plan, relative to its input folder. An idx names them by position.
-
-    Raises FileNotFoundError, NotADirectoryError, BrokenShard, UnknownVersion, ReadWriteError.
-    """
-    return [item.path for item in _open_plan(folder / PLAN_NAME).inputs]
+    """Return the inputs of a data set's plan, relative to its input folder. An idx names them by position."""
+    return [item.path for item in _open_plan(folder / names.PLAN_NAME).inputs]
 
 
 def _open_plan(path: Path) -> Plan:
-    with errors_named(path):
-        file = ReadFile(path)  # closed when nobody holds the plan or a table of it any more
+    with files.errors_named(path):
+        file = files.ReadFile(path)  # closed when nobody holds the plan or a table of it any more
         file.expect_scattered_reads()
         raw = file.read(0, min(file.num_bytes, _HEAD_BYTES))
         while b"\n" not in raw and len(raw) < min(file.num_bytes, _MAX_HEAD_BYTES):
             raw += file.read(len(raw), min(file.num_bytes - len(raw), len(raw)))
     line = bytes(raw.partition(b"\n")[0])
-    data = checked_object(path, line if line.endswith(b"}") else line + b"}", _FORMAT)
+    data = names.checked_object(path, line if line.endswith(b"}") else line + b"}", _FORMAT)
     if isinstance(options := data.get("options"), dict):
         for name in options.keys() - {item.name for item in PLAN_FIELDS}:
             value = options.pop(name)  # one that says no is nothing to us
             if value not in (False, "", None):  # 0 is False
                 found = f"options.{name!a} is {value!r:.60}"
-                expected = "options known here: install the newer shardprep that planned this, or plan anew"
-                raise UnknownVersion(path=path, found=found, expected=f"{expected} into a new folder")
+                expected = "an option known here: install the shardprep that planned this, or plan anew"
+                raise errors.UnknownVersion(path=path, found=found, expected=expected)
     try:
-        head = as_type(path, data, _Head)
-    except UsageError as error:
-        raise BrokenShard(f"{path}: its options cannot be: {error}", path=path) from None
+        head = names.as_type(path, data, _Head)
+    except errors.UsageError as error:
+        raise errors.BrokenShard(f"{path}: its options cannot be: {error}", path=path) from None
     found = _id_of(head, head.inputs_sha256, head.cuts_sha256)
     if head.plan_id != found:
-        raise wrong_value(path, "plan_id", head.plan_id, f"{found}, which options and tables give")
+        raise names.wrong_value(path, "plan_id", head.plan_id, f"{found}, which options and tables give")
     if head.tables.keys() != _TABLES.keys():
-        raise wrong_value(path, "tables", [*head.tables], f"{', '.join(_TABLES)}")
+        raise names.wrong_value(path, "tables", [*head.tables], f"{', '.join(_TABLES)}")
     num_shards = head.tables["cuts"].num_rows - 1
-    if not 1 <= num_shards <= MAX_SHARDS:
-        raise wrong_value(path, "tables.cuts", num_shards, f"1 to {MAX_SHARDS} shards")
+    if not 1 <= num_shards <= names.MAX_SHARDS:
+        raise names.wrong_value(path, "tables.cuts", num_shards, f"1 to {names.MAX_SHARDS} shards")
     for name in head.tokenizer_files:
         if _leads_outside(name) or "/" in name:
-            raise wrong_value(path, "tokenizer_files", name, "names of files in the tokenizer's folder")
+            raise names.wrong_value(path, "tokenizer_files", name, "names of files in the tokenizer's folder")
     rows: dict[str, Rows[Any]] = {
         name: Rows(file, len(line) + 1, head.tables[name], kind) for name, kind in _TABLES.items()
     }
     return Plan(
-        **{item.name: getattr(head, item.name) for item in dataclasses.fields(_Decisions)},
+        **{item.name: getattr(head, item.name) for item in fields(_Decisions)},
         input_dir=Path(head.input_dir),
         inputs=rows["inputs"],
         cuts=rows["cuts"],
@@ -794,12 +726,10 @@ def _open_plan(path: Path) -> Plan:
 
 
 def _differences(frozen: Plan, other: Plan) -> list[str]:
-    """Return how two plans differ, in words."""
     found = option_differences(frozen.options, other.options)
     if frozen.tokenizer.fingerprint != other.tokenizer.fingerprint:
-        found.append(
-            f"the tokenizer was {frozen.tokenizer.model_id}, now {other.tokenizer.model_id}, with other ids"
-        )
+        now = other.tokenizer.model_id
+        found.append(f"the tokenizer was {frozen.tokenizer.model_id}, now {now}, with other ids")
     old = {item.path: (item.num_bytes, item.sha256) for item in frozen.inputs}
     new = {item.path: (item.num_bytes, item.sha256) for item in other.inputs}
     for what, paths in (
@@ -819,24 +749,18 @@ def _differences(frozen: Plan, other: Plan) -> list[str]:
 
 
 def stamp_tokenizer(folder: Path) -> dict[str, FileStamp]:
-    """Return size and sha256 of each file in a tokenizer's folder, by name. Hidden files are left out.
-
-    Llama 3's 17.2 MB cost a worker 18 ms of CPU. Raises BrokenShard for what is no regular file.
-    """
+    """Return size and sha256 of a tokenizer's files, but hidden ones: 18 ms of CPU for Llama 3's."""
     stamps = {}
-    for name in names_in(folder):
+    for name in files.names_in(folder):
         if not name.startswith("."):
-            with contextlib.suppress(*NOT_THERE):  # a link to nothing
-                stamps[name] = stamp_file(folder / name)
+            with contextlib.suppress(*files.NOT_THERE):  # a link to nothing
+                stamps[name] = files.stamp_file(folder / name)
     return stamps
 
 
 def check_tokenizer_files(output_dir: Path, planned: dict[str, FileStamp]) -> None:
-    """Check that DATA/tokenizer holds the files that were there at planning, and no others.
-
-    Raises NotFound where one is missing, OtherTokenizer naming those that differ, ReadWriteError.
-    """
-    folder = output_dir / TOKENIZER_DIR
+    """Check that DATA/tokenizer holds the files that were there at planning, and no others."""
+    folder = output_dir / names.TOKENIZER_DIR
     stamps = stamp_tokenizer(folder)
     for name in sorted(planned.keys() | stamps.keys()):
         if stamps.get(name) == planned.get(name):
@@ -845,9 +769,6 @@ def check_tokenizer_files(output_dir: Path, planned: dict[str, FileStamp]) -> No
             "no such file" if stamp is None else f"{stamp.num_bytes} bytes of sha256 {stamp.sha256[:12]}"
             for stamp in (stamps.get(name), planned.get(name))
         )
-        again = (
-            "bring it back as it was, or run the plan command again with the same --model_id, inputs and "
-            "options, and the versions of its libraries that planned"
-        )
-        kind = OtherTokenizer if name in stamps else NotFound
-        raise kind(path=folder / name, found=found, expected=f"{expected}, as planned; {again}")
+        expected += ", as planned; bring it back, or plan again with the same inputs, options and libraries"
+        kind = errors.OtherTokenizer if name in stamps else errors.NotFound
+        raise kind(path=folder / name, found=found, expected=expected)

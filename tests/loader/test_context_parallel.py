@@ -6,7 +6,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from loader import UsageError, deal_rows_evenly, split_for_context_parallel
 from tests.children import run_child
 from tests.oracle.forms import DataSets
+from tests.ranks_of_pages import work_of
 from tests.warm_python import WarmPython
 from tests.world import World, open_loader, refuses
 
@@ -43,16 +43,17 @@ def batch_of(data: Path, batch_size: int, **options: Any) -> Batch:
         return dict(max(islice(loader, 10), key=lambda batch: int(batch["segment_ids"].max())))
 
 
-@pytest.fixture(scope="module")
-def pages(made: dict[str, Path], warm: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tests.ranks_of_pages wrote, which split and joined a batch on the way."""
-    out = tmp_path_factory.mktemp("pages")
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_pages_examples_join_parts_and_deal_rows_evenly_on_ranks(
+    made: dict[str, Path], warm: WarmPython, tmp_path: Path
+) -> None:
     batch = batch_of(made["best_fit"], 4)
     batch.pop("max_seqlen")  # torch.load refuses classes
-    torch.save(batch, out / "batch.pt")
-    command: list[Any] = [warm.python, "-m", "tests.ranks_of_pages", out / "batch.pt", made["concat"], out]
-    assert run_child(command, cwd=out).stdout.splitlines() == 8 * ["is joined"]
-    return out
+    torch.save(batch, tmp_path / "batch.pt")
+    words: list[Any] = ["-m", "tests.ranks_of_pages", tmp_path / "batch.pt", made["concat"], tmp_path]
+    told = run_child([warm.python, *words], cwd=tmp_path).stdout.splitlines()
+    assert told == [*8 * ["is joined"], *3 * (2 + 4) * ["is even"]]
 
 
 # What a model makes of parts
@@ -227,39 +228,6 @@ def test_a_batch_that_cannot_be_split_is_refused(name: str) -> None:
 
 
 # Even work
-
-
-def work_of(segments: torch.Tensor) -> torch.Tensor:
-    """The sum of the squared lengths of each row's documents."""
-    lengths = torch.stack([(segments == number).sum(-1) for number in range(1, int(segments.max()) + 1)])
-    return (lengths**2).sum(0)
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_a_step_keeps_its_rows_on_every_world_and_its_work_is_more_even(pages: Path) -> None:
-    expected: list[Any] = []
-    for world in (2, 4):
-        ranks = [torch.load(pages / f"{world}-{rank}.pt") for rank in range(world)]
-        num_batches = 16 // world // 2  # of a rank in a step
-        for step in range(3):
-            rows, works = {}, {}
-            for form in ("read", "got"):
-                mine = [rank[form][step * num_batches : (step + 1) * num_batches] for rank in ranks]
-                fields = [torch.cat([batch[name] for each in mine for batch in each]) for name in mine[0][0]]
-                rows[form] = sorted(map(str, torch.stack(fields, 1).tolist()))
-                works[form] = np.array(
-                    [[work_of(batch["segment_ids"]).sum() for batch in each] for each in mine]
-                )
-            assert rows["got"] == rows["read"]
-            assert len(set(rows["read"])) == 16
-            if world == 2:
-                expected.append(rows["read"])
-            assert rows["read"] == expected[step]
-            before, after = works["read"], works["got"]
-            assert after.max(0).sum() < before.max(0).sum()  # each batch waits for the slowest rank
-            assert np.ptp(after.sum(1)) < np.ptp(before.sum(1))
-            assert (np.diff(after) <= 0).all()
 
 
 def test_rows_are_dealt_by_the_squared_lengths_of_their_documents() -> None:

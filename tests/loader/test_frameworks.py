@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.attention_families import small_model
 from tests.children import run_child
 from tests.documented import examples_of
 from tests.oracle.forms import SEQ_LEN, DataSets
@@ -175,44 +175,43 @@ def evaluate_on_ranks(run, seen):
 def check_boundaries_in_trainer(run, seen):
     class MaskingTrainer(OwnTrainer):
         def compute_loss(self, model, inputs, **more):
-            segments = inputs.pop("segment_ids")
-            seen.append(sorted(inputs))
-            if self.masks:
-                inputs = {**inputs, "attention_mask": sdpa_mask({"segment_ids": segments})}
+            mask = sdpa_mask({"segment_ids": inputs.pop("segment_ids")})
+            inputs |= {"attention_mask": mask} if self.masks else {}
             return super().compute_loss(model, inputs, **more)
 
-    def train(kind, model, boundaries, masks=False, **more):
-        calls = []
+    arguments = TrainingArguments(
+        output_dir=f"{OUT}/b", use_cpu=True, report_to=[], max_steps=2, disable_tqdm=True,
+        per_device_train_batch_size=4, save_strategy="no", ddp_backend="gloo",
+    )
+    families = ["llama", "opt", "opt", "opt", "llama", "llama", "llama"]
+    llama, opt, switched_off, masked, plain, hidden, bare = (small_model(name, "sdpa") for name in families)
+    mask_documents(masked)
+    for kind, model, boundaries, masks, checks, expected in (
+        (OwnTrainer, llama, "transformers", None, True, "safe"),
+        (OwnTrainer, masked, "transformers", None, True, "safe"),
+        (MaskingTrainer, hidden, "segment_ids", True, True, "safe"),
+        (OwnTrainer, opt, "transformers", None, True, "refused"),
+        (MaskingTrainer, bare, "segment_ids", False, True, "refused"),
+        (OwnTrainer, plain, (), None, True, "unchecked"),
+        (OwnTrainer, switched_off, "transformers", None, False, "unchecked"),
+    ):
+        calls, code = [], 0
         model.register_forward_pre_hook(lambda module, *_: calls.append(module.training))
-        arguments = TrainingArguments(
-            output_dir=f"{OUT}/b", use_cpu=True, report_to=[], max_steps=2, disable_tqdm=True,
-            per_device_train_batch_size=4, save_strategy="no", ddp_backend="gloo",
-        )
-        loader = get_llama3_dataloader(
-            DATA, 4, DATA, num_workers=0, seq_len=16, boundaries=boundaries, pin_memory=False
-        )
-        trainer = kind(model=model, args=arguments, train_loader=loader, **more)
+        options = {"seq_len": 16, "boundaries": boundaries, "num_workers": 0, "pin_memory": False}
+        loader = get_llama3_dataloader(DATA, 4, DATA, **options)
+        trainer = kind(model=model, args=arguments, train_loader=loader, check_boundaries=checks)
         trainer.masks = masks
         try:
             trainer.train()
         except Refused as error:
-            return [calls, error.exit_code]
-        return [calls, 0]
-
-    llama, opt = (lambda name=name: small_model(name, "sdpa") for name in ("llama", "opt"))
-    masked = opt()
-    mask_documents(masked)
-    runs = {
-        "llama": (OwnTrainer, llama(), "transformers"),
-        "opt": (OwnTrainer, opt(), "transformers"),
-        "opt, masked": (OwnTrainer, masked, "transformers"),
-        "no boundaries": (OwnTrainer, llama(), ()),
-        "no mask": (MaskingTrainer, llama(), "segment_ids"),
-        "a mask": (MaskingTrainer, llama(), "segment_ids", True),
-    }
-    found = {name: train(*each) for name, each in runs.items()}
-    found["opt, switched off"] = train(OwnTrainer, opt(), "transformers", check_boundaries=False)
-    seen[:] = [found]
+            code = error.exit_code
+        steps = [] if expected == "refused" else [True, True]  # behind passes in evaluation mode
+        passes = set() if expected == "unchecked" else {False}
+        assert code == (78 if expected == "refused" else 0), expected
+        num_passes = len(calls) - len(steps)
+        assert (set(calls[:num_passes]), calls[num_passes:]) == (passes, steps), calls
+        kept.append(trainer)
+    seen.append("right")
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -227,18 +226,22 @@ def check_boundaries_of_wrapped_models(run, seen):
     one |= {"cu_seq_lens_q": torch.arange(0, 65, 16, dtype=torch.int32)}
     mesh = init_device_mesh("cpu", (2,))
     for wrap in (DistributedDataParallel, lambda model: fully_shard(model, mesh=mesh)):
-        for masks in (False, True):
+        for verdict in ("Refused", "safe"):
             model = small_model("opt", "sdpa")
-            if masks:
+            if verdict == "safe":
                 mask_documents(model)
             model = wrap(model)
-            for batch in (packed, packed if rank else one, one):
+            # All ranks say the same, if one has something to check.
+            of_one = packed if rank else one
+            for batch, expected in ((packed, verdict), (of_one, verdict), (one, "UsageError")):
+                found = "safe"
                 try:
                     check_boundaries(model, batch)
-                    seen.append("safe")
                 except (UsageError, Refused) as error:
-                    seen.append(type(error).__name__)
+                    found = type(error).__name__
+                assert found == expected
             model(**packed).loss.backward()
+    seen.append("right")
     kept.append(model)
     dist.destroy_process_group()
 
@@ -371,22 +374,11 @@ def test_the_loss_is_the_mean_over_all_labels_on_every_number_of_ranks(seen: Run
 
 
 def test_a_trainer_checks_boundaries_once_by_what_the_model_gets_and_all_ranks_refuse(seen: Runs) -> None:
-    assert len(seen["check_boundaries_in_trainer"]) == 2
-    for (found,) in seen["check_boundaries_in_trainer"]:
-        for run in ("llama", "opt, masked", "a mask"):
-            calls, refused = found[run]
-            # Some passes in evaluation mode, then the two steps.
-            assert (set(calls[:-2]), calls[-2:], refused) == ({False}, [True, True], 0), run
-        assert found["opt, switched off"] == found["no boundaries"] == [[True, True], 0]
-        for run in ("opt", "no mask"):
-            calls, refused = found[run]
-            assert (set(calls), refused) == ({False}, 78)
+    assert seen["check_boundaries_in_trainer"] == [["right"], ["right"]]
 
 
 def test_wrapped_models_are_checked_and_all_ranks_say_the_same(seen: Runs) -> None:
-    """Of two kinds of wrappers, unmasked and masked: two packed batches, one of two, none."""
-    for found in seen["check_boundaries_of_wrapped_models"]:
-        assert found == 2 * [*["Refused", "Refused", "UsageError"], *["safe", "safe", "UsageError"]]
+    assert seen["check_boundaries_of_wrapped_models"] == [["right"], ["right"]]
 
 
 # torchtitan and TRL, in this process
@@ -435,23 +427,15 @@ def test_torchtitans_checkpoints_resume_on_another_number_of_ranks(sets: DataSet
 def test_trls_trainer_trains_on_the_loaders_conversations(sets: DataSets, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     (example,) = (code for code in examples_of("training_trainer.md") if "SFTTrainer" in code)
-    config = LlamaConfig(
-        vocab_size=400, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
-    )
     trained: list[Any] = []
-    llama = LlamaForCausalLM(config)
-
-    def look(_: Any, __: Any, fields: dict[str, Any]) -> None:
-        if fields.get("labels") is not None:
-            trained.append(fields)
-
-    llama.register_forward_pre_hook(look, with_kwargs=True)
+    llama = small_model("llama", "sdpa")
+    llama.resize_token_embeddings(400)
+    llama.register_forward_pre_hook(lambda *args: trained.append(args[-1]), with_kwargs=True)
     more = {"use_cpu": True, "report_to": [], "bf16": False, "save_strategy": "no", "disable_tqdm": True}
     names: dict[str, Any] = {"DATA": str(sets["chat"]), "CHECKPOINT": str(tmp_path / "out"), "num_steps": 2}
-    exec(
-        compile(example, "docs/training_trainer.md", "exec"),
-        {**names, "model": llama, "more_arguments": more},
-    )
-    assert len(trained) == 2
-    assert all((fields["labels"] == -100).any() for fields in trained)
-    assert all(fields["position_ids"].shape == (8, SEQ_LEN) for fields in trained)
+    names |= {"model": llama, "more_arguments": more}
+    exec(compile(example, "docs/training_trainer.md", "exec"), names)
+    in_steps = [fields for fields in trained if fields.get("labels") is not None]
+    assert len(in_steps) == 2
+    assert all((fields["labels"] == -100).any() for fields in in_steps)
+    assert all(fields["position_ids"].shape == (8, SEQ_LEN) for fields in in_steps)

@@ -16,7 +16,6 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,52 +37,38 @@ FORMS: list[dict[str, Any]] = [
 ]
 SUFFIXES = ("txt", "txt.gz", "txt.xz", "jsonl", "jsonl.gz", "jsonl.bz2", "jsonl.zst", "parquet", "arrow")
 COMPRESSED: dict[str, Callable[[bytes], bytes]] = {
-    "": bytes,
-    "gz": gzip.compress,
-    "bz2": bz2.compress,
-    "xz": lzma.compress,
+    "": bytes, "gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress,
     "zst": zstandard.ZstdCompressor().compress,
-}
+}  # fmt: skip
 NUM_CASES = 150 if os.environ.get("MIXED") == "all" else 4
 
 
-@dataclass(frozen=True)
-class Written:
-    """A document as it was written."""
-
-    text: str
-    id: str  # "": it is a line of text
-    source: str
-
-
-def write_inputs(raw: Path, chance: random.Random, *, has_labels: bool) -> list[Written]:
+def write_inputs(raw: Path, chance: random.Random, *, has_labels: bool) -> list[dict[str, Any]]:
     """Write documents in files of random formats, beside lines that hold none; document n is of word n."""
-    found: list[Written] = []
+    found: list[dict[str, Any]] = []
     for number in range(chance.randrange(1, 8)):
         suffix, folder = chance.choice(SUFFIXES), chance.choice(["web", "books"])
         is_text, first = suffix.startswith("txt"), len(found)
         for word in range(first, min(first + chance.randrange(1, 40), NUM_WORDS)):
             text = " ".join([f"w{word}"] * chance.choice([1, 2, 5, 30, 100]))
             label = chance.choice(["news", "forum"]) if has_labels and not is_text else folder
-            found.append(Written(text, "" if is_text else f"id{word}", label))
+            found.append({"text": text, "id": None if is_text else f"id{word}", "label": label})
         path = raw / folder / f"{number}.{suffix}"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_input(path, found[first:], chance)
     return found
 
 
-def write_input(path: Path, documents: list[Written], chance: random.Random) -> None:
-    records: list[dict[str, Any]] = [
-        {"text": one.text, "id": one.id, "label": one.source} for one in documents
-    ]
+def write_input(path: Path, records: list[dict[str, Any]], chance: random.Random) -> None:
     kind, _, compression = path.name.partition(".")[2].partition(".")
     if kind in ("parquet", "arrow"):
-        records.insert(chance.randrange(len(records) + 1), {"text": None, "id": "none", "label": "news"})
-        table = pa.Table.from_pylist(records)
+        none = {"text": None, "id": "none", "label": "news"}
+        place = chance.randrange(len(records) + 1)
+        table = pa.Table.from_pylist([*records[:place], none, *records[place:]])
         if kind == "parquet":
             pyarrow.parquet.write_table(table, path, row_group_size=chance.choice([1, 5, 1000]))
         else:
-            new = ipc.new_file if chance.random() < 0.5 else ipc.new_stream
+            new = chance.choice([ipc.new_file, ipc.new_stream])
             with new(str(path), table.schema) as writer:
                 writer.write_table(table, max_chunksize=chance.choice([1, 4, 1000]))
         return
@@ -99,11 +84,10 @@ def loaded(data: Path) -> dict[int, Any]:
     origins: dict[int, Any] = {}
     with open_loader(data, 1, origins=True) as loader:
         for batch in loader:
-            told = batch["origins"].tolist()
-            for number, (row, place, *origin) in enumerate(told):
-                later = told[number + 1] if number + 1 < len(told) else [row + 1]
-                ids = batch["input_ids"][row, place : later[1] if later[0] == row else None]
-                origins |= {word: loader.origin(*origin) for word in {*ids[ids < NUM_WORDS].tolist()}}
+            ids, told = batch["input_ids"][0].tolist(), batch["origins"].tolist()
+            ends = [*(place for _, place, *_ in told[1:]), len(ids)]
+            for (_, place, *origin), end in zip(told, ends, strict=True):
+                origins |= {word: loader.origin(*origin) for word in {*ids[place:end]} if word < NUM_WORDS}
     return origins
 
 
@@ -135,30 +119,29 @@ def test_loader_peek_counts_and_blank_name_the_documents_that_were_written(tmp_p
         if "record" not in form:
             path, _, unit = origins[word].place.partition(" ")
             assert word in printed(data, f"{path}:{unit.rpartition(' ')[2]}")
-        if documents[word].id and form.get("pack") != "best_fit":
-            assert word in printed(data, f"id:{documents[word].id}")
+        if documents[word]["id"] and form.get("pack") != "best_fit":
+            assert word in printed(data, f"id:{documents[word]['id']}")
 
     counts = Counter[str]()
-    for path in data.glob("shard-*.json"):
-        of_shard = json.loads(path.read_bytes())["counts"]["sources"]
-        counts.update({name: of["num_documents"] for name, of in of_shard.items()})
-    assert +counts == Counter(one.source for one in documents)
-    for path in data.glob("quarantine/*.jsonl"):
-        for left_out in map(json.loads, path.read_text().splitlines()):
-            ended = call_main("peek", data, f"{left_out['source']}:{left_out['source_offset']}")
-            assert left_out["reason"] in ended.text
+    for manifest in world.manifests():
+        sources = manifest["counts"]["sources"]
+        counts.update({name: of["num_documents"] for name, of in sources.items()})
+    assert +counts == Counter(one["label"] for one in documents)
+    for left_out in world.lines("quarantine"):
+        ended = call_main("peek", data, f"{left_out['source']}:{left_out['source_offset']}")
+        assert left_out["reason"] in ended.text
 
-    for way in ("id", "sha256"):
-        asked = {*chance.sample(sorted(every), -(-len(every) // 3))}
-        if way == "id":
-            asked = {word for word in asked if documents[word].id}
-            names = [documents[word].id for word in asked]
-        else:
-            names = [f"sha256:{hashlib.sha256(documents[word].text.encode()).hexdigest()}" for word in asked]
+    asked = {*chance.sample(sorted(every), -(-len(every) // 3))}
+    with_id = {word for word in asked if documents[word]["id"]}
+    hashes = [hashlib.sha256(documents[word]["text"].encode()).hexdigest() for word in asked]
+    for way, words, names in (
+        ("id", with_id, [documents[word]["id"] for word in with_id]),
+        ("sha256", asked, [f"sha256:{digest}" for digest in hashes]),
+    ):
         (tmp_path / "names").write_text("\n".join(names))
         new = tmp_path / f"without by {way}"
         ended = call_main("blank", data, "--ids", tmp_path / "names", "--output", new)
-        assert ended.code == (0 if asked else 65), ended.text
-        if asked:
+        assert ended.code == (0 if words else 65), ended.text
+        if words:
             assert call_main("verify", new, "--deep", 99).code == 0
-            assert loaded(new).keys() == every - asked
+            assert loaded(new).keys() == every - words

@@ -297,16 +297,18 @@ def cut_short(connection, message):
         os.kill(os.getpid(), signal.SIGKILL)
     send(connection, message)
 
-def killed():
+def killed():  # in this thread, and in another one
     Connection._send = cut_short
-    try:
-        for _ in loader_of():
-            pass
-    except ReadWriteError as error:
-        print(error.found, flush=True)
 
-def killed_in_thread():
-    thread = threading.Thread(target=killed)
+    def loop():
+        try:
+            for _ in loader_of():
+                pass
+        except ReadWriteError as error:
+            print(error.found, flush=True)
+
+    loop()
+    thread = threading.Thread(target=loop)
     thread.start()
     thread.join()
 
@@ -405,8 +407,7 @@ def test_a_worker_that_hangs_is_ended_with_the_loader_and_leaves_no_file(
 # What a training process prints.
 ENDINGS = {
     "interrupt": ["interrupted loop", "interrupted loader", "all came"],
-    "killed": ["SIGKILL"],
-    "killed_in_thread": ["SIGKILL"],
+    "killed": ["SIGKILL", "SIGKILL"],
 }
 
 

@@ -50,9 +50,9 @@ BREAKS = [
           "labels &= ID_BITS",
           f"{_STREAM}[chat-1]", "form chat, world size 1, 0 workers: global batch 0 differs first in labels"),
     Break("the last document of a block is there", "preprocess/read/lines.py",
-          'yield LineBlock(start, num_begun + cut, b"".join([*begun, data[:cut]]), num_bytes)',
-          "yield LineBlock(start, num_begun + cut, "
-          'b"".join([*begun, data[: data[: cut - 1].rfind(b"\\n") + 1]]), num_bytes)',
+          'yield start, num_begun + cut, b"".join([*begun, data[:cut]]), num_bytes',
+          "yield start, num_begun + cut, "
+          'b"".join([*begun, data[: data[: cut - 1].rfind(b"\\n") + 1]]), num_bytes',
           f"{_INPUTS}[a.txt-1]", "a.txt in 1 shards: document"),
     Break("documents for validation are those with the least hashes", "shardprep/format/documents.py",
           "np.asarray(firsts < np.uint64(",

@@ -101,15 +101,11 @@ def flipped_middle(data: bytes) -> bytes:
     return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
 
 
-DAMAGED = (
-    ("json", "tar"), ("json", "idx"), ("json", "json"), ("packed", "tar"), ("packed", "digests"),
-    ("split", "idx"),
-)  # fmt: skip
-DAMAGES: list[Any] = [
-    (*file, change, False) for file in DAMAGED for change in (cut, flipped_first, flipped_middle)
-]
+JSON_FILES = [("json", "tar"), ("json", "idx"), ("json", "json")]
+FILES = [*JSON_FILES, ("packed", "tar"), ("packed", "digests"), ("split", "idx")]
+DAMAGES = [(*file, change, False) for file in FILES for change in (cut, flipped_first, flipped_middle)]
 # A quick look finds what is missing or has another size.
-DAMAGES += [("json", suffix, change, True) for suffix in ("tar", "idx", "json") for change in (None, cut)]
+DAMAGES += [(*file, change, True) for file in [*JSON_FILES, FILES[4]] for change in (None, cut)]
 
 
 @pytest.mark.parametrize(("name", "suffix", "change", "fast"), DAMAGES)

@@ -1,4 +1,4 @@
-"""What tests of the project share: Python with the wheel imported."""
+"""What tests of the project share: a small data set, and Python with the wheel imported."""
 
 from __future__ import annotations
 
@@ -10,6 +10,19 @@ import pytest
 from tests.checkout import ROOT
 from tests.children import environ_of_children
 from tests.warm_python import WarmPython
+from tests.world import World
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Three verified shards. Never written to."""
+    return World(tmp_path_factory.mktemp("whole")).raw({"a.txt": "a line of text\n" * 90}).make(num_shards=3)
+
+
+@pytest.fixture
+def world(whole: World, tmp_path: Path) -> World:
+    """A copy of three verified shards."""
+    return whole.copy(tmp_path)
 
 
 @pytest.fixture(scope="session")

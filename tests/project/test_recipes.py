@@ -106,9 +106,7 @@ class Csv:
             num_bytes=part.end - part.start,
         )
 '''
-CSV_LINE = """    InputFormat(
-        suffixes=(".csv",), reader="quoted_csv:Csv", unit="row", document="a record", cut_at="records"
-    ),
+CSV_LINE = """    InputFormat((".csv",), "quoted_csv:Csv", unit="row"),
 )
 PLAIN_TEXT ="""
 
@@ -118,7 +116,7 @@ PLAIN_TEXT ="""
 def test_csv_with_quotes_is_an_input_format_by_its_module_and_a_line_of_the_registry(tmp_path: Path) -> None:
     copy = Copy(tmp_path)
     (copy.folder / "preprocess/read/quoted_csv.py").write_text(CSV_MODULE, encoding="utf-8")
-    copy.change("shardprep/format/input_formats.py", ")\nPLAIN_TEXT =", CSV_LINE)
+    copy.change("shardprep/format/names.py", ")\nPLAIN_TEXT =", CSV_LINE)
     texts = [f'record {number}:\nthe "kettle" sings, twice' for number in range(40)]
     with io.StringIO() as file:
         csv.writer(file, lineterminator="\n").writerows([("id", "text"), *enumerate(texts)])

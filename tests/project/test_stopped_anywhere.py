@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import shutil
 import signal
 import sys
 import threading
@@ -129,36 +127,6 @@ def test_the_workers_of_run_do_not_outlive_it(world: World, tmp_path: Path, how:
         wait_until(lambda: not any(is_living(pid) for pid in workers), every_s=0.01)
     if how != signal.SIGKILL:
         assert not list(world.data_dir.glob(".shard-*"))
-
-
-def test_a_writer_whose_temporaries_another_one_removed_is_done_as_the_shard_is(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever is done first removes the other's temporaries; the other is at its first rename then."""
-    made = world.copy(tmp_path / "other").run(0).data_dir.glob("shard-00000.*")
-    rename = os.rename
-
-    def renamed(old: Any, new: Any, **kwargs: Any) -> None:
-        for path in world.data_dir.glob(".shard-00000.*"):
-            path.unlink()
-        for path in made:  # at the first rename
-            shutil.copy(path, world.data_dir)
-        rename(old, new, **kwargs)
-
-    monkeypatch.setattr(os, "rename", renamed)
-    world.run(0)
-    assert not [*made, *world.data_dir.glob(".*")]
-
-
-def test_signals_handled_by_a_program_that_calls_main_are_its_own_again(world: World) -> None:
-    came: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
-    try:
-        world.run(0)
-        signal.raise_signal(signal.SIGUSR1)
-        assert came == [signal.SIGUSR1]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 # Sends SIGINT to this process as it imports a module, and runs a command.

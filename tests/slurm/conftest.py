@@ -21,7 +21,7 @@ def desk(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Des
     return Desk(data=data_dir, fake=install_fake_slurm(tmp_path, monkeypatch), patch=monkeypatch)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # one of the session would be ended when all else has ended
 def plain_cluster() -> Iterator[dict[str, str]]:
     """Three nodes: the environment of commands, in which the ranks of a training find each other."""
     kept = {n: v for n, v in os.environ.items() if not re.match("SLURM|SBATCH|SHARDPREP|MASTER", n)}

@@ -141,22 +141,24 @@ def set_right(environ: Mapping[str, str]) -> None:
     wait_until(lambda: set(said("sinfo", "-h", "-N", "-o", "%T").split()) == {"idle"})
 
 
+def processes() -> Iterator[tuple[Path, str]]:
+    """Yield the folder in /proc and the command line of each process of this machine."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            yield path, (path / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+
+
 def kill_node(environ: Mapping[str, str], node: str) -> None:
     """Kill a node's slurmd and its steps' daemons, and nothing else: its other processes live on.
 
     Slurm is told at once, in place of seeing it after SlurmdTimeout.
     """
     folder = environ["CLUSTER_DIR"]
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        ours = f"slurmd -f {folder}/slurm.conf -N {node}" in command
-        steps = command.startswith("slurmstepd") and _is_on(path.parent, node, folder)
-        if ours or steps:
+    for path, command in processes():
+        is_step = command.startswith("slurmstepd") and _is_on(path, node, folder)
+        if is_step or f"slurmd -f {folder}/slurm.conf -N {node}" in command:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(path.parent.name), signal.SIGKILL)
+                os.kill(int(path.name), signal.SIGKILL)
     # A late answer of the dead slurmd brings a node that is down back into service, but not out of drain.
     for state in ("drain", "down"):
         run_child(["scontrol", "update", f"nodename={node}", f"state={state}", "reason=killed"], env=environ)

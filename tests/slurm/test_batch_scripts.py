@@ -5,25 +5,20 @@ test_records.py and test_train_ddp.py run them without Slurm.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.checkout import ROOT
 from tests.held_children import Hold
-from tests.slurm.started_cluster import ENDED, Cluster
+from tests.slurm.started_cluster import ENDED, Cluster, processes
 from tests.waiting import wait_until
 from tests.warm_python import WarmPython
 from tests.world import World
-
-if TYPE_CHECKING:
-    from tests.conftest import Prep
 
 pytestmark = pytest.mark.slurm
 
@@ -104,15 +99,22 @@ def stopped(
 
 
 def test_the_plain_form_makes_shards_0_to_9_and_leaves_only_logs(site: Cluster, tmp_path: Path) -> None:
+    """Also of the first run of a task that Slurm starts again."""
     job = sbatch(site, SCRIPT)
     assert exit_codes(site, job) == {index: "7:0" if index == 7 else "0:0" for index in range(10)}
     for index in range(10):
         words = ["--shard_id", str(index), "--output_dir", "/data/processed"]
         assert (tmp_path / f"{index}.words").read_text().splitlines() == words
         assert (tmp_path / f"{index}.step").read_text() == "8 0\n"
-        assert log_of(site, job, index).startswith("the worker speaks\n")
+    (tmp_path / "7.words").unlink()
+    site.run("scontrol", "requeue", f"{job}_7")
+    wait_until((tmp_path / "7.words").exists)
+    assert exit_codes(site, f"{job}_7") == {7: "7:0"}
     assert [path.name for path in site.folder.iterdir()] == ["logs"]
-    assert len(list((site.folder / "logs").iterdir())) == 10
+    names = [*map(str, range(10)), "7.before-restart-1"]
+    logs = {path.name: path.read_text() for path in (site.folder / "logs").iterdir()}
+    assert logs.keys() == {f"shardprep-{job}_{name}.log" for name in names}
+    assert all(log.startswith("the worker speaks\n") for log in logs.values())
 
 
 def test_folder_and_flags_reach_the_worker_as_typed(site: Cluster, tmp_path: Path) -> None:
@@ -128,19 +130,6 @@ def test_folder_and_flags_reach_the_worker_as_typed(site: Cluster, tmp_path: Pat
     assert shown[0] == ["--output_dir", words[0], "--planned", *words[1:]]
     assert shown[1] == ["--output_dir", "/data/processed", "--no-keep_text"]
     assert [path.name for path in site.folder.iterdir()] == ["logs"]
-
-
-def test_a_task_started_again_by_slurm_keeps_the_log_of_its_first_run(site: Cluster, tmp_path: Path) -> None:
-    job = sbatch(site, "--array=7", "-c1", SCRIPT)
-    assert exit_codes(site, job) == {7: "7:0"}
-    (tmp_path / "7.words").unlink()
-    site.run("scontrol", "requeue", f"{job}_7")
-    wait_until((tmp_path / "7.words").exists)
-    assert exit_codes(site, job) == {7: "7:0"}
-    names = [f"shardprep-{job}_7{part}.log" for part in (".before-restart-1", "")]
-    assert sorted(path.name for path in (site.folder / "logs").iterdir()) == names
-    for name in names:
-        assert "the worker speaks" in (site.folder / "logs" / name).read_text()
 
 
 # --- training: slurm/train_ddp.sh with examples/train_llama.py
@@ -166,12 +155,9 @@ def warm(plain_cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def data(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(model_dir: Path, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
-    prep.plan(sample_dir, folder, num_shards=4)
-    prep.make(folder)
-    assert prep.command("verify", folder).code == 0
-    return folder
+    return World(folder, tokenizer=model_dir, raw_dir=sample_dir).make(num_shards=4).data_dir
 
 
 def train(site: Cluster, data: Path, checkpoints: Path, *flags: object) -> str:
@@ -186,15 +172,6 @@ def train_log(site: Cluster, job: str) -> str:
 
 def steps_of(checkpoints: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (checkpoints / "log.jsonl").read_text().splitlines()]
-
-
-def has_daemon(job: str) -> bool:
-    """Whether Slurm still watches a run of the job on one of its nodes."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if path.read_bytes().startswith(f"slurmstepd: [{job}.".encode()):
-                return True
-    return False
 
 
 def test_a_cut_run_goes_on_on_one_node_as_if_unbroken(
@@ -215,7 +192,8 @@ def test_a_cut_run_goes_on_on_one_node_as_if_unbroken(
     site.run(warm.python, PROGRAM, data, unbroken, *FLAGS, *flags)
     wait_until(lambda: site.tasks(job)[0]["JobState"] in {"PENDING", *ENDED})
     assert site.tasks(job)[0]["JobState"] == "PENDING", train_log(site, job)
-    wait_until(lambda: not has_daemon(job))  # its word of the first end may come late
+    daemon = f"slurmstepd: [{job}."  # its word of the first end may come late
+    wait_until(lambda: not any(command.startswith(daemon) for _, command in processes()))
     site.run("scontrol", "update", f"jobid={job}", "numnodes=1", "numtasks=1")
     site.run("scontrol", "update", "partitionname=cpu", "state=up")
     last, log = site.ended(job)[0], train_log(site, job)
@@ -270,12 +248,12 @@ def test_torchrun_starts_its_ranks_on_two_nodes(train_site: Cluster, data: Path,
 
 
 def test_on_a_cluster_without_accounts_the_whole_way_works(
-    prep: Prep, train_site: Cluster, sample_dir: Path, tmp_path: Path
+    train_site: Cluster, sample_dir: Path, tmp_path: Path
 ) -> None:
     """The first try finds no input, the retry is told where it is."""
     raw, data, site = tmp_path / "raw", tmp_path / "O", train_site
     shutil.copytree(sample_dir, raw)
-    prep.plan(raw, data, num_shards=3)
+    World(tmp_path, raw_dir=raw, data_dir=data).plan(num_shards=3)
     moved = raw.rename(tmp_path / "moved")
 
     first = site.slurm("submit", data, "--cpus_per_task", 1, "--wait", code=74)

@@ -171,20 +171,6 @@ def test_plain_sbatch_is_seen_a_copy_leaves_it_alone_and_next_runs_as_printed(
     assert site.status(data)["done"] == "0-3,5-6"
 
 
-def test_what_cannot_work_is_refused_before_it_is_sent(site: Cluster, seven: Seven, tmp_path: Path) -> None:
-    refusals = {
-        ("--cpus_per_task", 40): "--cpus-per-task=40",
-        ("--mem_gb", 99): "--mem=101376M",
-        ("--partition", "gone"): "gone",
-    }
-    for flags, named in refusals.items():
-        assert named in site.slurm("submit", seven.data_dir, "--cpus_per_task", 1, *flags, code=2)
-    shutil.move(seven.data_dir / "tokenizer" / "tokenizer.json", tmp_path)
-    assert "tokenizer.json" in site.slurm("submit", seven.data_dir, code=66)
-    assert not (seven.data_dir / "jobs").exists()
-    assert site.run("squeue", "-h", "--user=root", "--states=PENDING") == ""
-
-
 def test_preempted_tasks_start_again_and_are_counted(site: Cluster, seven: Seven) -> None:
     seven.arm("sleep-0", "sleep-1", "sleep-2")
     site.slurm("submit", seven.data_dir, "--cpus_per_task", 4, "--mem_gb", 1, *ACCEPTING)
@@ -198,9 +184,17 @@ def test_preempted_tasks_start_again_and_are_counted(site: Cluster, seven: Seven
     assert seven.temporaries() == []
 
 
-def test_a_submit_limit_of_the_qos_makes_larger_tasks_and_leaves_a_place_for_the_controller(
-    site: Cluster, seven: Seven
-) -> None:
+def test_limits_of_nodes_refuse_and_one_of_the_qos_makes_larger_tasks(site: Cluster, seven: Seven) -> None:
+    """And it leaves a place for the controller."""
+    refusals = {
+        ("--cpus_per_task", 40): "--cpus-per-task=40",
+        ("--mem_gb", 99): "--mem=101376M",
+        ("--partition", "gone"): "gone",
+    }
+    for flags, named in refusals.items():
+        assert named in site.slurm("submit", seven.data_dir, "--cpus_per_task", 1, *flags, code=2)
+    assert not (seven.data_dir / "jobs").exists()
+    assert site.run("squeue", "-h", "--states=PENDING") == ""
     modify = ("sacctmgr", "--immediate", "modify", "qos", "normal", "set")
     site.run(*modify, "MaxSubmitJobsPerUser=4")
     try:

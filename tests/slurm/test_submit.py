@@ -18,7 +18,6 @@ import pytest
 
 from shardprep.errors import ReadWriteError, UsageError
 from slurm import submit_with_submitit
-from tests.checkout import ROOT
 from tests.children import run_child
 from tests.slurm.fake_slurm import ALL, JOB, WHEN, Desk, array, squeue_line
 
@@ -45,6 +44,7 @@ PYTHON, SETUP, CONTAINER = "SHARDPREP_PYTHON", "SHARDPREP_SETUP", "SHARDPREP_EXE
         ({"SBATCH_EXCLUDE": "n[1-2]"}, "", {"exclude": "n[1-2]"}),
         ({}, "--cpus_per_task 9", {"cpus-per-task": "9"}),
         ({}, "", {"cpus-per-task": "1", PYTHON: sys.executable, SETUP: "", CONTAINER: ""}),
+        ({}, "--shards_per_task 2", {"array": "0-2%3"}),
         ({PYTHON: "p"}, "", {PYTHON: "p"}),
         ({}, "--container 'apptainer exec i'", {PYTHON: "", CONTAINER: "apptainer exec i"}),
         ({}, "--setup /etc/hostname", {PYTHON: "", SETUP: "/etc/hostname"}),
@@ -62,12 +62,12 @@ def test_values_are_of_flags_or_else_of_variables_and_a_task_has_one_cpu_and_thi
 
 
 def test_a_dry_run_prints_what_submit_sends_and_needs_no_controller_and_no_slurm_at_all(desk: Desk) -> None:
-    words, account = ("submit", "--mem_gb", 2), {"SBATCH_ACCOUNT": "env"}
-    shown = desk.slurm(*words, "--dry_run", **account)
+    shown = desk.slurm("submit", "--mem_gb", 2, "--dry_run", SBATCH_ACCOUNT="env")
     assert ("(SBATCH_ACCOUNT)" in shown, "(flag)" in shown) == (True, True), "where values came from"
     assert not desk.fake.sent()
     names = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "CPUS_PER_TASK", "JOB_NAME")
-    desk.slurm(*words, **account, **{f"SLURM_{name}": "9" for name in names})  # in another job
+    in_a_job: dict[str, Any] = {f"SLURM_{name}": "9" for name in names}
+    desk.slurm("submit", "--mem_gb", 2, SBATCH_ACCOUNT="env", **in_a_job)
     assert "\n".join(desk.fake.sent()) in shown
     kept = sorted((desk.data / "jobs").glob("*.sh"))
     assert [path.read_text() for path in kept] == desk.fake.sent()
@@ -79,26 +79,13 @@ def test_a_dry_run_prints_what_submit_sends_and_needs_no_controller_and_no_slurm
 # --- scripts
 
 
-def run_head(script: str, folder: Path, index: int = 0) -> list[str]:
+def run_head(script: str, folder: Path) -> list[str]:
     """What bash makes of a rendered script: the words that the worker would get, and the container."""
     head = script.partition("\nset -euo pipefail\n")[0]
     (folder / "job.sh").write_text(head + '\nprintf "%s\\0" "${shardprep_command[@]}" "$SHARDPREP_EXEC"\n')
-    environ = {"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": str(index)}
+    environ = {"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": "0"}
     done = run_child(["bash", "job.sh"], cwd=folder, env=environ, encoding="utf-8")
     return done.stdout.split("\0")[:-1]
-
-
-def test_the_script_is_prep_array_with_a_head_that_maps_an_index_to_shards(desk: Desk) -> None:
-    desk.data = desk.data.rename(desk.tmp / "it's 5% of all")
-    desk.make_done(2)
-    desk.slurm("submit", "--shards_per_task", 2)
-    script = desk.fake.sent()[0]
-    assert desk.sent_shards() == ["0-1 3-4"]
-    assert "\n#SBATCH --array=0-1%2\n" in script
-    assert f'\n#SBATCH --output="{desk.tmp}/it\'s 5%% of all/jobs/logs/%A_%a.log"\n' in script
-    body = script.partition("set -euo pipefail\n")[2]
-    assert (ROOT / "slurm" / "prep_array.sh").read_text().endswith(body)
-    assert run_head(script, desk.tmp, 1)[:-1] == ["run", str(desk.data), "--shards", "3-4"]
 
 
 # What a folder, a flag's value or an environment variable may hold, and a shell must not run or split.
@@ -330,7 +317,7 @@ def test_a_retry_in_another_folder_has_the_values_of_the_submission(desk: Desk) 
     desk.patch.chdir(here)
     mask = os.umask(0o002)
     try:
-        variables = {SETUP: "setup.sh", "SBATCH_ACCOUNT": "one"}
+        variables: dict[str, Any] = {SETUP: "setup.sh", "SBATCH_ACCOUNT": "one"}
         desk.slurm("submit", "--container", "mine", "--mem_gb", 2, **variables)
     finally:
         os.umask(mask)
@@ -355,19 +342,18 @@ def test_a_user_without_a_name_on_this_machine_can_use_every_command(desk: Desk)
 # --- submitit
 
 
-def test_a_local_job_gives_the_manifests_and_raises_where_a_shard_fails(desk: Desk) -> None:
+def test_a_job_of_submitit_gives_the_manifests_and_raises_where_a_shard_fails(desk: Desk) -> None:
     """test_slurm_operations.py has it on a real cluster: a limit of an array, a preempted job."""
     submitit, data = pytest.importorskip("submitit"), desk.data
     desk.patch.setattr("pdb.post_mortem", lambda: None)  # what a DebugExecutor starts at a failure
-    local, debug = (submitit.AutoExecutor(folder=desk.tmp / "log", cluster=it) for it in ("local", "debug"))
-    local.update_parameters(timeout_min=3)
-    (job,) = submit_with_submitit(data, local, shards_per_task=5)
+    debug = submitit.AutoExecutor(folder=desk.tmp / "log", cluster="debug")
+    (job,) = submit_with_submitit(data, debug, shards_per_task=5)
     assert [manifest.shard_id for manifest in job.result()] == [0, 1, 2, 3, 4]
-    assert submit_with_submitit(data, local) == [], "nothing is missing"
+    assert submit_with_submitit(data, debug) == [], "nothing is missing"
     (data / "shard-00003.json").unlink()
     (data / "tokenizer" / "tokenizer.json").write_text("{}")
     (job,) = submit_with_submitit(data, debug)
     with pytest.raises(ReadWriteError):
         job.result()
     with pytest.raises(UsageError):
-        submit_with_submitit(data, local, shards_per_task=0)
+        submit_with_submitit(data, debug, shards_per_task=0)

@@ -11,7 +11,6 @@ import contextlib
 import faulthandler
 import gzip
 import importlib.util
-import io
 import json
 import lzma
 import os
@@ -29,7 +28,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import zstandard
 
-from tests.input_writers import bgzip, seekable_zstd, zstd_of_blocks
+from tests.input_writers import bgzip, seekable_zstd, table_bytes, zstd_of_blocks
 from tests.plain_reader import plain_records
 from tests.world import World
 
@@ -93,14 +92,7 @@ def _whole_file(form: str, rng: random.Random) -> bytes:
     texts = random_texts(rng)
     if form.endswith(("parquet", "arrow")):
         table = pyarrow.table({"id": range(len(texts)), "text": pyarrow.array(texts, pyarrow.string())})
-        sink = io.BytesIO()
-        if form.endswith("parquet"):
-            pyarrow.parquet.write_table(table, sink, row_group_size=rng.choice([3, 100]))
-            return sink.getvalue()
-        opened = pyarrow.ipc.new_stream if form.startswith("stream") else pyarrow.ipc.new_file
-        with opened(sink, table.schema) as writer:
-            writer.write_table(table, max_chunksize=rng.choice([3, 100]))
-        return sink.getvalue()
+        return table_bytes(table, form, rng.choice([3, 100]))
     stem, _, packed = form.partition(".")
     data = b"".join(_line(stem, text, rng) for text in texts)
     if rng.random() < 0.3:

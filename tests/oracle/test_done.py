@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import json
 import os
 import re
@@ -20,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from loader import BrokenShard
 from tests.forged import content_sha256
+from tests.input_writers import table_bytes
 from tests.world import World, hostile_texts
 
 HEADER_BYTES, CHUNK_RECORDS = 64, 512
@@ -56,16 +54,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
         raw: dict[str, Any] = {"a.txt": "\n".join(texts[:90]), "b.txt": "\n".join(texts[90:])}
         if name == "table":  # places are rows; the second shard ends inside of the second file
             parts = (texts[:70], texts[70:-10], texts[-10:])
-            raw = {f"{number}.parquet": parquet(part) for number, part in enumerate(parts)}
+            raw = {f"{n}.parquet": table_bytes({"text": part}, "parquet", 5) for n, part in enumerate(parts)}
         return World(root / name).raw(raw).make(num_shards=3, **SETS[name])
 
     return make
-
-
-def parquet(texts: list[str]) -> bytes:
-    file = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file, row_group_size=5)
-    return file.getvalue()
 
 
 def path_of(world: World, suffix: str, shard_id: int = BROKEN) -> Path:
@@ -103,7 +95,8 @@ def flipped_middle(data: bytes) -> bytes:
 
 JSON_FILES = [("json", "tar"), ("json", "idx"), ("json", "json")]
 FILES = [*JSON_FILES, ("packed", "tar"), ("packed", "digests"), ("split", "idx")]
-DAMAGES = [(*file, change, False) for file in FILES for change in (cut, flipped_first, flipped_middle)]
+CHANGES = (cut, flipped_first, flipped_middle)
+DAMAGES: list[Any] = [(*file, change, False) for file in FILES for change in CHANGES]
 # A quick look finds what is missing or has another size.
 DAMAGES += [(*file, change, True) for file in [*JSON_FILES, FILES[4]] for change in (None, cut)]
 
@@ -408,7 +401,7 @@ def test_what_killed_attempts_left_goes_with_the_one_that_makes_the_shard_or_fin
     def kill_at_the_first_name() -> None:
         pid = os.fork()
         if not pid:
-            os.rename = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+            os.rename = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
             world.try_shard(0)
             os._exit(99)  # it was not killed
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL

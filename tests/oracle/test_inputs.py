@@ -8,7 +8,6 @@ from __future__ import annotations
 import bz2
 import gzip
 import hashlib
-import io
 import json
 import lzma
 import re
@@ -19,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
-import pyarrow.ipc
-import pyarrow.parquet
 import pytest
 import zstandard
 from tokenizers import Tokenizer
 
+from tests.input_writers import table_bytes
 from tests.plain_reader import plain_records
 from tests.world import Ranks, World, hostile_text, hostile_texts, tokenizer_dir
 
@@ -71,19 +69,6 @@ def table() -> pyarrow.Table:
     )
 
 
-def parquet() -> bytes:
-    sink = io.BytesIO()
-    pyarrow.parquet.write_table(table(), sink, row_group_size=9)
-    return sink.getvalue()
-
-
-def arrow(new: Callable[..., Any]) -> bytes:
-    sink = io.BytesIO()
-    with new(sink, table().schema) as writer:
-        writer.write_table(table(), max_chunksize=9)
-    return sink.getvalue()
-
-
 TEMPLATE = {"text_template": r"{title}\n\n{text} {{}}"}
 CASES: dict[str, tuple[Callable[[], bytes], dict[str, str]]] = {
     "a.txt": (text_lines, {}),
@@ -96,9 +81,9 @@ CASES: dict[str, tuple[Callable[[], bytes], dict[str, str]]] = {
     "h.jsonl": (json_lines, {"id_field": "id"}),
     "i.jsonl.xz": (lambda: lzma.compress(json_lines()), TEMPLATE),
     "j.json": (json_lines, {"text_field": "title"}),
-    "k.parquet": (parquet, {"id_field": "id"}),
-    "l.arrow": (lambda: arrow(pyarrow.ipc.new_file), TEMPLATE),
-    "m.feather": (lambda: arrow(pyarrow.ipc.new_stream), {"text_field": "meta.kind"}),
+    "k.parquet": (lambda: table_bytes(table(), "parquet", 9), {"id_field": "id"}),
+    "l.arrow": (lambda: table_bytes(table(), "file.arrow", 9), TEMPLATE),
+    "m.feather": (lambda: table_bytes(table(), "stream.arrow", 9), {"text_field": "meta.kind"}),
 }
 
 

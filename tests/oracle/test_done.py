@@ -345,18 +345,14 @@ def test_a_folder_that_goes_while_it_is_looked_at_is_no_data_set(
     assert (ended.code, ended.error and ended.error.path) == (66, str(world.data_dir))
 
 
-@pytest.mark.processes
 def test_a_blanked_shard_names_the_tar_that_it_was_made_from_and_verifies(tmp_path: Path) -> None:
     texts = [text for text in hostile_texts(90, seed=4, most_words=6) if text.strip()]
     world = World(tmp_path).raw({"a.jsonl": [{"id": f"d{n}", "text": text} for n, text in enumerate(texts)]})
-    world.make(num_shards=2, record="packed", seq_len=16, id_field="id")
+    world.make(record="packed", seq_len=16, id_field="id")
     (tmp_path / "ids.txt").write_text("d3\n")
-    new = tmp_path / "new"
-    assert world.main("blank", world.data_dir, ids=tmp_path / "ids.txt", output=new, num_proc=1).code == 0
-    assert world.main("verify", new).code == 0
-    stated = [json.loads((new / f"shard-{number:05d}.json").read_bytes()) for number in (0, 1)]
-    old = hashlib.sha256((world.data_dir / "shard-00000.tar").read_bytes()).hexdigest()
-    assert [each.get("made_from") for each in stated] == [old, None]
+    new = world.blanked(tmp_path / "ids.txt", tmp_path / "new").verify()
+    old = hashlib.sha256(path_of(world, "tar", 0).read_bytes()).hexdigest()
+    assert [each.get("made_from") for each in new.manifests()] == [old, None]
 
 
 @pytest.mark.parametrize("name", ["json", "packed"])

@@ -81,7 +81,7 @@ class Scene:
         """Run commands; all but the last one have to succeed."""
         ended = Ended(0, "", "")
         for command in line.split(" && "):
-            assert ended.code == 0, ended.text
+            ended.ends(0)
             words = shlex.split(command)
             for flag, folder in USUAL_FLAGS.get(words[0], {}).items():
                 if flag not in words:

@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple
 import pytest
 
 from tests.faults.commands import EXPORTS, LITTER, command, published_below
-from tests.faults.every_format import write_every_format
 from tests.faults.forked_case import Ended, ForkedRun, run_forked
 from tests.faults.os_calls import Call, OsCalls
+from tests.input_writers import write_every_format
 from tests.slurm.fake_slurm import install_fake_slurm
 
 Stage = Literal["raw", "planned", "made", "verified", "littered"]

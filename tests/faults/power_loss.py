@@ -175,7 +175,7 @@ def _recorded(data_set: SmallDataSet, hit: Hit, before: Callable[[], None] = lam
 
     start = camera.look()
     with calls.ordered("each change"):
-        ended = data_set.run(hit.command, arm, meanwhile=look)
+        ended = data_set.start(hit.command, arm).end(look)
     if ended.how != "ended" or ended.code or not seen:
         raise RuntimeError(
             f"{data_set.form}: {hit.name} failed undisturbed, with {len(seen)} changes: {ended}"

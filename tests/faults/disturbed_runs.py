@@ -123,7 +123,7 @@ def _struck(campaign: str, data_set: SmallDataSet, hit: Hit, fault: Fault) -> Ou
 
     is_paused = fault.has_rival or fault.meanwhile
     with calls.ordered(fault.mode, at=fault.at, error=fault.error):
-        ended = data_set.run(hit.command, inside, meanwhile=meanwhile if is_paused else None)
+        ended = data_set.start(hit.command, inside).end(meanwhile if is_paused else None)
     made = calls.calls()
     fault.behind(data_set.place)
     if fault.may_differ and ended.how == "ended" and not ended.code:

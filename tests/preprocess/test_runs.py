@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tests.children import child, end_of, environ_of_children, is_living, shardprep
-from tests.faults.every_format import write_every_format
 from tests.held_children import Hold
+from tests.input_writers import write_every_format
 from tests.killed_calls import killed_at
 from tests.waiting import wait_until
 from tests.world import Ended, World, call_main, hostile_text, save_tokenizer

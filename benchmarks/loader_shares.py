@@ -14,6 +14,7 @@ import numpy as np
 
 from loader import TokenLoader, get_llama3_dataloader
 from loader.order import Order, choose_windows
+from loader.reading import ShardReader
 from loader.run import CYCLE, ROUND, Position, Run, Source, Stage
 
 NUM_SOURCES, SOURCE_SAMPLES, SAMPLE_BYTES = 20, 25_600, 8192
@@ -105,7 +106,7 @@ def mixed_tokens(folders: Mapping[str, Path], weights: Mapping[str, float], num_
         taken = run.source_samples(Position(num_steps))
     first = next(iter(folders))
     order = run.sources[0].order
-    reader = source.open()
+    reader = ShardReader(source.shards)
     whole, rest = divmod(taken[first] // 64, order.ticks_per_epoch)
     tokens = 0
     for epoch in range(whole + 1):

@@ -24,8 +24,9 @@ import re
 import socket
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from loader.external_tars import scan_tar
 from shardprep import files
@@ -73,9 +74,7 @@ def stage(args: argparse.Namespace) -> int:
     manifests.refuse_found(folder, manifests.read_findings(folder, plan_id), range(num_shards))
     files.make_folder(target, parents=True)
     manifests.refuse_other_plan(target, plan_id)
-    missing = [
-        each for each in range(num_shards) if manifests.done_manifest(target, each, plan_id, {}) is None
-    ]
+    missing = [n for n in range(num_shards) if manifests.done_manifest(target, n, plan_id, {}) is None]
     num_bytes = int((index.column("tar_bytes") + index.column("idx_bytes"))[missing].sum())
     found = os.statvfs(target)
     if num_bytes > (free := found.f_bavail * found.f_frsize):
@@ -147,9 +146,9 @@ def _publish(
     source: str,
     stamp: FileStamp | None = None,
     remedy: str | None = None,
-    check: Callable[[Path], object] | None = None,
+    is_unknown_tar: bool = False,
 ) -> None:
-    """Write a copy, which appears whole or, where it is not as stamped or checked, not at all."""
+    """Write a copy, which appears whole or, where it is not as stamped or cannot be loaded, not at all."""
     with files.PublishedFile(target) as copy:
         for block in blocks:
             copy.write(memoryview(block))
@@ -157,8 +156,11 @@ def _publish(
         if stamp is not None and found != stamp:
             what, expected = f"sha256 {found.sha256[:12]}", f"{stamp.sha256[:12]}, as its manifest"
             raise BrokenShard(path=source, found=what, expected=expected, remedy=remedy)
-        if check is not None:
-            check(copy.temporary)
+        try:
+            if is_unknown_tar:
+                scan_tar(copy.temporary)
+        except BrokenShard as error:
+            raise type(error)(f"what webdataset read from {source} cannot be loaded: {error}") from None
         copy.publish()
     files.sync_folder(target.parent)  # its name outlasts a power cut, before a manifest's does
 
@@ -188,7 +190,7 @@ def copy_url(url: str, cache_dir: str | os.PathLike[str] | None) -> str:
             if path is not None:
                 return str(path)
         path = folder / f"{_digits(url)}-{['copy.tar', *_NAME_IN_URL.findall(url)][-1]}"
-        _copy_unless_there(url, path, check=lambda copy: _check_tar(copy, url))
+        _copy_unless_there(url, path, is_unknown_tar=True)
     except OSError as error:
         raise ReadWriteError(f"{_shown(url)} cannot be copied to {folder}: {error}") from error
     return str(path)
@@ -223,21 +225,12 @@ def _copy_our_shard(root: str, shard_id: int, folder: Path) -> Path | None:
     return names.tar_path(folder, shard_id)
 
 
-def _copy_unless_there(
-    url: str, target: Path, stamp: FileStamp | None = None, check: Callable[[Path], object] | None = None
-) -> None:
+def _copy_unless_there(url: str, target: Path, stamp: FileStamp | None = None, **options: Any) -> None:
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(target.lstat().st_mode):  # a link of that name is none of ours
             raise BrokenShard(path=target, found="no regular file", expected="a copy of ours; remove it")
         return
-    _publish(_blocks(url), target, _shown(url), stamp, check=check)
-
-
-def _check_tar(path: Path, url: str) -> None:
-    try:
-        scan_tar(path)
-    except BrokenShard as error:
-        raise type(error)(f"what webdataset read from {_shown(url)} cannot be loaded: {error}") from None
+    _publish(_blocks(url), target, _shown(url), stamp, **options)
 
 
 def _blocks(url: str) -> Iterator[bytes]:

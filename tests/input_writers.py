@@ -1,13 +1,46 @@
-"""Writers of the input formats that no library at hand writes: seekable zstd, and bgzip's blocks."""
+"""Writers of input formats; of seekable zstd and bgzip's blocks, which no library at hand writes, too."""
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
 import itertools
+import json
+import lzma
 import struct
 import zlib
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
 import zstandard
+
+
+def json_lines(texts: Iterable[str]) -> bytes:
+    """A line of JSON for each text, with an id."""
+    rows = [{"id": f"d{number}", "text": text} for number, text in enumerate(texts)]
+    return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
+
+
+def table_bytes(table: Any, suffix: str, rows: int = 3, **options: Any) -> bytes:
+    """A table, or its columns or rows, as parquet, stream.arrow or file.arrow of these rows in a group."""
+    if not isinstance(table, pyarrow.Table):
+        table = pyarrow.Table.from_pylist(table) if isinstance(table, list) else pyarrow.table(table)
+    sink = io.BytesIO()
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(table, sink, row_group_size=rows)
+        return sink.getvalue()
+    opened = pyarrow.ipc.new_file if suffix.startswith("file") else pyarrow.ipc.new_stream
+    with opened(sink, table.schema, **options) as writer:
+        for start in range(0, max(1, len(table)), rows):
+            # Each with a dictionary of its own: a stream replaces it, or adds to it.
+            chunk = table.slice(start, rows)
+            writer.write_table(chunk if suffix.startswith("file") else chunk.unify_dictionaries())
+    return sink.getvalue()
 
 
 def pieces_of(data: bytes, sizes: Iterable[int]) -> list[bytes]:
@@ -41,11 +74,34 @@ def zstd_of_blocks(data: bytes, sizes: Iterable[int]) -> bytes:
 
 def bgzip(data: bytes, sizes: Iterable[int]) -> bytes:
     """What bgzip writes: gzip members that say their size, and an empty one at the end."""
-    return b"".join(map(_bgzip_block, [*pieces_of(data, sizes), b""]))
+    members = []
+    for piece in [*pieces_of(data, sizes), b""]:
+        deflate = zlib.compressobj(6, zlib.DEFLATED, -15)
+        body = deflate.compress(piece) + deflate.flush()
+        size = struct.pack("<H2sHH", 6, b"BC", 2, len(body) + 25)
+        head = b"\x1f\x8b\x08\x04" + bytes(4) + b"\x00\xff" + size
+        members.append(head + body + struct.pack("<II", zlib.crc32(piece), len(piece)))
+    return b"".join(members)
 
 
-def _bgzip_block(data: bytes) -> bytes:
-    deflate = zlib.compressobj(6, zlib.DEFLATED, -15)
-    body = deflate.compress(data) + deflate.flush()
-    head = b"\x1f\x8b\x08\x04" + bytes(4) + b"\x00\xff" + struct.pack("<H2sHH", 6, b"BC", 2, len(body) + 25)
-    return head + body + struct.pack("<II", zlib.crc32(data), len(data))
+def write_every_format(folder: Path) -> None:
+    """Write what ``a.txt`` in the folder says, and a record without text, in each format.
+
+    Shards may be cut inside of most of these files.
+    """
+    text = (folder / "a.txt").read_bytes()
+    rows = [{"text": each} for each in [*text.decode().splitlines(), None]]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    for name, data in {
+        "c.jsonl": lines,
+        "d.jsonl.gz": gzip.compress(lines),
+        "e.jsonl.zst": zstandard.compress(lines),
+        "f.jsonl.zst": seekable_zstd(lines, [900]),
+        "g.jsonl.gz": bgzip(lines, [700]),
+        "h.jsonl.xz": lzma.compress(lines),
+        "i.jsonl.bz2": bz2.compress(lines),
+        "j.txt.gz": gzip.compress(text),
+        "k.parquet": table_bytes(rows, "parquet", 9),
+        "l.arrow": table_bytes(rows, "stream.arrow", 9),
+    }.items():
+        (folder / name).write_bytes(data)

@@ -3,7 +3,7 @@
     world = World(tmp_path).raw({"ko.txt": hostile_text(200), "en.jsonl": [{"text": "a"}, {"text": "b"}]})
     world.plan(num_shards=3).run().verify()                  # each fails with the command's own words
     ended = world.main("peek", world.data_dir, "00000:3")    # an exit code and what was printed
-    batches = world.batches(50, world_size=3, global_batch_size=24)
+    samples = world.samples(boundaries="segment_ids")
 
 Nothing here knows how the packages are divided. Tests that stand on this module alone survive a rebuild.
 """
@@ -16,6 +16,7 @@ import functools
 import io
 import json
 import math
+import multiprocessing.util
 import os
 import random
 import shutil
@@ -80,6 +81,14 @@ class Ended:
     def text(self) -> str:
         """All that it printed."""
         return self.out + self.err
+
+    def ends(self, code: int, *named: object) -> Ended:
+        """Return this, which has to end with ``code`` and to name these: on standard error, but for 0."""
+        __tracebackhide__ = True
+        assert self.code == code, f"exit code {self.code}: {self.text}"
+        for each in named:
+            assert str(each) in (self.err if code else self.text), f"{each} is not named: {self.text}"
+        return self
 
 
 @functools.cache
@@ -276,24 +285,38 @@ class World:
 
     def plan(self, *, num_shards: int | None = 2, **options: Any) -> World:
         """Plan ``data_dir`` from ``raw_dir``; AssertionError unless the command ends with 0."""
-        _succeed(self.try_plan(num_shards=num_shards, **options))
+        self.try_plan(num_shards=num_shards, **options).ends(0)
         self.num_shards = len(self.plan_json()["cuts"]) - 1
         return self
 
     def run(self, *shard_ids: int, **options: Any) -> World:
         """Make shards, all or these, each by the command of a job array's task, in this process."""
         for shard_id in shard_ids or range(self.num_shards):
-            _succeed(self.try_shard(shard_id, planned=True, **options))
+            self.try_shard(shard_id, planned=True, **options).ends(0)
         return self
 
     def verify(self, **options: Any) -> World:
         """Verify the data set; AssertionError unless the command ends with 0."""
-        _succeed(self.main("verify", self.data_dir, **options))
+        self.main("verify", self.data_dir, **options).ends(0)
         return self
 
     def make(self, **options: Any) -> World:
         """Plan with these options, make all shards and verify them."""
         return self.plan(**options).run().verify()
+
+    def blanked(self, ids: Path, folder: Path, **options: Any) -> World:
+        """Return a world of what ``blank`` makes in ``folder``; AssertionError unless it ends with 0.
+
+        A first call can start no process, so that tasks make the shards that it began, here, and a second
+        call ends it.
+        """
+        new = World(folder.parent, tokenizer=self.tokenizer, raw_dir=self.raw_dir, data_dir=folder)
+        words = ["blank", self.data_dir, "--ids", ids, "--output", folder, *flags_of(options)]
+        with mock.patch.object(multiprocessing.util, "spawnv_passfds", side_effect=BlockingIOError):
+            call_main(*words)
+        new.run(*(int(path.stem[6:]) for path in (folder / "blanked").iterdir()), **options)
+        call_main(*words).ends(0)
+        return new
 
     def copy(self, folder: Path, *, but: Sequence[str] = ()) -> World:
         """Return a world whose data set is a copy of this one in ``folder``, without files of some names."""
@@ -326,6 +349,11 @@ class World:
         """Return the lines of a side folder of the data set: quarantine, ids."""
         paths = sorted((self.data_dir / folder).glob("shard-*.jsonl"))
         return [json.loads(line) for path in paths for line in path.read_bytes().splitlines()]
+
+    def digests(self) -> list[bytes]:
+        """Return the digests of all documents, in the order of the files that keep them."""
+        raw = b"".join(path.read_bytes() for path in sorted((self.data_dir / "digests").glob("shard-*")))
+        return [raw[place : place + 16] for place in range(0, len(raw), 16)]
 
     def manifests(self) -> list[dict[str, Any]]:
         """Return the manifests of the shards that are made."""
@@ -364,21 +392,7 @@ class World:
 
     def samples(self, **arguments: Any) -> list[Sample]:
         """Return the samples of an epoch in the order of the shards, for arguments of a loader."""
-        with self.loader(batch_size=1, shuffle=False, **arguments) as loader:
-            return [sample for batch in loader for sample in samples_of(batch)]
-
-    def ranks(self, **arguments: Any) -> Ranks:
-        """Return the loaders of all ranks, for arguments of ``Ranks``."""
-        return Ranks(self.data_dir, **arguments)
-
-    def batches(self, num_steps: int, **arguments: Any) -> list[GlobalBatch]:
-        """Return the first global batches of all ranks together, for arguments of ``Ranks``."""
-        with self.ranks(**arguments) as ranks:
-            return ranks.take(num_steps)
-
-
-def _succeed(ended: Ended) -> None:
-    assert ended.code == 0, f"exit code {ended.code}: {ended.text}"
+        return [*chain(*epoch_of(self.data_dir, 1, shuffle=False, **arguments))]
 
 
 class Ranks(contextlib.AbstractContextManager["Ranks"]):

@@ -82,7 +82,8 @@ class OpenInput:
         try:
             self._file = with_retries(f"input {path} cannot be opened", functools.partial(ReadFile, path))
         except BrokenShard as error:
-            raise NotFound(f"input {error}, or move it away") from None
+            message = f"input {error}, or move it away"
+            raise NotFound(message, path=path, found=error.found, expected=error.expected) from None
         except ReadWriteError as error:
             cause = error.__cause__
             if not isinstance(cause, OSError) or cause.errno not in _NO_SUCH_INPUT:
@@ -188,8 +189,8 @@ class RangeReader:
             self.file = OpenInput(part.path)
         except NotFound as error:
             if planned is not None:
-                error.remedy = "--input_dir"
                 error.advise("if the raw folder moved, pass --input_dir")
+                error.remedy = "--input_dir"  # which the advice says
             raise
         size = self.file.stamp.num_bytes
         if planned is None or (size, self.file.stamp.mtime_ns) == (planned.num_bytes, planned.mtime_ns):

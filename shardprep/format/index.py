@@ -182,13 +182,10 @@ def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
 
 def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> Records:
     """Return a shard's whole idx: a structured array of ``idx_dtype``, one per sample."""
-    try:
+    with errors_named(names.idx_path(folder, shard_id)):
         idx = IdxFile(folder, spec, shard_id)
         with idx.file:
             return idx.read(slice(0, idx.num_samples))
-    except OSError as error:
-        path = names.idx_path(folder, shard_id)
-        raise errors.ReadWriteError(f"{path} cannot be read: {error.strerror}", path=path) from error
 
 
 def misplaced_samples(spec: DatasetSpec, records: Records, tar_bytes: int) -> npt.NDArray[np.bool_]:
@@ -404,12 +401,9 @@ class DatasetIndex:
     def to_json(self) -> bytes:
         """Return the bytes of index.json: about 70 per shard, no ``run``, so equal data gives equal bytes."""
         rows = [[*row, sha] for row, sha in zip(self.columns.tolist(), self.tar_sha256, strict=True)]
-        content: dict[str, Any] = {
-            "spec": asdict(self.spec),
-            "sources": {name: asdict(counts) for name, counts in self.sources.items()},
-            "columns": [*COLUMNS, "tar_sha256"],
-            "shards": rows,
-        }
+        sources = {name: asdict(counts) for name, counts in self.sources.items()}
+        content: dict[str, Any] = {"spec": asdict(self.spec), "sources": sources}
+        content |= {"columns": [*COLUMNS, "tar_sha256"], "shards": rows}
         if self.blanked:
             content["blanked"] = self.blanked
         head = names.with_content_hash(_FORMAT, content)

@@ -111,7 +111,8 @@ class JobRequest:
                 what = f"--{name} is {value!r:.200}, and {found[0]!r} cannot stand in a job script"
                 raise errors.UsageError(f"{what}; leave it out")
         if self.num_cpus is None and self.cpus_per_task != WHOLE_NODE:
-            raise errors.UsageError.of_value("--cpus_per_task", self.cpus_per_task, f"N or {WHOLE_NODE}")
+            expected = f"a number, or: {WHOLE_NODE}"
+            raise errors.UsageError.of_value("--cpus_per_task", self.cpus_per_task, expected)
         if self.mem_gb is not None and self.mem_per_cpu_gb is not None:
             raise errors.UsageError(found="--mem_gb and --mem_per_cpu_gb", expected="one of them")
         for name in ("sbatch_args", "worker_args"):

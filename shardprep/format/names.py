@@ -248,10 +248,8 @@ def name_of_input(names: Sequence[str], number: int) -> str:
 
 def known_suffixes() -> str:
     """Return the suffixes of all formats, for messages."""
-    can_be, cannot_be = (
-        [each.suffixes[0] for each in INPUT_FORMATS if each.can_be_compressed == wanted]
-        for wanted in (True, False)
-    )
+    can_be = [each.suffixes[0] for each in INPUT_FORMATS if each.can_be_compressed]
+    cannot_be = [each.suffixes[0] for each in INPUT_FORMATS if not each.can_be_compressed]
     compressions = dict.fromkeys(COMPRESSION_SUFFIXES.values())
     return "; ".join([f"{', '.join(can_be)}, each also with {', '.join(compressions)}", *cannot_be])
 

@@ -594,14 +594,9 @@ def _hashes_of_tables(plan: Plan) -> tuple[str, str]:
 
 
 def _id_of(plan: _Decisions, inputs_sha256: str, cuts_sha256: str) -> str:
-    identity = {
-        "options": plan.options.identity(),
-        "tokenizer": {**asdict(plan.tokenizer), "model_id": None},
-        "probe": plan.probe_sha256,
-        "version": names.FORMAT_VERSION,
-        "inputs": inputs_sha256,
-        "cuts": cuts_sha256,
-    }
+    tokenizer = {**asdict(plan.tokenizer), "model_id": None}
+    decisions = {"options": plan.options.identity(), "tokenizer": tokenizer, "probe": plan.probe_sha256}
+    identity = {**decisions, "version": names.FORMAT_VERSION, "inputs": inputs_sha256, "cuts": cuts_sha256}
     return hashlib.sha256(msgspec.json.encode(identity, order="sorted")).hexdigest()
 
 

@@ -6,7 +6,6 @@ What accelerate looks for on a loader are internals of it; these tests hold them
 from __future__ import annotations
 
 import json
-import re
 import sys
 from importlib.util import find_spec
 from itertools import islice
@@ -16,23 +15,18 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.attention_families import small_model
 from tests.children import run_child
 from tests.documented import examples_of
+from tests.framework_pages import GLOBAL_BATCH, NEEDS, code_of
 from tests.oracle.forms import SEQ_LEN, DataSets
 from tests.world import open_loader
 
 pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.processes, pytest.mark.frameworks]
 
-PAGES = {  # docs/training_NAME.md -> what it needs
-    "own_loop": "torch", "trainer": "transformers", "accelerate": "accelerate", "lightning": "lightning",
-    "fsdp2": "torch.distributed.fsdp", "deepspeed": "deepspeed",
-}  # fmt: skip
-
-NUM_SAMPLES, GLOBAL_BATCH = 107, 8
-STEPS = NUM_SAMPLES // GLOBAL_BATCH  # an epoch
+STEPS = 107 // GLOBAL_BATCH  # of an epoch of 107 samples
 STOP, LATER, END = 7, STEPS + 2, STEPS + 9  # inside of the first epoch, and of the second
 # Of a page: ranks, samples of a batch, and the first and last step. The three last have one checkpoint.
 PAGE_RUNS = {"whole": (1, 1, 0, END), "stopped": (2, 2, 0, STOP), "resumed": (1, 8, STOP, LATER),
@@ -40,7 +34,7 @@ PAGE_RUNS = {"whole": (1, 1, 0, END), "stopped": (2, 2, 0, STOP), "resumed": (1,
 
 # The libraries are imported once, then the ranks of each world are forked with the variables of a launcher.
 SCRIPT = """
-import functools, itertools, json, os, pathlib, sys
+import itertools, json, os, pathlib, sys
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -53,6 +47,7 @@ from loader.trainer import LoaderMixin
 from shardprep.errors import Refused, UsageError
 from tests.attention_families import small_model
 from tests.children import free_port
+from tests.framework_pages import run_page
 
 torch.set_num_threads(1)
 DATA, OUT = sys.argv[1:3]
@@ -72,43 +67,17 @@ def make_model(seen):
     return model
 
 def train_by_page(run, seen):
-    # What a page says, with all that it leaves to its reader.
     torch.set_num_threads(1)
-    loader_package.get_llama3_dataloader = functools.wraps(get_llama3_dataloader)(
-        lambda *args, **options: get_llama3_dataloader(
-            *args, model_id=DATA, **{**options, "num_workers": run["workers"]}
-        )
-    )
     if run["page"] in ("own_loop", "fsdp2", "deepspeed"):
         dist.init_process_group("gloo")
     model = make_model(seen)
     if run["page"] == "own_loop":  # whose steps go side by side: no rank may find the other's checkpoint
         model = torch.nn.parallel.DistributedDataParallel(model)
-    more = {
-        "accelerate": {"cpu": True},
-        "trainer": {
-            "use_cpu": True, "ddp_backend": "gloo", "report_to": [], "disable_tqdm": True,
-            "logging_strategy": "no", "save_strategy": "steps", "save_steps": run["last"],
-            "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0,
-        },
-        "lightning": {
-            "accelerator": "cpu", "devices": run["world"], "logger": False, "enable_progress_bar": False,
-            "default_root_dir": f"{OUT}/lightning", "enable_model_summary": False,
-            "strategy": "ddp" if run["world"] > 1 else "auto",
-            "accumulate_grad_batches": run["accumulated"],
-        },
-    }
-    config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    # DeepSpeed's default clips gradients, which the hand does not
-    config |= {"gradient_accumulation_steps": run["accumulated"], "gradient_clipping": 0}
-    names = {
-        "DATA": DATA, "CHECKPOINT": f"{OUT}/{run['checkpoint']}", "num_steps": run["last"], "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "device": "cpu", "num_ranks": run["world"], "rank": int(os.environ["RANK"]),
-        "more_arguments": more.get(run["page"]),
-        "config": config,
-    }
-    exec(compile(run["code"], run["page"], "exec"), names)
+    names = {"DATA": DATA, "model": model, "rank": int(os.environ["RANK"])}
+    run_page(
+        run["page"], names, checkpoint=f"{OUT}/{run['checkpoint']}", num_steps=run["last"],
+        batch_size=run["batch_size"], num_ranks=run["world"], num_workers=run["workers"],
+    )
     keep_weights(run, model)
     if run["page"] == "trainer":
         epoch = names["trainer"].state.epoch
@@ -175,44 +144,43 @@ def evaluate_on_ranks(run, seen):
 def check_boundaries_in_trainer(run, seen):
     class MaskingTrainer(OwnTrainer):
         def compute_loss(self, model, inputs, **more):
-            segments = inputs.pop("segment_ids")
-            seen.append(sorted(inputs))
-            if self.masks:
-                inputs = {**inputs, "attention_mask": sdpa_mask({"segment_ids": segments})}
+            mask = sdpa_mask({"segment_ids": inputs.pop("segment_ids")})
+            inputs |= {"attention_mask": mask} if self.masks else {}
             return super().compute_loss(model, inputs, **more)
 
-    def train(kind, model, boundaries, masks=False, **more):
-        calls = []
+    arguments = TrainingArguments(
+        output_dir=f"{OUT}/b", use_cpu=True, report_to=[], max_steps=2, disable_tqdm=True,
+        per_device_train_batch_size=4, save_strategy="no", ddp_backend="gloo",
+    )
+    families = ["llama", "opt", "opt", "opt", "llama", "llama", "llama"]
+    llama, opt, switched_off, masked, plain, hidden, bare = (small_model(name, "sdpa") for name in families)
+    mask_documents(masked)
+    for kind, model, boundaries, masks, checks, expected in (
+        (OwnTrainer, llama, "transformers", None, True, "safe"),
+        (OwnTrainer, masked, "transformers", None, True, "safe"),
+        (MaskingTrainer, hidden, "segment_ids", True, True, "safe"),
+        (OwnTrainer, opt, "transformers", None, True, "refused"),
+        (MaskingTrainer, bare, "segment_ids", False, True, "refused"),
+        (OwnTrainer, plain, (), None, True, "unchecked"),
+        (OwnTrainer, switched_off, "transformers", None, False, "unchecked"),
+    ):
+        calls, code = [], 0
         model.register_forward_pre_hook(lambda module, *_: calls.append(module.training))
-        arguments = TrainingArguments(
-            output_dir=f"{OUT}/b", use_cpu=True, report_to=[], max_steps=2, disable_tqdm=True,
-            per_device_train_batch_size=4, save_strategy="no", ddp_backend="gloo",
-        )
-        loader = get_llama3_dataloader(
-            DATA, 4, DATA, num_workers=0, seq_len=16, boundaries=boundaries, pin_memory=False
-        )
-        trainer = kind(model=model, args=arguments, train_loader=loader, **more)
+        options = {"seq_len": 16, "boundaries": boundaries, "num_workers": 0, "pin_memory": False}
+        loader = get_llama3_dataloader(DATA, 4, DATA, **options)
+        trainer = kind(model=model, args=arguments, train_loader=loader, check_boundaries=checks)
         trainer.masks = masks
         try:
             trainer.train()
         except Refused as error:
-            return [calls, error.exit_code]
-        return [calls, 0]
-
-    llama, opt = (lambda name=name: small_model(name, "sdpa") for name in ("llama", "opt"))
-    masked = opt()
-    mask_documents(masked)
-    runs = {
-        "llama": (OwnTrainer, llama(), "transformers"),
-        "opt": (OwnTrainer, opt(), "transformers"),
-        "opt, masked": (OwnTrainer, masked, "transformers"),
-        "no boundaries": (OwnTrainer, llama(), ()),
-        "no mask": (MaskingTrainer, llama(), "segment_ids"),
-        "a mask": (MaskingTrainer, llama(), "segment_ids", True),
-    }
-    found = {name: train(*each) for name, each in runs.items()}
-    found["opt, switched off"] = train(OwnTrainer, opt(), "transformers", check_boundaries=False)
-    seen[:] = [found]
+            code = error.exit_code
+        steps = [] if expected == "refused" else [True, True]  # behind passes in evaluation mode
+        passes = set() if expected == "unchecked" else {False}
+        assert code == (78 if expected == "refused" else 0), expected
+        num_passes = len(calls) - len(steps)
+        assert (set(calls[:num_passes]), calls[num_passes:]) == (passes, steps), calls
+        kept.append(trainer)
+    seen.append("right")
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -227,18 +195,22 @@ def check_boundaries_of_wrapped_models(run, seen):
     one |= {"cu_seq_lens_q": torch.arange(0, 65, 16, dtype=torch.int32)}
     mesh = init_device_mesh("cpu", (2,))
     for wrap in (DistributedDataParallel, lambda model: fully_shard(model, mesh=mesh)):
-        for masks in (False, True):
+        for verdict in ("Refused", "safe"):
             model = small_model("opt", "sdpa")
-            if masks:
+            if verdict == "safe":
                 mask_documents(model)
             model = wrap(model)
-            for batch in (packed, packed if rank else one, one):
+            # All ranks say the same, if one has something to check.
+            of_one = packed if rank else one
+            for batch, expected in ((packed, verdict), (of_one, verdict), (one, "UsageError")):
+                found = "safe"
                 try:
                     check_boundaries(model, batch)
-                    seen.append("safe")
                 except (UsageError, Refused) as error:
-                    seen.append(type(error).__name__)
+                    found = type(error).__name__
+                assert found == expected
             model(**packed).loss.backward()
+    seen.append("right")
     kept.append(model)
     dist.destroy_process_group()
 
@@ -293,7 +265,7 @@ def seen(numbered: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("runs")
     script = folder / "ranks.py"
     script.write_text(SCRIPT)
-    pages = [run for page, needs in PAGES.items() if find_spec(needs) for run in page_runs(page)]
+    pages = [run for page, needs in NEEDS.items() if find_spec(needs) for run in page_runs(page)]
     pages.append(run_of("by hand", "train_by_hand", 1))
     runs = [*pages, *evaluations(), *(run_of(how, how, 2) for how in OTHERS)]
     words = [str(numbered), str(folder), json.dumps(runs), json.dumps([STOP, LATER, END])]
@@ -315,12 +287,7 @@ def page_runs(page: str) -> list[dict[str, Any]]:
     """With all batches of a step accumulated, and on ranks side by side."""
     runs = []
     for name, (world, batch_size, _, last) in PAGE_RUNS.items():
-        code = code_of(page, 0)
-        for written in ("4", "8 // num_ranks", "8 // self.trainer.world_size"):
-            code = code.replace(f"batch_size={written}", f"batch_size={batch_size}")
-        assert f"batch_size={batch_size}" in code
-        how = {"page": page, "code": code, "last": last, "workers": int(world == 2)}
-        how["accumulated"] = GLOBAL_BATCH // (world * batch_size)
+        how = {"page": page, "batch_size": batch_size, "last": last, "workers": int(world == 2)}
         how["checkpoint"] = f"{page} {name}" if name == "whole" else page
         runs.append(run_of(f"{page} {name}", "train_by_page", world, **how))
     return runs
@@ -336,22 +303,15 @@ def global_batches(ranks: list[list[Any]], accumulated: int) -> list[str]:
     return found
 
 
-def code_of(page: str, number: int) -> str:
-    """One of the examples of docs/training_NAME.md, from 0; with a document a row, of which gradients by hand
-    are easily written down."""
-    code = examples_of(f"training_{page}.md")[number]
-    return re.sub(r'\s*seq_len=2048,\s*boundaries="transformers",?', "", code)
-
-
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", NEEDS)
 def test_a_page_resumed_on_other_ranks_and_batches_sees_and_learns_the_same(seen: Runs, page: str) -> None:
     """Documents have 0 to 4 labels, so weights by a mean of means would be off by far more."""
-    pytest.importorskip(PAGES[page])
+    pytest.importorskip(NEEDS[page])
     assert seen["by hand"] == [[]]
     whole: list[str] = []
     for run in page_runs(page):
         name, (*_, first, last) = run["name"], PAGE_RUNS[run["name"].rpartition(" ")[2]]
-        found = global_batches(seen[name], run["accumulated"])
+        found = global_batches(seen[name], GLOBAL_BATCH // (run["world"] * run["batch_size"]))
         whole = whole or found
         assert found == whole[first:last], name
         for weights, expected in zip(seen.weights(name), seen.weights(f"by hand {last}"), strict=True):
@@ -371,22 +331,11 @@ def test_the_loss_is_the_mean_over_all_labels_on_every_number_of_ranks(seen: Run
 
 
 def test_a_trainer_checks_boundaries_once_by_what_the_model_gets_and_all_ranks_refuse(seen: Runs) -> None:
-    assert len(seen["check_boundaries_in_trainer"]) == 2
-    for (found,) in seen["check_boundaries_in_trainer"]:
-        for run in ("llama", "opt, masked", "a mask"):
-            calls, refused = found[run]
-            # Some passes in evaluation mode, then the two steps.
-            assert (set(calls[:-2]), calls[-2:], refused) == ({False}, [True, True], 0), run
-        assert found["opt, switched off"] == found["no boundaries"] == [[True, True], 0]
-        for run in ("opt", "no mask"):
-            calls, refused = found[run]
-            assert (set(calls), refused) == ({False}, 78)
+    assert seen["check_boundaries_in_trainer"] == [["right"], ["right"]]
 
 
 def test_wrapped_models_are_checked_and_all_ranks_say_the_same(seen: Runs) -> None:
-    """Of two kinds of wrappers, unmasked and masked: two packed batches, one of two, none."""
-    for found in seen["check_boundaries_of_wrapped_models"]:
-        assert found == 2 * [*["Refused", "Refused", "UsageError"], *["safe", "safe", "UsageError"]]
+    assert seen["check_boundaries_of_wrapped_models"] == [["right"], ["right"]]
 
 
 # torchtitan and TRL, in this process
@@ -435,23 +384,15 @@ def test_torchtitans_checkpoints_resume_on_another_number_of_ranks(sets: DataSet
 def test_trls_trainer_trains_on_the_loaders_conversations(sets: DataSets, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     (example,) = (code for code in examples_of("training_trainer.md") if "SFTTrainer" in code)
-    config = LlamaConfig(
-        vocab_size=400, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
-    )
     trained: list[Any] = []
-    llama = LlamaForCausalLM(config)
-
-    def look(_: Any, __: Any, fields: dict[str, Any]) -> None:
-        if fields.get("labels") is not None:
-            trained.append(fields)
-
-    llama.register_forward_pre_hook(look, with_kwargs=True)
+    llama = small_model("llama", "sdpa")
+    llama.resize_token_embeddings(400)
+    llama.register_forward_pre_hook(lambda *args: trained.append(args[-1]), with_kwargs=True)
     more = {"use_cpu": True, "report_to": [], "bf16": False, "save_strategy": "no", "disable_tqdm": True}
     names: dict[str, Any] = {"DATA": str(sets["chat"]), "CHECKPOINT": str(tmp_path / "out"), "num_steps": 2}
-    exec(
-        compile(example, "docs/training_trainer.md", "exec"),
-        {**names, "model": llama, "more_arguments": more},
-    )
-    assert len(trained) == 2
-    assert all((fields["labels"] == -100).any() for fields in trained)
-    assert all(fields["position_ids"].shape == (8, SEQ_LEN) for fields in trained)
+    names |= {"model": llama, "more_arguments": more}
+    exec(compile(example, "docs/training_trainer.md", "exec"), names)
+    in_steps = [fields for fields in trained if fields.get("labels") is not None]
+    assert len(in_steps) == 2
+    assert all((fields["labels"] == -100).any() for fields in in_steps)
+    assert all(fields["position_ids"].shape == (8, SEQ_LEN) for fields in in_steps)

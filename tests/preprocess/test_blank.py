@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
-import os
 import random
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,86 +14,93 @@ import numpy as np
 import pytest
 import torch
 
-from loader import TokenLoader, get_llama3_dataloader
-from shardprep.errors import ShardprepError
-from tests.killed_calls import killed_at
+from loader import TokenLoader
+from tests.input_writers import table_bytes
 from tests.word_tokenizers import save_word_tokenizer
-from tests.world import Ended, World, call_main
-
-pytestmark = pytest.mark.processes  # blank makes shards as run does
+from tests.world import World
 
 NUM_DOCUMENTS, PAD, EOS, VOCAB_SIZE = 400, 500, 501, 502  # every id of document 7 is 7
 BLANK = 2**31 - 1
-BLANKED = frozenset(random.Random(1).sample(range(1, NUM_DOCUMENTS + 1), 20))
+BLANKED = sorted(random.Random(1).sample(range(1, NUM_DOCUMENTS + 1), 20))
 _TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }} "
     "{% endgeneration %}{% else %}{{ m['content'] }} {% endif %}{% endfor %}"
 )
-FORMS: dict[str, dict[str, Any]] = {
-    "json": {"digests": True},
-    "npy": {"token_format": "npy", "keep_text": False, "append_eos": True},
-    "concat": {"record": "packed", "seq_len": 16, "append_eos": True},
-    "best fit": {"record": "packed", "seq_len": 16, "pack": "best_fit", "append_eos": True},
-    "chat": {"record": "chat", "seq_len": 16, "text_field": "chat", "digests": True},
-    "best fit of sides": {"record": "packed", "seq_len": 16, "pack": "best_fit", "validation_fraction": 0.3},
-}
-# Of a data set, and the loader's arguments.
+# The input, by what its documents are named, and options.
+FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "json": ("a.jsonl", "id", {"digests": True}),
+    "npy": ("in/a: b.jsonl.gz", "place", {"token_format": "npy", "keep_text": False, "append_eos": True}),
+    "concat": ("a.txt", "place", {"record": "packed", "seq_len": 16, "append_eos": True}),
+    "best fit": ("a.parquet", "place", {"record": "packed", "seq_len": 16, "pack": "best_fit"}),
+    "chat": ("a.jsonl", "id", {"record": "chat", "seq_len": 16, "text_field": "chat", "digests": True}),
+    "sides": (
+        "a.jsonl", "text", {"record": "packed", "seq_len": 16, "pack": "best_fit", "validation_fraction": 0.3}
+    ),
+}  # fmt: skip
+# Of a data set, and the loader's arguments; tests/loader/test_blanked_steps.py compares the ids of others.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "padded": ("json", {}),
-    "cut": ("npy", {"max_length": 5}),
-    "grouped": ("npy", {"group_by_length": 2}),
     "one width": ("json", {"max_length": 40, "padding": "max_length", "targets": "shifted"}),
-    "joined": ("json", {"seq_len": 16}),
     "joined with boundaries": ("json", {"seq_len": 16, "boundaries": ["segment_ids", "cu_seqlens"]}),
     "joined with EOS": ("npy", {"seq_len": 16, "boundaries": "transformers"}),
-    "packed": ("concat", {}),
     "packed with boundaries": ("concat", {"boundaries": ["segment_ids", "position_ids"]}),
     "best fit": ("best fit", {"boundaries": "transformers"}),
     "chat": ("chat", {"boundaries": "segment_ids"}),
     "shifted": ("concat", {"targets": "shifted"}),
-    "for validation": ("best fit of sides", {"split": "validation"}),
-    "for training": ("best fit of sides", {"split": "train"}),
-}  # fmt: skip
+    "for validation": ("sides", {"split": "validation"}),
+}
+Made = Callable[[str], tuple[World, World]]
+
+
+def each(names: Iterable[str]) -> list[Any]:
+    """Return parameters of tests; planning conversations starts a process."""
+    return [pytest.param(name, marks=[pytest.mark.processes] * (name == "chat")) for name in names]
 
 
 def text_of(number: int) -> str:
     return " ".join([f"w{number}"] * random.Random(number).choice([1, 2, 5, 9, 20, 50]))
 
 
-def succeed(*words: object) -> None:
-    ended = call_main(*words)
-    assert ended.code == 0, ended.text
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set of each form, and beside it FORM.new, in which about 5 % of the documents are blanked."""
-    root = tmp_path_factory.mktemp("data")
-    # Every id of Llama 3 takes four bytes, and of this vocabulary two.
-    save_word_tokenizer(root / "model", VOCAB_SIZE, splits=True, chat_template=_TEMPLATE)
+def written(name: str) -> tuple[bytes, list[int]]:
+    """Return an input of all documents, and the place of each."""
     records = []
     for number in range(1, NUM_DOCUMENTS + 1):
         words = text_of(number).split()
         turns = [("user", words[:2]), ("assistant", words)]
         chat = [{"role": role, "content": " ".join(said)} for role, said in turns]
         records.append({"id": f"d{number}", "text": " ".join(words), "chat": chat})
-    (root / "ids.txt").write_text("".join(f"d{number}\n" for number in sorted(BLANKED)))
-    for name, options in FORMS.items():
-        world = World(root, tokenizer=root / "model", data_dir=root / name).raw({"all.jsonl": records})
-        world.make(num_shards=2, id_field="id", **options)
-        succeed("blank", root / name, "--ids", root / "ids.txt", "--output", root / f"{name}.new")
-    return root
+    if name.endswith(".parquet"):
+        return table_bytes(records, "parquet", rows=50), [*range(NUM_DOCUMENTS)]
+    lines = [f"{record['text'] if '.txt' in name else json.dumps(record)}\n".encode() for record in records]
+    data, places = b"".join(lines), [sum(map(len, lines[:number])) for number in range(len(lines))]
+    return gzip.compress(data) if name.endswith(".gz") else data, places
 
 
-def load(data: Path, name: str, world: int = 1, rank: int = 0, **options: Any) -> TokenLoader:
-    given = {"batch_size": 12 // world, "num_workers": 0, "seed": 3, **options}
-    return get_llama3_dataloader(data / name, rank=rank, world_size=world, **given)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """A data set of a form, and one without the documents that ids.txt beside them names, 5 % of all."""
+    root = tmp_path_factory.mktemp("data")
+    # Every id of Llama 3 takes four bytes, and of this vocabulary two.
+    save_word_tokenizer(root / "model", VOCAB_SIZE, splits=True, chat_template=_TEMPLATE)
+    worlds: dict[str, tuple[World, World]] = {}
 
+    def make(form: str) -> tuple[World, World]:
+        if form not in worlds:
+            name, kind, options = FORMS[form]
+            data, places = written(name)
+            world = World(root / form, tokenizer=root / "model").raw({name: data})
+            world.make(num_shards=2, recursive=True, id_field="id" if kind == "id" else None, **options)
+            names = {"id": "d{0}", "text": "sha256:{1}", "place": f"at:{name}:{{2}}"}[kind]
+            shas = [hashlib.sha256(text_of(number).encode()).hexdigest() for number in BLANKED]
+            lines = [
+                names.format(number, sha, places[number - 1]) + "\n"
+                for number, sha in zip(BLANKED, shas, strict=True)
+            ]
+            (root / form / "ids.txt").write_text("".join(lines))
+            worlds[form] = world, world.blanked(root / form / "ids.txt", root / form / "new")
+        return worlds[form]
 
-def blank(source: Path, lines: str, new: Path) -> Ended:
-    names = new.with_name(f"names of {new.name}")
-    names.write_text(lines)
-    return call_main("blank", source, "--ids", names, "--output", new)
+    return make
 
 
 def all_ids(loader: TokenLoader) -> set[int]:
@@ -102,21 +108,17 @@ def all_ids(loader: TokenLoader) -> set[int]:
         return {token for batch in loader for token in batch["input_ids"].flatten().tolist()}
 
 
-def sha256_of(number: int) -> str:
-    return f"sha256:{hashlib.sha256(text_of(number).encode()).hexdigest()}\n"
-
-
 def padded(batch: Mapping[str, Any], *, shifted: bool) -> dict[str, Any]:
     """Return a batch of DATA as one of NEW has to be: blanked documents are padding, with no labels."""
     found = {name: value.clone() for name, value in batch.items() if isinstance(value, torch.Tensor)}
     found = {**batch, **found}
     ids, labels = found["input_ids"], found["labels"]
-    gone = torch.isin(ids, torch.tensor(sorted(BLANKED)))
+    gone = torch.isin(ids, torch.tensor(BLANKED))
     for row, column in (gone.roll(1, 1) & (ids == EOS)).nonzero().tolist():
         gone[row, column] |= column > 0  # the EOS behind a document is its
     ids[gone] = PAD
     if shifted:  # a label is of the next place
-        labels[gone | torch.isin(labels, torch.tensor(sorted(BLANKED)))] = -100
+        labels[gone | torch.isin(labels, torch.tensor(BLANKED))] = -100
     else:
         labels[gone] = -100
         labels[:, 1:][gone[:, :-1]] = -100
@@ -140,22 +142,33 @@ def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
     return bool((expected["input_ids"] == PAD).any())
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_blanked_documents_are_padding_where_they_stood_and_all_else_stays(data: Path, case: str) -> None:
+@pytest.mark.parametrize("case", each(CASES))
+def test_blanked_documents_are_padding_where_they_stood_and_all_else_stays(made: Made, case: str) -> None:
+    """Also on two ranks, which go on with a state of the data set from before."""
     form, options = CASES[case]
-    shifted = options.get("targets") == "shifted"
-    with load(data, form, **options) as loader, load(data, f"{form}.new", **options) as of_new:
-        assert len(loader) == len(of_new) > 1
-        seen = []
-        for _ in range(2):
-            for batch, found in zip(loader, of_new, strict=True):
-                seen.append(assert_same(found, padded(batch, shifted=shifted)))
+    world, new = made(form)
+    options, shifted = {"seed": 3, **options}, options.get("targets") == "shifted"
+    with world.loader(batch_size=12, **options) as loader, new.loader(batch_size=12, **options) as of_new:
+        middle, num_steps = len(loader) // 2, len(loader)
+        state = json.loads(json.dumps(loader.state_at(middle)))
+        expected = [padded(batch, shifted=shifted) for _ in range(2) for batch in loader]
+        seen = [assert_same(*pair) for pair in zip((*of_new, *of_new), expected, strict=True)]
         assert any(seen)
-        assert not BLANKED & all_ids(of_new)
+        assert not all_ids(of_new) & {*BLANKED}
+    for rank in range(2):
+        with new.loader(batch_size=6, rank=rank, world_size=2, **options) as loader:
+            loader.load_state_dict(state)
+            step = middle
+            for step, batch in enumerate(loader, middle):
+                width, names = batch["labels"].shape[1], ("input_ids", "labels")
+                of_rank = {name: expected[step][name][6 * rank : 6 * rank + 6, :width] for name in names}
+                assert_same({name: batch[name] for name in names}, of_rank)
+        assert step == num_steps - 1
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_nothing_of_a_blanked_document_is_left_on_the_disk(data: Path, form: str) -> None:
+@pytest.mark.parametrize("form", each(FORMS))
+def test_nothing_of_a_blanked_document_is_left_on_disk_and_verify_makes_it_so(made: Made, form: str) -> None:
+    world, new = made(form)
     texts = [text_of(number).encode() for number in BLANKED]
     traces = [text for text in texts if len(text) > 10] + [f'"d{number}"'.encode() for number in BLANKED]
     traces += [hashlib.sha256(text).digest()[:16] for text in texts]
@@ -164,39 +177,18 @@ def test_nothing_of_a_blanked_document_is_left_on_the_disk(data: Path, form: str
     else:
         traces += [np.full(5, number, "<u2").tobytes() for number in BLANKED]
     of_data, of_new = (
-        b"".join(path.read_bytes() for path in sorted((data / name).rglob("*")) if path.is_file())
-        for name in (form, f"{form}.new")
+        b"".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
+        for folder in (world.data_dir, new.data_dir)
     )
-    assert sum(trace in of_data for trace in traces) > 20
+    assert sum(trace in of_data for trace in traces) > 9
     assert [trace for trace in traces if trace in of_new] == []
     # An id that no embedding has.
     assert (str(BLANK).encode() if form == "json" else np.full(1, BLANK & 0xFFFF, "<u2").tobytes()) in of_new
+    new.verify(deep=2)
 
 
-@pytest.mark.parametrize("case", ["padded", "joined", "packed", "chat"])
-def test_a_state_of_data_goes_on_in_new_on_other_ranks(data: Path, case: str) -> None:
-    form, options = CASES[case]
-    with load(data, form, **options) as loader:
-        state = json.loads(json.dumps(loader.state_at(len(loader) // 2)))
-        expected = [batch["labels"] for batch in loader][len(loader) // 2 :]
-    ranks = []
-    for rank in range(2):
-        with load(data, f"{form}.new", 2, rank, **options) as loader:
-            loader.load_state_dict(state)
-            ranks.append([batch["labels"] for batch in loader])
-    num_blanked = 0
-    for step, wanted in enumerate(expected):
-        found = [labels for rank in ranks for labels in rank[step]]
-        for labels, of_data in zip(found, wanted, strict=True):
-            width = min(len(labels), len(of_data))
-            differs = labels[:width] != of_data[:width]
-            assert (labels[:width][differs] == -100).all()
-            num_blanked += int(differs.sum())
-    assert num_blanked
-
-
-def test_a_batch_without_any_label_is_told_once(data: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with load(data, "json.new", batch_size=1) as loader:
+def test_a_batch_without_any_label_is_told_once(made: Made, caplog: pytest.LogCaptureFixture) -> None:
+    with made("json")[1].loader(batch_size=1) as loader:
         empty = [batch for batch in loader if (batch["labels"] == -100).all()]
     assert len(empty) >= len(BLANKED) - 1
     assert all(batch["attention_mask"].sum() == 1 for batch in empty)
@@ -204,131 +196,71 @@ def test_a_batch_without_any_label_is_told_once(data: Path, caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("form", ["json", "concat"])
-def test_a_collate_fn_gets_labels_and_other_ids(data: Path, form: str) -> None:
-    options: dict[str, Any] = {"seq_len": 16, "collate_fn": lambda samples: samples}
-    with load(data, form, **options) as loader, load(data, f"{form}.new", **options) as of_new:
+def test_a_collate_fn_gets_labels_and_other_ids(made: Made, form: str) -> None:
+    options: dict[str, Any] = {"batch_size": 12, "seq_len": 16, "collate_fn": lambda samples: samples}
+    with made(form)[0].loader(**options) as loader, made(form)[1].loader(**options) as of_new:
         num_gone = 0
         pairs: Any = zip(loader, of_new, strict=True)
         for batch, found in pairs:
             for before, after in zip(batch, found, strict=True):
-                gone = np.isin(before["input_ids"], sorted(BLANKED))
+                gone = np.isin(before["input_ids"], BLANKED)
                 num_gone += gone.sum()
                 assert (np.array(after["input_ids"])[gone] == PAD).all()
                 assert (np.array(after["labels"])[gone] == -100).all()
         assert num_gone > 20
 
 
-def test_a_mixture_blanks_the_documents_of_each_of_its_sources(data: Path) -> None:
-    options: dict[str, Any] = {"weights": {"a": 1, "b": 1}, "num_workers": 0, "weights_in": "samples"}
-    for kinds in (["json.new", "npy.new"], ["concat.new", "best fit.new"]):
-        folders = dict(zip("ab", [data / kind for kind in kinds], strict=True))
-        ids = all_ids(get_llama3_dataloader(folders, 12, **options))
-        assert not ids & BLANKED
-        assert max(ids) < VOCAB_SIZE
+def test_without_the_list_of_a_shard_no_worker_makes_it(made: Made, tmp_path: Path) -> None:
+    new = made("sides")[1].copy(tmp_path, but=["shard-00001.json"])
+    new.try_shard(1).ends(65, "blanked/shard-00001.json")
+    assert not (new.data_dir / "shard-00001.json").exists()
 
 
-def test_a_kill_at_any_call_leaves_data_whole_and_new_whole_or_not_done(data: Path, tmp_path: Path) -> None:
-    def tars(folder: Path) -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in folder.glob("*.tar")}
-
-    new, rows = tmp_path / "new", data / "concat"
-    before = {path: path.read_bytes() for path in rows.rglob("*") if path.is_file()}
-    words = [*map(str, ["blank", rows, "--ids", data / "ids.txt", "--output", new, "--num_proc", 1])]
-    at = num_not_done = 1
-    while os.WIFSIGNALED(killed_at(at, words)):
-        if len(list(new.glob("shard-*.json"))) == 2:
-            assert tars(new) == tars(data / "concat.new")
-        else:
-            num_not_done += 1
-            with pytest.raises(ShardprepError):
-                load(tmp_path, "new")
-        if at % 2:  # else it goes on
-            shutil.rmtree(new, ignore_errors=True)
-        at = at * 4 // 3 + 1
-    assert num_not_done > 5
-    assert tars(new) == tars(data / "concat.new")
-    assert {path: path.read_bytes() for path in rows.rglob("*") if path.is_file()} == before
-
-
-@pytest.mark.parametrize("form", ["json", "best fit of sides", "chat"])
-def test_whoever_makes_a_blanked_shard_again_makes_an_equal_one(
-    data: Path, form: str, tmp_path: Path
-) -> None:
-    new = tmp_path / "new"
-    shutil.copytree(data / f"{form}.new", new)
-    before = {path.name: path.read_bytes() for path in new.glob("*.tar")}
-    (new / "shard-00001.tar").unlink()
-    (new / "shard-00001.json").unlink()
-    succeed("--shard_id", 1, "--output_dir", new)
-    assert {path.name: path.read_bytes() for path in new.glob("*.tar")} == before
-    succeed("verify", new, "--deep", 2)
-    (new / "blanked" / "shard-00001.json").unlink()
-    (new / "shard-00001.json").unlink()
-    ended = call_main("--shard_id", 1, "--output_dir", new)
-    assert ended.code != 0
-    assert "blanked/shard-00001.json" in ended.err
-    assert not (new / "shard-00001.json").exists()
-
-
-def test_other_shards_are_the_same_files_and_what_was_blanked_stays_so(data: Path, tmp_path: Path) -> None:
-    new, newer = tmp_path / "new", tmp_path / "newer"
-    assert blank(data / "json", "d1\n", new).code == 0
-    shared = [path.name for path in new.glob("*.tar") if path.samefile(data / "json" / path.name)]
+def test_other_shards_are_the_same_files_and_what_was_blanked_stays_so(made: Made, tmp_path: Path) -> None:
+    world, names = made("json")[0], tmp_path / "names.txt"
+    names.write_text("d1\n")
+    new = world.blanked(names, tmp_path / "new")
+    shared = [path.name for path in new.data_dir.glob("*.tar") if path.samefile(world.data_dir / path.name)]
     assert shared == ["shard-00001.tar"]
-    assert blank(new, "d2\n" + sha256_of(400), newer).code == 0
-    succeed("verify", newer, "--deep", 2)
-    ids = all_ids(load(tmp_path, "newer", batch_size=1))
+    names.write_text(f"d2\nsha256:{hashlib.sha256(text_of(400).encode()).hexdigest()}\n")
+    newer = new.blanked(names, tmp_path / "newer").verify(deep=2)
+    ids = all_ids(newer.loader(batch_size=1))
     assert not ids & {1, 2, 400}
     assert len(ids - {PAD, EOS}) == NUM_DOCUMENTS - 3
-    assert blank(new, "d3\n", newer).code == 78, "another list began it"
+    names.write_text("d3\n")
+    ended = new.main("blank", new.data_dir, ids=names, output=newer.data_dir)
+    assert ended.code == 78, "another list began it"
+    # Whoever gives away a data set does not give away what is gone.
+    assert world.main("export", newer.data_dir, to="megatron", output_dir=tmp_path / "out").code == 78
+    shown = world.main("peek", newer.data_dir, "0:0").out
+    assert ("blanked" in shown, "w1" in shown) == (True, False)
 
 
-def test_names_that_are_not_there_are_told_and_the_others_blanked(data: Path, tmp_path: Path) -> None:
-    ended = blank(data / "npy", "d1\nnobody\n", tmp_path / "new")
-    assert (ended.code, "nobody" in ended.out) == (66, True)
-    succeed("verify", tmp_path / "new")
-    assert blank(data / "npy", "nobody\n", tmp_path / "none").code == 66
+def test_names_of_no_document_are_told_and_all_names_of_one_are_found(made: Made, tmp_path: Path) -> None:
+    world, (_, places) = made("json")[0], written("a.jsonl")
+    right = [f"at:a.jsonl:{places[4]}", f"sha256:{hashlib.sha256(text_of(5).encode()).hexdigest()}", "d5"]
+    wrong = [f"at:a.jsonl:{places[4] + 1}", "at:b.jsonl:0", f"at:a.jsonl:{10**17}", "nobody"]
+    names = tmp_path / "names.txt"
+    names.write_text("\n".join(right))
+    new = world.blanked(names, tmp_path / "new")
+    names.write_text("\n".join([*right, *wrong]))
+    ended = world.main("blank", world.data_dir, ids=names, output=new.data_dir).ends(66)
+    assert all(line in ended.out for line in wrong)
+    assert not any(line in ended.out.split() for line in right)
+    names.write_text("nobody")
+    assert world.main("blank", world.data_dir, ids=names, output=tmp_path / "none").code == 66
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("lines", ["", "sha256:12\n", "\n \n", "\xff\n"])
-def test_a_list_that_names_nothing_is_refused(data: Path, tmp_path: Path, lines: str) -> None:
-    (tmp_path / "ids.txt").write_text(lines, encoding="latin-1")
-    words = ["blank", data / "npy", "--ids", tmp_path / "ids.txt", "--output", tmp_path / "new"]
-    assert call_main(*words).code == 65
-    (tmp_path / "ids.txt").unlink()
-    assert call_main(*words).code == 66
-
-
-def test_blanked_documents_are_not_exported_and_peek_says_what_they_are(data: Path, tmp_path: Path) -> None:
-    words = ["export", data / "json.new", "--to", "megatron", "--output_dir", tmp_path / "out"]
-    assert call_main(*words).code == 78
-    first = min(BLANKED)
-    shown = call_main("peek", data / "json.new", f"0:{first - 1}").out
-    assert "blanked" in shown
-    assert f"w{first}" not in shown
-
-
-@pytest.mark.parametrize("form", ["json", "concat", "best fit of sides", "chat"])
-def test_a_fresh_plan_leaves_the_same_list_out(data: Path, tmp_path: Path, form: str) -> None:
-    (tmp_path / "texts.txt").write_text("".join(map(sha256_of, BLANKED)))
-    for names in (data / "ids.txt", tmp_path / "texts.txt")[: 1 if form == "chat" else 2]:
-        world = World(tmp_path / names.stem, tokenizer=data / "model", raw_dir=data / "raw")
-        options = {"num_shards": 2, "id_field": "id", **FORMS[form]}
-        world.make(exclude=names, **options)
-        assert world.left_out() == {"excluded": len(BLANKED)}
-        assert not all_ids(world.loader(batch_size=1)) & BLANKED
-        assert world.try_plan(**options).code == 78, "without the list it is another plan"
-
-
-def test_a_worker_refuses_a_list_that_is_not_the_plans(tmp_path: Path) -> None:
-    world, names = (
-        World(tmp_path).raw({"all.jsonl": [{"text": "one"}, {"text": "two"}]}),
-        tmp_path / "names.txt",
-    )
-    names.write_text(f"sha256:{hashlib.sha256(b'one').hexdigest()}\n")
-    world.plan(num_shards=1, exclude=names)
-    (world.data_dir / "excluded.keys").write_bytes(bytes(16))
-    assert world.try_shard(0).code == 65
-    names.write_text("web/17\n")
-    assert world.try_plan(exclude=names, output_dir=tmp_path / "new").code == 2, "it knows no ids"
+@pytest.mark.parametrize("form", each(FORMS))
+def test_a_fresh_plan_leaves_the_same_list_out(made: Made, tmp_path: Path, form: str) -> None:
+    world, (_, kind, options) = made(form)[0], FORMS[form]
+    fresh = World(tmp_path, tokenizer=world.tokenizer, raw_dir=world.raw_dir)
+    options = {"num_shards": 2, "recursive": True, "id_field": "id" if kind == "id" else None, **options}
+    fresh.make(exclude=world.raw_dir.with_name("ids.txt"), **options)
+    assert fresh.left_out() == {"excluded": len(BLANKED)}
+    assert not all_ids(fresh.loader(batch_size=1)) & {*BLANKED}
+    assert fresh.try_plan(**options).code == 78, "without the list it is another plan"
+    other = fresh.copy(tmp_path / "other", but=["shard-*"])
+    (other.data_dir / "excluded.keys").write_bytes(bytes(16))
+    assert other.try_shard(0).code == 65, "the list is not the plan's"

@@ -1,4 +1,4 @@
-"""``shardprep overlap``: what it finds is what a search by brute force finds, in every form of a data set."""
+"""``overlap`` finds what a search by brute force finds, and ``duplicates`` what a dict of all texts does."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import itertools
 import json
 import random
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer
 
-from shardprep.errors import BadInput, BrokenShard, NotFound, Refused, UsageError
-from tests.killed_calls import killed_at
-from tests.world import Ended, World, tokenizer_dir
+from shardprep.errors import BrokenShard, NotFound, Refused, UsageError
+from tests import chat_sets
+from tests.forged import rewrite_json
+from tests.word_tokenizers import save_word_tokenizer
+from tests.world import Ended, World, call_main, tokenizer_dir
 
 FORMS: dict[str, dict[str, Any]] = {
     "documents": {"id_field": "id"},
@@ -32,6 +35,7 @@ _CHOOSER = random.Random(1)
 _LATIN = ["".join(_CHOOSER.choices("aeioubdgklmnprstvz", k=2 + n % 7)) for n in range(3000)]
 _NOUNS = ["".join(chr(_CHOOSER.randrange(0xAC00, 0xD7A4)) for _ in range(2)) for _ in range(3000)]
 _ENDS = {True: (("", ""), ("", ","), ("", ".")), False: (("은", "이"), ("을", "도"), ("에서", "에는"))}
+Worlds = dict[str, World]
 Words = list[tuple[str, tuple[str, str]]]  # a word, and its end in one text and in another
 
 
@@ -80,7 +84,7 @@ def evals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
     root = tmp_path_factory.mktemp("data")
     records = [{"id": f"web/{number}", "text": text} for number, text in enumerate(DOCUMENTS)]
     made = {name: World(root, data_dir=root / name).raw({"a.jsonl": records}) for name in FORMS}
@@ -96,8 +100,7 @@ def overlap(world: World, evals: Path, output: Path, **options: Any) -> Ended:
 
 def search(world: World, evals: Path, output: Path, **options: Any) -> list[dict[str, Any]]:
     """Return the hits of all shards."""
-    ended = overlap(world, evals, output, **options)
-    assert ended.code == 0, ended.text
+    overlap(world, evals, output, **options).ends(0)
     return [json.loads(line) for line in (output / "overlap.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
@@ -164,7 +167,7 @@ def expected() -> dict[str, dict[tuple[str, str], tuple[int, float]]]:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("form", FORMS)
 def test_it_finds_the_pairs_that_brute_force_finds_and_no_others(
-    worlds: dict[str, World], evals: Path, tmp_path: Path, expected: Any, form: str, rule: str
+    worlds: Worlds, evals: Path, tmp_path: Path, expected: Any, form: str, rule: str
 ) -> None:
     hits = search(worlds[form], evals, tmp_path / "out", rule=rule)
     starts = list(itertools.accumulate([0, *map(len, (evals / "quiz.jsonl").read_bytes().splitlines(True))]))
@@ -178,44 +181,35 @@ def test_it_finds_the_pairs_that_brute_force_finds_and_no_others(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_hit_names_the_document_by_place_id_and_digest_and_holds_the_text(
-    worlds: dict[str, World], evals: Path, tmp_path: Path, form: str
-) -> None:
-    world = worlds[form]
+def test_a_hit_names_a_document_and_its_text(worlds: Worlds, evals: Path, tmp_path: Path, form: str) -> None:
+    world, out = worlds[form], tmp_path / "out"
     raw = (world.raw_dir / "a.jsonl").read_bytes()
-    hits = search(world, evals, tmp_path / "out")
-    names = (tmp_path / "out" / "names.txt").read_text().split()
+    hits = search(world, evals, out)
+    names = (out / "names.txt").read_text().split()
     assert set(names) == {f"sha256:{hit['sha256']}" for hit in hits}, "what --exclude and blank take"
     for hit in hits:
         name, _, byte = hit["document"].rpartition(":")
-        assert name == "a.jsonl"
         record = json.loads(raw[int(byte) :].partition(b"\n")[0])
-        assert hit["sha256"] == digest(record["text"])
+        assert (name, hit["sha256"]) == ("a.jsonl", digest(record["text"]))
         assert hit["id"] == (record["id"] if "id_field" in FORMS[form] else None)
-        run = hit["text"].split()
+        run, words = hit["text"].split(), units_of(record["text"], "words")
         assert len(run) == hit["longest"]
-        words = units_of(record["text"], "words")
         assert any(words[n : n + len(run)] == run for n in range(len(words)))
     if form == "documents":
         shown = world.main("peek", world.data_dir, hits[0]["document"], chars=0)
-        assert shown.code == 0
         assert f"from a.jsonl byte {hits[0]['document'].rpartition(':')[2]}\n" in shown.out
 
 
-def test_with_a_tokenizer_that_does_not_give_back_texts_the_same_documents_are_named(
-    worlds: dict[str, World], evals: Path, tmp_path: Path
-) -> None:
-    tokenizer = Tokenizer(models.WordLevel({"<end>": 0}, "<end>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(tmp_path / "words")
-    world = World(tmp_path, tokenizer=tmp_path / "words", raw_dir=worlds["packed"].raw_dir)
+def test_a_tokenizer_that_loses_texts_changes_no_hit(worlds: Worlds, evals: Path, tmp_path: Path) -> None:
+    world = World(tmp_path, tokenizer=tmp_path / "model", raw_dir=worlds["packed"].raw_dir)
+    save_word_tokenizer(world.tokenizer, 3, splits=True)
     world.make(record="packed", seq_len=300)
     assert search(world, evals, tmp_path / "out") == [
         {**hit, "id": None} for hit in search(worlds["documents"], evals, tmp_path / "expected")
     ]
 
 
-def test_an_evaluation_may_be_a_data_set(worlds: dict[str, World], evals: Path, tmp_path: Path) -> None:
+def test_an_evaluation_may_be_a_data_set(worlds: Worlds, evals: Path, tmp_path: Path) -> None:
     quiz = World(tmp_path).raw({"quiz.txt": "\n".join(EVALS)}).make(num_shards=2, record="packed", seq_len=32)
     of_file = search(worlds["packed"], evals, tmp_path / "a")
     of_set = search(worlds["packed"], quiz.data_dir, tmp_path / "b", text_field=None)
@@ -223,108 +217,41 @@ def test_an_evaluation_may_be_a_data_set(worlds: dict[str, World], evals: Path, 
     assert [{**hit, "eval": ""} for hit in of_file] == [{**hit, "eval": ""} for hit in of_set]
 
 
-def test_a_job_array_makes_the_same_lists(worlds: dict[str, World], evals: Path, tmp_path: Path) -> None:
-    world, one, many = worlds["packed"], tmp_path / "one", tmp_path / "many"
-    search(world, evals, one)
+def test_arrays_and_later_calls_make_the_missing_lists(worlds: Worlds, evals: Path, tmp_path: Path) -> None:
+    world, one, many = worlds["documents"], tmp_path / "one", tmp_path / "many"
+    hits = search(world, evals, one)
     for shard_id in (2, 0, 1):
         assert not (many / "overlap.jsonl").exists()
         assert overlap(world, evals, many, shards=shard_id).code == 0
-    assert {path.name: path.read_bytes() for path in one.iterdir()} == {
-        path.name: path.read_bytes() for path in many.iterdir()
-    }
-
-
-def test_a_second_call_looks_into_no_shard(worlds: dict[str, World], evals: Path, tmp_path: Path) -> None:
-    world, out = worlds["documents"], tmp_path / "out"
-    search(world, evals, out)
-    gone, *kept = [(path, path.stat().st_ino) for path in sorted(out.glob("shard-*"))]
+    files = {path.name: path.read_bytes() for path in one.iterdir()}
+    assert {path.name: path.read_bytes() for path in many.iterdir()} == files
+    gone, *kept = [(path, path.stat().st_ino) for path in sorted(one.glob("shard-*"))]
     gone[0].unlink()
-    search(world, evals, out)
-    assert [(path, path.stat().st_ino) for path in sorted(out.glob("shard-*"))][1:] == kept
+    assert search(world, evals, one) == hits
+    assert [(path, path.stat().st_ino) for path in sorted(one.glob("shard-*"))][1:] == kept
     assert gone[0].exists()
-
-
-def test_other_rules_and_evaluations_have_lists_of_their_own(
-    worlds: dict[str, World], evals: Path, tmp_path: Path
-) -> None:
-    world, out, other = worlds["documents"], tmp_path / "out", tmp_path / "quiz.jsonl"
-    other.write_text(json.dumps({"question": EVALS[0]}))
-    cases: list[tuple[Path, dict[str, Any]]] = [(evals, {}), (evals, {"ngram": 12}), (other, {})]
+    (tmp_path / "quiz.jsonl").write_text(json.dumps({"question": EVALS[0]}))
+    cases: list[tuple[Path, dict[str, Any]]] = [(evals, {"ngram": 12}), (tmp_path / "quiz.jsonl", {})]
     alone = [search(world, of, tmp_path / str(n), **options) for n, (of, options) in enumerate(cases)]
-    assert [search(world, of, out, **options) for of, options in cases] == alone
-    assert len(list(out.glob("shard-*"))) == 3 * len(cases)
+    assert [search(world, of, one, **options) for of, options in cases] == alone
+    assert len(list(one.glob("shard-*"))) == 9
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-def test_a_kill_at_any_call_of_the_system_leaves_whole_files_and_a_second_call_goes_on(
-    worlds: dict[str, World], evals: Path, tmp_path: Path
-) -> None:
-    world = worlds["packed"]
-    search(world, evals, tmp_path / "whole")
-    whole = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
-    out, number, was_killed = tmp_path / "out", 1, True
-    while was_killed:
-        words = ["overlap", world.data_dir, "--against", evals, "--text_field", "question", "--output", out]
-        was_killed = killed_at(number, [*map(str, words)]) != 0
-        for path in out.iterdir() if out.exists() else ():
-            assert path.name.startswith(".") or path.read_bytes() == whole[path.name], number
-        number += 3
-    assert number > 20
-    assert {path.name: path.read_bytes() for path in out.glob("[!.]*")} == whole
-
-
-def test_a_damaged_list_is_refused_with_what_to_type(
-    worlds: dict[str, World], evals: Path, tmp_path: Path
-) -> None:
-    world, out = worlds["documents"], tmp_path / "out"
-    search(world, evals, out)
-    path = next(out.glob("shard-00001.*"))
+def test_a_damaged_list_is_refused_with_what_to_type(worlds: Worlds, evals: Path, tmp_path: Path) -> None:
+    search(worlds["documents"], evals, tmp_path / "out")
+    path = next((tmp_path / "out").glob("shard-00001.*"))
     whole = path.read_bytes()
     for damaged in (b"[]\n", b"{}\n", whole + b"no json\n", whole[:-9]):
         path.write_bytes(damaged)
-        ended = overlap(world, evals, out)
-        assert ended.code == BrokenShard.exit_code
-        assert ended.error
-        assert ended.error.remedy == f"rm {path}"
-
-
-def test_the_page_shows_the_texts_and_runs_nothing(worlds: dict[str, World], tmp_path: Path) -> None:
-    text = f"<script>alert(1)</script> {EVALS[6]}"
-    (tmp_path / "quiz.txt").write_text(text)
-    hits = search(worlds["documents"], tmp_path / "quiz.txt", tmp_path / "out", text_field=None)
-    page = (tmp_path / "out" / "overlap.html").read_text(encoding="utf-8")
-    assert hits[0]["text"][:200] in page
-    assert "<script" not in page
-
-
-@pytest.mark.parametrize(
-    ("files", "options", "error"),
-    [
-        ({"README.md": "nothing that plan takes"}, {}, NotFound),
-        ({"a.txt": "only a few words"}, {}, BadInput),
-        ({"a.jsonl": '{"question": "no text"}'}, {"text_field": None}, BadInput),
-        ({"a.jsonl": '{"question": "no text"}'}, {"ngram": 1}, UsageError),
-        ({"a.jsonl": '{"question": "no text"}'}, {"shards": "0-9"}, UsageError),
-        ({}, {}, UsageError),  # a data set has no fields
-    ],
-)
-def test_a_wrong_use_ends_with_its_error_and_writes_nothing(
-    worlds: dict[str, World], tmp_path: Path, files: dict[str, str], options: dict[str, Any], error: Any
-) -> None:
-    world = worlds["documents"]
-    evals = World(tmp_path).raw(files).raw_dir if files else world.data_dir
-    ended = overlap(world, evals, tmp_path / "out", **options)
-    assert (ended.code, type(ended.error)) == (error.exit_code, error), ended.text
-    assert not (tmp_path / "out").exists()
+        error = overlap(worlds["documents"], evals, tmp_path / "out").error
+        assert (type(error), error and error.remedy) == (BrokenShard, f"rm {path}")
 
 
 def test_a_plan_is_enough_and_an_input_that_changed_since_is_refused(evals: Path, tmp_path: Path) -> None:
     world = World(tmp_path).raw({"a.txt": "\n".join(DOCUMENTS).replace("\t", " ")}).plan(num_shards=2)
     assert len(search(world, evals, tmp_path / "out")) > 30
     (world.raw_dir / "a.txt").write_text("another text")
-    ended = overlap(world, evals, tmp_path / "again")
-    assert (ended.code, type(ended.error)) == (Refused.exit_code, Refused)
+    assert type(overlap(world, evals, tmp_path / "again").error) is Refused
 
 
 @pytest.mark.processes  # plan tries the function in one
@@ -338,14 +265,185 @@ def test_texts_are_compared_as_the_plans_function_makes_them(evals: Path, tmp_pa
     hits = search(world, evals, tmp_path / "out", transform=function, **moved)
     assert [(hit["document"], hit["share"]) for hit in hits if hit["share"] == 1] == [("a.jsonl:0", 1)]
     for options, error in ((moved, UsageError), ({"transform": function}, NotFound)):
-        ended = overlap(world, evals, tmp_path / "again", **options)
-        assert (ended.code, type(ended.error)) == (error.exit_code, error)
+        assert type(overlap(world, evals, tmp_path / "again", **options).error) is error
 
 
-def test_the_summary_counts_documents_by_source(tmp_path: Path) -> None:
-    (tmp_path / "quiz.txt").write_text(EVALS[1])
-    held, others = f"see {EVALS[1]} here", "\n".join(DOCUMENTS[:9])
+def test_the_summary_counts_documents_by_source_and_the_page_runs_nothing(tmp_path: Path) -> None:
+    held, others = f"<script>alert(1)</script> {EVALS[1]}", "\n".join(DOCUMENTS[:9])
+    (tmp_path / "quiz.txt").write_text(held)
     world = World(tmp_path).raw({"web/a.txt": f"{held}\n{held}", "code/b.txt": held, "c/d.txt": others})
-    told = world.plan(recursive=True).main("overlap", world.data_dir, against=tmp_path / "quiz.txt").out
+    options = {"against": tmp_path / "quiz.txt", "rule": "llama"}  # which shows texts as they are
+    told = world.plan(recursive=True).main("overlap", world.data_dir, **options).out
     found = [line.split()[:2] for line in told.splitlines() if line.startswith("  ")]
     assert found == [["web:", "2"], ["code:", "1"]]
+    page = (world.data_dir / "overlap" / "overlap.html").read_text(encoding="utf-8")
+    assert ("alert(1)&lt;/script&gt;" in page, "</script" in page) == (True, False)
+
+
+COPY_FORMS: dict[str, dict[str, Any]] = {
+    "documents": {"digests": True},
+    "concat": {"digests": True, "record": "packed", "seq_len": 16},
+    "best fit": {"digests": True, "record": "packed", "seq_len": 16, "pack": "best_fit"},
+    "sides": {"validation_fraction": 0.3, "record": "packed", "seq_len": 16},
+}
+Place = tuple[str, int]  # input, byte
+
+
+def texts_of(seed: int, count: int) -> list[str]:
+    """Texts of which a third stand elsewhere, too, also in those of other seeds; some fill several rows."""
+    draw = random.Random(seed)
+    unique = [f"{seed} {number} " + "and some words " * draw.choice([1, 3, 20]) for number in range(count)]
+    common = [f"a common text {number} " * (8 if number % 3 else 1) for number in range(9)]
+    texts = unique + draw.choices(common, k=count // 3) + draw.sample(unique, count // 6)
+    draw.shuffle(texts)
+    return [text.strip() for text in texts]
+
+
+def with_copies(folder: Path, seed: int, **options: Any) -> tuple[World, list[tuple[Place, str]]]:
+    """A data set of two source folders, and its documents in the order of its inputs, with their places."""
+    files = {"a/one.jsonl": texts_of(seed, 60), "b/two.jsonl": texts_of(seed + 1, 40), "b/empty.jsonl": []}
+    documents, raw = [], dict[str, Any]()
+    for name, texts in sorted(files.items()):
+        lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
+        raw[name] = b"".join(lines)
+        for number, text in enumerate(texts):
+            documents.append(((name, sum(map(len, lines[:number]))), text))
+    world = World(folder).raw(raw).make(num_shards=5, recursive=True, **options)
+    return world, documents
+
+
+def all_but_first(sets: list[list[tuple[Place, str]]]) -> list[list[Place]]:
+    """What goes of each data set: all but the first of equal texts."""
+    seen = set[str]()
+    going: list[list[Place]] = []
+    for documents in sets:
+        going.append([])
+        for place, text in documents:
+            if text in seen:
+                going[-1].append(place)
+            seen.add(text)
+    return going
+
+
+def find_copies(*words: object) -> tuple[dict[str, Any], list[list[Place]]]:
+    """Return the answer, and the places in the list of each data set."""
+    ended = call_main("duplicates", *words, "--json").ends(0)
+    answer, lists = json.loads(ended.out), []
+    for each in answer["data_sets"]:
+        lines = [line.removeprefix("at:") for line in Path(each["list"]).read_text().splitlines()]
+        lists.append([(name, int(byte)) for name, _, byte in (line.rpartition(":") for line in lines)])
+    return answer, lists
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", COPY_FORMS)
+def test_all_copies_but_the_first_go_across_shards_and_data_sets(tmp_path: Path, form: str) -> None:
+    """The set that is named first keeps its copy, and a fresh plan without those listed has none."""
+    both = [with_copies(tmp_path / str(seed), seed, **COPY_FORMS[form]) for seed in (0, 1)]
+    for sets in (both[::-1], both):
+        folders, going = (
+            [world.data_dir for world, _ in sets],
+            all_but_first([documents for _, documents in sets]),
+        )
+        answer, lists = find_copies(*folders, "--output", tmp_path / "names.txt")
+        assert list(map(sorted, lists)) == list(map(sorted, going))
+        counts = [dict(Counter(name.partition("/")[0] for name, _ in places)) for places in going]
+        assert [each["sources"] for each in answer["data_sets"]] == counts
+    counted = Counter(text for _, documents in both for _, text in documents)
+    assert answer["num_documents"] == counted.total()
+    assert answer["num_groups"] == sum(count > 1 for count in counted.values())
+    assert answer["num_duplicates"] == counted.total() - len(counted) > 50
+    for (world, _), of, places in zip(both, answer["data_sets"], going, strict=True):
+        fresh = World(world.data_dir.with_name("fresh"), raw_dir=world.raw_dir)
+        fresh.make(num_shards=2, recursive=True, exclude=of["list"], **COPY_FORMS[form])
+        assert fresh.left_out()["excluded"] == len(places)
+        answer, lists = find_copies(fresh.data_dir, "--output", tmp_path / "none.txt")
+        assert (answer["num_duplicates"], lists) == (0, [[]])
+
+
+@pytest.mark.parametrize("form", ["documents", "concat"])
+def test_a_blanked_document_is_neither_kept_nor_listed_in_a_moved_input(tmp_path: Path, form: str) -> None:
+    world, documents = with_copies(tmp_path, 0, **COPY_FORMS[form])
+    counts = Counter(text for _, text in documents)
+    first = next(place for place, text in documents if counts[text] > 2)
+    names = tmp_path / "names.txt"
+    names.write_text(f"at:{first[0]}:{first[1]}\n")
+    new = world.blanked(names, tmp_path / "new")
+    (tmp_path / "raw").rename(tmp_path / "moved")
+    _, (places,) = find_copies(new.data_dir, "--output", names, "--input_dir", tmp_path / "moved")
+    assert places == all_but_first([[each for each in documents if each[0] != first]])[0]
+    newer = new.blanked(names, tmp_path / "newer", input_dir=tmp_path / "moved")
+    answer, _ = find_copies(newer.data_dir, "--output", names)
+    assert (answer["num_duplicates"], answer["num_documents"]) == (0, len(counts))
+
+
+def test_what_cannot_be_compared_is_refused_and_no_list_is_left(tmp_path: Path) -> None:
+    world, _ = with_copies(tmp_path / "a", 0, digests=True)
+    copy, damaged = world.copy(tmp_path / "b"), world.copy(tmp_path / "c")
+    path = damaged.data_dir / "digests" / "shard-00003.digests"
+    path.write_bytes(bytes(16) + path.read_bytes()[16:])
+    unmade = world.copy(tmp_path / "d", but=["shard-00002.json"])
+    moved = World(tmp_path / "e").raw({"a.txt": "one\none\n"}).make(digests=True, record="packed", seq_len=16)
+    (moved.raw_dir / "a.txt").unlink()
+    for worlds, code in (([world, copy], 2), ([damaged], 65), ([unmade], 66), ([moved], 66)):
+        folders = [each.data_dir for each in worlds]
+        assert call_main("duplicates", *folders, "--output", tmp_path / "names.txt").code == code, folders
+    assert call_main("duplicates", world.data_dir, "--output", tmp_path / "none" / "names.txt").code == 73
+    assert {path.name for path in tmp_path.iterdir()} == {*"abcde"}
+
+
+@pytest.mark.parametrize("digests", [(0, 0), (0, 1), (0, 1 << 64), (0, 1 << 127)])
+def test_documents_are_equal_if_all_of_their_digests_is(tmp_path: Path, digests: tuple[int, int]) -> None:
+    """Digests that are equal in part, of which no texts are known, are put in the places of two others."""
+    world, documents = with_copies(tmp_path, 0, digests=True)
+    counts = Counter(text for _, text in documents)
+    path, found = world.data_dir / "digests" / "shard-00000.digests", world.digests()
+    found = found[: path.stat().st_size // 16]
+    alone = [number for number in range(len(found)) if counts[documents[number][1]] == 1]
+    for number, digest in zip(alone, digests, strict=False):
+        found[number] = (digest + 5).to_bytes(16, "big")
+    path.write_bytes(b"".join(found))
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    rewrite_json(world.data_dir / "shard-00000.json", **{"digests.sha256": sha256})
+    if digests == (0, 0):
+        ended = call_main("duplicates", world.data_dir, "--output", tmp_path / "names.txt")
+        assert (ended.code, type(ended.error)) == (78, Refused)
+        assert not (tmp_path / "names.txt").exists()
+    else:
+        assert find_copies(world.data_dir, "--output", tmp_path / "names.txt")[1] == all_but_first(
+            [documents]
+        )
+
+
+def test_digests_change_no_sample_and_are_kept_only_where_they_are_asked_for(tmp_path: Path) -> None:
+    plain, documents = with_copies(tmp_path / "plain", 0, record="packed", seq_len=16)
+    kept, _ = with_copies(tmp_path / "kept", 0, digests=True, record="packed", seq_len=16)
+    assert kept.members() == plain.members()
+    assert (len(kept.digests()), plain.digests()) == (len(documents), [])
+    assert {(each["digests"], each["counts"]["validation"]) for each in plain.manifests()} == {(None, None)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pack", ["concat", "best_fit"])
+def test_which_documents_are_held_out_follows_from_their_texts_alone(tmp_path: Path, pack: str) -> None:
+    """Whatever the shards and the tokenizer; tests/oracle packs both sides and freezes their batches."""
+    options: dict[str, Any] = {"validation_fraction": 0.2, "record": "packed", "seq_len": 32, "pack": pack}
+    world, documents = with_copies(tmp_path, 0, **options)
+    model = chat_sets.save_tokenizer("bytes", tmp_path / "bytes")
+    other = World(tmp_path / "other", raw_dir=world.raw_dir, tokenizer=model)
+    digests = [hashlib.sha256(text.encode()).digest()[:16] for _, text in documents]
+    for each in (world, other.make(num_shards=30, recursive=True, **options)):
+        found = iter(each.digests())
+        sides: tuple[list[bytes], list[bytes]] = ([], [])
+        for counts in (manifest["counts"] for manifest in each.manifests()):
+            num_held = counts["validation"]["num_documents"]
+            sides[0].extend(next(found) for _ in range(counts["num_documents"] - num_held))
+            sides[1].extend(next(found) for _ in range(num_held))
+        assert 20 < len(sides[1]) < len(sides[0])
+        for side, is_held in zip(sides, (False, True), strict=True):
+            wanted = [
+                digest
+                for digest in digests
+                if (Fraction(int.from_bytes(digest[:8], "big"), 1 << 64) < Fraction(0.2)) == is_held
+            ]
+            assert side == wanted if pack == "concat" else sorted(side) == sorted(wanted)

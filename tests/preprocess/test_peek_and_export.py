@@ -7,17 +7,17 @@ import os
 import random
 import re
 import struct
-from collections.abc import Callable
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from tokenizers import Tokenizer
 
-from tests.world import EOS, Ended, World, call_main, hostile_text, tokenizer_dir
+from tests.world import EOS, Ended, World, call_main, tokenizer_dir
 
 HEAD = re.compile(
     r"^shard-(\d{5}) (?:document|row) (\d+): \d+ tokens(?:, for validation)?, "
@@ -35,26 +35,24 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 EXPORTED = [name for name in FORMS if name != "held"]
 EOS_ID = int(Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json")).token_to_id(EOS) or 0)
+Worlds = dict[str, World]
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
     root = tmp_path_factory.mktemp("data")
     records = [{"id": f"web/{number}", "text": text} for number, text in enumerate(LINES)]
     worlds = {}
     for name, options in FORMS.items():
-        worlds[name] = World(root, data_dir=root / name).raw({"a.jsonl": records})
+        worlds[name] = World(root, data_dir=root / name)
+        worlds[name].raw({"a.jsonl": records[:40], "b.jsonl": records[40:]})
         worlds[name].plan(num_shards=3, id_field="id", **options).run()
     return worlds
 
 
-# peek ---------------------------------------------------------------------------------------------------
-
-
 def peek(world: World, *words: object) -> list[str]:
     """Return the blocks that are printed, one for each sample."""
-    ended = world.main("peek", world.data_dir, *words, "--chars", 0)
-    assert ended.code == 0, ended.text
+    ended = world.main("peek", world.data_dir, *words, "--chars", 0).ends(0)
     return ended.out.rstrip("\n").split("\n\n")
 
 
@@ -69,9 +67,7 @@ def body(block: str) -> str:
     return re.sub("⟦.*?⟧", "", "".join(line[2:] for line in block.splitlines()[1:] if line[2:5] != "---"))
 
 
-def test_a_document_is_printed_as_its_input_has_it_and_rows_tell_where_documents_begin(
-    worlds: dict[str, World],
-) -> None:
+def test_documents_are_printed_as_the_input_has_them_and_rows_tell_where_they_begin(worlds: Worlds) -> None:
     assert list(map(body, peek(worlds["documents"], "--num", 10**6))) == LINES
     blocks = peek(worlds["packed"], "--num", 10**6)
     assert sum(block.count("  --- a document begins") for block in blocks) == len(LINES)
@@ -80,18 +76,21 @@ def test_a_document_is_printed_as_its_input_has_it_and_rows_tell_where_documents
     for block in blocks:
         assert ("--- the rest of a document" in block) == ("begins in the document at" in block)
     assert any("the rest of a document" in block for block in blocks)
-    held = peek(worlds["held"], "--num", 10**6)
-    num_held = sum(manifest["counts"]["validation"]["num_samples"] for manifest in worlds["held"].manifests())
-    assert sum(", for validation, " in block for block in held) == num_held > 0
+    held = worlds["held"]
+    num_held = sum(manifest["counts"]["validation"]["num_samples"] for manifest in held.manifests())
+    assert sum(", for validation, " in block for block in peek(held, "--num", 10**6)) == num_held > 0
 
 
 @pytest.mark.parametrize("form", ["documents", "packed", "held"])  # rows of best_fit have no address by byte
-def test_each_address_shows_its_document(worlds: dict[str, World], form: str) -> None:
-    world, raw = worlds[form], (worlds[form].raw_dir / "a.jsonl").read_bytes().splitlines(keepends=True)
+def test_each_address_shows_its_document(worlds: Worlds, form: str) -> None:
+    """Also one in a row that begins in another input."""
+    world, places = worlds[form], list[tuple[str, int]]()
+    for path in sorted(world.raw_dir.iterdir()):
+        sizes = [len(line) for line in path.read_bytes().splitlines(keepends=True)]
+        places += [(path.name, sum(sizes[:number])) for number in range(len(sizes))]
     every = {head(block): block for block in peek(world, "--num", 10**6)}
-    for number in range(0, len(LINES), 9):
-        byte = sum(map(len, raw[:number]))
-        for address in (f"id:web/{number}", f"a.jsonl:{byte}", f"a.jsonl:{byte + 7}"):
+    for number, (name, byte) in [*enumerate(places)][::3]:
+        for address in (f"id:web/{number}", f"{name}:{byte}", f"{name}:{byte + 7}"):
             found = peek(world, address)
             assert LINES[number][:6] in "".join(map(body, found)), (address, found)
             assert [every[head(block)] for block in found] == found
@@ -104,46 +103,16 @@ def test_each_address_shows_its_document(worlds: dict[str, World], form: str) ->
         assert peek(world, f"{shard}:{sample}:{number}") == [f"{title}{document}".rstrip("\n")]
 
 
-def test_grep_chooses_the_samples_that_have_it(worlds: dict[str, World]) -> None:
+def test_grep_chooses_the_samples_that_have_it(worlds: Worlds) -> None:
     found = peek(worlds["documents"], "--grep", "kettle [a-z]", "--num", 10**6)
     assert [body(block) for block in found] == [line for line in LINES if re.search("kettle [a-z]", line)]
-
-
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        ("--chars -1", 2),
-        ("0:1 --grep a", 2),
-        ("id:", 2),
-        ("--grep none", 66),
-        ("0:1:1", 66),
-        ("id:nobody", 66),
-    ],
-)
-def test_what_is_not_there_is_66_and_no_address_2(worlds: dict[str, World], words: str, code: int) -> None:
-    ended = worlds["documents"].main("peek", worlds["documents"].data_dir, *words.split())
-    assert (ended.code, ended.out) == (code, "")
-
-
-@pytest.mark.parametrize("held", [{}, {"validation_fraction": 0.4}], ids=["all", "held"])
-def test_a_document_is_found_in_a_row_that_begins_in_another_input(
-    tmp_path: Path, held: dict[str, Any]
-) -> None:
-    lines = [[f"the kettle {n * 111:03} sings\n", f"second line {n * 111:03}\n"] for n in range(9)]
-    world = World(tmp_path).raw({f"{number}.txt": "".join(each) for number, each in enumerate(lines)})
-    world.plan(num_shards=1, record="packed", seq_len=4096, **held).run()
-    for number, (first, second) in enumerate(lines):
-        for place, text in ((0, first), (len(first), second)):
-            assert text.strip() in "".join(map(body, peek(world, f"{number}.txt:{place}")))
-
-
-# export -------------------------------------------------------------------------------------------------
+    for words in (["id:nobody"], ["0:1:1"], ["--grep", "none"]):
+        assert worlds["documents"].main("peek", worlds["documents"].data_dir, *words).code == 66, words
 
 
 def samples_of(world: World) -> list[list[int]]:
     """Return the documents, or rows without padding, as the loader has them."""
-    with world.ranks(global_batch_size=1, shuffle=False) as ranks:
-        return [sample["input_ids"] for (sample,) in ranks.take(len(ranks.loaders[0]))]
+    return [sample["input_ids"] for sample in world.samples()]
 
 
 def stream_of(world: World) -> list[int]:
@@ -157,8 +126,7 @@ def export(world: World, to: str, out: Path, *flags: object) -> Ended:
 
 
 def exported(world: World, to: str, out: Path, *flags: object) -> Path:
-    ended = export(world, to, out, *flags)
-    assert ended.code == 0, ended.text
+    export(world, to, out, *flags).ends(0)
     return out
 
 
@@ -185,9 +153,7 @@ def megatron_sequences(out: Path, shard_id: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", EXPORTED)
-def test_megatrons_files_hold_the_documents_ended_by_eos_and_nanogpts_is_their_stream(
-    worlds: dict[str, World], tmp_path: Path, name: str
-) -> None:
+def test_megatron_has_documents_and_nanogpt_their_stream(worlds: Worlds, tmp_path: Path, name: str) -> None:
     out, stream = exported(worlds[name], "megatron", tmp_path / "out"), stream_of(worlds[name])
     sequences = list(chain(*(megatron_sequences(out, shard_id) for shard_id in range(3))))
     assert list(chain(*sequences)) == stream
@@ -212,9 +178,7 @@ def test_a_document_of_more_than_is_read_at_once_is_exported_whole(tmp_path: Pat
 
 @pytest.mark.parametrize("flags", [[], ["--put_eos"]])
 @pytest.mark.parametrize("name", ["documents", "packed"])
-def test_arrow_files_hold_the_stored_samples(
-    worlds: dict[str, World], tmp_path: Path, name: str, flags: list[str]
-) -> None:
+def test_arrow_files_hold_the_samples(worlds: Worlds, tmp_path: Path, name: str, flags: list[str]) -> None:
     out = exported(worlds[name], "hf", tmp_path / "out", *flags)
     tables = [pa.ipc.open_stream(path.read_bytes()).read_all() for path in sorted(out.glob("*.arrow"))]
     put = [EOS_ID] if flags and name == "documents" else []
@@ -224,7 +188,7 @@ def test_arrow_files_hold_the_stored_samples(
 
 
 @pytest.mark.frameworks
-def test_datasets_and_megatron_core_read_them(worlds: dict[str, World], tmp_path: Path) -> None:
+def test_datasets_and_megatron_core_read_them(worlds: Worlds, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", exc_type=ImportError)
     out = exported(worlds["packed"], "hf", tmp_path / "hf")
     assert datasets.load_from_disk(str(out))["input_ids"][:] == samples_of(worlds["packed"])
@@ -235,39 +199,29 @@ def test_datasets_and_megatron_core_read_them(worlds: dict[str, World], tmp_path
     assert list(ids) == stream_of(worlds["documents"])
 
 
-def at_call(name: str, number: int, folder: Path, meanwhile: Callable[[], object]) -> Callable[..., Any]:
-    """Return a call of os that does something else just before its ``number``-th file of a folder."""
-    real, left = getattr(os, name), [number]
-
-    def called(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if str(path).startswith(str(folder)):
-            left[0] -= 1
-            if left[0] == 0:
-                meanwhile()
-        return real(path, *args, **kwargs)
-
-    return called
-
-
-@pytest.mark.parametrize("to", ["nanogpt", "megatron"])
 @pytest.mark.parametrize("call", ["open", "rename"])
-def test_at_whatever_file_another_export_comes_both_end_well_with_bytes_of_one(
-    worlds: dict[str, World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, call: str
-) -> None:
-    """tests/faults/races.py holds equal ones beside each other."""
-    data, codes, flag = worlds["documents"], list[int](), "--no-put_eos"
-    first = files(exported(data, to, tmp_path / "first", "--put_eos"))
-    other = files(exported(data, to, tmp_path / "other", flag))
-    for number in range(1, 40):
+def test_two_exports_into_a_folder_leave_the_bytes_of_one(worlds: Worlds, tmp_path: Path, call: str) -> None:
+    """tests/faults puts equal ones beside each other."""
+    data, real = worlds["documents"], getattr(os, call)
+    flags = ("--put_eos", "--no-put_eos")
+    first, other = (files(exported(data, "megatron", tmp_path / flag, flag)) for flag in flags)
+
+    def both(out: Path, number: int) -> list[int]:
+        """Exit codes of another export, which comes before a call for a file of this one, and of this one."""
+        codes, calls = list[int](), count()
+
+        def called(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if str(path).startswith(str(out)) and next(calls) == number:
+                codes.append(export(data, "megatron", out, flags[1]).code)
+            return real(path, *args, **kwargs)
+
+        with mock.patch.object(os, call, called):
+            codes.append(export(data, "megatron", out, flags[0]).code)
+        return codes
+
+    for number in count():
         out = tmp_path / "out" / str(number)
-        codes.clear()
-        with monkeypatch.context() as patch:
-
-            def meanwhile(out: Path = out) -> None:
-                codes.append(export(data, to, out, flag).code)
-
-            patch.setattr(os, call, at_call(call, number, out, meanwhile))
-            codes.append(export(data, to, out, "--put_eos").code)
+        codes = both(out, number)
         if len(codes) == 1:
             break
         assert sorted(codes) == [0, 78], number
@@ -275,7 +229,7 @@ def test_at_whatever_file_another_export_comes_both_end_well_with_bytes_of_one(
     assert number > 3
 
 
-def test_an_export_into_the_folder_of_another_is_refused(worlds: dict[str, World], tmp_path: Path) -> None:
+def test_an_export_into_the_folder_of_another_is_refused(worlds: Worlds, tmp_path: Path) -> None:
     data, out = worlds["documents"], exported(worlds["documents"], "nanogpt", tmp_path / "out")
     before = files(out)
     assert export(data, "megatron", out).code == 78
@@ -286,14 +240,10 @@ def test_an_export_into_the_folder_of_another_is_refused(worlds: dict[str, World
     assert files(out) == before
 
 
-def test_one_side_of_a_split_is_exported_apart_from_the_whole(tmp_path: Path) -> None:
-    world = World(tmp_path).raw({"a.txt": hostile_text(60)})
-    world.plan(num_shards=1, validation_fraction=0.3).run()
-    sizes = []
+def test_one_side_of_a_split_is_exported_apart_from_the_whole(worlds: Worlds, tmp_path: Path) -> None:
     for side in ("train", "validation"):
-        out = exported(world, "nanogpt", tmp_path / side, "--split", side)
-        sizes.append((out / "train.bin").stat().st_size)
-    assert export(world, "nanogpt", tmp_path / "train").code == 78
-    whole = exported(world, "nanogpt", tmp_path / "both") / "train.bin"
-    assert sum(sizes) == whole.stat().st_size
-    assert min(sizes) > 0
+        exported(worlds["held"], "nanogpt", tmp_path / side, "--split", side)
+    assert export(worlds["held"], "nanogpt", tmp_path / "train").code == 78
+    exported(worlds["held"], "nanogpt", tmp_path / "both")
+    sizes = [(tmp_path / name / "train.bin").stat().st_size for name in ("train", "validation", "both")]
+    assert sizes[0] + sizes[1] == sizes[2] > max(sizes[:2])

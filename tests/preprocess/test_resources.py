@@ -49,9 +49,6 @@ def cpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], list[set[int]]
     return allow
 
 
-# CPUs. --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("given", "affinity", "shard_id", "expected"),
     [
@@ -60,7 +57,7 @@ def cpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], list[set[int]]
         ("3", {*range(8)}, 2, {0, 6, 7}), ("0", {1, 2}, 0, {1, 2}), ("2(x3)", {1, 2}, 0, {1, 2}),
     ],
 )  # fmt: skip
-def test_slurms_number_then_the_affinity_mask_decides_and_tasks_side_by_side_share_no_cpu(
+def test_slurms_number_then_the_mask_decides_and_tasks_share_no_cpu(
     tmp_path: Path, cpus: Any, given: str | None, affinity: set[int], shard_id: int, expected: set[int]
 ) -> None:
     world = World(tmp_path).raw({"a.txt": "a line\n" * 90}).plan(num_shards=8)
@@ -97,21 +94,6 @@ def test_a_shells_settings_for_other_programs_change_no_engines_threads(tmp_path
     assert len(set(report.read_text().split())) == 1, report.read_text()
 
 
-# Memory. ------------------------------------------------------------------------------------------------
-
-OF_VERSION_1 = {
-    "proc/self/cgroup": "4:cpu,cpuacct:/x\n3:memory:/slurm/uid_0\n0::/\n",
-    "sys/fs/cgroup/memory/slurm/uid_0/memory.limit_in_bytes": "750000000\n",
-}
-OF_VERSION_2 = {
-    "proc/self/cgroup": "0::/slurm/job_7/task_0\n",
-    "sys/fs/cgroup/slurm/job_7/task_0/memory.max": "max\n",
-    "sys/fs/cgroup/slurm/job_7/memory.max": "500000000\n",
-    "sys/fs/cgroup/slurm/memory.max": "900000000\n",
-}
-PER_CPU = {"SLURM_MEM_PER_CPU": "300", "SLURM_CPUS_PER_TASK": "1"}
-
-
 def findings(*words: object, **environ: str) -> dict[str, dict[str, str]]:
     """What doctor finds, by topic; of several the last."""
     ended = call_main("doctor", "--json", *words, environ=environ)
@@ -120,55 +102,62 @@ def findings(*words: object, **environ: str) -> dict[str, dict[str, str]]:
     return {finding["topic"]: finding for finding in answer["findings"]}
 
 
+VERSION_1 = {
+    "proc/self/cgroup": "4:cpu,cpuacct:/x\n3:memory:/slurm/uid_0\n0::/\n",
+    "sys/fs/cgroup/memory/slurm/uid_0/memory.limit_in_bytes": "750000000\n",
+}
+VERSION_2 = {"task_0/memory.max": "max\n", "memory.max": "500000000\n", "../memory.max": "900000000\n"}
+VERSION_2 = {f"sys/fs/cgroup/slurm/job_7/{name}": text for name, text in VERSION_2.items()}
+VERSION_2["proc/self/cgroup"] = "0::/slurm/job_7/task_0\n"
+PER_CPU = {"SLURM_MEM_PER_CPU": "300", "SLURM_CPUS_PER_TASK": "1"}
+
+
+def job(**files: str) -> dict[str, str]:
+    names = {name: f"sys/fs/cgroup/job/{name.replace('_', '.')}" for name in files}
+    return {"proc/self/cgroup": "0::/job\n", **{names[name]: text for name, text in files.items()}}
+
+
 @pytest.mark.parametrize(
-    ("files", "environ", "told"),
+    ("topic", "files", "environ", "told", "todo"),
     [
-        (OF_VERSION_2, {}, "500 MB"),  # the least of all above
-        (OF_VERSION_1, {}, "750 MB"),
-        (OF_VERSION_1, {"SLURM_MEM_PER_NODE": "600"}, "629 MB"),
-        (OF_VERSION_1, PER_CPU, "315 MB"),  # as DefMemPerCPU is told, without cgroups
-        (OF_VERSION_1, {**PER_CPU, "SLURM_CPUS_ON_NODE": "2"}, "629 MB"),
-        (OF_VERSION_1, {"SLURM_MEM_PER_NODE": "0"}, "750 MB"),  # 0 is all of the node
-        ({"proc/self/cgroup": "0::/none\n"}, {}, "machine"),
+        ("memory", VERSION_2, {}, "500 MB", ""),  # the least of all above
+        ("memory", VERSION_1, {}, "750 MB", ""),
+        ("memory", VERSION_1, {"SLURM_MEM_PER_NODE": "600"}, "629 MB", ""),
+        ("memory", VERSION_1, PER_CPU, "315 MB", "--mem"),  # as DefMemPerCPU is told, without cgroups
+        ("memory", VERSION_1, {**PER_CPU, "SLURM_CPUS_ON_NODE": "2"}, "629 MB", ""),
+        ("memory", VERSION_1, {"SLURM_MEM_PER_NODE": "0"}, "750 MB", ""),  # 0 is all of the node
+        ("memory", {"proc/self/cgroup": "0::/none\n"}, {}, "machine", ""),
+        ("memory", job(memory_max=f"{256 << 20}\n"), {}, "268 MB", "--mem"),
+        ("cpus", job(cpu_max="150000 100000"), {}, "", "--num_proc 1"),
+        ("cpus", job(), {"SLURM_CPUS_PER_TASK": "16"}, "16", "srun --cpus-per-task=16"),
+        ("cpus", job(cpu_max="max 100000"), {"SLURM_CPUS_PER_TASK": "4"}, "4", ""),
+        (
+            "threads",
+            job(),
+            {"OMP_NUM_THREADS": "64", "RAYON_NUM_THREADS": "1"},
+            "",
+            "export OMP_NUM_THREADS=8",
+        ),
+        ("threads", job(), {"OMP_NUM_THREADS": "8"}, "", ""),
     ],
     ids=str,
 )
-def test_the_least_limit_of_slurm_cgroups_and_machine_counts(
-    kernel: Any, files: dict[str, str], environ: dict[str, str], told: str
-) -> None:
-    kernel(files)
-    assert told in findings(**environ)["memory"]["text"]
-
-
-@pytest.mark.parametrize(
-    ("topic", "environ", "files", "todo"),
-    [
-        ("cpus", {}, {"cpu.max": "150000 100000"}, "--num_proc 1"),
-        ("cpus", {"SLURM_CPUS_PER_TASK": "16"}, {}, "srun --cpus-per-task=16"),
-        ("cpus", {"SLURM_CPUS_PER_TASK": "4"}, {"cpu.max": "max 100000"}, ""),
-        ("memory", {}, {"memory.max": f"{256 << 20}\n"}, "--mem"),
-        ("memory", {}, {"memory.max": f"{1 << 30}\n"}, ""),
-        ("threads", {"OMP_NUM_THREADS": "64", "RAYON_NUM_THREADS": "1"}, {}, "export OMP_NUM_THREADS=8"),
-        ("threads", {"OMP_NUM_THREADS": "8"}, {}, ""),
-    ],
-)
-def test_what_a_machine_lacks_is_a_warning_with_what_to_do(
-    kernel: Any, cpus: Any, topic: str, environ: dict[str, str], files: dict[str, str], todo: str
+def test_the_least_limit_counts_and_what_lacks_is_a_warning_with_what_to_do(
+    kernel: Any, cpus: Any, topic: str, files: dict[str, str], environ: dict[str, str], told: str, todo: str
 ) -> None:
     cpus({*range(8)})
-    kernel({"proc/self/cgroup": "0::/job\n", **{f"sys/fs/cgroup/job/{n}": text for n, text in files.items()}})
+    kernel(files)
     finding = findings(**environ)[topic]
-    assert finding["level"] == ("warning" if todo else "good")
-    assert todo in finding["todo"]
+    assert told in finding["text"]
+    assert (finding["level"], todo in finding["todo"]) == ("warning" if todo else "good", True)
 
 
-@pytest.mark.parametrize("text", ["0", "1e3"])
-def test_numbers_of_the_environment_are_positive_or_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("name", ["DATASET_BATCH_SIZE", "DATASET_WRITER_BATCH_SIZE"])
+def test_numbers_of_the_environment_are_positive_or_refused(tmp_path: Path, name: str) -> None:
     world = World(tmp_path).raw({"a.txt": "a\n"}).plan(num_shards=1)
-    for name in ("DATASET_BATCH_SIZE", "DATASET_WRITER_BATCH_SIZE"):
-        ended = world.try_shard(0, environ={name: text})
-        assert (ended.code, name in ended.err) == (2, True)
-    assert world.try_shard(0, environ={"DATASET_BATCH_SIZE": ""}).code == 0
+    for number, code in (("0", 2), ("1e3", 2), ("", 0)):
+        ended = world.try_shard(0, environ={name: number})
+        assert (ended.code, name in ended.err) == (code, code == 2)
 
 
 def test_doctor_looks_at_a_tokenizer_and_at_a_planned_folder_and_writes_nothing(tmp_path: Path) -> None:
@@ -185,31 +174,36 @@ def test_doctor_looks_at_a_tokenizer_and_at_a_planned_folder_and_writes_nothing(
     assert (ended.code, str(tmp_path / "none") in line) == (66, True)
 
 
-# Under real limits, with Llama 3's tokenizer. -----------------------------------------------------------
-
 CGROUPS = Path("/sys/fs/cgroup")
 FORMS: dict[str, dict[str, Any]] = {
     "documents": {},
     "best_fit": {"record": "packed", "seq_len": 2048, "pack": "best_fit"},
     "chat": {"record": "chat", "seq_len": 2048},
+    "a line of 100 MB": {"max_bad_fraction": 0.5},
 }
 
 
 @pytest.fixture(scope="module")
-def data(shared_dir: Path, corpora_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def data(shared_dir: Path, corpora_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
+    """Plans of Llama 3's tokenizer; the long line stands behind one of 4 MB."""
     root = tmp_path_factory.mktemp("limited")
     text = b"".join(path.read_bytes()[:400_000] for path in sorted(corpora_dir.glob("*.txt")))
-    lines = [line for line in text.decode("utf-8", "ignore").split("\n") if line.strip()]
     records = []
-    for line in lines:
+    for line in filter(str.strip, text.decode("utf-8", "ignore").split("\n")):
         turns = [{"role": "user", "content": line}, {"role": "assistant", "content": line[::-1]}]
         records.append({"text": line, "messages": turns})
+    long_line = b" ".join((corpora_dir / "en_paragraphs.txt").read_bytes()[:4_000_000].split(b"\n"))
+    long = World(root / "long").raw({"a.txt": long_line + b"\n" + long_line * 25})
     (root / "template.jinja").write_text(PLAIN)
+    worlds = {}
     for name, options in FORMS.items():
-        world = World(root, tokenizer=shared_dir / "tokenizers" / "llama3", data_dir=root / name)
-        template = {"chat_template_file": root / "template.jinja"} if name == "chat" else {}
-        world.raw({"a.jsonl": records}).plan(num_shards=1, **options, **template)
-    return {name: root / name for name in FORMS}
+        place = {"data_dir": root / name, "raw_dir": long.raw_dir if "line" in name else root / "raw"}
+        worlds[name] = World(root, tokenizer=shared_dir / "tokenizers" / "llama3", **place)
+        if name != "a line of 100 MB":
+            worlds[name].raw({"a.jsonl": records})
+        template = root / "template.jinja" if name == "chat" else None
+        worlds[name].plan(num_shards=1, chat_template_file=template, **options)
+    return worlds
 
 
 @contextlib.contextmanager
@@ -230,11 +224,11 @@ def cgroup(num_bytes: int) -> Iterator[str]:
         folder.rmdir()
 
 
-def made(data: Path, engine: str, before: str) -> Ended:
+def made(world: World, engine: str, before: str) -> Ended:
     """How a task ends that a shell starts behind some words."""
-    for path in data.glob("shard-*"):
+    for path in world.data_dir.glob("shard-*"):
         path.unlink()
-    task = f"{sys.executable} -m shardprep --shard_id 0 --output_dir {data} --engine {engine}"
+    task = f"{sys.executable} -m shardprep --shard_id 0 --output_dir '{world.data_dir}' --engine {engine}"
     environ = environ_of_children(SLURM_CPUS_PER_TASK="2")  # each thread takes some
     done = run_child(["sh", "-c", f"{before}; exec {task}"], code=None, cwd=ROOT, env=environ)
     return Ended(done.returncode, done.stdout, done.stderr)
@@ -242,44 +236,25 @@ def made(data: Path, engine: str, before: str) -> Ended:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("form", "engine"), [("documents", "tokenizers"), ("best_fit", "gigatoken"), ("chat", "tokenizers")]
-)
-def test_a_cgroup_of_300_mb_is_enough(data: dict[str, Path], form: str, engine: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_cgroup_of_300_mb_is_enough(data: dict[str, World], form: str) -> None:
     with cgroup(300 << 20) as joining:
-        ended = made(data[form], engine, joining)
-    assert ended.code == 0, ended.text
+        made(data[form], "tokenizers" if form in ("documents", "chat") else "gigatoken", joining).ends(0)
+    assert data[form].left_out() == ({"too_long": 1} if form == "a line of 100 MB" else {})
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_line_of_100_mb_is_left_out_in_a_cgroup_of_300_mb_and_a_document_of_4_mb_is_made(
-    shared_dir: Path, corpora_dir: Path, tmp_path: Path
-) -> None:
-    text = b" ".join((corpora_dir / "en_paragraphs.txt").read_bytes()[:4_000_000].split(b"\n"))
-    world = World(tmp_path, tokenizer=shared_dir / "tokenizers" / "llama3")
-    world.raw({"a.txt": text + b"\n" + text * 25}).plan(num_shards=1, max_bad_fraction=0.5)
-    with cgroup(300 << 20) as joining:
-        ended = made(world.data_dir, "gigatoken", joining)
-    assert ended.code == 0, ended.text
-    assert world.left_out() == {"too_long": 1}
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_under_ulimit_a_task_makes_its_shard_or_refuses_at_once(data: dict[str, Path]) -> None:
+def test_under_ulimit_a_task_makes_its_shard_or_refuses_at_once(data: dict[str, World]) -> None:
     for limit_mb in (300, 1012):
-        ended = made(data["documents"], "gigatoken", f"ulimit -v {limit_mb << 10}")
-        assert (ended.code, "ulimit -v" in ended.err) == (2, True), ended.text
+        made(data["documents"], "gigatoken", f"ulimit -v {limit_mb << 10}").ends(2, "ulimit -v")
     for form, engine in (("documents", "gigatoken"), ("chat", "tokenizers")):
-        ended = made(data[form], engine, f"ulimit -v {1013 << 10}")
-        assert ended.code == 0, ended.text
+        made(data[form], engine, f"ulimit -v {1013 << 10}").ends(0)
 
 
 @pytest.mark.processes
 def test_exported_lines_can_be_sourced_and_are_all_that_is_printed(tmp_path: Path) -> None:
-    ended = World(tmp_path).main("doctor", "--export", environ={"SLURM_NTASKS_PER_NODE": "1"})
-    assert ended.code == 0
+    ended = World(tmp_path).main("doctor", "--export", environ={"SLURM_NTASKS_PER_NODE": "1"}).ends(0)
     assert all(line.startswith("export ") for line in ended.out.splitlines())
     shown = run_child(["sh", "-c", f"{ended.out}env"]).stdout.splitlines()
     assert {"TOKENIZERS_PARALLELISM=false", f"OMP_NUM_THREADS={len(os.sched_getaffinity(0))}"} <= set(shown)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -16,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from tests.children import child, end_of, environ_of_children, shardprep
-from tests.faults.every_format import write_every_format
+from tests.children import child, end_of, environ_of_children, is_living, shardprep
 from tests.held_children import Hold
+from tests.input_writers import write_every_format
+from tests.killed_calls import killed_at
 from tests.waiting import wait_until
 from tests.world import Ended, World, call_main, hostile_text, save_tokenizer
 
@@ -50,9 +50,7 @@ def eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("eight_cpus")
 @pytest.mark.parametrize("form", FORMS)
-def test_shards_have_equal_bytes_for_all_engines_batches_cpus_and_memory(
-    raw_dir: Path, tmp_path: Path, form: str
-) -> None:
+def test_shards_have_equal_bytes_whatever_makes_them(raw_dir: Path, tmp_path: Path, form: str) -> None:
     options = {**FORMS[form], "max_bad_fraction": 1}
     if form == "whole files":
         options |= {"input_dir": World(tmp_path / "text").raw({"a.txt": "x\n" * 9, "b.txt": "가\n"}).raw_dir}
@@ -65,8 +63,7 @@ def test_shards_have_equal_bytes_for_all_engines_batches_cpus_and_memory(
         world = planned.copy(tmp_path / str(number))
         sizes = {"DATASET_BATCH_SIZE": batch, "DATASET_WRITER_BATCH_SIZE": "1024"}
         for shard_id in range(3):
-            ended = world.try_shard(shard_id, engine=engine, memory_gb=memory_gb, environ=sizes)
-            assert ended.code == 0, ended.text
+            world.try_shard(shard_id, engine=engine, memory_gb=memory_gb, environ=sizes).ends(0)
         assert world.contents() == reference.contents()
         assert engine == "auto" or world.manifests()[0]["run"]["engine"].startswith(engine)
 
@@ -77,31 +74,16 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path).raw({"a.txt": hostile_text(200), "b.txt": hostile_text(100, 1)}).plan(num_shards=5)
 
 
-def test_colleagues_can_read_what_a_task_wrote(world: World, tmp_path: Path) -> None:
-    other = World(tmp_path / "other", raw_dir=world.raw_dir)
+def test_colleagues_can_read_what_a_task_wrote(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        other.plan().run()
+        other = World(tmp_path).raw({"a.txt": "a\nb\n"}).plan().run()
     finally:
         os.umask(before)
     files = [path for path in other.data_dir.glob("*") if path.is_file()]
     assert len(files) == 7
     assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
     assert (other.data_dir / "tokenizer").stat().st_mode & 0o777 == 0o750
-
-
-def test_shards_of_another_plan_in_the_way_are_78_and_stay(world: World, tmp_path: Path) -> None:
-    other = World(tmp_path / "other", raw_dir=world.raw_dir).plan(num_shards=4).run(1)
-    for path in other.data_dir.glob("shard-*"):
-        shutil.copy(path, world.data_dir)
-    before = world.contents()
-    ended = world.try_shard(1)
-    assert (ended.code, "shard-00001.json" in ended.err) == (78, True)
-    assert world.main("run", world.data_dir).code == 78
-    assert world.contents() == before
-
-
-# Without permission. ------------------------------------------------------------------------------------
 
 
 def heed_permissions() -> None:
@@ -152,33 +134,48 @@ def test_what_this_user_may_not_read_or_write_is_named(
     assert not world.temporaries()
 
 
-# Two at a time, and stopped. tests/faults kills and stops tasks at each call of the system. ---------------
+# Name -> the command behind its data set, and what it writes beside that.
+KILLED = {
+    "blank": ("blank data --ids names --output new --num_proc 1", "new"),
+    "duplicates": ("duplicates data --output out/names.txt", "out"),
+    "overlap": ("overlap data --against raw --output new", "new"),
+    "train_tokenizer": ("train_tokenizer --input_dir raw --vocab_size 300 --output_dir new", "new"),
+}
 
 
+@pytest.mark.slow
 @pytest.mark.processes
-def test_two_live_writers_of_one_shard_end_well(tmp_path: Path) -> None:
-    """Both are held when a part of their tar is on disk."""
-    world = World(tmp_path).raw({"a.txt": hostile_text(500) * 60}).plan(num_shards=1)
-    contents = world.copy(tmp_path / "whole").run().contents()
-    hold = Hold(tmp_path / "held", "write", r"/\.shard-00000\.tar\.")
-    command = shardprep("--shard_id", 0, "--output_dir", world.data_dir)
-    environ = environ_of_children(**hold.environ(number=2))
-    with child(command, env=environ, stderr=-2) as one, child(command, env=environ, stderr=-2) as other:
-        hold.wait(2, one, other)
-        hold.release()
-        texts = [end_of(writer, code=None) for writer in (one, other)]
-    assert sorted([one.returncode, other.returncode]) in ([0, 0], [0, 74]), texts
-    assert world.contents() == contents
-    assert world.temporaries() == []
+@pytest.mark.parametrize("command", KILLED)
+def test_a_kill_at_any_call_leaves_whole_files_and_a_second_call_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    world = World(tmp_path).raw({"a.txt": f"{'the kettle sings twice ' * 9}\n" * 3 + hostile_text(60)})
+    world.make(digests=True)
+    (tmp_path / "names").write_text("at:a.txt:0\n")
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path)
+    words, place = KILLED[command]
 
+    def visible(folder: Path) -> dict[str, bytes]:
+        """What counts of a folder; of manifests what may not differ."""
+        files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+        names = [name for name in files if not re.search(r"(^|/)\.|^jobs/", name)]
+        found = {name: files[name].read_bytes() for name in names}
+        return {**found, **World(tmp_path, data_dir=folder).contents()}
 
-def living_of_group(group: int) -> list[str]:
-    """Processes of a group that are no zombies."""
-    states = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            states.append(path.read_text().rpartition(")")[2].split()[:3])
-    return [state for state, _, its_group in states if int(its_group) == group and state != "Z"]
+    before = visible(world.data_dir)
+    world.main(*words.split()).ends(0)
+    expected, number, is_killed = visible(tmp_path / place), 1, True
+    while is_killed:
+        if number % 2:  # else the last one's files are there
+            shutil.rmtree(tmp_path / place, ignore_errors=True)
+            (tmp_path / "out").mkdir(exist_ok=True)
+        is_killed = os.WIFSIGNALED(killed_at(number, words.split()))
+        assert visible(tmp_path / place).items() <= expected.items(), number
+        number = number * 4 // 3 + 1
+    assert number > 12
+    assert visible(tmp_path / place) == expected
+    assert visible(world.data_dir) == before
 
 
 @pytest.mark.processes
@@ -192,14 +189,12 @@ def test_a_signal_while_a_task_plans_ends_it_with_75_and_leaves_no_plan(tmp_path
     command = shardprep("--shard_id", 0, *world.words_of_plan())
     environ = environ_of_children(**hold.environ(), XDG_CACHE_HOME=str(tmp_path / "cache"))
     with child(command, env=environ, stderr=-2) as task:
-        assert hold.wait(1, task) != [task.pid], "the planning process"
+        (planner,) = hold.wait(1, task)
+        assert planner != task.pid
         (os.kill if target == "task alone" else os.killpg)(task.pid, signal.SIGTERM)
         assert "Traceback" not in end_of(task, code=75)
-        wait_until(lambda: not living_of_group(task.pid), every_s=0.02)
+        wait_until(lambda: not is_living(planner), every_s=0.02)
     assert not world.data_dir.exists()
-
-
-# run ----------------------------------------------------------------------------------------------------
 
 
 def done(world: World) -> list[int]:
@@ -207,31 +202,23 @@ def done(world: World) -> list[int]:
 
 
 @pytest.mark.processes
-def test_run_makes_the_missing_shards_and_leaves_the_others_alone(world: World, tmp_path: Path) -> None:
+def test_run_makes_the_missing_shards_by_as_many_processes_as_asked_for(world: World, tmp_path: Path) -> None:
     expected = world.copy(tmp_path / "expected").run().contents()
-    world.run(1, 3)
+    made = world.run(1, 3).data_dir / "shard-00001.tar"
     (world.data_dir / "shard-00003.idx").unlink()
-    before = (world.data_dir / "shard-00001.tar").stat().st_ino
-    assert world.main("run", world.data_dir).code == 0
-    assert (world.data_dir / "shard-00001.tar").stat().st_ino == before
-    assert world.contents() == expected
-    assert world.temporaries() == []
+    before = made.stat().st_ino
+    for flags, of_environment, num_proc in (("--num_proc 6", "", 4), ("--num-proc 2", "4", 2), ("", "1", 1)):
+        environ = {"DATASET_NUM_PROC": of_environment}
+        ended = world.main("run", world.data_dir, *flags.split(), environ=environ).ends(0)
+        assert re.search(rf"\b{num_proc} process", ended.text)
+        assert (world.contents(), world.temporaries()) == (expected, [])
+        for shard_id in (0, 2, 4):
+            (world.data_dir / f"shard-0000{shard_id}.json").unlink()
+    assert made.stat().st_ino == before
+    world.run()
     times = {path: path.stat().st_mtime_ns for path in world.data_dir.glob("shard-*")}
-    assert world.main("run", world.data_dir).code == 0
+    world.main("run", world.data_dir).ends(0)
     assert {path: path.stat().st_mtime_ns for path in times} == times
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("flags", "of_environment", "num_proc"), [("--num_proc 6", "", 5), ("--num-proc 2", "4", 2), ("", "1", 1)]
-)
-def test_flag_then_environment_decide_the_number_of_processes(
-    world: World, flags: str, of_environment: str, num_proc: int
-) -> None:
-    ended = world.main("run", world.data_dir, *flags.split(), environ={"DATASET_NUM_PROC": of_environment})
-    assert ended.code == 0, ended.text
-    assert re.search(rf"\b{num_proc} process", ended.text)
-    assert done(world) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.processes
@@ -239,12 +226,10 @@ def test_a_shard_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     world = World(tmp_path).raw({f"{number}.txt": "good\n" * 50 for number in range(6)})
     world.raw({"1.txt": b"good\n" + b"\xff\n" * 20}).plan(num_shards=None)
     (world.raw_dir / "2.txt").unlink()
-    ended = world.main("run", world.data_dir, num_proc=2)
-    assert ended.code == 65, ended.text
-    assert done(world) == [0, 3, 4, 5]
-    assert world.temporaries() == []
+    ended = world.main("run", world.data_dir, num_proc=2).ends(65)
+    assert (done(world), world.temporaries()) == ([0, 3, 4, 5], [])
     world.raw({"1.txt": b"good\n" + b"\xff\n" * 20, "2.txt": "good\n" * 50})
-    assert run_again(ended, "--max_bad_fraction", "1").code == 0
+    run_again(ended, "--max_bad_fraction", "1").ends(0)
     assert done(world) == [0, 1, 2, 3, 4, 5]
 
 
@@ -256,21 +241,13 @@ def run_again(ended: Ended, *flags: str) -> Ended:
 
 
 @pytest.mark.processes
-def test_a_killed_process_fails_its_shard_alone_and_what_is_printed_makes_it(
-    world: World, tmp_path: Path
-) -> None:
+def test_a_killed_process_fails_one_shard_and_what_is_told_makes_it(world: World, tmp_path: Path) -> None:
     hold = Hold(tmp_path / "held", "open", r"/\.shard-\d+\.idx\.")
     command = shardprep("run", world.data_dir, "--num_proc", 2)
     with child(command, env=environ_of_children(**hold.environ()), stderr=-2) as run:
-        pids = hold.wait(2, run)
-        names = [path.name for path in world.data_dir.glob(".shard-*.tar.*.tmp")]
-        found = [re.fullmatch(r"\.shard-(\d+)\.tar\..+-(\d+)-\w+\.tmp", name) for name in names]
-        workers = {int(match[2]): int(match[1]) for match in found if match}
-        os.kill(pids[0], signal.SIGKILL)
+        os.kill(hold.wait(2, run)[0], signal.SIGKILL)
         hold.release()
         text = end_of(run, code=74)
-    killed = workers[pids[0]]
-    assert done(world) == [shard_id for shard_id in range(5) if shard_id != killed]
-    assert run_again(Ended(code=74, out="", err=text)).code == 0
-    assert done(world) == [0, 1, 2, 3, 4]
-    assert world.temporaries() == []
+    assert len(done(world)) == 4
+    run_again(Ended(code=74, out="", err=text)).ends(0)
+    assert (done(world), world.temporaries()) == ([0, 1, 2, 3, 4], [])

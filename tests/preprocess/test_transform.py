@@ -7,11 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from tests.documented import examples_of
+from tests.input_writers import table_bytes
 from tests.world import World
 
 pytestmark = pytest.mark.processes  # plan tries a function in one, too
@@ -39,7 +38,9 @@ def made(folder: Path, function: str, raw: Any = INPUTS, **options: Any) -> Worl
 
 
 def test_each_document_is_what_the_function_returns_of_its_record(tmp_path: Path) -> None:
-    world = made(tmp_path, FUNCTION, num_shards=2, id_field="id").verify()
+    """What it takes is told in manifest and report."""
+    function = FUNCTION.replace("return f", "sum(range(200_000))\n    return f")
+    world = made(tmp_path, function, num_shards=2, id_field="id").verify()
     expected, place = [], 0
     for number, line in enumerate((world.raw_dir / "a.jsonl").read_bytes().splitlines(keepends=True)):
         if number % 3:
@@ -50,24 +51,12 @@ def test_each_document_is_what_the_function_returns_of_its_record(tmp_path: Path
     assert world.texts() == expected
     assert world.left_out() == {"transform": 10}
     assert len(world.lines("quarantine")) == 10
-    assert (world.data_dir / "transform" / "clean.py").read_text() == FUNCTION
+    assert (world.data_dir / "transform" / "clean.py").read_text() == function
     world.verify(deep=2, transform=tmp_path / "clean.py")
-
-
-def test_its_cost_is_told_in_manifest_and_report(tmp_path: Path) -> None:
-    slow = "def transform(record):\n    sum(range(30_000))\n    return record['text']\n"
-    world = made(tmp_path, slow, {"a.txt": "line\n" * 300})
-    run = world.manifests()[0]["run"]
-    assert 0.05 < run["transform_cpu_s"] <= run["cpu_s"] + 0.01
-    told = json.loads(world.main("report", world.data_dir, "--json").out)["work"]
-    assert told["transform_cpu_s"] == round(run["transform_cpu_s"], 1)
-
-
-def test_rows_of_tables_come_with_all_their_columns(tmp_path: Path) -> None:
-    table = pa.table({"n": [1, 2, None], "words": [["a", "b"], [], ["c"]], "lang": ["ko", "en", "ko"]})
-    pq.write_table(table, World(tmp_path).raw_dir / "a.parquet")
-    function = "def transform(record):\n    return f\"{record['n']} {record['words']} {record['lang']}\"\n"
-    assert made(tmp_path, function, {}).texts() == ["1 ['a', 'b'] ko", "2 [] en", "None ['c'] ko"]
+    runs = [manifest["run"] for manifest in world.manifests()]
+    assert all(0.01 < run["transform_cpu_s"] <= run["cpu_s"] + 0.01 for run in runs)
+    told = json.loads(world.main("report", world.data_dir, "--json").ends(0).out)["work"]
+    assert told["transform_cpu_s"] == round(sum(run["transform_cpu_s"] for run in runs), 1)
 
 
 def test_a_chat_is_the_list_of_messages_that_it_returns(tmp_path: Path) -> None:
@@ -84,21 +73,41 @@ def transform(record):
     assert all(f"user: ask {n}assistant: say {n}" in shown for n in range(5)), shown
 
 
-def test_reasons_are_counted_and_a_reason_for_each_document_is_not(tmp_path: Path) -> None:
-    function = """
+NUMBERED = {"a.txt": "".join(f"line {number}\n" for number in range(300))}
+TABLE = {"n": [1, 2, None], "words": [["a", "b"], [], ["c"]], "lang": ["ko", "en", "ko"]}
+REASONS = """
 from shardprep import LeaveOut
 def transform(record):
     number = int(record["text"].split()[1])
-    if record["input"] == "b.txt":
-        raise LeaveOut("too short" if number % 2 else "")
-    raise LeaveOut(f"score {number}") if number < 5 else LeaveOut("too\\nshort")
+    raise LeaveOut(f"score {number}" if number < 5 else "too\\nshort" if number % 2 else "")
 """
-    world = made(tmp_path, function)
-    expected = {"transform": 10, "transform: too short": 35, **{f"transform: score {n}": 1 for n in range(5)}}
-    assert world.left_out() == expected
-    many = {"a.txt": "".join(f"line {n}\n" for n in range(300))}
-    function = "from shardprep import LeaveOut\ndef transform(record):\n    raise LeaveOut(record['text'])\n"
-    assert len(made(tmp_path / "many", function, many).left_out()) == 101
+# A function, its input, its texts, and the reasons for which documents are left out, or how many these are.
+LEFT: dict[str, tuple[str, dict[str, Any], list[str] | None, Any]] = {
+    "rows of tables come with all their columns": (
+        "def transform(record): return f\"{record['n']} {record['words']} {record['lang']}\"",
+        {"a.parquet": table_bytes(TABLE, "parquet")}, ["1 ['a', 'b'] ko", "2 [] en", "None ['c'] ko"], {},
+    ),
+    "reasons are counted": (
+        REASONS, INPUTS, [],
+        {"transform": 19, "transform: too short": 21, **{f"transform: score {n}": 2 for n in range(5)}},
+    ),
+    "a reason for each document is none": (
+        "import shardprep\ndef transform(record): raise shardprep.LeaveOut(record['text'])", NUMBERED, [], 101
+    ),
+    "a few failures are within the limit of bad documents": (
+        "def transform(record): return str(1 / int(record['text'].split()[1]))", NUMBERED, None,
+        {"transform_error": 1},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_a_function_leaves_out_is_counted_by_its_reason(tmp_path: Path, case: str) -> None:
+    function, raw, texts, reasons = LEFT[case]
+    world = made(tmp_path, function, raw)
+    left_out = world.left_out()
+    assert reasons in (left_out, len(left_out))
+    assert texts is None or world.texts() == texts
 
 
 def test_only_the_function_that_was_planned_runs_and_none_out_of_data(tmp_path: Path) -> None:
@@ -107,11 +116,10 @@ def test_only_the_function_that_was_planned_runs_and_none_out_of_data(tmp_path: 
     other.write_text(FUNCTION + "\n")
     moved.write_text(FUNCTION)
     (world.data_dir / "transform" / "clean.py").write_text("raise SystemExit(99)\n")
-    assert world.try_shard(0).code == 2, "it is not named"
-    assert world.try_shard(0, transform=other).code == 78
-    assert world.try_shard(0, transform=tmp_path / "none.py").code == 66
+    for options, code in (({}, 2), ({"transform": other}, 78), ({"transform": tmp_path / "none.py"}, 66)):
+        world.try_shard(0, **options).ends(code)
     assert not list(world.data_dir.glob("shard-*"))
-    assert world.try_shard(0, transform=moved).code == 0
+    world.try_shard(0, transform=moved).ends(0)
     assert world.try_plan(num_shards=2).code == 78
     assert world.try_plan(num_shards=2, transform=other).code == 78
     assert world.try_plan(transform=own, text_field="text", output_dir=tmp_path / "both").code == 2
@@ -180,17 +188,10 @@ def test_a_wrong_function_ends_with_its_line_and_no_shard(tmp_path: Path, name: 
     ended = world.try_plan(transform=tmp_path / "clean.py", num_shards=1)
     if ended.code == 0:
         ended = world.try_shard(0, transform=tmp_path / "clean.py")
-    assert ended.code == code, ended.text
-    if code:
-        assert not list(world.data_dir.glob("shard-*"))
+    ended.ends(code)
+    assert not code or not list(world.data_dir.glob("shard-*"))
     if name == "raises":
         assert re.search(r"KeyError.*clean\.py line 3.*a\.jsonl:0", ended.err)
-
-
-def test_a_few_failures_are_within_the_limit_of_bad_documents(tmp_path: Path) -> None:
-    function = "def transform(record):\n    return str(1 / int(record['text'].split()[1]))\n"
-    world = made(tmp_path, function, {"a.txt": "".join(f"line {n}\n" for n in range(300))})
-    assert world.left_out() == {"transform_error": 1}
 
 
 def test_a_trial_is_the_first_documents_that_it_lets_through(tmp_path: Path) -> None:
@@ -204,12 +205,10 @@ def test_a_trial_is_the_first_documents_that_it_lets_through(tmp_path: Path) -> 
 
 
 def test_run_hands_it_to_its_processes_and_blank_goes_through_it(tmp_path: Path) -> None:
-    world = planned(tmp_path, FUNCTION, num_shards=2, id_field="id")
-    assert world.main("run", world.data_dir, transform=tmp_path / "clean.py", num_proc=2).code == 0
+    world, transform = planned(tmp_path, FUNCTION, num_shards=2, id_field="id"), tmp_path / "clean.py"
+    world.main("run", world.data_dir, transform=transform, num_proc=2).ends(0)
     (tmp_path / "ids.txt").write_text("1\n")
-    words = ["blank", world.data_dir, "--ids", tmp_path / "ids.txt", "--output", tmp_path / "new"]
-    assert world.main(*words, "--transform", tmp_path / "clean.py").code == 0
-    new = World(tmp_path, data_dir=tmp_path / "new")
+    new = world.blanked(tmp_path / "ids.txt", tmp_path / "new", transform=transform)
     assert new.texts()[1:] == world.texts()[1:]
     assert new.texts()[0] != world.texts()[0]
 

@@ -370,11 +370,9 @@ def _merge(out: Path, paths: list[Path], data_dir: Path, settings: dict[str, Any
     files.publish_bytes(names_path, "".join(listed).encode())
     documents, of_evals = counted(sources.total(), "document"), counted(len(evals), "evaluation document")
     found = f"{documents} hold text of {of_evals}: {counted(num_hits, 'hit')}"
-    largest = heapq.nlargest(
-        _MOST_SHOWN, map(json.loads, files.read_lines(merged)), key=lambda hit: hit["share"]
-    )
+    top = heapq.nlargest(_MOST_SHOWN, map(json.loads, files.read_lines(merged)), key=lambda hit: hit["share"])
     columns = ("document", "eval", "share", "longest", "text")
-    hits = [columns, *(tuple(str(hit[name])[:300] for name in columns) for hit in largest)]
+    hits = [columns, *(tuple(str(hit[name])[:300] for name in columns) for hit in top)]
     page = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>Overlap with an evaluation</title>
 <style>body{{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto}}
 td{{vertical-align:top;padding:.3em .6em;border-bottom:1px solid #ccc}}</style>

@@ -40,8 +40,6 @@ from shardprep.format.manifest import Manifest, done_manifest, read_findings
 from shardprep.format.plan import EngineName, Plan, PlannedShard, check_tokenizer_files, need_plan
 
 if TYPE_CHECKING:  # a task of one shard does without them
-    from multiprocessing.connection import Connection
-
     from shardprep.format.jobs import Failure
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
@@ -158,15 +156,13 @@ class Worker:
         another attempt made the shard meanwhile, and so removed this one's files, its manifest is returned.
         """
         try:
-            return self.make_into(self.folder, shard, progress)
+            return self.make_in(self.folder, shard, progress)
         except (ReadWriteError, CannotWrite):
             if (manifest := finished_manifest(self.plan, self.folder, shard.shard_id)) is None:
                 raise
             return manifest
 
-    def make_into(
-        self, folder: Path, shard: PlannedShard, progress: Progressed = lambda *_: None
-    ) -> Manifest:
+    def make_in(self, folder: Path, shard: PlannedShard, progress: Progressed = lambda *_: None) -> Manifest:
         """Make a shard in a folder: in another one than the plan's it counts for nothing."""
         began, cpu_began = time.time(), time.process_time()
         transform_began_s = self.transform.cpu_s if self.transform else 0.0
@@ -426,9 +422,7 @@ def run_shards(
     return made, sorted(failures, key=lambda failure: failure.shard_id)
 
 
-def _serve(
-    folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: bool, pipe: Connection
-) -> None:
+def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: bool, pipe: Any) -> None:
     """Make the shards that come in, in a worker process; progress and outcomes go out."""
     from shardprep.format.jobs import Failure
 

@@ -297,9 +297,7 @@ def first_line_start(file: OpenInput, offset: int, end: int, line_ends: LineEnds
     position, num_bytes = offset - 1, _FIRST_SCAN_BYTES
     while position < end and (block := file.read(position, position + num_bytes)):
         if position + len(block) < size:
-            block = block.removesuffix(
-                b"\r"
-            )  # perhaps half of a line end: it is read again with what follows
+            block = block.removesuffix(b"\r")  # perhaps half of a line end: it is read with what follows
         if line_end := line_ends.first(block):
             return position + line_end
         position += len(block)
@@ -390,7 +388,7 @@ class LineFormat:
         # Each line may become two headers and two blocks of a tar, 2 KiB however short it is. So as many are
         # read at once as a batch's share of memory allows for (see resources.py).
         most = max(1, batch_bytes // documents.SHORT_LINE_BYTES)
-        for start_of_block, size, data, num_bytes in line_blocks(pieces, start, self.line_ends, is_inside):
+        for block_start, size, data, num_bytes in line_blocks(pieces, start, self.line_ends, is_inside):
             starts = np.zeros(1, np.int64) if data is None else self.line_ends.starts(data)
             bounds = np.append(starts, size)
             if not len(starts):
@@ -403,10 +401,8 @@ class LineFormat:
                 else:
                     first = int(begins[0])
                     lines = data[first : first + int(sizes.sum())]
-                    texts, columns = self.texts_of_lines(
-                        fields, lines, begins - first, start_of_block + first
-                    )
-                at = begins + start_of_block
+                    texts, columns = self.texts_of_lines(fields, lines, begins - first, block_start + first)
+                at = begins + block_start
                 yield Records(texts=texts, starts=at, sizes=sizes, num_bytes=num_bytes, columns=columns)
                 num_bytes = 0
 
@@ -699,9 +695,7 @@ def _are_exact(values: Sequence[Any]) -> bool:
     return kinds.isdisjoint((list, dict))
 
 
-def _names_each_once(
-    block: bytes, num_lines: int, fields: TextFields, *, may_spell: bool | None = None
-) -> bool:
+def _names_each_once(block: bytes, num_lines: int, fields: TextFields, may_spell: bool | None = None) -> bool:
     """Whether each line that has all fields of the text names each of them once.
 
     Each such line has a key for each name. So there is no other where a block has as many keys as lines.

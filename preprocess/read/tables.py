@@ -54,9 +54,7 @@ _BUILT_IN_ERRORS = (ValueError, OSError, RuntimeError, LookupError, TypeError, O
 class InputStream(io.RawIOBase):
     """Spans of an open input, one after the other, as a file for pyarrow; of ``memory`` without a copy."""
 
-    def __init__(
-        self, file: OpenInput, spans: Sequence[tuple[int, int]], memory: mmap.mmap | None = None
-    ) -> None:
+    def __init__(self, file: OpenInput, spans: Stretches, memory: mmap.mmap | None = None) -> None:
         super().__init__()
         view = None if memory is None else memoryview(memory)
         self._read = file.read_all if view is None else lambda start, end: view[start:end]

@@ -360,9 +360,9 @@ def transform_of(options: PlanOptions, path: Path | None) -> Transform | None:
     found = Transform(path, options.transform_files)
     if found.sha256 != planned:
         expected = (
-            f"the plan's function, {planned[:12]}, of which the data set has a copy in {TRANSFORM_DIR}/"
+            f"the plan's function, {planned[:12]}, of which DATA/{TRANSFORM_DIR}/ has a copy; bring it "
         )
-        expected += "; bring it back, or plan anew into a new folder"
+        expected += "back, or plan anew into a new folder"
         raise Refused(path=path, found=f"sha256 {found.sha256[:12]}", expected=expected)
     return found
 

@@ -35,16 +35,7 @@ import numpy.typing as npt
 import orjson
 
 from preprocess.read import documents, text_fields
-from preprocess.read.documents import (
-    BETWEEN,
-    Inspected,
-    OpenInput,
-    RangeReader,
-    Records,
-    Start,
-    Stretches,
-    Texts,
-)
+from preprocess.read.documents import Inspected, OpenInput, RangeReader, Records, Start, Stretches, Texts
 from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, FieldPath, TextFields, UnusableText, too_long
 from shardprep.command_line import needs
 from shardprep.console import quoted
@@ -382,7 +373,7 @@ class LineFormat:
     def records_of(
         self, part: ByteRange, pieces: Pieces, fields: TextFields, batch_bytes: int, skipped: int = 0
     ) -> Iterator[Records]:
-        """Yield the records of the lines that begin in a part; ``pieces`` of its text, without some bytes."""
+        """Yield the records of the lines that begin in a part, given its text without ``skipped`` bytes."""
         start = skipped + (part.start if self.compression is None else part.text_start)
         is_inside = self.compression is not None and part.start > 0
         # Each line may become two headers and two blocks of a tar, 2 KiB however short it is. So as many are
@@ -595,7 +586,7 @@ def _decoder(name: str) -> Any:
 
 
 _TEXT = operator.attrgetter("text")
-_BETWEEN_QUOTES = BETWEEN[1:-1]
+_BETWEEN_QUOTES = documents.BETWEEN[1:-1]
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 # The first byte of each white space, and so of characters that are none.
 _MAY_BE_SPACE = np.isin(np.arange(256), [*range(9, 14), *range(28, 33), 0xC2, 0xE1, 0xE2, 0xE3])
@@ -660,7 +651,7 @@ def _joined_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | 
 
 def _unescaped(strings: list[bytes]) -> bytes:
     """Return what strings of JSON say, in quotes, joined. Raises TypeError where one is no string."""
-    return f'"{BETWEEN.decode().join(orjson.loads(b"[%b]" % b",".join(strings)))}"'.encode()
+    return f'"{documents.BETWEEN.decode().join(orjson.loads(b"[%b]" % b",".join(strings)))}"'.encode()
 
 
 def _lines_at(places: Numbers, starts: Numbers) -> list[int]:

@@ -38,11 +38,8 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
     @property
     def batches(self) -> PaddedBatches:
         """Return what makes the tensors."""
-        return PaddedBatches(
-            pad=self.pad,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            pad_to_length=self.pad_to_length,
-        )
+        multiple = self.pad_to_multiple_of
+        return PaddedBatches(pad=self.pad, pad_to_multiple_of=multiple, pad_to_length=self.pad_to_length)
 
     def torch_call(self, examples: list[Any]) -> BatchEncoding:  # type: ignore[override]
         """Collate samples as transformers gives them: ids, or dicts with ``input_ids`` (and ``labels``)."""
@@ -52,10 +49,9 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
         ids = [np.asarray(fields["input_ids"], np.int64) for fields in given]
         batch = self.batches.of_documents(np.concatenate(ids), np.array([len(row) for row in ids]))
         for row, fields in enumerate(given):
-            for name in ("attention_mask", "labels"):
-                if name in fields:
-                    values = torch.as_tensor(fields[name])
-                    batch[name][row, : len(values)] = values
+            for name in {"attention_mask", "labels"} & fields.keys():
+                values = torch.as_tensor(fields[name])
+                batch[name][row, : len(values)] = values
         batch["labels"].masked_fill_(batch["attention_mask"] == 0, IGNORED)
         return BatchEncoding(batch)
 

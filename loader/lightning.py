@@ -64,6 +64,6 @@ class LoaderCallback(_library.Callback):
 def _loader_of(trainer: Any) -> TokenLoader:
     loader = trainer.train_dataloader
     if not isinstance(loader, TokenLoader):
-        expected = "a TokenLoader; leave LoaderCallback out of callbacks"
-        raise UsageError(found=f"a train_dataloader of {type(loader).__name__}", expected=expected)
+        found = f"a train_dataloader of {type(loader).__name__}"
+        raise UsageError(found=found, expected="a TokenLoader; leave LoaderCallback out of callbacks")
     return loader

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -54,9 +55,9 @@ def _communicate(
     process: subprocess.Popen[str], code: int | None, stdin: str | None = None
 ) -> tuple[str, str]:
     __tracebackhide__ = True
-    ending = ""
     try:
         out, err = process.communicate(stdin, timeout=HANG_S)
+        ending = f"it ended with {process.returncode}, expected {code}"
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
             os.killpg(process.pid, signal.SIGABRT)  # faulthandler says where it hangs
@@ -64,13 +65,10 @@ def _communicate(
         _kill_group(process)
         out, err = process.communicate()
         ending = f"it was killed after {HANG_S} s"
-    if not ending and code is not None and process.returncode != code:
-        ending = f"it ended with {process.returncode}, expected {code}"
-    if ending:
-        words = [str(word) for word in process.args] if isinstance(process.args, (list, tuple)) else []
-        brief = " ".join(word if len(word) < 200 else word[:100] + "..." for word in words)
+    if "killed" in ending or code not in (None, process.returncode):
+        words = shlex.join(map(str, process.args))[:2000]  # type: ignore[arg-type]  # always a list here
         printed = f"--- standard output\n{out or ''}\n--- standard error\n{err or ''}"
-        raise AssertionError(f"{brief}\n{printed}\n{ending}")
+        raise AssertionError(f"{words}\n{printed}\n{ending}")
     return out or "", err or ""
 
 
@@ -82,14 +80,9 @@ def child(command: Command, **settings: Any) -> Iterator[subprocess.Popen[str]]:
     """
     process = subprocess.Popen(
         list(command),
-        **{
-            "cwd": ROOT,
-            "stdout": subprocess.PIPE,
-            "text": True,
-            "errors": "backslashreplace",
-            "start_new_session": True,
-            **settings,
-        },
+        **{"cwd": ROOT, "stdout": subprocess.PIPE, "start_new_session": True, **settings},
+        text=True,
+        errors="backslashreplace",
     )
     try:
         yield process

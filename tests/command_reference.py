@@ -86,27 +86,19 @@ def section_of(title: str, text: str, explained: dict[str, str]) -> str:
         shown = []
         for entry in entries:
             words = " ".join(entry.split())
-            if words.startswith("-h, --help"):
-                continue
-            if words not in explained:
+            if words not in explained and not words.startswith("-h, --help"):
                 explained[words] = title
                 shown.append(entry)
-            elif words.startswith("-"):
+            elif words in explained and words.startswith("-"):
                 repeated[explained[words]].append(name_of(words))
         # argparse's own heads say nothing of the flags below them
         heads = [] if head in ("options:", "positional arguments:") else [head]
         if shown or not entries:
             kept.append("\n".join([*heads, *shown]))
-    if kept:
-        section += "\n\n```text\n" + "\n\n".join(kept) + "\n```\n"
-    else:
-        section += "\n"
+    section += "\n\n```text\n" + "\n\n".join(kept) + "\n```\n" if kept else "\n"
     for other, flags in repeated.items():
-        missing = [
-            name_of(words)
-            for words, command in explained.items()
-            if command == other and words.startswith("-") and name_of(words) not in flags
-        ]
+        own = [name_of(words) for words, of in explained.items() if of == other and words.startswith("-")]
+        missing = [name for name in own if name not in flags]
         listed = ", ".join(flags)
         if len(missing) < len(flags):
             listed = f"all flags but {', '.join(missing)}" if missing else "all flags"

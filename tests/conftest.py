@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import importlib.metadata
 import lzma
 import multiprocessing.util
@@ -14,7 +15,6 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,20 @@ import pytest
 from tests.checkout import ROOT, SHARED
 from tests.children import run_child
 from tests.forged import seal as seal  # for others
-from tests.world import Ended, World, call_main, flags_of
+from tests.world import World, call_main, flags_of
 
 LAYERS_OVER_QUICK = ("slow", "processes", "slurm")
-LONGEST = ("tests/faults/", "tests/project/test_wheel", "tests/loader/test_context", "tests/loader/test_pr")
+# Modules begin in this order, or the longest would end last. The two on clusters mostly wait.
+LONGEST = (
+    "slurm_operations batch_scripts faults wheel processes context_parallel engines tokenizers input_files "
+    "submit streams lustre resources law transform trainer packing external_tars"
+)
 # Time decides no property test: the machine may be busy.
 hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("untimed")
-_started: list[str] = []  # processes that the test that runs now has started
+_quick_tests: list[pytest.Item] = []  # that run now
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,17 +48,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """See each process that is started."""
+    """Refuse each process that a test of the quick layer starts: it is of another layer."""
     events = {"os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}
 
-    def note(name: str, args: tuple[Any, ...]) -> None:
+    def refuse(name: str, args: tuple[Any, ...]) -> None:
         asked = (("scontrol",), ("sinfo",), ("squeue",))  # by plan, status and report, where there are any
-        if name in events and args[:1] not in asked:
-            _started.append(f"{name} {args!s:.200}")
+        if _quick_tests and name in events and args[:1] not in asked:
+            pytest.fail(f"it started a process; mark it with @pytest.mark.processes: {name} {args!s:.200}")
 
-    sys.addaudithook(note)
+    sys.addaudithook(refuse)
     spawn = multiprocessing.util.spawnv_passfds  # of multiprocessing's spawn, which no event tells
-    multiprocessing.util.spawnv_passfds = lambda *args: (_started.append("spawn"), spawn(*args))[1]
+    multiprocessing.util.spawnv_passfds = lambda *args: (refuse("os.exec", args), spawn(*args))[1]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    if not any(map(item.get_closest_marker, LAYERS_OVER_QUICK)):
+        _quick_tests.append(item)
+    try:
+        yield
+    finally:
+        _quick_tests.clear()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -71,17 +85,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the tests of the layer that is asked for.
 
-    Side by side with others the longest would end last: those on a cluster come first, then these modules,
-    then those with most tests that start processes or take long.
+    The longest modules come first, then those with most tests that start processes or take long.
     """
     slow = {item for item in items if any(map(item.get_closest_marker, LAYERS_OVER_QUICK))}
     num_slow = Counter(item.path for item in slow)
-
-    def place(item: pytest.Item) -> tuple[bool, bool, int]:
-        is_first = item.get_closest_marker("slurm") is not None
-        return not is_first, not item.nodeid.startswith(LONGEST), -num_slow[item.path]
-
-    items.sort(key=place)
+    ranks = {f"test_{name}": number for number, name in enumerate(LONGEST.split())}
+    items.sort(key=lambda item: (ranks.get(item.path.stem, len(ranks)), -num_slow[item.path]))
     wants_frameworks, is_quick = config.getoption("--frameworks"), config.getoption("--quick")
     others = set()
     for item in items:
@@ -90,6 +99,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             others.add(item)
     config.hook.pytest_deselected(items=list(others))
     items[:] = [item for item in items if item not in others]
+
+
+def pytest_collection_finish() -> None:
+    """Keep collections of garbage away from all that was imported: they took a fifth of the CPU time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -101,80 +116,22 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    _started.clear()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
-    """What many tests share may start a process: it is no test's own."""
-    num_started = len(_started)
-    result = yield
-    if fixturedef.scope != "function":
-        del _started[num_started:]
-    return result
-
-
-@pytest.hookimpl(tryfirst=True)  # before a cluster is ended, which is no test's own
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """A test of the quick layer that starts a process is of another layer."""
-    if _started and not any(map(item.get_closest_marker, LAYERS_OVER_QUICK)):
-        pytest.fail(f"it started a process; mark it with @pytest.mark.processes: {_started[0]}")
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where tests run side by side, a module's stay together, and all but the longest of clusters.
-
-    Their tests mostly wait: two at a time leave the CPUs to the others.
-    """
+    """Where tests run side by side, those of a module stay together."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByModule(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            module = nodeid.partition("::")[0]
-            text = (ROOT / module).read_text(encoding="utf-8")
-            waits = "\npytestmark = pytest.mark.slurm\n" in text and "operations" not in module
-            # One process that has imported the wheel, or torch, serves both modules.
-            if module.startswith("tests/project/test_wheel"):
-                return "wheel"
-            if module in ("tests/loader/test_processes.py", "tests/loader/test_context_parallel.py"):
-                return "ranks"
-            return "clusters" if waits else module
+            # A Python that has imported torch serves both modules of ranks.
+            return nodeid.partition("::")[0].replace("test_context_parallel", "test_processes")
+
+        def _reschedule(self, node: Any) -> None:
+            """Give a module to who has one test left; two may take a minute in which nobody else gets it."""
+            if not self.workqueue or self._pending_of(self.assigned_work[node]) < 2:
+                super()._reschedule(node)
 
     return ByModule(config, log)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prep:
-    """Data sets of the sample text, by commands; ``model_dir`` is the default tokenizer."""
-
-    model_dir: Path
-
-    def plan(self, raw: Path, out: Path, **options: Any) -> None:
-        """Plan; AssertionError unless the command ends with 0."""
-        world = World(out, tokenizer=self.model_dir, raw_dir=raw, data_dir=out)
-        world.plan(**{"num_shards": None, **options})
-
-    def make(self, out: Path, *shard_ids: int, **options: Any) -> None:
-        """Make all shards of a planned folder, or some."""
-        world = World(out, raw_dir=out, data_dir=out)
-        world.num_shards = len(world.plan_json()["cuts"]) - 1
-        world.run(*shard_ids, **options)
-
-    @staticmethod
-    def command(*words: object, **variables: str) -> Ended:
-        """Run a command in this process; ``variables``: of the environment."""
-        return call_main(*words, environ=variables)
-
-    @staticmethod
-    def contents(folder: Path) -> dict[str, bytes]:
-        return World(folder, raw_dir=folder, data_dir=folder).contents()
-
-    @staticmethod
-    def temporaries(folder: Path) -> list[str]:
-        return World(folder, raw_dir=folder, data_dir=folder).temporaries()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -212,12 +169,13 @@ def sample_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def prep(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Prep:
+def model_dir(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer that was trained on the sample text."""
     folder = tmp_path_factory.mktemp("model") / "tokenizer"
     words = {"input_dir": sample_dir, "vocab_size": 600, "output_dir": folder}
     ended = call_main("train_tokenizer", *flags_of(words))
     assert ended.code == 0, ended.text
-    return Prep(model_dir=folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -232,10 +190,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def planned_dir(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def planned_dir(model_dir: Path, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sample text planned into 5 shards, none made. Copy it; never write to it."""
     folder = tmp_path_factory.mktemp("planned")
-    prep.plan(sample_dir, folder, num_shards=5)
+    World(folder, tokenizer=model_dir, raw_dir=sample_dir, data_dir=folder).plan(num_shards=5)
     return folder
 
 

@@ -90,31 +90,16 @@ SWAPS: dict[type[ast.AST], Any] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one file, as bytes of its source."""
+    """One change of one file."""
 
     path: str
     line_numbers: range
-    start: int
-    end: int
-    text: str
+    was: str  # the changed lines, on one line
+    made: str
+    source: str  # of the whole file, changed
 
     def __str__(self) -> str:
-        old, new = self.lines()
-        return f"{self.path}:{self.line_numbers[0]}\n    - {old}\n    + {new}"
-
-    def source(self) -> str:
-        old = (ROOT / self.path).read_bytes()
-        return (old[: self.start] + self.text.encode() + old[self.end :]).decode()
-
-    def lines(self) -> tuple[str, str]:
-        """Return the changed lines as they were and as they are, each on one line."""
-        old = (ROOT / self.path).read_bytes()
-        begin, end = old.rfind(b"\n", 0, self.start) + 1, old.index(b"\n", self.end)
-        was, made = (
-            " ".join(line.partition("  # ")[0].strip() for line in each.decode().splitlines())
-            for each in (old[begin:end], old[begin : self.start] + self.text.encode() + old[self.end : end])
-        )
-        return was, made
+        return f"{self.path}:{self.line_numbers[0]}\n    - {self.was}\n    + {self.made}"
 
 
 def mutants_of(path: str) -> list[Mutant]:
@@ -128,9 +113,16 @@ def mutants_of(path: str) -> list[Mutant]:
             continue
         nodes += parts_of(node)
         for changed, text in changes_of(node):
-            start = line_starts[changed.lineno - 1] + changed.col_offset
-            end = line_starts[changed.end_lineno - 1] + changed.end_col_offset
-            found.append(Mutant(path, range(changed.lineno, changed.end_lineno + 1), start, end, text))
+            first, last = changed.lineno, changed.end_lineno
+            start = line_starts[first - 1] + changed.col_offset
+            end = line_starts[last - 1] + changed.end_col_offset
+            new = source[:start] + text.encode() + source[end:]
+            begin, stop = line_starts[first - 1], line_starts[last]
+            was, made = (
+                " ".join(line.partition("  # ")[0].strip() for line in each.decode().splitlines())
+                for each in (source[begin:stop], new[begin : stop + len(new) - len(source)])
+            )
+            found.append(Mutant(path, range(first, last + 1), was, made, new.decode()))
     return found
 
 
@@ -203,9 +195,11 @@ def name_of(function: Any) -> str:
 
 def equivalents_of(mutant: Mutant) -> list[tuple[str, str, str]]:
     """Return the entries of EQUIVALENT that are this mutant."""
-    was, made = mutant.lines()
-    entries = EQUIVALENT.get(mutant.path, ())
-    return [each for each in entries if each[0] in was and was.replace(each[0], each[1], 1) == made]
+    return [
+        each
+        for each in EQUIVALENT.get(mutant.path, ())
+        if each[0] in mutant.was and mutant.was.replace(each[0], each[1], 1) == mutant.made
+    ]
 
 
 def import_libraries() -> None:
@@ -320,7 +314,7 @@ def survivors_of(mutants: Sequence[Mutant], folder: Path, num_processes: int) ->
         def sort_items(items: list[Any]) -> None:
             items.sort(key=lambda item: -kills[mutant.path, item.nodeid.partition("[")[0]])
 
-        import_changed(mutant.path, mutant.source())
+        import_changed(mutant.path, mutant.source)
         plugin = SimpleNamespace(pytest_collection_modifyitems=sort_items)
         # Where no file runs the line, it may be run in workers, which is not seen.
         return run_pytest(inside, files or TESTS, plugin)

@@ -1,28 +1,23 @@
 """Random inputs of every format, and what tests/plain_reader.py takes out of each.
 
-For long runs by hand: ``python -m tests.random_inputs --files 5000``. Where polars, duckdb, fastparquet,
-pandas or ``datasets`` is installed, files that it wrote are read, too.
+tests/preprocess/test_input_files.py compares them, with ``RANDOM_FILES=5000`` so many of each format. Where
+polars, duckdb, fastparquet, pandas or ``datasets`` is installed, files that it wrote are read, too.
 """
 
 from __future__ import annotations
 
-import argparse
 import bz2
 import contextlib
 import faulthandler
 import gzip
 import importlib.util
-import io
 import json
 import lzma
 import os
 import random
 import re
-import resource
 import shutil
 import signal
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,11 +28,10 @@ import pyarrow.ipc
 import pyarrow.parquet
 import zstandard
 
-from tests.input_writers import bgzip, seekable_zstd, zstd_of_blocks
+from tests.input_writers import bgzip, seekable_zstd, table_bytes, zstd_of_blocks
 from tests.plain_reader import plain_records
 from tests.world import World
 
-_FILES_AT_ONCE = 200
 FRAMES = ((7, 100, 1, 1000), (300,), (300,), (2000, 500), (2000, 500), (65_280,))
 PACKERS: dict[str, Callable[[bytes, random.Random], bytes]] = {
     "": lambda data, _: data,
@@ -45,7 +39,7 @@ PACKERS: dict[str, Callable[[bytes, random.Random], bytes]] = {
     ".zst": lambda data, rng: zstandard.ZstdCompressor(level=rng.choice([1, 3, 6])).compress(data),
     ".xz": lambda data, rng: lzma.compress(data, preset=rng.choice([0, 0, 0, 0, 0, 6])),
     ".bz2": lambda data, rng: bz2.compress(data, rng.choice([1, 1, 1, 9])),
-    ".frames.zst": lambda data, rng: seekable_zstd(data, rng.choice(FRAMES)),
+    ".frames.zst": lambda data, rng: rng.choice([seekable_zstd, zstd_of_blocks])(data, rng.choice(FRAMES)),
     ".blocks.gz": lambda data, rng: bgzip(data, rng.choice(FRAMES)),
 }
 FORMATS = [
@@ -56,10 +50,6 @@ FORMATS = [
 ]
 
 
-# Plain text of several codecs, with every kind of white space at the ends of lines.
-WIDE = [f"wide{packed}" for packed in PACKERS if "." not in packed[1:]]
-_CODECS = ("utf-8", "utf-8-sig", "cp949", "latin-1", "gb18030", "shift_jis")
-_WIDE_LETTERS = "ab \t\v\f\x1c\x1f가\u00e9☀─語\x85\xa0\u1680\u2003\u2028\u202f\u205f\u3000\u200b🌍"
 # Libraries, and the files that they write of a table.
 _WRITERS: dict[str, Callable[[Any, pyarrow.Table, Path], object]] = {
     "polars.parquet": lambda polars, table, path: polars.from_arrow(table).write_parquet(path),
@@ -92,7 +82,7 @@ def random_texts(rng: random.Random) -> list[str]:
 
 def file_name(form: str, seed: int) -> str:
     """``jsonl.frames.zst`` -> ``000007.frames.jsonl.zst``."""
-    stem, *rest = form.replace("wide", "txt").split(".")
+    stem, *rest = form.split(".")
     if form in WRITERS or form.endswith(("arrow", "parquet")):
         return f"{seed:06d}.{form}"
     return ".".join([f"{seed:06d}", *rest[:-1], stem, *rest[-1:]])
@@ -102,14 +92,7 @@ def _whole_file(form: str, rng: random.Random) -> bytes:
     texts = random_texts(rng)
     if form.endswith(("parquet", "arrow")):
         table = pyarrow.table({"id": range(len(texts)), "text": pyarrow.array(texts, pyarrow.string())})
-        sink = io.BytesIO()
-        if form.endswith("parquet"):
-            pyarrow.parquet.write_table(table, sink, row_group_size=rng.choice([3, 100]))
-            return sink.getvalue()
-        opened = pyarrow.ipc.new_stream if form.startswith("stream") else pyarrow.ipc.new_file
-        with opened(sink, table.schema) as writer:
-            writer.write_table(table, max_chunksize=rng.choice([3, 100]))
-        return sink.getvalue()
+        return table_bytes(table, form, rng.choice([3, 100]))
     stem, _, packed = form.partition(".")
     data = b"".join(_line(stem, text, rng) for text in texts)
     if rng.random() < 0.3:
@@ -140,23 +123,13 @@ def _damaged(data: bytes, rng: random.Random) -> bytes:
     return rng.choice([data[:at], flipped])
 
 
-def independent(path: Path, encoding: str = "utf-8") -> Found:
+def independent(path: Path) -> Found:
     """Return what the plain reader takes out of a file."""
     try:
-        records = [*plain_records(path, encoding=encoding)]
+        records = [*plain_records(path)]
     except Exception:
         return Found(None)
     return Found([each.text for each in records if each.text], sum(each.reason != "" for each in records))
-
-
-def _wide_text(form: str, encoding: str, rng: random.Random) -> bytes:
-    letters = [letter for letter in _WIDE_LETTERS if letter.encode(encoding, "ignore").strip()]
-    letters = [letter for letter in letters if letter.encode(encoding, "ignore").decode(encoding) == letter]
-    ends = rng.choice([["\n"], ["\r\n"], ["\r"], ["\n", "\r\n", "\r", "\n\r"]])
-    lines = ["".join(rng.choices(letters, k=rng.choice([0, 3, 40, 300]))) for _ in range(rng.randrange(30))]
-    text = "".join(line + rng.choice(ends) for line in lines) + rng.choice(["", "", "x", "\r"])
-    data, packed = text.encode(encoding), form.removeprefix("wide")
-    return zstd_of_blocks(data, rng.choice(FRAMES)) if packed == ".zst" else PACKERS[packed](data, rng)
 
 
 def write_by(form: str, rng: random.Random, path: Path) -> None:
@@ -166,14 +139,14 @@ def write_by(form: str, rng: random.Random, path: Path) -> None:
     _WRITERS[form](importlib.import_module(form.partition(".")[0]), table, path)
 
 
-def ours(world: World, seed: int, **options: Any) -> tuple[Found, dict[str, int]]:
+def ours(world: World, seed: int) -> tuple[Found, dict[str, int]]:
     """What this project takes out of a folder, at whatever places it is cut; bad records by their file.
 
     Every byte is accounted for: ``verify`` compares what shards have read with the sizes of the files.
     """
     rng = random.Random(seed)
     environ = rng.choice([{}, {"DATASET_BATCH_SIZE": "1"}, {"DATASET_BATCH_SIZE": "7"}])
-    ended = world.try_plan(num_shards=rng.choice([1, 2, 5, 30]), max_bad_fraction=1, **options)
+    ended = world.try_plan(num_shards=rng.choice([1, 2, 5, 30]), max_bad_fraction=1)
     for number in range(0 if ended.code else len(world.plan_json()["cuts"]) - 1):
         ended = ended if ended.code else world.try_shard(number, environ=environ)
     ended = ended if ended.code else world.main("verify", world.data_dir)
@@ -192,7 +165,6 @@ def compare(form: str, seeds: Sequence[int], folder: Path) -> list[str]:
     ``aborted``: a damaged file for which pyarrow ends the process. Whole files are read together, and each by
     itself only where they differ.
     """
-    encoding = _CODECS[seeds[0] // len(seeds) % len(_CODECS)] if form in WIDE else "utf-8"
     results, whole = [], dict[str, Found]()
     together = World(folder / "together")
     for seed in seeds:
@@ -200,8 +172,6 @@ def compare(form: str, seeds: Sequence[int], folder: Path) -> list[str]:
         path = together.raw_dir / file_name(form, seed)
         if form in WRITERS:
             write_by(form, rng, path)
-        elif form in WIDE:
-            path.write_bytes(_wide_text(form, encoding, rng))
         else:
             data = _whole_file(form, rng)
             if data and rng.random() < 0.2:
@@ -210,8 +180,8 @@ def compare(form: str, seeds: Sequence[int], folder: Path) -> list[str]:
                 shutil.rmtree(folder / "alone")
                 continue
             path.write_bytes(data)
-        whole[path.name] = independent(path, encoding)
-    results += _of_whole(whole, together, seeds[0], encoding)
+        whole[path.name] = independent(path)
+    results += _of_whole(whole, together, seeds[0])
     shutil.rmtree(folder / "together")
     return results
 
@@ -229,8 +199,8 @@ def _of_damaged(form: str, path: Path, world: World, whole: bytes) -> str:
     return "equal" if found == expected else f"WRONG: {path.name}, which is damaged"
 
 
-def _of_whole(whole: Mapping[str, Found], world: World, seed: int, encoding: str) -> list[str]:
-    found, bad = ours(world, seed, encoding=encoding)
+def _of_whole(whole: Mapping[str, Found], world: World, seed: int) -> list[str]:
+    found, bad = ours(world, seed)
     names = world.inputs() if found.texts is not None else []
     texts = [text for name in names for text in whole[name].texts or []]
     if found.texts == texts and bad == {name: each.num_bad for name, each in whole.items() if each.num_bad}:
@@ -242,7 +212,7 @@ def _of_whole(whole: Mapping[str, Found], world: World, seed: int, encoding: str
             return ["equal" if is_refused else f"WRONG: {name}"]
         alone = World(world.data_dir / name)
         shutil.copy(world.raw_dir / name, alone.raw_dir)
-        results += _of_whole({name: expected}, alone, seed, encoding)
+        results += _of_whole({name: expected}, alone, seed)
     return results if {*results} != {"equal"} else ["WRONG: only where they are read together"]
 
 
@@ -262,36 +232,3 @@ def _ends_pyarrow(path: Path) -> bool:
                     metadata.row_group(group).column(column)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGABRT
-
-
-def _row(form: str, results: list[str]) -> str:
-    wrong = [result for result in results if result.startswith("WRONG")]
-    counts = [len(results), *map(results.count, ("equal", "refused", "aborted")), len(wrong)]
-    return " ".join([f"| {form} | {' | '.join(map(str, counts))} |", *wrong[:3]])
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--files", type=int, default=5_000, help="of each format")
-    parser.add_argument(
-        "--only", choices=[*FORMATS, *WIDE, *WRITERS], action="append", help="this format; may be repeated"
-    )
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    args = parser.parse_args()
-    # A length that a flipped bit made huge is a MemoryError, and so a traceback.
-    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    tried: dict[str, list[str]] = {form: [] for form in args.only or [*FORMATS, *WIDE, *WRITERS]}
-    with tempfile.TemporaryDirectory() as folder:
-        end = args.first + args.files
-        for first in range(args.first, end, _FILES_AT_ONCE):  # of every format: an ended run says much
-            for form, results in tried.items():
-                seeds = range(first, min(first + _FILES_AT_ONCE, end))
-                results += compare(form, seeds, Path(folder))
-                print(_row(form, results), file=sys.stderr, flush=True)
-    print("| format | tried | equal | refused | aborted | wrong |\n|---|---|---|---|---|---|")
-    print(*(_row(form, results) for form, results in tried.items()), sep="\n")
-    return int(any("WRONG" in row for results in tried.values() for row in results))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,27 +11,31 @@ test is about must be none of these.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
+import importlib
 import json
 import os
+import runpy
+import select
 import signal
 import socket
-import stat
 import subprocess
 import sys
+import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 # It stands for python; -S -E: without site-packages it starts in 0.02 s.
 _CLIENT = """#!{python} -SE
-import array, json, os, socket, sys
+import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
     words = {words!r} + sys.argv[1:]
     asked = json.dumps([words, os.getcwd(), dict(os.environ)]).encode("utf-8", "surrogateescape")
-    fds = array.array("i", [0, 1, 2])
-    server.sendmsg([len(asked).to_bytes(8, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+    socket.send_fds(server, [len(asked).to_bytes(8, "big")], [0, 1, 2])
     server.sendall(asked)
     code = server.recv(1)
 sys.exit(code[0] if code else 137)  # none: it was killed
@@ -44,7 +48,8 @@ class WarmPython:
     def __init__(self, folder: Path, modules: Sequence[str], environ: Mapping[str, str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._address = str(folder / "socket")
-        self.python = self._client(folder / "python", [])
+        self.python = folder / "python"
+        self.install(folder)
         self._server = subprocess.Popen(
             [sys.executable, __file__, self._address, *modules],
             cwd=folder,  # so that no package of the current folder takes the place of PYTHONPATH's
@@ -57,29 +62,20 @@ class WarmPython:
 
     def install(self, folder: Path) -> None:
         """Make ``python`` and ``shardprep`` in a folder of PATH."""
-        self._client(folder / "python", [])
-        self._client(folder / "shardprep", ["-m", "shardprep"])
-
-    def _client(self, path: Path, words: list[str]) -> Path:
-        path.write_text(_CLIENT.format(python=sys.executable, address=self._address, words=words))
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
-        return path
+        for name, words in (("python", []), ("shardprep", ["-m", "shardprep"])):
+            client = _CLIENT.format(python=sys.executable, address=self._address, words=words)
+            (folder / name).write_text(client)
+            (folder / name).chmod(0o755)
 
     def __enter__(self) -> WarmPython:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.communicate()
 
 
 def serve(address: str, modules: Sequence[str]) -> None:
     """Import the modules, then fork for each command until standard input ends."""
-    import gc
-    import importlib
-    import select
-
     for name in modules:
         importlib.import_module(name)
     gc.collect()
@@ -89,10 +85,7 @@ def serve(address: str, modules: Sequence[str]) -> None:
     listener.listen(64)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
     print("ready", flush=True)
-    while True:
-        ready, _, _ = select.select([listener, sys.stdin], [], [])
-        if sys.stdin in ready:
-            return
+    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
@@ -103,10 +96,9 @@ def serve(address: str, modules: Sequence[str]) -> None:
 def _answer(connection: socket.socket) -> None:
     """Run one command in this fork, and send its exit code."""
     head, fds, _, _ = socket.recv_fds(connection, 8, 3)
-    size, asked = int.from_bytes(head, "big"), b""
-    while len(asked) < size:
-        asked += connection.recv(size - len(asked))
-    words, folder, environ = json.loads(asked.decode("utf-8", "surrogateescape"))
+    with connection.makefile("rb") as stream:
+        asked = stream.read(int.from_bytes(head, "big")).decode("utf-8", "surrogateescape")
+    words, folder, environ = json.loads(asked)
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
         os.close(fd)
@@ -124,20 +116,27 @@ def _answer(connection: socket.socket) -> None:
 
 
 def _run(words: list[str]) -> int:
-    """Do what ``python WORDS`` does, to the end of its threads and exit functions."""
-    import atexit
-    import threading
-    import traceback
-
-    code = 0
+    """Do what ``python WORDS`` does, to the end of its threads and exit functions; the exit code."""
+    code: object = 0
+    sys.path[0] = ""  # the current folder, as with -c and -m
     try:
-        _run_words(words)
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        elif words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.path[0] = str(Path(words[0]).absolute().parent)
+            sys.argv = words
+            runpy.run_path(words[0], run_name="__main__")
     except SystemExit as ending:
-        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
-        if isinstance(ending.code, str):
-            print(ending.code, file=sys.stderr)
+        code = ending.code or 0
     except BaseException:
         traceback.print_exc()
+        code = 1
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -147,22 +146,6 @@ def _run(words: list[str]) -> int:
     except OSError:
         code = code or 120
     return code
-
-
-def _run_words(words: list[str]) -> None:
-    import runpy
-
-    sys.path[0] = ""  # the current folder, as with -c and -m
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    elif words[0] == "-c":
-        sys.argv = ["-c", *words[2:]]
-        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
-    else:
-        sys.path[0] = os.path.dirname(os.path.abspath(words[0]))  # noqa: PTH100, PTH120
-        sys.argv = words
-        runpy.run_path(words[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     world = World(tmp_path).raw({"ko.txt": hostile_text(200), "en.jsonl": [{"text": "a"}, {"text": "b"}]})
     world.plan(num_shards=3).run().verify()                  # each fails with the command's own words
     ended = world.main("peek", world.data_dir, "00000:3")    # an exit code and what was printed
-    batches = world.batches(50, world_size=3, global_batch_size=24)
+    samples = world.samples(boundaries="segment_ids")
 
 Nothing here knows how the packages are divided. Tests that stand on this module alone survive a rebuild.
 """
@@ -392,17 +392,7 @@ class World:
 
     def samples(self, **arguments: Any) -> list[Sample]:
         """Return the samples of an epoch in the order of the shards, for arguments of a loader."""
-        with self.loader(batch_size=1, shuffle=False, **arguments) as loader:
-            return [sample for batch in loader for sample in samples_of(batch)]
-
-    def ranks(self, **arguments: Any) -> Ranks:
-        """Return the loaders of all ranks, for arguments of ``Ranks``."""
-        return Ranks(self.data_dir, **arguments)
-
-    def batches(self, num_steps: int, **arguments: Any) -> list[GlobalBatch]:
-        """Return the first global batches of all ranks together, for arguments of ``Ranks``."""
-        with self.ranks(**arguments) as ranks:
-            return ranks.take(num_steps)
+        return [*chain(*epoch_of(self.data_dir, 1, shuffle=False, **arguments))]
 
 
 class Ranks(contextlib.AbstractContextManager["Ranks"]):

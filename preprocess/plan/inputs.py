@@ -29,18 +29,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from preprocess.read import BATCH_BYTES
-from preprocess.read.documents import (
-    SHORT_LINE_BYTES,
-    Documents,
-    OpenInput,
-    Start,
-    check_is_fetched,
-    format_of,
-    load_libraries,
-    read_documents,
-    sample_sha256,
-)
+from preprocess.read import BATCH_BYTES, documents
+from preprocess.read.documents import Documents, OpenInput, Start
 from preprocess.read.lines import COMPRESSIONS, decompressed
 from preprocess.read.text_fields import Transform
 from shardprep.command_line import needs
@@ -356,15 +346,15 @@ def stamp_inputs(
     input_dir: Path, paths: list[Path], options: PlanOptions, progress: Callable[[int], None] = lambda _: None
 ) -> list[Weighed]:
     """Return size, mtime and sampled hash of each file, and what its format says. ``progress`` counts."""
-    load_libraries(path.name for path in paths)  # threads that import parts of pyarrow at once fail
+    documents.load_libraries(path.name for path in paths)  # threads that import parts of pyarrow at once fail
     root = str(input_dir / "_")[:-1]
 
     def stamp(path: Path) -> Weighed:
         file = OpenInput(path)
-        check_is_fetched(file)
-        name, size, mtime_ns = str(path).removeprefix(root), file.stamp.num_bytes, file.stamp.mtime_ns
-        stamped = InputFile(path=name, num_bytes=size, mtime_ns=mtime_ns, sha256=sample_sha256(file))
-        return Weighed(stamped, *format_of(path.name).inspect(file, options))
+        documents.check_is_fetched(file)
+        name, now, sha256 = str(path).removeprefix(root), file.stamp, documents.sample_sha256(file)
+        stamped = InputFile(path=name, num_bytes=now.num_bytes, mtime_ns=now.mtime_ns, sha256=sha256)
+        return Weighed(stamped, *documents.format_of(path.name).inspect(file, options))
 
     inputs: list[Weighed] = []
     num_files = max(1, min(_MOST_AT_ONCE, -(-len(paths) // (4 * NUM_THREADS))))
@@ -503,7 +493,7 @@ def _even_cuts(input_dir: Path, inputs: list[Weighed], num_shards: int, options:
         found: list[Start | None] = []
         for number, group in itertools.groupby(turn, key=lambda stretch: stretch[0]):
             file = OpenInput(input_dir / inputs[number].file.path)
-            found += format_of(file.path.name).starts(file, [each[1:] for each in group], options)
+            found += documents.format_of(file.path.name).starts(file, [each[1:] for each in group], options)
         return found
 
     turns = [stretches[n : n + _MOST_AT_ONCE] for n in range(0, len(stretches), _MOST_AT_ONCE)]
@@ -551,11 +541,11 @@ def sample_documents(
         ranges = ranges_between(input_dir, inputs, place, following)
         parts = (dataclasses.replace(part, planned=None) for part in ranges if part.start < part.end)
         some, batch_bytes = list(itertools.islice(parts, files_each)), max(1, min(BATCH_BYTES, each))
-        found = read_documents(some, options, batch_bytes=batch_bytes, transform=transform)
+        found = documents.read_documents(some, options, batch_bytes=batch_bytes, transform=transform)
         with contextlib.closing(found):
-            for documents in found:
-                yield documents
-                taken += sum(map(len, documents.texts)) + len(documents.bad) * SHORT_LINE_BYTES
+            for batch in found:
+                yield batch
+                taken += sum(map(len, batch.texts)) + len(batch.bad) * documents.SHORT_LINE_BYTES
                 if taken >= allowed:
                     break
 
@@ -571,7 +561,7 @@ def _places(input_dir: Path, inputs: Sequence[InputFile], options: PlanOptions, 
         while ends[number + 1] <= target:
             number += 1
         file, byte = OpenInput(input_dir / inputs[number].path), target - ends[number]
-        (start,) = format_of(file.path.name).starts(file, [(byte, sys.maxsize)], options)
+        (start,) = documents.format_of(file.path.name).starts(file, [(byte, sys.maxsize)], options)
         if start is not None and start.byte < inputs[number].num_bytes:
             places.append(Cut(number, start.byte, start.text_byte))
         elif places and places[-1].input_number == number:  # none follows in this file

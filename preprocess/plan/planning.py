@@ -37,22 +37,9 @@ from shardprep import errors, files
 from shardprep.command_line import call_in_child
 from shardprep.console import counted, printable, say, short_bytes, short_time
 from shardprep.format import names
+from shardprep.format import plan as plans
 from shardprep.format.documents import DocumentNames, read_names
-from shardprep.format.plan import (
-    PLAN_FIELDS,
-    ByteRange,
-    Cut,
-    InputFile,
-    Plan,
-    PlanOptions,
-    PrepConfig,
-    is_one_file_a_shard,
-    option_differences,
-    plan_id,
-    publish_plan,
-    read_plan,
-    refuse_another_plan,
-)
+from shardprep.format.plan import ByteRange, Cut, InputFile, Plan, PlanOptions, PrepConfig
 
 Say = Callable[[str], None]
 # A task waits for another's plan for about as long as its own would take: 3 s and more for many files.
@@ -120,9 +107,9 @@ def make_plan(
                 raise errors.CannotWrite(path=config.output_dir, found=found, expected=expected) from None
             stems = (names.PLAN_NAME, names.INDEX_NAME, names.TOKENIZER_DIR)  # of what dead attempts left
             files.remove_temporaries(config.output_dir, *stems, older_than_s=files.STALE_AFTER_S)
-        frozen = read_plan(config.output_dir)
+        frozen = plans.read_plan(config.output_dir)
         if frozen is not None:
-            refuse_another_plan(frozen, plan, config.output_dir)
+            plans.refuse_another_plan(frozen, plan, config.output_dir)
         try:
             # Where nothing was asked, nothing is said off Lustre and of a planned folder.
             is_quiet = stripe == "auto" and (frozen or lustre.why_not_usable(config.output_dir))
@@ -134,7 +121,7 @@ def make_plan(
             return plan, cost
         if frozen is None:
             resolved.publish(config.output_dir, resolved.files)
-        frozen = publish_plan(plan, config.output_dir)
+        frozen = plans.publish_plan(plan, config.output_dir)
         # Again: another planner may have put its own files there meanwhile, or they were damaged since.
         resolved.publish(config.output_dir, frozen.tokenizer_files)
         if transform is not None:
@@ -159,7 +146,7 @@ def _plan_of(
         remedy = "--no-append_eos"
         expected = f"eos_token in its tokenizer_config.json, or {remedy}"
         raise errors.UsageError(path=config.model_id, found=found, expected=expected, remedy=remedy)
-    options = PlanOptions(**{item.name: getattr(config, item.name) for item in PLAN_FIELDS})
+    options = PlanOptions(**{item.name: getattr(config, item.name) for item in plans.PLAN_FIELDS})
     found_out: dict[str, Any] = {"also": listing.also, "follow_links": listing.follows_links}
     if excluded is not None:
         found_out["excluded"] = hashlib.sha256(excluded.keys.tobytes()).hexdigest()
@@ -202,7 +189,7 @@ def _plan_of(
         pairs = zip(cuts, [*hashes, ""], strict=True)
         cuts = [msgspec.structs.replace(cut, sha256=sha256) for cut, sha256 in pairs]
         plan = dataclasses.replace(plan, cuts=cuts)
-    return dataclasses.replace(plan, plan_id=plan_id(plan))
+    return dataclasses.replace(plan, plan_id=plans.plan_id(plan))
 
 
 def _may_be_fast(config: PrepConfig, inputs: Sequence[InputFile]) -> bool:
@@ -247,7 +234,7 @@ def plan_of_task(plan: Plan | None, given: dict[str, Any]) -> Plan:
         # Of several tasks one plans and the others wait a little; in the end the first to publish wins.
         plan = _plan_once(config)
     _check_given(plan, given)
-    if "input_dir" in given and is_one_file_a_shard(plan):
+    if "input_dir" in given and plans.is_one_file_a_shard(plan):
         check_inputs(plan, given["input_dir"], names_alone=True)
     return plan
 
@@ -272,7 +259,7 @@ def _plan_once(config: PrepConfig) -> Plan:
                 time.sleep(_LOOK_EVERY_S)
                 if files.size_of_file(folder / names.PLAN_NAME) is not None:
                     break
-        if (plan := read_plan(folder)) is not None:  # perhaps it came between the first look and the claim
+        if (plan := plans.read_plan(folder)) is not None:  # it came between look and claim
             return plan
         return make_plan(config)[0]
     finally:
@@ -285,12 +272,12 @@ def _plan_once(config: PrepConfig) -> Plan:
 
 def _check_given(plan: Plan, given: dict[str, Any]) -> None:
     folder = given["output_dir"]
-    base = {item.name: getattr(plan.options, item.name) for item in PLAN_FIELDS}
+    base = {item.name: getattr(plan.options, item.name) for item in plans.PLAN_FIELDS}
     if given.get("record", plan.options.record) != plan.options.record:
         base = {}  # seq_len and keep_text of the one record are no options of the other
     if "text_field" in given or "text_template" in given:
         base = {name: value for name, value in base.items() if name not in ("text_field", "text_template")}
-    differing = option_differences(plan.options, PrepConfig(**{**base, **given}), set(given))
+    differing = plans.option_differences(plan.options, PrepConfig(**{**base, **given}), set(given))
     if differing:
         found, expected = "; ".join(differing), "its plan's options, or a new --output_dir"
         raise errors.Refused(path=folder, found=found, expected=expected, remedy="--output_dir")

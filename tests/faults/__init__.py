@@ -9,7 +9,7 @@ in words, or what it made is *equal* to what it makes undisturbed. Everything el
     small_data_sets the data sets -> commands run on copies of them -> forked_case one run in a process of
     its own -> judging how it ended; os_calls.c fails, kills or stops at the k-th call to the operating system
 
-    at_calls, surroundings, power_loss, disturbed_files: the campaigns, each a generator of outcomes
+    disturbed_runs, disturbed_files, power_loss: the campaigns, each a generator of outcomes
 
 Thousands of runs take minutes, as each is a fork of one process that has imported everything already.
 """

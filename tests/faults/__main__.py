@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.faults import at_calls, disturbed_files, power_loss, surroundings
+from tests.faults import disturbed_files, disturbed_runs, power_loss
 from tests.faults.judging import KINDS, Outcome, failures
 from tests.faults.os_calls import is_preloaded, start_preloaded
 from tests.faults.small_data_sets import FORMS, make_small_data_sets
@@ -33,14 +33,14 @@ CAMPAIGNS = {
     "edited_files": Campaign(disturbed_files.edited_files, num_quick=1),
     "replaced_files": Campaign(disturbed_files.replaced_files, ("npy", "best_fit")),
     "bad_json": Campaign(disturbed_files.bad_json, ("concat", "json"), num_quick=1),
-    "injected_errors": Campaign(at_calls.injected_errors, _ALL, num_quick=1),
-    "short_transfers": Campaign(at_calls.short_transfers, ("json", "npy", "best_fit")),
-    "full_disks": Campaign(surroundings.full_disks),
-    "kills": Campaign(at_calls.kills, _ALL),
-    "stop_signals": Campaign(at_calls.stop_signals, _ALL),
+    "injected_errors": Campaign(disturbed_runs.injected_errors, _ALL, num_quick=1),
+    "short_transfers": Campaign(disturbed_runs.short_transfers, ("json", "npy", "best_fit")),
+    "full_disks": Campaign(disturbed_runs.full_disks),
+    "kills": Campaign(disturbed_runs.kills, _ALL),
+    "stop_signals": Campaign(disturbed_runs.stop_signals, _ALL),
     "power_loss": Campaign(power_loss.outcomes, num_quick=1),
-    "races": Campaign(at_calls.races),
-    "clocks": Campaign(surroundings.clocks),
+    "races": Campaign(disturbed_runs.races),
+    "clocks": Campaign(disturbed_runs.clocks),
 }
 _QUICK_FORMS = ("best_fit",)
 # Of each file or hit and command. Full takes some 2 hours of one core, quick some 4 s per campaign.
@@ -82,39 +82,33 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
         if args.json:
             args.json.write_text(json.dumps([*map(asdict, outcomes)]), encoding="utf-8")
         print(f"{name}: ended", flush=True)
-    print(_table(outcomes))
-    print()
-    print(_findings(outcomes))
+    _print_table(outcomes)
+    _print_failures(failures(outcomes))
     return 1 if failures(outcomes) else 0
 
 
-def _table(outcomes: Sequence[Outcome]) -> str:
-    """Count tried runs and how they ended, a line for each campaign and command."""
+def _print_table(outcomes: Sequence[Outcome]) -> None:
+    """Print how many runs were tried and how they ended, a line for each campaign and command."""
     rows: dict[tuple[str, str], Counter[str]] = {}
     for outcome in outcomes:
         for command in (outcome.command, "all"):
             rows.setdefault((outcome.campaign, command), Counter())[outcome.kind] += 1
-    head = f"{'campaign':<16}{'command':<16}{'tried':>8}" + "".join(f"{kind:>11}" for kind in KINDS)
-    lines = [head, "-" * len(head)]
+    print(f"{'campaign':<16}{'command':<16}{'tried':>8}", *(f"{kind:>10}" for kind in KINDS))
     for (campaign, command), counts in sorted(rows.items()):
-        cells = "".join(f"{counts[kind]:>11}" for kind in KINDS)
-        lines.append(f"{campaign:<16}{command:<16}{counts.total():>8}{cells}")
-    return "\n".join(lines)
+        cells = (f"{counts[kind]:>10}" for kind in KINDS)
+        print(f"{campaign:<16}{command:<16}{counts.total():>8}", *cells)
 
 
-def _findings(outcomes: Sequence[Outcome]) -> str:
-    """Return each distinct failure with how often it came, and one fault that shows it."""
-    groups: dict[tuple[str, ...], list[Outcome]] = {}
-    for outcome in failures(outcomes):
-        # Those that agree in this have one cause, most likely.
-        cause = (outcome.campaign, outcome.command, outcome.kind, outcome.what)
-        groups.setdefault(cause, []).append(outcome)
-    lines = [f"{len(groups)} distinct failures"]
-    for group in sorted(groups.values(), key=len, reverse=True):
-        first = group[0]
-        lines.append(f"{len(group):>6} x {first.campaign}, {first.command}: {first.kind}: {first.what}")
-        lines.append(f"         such as {first.form}, {first.file}: {first.fault}")
-    return "\n".join(lines)
+def _print_failures(failed: Sequence[Outcome]) -> None:
+    """Print each distinct failure with how often it came, and one fault that shows it."""
+    # Those that agree in this have one cause, most likely.
+    causes = Counter((each.campaign, each.command, each.kind, each.what) for each in failed)
+    print(f"\n{len(causes)} distinct failures")
+    for cause, number in causes.most_common():
+        campaign, command, kind, what = cause
+        first = next(each for each in failed if (each.campaign, each.command, each.kind, each.what) == cause)
+        print(f"{number:>6} x {campaign}, {command}: {kind}: {what}")
+        print(f"         such as {first.form}, {first.file}: {first.fault}")
 
 
 if __name__ == "__main__":

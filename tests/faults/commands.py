@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,27 +38,21 @@ _WORDS = {
 def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[int, Any]]:
     """Return a command as ``run_forked`` takes it; its value is what it delivers besides files."""
     data = place / "data"
-    if name == "load":
-        return lambda: (0, loaded(data))
-    if name == "load staged":
-        return lambda: (0, loaded(place / "staged"))
-    if name == "load tars":
-        return lambda: (0, loaded([*map(str, sorted(data.glob("*.tar")))], model_id=place / "model"))
-    if name == "load resumed":
-        return lambda: (0, loaded(data, state=json.loads((place / "state").read_bytes())))
+    delivers: dict[str, Callable[[], str]] = {
+        "state": lambda: json.dumps(open_loader(data).state_at(2)),
+        "load": lambda: loaded(data),
+        "load staged": lambda: loaded(place / "staged"),
+        "load tars": lambda: loaded([*map(str, sorted(data.glob("*.tar")))], model_id=place / "model"),
+        "load resumed": lambda: loaded(data, state=json.loads((place / "state").read_bytes())),
+    }
+    if name in delivers:
+        return lambda: (0, delivers[name]())
 
     def run() -> tuple[int, None]:
         from shardprep.__main__ import main
 
-        words = []
-        for word in _WORDS[name].split():
-            head, _, rest = word.partition("/")
-            words += (
-                options
-                if word == "OPTIONS"
-                else [str(place / head.lower() / rest) if head.isupper() else word]
-            )
-        code = main(words)
+        words = _WORDS[name].replace("OPTIONS", " ".join(options)).split()
+        code = main([re.sub("^[A-Z]+", lambda word: str(place / word[0].lower()), word) for word in words])
         return 0 if (name, code) == ("doctor", _WARNED) else code, None
 
     return run
@@ -101,21 +96,20 @@ def published_below(place: Path) -> dict[str, str]:
         if not path.is_file():
             continue
         if folder in ("data", "staged") and path.name.startswith(("shard-", "index.json", "plan.json")):
-            is_manifest = path.suffix == ".json" and path.name.startswith("shard-")
-            data = _without(path, "run") if is_manifest else path.read_bytes()
+            data = _without("run", path) if path.match("shard-*.json") else path.read_bytes()
         elif folder == "data" and path.match(LITTER.format("*", "?")):
             name, data = f"litter/{path.name}", b""
         elif folder == "exported" and "/." not in name and path.suffix != ".partial":
             data = path.read_bytes()
         elif name == "report":
-            data = _without(path, "written")
+            data = _without("written", path)
         else:
             continue
         found[name] = hashlib.sha256(data).hexdigest()
     return found
 
 
-def _without(path: Path, key: str) -> bytes:
+def _without(key: str, path: Path) -> bytes:
     """Return a JSON file without a value that may differ, or all of what is none."""
     data = path.read_bytes()
     try:

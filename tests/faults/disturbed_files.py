@@ -3,7 +3,7 @@
 - bit_flips: one bit of one byte.
 - edited_files: bytes written, inserted, doubled or removed at several places.
 - replaced_files: a FIFO, a device, a folder, a link, another shard's or data set's file, or a part of it.
-- bad_json: values that no JSON of ours holds, at each place of each file, and of the state of a loader.
+- bad_json: values that no JSON of ours holds, at each place of each file.
 
 Each is refused, or has no effect.
 """
@@ -11,7 +11,6 @@ Each is refused, or has no effect.
 from __future__ import annotations
 
 import io
-import json
 import os
 import random
 import shutil
@@ -22,10 +21,10 @@ from functools import partial
 from json.decoder import JSONDecoder
 from pathlib import Path
 
-from shardprep.errors import UsageError
-from tests.faults.commands import loaded
-from tests.faults.forked_case import run_forked
-from tests.faults.judging import Outcome, Verdict, spread, verdict_of_end, verdict_on_damage
+import numpy as np
+import webdataset
+
+from tests.faults.judging import Outcome, spread, verdict_on_damage
 from tests.faults.small_data_sets import SmallDataSet, Stage, nothing
 from tests.forged import with_its_hash
 
@@ -56,16 +55,13 @@ def _keep_tars_only(data_set: SmallDataSet) -> None:
 
 def _put_external_tars(data_set: SmallDataSet) -> None:
     """Tars by webdataset's own TarWriter, npy where ours are; no idx, no manifest."""
-    import numpy as np
-    from webdataset import TarWriter
-
     _keep_tars_only(data_set)
-    kind = "npy" if data_set.form == "npy" else "json"
+    is_npy = data_set.form == "npy"
     for path in (data_set.place / "data").glob("*.tar"):
-        with TarWriter(str(path), mtime=0) as writer:
+        with webdataset.TarWriter(str(path), mtime=0) as writer:
             for number in range(6):
                 ids = [300, *range(1, 6 + number), 301]
-                member = {f"token_ids.{kind}": np.array(ids, np.uint16) if kind == "npy" else ids}
+                member = {"token_ids.npy": np.array(ids, np.uint16)} if is_npy else {"token_ids.json": ids}
                 writer.write({"__key__": f"sample_{number:05d}", "text.txt": "text", **member})
 
 
@@ -96,8 +92,9 @@ _FILES = (
     DisturbedFile("jobs/0000.json", "made", "status"),
     DisturbedFile("findings.json", "verified", "shard 1", prepare=_find_wrong),
 )
-# What is replaced by another kind of file, besides these.
+# What is replaced by another kind of file.
 _REPLACED = (
+    *_FILES,
     DisturbedFile("../raw/a.txt", "raw", "plan"),
     DisturbedFile("../raw/a.txt", "planned", "shard, run"),
     DisturbedFile("../raw/b.txt", "planned", "shard, run"),
@@ -108,39 +105,49 @@ _REPLACED = (
     DisturbedFile("tokenizer", "planned", "shard"),
 )
 
-Fault = tuple[str, Callable[[Path], object]]  # in words, and what it does to the file
+Change = Callable[[Path], object]  # of a file
+Fault = tuple[str, Change]  # in words
+FaultsOf = Callable[[DisturbedFile, bytes, int, list[SmallDataSet]], Iterator[Fault]]
 
 
-def _disturb(
-    campaign: str, data_set: SmallDataSet, file: DisturbedFile, faults: Callable[[bytes], Iterator[Fault]]
+def _disturbed(
+    campaign: str,
+    files: Sequence[DisturbedFile],
+    faults_of: FaultsOf,
+    data_sets: Sequence[SmallDataSet],
+    *,
+    num_faults: int,
 ) -> Iterator[Outcome]:
-    """Put every fault of a file through every command that reads it."""
-    path = Path(os.path.normpath(data_set.place / "data" / file.name))  # an input lies beside the data set
-    for name in file.commands.split(", "):
-        expected = data_set.undisturbed(name, file.stage, file.prepare)
-        data_set.reset(file.stage)
-        file.prepare(data_set)
-        if not path.exists():
-            continue
-        for words, apply in faults(path.read_bytes() if path.is_file() else b""):
-            data_set.reset(file.stage)
-            file.prepare(data_set)
-            apply(path)
-            ended = data_set.run(name)
-            is_rewritten = name.startswith("verify") and file.name == "index.json"
-            disturbed = None if is_rewritten else f"data/{file.name}"
-            verdict = verdict_on_damage(data_set, name, ended, expected, disturbed)
-            yield Outcome(campaign, data_set.form, file.name, name, words, *verdict)
+    """Put every fault of each file through every command that reads it.
 
-
-def bit_flips(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
-    """Flip bits spread over each file, another bit of the byte each time."""
+    ``faults_of`` gets the file, what it holds, how many faults to make of it, and the other data sets.
+    """
     for data_set in data_sets:
-        for file in _FILES:
-            yield from _disturb("bit_flips", data_set, file, partial(_flips, file, num_faults))
+        others = [each for each in data_sets if each is not data_set]
+        for file in files:
+            path = Path(
+                os.path.normpath(data_set.place / "data" / file.name)
+            )  # an input lies beside the data
+            for name in file.commands.split(", "):
+                expected = data_set.undisturbed(name, file.stage, file.prepare)
+                data_set.reset(file.stage)
+                file.prepare(data_set)
+                if not path.exists():
+                    continue
+                data = path.read_bytes() if path.is_file() else b""
+                for words, apply in faults_of(file, data, num_faults, others):
+                    data_set.reset(file.stage)
+                    file.prepare(data_set)
+                    apply(path)
+                    ended = data_set.run(name)
+                    is_rewritten = name.startswith("verify") and file.name == "index.json"
+                    disturbed = None if is_rewritten else f"data/{file.name}"
+                    verdict = verdict_on_damage(data_set, name, ended, expected, disturbed)
+                    yield Outcome(campaign, data_set.form, file.name, name, words, *verdict)
 
 
-def _flips(file: DisturbedFile, number: int, data: bytes) -> Iterator[Fault]:
+def _flips(file: DisturbedFile, data: bytes, number: int, _: object) -> Iterator[Fault]:
+    """Flip bits spread over the file, another bit of the byte each time."""
     if file.headers_only:
         types, others = _header_offsets(data)
         offsets = [types[place] for place in spread(len(types), -(-number // 4))]
@@ -161,7 +168,7 @@ def _flip(offset: int, bit: int, path: Path) -> None:
 
 def _free_bytes(file: DisturbedFile, data: bytes) -> range:
     """Return the bytes of a name that nothing can tell from another."""
-    for path, start, end in spans(data.decode()) if file.free_text else ():
+    for path, start, end in _spans(data.decode()) if file.free_text else ():
         if path == file.free_text:
             return range(*(len(data.decode()[:at].encode()) for at in (start, end)))
     return range(0)
@@ -185,15 +192,8 @@ _PIECES = (
 )  # fmt: skip
 
 
-def edited_files(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
-    """Edit each file at some places by chance, with seeds that are told."""
-    for data_set in data_sets:
-        for file in _FILES:
-            if not file.headers_only:
-                yield from _disturb("edited_files", data_set, file, partial(_edits, file, num_faults))
-
-
-def _edits(file: DisturbedFile, number: int, data: bytes) -> Iterator[Fault]:
+def _edits(file: DisturbedFile, data: bytes, number: int, _: object) -> Iterator[Fault]:
+    """Edit the file at some places by chance, with seeds that are told."""
     free = _free_bytes(file, data)
     for seed in range(number):
         edited = _edited(data, random.Random(seed))
@@ -201,37 +201,23 @@ def _edits(file: DisturbedFile, number: int, data: bytes) -> Iterator[Fault]:
             yield f"edits of seed {seed}", _writing(edited)
 
 
-def _writing(data: bytes) -> Callable[[Path], object]:
+def _writing(data: bytes) -> Change:
     return lambda path: path.write_bytes(data)
 
 
 def _edited(data: bytes, chance: random.Random) -> bytes:
     for _ in range(chance.randint(1, 4)):
-        at, piece = chance.randrange(len(data) + 1), chance.choice([*_PIECES, chance.randbytes(8)])
-        rest = data[at:]
-        after = {
-            "write": piece + rest[len(piece) :],
-            "insert": piece + rest,
-            "remove": rest[len(piece) * 9 + 1 :],
-            "double": rest[: 64 * len(piece)] + rest,
-            "end": b"",
-        }
-        data = data[:at] + chance.choice(list(after.values()))
+        at = chance.randrange(len(data) + 1)
+        end = at + chance.choice([0, 1, 8, 64, len(data)])  # what is between them is removed, or all behind
+        piece = chance.choice([*_PIECES, chance.randbytes(8), data[at:end] * 2])  # written, inserted, doubled
+        data = data[:at] + piece + data[end:]
     return data
 
 
-def replaced_files(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
-    """Put each kind in place of each file of a data set and each input, for each command that reads it."""
-    for data_set in data_sets:
-        others = [each for each in data_sets if each is not data_set]
-        for number, file in enumerate((*_FILES, *_REPLACED)):
-            faults = partial(_replacements, file, number, num_faults, others)
-            yield from _disturb("replaced_files", data_set, file, faults)
-
-
 def _replacements(
-    file: DisturbedFile, number: int, num_faults: int, others: list[SmallDataSet], data: bytes
+    file: DisturbedFile, data: bytes, number: int, others: list[SmallDataSet]
 ) -> Iterator[Fault]:
+    """Put each kind in place of a file of a data set or an input."""
     kinds = list(_KINDS.items())
     if file.stage == "raw":  # what is neither a file nor a link is left out by name
         kinds = [each for each in kinds if "link" in each[0]]
@@ -249,18 +235,18 @@ def _replacements(
             sibling = file.name.translate({ord("0"): "1", ord("1"): "0"}).replace("1111", "0000")
             kinds.append(("the other shard's", lambda path: shutil.copyfile(path.with_name(sibling), path)))
         if file.name.endswith(".tar"):
-            cuts = spread(len(data) // _HEADER_BYTES, num_faults)
+            cuts = spread(len(data) // _HEADER_BYTES, number)
             kinds += [(f"cut to {cut} blocks", _cut_to(cut * _HEADER_BYTES)) for cut in cuts]
-    if num_faults <= _QUICK_FAULTS and file.stage != "raw":
-        kinds = [kinds[number % len(kinds)]]
+    if number <= _QUICK_FAULTS and file.stage != "raw":
+        kinds = [kinds[_REPLACED.index(file) % len(kinds)]]
     yield from kinds
 
 
-def _cut_to(size: int) -> Callable[[Path], object]:
+def _cut_to(size: int) -> Change:
     return lambda path: os.truncate(path, size)
 
 
-def _instead(make: Callable[[Path], object]) -> Callable[[Path], object]:
+def _instead(make: Change) -> Change:
     """Return what puts something else in place of a file, which it moves aside."""
 
     def apply(path: Path) -> None:
@@ -270,7 +256,7 @@ def _instead(make: Callable[[Path], object]) -> Callable[[Path], object]:
     return apply
 
 
-_KINDS: dict[str, Callable[[Path], object]] = {
+_KINDS: dict[str, Change] = {
     "a FIFO": _instead(lambda path: os.mkfifo(path)),
     "/dev/zero": _instead(lambda path: path.symlink_to("/dev/zero")),
     "a folder": _instead(lambda path: path.mkdir()),
@@ -286,17 +272,7 @@ _VALUES = (
 )  # fmt: skip
 
 
-def bad_json(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
-    """Give every place of every JSON file each bad value; then the state of a loader likewise."""
-    for data_set in data_sets:
-        for file in _FILES:
-            # No bad values with right hashes in findings: those that were forged away are no findings.
-            if file.name.endswith(".json") and file.name not in ("findings.json", "tokenizer/tokenizer.json"):
-                yield from _disturb("bad_json", data_set, file, partial(_bad_values, file, 2 * num_faults))
-        yield from _states(data_set, num_faults)
-
-
-def _bad_values(file: DisturbedFile, number: int, data: bytes) -> Iterator[Fault]:
+def _bad_values(file: DisturbedFile, data: bytes, number: int, _: object) -> Iterator[Fault]:
     """So many of the bad values, spread over the file, and what can stand in place of the whole file.
 
     A file that names its own hash gets the new one, as who forges it would write it: the check of the value
@@ -305,11 +281,11 @@ def _bad_values(file: DisturbedFile, number: int, data: bytes) -> Iterator[Fault
     text = data.decode()
     places = [
         (place, value)
-        for place in spans(text)
+        for place in _spans(text)
         for value in (*_VALUES, None)
         if not (place[0] == file.free_text and value and value.startswith('"'))
     ]
-    for count, chosen in enumerate(spread(len(places), number)):
+    for count, chosen in enumerate(spread(len(places), 2 * number)):
         (path, start, end), value = places[chosen]
         words = f"{path} is {'left out' if value is None else value[:24]}"
         changed = text[:start] + (value or "") + text[end:]
@@ -318,50 +294,23 @@ def _bad_values(file: DisturbedFile, number: int, data: bytes) -> Iterator[Fault
             changed = text[:key_end] + "_" + text[key_end:] if text[start - 1] in ": " else text
         forged = None if count % 3 == 2 else with_its_hash(changed.encode())
         yield f"{words}{', and the hash is right' if forged else ''}", _writing(forged or changed.encode())
-    wholes = {
-        "a half": _writing(data[: len(data) // 2]),
-        "deep nesting": _writing(_DEEP.encode()),
-        "a folder": _KINDS["a folder"],
-        "a link to itself": _KINDS["a link to itself"],
+    contents = {
+        "deep nesting": _DEEP.encode(),
+        "null": b"null",
+        "NUL bytes": bytes(len(data)),
+        "deep objects": b'{"a":' * 100_000,
+        "[]": b"[]",
+        "{}": b"{}",
+        "no UTF-8": data.replace(b"e", b"\xff", 1),
+        "UTF-16": text.encode("utf-16"),
+        "a BOM": b"\xef\xbb\xbf" + data,
+        "another version": data.replace(b'"version":', b'"version":9', 1),
     }
-    if number > _QUICK_FAULTS:
-        contents = {
-            "empty": b"",
-            "null": b"null",
-            "[]": b"[]",
-            "{}": b"{}",
-            "deep objects": b'{"a":' * 100_000,
-            "NUL bytes": bytes(len(data)),
-            "no UTF-8": data.replace(b"e", b"\xff", 1),
-            "UTF-16": text.encode("utf-16"),
-            "a BOM": b"\xef\xbb\xbf" + data,
-            "another version": data.replace(b'"version":', b'"version":9', 1),
-        }
-        wholes |= {words: _writing(content) for words, content in contents.items()} | _KINDS
-    yield from wholes.items()
+    for words, content in list(contents.items())[: 10 if number > _QUICK_FAULTS else 4]:
+        yield words, _writing(content)
 
 
-def _states(data_set: SmallDataSet, num_faults: int) -> Iterator[Outcome]:
-    """Load a state with a bad value: refused, or the same batches follow."""
-    data_set.reset("verified")
-    data, text = data_set.place / "data", data_set.state
-    # Counts that another state may have are no bad values.
-    values = [value for value in _VALUES if len(value) < 1000 and value not in ("0", "3000000000")]
-    places = [(place, value) for place in spans(text) for value in values]
-    for chosen in spread(len(places), 2 * num_faults):
-        (path, start, end), value = places[chosen]
-        state = json.loads(text[:start] + value + text[end:])
-        ended = run_forked(lambda: (0, loaded(data, state=state)))  # noqa: B023 - it runs at once
-        verdict: Verdict = verdict_of_end(ended)
-        if ended.how == "ended" and ended.code == UsageError.exit_code:  # a state comes from the caller
-            verdict = "refused", ended.text
-        elif verdict[0] == "equal" and ended.value != data_set.rest:
-            verdict = "wrong", "taken, then other batches"
-        fault = f"{path} is {value[:24]}"
-        yield Outcome("bad_json", data_set.form, "state_dict", "load_state_dict", fault, *verdict)
-
-
-def spans(text: str) -> list[tuple[str, int, int]]:
+def _spans(text: str) -> list[tuple[str, int, int]]:
     """(path, start, end) of each value in a JSON text, so that one can be replaced and all else stays.
 
     Of an array the first two and the last.
@@ -393,3 +342,16 @@ def spans(text: str) -> list[tuple[str, int, int]]:
 
     visit("", 0)
     return found
+
+
+# No bad values with right hashes in findings: those that were forged away are no findings.
+_JSON = [
+    file for file in _FILES
+    if file.name.endswith(".json") and file.name not in ("findings.json", "tokenizer/tokenizer.json")
+]  # fmt: skip
+_WHOLE_FILES = [file for file in _FILES if not file.headers_only]
+
+bit_flips = partial(_disturbed, "bit_flips", _FILES, _flips)
+edited_files = partial(_disturbed, "edited_files", _WHOLE_FILES, _edits)
+replaced_files = partial(_disturbed, "replaced_files", _REPLACED, _replacements)
+bad_json = partial(_disturbed, "bad_json", _JSON, _bad_values)

@@ -72,7 +72,7 @@ def verdict_on_damage(
     verdict = verdict_of_end(ended, expected)
     if verdict != EQUAL:
         return verdict
-    other = different(data_set.published(), expected.files, disturbed)
+    other = _different(data_set.published(), expected.files, disturbed)
     if command == "stage" and disturbed == "data/index.json" and other == ["staged/index.json"]:
         other = []  # an edit may leave its values as they are: a key that stands twice
     if other:
@@ -82,12 +82,15 @@ def verdict_on_damage(
     # What it called good must load, and be equal.
     reader = "load staged" if command == "stage" else "load"
     ended = data_set.run(reader)
-    kind, what = verdict_of_end(ended)
-    if kind != "equal":
-        return ("wrong" if kind == "refused" else kind), f"{command} ended with 0, then {reader}: {what}"
-    if ended.value != data_set.batches:
+    if ended.how == "ended" and not ended.code and ended.value != data_set.batches:
         return "wrong", f"{command} ended with 0, then {reader} has other batches"
-    return EQUAL
+    return verdict_of_second(f"{command} ended with 0, then {reader}", ended)
+
+
+def verdict_of_second(when: str, ended: Ended) -> Verdict:
+    """Judge a run that may not be refused."""
+    kind, what = verdict_of_end(ended)
+    return EQUAL if kind == "equal" else ("wrong" if kind == "refused" else kind, f"{when}: {what}")
 
 
 def verdict_at_call(
@@ -102,9 +105,11 @@ def verdict_at_call(
         # The kill itself must have happened, or the case shows nothing.
         verdict = EQUAL if ended.how == "killed" else ("wrong", f"it was not killed: {ended}")
     elif stop and ended.how == "ended":
+        litter = LITTER.format("*", "?")
+        left = [path.name for path in data_set.place.rglob(".*.tmp") if not fnmatch(path.name, litter)]
         if ended.code not in (0, Stopped.exit_code):
             verdict = "wrong", f"a stop signal ends with {ended.code}: {shape(ended.text)}"
-        elif left := _temporaries(data_set):
+        elif left:
             verdict = "wrong", f"a stop signal leaves {', '.join(left)}"
     if verdict[0] not in ("equal", "refused"):
         return verdict
@@ -120,40 +125,27 @@ def wrong_state(
     ``has_ended``: with 0, so that all must be there.
     """
     left = data_set.published()
-    if wrong := _wrong_that_counts(left, expected.files):
-        return "wrong", f"what counts is not right: {', '.join(wrong)}"
-    other = [name for name in different(left, expected.files) if not name.startswith("litter/")]
+    other = [name for name in _different(left, expected.files) if not name.startswith("litter/")]
+    # What a reader would trust and is not what it should be. Unfinished shards are nothing yet.
+    unfinished = [name for name in left if f"{name.rpartition('.')[0]}.json" not in left]
+    trusted = [name for name in other if name in left]
+    trusted = [name for name in trusted if name not in unfinished or not name.startswith("data/shard-")]
+    if trusted:
+        return "wrong", f"what counts is not right: {', '.join(trusted)}"
     if has_ended and other:
         return "wrong", f"ended with 0, but other bytes: {', '.join(other)}"
     if hit.command in _READERS:
         return None
-    kind, what = verdict_of_end(data_set.run(hit.command))
-    if kind != "equal":
-        return ("wrong" if kind == "refused" else kind), f"run again: {what}"
-    if other := different(data_set.published(), expected.files):
-        return "wrong", f"run again: other bytes: {', '.join(other)}"
-    return None
+    verdict = verdict_of_second("run again", data_set.run(hit.command))
+    if verdict == EQUAL and (other := _different(data_set.published(), expected.files)):
+        verdict = "wrong", f"run again: other bytes: {', '.join(other)}"
+    return None if verdict == EQUAL else verdict
 
 
-def different(found: Mapping[str, str], expected: Mapping[str, str], but: str | None = None) -> list[str]:
+def _different(found: Mapping[str, str], expected: Mapping[str, str], but: str | None = None) -> list[str]:
     """The files that are missing, too many or not equal."""
     names = sorted({*found, *expected} - {but})
     return [name for name in names if found.get(name) != expected.get(name)]
-
-
-def _wrong_that_counts(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
-    """Files that a reader would trust and that are not what they should be; unfinished shards are none."""
-    wrong = []
-    for name, digest in found.items():
-        is_unfinished = name.startswith("data/shard-") and f"{name.rpartition('.')[0]}.json" not in found
-        if digest != expected.get(name) and not is_unfinished and not name.startswith("litter/"):
-            wrong.append(name)
-    return wrong
-
-
-def _temporaries(data_set: SmallDataSet) -> list[str]:
-    litter = LITTER.format("*", "?")
-    return [path.name for path in data_set.place.rglob(".*.tmp") if not fnmatch(path.name, litter)]
 
 
 def shape(text: str) -> str:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from tests.children import environ_of_children
+
 _SOURCE = Path(__file__).with_name("os_calls.c")
 _MAX_CALLS = 8192
 _MAX_PATH = 256
@@ -109,5 +111,5 @@ def start_preloaded(folder: Path, argv: list[str]) -> int:
     subprocess.run(["gcc", *flags, "-o", library, _SOURCE, "-ldl"], check=True)
     orders.write_bytes(bytes(ctypes.sizeof(_Orders)))
     preload = ":".join(filter(None, [str(library), os.environ.get("LD_PRELOAD")]))
-    environ = {**os.environ, "LD_PRELOAD": preload, _VARIABLE: str(orders)}
+    environ = environ_of_children(LD_PRELOAD=preload, **{_VARIABLE: str(orders)})
     return subprocess.run([sys.executable, *argv], env=environ, check=False).returncode

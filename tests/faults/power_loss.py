@@ -15,6 +15,7 @@ command: then this campaign has to find something, or it would show nothing.
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import shutil
@@ -31,8 +32,8 @@ from tests.faults.small_data_sets import Hit, SmallDataSet, hits
 _HITS = {
     "plan": 1,
     "shard": 1,
-    "run": 0.25,
     "verify": 1,
+    "run": 0.25,
     "stage": 0.25,
     "blank": 0.25,
     "export nanogpt": 0.25,
@@ -58,9 +59,6 @@ class Tree:
         for name in Path(path.strip("/")).parts:
             node = None if node is None else self.folders.get(node, {}).get(name)
         return node
-
-    def copy(self) -> Tree:
-        return Tree(dict(self.files), {node: dict(names) for node, names in self.folders.items()})
 
     def apply(self, change: Change) -> None:
         for folder, name, node in change:
@@ -110,7 +108,7 @@ class Moment:
 
     def after(self, seen: Tree, call: Call | None) -> Moment:
         """Return the moment once this one's call has returned."""
-        safe, changes = self.safe.copy(), list(self.changes)
+        safe, changes = copy.deepcopy(self.safe), list(self.changes)
         if self.call and self.call.op == "fsync":
             node = self.seen.at(self.call.path)
             if node in self.seen.files:
@@ -123,11 +121,8 @@ class Moment:
         for node, names in seen.folders.items():
             safe.folders.setdefault(node, {})
             old = self.seen.folders.get(node, {})
-            new += [
-                (node, name, names.get(name))
-                for name in sorted({*old, *names})
-                if old.get(name) != names.get(name)
-            ]
+            changed = [name for name in sorted({*old, *names}) if old.get(name) != names.get(name)]
+            new += [(node, name, names.get(name)) for name in changed]
         return Moment(call, seen, safe, [*changes, new] if new else changes)
 
     def disks(self, chance: random.Random) -> Iterator[tuple[str, Tree]]:
@@ -142,7 +137,7 @@ class Moment:
         yield "by chance", self._disk(lambda: chance.random() < 0.5, some)
 
     def _disk(self, is_kept: Callable[[], bool], unsynced: Callable[[bytes, bytes], bytes]) -> Tree:
-        disk = self.safe.copy()
+        disk = copy.deepcopy(self.safe)
         for change in self.changes:
             if is_kept():
                 disk.apply(change)
@@ -173,14 +168,16 @@ def _recorded(data_set: SmallDataSet, hit: Hit, before: Callable[[], None] = lam
         before()
         calls.arm()
 
+    def look() -> None:
+        seen.append((camera.look(), calls.calls()[-1]))
+
     start = camera.look()
     with calls.ordered("each change"):
-        ended = data_set.run(
-            hit.command, arm, meanwhile=lambda: seen.append((camera.look(), calls.calls()[-1]))
-        )
+        ended = data_set.start(hit.command, arm).end(look)
     if ended.how != "ended" or ended.code or not seen:
-        message = f"{data_set.form}: {hit.name} failed undisturbed, with {len(seen)} changes: {ended}"
-        raise RuntimeError(message)
+        raise RuntimeError(
+            f"{data_set.form}: {hit.name} failed undisturbed, with {len(seen)} changes: {ended}"
+        )
     moments = [Moment(None, start, start, [])]  # what stood there before is safe
     for each in [*seen, (camera.look(), None)]:
         moments.append(moments[-1].after(*each))
@@ -215,9 +212,9 @@ def _lay_out(data_set: SmallDataSet, hit: Hit, disk: Tree) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def fill(folder: Path, node: Node) -> None:
+        folder.mkdir(exist_ok=True)
         for name, inner in disk.folders[node].items():
             if inner in disk.folders:
-                (folder / name).mkdir()
                 fill(folder / name, inner)
             else:
                 (folder / name).write_bytes(disk.files.get(inner, b""))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib
-import json
 import os
 import shutil
 import sys
@@ -16,10 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tests.faults.commands import EXPORTS, LITTER, command, open_loader, published_below
-from tests.faults.every_format import write_every_format
+import pytest
+
+from tests.faults.commands import EXPORTS, LITTER, command, published_below
 from tests.faults.forked_case import Ended, ForkedRun, run_forked
 from tests.faults.os_calls import Call, OsCalls
+from tests.input_writers import write_every_format
+from tests.slurm.fake_slurm import install_fake_slurm
 
 Stage = Literal["raw", "planned", "made", "verified", "littered"]
 
@@ -32,17 +34,6 @@ FORMS: dict[str, list[str]] = {
 }
 _IMPORTED_AHEAD = {"preprocess", "loader", "slurm", "lustre", "shardprep", "transformers", "tokenizers"}
 _IMPORTED_AHEAD |= {"pyarrow", "zstandard", "backports", "isal"}
-# Slurm's commands, as far as `submit` and `status` ask them: a cluster that accepts and forgets all.
-_FAKE_SLURM = """#!/bin/sh
-case "$(basename "$0") $*" in
-    sbatch*) cat >/dev/null; echo 100 ;;
-    *"show config"*) echo 'MaxArraySize = 1001'; echo 'MaxJobCount = 10000'; echo 'ClusterName = small' ;;
-    *"show job"*)
-        echo 'JobId=100 JobName=small UserId=me(0) NumCPUs=1 MinMemoryNode=1G TimeLimit=01:00:00' \\
-            'SubmitTime=2026-01-01T00:00:00' ;;
-esac
-"""
-_COMMANDS_OF_SLURM = ("sbatch", "squeue", "sacct", "sacctmgr", "scontrol", "scancel", "sinfo")
 
 
 class Hit(NamedTuple):
@@ -97,8 +88,7 @@ class SmallDataSet:
     templates: Path
     calls: OsCalls
     batches: str  # the digest of all batches
-    state: str  # of a loader after two steps, as JSON
-    rest: str  # the digest of what it delivers from there on
+    rest: str  # the digest of what a loader delivers from its state after two steps on
     _undisturbed: dict[object, Undisturbed] = field(default_factory=dict)
 
     def reset(self, stage: Stage) -> None:
@@ -107,24 +97,8 @@ class SmallDataSet:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         shutil.copytree(self.templates / stage, self.place, symlinks=True, dirs_exist_ok=True)
 
-    def run(
-        self,
-        name: str,
-        before: Callable[[], object] = nothing,
-        *,
-        meanwhile: Callable[[], object] | None = None,
-    ) -> Ended:
-        """A command on the workplace as it is; ``before`` is called in its process just before it.
-
-        ``meanwhile`` is called in this process each time that the command stops.
-        """
-        return run_forked(self._work(name, before), meanwhile=meanwhile)
-
-    def start(self, name: str) -> ForkedRun:
-        """A command that runs beside others."""
-        return ForkedRun(self._work(name, nothing))
-
-    def _work(self, name: str, before: Callable[[], object]) -> Callable[[], tuple[int, Any]]:
+    def start(self, name: str, before: Callable[[], object] = nothing) -> ForkedRun:
+        """Begin a command on the workplace as it is; ``before`` is called in its process just before it."""
         work = command(name, self.place, self.options)
 
         def run() -> tuple[int, Any]:
@@ -132,7 +106,11 @@ class SmallDataSet:
             before()
             return work()
 
-        return run
+        return ForkedRun(run)
+
+    def run(self, name: str) -> Ended:
+        """Run a command to its end."""
+        return self.start(name).end()
 
     def undisturbed(
         self, name: str, stage: Stage, prepare: Callable[[SmallDataSet], object] = nothing
@@ -143,7 +121,7 @@ class SmallDataSet:
             self.reset(stage)
             prepare(self)
             with self.calls.ordered("count"):
-                value = _must(self.run(name, self.calls.arm))
+                value = _must(self.start(name, self.calls.arm).end())
             self._undisturbed[key] = Undisturbed(value, self.published(), self.calls.calls())
         return self._undisturbed[key]
 
@@ -154,10 +132,7 @@ class SmallDataSet:
 
 def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSet]:
     """Make the data sets below ``folder``; this process stays without threads, and imports what they did."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["PATH"] = f"{_fake_slurm(folder / 'slurm_bin')}:{os.environ['PATH']}"
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "DATASET_"))]:
-        del os.environ[name]
+    install_fake_slurm(folder, pytest.MonkeyPatch())
     place = folder / "place"
     _write_raw(place)
     importlib.import_module("loader.dataloader")  # torch: 3 s of CPU in each fork that would load
@@ -177,9 +152,6 @@ def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSe
         modules.update(imported)
         return value
 
-    def keep(stage: Stage) -> None:
-        shutil.copytree(place, templates / stage, symlinks=True)
-
     options: list[str] = []
     do("train_tokenizer")
     (place / "trained").rename(place / "model")
@@ -189,24 +161,27 @@ def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSe
             write_every_format(place / "raw")
         options = [*FORMS[form], "--digests", "--max_bad_fraction", "0.5"]
         templates = folder / form
-        for name in ("data", "staged", "exported"):  # what the form before left
-            shutil.rmtree(place / name, ignore_errors=True)
-        for name in ("report", "state"):
-            (place / name).unlink(missing_ok=True)
+        for path in place.iterdir():  # what the form before left
+            if path.name not in ("raw", "model", "tmp", "blanked"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+        def keep(stage: Stage, templates: Path = templates) -> None:
+            shutil.copytree(place, templates / stage, symlinks=True)
+
         keep("raw")
         do("plan")
         keep("planned")
         do("submit", "shard", "shard 1")  # a submission of all in jobs/
         keep("made")
         do("verify")
-        state = _must(run_forked(lambda: _state(place)))
+        state = do("state")
         (place / "state").write_text(state, encoding="utf-8")
         keep("verified")
         batches, rest = do("load"), do("load resumed")
         _litter(place / "data")
         keep("littered")
         do("verify", "stage", "status", "report", "clean", "export hf")
-        sets.append(SmallDataSet(form, options, place, templates, calls, batches, state, rest))
+        sets.append(SmallDataSet(form, options, place, templates, calls, batches, rest))
     # A fork need not import what was imported before.
     for name in sorted(modules):
         if name.partition(".")[0] in _IMPORTED_AHEAD:
@@ -216,30 +191,17 @@ def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSe
     return sets
 
 
-def _state(place: Path) -> tuple[int, str]:
-    with open_loader(place / "data") as loader:
-        return 0, json.dumps(loader.state_at(2))
-
-
 def _litter(data: Path) -> None:
     """What attempts left that died: of done shards; of no shard, long ago and just now."""
     folder = data / LITTER.format("tokenizer", 1)
     folder.mkdir()
-    old = [folder / "tokenizer.json", folder]
-    for name in (
-        "shard-00000.tar",
-        "shard-00001.idx",
-        "quarantine/shard-00001.jsonl",
-        "index.json",
-        "plan.json",
-    ):
-        path = (data / name).with_name(LITTER.format(Path(name).name, 1))
+    names = ("shard-00000.tar", "shard-00001.idx", "quarantine/shard-00001.jsonl", "index.json", "plan.json")
+    left = {name: (data / name).with_name(LITTER.format(Path(name).name, 1)) for name in names}
+    left["tokenizer"] = folder / "tokenizer.json"
+    for path in left.values():
         path.write_bytes(b"half of it")
-        if name == "index.json":
-            old.append(path)
-    old[0].write_bytes(b"half of it")
     then = time.time() - 48 * 3600  # others go when they are a day old
-    for path in old:
+    for path in (left["index.json"], left["tokenizer"], folder):
         os.utime(path, (then, then))
 
 
@@ -262,11 +224,3 @@ def _write_raw(place: Path) -> None:
     (place / "raw" / "b.txt").write_bytes(b"".join(lines[40:]))
     blanked = hashlib.sha256(lines[3].removesuffix(b"\n")).hexdigest()
     (place / "blanked").write_text(f"sha256:{blanked}\n", encoding="ascii")
-
-
-def _fake_slurm(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    for name in _COMMANDS_OF_SLURM:
-        (folder / name).write_text(_FAKE_SLURM, encoding="ascii")
-        (folder / name).chmod(0o755)
-    return folder

@@ -37,12 +37,15 @@ CAMPAIGNS: dict[str, tuple[int, set[str]]] = {
 }
 
 
+Outcomes = dict[str, list[dict[str, Any]]]
+
+
 @pytest.fixture(scope="module")
-def of_campaign(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def of_campaign(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """The outcomes of each campaign. One process runs all: to make the data sets takes 8 s of CPU."""
     path = tmp_path_factory.mktemp("faults") / "outcomes.json"
     run_child([sys.executable, "-m", "tests.faults", "--quick", "--json", str(path)], code=None)
-    found: dict[str, list[dict[str, Any]]] = {}
+    found: Outcomes = {}
     for outcome in json.loads(path.read_bytes()):
         found.setdefault(outcome["campaign"], []).append(outcome)
     return found
@@ -50,7 +53,7 @@ def of_campaign(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict
 
 @pytest.mark.parametrize("campaign", CAMPAIGNS)
 def test_what_is_disturbed_is_refused_in_words_or_without_effect(
-    of_campaign: dict[str, list[dict[str, Any]]], campaign: str
+    of_campaign: Outcomes, campaign: str
 ) -> None:
     least, kinds = CAMPAIGNS[campaign]
     outcomes = of_campaign[campaign]
@@ -60,9 +63,7 @@ def test_what_is_disturbed_is_refused_in_words_or_without_effect(
     assert {outcome["kind"] for outcome in outcomes} >= kinds
 
 
-def test_without_fsync_a_power_cut_is_found_to_lose_what_was_done(
-    of_campaign: dict[str, list[dict[str, Any]]],
-) -> None:
+def test_without_fsync_a_power_cut_is_found_to_lose_what_was_done(of_campaign: Outcomes) -> None:
     """Such an outcome is "equal" where the lost fsync was noticed; of files, of folders and of both."""
     tried = [each for each in of_campaign["power_loss"] if each["fault"] == "must be wrong"]
     noticed = sorted(each["command"] for each in tried if each["kind"] == "equal")

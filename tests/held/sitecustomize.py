@@ -8,14 +8,14 @@ import os
 import sys
 
 
-def _hold_at(call: str, pattern: str, number: int, folder: str) -> None:
+def _hold_at(call: str, pattern: str, number: str, folder: str) -> None:
     import re
     import time
 
-    left = [number]
+    left = [int(number)]
 
     def seen(path: str) -> None:
-        if not re.search(pattern, path):
+        if left[0] <= 0 or not re.search(pattern, path):
             return
         left[0] -= 1
         if left[0] == 0:
@@ -24,22 +24,19 @@ def _hold_at(call: str, pattern: str, number: int, folder: str) -> None:
             while os.path.exists(folder) and not os.path.exists(f"{folder}/go"):  # noqa: PTH110
                 time.sleep(0.01)
 
-    if call == "open":
-
-        def hook(event: str, args: tuple[object, ...]) -> None:
-            if event == "open" and left[0] > 0:
-                seen(os.fsdecode(args[0]) if isinstance(args[0], (str, bytes)) else "")
-
-        sys.addaudithook(hook)
-        return
-    real = getattr(os, call)
+    def hook(event: str, args: tuple[object, ...]) -> None:
+        if event == "open" and isinstance(args[0], (str, bytes)):
+            seen(os.fsdecode(args[0]))
 
     def held(fd: int, *args: object) -> object:
-        if left[0] > 0:
-            seen(os.readlink(f"/proc/self/fd/{fd}"))  # noqa: PTH115
+        seen(os.readlink(f"/proc/self/fd/{fd}"))  # noqa: PTH115
         return real(fd, *args)
 
-    setattr(os, call, held)
+    if call == "open":
+        sys.addaudithook(hook)
+    else:
+        real = getattr(os, call)
+        setattr(os, call, held)
 
 
 def _limit_soon(most_cpu_s: int) -> None:
@@ -60,9 +57,4 @@ def _limit_soon(most_cpu_s: int) -> None:
 if "MOST_CPU_S" in os.environ:
     _limit_soon(int(os.environ["MOST_CPU_S"]))
 if "HOLD_FOLDER" in os.environ:
-    _hold_at(
-        os.environ["HOLD_CALL"],
-        os.environ["HOLD_PATH"],
-        int(os.environ["HOLD_NUMBER"]),
-        os.environ["HOLD_FOLDER"],
-    )
+    _hold_at(*(os.environ[f"HOLD_{name}"] for name in ("CALL", "PATH", "NUMBER", "FOLDER")))

@@ -280,7 +280,7 @@ BAD_ARRAYS = {
     "an id beyond the vocabulary": npy(np.array([VOCAB_SIZE])),
     "the largest of all": npy(np.array([1, 2**64 - 1], np.uint64)),
 }
-# More texts: tests/oracle/test_others_tars.py
+# More texts: tests/oracle/test_refusals.py
 BAD_TEXTS = (b"[1000]", b"7", b'{"ids": [1]}', b"[" * 3000 + b"]" * 3000, b"[" + b"9" * 5000 + b"]")
 BAD_IDS = {f"{raw[:12].decode()} of {len(raw)}": ("json", raw) for raw in BAD_TEXTS}
 BAD_IDS |= {name: ("npy", raw) for name, raw in BAD_ARRAYS.items()}

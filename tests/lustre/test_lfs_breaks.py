@@ -74,7 +74,6 @@ def calls(on_lustre: FakeLustre) -> Calls:
 
 def test_no_command_fails_because_of_lfs(calls: Calls, on_lustre: FakeLustre, tmp_path: Path) -> None:
     install_fake_slurm(tmp_path, on_lustre.patch)
-    pytest.importorskip("torch", reason="the loader needs it")
     made = World(tmp_path, data_dir=on_lustre.folder).raw({"a.txt": "one\ntwo\n" * 9}).make()
     missing = World(tmp_path, data_dir=made.data_dir / "M").plan()
     new = World(tmp_path, data_dir=made.data_dir / "N")

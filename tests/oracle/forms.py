@@ -16,7 +16,7 @@ import numpy as np
 import webdataset
 from tokenizers import Tokenizer
 
-from tests.world import TURN, World, hostile_text, hostile_texts, save_tokenizer, tokenizer_dir
+from tests.world import TURN, Ranks, World, hostile_text, hostile_texts, save_tokenizer, tokenizer_dir
 
 NUM_STEPS = 50
 RESUME_AT = 23  # global batches before a run goes on, on another number of ranks
@@ -90,17 +90,14 @@ class DataSets:
             self._made[name] = _MAKERS[name](self._folder / name)
         return self._made[name]
 
-    def of(self, form: Form) -> Any:
-        """What the loader of a form reads."""
-        if isinstance(form.data, str):
-            return self[form.data]
-        return {name: self[name] for name in form.data}
-
-
-def arguments_of(form: Form) -> dict[str, Any]:
-    """The arguments of a form, with the folder of the tokenizer where it asks for one."""
-    arguments = {name: value() if value is tokenizer_dir else value for name, value in form.arguments.items()}
-    return {**arguments, "global_batch_size": form.global_batch_size}
+    def ranks(self, name: str, world_size: int, **more: Any) -> Ranks:
+        """Return the loaders of a form, on a number of ranks."""
+        form = FORMS[name]
+        data = self[form.data] if isinstance(form.data, str) else {each: self[each] for each in form.data}
+        more["global_batch_size"] = form.global_batch_size
+        for key, value in form.arguments.items():
+            more[key] = value() if value is tokenizer_dir else value
+        return Ranks(data, world_size=world_size, batch_size=form.batch_size(world_size), **more)
 
 
 def hostile_world(folder: Path) -> World:
@@ -120,12 +117,8 @@ def _shardprep(**options: Any) -> Callable[[Path], Path]:
     return lambda folder: hostile_world(folder).make(num_shards=3, max_bad_fraction=1, **options).data_dir
 
 
-def _source(seed: int, num_texts: int, most_words: int) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        world = World(folder).raw({"a.txt": hostile_text(num_texts, seed, most_words)})
-        return world.make(num_shards=2).data_dir
-
-    return make
+def _source(*of_text: int) -> Callable[[Path], Path]:
+    return lambda folder: World(folder).raw({"a.txt": hostile_text(*of_text)}).make(num_shards=2).data_dir
 
 
 def conversations() -> list[list[dict[str, str]]]:
@@ -152,8 +145,8 @@ def _chat(folder: Path) -> Path:
 
 def _external(folder: Path) -> list[str]:
     """Tars that webdataset wrote, of lists and of arrays, with other members between."""
-    tokenizer = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
     folder.mkdir(parents=True)
+    tokenizer = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
     documents = [tokenizer.encode(text).ids for text in hostile_texts(110, seed=7)]
     for number in range(3):
         with webdataset.TarWriter(str(folder / f"part-{number}.tar")) as writer:
@@ -187,8 +180,8 @@ SHARDPREP_SETS: dict[str, Callable[[Path], Path]] = {
     "chat": _chat,
     "split": _shardprep(validation_fraction=0.3),
     "split_packed": _shardprep(record="packed", seq_len=SEQ_LEN, validation_fraction=0.3),
-    "korean": _source(4, 90, 10),
-    "english": _source(5, 130, 5),
+    "korean": _source(90, 4, 10),
+    "english": _source(130, 5, 5),
 }
 _MAKERS: dict[str, Callable[[Path], Any]] = {
     **SHARDPREP_SETS,

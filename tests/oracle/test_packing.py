@@ -103,9 +103,13 @@ def test_rows_are_those_of_a_plain_packer(
         sides[side].append([*encoding.ids, END])
     for side, documents in sides.items():
         check_rows(world, documents, pack, seq_len, **({"split": side} if side else {}))
-        most_ids = 512 * 1024 // 2
-        assert texts is short_texts or sum(map(len, documents)) > most_ids, "one member holds a side"
     assert ids_of_padding(world) <= {TOKENIZER.token_to_id(PAD)}
+    # A member has 512 KiB of ids, but for the last one of each side.
+    members = [np.load(io.BytesIO(data)) for name, data in world.members() if name.endswith("token_ids.npy")]
+    sizes = [ids.nbytes for ids in members]
+    assert sizes.count(512 << 10) == len(sizes) - len(sides)
+    assert max(sizes) <= 512 << 10
+    assert texts is short_texts or len(sizes) >= 2 * len(sides)
 
 
 def check_rows(world: World, documents: Rows, pack: Any, seq_len: int, **options: Any) -> None:

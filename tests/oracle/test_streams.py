@@ -1,18 +1,112 @@
-"""Batches and tars are those of commit 707a289, on every number of ranks and workers."""
+"""Batches and tars are those of commit 707a289, on every number of ranks and workers.
+
+``python -m tests.oracle.test_streams`` writes the table of hashes anew. A change of it changes what a running
+training would see next, and needs a good reason. That ids and masks of conversations are transformers' own is
+compared by tests/preprocess/test_chat.py.
+"""
 
 from __future__ import annotations
 
-import itertools
+import functools
+import hashlib
+import json
 import os
-from collections.abc import Iterator
+import tarfile
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.oracle import frozen
-from tests.oracle.forms import FORMS, SHARDPREP_SETS, WORLD_SIZES, DataSets, arguments_of
-from tests.world import Ranks, World, hostile_text
+from tests.oracle.forms import FORMS, NUM_STEPS, RESUME_AT, SHARDPREP_SETS, WORLD_SIZES, DataSets
+from tests.world import GlobalBatch, World, hostile_text
+
+PATH = Path(__file__).with_name("frozen.json")
+FIELDS = ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids", "origins")
+Hashes = dict[str, str]
+
+
+@functools.cache
+def read_table() -> dict[str, Any]:
+    """Return the table: ``streams`` by form and field, a hash a step; ``members`` by data set and shard."""
+    table: dict[str, Any] = json.loads(PATH.read_bytes())
+    return table
+
+
+def write_table(data: DataSets) -> None:
+    """Write the table of what is delivered on one rank, a field of a form in a line."""
+    streams: dict[str, dict[str, str]] = {}
+    for name in FORMS:
+        steps = [found for _, found in stream(data, name, world_size=1, num_workers=(0, 0), resume_on=1)]
+        streams[name] = {field: " ".join(found[field] for found in steps) for field in steps[0]}
+    members = {name: members_of(data[name]) for name in SHARDPREP_SETS}
+    PATH.write_text(json.dumps({"streams": streams, "members": members}, indent=1) + "\n", encoding="utf-8")
+
+
+def short_hash(parts: Iterable[bytes]) -> str:
+    """Hash parts with their lengths: moving a byte from one part to the next changes the hash."""
+    sha256 = hashlib.sha256()
+    for part in parts:
+        sha256.update(len(part).to_bytes(8, "little") + part)
+    return sha256.hexdigest()[:12]
+
+
+def hashes_of(batch: GlobalBatch) -> Hashes:
+    """Hash each field of a global batch, in the order of its samples, and the samples in any order."""
+    names = [name for name in FIELDS if name in batch[0]]
+    fields = {name: [array("q", sample[name]).tobytes() for sample in batch] for name in names}
+    in_any_order = chain(*sorted(zip(*fields.values(), strict=True)))
+    hashes = {name: short_hash(of_samples) for name, of_samples in fields.items()}
+    return {**hashes, "in_any_order": short_hash(in_any_order)}
+
+
+def stream(
+    data: DataSets, name: str, world_size: int, num_workers: tuple[int, int], resume_on: int
+) -> Iterator[tuple[str, Hashes]]:
+    """Yield where a global batch was delivered, in words, and its hashes.
+
+    The run goes on from its state after ``RESUME_AT`` steps on ``resume_on`` ranks. A rank has
+    ``num_workers`` before that and behind it.
+    """
+    state = None
+    stages = [(world_size, range(RESUME_AT)), (resume_on, range(RESUME_AT, NUM_STEPS))]
+    for (num_ranks, steps), of_rank in zip(stages, num_workers, strict=True):
+        resumed = "" if state is None else f", resumed at {RESUME_AT} from world size {world_size}"
+        told = f"form {name}, world size {num_ranks}, {of_rank} workers{resumed}"
+        with data.ranks(name, num_ranks, num_workers=of_rank, state=state) as ranks:
+            for step in steps:
+                where = f"{told}: global batch {step}"
+                try:
+                    batch = ranks.step()
+                except Exception as error:
+                    raise AssertionError(f"{where}: {error}") from error
+                yield where, hashes_of(batch)
+            state = ranks.state()
+
+
+def compare(name: str, step: int, where: str, found: Hashes) -> None:
+    """Raise AssertionError that says in which field a global batch of a form first differs from the table."""
+    expected = {field: of_steps.split()[step] for field, of_steps in read_table()["streams"][name].items()}
+    assert found.keys() == expected.keys(), where
+    differing = [field for field in found if found[field] != expected[field]]
+    is_order_alone = differing and "in_any_order" not in differing
+    assert not is_order_alone, f"{where} has the right samples in another order"
+    assert not differing, f"{where} differs first in {differing[0]} (differing: {differing})"
+
+
+def members_of(folder: Path) -> list[dict[str, Any]]:
+    """Of each shard: how many members its tar has, a hash of their names and one of their bytes, in order."""
+    shards = []
+    for path in sorted(folder.glob("shard-*.tar")):
+        with tarfile.open(path) as tar:
+            items = [(item.name, tar.extractfile(item).read()) for item in tar]  # type: ignore[union-attr]
+        names = short_hash(name.encode() for name, _ in items)
+        data = short_hash(content for _, content in items)
+        shards.append({"num_members": len(items), "names": names, "bytes": data})
+    return shards
 
 
 def cases() -> Iterator[Any]:
@@ -21,7 +115,7 @@ def cases() -> Iterator[Any]:
     Workers are processes, which cost: each form has them on one small number of ranks, and one form on all,
     before the run resumes or behind it. ORACLE=all tries all forms with none, and with both.
     """
-    for (number, name), (turn, world_size) in itertools.product(enumerate(FORMS), enumerate(WORLD_SIZES)):
+    for (number, name), (turn, world_size) in product(enumerate(FORMS), enumerate(WORLD_SIZES)):
         by_id = {f"{name}-{world_size}": (0, 0)}
         if os.environ.get("ORACLE") == "all":
             by_id[f"{name}-{world_size}-workers"] = (2, 2)
@@ -45,19 +139,18 @@ def test_a_form_delivers_the_frozen_batches_and_resumes_on_another_number_of_ran
     data: DataSets, name: str, world_size: int, num_workers: tuple[int, int]
 ) -> None:
     resume_on = WORLD_SIZES[(WORLD_SIZES.index(world_size) + 1) % len(WORLD_SIZES)]
-    for step, (where, found) in enumerate(frozen.stream(data, name, world_size, num_workers, resume_on)):
-        frozen.compare(name, step, where, found)
+    for step, (where, found) in enumerate(stream(data, name, world_size, num_workers, resume_on)):
+        compare(name, step, where, found)
 
 
 @pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.accumulates])
 def test_a_run_that_stopped_inside_a_global_batch_gets_the_rest_of_it(data: DataSets, name: str) -> None:
-    form, step = FORMS[name], 5
-    arguments = {**arguments_of(form), "world_size": 2, "batch_size": form.batch_size(2)}
-    with Ranks(data.of(form), **arguments) as ranks:
+    step = 5
+    with data.ranks(name, 2) as ranks:
         ranks.take(step)
         begun = [ranks.batches_of_step(rank, most=1) for rank in range(2)]
         state = ranks.state()
-    with Ranks(data.of(form), state=state, **arguments) as ranks:
+    with data.ranks(name, 2, state=state) as ranks:
         assert {loader.first_batch for loader in ranks.loaders} == {3 * step + 1}
         rest = [ranks.batches_of_step(rank) for rank in range(2)]
         batch = ranks.join([[*first, *last] for first, last in zip(begun, rest, strict=True)])
@@ -65,13 +158,13 @@ def test_a_run_that_stopped_inside_a_global_batch_gets_the_rest_of_it(data: Data
         following = ranks.step()
     where = f"form {name}, world size 2, resumed inside a global batch: global batch"
     for number, found in [(step, batch), (step + 1, following)]:
-        frozen.compare(name, number, f"{where} {number}", frozen.hashes_of(found))
+        compare(name, number, f"{where} {number}", hashes_of(found))
 
 
 @pytest.mark.parametrize("name", SHARDPREP_SETS)
 def test_the_members_of_tars_are_the_frozen_ones(data: DataSets, name: str) -> None:
-    expected = frozen.read_table()["members"][name]
-    found = frozen.members_of(data[name])
+    expected = read_table()["members"][name]
+    found = members_of(data[name])
     assert len(found) == len(expected), f"data set {name} has {len(found)} shards"
     for shard_id, (of_shard, of_table) in enumerate(zip(found, expected, strict=True)):
         assert of_shard == of_table, f"data set {name}, shard {shard_id}: its tar's members are others"
@@ -86,8 +179,12 @@ def test_a_shard_has_no_manifest_before_its_other_files_are_in_place(tmp_path: P
     raw = hostile_text(30).encode() + b"\nbad \xff byte\n"
     world = World(tmp_path).raw({"a.txt": raw}).plan(num_shards=1, digests=True, max_bad_fraction=1)
     (world.data_dir / name / "taken").mkdir(parents=True)
-    ended = world.main("shard", shard_id=0, output_dir=world.data_dir)
-    assert ended.code == 74, ended.text
-    assert name in ended.err
+    world.try_shard(0).ends(74, name)
     manifest = world.data_dir / "shard-00000.json"
     assert not manifest.exists(), f"the manifest stands there, and {name} could not be put in its place"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as name:
+        os.environ["XDG_CACHE_HOME"] = name
+        write_table(DataSets(Path(name) / "data"))

@@ -26,7 +26,7 @@ import pyarrow
 import pytest
 from transformers import AutoTokenizer
 
-from tests import chat_tokenizers
+from tests import chat_sets
 from tests.chat_sets import PLAIN, TAGGED, conversations, write_chats
 from tests.children import child, environ_of_children, shardprep
 from tests.forged import rewrite_json
@@ -54,9 +54,7 @@ def planned(world: World, **options: Any) -> World:
 
 def flat_of(world: World) -> list[tuple[int, int]]:
     """All ids of a data set with their labels, as the loader delivers them."""
-    with world.ranks(global_batch_size=1, shuffle=False) as ranks:
-        samples = [sample for step in ranks.take(len(ranks.loaders[0])) for sample in step]
-    return [pair for each in samples for pair in zip(each["input_ids"], each["labels"], strict=True)]
+    return [pair for each in world.samples() for pair in zip(each["input_ids"], each["labels"], strict=True)]
 
 
 def flat(pairs: list[tuple[list[int], list[int]]]) -> list[tuple[int, int]]:
@@ -81,8 +79,8 @@ SAMPLE = [
     ("WordPiece, no accents", "in a variable"), ("bytes, trimmed, space in front", "without tags"),
     ("words, no pre-tokenizer", "without tags, ChatML"),
 ]  # fmt: skip
-NAMES = [*chat_tokenizers.TOKENIZERS, "Llama 3"]
-PAIRS = [(name, each) for name in NAMES for each in chat_tokenizers.TEMPLATES] if TAKES_ALL else SAMPLE
+NAMES = [*chat_sets.TOKENIZERS, "Llama 3"]
+PAIRS = [(name, each) for name in NAMES for each in chat_sets.TEMPLATES] if TAKES_ALL else SAMPLE
 Models = Callable[[str], Path]
 
 
@@ -94,7 +92,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         if name == "Llama 3":
             return Path(request.getfixturevalue("shared_dir")) / "tokenizers" / "llama3"
         path = folder / name
-        return path if path.exists() else chat_tokenizers.save_tokenizer(name, path)
+        return path if path.exists() else chat_sets.save_tokenizer(name, path)
 
     return model
 
@@ -129,11 +127,11 @@ def expected(model: Path, chats: list[Any]) -> list[tuple[list[int], list[int]]]
 
 @pytest.mark.parametrize(("name", "template"), PAIRS)
 def test_masks_are_those_of_transformers(models: Models, tmp_path: Path, name: str, template: str) -> None:
-    chats = chat_tokenizers.conversations(NUM_CHATS, seed=PAIRS.index((name, template)))
+    chats = chat_sets.odd_conversations(NUM_CHATS, seed=PAIRS.index((name, template)))
     world = World(tmp_path, tokenizer=models(name))
     write_chats(world.raw_dir, chats)
     tokenizer: Any = AutoTokenizer.from_pretrained(world.tokenizer)
-    tokenizer.chat_template = chat_tokenizers.TEMPLATES[template]
+    tokenizer.chat_template = chat_sets.TEMPLATES[template]
     (tmp_path / "template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
     file = tmp_path / "template.jinja"
     planned(world, chat_template_file=file, allow_special_tokens=True, seq_len=512).run()
@@ -154,11 +152,10 @@ def test_best_fit_keeps_each_conversation_whole_and_peek_shows_what_has_labels(t
     """An export that would lose them is refused."""
     world = planned(world_of(tmp_path, PLAIN, CHATS), pack="best_fit", seq_len=512, num_shards=2).run()
     found = []
-    with world.ranks(global_batch_size=1, shuffle=False, boundaries=["segment_ids", "position_ids"]) as ranks:
-        for (row,) in ranks.take(len(ranks.loaders[0])):
-            begins = [place for place, position in enumerate(row["position_ids"]) if position == 0]
-            for begin, end in zip(begins, [*begins[1:], len(row["input_ids"])], strict=True):
-                found.append(row["input_ids"][begin:end])
+    for row in world.samples(boundaries=["segment_ids", "position_ids"]):
+        begins = [place for place, position in enumerate(row["position_ids"]) if position == 0]
+        for begin, end in zip(begins, [*begins[1:], len(row["input_ids"])], strict=True):
+            found.append(row["input_ids"][begin:end])
     wanted = [ids for ids, _ in expected(world.tokenizer, CHATS)]
     assert max(map(len, wanted)) <= 512, "each fits into a row"
     assert sorted(ids for ids in found if len(ids) > 1 and ids[0] != ids[-1]) == sorted(wanted)

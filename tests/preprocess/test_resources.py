@@ -192,8 +192,8 @@ def data(shared_dir: Path, corpora_dir: Path, tmp_path_factory: pytest.TempPathF
     for line in filter(str.strip, text.decode("utf-8", "ignore").split("\n")):
         turns = [{"role": "user", "content": line}, {"role": "assistant", "content": line[::-1]}]
         records.append({"text": line, "messages": turns})
-    line = b" ".join((corpora_dir / "en_paragraphs.txt").read_bytes()[:4_000_000].split(b"\n"))
-    long = World(root / "long").raw({"a.txt": line + b"\n" + line * 25})
+    long_line = b" ".join((corpora_dir / "en_paragraphs.txt").read_bytes()[:4_000_000].split(b"\n"))
+    long = World(root / "long").raw({"a.txt": long_line + b"\n" + long_line * 25})
     (root / "template.jinja").write_text(PLAIN)
     worlds = {}
     for name, options in FORMS.items():

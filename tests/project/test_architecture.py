@@ -7,6 +7,7 @@ import functools
 import json
 import re
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -85,20 +86,9 @@ def test_a_folder_imports_what_stands_before_it_alone(folder: str) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_inside_of_a_package_imports_go_one_way(package: str) -> None:
-    """No module imports one that imports it, by however many others."""
-    files = {name.removesuffix(".py").replace("/", "."): names for name, names in modules(package).items()}
-    done: set[str] = set()
-
-    def visit(name: str, above: tuple[str, ...]) -> None:
-        assert name not in above, f"imports in a circle: {' -> '.join([*above[above.index(name) :], name])}"
-        if name not in done:
-            for each in sorted(files.get(name, ())):
-                if each != name and each in files:
-                    visit(each, (*above, name))
-            done.add(name)
-
-    for name in sorted(files):
-        visit(name, ())
+    """No module imports one that imports it, by however many others: the error names such a circle."""
+    imported = {name.removesuffix(".py").replace("/", "."): names for name, names in modules(package).items()}
+    TopologicalSorter({name: names - {name} for name, names in imported.items()}).prepare()
 
 
 def test_names_of_packages_stand_in_no_string_of_shardprep_but_the_table_of_commands() -> None:
@@ -117,16 +107,11 @@ def test_the_format_needs_nothing_but_the_standard_library_numpy_orjson_and_msgs
         assert {name.partition(".")[0] for name in imports_of(path)} <= allowed, path.name
 
 
-# Read by each Python that starts: which process opened a shard's tar, and what it had imported by its end.
+# Read by each Python that starts: what a process that makes shards has imported by its end.
 REPORTING = """
 import atexit, json, multiprocessing.util, os, sys
-opened = []
-def note(event, args):
-    if event == "open" and ".tar." in str(args[0]) and "shard-" in str(args[0]):
-        opened.append(args[0])
-sys.addaudithook(note)
 def tell(*_):
-    if opened:
+    if "preprocess.make.shard_writer" in sys.modules:
         with open(os.environ["REPORT"], "a") as file:
             file.write(json.dumps(sorted(sys.modules)) + "\\n")
 atexit.register(tell)
@@ -150,8 +135,6 @@ def test_a_process_that_makes_a_shard_has_no_heavy_library(tmp_path: Path, form:
     environ = environ_of_children(PYTHONPATH=f"{tmp_path}:{ROOT}", REPORT=str(report))
     run_child(shardprep(*words), env=environ)
     lists = [set(json.loads(line)) for line in report.read_text().splitlines()]
-    assert lists
+    assert any({"gigatoken", "tokenizers"} & names for names in lists), "one of them has an engine"
     for names in lists:
-        assert {"numpy", "preprocess.make.shard_writer"} <= names, "this is a worker"
-        assert {"gigatoken", "tokenizers"} & names, "it has an engine"
         assert not HEAVY & {name.split(".")[0] for name in names}

@@ -6,11 +6,9 @@ tests/oracle/test_done.py says what verify finds; here every reader is asked wha
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,17 +20,6 @@ from tests.world import World
 WRONG = 1  # the shard that is found wrong, of three
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("made")).raw({"a.txt": "a line of text\n" * 90}).make(num_shards=3)
-
-
-@pytest.fixture
-def whole(made: World, tmp_path: Path) -> World:
-    """A copy of a verified data set."""
-    return made.copy(tmp_path)
-
-
 def flip_id(world: World) -> None:
     """Flip a bit of a token id: of the same size, and it still is a list of ids."""
     path = world.data_dir / f"shard-{WRONG:05d}.tar"
@@ -42,11 +29,11 @@ def flip_id(world: World) -> None:
 
 
 @pytest.fixture
-def wrong(whole: World) -> World:
-    """The same, with a flipped id that verify has found."""
-    flip_id(whole)
-    assert code_of(whole, "verify") == 65
-    return whole
+def wrong(world: World) -> World:
+    """Three shards, of which verify has found one with a flipped id."""
+    flip_id(world)
+    assert code_of(world, "verify") == 65
+    return world
 
 
 def code_of(world: World, command: str, **options: Any) -> int:
@@ -76,19 +63,18 @@ def stage(world: World) -> int:
     return code
 
 
-def status(world: World) -> dict[str, Any]:
+def told(world: World) -> tuple[str, str]:
+    """The shards that status calls done, and wrong."""
     ended = world.main("status", world.data_dir, json=True)
     assert ended.code == 0, ended.text
-    told: dict[str, Any] = json.loads(ended.out)
-    return told
+    state = json.loads(ended.out)
+    return state["done"], state["wrong"]
 
 
 READERS: dict[str, Callable[[World], int]] = {
     "load": load,
     "load by a pattern": functools.partial(load, shards="shard-*.tar"),
-    "nanogpt": functools.partial(export, "nanogpt"),
-    "megatron": functools.partial(export, "megatron"),
-    "hf": functools.partial(export, "hf"),
+    **{to: functools.partial(export, to) for to in ("nanogpt", "megatron", "hf")},
     "stage": stage,
     "verify --fast": functools.partial(code_of, command="verify", fast=True),
 }
@@ -96,15 +82,14 @@ READERS: dict[str, Callable[[World], int]] = {
 
 @pytest.mark.parametrize("has_index", [False, True])
 def test_every_reader_refuses_a_shard_that_verify_found_wrong(
-    wrong: World, made: World, has_index: bool
+    wrong: World, whole: World, has_index: bool
 ) -> None:
     """Beside an index, too: verify was killed, or the index came back with a backup."""
     assert not (wrong.data_dir / "index.json").exists()
     if has_index:
-        (wrong.data_dir / "index.json").write_bytes((made.data_dir / "index.json").read_bytes())
+        (wrong.data_dir / "index.json").write_bytes((whole.data_dir / "index.json").read_bytes())
     assert {name: read(wrong) for name, read in READERS.items()} == dict.fromkeys(READERS, 65)
-    told = status(wrong)
-    assert (told["done"], told["wrong"]) == ("0,2", "1")
+    assert told(wrong) == ("0,2", "1")
     assert load(wrong, "shard-0000{0,2}.tar") == 0, "where the others alone are named"
     wrong.run(WRONG)
     assert load(wrong) == export("nanogpt", wrong) == stage(wrong) == 0, "once it is made anew"
@@ -118,11 +103,10 @@ def test_no_flipped_bit_of_the_findings_makes_a_wrong_shard_count_as_done(wrong:
     for _ in range(24):
         place, bit = chance.randrange(len(before)), chance.randrange(8)
         path.write_bytes(before[:place] + bytes([before[place] ^ 1 << bit]) + before[place + 1 :])
-        ended = wrong.main("status", wrong.data_dir, json=True)
-        assert ended.code == 65 or json.loads(ended.out)["done"] == "0,2", (place, bit)
+        assert code_of(wrong, "status") == 65 or told(wrong)[0] == "0,2", (place, bit)
         assert load(wrong) == 65, (place, bit)
         # What cannot be read is no reason to make a shard again, either.
-        assert wrong.main("shard", shard_id=WRONG, output_dir=wrong.data_dir).code == 65, (place, bit)
+        assert wrong.try_shard(WRONG).code == 65, (place, bit)
         assert (wrong.data_dir / f"shard-{WRONG:05d}.json").read_bytes() == manifest
 
 
@@ -132,7 +116,7 @@ def test_findings_that_cannot_be_read_are_refused_and_verify_writes_them_anew(wr
         assert load(wrong) == code_of(wrong, "status") == 65
         assert code_of(wrong, "verify", fast=True) == 65, "it cannot know what is wrong"
         assert code_of(wrong, "verify") == 65
-        assert status(wrong)["wrong"] == "1"
+        assert told(wrong)[1] == "1"
 
 
 WRONG_TYPES: dict[str, tuple[object, ...]] = {
@@ -146,33 +130,11 @@ WRONG_TYPES: dict[str, tuple[object, ...]] = {
 
 def test_findings_of_wrong_types_are_refused_in_words_though_the_hash_is_right(wrong: World) -> None:
     path = wrong.data_dir / "findings.json"
-    before, shard = path.read_bytes(), ["shard", "--shard_id", WRONG, "--output_dir"]
-    for key, values in WRONG_TYPES.items():
-        for value in values:
-            path.write_bytes(before)
-            rewrite_json(path, **{f"findings.0.{key}": value})
-            for words in (["status"], ["report"], ["retry"], shard):
-                ended = wrong.main(*words, wrong.data_dir)
-                assert (ended.code, "findings.json" in ended.err) == (65, True), (
-                    key,
-                    value,
-                    words,
-                    ended.text,
-                )
-            assert export("nanogpt", wrong) == load(wrong) == 65, (key, value)
-
-
-def test_a_finding_of_a_deep_look_stands_until_it_looks_again_or_the_shard_is_made_anew(whole: World) -> None:
-    """Another id, with right hashes: only the input tells that it is wrong."""
-    tar, manifest = (whole.data_dir / f"shard-{WRONG:05d}.{suffix}" for suffix in ("tar", "json"))
-    good = tar.read_bytes(), manifest.read_bytes()
-    flip_id(whole)
-    rewrite_json(manifest, **{"tar.sha256": hashlib.sha256(tar.read_bytes()).hexdigest()})
-    whole.verify()
-    assert code_of(whole, "verify", deep=3) == 65
-    for options in ({}, {"fast": True}, {"deep": 1}):
-        assert code_of(whole, "verify", **options) == 65
-        assert status(whole)["wrong"] == "1"
-    tar.write_bytes(good[0])
-    manifest.write_bytes(good[1])
-    whole.verify()  # it has another manifest
+    before = path.read_bytes()
+    for key, value in ((key, value) for key, values in WRONG_TYPES.items() for value in values):
+        path.write_bytes(before)
+        rewrite_json(path, **{f"findings.0.{key}": value})
+        ends = [wrong.main(command, wrong.data_dir) for command in ("status", "report", "retry")]
+        for ended in (*ends, wrong.try_shard(WRONG)):
+            assert (ended.code, "findings.json" in ended.err) == (65, True), (key, value, ended.text)
+        assert export("nanogpt", wrong) == load(wrong) == 65, (key, value)

@@ -11,9 +11,7 @@ import errno
 import json
 import os
 import shutil
-import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,55 +19,51 @@ from typing import Any
 import pytest
 
 from loader import ShardprepError
-from tests.children import environ_of_children, run_child
 from tests.world import World, open_loader, tokenizer_dir
 
-Fail = Callable[..., list[str]]
+Watch = Callable[..., list[str]]
 
 
 @pytest.fixture
-def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
-    """``fail("open", "a.txt", errno.EIO, times=2)``: that call of ``os`` fails for files of that name.
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    """``watch("open")`` notes the names of the files for which that function of ``os`` is called.
 
-    For a path, and for a descriptor that is open. Returns a list that gets the path of each failure.
+    ``watch("open", "a.txt", errno.EIO, times=2)`` notes those of this name alone, and their calls fail: for a
+    path, and for a descriptor that is open.
     """
     monkeypatch.setattr(time, "sleep", lambda _: None)
 
-    def apply(call: str, name: str, error: int, *, times: int = 10**9) -> list[str]:
-        failed: list[str] = []
+    def apply(call: str, name: str = "", error: int = 0, *, times: int = 10**9) -> list[str]:
+        noted: list[str] = []
         real = getattr(os, call)
 
-        def failing(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
-            shown = (
-                Path(f"/proc/self/fd/{path}").readlink() if isinstance(path, int) else Path(os.fspath(path))
-            )
-            if shown.name == name and len(failed) < times:
-                failed.append(str(shown))
-                raise OSError(error, os.strerror(error), None if isinstance(path, int) else path)
+        def watching(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+            is_open = isinstance(path, int)
+            if name or not is_open:
+                shown = Path(f"/proc/self/fd/{path}").readlink() if is_open else Path(os.fspath(path))
+                if shown.name == (name or shown.name) and len(noted) < times:
+                    noted.append(shown.name)
+                    if error:
+                        raise OSError(error, os.strerror(error), None if is_open else path)
             return real(path, *args, **kwargs)
 
-        monkeypatch.setattr(os, call, failing)
-        return failed
+        monkeypatch.setattr(os, call, watching)
+        return noted
 
     return apply
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """A planned folder of two shards, of which the first is made."""
-    world = World(tmp_path_factory.mktemp("made")).raw({"a.txt": "a line of text\n" * 90})
-    return world.plan(num_shards=2).run(0)
-
-
 @pytest.fixture
-def world(made: World, tmp_path: Path) -> World:
-    return made.copy(tmp_path)
+def half(world: World) -> World:
+    """A planned folder of three shards, of which the second is not made."""
+    for path in [world.data_dir / "index.json", *world.data_dir.glob("shard-00001.*")]:
+        path.unlink()
+    return world
 
 
-def test_stage_ends_with_74_where_a_folder_cannot_be_listed(world: World, fail: Fail) -> None:
+def test_stage_ends_with_74_where_a_folder_cannot_be_listed(world: World, watch: Watch) -> None:
     """os.walk leaves such a folder out, without a word."""
-    world.run(1)
-    failed = fail("scandir", "data", errno.ESTALE)
+    failed = watch("scandir", "data", errno.ESTALE)
     ended = world.main("stage", world.data_dir, "--to", world.data_dir.with_name("copy"))
     assert (ended.code, bool(failed)) == (74, True), ended.text
 
@@ -77,18 +71,18 @@ def test_stage_ends_with_74_where_a_folder_cannot_be_listed(world: World, fail: 
 @pytest.mark.parametrize("error", ["EMFILE", "ENFILE", "ESTALE", "EDQUOT", "EROFS", "EIO", "ENOMEM"])
 @pytest.mark.parametrize("command", ["plan", "shard"])
 def test_an_error_that_may_go_away_is_tried_again_and_another_is_not(
-    world: World, fail: Fail, command: str, error: str
+    half: World, watch: Watch, command: str, error: str
 ) -> None:
-    failed = fail("open", "a.txt", getattr(errno, error))
-    ended = world.try_shard(1) if command == "shard" else world.try_plan(output_dir=world.data_dir / "new")
+    failed = watch("open", "a.txt", getattr(errno, error))
+    ended = half.try_shard(1) if command == "shard" else half.try_plan(output_dir=half.data_dir / "new")
     assert (ended.code, "a.txt" in ended.err) == (74, True), ended.text
     assert (len(failed) > 1) == (error in ("EMFILE", "ENFILE", "ESTALE", "EIO"))
 
 
 @pytest.mark.parametrize("call", ["open", "pread"])
-def test_an_input_that_comes_back_is_opened_and_read_again(world: World, fail: Fail, call: str) -> None:
-    failed = fail(call, "a.txt", errno.ESTALE, times=2)
-    world.run(1)
+def test_an_input_that_comes_back_is_opened_and_read_again(half: World, watch: Watch, call: str) -> None:
+    failed = watch(call, "a.txt", errno.ESTALE, times=2)
+    half.run(1)
     assert len(failed) == 2
 
 
@@ -107,14 +101,13 @@ def test_a_fifo_or_a_device_in_a_models_folder_is_named_and_not_read(
     assert (ended.code, name in ended.err) == (65, True), ended.text
 
 
-@pytest.mark.processes
-def test_a_scratch_folder_that_cannot_be_made_is_73_and_names_tmpdir(world: World) -> None:
-    code = (
-        "import sys, tempfile; tempfile._candidate_tempdir_list = lambda: ['/proc/nowhere']; "
-        "from shardprep.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    )
-    words = [sys.executable, "-c", code, "plan", *world.words_of_plan()]
-    assert "TMPDIR" in run_child(words, env=environ_of_children(), code=73).stderr
+def test_a_scratch_folder_that_cannot_be_made_is_73_and_names_tmpdir(
+    half: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc/nowhere"])
+    ended = half.try_plan(output_dir=half.data_dir / "new")
+    assert (ended.code, "TMPDIR" in ended.err) == (73, True), ended.text
 
 
 @pytest.mark.slow
@@ -125,55 +118,31 @@ def test_a_shard_a_file_of_very_many_small_files_is_warned_of(tmp_path: Path) ->
         assert (ended.code, "--num_shards 1" in ended.text) == (0, is_warned)
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
-    """How often each call was made, by the name of the call and of the file or folder."""
-    found: Counter[tuple[str, str]] = Counter()
-    for call in ("listdir", "scandir", "open", "stat"):
-        real = getattr(os, call)
-
-        def counting(path: Any = ".", *args: Any, call: str = call, real: Any = real, **kwargs: Any) -> Any:
-            if not isinstance(path, int):
-                found[call, Path(os.fspath(path)).name] += 1
-            return real(path, *args, **kwargs)
-
-        monkeypatch.setattr(os, call, counting)
-    return found
-
-
-def test_a_done_shard_costs_one_open_and_two_looks_at_sizes_of_its_files(
-    world: World, asked: Counter[tuple[str, str]]
-) -> None:
+def test_a_done_shard_costs_one_open_and_two_looks_at_sizes_of_its_files(world: World, watch: Watch) -> None:
     """On a parallel file system each is a round trip to a server."""
+    asked = {call: watch(call) for call in ("open", "stat", "listdir", "scandir")}
     assert world.try_shard(0).code == 0
-    shard = {key: number for key, number in asked.items() if key[1].startswith("shard-")}
-    assert shard == {
-        ("open", "shard-00000.json"): 1, ("stat", "shard-00000.tar"): 1, ("stat", "shard-00000.idx"): 1
-    }  # fmt: skip
+    of_shard = {call: [name for name in names if name.startswith("shard-")] for call, names in asked.items()}
+    sizes = ["shard-00000.idx", "shard-00000.tar"]
+    assert (of_shard.pop("open"), sorted(of_shard.pop("stat"))) == (["shard-00000.json"], sizes)
+    assert not any(of_shard.values())
 
 
-def test_a_task_lists_no_folder_of_the_data_set(world: World, asked: Counter[tuple[str, str]]) -> None:
-    assert world.try_shard(1).code == 0
-    assert not asked["scandir", "data"] + asked["listdir", "data"]
+def test_a_task_lists_no_folder_of_the_data_set(half: World, watch: Watch) -> None:
+    listed = watch("listdir"), watch("scandir")
+    assert half.try_shard(1).code == 0
+    assert not any("data" in names for names in listed)
 
 
 @pytest.mark.processes
-def test_run_finds_what_is_missing_with_one_look_at_the_folder(
-    world: World, asked: Counter[tuple[str, str]]
-) -> None:
+def test_run_finds_what_is_missing_with_one_look_at_the_folder(half: World, watch: Watch) -> None:
     for number in (0, 1):
-        (world.data_dir / f".shard-0000{number}.tar.host-1-00000000.tmp").touch()
-    asked.clear()
-    assert world.main("run", world.data_dir).code == 0
-    assert asked["scandir", "data"] + asked["listdir", "data"] == 1
-    assert (world.data_dir / "shard-00001.json").exists()
-    assert not list(world.data_dir.glob(".shard-00000*")), "temporaries of done shards go"
-
-
-@pytest.fixture
-def whole(world: World) -> World:
-    """Two shards, verified."""
-    return world.run(1).verify()
+        (half.data_dir / f".shard-0000{number}.tar.host-1-00000000.tmp").touch()
+    listed = watch("listdir"), watch("scandir")
+    assert half.main("run", half.data_dir).code == 0
+    assert sum(names.count("data") for names in listed) == 1
+    assert (half.data_dir / "shard-00001.json").exists()
+    assert not list(half.data_dir.glob(".shard-00000*")), "temporaries of done shards go"
 
 
 @pytest.mark.parametrize(
@@ -185,37 +154,37 @@ def whole(world: World) -> World:
     ],
 )
 def test_an_error_of_reading_says_nothing_of_the_shard(
-    whole: World, fail: Fail, error: str, suffix: str
+    world: World, watch: Watch, error: str, suffix: str
 ) -> None:
-    before = (whole.data_dir / "index.json").read_bytes()
-    fail("open", f"shard-00001.{suffix}", getattr(errno, error))
-    ended = whole.main("verify", whole.data_dir)
+    before = (world.data_dir / "index.json").read_bytes()
+    watch("open", f"shard-00001.{suffix}", getattr(errno, error))
+    ended = world.main("verify", world.data_dir)
     assert (ended.code, f"shard-00001.{suffix}" in ended.err) == (74, True)
-    assert not (whole.data_dir / "findings.json").exists()
-    assert (whole.data_dir / "index.json").read_bytes() == before
+    assert not (world.data_dir / "findings.json").exists()
+    assert (world.data_dir / "index.json").read_bytes() == before
 
 
 def test_a_finding_is_written_and_stands_though_another_or_the_same_shard_cannot_be_read(
-    whole: World, fail: Fail, monkeypatch: pytest.MonkeyPatch
+    world: World, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tar = whole.data_dir / "shard-00001.tar"
+    tar = world.data_dir / "shard-00001.tar"
     tar.write_bytes(tar.read_bytes().replace(b"[", b"{", 1))
-    fail("open", "shard-00000.tar", errno.EIO)
-    assert whole.main("verify", whole.data_dir).code == 65
-    fail("open", "shard-00001.tar", errno.EIO)
-    assert whole.main("verify", whole.data_dir).code == 74
+    watch("open", "shard-00000.tar", errno.EIO)
+    assert world.main("verify", world.data_dir).code == 65
+    watch("open", "shard-00001.tar", errno.EIO)
+    assert world.main("verify", world.data_dir).code == 74
     monkeypatch.undo()
-    assert json.loads(whole.main("status", whole.data_dir, json=True).out)["wrong"] == "1"
+    assert json.loads(world.main("status", world.data_dir, json=True).out)["wrong"] == "1"
 
 
-def test_a_manifest_that_cannot_be_read_is_no_missing_shard(whole: World, fail: Fail) -> None:
-    (whole.data_dir / "index.json").unlink()
-    before = (whole.data_dir / "shard-00001.tar").stat().st_mtime_ns
-    fail("open", "shard-00001.json", errno.EACCES)
-    ended = whole.main("status", whole.data_dir)
+def test_a_manifest_that_cannot_be_read_is_no_missing_shard(world: World, watch: Watch) -> None:
+    (world.data_dir / "index.json").unlink()
+    before = (world.data_dir / "shard-00001.tar").stat().st_mtime_ns
+    watch("open", "shard-00001.json", errno.EACCES)
+    ended = world.main("status", world.data_dir)
     assert (ended.code, "shard-00001.json" in ended.err) == (74, True)
-    assert whole.main("run", whole.data_dir).code == 74
+    assert world.main("run", world.data_dir).code == 74
     with pytest.raises(ShardprepError) as raised:
-        open_loader(whole.data_dir)
+        open_loader(world.data_dir)
     assert raised.value.exit_code == 74
-    assert (whole.data_dir / "shard-00001.tar").stat().st_mtime_ns == before, "it is not made again"
+    assert (world.data_dir / "shard-00001.tar").stat().st_mtime_ns == before, "it is not made again"

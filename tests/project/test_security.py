@@ -1,15 +1,22 @@
-"""What SECURITY.md promises, where no other test shows it; and that each test it names is there."""
+"""What SECURITY.md promises, where no other test shows it; and that each test it names is there.
+
+No name that stands in a file of a data set, and no link that lies in it, leads a command elsewhere.
+"""
 
 from __future__ import annotations
 
 import bz2
 import gzip
 import io
+import json
 import lzma
+import os
 import pickle
 import re
+import shutil
 import struct
 import tarfile
+import time
 import tracemalloc
 import zlib
 from collections.abc import Callable
@@ -22,7 +29,9 @@ import zstandard
 
 from loader import NotFound, ShardprepError, get_llama3_dataloader
 from tests.checkout import ROOT
-from tests.world import World, tokenizer_dir
+from tests.forged import rewrite_plan
+from tests.slurm.fake_slurm import Desk, FakeSlurm, ended, install_fake_slurm
+from tests.world import World, open_loader, tokenizer_dir
 
 SECRETS = {
     "HF_TOKEN": "hf_secretOfTheHub0123456789",
@@ -41,53 +50,40 @@ class RunsCode:
         return Path.touch, (self.marker,)
 
 
-@pytest.fixture
-def marker(tmp_path: Path) -> Path:
-    return tmp_path / "marker"
-
-
-@pytest.fixture
-def pickled(marker: Path) -> bytes:
-    data = pickle.dumps(RunsCode(marker))
-    pickle.loads(data)
-    assert marker.exists(), "it would have run"
-    marker.unlink()
-    return data
-
-
-def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
+def write_tar(path: Path, name: str, data: bytes) -> Path:
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
+        info = tarfile.TarInfo(name)
+        info.size = len(data)
+        tar.addfile(info, io.BytesIO(data))
     return path
 
 
-def test_no_pickle_in_a_member_of_a_tar_is_ever_opened(tmp_path: Path, marker: Path, pickled: bytes) -> None:
-    """webdataset's own decoder opens ``.pyd``, ``.pickle`` and arrays of objects."""
-    npy = io.BytesIO()  # as numpy.save begins an array of objects, whose content is the pickle
-    np.lib.format.write_array_header_1_0(npy, {"descr": "|O", "fortran_order": False, "shape": (1,)})
-    members = [("a.token_ids.npy", npy.getvalue() + pickled), ("a.extra.pyd", pickled), ("b.pickle", pickled)]
-    for chosen in (members[:1], members[1:2], members[2:], members):
-        tar = write_tar(tmp_path / "strange.tar", chosen)
-        with pytest.raises(ShardprepError):
-            list(get_llama3_dataloader([tar], 1, tokenizer_dir(), num_workers=0))
-        assert not marker.exists()
+PICKLED = ("index.json", "plan.json", *(f"shard-00000.{suffix}" for suffix in ("idx", "json")))
+MEMBERS = ("a.token_ids.npy", "a.pyd", "a.pickle")  # of a tar
 
 
-@pytest.mark.parametrize("name", ["index.json", "shard-00000.idx", "shard-00000.json", "plan.json"])
-def test_no_pickle_in_place_of_a_file_of_the_data_set_is_ever_opened(
-    tmp_path: Path, marker: Path, pickled: bytes, name: str
-) -> None:
+@pytest.mark.parametrize("name", [*PICKLED, *MEMBERS])
+def test_no_pickle_is_ever_opened(tmp_path: Path, name: str) -> None:
+    """In place of a file, or in a member of a tar: webdataset's own decoder opens these."""
+    pickled = pickle.dumps(RunsCode(marker := tmp_path / "marker"))
+    pickle.loads(pickled)
+    assert marker.exists(), "it would have run"
+    marker.unlink()
     world = World(tmp_path).raw({"a.txt": "a line\n" * 9}).make(num_shards=1)
-    (world.data_dir / name).write_bytes(pickled)
+    shards: list[Any] = [world.data_dir]
+    if name in MEMBERS:
+        header = io.BytesIO()  # of an array of objects, as numpy.save begins it; its content is the pickle
+        np.lib.format.write_array_header_1_0(header, {"descr": "|O", "fortran_order": False, "shape": (1,)})
+        data = header.getvalue() + pickled if name.endswith(".npy") else pickled
+        shards = [write_tar(tmp_path / "a.tar", name, data)]
+    else:
+        (world.data_dir / name).write_bytes(pickled)
     if name == "shard-00000.json":
         (world.data_dir / "index.json").unlink()  # which stands for the manifests
     if name == "plan.json":
         assert world.main("verify", world.data_dir).code == 65
     else:
-        with pytest.raises(ShardprepError), world.loader(batch_size=1) as loader:
+        with pytest.raises(ShardprepError), open_loader(shards, 1, model_id=tokenizer_dir()) as loader:
             list(loader)
     assert not marker.exists()
 
@@ -97,7 +93,7 @@ def test_no_pickle_in_place_of_a_file_of_the_data_set_is_ever_opened(
 def test_a_member_that_names_a_place_elsewhere_is_never_written_there(tmp_path: Path, name: str) -> None:
     inner = tmp_path / "inner"
     inner.mkdir()
-    write_tar(inner / "a.tar", [(f"{name}.token_ids.json", b"[1, 2]")])
+    write_tar(inner / "a.tar", f"{name}.token_ids.json", b"[1, 2]")
     url = f"pipe:cat {inner}/a.tar"
     for shards, options in (([inner / "a.tar"], {}), ([url], {"cache_dir": inner / "cache"})):
         with get_llama3_dataloader(shards, 1, tokenizer_dir(), num_workers=0, **options) as loader:  # type: ignore[arg-type]
@@ -114,8 +110,8 @@ def test_secrets_of_the_environment_stand_in_no_file_and_no_message(
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     world = World(tmp_path).raw({"a.txt": "a line\n" * 9})
-    said = [world.try_plan(num_shards=1), world.main("run", world.data_dir)]
-    said.append(world.main("verify", world.data_dir))
+    said = [world.try_plan(num_shards=1)]
+    said += [world.main(command, world.data_dir) for command in ("run", "verify")]
     assert [ended.code for ended in said] == [0, 0, 0]
     written = [path.read_bytes() for path in world.data_dir.rglob("*") if path.is_file()]
     assert len(written) >= 6
@@ -165,14 +161,13 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 def test_what_is_small_only_compressed_takes_no_more_memory_than_another_file(
     tmp_path: Path, ending: str
 ) -> None:
-    """12 MB of lines; what Python itself allocates is counted."""
+    """12 MB of long lines; what Python itself allocates is counted."""
     peaks = []
-    for name, num_lines in (("small", 2_000), ("large", 20_000)):
-        line = b"a line that is the same again and again, so that it packs; " * 10 + b"\n"
-        data = COMPRESS[ending](line * num_lines)
-        world = World(tmp_path / name).raw({f"a.txt{ending}": data})
+    for num_lines in (20, 200):
+        line = b"a line that is the same again and again, so that it packs; " * 1000 + b"\n"
+        world = World(tmp_path / str(num_lines)).raw({f"a.txt{ending}": COMPRESS[ending](line * num_lines)})
         tracemalloc.start()
-        world.plan(num_shards=1, limit=200)
+        world.plan(num_shards=1, limit=2)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < peaks[0] + (6 << 20)
@@ -202,3 +197,144 @@ DECLARED: dict[str, bytes] = {
 def test_an_input_that_declares_gigabytes_is_refused(tmp_path: Path, name: str) -> None:
     world = World(tmp_path).raw({name: DECLARED[name]})
     assert (world.try_plan().code or world.try_shard(0).code) == 65
+
+
+SECRET = b"a secret that nobody may read into a shard\n" * 40
+ELSEWHERE = {
+    "a.txt": (
+        "../secret.txt", "sub/../../secret.txt", "{abs}", "../raw/../secret.txt", "sub/..", "..", ".", "",
+    ),
+    "tokenizer_config.json": ("../../secret", "../secret", "/secret", "sub/secret", "..", "", "."),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A plan whose shard has files in all subfolders, and a secret of an input's size and time beside it."""
+    lines = [f'{{"text": "text {number}", "id": "{number}"}}' for number in range(60)]
+    world = World(tmp_path_factory.mktemp("planned")).raw({
+        "a.txt": SECRET.replace(b"a secret", b"the data"), "b.jsonl": "\n".join([*lines, "no json"]),
+        "sub/c.txt": "a\n",
+    })  # fmt: skip
+    secret, status = world.raw_dir.with_name("secret.txt"), (world.raw_dir / "a.txt").stat()
+    secret.write_bytes(SECRET)
+    os.utime(secret, ns=(status.st_atime_ns, status.st_mtime_ns))
+    return world.plan(num_shards=1, id_field="id", digests=True, max_bad_fraction=0.5)
+
+
+@pytest.fixture
+def world(planned: World, tmp_path: Path) -> World:
+    return planned.copy(tmp_path)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A folder to which links lead, as another data set's would be."""
+    (tmp_path / "other" / "attempts").mkdir(parents=True)
+    for name in ("shard-00000.jsonl", "shard-00000.digests", ".shard-00000.jsonl.host-1-00000000.tmp"):
+        (tmp_path / "other" / name).write_text("another data set's\n")
+    then = time.time() - 48 * 3600
+    os.utime(tmp_path / "other" / ".shard-00000.jsonl.host-1-00000000.tmp", (then, then))
+    return tmp_path / "other"
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    return install_fake_slurm(tmp_path, monkeypatch)
+
+
+def link(world: World, name: str, to: Path) -> Path:
+    """Put a link into the data set."""
+    path = world.data_dir / name
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(to)
+    return path
+
+
+@pytest.mark.parametrize(("old", "new"), [(old, new) for old, names in ELSEWHERE.items() for new in names])
+def test_a_name_in_a_plan_that_leads_elsewhere_is_refused_by_every_command(
+    world: World, tmp_path: Path, old: str, new: str
+) -> None:
+    """Of an input and of a file of the tokenizer, with the hashes that follow."""
+    data, new = world.data_dir, new.format(abs=world.raw_dir.with_name("secret.txt"))
+    rewrite_plan(data / "plan.json", json.dumps(old), json.dumps(new))
+    for words in (
+        ["shard", "--shard_id", 0, "--output_dir", data],
+        ["run", data],
+        ["verify", data],
+        ["peek", data],
+        ["export", data, "--to", "nanogpt", "--output_dir", tmp_path / "out"],
+    ):
+        done = world.main(*words)
+        # 66: it looks for shards first.
+        assert done.code == 66 or (done.code == 65 and "plan.json" in done.err), (words, done.text)
+    assert not list(data.glob("*.tar"))
+    assert not any(b"secret" in path.read_bytes() for path in data.glob("shard-*"))
+    assert not list(tmp_path.rglob("*secret*"))
+
+
+@pytest.mark.processes
+def test_a_link_in_the_input_folder_is_an_input_and_a_farm_of_links_is_read_as_the_data_set(
+    tmp_path: Path,
+) -> None:
+    """As planning says of the first; cp -rs makes the second, of links to files."""
+    (tmp_path / "real.txt").write_bytes(SECRET)
+    world = World(tmp_path)
+    (world.raw_dir / "a.txt").symlink_to(tmp_path / "real.txt")
+    world.plan(num_shards=1)
+    assert world.main("run", world.data_dir).code == 0
+    farm = tmp_path / "farm"
+    shutil.copytree(world.data_dir, farm, copy_function=lambda old, new: Path(new).symlink_to(old))
+    assert world.main("verify", farm).code == 0
+
+
+LINKED: list[Any] = [
+    *((name, "shard", 73) for name in ("ids", "digests", "quarantine")),
+    *((name, "clean", 0) for name in ("ids", "digests", "quarantine", "jobs")),
+    *(
+        pytest.param(*row, marks=pytest.mark.processes)
+        for row in (
+            ("quarantine", "run", 73), ("jobs ids", "run", 73),  # it fails, so its record would stay
+            ("jobs/attempts ids", "run", 73), ("jobs", "submit", 73), ("jobs/logs", "submit", 73),
+            ("jobs/history.jsonl", "submit", 0),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("names", "command", "code"), LINKED)
+def test_no_command_writes_or_removes_anything_through_a_link(
+    fake: FakeSlurm, world: World, other: Path, names: str, command: str, code: int
+) -> None:
+    to = {"jobs/history.jsonl": other / "shard-00000.jsonl"}
+    paths = [link(world, name, to.get(name, other)) for name in names.split()]
+    before = {path: path.is_dir() or path.read_text() for path in other.rglob("*")}
+    done = world.try_shard(0) if command == "shard" else world.main(command, world.data_dir)
+    assert done.code == code, done.text
+    if command != "run":
+        assert code == 0 or str(paths[0]) in done.err
+    assert {path: path.is_dir() or path.read_text() for path in other.rglob("*")} == before
+    assert bool(fake.sent()) == ((command, code) == ("submit", 0))
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("place", ["elsewhere", "link"])
+def test_a_record_of_another_user_shows_no_file_outside_of_the_data_set(
+    fake: FakeSlurm, world: World, other: Path, place: str
+) -> None:
+    secret = other / "secret.log"
+    secret.write_text("a secret line\n")
+    (world.data_dir / "jobs").mkdir()
+    log = link(world, "jobs/logs/1_0.log", secret)
+    desk = Desk(data=world.data_dir, fake=fake)
+    record = desk.record("1_0", ended(74), log=str(secret if place == "elsewhere" else log))
+    os.chown(record, 12345, -1)
+    for words in (
+        ["logs", world.data_dir, 0],
+        ["status", world.data_dir],
+        ["status", world.data_dir, "--json"],
+    ):
+        assert "a secret line" not in world.main(*words).text
+    os.chown(record, os.geteuid(), -1)
+    assert "a secret line" in world.main("logs", world.data_dir, 0).text, "one's own may lie anywhere"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import shutil
 import signal
 import sys
 import threading
@@ -29,33 +27,31 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path).raw({"a.txt": "a line of text\n" * 300}).plan(num_shards=2)
 
 
-class SignalAtLine:
-    """Sends SIGTERM to this process before the n-th line of our code that runs while a temporary is there."""
+def lines_run(world: World, number: int) -> tuple[int, int]:
+    """Make shard 0, and send SIGTERM before the n-th line of our code that runs while a temporary is there.
 
-    def __init__(self, folder: Path, number: int) -> None:
-        self.folder, self.number, self.num_lines = folder, number, 0
+    Returns the exit code, and how many such lines there were.
+    """
+    for path in world.data_dir.glob("*shard-00000*"):
+        path.unlink()
+    num_lines = 0
 
-    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal num_lines
         if not OURS.search(frame.f_code.co_filename):
             return None
         is_main = threading.current_thread() is threading.main_thread()
         # Once the command has ended, nobody answers the signal.
         if event == "line" and is_main and callable(signal.getsignal(signal.SIGTERM)):
-            if self.num_lines or any(self.folder.glob(".shard-*")):
-                self.num_lines += 1
-            if self.num_lines == self.number:
+            if num_lines or any(world.data_dir.glob(".shard-*")):
+                num_lines += 1
+            if num_lines == number:
                 signal.raise_signal(signal.SIGTERM)
-        return self
+        return trace
 
-
-def lines_run(world: World, number: int) -> tuple[int, int]:
-    """Make shard 0 with a signal at this line: the exit code, and how many lines there were."""
-    for path in world.data_dir.glob("*shard-00000*"):
-        path.unlink()
-    tracer = SignalAtLine(world.data_dir, number)
     before = sys.gettrace()
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so it is again when the command has ended
-    sys.settrace(tracer)
+    sys.settrace(trace)
     try:
         ended = world.try_shard(0)
     finally:
@@ -63,7 +59,7 @@ def lines_run(world: World, number: int) -> tuple[int, int]:
         # A signal that came in a finalizer comes again by an alarm, if the command has not ended before.
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGTERM, handler)
-    return ended.code, tracer.num_lines
+    return ended.code, num_lines
 
 
 @pytest.mark.slow
@@ -129,36 +125,6 @@ def test_the_workers_of_run_do_not_outlive_it(world: World, tmp_path: Path, how:
         wait_until(lambda: not any(is_living(pid) for pid in workers), every_s=0.01)
     if how != signal.SIGKILL:
         assert not list(world.data_dir.glob(".shard-*"))
-
-
-def test_a_writer_whose_temporaries_another_one_removed_is_done_as_the_shard_is(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever is done first removes the other's temporaries; the other is at its first rename then."""
-    made = world.copy(tmp_path / "other").run(0).data_dir.glob("shard-00000.*")
-    rename = os.rename
-
-    def renamed(old: Any, new: Any, **kwargs: Any) -> None:
-        for path in world.data_dir.glob(".shard-00000.*"):
-            path.unlink()
-        for path in made:  # at the first rename
-            shutil.copy(path, world.data_dir)
-        rename(old, new, **kwargs)
-
-    monkeypatch.setattr(os, "rename", renamed)
-    world.run(0)
-    assert not [*made, *world.data_dir.glob(".*")]
-
-
-def test_signals_handled_by_a_program_that_calls_main_are_its_own_again(world: World) -> None:
-    came: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
-    try:
-        world.run(0)
-        signal.raise_signal(signal.SIGUSR1)
-        assert came == [signal.SIGUSR1]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 # Sends SIGINT to this process as it imports a module, and runs a command.

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from tests.chat_sets import TAGGED, chat_model, conversations, write_chats
 from tests.checkout import ROOT
@@ -27,7 +28,6 @@ from tests.slurm.fake_slurm import install_fake_slurm
 from tests.world import World, hostile_text
 
 if TYPE_CHECKING:
-    from tests.conftest import Prep
     from tests.warm_python import WarmPython
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -45,11 +45,12 @@ done
 SRUN = "#!/bin/bash\nwhile [[ $1 = -* ]]; do shift; done\n" + 'exec "$@"\n'
 
 
+@dataclass
 class Desk:
     """An empty folder, and an environment that has the wheel alone."""
 
-    def __init__(self, folder: Path, environ: dict[str, str]) -> None:
-        self.folder, self.environ = folder, environ
+    folder: Path
+    environ: dict[str, str]
 
     def run(self, command: str, *, code: int | None = 0) -> subprocess.CompletedProcess[str]:
         done = run_child(["bash", "-euc", command], cwd=self.folder, env=self.environ, code=code)
@@ -70,18 +71,18 @@ class Desk:
 
 
 @pytest.fixture
-def desk(site: Path, warm: WarmPython, prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+def desk(
+    site: Path, warm: WarmPython, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Desk:
     fake = install_fake_slurm(tmp_path, monkeypatch).place
     commands, folder = tmp_path / "commands", tmp_path / "a desk"
     commands.mkdir()
     folder.mkdir()
-    for name, text in {
-        "sbatch": SBATCH.replace("@FAKE@", shlex.quote(f"{fake}/bin/sbatch")),
-        "srun": SRUN,
-    }.items():
+    sbatch = SBATCH.replace("@FAKE@", shlex.quote(f"{fake}/bin/sbatch"))
+    for name, text in {"sbatch": sbatch, "srun": SRUN}.items():
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
-    shutil.copytree(prep.model_dir, tmp_path / "MODEL")
+    shutil.copytree(model_dir, tmp_path / "MODEL")
     warm.install(commands)
     path = f"{commands}:{site / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environ = environ_of_children(PATH=path, PYTHONPATH=str(site))
@@ -90,11 +91,7 @@ def desk(site: Path, warm: WarmPython, prep: Prep, tmp_path: Path, monkeypatch: 
 
 def quick_start() -> str:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (block,) = (
-        block
-        for block in re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-        if "mkdir raw" in block
-    )
+    (block,) = re.findall(r"^```\n(mkdir raw.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert " MODEL " in block
     return str(block).replace(" MODEL ", " ../MODEL ")
 
@@ -106,10 +103,8 @@ def test_the_quick_start_of_the_readme_runs_as_it_stands_in_an_empty_folder(desk
     ended = desk.run(quick_start())
     assert "verified 2 shards: 3 samples" in ended.stdout
     assert "두 번째 문서입니다." in ended.stdout, "peek shows it"
-    found = desk.run(
-        "python -c 'import shardprep, loader; print(shardprep.__file__, loader.__file__)'"
-    ).stdout
-    assert found.split() == [f"{site}/{name}/__init__.py" for name in ("shardprep", "loader")]
+    found = desk.run("python -c 'import loader; print(loader.__file__)'").stdout
+    assert found.strip() == f"{site}/loader/__init__.py"
 
 
 @pytest.mark.parametrize("way", ["submit", "run"])
@@ -240,18 +235,16 @@ def test_the_commands_of_a_page_run_as_they_stand_in_an_empty_folder(desk: Desk,
     run_child(["bash", "-euxc", "\n".join(script)], cwd=desk.folder, env=desk.environ | environ)
 
 
-@pytest.fixture(scope="module")
-def environ() -> dict[str, str]:
-    return environ_of_children(TOKENIZERS_PARALLELISM="false")
+ENVIRON = environ_of_children(TOKENIZERS_PARALLELISM="false")
 
 
 @pytest.fixture(scope="module")
-def training_desk(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def training_desk(model_dir: Path, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """MODEL, a Llama with its tokenizer; RAW, 0.9 M tokens; and three small data sets to mix."""
     folder = tmp_path_factory.mktemp("a desk")
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shutil.copytree(prep.model_dir, folder / "MODEL")
+    shutil.copytree(model_dir, folder / "MODEL")
     config = LlamaConfig(
         vocab_size=900, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
     )
@@ -264,18 +257,13 @@ def training_desk(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPat
     for number, name in enumerate(("web", "code", "books")):
         (folder / f"raw_{name}").mkdir()
         shutil.copy(texts[number], folder / f"raw_{name}")
-        prep.plan(
-            folder / f"raw_{name}", folder / "sources" / name, model_id=str(folder / "MODEL"), num_shards=2
-        )
-        prep.make(folder / "sources" / name)
-        assert prep.command("verify", folder / "sources" / name).code == 0
+        data_dir = folder / "sources" / name
+        World(folder, tokenizer=folder / "MODEL", raw_dir=folder / f"raw_{name}", data_dir=data_dir).make()
     return folder
 
 
-def test_each_example_of_training_runs_as_shown(
-    training_desk: Path, warm: WarmPython, environ: dict[str, str]
-) -> None:
-    ended = run_child([warm.python, "-m", "tests.training_pages"], cwd=training_desk, env=environ)
+def test_each_example_of_training_runs_as_shown(training_desk: Path, warm: WarmPython) -> None:
+    ended = run_child([warm.python, "-m", "tests.training_pages"], cwd=training_desk, env=ENVIRON)
     found = re.search(r"(\d+) examples ran, (\d+) calls of ours were compared", ended.stdout)
     assert found, ended.stdout
     assert int(found[1]) >= 16
@@ -283,21 +271,19 @@ def test_each_example_of_training_runs_as_shown(
 
 
 def test_the_command_that_plans_conversations_runs_as_shown(
-    warm: WarmPython, environ: dict[str, str], prep: Prep, tmp_path: Path
+    warm: WarmPython, model_dir: Path, tmp_path: Path
 ) -> None:
-    chat_model(prep.model_dir, tmp_path / "MODEL", TAGGED)
+    chat_model(model_dir, tmp_path / "MODEL", TAGGED)
     write_chats(tmp_path / "RAW", conversations(80))
     page = (ROOT / "docs" / "training_data.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^shardprep plan .*--record chat.*$", page, re.MULTILINE)
-    run_child([warm.python, "-m", *shlex.split(command)], cwd=tmp_path, env=environ)
-    run_child([warm.python, "-m", "shardprep", "run", "DATA"], cwd=tmp_path, env=environ)
+    run_child([warm.python, "-m", *shlex.split(command)], cwd=tmp_path, env=ENVIRON)
+    run_child([warm.python, "-m", "shardprep", "run", "DATA"], cwd=tmp_path, env=ENVIRON)
     manifests = [json.loads(path.read_bytes()) for path in (tmp_path / "DATA").glob("shard-*.json")]
     assert sum(manifest["counts"]["num_documents"] for manifest in manifests) == 80
 
 
-def test_the_example_of_ddp_trains_as_shown(
-    training_desk: Path, warm: WarmPython, environ: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_example_of_ddp_trains_as_shown(training_desk: Path, warm: WarmPython, tmp_path: Path) -> None:
     (tmp_path / "examples").mkdir()
     script = shutil.copy(ROOT / "examples" / "train_llama.py", tmp_path / "examples")
     shown = re.search(
@@ -306,7 +292,7 @@ def test_the_example_of_ddp_trains_as_shown(
     assert shown
     here = {"DATA": str(training_desk / "sources" / "web"), "1000": "3"}
     words = [here.get(word, word) for word in shown[1].split()]
-    ended = run_child([warm.python, *words, "--log_every", "1"], cwd=tmp_path, env=environ)
+    ended = run_child([warm.python, *words, "--log_every", "1"], cwd=tmp_path, env=ENVIRON)
     assert "step 3: loss " in ended.stdout
     assert [path.name for path in (tmp_path / "CHECKPOINTS").glob("*.pt")] == ["step-00000003.pt"]
 
@@ -317,11 +303,11 @@ def test_the_check_for_a_gpu_measures_on_a_cpu_what_it_can(
     data = World(tmp_path).raw({"a.txt": hostile_text(400)}).make(record="packed", seq_len=64).data_dir
     words = ["--tiny", "--data", str(data), "--seconds", "0.05", "--seq_len", "64"]
     monkeypatch.setattr("sys.argv", ["gpu_check.py", *words])
+    torch.set_num_threads(1)  # more of them would spin for most of the time
     script = runpy.run_path(str(ROOT / "benchmarks" / "gpu_check.py"))
     assert script["main"]() == 0
     printed = capsys.readouterr().out
-    waits = re.findall(r"^\| (\d) \| [\d.]+ \| ([\d.]+)% \| [\d,]+ \|$", printed, re.MULTILINE)
-    assert [number for number, _ in waits] == ["0", "2", "4"]
-    assert all(0 <= float(share) <= 100 for _, share in waits)
+    waits = re.findall(r"^\| (\d) \| [\d.]+ \| [\d.]+% \| [\d,]+ \|$", printed, re.MULTILINE)
+    assert waits == ["0", "2", "4"]
     assert re.search(r"^\| sdpa \| yes \| [\d.]+ \| [\d.]+ \|$", printed, re.MULTILINE)
     assert printed.count("no GPU") == 3  # two copies, and flash attention

@@ -10,7 +10,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,9 +19,6 @@ from tests.slurm.started_cluster import ENDED, Cluster, processes
 from tests.waiting import wait_until
 from tests.warm_python import WarmPython
 from tests.world import World
-
-if TYPE_CHECKING:
-    from tests.conftest import Prep
 
 pytestmark = pytest.mark.slurm
 
@@ -159,12 +155,9 @@ def warm(plain_cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def data(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(model_dir: Path, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
-    prep.plan(sample_dir, folder, num_shards=4)
-    prep.make(folder)
-    assert prep.command("verify", folder).code == 0
-    return folder
+    return World(folder, tokenizer=model_dir, raw_dir=sample_dir).make(num_shards=4).data_dir
 
 
 def train(site: Cluster, data: Path, checkpoints: Path, *flags: object) -> str:
@@ -255,12 +248,12 @@ def test_torchrun_starts_its_ranks_on_two_nodes(train_site: Cluster, data: Path,
 
 
 def test_on_a_cluster_without_accounts_the_whole_way_works(
-    prep: Prep, train_site: Cluster, sample_dir: Path, tmp_path: Path
+    train_site: Cluster, sample_dir: Path, tmp_path: Path
 ) -> None:
     """The first try finds no input, the retry is told where it is."""
     raw, data, site = tmp_path / "raw", tmp_path / "O", train_site
     shutil.copytree(sample_dir, raw)
-    prep.plan(raw, data, num_shards=3)
+    World(tmp_path, raw_dir=raw, data_dir=data).plan(num_shards=3)
     moved = raw.rename(tmp_path / "moved")
 
     first = site.slurm("submit", data, "--cpus_per_task", 1, "--wait", code=74)

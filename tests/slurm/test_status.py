@@ -34,7 +34,7 @@ PLAIN = {"job": "7", "name": "shardprep"}
 runs = partial(squeue_line, "0-4", "RUNNING")
 RUNS = runs()
 PLAIN_RUNS = squeue_line("0", "RUNNING", **PLAIN) + squeue_line("[1-2%1]", "PENDING", **PLAIN)
-Step = Callable[[Desk], object]
+Step = Callable[[Desk], object]  # ``did`` makes one of a method of the desk
 
 
 class Case(NamedTuple):
@@ -456,28 +456,23 @@ def test_a_verify_job_that_ran_out_of_time_or_never_begins_is_told(desk: Desk) -
 
 def test_a_status_reads_each_manifest_and_record_once_and_the_next_look_reads_none_again(desk: Desk) -> None:
     counts = Counter[tuple[str, str]]()  # of calls of the file system, and the names of files
+    for name in ("open", "stat", "scandir", "listdir"):
+        real = getattr(os, name)
 
-    def counting(call: str, real: Any) -> Any:
-        def counted(path: Any = ".", *args: Any, **settings: Any) -> Any:
-            counts[call, Path(str(path)).name] += 1
-            return real(path, *args, **settings)
+        def counted(path: Any = ".", *rest: Any, name: str = name, real: Any = real, **settings: Any) -> Any:
+            counts[name, Path(str(path)).name] += 1
+            return real(path, *rest, **settings)
 
-        return counted
-
+        desk.patch.setattr(os, name, counted)
     desk.submitted()
     desk.make_done(0, 1, 2)
     for index in (3, 4):
         desk.record(f"1_{index}", ended(74), log=str(desk.log(f"1_{index}.log", "an error\n")))
     desk.queue(squeue_line("N/A", "RUNNING", **VERIFY))
-    for name in ("open", "stat", "scandir", "listdir"):
-        desk.patch.setattr(os, name, counting(name, getattr(os, name)))
     looks = []
-
-    def sleep(_: float) -> None:
-        looks.append(counts.copy())
-        desk.queue("")  # the next look is the last one
-
-    desk.at_waits(sleep)
+    # The next look is the last one.
+    desk.at_waits(lambda _: (looks.append(counts.copy()), desk.queue("")))
+    counts.clear()
     desk.slurm("status", "--watch")
     names = [f"shard-{number:05d}" for number in range(3)]
     for call, suffixes in (("open", ["json"]), ("stat", ["tar", "idx"])):
@@ -499,35 +494,15 @@ def test_watch_goes_on_while_a_run_on_this_machine_makes_shards(desk: Desk) -> N
 # --- retry and --until_done
 
 
-def test_retry_and_the_line_that_verify_prints_make_what_it_found_wrong(desk: Desk) -> None:
+def test_retry_makes_what_verify_found_wrong(desk: Desk) -> None:
     desk.submitted()
     desk.make_done(*range(5))
     tar = desk.data / "shard-00001.tar"
     tar.write_bytes(tar.read_bytes()[:-1] + b"x")
-    said = desk.slurm("verify", code=65)
+    desk.slurm("verify", code=65)
     assert desk.status()["wrong"] == "1"
     desk.slurm("retry")
     assert desk.sent_shards() == ["1"]
-    (repairs,) = re.findall("error: shard 00001: .*shardprep (--shard_id .*)$", said, re.MULTILINE)
-    assert call_main(*shlex.split(repairs)).code == 0
-    assert desk.status()["wrong"] == ""
-
-
-def test_until_done_leaves_a_controller_that_does_the_same_a_few_times(desk: Desk) -> None:
-    desk.slurm("submit", "--until_done", "--shards", "0-4")
-    controller = desk.fake.sent()[2]
-    assert f"retry {desk.data} --until_done --round 1 --shards 0-4" in controller, "of what was asked for"
-    assert f"--job-name={desk.job_name}-control" in controller
-    assert "--dependency=afterany:1:2" in desk.fake.calls("sbatch")[-1]
-    desk.record("1_4", ended(75, stopped_by="OUT_OF_MEMORY"))
-    desk.make_done(0, 1, 2, 3)
-    desk.slurm("retry", "--until_done", "--round", 1)
-    assert desk.sent_shards()[1:] == ["4"]
-    assert "--round 2" in desk.fake.sent()[5]
-    assert desk.events()[-1]["causes"] == {"OUT_OF_MEMORY": "4"}
-    desk.slurm("retry", "--until_done", "--round", 6, code=74)
-    assert desk.events()[-1]["event"] == "stopped"
-    assert len(desk.fake.sent()) == 6
 
 
 def test_until_done_stops_where_only_people_can_help_and_tells_whom_notify_names_once(desk: Desk) -> None:
@@ -542,11 +517,16 @@ def test_until_done_stops_where_only_people_can_help_and_tells_whom_notify_names
     desk.record("1_4", ended(74))  # a controller that cannot go on says so, too
     desk.slurm("retry", "--until_done", "--setup", "/no/such/file", code=2)
     assert "/no/such/file" in desk.events()[-1]["why"]
+    desk.slurm("retry", "--until_done", "--round", 5)
+    assert "--round 6" in desk.fake.sent()[-1]
+    desk.slurm("retry", "--until_done", "--round", 6, code=74)
+    assert desk.events()[-1]["event"] == "stopped", "five rounds are enough"
 
 
 def test_one_controller_is_left_and_one_that_died_is_told_unless_somebody_ended_it(desk: Desk) -> None:
     control = squeue_line("N/A", "PENDING", "Dependency", job="3", name=f"{desk.job_name}-control")
     desk.slurm("submit", "--until_done", "--shards", "0-2")
+    assert "--shards 0-2" in desk.fake.sent()[2], "it keeps to the shards that were asked for"
     assert desk.status()["controller_lost"] == "3"
     assert "control-3.log" in desk.slurm("status")
     desk.queue(squeue_line("0-2", "PENDING", name=desk.job_name))

@@ -310,20 +310,18 @@ def test_retry_takes_no_command_from_a_record_of_other_users(desk: Desk, name: s
 
 
 def test_a_retry_in_another_folder_has_the_values_of_the_submission(desk: Desk) -> None:
-    here, elsewhere = desk.tmp / "here", desk.tmp / "elsewhere"
-    for place in (here, elsewhere):
-        place.mkdir()
-        (place / "setup.sh").touch()
-    desk.patch.chdir(here)
+    """A group, which umask 0002 lets write to most, cannot change them."""
+    (desk.tmp / "setup.sh").touch()
+    desk.patch.chdir(desk.tmp)
     mask = os.umask(0o002)
     try:
         variables: dict[str, Any] = {SETUP: "setup.sh", "SBATCH_ACCOUNT": "one"}
         desk.slurm("submit", "--container", "mine", "--mem_gb", 2, **variables)
     finally:
         os.umask(mask)
-    desk.patch.chdir(elsewhere)
+    desk.patch.chdir(desk.data)
     desk.slurm("retry")
-    exports = {f"export {SETUP}={here / 'setup.sh'}", f"export {CONTAINER}=mine"}
+    exports = {f"export {SETUP}={desk.tmp / 'setup.sh'}", f"export {CONTAINER}=mine"}
     options = {"#SBATCH --account=one", "#SBATCH --mem=2048M"}
     assert exports | options <= set(desk.fake.sent()[2].splitlines())
 
@@ -342,19 +340,18 @@ def test_a_user_without_a_name_on_this_machine_can_use_every_command(desk: Desk)
 # --- submitit
 
 
-def test_a_local_job_gives_the_manifests_and_raises_where_a_shard_fails(desk: Desk) -> None:
+def test_a_job_of_submitit_gives_the_manifests_and_raises_where_a_shard_fails(desk: Desk) -> None:
     """test_slurm_operations.py has it on a real cluster: a limit of an array, a preempted job."""
     submitit, data = pytest.importorskip("submitit"), desk.data
     desk.patch.setattr("pdb.post_mortem", lambda: None)  # what a DebugExecutor starts at a failure
-    local, debug = (submitit.AutoExecutor(folder=desk.tmp / "log", cluster=it) for it in ("local", "debug"))
-    local.update_parameters(timeout_min=3)
-    (job,) = submit_with_submitit(data, local, shards_per_task=5)
+    debug = submitit.AutoExecutor(folder=desk.tmp / "log", cluster="debug")
+    (job,) = submit_with_submitit(data, debug, shards_per_task=5)
     assert [manifest.shard_id for manifest in job.result()] == [0, 1, 2, 3, 4]
-    assert submit_with_submitit(data, local) == [], "nothing is missing"
+    assert submit_with_submitit(data, debug) == [], "nothing is missing"
     (data / "shard-00003.json").unlink()
     (data / "tokenizer" / "tokenizer.json").write_text("{}")
     (job,) = submit_with_submitit(data, debug)
     with pytest.raises(ReadWriteError):
         job.result()
     with pytest.raises(UsageError):
-        submit_with_submitit(data, local, shards_per_task=0)
+        submit_with_submitit(data, debug, shards_per_task=0)

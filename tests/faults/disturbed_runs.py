@@ -1,0 +1,378 @@
+"""A run is disturbed: something happens at its k-th call to the operating system, for each k, or around it.
+
+- injected_errors: the call fails, once or from there on. Refused in words, and mended by running it again.
+- kills: SIGKILL just before it. Either it is done or nothing of it counts; run again it gives equal bytes.
+- stop_signals: SIGTERM, SIGINT or SIGUSR1. It ends with 75, or 0 as it is done, and leaves no temporary.
+- short_transfers: a read or a write moves half of its bytes. It goes on.
+- races: it stops there, and meanwhile another writer works, or an input or a shard changes. And four writers
+  run beside each other, stopped at random.
+- full_disks: a tmpfs with few free pages, or without root a limit on the size of a file.
+- clocks: the clock is off or jumps, and files are from the future: no command notices, every byte is equal.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tests.faults.commands import EXPORTS
+from tests.faults.forked_case import Ended
+from tests.faults.judging import EQUAL, Outcome, Verdict, shape, spread, verdict_at_call, verdict_of_second
+from tests.faults.os_calls import ERRORS, Call, Mode
+from tests.faults.small_data_sets import Hit, SmallDataSet, hits, nothing
+
+_OF_EXPORTS = dict.fromkeys(EXPORTS, 0.12)
+_ERROR_HITS = {
+    "plan": 3, "shard": 5, "shard, done": 3, "run": 1, "verify": 3, "verify --fast": 1.5, "load": 4,
+    "load, no index": 1.5, "stage": 3, "status": 1.5, "submit": 1.5, "peek": 0.5, "doctor": 0.5,
+    "train_tokenizer": 0.5, "report": 0.5, "blank": 0.12, "clean": 0.5, **_OF_EXPORTS,
+}  # fmt: skip
+_KILL_HITS = {
+    "plan": 1, "shard": 2, "shard, done": 0.5, "run": 0.5, "verify": 1, "stage": 1, "submit": 0.5,
+    "train_tokenizer": 0.12, "report": 0.5, "blank": 0.12, "clean": 0.5, **_OF_EXPORTS,
+}  # fmt: skip
+_SHORT_HITS = {
+    "plan": 1.5, "shard": 1.5, "verify": 1.5, "load": 1.5, "load tars": 1, "stage": 1.5, "status": 0.5,
+}  # fmt: skip
+# Of all formats: what differs there is how a worker reads.
+_HITS_OF_FORMATS = {"formats that are cut": 0.5, "formats read whole": 0.5}
+_WRITERS = {
+    "plan": 0.25, "shard": 1, "run": 0.2, "verify": 0.5, "export nanogpt": 0.25, "export megatron": 0.25
+}  # fmt: skip
+_CROWDS = {"shard": 0.3, "stage": 0.3}  # these take four runs each; stage waits for the other
+_READING_INPUTS = {"plan": 0.25, "shard": 1}
+_READING_SHARDS = {"verify": 0.5, "load": 0.5, "stage": 0.5}
+_DISK_HITS = {"plan": 0.5, "shard": 1, "run": 0.2, "verify": 0.5, "stage": 1}
+_CLOCK_HITS = dict.fromkeys(
+    ("plan", "shard", "shard, done", "verify", "load", "stage", "status", "submit"), 1
+)
+_PAGE_BYTES = 4096
+_MANY_PAGES = (64 << 20) // _PAGE_BYTES
+_MOST_FILE_BYTES = 16_384
+_YEAR_S = 365 * 24 * 3600
+_TEMPORARY = ".shard-00000.tar.other-1-0000.tmp"
+_NUM_WRITERS = 4
+_MOST_STOPS = 40
+_MOST_STOP_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What happens to one run: at its ``at``-th call to the operating system, or around it."""
+
+    words: str
+    file: str = ""  # in the table, where it is no call
+    mode: Mode = "count"
+    at: int = 0
+    error: int = 0  # or the signal
+    before: Callable[[Path], object] = nothing  # to the workplace
+    inside: Callable[[], object] = nothing  # in the command's process, just before it
+    meanwhile: Callable[[Path], object] | None = None  # to the workplace, while it stands at the call
+    has_rival: bool = False  # meanwhile the same command runs elsewhere, and ends well
+    behind: Callable[[Path], object] = nothing  # to the workplace, before it is judged
+    may_refuse: bool = True
+    may_differ: bool = False  # where the command ends with 0
+
+
+FaultsOf = Callable[[SmallDataSet, Hit, int], Iterator[Fault]]
+
+
+def _tried(
+    campaign: str,
+    shares: Mapping[str, float],
+    faults_of: FaultsOf,
+    data_sets: Sequence[SmallDataSet],
+    *,
+    num_faults: int,
+) -> Iterator[Outcome]:
+    """Put to each command its share of the faults."""
+    for data_set in data_sets:
+        for hit, number in hits(_HITS_OF_FORMATS if data_set.form == "formats" else shares, num_faults):
+            for fault in faults_of(data_set, hit, number):
+                yield _struck(campaign, data_set, hit, fault)
+
+
+def _struck(campaign: str, data_set: SmallDataSet, hit: Hit, fault: Fault) -> Outcome:
+    """Run a command with a fault, and again without."""
+    expected, calls = data_set.undisturbed(hit.command, hit.stage), data_set.calls
+    data_set.reset(hit.stage)
+    fault.before(data_set.place)
+    rivals: list[Ended] = []
+
+    def inside() -> None:
+        fault.inside()
+        calls.arm()
+
+    def meanwhile() -> None:
+        if fault.has_rival:
+            rivals.append(data_set.run(hit.command))
+        elif fault.meanwhile:
+            fault.meanwhile(data_set.place)
+
+    is_paused = fault.has_rival or fault.meanwhile
+    with calls.ordered(fault.mode, at=fault.at, error=fault.error):
+        ended = data_set.start(hit.command, inside).end(meanwhile if is_paused else None)
+    made = calls.calls()
+    fault.behind(data_set.place)
+    if fault.may_differ and ended.how == "ended" and not ended.code:
+        kind, what = EQUAL
+    else:
+        stop = fault.error if fault.mode == "signal" and not is_paused else 0
+        kind, what = verdict_at_call(data_set, hit, ended, expected, stop=stop)
+    if kind == "refused" and not fault.may_refuse:
+        kind, what = "wrong", f"refused: {shape(what)}"
+    if kind == "equal":
+        kind, what = _all_well(rivals)
+    file, words = fault.file, fault.words
+    if not file:
+        call = made[fault.at] if fault.at < len(made) else Call("none", "(fewer calls this time)")
+        # Without what differs between runs: the random part of a temporary's name.
+        path = re.sub(r"/\.[^/]+", "/(temporary)", call.path)
+        file = f"{call.op} {re.sub(r'[-_.][a-z0-9_]{8}(?=/|$)', '-(random)', path)}"
+        words = f"{words}, at call {fault.at}: {call.op} {call.path}"
+    return Outcome(campaign, data_set.form, file, hit.name, words, kind, what)
+
+
+def _all_well(endings: Sequence[Ended]) -> Verdict:
+    verdicts = [verdict_of_second("one of them", ended) for ended in endings]
+    return next((verdict for verdict in verdicts if verdict != EQUAL), EQUAL)
+
+
+def _calls(data_set: SmallDataSet, hit: Hit, number: int) -> list[tuple[int, Call]]:
+    """So many of the calls that a command makes, evenly, with their places."""
+    made = data_set.undisturbed(hit.command, hit.stage).calls
+    return [(at, made[at]) for at in spread(len(made), number)]
+
+
+def _errors(data_set: SmallDataSet, hit: Hit, number: int) -> Iterator[Fault]:
+    """Fail each call once; in turn with its errors, every third one lasting from there on."""
+    for count, (at, call) in enumerate(_calls(data_set, hit, number)):
+        errors = ERRORS[call.op]
+        error = errors[count % len(errors)]
+        mode: Mode = "lasting" if count % 3 == 2 else "once"
+        if mode == "lasting" and error in (errno.EINTR, errno.EINVAL):
+            error = errors[0]  # an interrupted call cannot last, nor can O_DIRECT be refused to who left it
+        yield Fault(words=f"{os.strerror(error)}, {mode}", at=at, mode=mode, error=error)
+
+
+def _signals(
+    signals: Sequence[signal.Signals], data_set: SmallDataSet, hit: Hit, number: int
+) -> Iterator[Fault]:
+    """Send signals at each call, in turn."""
+    calls = _calls(data_set, hit, number)
+    for (at, _), stop in zip(calls, itertools.cycle(signals), strict=False):
+        yield Fault(words=stop.name, at=at, mode="signal", error=stop)
+
+
+def _halves(data_set: SmallDataSet, hit: Hit, number: int) -> Iterator[Fault]:
+    """Shorten all reads and writes at once, then one by one."""
+    made = data_set.undisturbed(hit.command, hit.stage).calls
+    moving = [at for at, call in enumerate(made) if call.op in ("read", "write")]
+    yield Fault(words="half of the bytes, always", at=moving[0], mode="all short", may_refuse=False)
+    for place in spread(len(moving), number):
+        yield Fault(words="half of the bytes", at=moving[place], mode="short", may_refuse=False)
+
+
+def _rivals(data_set: SmallDataSet, hit: Hit, number: int) -> Iterator[Fault]:
+    """At each call another process does the same. Both must end well, and what they leave be equal."""
+    for at, _ in _calls(data_set, hit, number):
+        words = "another one meanwhile"
+        yield Fault(words=words, at=at, mode="signal", error=signal.SIGSTOP, has_rival=True, may_refuse=False)
+
+
+Change = Callable[[Path], object]  # of a file
+
+
+def _changes(
+    names: Sequence[str], kinds: Mapping[str, Change], data_set: SmallDataSet, hit: Hit, number: int
+) -> Iterator[Fault]:
+    """Change a file at each call: refused, or equal. Once that is undone, the command ends well."""
+    changes = itertools.cycle(itertools.product(names, kinds.items()))
+    for (at, _), (name, (words, change)) in zip(_calls(data_set, hit, number), changes, strict=False):
+        yield Fault(
+            words=f"{name} {words}",
+            at=at,
+            mode="signal",
+            error=signal.SIGSTOP,
+            meanwhile=partial(_apply, change, name),
+            behind=partial(_bring_back, name, data_set.templates / hit.stage / name),
+            # Planning may take the input as it is afterwards; a second plan then differs, and that is right.
+            may_differ=hit.command == "plan",
+        )
+
+
+def _apply(change: Change, name: str, place: Path) -> None:
+    change(place / name)
+
+
+def _bring_back(name: str, template: Path, place: Path) -> None:
+    """Make a file what it was, with its times."""
+    path = place / name
+    if path.is_dir():
+        path.rmdir()
+    path.unlink(missing_ok=True)
+    shutil.copy2(template, path)
+
+
+def _rewrite(path: Path) -> None:
+    """Other bytes of the same size, in the same file."""
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2] + data[len(data) // 2 :].replace(b" ", b"_"))
+
+
+_KINDS: Mapping[str, Change] = {
+    "is deleted": lambda path: path.unlink(),
+    "is cut in half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "becomes a FIFO": lambda path: (path.unlink(), os.mkfifo(path)),
+    "becomes a folder": lambda path: (path.unlink(), path.mkdir()),
+}
+_KINDS_OF_INPUTS: Mapping[str, Change] = {
+    **_KINDS,
+    "is rewritten": _rewrite,
+    "grows": lambda path: path.write_bytes(path.read_bytes() + b"one line more\n"),
+}
+_SHARD_FILES = ("shard-00000.tar", "shard-00001.idx", "shard-00000.json", "tokenizer/tokenizer.json")
+
+injected_errors = partial(_tried, "injected_errors", _ERROR_HITS, _errors)
+kills = partial(_tried, "kills", _KILL_HITS, partial(_signals, [signal.SIGKILL]))
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+stop_signals = partial(_tried, "stop_signals", _KILL_HITS, partial(_signals, _STOPS))
+short_transfers = partial(_tried, "short_transfers", _SHORT_HITS, _halves)
+
+
+def races(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
+    """The same command of another process at each call; then changes of inputs and shards; then crowds."""
+    of_inputs = partial(_changes, ["raw/a.txt"], _KINDS_OF_INPUTS)
+    of_shards = partial(_changes, [f"data/{name}" for name in _SHARD_FILES], _KINDS)
+    yield from _tried("races", _WRITERS, _rivals, data_sets, num_faults=num_faults)
+    yield from _tried("changes", _READING_INPUTS, of_inputs, data_sets, num_faults=num_faults)
+    yield from _tried("changes", _READING_SHARDS, of_shards, data_sets, num_faults=num_faults)
+    for data_set in data_sets:
+        for hit, number in hits(_CROWDS, num_faults):
+            for seed in range(number):
+                yield _crowd(data_set, hit, seed)
+
+
+def _crowd(data_set: SmallDataSet, hit: Hit, seed: int) -> Outcome:
+    """Writers of the same files, beside each other and stopped at random: all end with 0."""
+    expected = data_set.undisturbed(hit.command, hit.stage)
+    data_set.reset(hit.stage)
+    draw = random.Random(seed)
+    runs = [data_set.start(hit.command) for _ in range(_NUM_WRITERS)]
+    time.sleep(draw.random() * _MOST_STOP_S)
+    for _ in range(_MOST_STOPS):
+        run = draw.choice(runs)
+        os.kill(run.pid, signal.SIGSTOP)
+        time.sleep(draw.random() * _MOST_STOP_S)
+        run.go_on()
+    endings = [run.end() for run in runs]
+    verdict = _all_well(endings)
+    if verdict == EQUAL:
+        verdict = verdict_at_call(data_set, hit, endings[0], expected)
+    words = f"{_NUM_WRITERS} at a time, stopped at random, seed {seed}"
+    return Outcome("races", data_set.form, "all", hit.name, words, *verdict)
+
+
+def full_disks(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
+    """Each command with less space than it needs, then again with enough."""
+    for data_set in data_sets:
+        is_mounted = not os.geteuid() and _mount("-t", "tmpfs", "-o", "size=64m", "faults", data_set.place)
+        try:
+            faults_of = _few_pages if is_mounted else _short_files
+            yield from _tried("full_disks", _DISK_HITS, faults_of, [data_set], num_faults=num_faults)
+        finally:
+            if is_mounted:
+                subprocess.run(["umount", "--lazy", data_set.place], check=False)
+
+
+def _few_pages(data_set: SmallDataSet, hit: Hit, number: int) -> Iterator[Fault]:
+    data_set.reset(hit.stage)
+    used = _used_pages(data_set.place)
+    data_set.run(hit.command)
+    needed = 2 * (_used_pages(data_set.place) - used) + 2  # temporaries are gone by now
+    for pages in spread(needed, number):
+        before, behind = partial(_leave_free, max(1, pages)), partial(_leave_free, _MANY_PAGES)
+        yield Fault(words=f"{pages} free pages", file="the disk", before=before, behind=behind)
+
+
+def _short_files(_: SmallDataSet, __: Hit, number: int) -> Iterator[Fault]:
+    for size in spread(_MOST_FILE_BYTES, number):
+        limit = partial(_limit_files, size)
+        yield Fault(words=f"no file beyond {size} bytes", file="any file", inside=limit)
+
+
+def _limit_files(num_bytes: int) -> None:
+    """The soft limit: the harness raises it again to say how the run ended."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+
+
+def _used_pages(place: Path) -> int:
+    now = os.statvfs(place)
+    return (now.f_blocks - now.f_bfree) * now.f_frsize // _PAGE_BYTES
+
+
+def _leave_free(num_pages: int, place: Path) -> None:
+    size = (_used_pages(place) + num_pages) * _PAGE_BYTES
+    if not _mount("-o", f"remount,size={size}", place):
+        message = f"{place} cannot be given {size} bytes"
+        raise RuntimeError(message)
+
+
+def _mount(*args: object) -> bool:
+    return not subprocess.run(["mount", *map(str, args)], check=False, capture_output=True).returncode
+
+
+def clocks(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
+    """Each command under each clock, and among files of each age; of few faults they take turns."""
+    turns = itertools.cycle(_CLOCKS)
+
+    def faults_of(_: SmallDataSet, __: Hit, number: int) -> Iterator[Fault]:
+        yield from _CLOCKS if number > len(_CLOCKS) else [next(turns)]
+
+    return _tried("clocks", _CLOCK_HITS, faults_of, data_sets, num_faults=num_faults)
+
+
+def _shifted(words: str, shifts: Iterator[float]) -> Fault:
+    """Each look at the clock finds it shifted by the next of some seconds."""
+
+    def shift() -> None:
+        right = time.time
+        time.time = lambda: right() + next(shifts)
+
+    return Fault(words=words, file="the clock", inside=shift, may_refuse=False)
+
+
+def _aged(words: str, shift_s: float) -> Fault:
+    """All files of the data set and a temporary of another attempt; inputs keep the times of the plan."""
+
+    def age(place: Path) -> None:
+        (place / "data").mkdir(exist_ok=True)
+        (place / "data" / _TEMPORARY).write_bytes(b"another attempt's")
+        then = time.time() + shift_s
+        for path in (place / "data").rglob("*"):
+            os.utime(path, (then, then))
+
+    return Fault(words=words, file="all", before=age, may_refuse=False)
+
+
+_CLOCKS = [
+    _shifted("ten years ahead", itertools.repeat(10.0 * _YEAR_S)),
+    _shifted("ten years behind", itertools.repeat(-10.0 * _YEAR_S)),
+    _shifted("back an hour at each look", itertools.count(0.0, -3600.0)),
+    _shifted("to and fro by a day", itertools.cycle([0.0, 86_400.0, -86_400.0])),
+    _aged("files of next year", _YEAR_S),
+    _aged("files of 1971", _YEAR_S - time.time()),
+]

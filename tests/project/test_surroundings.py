@@ -1,0 +1,237 @@
+"""What surrounds a command: pipes that nobody reads, full disks, other locales, folders with a preprocess.py.
+
+``| head`` ends no command in a traceback, and a log that cannot be written costs no shard. Names of files are
+UTF-8, whatever the locale says. A user's own preprocess.py hides no package.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loader import UsageError, get_llama3_dataloader
+from shardprep.__main__ import main
+from tests.checkout import ROOT
+from tests.children import environ_of_children, run_child, shardprep
+from tests.world import World, call_main, tokenizer_dir
+
+COMMANDS = {
+    "verify": "verify DATA",
+    "plan": "plan --dry_run --num_shards 5 --output_dir NEW --input_dir RAW --model_id MODEL",
+    "help": "plan --help",
+    "status": "status DATA",
+    "lustre": "lustre show DATA",
+    "peek": "peek DATA",
+}
+
+
+@pytest.fixture
+def closed_pipe() -> Iterator[int]:
+    """The writing end of a pipe that nobody reads: the first byte into it fails."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+def run_into(number: int, words: str, world: World, *, is_buffered: bool) -> tuple[int, str]:
+    """Run a command here whose standard output is this descriptor: its exit code and standard error."""
+    places = {"DATA": world.data_dir, "NEW": world.data_dir.with_name("new"), "RAW": world.raw_dir}
+    places["MODEL"] = world.tokenizer
+    err = io.StringIO()
+    raw: Any = io.FileIO(os.dup(number), "w")
+    out = io.TextIOWrapper(io.BufferedWriter(raw) if is_buffered else raw, write_through=not is_buffered)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("stdout", "__stdout__"):  # as it is when Python starts
+            patch.setattr(sys, name, out)
+        patch.setattr(sys, "stderr", err)
+        try:
+            code = main([str(places.get(word, word)) for word in words.split()])
+        except SystemExit as ending:
+            code = int(ending.code or 0)
+    return code, err.getvalue()
+
+
+@pytest.mark.parametrize("is_buffered", [True, False])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_whose_reader_has_gone_ends_as_if_it_were_read(
+    world: World, closed_pipe: int, name: str, is_buffered: bool
+) -> None:
+    """Both at the first line and, where Python gathers them, at its end."""
+    code, said = run_into(closed_pipe, COMMANDS[name], world, is_buffered=is_buffered)
+    assert (code, "rror" in said) == (0, False), said
+    assert (world.data_dir / "index.json").exists() or name != "verify", "its work is done"
+
+
+@pytest.mark.parametrize("name", ["verify", "status", "lustre"])
+def test_what_was_asked_for_is_not_lost_unseen_on_a_full_disk(world: World, name: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        code, said = run_into(full.fileno(), COMMANDS[name], world, is_buffered=True)
+    assert code == 74
+    assert "No space left on device" in said.splitlines()[-1]
+
+
+@pytest.mark.processes
+def test_a_process_whose_reader_has_gone_ends_well_when_python_ends(world: World, closed_pipe: int) -> None:
+    """Python itself flushes its streams once more, and would say "Exception ignored"."""
+    words = shardprep("status", world.data_dir)
+    assert run_child(words, env=environ_of_children(), stdout=closed_pipe).stderr == ""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("log", ["closed pipe", "full disk", "closed terminal"])
+def test_a_worker_whose_log_cannot_be_written_finishes_its_shard(
+    world: World, closed_pipe: int, log: str
+) -> None:
+    """It speaks before the work (a note on its array) and behind it; on a terminal it draws a bar."""
+    stderr = closed_pipe if log == "closed pipe" else os.open("/dev/full", os.O_WRONLY)
+    if log == "closed terminal":
+        master, stderr = os.openpty()
+        os.close(master)
+    (world.data_dir / "shard-00000.json").unlink()
+    array = {"MIN": "0", "MAX": "0", "STEP": "1", "COUNT": "1"}
+    environ = {f"SLURM_ARRAY_TASK_{name}": number for name, number in array.items()}
+    words = shardprep("shard", "--shard_id", 0, "--output_dir", world.data_dir)
+    run_child(words, env=environ_of_children(**environ), stderr=stderr)
+    assert (world.data_dir / "shard-00000.json").exists()
+    assert not list(world.data_dir.glob(".*"))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("charset", ["ASCII", "EUC-KR"])
+def test_in_a_locale_that_is_not_utf8_a_plan_is_the_same_and_commands_work_by_it(
+    tmp_path: Path, charset: str
+) -> None:
+    environ = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    if charset != "ASCII":
+        path = tmp_path / "ko_KR.euckr"
+        if localedef := shutil.which("localedef"):
+            words = [localedef, "-c", "-i", "ko_KR", "-f", charset, str(path)]
+            subprocess.run(words, capture_output=True, check=False)
+        if not path.is_dir():
+            pytest.skip("localedef, or what it makes a locale of, is not installed here")
+        environ = {"LOCPATH": str(tmp_path), "LC_ALL": path.name}
+    model = Path(shutil.copytree(tokenizer_dir(), tmp_path / "모델"))
+    world = World(tmp_path, tokenizer=model, raw_dir=tmp_path / "원문é", data_dir=tmp_path / "expected")
+    world.raw({"글.txt": "하늘과 바다\n"}).plan(num_shards=1)
+    data = tmp_path / "자료é"
+    commands = [["plan", *world.words_of_plan(output_dir=data, num_shards=1)]]
+    if charset != "ASCII":  # the others' way is the same
+        commands.append(["shard", "--shard_id", "0", "--output_dir", str(data)])
+        commands.append(["report", str(data), "--output", str(data / "r.html")])
+    for words in commands:
+        run_child(shardprep(*words), env=environ_of_children(**environ))
+    assert (data / "plan.json").read_bytes() == (world.data_dir / "plan.json").read_bytes()
+
+
+def test_in_another_locale_a_program_is_told_what_to_type_and_the_loader_reads_names_of_ascii_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path).raw({"a.txt": "a line\n" * 9}).make(num_shards=1)
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "iso8859-1")
+    ended = call_main("verify", world.data_dir)
+    assert (ended.code, "export PYTHONUTF8=1" in ended.err) == (2, True), ended.text
+    with world.loader(batch_size=2) as loader:
+        next(iter(loader))
+    (tmp_path / "자료").mkdir()
+    for name in ("자료", "missing é"):
+        with pytest.raises(UsageError) as found:
+            get_llama3_dataloader(tmp_path / name, 2, num_workers=0, rank=0, world_size=1)
+        assert "export PYTHONUTF8=1" in str(found.value)
+
+
+def test_an_input_folder_whose_name_is_not_utf8_is_refused_also_where_it_is_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    (folder / "raw").mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    Path("raw/a.txt").write_text("a\n")
+    ended = call_main("plan", "--input_dir", "raw", "--output_dir", "data", "--model_id", tokenizer_dir())
+    assert (ended.code, r"caf\xe9" in ended.err) == (2, True), ended.text
+
+
+THEIRS = "raise SystemExit('the old script was run')\n"
+# The console command, as pip writes it.
+COMMAND = """
+import sys
+from shardprep.__main__ import main
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+MAKE = "from slurm.send import MakeShards; import os, sys; os.chdir(sys.argv[2]); "
+MAKE += "MakeShards()(sys.argv[1], '0')"
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Path:
+    """A folder with the first script's files, which say that they were run."""
+    folder = tmp_path / "desk"
+    folder.mkdir()
+    for name in ("preprocess", "loader"):
+        (folder / f"{name}.py").write_text(THEIRS)
+    return folder
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> World:
+    return World(tmp_path).raw({"a.txt": "a line\n" * 40}).plan(num_shards=3)
+
+
+def run(folder: Path, *command: object, code: int = 0) -> tuple[str, str]:
+    """Run a command there: its standard output and the last line of its standard error."""
+    done = run_child([str(word) for word in command], cwd=folder, env=environ_of_children(), code=code)
+    assert "the old script was run" not in done.stdout + done.stderr
+    return done.stdout, (done.stderr.splitlines() or [""])[-1]
+
+
+@pytest.mark.processes
+def test_the_command_shardprep_its_workers_and_submitits_tasks_work_in_a_folder_with_a_preprocess_py(
+    planned: World, desk: Path, tmp_path: Path
+) -> None:
+    run(ROOT, sys.executable, "-c", MAKE, planned.data_dir, desk)
+    assert (planned.data_dir / "shard-00000.json").exists()
+    script = tmp_path / "shardprep"
+    script.write_text(COMMAND)
+    run(desk, sys.executable, script, "run", planned.data_dir, "--num_proc", 2)
+    assert len(list(planned.data_dir.glob("shard-*.json"))) == 3
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("module", ["slurm", "shardprep"])
+def test_a_command_in_such_a_folder_names_the_file(planned: World, desk: Path, module: str) -> None:
+    _, said = run(desk, sys.executable, "-m", module, "status", planned.data_dir, code=2)
+    assert said.startswith(f"error: {desk / 'preprocess.py'} ")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("hiding", ["file", "package", "imported before"])
+def test_a_script_beside_a_preprocess_py_is_told_which_file_to_rename(tmp_path: Path, hiding: str) -> None:
+    script, theirs = tmp_path / "train.py", tmp_path / "preprocess.py"
+    if hiding == "package":
+        theirs = tmp_path / "preprocess" / "__init__.py"
+        theirs.parent.mkdir()
+    theirs.write_text("" if hiding == "imported before" else THEIRS)
+    script.write_text(("import preprocess\n" if hiding == "imported before" else "") + "import slurm\n")
+    _, said = run(tmp_path, sys.executable, script, code=1)
+    assert said.startswith(f"ImportError: {theirs} ")
+
+
+@pytest.mark.processes
+def test_a_preprocess_py_beside_the_training_script_is_no_matter_to_the_loader_and_a_loader_py_is_named(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "preprocess.py").write_text(THEIRS)
+    (tmp_path / "train.py").write_text("from loader import get_llama3_dataloader\nprint('imported')\n")
+    assert run(tmp_path, sys.executable, "train.py")[0] == "imported\n"
+    (tmp_path / "loader.py").write_text("")
+    assert str(tmp_path / "loader.py") in run(tmp_path, sys.executable, "train.py", code=1)[1]

@@ -575,10 +575,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     World(root, raw_dir=root / "records").raw({"a.jsonl": [{"body": line} for line in LINES[:20]]})
     World(root, raw_dir=root / "talks").raw({"a.jsonl": [{"messages": TALK}]})
     shutil.copytree(tokenizer_dir(), root / "model")
-    other = save_tokenizer(root / "no_eos")
-    config = json.loads((other / "tokenizer_config.json").read_text())
-    del config["eos_token"]
-    put(other, "tokenizer_config.json", json.dumps(config))
+    other = save_tokenizer(root / "no_eos", without="eos_token")
     tokens = json.loads((other / "tokenizer.json").read_text())
     tokens["model"]["merges"] = tokens["model"]["merges"][:5]
     put(other, "tokenizer.json", json.dumps(tokens))

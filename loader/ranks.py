@@ -75,10 +75,7 @@ def find_process_rank(
 
 
 def check_process_rank(who: ProcessRank) -> None:
-    """Raise UsageError where this process has become another rank than ``who``.
-
-    A loader that was made before the process group would give all ranks the same batches.
-    """
+    """Raise UsageError where this process has become another rank: all would get the same batches."""
     now = None if who.is_passed else _found(os.environ)
     if now is not None and (now.rank, now.world_size) != (who.rank, who.world_size):
         expected = f"one that each rank makes, after init_process_group, {_OR_PASSED}"

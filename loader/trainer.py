@@ -225,9 +225,7 @@ class EpochsOfLoader:
             part, num_epochs = math.modf(args.num_train_epochs)
             end = run.first_step(int(num_epochs)) + math.ceil(part * run.steps_in(int(num_epochs)))
             if end <= first and not global_step:
-                found = (
-                    f"num_train_epochs={args.num_train_epochs:g}, and a loader behind {self.loader.epoch:g}"
-                )
+                found = f"num_train_epochs={args.num_train_epochs:g} of a loader at {self.loader.epoch:g}"
                 raise UsageError(found=found, expected="more epochs, or max_steps")
             max_steps = global_step + max(end - first, 0)
         self.global_step, self._is_finished = global_step, max_steps <= global_step
@@ -260,15 +258,12 @@ def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) 
             found = f"a global batch that changes at step {held.step}, where Trainer's stay as they are"
             expected = "max_steps to that step, or a loop of your own, see docs/training_own_loop.md"
             raise UsageError(found=found, expected=expected)
-    batch_size, accumulated = args.train_batch_size, args.gradient_accumulation_steps
-    if batch_size != loader.step_batches.batch_size:
-        expected = f"batch_size of the loader, {loader.step_batches.batch_size}: pass the same to both"
-        raise UsageError.of_value("per_device_train_batch_size", batch_size, expected)
-    step_samples = batch_size * accumulated * loader.process_rank.world_size
-    if step_samples != global_batch_size:
-        found = f"{step_samples} samples in a step by TrainingArguments, {accumulated} batches of each rank"
-        expected = f"the loader's global_batch_size, {global_batch_size}: change one of them"
-        raise UsageError(found=found, expected=expected)
+    num_batches = args.gradient_accumulation_steps * loader.process_rank.world_size
+    given = (args.train_batch_size, args.train_batch_size * num_batches)
+    wanted = (loader.step_batches.batch_size, global_batch_size)
+    if given != wanted:
+        found, expected = (f"batches of {size} samples, steps of {step}" for size, step in (given, wanted))
+        raise UsageError(found=f"TrainingArguments of {found}", expected=f"the loader's {expected}")
 
 
 def load_checkpoint(loader: TokenLoader, folder: Path) -> int:

@@ -40,21 +40,8 @@ from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import CannotWrite, NotFound, ReadWriteError, Refused, ShardprepError, UsageError
 from shardprep.files import is_link, make_subfolder, publish_bytes
-from shardprep.format.jobs import (
-    COMMANDS,
-    JOBS_FOLDER,
-    LOGS_FOLDER,
-    MEMORY_FIELDS,
-    JobArray,
-    JobRequest,
-    SentJob,
-    Submission,
-    append_event,
-    folder_identity,
-    publish_submission,
-    user_name,
-    with_changes,
-)
+from shardprep.format import jobs as job_files
+from shardprep.format.jobs import JobArray, JobRequest, Submission, user_name
 from shardprep.format.manifest import Manifest, find_made_shards, read_manifest
 from shardprep.format.names import MAX_SHARDS, chosen_shards, id_ranges, ids_of_ranges
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
@@ -123,16 +110,14 @@ def with_variables(flags: Mapping[str, Any]) -> dict[str, Any]:
         if not text or name in flags:
             continue
         value: Any = text
-        if name in ("time_min", *MEMORY_FIELDS):
+        if name in ("time_min", *job_files.MEMORY_FIELDS):
             value = minutes_of(text) if name == "time_min" else (megabytes_of(text) or 0) / 1024
             if not value:
-                expected = "60 or 2:00:00" if name == "time_min" else "4000 or 4G"
-                raise UsageError(
-                    f"{variable} is {text!r:.60}, expected a value such as {expected}; "
-                    f"unset it, or give the flag --{name} too"
-                )
+                such_as = "60 or 2:00:00" if name == "time_min" else "4000 or 4G"
+                expected = f"a value such as {such_as}; unset it, or give the flag --{name} too"
+                raise UsageError.of_value(variable, text[:60], expected)
         found[name] = value
-    given = with_changes(found, flags)
+    given = job_files.with_changes(found, flags)
     if given.get("setup"):
         given["setup"] = os.path.abspath(os.path.expanduser(given["setup"]))  # noqa: PTH100, PTH111 - text
     return given
@@ -187,8 +172,8 @@ def check_queue(state: DatasetState, wanted: set[int] | None) -> None:
     if state.queue.unrecorded:
         raise SlurmRefused(
             f"jobs {', '.join(state.queue.unrecorded)} of this data set wait or run, and no file in "
-            f"{state.folder / JOBS_FOLDER} says which shards they make: another command sends them just now, "
-            "or was cut short, or the folder was emptied; wait until they have ended, or end them: "
+            f"{state.folder / job_files.JOBS_FOLDER} says which shards they make: another command sends them "
+            "just now, or was cut short, or the folder was emptied; wait until they have ended, or end them: "
             f"shardprep cancel {quoted(state.folder)}"
         )
     if queued := [each for each in state.ids("running", "pending") if wanted is None or each in wanted]:
@@ -239,7 +224,7 @@ class Sending:
         If a step before the record fails, what was submitted is cancelled again. Raises SubmittedMeanwhile.
         """
         state, job_ids = self._state, list[str]()
-        make_subfolder(state.folder, LOGS_FOLDER)
+        make_subfolder(state.folder, job_files.LOGS_FOLDER)
 
         def submitted(script: str, *options: str) -> dict[str, Any]:
             job_ids.append(submit_script(script, "--hold", *options))
@@ -261,15 +246,17 @@ class Sending:
                 user=shown["user"],
                 submitted=round(time.time(), 3),
                 arrays=arrays,
-                verify=SentJob(job_id=job_ids[-1], name=shown["name"], submit_time=shown["submit_time"]),
-                identity=folder_identity(state.folder),
+                verify=job_files.SentJob(
+                    job_id=job_ids[-1], name=shown["name"], submit_time=shown["submit_time"]
+                ),
+                identity=job_files.folder_identity(state.folder),
             )
             controller = ""
             if self._controller:
                 # Before the release: a limit of jobs that leaves no room for it is met in time.
                 controller = submit_script(self._controller, f"--dependency=afterany:{':'.join(job_ids)}")
                 job_ids.append(controller)
-            publish_submission(state.folder, submission)
+            job_files.publish_submission(state.folder, submission)
         except BaseException:
             if job_ids:
                 with contextlib.suppress(ShardprepError):
@@ -277,7 +264,7 @@ class Sending:
             raise
         # For people: Slurm has copies of its own, and forgets them.
         for job_id, script in zip(job_ids, self.scripts, strict=True):
-            path = state.folder / JOBS_FOLDER / f"{submission.number:04d}-{job_id}.sh"
+            path = state.folder / job_files.JOBS_FOLDER / f"{submission.number:04d}-{job_id}.sh"
             with contextlib.suppress(ShardprepError):
                 publish_bytes(path, script.encode("utf-8"))
         return submission, controller
@@ -332,7 +319,7 @@ def _tell(args: argparse.Namespace, state: DatasetState, submission: Submission,
         facts["controller"] = controller
         if args.command == "retry":
             facts["round"] = args.round
-    append_event(args.output_dir, args.command, **facts)
+    job_files.append_event(args.output_dir, args.command, **facts)
     for array in submission.arrays:
         mem = "no memory limit" if array.mem_mb is None else f"{array.mem_mb} MB"
         limit = "no time limit" if array.time_min is None else f"{array.time_min} min"
@@ -376,7 +363,7 @@ def leave_controller(args: argparse.Namespace, state: DatasetState, request: Job
     job_ids = [each for each in state.jobs_to_wait_for() if each not in state.queue.controllers]
     after = [f"--dependency=afterany:{':'.join(job_ids)}"] if job_ids else []
     job_id = submit_script(_controller(args, state, request, find_site(request.partition)), *after)
-    append_event(state.folder, args.command, jobs=job_ids, controller=job_id)
+    job_files.append_event(state.folder, args.command, jobs=job_ids, controller=job_id)
     _tell_controller(state, job_id)
 
 
@@ -445,20 +432,15 @@ def check_folder(folder: Path, request: JobRequest) -> Plan:
     """
     plan = need_plan(folder)
     check_tokenizer_files(folder, plan.tokenizer_files)
-    for place in (folder, folder / JOBS_FOLDER, folder / LOGS_FOLDER):
+    for place in (folder, folder / job_files.JOBS_FOLDER, folder / job_files.LOGS_FOLDER):
         if place != folder and is_link(place):  # records, and Slurm's logs, would go where it leads
-            raise CannotWrite(f"{place} is a link; put a folder in its place")
+            raise CannotWrite(path=place, found="a link", expected="a folder in its place")
         if os.path.lexists(place) and not (os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)):  # noqa: PTH112 - Path's may raise
-            raise CannotWrite(
-                f"{place} is no folder that you can write to; for a group's data set its owner can type: "
-                f"chmod -R g+rwX {quoted(folder)}"
-            )
+            todo = f"for a group's data set its owner can type: chmod -R g+rwX {quoted(folder)}"
+            raise CannotWrite(f"{place} is no folder that you can write to; {todo}", path=place)
     if request.setup and not (os.path.isabs(request.setup) and os.path.isfile(request.setup)):  # noqa: PTH113, PTH117 - Path's may raise OSError
-        raise UsageError(
-            f"--setup {request.setup} is no file; give the path of the file that tasks shall source",
-            path=request.setup,
-            expected="file that tasks shall source",
-        )
+        expected = "the path of a file that tasks shall source"
+        raise UsageError(path=request.setup, found=f"--setup {request.setup}", expected=expected)
     if not os.path.isdir(plan.input_dir) and "--input_dir" not in request.worker_args:  # noqa: PTH112 - as above
         say(
             f"warning: {plan.input_dir} cannot be seen from here; if the nodes cannot see it either, "
@@ -545,7 +527,7 @@ def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequ
     place, flags = shlex.quote(str(folder)), shlex.join(shlex.split(request.worker_args))
     head = [
         f"shardprep_folder={place}",
-        f"shardprep_identity={folder_identity(folder)}",  # as this host sees the folder
+        f"shardprep_identity={job_files.folder_identity(folder)}",  # as this host sees the folder
         f"shards_of=({' '.join(tasks)})",
         "shards=${shards_of[${SLURM_ARRAY_TASK_ID:-0}]}",
         'if [[ $shards = *[-,]* ]]; then shardprep_what="shards $shards"',
@@ -590,7 +572,7 @@ def _log_pattern(folder: Path, name: str) -> str:
             f"{folder} has a backslash, with which Slurm puts no job's number into a log's name; rename "
             "the folder, or submit through a link of another name"
         )
-    return f"{str(folder).replace('%', '%%')}/{LOGS_FOLDER}/{name}.log"
+    return f"{str(folder).replace('%', '%%')}/{job_files.LOGS_FOLDER}/{name}.log"
 
 
 def _script(options: Sequence[str], request: JobRequest, head: Sequence[str]) -> str:
@@ -659,7 +641,7 @@ def submit_with_submitit(
     NotFound, UsageError or ReadWriteError.
     """
     if shards_per_task is not None and shards_per_task < 1:
-        raise UsageError(f"shards_per_task is {shards_per_task}, expected 1 or more")
+        raise UsageError.of_value("shards_per_task", shards_per_task, "1 or more")
     folder = Path(output_dir).resolve()
     plan = need_plan(folder)
     missing = sorted(set(range(plan.num_shards)) - find_made_shards(folder, plan.spec).done.keys())
@@ -737,7 +719,7 @@ def retry(args: argparse.Namespace) -> int:
         return _retry(args)
     except ShardprepError as error:
         if args.until_done and not args.dry_run:
-            append_event(args.output_dir, "stopped", why=str(error))
+            job_files.append_event(args.output_dir, "stopped", why=str(error))
         raise
 
 
@@ -773,11 +755,8 @@ def shards_to_retry(args: argparse.Namespace, state: DatasetState, changes: dict
     check_queue(state, shard_ids)
     is_tried = state.submissions or any(shard.attempts for shard in state.shards)
     if not is_tried and state.ids("not submitted", "not visible"):
-        raise NotFound(
-            f"nothing was submitted for {state.folder} yet",
-            path=state.folder,
-            remedy=f"shardprep submit {quoted(state.folder)}",
-        )
+        remedy = f"shardprep submit {quoted(state.folder)}"
+        raise NotFound(path=state.folder, found="nothing was submitted yet", remedy=remedy)
     wanted = [shard for shard in state.shards if shard_ids is None or shard.shard_id in shard_ids]
     again = []
     for shard in wanted:
@@ -830,7 +809,7 @@ def _trusted(state: DatasetState, request: JobRequest, changes: dict[str, Any]) 
     """
     own = [array.request for each in state.submissions if each.is_own for array in each.arrays]
     foreign = {}
-    for name in COMMANDS:
+    for name in job_files.COMMANDS:
         value = getattr(request, name)
         if value and name not in changes and value not in [getattr(each, name) for each in own]:
             foreign[name] = value
@@ -838,10 +817,10 @@ def _trusted(state: DatasetState, request: JobRequest, changes: dict[str, Any]) 
         numbers = ", ".join(f"{each.number:04d}.json" for each in state.submissions if not each.is_own)
         words = shlex.join(f"--{name}={value}" for name, value in foreign.items())
         raise Refused(
-            f"{state.folder / JOBS_FOLDER} has records that another user wrote, or that others can write to "
-            f"({numbers}), and the commands in them would run as yours. Read them; if they are right, type: "
-            f"shardprep retry {quoted(state.folder)} {words}. Leave one out by an empty value, such as "
-            f"--{next(iter(foreign))}=''"
+            f"{state.folder / job_files.JOBS_FOLDER} has records that another user wrote, or that others can "
+            f"write to ({numbers}), and the commands in them would run as yours. Read them; if they are "
+            f"right, type: shardprep retry {quoted(state.folder)} {words}. Leave one out by an empty "
+            f"value, such as --{next(iter(foreign))}=''"
         )
     return request.changed(**changes)
 
@@ -896,13 +875,13 @@ def _end(state: DatasetState, why: str, request: JobRequest) -> int:
     """End --until_done: write the report, or say why only a person can go on, and run --notify."""
     folder, code = state.folder, ReadWriteError.exit_code if why else 0
     if why:
-        append_event(folder, "stopped", why=why)
+        job_files.append_event(folder, "stopped", why=why)
         say(f"error: only a person can help now: {why}")
     else:
         output = folder / "report.html"
         command = [sys.executable, "-m", "slurm", "report", str(folder), "--output", str(output)]
         subprocess.run(command, cwd=HOME, check=False)
-        append_event(folder, "finished", report=str(output))
+        job_files.append_event(folder, "finished", report=str(output))
         say(f"{counted(state.plan.num_shards, 'shard')} verified; wrote {output}")
     if request.notify:
         result = {"SHARDPREP_RESULT": "not verified" if why else "verified", "SHARDPREP_EXIT_CODE": str(code)}
@@ -937,13 +916,13 @@ def cancel(args: argparse.Namespace) -> int:
             user_of = {job.job_id: job.user for job in queue.jobs.values()}
             owners = {each: user_of.get(each.partition("_")[0], user_name()) for each in jobs}
             if own := [each for each in jobs if owners[each] == user_name()]:
-                append_event(args.output_dir, "cancel", jobs=own, shards=args.shards)
+                job_files.append_event(args.output_dir, "cancel", jobs=own, shards=args.shards)
             whose = ", ".join(sorted({*owners.values()} - {user_name()})) or "another user"
             raise SlurmRefused(
                 f"{whose} submitted jobs of this data set, and only that user or an administrator can cancel "
                 f"them; cancelled: {', '.join(own) or 'none'}; {error}"
             ) from None
-        append_event(args.output_dir, "cancel", jobs=jobs, shards=args.shards)
+        job_files.append_event(args.output_dir, "cancel", jobs=jobs, shards=args.shards)
     if queue.foreign and args.shards is None:
         ids = " ".join(queue.foreign)
         say(f"left alone: jobs of the folder that this one was copied from; to end them: scancel {ids}")

@@ -31,19 +31,8 @@ from typing import Any, Literal, TypeVar
 from shardprep.console import say
 from shardprep.errors import NotFound, ReadWriteError, ShardprepError, UsageError, quoted
 from shardprep.files import open_regular
-from shardprep.format.jobs import (
-    LOGS_FOLDER,
-    AttemptRecord,
-    AttemptRecords,
-    JobArray,
-    JobRequest,
-    Submission,
-    append_end,
-    folder_identity,
-    read_attempts,
-    read_submissions,
-    user_name,
-)
+from shardprep.format import jobs as job_files
+from shardprep.format.jobs import AttemptRecord, JobArray, JobRequest, Submission, user_name
 from shardprep.format.manifest import MadeShards, Manifest, find_made_shards, is_verified
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
 from shardprep.format.plan import Plan
@@ -123,10 +112,8 @@ def slurm_output(*command: str, text: str | None = None) -> str:
 def _run(command: tuple[str, ...], text: str | None) -> subprocess.CompletedProcess[str]:
     clusters = os.environ.get("SLURM_CLUSTERS", "")
     if "," in clusters or clusters == "all":
-        raise UsageError(
-            f"SLURM_CLUSTERS is {clusters!r}, expected one cluster, to which a submission goes and where "
-            "status looks"
-        )
+        expected = "one cluster, to which a submission goes and where status looks"
+        raise UsageError.of_value("SLURM_CLUSTERS", clusters, expected)
     # Without what changes a question or its answer's form, and what describes an allocation. Times come in
     # UTC, as two who look may be in two time zones; jobs keep the zone of who submits.
     dropped = (*_DROPPED, "SBATCH_MEM", *REQUEST_VARIABLES.values(), "SLURM_")
@@ -264,7 +251,7 @@ def meaning_of(reason: str) -> tuple[str, str]:
 
 def names_begin(folder: Path, plan_id: str) -> str:
     """Return what the names of all jobs of a data set begin with, before the number of the submission."""
-    return f"{JOB_NAME}-{plan_id[:12]}-{folder_identity(folder)}-"
+    return f"{JOB_NAME}-{plan_id[:12]}-{job_files.folder_identity(folder)}-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -712,7 +699,7 @@ class DatasetState:
     plan: Plan
     submissions: list[Submission]
     next_number: int  # of a submission
-    records: AttemptRecords
+    records: job_files.AttemptRecords
     made: MadeShards
     is_verified: bool
     shards: list[Shard]  # shard N at N
@@ -767,9 +754,9 @@ def find_state(
     was done then is not read again. ``see``: as for ``find_made_shards``. Raises BrokenShard and
     ReadWriteError of files, too.
     """
-    identity, unreadable = folder_identity(folder), list[str]()
+    identity, unreadable = job_files.folder_identity(folder), list[str]()
     try:
-        sent = read_submissions(folder)
+        sent = job_files.read_submissions(folder)
     except ReadWriteError as error:
         if needs_slurm or "Permission denied" not in str(error):
             raise
@@ -778,7 +765,7 @@ def find_state(
     copied = [each for each in sent if each.identity != identity]  # with the folder, from another one
 
     known = before.made if before else None
-    records = read_attempts(folder, plan.plan_id, identity)
+    records = job_files.read_attempts(folder, plan.plan_id, identity)
     open_records = [each for each in records.own if each.ended is None and each.job_id]
     found, queue = None, Queue()
     asks = bool(sent or open_records)
@@ -796,7 +783,7 @@ def find_state(
             queue = Queue(hidden=dict.fromkeys(ids, "Slurm gives no answer"), away=str(error))
     # Looked at last: what Slurm says has ended has its manifest, or the end of its record, by then.
     listed = {each.path for each in records.own}
-    now = read_attempts(folder, plan.plan_id, identity)
+    now = job_files.read_attempts(folder, plan.plan_id, identity)
     records.own = [each for each in now.own if each.path in listed]
     records.unreadable = [*unreadable, *now.unreadable]
     _add_ends(records.own, queue)
@@ -841,7 +828,7 @@ def _add_ends(records: Sequence[AttemptRecord], queue: Queue) -> None:
             record.stopped_by = stopped_by
             record.ended = record.ended or ended
             if record.user == user_name():
-                append_end(record)
+                job_files.append_end(record)
 
 
 def _job_of(record: AttemptRecord, tasks: dict[tuple[str, int], Job]) -> Job | None:
@@ -907,7 +894,7 @@ def _add_attempts(
                         task=task,
                         shards=shard_ids,
                         submitted=submission.submitted,
-                        log=f"{folder}/{LOGS_FOLDER}/{task}.log",
+                        log=f"{folder}/{job_files.LOGS_FOLDER}/{task}.log",
                         job=job,
                         array=array,
                     )

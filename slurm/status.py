@@ -25,21 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import shardprep
-from shardprep.console import (
-    Progress,
-    counted,
-    draw,
-    output_is_read,
-    print_lines,
-    printable,
-    quoted,
-    say,
-    shards_text,
-    short_bytes,
-    short_number,
-    short_time,
-    source_lines,
-)
+from shardprep import console
+from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import NotFound, ReadWriteError
 from shardprep.files import publish_bytes
 from shardprep.format.jobs import read_events, user_name
@@ -93,11 +80,11 @@ def status(args: argparse.Namespace) -> int:
         goes_on = state.live_job_ids() or state.ids("running") or is_hidden  # running: by ``run`` alone, too
         if args.watch and not args.json and sys.stdout.isatty():
             last = "Ctrl-C ends this look, the jobs go on" if goes_on else lines[-1]
-            draw("\033[H\033[2J")
+            console.draw("\033[H\033[2J")
             print_lines(*lines[:-1], last)  # where they are too many, what scrolls away is their beginning
         else:
             print_lines(*lines)
-        if not args.watch or not goes_on or not output_is_read():
+        if not args.watch or not goes_on or not console.output_is_read():
             return 0
         time.sleep(POLL_S)
 
@@ -107,7 +94,7 @@ def wait_for_jobs(folder: Path) -> int:
     plan = need_plan(folder)
     state: DatasetState | None = None
     sizes, done = plan.shard_bytes(), set[int]()
-    progress = Progress(f"{plan.num_shards} shards", sum(sizes))
+    progress = console.Progress(f"{plan.num_shards} shards", sum(sizes))
     while True:
         state = ask_patiently(partial(find_state, folder, plan, before=state))
         fresh = set(state.ids("done")) - done
@@ -132,11 +119,8 @@ def logs(args: argparse.Namespace) -> int:
     """Show the attempts at one shard, newest last, with the ends of their logs: ``logs DATA N``."""
     plan, shard_id = need_plan(args.output_dir), args.shard_id
     if not 0 <= shard_id < plan.num_shards:
-        raise NotFound(
-            f"there is no shard {shard_id}: the plan has {plan.num_shards}, 0 to {plan.num_shards - 1}",
-            found=f"shard {shard_id}",
-            expected=f"0 to {plan.num_shards - 1}",
-        )
+        expected = f"0 to {plan.num_shards - 1}, as the plan has {plan.num_shards} shards"
+        raise NotFound(found=f"shard {shard_id}", expected=expected)
     state = find_state(args.output_dir, plan, needs_slurm=False)
     shard = state.shards[shard_id]
     lines = [f"shard {shard_id:05d}: {shard.state}, {counted(len(shard.attempts), 'attempt')}"]
@@ -344,11 +328,11 @@ def status_lines(data: dict[str, Any]) -> list[str]:
     """Return the lines for people: totals, then what goes on, then what failed, and what to type next."""
     total, done = data["num_shards"], data["num_done"]
     speed = "" if not data["tokens_per_s"] else f", {data['tokens_per_s']:,} tokens/s"
-    left = "" if data["left_s"] is None else f", about {short_time(data['left_s'])} left"
+    left = "" if data["left_s"] is None else f", about {console.short_time(data['left_s'])} left"
     lines = [
         f"{data['folder']}: {done} of {total} shards are done ({done / total:.1%})",
         f"  {data['num_tokens']:,} tokens{speed}{left}",
-        *source_lines(data["sources"], all_in="--json"),
+        *console.source_lines(data["sources"], all_in="--json"),
     ]
     shown = [name for name in ("running", "pending", "not_submitted") if data[name]]
     lines += [f"  {name.replace('_', ' ')}: {shards_text(data[name])}" for name in shown]
@@ -474,7 +458,7 @@ def report(args: argparse.Namespace) -> int:
     """Write the report of a data set, finished or not: ``report DATA``."""
     folder = args.output_dir.absolute()
     plan, manifests = need_plan(folder), dict[int, Manifest]()
-    progress = Progress("reading manifests", plan.num_shards, unit="shards")
+    progress = console.Progress("reading manifests", plan.num_shards, unit="shards")
 
     def keep(manifest: Manifest) -> None:
         progress.add(manifest.shard_id not in manifests)  # find_state may look a second time
@@ -677,19 +661,28 @@ def page_lines(data: Mapping[str, Any]) -> list[str]:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: printable(value) if type(value) is str else "-" if value is None else value,
+        finalize=lambda value: (
+            console.printable(value) if type(value) is str else "-" if value is None else value
+        ),
     )
     templates.filters.update(
         num="{:,}".format,
-        short=short_number,
-        bytes=short_bytes,
-        time=short_time,
+        short=console.short_number,
+        bytes=console.short_bytes,
+        time=console.short_time,
         clock=lambda seconds: time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)),
         percent="{:.2%}".format,
         quoted=shlex.quote,
         ids=_short_ids,
     )
     return templates.get_template("report.html.j2").render(data).strip().split("\n")
+
+
+def _shown(value: Any) -> Any:
+    """Return a value as the page shows it."""
+    if value is None:
+        return "-"
+    return console.printable(value) if type(value) is str else value
 
 
 def _short_ids(ids: str) -> str:

@@ -193,15 +193,13 @@ def _are_written(encoding: Any, spans: Spans, mask_rule: MaskRule) -> npt.NDArra
 
     ``characters``: those with a character of a span; spans are ascending and not empty.
 
-    ``overlap``: the same, as transformers has it since 5.24. It goes through the tokens once, and leaves a
-    span behind at the first token that begins at or after its end. So a token is compared with the first span
-    that ends after all begins so far. That matters where offsets or spans are not in order, as with a
-    ByteLevel that trims offsets.
+    ``overlap``: the same, as transformers has it since 5.24. It leaves a span behind at the first token that
+    begins at or after its end. So a token is compared with the first span that ends after all begins so far,
+    which matters where offsets or spans are not in order, as with a ByteLevel that trims offsets.
 
     ``char_to_token``: those between the tokens of a span's first and last character, as transformers had it
-    before, faults included: a last character of several tokens counts by its first one, a span that begins
-    with a dropped character ends the search, and one that ends with a dropped character, or in the first
-    token, goes on to the end of the text.
+    before, faults included: a last character of several tokens counts by its first one, a dropped first
+    character ends the search, and a dropped last one, or the first token, goes on to the end of the text.
     """
     if mask_rule == "char_to_token":
         is_between = np.zeros(len(encoding), np.bool_)
@@ -228,9 +226,8 @@ def without_unused_merges(tokenizer: dict[str, Any]) -> bytes | None:
     """Return a tokenizer.json of the same ids with fewer merges; None where there are none to leave out.
 
     One that was converted from ranks, as Llama 3's, has a merge for each way to cut a token in two: 280,147
-    for 128,000 tokens. BPE joins the bytes of a token in one order, whatever stands around them, for a merge
-    over its edges would prevent the token. So of the merges of a token only that is ever used which ends
-    this order, and gigatoken loads in two thirds of the time without the others.
+    for 128,000 tokens. BPE joins the bytes of a token in one order, whatever stands around them. So only the
+    merge that ends this order is ever used, and without the others gigatoken loads in two thirds of the time.
     """
     model = tokenizer["model"]
     merges = model.get("merges") or []
@@ -270,9 +267,8 @@ def without_unused_merges(tokenizer: dict[str, Any]) -> bytes | None:
 class FastTokenizer:
     """gigatoken with one tokenizer.json. May be used by several threads.
 
-    A batch is encoded as one text, with separators between the documents: one call, one array of ids, and the
-    separators, which are an added token, tell where documents begin. They make room for BOS and EOS besides.
-    Control tokens that are to stay text are left out of the added tokens that gigatoken gets.
+    A batch is encoded as one text. Separators between the documents, an added token, tell where these begin,
+    and make room for BOS and EOS. Control tokens that are to stay text are left out of the added tokens.
 
     gigatoken remembers every word that it has met, 3 to 7 bytes per byte of new text: it is loaded anew where
     the process has grown by _MOST_REMEMBERED.

@@ -11,8 +11,6 @@ with the turn: what came behind the first text is the assistant's. Both must be 
 Templates come with models of other people. So the process has a limit of memory and, for each conversation,
 of CPU time. A conversation over these limits fails the attempt. It is not left out: how much time it takes
 depends on the node, and the bytes of a shard must not.
-
-A template that asks for today's date is told FIXED_DATE: equal inputs give equal bytes on any day.
 """
 
 from __future__ import annotations
@@ -41,6 +39,7 @@ from shardprep.console import guard_streams
 from shardprep.errors import BadInput, ReadWriteError, Refused, UsageError
 from shardprep.format.plan import MaskRule
 
+# What a template is told that asks for today's date: equal inputs give equal bytes on any day.
 FIXED_DATE = datetime.datetime(2024, 7, 26)  # noqa: DTZ001  the one that Llama 3.1's template falls back on
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -265,10 +264,9 @@ def _tokenizer_facts(folder: str) -> dict[str, Any]:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    try:
+    template = ""
+    with contextlib.suppress(ValueError):  # it has none
         template = tokenizer.get_chat_template()
-    except ValueError:
-        template = ""
     added = sorted(tokenizer.added_tokens_decoder.items())
     control = [token.content for _, token in added if token.special]
     # By which rule this transformers tells the assistant's tokens: it changed in 5.24. What tells both apart

@@ -27,15 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.read import BATCH_BYTES
-from preprocess.read.text_fields import (
-    MOST_DOCUMENT_BYTES,
-    TextFields,
-    Transform,
-    UnusableText,
-    text_fields_of,
-    too_long,
-)
+from preprocess.read import BATCH_BYTES, text_fields
+from preprocess.read.text_fields import TextFields, Transform, UnusableText, text_fields_of, too_long
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, BrokenShard, NotFound, ReadWriteError, Refused, UsageError
 from shardprep.files import ReadFile, with_retries
@@ -48,6 +41,7 @@ if TYPE_CHECKING:
 
 Numbers = npt.NDArray[np.int64]
 T = TypeVar("T")
+Stretches = Sequence[tuple[int, int]]  # of a file: (byte, end), ascending
 # A batch of shorter lines, on average, is cut by their number: a million lines of one letter took 0.35 GB.
 SHORT_LINE_BYTES = 32
 # What says that there is no such input; whatever else opening ends with may go away.
@@ -251,11 +245,8 @@ BETWEEN = b'"\0\1document\2"'
 class Texts(Sequence[bytes]):
     """Texts of consecutive documents, as UTF-8: joined, and one by one where somebody asks for that.
 
-    Args:
-        each: the texts; or instead
-        joined: all texts in one buffer, with BETWEEN between two of them, and in none of them.
-        num_texts: in ``joined``.
-        characters: any string that has all their characters beyond ASCII, if there is one already.
+    They are given by ``each``, or by ``joined``, with BETWEEN between two of them and in none of them.
+    ``characters``: any string that has all their characters beyond ASCII, if there is one already.
     """
 
     def __init__(
@@ -310,10 +301,8 @@ class Format(Protocol):
     def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
         """Weigh a file for planning, with few reads. Raises BadInput where it cannot be of this format."""
 
-    def starts(
-        self, file: OpenInput, stretches: Sequence[tuple[int, int]], options: PlanOptions
-    ) -> list[Start | None]:
-        """For each (byte, end), ascending, the first place at or behind ``byte`` where a part may begin.
+    def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:
+        """For each (byte, end) the first place at or behind ``byte`` where a part may begin.
 
         None where there is none before ``end``; the file's size where none follows. Raises BadInput.
         """
@@ -325,9 +314,7 @@ class Format(Protocol):
         """
 
 
-def starts_among(
-    places: Iterable[Start], file: OpenInput, stretches: Sequence[tuple[int, int]]
-) -> list[Start | None]:
+def starts_among(places: Iterable[Start], file: OpenInput, stretches: Stretches) -> list[Start | None]:
     """Answer ``Format.starts`` for a file with these places, ascending; without any it is only read whole."""
     end_of_file, remaining, place = Start(file.stamp.num_bytes), iter(places), Start(0)
     found: list[Start | None] = []
@@ -346,7 +333,7 @@ def texts_of(values: Iterable[str | UnusableText]) -> list[bytes | UnusableText]
             found.append(value)
             continue
         text = b"" if value.isspace() else value.encode()
-        found.append(text if len(text) <= MOST_DOCUMENT_BYTES else too_long("its text"))
+        found.append(text if len(text) <= text_fields.MOST_DOCUMENT_BYTES else too_long("its text"))
     return found
 
 
@@ -446,12 +433,7 @@ class Documents:
 
 
 def documents_of_shard(
-    plan: Plan,
-    folder: Path,
-    shard: PlannedShard,
-    *,
-    batch_bytes: int = BATCH_BYTES,
-    transform: Transform | None = None,
+    plan: Plan, folder: Path, shard: PlannedShard, transform: Transform | None, batch_bytes: int = BATCH_BYTES
 ) -> Iterator[Documents]:
     """Yield the documents of a shard's input, without those that the plan excludes.
 
@@ -470,9 +452,7 @@ def documents_of_shard(
     )
     if digest is not None and digest.hexdigest() != shard.sha256:
         names = sorted({plan.inputs[number].path for number in shard.input_numbers})
-        what = (
-            f"the input of shard {shard.shard_id:05d} ({', '.join(names[:3])}) changed since it was planned"
-        )
+        what = f"the input of shard {shard.shard_id:05d} ({', '.join(names[:3])}) changed since planning"
         hashes = f"sha256 {digest.hexdigest()[:12]}, the plan says {str(shard.sha256)[:12]}"
         raise Refused(f"{what}: {hashes}; {_BRING_BACK}")
 
@@ -492,15 +472,9 @@ def read_documents(
 ) -> Generator[Documents, None, None]:
     """Yield the documents of byte ranges in order, in batches of about ``batch_bytes``.
 
-    Args:
-        ranges: they begin and end where their format allows it.
-        digest: is told all bytes of the ranges, in order.
-        most_documents: behind which reading ends.
-        excluded: names of documents that are left out.
-        transform: what they go through.
-
-    Raises NotFound, ReadWriteError, BadInput where a file is not of its format, Refused where one was written
-    to while it was read and nobody hashes it.
+    ``digest`` is told all bytes of the ranges, in order. Reading ends behind ``most_documents``. Those that
+    ``excluded`` names are left out, and all go through ``transform``. Raises NotFound, ReadWriteError,
+    BadInput where a file is not of its format, Refused where one changed meanwhile and nobody hashes it.
     """
     template = None
     if options.record == "chat":

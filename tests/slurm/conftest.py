@@ -27,6 +27,6 @@ def plain_cluster() -> Iterator[dict[str, str]]:
     kept = {n: v for n, v in os.environ.items() if not re.match("SLURM|SBATCH|SHARDPREP|MASTER", n)}
     environ = {**kept, "NUM_NODES": "3", "NODE_CPUS": "8", "KILL_WAIT": "120", "HF_HUB_OFFLINE": "1"}
     environ |= {"SHARDPREP_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-    environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with started_cluster(environ, "NO SLURM CLUSTER, the batch scripts are untested here") as started:
         yield started

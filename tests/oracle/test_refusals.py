@@ -607,6 +607,7 @@ def has_words(text: str, wanted: str) -> bool:
     [pytest.param(each, id=str(each), marks=[pytest.mark.processes] * each.starts_process) for each in ROWS],
 )
 def test_a_refusal_names_the_thing_at_fault_and_what_to_type_helps(scene: Scene, refusal: Refusal) -> None:
+    error: Any
     scene.prepare(refusal)
     if isinstance(refusal.ends, int):
         ended = refusal.use.call(scene, "")
@@ -617,7 +618,7 @@ def test_a_refusal_names_the_thing_at_fault_and_what_to_type_helps(scene: Scene,
         with pytest.raises(refusal.ends) as raised:
             refusal.use.call(scene, "")
         assert type(raised.value) is refusal.ends
-        error, text = (raised.value if refusal.ends is not TypeError else None), str(raised.value)
+        error, text = raised.value, str(raised.value)
     facts = [refusal.path, refusal.found, refusal.expected, refusal.heals or refusal.remedy]
     path, found, expected, remedy = scene.filled(facts)
     assert path or found or expected or remedy

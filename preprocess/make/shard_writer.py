@@ -692,9 +692,8 @@ def _unlink(marks: list[Path], owner: int) -> None:
 def remove_temporaries_of(shard_ids: Iterable[int], folder: Path, *, older_than_s: float = 0) -> None:
     """Remove what attempts at some shards left, by one look at the folder."""
     subfolders = [names.QUARANTINE_DIR, names.IDS_DIR, names.DIGESTS_DIR]
-    files.remove_temporaries(
-        folder, *map(names.shard_name, shard_ids), older_than_s=older_than_s, subfolders=subfolders
-    )
+    stems = map(names.shard_name, shard_ids)
+    files.remove_temporaries(folder, *stems, older_than_s=older_than_s, subfolders=subfolders)
 
 
 def remove_leftovers(folder: Path, shard_id: int) -> None:

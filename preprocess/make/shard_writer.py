@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import dataclasses
 import functools
 import itertools
 import os
@@ -21,7 +20,7 @@ import tarfile
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -824,7 +823,7 @@ class ShardWriter:
             return None
         file = self._file(names.quarantine_path(self._folder, self._shard_id))
         for bad in self.counting.bad:
-            entry = {**dataclasses.asdict(bad), "source": self._plan.inputs[bad.source].path}
+            entry = {**asdict(bad), "source": self._plan.inputs[bad.source].path}
             del entry["named"]
             file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
         return file

@@ -232,9 +232,8 @@ def _print_sample(
     side = ", for validation" if number >= num_train else ""
     place = "begins in the document at " if begins_inside else "from "
     place += names.place_text(path, int(record["source_offset"]))
-    print_lines(
-        f"{names.shard_name(samples.shard_id)} {name} {number}: {num_tokens} tokens{labels}{side}, {place}"
-    )
+    head = f"{names.shard_name(samples.shard_id)} {name} {number}"
+    print_lines(f"{head}: {num_tokens} tokens{labels}{side}, {place}")
     for position, text in enumerate(documents):
         if only and position not in only:
             continue

@@ -9,7 +9,6 @@ with a code point that newer Unicode tables may class anew goes to the reference
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -19,7 +18,7 @@ import threading
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,7 @@ class Engine:
 
     def bare(self) -> Engine:
         """Return an engine that puts nothing around a text."""
-        return dataclasses.replace(self, adds_special_tokens=False)
+        return replace(self, adds_special_tokens=False)
 
     def encode(self, texts: Sequence[bytes]) -> TokenBatch:
         """Encode texts, given as UTF-8."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import dataclasses
 import functools
 import itertools
 import os
@@ -21,7 +20,7 @@ import tarfile
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -692,9 +691,8 @@ def _unlink(marks: list[Path], owner: int) -> None:
 def remove_temporaries_of(shard_ids: Iterable[int], folder: Path, *, older_than_s: float = 0) -> None:
     """Remove what attempts at some shards left, by one look at the folder."""
     subfolders = [names.QUARANTINE_DIR, names.IDS_DIR, names.DIGESTS_DIR]
-    files.remove_temporaries(
-        folder, *map(names.shard_name, shard_ids), older_than_s=older_than_s, subfolders=subfolders
-    )
+    stems = map(names.shard_name, shard_ids)
+    files.remove_temporaries(folder, *stems, older_than_s=older_than_s, subfolders=subfolders)
 
 
 def remove_leftovers(folder: Path, shard_id: int) -> None:
@@ -825,7 +823,7 @@ class ShardWriter:
             return None
         file = self._file(names.quarantine_path(self._folder, self._shard_id))
         for bad in self.counting.bad:
-            entry = {**dataclasses.asdict(bad), "source": self._plan.inputs[bad.source].path}
+            entry = {**asdict(bad), "source": self._plan.inputs[bad.source].path}
             del entry["named"]
             file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
         return file

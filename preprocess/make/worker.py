@@ -11,7 +11,6 @@ shard after the other.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 import platform
@@ -20,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -225,9 +225,9 @@ class Worker:
             ids_of = zip(columns["id"], is_blanked, strict=True)
             columns["id"] = ["" if blank else name for name, blank in ids_of]
         texts = [b"" if blank else text for text, blank in zip(documents.texts, is_blanked, strict=True)]
-        laid_out = dataclasses.replace(documents, texts=Texts(texts))
-        batch = writer.lay_out(laid_out, dataclasses.replace(tokens, ids=ids), digests)
-        return batch._replace(documents=dataclasses.replace(documents, columns=columns))
+        laid_out = replace(documents, texts=Texts(texts))
+        batch = writer.lay_out(laid_out, replace(tokens, ids=ids), digests)
+        return batch._replace(documents=replace(documents, columns=columns))
 
     def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
         limit, counting = self.settings.max_bad_fraction, writer.counting

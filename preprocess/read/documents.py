@@ -11,7 +11,6 @@ texts is done here, for all formats alike, and here the documents of a trial are
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import functools
 import hashlib
@@ -20,7 +19,7 @@ import itertools
 import mmap
 import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -369,16 +368,14 @@ class Documents:
         picked = numbers.tolist()
         columns = {name: [column[n] for n in picked] for name, column in self.columns.items()}
         texts, lines, offsets = self.texts.only(picked), self.lines[numbers], self.offsets[numbers]
-        return dataclasses.replace(self, texts=texts, lines=lines, offsets=offsets, columns=columns)
+        return replace(self, texts=texts, lines=lines, offsets=offsets, columns=columns)
 
     def of_lines(self, first_line: int, end_line: int, *, num_bytes: int) -> Documents:
         """Return the documents of some lines, which account for ``num_bytes`` of the input."""
         first, end = np.searchsorted(self.lines, (first_line, end_line))
         some, num_lines = self.only(np.arange(first, end)), end_line - first_line
         bad = [each for each in self.bad if first_line <= each.line < end_line]
-        return dataclasses.replace(
-            some, bad=bad, first_line=first_line, num_lines=num_lines, num_bytes=num_bytes
-        )
+        return replace(some, bad=bad, first_line=first_line, num_lines=num_lines, num_bytes=num_bytes)
 
     def parts(self, most: int) -> Iterator[Documents]:
         """Cut the batch into parts of at most ``most`` documents; the last one accounts for the bytes."""
@@ -418,7 +415,7 @@ class Documents:
                 kept.append(number)
                 found.append(result)
         bad.sort(key=lambda one: one.line)
-        return dataclasses.replace(self.only(np.array(kept, np.int64)), bad=bad), found
+        return replace(self.only(np.array(kept, np.int64)), bad=bad), found
 
 
 def documents_of_shard(
@@ -482,8 +479,8 @@ def read_documents(
                 records = [{"text": text.decode()} for text in documents.texts]
             given = zip(records, documents.offsets.tolist(), strict=True)
             results = transform.texts(given, name, reasons, is_chat=template is not None)
-            documents, texts = dataclasses.replace(documents, columns=columns).sorted_out(results)
-            documents = dataclasses.replace(documents, texts=Texts(texts))
+            documents, texts = replace(documents, columns=columns).sorted_out(results)
+            documents = replace(documents, texts=Texts(texts))
         if template is not None:
             documents = _rendered(documents, template, name)
         if excluded is not None:
@@ -539,9 +536,8 @@ def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Docume
     from preprocess.read.chat import TooCostly, render_conversations
 
     messages = (text.decode() for text in documents.texts)
-    documents, asked = documents.sorted_out(
-        text if len(text) <= _MOST_MESSAGE_CHARS else _TOO_LONG for text in messages
-    )
+    usable = (text if len(text) <= _MOST_MESSAGE_CHARS else _TOO_LONG for text in messages)
+    documents, asked = documents.sorted_out(usable)
     if not asked:
         return documents
     try:
@@ -550,10 +546,10 @@ def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Docume
         what = f"{error}, for the conversation of {place_text(name, int(documents.offsets[error.number]))}"
         remedy = "change that conversation, or plan anew with another template as --chat_template_file"
         raise BadInput(f"{what}; {remedy}") from None
-    documents = dataclasses.replace(documents, columns={**documents.columns, "messages": asked})
+    documents = replace(documents, columns={**documents.columns, "messages": asked})
     kept, rendered = documents.sorted_out(found)
     columns = {**kept.columns, "spans": [one.spans for one in rendered]}
-    return dataclasses.replace(kept, texts=Texts([one.text.encode() for one in rendered]), columns=columns)
+    return replace(kept, texts=Texts([one.text.encode() for one in rendered]), columns=columns)
 
 
 def format_of(name: str) -> Format:

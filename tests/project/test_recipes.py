@@ -146,7 +146,7 @@ LOWERCASE_OPTION = """
     limit: int = _text("""
 LOWERCASE_USE = """        if options.lowercase:
             lower = [text.lower() for text in documents.texts]
-            documents = dataclasses.replace(documents, texts=Texts(lower))
+            documents = replace(documents, texts=Texts(lower))
         if transform is not None:
 """
 

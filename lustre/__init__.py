@@ -8,11 +8,4 @@ from lustre.layout import parse_stripe, stripe_line
 from lustre.lfs import Need, space_lines, why_not_usable
 from shardprep.errors import LustreError
 
-__all__ = [
-    "LustreError",
-    "Need",
-    "parse_stripe",
-    "space_lines",
-    "stripe_line",
-    "why_not_usable",
-]
+__all__ = ["LustreError", "Need", "parse_stripe", "space_lines", "stripe_line", "why_not_usable"]

@@ -32,24 +32,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Print the lines about a path. Raises NotFound, LustreError from lfs."""
-    if size_of_file(args.path) is None:
-        remedy = f"shardprep lustre show {quoted(existing_part(args.path))}"
-        found = "not there; a new folder will copy the layout of the one above it"
-        raise NotFound(path=args.path, found=found, remedy=remedy)
-    print_lines(*_lines_about(args.path))
-    return 0
-
-
-def _lines_about(path: Path) -> list[str]:
-    """Return what new files get, how full the servers are, where shards lie. Raises LustreError.
+    """Print what new files get, how full the servers are, where shards lie. Raises NotFound, LustreError.
 
     Only the layout must be told; whatever else lfs does not tell is a line that says so.
     """
+    path = args.path
+    if size_of_file(path) is None:
+        remedy = f"shardprep lustre show {quoted(existing_part(path))}"
+        found = "not there; a new folder will copy the layout of the one above it"
+        raise NotFound(path=path, found=found, remedy=remedy)
     mount = file_system_of(path)
     lines = [f"{path}: {mount.fs_type} at {mount.mount_point} ({mount.source})"] if mount else []
     if reason := why_not_usable(path):
-        return [*lines, f"nothing to show: {reason}"]
+        print_lines(*lines, f"nothing to show: {reason}")
+        return 0
     layout = layouts.read_layout(path)
     if is_folder(path):
         lines.append(f"{layouts.new_files_text(path, layout)} ({layouts.origin_text(path, layout)})")
@@ -60,9 +56,11 @@ def _lines_about(path: Path) -> list[str]:
     except LustreError as error:
         lines.append(f"how full OSTs and MDTs are is unknown: {error}")
     try:
-        return lines + _shard_lines(path)
+        lines += _shard_lines(path)
     except ShardprepError as error:
-        return [*lines, f"where its shards lie cannot be told: {error}"]
+        lines.append(f"where its shards lie cannot be told: {error}")
+    print_lines(*lines)
+    return 0
 
 
 def _shard_lines(folder: Path) -> list[str]:

@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,7 +30,7 @@ SMALL_FILE_BYTES = 64 << 20  # files up to this size get one stripe of a layout 
 MAX_STRIPE_COUNT = 2000  # of lfs
 DEFAULT_STRIPE_BYTES = 4 << 20  # Lustre's own from 2.16 on, and what the shards are written in
 # `- lcme_id:   1` of 2.17, `    lcme_id:   1` of 2.15: one key a line in both, indented as they like.
-_KEY_VALUE = re.compile(r"[\s-]*([\w.]+):[ \t]*(\S*)\s*")
+_KEY_VALUE = re.compile(r"^[ \t-]*([\w.]+):[ \t]*(\S*)[ \t\r]*$", re.MULTILINE)
 
 
 def size_text(num_bytes: int) -> str:
@@ -129,31 +128,23 @@ def parse_layout(output: str) -> Layout:
     if output.rstrip().endswith("has no stripe info"):
         expected = "a layout, which a symbolic link and a file that was never written to have not"
         raise LustreError(found=output.strip()[-200:], expected=expected)
-    # What stands before the first component, and of each: the values by key, the numbers of the OSTs.
-    groups: list[tuple[dict[str, str], list[str]]] = [({}, [])]
-    for line in output.split("\n"):
-        if not (match := _KEY_VALUE.fullmatch(line)):
-            continue
-        key, value = match.groups()
-        if key == "lcme_id":
-            groups.append(({}, []))
-        values, osts = groups[-1]
-        if key == "l_ost_idx":
-            osts.append(value)
-        else:  # the first value wins: an object further down does not change a component
-            values.setdefault(key.removeprefix("lmm_").removeprefix("lcme_"), value)
+    # What stands before the first component, and each component.
+    head, *texts = re.split(r"^[ \t-]*lcme_id:.*$", output, flags=re.MULTILINE)
     try:
-        parts = tuple(_component(*group) for group in groups[1:] or groups)
-        num_mirrors = int(groups[0][0].get("lcm_mirror_count") or "1")
+        parts = tuple(_component(text) for text in texts or [head])
+        num_mirrors = int(dict(_KEY_VALUE.findall(head)).get("lcm_mirror_count") or "1")
     except (KeyError, ValueError) as error:
         found = f"lfs getstripe printed {output.strip()[:200]!r} ({error})"
         expected = "stripe_count, stripe_size; is this `lfs` a site's wrapper? See `lfs --version`"
         raise LustreError(found=found, expected=expected) from None
-    return Layout(components=parts, is_composite=len(groups) > 1, num_mirrors=num_mirrors)
+    return Layout(components=parts, is_composite=bool(texts), num_mirrors=num_mirrors)
 
 
-def _component(values: dict[str, str], osts: list[str]) -> Component:
-    """Make a component. An empty number (a client without Lustre's parameters) is not told."""
+def _component(text: str) -> Component:
+    """Read a component. An empty number (a client without Lustre's parameters) is not told."""
+    pairs = _KEY_VALUE.findall(text)
+    # The first value wins: an object further down does not change a component.
+    values = {key.removeprefix("lmm_").removeprefix("lcme_"): value for key, value in reversed(pairs)}
     pattern, end = values.get("pattern", ""), values.get("extent.e_end", "EOF")
     return Component(
         start_bytes=int(values.get("extent.e_start", "0")),
@@ -164,7 +155,7 @@ def _component(values: dict[str, str], osts: list[str]) -> Component:
         pattern=pattern,
         pool=values.get("pool", ""),
         start_ost=ANY_OST if pattern == "mdt" else int(values.get("stripe_offset") or "-1"),
-        osts=tuple(map(int, osts)),
+        osts=tuple(int(value) for key, value in pairs if key == "l_ost_idx"),
     )
 
 
@@ -225,7 +216,7 @@ def _typed_options(text: str) -> list[str]:
 
 
 _OWN_FOLDERS = frozenset({"jobs", "logs"})  # hold no shard: a folder with these alone counts as empty
-_KEEPER = re.compile(r"\.layout-\d+-[0-9a-f]{8}\.tmp")  # a file of ``_kept``, which a kill left behind
+_KEEPER = re.compile(r"\.layout-\d+-[0-9a-f]{8}\.tmp")  # what a kill left of a call
 _WAY_ON = (
     "look at `lfs df`, `lfs quota -u $USER` and `lfs check servers`; its owner can set it, on a node that "
     "mounts the file system for writing; or keep what the site gives"
@@ -260,8 +251,18 @@ def set_directory_layout(folder: Path, stripe: Layout | list[str], *, dry_run: b
             raise LustreError(path=folder, found=f"holds {name}", expected=expected, remedy=command)
     if dry_run:
         return "; ".join([f"new files get {before.text()}; would run: {command}", *notes])
-    with _kept(folder):
+    # After EACCES lfs 2.16 and later remove an empty folder: a file in it keeps it.
+    keeper = folder / f".layout-{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    try:
+        keeper.touch(exist_ok=False)
+    except OSError as error:
+        expected = f"a folder in which you can make files; {_WAY_ON}"
+        raise LustreError(path=folder, found=error.strerror, expected=expected) from None
+    try:
         result = run_lfs("setstripe", *options_of(stripe), folder)
+    finally:
+        with contextlib.suppress(OSError):
+            keeper.unlink()
     result.checked(_WAY_ON)
     after = read_layout(folder)
     if isinstance(stripe, Layout) and not is_as_asked(stripe, after, num_osts):
@@ -290,22 +291,6 @@ def _with_pool(wanted: Layout, before: Layout, folder: Path) -> Layout:
     pool = wanted.components[0].pool or pools.pop()
     parts = tuple(replace(part, pool="" if pool == NO_POOL else pool) for part in wanted.components)
     return replace(wanted, components=parts)
-
-
-@contextlib.contextmanager
-def _kept(folder: Path) -> Iterator[None]:
-    """Hold a file in the folder: after EACCES lfs 2.16 and later remove an empty one. Raises LustreError."""
-    keeper = folder / f".layout-{os.getpid()}-{secrets.token_hex(4)}.tmp"
-    try:
-        keeper.touch(exist_ok=False)
-    except OSError as error:
-        expected = f"a folder in which you can make files; {_WAY_ON}"
-        raise LustreError(path=folder, found=error.strerror, expected=expected) from None
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            keeper.unlink()
 
 
 def is_as_asked(wanted: Layout, found: Layout, num_osts: int) -> bool:

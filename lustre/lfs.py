@@ -31,11 +31,6 @@ class Mount(NamedTuple):
     mount_point: str
     fs_type: str
 
-    @property
-    def fs_name(self) -> str:
-        """Return ``name`` of ``10.0.0.1@tcp:/name/folder``, which pools go by."""
-        return self.source.rpartition(":/")[2].split("/")[0]
-
 
 def file_system_of(path: Path) -> Mount | None:
     """Return the mount that holds ``path``, which need not exist yet: the longest, of these the last."""
@@ -243,15 +238,16 @@ def count_osts(path: Path, pool: str = "") -> int:
             return len(read_targets(path).answered["OST"])
         except LustreError:  # nothing but a note depends on it
             return UNKNOWN
-    mount = lustre_mount(path)
-    prefix = f"{mount.fs_name}."
-    words = run_lfs("pool_list", mount.fs_name).checked().split()
+    # Pools go by the ``name`` of ``10.0.0.1@tcp:/name/folder``.
+    fs_name = lustre_mount(path).source.rpartition(":/")[2].split("/")[0]
+    prefix = f"{fs_name}."
+    words = run_lfs("pool_list", fs_name).checked().split()
     pools = [word.removeprefix(prefix) for word in words if word.startswith(prefix)]
     members = run_lfs("pool_list", prefix + pool).checked() if pool in pools else ""
     if num_members := len(_MEMBER.findall(members)):
         return num_members
     expected = f"one of: {', '.join(pools) or 'none'}; the first write of a file would fail"
-    raise LustreError(path=path, found=f"no pool {pool!r} with OSTs in {mount.fs_name}", expected=expected)
+    raise LustreError(path=path, found=f"no pool {pool!r} with OSTs in {fs_name}", expected=expected)
 
 
 class Need(NamedTuple):
@@ -259,9 +255,6 @@ class Need(NamedTuple):
 
     num_bytes: int
     num_shards: int
-
-    def text(self) -> str:
-        return f"about {short_bytes(self.num_bytes)} in {_files_text(3 * self.num_shards)}"
 
 
 class Room(NamedTuple):
@@ -288,6 +281,7 @@ def space_lines(folder: Path, need: Need) -> list[str]:
         rooms = _read_rooms(existing_part(folder))
     except (ShardprepError, OSError) as error:
         return [f"note: whether it will fit is unknown: {error}"]
+    needed = f"about {short_bytes(need.num_bytes)} in {_files_text(3 * need.num_shards)}"
     told, warnings = [], []
     for room in rooms:
         note = f" ({room.note})" if room.note else ""
@@ -299,8 +293,8 @@ def space_lines(folder: Path, need: Need) -> list[str]:
         left = f"{room.name}: {left} left"
         told.append(left + note)
         if is_short:
-            warnings.append(f"warning: it will not fit: {left}, and it needs {need.text()}")
-    return [f"it needs {need.text()}; {'; '.join(told)}", *warnings]
+            warnings.append(f"warning: it will not fit: {left}, and it needs {needed}")
+    return [f"it needs {needed}; {'; '.join(told)}", *warnings]
 
 
 def _read_rooms(folder: Path) -> list[Room]:

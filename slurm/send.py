@@ -1,10 +1,10 @@
 """``submit``, ``retry`` and ``cancel``: which shards go to Slurm, in which tasks, and their way there.
 
-First everything is checked and every script is rendered: what ``--dry_run`` prints is what is
-sent. A submission has two phases, so that no job runs unrecorded: its jobs are submitted held, their record
-is written to DATA/jobs, then they are released. If it is killed in between, there are held jobs that do
-nothing. Of two submissions at once only one gets its record written; the other one cancels its jobs and says
-so. Where Slurm takes no more tasks at once, it is tried again with half as many.
+First everything is checked and every script is rendered: what ``--dry_run`` prints is what is sent. A
+submission has two phases, so that no job runs unrecorded: its jobs are submitted held, their record is
+written to DATA/jobs, then they are released. If it is killed in between, there are held jobs that do nothing.
+Of two submissions at once only one gets its record written; the other one cancels its jobs and says so. Where
+Slurm takes no more tasks at once, it is tried again with half as many.
 
 A script is ``prep_array.sh`` with another head, which holds the table array index -> shards. Slurm keeps a
 script from submission on, so no later file can change what a waiting task will do. Limits of accounts and QOS
@@ -46,7 +46,7 @@ from shardprep.format.manifest import Manifest, find_made_shards, read_manifest
 from shardprep.format.names import MAX_SHARDS, chosen_shards, id_ranges, ids_of_ranges
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
 from slurm import state as states
-from slurm.state import DatasetState, Shard, SlurmAway, SlurmMissing, SlurmRefused, slurm_output
+from slurm.state import DatasetState, Shard, SlurmAway, SlurmMissing, SlurmRefused, run_slurm
 from slurm.status import wait_for_jobs
 
 Groups = list[tuple[JobRequest, list[int]]]
@@ -80,10 +80,7 @@ def submit(args: argparse.Namespace) -> int:
 
 
 def with_variables(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that the user gave by flags, or else by variables of sbatch and prep_array.sh.
-
-    Raises UsageError for a time or memory that cannot be read.
-    """
+    """Return the fields that the user gave by flags, or else by variables of sbatch and prep_array.sh."""
     found: dict[str, Any] = {}
     for name, variable in states.REQUEST_VARIABLES.items():
         text = os.environ.get(variable)
@@ -125,23 +122,16 @@ def _missing_shards(args: argparse.Namespace, request: JobRequest) -> tuple[Data
         )
     if wanted is not None:
         missing = [shard_id for shard_id in missing if shard_id in wanted]
-    if missing:
-        _tell_room(state, missing)
+    if missing and not lustre.why_not_usable(state.folder):
+        # What they need, by the shards that are done.
+        done, sizes = state.made.done.values(), plan.shard_bytes()
+        num_bytes = sum(sizes[shard_id] for shard_id in missing)
+        if input_bytes := sum(each.input_bytes for each in done):
+            num_bytes = round(num_bytes * sum(each.tar_bytes for each in done) / input_bytes)
+        need = lustre.Need(num_bytes=num_bytes, num_shards=len(missing))
+        for line in lustre.space_lines(state.folder, need):
+            say(line)
     return state, missing
-
-
-def _tell_room(state: DatasetState, shard_ids: Sequence[int]) -> None:
-    """Say what these shards need, by those that are done, and what is left on a Lustre."""
-    if lustre.why_not_usable(state.folder):
-        return
-    done = state.made.done.values()
-    input_bytes = sum(each.input_bytes for each in done)
-    sizes = state.plan.shard_bytes()
-    num_bytes = sum(sizes[shard_id] for shard_id in shard_ids)
-    if input_bytes:
-        num_bytes = round(num_bytes * sum(each.tar_bytes for each in done) / input_bytes)
-    for line in lustre.space_lines(state.folder, lustre.Need(num_bytes=num_bytes, num_shards=len(shard_ids))):
-        say(line)
 
 
 def check_queue(state: DatasetState, wanted: set[int] | None) -> None:
@@ -235,7 +225,7 @@ def _send_held(
     except BaseException:
         if job_ids:
             with contextlib.suppress(ShardprepError):
-                slurm_output("scancel", *job_ids)
+                run_slurm("scancel", *job_ids)
         raise
     # For people: Slurm has copies of its own, and forgets them.
     for job_id, script in zip(job_ids, scripts, strict=True):
@@ -271,7 +261,7 @@ def send_groups(args: argparse.Namespace, state: DatasetState, groups: Groups) -
     ids = ",".join(job.job_id for job in submission.jobs)
     try:
         for job in submission.jobs:  # one by one: of several some may be released, and begin
-            states.ask_patiently(partial(slurm_output, "scontrol", "release", job.job_id))
+            states.ask_patiently(partial(run_slurm, "scontrol", "release", job.job_id))
     except (SlurmAway, SlurmRefused) as error:
         way_on = f"The jobs are recorded and wait, held; when the cause is mended: scontrol release {ids}"
         if re.search("already finished|Invalid job id", str(error)):
@@ -283,10 +273,11 @@ def send_groups(args: argparse.Namespace, state: DatasetState, groups: Groups) -
 
 def _tell(args: argparse.Namespace, state: DatasetState, submission: Submission, controller: str) -> None:
     """Write what was sent into the history, and say it."""
-    sent = {shard_id for array in submission.arrays for ids in array.shards_of_tasks() for shard_id in ids}
+    shards_of = {each.job_id: list(itertools.chain(*each.shards_of_tasks())) for each in submission.arrays}
+    sent = set(itertools.chain(*shards_of.values()))
     causes = {}
     for cause, failed in state.failed_by_cause().items():
-        if again := [each.shard_id for each in failed if each.shard_id in sent]:
+        if again := sent.intersection(each.shard_id for each in failed):
             causes[cause] = id_ranges(again)
     facts: dict[str, Any] = {"jobs": [job.job_id for job in submission.jobs], "causes": causes}
     if controller:
@@ -297,7 +288,7 @@ def _tell(args: argparse.Namespace, state: DatasetState, submission: Submission,
     for array in submission.arrays:
         mem = "no memory limit" if array.mem_mb is None else f"{array.mem_mb} MB"
         limit = "no time limit" if array.time_min is None else f"{array.time_min} min"
-        ids = [shard_id for of_task in array.shards_of_tasks() for shard_id in of_task]
+        ids = shards_of[array.job_id]
         tasks = counted(len(array.tasks), "task")
         if len(ids) > len(array.tasks):
             tasks += f" of up to {-(-len(ids) // len(array.tasks))} shards"
@@ -350,7 +341,7 @@ def _tell_controller(state: DatasetState, job_id: str) -> None:
     """Say what a new controller does, and cancel those before it: two would both send what fails."""
     if before := _other_controllers(state):
         with contextlib.suppress(ShardprepError):
-            slurm_output("scancel", *before)
+            run_slurm("scancel", *before)
     print_lines(f"job {job_id}: sends again what fails, until all is verified (--until_done)")
 
 
@@ -360,7 +351,7 @@ def submit_script(script: str, *options: str) -> str:
     Where none is there, Slurm may have taken the job all the same: it waits, held, and cancel finds its name.
     """
     try:
-        said = slurm_output("sbatch", "--parsable", *options, text=script)
+        said = run_slurm("sbatch", "--parsable", *options, text=script).stdout
         last = said.strip().rpartition("\n")[2].strip()
         if found := re.fullmatch(r"([0-9]{1,10})(?:;\S+)?", last):  # ID, or ID;CLUSTER
             return found[1]
@@ -400,10 +391,7 @@ _NODES_AWAY = re.compile("drain|down|maint|fail|reboot|unk|power|reserved", re.I
 
 
 def check_folder(folder: Path, request: JobRequest) -> Plan:
-    """Return the plan, once folder, tokenizer, set-up file and input are as the tasks need them.
-
-    Raises NotFound, CannotWrite, OtherTokenizer, UsageError. Writes nothing.
-    """
+    """Return the plan, once folder, tokenizer, set-up file and input are as tasks need them."""
     plan = need_plan(folder)
     check_tokenizer_files(folder, plan.tokenizer_files)
     for place in (folder, folder / job_files.JOBS_FOLDER, folder / job_files.LOGS_FOLDER):
@@ -475,7 +463,7 @@ def tasks_of_shards(shard_ids: Sequence[int], max_tasks: int, shards_per_task: i
 def check_script(request: JobRequest, script: str, site: Site) -> None:
     """Have Slurm test the script. Raises SlurmRefused."""
     try:
-        slurm_output("sbatch", "--test-only", text=script)
+        run_slurm("sbatch", "--test-only", text=script)
     except SlurmRefused as error:
         mem_mb, num_cpus = request.least_mem_gb * 1024, request.num_cpus or 1
         fitting = [node for node in site.nodes if node[1] >= mem_mb and node[2] >= num_cpus]
@@ -489,10 +477,7 @@ def check_script(request: JobRequest, script: str, site: Site) -> None:
 
 
 def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequest) -> str:
-    """Return the script of an array whose task i makes the shards ``tasks[i]``, such as ``17`` or ``0-5``.
-
-    Raises UsageError for values that cannot stand in a script.
-    """
+    """Return the script of an array whose task i makes the shards ``tasks[i]``, such as ``17`` or ``0-5``."""
     options = [
         f"--job-name={name}",
         f"--array=0-{len(tasks) - 1}%{min(request.max_parallel, len(tasks))}",
@@ -876,7 +861,7 @@ def cancel(args: argparse.Namespace) -> int:
         if here := next((each for each in (job_id, task) if each in jobs), None):
             say(f"warning: this runs in job {here}, which is one of {', '.join(jobs)}, and ends with it")
         try:
-            slurm_output("scancel", *jobs)
+            run_slurm("scancel", *jobs)
         except SlurmRefused as error:
             if "denied" not in str(error):
                 raise

@@ -38,6 +38,7 @@ from shardprep.format.names import MAX_SHARDS, ids_of_ranges
 from shardprep.format.plan import Plan
 
 T = TypeVar("T")
+StateName = Literal["done", "running", "pending", "failed", "not submitted", "not visible"]
 
 # Slurm's own commands. ---------------------------------------------------------------------------------
 
@@ -85,10 +86,10 @@ class SlurmMissing(SlurmAway):
 def slurm_answer(parse: Callable[[str], T], *command: str) -> T:
     """Return what ``parse`` makes of the output of a command that only asks.
 
-    Raises what ``slurm_output`` raises, and SlurmAway where the output is cut short or one of several servers
+    Raises what ``run_slurm`` raises, and SlurmAway where the output is cut short or one of several servers
     gave no answer.
     """
-    done = _run(command, None)
+    done = run_slurm(*command)
     if _AWAY.search(done.stderr):
         raise SlurmAway(f"{' '.join(command[:3])} answered in part: {' '.join(done.stderr.split())}")
     try:
@@ -98,16 +99,8 @@ def slurm_answer(parse: Callable[[str], T], *command: str) -> T:
         raise SlurmAway(found=found, remedy=f"{command[0]} --version") from None
 
 
-def slurm_output(*command: str, text: str | None = None) -> str:
-    """Return the standard output of a Slurm command whose input is ``text``.
-
-    Raises SlurmRefused with Slurm's words, SlurmMissing where it is not installed, SlurmAway where the
-    controller does not answer.
-    """
-    return _run(command, text).stdout
-
-
-def _run(command: tuple[str, ...], text: str | None) -> subprocess.CompletedProcess[str]:
+def run_slurm(*command: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a Slurm command whose input is ``text``. Raises SlurmRefused, SlurmMissing, SlurmAway."""
     clusters = os.environ.get("SLURM_CLUSTERS", "")
     if "," in clusters or clusters == "all":
         expected = "one cluster, to which a submission goes and where status looks"
@@ -285,6 +278,10 @@ class Job:
         """Return whether it waits, runs or is suspended."""
         return self.state not in _ENDED
 
+    @property
+    def state_of_shards(self) -> StateName:
+        return "pending" if self.is_waiting else "running" if self.is_live else "failed"
+
 
 def _exit_code(text: str) -> int:
     """Return a shell's exit code, of ``65:0`` (squeue from 23.02 on) or ``16640`` (as wait() has it)."""
@@ -433,15 +430,13 @@ def find_queue(
     known = {job_id for number, job_id, _ in queue.jobs if number == PLAIN}
     begin = names_begin(folder, plan_id)
     of_original = tuple(f"{JOB_NAME}-{plan_id[:12]}-{each.identity}-" for each in copied)
-    for job in sorted(own, key=lambda each: int(each.job_id)):
-        if job.job_id in known:
-            continue
-        known.add(job.job_id)
-        is_controller = job.name.endswith(CONTROL)
-        if job.name.startswith(begin):
-            (queue.controllers if is_controller else queue.unrecorded).append(job.job_id)
-        elif is_controller and job.name.startswith(of_original):
-            queue.foreign.append(job.job_id)
+    names = {each.job_id: each.name for each in own if each.job_id not in known}
+    for job_id in sorted(names, key=int):
+        is_controller = names[job_id].endswith(CONTROL)
+        if names[job_id].startswith(begin):
+            (queue.controllers if is_controller else queue.unrecorded).append(job_id)
+        elif is_controller and names[job_id].startswith(of_original):
+            queue.foreign.append(job_id)
     queue.foreign = sorted(set(queue.foreign), key=int)
     return queue
 
@@ -624,7 +619,6 @@ def last_lines(log: str, number: int = 3) -> list[str]:
 # Attempts and shards. ----------------------------------------------------------------------------------
 
 _MOST_ATTEMPTS = 3  # that end in the same way
-StateName = Literal["done", "running", "pending", "failed", "not submitted", "not visible"]
 _LIVE: tuple[StateName, ...] = ("running", "pending", "not visible", "failed")  # which wins over which
 
 
@@ -875,7 +869,7 @@ def _add_attempts(
                     continue
                 task = f"{array.job_id}_{index}"
                 if job and (job.is_live or cause_of_job(job)):
-                    state = _state_of_job(job)
+                    state = job.state_of_shards
                 elif job is None and array.job_id in queue.hidden:
                     state = "not visible"
                 else:
@@ -896,7 +890,7 @@ def _add_attempts(
                 )
     for (number, job_id, index), job in queue.jobs.items():
         if number == PLAIN and job.is_live and not is_told(job, job.key):
-            task, state = f"{job_id}_{index}", _state_of_job(job)
+            task, state = f"{job_id}_{index}", job.state_of_shards
             found.append(Attempt(state=state, task=task, shards=[index], submitted=math.inf, job=job))
 
     for attempt in sorted(found, key=lambda each: each.submitted):
@@ -918,13 +912,7 @@ def _state_of_record(record: AttemptRecord, job: Job | None, *, is_hidden: bool)
         return "not visible" if is_alive is None else "running" if is_alive else "failed"
     if job is None:
         return "not visible" if is_hidden else "failed"
-    return "running" if job.is_live and not job.is_waiting else "failed"
-
-
-def _state_of_job(job: Job) -> StateName:
-    if not job.is_live:
-        return "failed"
-    return "pending" if job.is_waiting else "running"
+    return "running" if job.state_of_shards == "running" else "failed"
 
 
 def reason_to_leave(shard: Shard, changes: dict[str, Any], *, is_named: bool = False) -> str | None:

@@ -7,8 +7,10 @@ and no shard: 10,000 take some 5 s of CPU.
 from __future__ import annotations
 
 import argparse
+import bisect
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import re
@@ -17,7 +19,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -247,11 +249,8 @@ def _waits_for(state: DatasetState) -> list[dict[str, Any]]:
         ids = ",".join(sorted({job.job_id for job in jobs}, key=int))
         # Where a person must do something first, it does not matter what Slurm expects.
         starts = "" if who else min((job.start_time for job in jobs if job.start_time), default="")
-        to_type = ""
-        if who == "release":
-            to_type = f"scontrol release {ids}"
-        elif who == "cancel":
-            to_type = f"shardprep cancel {quoted(state.folder)}"
+        cancel = f"shardprep cancel {quoted(state.folder)}"
+        to_type = {"release": f"scontrol release {ids}", "cancel": cancel}.get(who, "")
         facts = {"reason": reason, "means": means, "to_type": to_type, "starts": starts}
         waits.append({**facts, "shards": id_ranges(shard_ids)})
     return waits
@@ -424,6 +423,7 @@ def next_line(data: dict[str, Any]) -> str:
 REPORT_VERSION = 4  # it grows where a field goes or changes its meaning
 _MAPPINGS = {"quarantined", "length_histogram", "sources", "validation"}
 _NUMBERS = [item.name for item in dataclasses.fields(ShardCounts) if item.name not in _MAPPINGS]
+_OPTIONS = ("record", "token_format", "seq_len", "validation_fraction")
 _URL_USER = re.compile(r"(?<=://)[^/\s@]+@")
 _URL_SECRET = re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|password|signature|credential)[\w-]*=)[^&\s#]+")
 
@@ -475,11 +475,8 @@ def report_data(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str,
             "num_inputs": len(plan.inputs),
             "input_bytes": sum(item.num_bytes for item in plan.inputs),
             "inputs_left_out": plan.left_out,
-            "record": plan.options.record,
-            "token_format": plan.options.token_format,
-            "seq_len": plan.options.seq_len,
+            **{name: getattr(plan.options, name) for name in _OPTIONS},
             "pack": plan.options.pack if plan.spec.has_rows else None,
-            "validation_fraction": plan.options.validation_fraction,
             "tokenizer": dataclasses.asdict(plan.tokenizer),
         },
         "shards": {
@@ -514,19 +511,16 @@ def _sums(counts: Iterable[Any]) -> dict[str, int]:
 
 def _sources(manifests: Sequence[Manifest], folder: Path) -> list[dict[str, Any]]:
     """Return what each source gave, most tokens first. Several sources have their sum in front."""
-    counts: dict[str, list[Any]] = {"all": []}
-    texts: dict[str, list[TextCounts]] = {"all": []}
+    counts, texts = defaultdict[str, list[Any]](list), defaultdict[str, list[TextCounts]](list)
     for manifest in manifests:
         of_shard = manifest.facts_of_run(manifest_path(folder, manifest.shard_id)).texts or {}
         for name, each in manifest.counts.sources.items():
             for key in ("all", f" {name}"):  # no source's name begins so
-                counts.setdefault(key, []).append(each)
-                texts.setdefault(key, []).extend([of_shard[name]] if name in of_shard else [])
+                counts[key].append(each)
+                texts[key] += [of_shard[name]] if name in of_shard else []
     sources = []
     for name in counts if len(counts) != 2 else ["all"]:
         sums = _sums(counts[name])
-        if not sums:
-            continue
         text = _text_numbers(texts[name], sums["num_tokens"])
         sources.append({"name": name.strip(), "is_all": name == "all", **sums, **text})
     return sorted(sources, key=lambda each: (not each["is_all"], -each["num_tokens"], each["name"]))
@@ -542,14 +536,11 @@ def _text_numbers(texts: Sequence[TextCounts], num_tokens: int) -> dict[str, Any
         "text_bytes": num_bytes,
         "bytes_per_token": round(num_bytes / num_tokens, 3) if num_tokens else None,
     }
+    lows = sorted(of_length)
+    num_up_to = list(itertools.accumulate(of_length[low] for low in lows))
     for share in (50, 90, 99):
-        number, below = share / 100 * sum(of_length.values()), 0
-        numbers[f"length_p{share}"] = None
-        for low in sorted(of_length):
-            below += of_length[low]
-            if below >= number:
-                numbers[f"length_p{share}"] = longest_of(low)
-                break
+        place = bisect.bisect_left(num_up_to, share / 100 * sum(of_length.values()))
+        numbers[f"length_p{share}"] = longest_of(lows[place]) if lows else None
     return numbers
 
 

@@ -119,8 +119,7 @@ def blanked(data: Path) -> Path:
             (data / "evals.txt").write_text("\n".join(map(text_of, NAMED)))
             assert call_main("overlap", data / form, "--against", data / "evals.txt").code == 0
             names = data / form / "overlap" / "names.txt"
-        words = ["--ids", names, "--output", data / f"{form}.new", "--num_proc", 1]
-        assert call_main("blank", data / form, *words).code == 0
+        World(data / form, data_dir=data / form).blanked(names, data / f"{form}.new")
     return data
 
 

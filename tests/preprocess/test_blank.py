@@ -37,7 +37,7 @@ FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "a.jsonl", "text", {"record": "packed", "seq_len": 16, "pack": "best_fit", "validation_fraction": 0.3}
     ),
 }  # fmt: skip
-# Of a data set, and the loader's arguments; tests/loader/test_blanked_steps.py compares the ids of others.
+# Of a data set, and the loader's arguments; tests/loader/test_origins.py compares the ids of others.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "padded": ("json", {}),
     "one width": ("json", {"max_length": 40, "padding": "max_length", "targets": "shifted"}),

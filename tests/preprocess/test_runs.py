@@ -134,7 +134,7 @@ def test_what_this_user_may_not_read_or_write_is_named(
     assert not world.temporaries()
 
 
-# Name -> the command behind its data set, and what it writes beside that.
+# The words of a command, and the folder that it writes.
 KILLED = {
     "blank": ("blank data --ids names --output new --num_proc 1", "new"),
     "duplicates": ("duplicates data --output out/names.txt", "out"),

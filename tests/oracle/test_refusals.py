@@ -475,6 +475,8 @@ ROWS = [
         files={"twice.tar": OTHERS[:1024] + OTHERS}),
     row(load("$TMP/mask.tar", model_id="$MODEL"), UnknownMember, "$TMP/mask.tar", found="loss_mask.npy",
         files={"mask.tar": tar({"a.token_ids.json": b"[1]", "a.loss_mask.npy": b""})}),
+    row(load("$BROKEN/x.tar", model_id="$MODEL"), BrokenShard, "$BROKEN/x.tar",
+        changes=[(link, "x.tar", "/dev/zero")]),
     row(load("$TMP/o.tar.gz", model_id="$MODEL"), UsageError, "$TMP/o.tar.gz", files={"o.tar.gz": OTHERS}),
     row(load("$TMP/x", model_id="$MODEL"), UsageError, "$TMP/x/o.tar.gz",  # it would be passed over
         files={"x/o.tar": OTHERS, "x/o.tar.gz": OTHERS}),

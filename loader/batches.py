@@ -19,6 +19,8 @@ from shardprep.format.names import BLANK
 
 logger = logging.getLogger(__name__)
 Lengths = npt.NDArray[np.integer[Any]]  # [batch]: tokens of each sample
+Collate = Callable[[list[Any]], Any]
+Targets = Literal["same", "shifted"]
 
 PAD_TOKEN = "<|finetune_right_pad_id|>"  # Llama 3.1 and later keep it for this
 _RESERVED = re.compile(r"<\|reserved_special_token_\d+\|>")
@@ -134,10 +136,6 @@ class PaddedBatches:
             attention_mask[~attention_mask.any(axis=1), 0] = 1
         fields = {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
         return Batch((name, torch.from_numpy(field)) for name, field in fields.items())
-
-
-Collate = Callable[[list[Any]], Any]
-Targets = Literal["same", "shifted"]
 
 
 def padded_batches(collate_fn: Collate | None, tokenizer: Any, **options: Any) -> PaddedBatches:

@@ -176,6 +176,8 @@ def _unwrapped(model: Any) -> Any:
 # Parts of the logits' spread. What other tokens do not reach repeats bit for bit, but a mixture of experts
 # multiplies matrices of other sizes when other tokens change, so last bits differ, in bfloat16 by percents.
 NOISE, NOISE_OF_EXPERTS = 1e-4, 0.02
+_ONE_DOCUMENT = "no row of the batch has two documents; pass another batch, or make longer rows"
+_NOTHING_BEFORE = "a token's logits do not depend on the tokens before it; check it after the first steps"
 
 
 def check_boundaries(model: Any, batch: Mapping[str, Any], *, noise: float | None = None) -> None:
@@ -285,10 +287,6 @@ def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents:
     if not has_several:
         return _ONE_DOCUMENT
     return "" if does_look_back else _NOTHING_BEFORE
-
-
-_ONE_DOCUMENT = "no row of the batch has two documents; pass another batch, or make longer rows"
-_NOTHING_BEFORE = "a token's logits do not depend on the tokens before it; check it after the first steps"
 
 
 def document_numbers(batch: Mapping[str, Any]) -> torch.Tensor:

@@ -62,11 +62,9 @@ class Progress:
 
 
 def _refuse(*_: Any) -> NoReturn:
-    raise UsageError(
-        "a TokenLoader is no data set of samples (StatefulDataLoader, Trainer(train_dataset=loader) and "
-        "accelerate's skip_first_batches want one): iterate it, or call peek() for its next batch, and keep "
-        "state_dict() of it. For transformers' Trainer there is LoaderMixin of loader.trainer"
-    )
+    found = "a TokenLoader as a data set (for StatefulDataLoader, Trainer or accelerate's skip_first_batches)"
+    expected = "a loop over it and its state_dict(), or in a Trainer LoaderMixin of loader.trainer"
+    raise UsageError(found=found, expected=expected)
 
 
 class _RefusedDataset(IterableDataset[Any]):
@@ -314,8 +312,7 @@ class TokenLoader(DataLoader[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """Return what the loop got, as a few integers and the fingerprint of data and order.
 
-        Save it after the optimizer's step: the batch that the loop holds counts as delivered, unless the
-        loader was told to ``follow`` the optimizer.
+        Save it after the optimizer's step: the loop's batch counts, unless you called ``follow``.
         """
         return self._state_of(self.progress.to_save)
 

@@ -407,6 +407,7 @@ STATE_FORMAT, STATE_VERSION = "shardprep-loader-state", 4
 MAX_EPOCH = 2**31 - 1  # workers are told the epoch in an int64
 _Count = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
 _Number = Annotated[int, Meta(ge=1, le=2**62)]
+_SIZES = ("num_samples", "block_samples", "window_samples")  # of a source, as Order names them, too
 
 
 class OtherRun(Refused):
@@ -420,9 +421,6 @@ class _SourceRow(NamedTuple):
     block_samples: _Number
     window_samples: _Number
     added_at: _Count
-
-
-_SIZES = ("num_samples", "block_samples", "window_samples")  # as Order names them, too
 
 
 class _StageRow(NamedTuple):

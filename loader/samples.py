@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
-from itertools import pairwise
 from math import gcd
 from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias
@@ -328,7 +327,7 @@ def _stages(name: str, value: Any) -> Sequence[tuple[int, Any]]:
     except (TypeError, ValueError):
         raise UsageError.of_value(name, value, "pairs of a step and what holds from it on") from None
     steps = [step for step, _ in stages]
-    if steps[:1] != [0] or any(step >= later for step, later in pairwise(steps)):
+    if steps[:1] != [0] or steps != sorted(set(steps)):
         raise UsageError(found=f"{name} {steps}", expected="whole numbers that ascend from 0")
     return stages
 

@@ -90,13 +90,10 @@ class LoaderMixin(_Trainer):
         self._losses = _Losses.of(train_loader)
         fields = train_loader.step_batches.boundaries
         self._is_unchecked = bool(check_boundaries and fields and train_loader.run.row_tokens)
-        # Else a state may stand in another stage.
-        if len(train_loader.run.stages) == 1 and not train_loader.can_amend:
+        if len(train_loader.run.stages) == 1 and not train_loader.can_amend:  # else a state may tell
             check_trainer_arguments(self.args, train_loader)
-        # The loader finds its place itself.
-        self.args.ignore_data_skip = True
-        # Before all others, since these may save.
-        self.callback_handler.callbacks.insert(0, LoaderStateCallback())
+        self.args.ignore_data_skip = True  # the loader finds its place itself
+        self.callback_handler.callbacks.insert(0, LoaderStateCallback())  # before others, which may save
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train. The loader goes to its place before Trainer counts steps by it."""
@@ -105,9 +102,7 @@ class LoaderMixin(_Trainer):
             folder = get_last_checkpoint(self.args.output_dir)
         # Where there is no checkpoint Trainer raises the error.
         global_step = load_checkpoint(self.train_loader, Path(folder)) if folder else 0
-        given = self.args.max_steps
-        # num_train_epochs are epochs of the loader, whose steps it counts.
-        self.args.max_steps = self._steps.begin(self.args, global_step)
+        given, self.args.max_steps = self.args.max_steps, self._steps.begin(self.args, global_step)
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -194,8 +189,8 @@ class _Losses(NamedTuple):
 
     @staticmethod
     def of(loader: TokenLoader, mean: LossMean | None = None) -> _Losses:
-        of_sources = SourceLosses.of_loader(loader) if loader.step_batches.origins else None
-        return _Losses(loader, mean, of_sources)
+        has_origins = loader.step_batches.origins
+        return _Losses(loader, mean, SourceLosses.of_loader(loader) if has_origins else None)
 
     def source_means(self, prefix: str) -> dict[str, float]:
         """Return ``loss/web`` and the like, of sources that have labels, and count from 0 again."""

@@ -15,14 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lustre.layout import (
-    ANY_OST,
-    new_files_text,
-    origin_text,
-    parse_stripe,
-    read_layout,
-    set_directory_layout,
-)
+import lustre.layout as layouts
 from lustre.lfs import count_osts, existing_part, file_system_of, read_targets, why_not_usable
 from shardprep.command_line import Command, Program, given_words
 from shardprep.console import counted, print_lines, quoted
@@ -42,11 +35,8 @@ def show(args: argparse.Namespace) -> int:
     """Print the lines about a path. Raises NotFound, LustreError from lfs."""
     if size_of_file(args.path) is None:
         remedy = f"shardprep lustre show {quoted(existing_part(args.path))}"
-        raise NotFound(
-            f"{args.path} is not there; what a new folder there will copy: {remedy}",
-            path=args.path,
-            remedy=remedy,
-        )
+        found = "not there; a new folder will copy the layout of the one above it"
+        raise NotFound(path=args.path, found=found, remedy=remedy)
     print_lines(*_lines_about(args.path))
     return 0
 
@@ -60,9 +50,9 @@ def _lines_about(path: Path) -> list[str]:
     lines = [f"{path}: {mount.fs_type} at {mount.mount_point} ({mount.source})"] if mount else []
     if reason := why_not_usable(path):
         return [*lines, f"nothing to show: {reason}"]
-    layout = read_layout(path)
+    layout = layouts.read_layout(path)
     if is_folder(path):
-        lines.append(f"{new_files_text(path, layout)} ({origin_text(path, layout)})")
+        lines.append(f"{layouts.new_files_text(path, layout)} ({layouts.origin_text(path, layout)})")
     else:
         lines.append(f"this file has {layout.text()}")
     try:
@@ -81,15 +71,15 @@ def _shard_lines(folder: Path) -> list[str]:
     if not names:
         return []
     looked_at = names[:: -(-len(names) // NUM_LOOKED_AT)]
-    layouts, osts = Counter[str](), Counter[int]()
+    texts, osts = Counter[str](), Counter[int]()
     for name in looked_at:
-        layout = read_layout(folder / name)
+        layout = layouts.read_layout(folder / name)
         # Without the OSTs, which differ from file to file.
-        parts = tuple(replace(part, start_ost=ANY_OST, osts=()) for part in layout.components)
-        layouts[replace(layout, components=parts).text()] += 1
+        parts = tuple(replace(part, start_ost=layouts.ANY_OST, osts=()) for part in layout.components)
+        texts[replace(layout, components=parts).text()] += 1
         osts.update({ost for part in layout.components for ost in part.osts})
     shards = f"{counted(len(looked_at), 'shard')} looked at"
-    lines = [f"{number} of {shards} have {text}" for text, number in layouts.most_common()]
+    lines = [f"{number} of {shards} have {text}" for text, number in texts.most_common()]
     for ost, number in osts.most_common(1):
         lines.append(f"they lie on {counted(len(osts), 'OST')}; OST {ost} has most: {number}")
         # Servers take turns: an OST with so many is one that somebody named.
@@ -103,11 +93,11 @@ def _shard_lines(folder: Path) -> list[str]:
 
 def apply(args: argparse.Namespace) -> int:
     """Give a fresh, empty folder the named layout."""
-    stripe = parse_stripe(args.stripe)
+    stripe = layouts.parse_stripe(args.stripe)
     if reason := why_not_usable(args.path):
         print_lines(f"nothing to do: {reason}")
         return 0
-    print_lines(set_directory_layout(args.path, stripe, dry_run=args.dry_run))
+    print_lines(layouts.set_directory_layout(args.path, stripe, dry_run=args.dry_run))
     return 0
 
 

@@ -101,22 +101,6 @@ class Layout:
         """Return whether a directory surely has no default of its own: lfs may print the root's for it."""
         return not self.is_composite and self.components[0].pattern in {"", "0"}
 
-    @property
-    def pools(self) -> set[str]:
-        """Return the pools of the components on OSTs. An empty text is no pool."""
-        return {part.pool for part in self.components if not part.is_on_mdt}
-
-    @property
-    def has_numbers_alone(self) -> bool:
-        """Return whether a request by numbers drops nothing: no mirrors, one pool at most, all on OSTs."""
-        is_on_osts = not any(part.is_on_mdt for part in self.components)
-        return self.num_mirrors == 1 and len(self.pools) == 1 and is_on_osts
-
-    @property
-    def has_fixed_place(self) -> bool:
-        """Return whether a directory puts every file on certain OSTs."""
-        return any(part.has_fixed_place for part in self.components)
-
     def options(self) -> list[str]:
         """Return the options of ``lfs setstripe`` that make it."""
         words: list[str] = []
@@ -143,11 +127,8 @@ def read_layout(path: Path) -> Layout:
 def parse_layout(output: str) -> Layout:
     """Read what ``lfs getstripe -y`` printed of one path, with or without ``-d``. Raises LustreError."""
     if output.rstrip().endswith("has no stripe info"):
-        raise LustreError(
-            f"lfs getstripe says {output.strip()[-200:]!r}: it has no layout, as a symbolic link and a file "
-            "that was never written to have none; look at what the link points to",
-            found="no stripe info",
-        )
+        expected = "a layout, which a symbolic link and a file that was never written to have not"
+        raise LustreError(found=output.strip()[-200:], expected=expected)
     # What stands before the first component, and of each: the values by key, the numbers of the OSTs.
     groups: list[tuple[dict[str, str], list[str]]] = [({}, [])]
     for line in output.split("\n"):
@@ -165,11 +146,9 @@ def parse_layout(output: str) -> Layout:
         parts = tuple(_component(*group) for group in groups[1:] or groups)
         num_mirrors = int(groups[0][0].get("lcm_mirror_count") or "1")
     except (KeyError, ValueError) as error:
-        raise LustreError(
-            f"lfs getstripe printed {output.strip()[:200]!r}, expected stripe_count, stripe_size ({error}); "
-            "is this `lfs` a site's wrapper? Report it with the output of `lfs --version`",
-            expected="stripe_count, stripe_size",
-        ) from None
+        found = f"lfs getstripe printed {output.strip()[:200]!r} ({error})"
+        expected = "stripe_count, stripe_size; is this `lfs` a site's wrapper? See `lfs --version`"
+        raise LustreError(found=found, expected=expected) from None
     return Layout(components=parts, is_composite=len(groups) > 1, num_mirrors=num_mirrors)
 
 
@@ -258,7 +237,12 @@ def set_directory_layout(folder: Path, stripe: Layout | list[str], *, dry_run: b
 
     Returns a line about it. Raises LustreError, also where the layout is another one afterwards.
     """
-    _refuse_all_but_directory(folder)
+    if size_of_file(folder) is None:
+        remedy = f"mkdir -p {quoted(folder)}"
+        raise LustreError(path=folder, found="not there", expected="an empty directory", remedy=remedy)
+    if not is_folder(folder):  # a file's layout is never changed here, since lfs can empty the file
+        expected = "an empty directory; create a fresh one and copy the file into it"
+        raise LustreError(path=folder, found="a file", expected=expected)
     before = read_layout(folder)
     notes: list[str] = []
     num_osts = UNKNOWN
@@ -270,7 +254,10 @@ def set_directory_layout(folder: Path, stripe: Layout | list[str], *, dry_run: b
         if not before.is_inherited and is_as_asked(stripe, before, num_osts):
             return "; ".join([f"{folder} has it already; new files get {before.text()}", *notes])
     command = setstripe_command(folder, stripe)
-    _refuse_all_but_empty(folder, command)
+    for name in names_in(folder):
+        if name not in _OWN_FOLDERS and not _KEEPER.fullmatch(name):
+            expected = "an empty directory, as files keep their layouts; a fresh one, or for new files alone"
+            raise LustreError(path=folder, found=f"holds {name}", expected=expected, remedy=command)
     if dry_run:
         return "; ".join([f"new files get {before.text()}; would run: {command}", *notes])
     with _kept(folder):
@@ -278,14 +265,9 @@ def set_directory_layout(folder: Path, stripe: Layout | list[str], *, dry_run: b
     result.checked(_WAY_ON)
     after = read_layout(folder)
     if isinstance(stripe, Layout) and not is_as_asked(stripe, after, num_osts):
-        raise LustreError(
-            f"{folder}: `{command}` exited 0, but new files get {after.text()}, expected {stripe.text()}; "
-            "this lfs may be a site's wrapper with its own rules, or the site restricts layouts: ask the "
-            "site, or keep what it gives",
-            path=folder,
-            found=after.text(),
-            expected=stripe.text(),
-        )
+        found = f"`{command}` exited 0, but new files get {after.text()}"
+        expected = f"{stripe.text()}; ask the site whether it restricts layouts, or keep what it gives"
+        raise LustreError(path=folder, found=found, expected=expected)
     return "; ".join([f"{folder}: {new_files_text(folder, after)}, before {before.text()}", *notes])
 
 
@@ -300,44 +282,14 @@ def setstripe_command(folder: Path, stripe: Layout | list[str]) -> str:
 
 def _with_pool(wanted: Layout, before: Layout, folder: Path) -> Layout:
     """Return a layout by numbers with the folder's pool, which lfs would drop. Raises LustreError."""
-    if not before.has_numbers_alone:
-        raise LustreError(
-            f"{folder} gives new files {before.text()}, expected a layout that numbers may replace: they "
-            "would drop mirrors, pools and data on the metadata server without a word. Leave it as it is, or "
-            "name the whole layout as for lfs setstripe: --stripe '-c 8'",
-            path=folder,
-            found=before.text(),
-            remedy="--stripe '-c 8'",
-        )
-    (had,) = before.pools
-    pool = wanted.components[0].pool or had
+    pools = {part.pool for part in before.components}
+    if before.num_mirrors > 1 or len(pools) > 1 or any(part.is_on_mdt for part in before.components):
+        found = f"new files get {before.text()}, of which numbers would drop a part"
+        expected = "a whole layout as for lfs setstripe, such as --stripe '-c 8'"
+        raise LustreError(path=folder, found=found, expected=expected, remedy="--stripe '-c 8'")
+    pool = wanted.components[0].pool or pools.pop()
     parts = tuple(replace(part, pool="" if pool == NO_POOL else pool) for part in wanted.components)
     return replace(wanted, components=parts)
-
-
-def _refuse_all_but_directory(folder: Path) -> None:
-    if size_of_file(folder) is None:
-        remedy = f"mkdir -p {quoted(folder)}"
-        raise LustreError(f"{folder} is not there; make an empty directory", path=folder, remedy=remedy)
-    if not is_folder(folder):
-        raise LustreError(
-            f"{folder} is a file, expected an existing, empty directory; a file's layout is never changed "
-            "here, since lfs can empty the file. Create a fresh folder and copy the file into it",
-            path=folder,
-            found="a file",
-        )
-
-
-def _refuse_all_but_empty(folder: Path, command: str) -> None:
-    held = [name for name in names_in(folder) if name not in _OWN_FOLDERS and not _KEEPER.fullmatch(name)]
-    if held:
-        raise LustreError(
-            f"{folder} holds {held[0]} and perhaps more, expected an empty directory: files that are there "
-            f"would keep their old layout. Choose a fresh folder; for new files alone run: {command}",
-            path=folder,
-            found=held[0],
-            remedy=command,
-        )
 
 
 @contextlib.contextmanager
@@ -347,11 +299,8 @@ def _kept(folder: Path) -> Iterator[None]:
     try:
         keeper.touch(exist_ok=False)
     except OSError as error:
-        raise LustreError(
-            f"{folder} cannot be written to ({error.strerror}), expected a folder in which you can make "
-            f"files; {_WAY_ON}",
-            path=folder,
-        ) from None
+        expected = f"a folder in which you can make files; {_WAY_ON}"
+        raise LustreError(path=folder, found=error.strerror, expected=expected) from None
     try:
         yield
     finally:
@@ -425,7 +374,7 @@ def origin_text(folder: Path, layout: Layout) -> str:
 
 def new_files_text(folder: Path, layout: Layout) -> str:
     """Say what a layout of a folder gives to new files, and what is wrong with it."""
-    if not layout.has_fixed_place:
+    if not any(part.has_fixed_place for part in layout.components):
         return f"new files get {layout.text()}"
     count = layout.components[-1].stripe_count or 1
     return (

@@ -37,15 +37,16 @@ class Mount(NamedTuple):
         return self.source.rpartition(":/")[2].split("/")[0]
 
 
-def mount_of(path: str, mounts_table: str) -> Mount | None:
-    """Return the mount that holds ``path`` (absolute, without symlinks): the longest, of these the last."""
+def file_system_of(path: Path) -> Mount | None:
+    """Return the mount that holds ``path``, which need not exist yet: the longest, of these the last."""
     found: Mount | None = None
-    for line in mounts_table.splitlines():
+    real_path = os.path.realpath(path)
+    for line in read_mounts_table().splitlines():
         fields = [_ESCAPED.sub(lambda match: chr(int(match[1], 8)), field) for field in line.split(" ")]
         if len(fields) < 3:
             continue
         mount = Mount(*fields[:3])
-        is_above = f"{path}/".startswith(f"{mount.mount_point.rstrip('/')}/")
+        is_above = f"{real_path}/".startswith(f"{mount.mount_point.rstrip('/')}/")
         if is_above and (found is None or len(mount.mount_point) >= len(found.mount_point)):
             found = mount
     return found
@@ -57,11 +58,6 @@ def read_mounts_table() -> str:
         return Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return ""
-
-
-def file_system_of(path: Path) -> Mount | None:
-    """Return the mount that holds ``path``, symlinks resolved. The path need not exist yet."""
-    return mount_of(os.path.realpath(path), read_mounts_table())
 
 
 def lustre_mount(path: Path) -> Mount:
@@ -124,10 +120,8 @@ def run_lfs(command: str, *arguments: Path | str) -> LfsResult:
             ["lfs", *words], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment
         )
     except (OSError, ValueError) as error:  # ValueError: a null byte in a path
-        raise LustreError(
-            f"lfs cannot be started ({error}), expected Lustre's lfs for this machine; load the Lustre "
-            "client's module, or use a node that has it"
-        ) from None
+        expected = "Lustre's lfs for this machine; load the client's module, or use a node that has it"
+        raise LustreError(found=f"lfs cannot be started ({error})", expected=expected) from None
     timeout_s = DF_TIMEOUT_S if command == "df" else TIMEOUT_S
     try:
         outputs = process.communicate(timeout=timeout_s)
@@ -135,10 +129,9 @@ def run_lfs(command: str, *arguments: Path | str) -> LfsResult:
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel is left behind
             process.wait(timeout=0.2)
-        raise LustreError(
-            f"`lfs {' '.join(words)}` gave no answer in {timeout_s:g} s, expected milliseconds: a server of "
-            "this file system may be down; look at `lfs check servers`"
-        ) from None
+        found = f"`lfs {' '.join(words)}` gave no answer in {timeout_s:g} s"
+        expected = "milliseconds; a server may be down: look at `lfs check servers`"
+        raise LustreError(found=found, expected=expected) from None
     # Decoded here: a text stream would turn a carriage return in a file's name into a line end.
     out, err = (each.decode("utf-8", "surrogateescape") for each in outputs)
     return LfsResult(words, process.returncode, out, err)
@@ -209,25 +202,6 @@ class Targets:
         return [*lines, *(f"warning: {words}" for words in trouble)]
 
 
-def parse_df(blocks: str, inodes: str = "") -> Targets:
-    """Read the targets of ``lfs df`` and, joined with them, of ``lfs df -i``."""
-    free_inodes = {(kind, index): int(free) for _, free, kind, index, _ in _DF_LINE.findall(inodes)}
-    found = Targets(answered={"OST": [], "MDT": []})
-    for used, free, kind, index, flags in _DF_LINE.findall(blocks):
-        left = free_inodes.get((kind, index))
-        if int(free) == 0 and "S" not in flags:
-            flags += "S"
-        if left == 0 and "I" not in flags:
-            flags += "I"
-        target = Target(f"{kind} {index}", int(used) << 10, int(free) << 10, left, flags)
-        found.answered[kind].append(target)
-    for kind, index, said in _DF_TROUBLE.findall(blocks):
-        is_inactive = said.strip() == "inactive device"
-        words = "is inactive" if is_inactive else f"does not answer: {said.strip()}"
-        found.silent[f"{kind} {int(index, 16)}"] = f"{words}: files with a stripe there cannot be read now"
-    return found
-
-
 def read_targets(path: Path) -> Targets:
     """Ask for the targets of the Lustre of ``path`` by two calls. Raises LustreError where it names none.
 
@@ -235,16 +209,28 @@ def read_targets(path: Path) -> Targets:
     """
     place = Path(lustre_mount(path).mount_point)
     blocks = run_lfs("df", "-v", place)  # -v: with inactive ones
-    inodes = reason = ""
+    found = Targets(answered={"OST": [], "MDT": []})
+    inodes = ""
     try:
         inodes = run_lfs("df", "-i", place).stdout
     except LustreError as error:
-        reason = str(error)
-    targets = parse_df(blocks.stdout, inodes)
-    if not (any(targets.answered.values()) or targets.silent):
+        found.why_no_inodes = str(error)
+    free_inodes = {(kind, index): int(free) for _, free, kind, index, _ in _DF_LINE.findall(inodes)}
+    for used, free, kind, index, flags in _DF_LINE.findall(blocks.stdout):
+        left = free_inodes.get((kind, index))
+        if int(free) == 0 and "S" not in flags:
+            flags += "S"
+        if left == 0 and "I" not in flags:
+            flags += "I"
+        target = Target(f"{kind} {index}", int(used) << 10, int(free) << 10, left, flags)
+        found.answered[kind].append(target)
+    for kind, index, said in _DF_TROUBLE.findall(blocks.stdout):
+        is_inactive = said.strip() == "inactive device"
+        words = "is inactive" if is_inactive else f"does not answer: {said.strip()}"
+        found.silent[f"{kind} {int(index, 16)}"] = f"{words}: files with a stripe there cannot be read now"
+    if not (any(found.answered.values()) or found.silent):
         raise LustreError(f"{blocks.failure}; look at `lfs check servers`")
-    targets.why_no_inodes = reason
-    return targets
+    return found
 
 
 def count_osts(path: Path, pool: str = "") -> int:
@@ -264,13 +250,8 @@ def count_osts(path: Path, pool: str = "") -> int:
     members = run_lfs("pool_list", prefix + pool).checked() if pool in pools else ""
     if num_members := len(_MEMBER.findall(members)):
         return num_members
-    raise LustreError(
-        f"{mount.mount_point} ({mount.fs_name}) has no pool {pool!r} with OSTs, expected one of: "
-        f"{', '.join(pools) or 'none'}; the first write of a file there would fail",
-        path=path,
-        found=pool,
-        expected=", ".join(pools),
-    )
+    expected = f"one of: {', '.join(pools) or 'none'}; the first write of a file would fail"
+    raise LustreError(path=path, found=f"no pool {pool!r} with OSTs in {mount.fs_name}", expected=expected)
 
 
 class Need(NamedTuple):
@@ -325,9 +306,21 @@ def space_lines(folder: Path, need: Need) -> list[str]:
 def _read_rooms(folder: Path) -> list[Room]:
     """Return what targets and the user's quota leave for an existing folder, by three calls of lfs."""
     try:
-        rooms = _rooms_of_targets(read_targets(folder))
+        targets = read_targets(folder)
     except LustreError as error:
         rooms = [Room("free space", None, str(error))]
+    else:
+        osts = [ost for ost in targets.answered["OST"] if ost.takes_files]
+        silent = f"{counted(len(targets.silent), 'target')} did not answer" if targets.silent else ""
+        rooms = [Room(counted(len(osts), "OST"), sum(ost.free_bytes for ost in osts), silent)]
+        # A file needs an inode of an MDT and an object of an OST: the fewer count.
+        free: list[int] = []
+        for each in targets.answered.values():
+            known = [target for target in each if target.free_inodes is not None]
+            if each and len(known) == len(each):
+                free.append(sum(target.free_inodes or 0 for target in each if target.takes_files))
+        num_left, note = (min(free), "") if len(free) == 2 else (None, targets.why_no_inodes)
+        rooms.append(Room("inodes of MDTs and OSTs", num_left, note, is_of_files=True))
     if os.getuid() == 0:  # no quota binds root
         return rooms
     try:
@@ -337,19 +330,6 @@ def _read_rooms(folder: Path) -> list[Room]:
         return rooms if "not enabled" in result.stderr else [*rooms, Room("your quota", None, result.failure)]
     except (LustreError, ValueError) as error:
         return [*rooms, Room("your quota", None, str(error))]
-
-
-def _rooms_of_targets(targets: Targets) -> list[Room]:
-    osts = [ost for ost in targets.answered["OST"] if ost.takes_files]
-    silent = f"{counted(len(targets.silent), 'target')} did not answer" if targets.silent else ""
-    space = Room(counted(len(osts), "OST"), sum(ost.free_bytes for ost in osts), silent)
-    # A file needs an inode of an MDT and an object of an OST: the fewer count.
-    free = []
-    for each in targets.answered.values():
-        if not each or any(target.free_inodes is None for target in each):
-            return [space, Room("inodes of MDTs and OSTs", None, targets.why_no_inodes)]
-        free.append(sum(target.free_inodes or 0 for target in each if target.takes_files))
-    return [space, Room("inodes of MDTs and OSTs", min(free), is_of_files=True)]
 
 
 def parse_quota(output: str) -> list[Room]:

@@ -274,10 +274,7 @@ def _with_eos(pieces: Iterator[Ids], lengths: Numbers, eos: int | None) -> Itera
 
 
 def _checked_eos(args: argparse.Namespace, plan: Plan) -> int | None:
-    """Return the id to put behind each document, or None.
-
-    Raises UsageError or Refused where another tool could not read the data set as it is meant.
-    """
+    """Return the id to put behind each document, or None. Refuse what another tool would read otherwise."""
     if plan.options.is_chat:
         expected = "texts: no other tool's layout keeps a loss mask, so users' words would be trained on"
         raise UsageError(path=args.data_dir, found="conversations", expected=expected)

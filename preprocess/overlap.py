@@ -212,10 +212,7 @@ def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, byt
 
 
 class _Search:
-    """Finds the hits of documents; an evaluation takes about 250 bytes a unit.
-
-    Raises BadInput where no document of the evaluation is long enough.
-    """
+    """Finds hits, with 250 bytes a unit of the evaluation. Raises BadInput where that has no n-gram."""
 
     def __init__(self, folder: Path, plan: Plan, rule: Rule, evals: list[tuple[str, bytes]]) -> None:
         self._rule, self._plan = rule, plan
@@ -373,11 +370,9 @@ def _merge(out: Path, paths: list[Path], data_dir: Path, settings: dict[str, Any
     files.publish_bytes(names_path, "".join(listed).encode())
     documents, of_evals = counted(sources.total(), "document"), counted(len(evals), "evaluation document")
     found = f"{documents} hold text of {of_evals}: {counted(num_hits, 'hit')}"
-    largest = heapq.nlargest(
-        _MOST_SHOWN, map(json.loads, files.read_lines(merged)), key=lambda hit: hit["share"]
-    )
+    top = heapq.nlargest(_MOST_SHOWN, map(json.loads, files.read_lines(merged)), key=lambda hit: hit["share"])
     columns = ("document", "eval", "share", "longest", "text")
-    hits = [columns, *(tuple(str(hit[name])[:300] for name in columns) for hit in largest)]
+    hits = [columns, *(tuple(str(hit[name])[:300] for name in columns) for hit in top)]
     page = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>Overlap with an evaluation</title>
 <style>body{{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto}}
 td{{vertical-align:top;padding:.3em .6em;border-bottom:1px solid #ccc}}</style>
@@ -524,10 +519,5 @@ def _find(shards: list[_Shard]) -> tuple[DocumentNames, Numbers, npt.NDArray[np.
         firsts.append(shard_of[first[count > 1]])
         has_copies[np.delete(shard_of, first)] = True
     # Parts ascend, and within them digests do.
-    return (
-        DocumentNames(keys=np.concatenate(groups)),
-        np.concatenate(firsts),
-        has_copies,
-        num_documents,
-        num_copies,
-    )
+    equal = DocumentNames(keys=np.concatenate(groups))
+    return equal, np.concatenate(firsts), has_copies, num_documents, num_copies

@@ -135,10 +135,7 @@ def peek(args: argparse.Namespace) -> int:
 
 
 def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample, int | None]]:
-    """Yield the samples at an address, and the document if it names one; print why one was left out.
-
-    Raises NotFound, UsageError.
-    """
+    """Yield the samples at an address, and the document if it names one; print why one was left out."""
     if in_shard := _IN_SHARD.fullmatch(address):
         shard_id, number = int(in_shard[1]), int(in_shard[2])
         if shard_id >= plan.num_shards:

@@ -127,7 +127,7 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
         try:
             # Of no shard's name: whoever finishes a shard removes the temporaries of its name.
             with files.PublishedFolder(folder / "verify") as scratch:
-                made = worker.make_into(scratch.temporary, worker.plan.shard(shard_id))
+                made = worker.make_in(scratch.temporary, worker.plan.shard(shard_id))
             found = read_manifest(folder, shard_id)
             others = [name for name in _MADE_AGAIN if getattr(found, name) != getattr(made, name)]
             differing = [str(names.VOUCHED_PATHS[name](Path(), shard_id)) for name in others]
@@ -142,10 +142,8 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
             problems.append((shard_id, error))
         progress.add(1)
     if not problems:
-        print_lines(
-            f"the reference engine makes the same of the input of {counted(len(chosen), 'shard')} "
-            f"({names.id_ranges(chosen)}), byte for byte"
-        )
+        shards = f"{counted(len(chosen), 'shard')} ({names.id_ranges(chosen)})"
+        print_lines(f"the reference engine makes the same of the input of {shards}, byte for byte")
     return problems
 
 

@@ -1,7 +1,7 @@
 """``submit``, ``retry`` and ``cancel``: which shards go to Slurm, in which tasks, and their way there.
 
-First everything is checked and every script is rendered: what ``--dry_run`` prints is what ``Sending.send``
-sends. A submission has two phases, so that no job runs unrecorded: its jobs are submitted held, their record
+First everything is checked and every script is rendered: what ``--dry_run`` prints is what is
+sent. A submission has two phases, so that no job runs unrecorded: its jobs are submitted held, their record
 is written to DATA/jobs, then they are released. If it is killed in between, there are held jobs that do
 nothing. Of two submissions at once only one gets its record written; the other one cancels its jobs and says
 so. Where Slurm takes no more tasks at once, it is tried again with half as many.
@@ -45,28 +45,8 @@ from shardprep.format.jobs import JobArray, JobRequest, Submission, user_name
 from shardprep.format.manifest import Manifest, find_made_shards, read_manifest
 from shardprep.format.names import MAX_SHARDS, chosen_shards, id_ranges, ids_of_ranges
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
-from slurm.state import (
-    CONTROL,
-    OUT_OF_MEMORY,
-    REQUEST_VARIABLES,
-    TIMEOUT,
-    VERIFY,
-    DatasetState,
-    Shard,
-    SlurmAway,
-    SlurmMissing,
-    SlurmRefused,
-    ask_patiently,
-    find_state,
-    megabytes_of,
-    minutes_of,
-    names_begin,
-    read_config,
-    reason_to_leave,
-    remedy_of,
-    slurm_answer,
-    slurm_output,
-)
+from slurm import state as states
+from slurm.state import DatasetState, Shard, SlurmAway, SlurmMissing, SlurmRefused, slurm_output
 from slurm.status import wait_for_jobs
 
 Groups = list[tuple[JobRequest, list[int]]]
@@ -85,7 +65,7 @@ def submit(args: argparse.Namespace) -> int:
     request = JobRequest(**given)
     if args.dry_run:
         for name, value in given.items():
-            say(f"{name} is {value!r} ({'flag' if name in flags else REQUEST_VARIABLES[name]})")
+            say(f"{name} is {value!r} ({'flag' if name in flags else states.REQUEST_VARIABLES[name]})")
     try:
         state, missing = _missing_shards(args, request)
         if missing:
@@ -105,13 +85,13 @@ def with_variables(flags: Mapping[str, Any]) -> dict[str, Any]:
     Raises UsageError for a time or memory that cannot be read.
     """
     found: dict[str, Any] = {}
-    for name, variable in REQUEST_VARIABLES.items():
+    for name, variable in states.REQUEST_VARIABLES.items():
         text = os.environ.get(variable)
         if not text or name in flags:
             continue
         value: Any = text
         if name in ("time_min", *job_files.MEMORY_FIELDS):
-            value = minutes_of(text) if name == "time_min" else (megabytes_of(text) or 0) / 1024
+            value = states.minutes_of(text) if name == "time_min" else (states.megabytes_of(text) or 0) / 1024
             if not value:
                 such_as = "60 or 2:00:00" if name == "time_min" else "4000 or 4G"
                 expected = f"a value such as {such_as}; unset it, or give the flag --{name} too"
@@ -130,7 +110,7 @@ def _missing_shards(args: argparse.Namespace, request: JobRequest) -> tuple[Data
     """
     plan = check_folder(args.output_dir, request)
     wanted = chosen_shards(plan.num_shards, args.shards)
-    state = find_state(args.output_dir, plan, needs_slurm=not args.dry_run)
+    state = states.find_state(args.output_dir, plan, needs_slurm=not args.dry_run)
     if state.queue.away:
         say(f"warning: {state.queue.away}. What is queued, and what this site allows, is left out")
     check_queue(state, wanted)
@@ -170,104 +150,99 @@ def check_queue(state: DatasetState, wanted: set[int] | None) -> None:
     Raises SlurmRefused for jobs of which nobody can say what they make: it would be made twice.
     """
     if state.queue.unrecorded:
-        raise SlurmRefused(
-            f"jobs {', '.join(state.queue.unrecorded)} of this data set wait or run, and no file in "
-            f"{state.folder / job_files.JOBS_FOLDER} says which shards they make: another command sends them "
-            "just now, or was cut short, or the folder was emptied; wait until they have ended, or end them: "
-            f"shardprep cancel {quoted(state.folder)}"
-        )
+        found = f"no file says which shards jobs {', '.join(state.queue.unrecorded)} make, which wait or run"
+        expected = "one, unless another command sends them just now, or was cut short; wait, or end them"
+        remedy = f"shardprep cancel {quoted(state.folder)}"
+        folder = state.folder / job_files.JOBS_FOLDER
+        raise SlurmRefused(path=folder, found=found, expected=expected, remedy=remedy)
     if queued := [each for each in state.ids("running", "pending") if wanted is None or each in wanted]:
         named = shards_text(id_ranges(queued))
         say(f"left out, as they wait or run (one that was cancelled may end just now): {named}")
 
 
-class Sending:
-    """What one command is about to send, checked and rendered as sbatch will get it."""
+def _send_held(
+    args: argparse.Namespace, state: DatasetState, groups: Groups, most_tasks: int
+) -> tuple[Submission, str] | None:
+    """Submit all, held, in ``most_tasks`` tasks at most; return the written record and the controller's id.
 
-    def __init__(
-        self, args: argparse.Namespace, state: DatasetState, groups: Groups, most_tasks: int
-    ) -> None:
-        """Have Slurm test all scripts, of ``most_tasks`` tasks at most. Raises SlurmRefused, SlurmAway."""
-        folder, request = state.folder, groups[0][0]
-        name = f"{names_begin(folder, state.plan.plan_id)}{state.next_number}"
-        self._state = state
-        self._arrays: list[tuple[JobRequest, list[str], str]] = []  # request, tasks, script
-        site = None
-        for asked, shard_ids in groups:
-            per_task, most = args.shards_per_task, most_tasks
-            try:
-                site = find_site(asked.partition)
-                most = min(most, site.max_array_size)
-            except SlurmAway:
-                if not args.dry_run:
-                    raise
-            if asked.num_cpus is None and site and per_task is None:
-                per_task = site.max_cpus  # a process on each of the node's CPUs
-            tasks = tasks_of_shards(shard_ids, most, per_task)
-            script = array_script(folder, name, tasks, asked)
-            if site:
-                check_script(asked, script, site)
-            self._arrays.append((asked, tasks, script))
-        self._cluster = site.cluster if site else ""
-        # The controller notifies, when all is over.
-        quiet = request.changed(notify=None) if args.until_done else request
-        last_request = _with_time_of_verify(state, quiet, site)
-        self._verify = verify_script(folder, name + VERIFY, state.plan.num_shards, last_request)
-        self._controller = _controller(args, state, request, site) if args.until_done else ""
-        # In the order in which they are sent.
-        self.scripts = [*(script for _, _, script in self._arrays), self._verify]
-        self.scripts += [self._controller] if self._controller else []
-
-    def send(self) -> tuple[Submission, str]:
-        """Submit all, held, write the record, and return it and the controller's id.
-
-        If a step before the record fails, what was submitted is cancelled again. Raises SubmittedMeanwhile.
-        """
-        state, job_ids = self._state, list[str]()
-        make_subfolder(state.folder, job_files.LOGS_FOLDER)
-
-        def submitted(script: str, *options: str) -> dict[str, Any]:
-            job_ids.append(submit_script(script, "--hold", *options))
-            return slurm_answer(parse_job, "scontrol", "--oneliner", "show", "job", job_ids[-1])
-
+    Returns None for --dry_run, which prints the scripts. If a step before the record fails, what was
+    submitted is cancelled again. Raises SubmittedMeanwhile, SlurmRefused, SlurmAway.
+    """
+    folder, request = state.folder, groups[0][0]
+    name = f"{states.names_begin(folder, state.plan.plan_id)}{state.next_number}"
+    rendered: list[tuple[JobRequest, list[str], str]] = []  # request, tasks, script
+    site = None
+    for asked, shard_ids in groups:
+        per_task, most = args.shards_per_task, most_tasks
         try:
-            arrays = []
-            for request, tasks, script in self._arrays:
-                shown = submitted(script)
-                del shown["user"]
-                arrays.append(JobArray(job_id=job_ids[-1], request=request, tasks=tasks, **shown))
-            before = {sent.verify.job_id for sent in state.submissions}
-            queued = [each for each in state.live_job_ids() if each not in before]
-            shown = submitted(self._verify, f"--dependency=afterany:{':'.join([*job_ids, *queued])}")
-            submission = Submission(
-                number=state.next_number,
-                plan_id=state.plan.plan_id,
-                cluster=self._cluster,
-                user=shown["user"],
-                submitted=round(time.time(), 3),
-                arrays=arrays,
-                verify=job_files.SentJob(
-                    job_id=job_ids[-1], name=shown["name"], submit_time=shown["submit_time"]
-                ),
-                identity=job_files.folder_identity(state.folder),
-            )
-            controller = ""
-            if self._controller:
-                # Before the release: a limit of jobs that leaves no room for it is met in time.
-                controller = submit_script(self._controller, f"--dependency=afterany:{':'.join(job_ids)}")
-                job_ids.append(controller)
-            job_files.publish_submission(state.folder, submission)
-        except BaseException:
-            if job_ids:
-                with contextlib.suppress(ShardprepError):
-                    slurm_output("scancel", *job_ids)
-            raise
-        # For people: Slurm has copies of its own, and forgets them.
-        for job_id, script in zip(job_ids, self.scripts, strict=True):
-            path = state.folder / job_files.JOBS_FOLDER / f"{submission.number:04d}-{job_id}.sh"
+            site = find_site(asked.partition)
+            most = min(most, site.max_array_size)
+        except SlurmAway:
+            if not args.dry_run:
+                raise
+        if asked.num_cpus is None and site and per_task is None:
+            per_task = site.max_cpus  # a process on each of the node's CPUs
+        tasks = tasks_of_shards(shard_ids, most, per_task)
+        script = array_script(folder, name, tasks, asked)
+        if site:
+            check_script(asked, script, site)
+        rendered.append((asked, tasks, script))
+    # The controller notifies, when all is over.
+    quiet = request.changed(notify=None) if args.until_done else request
+    last_request = _with_time_of_verify(state, quiet, site)
+    # In the order in which they are sent.
+    scripts = [script for _, _, script in rendered]
+    scripts.append(verify_script(folder, name + states.VERIFY, state.plan.num_shards, last_request))
+    if args.until_done:
+        scripts.append(_controller(args, state, request, site))
+    if args.dry_run:
+        print_lines(*"\n".join(scripts).split("\n"))
+        return None
+
+    make_subfolder(folder, job_files.LOGS_FOLDER)
+    job_ids: list[str] = []
+
+    def submitted(script: str, *options: str) -> dict[str, Any]:
+        job_ids.append(submit_script(script, "--hold", *options))
+        return states.slurm_answer(parse_job, "scontrol", "--oneliner", "show", "job", job_ids[-1])
+
+    try:
+        arrays = []
+        for asked, tasks, script in rendered:
+            shown = submitted(script)
+            del shown["user"]
+            arrays.append(JobArray(job_id=job_ids[-1], request=asked, tasks=tasks, **shown))
+        before = {sent.verify.job_id for sent in state.submissions}
+        queued = [each for each in state.live_job_ids() if each not in before]
+        shown = submitted(scripts[len(arrays)], f"--dependency=afterany:{':'.join([*job_ids, *queued])}")
+        facts = {name: shown[name] for name in ("name", "submit_time")}
+        submission = Submission(
+            number=state.next_number,
+            plan_id=state.plan.plan_id,
+            cluster=site.cluster if site else "",
+            user=shown["user"],
+            submitted=round(time.time(), 3),
+            arrays=arrays,
+            verify=job_files.SentJob(job_id=job_ids[-1], **facts),
+            identity=job_files.folder_identity(folder),
+        )
+        controller = ""
+        if args.until_done:
+            # Before the release: a limit of jobs that leaves no room for it is met in time.
+            controller = submit_script(scripts[-1], f"--dependency=afterany:{':'.join(job_ids)}")
+            job_ids.append(controller)
+        job_files.publish_submission(folder, submission)
+    except BaseException:
+        if job_ids:
             with contextlib.suppress(ShardprepError):
-                publish_bytes(path, script.encode("utf-8"))
-        return submission, controller
+                slurm_output("scancel", *job_ids)
+        raise
+    # For people: Slurm has copies of its own, and forgets them.
+    for job_id, script in zip(job_ids, scripts, strict=True):
+        with contextlib.suppress(ShardprepError):
+            path = folder / job_files.JOBS_FOLDER / f"{submission.number:04d}-{job_id}.sh"
+            publish_bytes(path, script.encode("utf-8"))
+    return submission, controller
 
 
 def _with_time_of_verify(state: DatasetState, request: JobRequest, site: Site | None) -> JobRequest:
@@ -283,21 +258,20 @@ def send_groups(args: argparse.Namespace, state: DatasetState, groups: Groups) -
     most_tasks = max(len(shard_ids) for _, shard_ids in groups)
     while True:
         try:
-            sending = Sending(args, state, groups, most_tasks)
-            if args.dry_run:
-                print_lines(*"\n".join(sending.scripts).split("\n"))
-                return 0
-            submission, controller = sending.send()
+            sent = _send_held(args, state, groups, most_tasks)
             break
         except SlurmRefused as error:
             if most_tasks == 1 or not _TOO_MANY.search(str(error)):
                 raise
             most_tasks //= 2
+    if sent is None:
+        return 0
+    submission, controller = sent
     # Only now that they are recorded the jobs may begin; a slurmctld that gives no answer is asked again.
     ids = ",".join(job.job_id for job in submission.jobs)
     try:
         for job in submission.jobs:  # one by one: of several some may be released, and begin
-            ask_patiently(partial(slurm_output, "scontrol", "release", job.job_id))
+            states.ask_patiently(partial(slurm_output, "scontrol", "release", job.job_id))
     except (SlurmAway, SlurmRefused) as error:
         way_on = f"The jobs are recorded and wait, held; when the cause is mended: scontrol release {ids}"
         if re.search("already finished|Invalid job id", str(error)):
@@ -347,7 +321,7 @@ def _controller(args: argparse.Namespace, state: DatasetState, request: JobReque
     command = [sys.executable, "-m", "slurm", "retry", state.folder, "--until_done", *flags]
     request = _with_time_of_verify(state, request, site)  # it may verify, too
     small = request.changed(cpus_per_task=1, mem_gb=1.0, mem_per_cpu_gb=None, max_parallel=1)
-    name = f"{names_begin(state.folder, state.plan.plan_id)}{state.next_number}{CONTROL}"
+    name = f"{states.names_begin(state.folder, state.plan.plan_id)}{state.next_number}{states.CONTROL}"
     options = [f"--job-name={name}", f"--output={_log_pattern(state.folder, 'control-%j')}"]
     lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(each)}" for each in [*options, *small.sbatch_options()])]
     lines += [f"source {shlex.quote(request.setup)}"] if request.setup else []
@@ -405,7 +379,7 @@ def parse_job(text: str) -> dict[str, Any]:
     named = re.search(r"\bJobName=(.*?) UserId=([^\s(]+)\(", text)
     fields = r"\b(MinMemoryNode|MinMemoryCPU|NumCPUs|TimeLimit|SubmitTime)=(\S+)"
     values = dict(re.findall(fields, text))
-    mem_mb = megabytes_of(values.get("MinMemoryNode") or values.get("MinMemoryCPU") or "0")
+    mem_mb = states.megabytes_of(values.get("MinMemoryNode") or values.get("MinMemoryCPU") or "0")
     if not named or mem_mb is None or "SubmitTime" not in values:
         raise ValueError("no job's name, user, time of submission and memory")
     if "MinMemoryCPU" in values:
@@ -415,7 +389,7 @@ def parse_job(text: str) -> dict[str, Any]:
         "user": named[2],
         "submit_time": values["SubmitTime"],
         "mem_mb": int(mem_mb) or None,
-        "time_min": minutes_of(values.get("TimeLimit", "")),
+        "time_min": states.minutes_of(values.get("TimeLimit", "")),
     }
 
 
@@ -469,7 +443,7 @@ class Site:
 
 def find_site(partition: str | None) -> Site:
     """Ask the controller. Raises what ``slurm_answer`` raises."""
-    config = read_config()
+    config = states.read_config()
 
     def parse(text: str) -> Site:
         nodes, limit = [], None
@@ -479,7 +453,7 @@ def find_site(partition: str | None) -> Site:
             is_asked = name.endswith("*") if partition is None else name.rstrip("*") in partition.split(",")
             if is_asked:
                 nodes.append((state, int(mem.rstrip("+")), int(cpus.rstrip("+"))))
-                limit = minutes_of(time)
+                limit = states.minutes_of(time)
         return Site(
             cluster=config.get("ClusterName", ""),
             max_array_size=int(config["MaxArraySize"]),
@@ -487,7 +461,7 @@ def find_site(partition: str | None) -> Site:
             max_time_min=limit,
         )
 
-    return slurm_answer(parse, "sinfo", "--noheader", "--exact", "--format=%P|%T|%m|%c|%l")
+    return states.slurm_answer(parse, "sinfo", "--noheader", "--exact", "--format=%P|%T|%m|%c|%l")
 
 
 def tasks_of_shards(shard_ids: Sequence[int], max_tasks: int, shards_per_task: int | None) -> list[str]:
@@ -568,10 +542,8 @@ _VERIFY_END = """shardprep_end() {
 
 def _log_pattern(folder: Path, name: str) -> str:
     if "\\" in str(folder):
-        raise UsageError(
-            f"{folder} has a backslash, with which Slurm puts no job's number into a log's name; rename "
-            "the folder, or submit through a link of another name"
-        )
+        expected = "none, with which Slurm puts no job's number into a log's name; rename the folder"
+        raise UsageError(path=folder, found="a backslash in its name", expected=expected)
     return f"{str(folder).replace('%', '%%')}/{job_files.LOGS_FOLDER}/{name}.log"
 
 
@@ -580,7 +552,7 @@ def _script(options: Sequence[str], request: JobRequest, head: Sequence[str]) ->
     prep_array = (Path(__file__).parent / "prep_array.sh").read_text(encoding="utf-8")
     first = "set -euo pipefail\n"
     options = ["--open-mode=append", *options, *request.sbatch_options()]
-    names = {each: name for each, name in REQUEST_VARIABLES.items() if name.startswith("SHARDPREP_")}
+    names = {each: name for each, name in states.REQUEST_VARIABLES.items() if name.startswith("SHARDPREP_")}
     settings = {name: getattr(request, each) or "" for each, name in names.items()}
     # A container or a set-up file brings a Python of its own.
     python = os.environ.get("SHARDPREP_PYTHON") or ("" if any(settings.values()) else sys.executable)
@@ -595,19 +567,15 @@ def _script(options: Sequence[str], request: JobRequest, head: Sequence[str]) ->
     ]
     text = "\n".join(lines) + "\n" + first + prep_array.partition(f"\n{first}")[2]
     if found := re.search(r"^.*[\ud800-\udfff].*$", text, re.MULTILINE):
-        raise UsageError(
-            f"a job script must be UTF-8, and this line of it is not: {found[0]!r}; rename the folder or file"
-        )
+        raise UsageError(found=repr(found[0]), expected="UTF-8 in a job script; rename the folder or file")
     return text
 
 
 def _quoted(option: str) -> str:
     """Quote as sbatch reads it, which knows no shell's way of joining quotes. Raises UsageError."""
     if found := re.search(r"[\x00-\x1f\x7f]", option):
-        raise UsageError(
-            f"{option!r} has {found[0]!r}, which cannot stand in a line of #SBATCH; rename the folder, or "
-            "submit through a link of another name"
-        )
+        expected = f"no {found[0]!r}, which cannot stand in a line of #SBATCH; rename the folder"
+        raise UsageError(found=repr(option), expected=expected)
     if not re.search(r"[\s'\"#\\]", option):
         return option
     name, equals, value = option.partition("=")
@@ -650,7 +618,7 @@ def submit_with_submitit(
     most_tasks = len(missing)
     if "slurm" in getattr(executor, "cluster", type(executor).__name__).lower():
         with contextlib.suppress(SlurmAway):  # submitit's own test executors; sbatch itself still decides
-            most_tasks = int(read_config()["MaxArraySize"])
+            most_tasks = int(states.read_config()["MaxArraySize"])
     parts = tasks_of_shards(missing, most_tasks, shards_per_task)
     jobs: list[Any] = executor.map_array(MakeShards(), [str(folder)] * len(parts), parts)
     return jobs
@@ -676,10 +644,9 @@ class MakeShards:
         finally:
             self._worker = None
         if code:
-            raise ShardsFailed(
-                f"shards {shards} of {folder} were not all made: the worker ended with exit code {code}, and "
-                "its words are in this job's log; submit again what is missing"
-            )
+            found = f"shards {shards} were not all made: the worker ended with exit code {code}"
+            expected = "0; its words are in this job's log; submit again what is missing"
+            raise ShardsFailed(path=folder, found=found, expected=expected)
         return [read_manifest(Path(folder), shard_id) for shard_id in ids_of_ranges(shards, end=MAX_SHARDS)]
 
     def checkpoint(self, folder: str, shards: str) -> Any:
@@ -725,8 +692,8 @@ def retry(args: argparse.Namespace) -> int:
 
 def _retry(args: argparse.Namespace) -> int:
     changes = with_variables(given_of(args, JobRequest))
-    find = partial(find_state, args.output_dir, need_plan(args.output_dir))
-    state = ask_patiently(find) if args.until_done else find()  # nobody else would ask again
+    find = partial(states.find_state, args.output_dir, need_plan(args.output_dir))
+    state = states.ask_patiently(find) if args.until_done else find()  # nobody else would ask again
     groups = shards_to_retry(args, state, changes)
     if args.until_done and not args.dry_run:
         request = _trusted(state, _base_request(state), changes)
@@ -758,11 +725,13 @@ def shards_to_retry(args: argparse.Namespace, state: DatasetState, changes: dict
         remedy = f"shardprep submit {quoted(state.folder)}"
         raise NotFound(path=state.folder, found="nothing was submitted yet", remedy=remedy)
     wanted = [shard for shard in state.shards if shard_ids is None or shard.shard_id in shard_ids]
+    # A controller has the shards of the first submission, which nobody names anew.
+    is_named = shard_ids is not None and not args.until_done
     again = []
     for shard in wanted:
-        # A controller has the shards of the first submission, which nobody names anew.
-        if why := reason_to_leave(shard, changes, is_named=shard_ids is not None and not args.until_done):
-            say(f"left: shard {shard.shard_id:05d}: {shard.cause}; {why}; {remedy_of(shard.cause or '')}")
+        if why := states.reason_to_leave(shard, changes, is_named=is_named):
+            remedy = states.remedy_of(shard.cause or "")
+            say(f"left: shard {shard.shard_id:05d}: {shard.cause}; {why}; {remedy}")
         elif shard.state in ("failed", "not submitted"):
             again.append(shard)
     if not again:
@@ -792,7 +761,7 @@ def _base_request(state: DatasetState) -> JobRequest:
         qos=had.qos or None,
         cpus_per_task=had.num_cpus or 1,
         mem_gb=round(had.mem_mb / 1024, 3) if had.mem_mb else None,
-        time_min=minutes_of(had.time_limit),
+        time_min=states.minutes_of(had.time_limit),
     )
 
 
@@ -816,12 +785,11 @@ def _trusted(state: DatasetState, request: JobRequest, changes: dict[str, Any]) 
     if foreign:
         numbers = ", ".join(f"{each.number:04d}.json" for each in state.submissions if not each.is_own)
         words = shlex.join(f"--{name}={value}" for name, value in foreign.items())
-        raise Refused(
-            f"{state.folder / job_files.JOBS_FOLDER} has records that another user wrote, or that others can "
-            f"write to ({numbers}), and the commands in them would run as yours. Read them; if they are "
-            f"right, type: shardprep retry {quoted(state.folder)} {words}. Leave one out by an empty "
-            f"value, such as --{next(iter(foreign))}=''"
-        )
+        found = f"commands in records that another user wrote, or that others can write to ({numbers})"
+        expected = f"that you name them, as they run as yours; leave one out by --{next(iter(foreign))}=''"
+        remedy = f"shardprep retry {quoted(state.folder)} {words}"
+        folder = state.folder / job_files.JOBS_FOLDER
+        raise Refused(path=folder, found=found, expected=expected, remedy=remedy)
     return request.changed(**changes)
 
 
@@ -834,13 +802,13 @@ def _request_after(shard: Shard, base: JobRequest, max_mem_mb: int | None) -> Jo
     array, record, cause = (last.array, last.record, shard.cause) if last else (None, None, None)
     request = _without_dependency(array.request) if array else base
     mem_mb = array.mem_mb if array else record.mem_mb if record else None
-    if cause == OUT_OF_MEMORY and mem_mb:
+    if cause == states.OUT_OF_MEMORY and mem_mb:
         mem_gb = min(2 * mem_mb, max_mem_mb or 2 * mem_mb) / 1024
         if request.mem_per_cpu_gb is None:
             request = request.changed(mem_gb=round(mem_gb, 3))
         else:
             request = request.changed(mem_per_cpu_gb=round(mem_gb / (request.num_cpus or 1), 3))
-    if cause == TIMEOUT and last:
+    if cause == states.TIMEOUT and last:
         # Somebody may have given it more meanwhile (scontrol update timelimit=); a plain task told no limit.
         given, had = (array and array.time_min) or 0, round(last.elapsed_s / 60)
         if had - given <= _LATE_KILL_MIN:
@@ -861,9 +829,9 @@ def _why_not_verified(args: argparse.Namespace, state: DatasetState) -> str:
         return "verify fails, its words are in this log" if code else ""
     words = []
     for cause, shards in state.failed_by_cause().items():
-        why = reason_to_leave(shards[0], {}) or "left out"
+        why = states.reason_to_leave(shards[0], {}) or "left out"
         ids = id_ranges(each.shard_id for each in shards)
-        words.append(f"{shards_text(ids)}: {cause}, {why}; {remedy_of(cause)}")
+        words.append(f"{shards_text(ids)}: {cause}, {why}; {states.remedy_of(cause)}")
     wanted = chosen_shards(state.plan.num_shards, args.shards)
     if wanted is not None and not missing & wanted:
         others = shards_text(id_ranges(missing))
@@ -894,7 +862,7 @@ def _end(state: DatasetState, why: str, request: JobRequest) -> int:
 
 def cancel(args: argparse.Namespace) -> int:
     """Cancel every job of a data set that waits or runs: ``cancel DATA``. Shards that are done stay done."""
-    state = find_state(args.output_dir, need_plan(args.output_dir))
+    state = states.find_state(args.output_dir, need_plan(args.output_dir))
     queue = state.queue
     if args.shards is None:
         # Controllers first, as one would send again what is cancelled.
@@ -943,10 +911,7 @@ def _tasks_of_shards(args: argparse.Namespace, state: DatasetState) -> list[str]
             if each.state not in ("running", "pending") or each.job is None:
                 continue
             if not wanted.issuperset(each.shards):
-                all_shards = shards_text(id_ranges(each.shards))
-                raise UsageError(
-                    f"--shards {args.shards} names a part of a task: task {each.task} makes {all_shards}; "
-                    "name all of its shards"
-                )
+                expected = f"all that task {each.task} makes: {shards_text(id_ranges(each.shards))}"
+                raise UsageError(found=f"--shards {args.shards}", expected=expected)
             chosen.add(each.task)
     return sorted(chosen, key=lambda task: tuple(map(int, task.split("_"))))

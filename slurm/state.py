@@ -94,10 +94,8 @@ def slurm_answer(parse: Callable[[str], T], *command: str) -> T:
     try:
         return parse(done.stdout)
     except (ValueError, LookupError, TypeError, ArithmeticError) as error:
-        raise SlurmAway(
-            f"{' '.join(command[:3])} answered what cannot be read ({error}), beginning with "
-            f"{done.stdout[:80]!r}; try again, and see whether it answers: {command[0]} --version"
-        ) from None
+        found = f"{' '.join(command[:3])} answered {done.stdout[:80]!r}, which cannot be read ({error})"
+        raise SlurmAway(found=found, remedy=f"{command[0]} --version") from None
 
 
 def slurm_output(*command: str, text: str | None = None) -> str:
@@ -133,12 +131,9 @@ def _run(command: tuple[str, ...], text: str | None) -> subprocess.CompletedProc
             env=environ,
         )
     except OSError as error:
-        raise SlurmMissing(
-            f"{command[0]} cannot be run here ({error.strerror}); run this on a login node of the cluster, "
-            "or make the shards on this machine",
-            path=command[0],
-            found=error.strerror,
-        ) from None
+        found = f"{command[0]} cannot be run here ({error.strerror})"
+        expected = "a login node of the cluster; or make the shards on this machine"
+        raise SlurmMissing(found=found, expected=expected) from None
     except subprocess.TimeoutExpired:
         raise SlurmAway(f"{command[0]} did not answer in 120 s; {_IS_IT_UP}") from None
     if done.returncode:

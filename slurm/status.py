@@ -30,34 +30,11 @@ from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import NotFound, ReadWriteError
 from shardprep.files import publish_bytes
 from shardprep.format.jobs import read_events, user_name
-from shardprep.format.manifest import (
-    Manifest,
-    ShardCounts,
-    ShardMaking,
-    TextCounts,
-    longest_of,
-    sum_of_sources,
-)
+from shardprep.format.manifest import Manifest, ShardCounts, TextCounts, longest_of, sum_of_sources
 from shardprep.format.names import TOKENIZER_DIR, id_ranges, manifest_path
 from shardprep.format.plan import Plan, PrepConfig, flags_of, is_one_file_a_shard, need_plan
-from slurm.state import (
-    BAD_INPUT,
-    NODE_FAIL,
-    OUT_OF_MEMORY,
-    TIMEOUT,
-    VANISHED,
-    DatasetState,
-    Shard,
-    StateName,
-    ask_patiently,
-    cause_of_record,
-    find_state,
-    last_lines,
-    log_tail,
-    meaning_of,
-    reason_to_leave,
-    remedy_of,
-)
+from slurm import state as states
+from slurm.state import DatasetState, Shard, StateName, last_lines, log_tail, meaning_of
 
 STATUS_VERSION = 4  # of --json: it grows where a field goes or changes its meaning
 POLL_S = 5.0
@@ -73,7 +50,7 @@ def status(args: argparse.Namespace) -> int:
     """Tell where every shard is, and why what failed did: ``status DATA``."""
     plan, state = need_plan(args.output_dir), None
     while True:
-        state = find_state(args.output_dir, plan, needs_slurm=False, before=state)
+        state = states.find_state(args.output_dir, plan, needs_slurm=False, before=state)
         data = status_data(state)
         lines = [json.dumps(data)] if args.json else status_lines(data)
         is_hidden = state.queue.away and state.ids("not visible")
@@ -96,7 +73,7 @@ def wait_for_jobs(folder: Path) -> int:
     sizes, done = plan.shard_bytes(), set[int]()
     progress = console.Progress(f"{plan.num_shards} shards", sum(sizes))
     while True:
-        state = ask_patiently(partial(find_state, folder, plan, before=state))
+        state = states.ask_patiently(partial(states.find_state, folder, plan, before=state))
         fresh = set(state.ids("done")) - done
         done |= fresh
         progress.add(sum(sizes[shard_id] for shard_id in fresh))
@@ -121,7 +98,7 @@ def logs(args: argparse.Namespace) -> int:
     if not 0 <= shard_id < plan.num_shards:
         expected = f"0 to {plan.num_shards - 1}, as the plan has {plan.num_shards} shards"
         raise NotFound(found=f"shard {shard_id}", expected=expected)
-    state = find_state(args.output_dir, plan, needs_slurm=False)
+    state = states.find_state(args.output_dir, plan, needs_slurm=False)
     shard = state.shards[shard_id]
     lines = [f"shard {shard_id:05d}: {shard.state}, {counted(len(shard.attempts), 'attempt')}"]
     if shard.state == "not visible":
@@ -136,7 +113,7 @@ def logs(args: argparse.Namespace) -> int:
             lines += [f"  | {line[:300]}" for line in last_lines(log_tail(Path(each.log)), 20)]
             lines.append(f"  {each.log}")
     if shard.cause:
-        lines.append(f"  {remedy_of(shard.cause)}")
+        lines.append(f"  {states.remedy_of(shard.cause)}")
     print_lines(*lines)
     return 0
 
@@ -156,8 +133,8 @@ def status_data(state: DatasetState) -> dict[str, Any]:
         **{name.replace(" ", "_"): id_ranges(state.ids(name)) for name in _STATES},
         **{f"num_{name.replace(' ', '_')}": len(state.ids(name)) for name in _STATES},
         "causes": {cause: id_ranges(each.shard_id for each in of) for cause, of in by_cause.items()},
-        "remedies": {cause: remedy_of(cause) for cause in by_cause},
-        "can_retry": id_ranges(each.shard_id for each in failed if not reason_to_leave(each, {})),
+        "remedies": {cause: states.remedy_of(cause) for cause in by_cause},
+        "can_retry": id_ranges(each.shard_id for each in failed if not states.reason_to_leave(each, {})),
         "not_begun": id_ranges(shard.shard_id for shard in state.shards if shard.without_record),
         "failures": _failures(failed),
         "restarts": _restarts(state),
@@ -210,8 +187,8 @@ def _restarts(state: DatasetState) -> dict[str, int]:
     for each in own:
         made = [state.made.done.get(shard_id) for shard_id in each.shards]
         if last[each.key] is not each or all(of and of.job_id == each.job_id for of in made):
-            cause = cause_of_record(each, each.shards[0])
-            found[f"{cause} on {each.node}" if cause == NODE_FAIL else cause] += 1
+            cause = states.cause_of_record(each, each.shards[0])
+            found[f"{cause} on {each.node}" if cause == states.NODE_FAIL else cause] += 1
     return dict(found)
 
 
@@ -219,7 +196,7 @@ def _unexplained(state: DatasetState) -> str:
     """Return the command that may tell how tasks ended of which no record does, or ""."""
     tasks = {shard.without_record for shard in state.shards if shard.without_record}
     for shard in state.shards:
-        if shard.cause == VANISHED and (record := shard.attempts[-1].record) and record.job_id:
+        if shard.cause == states.VANISHED and (record := shard.attempts[-1].record) and record.job_id:
             tasks.add(shard.attempts[-1].task)
     if not tasks:
         return ""
@@ -238,13 +215,13 @@ def _verify_trouble(state: DatasetState) -> str:
         return f"waits for {job.reason}: {means}" if who else ""
     for record in state.records.own:
         if record.job_id == last.verify.job_id:
-            return f"ended, {cause_of_record(record, -1)}; its log: {record.log}"
+            return f"ended, {states.cause_of_record(record, -1)}; its log: {record.log}"
     return ""
 
 
 def _accepting_args(state: DatasetState) -> str:
     """Return the worker's arguments that let shards of bad input leave out what they must, or ""."""
-    failed = state.failed_by_cause().get(BAD_INPUT, [])
+    failed = state.failed_by_cause().get(states.BAD_INPUT, [])
     enough: list[float] = []  # for each shard, as its worker said
     for shard in failed:
         enough += map(float, re.findall(_ACCEPTING, shard.attempts[-1].message(shard.shard_id)))
@@ -435,7 +412,7 @@ def next_line(data: dict[str, Any]) -> str:
         return f"next: shardprep retry {folder} --worker_args {shlex.quote(args)}"
     if data["failed"]:
         again = f"shardprep retry {folder} --shards {data['failed']}"
-        is_mended = data["causes"].keys() <= {OUT_OF_MEMORY, TIMEOUT}  # retry asks for more
+        is_mended = data["causes"].keys() <= {states.OUT_OF_MEMORY, states.TIMEOUT}  # retry asks for more
         return f"next: {again}" if is_mended else f"next: correct the cause, then: {again}"
     if data["not_submitted"]:
         return f"next: shardprep {'submit' if has_answer else 'run'} {folder}"
@@ -464,7 +441,7 @@ def report(args: argparse.Namespace) -> int:
         progress.add(manifest.shard_id not in manifests)  # find_state may look a second time
         manifests[manifest.shard_id] = manifest
 
-    state = find_state(folder, plan, needs_slurm=False, see=keep)
+    state = states.find_state(folder, plan, needs_slurm=False, see=keep)
     progress.add(plan.num_shards - len(manifests))
     data = _without_secrets(report_data(state, [manifests[shard_id] for shard_id in state.made.done]))
     lines = [json.dumps(data)] if args.json else page_lines(data)
@@ -481,7 +458,6 @@ def report_data(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str,
     """Return everything that the report says, as plain data: docs/report_json.md."""
     plan, folder = state.plan, state.folder
     status = status_data(state)
-    made = list(state.made.done.values())
     counts = [each.counts for each in manifests]
     quarantined: Counter[str] = Counter()
     for each in counts:
@@ -510,7 +486,7 @@ def report_data(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str,
             "verified": state.is_verified,
             **{name: status[name] for name in ("done", "running", "pending", "not_submitted", "not_visible")},
             **{name: status[name] for name in ("wrong", "broken", "other_plan")},
-            "num_done": len(made),
+            "num_done": len(state.made.done),
             "failed": status["causes"],
             "remedies": status["remedies"],
             "missing": id_ranges(set(range(plan.num_shards)) - state.made.done.keys()),
@@ -521,8 +497,8 @@ def report_data(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str,
         "idx_bytes": sum(each.idx.num_bytes for each in manifests),
         "sources": _sources(manifests, folder),
         "left_out": dict(quarantined.most_common()),
-        "per_shard": _per_shard(manifests, made),
-        "work": _work(made),
+        "per_shard": _per_shard(state, manifests),
+        "work": _work(state),
         "slurm_away": status["slurm_away"] if status["has_jobs"] else "",
         "again": _again(folder, plan, manifests),
     }
@@ -577,8 +553,9 @@ def _text_numbers(texts: Sequence[TextCounts], num_tokens: int) -> dict[str, Any
     return numbers
 
 
-def _per_shard(manifests: Sequence[Manifest], made: Sequence[ShardMaking]) -> dict[str, dict[str, float]]:
+def _per_shard(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str, dict[str, float]]:
     """Return the least, the median and the most of sizes, times and memory."""
+    made = state.made.done.values()
     values: dict[str, list[float]] = {
         "tar_bytes": [each.tar.num_bytes for each in manifests],
         "num_tokens": [each.counts.num_tokens for each in manifests],
@@ -592,7 +569,8 @@ def _per_shard(manifests: Sequence[Manifest], made: Sequence[ShardMaking]) -> di
     return numbers
 
 
-def _work(made: Sequence[ShardMaking]) -> dict[str, Any]:
+def _work(state: DatasetState) -> dict[str, Any]:
+    made = state.made.done.values()
     if not made:
         return {}
     return {
@@ -676,13 +654,6 @@ def page_lines(data: Mapping[str, Any]) -> list[str]:
         ids=_short_ids,
     )
     return templates.get_template("report.html.j2").render(data).strip().split("\n")
-
-
-def _shown(value: Any) -> Any:
-    """Return a value as the page shows it."""
-    if value is None:
-        return "-"
-    return console.printable(value) if type(value) is str else value
 
 
 def _short_ids(ids: str) -> str:

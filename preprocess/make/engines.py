@@ -138,9 +138,8 @@ def load_tokenizer(tokenizer_json: Path) -> Any:
 def tokenizers_engine(tokenizer_json: Path, *, allow_special_tokens: bool, name: str | None = None) -> Engine:
     """Return the reference, loaded from a file. Raises ReadWriteError."""
     name = name or str(tokenizer_json)
-    return engine_of_tokenizer(
-        load_tokenizer(tokenizer_json), allow_special_tokens=allow_special_tokens, name=name
-    )
+    tokenizer = load_tokenizer(tokenizer_json)
+    return engine_of_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens, name=name)
 
 
 def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool, name: str) -> Engine:
@@ -231,10 +230,8 @@ def without_unused_merges(tokenizer: dict[str, Any]) -> bytes | None:
     """
     model = tokenizer["model"]
     merges = model.get("merges") or []
-    has_other_parts = any(
-        map(model.get, ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix"))
-    )
-    if model["type"] != "BPE" or has_other_parts or len(merges) <= len(model["vocab"]):
+    has_parts = any(map(model.get, ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")))
+    if model["type"] != "BPE" or has_parts or len(merges) <= len(model["vocab"]):
         return None
     rank_of = dict(zip(map(tuple, merges), range(len(merges)), strict=True))
     if len(rank_of) < len(merges):  # which of two equal ones counts is the library's to say
@@ -271,10 +268,10 @@ class FastTokenizer:
     and make room for BOS and EOS. Control tokens that are to stay text are left out of the added tokens.
 
     gigatoken remembers every word that it has met, 3 to 7 bytes per byte of new text: it is loaded anew where
-    the process has grown by _MOST_REMEMBERED.
+    the process has grown by _MOST_HELD.
     """
 
-    _MOST_REMEMBERED = 160 << 20  # bytes of this process
+    _MOST_HELD = 160 << 20  # bytes of this process
     _LEAST_TEXT = 32 << 20  # bytes between two loads: a process that grows by other causes pays 0.01 s per MB
 
     def __init__(self, tokenizer_json: bytes, allow_special_tokens: bool) -> None:
@@ -305,9 +302,7 @@ class FastTokenizer:
 
         with self._lock:
             self._num_bytes += len(text)
-            if self._num_bytes > self._LEAST_TEXT and (
-                _resident_bytes() - self._resident > self._MOST_REMEMBERED
-            ):
+            if self._num_bytes > self._LEAST_TEXT and _resident_bytes() - self._resident > self._MOST_HELD:
                 self._load()
             backend = self._backend
         # encode() would hold the interpreter's lock, and for a list of texts awkward is imported, 0.1 s. In

@@ -333,12 +333,9 @@ class ConcatRows:
         open_before = np.concatenate((self._open, starts))
         self._open = open_before[-1:]
         row_begins = np.arange(num_rows) * seq_len
-        return RowGroup(
-            rows=rows.reshape(num_rows, seq_len),
-            row_tokens=row_tokens,
-            starts=starts,
-            firsts=open_before[np.searchsorted(starts["position"], row_begins, side="right")],
-        )
+        firsts = open_before[np.searchsorted(starts["position"], row_begins, side="right")]
+        rows = rows.reshape(num_rows, seq_len)
+        return RowGroup(rows=rows, row_tokens=row_tokens, starts=starts, firsts=firsts)
 
 
 Provenance = tuple[int, int, bytes]  # input number, byte in it, and digest
@@ -410,11 +407,10 @@ class BestFitRows:
     def _groups(self, least: int) -> Iterator[RowGroup]:
         while len(self._closed) >= least:
             taken, self._closed = self._closed[: self._group_rows], self._closed[self._group_rows :]
-            starts = [
-                (number * self._spec.seq_len + position, *document)
-                for number, row in enumerate(taken)
-                for position, document in row.starts
-            ]
+            starts = []
+            for number, row in enumerate(taken):
+                begin = number * self._spec.seq_len
+                starts += [(begin + position, *document) for position, document in row.starts]
             yield RowGroup(
                 rows=np.stack([row.ids for row in taken]),
                 row_tokens=np.array([row.num_tokens for row in taken], np.uint32),

@@ -40,8 +40,6 @@ from shardprep.format.manifest import Manifest, done_manifest, read_findings
 from shardprep.format.plan import EngineName, Plan, PlannedShard, check_tokenizer_files, need_plan
 
 if TYPE_CHECKING:  # a task of one shard does without them
-    from multiprocessing.connection import Connection
-
     from shardprep.format.jobs import Failure
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
@@ -125,10 +123,7 @@ class Worker:
         warn: Callable[[str], None],
         shard: PlannedShard | None = None,
     ) -> None:
-        """Load the plan's tokenizer from its folder, for one shard, or for any of them.
-
-        Raises OtherTokenizer where its files or its ids changed.
-        """
+        """Load the plan's tokenizer, for one shard, or for any. Raises OtherTokenizer where it changed."""
         self.plan = plan = plan.at(settings.input_dir)
         self.folder, self.settings, self.num_cpus = folder, settings, num_cpus
         read = plan.inputs if shard is None else [plan.inputs[number] for number in shard.input_numbers]
@@ -161,15 +156,13 @@ class Worker:
         another attempt made the shard meanwhile, and so removed this one's files, its manifest is returned.
         """
         try:
-            return self.make_into(self.folder, shard, progress)
+            return self.make_in(self.folder, shard, progress)
         except (ReadWriteError, CannotWrite):
             if (manifest := finished_manifest(self.plan, self.folder, shard.shard_id)) is None:
                 raise
             return manifest
 
-    def make_into(
-        self, folder: Path, shard: PlannedShard, progress: Progressed = lambda *_: None
-    ) -> Manifest:
+    def make_in(self, folder: Path, shard: PlannedShard, progress: Progressed = lambda *_: None) -> Manifest:
         """Make a shard in a folder: in another one than the plan's it counts for nothing."""
         began, cpu_began = time.time(), time.process_time()
         transform_began_s = self.transform.cpu_s if self.transform else 0.0
@@ -209,10 +202,8 @@ class Worker:
         self, writer: ShardWriter, blanked: BlankedDocuments | None, documents: Documents
     ) -> Batch:
         """Make a batch ready to be written. Runs in a thread: depends on no other batch."""
-        plan = self.plan
-        tokens = self.engine.encode_documents(
-            documents, end_id=plan.end_id, mask_rule=plan.options.chat_mask_rule
-        )
+        plan, mask_rule = self.plan, self.plan.options.chat_mask_rule
+        tokens = self.engine.encode_documents(documents, end_id=plan.end_id, mask_rule=mask_rule)
         is_blanked = np.zeros(len(documents.lines), np.bool_)
         if blanked is not None:
             is_blanked = blanked.are_at(documents.input_number, documents.offsets)
@@ -329,11 +320,12 @@ def _made_in_order(
 class _Process:
     """A worker process and the shard it is at."""
 
+    shard_id = -1
+    pipe: Any = None
+    _child: Any = None
+
     def __init__(self, *given: Any) -> None:
         self._given = given  # to _serve
-        self.shard_id = -1
-        self._child: Any = None
-        self.pipe: Any = None
 
     def give(self, shard_id: int) -> None:
         """Let a shard be made, in a new process where there is none."""
@@ -430,9 +422,7 @@ def run_shards(
     return made, sorted(failures, key=lambda failure: failure.shard_id)
 
 
-def _serve(
-    folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: bool, pipe: Connection
-) -> None:
+def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: bool, pipe: Any) -> None:
     """Make the shards that come in, in a worker process; progress and outcomes go out."""
     from shardprep.format.jobs import Failure
 

@@ -28,7 +28,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,14 +136,12 @@ def chat_template_of(
     return template, mask_rule
 
 
-def render_conversations(
-    template: ChatTemplate, conversations: Sequence[str]
-) -> list[Rendered | UnusableText]:
+def render_conversations(template: ChatTemplate, conversations: list[str]) -> list[Rendered | UnusableText]:
     """Render conversations, lists of messages as JSON; of one that cannot be used, return why.
 
     Raises TooCostly where one takes too much memory or time, and ReadWriteError.
     """
-    answers = _asked({"template": template, "conversations": [*conversations]}, len(conversations))
+    answers = _asked({"template": template, "conversations": conversations}, len(conversations))
     return [UnusableText(**each) if isinstance(each, dict) else Rendered(*each) for each in answers]
 
 
@@ -273,9 +271,8 @@ def _tokenizer_facts(folder: str) -> dict[str, Any]:
     # are a character of three tokens, 뷁, and a blank that no token has. Empty for a rule that is unknown.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytewise = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    bytewise.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    splits = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    bytewise.pre_tokenizer = pre_tokenizers.Sequence(splits)
     found: Any = PreTrainedTokenizerFast(tokenizer_object=bytewise).apply_chat_template(
         _PROBE,
         chat_template="a{% generation %}뷁{% endgeneration %}b{% generation %} c{% endgeneration %}",

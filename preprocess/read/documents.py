@@ -107,9 +107,8 @@ class OpenInput:
         """Return the bytes [start, end), fewer where the file ends before. Raises ReadWriteError."""
         data, read = b"", self._file.read_beginning
         while (at := start + len(data)) < end:
-            piece = with_retries(
-                f"input {self.path} cannot be read at byte {at}", functools.partial(read, at, end - at)
-            )
+            what = f"input {self.path} cannot be read at byte {at}"
+            piece = with_retries(what, functools.partial(read, at, end - at))
             if not piece:
                 break
             data += piece  # most often all of it: nothing is copied then
@@ -129,10 +128,8 @@ class OpenInput:
         if found != self.stamp:
             at, planned_at = (f"{each.num_bytes} bytes at {each.mtime_ns}" for each in (found, self.stamp))
             changed = f"size, mtime or ctime changed while it was read: {at}"
-            expected = (
-                f"{planned_at}; nothing is published: once nobody writes to it, run this again, or plan "
-            )
-            expected += "anew into a new folder if its text is another"
+            expected = f"{planned_at}; nothing is published: run this again once nobody writes to it, or "
+            expected += "plan anew into a new folder if its text is another"
             raise Refused(path=self.path, found=changed, expected=expected)
 
     def _status(self) -> Stamp:
@@ -287,9 +284,7 @@ class Records:
     """Consecutive lines or rows of a file: what each says, and where it lies."""
 
     texts: Texts | Sequence[bytes | UnusableText] = ()  # as UTF-8; of a list an empty one is no document
-    starts: Numbers = field(
-        default_factory=lambda: np.empty(0, np.int64)
-    )  # byte of the text, or row, of each
+    starts: Numbers = field(default_factory=lambda: np.empty(0, np.int64))  # byte of the text, or row
     sizes: Numbers = field(default_factory=lambda: np.empty(0, np.int64))  # bytes of each, or 1 for a row
     num_bytes: int  # of the file, that these account for
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # what each tells beside its text
@@ -372,23 +367,17 @@ class Documents:
     def only(self, numbers: Numbers) -> Documents:
         """Return some of the documents; the counts stay."""
         picked = numbers.tolist()
-        return dataclasses.replace(
-            self,
-            texts=self.texts.only(picked),
-            lines=self.lines[numbers],
-            offsets=self.offsets[numbers],
-            columns={name: [column[n] for n in picked] for name, column in self.columns.items()},
-        )
+        columns = {name: [column[n] for n in picked] for name, column in self.columns.items()}
+        texts, lines, offsets = self.texts.only(picked), self.lines[numbers], self.offsets[numbers]
+        return dataclasses.replace(self, texts=texts, lines=lines, offsets=offsets, columns=columns)
 
     def of_lines(self, first_line: int, end_line: int, *, num_bytes: int) -> Documents:
         """Return the documents of some lines, which account for ``num_bytes`` of the input."""
         first, end = np.searchsorted(self.lines, (first_line, end_line))
+        some, num_lines = self.only(np.arange(first, end)), end_line - first_line
+        bad = [each for each in self.bad if first_line <= each.line < end_line]
         return dataclasses.replace(
-            self.only(np.arange(first, end)),
-            first_line=first_line,
-            num_lines=end_line - first_line,
-            num_bytes=num_bytes,
-            bad=[each for each in self.bad if first_line <= each.line < end_line],
+            some, bad=bad, first_line=first_line, num_lines=num_lines, num_bytes=num_bytes
         )
 
     def parts(self, most: int) -> Iterator[Documents]:
@@ -563,11 +552,8 @@ def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Docume
         raise BadInput(f"{what}; {remedy}") from None
     documents = dataclasses.replace(documents, columns={**documents.columns, "messages": asked})
     kept, rendered = documents.sorted_out(found)
-    return dataclasses.replace(
-        kept,
-        texts=Texts([one.text.encode() for one in rendered]),
-        columns={**kept.columns, "spans": [one.spans for one in rendered]},
-    )
+    columns = {**kept.columns, "spans": [one.spans for one in rendered]}
+    return dataclasses.replace(kept, texts=Texts([one.text.encode() for one in rendered]), columns=columns)
 
 
 def format_of(name: str) -> Format:

@@ -35,16 +35,7 @@ import numpy.typing as npt
 import orjson
 
 from preprocess.read import documents, text_fields
-from preprocess.read.documents import (
-    BETWEEN,
-    Inspected,
-    OpenInput,
-    RangeReader,
-    Records,
-    Start,
-    Stretches,
-    Texts,
-)
+from preprocess.read.documents import Inspected, OpenInput, RangeReader, Records, Start, Stretches, Texts
 from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, FieldPath, TextFields, UnusableText, too_long
 from shardprep.command_line import needs
 from shardprep.console import quoted
@@ -297,9 +288,7 @@ def first_line_start(file: OpenInput, offset: int, end: int, line_ends: LineEnds
     position, num_bytes = offset - 1, _FIRST_SCAN_BYTES
     while position < end and (block := file.read(position, position + num_bytes)):
         if position + len(block) < size:
-            block = block.removesuffix(
-                b"\r"
-            )  # perhaps half of a line end: it is read again with what follows
+            block = block.removesuffix(b"\r")  # perhaps half of a line end: it is read with what follows
         if line_end := line_ends.first(block):
             return position + line_end
         position += len(block)
@@ -384,13 +373,13 @@ class LineFormat:
     def records_of(
         self, part: ByteRange, pieces: Pieces, fields: TextFields, batch_bytes: int, skipped: int = 0
     ) -> Iterator[Records]:
-        """Yield the records of the lines that begin in a part; ``pieces`` of its text, without some bytes."""
+        """Yield the records of the lines that begin in a part, given its text without ``skipped`` bytes."""
         start = skipped + (part.start if self.compression is None else part.text_start)
         is_inside = self.compression is not None and part.start > 0
         # Each line may become two headers and two blocks of a tar, 2 KiB however short it is. So as many are
         # read at once as a batch's share of memory allows for (see resources.py).
         most = max(1, batch_bytes // documents.SHORT_LINE_BYTES)
-        for start_of_block, size, data, num_bytes in line_blocks(pieces, start, self.line_ends, is_inside):
+        for block_start, size, data, num_bytes in line_blocks(pieces, start, self.line_ends, is_inside):
             starts = np.zeros(1, np.int64) if data is None else self.line_ends.starts(data)
             bounds = np.append(starts, size)
             if not len(starts):
@@ -403,10 +392,8 @@ class LineFormat:
                 else:
                     first = int(begins[0])
                     lines = data[first : first + int(sizes.sum())]
-                    texts, columns = self.texts_of_lines(
-                        fields, lines, begins - first, start_of_block + first
-                    )
-                at = begins + start_of_block
+                    texts, columns = self.texts_of_lines(fields, lines, begins - first, block_start + first)
+                at = begins + block_start
                 yield Records(texts=texts, starts=at, sizes=sizes, num_bytes=num_bytes, columns=columns)
                 num_bytes = 0
 
@@ -599,7 +586,7 @@ def _decoder(name: str) -> Any:
 
 
 _TEXT = operator.attrgetter("text")
-_BETWEEN_QUOTES = BETWEEN[1:-1]
+_BETWEEN_QUOTES = documents.BETWEEN[1:-1]
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 # The first byte of each white space, and so of characters that are none.
 _MAY_BE_SPACE = np.isin(np.arange(256), [*range(9, 14), *range(28, 33), 0xC2, 0xE1, 0xE2, 0xE3])
@@ -664,7 +651,7 @@ def _joined_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | 
 
 def _unescaped(strings: list[bytes]) -> bytes:
     """Return what strings of JSON say, in quotes, joined. Raises TypeError where one is no string."""
-    return f'"{BETWEEN.decode().join(orjson.loads(b"[%b]" % b",".join(strings)))}"'.encode()
+    return f'"{documents.BETWEEN.decode().join(orjson.loads(b"[%b]" % b",".join(strings)))}"'.encode()
 
 
 def _lines_at(places: Numbers, starts: Numbers) -> list[int]:
@@ -699,9 +686,7 @@ def _are_exact(values: Sequence[Any]) -> bool:
     return kinds.isdisjoint((list, dict))
 
 
-def _names_each_once(
-    block: bytes, num_lines: int, fields: TextFields, *, may_spell: bool | None = None
-) -> bool:
+def _names_each_once(block: bytes, num_lines: int, fields: TextFields, may_spell: bool | None = None) -> bool:
     """Whether each line that has all fields of the text names each of them once.
 
     Each such line has a key for each name. So there is no other where a block has as many keys as lines.

@@ -54,9 +54,7 @@ _BUILT_IN_ERRORS = (ValueError, OSError, RuntimeError, LookupError, TypeError, O
 class InputStream(io.RawIOBase):
     """Spans of an open input, one after the other, as a file for pyarrow; of ``memory`` without a copy."""
 
-    def __init__(
-        self, file: OpenInput, spans: Sequence[tuple[int, int]], memory: mmap.mmap | None = None
-    ) -> None:
+    def __init__(self, file: OpenInput, spans: Stretches, memory: mmap.mmap | None = None) -> None:
         super().__init__()
         view = None if memory is None else memoryview(memory)
         self._read = file.read_all if view is None else lambda start, end: view[start:end]
@@ -282,10 +280,7 @@ class Arrow:
     def _open(
         self, file: OpenInput, messages: Sequence[_Message], fields: TextFields, memory: mmap.mmap | None
     ) -> tuple[Any, InputStream, TextFields]:
-        """Return pyarrow's reader of the columns in use, what it reads from, and the fields in the file.
-
-        It reads these messages, the schema first. Raises BadInput, ReadWriteError.
-        """
+        """Return pyarrow's reader of messages' columns in use, what it reads from, and the fields there."""
         stream = InputStream(file, [(each.start, each.end) for each in messages], memory)
         with refused_by_name(file, "Arrow", stream):
             schema = ipc.open_stream(stream).schema
@@ -441,10 +436,7 @@ def _rows_at_once(num_rows: int, num_bytes: int, batch_bytes: int) -> int:
 def _records(
     batch: Any, num_bytes: int, first_row: int, fields: TextFields, batch_bytes: int
 ) -> Iterator[Records]:
-    """Yield the records of a record batch, which account for ``num_bytes`` of the file.
-
-    Some rows at a time, fewer where their texts are longer.
-    """
+    """Yield the records of a record batch, some rows at a time, for ``num_bytes`` of the file."""
     columns = {path: _column(batch, path) for path in fields.paths}
     arrays = [column for column, _ in columns.values() if column is not None]
     num_in_use = sum(array.nbytes for array in arrays)
@@ -463,13 +455,9 @@ def _records(
         texts: Sequence[str | UnusableText] = of_text[0]
         if fields.plain_name is None or not {str}.issuperset(map(type, texts)):
             texts = [fields.text_of_values(of_row) for of_row in zip(*of_text, strict=True)]
-        yield Records(
-            texts=documents.texts_of(texts),
-            starts=np.arange(first_row + first, first_row + first + num, dtype=np.int64),
-            sizes=np.ones(num, np.int64),
-            num_bytes=num_bytes,
-            columns=fields.columns(values),
-        )
+        rows, others = first_row + first + np.arange(num), fields.columns(values)
+        found = documents.texts_of(texts)
+        yield Records(texts=found, starts=rows, sizes=np.ones_like(rows), num_bytes=num_bytes, columns=others)
         first, num_bytes = first + max(1, num), 0
 
 

@@ -137,10 +137,9 @@ def _parsed_template(template: str) -> tuple[list[FieldPath], list[str]]:
     except ValueError as error:
         why = str(error)
     if why or not paths:
-        raise UsageError(
-            found=f"--text_template {template!r} ({why or 'it names no field'})",
-            expected="one such as '{input}\\n\\n{output}'; braces are {{ and }}",
-        )
+        found = f"--text_template {template!r} ({why or 'it names no field'})"
+        expected = "one such as '{input}\\n\\n{output}'; braces are {{ and }}"
+        raise UsageError(found=found, expected=expected)
     return paths, [*literals, literal]
 
 
@@ -361,9 +360,9 @@ def transform_of(options: PlanOptions, path: Path | None) -> Transform | None:
     found = Transform(path, options.transform_files)
     if found.sha256 != planned:
         expected = (
-            f"the plan's function, {planned[:12]}, of which the data set has a copy in {TRANSFORM_DIR}/"
+            f"the plan's function, {planned[:12]}, of which DATA/{TRANSFORM_DIR}/ has a copy; bring it "
         )
-        expected += "; bring it back, or plan anew into a new folder"
+        expected += "back, or plan anew into a new folder"
         raise Refused(path=path, found=f"sha256 {found.sha256[:12]}", expected=expected)
     return found
 

@@ -26,31 +26,28 @@ Batch = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def made(sets: DataSets, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Packed rows of 96 places and the target of the last, of both kinds."""
-    root, found = tmp_path_factory.mktemp("made"), {}
-    for pack in ("concat", "best_fit"):
-        world = World(root / pack, raw_dir=sets["documents"].parent / "raw")
-        options: dict[str, Any] = {"record": "packed", "seq_len": ROW + 1, "pack": pack}
-        found[pack] = world.make(num_shards=1, max_bad_fraction=1, **options).data_dir
-    return found
+def data(sets: DataSets, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packed rows of 96 places and the target of the last."""
+    world = World(tmp_path_factory.mktemp("rows"), raw_dir=sets["documents"].parent / "raw")
+    options: dict[str, Any] = {"record": "packed", "seq_len": ROW + 1, "pack": "best_fit"}
+    return world.make(num_shards=1, max_bad_fraction=1, **options).data_dir
 
 
-def batch_of(data: Path, batch_size: int, **options: Any) -> Batch:
-    """The batch of the first ten that has the row with the most documents."""
-    with open_loader(data, batch_size, **{"targets": "shifted", "boundaries": FIELDS, **options}) as loader:
+@pytest.fixture
+def batch(data: Path) -> Batch:
+    """Four rows, of which one has many documents."""
+    with open_loader(data, 4, targets="shifted", boundaries=FIELDS) as loader:
         return dict(max(islice(loader, 10), key=lambda batch: int(batch["segment_ids"].max())))
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_pages_examples_join_parts_and_deal_rows_evenly_on_ranks(
-    made: dict[str, Path], warm: WarmPython, tmp_path: Path
+    data: Path, batch: Batch, warm: WarmPython, tmp_path: Path
 ) -> None:
-    batch = batch_of(made["best_fit"], 4)
     batch.pop("max_seqlen")  # torch.load refuses classes
     torch.save(batch, tmp_path / "batch.pt")
-    words: list[Any] = ["-m", "tests.ranks_of_pages", tmp_path / "batch.pt", made["concat"], tmp_path]
+    words: list[Any] = ["-m", "tests.ranks_of_pages", tmp_path / "batch.pt", data, tmp_path]
     told = run_child([warm.python, *words], cwd=tmp_path).stdout.splitlines()
     assert told == [*8 * ["is joined"], *3 * (2 + 4) * ["is even"]]
 
@@ -75,13 +72,12 @@ def kernel_places(padded: Tensor, size: int) -> Tensor:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("form", FORMS)
-def test_each_token_is_on_one_rank_as_it_was(made: dict[str, Path], form: dict[str, Any], size: int) -> None:
+def test_each_token_is_on_one_rank_as_it_was(batch: Batch, form: dict[str, Any], size: int) -> None:
     """And where a ring kernel takes it to be, which knows the edges of sequences alone.
 
     A token attends to those of its sequence up to itself, so logits and gradients are those of each document
     alone, or of each row.
     """
-    batch = batch_of(made["best_fit"], 4)
     parts = [split_for_context_parallel(batch, rank, size, **form) for rank in range(size)]
     # However documents are told.
     by_edges = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens", "attention_mask")}

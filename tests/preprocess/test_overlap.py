@@ -341,10 +341,8 @@ def test_all_copies_but_the_first_go_across_shards_and_data_sets(tmp_path: Path,
     """The set that is named first keeps its copy, and a fresh plan without those listed has none."""
     both = [with_copies(tmp_path / str(seed), seed, **COPY_FORMS[form]) for seed in (0, 1)]
     for sets in (both[::-1], both):
-        folders, going = (
-            [world.data_dir for world, _ in sets],
-            copies_in([documents for _, documents in sets]),
-        )
+        going = copies_in([documents for _, documents in sets])
+        folders = [world.data_dir for world, _ in sets]
         answer, lists = find_copies(*folders, "--output", tmp_path / "names.txt")
         assert list(map(sorted, lists)) == list(map(sorted, going))
         counts = [dict(Counter(name.partition("/")[0] for name, _ in places)) for places in going]

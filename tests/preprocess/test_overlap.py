@@ -312,7 +312,7 @@ def with_copies(folder: Path, seed: int, **options: Any) -> tuple[World, list[tu
     return world, documents
 
 
-def all_but_first(sets: list[list[tuple[Place, str]]]) -> list[list[Place]]:
+def copies_in(sets: list[list[tuple[Place, str]]]) -> list[list[Place]]:
     """What goes of each data set: all but the first of equal texts."""
     seen = set[str]()
     going: list[list[Place]] = []
@@ -341,10 +341,8 @@ def test_all_copies_but_the_first_go_across_shards_and_data_sets(tmp_path: Path,
     """The set that is named first keeps its copy, and a fresh plan without those listed has none."""
     both = [with_copies(tmp_path / str(seed), seed, **COPY_FORMS[form]) for seed in (0, 1)]
     for sets in (both[::-1], both):
-        folders, going = (
-            [world.data_dir for world, _ in sets],
-            all_but_first([documents for _, documents in sets]),
-        )
+        going = copies_in([documents for _, documents in sets])
+        folders = [world.data_dir for world, _ in sets]
         answer, lists = find_copies(*folders, "--output", tmp_path / "names.txt")
         assert list(map(sorted, lists)) == list(map(sorted, going))
         counts = [dict(Counter(name.partition("/")[0] for name, _ in places)) for places in going]
@@ -371,7 +369,7 @@ def test_a_blanked_document_is_neither_kept_nor_listed_in_a_moved_input(tmp_path
     new = world.blanked(names, tmp_path / "new")
     (tmp_path / "raw").rename(tmp_path / "moved")
     _, (places,) = find_copies(new.data_dir, "--output", names, "--input_dir", tmp_path / "moved")
-    assert places == all_but_first([[each for each in documents if each[0] != first]])[0]
+    assert places == copies_in([[each for each in documents if each[0] != first]])[0]
     newer = new.blanked(names, tmp_path / "newer", input_dir=tmp_path / "moved")
     answer, _ = find_copies(newer.data_dir, "--output", names)
     assert (answer["num_duplicates"], answer["num_documents"]) == (0, len(counts))
@@ -410,9 +408,7 @@ def test_documents_are_equal_if_all_of_their_digests_is(tmp_path: Path, digests:
         assert (ended.code, type(ended.error)) == (78, Refused)
         assert not (tmp_path / "names.txt").exists()
     else:
-        assert find_copies(world.data_dir, "--output", tmp_path / "names.txt")[1] == all_but_first(
-            [documents]
-        )
+        assert find_copies(world.data_dir, "--output", tmp_path / "names.txt")[1] == copies_in([documents])
 
 
 def test_digests_change_no_sample_and_are_kept_only_where_they_are_asked_for(tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ BREAKS = [
           f"{_MEMBERS}[concat]", "data set concat, shard 0: its tar's members are others"),
     Break("a manifest is written last", "preprocess/make/shard_writer.py",
           "        for file in written.values():\n            file.publish()",
-          "        publish_bytes(manifest_path(self._folder, self._shard_id), manifest.to_json())\n"
+          "        path = names.manifest_path(self._folder, self._shard_id)\n"
+          "        files.publish_bytes(path, manifest.to_json())\n"
           "        for file in written.values():\n            file.publish()",
           f"{_MANIFEST}[shard-00000.tar]",
           "the manifest stands there, and shard-00000.tar could not be put in its place"),

@@ -124,9 +124,9 @@ def run_slurm(*command: str, text: str | None = None) -> subprocess.CompletedPro
             env=environ,
         )
     except OSError as error:
-        found = f"{command[0]} cannot be run here ({error.strerror})"
+        found = f"it cannot be run here ({error.strerror})"
         expected = "a login node of the cluster; or make the shards on this machine"
-        raise SlurmMissing(found=found, expected=expected) from None
+        raise SlurmMissing(path=command[0], found=found, expected=expected) from None
     except subprocess.TimeoutExpired:
         raise SlurmAway(f"{command[0]} did not answer in 120 s; {_IS_IT_UP}") from None
     if done.returncode:

@@ -12,8 +12,8 @@ TEST_PROCESSES ?= 4
 TORTURE_ARGS ?=
 # More arguments for the mutants: make mutants MUTANTS_ARGS='--num 400 --seed 1 --only loader/'
 MUTANTS_ARGS ?=
-# More arguments for the random input files: make torture RANDOM_ARGS='--files 500'
-RANDOM_ARGS ?=
+# Random input files of each format: make torture RANDOM_FILES=500
+RANDOM_FILES ?= 5000
 # More arguments for the benchmark: make bench_preprocess BENCH_ARGS=--quick
 BENCH_ARGS ?=
 
@@ -67,10 +67,10 @@ test_frameworks: .venv-frameworks/.installed ## tests with Lightning, DeepSpeed,
 
 torture: install ## each fault of disks, files and processes, one by one (2 hours; needs gcc)
 	$(BIN)/python -m tests.faults $(TORTURE_ARGS)
-	$(BIN)/python -m tests.random_inputs $(RANDOM_ARGS)
+	ulimit -v 8388608; RANDOM_FILES=$(RANDOM_FILES) $(BIN)/python -m pytest -n0 -s --timeout=0 tests/preprocess/test_input_files.py -k random_files
 	$(BIN)/python -m tests.oracle.breaks
 	LAW=all ORACLE=all $(BIN)/python -m pytest -n0 tests/oracle/test_law.py tests/oracle/test_streams.py
-	LFS_BREAKS=all LLAMA3_LINES=all MIXED=all FAMILIES=all CHAT_MASKS=all $(BIN)/python -m pytest -n0 tests/lustre/test_lfs_breaks.py tests/preprocess/test_engines.py tests/preprocess/test_chat.py tests/loader/test_mixed_inputs.py tests/loader/test_boundaries.py
+	LFS_BREAKS=all LLAMA3_LINES=all FAMILIES=all CHAT_MASKS=all $(BIN)/python -m pytest -n0 tests/lustre/test_lfs_breaks.py tests/preprocess/test_engines.py tests/preprocess/test_chat.py tests/loader/test_boundaries.py
 
 mutants: install ## break the code in 200 small ways, and see whether the oracle notices each (20 minutes)
 	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)

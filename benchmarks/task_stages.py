@@ -45,7 +45,7 @@ def stages_of(data: Path) -> dict[str, float]:
     worker = Worker(plan, data, WorkerSettings(), num_cpus=1, warn=print, shard=shard)
     spent = {"start": time.process_time(), "read": 0.0, "encode": 0.0, "lay out": 0.0, "count and write": 0.0}
     with ShardWriter(data, plan, 0) as writer:
-        batches = iter(documents_of_shard(plan, data, shard))
+        batches = iter(documents_of_shard(plan, data, shard, None))
         while True:
             times = [time.process_time()]
             if (documents := next(batches, None)) is None:

@@ -13,12 +13,14 @@ import numpy.typing as npt
 import torch
 
 from loader.boundaries import boundary_fields
-from loader.chunks import ID_BITS, IGNORED, ORIGIN, Chunk, Edges, Ids, Integers
+from loader.chunks import ID_BITS, IGNORED, Chunk, Edges, Ids, Integers
 from shardprep.errors import UsageError
 from shardprep.format.names import BLANK
 
 logger = logging.getLogger(__name__)
 Lengths = npt.NDArray[np.integer[Any]]  # [batch]: tokens of each sample
+Collate = Callable[[list[Any]], Any]
+Targets = Literal["same", "shifted"]
 
 PAD_TOKEN = "<|finetune_right_pad_id|>"  # Llama 3.1 and later keep it for this
 _RESERVED = re.compile(r"<\|reserved_special_token_\d+\|>")
@@ -60,10 +62,7 @@ class PadToken:
 
 
 def choose_pad_token(tokenizer: Any) -> PadToken:
-    """Return a token that the tokenizer has: its pad token, Llama's, the first reserved one, or EOS.
-
-    ``tokenizer``: of transformers, or a LoaderTokenizer. Raises UsageError where there is none.
-    """
+    """Return a token that the tokenizer has: its pad token, Llama's, the first reserved one, or EOS."""
     added = tokenizer.get_added_vocab()
     reserved = min((token for token in added if _RESERVED.fullmatch(token)), key=added.get, default="")
     why_eos = "EOS, for want of another; the attention mask tells it from a real one"
@@ -84,10 +83,8 @@ def log_pad_token(pad: PadToken, eos_token_id: int | None) -> None:
     if pad.token_id != eos_token_id:
         logger.info(said)
         return
-    logger.warning(
-        f"{said}. Labels of a real EOS are kept here, but a loss or another collator that leaves padding out "
-        "by its id would never teach the model to end; give the tokenizer a pad token of its own"
-    )
+    advice = "give the tokenizer a pad token of its own, for a loss that leaves padding out by its id"
+    logger.warning(f"{said}. Labels of a real EOS are kept here; {advice}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,10 +136,6 @@ class PaddedBatches:
             attention_mask[~attention_mask.any(axis=1), 0] = 1
         fields = {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
         return Batch((name, torch.from_numpy(field)) for name, field in fields.items())
-
-
-Collate = Callable[[list[Any]], Any]
-Targets = Literal["same", "shifted"]
 
 
 def padded_batches(collate_fn: Collate | None, tokenizer: Any, **options: Any) -> PaddedBatches:
@@ -213,13 +206,13 @@ class StepBatches:
 
         ``is_filler``: which samples of the tick fill a last batch up, if any do: they have no labels.
         """
-        is_full = chunk.row_tokens > 0 and chunk.shortest[tick] == chunk.row_tokens  # no padding
+        is_full = chunk.ids.width > 0 and chunk.shortest[tick] == chunk.ids.width  # no padding
         for first in range(first_batch * self.batch_size, chunk.num_samples, self.batch_size):
             end = first + self.batch_size
             ids = chunk.ids.of(tick, first, end)
             lengths = None if is_full else chunk.lengths[first:end, tick]
             batch: Any
-            if chunk.row_tokens or lengths is None:
+            if chunk.ids.width or lengths is None:
                 batch = self.padded.of_rows(ids, lengths)
             else:
                 batch = self.padded.of_documents(ids, lengths)
@@ -233,9 +226,8 @@ class StepBatches:
                     batch[name] = batch[name][:, :-1].contiguous()
                 batch["labels"] = batch["labels"][:, 1:].contiguous()
             if self.origins and chunk.documents is not None:
-                origins = chunk.documents.of(tick, first, end).reshape(-1, len(ORIGIN)).astype(np.int64)
-                counts = chunk.documents.counts[first:end, tick] // len(ORIGIN)
-                origins[:, 0] = np.repeat(np.arange(end - first), counts)
+                origins = chunk.documents.of(tick, first, end).astype(np.int64)
+                origins[:, 0] = np.repeat(np.arange(end - first), chunk.documents.counts[first:end, tick])
                 # Of shifted targets a document that begins at the place which is lost is not in the batch.
                 batch["origins"] = torch.from_numpy(origins[origins[:, 1] < batch["labels"].shape[1]])
             if is_filler is not None and is_filler[first:end].any():
@@ -281,17 +273,12 @@ class StepBatches:
         # Nothing stands before the first token of a row, that could predict it.
         if (labels if self.shifts_targets else labels[:, 1:]).eq(IGNORED).all() and not self._has_warned:
             self._has_warned = True
-            logger.warning(
-                "a batch has no label left: no token is of an assistant, or all are blanked, or alone in "
-                "their documents. A mean over labels is NaN there: divide the sum of the loss by at least 1"
-            )
+            said = "a batch has no label left: they are blanked, of no assistant, or of one token a document"
+            logger.warning(f"{said}. A mean over labels is NaN there: divide a sum by at least 1")
 
 
 def blank_labels(batch: Any, is_filler: npt.NDArray[np.bool_]) -> None:
-    """Take the labels of some rows of a batch away: they fill a last batch up, and count for no loss.
-
-    Raises UsageError where a batch has no labels for each row: a loss would count samples twice.
-    """
+    """Take the labels of some rows of a batch away: they fill a last batch up, and count for no loss."""
     labels = _tensor_of(batch, "labels")
     if labels is None or len(labels) != len(is_filler):
         found = "the last batch of a validation set, filled up with samples that must have labels of -100"

@@ -44,10 +44,8 @@ def boundary_names(boundaries: Boundary | Sequence[Boundary]) -> tuple[str, ...]
     if unknown := [name for name in names if name not in get_args(Boundary)]:
         raise UsageError(found=f"boundaries={unknown}", expected=f"some of {', '.join(get_args(Boundary))}")
     if set(names) == {"position_ids"}:
-        logger.warning(
-            "boundaries='position_ids' alone keeps no document apart where a transformers model gets the "
-            "attention_mask, too, or fills a cache; for model(**batch) pass boundaries='transformers'"
-        )
+        said = "boundaries='position_ids' keeps no document apart beside an attention_mask, or with a cache"
+        logger.warning(f"{said}; for model(**batch) of transformers pass boundaries='transformers'")
     return names
 
 
@@ -110,10 +108,7 @@ def sdpa_mask(batch: Mapping[str, Any], *, window: int | None = None) -> torch.T
 
 
 def block_mask(batch: Mapping[str, Any], *, window: int | None = None) -> BlockMask:
-    """Return the same as a BlockMask, for ``flex_attention``.
-
-    Takes a few bytes for each 128 x 128 places. Raises UsageError without segment_ids.
-    """
+    """Return the same as a BlockMask, for ``flex_attention``: a few bytes for each 128 x 128 places."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     sees, segments = _mask_function(batch, window), batch["segment_ids"]
@@ -181,6 +176,8 @@ def _unwrapped(model: Any) -> Any:
 # Parts of the logits' spread. What other tokens do not reach repeats bit for bit, but a mixture of experts
 # multiplies matrices of other sizes when other tokens change, so last bits differ, in bfloat16 by percents.
 NOISE, NOISE_OF_EXPERTS = 1e-4, 0.02
+_ONE_DOCUMENT = "no row of the batch has two documents; pass another batch, or make longer rows"
+_NOTHING_BEFORE = "a token's logits do not depend on the tokens before it; check it after the first steps"
 
 
 def check_boundaries(model: Any, batch: Mapping[str, Any], *, noise: float | None = None) -> None:
@@ -214,12 +211,7 @@ def check_boundaries(model: Any, batch: Mapping[str, Any], *, noise: float | Non
         raise UsageError(f"the boundaries could not be checked: {reason}", found=reason)
 
 
-def why_unchecked(
-    model: Any,
-    batch: Mapping[str, Any],
-    noise: float | None = None,
-    documents: Mapping[str, Any] | None = None,
-) -> str:
+def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents: Any = None) -> str:
     """Check as ``check_boundaries`` does, but return why where no rank could check anything, else "".
 
     ``documents``: the batch that says where documents begin, if another one.
@@ -295,10 +287,6 @@ def why_unchecked(
     if not has_several:
         return _ONE_DOCUMENT
     return "" if does_look_back else _NOTHING_BEFORE
-
-
-_ONE_DOCUMENT = "no row of the batch has two documents; pass another batch, or make longer rows"
-_NOTHING_BEFORE = "a token's logits do not depend on the tokens before it; check it after the first steps"
 
 
 def document_numbers(batch: Mapping[str, Any]) -> torch.Tensor:

@@ -37,7 +37,7 @@ Integers = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class Ragged:
-    """Some numbers of each sample of a chunk, where they lie: one place in one of some flat arrays.
+    """Numbers, or rows of them, of each sample of a chunk, where they lie: at a place of one of some arrays.
 
     They are gathered when their tick is asked for: a tick's 64 KiB stay in the cache, a chunk's 1 MiB do not.
     """
@@ -92,14 +92,11 @@ class Ragged:
         """Return a copy, int32, whose samples stand one after another, one tick after another."""
         if self.is_joined:
             return self
-        flat = self._gathered((slice(None), slice(None))).reshape(-1)
-        return Ragged.of_joined(flat.astype(np.int32, copy=False), self.counts, self.width)
+        flat = self._gathered((slice(None), slice(None))).astype(np.int32, copy=False)
+        return Ragged.of_joined(flat.reshape(-1) if self.width else flat, self.counts, self.width)
 
     def of(self, tick: int, first: int, end: int) -> Integers:
-        """Return the numbers of some samples of a tick, one after another: a copy, or a part of the array.
-
-        Where all have equally many they are rows, [samples, width].
-        """
+        """Return some samples of a tick, as rows or one after another: a copy, or a part of the array."""
         if not self.is_joined:
             found = self._gathered((slice(first, end), tick))
         else:
@@ -143,12 +140,10 @@ class Chunk:
     """Some consecutive ticks of some slots."""
 
     lengths: Int32s  # int32[samples per tick, ticks], tokens of each sample
-    ids: Ragged  # of rows whole rows, their padding included
-    row_tokens: int = 0  # of every sample where all are rows
+    ids: Ragged  # of rows of one width whole rows, their padding included
     num_cut: int = 0  # tokens left out behind max_length
-    # Of each document where it begins in its sample, or all numbers of ORIGIN, whose rows are not known yet.
+    # Of each document where it begins in its sample, [1], or ORIGIN, [6], whose rows are not known yet.
     documents: Ragged | None = None
-    has_origins: bool = False
 
     @property
     def num_ticks(self) -> int:
@@ -167,27 +162,24 @@ class Chunk:
 
     def edges_of(self, tick: int, first: int, end: int, width: int) -> Edges:
         """Return where documents begin in some samples of a tick, as a batch of their own of some width."""
-        if not self.row_tokens:  # each sample is one document
+        if not self.ids.width:  # each sample is one document
             no_starts = np.zeros(0, np.int32), np.zeros(end - first, np.int64)
             return Edges.of_rows(*no_starts, self.lengths[first:end, tick], width)
         edges, bounds = self._edges
         row = tick * self.num_samples + first
         part = slice(bounds[row], bounds[row + end - first])
-        return Edges(edges.begins[part] - row * self.row_tokens, edges.sizes[part])
+        return Edges(edges.begins[part] - row * self.ids.width, edges.sizes[part])
 
     @cached_property
     def _edges(self) -> tuple[Edges, list[int]]:
-        """Return the edges of all rows, tick after tick, and each row's first edge.
-
-        Found at once they cost 15 ns each, where a batch alone costs 30 us.
-        """
+        """Return the edges of all rows, tick after tick, 15 ns each, and each row's first edge."""
         assert self.documents is not None
         documents = self.documents.joined()
-        size, place = (len(ORIGIN), ORIGIN.index("place")) if self.has_origins else (1, 0)
-        counts = documents.counts.T.reshape(-1) // size
+        counts, (numbers,) = documents.counts.T.reshape(-1), documents.flats
+        places = numbers[:, ORIGIN.index("place") if numbers.shape[1] > 1 else 0]
         lengths: Int32s = self.lengths.T.reshape(-1)
-        edges = Edges.of_rows(documents.flats[0][place::size], counts, lengths, self.row_tokens)
-        bounds = np.searchsorted(edges.begins, np.arange(len(lengths) + 1) * self.row_tokens)
+        edges = Edges.of_rows(places, counts, lengths, self.ids.width)
+        bounds = np.searchsorted(edges.begins, np.arange(len(lengths) + 1) * self.ids.width)
         return edges, bounds.tolist()
 
     def joined(self) -> Chunk:
@@ -398,15 +390,12 @@ class RunReader:
                 laid_out = replace(laid_out, num_cut=0)  # the first chunk has counted them
 
     def _lay_out(self, of_round: Round) -> Chunk:
-        """Read a round: each slot takes the next ticks of a source where its pattern has that source.
-
-        Samples stay where they lie, in windows and chunks of their sources.
-        """
+        """Read a round: each slot takes the next ticks of a source where its pattern has that source."""
         run = self._run
         pattern = np.repeat(run.pattern(of_round, self._slots), run.order.group, axis=0)
         lengths, num_cut = np.empty(pattern.shape, np.int32), 0
         ids = Ragged.empty(pattern.shape, run.row_tokens)
-        documents, has_origins = Ragged.empty(pattern.shape), False
+        documents = Ragged.empty(pattern.shape)
         rows = np.arange(len(pattern))[:, None]
         for number in np.unique(of_round.sources).tolist():
             columns = np.nonzero(pattern == number)[1].reshape(len(pattern), -1)  # of each row, ascending
@@ -423,16 +412,9 @@ class RunReader:
                 ids.put(places, chunk.ids)
                 if chunk.documents is not None:
                     documents.put(places, chunk.documents)
-                    has_origins = chunk.has_origins
                 del chunk
-        return Chunk(
-            lengths=lengths,
-            ids=ids,
-            row_tokens=run.row_tokens,
-            num_cut=num_cut,
-            documents=documents if documents.flats else None,
-            has_origins=has_origins,
-        )
+        told = documents if documents.flats else None
+        return Chunk(lengths=lengths, ids=ids, num_cut=num_cut, documents=told)
 
 
 class _SourceReader:
@@ -468,6 +450,6 @@ class _SourceReader:
         chunk = self._window(tick - first, stop - first)
         if stop == end:
             self._window = None  # before the next one is read: half the memory
-        if chunk.has_origins and chunk.documents is not None:
-            chunk.documents.flats[0][ORIGIN.index("source") :: len(ORIGIN)] = self._number
+        if chunk.documents is not None and chunk.documents.flats[0].shape[1] > 1:
+            chunk.documents.flats[0][:, ORIGIN.index("source")] = self._number
         return chunk

@@ -74,9 +74,7 @@ def stage(args: argparse.Namespace) -> int:
     manifests.refuse_found(folder, manifests.read_findings(folder, plan_id), range(num_shards))
     files.make_folder(target, parents=True)
     manifests.refuse_other_plan(target, plan_id)
-    missing = [
-        each for each in range(num_shards) if manifests.done_manifest(target, each, plan_id, {}) is None
-    ]
+    missing = [n for n in range(num_shards) if manifests.done_manifest(target, n, plan_id, {}) is None]
     num_bytes = int((index.column("tar_bytes") + index.column("idx_bytes"))[missing].sum())
     found = os.statvfs(target)
     if num_bytes > (free := found.f_bavail * found.f_frsize):

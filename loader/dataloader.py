@@ -25,7 +25,7 @@ from loader.boundaries import Boundary, boundary_names
 from loader.chunks import IGNORED
 from loader.order import share
 from loader.ranks import ProcessRank, check_process_rank, find_process_rank
-from loader.run import Position, Progress, Run, go_on, state_of, whole_number
+from loader.run import MAX_EPOCH, Position, Run, go_on, state_of, whole_number
 from loader.samples import Sizes, Weights, WeightsIn, check_mixing, choose_sizes, make_run, make_samples
 from loader.shards import InputShards, Origin, ShardSet, SplitName, find_sources
 from loader.stream import BatchStream
@@ -45,12 +45,26 @@ class _Step:
     labels_per_rank: torch.Tensor | None = None  # once it was asked for
 
 
+@dataclass(kw_only=True)
+class Progress:
+    """Where a loader's loop stands. Looking at the loader does not change it."""
+
+    delivered: Position = Position()  # noqa: RUF009  immutable
+    trained: Position | None = None  # of the optimizer's last step; None: the loop does not say it
+    num_left: int = 0  # steps of the run that set_epoch left out, minus those that came again
+    left_at: int = 0  # steps that the loop had when set_epoch last left an epoch
+    is_loaded: bool = False  # a state was loaded, and no iter() began since
+
+    @property
+    def to_save(self) -> Position:
+        """Return the position that a state has: what was trained, or else what was delivered."""
+        return self.delivered if self.trained is None else self.trained
+
+
 def _refuse(*_: Any) -> NoReturn:
-    raise UsageError(
-        "a TokenLoader is no data set of samples (StatefulDataLoader, Trainer(train_dataset=loader) and "
-        "accelerate's skip_first_batches want one): iterate it, or call peek() for its next batch, and keep "
-        "state_dict() of it. For transformers' Trainer there is LoaderMixin of loader.trainer"
-    )
+    found = "a TokenLoader as a data set (for StatefulDataLoader, Trainer or accelerate's skip_first_batches)"
+    expected = "a loop over it and its state_dict(), or in a Trainer LoaderMixin of loader.trainer"
+    raise UsageError(found=found, expected=expected)
 
 
 class _RefusedDataset(IterableDataset[Any]):
@@ -132,10 +146,7 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def tokenizer(self) -> Any:
-        """Return transformers' tokenizer, the same object each time.
-
-        Loading it takes 3 s for Llama 3's. Raises OtherTokenizer, ReadWriteError or NotFound.
-        """
+        """Return transformers' tokenizer, the same object each time. To load Llama 3's takes 3 s."""
         return self.loader_tokenizer.loaded
 
     @cached_property
@@ -145,10 +156,8 @@ class TokenLoader(DataLoader[Batch]):
             return self.step_batches.collate_fn
         from loader.collator import CausalLMCollator  # imports transformers, which the loader does without
 
-        padded = self.step_batches.padded
-        return CausalLMCollator(
-            self.tokenizer, pad_to_multiple_of=padded.pad_to_multiple_of, pad_to_length=padded.pad_to_length
-        )
+        multiple, width = self.step_batches.padded.pad_to_multiple_of, self.step_batches.padded.pad_to_length
+        return CausalLMCollator(self.tokenizer, pad_to_multiple_of=multiple, pad_to_length=width)
 
     @property
     def first_batch(self) -> int:
@@ -291,11 +300,8 @@ class TokenLoader(DataLoader[Batch]):
     def __reduce__(self) -> tuple[Any, ...]:
         names = ("step_batches", "loader_tokenizer", "process_rank", "pin_memory")
         options = {name: getattr(self, name) for name in names} | self._worker_options
-        return (
-            partial(type(self), self._given, amend=self.can_amend, **options),
-            (),
-            (self.progress, self.run),
-        )
+        make = partial(type(self), self._given, amend=self.can_amend, **options)
+        return make, (), (self.progress, self.run)
 
     def __setstate__(self, now: tuple[Progress, Run]) -> None:
         """Stand where the original stood."""
@@ -306,8 +312,7 @@ class TokenLoader(DataLoader[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """Return what the loop got, as a few integers and the fingerprint of data and order.
 
-        Save it after the optimizer's step: the batch that the loop holds counts as delivered, unless the
-        loader was told to ``follow`` the optimizer.
+        Save it after the optimizer's step: the loop's batch counts, unless you called ``follow``.
         """
         return self._state_of(self.progress.to_save)
 
@@ -356,7 +361,7 @@ class TokenLoader(DataLoader[Batch]):
             self._stream.end()  # its workers have the run of before
             self.run = run
             self._stream = self._stream_of(self.metrics, self.num_workers)
-        self.progress.load(position, num_left)
+        self._stand_at(position, num_left=num_left, left_at=0, is_loaded=True)
         self._step = _Step(self.run.batches_in_step(position.step), [])
         if self.process_rank.rank == 0 and amended_at is not None:
             logger.warning(f"the run is amended from step {amended_at} on:\n{self.describe()}")
@@ -372,9 +377,24 @@ class TokenLoader(DataLoader[Batch]):
             self._leave_for(int(epoch))
 
     def _leave_for(self, epoch: int) -> None:
-        self.progress.leave_for(epoch, self.run)
+        if epoch > MAX_EPOCH:
+            raise UsageError.of_value("epoch", epoch, f"at most {MAX_EPOCH}")
+        now = self.progress
+        if now.is_loaded:
+            found = f"set_epoch({epoch}), which would throw away a loaded state of another epoch"
+            expected = 'range(loader.state_dict()["epoch"], num_epochs), or a loader without the state'
+            raise UsageError(found=found, expected=expected)
+        if now.delivered == Position():
+            said = f"set_epoch({epoch}) on a loader that delivered nothing: the epoch is whole"
+            logger.warning(f"{said}. A run that goes on inside of it needs load_state_dict before")
+        first, before = self.run.first_step(epoch), now.delivered.step
+        self._stand_at(Position(first), num_left=now.num_left + first - before, left_at=before - now.num_left)
         self._newest += 1  # an older iterator would count its batches for the new epoch
         self._end_unless_persistent()
+
+    def _stand_at(self, position: Position, **changes: Any) -> None:
+        trained = None if self.progress.trained is None else position
+        self.progress = replace(self.progress, delivered=position, trained=trained, **changes)
 
     def peek(self) -> Batch:
         """Return the batch that the next ``iter()`` begins with. Changes nothing.
@@ -453,11 +473,8 @@ def _warn_of_accumulation(num_batches: int) -> None:
         return
     num_steps = accelerate.GradientState().num_steps
     if num_steps not in (1, num_batches):
-        logger.warning(
-            f"accelerate accumulates {num_steps} batches, but a global batch is {num_batches} of each rank; "
-            f"pass global_batch_size=batch_size x ranks x {num_steps}, and set accelerator.step = 0 after a "
-            "load_state that changes the number"
-        )
+        said = f"accelerate accumulates {num_steps} batches, but a global batch is {num_batches} of each rank"
+        logger.warning(f"{said}; pass global_batch_size=batch_size x ranks x {num_steps}")
 
 
 # The function that makes it.

@@ -66,10 +66,7 @@ class TarBytes(io.BufferedReader):
 
 
 def tar_members(tar: TarBytes) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, first byte and end of the data) of every regular file of a tar.
-
-    They are the same as Python's tarfile finds. Raises BrokenShard for any other tar.
-    """
+    """Yield (name, first byte and end of the data) of every regular file that Python's tarfile finds."""
     # tarfile looks for members as soon as it has a file, so it gets the tar behind that.
     archive = tarfile.TarFile(fileobj=io.BytesIO(2 * _ZERO_BLOCK), encoding="utf-8", errors="surrogateescape")
     archive.fileobj = tar
@@ -114,10 +111,7 @@ def _plain_member(tar: TarBytes, position: int) -> tuple[str, int, int] | None:
 
 
 def _unusual_member(tar: TarBytes, archive: tarfile.TarFile, position: int) -> tuple[str | None, int, int]:
-    """Let tarfile read a header, and those before it that say more of its member. Raises BrokenShard.
-
-    Returns the name, None where it is no regular file, and the first byte and the end of the data.
-    """
+    """Let tarfile read a header. Return the name (None: no regular file), first byte and end of the data."""
     try:
         tar.seek(position)
         member = tarfile.TarInfo.fromtarfile(archive)
@@ -229,8 +223,7 @@ class _Sample(NamedTuple):
         dtype = np.dtype(header[1].decode())
         shape = tuple(int(part) for part in header[2].split(b",") if part.strip())
         if dtype not in map(np.dtype, dtypes) or len(shape) != num_dimensions:
-            kinds = "integers" if dtypes == _WIDTHS else " or ".join(dtypes)
-            expected = f"a .npy of {kinds} with {num_dimensions} dimensions"
+            expected = f"a .npy of {' or '.join(dtypes)} with {num_dimensions} dimensions"
             raise self.broken(field, f"{dtype.str}{list(shape)}", expected)
         num_bytes = header_bytes + math.prod(shape) * dtype.itemsize
         if end - first != num_bytes:

@@ -112,10 +112,7 @@ class Order:
         return hash_ints(self.seed, epoch, _OFFSET) % count if self.shuffle else 0
 
     def windows(self, first_tick: int) -> Iterator[tuple[int, int]]:
-        """Yield the windows of an epoch from the one that holds ``first_tick``: (first tick, end).
-
-        Where one ends, every slot goes on to its next window.
-        """
+        """Yield (first tick, end) of the windows of all slots, from the one that holds ``first_tick``."""
         size = max(self.window_samples // self.group, 1)
         for start in range(first_tick // size * size, self.ticks_per_epoch, size):
             yield start, min(start + size, self.ticks_per_epoch)

@@ -27,8 +27,7 @@ from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.files import publish_bytes, read_regular, size_of_file
 from shardprep.format.names import INDEX_NAME, PLAN_NAME
 
-# The rank, the number of ranks, and who sets them. mpirun within a Slurm job starts one srun task a node, so
-# Slurm's variables are looked at behind these.
+# The rank, the number of ranks, and who sets them. They win over Slurm's: mpirun starts one srun task a node.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "torchrun sets them"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun sets them"),
@@ -36,6 +35,7 @@ _LAUNCHERS = (
 )
 # Slurm numbers the steps that are no srun of the user (batch script, interactive shell) from here.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
+_OR_PASSED = "or rank= and world_size="
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,17 +75,11 @@ def find_process_rank(
 
 
 def check_process_rank(who: ProcessRank) -> None:
-    """Raise UsageError where this process has become another rank than ``who``.
-
-    A loader that was made before the process group would give all ranks the same batches.
-    """
+    """Raise UsageError where this process has become another rank: all would get the same batches."""
     now = None if who.is_passed else _found(os.environ)
     if now is not None and (now.rank, now.world_size) != (who.rank, who.world_size):
         expected = f"one that each rank makes, after init_process_group, {_OR_PASSED}"
         raise UsageError(found=f"a loader of {who}, in the process of {now}", expected=expected)
-
-
-_OR_PASSED = "or rank= and world_size="
 
 
 def _found(environ: Mapping[str, str]) -> ProcessRank | None:
@@ -119,8 +113,7 @@ def _found(environ: Mapping[str, str]) -> ProcessRank | None:
 def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
     """Return whether srun started this process as one of its tasks.
 
-    A batch script and salloc's shell are alone, whatever SLURM_NTASKS says there. Variables without any job
-    id were handed into a container on purpose.
+    A batch script and salloc's shell are alone. Variables without a job id were handed into a container.
     """
     for name in ("SLURM_STEP_ID", "SLURM_STEPID"):
         if name in environ:

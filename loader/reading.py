@@ -84,7 +84,10 @@ class OpenShard:
         """Return columns of the idx for some samples, ascending. Of a large idx, those alone are read."""
         if self._idx is None:
             return self._records[rows] if isinstance(rows, slice) else self._records.take(rows)
-        parts = [rows] if isinstance(rows, slice) else _stretches(rows)
+        if isinstance(rows, slice):
+            return self._idx.read(rows)
+        bounds = [*_first_of_parts(np.diff(rows) != 1).tolist(), len(rows)]  # of consecutive ones
+        parts = (slice(int(rows[first]), int(rows[end - 1]) + 1) for first, end in pairwise(bounds))
         return np.concatenate([self._idx.read(part) for part in parts])
 
 
@@ -310,9 +313,3 @@ class ShardReader:
 def _first_of_parts(is_cut: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
     """Return the first place of each part of n places, cut between some: bool[n - 1] -> intp[parts]."""
     return np.concatenate([[0], np.flatnonzero(is_cut) + 1])
-
-
-def _stretches(rows: Int64s) -> list[slice]:
-    """Return ascending rows as stretches of consecutive ones."""
-    bounds = [*_first_of_parts(np.diff(rows) != 1).tolist(), len(rows)]
-    return [slice(int(rows[first]), int(rows[first]) + end - first) for first, end in pairwise(bounds)]

@@ -22,7 +22,6 @@ The price: each source has windows of its own, and one of less than 1/64 of the 
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,8 +40,6 @@ from shardprep.format.names import as_type
 
 if TYPE_CHECKING:
     from loader.samples import Samples
-
-logger = logging.getLogger(__name__)
 
 ROUND = 64  # ticks
 CYCLE = 1 << 16  # ticks
@@ -132,10 +129,8 @@ def source_seed(seed: int, number: int) -> int:
 
 @lru_cache(maxsize=16)
 def spread(shares: tuple[int, ...]) -> Int64s:
-    """Return the source of each tick of a cycle, evenly spread: int64[CYCLE].
-
-    The n-th tick of a source stands at (n + 1/2) / its share of the cycle.
-    """
+    """Return the source of each tick of a cycle: int64[CYCLE]."""
+    # The n-th tick of a source stands at (n + 1/2) / its share of the cycle.
     counts = np.array(shares, np.int64)
     source = np.repeat(np.arange(len(counts)), counts)
     number = np.arange(CYCLE) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -300,10 +295,7 @@ class Run:
         return Round(first, end, spread(mix.shares)[within : within + end - first], mix.taken_before(first))
 
     def only_source_at(self, tick: int) -> tuple[int, int, int] | None:
-        """Return the only source of the ticks from this one on, or None where several share them.
-
-        Its number, how many ticks it has had, and the tick at which that ends.
-        """
+        """Return the only source from a tick on, its ticks before, and where that ends; None of several."""
         mix = self._mix_at(tick)
         if CYCLE not in mix.shares:
             return None
@@ -347,10 +339,7 @@ class Run:
         return replace(self, sources=tuple(ordered))
 
     def held_from(self, step: int) -> list[Stage]:
-        """Return the stages from a step on, for a comparison of two runs.
-
-        Weights are rounded and above 0, and each stage differs from the one before it.
-        """
+        """Return the stages from a step on, each unlike the one before it, with rounded weights above 0."""
         found: list[Stage] = []
         for stage in self.stages:
             of_sources = zip(self.sources, self.shares(stage.weights), strict=True)
@@ -418,6 +407,7 @@ STATE_FORMAT, STATE_VERSION = "shardprep-loader-state", 4
 MAX_EPOCH = 2**31 - 1  # workers are told the epoch in an int64
 _Count = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
 _Number = Annotated[int, Meta(ge=1, le=2**62)]
+_SIZES = ("num_samples", "block_samples", "window_samples")  # of a source, as Order names them, too
 
 
 class OtherRun(Refused):
@@ -431,9 +421,6 @@ class _SourceRow(NamedTuple):
     block_samples: _Number
     window_samples: _Number
     added_at: _Count
-
-
-_SIZES = ("num_samples", "block_samples", "window_samples")  # as Order names them, too
 
 
 class _StageRow(NamedTuple):
@@ -657,48 +644,6 @@ def _in_ticks_of(run: Run, plan: Run) -> Run:
         sizes = sizes_of_order(source.samples, size, source.order.group)
         sources.append(replace(source, order=replace(source.order, **sizes)))
     return replace(plan, sources=tuple(sources))
-
-
-@dataclass(kw_only=True)
-class Progress:
-    """Where a loader's loop stands. Looking at the loader does not change it."""
-
-    delivered: Position = Position()  # noqa: RUF009  immutable
-    trained: Position | None = None  # of the optimizer's last step; None: the loop does not say it
-    num_left: int = 0  # steps of the run that set_epoch left out, minus those that came again
-    left_at: int = 0  # steps that the loop had when set_epoch last left an epoch
-    is_loaded: bool = False  # a state was loaded, and no iter() began since
-
-    @property
-    def to_save(self) -> Position:
-        """Return the position that a state has: what was trained, or else what was delivered."""
-        return self.delivered if self.trained is None else self.trained
-
-    def load(self, position: Position, num_left: int) -> None:
-        """Stand where a state stands."""
-        self._go_to(position)
-        self.num_left, self.left_at, self.is_loaded = num_left, 0, True
-
-    def leave_for(self, epoch: int, run: Run) -> None:
-        """Make an epoch the next one, from its first step. A state that was loaded is not thrown away."""
-        if epoch > MAX_EPOCH:
-            raise UsageError.of_value("epoch", epoch, f"at most {MAX_EPOCH}")
-        if self.is_loaded:
-            found = f"set_epoch({epoch}), which would throw away a loaded state of another epoch"
-            expected = 'range(loader.state_dict()["epoch"], num_epochs), or a loader without the state'
-            raise UsageError(found=found, expected=expected)
-        if self.delivered == Position():
-            said = f"set_epoch({epoch}) on a loader that delivered nothing: the epoch is whole"
-            logger.warning(f"{said}. A run that goes on inside of it needs load_state_dict before")
-        before = self.delivered.step
-        self.left_at = before - self.num_left
-        self._go_to(Position(run.first_step(epoch)))
-        self.num_left += self.delivered.step - before
-
-    def _go_to(self, position: Position) -> None:
-        self.delivered = position
-        if self.trained is not None:
-            self.trained = position
 
 
 def whole_number(name: str, value: object, *, least: int) -> int:

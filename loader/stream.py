@@ -242,10 +242,7 @@ def _end_with_main_process(parent_pid: int) -> None:
 
 
 def _check_main_guard() -> None:
-    """Raise UsageError where each worker would run this loop again: spawn and forkserver import the script.
-
-    Else a worker would fail, and the training process might wait for it for ever.
-    """
+    """Raise UsageError where each worker would import the script, and so run this loop again."""
     for frame, line_number in traceback.walk_stack(inspect.currentframe()):
         path = frame.f_globals.get("__file__") or ""
         is_script = frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"

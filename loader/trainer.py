@@ -90,13 +90,10 @@ class LoaderMixin(_Trainer):
         self._losses = _Losses.of(train_loader)
         fields = train_loader.step_batches.boundaries
         self._is_unchecked = bool(check_boundaries and fields and train_loader.run.row_tokens)
-        # Else a state may stand in another stage.
-        if len(train_loader.run.stages) == 1 and not train_loader.can_amend:
+        if len(train_loader.run.stages) == 1 and not train_loader.can_amend:  # else a state may tell
             check_trainer_arguments(self.args, train_loader)
-        # The loader finds its place itself.
-        self.args.ignore_data_skip = True
-        # Before all others, since these may save.
-        self.callback_handler.callbacks.insert(0, LoaderStateCallback())
+        self.args.ignore_data_skip = True  # the loader finds its place itself
+        self.callback_handler.callbacks.insert(0, LoaderStateCallback())  # before others, which may save
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train. The loader goes to its place before Trainer counts steps by it."""
@@ -105,9 +102,7 @@ class LoaderMixin(_Trainer):
             folder = get_last_checkpoint(self.args.output_dir)
         # Where there is no checkpoint Trainer raises the error.
         global_step = load_checkpoint(self.train_loader, Path(folder)) if folder else 0
-        given = self.args.max_steps
-        # num_train_epochs are epochs of the loader, whose steps it counts.
-        self.args.max_steps = self._steps.begin(self.args, global_step)
+        given, self.args.max_steps = self.args.max_steps, self._steps.begin(self.args, global_step)
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -194,8 +189,8 @@ class _Losses(NamedTuple):
 
     @staticmethod
     def of(loader: TokenLoader, mean: LossMean | None = None) -> _Losses:
-        of_sources = SourceLosses.of_loader(loader) if loader.step_batches.origins else None
-        return _Losses(loader, mean, of_sources)
+        has_origins = loader.step_batches.origins
+        return _Losses(loader, mean, SourceLosses.of_loader(loader) if has_origins else None)
 
     def source_means(self, prefix: str) -> dict[str, float]:
         """Return ``loss/web`` and the like, of sources that have labels, and count from 0 again."""
@@ -225,9 +220,7 @@ class EpochsOfLoader:
             part, num_epochs = math.modf(args.num_train_epochs)
             end = run.first_step(int(num_epochs)) + math.ceil(part * run.steps_in(int(num_epochs)))
             if end <= first and not global_step:
-                found = (
-                    f"num_train_epochs={args.num_train_epochs:g}, and a loader behind {self.loader.epoch:g}"
-                )
+                found = f"num_train_epochs={args.num_train_epochs:g} of a loader at {self.loader.epoch:g}"
                 raise UsageError(found=found, expected="more epochs, or max_steps")
             max_steps = global_step + max(end - first, 0)
         self.global_step, self._is_finished = global_step, max_steps <= global_step
@@ -260,15 +253,12 @@ def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) 
             found = f"a global batch that changes at step {held.step}, where Trainer's stay as they are"
             expected = "max_steps to that step, or a loop of your own, see docs/training_own_loop.md"
             raise UsageError(found=found, expected=expected)
-    batch_size, accumulated = args.train_batch_size, args.gradient_accumulation_steps
-    if batch_size != loader.step_batches.batch_size:
-        expected = f"batch_size of the loader, {loader.step_batches.batch_size}: pass the same to both"
-        raise UsageError.of_value("per_device_train_batch_size", batch_size, expected)
-    step_samples = batch_size * accumulated * loader.process_rank.world_size
-    if step_samples != global_batch_size:
-        found = f"{step_samples} samples in a step by TrainingArguments, {accumulated} batches of each rank"
-        expected = f"the loader's global_batch_size, {global_batch_size}: change one of them"
-        raise UsageError(found=found, expected=expected)
+    num_batches = args.gradient_accumulation_steps * loader.process_rank.world_size
+    given = (args.train_batch_size, args.train_batch_size * num_batches)
+    wanted = (loader.step_batches.batch_size, global_batch_size)
+    if given != wanted:
+        found, expected = (f"batches of {size} samples, steps of {step}" for size, step in (given, wanted))
+        raise UsageError(found=f"TrainingArguments of {found}", expected=f"the loader's {expected}")
 
 
 def load_checkpoint(loader: TokenLoader, folder: Path) -> int:

@@ -48,9 +48,7 @@ class TrainingSetup:
 def set_up_training(
     loader: TokenLoader | Any, *, bf16: bool = False, tf32: bool = True, num_threads: int | None = None
 ) -> TrainingSetup:
-    """Set threads, precision and padding for this process and those it starts.
-
-    Rank 0 logs them at INFO. Raises UsageError.
+    """Set threads, precision and padding for this process and those it starts. Rank 0 logs them.
 
     Args:
         loader: a TokenLoader, or a tokenizer of transformers, which then pads to the right.
@@ -122,10 +120,7 @@ def source_ids(origins: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 class LossMean(_LossSums):
-    """Adds up this rank's losses by their labels. ``mean()`` is of all ranks.
-
-    ``targets``: as for the loader.
-    """
+    """Adds up this rank's losses by their labels, as the loader's ``targets``. ``mean()``: of all ranks."""
 
     def __init__(self, targets: Targets = "same") -> None:
         super().__init__(1, targets)

@@ -20,22 +20,13 @@ from preprocess.read.text_fields import Transform, transform_of
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import NotFound, Refused
 from shardprep.files import PublishedFolder, make_folder, publish_link, read_regular, sync_folder
-from shardprep.format.documents import (
-    BlankedDocuments,
-    DocumentNames,
-    kept_ids,
-    keys_of_ids,
-    lines_of,
-    publish_blanked,
-    read_blanked,
-    read_names,
-)
+from shardprep.format import documents
 from shardprep.format.manifest import check_done, done_manifest, read_findings, read_manifest, shard_files
 from shardprep.format.names import EXCLUDED_NAME, TOKENIZER_DIR, id_ranges, ids_of_ranges, manifest_path
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan, publish_plan, read_plan
 
 Places = npt.NDArray[np.int64]  # int64[documents, 2]: number of the input, and where in it a document begins
-_MOST_TOLD = 20
+_MOST_TOLD = 20  # names that were not found
 
 
 def take_over(
@@ -52,7 +43,7 @@ def take_over(
     findings = read_findings(folder, plan.plan_id)
     for number in range(plan.num_shards):
         check_done(folder, number, plan.plan_id, findings)
-    names = read_names(ids_file, id_field=plan.options.id_field)
+    names = documents.read_names(ids_file, id_field=plan.options.id_field)
     found = np.zeros(len(names.keys), np.bool_)
     transform = transform_of(plan.options, transform_file)
     named: dict[int, Places] = {}
@@ -63,17 +54,17 @@ def take_over(
             named[number] = places
         progress.add(1)
     if missing := int((~found).sum()):
-        lines = lines_of(ids_file, names, ~found, id_field=plan.options.id_field)
+        lines = documents.lines_of(ids_file, names, ~found, id_field=plan.options.id_field)
         print_lines(*(f"not found: {line}" for line in itertools.islice(lines, _MOST_TOLD)))
         say(f"{missing} of {counted(len(found), 'name')} in {ids_file} were not found")
     if not named:
         raise NotFound(f"{folder} has no document that {ids_file} names; nothing was made", path=ids_file)
-    documents = {number: _blanked(folder, plan, number, places) for number, places in named.items()}
+    blanked_in = {number: _blanked(folder, plan, number, places) for number, places in named.items()}
     for number in ids_of_ranges(plan.options.blanked) if plan.options.blanked else ():
-        documents.setdefault(number, read_blanked(folder, plan.plan_id, number))
-    blanked = id_ranges(documents)
+        blanked_in.setdefault(number, documents.read_blanked(folder, plan.plan_id, number))
+    blanked = id_ranges(blanked_in)
     planned = dataclasses.replace(plan, options=dataclasses.replace(plan.options, blanked=blanked))
-    _begin(folder, new, planned, documents)
+    _begin(folder, new, planned, blanked_in)
     untouched = [number for number in range(plan.num_shards) if number not in named]
     progress = Progress("taking over", len(untouched), unit="shards")
     for number in untouched:
@@ -107,7 +98,7 @@ def _named_places(
     folder: Path,
     plan: Plan,
     shard_id: int,
-    names: DocumentNames,
+    names: documents.DocumentNames,
     found: npt.NDArray[np.bool_],
     transform: Transform | None,
 ) -> Places:
@@ -118,29 +109,29 @@ def _named_places(
     shard = plan.shard(shard_id)
     parts = [np.empty((0, 2), np.int64)]
     if "id" in names.kinds:
-        kept = list(kept_ids(folder, shard_id))
+        kept = list(documents.kept_ids(folder, shard_id))
         places = np.array([place for *place, _ in kept], np.int64).reshape(-1, 2)
-        of = names.find(keys_of_ids(name for *_, name in kept))
+        of = names.find(documents.keys_of_ids(name for *_, name in kept))
         parts.append(places[of >= 0])
         found[of[of >= 0]] = True
     if names.may_be_in(folder, shard, read_manifest(folder, shard_id).digests):
-        for documents in documents_of_shard(plan, folder, shard, transform=transform):
-            path, ids = plan.inputs[documents.input_number].path, documents.columns.get("id")
-            of = names.of_documents(path, documents.offsets, ids, documents.digests)
+        for batch in documents_of_shard(plan, folder, shard, transform):
+            path, ids = plan.inputs[batch.input_number].path, batch.columns.get("id")
+            of = names.of_documents(path, batch.offsets, ids, batch.digests)
             found[of[of >= 0]] = True
-            offsets = documents.offsets[(of >= 0).any(axis=0)]
-            parts.append(np.stack([np.full_like(offsets, documents.input_number), offsets], axis=1))
+            offsets = batch.offsets[(of >= 0).any(axis=0)]
+            parts.append(np.stack([np.full_like(offsets, batch.input_number), offsets], axis=1))
     return np.unique(np.concatenate(parts), axis=0)
 
 
-def _blanked(folder: Path, plan: Plan, shard_id: int, places: Places) -> BlankedDocuments:
+def _blanked(folder: Path, plan: Plan, shard_id: int, places: Places) -> documents.BlankedDocuments:
     """Return what is blanked of a shard from now on, with what was before."""
     manifest = read_manifest(folder, shard_id)
     if manifest.made_from is not None:
-        before = read_blanked(folder, plan.plan_id, shard_id)
+        before = documents.read_blanked(folder, plan.plan_id, shard_id)
         places = np.unique(np.concatenate([places, np.array([before.inputs, before.offsets]).T]), axis=0)
     inputs, offsets = places.T.tolist()
-    return BlankedDocuments(
+    return documents.BlankedDocuments(
         plan_id=plan.plan_id,
         shard_id=shard_id,
         made_from=manifest.made_from or manifest.tar.sha256,
@@ -149,18 +140,20 @@ def _blanked(folder: Path, plan: Plan, shard_id: int, places: Places) -> Blanked
     )
 
 
-def _begin(folder: Path, new: Path, planned: Plan, documents: dict[int, BlankedDocuments]) -> None:
+def _begin(folder: Path, new: Path, planned: Plan, blanked_in: dict[int, documents.BlankedDocuments]) -> None:
     """Write what the shards are made by, the plan last, or check that an earlier attempt wrote the same."""
     if (begun := read_plan(new)) is not None:
         is_ours = (begun.plan_id, begun.options) == (planned.plan_id, planned.options)
-        if not is_ours or documents != {each: read_blanked(new, begun.plan_id, each) for each in documents}:
+        if not is_ours or blanked_in != {
+            each: documents.read_blanked(new, begun.plan_id, each) for each in blanked_in
+        }:
             found = f"a data set that was not begun by blanking these documents of {folder}"
             expected = "a new folder, as blanking goes on only with the list that it began with"
             raise Refused(path=new, found=found, expected=expected)
         return
     make_folder(new, parents=True)
-    for each in documents.values():
-        publish_blanked(new, each)
+    for each in blanked_in.values():
+        documents.publish_blanked(new, each)
     if planned.options.excluded:
         publish_link(new / EXCLUDED_NAME, folder / EXCLUDED_NAME)
     with PublishedFolder(new / TOKENIZER_DIR) as tokenizer:

@@ -19,22 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from preprocess.make.engines import Ids, Numbers
+from shardprep import files
 from shardprep.command_line import needs
 from shardprep.console import Progress, counted, print_lines
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused, UsageError
-from shardprep.files import (
-    NOT_THERE,
-    TEMPORARY_NAME,
-    PublishedFile,
-    errors_named,
-    make_folder,
-    names_in,
-    publish_bytes,
-    read_regular,
-    remove_tree,
-    size_of_file,
-    sync_folder,
-)
 from shardprep.format.index import ShardSamples
 from shardprep.format.manifest import check_done, read_findings
 from shardprep.format.names import load_json
@@ -66,24 +54,24 @@ class ExportLayout:
         return self.folder / self.last_name.format(number=shard_id, num_shards=self.num_shards)
 
     def is_done(self, shard_id: int) -> bool:
-        return size_of_file(self.last_file(shard_id)) is not None
+        return files.size_of_file(self.last_file(shard_id)) is not None
 
-    def files(self, shard_id: int, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
+    def contents(self, shard_id: int, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
         """Yield the path of each file of a shard, and its bytes in pieces."""
         raise NotImplementedError
 
     def write(self, shard_id: int, samples: ExportedShard) -> None:
         """Write the files of a shard. Raises CannotWrite, ReadWriteError and what reading raises."""
         with contextlib.ExitStack() as stack:
-            files: list[PublishedFile] = []
-            for path, pieces in self.files(shard_id, samples):
-                files.append(stack.enter_context(PublishedFile(path)))
+            written: list[files.PublishedFile] = []
+            for path, pieces in self.contents(shard_id, samples):
+                written.append(stack.enter_context(files.PublishedFile(path)))
                 for piece in pieces:
-                    files[-1].write(piece)
-                files[-1].sync()
-            for file in files:
+                    written[-1].write(piece)
+                written[-1].sync()
+            for file in written:
                 file.publish()
-        sync_folder(self.folder)
+        files.sync_folder(self.folder)
 
     def finish(self) -> str:
         """Write what names all shards, and return how the tool opens them."""
@@ -100,7 +88,7 @@ class Megatron(ExportLayout):
 
     last_name = "shard-{number:05d}_document.idx"
 
-    def files(self, shard_id: int, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
+    def contents(self, shard_id: int, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
         dtype = np.dtype("<u2" if self.vocab_size < 65_500 else "<i4")
         path, lengths = self.last_file(shard_id), samples.documents
         yield path.with_suffix(".bin"), (ids.astype(dtype).tobytes() for ids in samples.pieces)
@@ -116,7 +104,7 @@ class Megatron(ExportLayout):
             for shard_id, (begin, end) in enumerate(itertools.pairwise(self.first_token))
             if end > begin
         ]
-        publish_bytes(self.folder / "data_args.txt", " ".join(words).encode() + b"\n")
+        files.publish_bytes(self.folder / "data_args.txt", " ".join(words).encode() + b"\n")
         return f"Megatron: --data-args-path {self.folder / 'data_args.txt'}"
 
 
@@ -134,24 +122,24 @@ class NanoGpt(ExportLayout):
         self._dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
     def is_done(self, shard_id: int) -> bool:
-        return size_of_file(self._target) is not None or super().is_done(shard_id)
+        return files.size_of_file(self._target) is not None or super().is_done(shard_id)
 
-    def files(self, shard_id: int, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
+    def contents(self, shard_id: int, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
         yield self.last_file(shard_id), (ids.astype(self._dtype).tobytes() for ids in samples.pieces)
 
     def finish(self) -> str:
         parts = [self.last_file(shard_id) for shard_id in range(self.num_shards)]
         # An equal export, at the same time, removes the parts once it is ready.
-        with contextlib.suppress(*NOT_THERE):
-            if size_of_file(self._target) is None:
-                with PublishedFile(self._target) as file:
+        with contextlib.suppress(*files.NOT_THERE):
+            if files.size_of_file(self._target) is None:
+                with files.PublishedFile(self._target) as file:
                     for path in parts:
-                        with errors_named(path):
+                        with files.errors_named(path):
                             file.write_file(path)
                     file.sync()
                     file.publish()
-                sync_folder(self.folder)
-        found, expected = size_of_file(self._target), self.first_token[-1] * self._dtype.itemsize
+                files.sync_folder(self.folder)
+        found, expected = files.size_of_file(self._target), self.first_token[-1] * self._dtype.itemsize
         if found != expected:
             found_text = "missing" if found is None else found
             again = f"{expected} bytes: remove it and run this again"
@@ -170,7 +158,7 @@ class HuggingFace(ExportLayout):
 
     last_name = "data-{number:05d}-of-{num_shards:05d}.arrow"
 
-    def files(self, shard_id: int, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
+    def contents(self, shard_id: int, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
         yield self.last_file(shard_id), self._stream(samples)
 
     def _stream(self, samples: ExportedShard) -> Iterator[bytes]:
@@ -200,8 +188,8 @@ class HuggingFace(ExportLayout):
         state |= {"_format_kwargs": {}, "_output_all_columns": False}
         state["_data_files"] = [{"filename": self.last_file(each).name} for each in range(self.num_shards)]
         state["_fingerprint"] = hashlib.sha256(str(self.first_token).encode()).hexdigest()[:16]
-        publish_bytes(self.folder / "dataset_info.json", json.dumps(info, indent=1).encode())
-        publish_bytes(self.folder / "state.json", json.dumps(state, indent=1).encode())
+        files.publish_bytes(self.folder / "dataset_info.json", json.dumps(info, indent=1).encode())
+        files.publish_bytes(self.folder / "state.json", json.dumps(state, indent=1).encode())
         return f'datasets: load_from_disk("{self.folder}")'
 
 
@@ -267,8 +255,8 @@ def export(args: argparse.Namespace) -> int:
     except (CannotWrite, ReadWriteError):  # likewise; what the other one made is there now
         opened_by = layout.finish()
     with contextlib.suppress(OSError, ReadWriteError):  # of attempts that died; a living one finds all done
-        for name in filter(TEMPORARY_NAME.fullmatch, names_in(folder)):
-            remove_tree(folder / name)
+        for name in filter(files.TEMPORARY_NAME.fullmatch, files.names_in(folder)):
+            files.remove_tree(folder / name)
     print_lines(f"{counted(plan.num_shards, 'shard')}, {first_token[-1]} tokens in {folder}; {opened_by}")
     return 0
 
@@ -286,10 +274,7 @@ def _with_eos(pieces: Iterator[Ids], lengths: Numbers, eos: int | None) -> Itera
 
 
 def _checked_eos(args: argparse.Namespace, plan: Plan) -> int | None:
-    """Return the id to put behind each document, or None.
-
-    Raises UsageError or Refused where another tool could not read the data set as it is meant.
-    """
+    """Return the id to put behind each document, or None. Refuse what another tool would read otherwise."""
     if plan.options.is_chat:
         expected = "texts: no other tool's layout keeps a loss mask, so users' words would be trained on"
         raise UsageError(path=args.data_dir, found="conversations", expected=expected)
@@ -320,18 +305,18 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
     """Say whose export the folder is, once. Raises Refused where it is another's."""
     path, fresh = folder / _SETTINGS, "a fresh folder for --output_dir"
     try:
-        if size_of_file(path) is None:
-            make_folder(folder, parents=True)
-            others = [name for name in names_in(folder) if not TEMPORARY_NAME.fullmatch(name)]
+        if files.size_of_file(path) is None:
+            files.make_folder(folder, parents=True)
+            others = [name for name in files.names_in(folder) if not files.TEMPORARY_NAME.fullmatch(name)]
             if others and _SETTINGS not in others:
                 raise Refused(path=folder, found=f"{others[0]} and no {_SETTINGS}", expected=fresh)
-            with PublishedFile(path) as file:
+            with files.PublishedFile(path) as file:
                 file.write(json.dumps(settings).encode())
                 file.sync()
                 file.publish_first()  # of two exports at the same time the first one does
-            sync_folder(folder)
-        found = load_json(read_regular(path, max_bytes=1 << 20))
-    except NOT_THERE:
+            files.sync_folder(folder)
+        found = load_json(files.read_regular(path, max_bytes=1 << 20))
+    except files.NOT_THERE:
         raise ReadWriteError(f"{path} went meanwhile; run this again") from None
     except (ValueError, BrokenShard):
         found = {}

@@ -16,8 +16,7 @@ symbols and control characters. What is left empty is no word: "Don't  STOP !" h
 ``duplicates``: of equal documents the first one stays, by the order of data sets, then of their inputs.
 Digests are compared in parts, by their first bits, so memory does not grow with the number of documents:
 1 GB, and 50 bytes for each group of equal ones. All digests, 16 bytes a document, are read once for each
-8 million of them: 120 times 16 GB of 10^9 documents, which the page cache may hold. Where the documents that
-go begin is read from the input of their shards, at 1 us a document and 3 ns a byte.
+8 million of them: 120 times 16 GB of 10^9 documents.
 """
 
 from __future__ import annotations
@@ -46,37 +45,13 @@ from preprocess.make.worker import load_engine
 from preprocess.plan.inputs import find_inputs, stamp_inputs
 from preprocess.read.documents import Documents, documents_of_shard, read_documents
 from preprocess.read.text_fields import Transform, transform_of
+from shardprep import files
 from shardprep.command_line import add_flags_of
 from shardprep.console import Progress, counted, print_lines, quoted, say
 from shardprep.errors import BadInput, BrokenShard, NotFound, Refused, UsageError
-from shardprep.files import (
-    FileStamp,
-    PublishedFile,
-    is_folder,
-    make_folder,
-    publish_bytes,
-    read_lines,
-    size_of_file,
-    sync_folder,
-)
-from shardprep.format.documents import (
-    DIGEST,
-    DocumentNames,
-    blank_digests,
-    name_of_place,
-    read_blanked,
-    read_digests,
-)
+from shardprep.format import names
+from shardprep.format.documents import DocumentNames, blank_digests, name_of_place, read_blanked, read_digests
 from shardprep.format.manifest import check_done, read_findings
-from shardprep.format.names import (
-    DIGEST_BYTES,
-    TOKENIZER_DIR,
-    TOKENIZER_FILE,
-    chosen_shards,
-    ids_of_ranges,
-    shard_name,
-    source_of_path,
-)
 from shardprep.format.plan import ByteRange, Plan, PlanOptions, check_tokenizer_files, need_plan, read_plan
 
 _BETWEEN = "\x1f"  # texts; to Python it is white space
@@ -111,14 +86,12 @@ RULES = {
 }
 
 
-def _documents_left(
-    plan: Plan, folder: Path, shard_id: int, transform: Transform | None
-) -> Iterator[Documents]:
+def _unblanked(plan: Plan, folder: Path, shard_id: int, transform: Transform | None) -> Iterator[Documents]:
     """Yield the documents of a shard's input that are not blanked. Raises what reading the input does."""
     blanked = None
-    if plan.options.blanked and shard_id in ids_of_ranges(plan.options.blanked):
+    if plan.options.blanked and shard_id in names.ids_of_ranges(plan.options.blanked):
         blanked = read_blanked(folder, plan.plan_id, shard_id)
-    for documents in documents_of_shard(plan, folder, plan.shard(shard_id), transform=transform):
+    for documents in documents_of_shard(plan, folder, plan.shard(shard_id), transform):
         if blanked is not None:
             is_gone = blanked.are_at(documents.input_number, documents.offsets)
             documents = documents.only(np.flatnonzero(~is_gone))
@@ -163,7 +136,7 @@ def overlap(args: argparse.Namespace) -> int:
     """``overlap DATA --against EVALS``: make the files that are missing, and merge them if all are there."""
     folder: Path = args.data_dir
     plan = need_plan(folder).at(args.input_dir)
-    chosen = chosen_shards(plan.num_shards, args.shards)
+    chosen = names.chosen_shards(plan.num_shards, args.shards)
     wanted = range(plan.num_shards) if chosen is None else sorted(chosen)
     rule = RULES[args.rule]._replace(**{} if args.ngram is None else {"ngram": args.ngram})
     if rule.ngram < 2:
@@ -174,23 +147,23 @@ def overlap(args: argparse.Namespace) -> int:
     settings = {"evaluation": args.against, "plan_id": plan.plan_id, **rule._asdict()}
     depends_on = repr((plan.plan_id, plan.options.blanked, rule, evals)).encode()
     key, out = hashlib.sha256(depends_on).hexdigest()[:12], args.output or folder / "overlap"
-    paths = [out / f"{shard_name(number)}.{key}.jsonl" for number in range(plan.num_shards)]
-    todo = [number for number in wanted if size_of_file(paths[number]) is None]
+    paths = [out / f"{names.shard_name(number)}.{key}.jsonl" for number in range(plan.num_shards)]
+    todo = [number for number in wanted if files.size_of_file(paths[number]) is None]
     if len(todo) < len(wanted):
         say(f"{len(wanted) - len(todo)} of {counted(len(wanted), 'shard')} are done already")
     if todo:
         search = _Search(folder, plan, rule, evals)
-        make_folder(out, parents=True)
+        files.make_folder(out, parents=True)
         progress = Progress("looking", sum(plan.shard(number).num_bytes for number in todo))
         for number in todo:
             lines = []
-            for documents in _documents_left(plan, folder, number, transform):
+            for documents in _unblanked(plan, folder, number, transform):
                 lines += [json.dumps(hit, ensure_ascii=False) + "\n" for hit in search.hits_of(documents)]
                 progress.add(documents.num_bytes)
-            publish_bytes(paths[number], "".join(lines).encode("utf-8", "surrogatepass"))
+            files.publish_bytes(paths[number], "".join(lines).encode("utf-8", "surrogatepass"))
     # From the next shard on: of a job array's shards it is the one that is missing most likely.
     others = [*range(wanted[-1] + 1, plan.num_shards), *range(wanted[-1])]
-    missing = next((number for number in others if size_of_file(paths[number]) is None), None)
+    missing = next((number for number in others if files.size_of_file(paths[number]) is None), None)
     if missing is None:
         _merge(out, paths, folder, settings)
     else:
@@ -203,22 +176,22 @@ def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, byt
 
     ``options``: of plan, those that were given. Raises NotFound, UsageError, BadInput for no document.
     """
-    if size_of_file(path) is None:
+    if files.size_of_file(path) is None:
         raise NotFound(path=path, found="no such file or folder", expected="the documents of an evaluation")
-    plan = read_plan(path) if is_folder(path) else None
+    plan = read_plan(path) if files.is_folder(path) else None
     if plan is not None:
         if options:
             expected = "no such flag, as this is a data set, whose plan says how its input is read"
             raise UsageError(path=path, found=f"--{min(options)}", expected=expected)
-        transform, names = transform_of(plan.options, None), [item.path for item in plan.inputs]
-        shards = (_documents_left(plan, path, number, transform) for number in range(plan.num_shards))
+        transform, input_paths = transform_of(plan.options, None), [item.path for item in plan.inputs]
+        shards = (_unblanked(plan, path, number, transform) for number in range(plan.num_shards))
         batches = itertools.chain.from_iterable(shards)
     else:
         read_options, folder, paths = PlanOptions(**options), path.parent, [path]
-        if is_folder(path):
+        if files.is_folder(path):
             folder, paths = path, find_inputs(path, read_options).paths
         inputs = [item.file for item in stamp_inputs(folder, paths, read_options)]
-        names = [item.path for item in inputs]
+        input_paths = [item.path for item in inputs]
         ranges = [
             ByteRange(input_number=number, path=folder / item.path, start=0, end=item.num_bytes)
             for number, item in enumerate(inputs)
@@ -228,7 +201,7 @@ def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, byt
     for documents in batches:
         bad.update(one.reason for one in documents.bad)
         for text, offset in zip(documents.texts, documents.offsets.tolist(), strict=True):
-            evals.append((f"{names[documents.input_number]}:{offset}", text))
+            evals.append((f"{input_paths[documents.input_number]}:{offset}", text))
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in bad.most_common()) or "no document"
     if not evals:
         expected = "the documents of an evaluation; the field of their text is named by --text_field"
@@ -239,10 +212,7 @@ def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, byt
 
 
 class _Search:
-    """Finds the hits of documents; an evaluation takes about 250 bytes a unit.
-
-    Raises BadInput where no document of the evaluation is long enough.
-    """
+    """Finds hits, with 250 bytes a unit of the evaluation. Raises BadInput where that has no n-gram."""
 
     def __init__(self, folder: Path, plan: Plan, rule: Rule, evals: list[tuple[str, bytes]]) -> None:
         self._rule, self._plan = rule, plan
@@ -251,7 +221,7 @@ class _Search:
         if rule.unit == "tokens":
             check_tokenizer_files(folder, plan.tokenizer_files)
             self._engine = load_engine(plan, folder, "auto", say).bare()
-            self._tokenizer = load_tokenizer(folder / TOKENIZER_DIR / TOKENIZER_FILE)
+            self._tokenizer = load_tokenizer(folder / names.TOKENIZER_DIR / names.TOKENIZER_FILE)
         _, units = self._units_of([text for _, text in evals], may_add=True)
         lengths = np.diff(units.offsets)
         num_short, num_evals = int((lengths < rule.ngram).sum()), counted(len(lengths), "evaluation document")
@@ -378,31 +348,31 @@ def _is_kept() -> npt.NDArray[np.bool_]:
 
 def _merge(out: Path, paths: list[Path], data_dir: Path, settings: dict[str, Any]) -> None:
     """Write the lists, of the files of all shards. Raises BrokenShard, ReadWriteError."""
-    names: dict[str, None] = {}  # in order, each once
+    listed: dict[str, None] = {}  # in order, each once
     merged, names_path, num_hits, last = out / "overlap.jsonl", out / "names.txt", 0, ""
     evals, sources = Counter[str](), Counter[str]()
-    with PublishedFile(merged) as file:
+    with files.PublishedFile(merged) as file:
         for path in paths:
             try:
-                for line in read_lines(path):
+                for line in files.read_lines(path):
                     hit = json.loads(line)
                     num_hits += 1
                     if hit["document"] != last:  # its hits follow each other
                         last = hit["document"]
-                        sources[source_of_path(last)] += 1
+                        sources[names.source_of_path(last)] += 1
                     evals[hit["eval"]] += 1
-                    names[f"sha256:{hit['sha256']}\n"] = None
+                    listed[f"sha256:{hit['sha256']}\n"] = None
                     file.write(line)
             except (ValueError, LookupError, TypeError):
                 raise BrokenShard(path=path, found="no hit", remedy=f"rm {quoted(path)}") from None
         file.sync()
         file.publish()
-    publish_bytes(names_path, "".join(names).encode())
+    files.publish_bytes(names_path, "".join(listed).encode())
     documents, of_evals = counted(sources.total(), "document"), counted(len(evals), "evaluation document")
     found = f"{documents} hold text of {of_evals}: {counted(num_hits, 'hit')}"
-    largest = heapq.nlargest(_MOST_SHOWN, map(json.loads, read_lines(merged)), key=lambda hit: hit["share"])
+    top = heapq.nlargest(_MOST_SHOWN, map(json.loads, files.read_lines(merged)), key=lambda hit: hit["share"])
     columns = ("document", "eval", "share", "longest", "text")
-    hits = [columns, *(tuple(str(hit[name])[:300] for name in columns) for hit in largest)]
+    hits = [columns, *(tuple(str(hit[name])[:300] for name in columns) for hit in top)]
     page = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>Overlap with an evaluation</title>
 <style>body{{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto}}
 td{{vertical-align:top;padding:.3em .6em;border-bottom:1px solid #ccc}}</style>
@@ -413,10 +383,10 @@ td{{vertical-align:top;padding:.3em .6em;border-bottom:1px solid #ccc}}</style>
 use: look at the texts, and give a larger --ngram.{_table(evals.most_common(_MOST_SHOWN))}
 <h2>Settings</h2>{_table(settings.items())}</html>
 """
-    publish_bytes(out / "overlap.html", page.encode("utf-8", "surrogatepass"))
+    files.publish_bytes(out / "overlap.html", page.encode("utf-8", "surrogatepass"))
     print_lines(f"{found}; the lists and overlap.html are in {out}")
     print_lines(*(f"  {source}: {count:,} documents" for source, count in sources.most_common()))
-    if names:
+    if listed:
         blank = f"shardprep blank {quoted(data_dir)} --ids {quoted(names_path)} --output NEW"
         print_lines(f"next: {blank}  # or plan anew: --exclude {quoted(names_path)}")
 
@@ -450,14 +420,14 @@ class _Shard(NamedTuple):
     plan: Plan
     transform: Transform | None
     shard_id: int
-    stamp: FileStamp  # of its digests
+    stamp: files.FileStamp  # of its digests
 
 
 def duplicates(args: argparse.Namespace) -> int:
     """Find the documents that go, write the lists, and print the sums. Raises what reading and writing do."""
     plans: dict[str, Path] = {}
     shards: list[_Shard] = []
-    lists: dict[Path, PublishedFile] = {}  # by data set
+    lists: dict[Path, files.PublishedFile] = {}  # by data set
     going = Counter[tuple[Path, str]]()  # documents, by data set and source
     with contextlib.ExitStack() as opened:
         for number, folder in enumerate(args.data_dirs, 1):
@@ -467,7 +437,7 @@ def duplicates(args: argparse.Namespace) -> int:
                 raise UsageError(found=found, expected="each data set once")
             path = args.output if number == 1 else args.output.with_suffix(f".{number}{args.output.suffix}")
             # Before the work, so that a folder that cannot be written to is told at once.
-            lists[folder] = opened.enter_context(PublishedFile(path))
+            lists[folder] = opened.enter_context(files.PublishedFile(path))
             findings = read_findings(folder, plan.plan_id)
             transform = transform_of(plan.options, args.transform)
             for shard_id in range(plan.num_shards):
@@ -476,14 +446,14 @@ def duplicates(args: argparse.Namespace) -> int:
                     expected = "a data set of plan --digests; plan anew with it, into a new folder"
                     raise UsageError(path=folder, found="no digests", expected=expected, remedy="--digests")
                 shards.append(_Shard(folder, plan.at(args.input_dir), transform, shard_id, stamp))
-        names, first_shard, has_copies, num_documents, num_copies = _find(shards)
+        groups, first_shard, has_copies, num_documents, num_copies = _find(shards)
         with_copies = np.flatnonzero(has_copies).tolist()
         progress = Progress("writing the lists", len(with_copies), unit="shards")
         for number in with_copies:
             shard, kept = shards[number], set[int]()
-            for documents in _documents_left(shard.plan, shard.folder, shard.shard_id, shard.transform):
+            for documents in _unblanked(shard.plan, shard.folder, shard.shard_id, shard.transform):
                 path = shard.plan.inputs[documents.input_number].path
-                group_of = names.find(documents.digests())
+                group_of = groups.find(documents.digests())
                 for document in np.flatnonzero(group_of >= 0).tolist():
                     group = int(group_of[document])
                     if first_shard[group] == number and group not in kept:
@@ -491,7 +461,7 @@ def duplicates(args: argparse.Namespace) -> int:
                         continue
                     name = name_of_place(path, int(documents.offsets[document]))
                     lists[shard.folder].write(f"{name}\n".encode())
-                    going[shard.folder, source_of_path(path)] += 1
+                    going[shard.folder, names.source_of_path(path)] += 1
             progress.add(1)
         if going.total() != num_copies:
             found = f"{going.total()} of {num_copies} duplicates in the input"
@@ -500,17 +470,17 @@ def duplicates(args: argparse.Namespace) -> int:
         for file in lists.values():
             file.sync()
             file.publish()
-        sync_folder(args.output.parent)
+        files.sync_folder(args.output.parent)
     told: list[dict[str, Any]] = []
     for folder, file in lists.items():
         sources = {source: count for (of, source), count in going.most_common() if of == folder}
         told.append({"data_dir": str(folder), "list": str(file.path), "sources": sources})
     if args.json:
-        sums = {"num_documents": num_documents, "num_groups": len(names.keys), "num_duplicates": num_copies}
+        sums = {"num_documents": num_documents, "num_groups": len(groups.keys), "num_duplicates": num_copies}
         print_lines(json.dumps({**sums, "data_sets": told}))
         return 0
     total = counted(num_documents, "document")
-    print_lines(f"{num_copies:,} of {total} are copies of {len(names.keys):,} others")
+    print_lines(f"{num_copies:,} of {total} are copies of {len(groups.keys):,} others")
     for each in told:
         count, folder, path = sum(each["sources"].values()), quoted(each["data_dir"]), quoted(each["list"])
         print_lines(f"{folder}: {counted(count, 'document')}; list: {path}")
@@ -527,9 +497,9 @@ def _find(shards: list[_Shard]) -> tuple[DocumentNames, Numbers, npt.NDArray[np.
     Returns their digests, the shard that has the first one of each, which of all shards have others, and the
     numbers of all documents and of those that go.
     """
-    num_all = sum(shard.stamp.num_bytes // DIGEST_BYTES for shard in shards)
+    num_all = sum(shard.stamp.num_bytes // names.DIGEST_BYTES for shard in shards)
     num_parts, blanks = 1 + num_all // _PART_DOCUMENTS, blank_digests(np.array([False, True]))
-    groups, firsts = [np.zeros(0, DIGEST)], [np.zeros(0, np.int64)]
+    groups, firsts = [blanks[:0]], [np.zeros(0, np.int64)]
     has_copies, num_documents, num_copies = np.zeros(len(shards), np.bool_), 0, 0
     progress = Progress("comparing digests", num_parts * num_all, unit="documents")
     for part in range(num_parts):
@@ -549,5 +519,5 @@ def _find(shards: list[_Shard]) -> tuple[DocumentNames, Numbers, npt.NDArray[np.
         firsts.append(shard_of[first[count > 1]])
         has_copies[np.delete(shard_of, first)] = True
     # Parts ascend, and within them digests do.
-    names = DocumentNames(keys=np.concatenate(groups))
-    return names, np.concatenate(firsts), has_copies, num_documents, num_copies
+    equal = DocumentNames(keys=np.concatenate(groups))
+    return equal, np.concatenate(firsts), has_copies, num_documents, num_copies

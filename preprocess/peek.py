@@ -21,22 +21,10 @@ from preprocess.make.engines import Ids, load_tokenizer
 from shardprep.console import Progress, counted, output_is_read, print_lines, quoted
 from shardprep.errors import NotFound, ShardprepError, UsageError
 from shardprep.files import read_beginning
+from shardprep.format import names
 from shardprep.format.documents import kept_ids
 from shardprep.format.index import ShardSamples, read_idx, samples_holding
 from shardprep.format.manifest import manifest_ids, read_manifest
-from shardprep.format.names import (
-    BLANK,
-    TOKENIZER_DIR,
-    TOKENIZER_FILE,
-    Count,
-    blank_id,
-    input_kind,
-    manifest_path,
-    name_of_input,
-    place_text,
-    quarantine_path,
-    shard_name,
-)
 from shardprep.format.plan import Plan, need_plan
 
 _KINDS = "SHARD:SAMPLE, SHARD:ROW:DOCUMENT, FILE:BYTE or id:ID"
@@ -51,7 +39,7 @@ class _LeftOut(msgspec.Struct):
 
     source: str
     source_offset: int
-    num_bytes: Count
+    num_bytes: names.Count
     reason: str
     detail: str
 
@@ -60,14 +48,14 @@ class Decoder:
     """Ids -> text in which special tokens are seen. Raises ReadWriteError where there is no tokenizer."""
 
     def __init__(self, folder: Path) -> None:
-        self._tokenizer = load_tokenizer(folder / TOKENIZER_DIR / TOKENIZER_FILE)
+        self._tokenizer = load_tokenizer(folder / names.TOKENIZER_DIR / names.TOKENIZER_FILE)
         added = self._tokenizer.get_added_tokens_decoder()
         self._names = {number: token.content for number, token in added.items() if token.special}
         self._vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def text(self, ids: Ids, mask: npt.NDArray[np.bool_]) -> str:
         """Return the text of some ids, of which ``mask`` have labels."""
-        if len(ids) and np.isin(ids, [BLANK, blank_id(self._vocab_size)]).all():
+        if len(ids) and np.isin(ids, [names.BLANK, names.blank_id(self._vocab_size)]).all():
             return f"⟦{counted(len(ids), 'blanked token')}⟧"
         cuts, parts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)], []
         for begin, end in itertools.pairwise(cuts):
@@ -147,17 +135,14 @@ def peek(args: argparse.Namespace) -> int:
 
 
 def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample, int | None]]:
-    """Yield the samples at an address, and the document if it names one; print why one was left out.
-
-    Raises NotFound, UsageError.
-    """
+    """Yield the samples at an address, and the document if it names one; print why one was left out."""
     if in_shard := _IN_SHARD.fullmatch(address):
         shard_id, number = int(in_shard[1]), int(in_shard[2])
         if shard_id >= plan.num_shards:
             expected = f"ids of 0 to {plan.num_shards - 1}"
             raise UsageError(found=f"shard {shard_id} in {address}", expected=expected)
         if shard_id not in manifest_ids(folder):
-            path, again = manifest_path(folder, shard_id), f"shardprep run {quoted(folder)}"
+            path, again = names.manifest_path(folder, shard_id), f"shardprep run {quoted(folder)}"
             raise NotFound(f"shard {shard_id:05d} is not made: {path} is missing", path=path, remedy=again)
         if number >= (num_samples := len(read_idx(folder, plan.spec, shard_id))):
             raise NotFound(found=f"{address}, no sample", expected=f"samples 0 to {num_samples - 1}")
@@ -183,7 +168,7 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
         place = (paths.index(name), int(offset))
         # Of other inputs a place counts decompressed bytes, or rows, and nobody has counted these.
         num_bytes = plan.inputs[place[0]].num_bytes
-        if input_kind(name).is_in_bytes and place[1] >= num_bytes:
+        if names.input_kind(name).is_in_bytes and place[1] >= num_bytes:
             raise NotFound(path=name, found=place[1], expected=f"bytes 0 to {num_bytes - 1}")
     shards = [number for number in made if place[0] in plan.shard(number).input_numbers]
     if line := _left_out_line(folder, shards, name, place[1]):
@@ -203,12 +188,12 @@ def _left_out_line(folder: Path, shard_ids: Sequence[int], path: str, offset: in
     """Say what is known of a document that was left out, or nothing where none begins there."""
     for shard_id in shard_ids:
         with contextlib.suppress(ShardprepError):  # of a file that cannot be read nothing is known
-            raw = read_beginning(quarantine_path(folder, shard_id), _MAX_QUARANTINE_BYTES)
+            raw = read_beginning(names.quarantine_path(folder, shard_id), _MAX_QUARANTINE_BYTES)
             for line in raw.split(b"\n"):
                 with contextlib.suppress(msgspec.MsgspecError):
                     entry = msgspec.json.decode(line, type=_LeftOut)
                     if (entry.source, entry.source_offset) == (path, offset):
-                        size = "" if input_kind(path).unit == "row" else f", {entry.num_bytes} bytes"
+                        size = "" if names.input_kind(path).unit == "row" else f", {entry.num_bytes} bytes"
                         why = f"{entry.reason}{size}: {entry.detail[:_DETAIL_CHARS]}"
                         return f"{path}:{offset} was left out of shard {shard_id:05d} as {why}"
     return ""
@@ -242,12 +227,13 @@ def _print_sample(
     num_tokens, num_trained = len(samples.ids(number)), int(samples.loss_mask(number).sum())
     counts = read_manifest(samples.path.parent, samples.shard_id).counts
     num_train = counts.num_samples - counts.held_out.num_samples
-    path = name_of_input([item.path for item in plan.inputs], int(record["source"]))
+    path = names.name_of_input([item.path for item in plan.inputs], int(record["source"]))
     labels = "" if num_trained == num_tokens else f" ({num_trained} with labels)"
     side = ", for validation" if number >= num_train else ""
     place = "begins in the document at " if begins_inside else "from "
-    place += place_text(path, int(record["source_offset"]))
-    print_lines(f"{shard_name(samples.shard_id)} {name} {number}: {num_tokens} tokens{labels}{side}, {place}")
+    place += names.place_text(path, int(record["source_offset"]))
+    head = f"{names.shard_name(samples.shard_id)} {name} {number}"
+    print_lines(f"{head}: {num_tokens} tokens{labels}{side}, {place}")
     for position, text in enumerate(documents):
         if only and position not in only:
             continue

@@ -31,74 +31,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from shardprep.console import (
-    Progress,
-    counted,
-    print_lines,
-    quoted,
-    say,
-    shards_text,
-    short_bytes,
-    source_lines,
-)
-from shardprep.errors import (
-    BrokenShard,
-    CannotWrite,
-    NotFound,
-    OtherPlan,
-    ReadWriteError,
-    ShardprepError,
-    UsageError,
-)
-from shardprep.files import (
-    NOT_THERE,
-    RETRIED,
-    STALE_AFTER_S,
-    TEMPORARY_NAME,
-    HashedFile,
-    PublishedFolder,
-    errors_named,
-    is_link,
-    names_in,
-    publish_bytes,
-    read_regular,
-    remove_tree,
-    size_of_file,
-    with_retries,
-)
+from shardprep import errors, files
+from shardprep.console import Progress, counted, print_lines, say, shards_text, short_bytes, source_lines
+from shardprep.format import manifest, names
 from shardprep.format.index import ids_of, merge_manifests, misplaced_samples, read_idx
 from shardprep.format.jobs import LOGS_FOLDER, read_attempts
-from shardprep.format.manifest import (
-    Check,
-    Finding,
-    Manifest,
-    check_hashes,
-    check_shard,
-    check_sizes,
-    done_manifest,
-    is_of_shard,
-    publish_findings,
-    read_manifest,
-    refuse_found,
-    remove_findings,
-    standing_findings,
-)
-from shardprep.format.names import (
-    BLANK,
-    DIGEST_BYTES,
-    DIGESTS_DIR,
-    IDS_DIR,
-    INDEX_NAME,
-    PLAN_NAME,
-    QUARANTINE_DIR,
-    TAR_END,
-    VOUCHED_PATHS,
-    blank_id,
-    id_ranges,
-    input_kind,
-    remake_command,
-    tar_path,
-)
+from shardprep.format.manifest import Check, Finding, Manifest, read_manifest
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan, read_plan
 
 Records = npt.NDArray[np.void]
@@ -109,7 +47,7 @@ _OF_SHARD = re.compile(r"\.shard-(\d{5})\.")
 _MADE_AGAIN = ("tar", "idx", "ids", "digests")  # quarantine/ has words of a library's version
 
 
-Problem = tuple[int, ShardprepError]  # a shard that is missing or broken, and how to mend it
+Problem = tuple[int, errors.ShardprepError]  # a shard that is missing or broken, and how to mend it
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -129,38 +67,38 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def verify(args: argparse.Namespace) -> int:
     """Check all shards, write index.json, or tell what is wrong. Return the exit code."""
     if args.deep is not None and args.deep < 1:
-        raise UsageError.of_value("--deep", args.deep, "a number of shards from 1")
+        raise errors.UsageError.of_value("--deep", args.deep, "a number of shards from 1")
     folder: Path = args.output_dir
     plan = need_plan(folder)
     check: Check = "fast" if args.fast else "full"
-    standing = standing_findings(folder, plan.plan_id, check)
+    standing = manifest.standing_findings(folder, plan.plan_id, check)
     compare_tokenizer = partial(check_tokenizer_files, folder, plan.tokenizer_files)
-    with_retries(f"the tokenizer in {folder} cannot be read", compare_tokenizer)
+    files.with_retries(f"the tokenizer in {folder} cannot be read", compare_tokenizer)
     known = {} if args.deep is not None else standing
     manifests, problems = _check_shards(folder, plan, is_fast=args.fast, standing=known)
     if problems:
         return _tell_problems(folder, plan, problems, check)
     index = merge_manifests(folder, manifests)
-    path, content = folder / INDEX_NAME, index.to_json()
-    not_written: CannotWrite | None = None
+    path, content = folder / names.INDEX_NAME, index.to_json()
+    not_written: errors.CannotWrite | None = None
     wrote = f"; wrote {path}"
     try:
-        publish_bytes(path, content)
-    except CannotWrite as error:  # a colleague's folder, say, which may be read and not be written to
+        files.publish_bytes(path, content)
+    except errors.CannotWrite as error:  # a colleague's folder, say, which may be read and not be written to
         not_written, wrote = error, ""
-        with contextlib.suppress(*NOT_THERE, BrokenShard):
-            if read_regular(path, max_bytes=len(content)) == content:
+        with contextlib.suppress(*files.NOT_THERE, errors.BrokenShard):
+            if files.read_regular(path, max_bytes=len(content)) == content:
                 not_written, wrote = None, f"; {path} says the same"
     sums = (counted(int(index.column(f"num_{noun}s").sum()), noun) for noun in ("sample", "token"))
     print_lines(f"verified {counted(plan.num_shards, 'shard')}: {', '.join(sums)}{wrote}")
     counts = {name: dataclasses.asdict(of) for name, of in index.sources.items()}
-    print_lines(*source_lines(counts, all_in=INDEX_NAME))
+    print_lines(*source_lines(counts, all_in=names.INDEX_NAME))
     if args.deep is not None and (problems := _make_again(folder, plan, args, again=standing)):
         return _tell_problems(folder, plan, problems, "deep")
     if not_written is not None:
-        say(f"error: all shards are right, and {INDEX_NAME} is not written: {not_written}")
+        say(f"error: all shards are right, and {names.INDEX_NAME} is not written: {not_written}")
         return not_written.exit_code
-    remove_findings(folder)
+    manifest.remove_findings(folder)
     for record in read_attempts(folder, plan.plan_id).own:  # of attempts whose shards were made by others
         if record.ended is not None:
             with contextlib.suppress(OSError):
@@ -188,26 +126,24 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
     for shard_id in chosen:
         try:
             # Of no shard's name: whoever finishes a shard removes the temporaries of its name.
-            with PublishedFolder(folder / "verify") as scratch:
-                made = worker.make_into(scratch.temporary, worker.plan.shard(shard_id))
+            with files.PublishedFolder(folder / "verify") as scratch:
+                made = worker.make_in(scratch.temporary, worker.plan.shard(shard_id))
             found = read_manifest(folder, shard_id)
-            names = [name for name in _MADE_AGAIN if getattr(found, name) != getattr(made, name)]
-            differing = [str(VOUCHED_PATHS[name](Path(), shard_id)) for name in names]
+            others = [name for name in _MADE_AGAIN if getattr(found, name) != getattr(made, name)]
+            differing = [str(names.VOUCHED_PATHS[name](Path(), shard_id)) for name in others]
             for name, count in vars(found.counts).items():
                 if (expected := getattr(made.counts, name)) != count:
                     differing.append(f"{name} ({expected} in place of {count})")
             if differing:
                 message = f"of its input the reference engine makes another {', another '.join(differing)}"
-                remedy = f"{remake_command(shard_id, folder)} --engine tokenizers"
-                raise BrokenShard(message, remedy=remedy)
-        except ShardprepError as error:
+                remedy = f"{names.remake_command(shard_id, folder)} --engine tokenizers"
+                raise errors.BrokenShard(message, remedy=remedy)
+        except errors.ShardprepError as error:
             problems.append((shard_id, error))
         progress.add(1)
     if not problems:
-        print_lines(
-            f"the reference engine makes the same of the input of {counted(len(chosen), 'shard')} "
-            f"({id_ranges(chosen)}), byte for byte"
-        )
+        shards = f"{counted(len(chosen), 'shard')} ({names.id_ranges(chosen)})"
+        print_lines(f"the reference engine makes the same of the input of {shards}, byte for byte")
     return problems
 
 
@@ -220,19 +156,20 @@ def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem], check:
         same = [problem for problem in problems if type(problem[1]) is kind]
         for shard_id, error in same[:_MOST_TOLD]:
             say(f"error: shard {shard_id:05d}: {error}")
-        if ids := id_ranges(shard_id for shard_id, _ in same[_MOST_TOLD:]):
-            say(f"error: {shards_text(ids)}: likewise; shardprep run {quoted(folder)} makes what is missing")
-    wrong = [each for each in problems if is_of_shard(each[1])]
-    others = [each for each in problems if not is_of_shard(each[1])]
+        if ids := names.id_ranges(shard_id for shard_id, _ in same[_MOST_TOLD:]):
+            again = f"shardprep run {errors.quoted(folder)} makes what is missing"
+            say(f"error: {shards_text(ids)}: likewise; {again}")
+    wrong = [each for each in problems if manifest.is_of_shard(each[1])]
+    others = [each for each in problems if not manifest.is_of_shard(each[1])]
     try:
         not_read = {shard_id for shard_id, _ in others}
-        publish_findings(folder, plan.plan_id, dict(wrong), check, not_read)
-    except ShardprepError as error:
+        manifest.publish_findings(folder, plan.plan_id, dict(wrong), check, not_read)
+    except errors.ShardprepError as error:
         say(f"warning: other commands will not know this: {error}")
     unknown = "could not be compared, and nothing is said of them"
     for some, what in ((wrong, "are not right"), (others, unknown)):
         if some:
-            ids = id_ranges(shard_id for shard_id, _ in some)
+            ids = names.id_ranges(shard_id for shard_id, _ in some)
             say(f"{len(some)} of {plan.num_shards} shards {what}: {shards_text(ids)}; see the lines above")
     return (wrong or others)[0][1].exit_code
 
@@ -249,43 +186,44 @@ def _check_shards(
     is_away = threading.Event()  # the file system, so that not every shard waits until it is back
 
     def read(shard_id: int) -> Manifest:
-        manifest = check_shard(folder, shard_id, plan.plan_id)
-        check_sizes(folder, manifest)
+        shard = manifest.check_shard(folder, shard_id, plan.plan_id)
+        manifest.check_sizes(folder, shard)
         # It was made of exactly the bytes that the plan gives it, for this spec.
-        name, num_bytes = f"shard {shard_id:05d}", manifest.counts.input_bytes
-        if manifest.spec != plan.spec:
-            raise OtherPlan(f"the manifest of {name} describes another data set than plan.json")
+        name, num_bytes = f"shard {shard_id:05d}", shard.counts.input_bytes
+        if shard.spec != plan.spec:
+            raise errors.OtherPlan(f"the manifest of {name} describes another data set than plan.json")
         if num_bytes != sizes[shard_id]:
-            raise BrokenShard(f"{name} was made of {num_bytes} input bytes, planned are {sizes[shard_id]}")
+            what = f"was made of {num_bytes} input bytes, planned are {sizes[shard_id]}"
+            raise errors.BrokenShard(f"{name} {what}")
         for what in ("ids", "digests"):
-            if (is_there := getattr(manifest, what) is not None) != (what in plan.options.side_files()):
+            if (is_there := getattr(shard, what) is not None) != (what in plan.options.side_files()):
                 has = "some" if is_there else "no"
-                raise BrokenShard(f"the manifest of {name} has {has} {what}, other than the plan")
+                raise errors.BrokenShard(f"the manifest of {name} has {has} {what}, other than the plan")
         if not is_fast:  # every byte of the tar is read once
-            path = tar_path(folder, shard_id)
-            with errors_named(path), HashedFile(path) as tar:
+            path = names.tar_path(folder, shard_id)
+            with files.errors_named(path), files.HashedFile(path) as tar:
                 try:
-                    _check_ids(manifest, tar, _check_idx(folder, plan, manifest))
-                except ShardprepError:  # a wrong hash is told before what follows from it
-                    check_hashes(folder, manifest, tar.sha256())
+                    _check_ids(shard, tar, _check_idx(folder, plan, shard))
+                except errors.ShardprepError:  # a wrong hash is told before what follows from it
+                    manifest.check_hashes(folder, shard, tar.sha256())
                     raise
-                check_hashes(folder, manifest, tar.sha256())
-        refuse_found(folder, standing, [shard_id])
-        return manifest
+                manifest.check_hashes(folder, shard, tar.sha256())
+        manifest.refuse_found(folder, standing, [shard_id])
+        return shard
 
     def check(shard_id: int) -> Manifest | Problem:
         try:
             if is_away.is_set():
                 return read(shard_id)
-            return with_retries(f"shard {shard_id:05d} cannot be read", partial(read, shard_id))
-        except ShardprepError as error:
-            if isinstance(error, (BrokenShard, OtherPlan)) and error.remedy is None:
-                error.remedy = remake_command(shard_id, folder)
-            if isinstance(error.__context__, OSError) and error.__context__.errno in RETRIED:
+            return files.with_retries(f"shard {shard_id:05d} cannot be read", partial(read, shard_id))
+        except errors.ShardprepError as error:
+            if isinstance(error, (errors.BrokenShard, errors.OtherPlan)) and error.remedy is None:
+                error.remedy = names.remake_command(shard_id, folder)
+            if isinstance(error.__context__, OSError) and error.__context__.errno in files.RETRIED:
                 is_away.set()
             return shard_id, error
         except OSError as error:
-            return shard_id, ReadWriteError(f"{error.filename}: {error.strerror}")
+            return shard_id, errors.ReadWriteError(f"{error.filename}: {error.strerror}")
 
     manifests: list[Manifest] = []
     problems: list[Problem] = []
@@ -300,21 +238,21 @@ def _check_shards(
     return manifests, problems
 
 
-def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
+def _check_idx(folder: Path, plan: Plan, shard: Manifest) -> Records:
     """Check that an idx agrees with manifest, plan and size of the tar, and return its records."""
-    shard_id, counts, name = manifest.shard_id, manifest.counts, f"the idx of shard {manifest.shard_id:05d}"
+    shard_id, counts, name = shard.shard_id, shard.counts, f"the idx of shard {shard.shard_id:05d}"
     records = read_idx(folder, plan.spec, shard_id)
     # Ids, starts and masks lie within the tar, with the bytes that they must have.
-    misplaced = misplaced_samples(manifest.spec, records, manifest.tar.num_bytes)
+    misplaced = misplaced_samples(shard.spec, records, shard.tar.num_bytes)
     if misplaced.any():
-        where = f"where it cannot be in a tar of {manifest.tar.num_bytes} bytes"
-        raise BrokenShard(f"{name} places sample {int(misplaced.argmax())} {where}")
+        where = f"where it cannot be in a tar of {shard.tar.num_bytes} bytes"
+        raise errors.BrokenShard(f"{name} places sample {int(misplaced.argmax())} {where}")
     # The rows for validation, which come last, and the digests are as many as is said.
     num_tokens, validation = records["num_tokens"].astype(np.int64), counts.held_out
     num_train = counts.num_samples - validation.num_samples
     begin_in = records["num_starts"] if plan.spec.has_rows else np.ones(len(records), np.int64)
     num_begun = int(begin_in.sum())
-    num_digests = num_begun if manifest.digests is None else manifest.digests.num_bytes // DIGEST_BYTES
+    num_digests = num_begun if shard.digests is None else shard.digests.num_bytes // names.DIGEST_BYTES
     for what, found, expected in (
         ("samples", len(records), counts.num_samples),
         ("tokens", int(num_tokens.sum()), counts.num_tokens),
@@ -323,7 +261,7 @@ def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
         ("documents with digests", num_begun, num_digests),
     ):
         if found != expected:
-            raise BrokenShard(f"{name} has {found} {what}, its manifest says {expected}")
+            raise errors.BrokenShard(f"{name} has {found} {what}, its manifest says {expected}")
     if len(records):
         begin, stop = plan.cuts[shard_id], plan.cuts[shard_id + 1]
         (first, start), (last, end) = (begin.input_number, begin.byte), (stop.input_number, stop.byte)
@@ -333,34 +271,35 @@ def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
         )
         # A row, or a byte of a compressed file's text, cannot be compared with a boundary.
         in_bytes = [
-            number == len(plan.inputs) or input_kind(plan.inputs[number].path).is_in_bytes
+            number == len(plan.inputs) or names.input_kind(plan.inputs[number].path).is_in_bytes
             for number in (first, last)
         ]
         before = (first, start if in_bytes[0] else 0)
         behind = (last, end) if not end or in_bytes[1] else (last + 1, 0)
         if not in_order or min(places) < before or max(places) >= behind:
-            raise BrokenShard(f"{name} names sources outside of its part of the plan")
+            raise errors.BrokenShard(f"{name} names sources outside of its part of the plan")
     return records
 
 
-def _check_ids(manifest: Manifest, tar: HashedFile, records: Records) -> None:
+def _check_ids(shard: Manifest, tar: files.HashedFile, records: Records) -> None:
     """Check that every id is in the vocabulary or blank, each JSON list has its tokens, the tar its end.
 
     A million tokens take 126 ms of CPU as JSON, 8 ms packed (one core).
     """
     # In the tar they stand as in the idx, but for samples for validation.
-    spec, vocab_size = manifest.spec, manifest.spec.tokenizer.vocab_size
+    spec, vocab_size = shard.spec, shard.spec.tokenizer.vocab_size
     records = records[np.argsort(records["offset"], kind="stable")]
     try:
         for ids in ids_of(spec, records, tar.read):
-            if manifest.made_from is not None:
-                ids = ids[(ids != BLANK) & (ids != blank_id(vocab_size))]
+            if shard.made_from is not None:
+                ids = ids[(ids != names.BLANK) & (ids != names.blank_id(vocab_size))]
             if len(ids) and (largest := int(ids.max())) >= vocab_size:
-                raise BrokenShard(f"{tar.path} holds the token id {largest}, the vocabulary has {vocab_size}")
+                found = f"{tar.path} holds the token id {largest}"
+                raise errors.BrokenShard(f"{found}, the vocabulary has {vocab_size}")
     except (ValueError, OverflowError) as error:
-        raise BrokenShard(f"{tar.path} holds token ids that cannot be read ({error})") from None
-    if tar.read(tar.num_bytes - len(TAR_END), len(TAR_END)) != TAR_END:
-        raise BrokenShard(f"{tar.path} does not end in two zero blocks")
+        raise errors.BrokenShard(f"{tar.path} holds token ids that cannot be read ({error})") from None
+    if tar.read(tar.num_bytes - len(names.TAR_END), len(names.TAR_END)) != names.TAR_END:
+        raise errors.BrokenShard(f"{tar.path} does not end in two zero blocks")
 
 
 def add_clean_flags(parser: argparse.ArgumentParser) -> None:
@@ -377,15 +316,16 @@ def clean(args: argparse.Namespace) -> int:
     plan = read_plan(folder)
     # Temporaries in the folders of a data set and, where that is verified, the logs of its tasks.
     paths: list[Path] = []
-    for place in (folder, *(folder / name for name in (QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR, "jobs"))):
-        if place == folder or not is_link(place):
-            paths += [place / name for name in names_in(place) if TEMPORARY_NAME.fullmatch(name)]
+    subfolders = (names.QUARANTINE_DIR, names.IDS_DIR, names.DIGESTS_DIR, "jobs")
+    for place in (folder, *(folder / name for name in subfolders)):
+        if place == folder or not files.is_link(place):
+            paths += [place / name for name in files.names_in(place) if files.TEMPORARY_NAME.fullmatch(name)]
     logs = folder / LOGS_FOLDER
-    if size_of_file(folder / INDEX_NAME) is not None and not is_link(logs):
-        paths += [logs / name for name in names_in(logs) if _TASK_LOG.fullmatch(name)]
+    if files.size_of_file(folder / names.INDEX_NAME) is not None and not files.is_link(logs):
+        paths += [logs / name for name in files.names_in(logs) if _TASK_LOG.fullmatch(name)]
     if plan is None and not paths:
-        found = f"no {PLAN_NAME} and no temporary file"
-        raise NotFound(path=folder, found=found, expected="the folder of a data set")
+        found = f"no {names.PLAN_NAME} and no temporary file"
+        raise errors.NotFound(path=folder, found=found, expected="the folder of a data set")
     verb = "would remove" if args.dry_run else "removed"
     removed: list[int] = []  # bytes of each
     num_kept, failed = 0, ""
@@ -393,19 +333,19 @@ def clean(args: argparse.Namespace) -> int:
         try:
             stats = [path.lstat()]
             if stat.S_ISDIR(stats[0].st_mode):
-                stats += [Path(place, name).lstat() for place, _, names in os.walk(path) for name in names]
+                stats += [Path(place, name).lstat() for place, _, inside in os.walk(path) for name in inside]
             num_bytes = sum(each.st_size for each in stats if not stat.S_ISDIR(each.st_mode))
             age_s = time.time() - max(each.st_mtime for each in stats)
             # Of a shard that is not done it may be what will mend the shard.
             match, is_done = _OF_SHARD.match(path.name), False
             if plan is not None and match is not None and int(match[1]) < plan.num_shards:
-                with contextlib.suppress(ShardprepError, OSError):
-                    is_done = done_manifest(folder, int(match[1]), plan.plan_id) is not None
-            if age_s < STALE_AFTER_S and path.suffix != ".log" and not is_done:
+                with contextlib.suppress(errors.ShardprepError, OSError):
+                    is_done = manifest.done_manifest(folder, int(match[1]), plan.plan_id) is not None
+            if age_s < files.STALE_AFTER_S and path.suffix != ".log" and not is_done:
                 num_kept += 1
                 continue
             if not args.dry_run:
-                remove_tree(path)
+                files.remove_tree(path)
                 if path.is_dir() and not path.is_symlink():  # of a folder it removes what it can
                     path.rmdir()  # and this says why not all
         except FileNotFoundError:
@@ -421,5 +361,5 @@ def clean(args: argparse.Namespace) -> int:
         when = "they go when these are done, or 24 hours after the last write"
         print_lines(f"kept {num_kept} of shards that are not done, as attempts may still write them; {when}")
     if failed:
-        raise CannotWrite(f"{failed}; ask the owner of what is left", path=folder)
+        raise errors.CannotWrite(f"{failed}; ask the owner of what is left", path=folder)
     return 0

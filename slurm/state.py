@@ -124,7 +124,7 @@ def run_slurm(*command: str, text: str | None = None) -> subprocess.CompletedPro
             env=environ,
         )
     except OSError as error:
-        found = f"cannot be run here ({error.strerror})"
+        found = f"it cannot be run here ({error.strerror})"
         expected = "a login node of the cluster; or make the shards on this machine"
         raise SlurmMissing(path=command[0], found=found, expected=expected) from None
     except subprocess.TimeoutExpired:

@@ -11,7 +11,6 @@ import multiprocessing.util
 import os
 import re
 import runpy
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -23,8 +22,7 @@ import pytest
 
 from tests.checkout import ROOT, SHARED
 from tests.children import run_child
-from tests.forged import seal as seal  # for others
-from tests.world import World, call_main, flags_of
+from tests.world import call_main, flags_of
 
 LAYERS_OVER_QUICK = ("slow", "processes", "slurm")
 # Modules begin in this order, or the longest would end last. The two on clusters mostly wait.
@@ -187,20 +185,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     quiet = ("--quiet", "--no-index", "--no-deps", "--disable-pip-version-check", "--no-compile")
     run_child([sys.executable, "-m", "pip", "install", *quiet, "--target", str(folder / "site"), str(wheel)])
     return folder / "site"
-
-
-@pytest.fixture(scope="module")
-def planned_dir(model_dir: Path, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sample text planned into 5 shards, none made. Copy it; never write to it."""
-    folder = tmp_path_factory.mktemp("planned")
-    World(folder, tokenizer=model_dir, raw_dir=sample_dir, data_dir=folder).plan(num_shards=5)
-    return folder
-
-
-@pytest.fixture
-def data_dir(planned_dir: Path, tmp_path: Path) -> Path:
-    """A copy of ``planned_dir`` of one's own."""
-    return Path(shutil.copytree(planned_dir, tmp_path / "data"))
 
 
 @pytest.fixture(scope="session")

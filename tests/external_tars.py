@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import webdataset
@@ -14,13 +15,8 @@ from tests.word_tokenizers import save_word_tokenizer
 def write_numbered_data(folder: Path, num_samples: int, num_shards: int) -> Path:
     """Numbered tars with a tokenizer beside them; ids behind the first one fill a sample, up to 4."""
     save_word_tokenizer(folder, 200)
-    write_numbered_tars(
-        folder,
-        num_samples,
-        num_shards,
-        name="shard-{:05d}.tar",
-        ids_of=lambda number: [number, *range(number % 5)],
-    )
+    form: Any = {"name": "shard-{:05d}.tar", "ids_of": lambda number: [number, *range(number % 5)]}
+    write_numbered_tars(folder, num_samples, num_shards, **form)
     return folder
 
 

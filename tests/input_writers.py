@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
 import itertools
 import json
+import lzma
 import struct
 import zlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pyarrow
@@ -78,3 +82,26 @@ def bgzip(data: bytes, sizes: Iterable[int]) -> bytes:
         head = b"\x1f\x8b\x08\x04" + bytes(4) + b"\x00\xff" + size
         members.append(head + body + struct.pack("<II", zlib.crc32(piece), len(piece)))
     return b"".join(members)
+
+
+def write_every_format(folder: Path) -> None:
+    """Write what ``a.txt`` in the folder says, and a record without text, in each format.
+
+    Shards may be cut inside of most of these files.
+    """
+    text = (folder / "a.txt").read_bytes()
+    rows = [{"text": each} for each in [*text.decode().splitlines(), None]]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    for name, data in {
+        "c.jsonl": lines,
+        "d.jsonl.gz": gzip.compress(lines),
+        "e.jsonl.zst": zstandard.compress(lines),
+        "f.jsonl.zst": seekable_zstd(lines, [900]),
+        "g.jsonl.gz": bgzip(lines, [700]),
+        "h.jsonl.xz": lzma.compress(lines),
+        "i.jsonl.bz2": bz2.compress(lines),
+        "j.txt.gz": gzip.compress(text),
+        "k.parquet": table_bytes(rows, "parquet", 9),
+        "l.arrow": table_bytes(rows, "stream.arrow", 9),
+    }.items():
+        (folder / name).write_bytes(data)

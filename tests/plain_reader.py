@@ -24,6 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
+import zstandard
+from pyarrow import ipc
+
 _MOST_HELD_BYTES = 64 << 20  # see "Documents left out" in docs/format.md
 _MOST_CHAT_BYTES = 4 << 20
 _MISSING = object()
@@ -74,12 +79,9 @@ def plain_records(path: Path, **options: str) -> Iterator[PlainRecord]:
         yield from _in_json(data, wanted) if is_json else _in_text(data, wanted, is_held=bool(compression))
 
 
-def _read_zstandard(path: Path) -> io.BytesIO:
-    import zstandard
-
+def _open_zstandard(path: Path) -> Any:
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    with path.open("rb") as file:
-        return io.BytesIO(decompressor.stream_reader(file, read_across_frames=True).read())
+    return decompressor.stream_reader(path.open("rb"), read_across_frames=True)
 
 
 _OPENERS: dict[str, Callable[[Path], Any]] = {
@@ -88,8 +90,8 @@ _OPENERS: dict[str, Callable[[Path], Any]] = {
     ".gzip": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
-    ".zst": _read_zstandard,
-    ".zstd": _read_zstandard,
+    ".zst": _open_zstandard,
+    ".zstd": _open_zstandard,
 }
 
 
@@ -214,17 +216,12 @@ def _in_row(row: tuple[Any, int], path: Sequence[str], *, is_text: bool) -> Any:
 
 
 def _parquet(path: Path) -> Iterator[Any]:
-    import pyarrow.parquet
-
     with pyarrow.parquet.ParquetFile(path) as file:
         for number in range(file.metadata.num_row_groups):
             yield file.read_row_group(number)
 
 
 def _arrow(path: Path) -> Iterator[Any]:
-    import pyarrow
-    from pyarrow import ipc
-
     with path.open("rb") as file:
         is_file_format = file.read(6) == b"ARROW1"
     if is_file_format:
@@ -281,24 +278,22 @@ def _text_of(value: Any, *, is_chat: bool) -> str:
         raise value
     if value is _MISSING or value is None:
         raise _BadError("null_field" if value is None else "no_field")
-    if is_chat:
-        with contextlib.suppress(TypeError, ValueError):
+    if not is_chat and isinstance(value, str):
+        return value
+    with contextlib.suppress(TypeError, ValueError):
+        if is_chat:
             text = json.dumps(
                 value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_once
             )
             if isinstance(value, list):
                 return text
-    elif isinstance(value, str):
-        return value
     raise _BadError("wrong_type")
 
 
 def _name(value: Any) -> str:
     """Return an id: a string as it is, another value as JSON, nothing where there is none."""
-    if value is _MISSING or value is None or isinstance(value, UnicodeDecodeError):
-        return ""
-    if isinstance(value, str):
-        return value
+    if value is _MISSING or value is None or isinstance(value, (str, UnicodeDecodeError)):
+        return value if isinstance(value, str) else ""
     try:
         return json.dumps(value, ensure_ascii=False, default=_last)
     except (TypeError, ValueError):

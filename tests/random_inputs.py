@@ -1,28 +1,23 @@
 """Random inputs of every format, and what tests/plain_reader.py takes out of each.
 
-For long runs by hand: ``python -m tests.random_inputs --files 5000``. Where polars, duckdb, fastparquet,
-pandas or ``datasets`` is installed, files that it wrote are read, too.
+tests/preprocess/test_input_files.py compares them, with ``RANDOM_FILES=5000`` so many of each format. Where
+polars, duckdb, fastparquet, pandas or ``datasets`` is installed, files that it wrote are read, too.
 """
 
 from __future__ import annotations
 
-import argparse
 import bz2
 import contextlib
 import faulthandler
 import gzip
 import importlib.util
-import io
 import json
 import lzma
 import os
 import random
 import re
-import resource
 import shutil
 import signal
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,11 +28,10 @@ import pyarrow.ipc
 import pyarrow.parquet
 import zstandard
 
-from tests.input_writers import bgzip, seekable_zstd, zstd_of_blocks
+from tests.input_writers import bgzip, seekable_zstd, table_bytes, zstd_of_blocks
 from tests.plain_reader import plain_records
 from tests.world import World
 
-_FILES_AT_ONCE = 200
 FRAMES = ((7, 100, 1, 1000), (300,), (300,), (2000, 500), (2000, 500), (65_280,))
 PACKERS: dict[str, Callable[[bytes, random.Random], bytes]] = {
     "": lambda data, _: data,
@@ -98,14 +92,7 @@ def _whole_file(form: str, rng: random.Random) -> bytes:
     texts = random_texts(rng)
     if form.endswith(("parquet", "arrow")):
         table = pyarrow.table({"id": range(len(texts)), "text": pyarrow.array(texts, pyarrow.string())})
-        sink = io.BytesIO()
-        if form.endswith("parquet"):
-            pyarrow.parquet.write_table(table, sink, row_group_size=rng.choice([3, 100]))
-            return sink.getvalue()
-        opened = pyarrow.ipc.new_stream if form.startswith("stream") else pyarrow.ipc.new_file
-        with opened(sink, table.schema) as writer:
-            writer.write_table(table, max_chunksize=rng.choice([3, 100]))
-        return sink.getvalue()
+        return table_bytes(table, form, rng.choice([3, 100]))
     stem, _, packed = form.partition(".")
     data = b"".join(_line(stem, text, rng) for text in texts)
     if rng.random() < 0.3:
@@ -245,36 +232,3 @@ def _ends_pyarrow(path: Path) -> bool:
                     metadata.row_group(group).column(column)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGABRT
-
-
-def _row(form: str, results: list[str]) -> str:
-    wrong = [result for result in results if result.startswith("WRONG")]
-    counts = [len(results), *map(results.count, ("equal", "refused", "aborted")), len(wrong)]
-    return " ".join([f"| {form} | {' | '.join(map(str, counts))} |", *wrong[:3]])
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--files", type=int, default=5_000, help="of each format")
-    parser.add_argument(
-        "--only", choices=[*FORMATS, *WRITERS], action="append", help="this format; may be repeated"
-    )
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    args = parser.parse_args()
-    # A length that a flipped bit made huge is a MemoryError, and so a traceback.
-    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    tried: dict[str, list[str]] = {form: [] for form in args.only or [*FORMATS, *WRITERS]}
-    with tempfile.TemporaryDirectory() as folder:
-        end = args.first + args.files
-        for first in range(args.first, end, _FILES_AT_ONCE):  # of every format: an ended run says much
-            for form, results in tried.items():
-                seeds = range(first, min(first + _FILES_AT_ONCE, end))
-                results += compare(form, seeds, Path(folder))
-                print(_row(form, results), file=sys.stderr, flush=True)
-    print("| format | tried | equal | refused | aborted | wrong |\n|---|---|---|---|---|---|")
-    print(*(_row(form, results) for form, results in tried.items()), sep="\n")
-    return int(any("WRONG" in row for results in tried.values() for row in results))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

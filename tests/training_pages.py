@@ -26,17 +26,13 @@ from tests.documented import examples_of
 OURS = ("loader", "shardprep")
 RUN_ELSEWHERE = {
     "training_own_loop.md": {3, 4, 5},  # tests/ranks_of_pages.py
-    "training_others.md": {0},  # tests/loader/test_frameworks.py, where torchtitan is installed
-    "training_trainer.md": {2},  # tests/loader/test_frameworks.py, where trl is installed
-    # tests/loader/test_frameworks.py
-    "training_accelerate.md": {0},
-    "training_deepspeed.md": {0},
-    "training_fsdp2.md": {0},
-    "training_lightning.md": {0, 1},
+    # tests/loader/test_frameworks.py, where the frameworks are installed
+    "training_others.md": {0}, "training_trainer.md": {2}, "training_accelerate.md": {0},
+    "training_deepspeed.md": {0}, "training_fsdp2.md": {0}, "training_lightning.md": {0, 1},
     "seeing.md": {0},  # tests/project/test_wheel.py
     "cluster.md": {0},
     "format.md": {0},  # webdataset's own; tests/format/
-}
+}  # fmt: skip
 
 
 class QuickModel(torch.nn.Module):
@@ -65,25 +61,20 @@ def main() -> None:
             if number not in RUN_ELSEWHERE.get(page, ()):
                 run(place, text, names)
                 examples += 1
-        close_loaders(names)
+        for value in names.values():
+            if hasattr(value, "state_at"):
+                value.close()
     print(f"{examples} examples ran, {checked} calls of ours were compared")
 
 
 def names_for(page: str) -> dict[str, Any]:
+    """What docs/training.md leaves to the reader's script."""
     quick = page in ("README.md", "training.md", "training_own_loop.md")
     model = QuickModel() if quick else AutoModelForCausalLM.from_pretrained("MODEL")
-    # What docs/training.md leaves to the reader's script.
-    names: dict[str, Any] = {
-        "DATA": "sources/web" if page == "training_speed.md" else "DATA",
-        "CHECKPOINT": f"checkpoints of {page}",
-        "num_steps": 2,
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "device": "cpu",
-        "rank": 0,
-        "more_arguments": {"use_cpu": True, "report_to": [], "disable_tqdm": True},
-    }
-    return names
+    data = "sources/web" if page == "training_speed.md" else "DATA"
+    names = {"DATA": data, "CHECKPOINT": f"checkpoints of {page}", "num_steps": 2, "device": "cpu", "rank": 0}
+    names |= {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    return {**names, "more_arguments": {"use_cpu": True, "report_to": [], "disable_tqdm": True}}
 
 
 def run(place: str, text: str, names: dict[str, Any]) -> None:
@@ -93,12 +84,6 @@ def run(place: str, text: str, names: dict[str, Any]) -> None:
     for shown, here in (('"/data/', '"sources/'), ('"/lustre/data"', '"DATA"'), ('"data"', '"sources/web"')):
         text = text.replace(shown, here)
     exec(compile(text, place, "exec"), names)
-
-
-def close_loaders(names: dict[str, Any]) -> None:
-    for value in names.values():
-        if hasattr(value, "state_at"):
-            value.close()
 
 
 def check_arguments(place: str, text: str) -> int:
@@ -112,22 +97,19 @@ def check_arguments(place: str, text: str) -> int:
             ours |= {name.asname or name.name: getattr(module, name.name) for name in node.names}
     num_calls = 0
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ours:
-            if is_error(ours[node.func.id]):
-                continue  # it takes what every exception takes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "loader":
+            assert hasattr(a_loader, node.attr), f"{place}: a loader has no {node.attr}"
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ours):
+            continue
+        called = ours[node.func.id]
+        if not (isinstance(called, type) and issubclass(called, Exception)):  # which takes anything
             given = {keyword.arg: None for keyword in node.keywords if keyword.arg}
             try:
-                inspect.signature(ours[node.func.id]).bind_partial(*node.args, **given)
+                inspect.signature(called).bind_partial(*node.args, **given)
             except TypeError as error:
                 raise AssertionError(f"{place}: {node.func.id}: {error}") from None
             num_calls += 1
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "loader":
-            assert hasattr(a_loader, node.attr), f"{place}: a loader has no {node.attr}"
     return num_calls
-
-
-def is_error(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, Exception)
 
 
 if __name__ == "__main__":

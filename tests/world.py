@@ -56,11 +56,6 @@ _WORDS = (
     "\x00", "\x1b[2J", "\x85", "\u2028", "\u200b", "\ufeff", "\t", "\u3000", '"\\', "</s>",
     EOS, BOS, "<|pad", TURN, "<|reserved_special_token_0|>", "한<|end_of_text|>글",
 )  # fmt: skip
-# Of which a command changes handlers.
-_SIGNALS = [
-    getattr(signal, f"SIG{name}")
-    for name in ("ALRM", "BUS", "HUP", "INT", "PIPE", "TERM", "USR1", "USR2", "XCPU")
-]
 _LINE_ENDS = ("\n", "\n", "\n", "\r\n", "\r")
 
 Sample = dict[str, list[int]]
@@ -103,8 +98,11 @@ def tokenizer_dir() -> Path:
     return folder
 
 
-def save_tokenizer(folder: Path, chat_template: str | None = None) -> Path:
-    """Write tokenizer.json and tokenizer_config.json into a folder, which it makes; returns the folder."""
+def save_tokenizer(folder: Path, chat_template: str | None = None, *, without: str = "") -> Path:
+    """Write tokenizer.json and tokenizer_config.json into a folder, which it makes; returns the folder.
+
+    ``without``: a token that the configuration does not name.
+    """
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     vocab = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges: list[tuple[str, str]] = []
@@ -128,6 +126,7 @@ def save_tokenizer(folder: Path, chat_template: str | None = None) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
+    config.pop(without, None)
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     if chat_template is not None:
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
@@ -177,7 +176,7 @@ def call_main(*words: object, environ: Mapping[str, str] | None = None) -> Ended
     ``environ``: variables that it finds besides.
     """
     out, err = io.StringIO(), io.StringIO()
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     cpus = os.sched_getaffinity(0)
     made: list[ShardprepError] = []
     init = ShardprepError.__init__

@@ -9,7 +9,6 @@ with a code point that newer Unicode tables may class anew goes to the reference
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -19,7 +18,7 @@ import threading
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,7 @@ class Engine:
 
     def bare(self) -> Engine:
         """Return an engine that puts nothing around a text."""
-        return dataclasses.replace(self, adds_special_tokens=False)
+        return replace(self, adds_special_tokens=False)
 
     def encode(self, texts: Sequence[bytes]) -> TokenBatch:
         """Encode texts, given as UTF-8."""
@@ -138,9 +137,8 @@ def load_tokenizer(tokenizer_json: Path) -> Any:
 def tokenizers_engine(tokenizer_json: Path, *, allow_special_tokens: bool, name: str | None = None) -> Engine:
     """Return the reference, loaded from a file. Raises ReadWriteError."""
     name = name or str(tokenizer_json)
-    return engine_of_tokenizer(
-        load_tokenizer(tokenizer_json), allow_special_tokens=allow_special_tokens, name=name
-    )
+    tokenizer = load_tokenizer(tokenizer_json)
+    return engine_of_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens, name=name)
 
 
 def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool, name: str) -> Engine:
@@ -193,15 +191,13 @@ def _are_written(encoding: Any, spans: Spans, mask_rule: MaskRule) -> npt.NDArra
 
     ``characters``: those with a character of a span; spans are ascending and not empty.
 
-    ``overlap``: the same, as transformers has it since 5.24. It goes through the tokens once, and leaves a
-    span behind at the first token that begins at or after its end. So a token is compared with the first span
-    that ends after all begins so far. That matters where offsets or spans are not in order, as with a
-    ByteLevel that trims offsets.
+    ``overlap``: the same, as transformers has it since 5.24. It leaves a span behind at the first token that
+    begins at or after its end. So a token is compared with the first span that ends after all begins so far,
+    which matters where offsets or spans are not in order, as with a ByteLevel that trims offsets.
 
     ``char_to_token``: those between the tokens of a span's first and last character, as transformers had it
-    before, faults included: a last character of several tokens counts by its first one, a span that begins
-    with a dropped character ends the search, and one that ends with a dropped character, or in the first
-    token, goes on to the end of the text.
+    before, faults included: a last character of several tokens counts by its first one, a dropped first
+    character ends the search, and a dropped last one, or the first token, goes on to the end of the text.
     """
     if mask_rule == "char_to_token":
         is_between = np.zeros(len(encoding), np.bool_)
@@ -228,16 +224,13 @@ def without_unused_merges(tokenizer: dict[str, Any]) -> bytes | None:
     """Return a tokenizer.json of the same ids with fewer merges; None where there are none to leave out.
 
     One that was converted from ranks, as Llama 3's, has a merge for each way to cut a token in two: 280,147
-    for 128,000 tokens. BPE joins the bytes of a token in one order, whatever stands around them, for a merge
-    over its edges would prevent the token. So of the merges of a token only that is ever used which ends
-    this order, and gigatoken loads in two thirds of the time without the others.
+    for 128,000 tokens. BPE joins the bytes of a token in one order, whatever stands around them. So only the
+    merge that ends this order is ever used, and without the others gigatoken loads in two thirds of the time.
     """
     model = tokenizer["model"]
     merges = model.get("merges") or []
-    has_other_parts = any(
-        map(model.get, ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix"))
-    )
-    if model["type"] != "BPE" or has_other_parts or len(merges) <= len(model["vocab"]):
+    has_parts = any(map(model.get, ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")))
+    if model["type"] != "BPE" or has_parts or len(merges) <= len(model["vocab"]):
         return None
     rank_of = dict(zip(map(tuple, merges), range(len(merges)), strict=True))
     if len(rank_of) < len(merges):  # which of two equal ones counts is the library's to say
@@ -270,15 +263,14 @@ def without_unused_merges(tokenizer: dict[str, Any]) -> bytes | None:
 class FastTokenizer:
     """gigatoken with one tokenizer.json. May be used by several threads.
 
-    A batch is encoded as one text, with separators between the documents: one call, one array of ids, and the
-    separators, which are an added token, tell where documents begin. They make room for BOS and EOS besides.
-    Control tokens that are to stay text are left out of the added tokens that gigatoken gets.
+    A batch is encoded as one text. Separators between the documents, an added token, tell where these begin,
+    and make room for BOS and EOS. Control tokens that are to stay text are left out of the added tokens.
 
     gigatoken remembers every word that it has met, 3 to 7 bytes per byte of new text: it is loaded anew where
-    the process has grown by _MOST_REMEMBERED.
+    the process has grown by _MOST_HELD.
     """
 
-    _MOST_REMEMBERED = 160 << 20  # bytes of this process
+    _MOST_HELD = 160 << 20  # bytes of this process
     _LEAST_TEXT = 32 << 20  # bytes between two loads: a process that grows by other causes pays 0.01 s per MB
 
     def __init__(self, tokenizer_json: bytes, allow_special_tokens: bool) -> None:
@@ -309,9 +301,7 @@ class FastTokenizer:
 
         with self._lock:
             self._num_bytes += len(text)
-            if self._num_bytes > self._LEAST_TEXT and (
-                _resident_bytes() - self._resident > self._MOST_REMEMBERED
-            ):
+            if self._num_bytes > self._LEAST_TEXT and _resident_bytes() - self._resident > self._MOST_HELD:
                 self._load()
             backend = self._backend
         # encode() would hold the interpreter's lock, and for a list of texts awkward is imported, 0.1 s. In

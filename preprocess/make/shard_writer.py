@@ -1,12 +1,9 @@
 """One shard on disk: documents and their ids -> a tar, its idx and quarantine file, and last its manifest.
 
 A data set has one of two forms: a sample per document, or groups of packed rows of seq_len tokens, each of
-which becomes one member. The tar equals the one of webdataset's TarWriter, to the byte. Nothing here loops
-over tokens, and over documents only to copy slices.
-
-ConcatRows joins all documents and splits them wherever a row ends; BestFitRows keeps each document whole in
-one row where it fits. Both hold at most one group and the open rows, about 8 MiB, beside what they are given.
-The groups depend on the documents alone, never on how these were batched.
+which becomes one member. The groups depend on the documents alone, never on how these were batched. The tar
+equals the one of webdataset's TarWriter, to the byte. Nothing here loops over tokens, and over documents only
+to copy slices.
 
 Files have temporary names until all of them are synced; a shard costs four syncs of files and three of
 folders at most, once, at its end.
@@ -16,7 +13,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import dataclasses
 import functools
 import itertools
 import os
@@ -24,7 +20,7 @@ import tarfile
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -34,46 +30,13 @@ import orjson
 
 from preprocess.make.engines import NO_LOSS, Ids, Numbers, TokenBatch
 from preprocess.read.documents import BadDocument, Documents, Texts
+from shardprep import files
 from shardprep.errors import BadInput
-from shardprep.files import (
-    STALE_AFTER_S,
-    PublishedFile,
-    make_subfolder,
-    publish_bytes,
-    remove_temporaries,
-    size_of_file,
-    sync_folder,
-)
+from shardprep.format import names
 from shardprep.format.documents import DIGEST, are_for_validation
 from shardprep.format.index import IDX_DOCUMENT, ChunkCrcs, idx_dtype, idx_header
 from shardprep.format.manifest import LENGTH_BITS, Manifest, ShardCounts, SourceCounts, ValidationCounts
-from shardprep.format.names import (
-    BLANK,
-    BLOCK_BYTES,
-    DIGESTS_DIR,
-    DOC_STARTS_FIELD,
-    IDS_DIR,
-    LOSS_MASK_FIELD,
-    MAX_MEMBER_BYTES,
-    PACKED_MEMBER_BYTES,
-    QUARANTINE_DIR,
-    ROW_TOKENS_FIELD,
-    TAR_END,
-    TEXT_FIELD,
-    VOUCHED_PATHS,
-    DatasetSpec,
-    document_key,
-    idx_path,
-    is_chosen,
-    manifest_path,
-    npy_header,
-    quarantine_path,
-    rows_key,
-    shard_name,
-    source_of_path,
-    tar_path,
-    token_field,
-)
+from shardprep.format.names import DatasetSpec
 from shardprep.format.plan import Plan, PlanOptions
 
 _SIZE = slice(124, 135)  # eleven octal digits
@@ -114,10 +77,10 @@ class DocumentMembers:
     def __init__(self, spec: DatasetSpec, shard_id: int, options: PlanOptions) -> None:
         self._spec, self._shard_id, self._options = spec, shard_id, options
         self._tar_bytes = 0
-        self._field = token_field("documents", spec.token_format)
+        self._field = names.token_field("documents", spec.token_format)
         vocab_size, has_blanks = spec.tokenizer.vocab_size, bool(options.blanked)
         self._json = json_ids(vocab_size, has_blanks=has_blanks) if spec.token_format == "json" else None
-        self._npy_header_bytes = 0 if self._json else len(npy_header(spec.dtype, (1,)))
+        self._npy_header_bytes = 0 if self._json else len(names.npy_header(spec.dtype, (1,)))
 
     def lay_out(self, documents: Documents, tokens: TokenBatch, digests: Digests) -> Piece:
         """Return the members of a batch, as if the tar began with them. Runs in a thread.
@@ -135,29 +98,29 @@ class DocumentMembers:
             id_bytes = lengths * dtype.itemsize + self._npy_header_bytes
             written = tokens.ids.astype(dtype).view(np.uint8).data
             bounds = itertools.pairwise((tokens.offsets * dtype.itemsize).tolist())
-            heads = [npy_header(dtype, (length,)) for length in lengths.tolist()]
+            heads = [names.npy_header(dtype, (length,)) for length in lengths.tolist()]
             pieces = [head + written[begin:end] for head, (begin, end) in zip(heads, bounds, strict=True)]
         texts = documents.texts.each if self._options.keep_text else []
         text_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
         largest = max(id_bytes.max(initial=0), text_bytes.max(initial=0))
-        if largest > MAX_MEMBER_BYTES:
+        if largest > names.MAX_MEMBER_BYTES:
             what = f"a document of input {documents.input_number} makes a member of {largest} bytes"
             remedy = "use --record packed, or split the document"
-            raise BadInput(f"{what}, at most {MAX_MEMBER_BYTES} are possible; {remedy}")
+            raise BadInput(f"{what}, at most {names.MAX_MEMBER_BYTES} are possible; {remedy}")
         # Where each member's payload begins, behind its header, as if the tar began with this batch.
-        sample_bytes = _padded(id_bytes) + BLOCK_BYTES
+        sample_bytes = _padded(id_bytes) + names.BLOCK_BYTES
         if texts:
-            sample_bytes += _padded(text_bytes) + BLOCK_BYTES
+            sample_bytes += _padded(text_bytes) + names.BLOCK_BYTES
         ends = np.cumsum(sample_bytes)
-        id_starts, text_starts = ends - _padded(id_bytes), ends - sample_bytes + BLOCK_BYTES
+        id_starts, text_starts = ends - _padded(id_bytes), ends - sample_bytes + names.BLOCK_BYTES
         buffer = np.zeros(int(ends[-1]) if len(ends) else 0, np.uint8)
         members: list[tuple[str, Numbers, Numbers, Sequence[bytes | memoryview]]] = []
         members.append((self._field, id_starts, id_bytes, pieces))
         if texts:
-            members.append((TEXT_FIELD, text_starts, text_bytes, texts))
+            members.append((names.TEXT_FIELD, text_starts, text_bytes, texts))
         for field, starts, sizes, payloads in members:
             headers = document_headers(self._shard_id, documents.lines, field, sizes)
-            buffer.reshape(-1, BLOCK_BYTES)[starts // BLOCK_BYTES - 1] = headers
+            buffer.reshape(-1, names.BLOCK_BYTES)[starts // names.BLOCK_BYTES - 1] = headers
             # A loop of slices, 0.15 us each, beats a scatter at 4 ns per byte.
             view = buffer.data
             for start, payload in zip(starts.tolist(), payloads, strict=True):
@@ -203,7 +166,7 @@ def ustar_header(name: str, num_bytes: int) -> bytes:
 
 def _padded(num_bytes: Numbers) -> Numbers:
     """Return sizes rounded up to whole blocks."""
-    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+    return -(-num_bytes // names.BLOCK_BYTES) * names.BLOCK_BYTES
 
 
 def document_headers(shard_id: int, lines: Numbers, field: str, num_bytes: Numbers) -> Bytes:
@@ -213,12 +176,12 @@ def document_headers(shard_id: int, lines: Numbers, field: str, num_bytes: Numbe
     """
     if len(lines) and lines[-1] >= 10**8:
         sizes = zip(lines.tolist(), num_bytes.tolist(), strict=True)
-        long = [ustar_header(f"{document_key(shard_id, line)}.{field}", size) for line, size in sizes]
-        return np.frombuffer(b"".join(long), np.uint8).reshape(-1, BLOCK_BYTES)
-    key = document_key(shard_id, 0)
+        long = [ustar_header(f"{names.document_key(shard_id, line)}.{field}", size) for line, size in sizes]
+        return np.frombuffer(b"".join(long), np.uint8).reshape(-1, names.BLOCK_BYTES)
+    key = names.document_key(shard_id, 0)
     template = np.frombuffer(ustar_header(f"{key}.{field}", 0), np.uint8).copy()
     template_sum = int(template[:148].sum()) + int(template[156:].sum()) + 8 * ord(" ")
-    headers = np.broadcast_to(template, (len(lines), BLOCK_BYTES)).copy()
+    headers = np.broadcast_to(template, (len(lines), names.BLOCK_BYTES)).copy()
     digits, rest = np.empty((len(lines), 8), np.int64), lines
     for place in range(7, -1, -1):
         digits[:, place], rest = rest - rest // 10 * 10, rest // 10
@@ -233,16 +196,16 @@ def document_headers(shard_id: int, lines: Numbers, field: str, num_bytes: Numbe
 class JsonIds:
     """Writes ids as ``json.dumps`` does, ``[128000, 9906]``: the bytes of webdataset's TarWriter.
 
-    A table holds ``, 9906`` of every id, padded with zero bytes to a fixed width: a batch is one
-    look-up and one pass that drops the zeros. About 11 ns per token, against 16 of orjson on short
-    arrays (one core), and orjson leaves out the spaces. Making the table takes 12 ms for 128,256 tokens.
+    A table holds ``, 9906`` of every id, padded with zero bytes to a fixed width: a batch is one look-up and
+    one pass that drops the zeros. About 11 ns per token; orjson takes 16 on short arrays, and leaves out the
+    spaces. Making the table takes 12 ms for 128,256 tokens.
     """
 
     def __init__(self, vocab_size: int, *, has_blanks: bool = False) -> None:
         numbers = np.arange(vocab_size)
         self._row_of_blank = vocab_size if has_blanks else None
         if has_blanks:
-            numbers = np.append(numbers, BLANK)
+            numbers = np.append(numbers, names.BLANK)
         num_digits = 6 if vocab_size <= 10**6 and not has_blanks else 14
         texts = np.char.add(b", ", numbers.astype(f"S{num_digits}"))
         self._table: npt.NDArray[np.void] = texts.view(f"V{texts.itemsize}")
@@ -250,7 +213,7 @@ class JsonIds:
         self._widths = (2 + num_digits_of).astype(np.uint8)
 
     def _rows(self, ids: Ids) -> Ids:
-        return ids if self._row_of_blank is None else np.where(ids == BLANK, self._row_of_blank, ids)
+        return ids if self._row_of_blank is None else np.where(ids == names.BLANK, self._row_of_blank, ids)
 
     def lengths(self, batch: TokenBatch) -> Numbers:
         """int64[documents]: bytes of each document's JSON text."""
@@ -288,7 +251,7 @@ class RowGroup:
 
 def rows_per_member(spec: DatasetSpec) -> int:
     """Return the rows of a full member: about PACKED_MEMBER_BYTES of ids."""
-    return max(1, PACKED_MEMBER_BYTES // (spec.seq_len * spec.dtype.itemsize))
+    return max(1, names.PACKED_MEMBER_BYTES // (spec.seq_len * spec.dtype.itemsize))
 
 
 def pad_id(spec: DatasetSpec) -> int:
@@ -369,12 +332,9 @@ class ConcatRows:
         open_before = np.concatenate((self._open, starts))
         self._open = open_before[-1:]
         row_begins = np.arange(num_rows) * seq_len
-        return RowGroup(
-            rows=rows.reshape(num_rows, seq_len),
-            row_tokens=row_tokens,
-            starts=starts,
-            firsts=open_before[np.searchsorted(starts["position"], row_begins, side="right")],
-        )
+        firsts = open_before[np.searchsorted(starts["position"], row_begins, side="right")]
+        rows = rows.reshape(num_rows, seq_len)
+        return RowGroup(rows=rows, row_tokens=row_tokens, starts=starts, firsts=firsts)
 
 
 Provenance = tuple[int, int, bytes]  # input number, byte in it, and digest
@@ -393,11 +353,10 @@ class _Row:
 class BestFitRows:
     """Keeps documents whole where they fit into a row (``--pack best_fit``).
 
-    Each document goes into the open row in which it leaves the least space, as in Ding et al. 2024,
-    "Fewer Truncations Improve Language Modeling", but over a window of open rows rather than the
-    whole shard, so that memory is bounded; the fullest row is closed when another must be opened. A
-    document longer than a row fills rows of its own, and its rest opens one. The price: padding, and
-    about 1.5 us of Python per document.
+    Each document goes into the open row in which it leaves the least space, as in Ding et al. 2024, "Fewer
+    Truncations Improve Language Modeling", but over a window of open rows, so that memory is bounded; the
+    fullest row is closed when another must be opened. A document longer than a row fills rows of its own, and
+    its rest opens one. The price: padding, and about 1.5 us of Python per document.
     """
 
     _OPEN_BYTES = 8 << 20
@@ -447,11 +406,10 @@ class BestFitRows:
     def _groups(self, least: int) -> Iterator[RowGroup]:
         while len(self._closed) >= least:
             taken, self._closed = self._closed[: self._group_rows], self._closed[self._group_rows :]
-            starts = [
-                (number * self._spec.seq_len + position, *document)
-                for number, row in enumerate(taken)
-                for position, document in row.starts
-            ]
+            starts = []
+            for number, row in enumerate(taken):
+                begin = number * self._spec.seq_len
+                starts += [(begin + position, *document) for position, document in row.starts]
             yield RowGroup(
                 rows=np.stack([row.ids for row in taken]),
                 row_tokens=np.array([row.num_tokens for row in taken], np.uint32),
@@ -542,26 +500,26 @@ class RowMembers:
     def _member(self, group: RowGroup, is_validation: bool) -> Piece:
         """Return one member: its bytes, and the idx records of its rows."""
         fields: dict[str, npt.NDArray[Any]] = {
-            DOC_STARTS_FIELD: group.starts["position"].astype(np.uint32),
-            token_field("packed", "npy"): group.rows,
+            names.DOC_STARTS_FIELD: group.starts["position"].astype(np.uint32),
+            names.token_field("packed", "npy"): group.rows,
         }
         if self._spec.record == "chat":
-            fields[LOSS_MASK_FIELD] = (group.rows < NO_LOSS).astype(np.uint8)
-            fields[token_field("chat", "npy")] = (group.rows & ~NO_LOSS).astype(self._spec.dtype)
+            fields[names.LOSS_MASK_FIELD] = (group.rows < NO_LOSS).astype(np.uint8)
+            fields[names.token_field("chat", "npy")] = (group.rows & ~NO_LOSS).astype(self._spec.dtype)
         num_padding = group.rows.size - int(group.row_tokens.sum(dtype=np.int64))
         if num_padding:
-            fields[ROW_TOKENS_FIELD] = group.row_tokens
+            fields[names.ROW_TOKENS_FIELD] = group.row_tokens
         pieces: list[bytes | memoryview] = []
         end = self._tar_bytes
         payloads = {}  # byte in the tar where each field's numbers begin
-        key = rows_key(self._shard_id, self._num_rows)
+        key = names.rows_key(self._shard_id, self._num_rows)
         for name, array in sorted(fields.items()):
-            header = npy_header(array.dtype, array.shape)
+            header = names.npy_header(array.dtype, array.shape)
             num_bytes = len(header) + array.nbytes
-            payloads[name] = end + BLOCK_BYTES + len(header)
-            padding = bytes(-num_bytes % BLOCK_BYTES)
+            payloads[name] = end + names.BLOCK_BYTES + len(header)
+            padding = bytes(-num_bytes % names.BLOCK_BYTES)
             pieces += [ustar_header(f"{key}.{name}", num_bytes), header, array.data, padding]
-            end += BLOCK_BYTES + num_bytes + len(padding)
+            end += names.BLOCK_BYTES + num_bytes + len(padding)
         data = b"".join(pieces)
         self._num_rows += len(group.rows)
         self._tar_bytes = end
@@ -570,15 +528,15 @@ class RowMembers:
         row_bytes = seq_len * self._spec.dtype.itemsize
         begins = np.searchsorted(group.starts["position"], numbers * seq_len)
         records = np.empty(len(group.rows), idx_dtype(self._spec.kind))
-        records["offset"] = payloads[token_field("packed", "npy")] + numbers * row_bytes
+        records["offset"] = payloads[names.token_field("packed", "npy")] + numbers * row_bytes
         records["num_bytes"] = row_bytes
         records["num_tokens"] = group.row_tokens
         records["source"] = group.firsts["source"]
         records["source_offset"] = group.firsts["source_offset"]
-        records["starts_offset"] = payloads[DOC_STARTS_FIELD] + 4 * begins
+        records["starts_offset"] = payloads[names.DOC_STARTS_FIELD] + 4 * begins
         records["num_starts"] = np.diff(begins, append=len(group.starts))
-        if LOSS_MASK_FIELD in payloads:
-            records["mask_offset"] = payloads[LOSS_MASK_FIELD] + numbers * seq_len
+        if names.LOSS_MASK_FIELD in payloads:
+            records["mask_offset"] = payloads[names.LOSS_MASK_FIELD] + numbers * seq_len
         return Piece(data, records, group.starts["digest"], is_validation)
 
 
@@ -626,7 +584,7 @@ class Counting:
     @property
     def bad_fraction(self) -> float:
         """Share of the documents so far that could not be used; those that the user left out do not count."""
-        num_bad = sum(not is_chosen(bad.reason) for bad in self.bad)
+        num_bad = sum(not names.is_chosen(bad.reason) for bad in self.bad)
         return num_bad / max(1, num_bad + self.num_documents)
 
     @property
@@ -658,7 +616,7 @@ class Counting:
 
     def _source(self, name: str, input_number: int) -> _Source:
         """Return a source by the name that a record gives; without one it is the file's."""
-        name = name or source_of_path(self._plan.inputs[input_number].path)
+        name = name or names.source_of_path(self._plan.inputs[input_number].path)
         source = self._sources[name]
         if len(self._sources) > _MOST_SOURCES:
             found = f"documents of more than {_MOST_SOURCES} sources in shard {self._shard_id:05d}, such as "
@@ -709,7 +667,7 @@ def _marks(folder: Path, shard_id: int) -> tuple[Path, Path]:
 
     The first stands while an attempt works, and stays where one was killed. Who finds it makes the second.
     """
-    first, second = (folder / f".{shard_name(shard_id)}.{word}.tmp" for word in ("begun", "again"))
+    first, second = (folder / f".{names.shard_name(shard_id)}.{word}.tmp" for word in ("begun", "again"))
     return first, second
 
 
@@ -732,13 +690,14 @@ def _unlink(marks: list[Path], owner: int) -> None:
 
 def remove_temporaries_of(shard_ids: Iterable[int], folder: Path, *, older_than_s: float = 0) -> None:
     """Remove what attempts at some shards left, by one look at the folder."""
-    subfolders = [QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR]
-    remove_temporaries(folder, *map(shard_name, shard_ids), older_than_s=older_than_s, subfolders=subfolders)
+    subfolders = [names.QUARANTINE_DIR, names.IDS_DIR, names.DIGESTS_DIR]
+    stems = map(names.shard_name, shard_ids)
+    files.remove_temporaries(folder, *stems, older_than_s=older_than_s, subfolders=subfolders)
 
 
 def remove_leftovers(folder: Path, shard_id: int) -> None:
     """Remove what attempts at a shard that is done left, where a mark tells of any."""
-    if any(size_of_file(mark) is not None for mark in _marks(folder, shard_id)):
+    if any(files.size_of_file(mark) is not None for mark in _marks(folder, shard_id)):
         remove_temporaries_of([shard_id], folder)
 
 
@@ -754,7 +713,7 @@ class ShardWriter:
         self.counting = Counting(plan, shard_id)
         self._num_samples = 0
         self._crcs = ChunkCrcs(idx_dtype(plan.spec.kind))
-        self._side_files: dict[str, PublishedFile] = {}  # ids and digests, where they are kept
+        self._side_files: dict[str, files.PublishedFile] = {}  # ids and digests, where they are kept
         self._validation: list[Piece] = []  # whose records and digests come behind all others
         self._files = contextlib.ExitStack()
 
@@ -762,28 +721,28 @@ class ShardWriter:
         folder, shard_id = self._folder, self._shard_id
         begun, self._again = _marks(folder, shard_id)
         ours = [begun]  # held before it is made: a signal may come in between
-        with self._files as files:
-            files.callback(weakref.finalize(self, _unlink, ours, os.getpid()))
+        with self._files as opened:
+            opened.callback(weakref.finalize(self, _unlink, ours, os.getpid()))
             self._is_alone = _is_new(begun)
             if not self._is_alone:
                 ours.clear()
                 _is_new(self._again)
-                remove_temporaries_of([shard_id], folder, older_than_s=STALE_AFTER_S)
-            self._tar = self._file(tar_path(folder, shard_id))
-            self._idx = self._file(idx_path(folder, shard_id))
+                remove_temporaries_of([shard_id], folder, older_than_s=files.STALE_AFTER_S)
+            self._tar = self._file(names.tar_path(folder, shard_id))
+            self._idx = self._file(names.idx_path(folder, shard_id))
             for name in self._plan.options.side_files():
-                self._side_files[name] = self._file(VOUCHED_PATHS[name](folder, shard_id))
+                self._side_files[name] = self._file(names.VOUCHED_PATHS[name](folder, shard_id))
             self._idx.write(idx_header(self._spec, shard_id))
-            self._files = files.pop_all()
+            self._files = opened.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._files.close()
 
-    def _file(self, path: Path) -> PublishedFile:
+    def _file(self, path: Path) -> files.PublishedFile:
         if path.parent != self._folder:
-            make_subfolder(self._folder, path.parent.name)
-        return self._files.enter_context(PublishedFile(path))
+            files.make_subfolder(self._folder, path.parent.name)
+        return self._files.enter_context(files.PublishedFile(path))
 
     def lay_out(self, documents: Documents, tokens: TokenBatch, digests: Digests | None = None) -> Batch:
         """Lay a batch out as far as no other batch matters, so in a thread. Raises BadInput.
@@ -831,13 +790,13 @@ class ShardWriter:
         self._write(self._members.rest())
         for piece in self._validation:
             self._note(piece)
-        self._tar.write(TAR_END)
+        self._tar.write(names.TAR_END)
         self._idx.write(self._crcs.table())
-        files = {"tar": self._tar, "idx": self._idx, **self._side_files}
+        written = {"tar": self._tar, "idx": self._idx, **self._side_files}
         if (quarantine := self.quarantine()) is not None:
-            files["quarantine"] = quarantine
-        stamps: dict[str, Any] = dict.fromkeys(VOUCHED_PATHS)
-        stamps |= {name: file.sync() for name, file in files.items()}
+            written["quarantine"] = quarantine
+        stamps: dict[str, Any] = dict.fromkeys(names.VOUCHED_PATHS)
+        stamps |= {name: file.sync() for name, file in written.items()}
         validation = None
         if self._spec.validation_fraction:
             validation = ValidationCounts(
@@ -848,23 +807,23 @@ class ShardWriter:
         counts, texts = self.counting.counts(self._num_samples, self._members, validation)
         facts = {"counts": counts, "run": {**run, "texts": texts}, "made_from": made_from, **stamps}
         manifest = Manifest(spec=self._spec, shard_id=self._shard_id, **facts)
-        for file in files.values():
+        for file in written.values():
             file.publish()
             if file.path.parent != self._folder:
-                sync_folder(file.path.parent)
-        sync_folder(self._folder)
-        publish_bytes(manifest_path(self._folder, self._shard_id), manifest.to_json())
-        if not self._is_alone or size_of_file(self._again) is not None:
+                files.sync_folder(file.path.parent)
+        files.sync_folder(self._folder)
+        files.publish_bytes(names.manifest_path(self._folder, self._shard_id), manifest.to_json())
+        if not self._is_alone or files.size_of_file(self._again) is not None:
             remove_temporaries_of([self._shard_id], self._folder)
         return manifest
 
-    def quarantine(self) -> PublishedFile | None:
+    def quarantine(self) -> files.PublishedFile | None:
         """Return the unpublished quarantine file, where documents were left out."""
         if not self.counting.bad:
             return None
-        file = self._file(quarantine_path(self._folder, self._shard_id))
+        file = self._file(names.quarantine_path(self._folder, self._shard_id))
         for bad in self.counting.bad:
-            entry = {**dataclasses.asdict(bad), "source": self._plan.inputs[bad.source].path}
+            entry = {**asdict(bad), "source": self._plan.inputs[bad.source].path}
             del entry["named"]
             file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
         return file

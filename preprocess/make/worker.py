@@ -11,7 +11,6 @@ shard after the other.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 import platform
@@ -20,8 +19,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,22 +34,12 @@ from preprocess.read.text_fields import transform_of
 from shardprep.command_line import start_child
 from shardprep.console import Progress, counted, guard_streams, say, short_bytes, short_number
 from shardprep.errors import BadInput, CannotWrite, OtherTokenizer, ReadWriteError, ShardprepError, UsageError
+from shardprep.format import names
 from shardprep.format.documents import BlankedDocuments, are_for_validation, blank_digests, read_blanked
 from shardprep.format.manifest import Manifest, done_manifest, read_findings
-from shardprep.format.names import (
-    BLANK,
-    TOKENIZER_DIR,
-    TOKENIZER_FILE,
-    ids_of_ranges,
-    input_kind,
-    is_chosen,
-    quarantine_path,
-)
 from shardprep.format.plan import EngineName, Plan, PlannedShard, check_tokenizer_files, need_plan
 
 if TYPE_CHECKING:  # a task of one shard does without them
-    from multiprocessing.connection import Connection
-
     from shardprep.format.jobs import Failure
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
@@ -60,8 +50,6 @@ _OTHER_FLAG = dict.fromkeys(["no_field", "null_field", "wrong_type"], "--text_fi
 _OTHER_FLAG["undecodable"] = "--encoding"
 
 Progressed = Callable[[int, dict[str, int]], None]  # called with bytes of input, and what else was done
-Given = TypeVar("Given")
-Made = TypeVar("Made")
 
 
 def make_shard(plan: Plan, folder: Path, shard_id: int, settings: WorkerSettings, num_cpus: int) -> int:
@@ -93,7 +81,7 @@ def part_line(plan: Plan, shard: PlannedShard) -> str:
         parts.append(item.path)
         if (part.start, part.end) != (0, item.num_bytes):
             # So that nobody takes them for the places of documents, which may be rows, or bytes of the text.
-            unit = "bytes" if input_kind(item.path).is_in_bytes else "file bytes"
+            unit = "bytes" if names.input_kind(item.path).is_in_bytes else "file bytes"
             parts[-1] += f" {unit} {part.start} to {part.end}"
     if len(parts) > _NUM_NAMED:
         parts[_NUM_NAMED - 1 :] = ["...", f"{parts[-1]} ({len(parts)} files)"]
@@ -104,24 +92,22 @@ def part_line(plan: Plan, shard: PlannedShard) -> str:
 def done_line(manifest: Manifest, folder: Path) -> str:
     """Say what a shard holds, how fast it was made, and at what price."""
     run, counts, shard_id = manifest.run, manifest.counts, manifest.shard_id
-    left_out = sum(counts.quarantined.values())
-    return (
-        f"shard {shard_id:05d} is done: "
-        f"{amounts_line(counts.input_bytes, counts.num_documents, counts.num_tokens, run['wall_s'])}, "
-        + (f"{left_out} documents were left out: {quarantine_path(folder, shard_id)}, " if left_out else "")
-        + f"{run['cpu_s']:.1f} s of CPU, "
-        + (f"{run['transform_cpu_s']:.1f} of them in --transform, " if "transform_cpu_s" in run else "")
-        + f"{short_bytes(run['max_rss_bytes'])} of memory, a tar of {short_bytes(manifest.tar.num_bytes)}"
-    )
+    facts = [amounts_line(counts.input_bytes, counts.num_documents, counts.num_tokens, run["wall_s"])]
+    if left_out := sum(counts.quarantined.values()):
+        facts.append(f"{left_out} documents were left out: {names.quarantine_path(folder, shard_id)}")
+    facts.append(f"{run['cpu_s']:.1f} s of CPU")
+    if "transform_cpu_s" in run:
+        facts.append(f"{run['transform_cpu_s']:.1f} of them in --transform")
+    facts.append(f"{short_bytes(run['max_rss_bytes'])} of memory")
+    facts.append(f"a tar of {short_bytes(manifest.tar.num_bytes)}")
+    return f"shard {shard_id:05d} is done: {', '.join(facts)}"
 
 
 def amounts_line(num_bytes: int, num_documents: int, num_tokens: int, wall_s: float) -> str:
     """Say what was made in some time, and how fast."""
-    return (
-        f"{counted(num_documents, 'document')}, {counted(num_tokens, 'token')} in {wall_s:.1f} s "
-        f"({short_bytes(num_bytes / max(wall_s, 1e-3))}/s, "
-        f"{short_number(num_tokens / max(wall_s, 1e-3))} tokens/s)"
-    )
+    amounts = f"{counted(num_documents, 'document')}, {counted(num_tokens, 'token')} in {wall_s:.1f} s"
+    wall_s = max(wall_s, 1e-3)
+    return f"{amounts} ({short_bytes(num_bytes / wall_s)}/s, {short_number(num_tokens / wall_s)} tokens/s)"
 
 
 class Worker:
@@ -137,10 +123,7 @@ class Worker:
         warn: Callable[[str], None],
         shard: PlannedShard | None = None,
     ) -> None:
-        """Load the plan's tokenizer from its folder, for one shard, or for any of them.
-
-        Raises OtherTokenizer where its files or its ids changed.
-        """
+        """Load the plan's tokenizer, for one shard, or for any. Raises OtherTokenizer where it changed."""
         self.plan = plan = plan.at(settings.input_dir)
         self.folder, self.settings, self.num_cpus = folder, settings, num_cpus
         read = plan.inputs if shard is None else [plan.inputs[number] for number in shard.input_numbers]
@@ -162,10 +145,9 @@ class Worker:
         engine, memory_gb = self.engine, self.settings.memory_gb
         memory = "no memory limit" if memory_gb is None else f"memory limit {memory_gb:.2f} GiB"
         slower = "" if engine.name == "gigatoken" or self.plan.options.is_chat else ", the slower engine"
-        return (
-            f"{engine.name} {engine.version}{slower}, {counted(self.num_cpus, 'CPU')}, "
-            f"batches of {self._batch_bytes >> 10} KiB of text, {memory}"
-        )
+        batches = f"batches of {self._batch_bytes >> 10} KiB of text"
+        cpus = counted(self.num_cpus, "CPU")
+        return f"{engine.name} {engine.version}{slower}, {cpus}, {batches}, {memory}"
 
     def run_shard(self, shard: PlannedShard, progress: Progressed) -> Manifest:
         """Make a shard of ``plan``; ``progress`` is told the work of each batch.
@@ -174,26 +156,22 @@ class Worker:
         another attempt made the shard meanwhile, and so removed this one's files, its manifest is returned.
         """
         try:
-            return self.make_into(self.folder, shard, progress)
+            return self.make_in(self.folder, shard, progress)
         except (ReadWriteError, CannotWrite):
             if (manifest := finished_manifest(self.plan, self.folder, shard.shard_id)) is None:
                 raise
             return manifest
 
-    def make_into(
-        self, folder: Path, shard: PlannedShard, progress: Progressed = lambda *_: None
-    ) -> Manifest:
+    def make_in(self, folder: Path, shard: PlannedShard, progress: Progressed = lambda *_: None) -> Manifest:
         """Make a shard in a folder: in another one than the plan's it counts for nothing."""
         began, cpu_began = time.time(), time.process_time()
         transform_began_s = self.transform.cpu_s if self.transform else 0.0
         plan, settings, options = self.plan, self.settings, self.plan.options
-        documents = documents_of_shard(
-            plan, self.folder, shard, batch_bytes=self._batch_bytes, transform=self.transform
-        )
+        documents = documents_of_shard(plan, self.folder, shard, self.transform, self._batch_bytes)
         if settings.most_documents is not None:
             documents = (part for batch in documents for part in batch.parts(settings.most_documents))
         writer, blanked = ShardWriter(folder, plan, shard.shard_id), None
-        if options.blanked and shard.shard_id in ids_of_ranges(options.blanked):
+        if options.blanked and shard.shard_id in names.ids_of_ranges(options.blanked):
             blanked = read_blanked(self.folder, plan.plan_id, shard.shard_id)
         make = functools.partial(self._encode_and_lay_out, writer, blanked)
         with contextlib.closing(_made_in_order(make, documents, self._num_makers)) as batches, writer:
@@ -224,10 +202,8 @@ class Worker:
         self, writer: ShardWriter, blanked: BlankedDocuments | None, documents: Documents
     ) -> Batch:
         """Make a batch ready to be written. Runs in a thread: depends on no other batch."""
-        plan = self.plan
-        tokens = self.engine.encode_documents(
-            documents, end_id=plan.end_id, mask_rule=plan.options.chat_mask_rule
-        )
+        plan, mask_rule = self.plan, self.plan.options.chat_mask_rule
+        tokens = self.engine.encode_documents(documents, end_id=plan.end_id, mask_rule=mask_rule)
         is_blanked = np.zeros(len(documents.lines), np.bool_)
         if blanked is not None:
             is_blanked = blanked.are_at(documents.input_number, documents.offsets)
@@ -235,7 +211,7 @@ class Worker:
             return writer.lay_out(documents, tokens)
         # A blanked document is as many BLANKs as it has ids, and nothing else. What is counted is that of the
         # documents, as in the shard that this one is made from.
-        blank_ids = np.uint32(BLANK)
+        blank_ids = np.uint32(names.BLANK)
         if plan.options.is_chat:  # the loss mask stays as it is
             blank_ids = (tokens.ids & NO_LOSS) | blank_ids
         ids = np.where(np.repeat(is_blanked, np.diff(tokens.offsets)), blank_ids, tokens.ids)
@@ -249,9 +225,9 @@ class Worker:
             ids_of = zip(columns["id"], is_blanked, strict=True)
             columns["id"] = ["" if blank else name for name, blank in ids_of]
         texts = [b"" if blank else text for text, blank in zip(documents.texts, is_blanked, strict=True)]
-        laid_out = dataclasses.replace(documents, texts=Texts(texts))
-        batch = writer.lay_out(laid_out, dataclasses.replace(tokens, ids=ids), digests)
-        return batch._replace(documents=dataclasses.replace(documents, columns=columns))
+        laid_out = replace(documents, texts=Texts(texts))
+        batch = writer.lay_out(laid_out, replace(tokens, ids=ids), digests)
+        return batch._replace(documents=replace(documents, columns=columns))
 
     def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
         limit, counting = self.settings.max_bad_fraction, writer.counting
@@ -261,19 +237,16 @@ class Worker:
         quarantine.sync()
         quarantine.publish()
         flags = sorted({_OTHER_FLAG[reason] for reason in counting.bad_reasons & {*_OTHER_FLAG}})
-        first = next(bad for bad in counting.bad if not is_chosen(bad.reason))
+        first = next(bad for bad in counting.bad if not names.is_chosen(bad.reason))
         accepting = f"--max_bad_fraction {min(int(counting.bad_fraction * 100) + 1, 100) / 100:g}"
         hint = f"Is it another {' or '.join(flags)}? " if flags else ""
-        raise BadInput(
-            f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({counting.bad_fraction:.2%}) "
-            f"are left out ({', '.join(sorted(counting.bad_reasons))}), the limit is {limit:.2%}; "
-            f"{quarantine.path} names them, the first so: {first.detail}. {hint}Otherwise mend the input and "
-            f"plan anew, or accept them: {accepting}",
-            path=quarantine.path,
-            found=f"{counting.bad_fraction:.2%}",
-            expected=f"{limit:.2%}",
-            remedy=accepting,
-        )
+        found, expected = f"{counting.bad_fraction:.2%}", f"{limit:.2%}"
+        what = f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({found}) are left out"
+        why = f"({', '.join(sorted(counting.bad_reasons))}), the limit is {expected}"
+        where = f"{quarantine.path} names them, the first so: {first.detail}"
+        advice = f"{hint}Otherwise mend the input and plan anew, or accept them: {accepting}"
+        message = f"{what} {why}; {where}. {advice}"
+        raise BadInput(message, path=quarantine.path, found=found, expected=expected, remedy=accepting)
 
 
 def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[str], None]) -> Engine:
@@ -281,7 +254,7 @@ def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[st
 
     Raises OtherTokenizer where even the reference gives others, UsageError where ``wanted`` cannot be had.
     """
-    path = folder / TOKENIZER_DIR / TOKENIZER_FILE
+    path = folder / names.TOKENIZER_DIR / names.TOKENIZER_FILE
     allow, as_planned = plan.options.encodes_control_tokens, plan.options.add_special_tokens
     if wanted != "tokenizers" and (wanted != "auto" or plan.fast_engine_is_equal):
         fast = equal_fast_engine(
@@ -322,15 +295,15 @@ def missing_shards(plan: Plan, folder: Path, shard_ids: Collection[int]) -> list
 
 
 def _made_in_order(
-    make: Callable[[Given], Made], items: Iterator[Given], num_makers: int
-) -> Generator[Made, None, None]:
+    make: Callable[[Documents], Batch], items: Iterator[Documents], num_makers: int
+) -> Generator[Batch, None, None]:
     """Yield what ``make`` makes of each item, in order.
 
     One thread gets the next item meanwhile: reading and decoding need no lock of Python. Others make up to
     ``num_makers`` items, and one more waits.
     """
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(num_makers) as makers:
-        made: deque[Future[Made]] = deque()
+        made: deque[Future[Batch]] = deque()
         coming = reader.submit(next, items, None)
         while (item := coming.result()) is not None:
             coming = reader.submit(next, items, None)
@@ -347,11 +320,12 @@ def _made_in_order(
 class _Process:
     """A worker process and the shard it is at."""
 
+    shard_id = -1
+    pipe: Any = None
+    _child: Any = None
+
     def __init__(self, *given: Any) -> None:
         self._given = given  # to _serve
-        self.shard_id = -1
-        self._child: Any = None
-        self.pipe: Any = None
 
     def give(self, shard_id: int) -> None:
         """Let a shard be made, in a new process where there is none."""
@@ -365,17 +339,16 @@ class _Process:
         with contextlib.suppress(BrokenPipeError):  # it died idle; the end of its pipe tells
             self.pipe.send(shard_id)
 
-    def receive(self) -> tuple[int, dict[str, int]] | Manifest | Failure | str:
-        """Return what Progressed is called with, what became of the shard, or a line for people."""
+    def receive(self) -> Any:
+        """Return what Progressed is called with, a Manifest or Failure of the shard, or a line for people."""
         try:
-            event: tuple[int, dict[str, int]] | Manifest | Failure | str = self.pipe.recv()
+            return self.pipe.recv()
         except (EOFError, ConnectionError):
             from shardprep.format.jobs import Failure
 
             code = self.end()
             how = f"killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
             return Failure.of(self.shard_id, ReadWriteError(f"its process was {how}"))
-        return event
 
     def end(self, *, at_once: bool = False) -> int:
         """Wait for a process that has nothing more to do, or died. Return its exit code."""
@@ -449,9 +422,7 @@ def run_shards(
     return made, sorted(failures, key=lambda failure: failure.shard_id)
 
 
-def _serve(
-    folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: bool, pipe: Connection
-) -> None:
+def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: bool, pipe: Any) -> None:
     """Make the shards that come in, in a worker process; progress and outcomes go out."""
     from shardprep.format.jobs import Failure
 

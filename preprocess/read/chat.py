@@ -11,8 +11,6 @@ with the turn: what came behind the first text is the assistant's. Both must be 
 Templates come with models of other people. So the process has a limit of memory and, for each conversation,
 of CPU time. A conversation over these limits fails the attempt. It is not left out: how much time it takes
 depends on the node, and the bytes of a shard must not.
-
-A template that asks for today's date is told FIXED_DATE: equal inputs give equal bytes on any day.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +39,7 @@ from shardprep.console import guard_streams
 from shardprep.errors import BadInput, ReadWriteError, Refused, UsageError
 from shardprep.format.plan import MaskRule
 
+# What a template is told that asks for today's date: equal inputs give equal bytes on any day.
 FIXED_DATE = datetime.datetime(2024, 7, 26)  # noqa: DTZ001  the one that Llama 3.1's template falls back on
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -137,14 +136,12 @@ def chat_template_of(
     return template, mask_rule
 
 
-def render_conversations(
-    template: ChatTemplate, conversations: Sequence[str]
-) -> list[Rendered | UnusableText]:
+def render_conversations(template: ChatTemplate, conversations: list[str]) -> list[Rendered | UnusableText]:
     """Render conversations, lists of messages as JSON; of one that cannot be used, return why.
 
     Raises TooCostly where one takes too much memory or time, and ReadWriteError.
     """
-    answers = _asked({"template": template, "conversations": [*conversations]}, len(conversations))
+    answers = _asked({"template": template, "conversations": conversations}, len(conversations))
     return [UnusableText(**each) if isinstance(each, dict) else Rendered(*each) for each in answers]
 
 
@@ -265,19 +262,17 @@ def _tokenizer_facts(folder: str) -> dict[str, Any]:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    try:
+    template = ""
+    with contextlib.suppress(ValueError):  # it has none
         template = tokenizer.get_chat_template()
-    except ValueError:
-        template = ""
     added = sorted(tokenizer.added_tokens_decoder.items())
     control = [token.content for _, token in added if token.special]
     # By which rule this transformers tells the assistant's tokens: it changed in 5.24. What tells both apart
     # are a character of three tokens, 뷁, and a blank that no token has. Empty for a rule that is unknown.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytewise = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    bytewise.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    splits = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    bytewise.pre_tokenizer = pre_tokenizers.Sequence(splits)
     found: Any = PreTrainedTokenizerFast(tokenizer_object=bytewise).apply_chat_template(
         _PROBE,
         chat_template="a{% generation %}뷁{% endgeneration %}b{% generation %} c{% endgeneration %}",

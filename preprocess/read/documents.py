@@ -11,7 +11,6 @@ texts is done here, for all formats alike, and here the documents of a trial are
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import functools
 import hashlib
@@ -20,22 +19,15 @@ import itertools
 import mmap
 import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.read import BATCH_BYTES
-from preprocess.read.text_fields import (
-    MOST_DOCUMENT_BYTES,
-    TextFields,
-    Transform,
-    UnusableText,
-    text_fields_of,
-    too_long,
-)
+from preprocess.read import BATCH_BYTES, text_fields
+from preprocess.read.text_fields import TextFields, Transform, UnusableText, text_fields_of, too_long
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, BrokenShard, NotFound, ReadWriteError, Refused, UsageError
 from shardprep.files import ReadFile, with_retries
@@ -48,6 +40,7 @@ if TYPE_CHECKING:
 
 Numbers = npt.NDArray[np.int64]
 T = TypeVar("T")
+Stretches = Sequence[tuple[int, int]]  # of a file: (byte, end), ascending
 # A batch of shorter lines, on average, is cut by their number: a million lines of one letter took 0.35 GB.
 SHORT_LINE_BYTES = 32
 # What says that there is no such input; whatever else opening ends with may go away.
@@ -113,9 +106,8 @@ class OpenInput:
         """Return the bytes [start, end), fewer where the file ends before. Raises ReadWriteError."""
         data, read = b"", self._file.read_beginning
         while (at := start + len(data)) < end:
-            piece = with_retries(
-                f"input {self.path} cannot be read at byte {at}", functools.partial(read, at, end - at)
-            )
+            what = f"input {self.path} cannot be read at byte {at}"
+            piece = with_retries(what, functools.partial(read, at, end - at))
             if not piece:
                 break
             data += piece  # most often all of it: nothing is copied then
@@ -135,10 +127,8 @@ class OpenInput:
         if found != self.stamp:
             at, planned_at = (f"{each.num_bytes} bytes at {each.mtime_ns}" for each in (found, self.stamp))
             changed = f"size, mtime or ctime changed while it was read: {at}"
-            expected = (
-                f"{planned_at}; nothing is published: once nobody writes to it, run this again, or plan "
-            )
-            expected += "anew into a new folder if its text is another"
+            expected = f"{planned_at}; nothing is published: run this again once nobody writes to it, or "
+            expected += "plan anew into a new folder if its text is another"
             raise Refused(path=self.path, found=changed, expected=expected)
 
     def _status(self) -> Stamp:
@@ -251,11 +241,8 @@ BETWEEN = b'"\0\1document\2"'
 class Texts(Sequence[bytes]):
     """Texts of consecutive documents, as UTF-8: joined, and one by one where somebody asks for that.
 
-    Args:
-        each: the texts; or instead
-        joined: all texts in one buffer, with BETWEEN between two of them, and in none of them.
-        num_texts: in ``joined``.
-        characters: any string that has all their characters beyond ASCII, if there is one already.
+    They are given by ``each``, or by ``joined``, with BETWEEN between two of them and in none of them.
+    ``characters``: any string that has all their characters beyond ASCII, if there is one already.
     """
 
     def __init__(
@@ -296,9 +283,7 @@ class Records:
     """Consecutive lines or rows of a file: what each says, and where it lies."""
 
     texts: Texts | Sequence[bytes | UnusableText] = ()  # as UTF-8; of a list an empty one is no document
-    starts: Numbers = field(
-        default_factory=lambda: np.empty(0, np.int64)
-    )  # byte of the text, or row, of each
+    starts: Numbers = field(default_factory=lambda: np.empty(0, np.int64))  # byte of the text, or row
     sizes: Numbers = field(default_factory=lambda: np.empty(0, np.int64))  # bytes of each, or 1 for a row
     num_bytes: int  # of the file, that these account for
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # what each tells beside its text
@@ -310,10 +295,8 @@ class Format(Protocol):
     def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
         """Weigh a file for planning, with few reads. Raises BadInput where it cannot be of this format."""
 
-    def starts(
-        self, file: OpenInput, stretches: Sequence[tuple[int, int]], options: PlanOptions
-    ) -> list[Start | None]:
-        """For each (byte, end), ascending, the first place at or behind ``byte`` where a part may begin.
+    def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:
+        """For each (byte, end) the first place at or behind ``byte`` where a part may begin.
 
         None where there is none before ``end``; the file's size where none follows. Raises BadInput.
         """
@@ -325,9 +308,7 @@ class Format(Protocol):
         """
 
 
-def starts_among(
-    places: Iterable[Start], file: OpenInput, stretches: Sequence[tuple[int, int]]
-) -> list[Start | None]:
+def starts_among(places: Iterable[Start], file: OpenInput, stretches: Stretches) -> list[Start | None]:
     """Answer ``Format.starts`` for a file with these places, ascending; without any it is only read whole."""
     end_of_file, remaining, place = Start(file.stamp.num_bytes), iter(places), Start(0)
     found: list[Start | None] = []
@@ -346,7 +327,7 @@ def texts_of(values: Iterable[str | UnusableText]) -> list[bytes | UnusableText]
             found.append(value)
             continue
         text = b"" if value.isspace() else value.encode()
-        found.append(text if len(text) <= MOST_DOCUMENT_BYTES else too_long("its text"))
+        found.append(text if len(text) <= text_fields.MOST_DOCUMENT_BYTES else too_long("its text"))
     return found
 
 
@@ -385,24 +366,16 @@ class Documents:
     def only(self, numbers: Numbers) -> Documents:
         """Return some of the documents; the counts stay."""
         picked = numbers.tolist()
-        return dataclasses.replace(
-            self,
-            texts=self.texts.only(picked),
-            lines=self.lines[numbers],
-            offsets=self.offsets[numbers],
-            columns={name: [column[n] for n in picked] for name, column in self.columns.items()},
-        )
+        columns = {name: [column[n] for n in picked] for name, column in self.columns.items()}
+        texts, lines, offsets = self.texts.only(picked), self.lines[numbers], self.offsets[numbers]
+        return replace(self, texts=texts, lines=lines, offsets=offsets, columns=columns)
 
     def of_lines(self, first_line: int, end_line: int, *, num_bytes: int) -> Documents:
         """Return the documents of some lines, which account for ``num_bytes`` of the input."""
         first, end = np.searchsorted(self.lines, (first_line, end_line))
-        return dataclasses.replace(
-            self.only(np.arange(first, end)),
-            first_line=first_line,
-            num_lines=end_line - first_line,
-            num_bytes=num_bytes,
-            bad=[each for each in self.bad if first_line <= each.line < end_line],
-        )
+        some, num_lines = self.only(np.arange(first, end)), end_line - first_line
+        bad = [each for each in self.bad if first_line <= each.line < end_line]
+        return replace(some, bad=bad, first_line=first_line, num_lines=num_lines, num_bytes=num_bytes)
 
     def parts(self, most: int) -> Iterator[Documents]:
         """Cut the batch into parts of at most ``most`` documents; the last one accounts for the bytes."""
@@ -442,16 +415,11 @@ class Documents:
                 kept.append(number)
                 found.append(result)
         bad.sort(key=lambda one: one.line)
-        return dataclasses.replace(self.only(np.array(kept, np.int64)), bad=bad), found
+        return replace(self.only(np.array(kept, np.int64)), bad=bad), found
 
 
 def documents_of_shard(
-    plan: Plan,
-    folder: Path,
-    shard: PlannedShard,
-    *,
-    batch_bytes: int = BATCH_BYTES,
-    transform: Transform | None = None,
+    plan: Plan, folder: Path, shard: PlannedShard, transform: Transform | None, batch_bytes: int = BATCH_BYTES
 ) -> Iterator[Documents]:
     """Yield the documents of a shard's input, without those that the plan excludes.
 
@@ -470,9 +438,7 @@ def documents_of_shard(
     )
     if digest is not None and digest.hexdigest() != shard.sha256:
         names = sorted({plan.inputs[number].path for number in shard.input_numbers})
-        what = (
-            f"the input of shard {shard.shard_id:05d} ({', '.join(names[:3])}) changed since it was planned"
-        )
+        what = f"the input of shard {shard.shard_id:05d} ({', '.join(names[:3])}) changed since planning"
         hashes = f"sha256 {digest.hexdigest()[:12]}, the plan says {str(shard.sha256)[:12]}"
         raise Refused(f"{what}: {hashes}; {_BRING_BACK}")
 
@@ -492,15 +458,9 @@ def read_documents(
 ) -> Generator[Documents, None, None]:
     """Yield the documents of byte ranges in order, in batches of about ``batch_bytes``.
 
-    Args:
-        ranges: they begin and end where their format allows it.
-        digest: is told all bytes of the ranges, in order.
-        most_documents: behind which reading ends.
-        excluded: names of documents that are left out.
-        transform: what they go through.
-
-    Raises NotFound, ReadWriteError, BadInput where a file is not of its format, Refused where one was written
-    to while it was read and nobody hashes it.
+    ``digest`` is told all bytes of the ranges, in order. Reading ends behind ``most_documents``. Those that
+    ``excluded`` names are left out, and all go through ``transform``. Raises NotFound, ReadWriteError,
+    BadInput where a file is not of its format, Refused where one changed meanwhile and nobody hashes it.
     """
     template = None
     if options.record == "chat":
@@ -519,8 +479,8 @@ def read_documents(
                 records = [{"text": text.decode()} for text in documents.texts]
             given = zip(records, documents.offsets.tolist(), strict=True)
             results = transform.texts(given, name, reasons, is_chat=template is not None)
-            documents, texts = dataclasses.replace(documents, columns=columns).sorted_out(results)
-            documents = dataclasses.replace(documents, texts=Texts(texts))
+            documents, texts = replace(documents, columns=columns).sorted_out(results)
+            documents = replace(documents, texts=Texts(texts))
         if template is not None:
             documents = _rendered(documents, template, name)
         if excluded is not None:
@@ -576,9 +536,8 @@ def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Docume
     from preprocess.read.chat import TooCostly, render_conversations
 
     messages = (text.decode() for text in documents.texts)
-    documents, asked = documents.sorted_out(
-        text if len(text) <= _MOST_MESSAGE_CHARS else _TOO_LONG for text in messages
-    )
+    usable = (text if len(text) <= _MOST_MESSAGE_CHARS else _TOO_LONG for text in messages)
+    documents, asked = documents.sorted_out(usable)
     if not asked:
         return documents
     try:
@@ -587,13 +546,10 @@ def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Docume
         what = f"{error}, for the conversation of {place_text(name, int(documents.offsets[error.number]))}"
         remedy = "change that conversation, or plan anew with another template as --chat_template_file"
         raise BadInput(f"{what}; {remedy}") from None
-    documents = dataclasses.replace(documents, columns={**documents.columns, "messages": asked})
+    documents = replace(documents, columns={**documents.columns, "messages": asked})
     kept, rendered = documents.sorted_out(found)
-    return dataclasses.replace(
-        kept,
-        texts=Texts([one.text.encode() for one in rendered]),
-        columns={**kept.columns, "spans": [one.spans for one in rendered]},
-    )
+    columns = {**kept.columns, "spans": [one.spans for one in rendered]}
+    return replace(kept, texts=Texts([one.text.encode() for one in rendered]), columns=columns)
 
 
 def format_of(name: str) -> Format:

@@ -34,30 +34,9 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from preprocess.read.documents import (
-    BETWEEN,
-    SHORT_LINE_BYTES,
-    Inspected,
-    OpenInput,
-    RangeReader,
-    Records,
-    Start,
-    Texts,
-    starts_among,
-    texts_of,
-    unreadable,
-)
-from preprocess.read.text_fields import (
-    MAX_JSON_DEPTH,
-    MOST_DOCUMENT_BYTES,
-    FieldPath,
-    MessageFields,
-    RecordFields,
-    TextFields,
-    UnusableText,
-    too_long,
-    value_at,
-)
+from preprocess.read import documents, text_fields
+from preprocess.read.documents import Inspected, OpenInput, RangeReader, Records, Start, Stretches, Texts
+from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, FieldPath, TextFields, UnusableText, too_long
 from shardprep.command_line import needs
 from shardprep.console import quoted
 from shardprep.errors import BadInput, UsageError
@@ -87,14 +66,17 @@ class TextPiece(NamedTuple):
     num_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
+Pieces = Iterator[TextPiece]
+
+
+@dataclass(frozen=True)
 class Compression:
     """One way to compress a file."""
 
     name: str
     magics: tuple[bytes, ...]
     open: Callable[[bytes, int], Any]  # (data, zstd_long) -> bz2's interface, for one member, stream or frame
-    may_end_in_zeros: bool = False
+    padding: bytes = b""  # that may stand behind the first member
     # The places where a file says that it may be entered, the first one and the end among them.
     frames: Callable[[OpenInput], Iterable[Start]] = lambda _: ()
 
@@ -155,7 +137,7 @@ def decompressed(
     span: tuple[int, int],
     piece_bytes: int,
     zstd_long: int,
-) -> Iterator[TextPiece]:
+) -> Pieces:
     """Yield the text of the file's bytes [span), whole members or frames, in pieces of about ``piece_bytes``.
 
     None has more than twice as many. Raises BadInput, naming file and byte, for what is no such member, is
@@ -164,7 +146,7 @@ def decompressed(
     position = told = span[0]  # bytes of the file that were read, and that a piece accounts for
     data = b""
     held = bytearray()
-    padding = b""  # that may stand before a member: zeros behind the first one
+    padding = b""  # that may stand before a member
 
     def more() -> bytes:
         nonlocal position
@@ -183,12 +165,12 @@ def decompressed(
             expected = f"{compression.name}, which begins with {compression.magics[0]!r}"
             expected += "; give it the name that it should have, or move it away, and plan anew"
             raise BadInput(path=file.path, found=found, expected=expected)
-        padding = b"\0" if compression.may_end_in_zeros else b""
+        padding = compression.padding
         stream = compression.open(data, zstd_long)
         while not stream.eof:
             if stream.needs_input and not data and not (data := more()):
                 what = f"its {compression.name} data does not end with it, at byte {position}"
-                raise unreadable(file, f"is cut short: {what}")
+                raise documents.unreadable(file, f"is cut short: {what}")
             try:
                 text = stream.decompress(data, piece_bytes)
             except MemoryError:
@@ -201,7 +183,7 @@ def decompressed(
                     message += f": zstd -d --long=31 {file.path}"
                     raise BadInput(message, path=file.path, remedy=flag) from None
                 what = f"cannot be decompressed as {compression.name} before byte {position} ({error})"
-                raise unreadable(file, what) from None
+                raise documents.unreadable(file, what) from None
             data = b""
             held += text
             if len(held) >= piece_bytes:
@@ -254,21 +236,10 @@ def _seek_table(file: OpenInput) -> list[Start]:
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _SKIPPABLE = tuple(struct.pack("<I", 0x184D2A50 + number) for number in range(16))
 COMPRESSIONS = {
-    ".gz": Compression(
-        name="gzip",
-        magics=(b"\x1f\x8b",),
-        open=lambda data, _: _GzipMember(data),
-        may_end_in_zeros=True,
-        frames=_bgzf_blocks,
-    ),
-    ".zst": Compression(name="zstd", magics=(_ZSTD_MAGIC, *_SKIPPABLE), open=_zstd_frame, frames=_seek_table),
-    ".xz": Compression(
-        name="xz",
-        magics=(b"\xfd7zXZ\0",),
-        open=lambda _, __: lzma.LZMADecompressor(memlimit=_XZ_BYTES),
-        may_end_in_zeros=True,
-    ),
-    ".bz2": Compression(name="bzip2", magics=(b"BZh",), open=lambda _, __: bz2.BZ2Decompressor()),
+    ".gz": Compression("gzip", (b"\x1f\x8b",), lambda data, _: _GzipMember(data), b"\0", _bgzf_blocks),
+    ".zst": Compression("zstd", (_ZSTD_MAGIC, *_SKIPPABLE), _zstd_frame, frames=_seek_table),
+    ".xz": Compression("xz", (b"\xfd7zXZ\0",), lambda *_: lzma.LZMADecompressor(memlimit=_XZ_BYTES), b"\0"),
+    ".bz2": Compression("bzip2", (b"BZh",), lambda *_: bz2.BZ2Decompressor()),
 }
 
 
@@ -317,9 +288,7 @@ def first_line_start(file: OpenInput, offset: int, end: int, line_ends: LineEnds
     position, num_bytes = offset - 1, _FIRST_SCAN_BYTES
     while position < end and (block := file.read(position, position + num_bytes)):
         if position + len(block) < size:
-            block = block.removesuffix(
-                b"\r"
-            )  # perhaps half of a line end: it is read again with what follows
+            block = block.removesuffix(b"\r")  # perhaps half of a line end: it is read with what follows
         if line_end := line_ends.first(block):
             return position + line_end
         position += len(block)
@@ -367,20 +336,16 @@ class LineFormat:
         text_bytes = len(head.data) * size // max(1, head.num_bytes)
         return Inspected(text_bytes, is_whole=not (can_be_split and has_frames))
 
-    def starts(
-        self, file: OpenInput, stretches: Sequence[tuple[int, int]], options: PlanOptions
-    ) -> list[Start | None]:
+    def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:
         if not self.can_be_split(options):
-            return starts_among((), file, stretches)
+            return documents.starts_among((), file, stretches)
         if self.compression is None:
             file.expect_scattered_reads()
             found = (first_line_start(file, byte, end, self.line_ends) for byte, end in stretches)
             return [None if byte is None else Start(byte) for byte in found]
-        return starts_among(self.compression.frames(file), file, stretches)
+        return documents.starts_among(self.compression.frames(file), file, stretches)
 
-    def text_of_part(
-        self, reader: RangeReader, options: PlanOptions, piece_bytes: int
-    ) -> Iterator[TextPiece]:
+    def text_of_part(self, reader: RangeReader, options: PlanOptions, piece_bytes: int) -> Pieces:
         """Yield the text of a part, and of its last line what stands behind the part.
 
         Frames know nothing of lines. A line that begins where the part's text ends is the part's, for the
@@ -406,20 +371,15 @@ class LineFormat:
                 return  # nothing of a line without end is the part's
 
     def records_of(
-        self,
-        part: ByteRange,
-        pieces: Iterator[TextPiece],
-        fields: TextFields,
-        batch_bytes: int,
-        skipped: int = 0,
+        self, part: ByteRange, pieces: Pieces, fields: TextFields, batch_bytes: int, skipped: int = 0
     ) -> Iterator[Records]:
-        """Yield the records of the lines that begin in a part; ``pieces`` of its text, without some bytes."""
+        """Yield the records of the lines that begin in a part, given its text without ``skipped`` bytes."""
         start = skipped + (part.start if self.compression is None else part.text_start)
         is_inside = self.compression is not None and part.start > 0
         # Each line may become two headers and two blocks of a tar, 2 KiB however short it is. So as many are
         # read at once as a batch's share of memory allows for (see resources.py).
-        most = max(1, batch_bytes // SHORT_LINE_BYTES)
-        for start_of_block, size, data, num_bytes in line_blocks(pieces, start, self.line_ends, is_inside):
+        most = max(1, batch_bytes // documents.SHORT_LINE_BYTES)
+        for block_start, size, data, num_bytes in line_blocks(pieces, start, self.line_ends, is_inside):
             starts = np.zeros(1, np.int64) if data is None else self.line_ends.starts(data)
             bounds = np.append(starts, size)
             if not len(starts):
@@ -432,16 +392,14 @@ class LineFormat:
                 else:
                     first = int(begins[0])
                     lines = data[first : first + int(sizes.sum())]
-                    texts, columns = self.texts_of_lines(
-                        fields, lines, begins - first, start_of_block + first
-                    )
-                at = begins + start_of_block
+                    texts, columns = self.texts_of_lines(fields, lines, begins - first, block_start + first)
+                at = begins + block_start
                 yield Records(texts=texts, starts=at, sizes=sizes, num_bytes=num_bytes, columns=columns)
                 num_bytes = 0
 
 
 def line_blocks(
-    pieces: Iterator[TextPiece], start: int, line_ends: LineEnds, is_inside: bool
+    pieces: Pieces, start: int, line_ends: LineEnds, is_inside: bool
 ) -> Iterator[tuple[int, int, bytes | None, int]]:
     """Cut a stream that begins at byte ``start`` of the text into blocks of whole lines.
 
@@ -479,7 +437,7 @@ def line_blocks(
         yield start, num_begun, whole, num_bytes
 
 
-def _whole_line_ends(pieces: Iterator[TextPiece], line_ends: LineEnds) -> Iterator[TextPiece]:
+def _whole_line_ends(pieces: Pieces, line_ends: LineEnds) -> Pieces:
     r"""Yield the same stream; a ``\r`` at the end of a piece is a whole line end."""
     kept = b""
     for data, num_bytes in pieces:
@@ -569,9 +527,8 @@ def _with_newlines(text: str) -> str:
 
 # JSON. ---------------------------------------------------------------------------------------------------
 
-# A string that does not end goes up to the end: from each of its quotes another one would begin else.
-_STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
-
+# What is no bracket. A string that does not end goes up to the end: else each of its quotes would begin one.
+_NO_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[^"\[\]{}]+', re.DOTALL)
 _HEAD_BYTES = 4 << 10
 _BLANK = b" \t\r\n"
 
@@ -588,7 +545,7 @@ class JsonLines(LineFormat):
         if (found := _joined_texts(lines, starts, fields)) is not None:
             return found, {}
         each = lines.split(b"\n")[: len(starts)]
-        may_be_deep = int(np.diff(starts, append=len(lines)).max(initial=0)) > 2 * MAX_JSON_DEPTH
+        may_be_deep = int(np.diff(starts, append=len(lines)).max(initial=0)) > 2 * text_fields.MAX_JSON_DEPTH
         if not (may_be_deep and any(map(is_too_deep, each))) and _names_each_once(lines, len(each), fields):
             # Most often: all lines are objects with the field, and nothing in them needs a second look.
             with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -596,13 +553,13 @@ class JsonLines(LineFormat):
                 texts = [record[name] for record in records] if name else list(map(fields.text, records))
                 others = _others(records, fields)
                 if {str}.issuperset(map(type, texts)) and all(map(_are_exact, others.values())):
-                    return texts_of(texts), fields.columns(others)
+                    return documents.texts_of(texts), fields.columns(others)
         pairs = [_record_of(line, fields) for line in each]
         records = [record for record, _ in pairs]
         columns = fields.columns(_others(records, fields))
-        if isinstance(fields, RecordFields):
+        if isinstance(fields, text_fields.RecordFields):
             columns = {**columns, "record": records}
-        return texts_of([text for _, text in pairs]), columns
+        return documents.texts_of([text for _, text in pairs]), columns
 
 
 class JsonFile(JsonLines):
@@ -629,7 +586,7 @@ def _decoder(name: str) -> Any:
 
 
 _TEXT = operator.attrgetter("text")
-_BETWEEN_QUOTES = BETWEEN[1:-1]
+_BETWEEN_QUOTES = documents.BETWEEN[1:-1]
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 # The first byte of each white space, and so of characters that are none.
 _MAY_BE_SPACE = np.isin(np.arange(256), [*range(9, 14), *range(28, 33), 0xC2, 0xE1, 0xE2, 0xE3])
@@ -652,8 +609,8 @@ def _joined_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | 
     escapes = np.flatnonzero(letters == ord("\\"))
     may_spell = bool((letters[escapes + 1] == ord("u")).any())
     is_opened = letters | 0x20 == ord("{")  # [ and { differ by this bit; each line is an object
-    may_be_deep = np.count_nonzero(is_opened) - len(starts) >= MAX_JSON_DEPTH
-    if may_be_deep and np.add.reduceat(is_opened, starts, dtype=np.int64).max() > MAX_JSON_DEPTH:
+    may_be_deep = np.count_nonzero(is_opened) - len(starts) >= text_fields.MAX_JSON_DEPTH
+    if may_be_deep and np.add.reduceat(is_opened, starts, dtype=np.int64).max() > text_fields.MAX_JSON_DEPTH:
         return None
     if not _names_each_once(block, len(starts), fields, may_spell=may_spell):
         return None
@@ -694,7 +651,7 @@ def _joined_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | 
 
 def _unescaped(strings: list[bytes]) -> bytes:
     """Return what strings of JSON say, in quotes, joined. Raises TypeError where one is no string."""
-    return f'"{BETWEEN.decode().join(orjson.loads(b"[%b]" % b",".join(strings)))}"'.encode()
+    return f'"{documents.BETWEEN.decode().join(orjson.loads(b"[%b]" % b",".join(strings)))}"'.encode()
 
 
 def _lines_at(places: Numbers, starts: Numbers) -> list[int]:
@@ -718,7 +675,7 @@ def _perhaps_infinite(letters: npt.NDArray[np.uint8]) -> Numbers:
 
 def _others(records: list[Any], fields: TextFields) -> dict[FieldPath, list[Any]]:
     """Return the values of ``other_paths``."""
-    return {path: [value_at(record, path) for record in records] for path in fields.other_paths}
+    return {path: [text_fields.value_at(record, path) for record in records] for path in fields.other_paths}
 
 
 def _are_exact(values: Sequence[Any]) -> bool:
@@ -729,14 +686,12 @@ def _are_exact(values: Sequence[Any]) -> bool:
     return kinds.isdisjoint((list, dict))
 
 
-def _names_each_once(
-    block: bytes, num_lines: int, fields: TextFields, *, may_spell: bool | None = None
-) -> bool:
+def _names_each_once(block: bytes, num_lines: int, fields: TextFields, may_spell: bool | None = None) -> bool:
     """Whether each line that has all fields of the text names each of them once.
 
     Each such line has a key for each name. So there is no other where a block has as many keys as lines.
     """
-    if isinstance(fields, (MessageFields, RecordFields)):
+    if isinstance(fields, (text_fields.MessageFields, text_fields.RecordFields)):
         return False  # each line is looked at: what follows takes 20 times as long
     name = fields.plain_name
     # Without escapes a key is spelled in one way. Counting that takes a fifth of the search for all ways.
@@ -790,10 +745,10 @@ def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText
         return None, why_not_json(line)
     if is_too_deep(line):
         return None, _TOO_DEEP
-    if isinstance(fields, RecordFields):
+    if isinstance(fields, text_fields.RecordFields):
         is_exact = _LONG_NUMBER.search(line) is None
     else:
-        others = [value_at(record, path) for path in fields.other_paths]
+        others = [text_fields.value_at(record, path) for path in fields.other_paths]
         is_exact = _names_each_once(line, 1, fields) and _are_exact(others)
     if not is_exact:
         try:
@@ -803,7 +758,7 @@ def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText
         if twice := next(_named_twice(record, fields), None):
             return record, UnusableText("bad_json", f"the key {twice} stands twice in one object")
     text = fields.text(record)
-    if isinstance(fields, RecordFields) and isinstance(text, str):
+    if isinstance(fields, text_fields.RecordFields) and isinstance(text, str):
         text = line.decode()  # of a record that is given whole
     return record, text
 
@@ -828,7 +783,7 @@ def _named_twice(record: Any, fields: TextFields) -> Iterator[str]:
             if name in inner.twice:
                 yield name
             inner = inner.get(name)
-        if isinstance(fields, MessageFields):
+        if isinstance(fields, text_fields.MessageFields):
             yield from _all_twice(inner)
 
 
@@ -862,24 +817,20 @@ def why_not_json(line: bytes) -> UnusableText:
 
 
 _TOO_DEEP = UnusableText(
-    "bad_json", f"it is nested too deep, more than {MAX_JSON_DEPTH} levels, or has too long a number"
+    "bad_json",
+    f"it is nested too deep, more than {text_fields.MAX_JSON_DEPTH} levels, or has too long a number",
 )
 
 
 def is_too_deep(raw: bytes | bytearray) -> bool:
     """Return whether JSON has objects and lists within each other more than MAX_JSON_DEPTH deep.
 
-    Costs 0.2 us for a line that has no more brackets than that, else 0.2 us for each bracket and string.
+    Takes 0.2 us for a line that has no more brackets than that, else as much for each bracket and string.
     """
-    if len(raw) <= 2 * MAX_JSON_DEPTH or raw.count(b"[") + raw.count(b"{") <= MAX_JSON_DEPTH:
+    if (
+        len(raw) <= 2 * text_fields.MAX_JSON_DEPTH
+        or raw.count(b"[") + raw.count(b"{") <= text_fields.MAX_JSON_DEPTH
+    ):
         return False
-    depth = 0
-    for found in _STRING_OR_BRACKET.finditer(raw):
-        first = raw[found.start()]
-        if first in b"[{":
-            depth += 1
-            if depth > MAX_JSON_DEPTH:
-                return True
-        elif first in b"]}":
-            depth -= 1
-    return False
+    steps = (1 if bracket in b"[{" else -1 for bracket in _NO_BRACKETS.sub(b"", raw))
+    return max(itertools.accumulate(steps), default=0) > text_fields.MAX_JSON_DEPTH

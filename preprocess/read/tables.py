@@ -34,25 +34,9 @@ import pyarrow.ipc as ipc
 import pyarrow.parquet as parquet
 import pyarrow.types as types
 
-from preprocess.read.documents import (
-    Inspected,
-    OpenInput,
-    RangeReader,
-    Records,
-    Start,
-    starts_among,
-    texts_of,
-    unreadable,
-)
-from preprocess.read.text_fields import (
-    FieldPath,
-    MessageFields,
-    RecordFields,
-    TextFields,
-    UnusableText,
-    from_json,
-    text_fields_of,
-)
+from preprocess.read import documents, text_fields
+from preprocess.read.documents import Inspected, OpenInput, RangeReader, Records, Start, Stretches
+from preprocess.read.text_fields import FieldPath, TextFields, UnusableText
 from shardprep.errors import BadInput, ReadWriteError
 from shardprep.format.plan import PlanOptions
 
@@ -70,9 +54,7 @@ _BUILT_IN_ERRORS = (ValueError, OSError, RuntimeError, LookupError, TypeError, O
 class InputStream(io.RawIOBase):
     """Spans of an open input, one after the other, as a file for pyarrow; of ``memory`` without a copy."""
 
-    def __init__(
-        self, file: OpenInput, spans: Sequence[tuple[int, int]], memory: mmap.mmap | None = None
-    ) -> None:
+    def __init__(self, file: OpenInput, spans: Stretches, memory: mmap.mmap | None = None) -> None:
         super().__init__()
         view = None if memory is None else memoryview(memory)
         self._read = file.read_all if view is None else lambda start, end: view[start:end]
@@ -123,7 +105,7 @@ def refused_by_name(file: OpenInput, name: str, stream: InputStream) -> Iterator
         if stream.error is not None:
             raise stream.error from None
         words = str(error).split("\n")[0][:200]
-        raise unreadable(file, f"cannot be read as {name} ({words})") from None
+        raise documents.unreadable(file, f"cannot be read as {name} ({words})") from None
 
 
 # Parquet. -----------------------------------------------------------------------------------------------
@@ -136,20 +118,18 @@ class Parquet:
         """Raises BadInput where the footer is broken, or a column of the text is missing."""
         if not file.stamp.num_bytes:
             return Inspected(text_bytes=0, is_whole=True)
-        table, stream, fields = self._open(file, text_fields_of(options))
+        table, stream, fields = self._open(file, text_fields.text_fields_of(options))
         with refused_by_name(file, "Parquet", stream):
             groups = range(table.metadata.num_row_groups)
             return Inspected(text_bytes=_text_bytes(table.metadata, groups, fields), is_whole=False)
 
-    def starts(
-        self, file: OpenInput, stretches: Sequence[tuple[int, int]], options: PlanOptions
-    ) -> list[Start | None]:
+    def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:
         places: list[Start] = []
         if file.stamp.num_bytes:
-            table, stream, _ = self._open(file, text_fields_of(options))
+            table, stream, _ = self._open(file, text_fields.text_fields_of(options))
             with refused_by_name(file, "Parquet", stream):
                 places = [Start(start) for start, _ in _row_groups(table.metadata)[1:]]
-        return starts_among(places, file, stretches)
+        return documents.starts_among(places, file, stretches)
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
         file, part = reader.file, reader.part
@@ -256,17 +236,12 @@ class Arrow:
         """Raises BadInput for another kind of file, or a missing column."""
         first = next(_messages_of(file), None)
         if first is not None:
-            self._open(file, [first], text_fields_of(options), None)
+            self._open(file, [first], text_fields.text_fields_of(options), None)
         return Inspected(text_bytes=file.stamp.num_bytes, is_whole=first is None)
 
-    def starts(
-        self,
-        file: OpenInput,
-        stretches: Sequence[tuple[int, int]],
-        options: PlanOptions,  # noqa: ARG002
-    ) -> list[Start | None]:
+    def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:  # noqa: ARG002
         places = (Start(each.start) for each in _messages_of(file) if each.kind == _BATCH)
-        return starts_among(places, file, stretches)
+        return documents.starts_among(places, file, stretches)
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
         file, part = reader.file, reader.part
@@ -305,10 +280,7 @@ class Arrow:
     def _open(
         self, file: OpenInput, messages: Sequence[_Message], fields: TextFields, memory: mmap.mmap | None
     ) -> tuple[Any, InputStream, TextFields]:
-        """Return pyarrow's reader of the columns in use, what it reads from, and the fields in the file.
-
-        It reads these messages, the schema first. Raises BadInput, ReadWriteError.
-        """
+        """Return pyarrow's reader of messages' columns in use, what it reads from, and the fields there."""
         stream = InputStream(file, [(each.start, each.end) for each in messages], memory)
         with refused_by_name(file, "Arrow", stream):
             schema = ipc.open_stream(stream).schema
@@ -371,7 +343,7 @@ def _message_at(file: OpenInput, position: int, file_end: int) -> _Message:
 
 
 def _broken(file: OpenInput, why: str) -> BadInput:
-    return unreadable(file, f"cannot be read as Arrow: {why}")
+    return documents.unreadable(file, f"cannot be read as Arrow: {why}")
 
 
 def _header(data: bytes) -> tuple[int, int, int]:
@@ -408,9 +380,9 @@ def _fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
 
     Raises BadInput where the text has no column, one of another type, or two columns may be meant.
     """
-    if isinstance(fields, RecordFields):
+    if isinstance(fields, text_fields.RecordFields):
         return fields.of_columns(schema.names)
-    is_chat = isinstance(fields, MessageFields)
+    is_chat = isinstance(fields, text_fields.MessageFields)
     places: dict[FieldPath, FieldPath] = {}
     for path in fields.paths:
         found, name, is_text = _places_of(schema, path), ".".join(path), path in fields.text_paths
@@ -464,10 +436,7 @@ def _rows_at_once(num_rows: int, num_bytes: int, batch_bytes: int) -> int:
 def _records(
     batch: Any, num_bytes: int, first_row: int, fields: TextFields, batch_bytes: int
 ) -> Iterator[Records]:
-    """Yield the records of a record batch, which account for ``num_bytes`` of the file.
-
-    Some rows at a time, fewer where their texts are longer.
-    """
+    """Yield the records of a record batch, some rows at a time, for ``num_bytes`` of the file."""
     columns = {path: _column(batch, path) for path in fields.paths}
     arrays = [column for column, _ in columns.values() if column is not None]
     num_in_use = sum(array.nbytes for array in arrays)
@@ -486,13 +455,9 @@ def _records(
         texts: Sequence[str | UnusableText] = of_text[0]
         if fields.plain_name is None or not {str}.issuperset(map(type, texts)):
             texts = [fields.text_of_values(of_row) for of_row in zip(*of_text, strict=True)]
-        yield Records(
-            texts=texts_of(texts),
-            starts=np.arange(first_row + first, first_row + first + num, dtype=np.int64),
-            sizes=np.ones(num, np.int64),
-            num_bytes=num_bytes,
-            columns=fields.columns(values),
-        )
+        rows, others = first_row + first + np.arange(num), fields.columns(values)
+        found = documents.texts_of(texts)
+        yield Records(texts=found, starts=rows, sizes=np.ones_like(rows), num_bytes=num_bytes, columns=others)
         first, num_bytes = first + max(1, num), 0
 
 
@@ -634,7 +599,7 @@ def _text(value: bytes) -> str:
 
 
 def _from_json(value: bytes) -> Any:
-    found = from_json(_text(value))
+    found = text_fields.from_json(_text(value))
     if isinstance(found, UnusableText):
         raise _NoValue(found.reason, found.detail)
     return found

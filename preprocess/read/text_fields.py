@@ -68,8 +68,8 @@ class TextFields:
 
     def __init__(self, options: PlanOptions) -> None:
         self.options = options
-        self.id_path = _path(options.id_field, "--id_field")
-        self.source_path = _path(options.source_field, "--source_field")
+        named = {"id": options.id_field, "source": options.source_field}
+        self.named = {each: _path(name, f"--{each}_field") for each, name in named.items() if name}
         self._literals: list[str] = []  # of a template: one before each field, and one behind the last
         if options.text_template:
             self.text_paths, self._literals = _parsed_template(options.text_template)
@@ -85,14 +85,13 @@ class TextFields:
         """Return these fields where a table has them; those that ``places`` does not name stay."""
         other = copy.copy(self)
         other.text_paths = [places.get(path, path) for path in self.text_paths]
-        other.id_path = places.get(self.id_path, self.id_path)
-        other.source_path = places.get(self.source_path, self.source_path)
+        other.named = {each: places.get(path, path) for each, path in self.named.items()}
         return other
 
     @property
     def other_paths(self) -> list[FieldPath]:
         """All fields but those of the text that have to be read, each once."""
-        return list(dict.fromkeys(path for path in (self.id_path, self.source_path) if path))
+        return list(dict.fromkeys(self.named.values()))
 
     @property
     def paths(self) -> list[FieldPath]:
@@ -104,8 +103,7 @@ class TextFields:
 
         ``values``: those of each of ``other_paths``.
         """
-        named = {"id": self.id_path, "source": self.source_path}
-        return {name: list(map(name_of, values[path])) for name, path in named.items() if path}
+        return {each: list(map(name_of, values[path])) for each, path in self.named.items()}
 
     def text(self, record: Any) -> str | UnusableText:
         if not isinstance(record, dict):
@@ -119,10 +117,8 @@ class TextFields:
                 return unusable(path, value)
         if not self._literals:
             return values[0]
-        parts = [self._literals[0]]
-        for value, literal in zip(values, self._literals[1:], strict=True):
-            parts += (value, literal)
-        return "".join(parts)
+        pairs = zip(self._literals, (*values, ""), strict=True)
+        return "".join(literal + value for literal, value in pairs)
 
 
 def _parsed_template(template: str) -> tuple[list[FieldPath], list[str]]:
@@ -141,10 +137,9 @@ def _parsed_template(template: str) -> tuple[list[FieldPath], list[str]]:
     except ValueError as error:
         why = str(error)
     if why or not paths:
-        raise UsageError(
-            found=f"--text_template {template!r} ({why or 'it names no field'})",
-            expected="one such as '{input}\\n\\n{output}'; braces are {{ and }}",
-        )
+        found = f"--text_template {template!r} ({why or 'it names no field'})"
+        expected = "one such as '{input}\\n\\n{output}'; braces are {{ and }}"
+        raise UsageError(found=found, expected=expected)
     return paths, [*literals, literal]
 
 
@@ -365,9 +360,9 @@ def transform_of(options: PlanOptions, path: Path | None) -> Transform | None:
     found = Transform(path, options.transform_files)
     if found.sha256 != planned:
         expected = (
-            f"the plan's function, {planned[:12]}, of which the data set has a copy in {TRANSFORM_DIR}/"
+            f"the plan's function, {planned[:12]}, of which DATA/{TRANSFORM_DIR}/ has a copy; bring it "
         )
-        expected += "; bring it back, or plan anew into a new folder"
+        expected += "back, or plan anew into a new folder"
         raise Refused(path=path, found=f"sha256 {found.sha256[:12]}", expected=expected)
     return found
 

@@ -41,7 +41,7 @@ _ERROR_HITS = {
 }  # fmt: skip
 _KILL_HITS = {
     "plan": 1, "shard": 2, "shard, done": 0.5, "run": 0.5, "verify": 1, "stage": 1, "submit": 0.5,
-    "report": 0.5, "blank": 0.12, "clean": 0.5, **_OF_EXPORTS,
+    "train_tokenizer": 0.12, "report": 0.5, "blank": 0.12, "clean": 0.5, **_OF_EXPORTS,
 }  # fmt: skip
 _SHORT_HITS = {
     "plan": 1.5, "shard": 1.5, "verify": 1.5, "load": 1.5, "load tars": 1, "stage": 1.5, "status": 0.5,
@@ -123,7 +123,7 @@ def _struck(campaign: str, data_set: SmallDataSet, hit: Hit, fault: Fault) -> Ou
 
     is_paused = fault.has_rival or fault.meanwhile
     with calls.ordered(fault.mode, at=fault.at, error=fault.error):
-        ended = data_set.run(hit.command, inside, meanwhile=meanwhile if is_paused else None)
+        ended = data_set.start(hit.command, inside).end(meanwhile if is_paused else None)
     made = calls.calls()
     fault.behind(data_set.place)
     if fault.may_differ and ended.how == "ended" and not ended.code:

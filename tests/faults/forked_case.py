@@ -39,23 +39,13 @@ class Ended:
     text: str = ""  # what it printed, or its last line with the last line of this project
 
 
-def run_forked(
-    work: Callable[[], tuple[int, Any]],
-    *,
-    cpu_limit_s: int = _CPU_LIMIT_S,
-    meanwhile: Callable[[], object] | None = None,
-) -> Ended:
+def run_forked(work: Callable[[], tuple[int, Any]], *, cpu_limit_s: int = _CPU_LIMIT_S) -> Ended:
     """Run ``work()`` in a fork; it returns an exit code and a value, or raises.
 
     A sleep lasts no time there: attempts and their number are tried, not the waiting. An error that is a
-    ShardprepError counts as its exit code, any other exception as a traceback. ``meanwhile`` is called here
-    each time that the run stops (SIGSTOP); then it goes on.
+    ShardprepError counts as its exit code, any other exception as a traceback.
     """
-    run = ForkedRun(work, cpu_limit_s=cpu_limit_s)
-    while meanwhile and run.is_stopped():
-        meanwhile()
-        run.go_on()
-    return run.end()
+    return ForkedRun(work, cpu_limit_s=cpu_limit_s).end()
 
 
 class ForkedRun:
@@ -64,7 +54,6 @@ class ForkedRun:
     def __init__(self, work: Callable[[], tuple[int, Any]], *, cpu_limit_s: int = _CPU_LIMIT_S) -> None:
         self._printed = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - end() closes both
         self._result = tempfile.TemporaryFile("a+b")  # noqa: SIM115
-        self._status: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -77,21 +66,16 @@ class ForkedRun:
         with contextlib.suppress(OSError):  # both do it, whoever is first: a signal to the group finds one
             os.setpgid(self.pid, self.pid)
 
-    def is_stopped(self) -> bool:
-        """Wait until it stops or ends; whether it stopped."""
-        _, status = os.waitpid(self.pid, os.WUNTRACED)
-        if os.WIFSTOPPED(status):
-            return True
-        self._status = status
-        return False
-
     def go_on(self) -> None:
         os.killpg(self.pid, signal.SIGCONT)
 
-    def end(self) -> Ended:
-        """Wait for its end."""
-        if self._status is None:
-            _, self._status = os.waitpid(self.pid, 0)
+    def end(self, meanwhile: Callable[[], object] | None = None) -> Ended:
+        """Wait for its end; ``meanwhile`` is called each time that it stops (SIGSTOP); then it goes on."""
+        _, status = os.waitpid(self.pid, os.WUNTRACED if meanwhile else 0)
+        while meanwhile and os.WIFSTOPPED(status):
+            meanwhile()
+            self.go_on()
+            _, status = os.waitpid(self.pid, os.WUNTRACED)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # what it started and left
         with self._printed as printed, self._result as result:
@@ -101,7 +85,7 @@ class ForkedRun:
             facts = json.loads(result.read() or "null")
         if facts and facts["how"] == "ended" and not any(sign in text for sign in _SPILLED):
             return Ended(**{"text": text, **facts})
-        code = os.waitstatus_to_exitcode(self._status)
+        code = os.waitstatus_to_exitcode(status)
         how = _OF_SIGNALS.get(-code, "traceback")
         if "memory allocation" in text or (facts and facts["how"] == "memory"):
             how = "memory"

@@ -15,6 +15,7 @@ command: then this campaign has to find something, or it would show nothing.
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import shutil
@@ -58,9 +59,6 @@ class Tree:
         for name in Path(path.strip("/")).parts:
             node = None if node is None else self.folders.get(node, {}).get(name)
         return node
-
-    def copy(self) -> Tree:
-        return Tree(dict(self.files), {node: dict(names) for node, names in self.folders.items()})
 
     def apply(self, change: Change) -> None:
         for folder, name, node in change:
@@ -110,7 +108,7 @@ class Moment:
 
     def after(self, seen: Tree, call: Call | None) -> Moment:
         """Return the moment once this one's call has returned."""
-        safe, changes = self.safe.copy(), list(self.changes)
+        safe, changes = copy.deepcopy(self.safe), list(self.changes)
         if self.call and self.call.op == "fsync":
             node = self.seen.at(self.call.path)
             if node in self.seen.files:
@@ -139,7 +137,7 @@ class Moment:
         yield "by chance", self._disk(lambda: chance.random() < 0.5, some)
 
     def _disk(self, is_kept: Callable[[], bool], unsynced: Callable[[bytes, bytes], bytes]) -> Tree:
-        disk = self.safe.copy()
+        disk = copy.deepcopy(self.safe)
         for change in self.changes:
             if is_kept():
                 disk.apply(change)
@@ -175,7 +173,7 @@ def _recorded(data_set: SmallDataSet, hit: Hit, before: Callable[[], None] = lam
 
     start = camera.look()
     with calls.ordered("each change"):
-        ended = data_set.run(hit.command, arm, meanwhile=look)
+        ended = data_set.start(hit.command, arm).end(look)
     if ended.how != "ended" or ended.code or not seen:
         raise RuntimeError(
             f"{data_set.form}: {hit.name} failed undisturbed, with {len(seen)} changes: {ended}"

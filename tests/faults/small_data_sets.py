@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple
 import pytest
 
 from tests.faults.commands import EXPORTS, LITTER, command, published_below
-from tests.faults.every_format import write_every_format
 from tests.faults.forked_case import Ended, ForkedRun, run_forked
 from tests.faults.os_calls import Call, OsCalls
+from tests.input_writers import write_every_format
 from tests.slurm.fake_slurm import install_fake_slurm
 
 Stage = Literal["raw", "planned", "made", "verified", "littered"]
@@ -97,24 +97,8 @@ class SmallDataSet:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         shutil.copytree(self.templates / stage, self.place, symlinks=True, dirs_exist_ok=True)
 
-    def run(
-        self,
-        name: str,
-        before: Callable[[], object] = nothing,
-        *,
-        meanwhile: Callable[[], object] | None = None,
-    ) -> Ended:
-        """A command on the workplace as it is; ``before`` is called in its process just before it.
-
-        ``meanwhile`` is called in this process each time that the command stops.
-        """
-        return run_forked(self._work(name, before), meanwhile=meanwhile)
-
-    def start(self, name: str) -> ForkedRun:
-        """A command that runs beside others."""
-        return ForkedRun(self._work(name, nothing))
-
-    def _work(self, name: str, before: Callable[[], object]) -> Callable[[], tuple[int, Any]]:
+    def start(self, name: str, before: Callable[[], object] = nothing) -> ForkedRun:
+        """Begin a command on the workplace as it is; ``before`` is called in its process just before it."""
         work = command(name, self.place, self.options)
 
         def run() -> tuple[int, Any]:
@@ -122,7 +106,11 @@ class SmallDataSet:
             before()
             return work()
 
-        return run
+        return ForkedRun(run)
+
+    def run(self, name: str) -> Ended:
+        """Run a command to its end."""
+        return self.start(name).end()
 
     def undisturbed(
         self, name: str, stage: Stage, prepare: Callable[[SmallDataSet], object] = nothing
@@ -133,7 +121,7 @@ class SmallDataSet:
             self.reset(stage)
             prepare(self)
             with self.calls.ordered("count"):
-                value = _must(self.run(name, self.calls.arm))
+                value = _must(self.start(name, self.calls.arm).end())
             self._undisturbed[key] = Undisturbed(value, self.published(), self.calls.calls())
         return self._undisturbed[key]
 

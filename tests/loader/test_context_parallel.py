@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
-from torch.nn.functional import cross_entropy
 
 from loader import UsageError, deal_rows_evenly, split_for_context_parallel
 from tests.children import run_child
@@ -27,77 +26,33 @@ Batch = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def made(sets: DataSets, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Packed rows of 96 places and the target of the last, of both kinds."""
-    root, found = tmp_path_factory.mktemp("made"), {}
-    for pack in ("concat", "best_fit"):
-        world = World(root / pack, raw_dir=sets["documents"].parent / "raw")
-        options: dict[str, Any] = {"record": "packed", "seq_len": ROW + 1, "pack": pack}
-        found[pack] = world.make(num_shards=1, max_bad_fraction=1, **options).data_dir
-    return found
+def data(sets: DataSets, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packed rows of 96 places and the target of the last."""
+    world = World(tmp_path_factory.mktemp("rows"), raw_dir=sets["documents"].parent / "raw")
+    options: dict[str, Any] = {"record": "packed", "seq_len": ROW + 1, "pack": "best_fit"}
+    return world.make(num_shards=1, max_bad_fraction=1, **options).data_dir
 
 
-def batch_of(data: Path, batch_size: int, **options: Any) -> Batch:
-    """The batch of the first ten that has the row with the most documents."""
-    with open_loader(data, batch_size, **{"targets": "shifted", "boundaries": FIELDS, **options}) as loader:
+@pytest.fixture
+def batch(data: Path) -> Batch:
+    """Four rows, of which one has many documents."""
+    with open_loader(data, 4, targets="shifted", boundaries=FIELDS) as loader:
         return dict(max(islice(loader, 10), key=lambda batch: int(batch["segment_ids"].max())))
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_pages_examples_join_parts_and_deal_rows_evenly_on_ranks(
-    made: dict[str, Path], warm: WarmPython, tmp_path: Path
+    data: Path, batch: Batch, warm: WarmPython, tmp_path: Path
 ) -> None:
-    batch = batch_of(made["best_fit"], 4)
     batch.pop("max_seqlen")  # torch.load refuses classes
     torch.save(batch, tmp_path / "batch.pt")
-    words: list[Any] = ["-m", "tests.ranks_of_pages", tmp_path / "batch.pt", made["concat"], tmp_path]
+    words: list[Any] = ["-m", "tests.ranks_of_pages", tmp_path / "batch.pt", data, tmp_path]
     told = run_child([warm.python, *words], cwd=tmp_path).stdout.splitlines()
     assert told == [*8 * ["is joined"], *3 * (2 + 4) * ["is even"]]
 
 
-# What a model makes of parts
-
-VOCABULARY, HEADS, WIDTH = 900, 2, 16
-Result = tuple[Tensor, list[Tensor]]  # logits, and gradients of the sum of all losses
-
-
-class Model(nn.Module):
-    """Two layers of attention; bool[queries, keys] says which token sees which."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.positions = nn.Embedding(512, WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-        self.double()
-
-    def forward(self, fields: Batch, sees: Tensor) -> Result:
-        hidden = self.tokens(fields["input_ids"]) + self.positions(fields["position_ids"])
-        for layer in self.layers:
-            q, k, v = layer(hidden).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-            weights = (q @ k.transpose(-1, -2) * 2).masked_fill(~sees, -torch.inf).softmax(-1)
-            hidden = hidden + (weights @ v).transpose(1, 2).flatten(2)
-        logits = self.head(hidden)
-        loss = cross_entropy(logits.flatten(0, 1), fields["labels"].flatten(), reduction="sum")
-        return logits.detach(), list(torch.autograd.grad(loss, list(self.parameters())))
-
-
-def each_document_alone(model: Model, batch: Batch) -> Result:
-    whole = torch.zeros(*batch["input_ids"].shape, VOCABULARY, dtype=torch.float64)
-    sums = [torch.zeros_like(each) for each in model.parameters()]
-    for row, segments in enumerate(batch["segment_ids"]):
-        for number in range(1, int(segments.max()) + 1):
-            of_document = segments == number
-            fields = {name: batch[name][row, of_document][None] for name in ("input_ids", "labels")}
-            size = int(of_document.sum())
-            causal = torch.ones(size, size).tril().bool()
-            logits, found = model({**fields, "position_ids": torch.arange(size)[None]}, causal)
-            whole[row, of_document] = logits[0]
-            sums = [total + gradient for total, gradient in zip(sums, found, strict=True)]
-    return whole, sums
+# Where tokens go
 
 
 def kernel_places(padded: Tensor, size: int) -> Tensor:
@@ -115,43 +70,14 @@ def kernel_places(padded: Tensor, size: int) -> Tensor:
     return torch.cat(places, 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("pack", "batch_size"), [("concat", 1), ("best_fit", 4)])
-def test_parts_learn_as_documents_alone(made: dict[str, Path], pack: str, batch_size: int, size: int) -> None:
-    """Attention crosses ranks by the edges, as a ring kernel has it, and by the positions of the parts."""
-    batch, model = batch_of(made[pack], batch_size), Model()
-    alone, is_real = each_document_alone(model, batch), batch["segment_ids"] > 0
-    rows = torch.tensor([0, ROW])
-    crossing = model(batch, torch.ones(ROW, ROW).tril().bool())  # whole rows are split
-    assert not torch.allclose(crossing[0][is_real], alone[0][is_real]), "documents change nothing here"
-    for form, kernel in ((FORMS[0], "rows"), (FORMS[1], "edges"), (FORMS[1], "parts"), (FORMS[2], "parts")):
-        parts = [split_for_context_parallel(batch, rank, size, **form) for rank in range(size)]
-        fields = ("input_ids", "labels", "position_ids", "segment_ids", "place_ids")
-        joined = {name: torch.cat([part[name] for part in parts], -1) for name in fields}
-        if kernel == "parts":
-            where = torch.cat([joined["segment_ids"], joined["position_ids"]])
-        else:
-            where = kernel_places(rows if kernel == "rows" else parts[0]["cu_seqlens_padded"], size)
-        (sequence, position), places = where, joined["place_ids"]
-        sees = (sequence[:, None] == sequence) & (position[:, None] >= position)
-        logits, gradients = model(joined, sees)
-        if form:
-            found = logits[0, places >= 0]
-            torch.testing.assert_close(found, alone[0].flatten(0, 1)[places[places >= 0]])
-            torch.testing.assert_close(gradients, alone[1])
-        else:
-            torch.testing.assert_close(logits, crossing[0][:, places])
-            torch.testing.assert_close(gradients, crossing[1])
-
-
-# Where tokens go
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("form", FORMS)
-def test_each_token_is_on_one_rank_as_it_was(made: dict[str, Path], form: dict[str, Any], size: int) -> None:
-    batch = batch_of(made["best_fit"], 4)
+def test_each_token_is_on_one_rank_as_it_was(batch: Batch, form: dict[str, Any], size: int) -> None:
+    """And where a ring kernel takes it to be, which knows the edges of sequences alone.
+
+    A token attends to those of its sequence up to itself, so logits and gradients are those of each document
+    alone, or of each row.
+    """
     parts = [split_for_context_parallel(batch, rank, size, **form) for rank in range(size)]
     # However documents are told.
     by_edges = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens", "attention_mask")}
@@ -169,19 +95,29 @@ def test_each_token_is_on_one_rank_as_it_was(made: dict[str, Path], form: dict[s
             assert torch.equal(values[0, real], batch[name].flatten()[places[real]]), name
             assert name == "position_ids" or (values[0, ~real] == padding).all()
     if not form:
+        assert torch.equal(kernel_places(torch.tensor([0, ROW]), size)[1], places)
         assert sorted(places.tolist()) == [*range(ROW)]
         assert {int(part["place_ids"].sum()) * size for part in parts} == {sum(range(ROW))}, "even attention"
         return
     assert sorted(places[real].tolist()) == batch["segment_ids"].flatten().nonzero().flatten().tolist()
     edges, padded = parts[0]["cu_seqlens"], parts[0]["cu_seqlens_padded"]
     numbers = batch["segment_ids"] + ROW * torch.arange(4)[:, None]
-    lengths = numbers[batch["segment_ids"] > 0].unique(return_counts=True)[1]
+    is_token = batch["segment_ids"] > 0
+    _, document, lengths = numbers[is_token].unique(return_inverse=True, return_counts=True)
+    numbers[is_token] = document + 1  # in the batch
+    segments = torch.cat([part["segment_ids"][0] for part in parts])
+    assert torch.equal(segments[real], numbers.flatten()[places[real]])
+    assert not segments[~real].any()
     assert torch.equal(edges.diff(), lengths)
     assert (len(places), int(parts[0]["max_seqlen"])) == (padded[-1], padded.diff().max())
     if "pad_documents" in form:
         assert (~real).sum() == -lengths.sum() % size
-    else:
-        assert torch.equal(padded.diff(), -(-lengths // (2 * size)) * 2 * size)
+        return
+    assert torch.equal(padded.diff(), -(-lengths // (2 * size)) * 2 * size)
+    sequence, position = kernel_places(padded, size)
+    assert torch.equal(sequence[real] + 1, segments[real])
+    assert torch.equal(position[real], batch["position_ids"].flatten()[places[real]])
+    assert (position[~real] >= lengths[sequence[~real]]).all(), "padding stands behind its document"
 
 
 @pytest.mark.parametrize("form", FORMS[1:])

@@ -6,7 +6,6 @@ What accelerate looks for on a loader are internals of it; these tests hold them
 from __future__ import annotations
 
 import json
-import re
 import sys
 from importlib.util import find_spec
 from itertools import islice
@@ -20,19 +19,14 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from tests.attention_families import small_model
 from tests.children import run_child
 from tests.documented import examples_of
+from tests.framework_pages import GLOBAL_BATCH, NEEDS, code_of
 from tests.oracle.forms import SEQ_LEN, DataSets
 from tests.world import open_loader
 
 pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.processes, pytest.mark.frameworks]
 
-PAGES = {  # docs/training_NAME.md -> what it needs
-    "own_loop": "torch", "trainer": "transformers", "accelerate": "accelerate", "lightning": "lightning",
-    "fsdp2": "torch.distributed.fsdp", "deepspeed": "deepspeed",
-}  # fmt: skip
-
-NUM_SAMPLES, GLOBAL_BATCH = 107, 8
-STEPS = NUM_SAMPLES // GLOBAL_BATCH  # an epoch
+STEPS = 107 // GLOBAL_BATCH  # of an epoch of 107 samples
 STOP, LATER, END = 7, STEPS + 2, STEPS + 9  # inside of the first epoch, and of the second
 # Of a page: ranks, samples of a batch, and the first and last step. The three last have one checkpoint.
 PAGE_RUNS = {"whole": (1, 1, 0, END), "stopped": (2, 2, 0, STOP), "resumed": (1, 8, STOP, LATER),
@@ -40,7 +34,7 @@ PAGE_RUNS = {"whole": (1, 1, 0, END), "stopped": (2, 2, 0, STOP), "resumed": (1,
 
 # The libraries are imported once, then the ranks of each world are forked with the variables of a launcher.
 SCRIPT = """
-import functools, itertools, json, os, pathlib, sys
+import itertools, json, os, pathlib, sys
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -53,6 +47,7 @@ from loader.trainer import LoaderMixin
 from shardprep.errors import Refused, UsageError
 from tests.attention_families import small_model
 from tests.children import free_port
+from tests.framework_pages import run_page
 
 torch.set_num_threads(1)
 DATA, OUT = sys.argv[1:3]
@@ -72,43 +67,17 @@ def make_model(seen):
     return model
 
 def train_by_page(run, seen):
-    # What a page says, with all that it leaves to its reader.
     torch.set_num_threads(1)
-    loader_package.get_llama3_dataloader = functools.wraps(get_llama3_dataloader)(
-        lambda *args, **options: get_llama3_dataloader(
-            *args, model_id=DATA, **{**options, "num_workers": run["workers"]}
-        )
-    )
     if run["page"] in ("own_loop", "fsdp2", "deepspeed"):
         dist.init_process_group("gloo")
     model = make_model(seen)
     if run["page"] == "own_loop":  # whose steps go side by side: no rank may find the other's checkpoint
         model = torch.nn.parallel.DistributedDataParallel(model)
-    more = {
-        "accelerate": {"cpu": True},
-        "trainer": {
-            "use_cpu": True, "ddp_backend": "gloo", "report_to": [], "disable_tqdm": True,
-            "logging_strategy": "no", "save_strategy": "steps", "save_steps": run["last"],
-            "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0,
-        },
-        "lightning": {
-            "accelerator": "cpu", "devices": run["world"], "logger": False, "enable_progress_bar": False,
-            "default_root_dir": f"{OUT}/lightning", "enable_model_summary": False,
-            "strategy": "ddp" if run["world"] > 1 else "auto",
-            "accumulate_grad_batches": run["accumulated"],
-        },
-    }
-    config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    # DeepSpeed's default clips gradients, which the hand does not
-    config |= {"gradient_accumulation_steps": run["accumulated"], "gradient_clipping": 0}
-    names = {
-        "DATA": DATA, "CHECKPOINT": f"{OUT}/{run['checkpoint']}", "num_steps": run["last"], "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "device": "cpu", "num_ranks": run["world"], "rank": int(os.environ["RANK"]),
-        "more_arguments": more.get(run["page"]),
-        "config": config,
-    }
-    exec(compile(run["code"], run["page"], "exec"), names)
+    names = {"DATA": DATA, "model": model, "rank": int(os.environ["RANK"])}
+    run_page(
+        run["page"], names, checkpoint=f"{OUT}/{run['checkpoint']}", num_steps=run["last"],
+        batch_size=run["batch_size"], num_ranks=run["world"], num_workers=run["workers"],
+    )
     keep_weights(run, model)
     if run["page"] == "trainer":
         epoch = names["trainer"].state.epoch
@@ -296,7 +265,7 @@ def seen(numbered: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("runs")
     script = folder / "ranks.py"
     script.write_text(SCRIPT)
-    pages = [run for page, needs in PAGES.items() if find_spec(needs) for run in page_runs(page)]
+    pages = [run for page, needs in NEEDS.items() if find_spec(needs) for run in page_runs(page)]
     pages.append(run_of("by hand", "train_by_hand", 1))
     runs = [*pages, *evaluations(), *(run_of(how, how, 2) for how in OTHERS)]
     words = [str(numbered), str(folder), json.dumps(runs), json.dumps([STOP, LATER, END])]
@@ -318,12 +287,7 @@ def page_runs(page: str) -> list[dict[str, Any]]:
     """With all batches of a step accumulated, and on ranks side by side."""
     runs = []
     for name, (world, batch_size, _, last) in PAGE_RUNS.items():
-        code = code_of(page, 0)
-        for written in ("4", "8 // num_ranks", "8 // self.trainer.world_size"):
-            code = code.replace(f"batch_size={written}", f"batch_size={batch_size}")
-        assert f"batch_size={batch_size}" in code
-        how = {"page": page, "code": code, "last": last, "workers": int(world == 2)}
-        how["accumulated"] = GLOBAL_BATCH // (world * batch_size)
+        how = {"page": page, "batch_size": batch_size, "last": last, "workers": int(world == 2)}
         how["checkpoint"] = f"{page} {name}" if name == "whole" else page
         runs.append(run_of(f"{page} {name}", "train_by_page", world, **how))
     return runs
@@ -339,22 +303,15 @@ def global_batches(ranks: list[list[Any]], accumulated: int) -> list[str]:
     return found
 
 
-def code_of(page: str, number: int) -> str:
-    """One of the examples of docs/training_NAME.md, from 0; with a document a row, of which gradients by hand
-    are easily written down."""
-    code = examples_of(f"training_{page}.md")[number]
-    return re.sub(r'\s*seq_len=2048,\s*boundaries="transformers",?', "", code)
-
-
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", NEEDS)
 def test_a_page_resumed_on_other_ranks_and_batches_sees_and_learns_the_same(seen: Runs, page: str) -> None:
     """Documents have 0 to 4 labels, so weights by a mean of means would be off by far more."""
-    pytest.importorskip(PAGES[page])
+    pytest.importorskip(NEEDS[page])
     assert seen["by hand"] == [[]]
     whole: list[str] = []
     for run in page_runs(page):
         name, (*_, first, last) = run["name"], PAGE_RUNS[run["name"].rpartition(" ")[2]]
-        found = global_batches(seen[name], run["accumulated"])
+        found = global_batches(seen[name], GLOBAL_BATCH // (run["world"] * run["batch_size"]))
         whole = whole or found
         assert found == whole[first:last], name
         for weights, expected in zip(seen.weights(name), seen.weights(f"by hand {last}"), strict=True):

@@ -21,15 +21,11 @@ from tests.oracle.law import Order, Run, Source
 from tests.world import open_loader
 
 
-def order_of(num_samples: int, size: int, sample_bytes: int = 8192, seed: int = 1) -> Order:
-    return Order(Source([1] * num_samples, num_samples * sample_bytes), size, 1, seed)
-
-
 @pytest.mark.slow
 def test_mixing_of_shards_sorted_by_source_stays_near_a_full_permutations() -> None:
     """Variance of a source's share, against a full permutation's, over one step and over 64."""
     num_samples, size, num_sources = 20 * 25_600, 64, 20
-    order = order_of(num_samples, size)
+    order = Order(Source([1] * num_samples, num_samples * 8192), size, 1, 1)
     steps = [Counter(n * num_sources // num_samples for n in order.samples(0, tick)) for tick in range(512)]
     for span, most in ((1, 1.2), (64, 6.0)):
         shares = [sum(steps[first : first + span], Counter()) for first in range(0, 512, span)]

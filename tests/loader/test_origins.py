@@ -1,24 +1,31 @@
 """Where the documents of a batch come from: ``origins=True``, ``shardprep where``, losses by source.
 
 And ``where --blanked``: the steps that saw documents that are blanked by now. Each document is one word again
-and again, so batches alone tell which ones they have.
+and again, in files of all formats side by side, so whatever is printed or loaded of it tells which one it is.
 """
 
 from __future__ import annotations
 
+import bz2
 import dataclasses
+import gzip
 import json
+import lzma
 import math
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import torch
+import zstandard
+from pyarrow import ipc
 
 from loader import SourceLosses, TokenLoader, UsageError, source_ids, split_for_context_parallel
 from loader.trainer import LoaderMixin
@@ -29,9 +36,8 @@ from tests.world import World, call_main, open_loader, refuses
 NUM_DOCUMENTS, EOS, VOCAB_SIZE = 400, 501, 502  # every id of document 7 is 7
 L = 12
 SETS: dict[str, dict[str, Any]] = {
-    "json": {},
+    "mixed": {"max_bad_fraction": 1.0},  # of files of all formats
     "npy": {"token_format": "npy", "keep_text": False, "append_eos": True},
-    "parquet": {},
     "concat": {"record": "packed", "seq_len": 16, "append_eos": False},
     "best fit": {"record": "packed", "seq_len": 16, "pack": "best_fit", "append_eos": False},
     "sides": {"validation_fraction": 0.3},
@@ -40,6 +46,11 @@ SETS: dict[str, dict[str, Any]] = {
     "low": {},
     "high": {"token_format": "npy"},
 }
+SUFFIXES = ("txt", "txt.gz", "txt.xz", "jsonl", "jsonl.gz", "jsonl.bz2", "jsonl.zst", "parquet", "arrow")
+COMPRESSED: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes, "gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress,
+    "zst": zstandard.ZstdCompressor().compress,
+}  # fmt: skip
 HALVES = {"low": range(1, 201), "high": range(201, NUM_DOCUMENTS + 1)}
 Form = str | list[str]
 Options = dict[str, Any]
@@ -55,21 +66,42 @@ LONG = [number for number in range(1, NUM_DOCUMENTS + 1) if len(text_of(number).
 NAMED = random.Random(1).sample(LONG, 24)
 
 
+def write_mixed(raw: Path) -> None:
+    """Write all documents in files of all formats, beside lines that hold none."""
+    chance = random.Random(0)
+    for part, suffix in enumerate(SUFFIXES):
+        numbers = range(1 + NUM_DOCUMENTS * part // 9, 1 + NUM_DOCUMENTS * (part + 1) // 9)
+        records: list[dict[str, Any]] = [{"text": text_of(number), "id": f"d{number}"} for number in numbers]
+        path = raw / f"{part}.{suffix}"
+        kind, _, compression = suffix.partition(".")
+        if kind in ("parquet", "arrow"):
+            table = pa.Table.from_pylist([*records[:9], {"text": None, "id": "none"}, *records[9:]])
+            if kind == "parquet":
+                pyarrow.parquet.write_table(table, path, row_group_size=5)
+                continue
+            with ipc.new_stream(str(path), table.schema) as writer:
+                writer.write_table(table, max_chunksize=4)
+            continue
+        lines = []
+        for record in records:
+            lines.append(f" {record['text']} " if kind == "txt" else json.dumps(record))
+            bad = [] if kind == "txt" else ["{no JSON", '{"text": null}']
+            lines += chance.choice([[], [], ["", " "], bad])
+        path.write_bytes(COMPRESSED[compression]("\n".join(lines).encode()))
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data set of each form."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     root = tmp_path_factory.mktemp("data")
     save_word_tokenizer(root / "model", VOCAB_SIZE, splits=True)
     for form, options in SETS.items():
         numbers = HALVES.get(form, range(1, NUM_DOCUMENTS + 1))
         world = World(root / form, tokenizer=root / "model", data_dir=root / form)
-        records = [{"id": f"d{number}", "text": text_of(number)} for number in numbers]
-        if form == "parquet":
-            pq.write_table(pa.Table.from_pylist(records), world.raw_dir / "a.parquet", row_group_size=30)
+        if form == "mixed":
+            write_mixed(world.raw_dir)
         else:
+            records = [{"id": f"d{number}", "text": text_of(number)} for number in numbers]
             world.raw({f"{form}.jsonl": records})
         world.make(num_shards=5, id_field="id", digests=True, **options)
     return root
@@ -83,22 +115,20 @@ def blanked(data: Path) -> Path:
         names.write_text("".join(f"d{number}\n" for number in NAMED))
         if form in HALVES:
             names.write_text("".join(f"d{number}\n" for number in NAMED if number in HALVES[form]))
-        if form == "json":  # what is found in an evaluation is blanked
+        if form == "mixed":  # what is found in an evaluation is blanked
             (data / "evals.txt").write_text("\n".join(map(text_of, NAMED)))
             assert call_main("overlap", data / form, "--against", data / "evals.txt").code == 0
             names = data / form / "overlap" / "names.txt"
-        words = ["--ids", names, "--output", data / f"{form}.new", "--num_proc", 1]
-        assert call_main("blank", data / form, *words).code == 0
+        World(data / form, data_dir=data / form).blanked(names, data / f"{form}.new")
     return data
 
 
 CASES: dict[str, tuple[Form, Options]] = {
-    "documents": ("json", {}),
-    "of a table": ("parquet", {}),
+    "documents": ("mixed", {}),
     "cut": ("npy", {"max_length": 5}),
-    "grouped": ("json", {"group_by_length": 3}),
-    "not shuffled": ("json", {"shuffle": False}),
-    "packed at load": ("json", {"seq_len": 16, "boundaries": "segment_ids"}),
+    "grouped": ("mixed", {"group_by_length": 3}),
+    "not shuffled": ("mixed", {"shuffle": False}),
+    "packed at load": ("mixed", {"seq_len": 16, "boundaries": "segment_ids"}),
     "packed at load with an EOS of the shards": ("npy", {"seq_len": 24}),
     "packed": ("concat", {}),
     "packed, by workers": ("concat", {"num_workers": 2, "boundaries": "segment_ids"}),
@@ -107,7 +137,7 @@ CASES: dict[str, tuple[Form, Options]] = {
     "the other side": ("sides", {"split": "validation"}),
     "a side of rows": ("sides of rows", {"split": "train"}),
     "a side packed at load, by workers": ("sides", {"split": "train", "seq_len": 16, "num_workers": 2}),
-    "batches grow": ("json", {"global_batch_size": [(0, L), (7, 3 * L), (50, 2 * L)]}),
+    "batches grow": ("mixed", {"global_batch_size": [(0, L), (7, 3 * L), (50, 2 * L)]}),
     "mixed": (
         ["low", "high"],
         {"weights": [(0, {"low": 0.7, "high": 0.3}), (40, {"low": 0.1, "high": 0.9})], "max_length": 9},
@@ -115,7 +145,7 @@ CASES: dict[str, tuple[Form, Options]] = {
     "mixed and packed at load": (["low", "high"], {"weights": {"low": 1, "high": 3}, "seq_len": 16}),
 }
 SHIFTED: dict[str, tuple[Form, Options]] = {
-    "shifted": ("json", {"targets": "shifted"}),
+    "shifted": ("mixed", {"targets": "shifted"}),
     "shifted rows": ("npy", {"seq_len": 16, "targets": "shifted"}),
 }
 
@@ -164,7 +194,7 @@ def pieces_of(batch: Any) -> Iterator[tuple[list[int], set[int]]]:
 @pytest.mark.parametrize(("form", "options"), params_of(CASES | SHIFTED))
 def test_documents_lie_where_their_origins_say(data: Path, form: Form, options: Options) -> None:
     """And the other fields are as they are without origins."""
-    found: dict[tuple[str, str], set[int]] = {}
+    found: dict[tuple[str, str, str], set[int]] = {}
     with (
         load(data, form, **options) as loader,
         load(data, form, origins=False, **{**options, "num_workers": 0}) as plain,
@@ -172,17 +202,29 @@ def test_documents_lie_where_their_origins_say(data: Path, form: Form, options: 
         for batch, without in zip(loader, plain, strict=True):
             for origin, words in pieces_of(batch):
                 where = loader.origin(*origin)
-                found.setdefault((where.source, where.address), set()).update(words)
+                found.setdefault((where.source, where.address, where.place), set()).update(words)
             assert {*batch} - {*without} == {"origins"}
             assert all(torch.equal(batch[field], without[field]) for field in without)
         for wrong in ((2, 0, 0), (0, 10, 0), (0, 0, 10**6), (-1, 0, 0), (0, 0, -1)):
             with refuses(UsageError):
                 loader.origin(*wrong)
     assert {len(words) for words in found.values()} <= {0, 1}, "an address is of one document"
-    for source, address in random.Random(0).sample(sorted(found), 15):
+    for source, address, place in random.Random(0).sample(sorted(found), 15):
+        words = found[source, address, place]
         folder = data / (form if isinstance(form, str) else source)
-        shown = call_main("peek", folder, address, "--chars", 0).out
-        assert found[source, address] <= {int(word) for word in re.findall(r"\bw(\d+)\b", shown)}, address
+        path, _, unit = place.partition(" ")
+        addresses = [address] if "record" in SETS[folder.name] else [address, f"{path}:{unit.split()[-1]}"]
+        for each in addresses:
+            shown = call_main("peek", folder, each, "--chars", 0).out
+            assert words <= {int(word) for word in re.findall(r"\bw(\d+)\b", shown)}, each
+
+
+def test_what_was_left_out_is_shown_with_its_reason(data: Path) -> None:
+    left_out = World(data, data_dir=data / "mixed").lines("quarantine")
+    assert len({each["source"] for each in left_out}) == 6
+    for each in left_out:
+        ended = call_main("peek", data / "mixed", f"{each['source']}:{each['source_offset']}")
+        assert each["reason"] in ended.text
 
 
 # shardprep where
@@ -214,13 +256,13 @@ def test_where_names_what_two_ranks_got(data: Path, tmp_path: Path, form: Form, 
 @pytest.mark.parametrize("suffix", [".pt", ".json"])
 def test_a_checkpoint_tells_the_last_step_before_it(data: Path, tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"checkpoint{suffix}"
-    with load(data, "json", max_length=30) as loader:
+    with load(data, "mixed", max_length=30) as loader:
         state = {"model": {"weight": [1.0]}, "extra": [{"loader": loader.state_at(4)}]}
     if suffix == ".pt":
         torch.save(state, path)
     else:
         path.write_text(json.dumps(state))
-    words = [data / "json", "--state", path]
+    words = [data / "mixed", "--state", path]
     last = answer(*words)
     assert (last["step"], last["epoch"], last["step_of_epoch"]) == (3, 0, 3)
     assert last == answer(*words, "--step", 3)
@@ -231,18 +273,18 @@ def test_a_checkpoint_tells_the_last_step_before_it(data: Path, tmp_path: Path, 
 def test_what_cannot_be_answered_is_refused(data: Path, tmp_path: Path) -> None:
     torch.save({"model": 1}, tmp_path / "a.pt")
     (tmp_path / "b.pt").write_bytes(b"nothing that torch wrote")
-    with load(data, "json") as loader:
+    with load(data, "mixed") as loader:
         state = loader.state_at(4)
     (tmp_path / "state.json").write_text(json.dumps(state))
     (tmp_path / "damaged.json").write_text(json.dumps({**state, "layout": 3}))
     for form, file, words, code in (
-        ("json", "none.pt", [], 66),
-        ("json", "a.pt", [], 66),
-        ("json", "b.pt", [], 65),
-        ("json", "damaged.json", [], 65),
-        ("json", "state.json", ["--step", "-1"], 2),
-        ("json", "state.json", ["--blanked"], 66),  # nothing is
-        ("json", "state.json", ["--blanked", "--step", 3], 2),
+        ("mixed", "none.pt", [], 66),
+        ("mixed", "a.pt", [], 66),
+        ("mixed", "b.pt", [], 65),
+        ("mixed", "damaged.json", [], 65),
+        ("mixed", "state.json", ["--step", "-1"], 2),
+        ("mixed", "state.json", ["--blanked"], 66),  # nothing is
+        ("mixed", "state.json", ["--blanked", "--step", 3], 2),
         ("concat", "state.json", [], 78),
     ):
         assert call_main("where", data / form, "--state", tmp_path / file, *words).code == code, (file, words)
@@ -326,9 +368,9 @@ def test_a_run_that_was_amended_is_gone_through_as_it_was(blanked: Path, tmp_pat
 
 @pytest.mark.processes
 def test_the_steps_are_printed_a_line_each(blanked: Path, tmp_path: Path) -> None:
-    with load(blanked, "json") as loader:
+    with load(blanked, "mixed") as loader:
         (tmp_path / "state.json").write_text(json.dumps(loader.state_at(20)))
-    words = [blanked / "json.new", "--state", tmp_path / "state.json"]
+    words = [blanked / "mixed.new", "--state", tmp_path / "state.json"]
     lines = [line for line in call_main("where", *words, "--blanked").out.splitlines() if line[:5] == "step "]
     assert lines == [f"step {step}, epoch 0: all {of['all']}" for step, of in sorted(told(*words).items())]
     assert len(lines) > 3

@@ -112,22 +112,28 @@ def test_no_file_is_locked_by_makers_or_readers(tmp_path: Path, monkeypatch: pyt
 # What is read, and held open
 
 
-@pytest.mark.slow
-def test_each_shard_is_opened_once_wherever_the_loader_is_sent_and_closed_with_it(sets: DataSets) -> None:
-    documents = sets["documents"]  # made before the count begins
+@pytest.mark.parametrize("options", [{}, {"seq_len": SEQ_LEN}])
+def test_a_shard_is_opened_once_and_ranks_begin_with_others(sets: DataSets, options: dict[str, Any]) -> None:
+    """Wherever the loader is sent; it is closed with the loader, which nobody need close."""
+    data, orders = sets["documents"], []  # made before the count begins
     gc.collect()
     before = num_handles()
-    with mock.patch("os.open", wraps=os.open) as calls, open_loader(documents, 8) as loader:
-        for step in (3, 1, 7, 0):
-            loader.load_state_dict(loader.state_at(step))
+    for rank in range(3):
+        given = {"rank": rank, "world_size": 3, **options}
+        with mock.patch("os.open", wraps=os.open) as calls, open_loader(data, 8, **given) as loader:
             next(iter(loader))
-        assert len(list(loader)) == len(loader) - 1  # the rest of the epoch
-        assert {*Counter(opened(calls)).values()} == {1}
-        assert num_handles() > before
-    assert num_handles() <= before
-    for _ in range(3):
-        next(iter(open_loader(documents)))  # that nobody closes
-    assert num_handles() <= before
+            orders.append([int(Path(path).stem[-5:]) for path in opened(calls)])
+            for step in (3, 1, 0):
+                loader.load_state_dict(loader.state_at(step))
+                next(iter(loader))
+            assert len(list(loader)) == len(loader) - 1  # the rest of the epoch
+            assert {*Counter(opened(calls)).values()} == {1}
+            assert num_handles() > before
+        assert num_handles() <= before
+        next(iter(open_loader(data)))
+        assert num_handles() <= before
+    assert sorted(order[0] for order in orders) == [0, 1, 2]
+    assert all(sorted(set(order)) == [0, 1, 2] for order in orders)
 
 
 def test_few_handles_are_enough_for_many_shards(numbered: Path, tmp_path: Path) -> None:
@@ -144,20 +150,6 @@ def test_few_handles_are_enough_for_many_shards(numbered: Path, tmp_path: Path) 
                 assert num_handles() <= before + most // 2
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-@pytest.mark.parametrize("options", [{}, {"seq_len": SEQ_LEN}])
-def test_the_ranks_begin_with_different_shards(sets: DataSets, options: dict[str, Any]) -> None:
-    data, orders = sets["documents"], []
-    for rank in range(3):
-        with (
-            mock.patch("os.open", wraps=os.open) as calls,
-            open_loader(data, 8, rank=rank, world_size=3, **options) as loader,
-        ):
-            next(iter(loader))
-        orders.append([int(Path(path).stem[-5:]) for path in opened(calls)])
-    assert sorted(order[0] for order in orders) == [0, 1, 2]
-    assert all(sorted(set(order)) == [0, 1, 2] for order in orders)
 
 
 @pytest.mark.processes
@@ -191,11 +183,6 @@ def test_a_rank_reads_little_more_than_it_delivers(
 # Tars behind URLs
 
 
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 class Urls:
     """A folder and its URL: a data set of ours, and its tars alone in ``others``, with names of their own."""
 
@@ -217,7 +204,7 @@ def urls(sets: DataSets, tmp_path_factory: pytest.TempPathFactory) -> Iterator[U
     (root / "others").mkdir()
     for number in range(3):
         shutil.copy(root / "data" / f"shard-{number:05d}.tar", root / "others" / f"part-{number}.tar")
-    handler = functools.partial(Quiet, directory=str(root))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(root))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as serving:
         thread = threading.Thread(target=serving.serve_forever)
         thread.start()

@@ -158,23 +158,6 @@ def test_the_batches_before_a_state_are_never_read(numbered: Path, monkeypatch: 
             assert sum(reads) <= 1.2 * at_the_start, step
 
 
-@pytest.mark.slow  # torch.distributed.checkpoint takes 1.5 s to import
-@pytest.mark.filterwarnings("ignore")
-def test_torchs_checkpoint_resumes_in_a_step(numbered: Path, parts: list[list[int]], tmp_path: Path) -> None:
-    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-
-    with load(numbered, 2) as loader:
-        for _ in islice(loader, 23):
-            pass
-        state_dict_saver.save({"loader": loader.state_dict()}, checkpoint_id=tmp_path / "saved", no_dist=True)
-    with load(numbered, 2) as loader:
-        state = {"loader": loader.state_dict()}
-        state_dict_loader.load(state, checkpoint_id=tmp_path / "saved", no_dist=True)
-        loader.load_state_dict(state["loader"])
-        assert loader.first_batch == 23
-        assert [numbers(batch) for batch in loader] == parts[23 : STEPS * MICRO]
-
-
 def test_a_bar_of_a_resumed_epoch_ends_at_its_total(numbered: Path) -> None:
     tqdm = pytest.importorskip("tqdm").tqdm
     with load(numbered) as loader:

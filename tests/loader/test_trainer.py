@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from transformers import Trainer, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -20,6 +18,7 @@ from loader import TokenLoader, UsageError, evaluation_loss
 from loader.trainer import LoaderMixin
 from tests.attention_families import small_model
 from tests.external_tars import write_numbered_data
+from tests.framework_pages import NEEDS, run_page
 from tests.world import open_loader, refuses
 
 pytestmark = pytest.mark.slow  # each test trains
@@ -114,8 +113,7 @@ def test_a_training_that_begins_anywhere_in_a_run_trains_all_its_steps(
 
 
 @pytest.mark.parametrize(
-    ("stop", "how"),
-    [(3, {"max_steps": 12}), (5, {"num_train_epochs": 2.4}), (8, {"num_train_epochs": 2.4})],
+    ("stop", "how"), [(3, {"max_steps": 12}), (5, {"num_train_epochs": 2.4}), (8, {"num_train_epochs": 2.4})]
 )
 def test_a_resumed_run_trains_the_rest(data: Path, tmp_path: Path, stop: int, how: dict[str, Any]) -> None:
     train(load(data), tmp_path, max_steps=stop, save_steps=stop)
@@ -236,7 +234,7 @@ ACCUMULATED, END = 2, 8
 # point, step, batch of the step: in the first step, inside of an epoch, in its last step and the next first
 KILLS = [
     ("forward", 0, 0), ("forward", 3, 0), ("forward", 5, 0), ("backward", 4, 1),
-    ("before the optimizer", 2, 1), ("after the optimizer", 4, 1),
+    ("before the optimizer", 2, 1), ("after the optimizer", 5, 1),
 ]  # fmt: skip
 
 
@@ -245,131 +243,67 @@ class Killed(Exception):
 
 
 class Run:
-    """A training that is watched, and killed at one point of one batch."""
+    """A training by the example of a framework's page, watched, and killed at one point of one batch."""
 
-    def __init__(self, data: Path, kill: tuple[str, int, int] | None = None) -> None:
-        self.kill = kill  # point, step, batch of the step
-        self.model = SmallModel()
-        self.loader = load(data, 8 // ACCUMULATED, global_batch_size=8)
+    def __init__(self, page: str, data: Path, kill: tuple[str, int, int] | None = None) -> None:
+        self.page, self.kill, self.model = page, kill, SmallModel()
+        self.names: dict[str, Any] = {"DATA": data, "model": self.model, "rank": 0}
         self.updates: list[list[list[int]]] = []  # the batches of each, by the first ids of their samples
         self.held: list[list[int]] = []
-        self.save: Callable[[], object] = lambda: None
 
+    def train(self, checkpoint: Path) -> None:
         def look(_: object, __: object, fields: dict[str, Any]) -> None:
             self.held.append(fields["input_ids"][:, 0].tolist())
             self.at("forward", len(self.held) - 1)
 
+        def stepped(*_: object) -> None:
+            self.updates.append(self.held)
+            self.held = []
+            self.at("after the optimizer", ACCUMULATED - 1)
+
+        more: dict[str, Any] = {}
+        if self.page == "trainer":  # with a warm-up it shows where the learning rate is of another step
+            more = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4}
+        if self.page == "lightning":
+            import lightning
+
+            class Counted(lightning.Callback):
+                def on_train_batch_end(_, *__: object) -> None:  # noqa: N805
+                    self.at("counted", len(self.held))
+
+            self.names["more_callbacks"] = [Counted()]
         self.model.register_forward_pre_hook(look, with_kwargs=True)
         # the last parameter whose gradient comes
         weight = self.model.embedding.weight
         weight.register_post_accumulate_grad_hook(lambda _: self.at("backward", len(self.held) - 1))
-
-    def sgd(self) -> torch.optim.Optimizer:
-        """An optimizer that is watched, too, from outside of its hooks."""
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
-        step: Any = optimizer.step
-
-        def stepped(_: object, *args: Any, **named: Any) -> Any:
-            self.at("before the optimizer", ACCUMULATED - 1)
-            done = step(*args, **named)
-            self.at("after the optimizer", ACCUMULATED - 1)
-            self.updates.append(self.held)
-            self.held = []
-            return done
-
-        optimizer.step = MethodType(stepped, optimizer)  # type: ignore[method-assign]
-        return optimizer
+        before = register_optimizer_step_pre_hook(lambda *_: self.at("before the optimizer", ACCUMULATED - 1))
+        after = register_optimizer_step_post_hook(stepped)
+        try:
+            run_page(self.page, self.names, checkpoint=str(checkpoint), num_steps=END, **more)
+        finally:
+            before.remove()
+            after.remove()
 
     def at(self, *place: object) -> None:
         point, batch = place
         if (point, len(self.updates), batch) == self.kill:
-            self.kill = None
-            if point == "after the optimizer":
-                self.updates.append(self.held)
-            self.save()
+            self.kill, names = None, self.names
+            if self.page == "trainer":  # as enable_jit_checkpoint does
+                names["trainer"]._save_checkpoint(names["trainer"].model, trial=None)
+            elif self.page == "accelerate":
+                names["accelerator"].save_state(names["CHECKPOINT"])
+            else:
+                names["trainer"].save_checkpoint(names["CHECKPOINT"])
             raise Killed
-
-
-def with_trainer(run: Run, folder: Path, *, resume: bool) -> None:
-    options: dict[str, Any] = {"gradient_accumulation_steps": ACCUMULATED, "max_steps": END}
-    options |= {"max_grad_norm": 0, "save_strategy": "no"}
-    # With a warm-up it shows where the checkpoint's learning rate is of another step.
-    options |= {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4}
-    args = arguments_of(folder, 8 // ACCUMULATED, **options)
-    more: dict[str, Any] = {"train_loader": run.loader, "optimizers": (run.sgd(), None)}
-    trainer: Any = OwnTrainer(model=run.model, args=args, **more)
-    # As enable_jit_checkpoint does.
-    run.save = lambda: trainer._save_checkpoint(trainer.model, trial=None)
-    trainer.train(resume_from_checkpoint=resume)
-    assert trainer.state.global_step == END
-
-
-def with_lightning(run: Run, folder: Path, *, resume: bool) -> None:
-    import lightning
-
-    from loader.lightning import LoaderCallback
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = run.model
-
-        def train_dataloader(self) -> Any:
-            return run.loader
-
-        def training_step(self, batch: Any, _: int) -> Any:
-            num_labels = run.loader.labels_per_rank(self.device)
-            loss = self.model(**batch, num_items_in_batch=num_labels).loss
-            return loss * self.trainer.accumulate_grad_batches
-
-        def configure_optimizers(self) -> Any:
-            return run.sgd()
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            if not run.held:
-                run.at("counted", 0)
-
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    options: dict[str, Any] = {"max_steps": END, "accelerator": "cpu", "default_root_dir": folder}
-    options |= {"accumulate_grad_batches": ACCUMULATED, "use_distributed_sampler": False}
-    trainer = lightning.Trainer(callbacks=[LoaderCallback()], **options, **dict.fromkeys(quiet, False))
-    run.save = lambda: trainer.save_checkpoint(folder / "kept.ckpt")
-    trainer.fit(Module(), ckpt_path=folder / "kept.ckpt" if resume else None)
-    assert trainer.global_step == END
-
-
-def with_accelerate(run: Run, folder: Path, *, resume: bool) -> None:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    accelerator.gradient_accumulation_steps = run.loader.num_accumulated
-    model, optimizer, loader = accelerator.prepare(run.model, run.sgd(), run.loader)
-    loader.follow(optimizer)
-    run.save = lambda: accelerator.save_state(str(folder / "kept"))
-    if resume:
-        accelerator.load_state(str(folder / "kept"))
-        accelerator.step = 0
-    while loader.num_steps_delivered < END:
-        for batch in loader:
-            with accelerator.accumulate(model):
-                loss = model(**batch, num_items_in_batch=loader.labels_per_rank()).loss
-                accelerator.backward(loss * accelerator.gradient_accumulation_steps)
-                optimizer.step()
-                optimizer.zero_grad()
-            if loader.num_steps_delivered == END and loader.ends_step:
-                break
-
-
-FRAMEWORKS = {"transformers": with_trainer, "lightning": with_lightning, "accelerate": with_accelerate}
 
 
 def in_one_batch(data: Path, num_warm_up: int) -> tuple[list[list[list[int]]], list[torch.Tensor]]:
     """The batches of each update, and the weights where a step is one batch, with a mean over its labels."""
     model, loader = SmallModel(), load(data)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     updates: list[list[list[int]]] = []
     for step, batch in enumerate(islice(chain(loader, loader), END)):
-        optimizer.param_groups[0]["lr"] = 0.5 * min(step / num_warm_up, 1) if num_warm_up else 0.5
+        optimizer.param_groups[0]["lr"] = 0.1 * min(step / num_warm_up, 1) if num_warm_up else 0.1
         model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -378,19 +312,17 @@ def in_one_batch(data: Path, num_warm_up: int) -> tuple[list[list[list[int]]], l
 
 
 @pytest.mark.parametrize(
-    "framework", ["transformers", "accelerate", pytest.param("lightning", marks=pytest.mark.frameworks)]
+    "page", ["trainer", "accelerate", pytest.param("lightning", marks=pytest.mark.frameworks)]
 )
-def test_a_run_killed_inside_of_a_step_trains_it_once(data: Path, tmp_path: Path, framework: str) -> None:
-    if not find_spec(framework):
-        pytest.skip(f"{framework} is not installed")
-    expected, weights = in_one_batch(data, 4 if framework == "transformers" else 0)
-    train = FRAMEWORKS[framework]
-    kills = [*KILLS, ("counted", 5, 0)] if framework == "lightning" else KILLS  # others save there as usual
+def test_a_run_killed_inside_of_a_step_trains_it_once(data: Path, tmp_path: Path, page: str) -> None:
+    pytest.importorskip(NEEDS[page])
+    expected, weights = in_one_batch(data, 4 if page == "trainer" else 0)
+    kills = [*KILLS, ("counted", 5, 0)] if page == "lightning" else KILLS  # others save there as usual
     for number, kill in enumerate(kills):
-        first, second = Run(data, kill), Run(data)
+        first, second = Run(page, data, kill), Run(page, data)
         with pytest.raises(Killed):
-            train(first, tmp_path / str(number), resume=False)
-        train(second, tmp_path / str(number), resume=True)
+            first.train(tmp_path / str(number))
+        second.train(tmp_path / str(number))
         assert first.updates + second.updates == expected, kill
         for parameter, weight in zip(second.model.parameters(), weights, strict=True):
             torch.testing.assert_close(parameter.detach(), weight, msg=str(kill))

@@ -66,9 +66,10 @@ BREAKS = [
           " + np.arange(len(tokens.offsets)).clip(max=len(tokens.offsets) - 2),",
           f"{_MEMBERS}[concat]", "data set concat, shard 0: its tar's members are others"),
     Break("a manifest is written last", "preprocess/make/shard_writer.py",
-          "        for file in files.values():\n            file.publish()",
-          "        publish_bytes(manifest_path(self._folder, self._shard_id), manifest.to_json())\n"
-          "        for file in files.values():\n            file.publish()",
+          "        for file in written.values():\n            file.publish()",
+          "        path = names.manifest_path(self._folder, self._shard_id)\n"
+          "        files.publish_bytes(path, manifest.to_json())\n"
+          "        for file in written.values():\n            file.publish()",
           f"{_MANIFEST}[shard-00000.tar]",
           "the manifest stands there, and shard-00000.tar could not be put in its place"),
     Break("a state counts the step that the loop holds", "loader/run.py",

@@ -100,17 +100,15 @@ class Order:
         if group > 1:  # large windows, because they are sorted by length
             in_bytes = (64 << 20) * self.num_samples // source.num_bytes
             self.window_ticks = max(min(8192, in_bytes), 4 * group) // group
-        self._windows: dict[tuple[int, int], list[list[int]]] = {}
 
     def samples(self, epoch: int, tick: int) -> list[int]:
         """Return the samples of a tick of an epoch, by place."""
         if not self.shuffle:
             return [*range(tick * self.size, (tick + 1) * self.size)]
         first = tick // self.window_ticks * self.window_ticks
-        if (epoch, first) not in self._windows:
-            self._windows[epoch, first] = self._window(epoch, first)
-        return self._windows[epoch, first][tick - first]
+        return self._window(epoch, first)[tick - first]
 
+    @functools.cache  # noqa: B019 - for as long as the tests run
     def _window(self, epoch: int, first: int) -> list[list[int]]:
         """Return the samples of all ticks of the window that begins at tick ``first``."""
         num_ticks = min(self.window_ticks, self.ticks_per_epoch - first)
@@ -204,17 +202,13 @@ class Run:
         self.added_at: dict[str, int] = {}
         self._add(sources, 0)
         self.ticks_per_epoch = sum(order.ticks_per_epoch for order in self.orders.values())
-        self._forget()
+        self._begins = [(0, 0)]  # epoch and tick of each step
 
     def _add(self, sources: Mapping[str, Source], step: int) -> None:
         for name in [name for name in sources if name not in self.orders]:
             seed = hashed(self.seed, SEED, len(self.orders)) if self.is_mixture else self.seed
             self.orders[name] = Order(sources[name], self.size, self.group, seed, shuffle=self.shuffle)
             self.added_at[name] = step
-
-    def _forget(self) -> None:
-        self._begins = [(0, 0)]  # epoch and tick of each step
-        self._rounds: dict[tuple[int, int], list[list[Sample]]] = {}
 
     def amended(
         self, step: int, sources: Mapping[str, Source], sizes: Stages, weights: Stages
@@ -257,7 +251,7 @@ class Run:
             run.amended_at = border
         elif self.amended_at >= border:  # amendments behind the border are replaced; one before it stays
             run.amended_at = 0
-        run._forget()
+        run._begins = [(0, 0)]
         return run
 
     def holds(self, step: int, sizes: Stages, weights: Stages) -> bool:
@@ -305,9 +299,7 @@ class Run:
 
     def tick(self, tick: int) -> list[Sample]:
         first, end = self._round_at(tick)
-        if (first, end) not in self._rounds:
-            self._rounds[first, end] = self._round(first, end)
-        return self._rounds[first, end][tick - first]
+        return self._round(first, end)[tick - first]
 
     def _round_at(self, tick: int) -> tuple[int, int]:
         """Return the ticks [first, end) of a round: the last one of a stage ends where the stage does."""
@@ -316,6 +308,7 @@ class Run:
         first = tick - (tick - stage) % ROUND
         return first, min([first + ROUND, *(begin for begin in begins if begin > first)])
 
+    @functools.cache  # noqa: B019
     def _round(self, first: int, end: int) -> list[list[Sample]]:
         """Return all ticks of a round. Each slot has the same sources, in an order of its own."""
         names = [*self.orders]

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import json
 import os
 import re
 import shutil
 import signal
-import time
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from loader import BrokenShard
 from tests.forged import content_sha256
+from tests.input_writers import table_bytes
 from tests.world import World, hostile_texts
 
 HEADER_BYTES, CHUNK_RECORDS = 64, 512
@@ -57,16 +54,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
         raw: dict[str, Any] = {"a.txt": "\n".join(texts[:90]), "b.txt": "\n".join(texts[90:])}
         if name == "table":  # places are rows; the second shard ends inside of the second file
             parts = (texts[:70], texts[70:-10], texts[-10:])
-            raw = {f"{number}.parquet": parquet(part) for number, part in enumerate(parts)}
+            raw = {f"{n}.parquet": table_bytes({"text": part}, "parquet", 5) for n, part in enumerate(parts)}
         return World(root / name).raw(raw).make(num_shards=3, **SETS[name])
 
     return make
-
-
-def parquet(texts: list[str]) -> bytes:
-    file = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file, row_group_size=5)
-    return file.getvalue()
 
 
 def path_of(world: World, suffix: str, shard_id: int = BROKEN) -> Path:
@@ -102,15 +93,12 @@ def flipped_middle(data: bytes) -> bytes:
     return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
 
 
-DAMAGED = (
-    ("json", "tar"), ("json", "idx"), ("json", "json"), ("packed", "tar"), ("packed", "digests"),
-    ("split", "idx"),
-)  # fmt: skip
-DAMAGES: list[Any] = [
-    (*file, change, False) for file in DAMAGED for change in (cut, flipped_first, flipped_middle)
-]
+JSON_FILES = [("json", "tar"), ("json", "idx"), ("json", "json")]
+FILES = [*JSON_FILES, ("packed", "tar"), ("packed", "digests"), ("split", "idx")]
+CHANGES = (cut, flipped_first, flipped_middle)
+DAMAGES: list[Any] = [(*file, change, False) for file in FILES for change in CHANGES]
 # A quick look finds what is missing or has another size.
-DAMAGES += [("json", suffix, change, True) for suffix in ("tar", "idx", "json") for change in (None, cut)]
+DAMAGES += [(*file, change, True) for file in [*JSON_FILES, FILES[4]] for change in (None, cut)]
 
 
 @pytest.mark.parametrize(("name", "suffix", "change", "fast"), DAMAGES)
@@ -357,18 +345,14 @@ def test_a_folder_that_goes_while_it_is_looked_at_is_no_data_set(
     assert (ended.code, ended.error and ended.error.path) == (66, str(world.data_dir))
 
 
-@pytest.mark.processes
 def test_a_blanked_shard_names_the_tar_that_it_was_made_from_and_verifies(tmp_path: Path) -> None:
     texts = [text for text in hostile_texts(90, seed=4, most_words=6) if text.strip()]
     world = World(tmp_path).raw({"a.jsonl": [{"id": f"d{n}", "text": text} for n, text in enumerate(texts)]})
-    world.make(num_shards=2, record="packed", seq_len=16, id_field="id")
+    world.make(record="packed", seq_len=16, id_field="id")
     (tmp_path / "ids.txt").write_text("d3\n")
-    new = tmp_path / "new"
-    assert world.main("blank", world.data_dir, ids=tmp_path / "ids.txt", output=new, num_proc=1).code == 0
-    assert world.main("verify", new).code == 0
-    stated = [json.loads((new / f"shard-{number:05d}.json").read_bytes()) for number in (0, 1)]
-    old = hashlib.sha256((world.data_dir / "shard-00000.tar").read_bytes()).hexdigest()
-    assert [each.get("made_from") for each in stated] == [old, None]
+    new = world.blanked(tmp_path / "ids.txt", tmp_path / "new").verify()
+    old = hashlib.sha256(path_of(world, "tar", 0).read_bytes()).hexdigest()
+    assert [each.get("made_from") for each in new.manifests()] == [old, None]
 
 
 @pytest.mark.parametrize("name", ["json", "packed"])
@@ -404,32 +388,25 @@ def test_each_file_is_on_the_disk_before_its_name_and_the_manifests_name_comes_l
     assert not world.temporaries()
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 def test_what_killed_attempts_left_goes_with_the_one_that_makes_the_shard_or_finds_it_made(
-    tmp_path: Path,
+    whole: Whole, tmp_path: Path
 ) -> None:
-    text = "\n".join(text.replace("\n", " ") for text in hostile_texts(30_000, most_words=9))
-    world = World(tmp_path).raw({"a.txt": text}).plan(num_shards=1)
+    world = World(tmp_path, raw_dir=whole("json").raw_dir).plan(num_shards=1)
 
-    def kill_at_work() -> None:
-        before = world.temporaries()
+    def kill_at_the_first_name() -> None:
         pid = os.fork()
         if not pid:
+            os.rename = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
             world.try_shard(0)
             os._exit(99)  # it was not killed
-        while world.temporaries() == before:
-            time.sleep(0.0002)
-        os.kill(pid, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        assert len(world.temporaries()) > 1
 
-    kill_at_work()
-    kill_at_work()
-    assert world.try_shard(0).code == 0
-    assert world.temporaries() == []
+    kill_at_the_first_name()
+    kill_at_the_first_name()
+    assert world.run(0).temporaries() == []
     manifest = (world.data_dir / "shard-00000.json").rename(tmp_path / "manifest")
-    kill_at_work()
+    kill_at_the_first_name()
     manifest.rename(world.data_dir / "shard-00000.json")
-    assert world.temporaries()
-    assert world.try_shard(0).code == 0
-    assert world.temporaries() == []
+    assert world.run(0).temporaries() == []

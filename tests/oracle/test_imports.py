@@ -9,8 +9,9 @@ from tests.checkout import ROOT
 
 PACKAGES = {"shardprep", "preprocess", "loader", "slurm", "lustre"}
 TESTS = ROOT / "tests"
+HELPERS = ("world", "forged", "plain_reader", "input_writers", "word_tokenizers")
 HELD = {
-    *(TESTS / f"{name}.py" for name in ("world", "forged", "plain_reader", "word_tokenizers")),
+    *(TESTS / f"{name}.py" for name in HELPERS),
     *TESTS.glob("*mutants.py"),
     *TESTS.glob("oracle/*.py"),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 from collections.abc import Callable
 from itertools import accumulate, chain
 from operator import ne
@@ -130,10 +129,7 @@ def test_documents_of_one_token_begin_where_they_stand(tmp_path: Path, pack: Any
 
 
 def test_rows_of_a_tokenizer_without_pad_token_are_filled_with_0(tmp_path: Path) -> None:
-    model = save_tokenizer(tmp_path / "model")
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    del config["pad_token"]
-    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    model = save_tokenizer(tmp_path / "model", without="pad_token")
     world = World(tmp_path, tokenizer=model).raw({"a.txt": "one\ntwo words\n"})
     world.make(record="packed", seq_len=64, num_shards=1)
     assert ids_of_padding(world) == {0}

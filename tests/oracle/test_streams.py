@@ -179,9 +179,7 @@ def test_a_shard_has_no_manifest_before_its_other_files_are_in_place(tmp_path: P
     raw = hostile_text(30).encode() + b"\nbad \xff byte\n"
     world = World(tmp_path).raw({"a.txt": raw}).plan(num_shards=1, digests=True, max_bad_fraction=1)
     (world.data_dir / name / "taken").mkdir(parents=True)
-    ended = world.main("shard", shard_id=0, output_dir=world.data_dir)
-    assert ended.code == 74, ended.text
-    assert name in ended.err
+    world.try_shard(0).ends(74, name)
     manifest = world.data_dir / "shard-00000.json"
     assert not manifest.exists(), f"the manifest stands there, and {name} could not be put in its place"
 

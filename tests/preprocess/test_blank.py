@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from loader import TokenLoader, get_llama3_dataloader
+from loader import TokenLoader
 from tests.input_writers import table_bytes
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import World
@@ -37,22 +37,17 @@ FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "a.jsonl", "text", {"record": "packed", "seq_len": 16, "pack": "best_fit", "validation_fraction": 0.3}
     ),
 }  # fmt: skip
-# Of a data set, and the loader's arguments.
+# Of a data set, and the loader's arguments; tests/loader/test_origins.py compares the ids of others.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "padded": ("json", {}),
-    "cut": ("npy", {"max_length": 5}),
-    "grouped": ("npy", {"group_by_length": 2}),
     "one width": ("json", {"max_length": 40, "padding": "max_length", "targets": "shifted"}),
-    "joined": ("json", {"seq_len": 16}),
     "joined with boundaries": ("json", {"seq_len": 16, "boundaries": ["segment_ids", "cu_seqlens"]}),
     "joined with EOS": ("npy", {"seq_len": 16, "boundaries": "transformers"}),
-    "packed": ("concat", {}),
     "packed with boundaries": ("concat", {"boundaries": ["segment_ids", "position_ids"]}),
     "best fit": ("best fit", {"boundaries": "transformers"}),
     "chat": ("chat", {"boundaries": "segment_ids"}),
     "shifted": ("concat", {"targets": "shifted"}),
     "for validation": ("sides", {"split": "validation"}),
-    "for training": ("sides", {"split": "train"}),
 }
 Made = Callable[[str], tuple[World, World]]
 
@@ -213,15 +208,6 @@ def test_a_collate_fn_gets_labels_and_other_ids(made: Made, form: str) -> None:
                 assert (np.array(after["input_ids"])[gone] == PAD).all()
                 assert (np.array(after["labels"])[gone] == -100).all()
         assert num_gone > 20
-
-
-@pytest.mark.parametrize("forms", [("json", "npy"), ("concat", "best fit")])
-def test_a_mixture_blanks_the_documents_of_each_of_its_sources(made: Made, forms: tuple[str, str]) -> None:
-    folders = {form: made(form)[1].data_dir for form in forms}
-    options: dict[str, Any] = {"weights": dict.fromkeys(forms, 1), "weights_in": "samples"}
-    ids = all_ids(get_llama3_dataloader(folders, 12, num_workers=0, **options))
-    assert not ids & {*BLANKED}
-    assert max(ids) < VOCAB_SIZE
 
 
 def test_without_the_list_of_a_shard_no_worker_makes_it(made: Made, tmp_path: Path) -> None:

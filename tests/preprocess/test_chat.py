@@ -26,7 +26,7 @@ import pyarrow
 import pytest
 from transformers import AutoTokenizer
 
-from tests import chat_tokenizers
+from tests import chat_sets
 from tests.chat_sets import PLAIN, TAGGED, conversations, write_chats
 from tests.children import child, environ_of_children, shardprep
 from tests.forged import rewrite_json
@@ -79,8 +79,8 @@ SAMPLE = [
     ("WordPiece, no accents", "in a variable"), ("bytes, trimmed, space in front", "without tags"),
     ("words, no pre-tokenizer", "without tags, ChatML"),
 ]  # fmt: skip
-NAMES = [*chat_tokenizers.TOKENIZERS, "Llama 3"]
-PAIRS = [(name, each) for name in NAMES for each in chat_tokenizers.TEMPLATES] if TAKES_ALL else SAMPLE
+NAMES = [*chat_sets.TOKENIZERS, "Llama 3"]
+PAIRS = [(name, each) for name in NAMES for each in chat_sets.TEMPLATES] if TAKES_ALL else SAMPLE
 Models = Callable[[str], Path]
 
 
@@ -92,7 +92,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         if name == "Llama 3":
             return Path(request.getfixturevalue("shared_dir")) / "tokenizers" / "llama3"
         path = folder / name
-        return path if path.exists() else chat_tokenizers.save_tokenizer(name, path)
+        return path if path.exists() else chat_sets.save_tokenizer(name, path)
 
     return model
 
@@ -127,11 +127,11 @@ def expected(model: Path, chats: list[Any]) -> list[tuple[list[int], list[int]]]
 
 @pytest.mark.parametrize(("name", "template"), PAIRS)
 def test_masks_are_those_of_transformers(models: Models, tmp_path: Path, name: str, template: str) -> None:
-    chats = chat_tokenizers.conversations(NUM_CHATS, seed=PAIRS.index((name, template)))
+    chats = chat_sets.odd_conversations(NUM_CHATS, seed=PAIRS.index((name, template)))
     world = World(tmp_path, tokenizer=models(name))
     write_chats(world.raw_dir, chats)
     tokenizer: Any = AutoTokenizer.from_pretrained(world.tokenizer)
-    tokenizer.chat_template = chat_tokenizers.TEMPLATES[template]
+    tokenizer.chat_template = chat_sets.TEMPLATES[template]
     (tmp_path / "template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
     file = tmp_path / "template.jinja"
     planned(world, chat_template_file=file, allow_special_tokens=True, seq_len=512).run()

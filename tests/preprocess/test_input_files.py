@@ -6,11 +6,13 @@ import gzip
 import itertools
 import json
 import lzma
+import os
 import random
 import re
 import struct
 import sys
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import zstandard
 from tests.checkout import ROOT
 from tests.input_writers import bgzip, json_lines, seekable_zstd, table_bytes
 from tests.plain_reader import plain_records
-from tests.random_inputs import FORMATS, PACKERS, compare, file_name
+from tests.random_inputs import FORMATS, PACKERS, WRITERS, compare, file_name
 from tests.world import World
 
 TEXTS = [f"문서 {number}: the kettle sings\n\ttwice. " * (number % 7 + 1) for number in range(60)]
@@ -50,12 +52,16 @@ def check_with_plain_reader(world: World, num_shards: int, **options: Any) -> in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", [*FORMATS, *WRITERS])
 def test_random_files_are_read_as_an_independent_reader_reads_them(form: str, tmp_path: Path) -> None:
-    """Some are damaged: then they are refused. ``python -m tests.random_inputs`` tries 5,000 of each."""
-    results = [result for first in (0, 20) for result in compare(form, range(first, first + 20), tmp_path)]
-    assert {result for result in results if result.startswith("WRONG")} == set()
-    assert results.count("equal") >= 20
+    """Some are damaged: then they are refused."""
+    num_files = int(os.environ.get("RANDOM_FILES", "40"))
+    size = min(num_files // 2, 200)
+    seeds = [range(first, first + size) for first in range(0, num_files, size)]
+    counts = Counter(result for some in seeds for result in compare(form, some, tmp_path))
+    print(f"{form}: {dict(counts)}")
+    assert not [result for result in counts if result.startswith("WRONG")]
+    assert counts["equal"] >= num_files // 2
 
 
 ENCODINGS = [

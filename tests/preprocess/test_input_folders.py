@@ -45,15 +45,11 @@ def check_random_folder(world: World, seed: int) -> tuple[int, int]:
     """Compare the listing of a random folder with an independent one; gives the names taken and left out."""
     rng = random.Random(seed)
     random_folder(world.raw_dir, rng)
-    options: dict[str, Any] = {"recursive": rng.random() < 0.8, "also": rng.choice(PATTERNS)}
+    options: dict[str, Any] = {"recursive": rng.random() < 0.8, "also": rng.choice([*PATTERNS])}
     options["follow_links"] = options["recursive"] and rng.random() < 0.5
     ended = world.try_plan(**{name: value or None for name, value in options.items()})
-    if ended.code == 66:  # it took nothing, or by --also a link that leads nowhere
-        if not any(path.is_symlink() and not path.exists() for path in world.raw_dir.rglob("*")):
-            check_listing(world.raw_dir, [], None, **options)
-        return 0, 0
-    assert ended.code == 0, ended.text
-    taken, left = world.inputs(), world.plan_json()["left_out"]
+    assert ended.code in (0, 66), ended.text
+    taken, left = ([], []) if ended.code else (world.inputs(), world.plan_json()["left_out"])
     assert taken == sorted(taken, key=lambda path: path.split("/"))
     check_listing(world.raw_dir, taken, left, **options)
     return len(taken), len(left)
@@ -181,24 +177,21 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize(("ending", "num"), [("gz", 30), ("gz", 5000), ("zst", 5000)])
-def test_a_file_and_its_compressed_form_are_taken_once(tmp_path: Path, ending: str, num: int) -> None:
+def test_a_compressed_form_is_taken_once_and_an_equal_file_told(
+    tmp_path: Path, ending: str, num: int
+) -> None:
     data = json_lines([f"document {n}" for n in range(num)])
-    packed = PACKED[ending](data)
+    packed, none = PACKED[ending](data), {"d.jsonl": b"", "e.jsonl": b""}
     world = World(tmp_path).raw({"a.jsonl": data, f"a.jsonl.{ending}": packed, f"b.jsonl.{ending}": packed})
     world.raw({f"c.txt.{each}": pack(b"a\nb\n") for each, pack in PACKED.items()})
-    planned(world.raw({"b.jsonl": json_lines(["other text"])}))
-    assert sorted(world.inputs()) == ["a.jsonl", "b.jsonl", f"b.jsonl.{ending}", "c.txt.gz"]
+    told = planned(world.raw({"b.jsonl": json_lines(["other text"]), "a (1).jsonl": data, **none}))
+    taken = ["a (1).jsonl", "a.jsonl", "b.jsonl", f"b.jsonl.{ending}", "c.txt.gz", *none]
+    assert sorted(world.inputs()) == taken
     forms = [f"a.jsonl.{ending}", "c.txt.zst"]
     assert left_out(world) == {"compressed form of a file that is taken": forms}
-
-
-def test_equal_content_is_told_by_name_and_taken(tmp_path: Path) -> None:
-    world = World(tmp_path).raw({"a.jsonl": json_lines(DOCS), "a (1).jsonl": json_lines(DOCS)})
-    told = planned(world.raw({"b.jsonl": b"", "c.jsonl": b""}))
     (warning,) = (line for line in told.splitlines() if "a (1).jsonl" in line)
-    assert "warning" in warning
+    assert warning.startswith("warning")
     assert "a.jsonl" in warning
-    assert len(world.inputs()) == 4
 
 
 LAYOUTS = {  # two files of the split train, and one of test

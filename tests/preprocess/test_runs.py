@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -16,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.children import child, end_of, environ_of_children, shardprep
-from tests.faults.every_format import write_every_format
+from tests.children import child, end_of, environ_of_children, is_living, shardprep
 from tests.held_children import Hold
+from tests.input_writers import write_every_format
 from tests.killed_calls import killed_at
 from tests.waiting import wait_until
 from tests.world import Ended, World, call_main, hostile_text, save_tokenizer
@@ -135,7 +134,7 @@ def test_what_this_user_may_not_read_or_write_is_named(
     assert not world.temporaries()
 
 
-# Name -> the command behind its data set, and what it writes beside that.
+# The words of a command, and the folder that it writes.
 KILLED = {
     "blank": ("blank data --ids names --output new --num_proc 1", "new"),
     "duplicates": ("duplicates data --output out/names.txt", "out"),
@@ -179,15 +178,6 @@ def test_a_kill_at_any_call_leaves_whole_files_and_a_second_call_goes_on(
     assert visible(world.data_dir) == before
 
 
-def living_of_group(group: int) -> list[str]:
-    """Processes of a group that are no zombies."""
-    states = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            states.append(path.read_text().rpartition(")")[2].split()[:3])
-    return [state for state, _, its_group in states if int(its_group) == group and state != "Z"]
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("target", ["task alone", "whole group"])
 def test_a_signal_while_a_task_plans_ends_it_with_75_and_leaves_no_plan(tmp_path: Path, target: str) -> None:
@@ -199,10 +189,11 @@ def test_a_signal_while_a_task_plans_ends_it_with_75_and_leaves_no_plan(tmp_path
     command = shardprep("--shard_id", 0, *world.words_of_plan())
     environ = environ_of_children(**hold.environ(), XDG_CACHE_HOME=str(tmp_path / "cache"))
     with child(command, env=environ, stderr=-2) as task:
-        assert hold.wait(1, task) != [task.pid], "the planning process"
+        (planner,) = hold.wait(1, task)
+        assert planner != task.pid
         (os.kill if target == "task alone" else os.killpg)(task.pid, signal.SIGTERM)
         assert "Traceback" not in end_of(task, code=75)
-        wait_until(lambda: not living_of_group(task.pid), every_s=0.02)
+        wait_until(lambda: not is_living(planner), every_s=0.02)
     assert not world.data_dir.exists()
 
 

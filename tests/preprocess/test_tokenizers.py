@@ -26,7 +26,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from loader import NotFound, get_llama3_dataloader
-from tests import chat_tokenizers
+from tests import chat_sets
 from tests.checkout import ROOT
 from tests.children import environ_of_children, run_child, shardprep
 from tests.external_tars import write_numbered_tars
@@ -277,7 +277,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_data_sets_tokenizer_loads_as_what_made_its_shards(tmp_path: Path, kind: str) -> None:
     """With all its chat templates, which transformers keeps in a folder: a planned tokenizer has none."""
     name, values = KINDS[kind]
-    model = chat_tokenizers.save_tokenizer(name, tmp_path / "model")
+    model = chat_sets.save_tokenizer(name, tmp_path / "model")
     edit(model / "tokenizer_config.json", **values, padding_side="left", model_max_length=77)
     if not kind.startswith("the plain"):
         (model / "additional_chat_templates").mkdir()
@@ -336,8 +336,8 @@ def told_ends(told: str) -> list[str]:
 @pytest.mark.parametrize("adds", [True, False], ids=["added", "bare"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_familys_documents_begin_and_end_as_told(tmp_path: Path, family: str, adds: bool) -> None:
-    model = chat_tokenizers.save_tokenizer(family, tmp_path / "model")
-    before, after = ([chat_tokenizers.SPECIAL[number] for number in ids if adds] for ids in FAMILIES[family])
+    model = chat_sets.save_tokenizer(family, tmp_path / "model")
+    before, after = ([chat_sets.SPECIAL[number] for number in ids if adds] for ids in FAMILIES[family])
     reference = AutoTokenizer.from_pretrained(model)
     expected = [reference.encode(line, add_special_tokens=adds) for line in LINES]
     world = World(tmp_path, tokenizer=model).raw({"a.txt": "\n".join(LINES)})
@@ -346,7 +346,7 @@ def test_each_familys_documents_begin_and_end_as_told(tmp_path: Path, family: st
     assert told_ends(world.main("doctor", output_dir=world.data_dir).text) == before + after
     rows = World(tmp_path, tokenizer=model, data_dir=tmp_path / "rows")
     told = rows.try_plan(num_shards=1, add_special_tokens=adds, record="packed", seq_len=4096).text
-    assert told_ends(told) == [*before, chat_tokenizers.EOT]
+    assert told_ends(told) == [*before, chat_sets.EOT]
     end = reference.eos_token_id
     once = [token for ids in expected for token in (ids if ids[-1:] == [end] else [*ids, end])]
     assert rows.run(0).samples()[0]["input_ids"] == once

@@ -28,7 +28,8 @@ def world(whole: World, tmp_path: Path) -> World:
 @pytest.fixture(scope="session")
 def warm(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
     """Python with the wheel's packages imported; behind them stands this checkout, for tests' own modules."""
-    environ = environ_of_children(PYTHONPATH=f"{site}:{ROOT}")
+    # One thread: on small models more of them spin for most of the time.
+    environ = environ_of_children(PYTHONPATH=f"{site}:{ROOT}", OMP_NUM_THREADS="1")
     modules = ["transformers", "loader.dataloader", "preprocess.__main__", "slurm.__main__"]
     with WarmPython(tmp_path_factory.mktemp("warm"), modules, environ) as server:
         yield server

@@ -1,21 +1,29 @@
-"""A shard that verify found wrong is done for nobody.
+"""What counts as done where something is wrong, and what ends a command where the system fails.
 
-tests/oracle/test_done.py says what verify finds; here every reader is asked what it makes of a finding.
+A shard that verify found wrong is done for nobody, whoever reads it. An error of the system is named with its
+file and ends a command with its code; it says nothing of a shard, which is neither wrong nor missing.
+tests/oracle/test_done.py says what verify finds, and tests/faults fails every call of every command; here
+stand what it found, what is tried again, and how often the system is asked.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
+import os
 import random
+import shutil
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loader import ShardprepError, get_llama3_dataloader
 from tests.forged import rewrite_json
-from tests.world import World
+from tests.world import World, open_loader, tokenizer_dir
 
 WRONG = 1  # the shard that is found wrong, of three
 
@@ -138,3 +146,172 @@ def test_findings_of_wrong_types_are_refused_in_words_though_the_hash_is_right(w
         for ended in (*ends, wrong.try_shard(WRONG)):
             assert (ended.code, "findings.json" in ended.err) == (65, True), (key, value, ended.text)
         assert export("nanogpt", wrong) == load(wrong) == 65, (key, value)
+
+
+Watch = Callable[..., list[str]]
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    """``watch("open")`` notes the names of the files for which that function of ``os`` is called.
+
+    ``watch("open", "a.txt", errno.EIO, times=2)`` notes those of this name alone, and their calls fail: for a
+    path, and for a descriptor that is open.
+    """
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+
+    def apply(call: str, name: str = "", error: int = 0, *, times: int = 10**9) -> list[str]:
+        noted: list[str] = []
+        real = getattr(os, call)
+
+        def watching(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+            is_open = isinstance(path, int)
+            if name or not is_open:
+                shown = Path(f"/proc/self/fd/{path}").readlink() if is_open else Path(os.fspath(path))
+                if shown.name == (name or shown.name) and len(noted) < times:
+                    noted.append(shown.name)
+                    if error:
+                        raise OSError(error, os.strerror(error), None if is_open else path)
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(os, call, watching)
+        return noted
+
+    return apply
+
+
+@pytest.fixture
+def half(world: World) -> World:
+    """A planned folder of three shards, of which the second is not made."""
+    for path in [world.data_dir / "index.json", *world.data_dir.glob("shard-00001.*")]:
+        path.unlink()
+    return world
+
+
+def test_stage_ends_with_74_where_a_folder_cannot_be_listed(world: World, watch: Watch) -> None:
+    """os.walk leaves such a folder out, without a word."""
+    failed = watch("scandir", "data", errno.ESTALE)
+    ended = world.main("stage", world.data_dir, "--to", world.data_dir.with_name("copy"))
+    assert (ended.code, bool(failed)) == (74, True), ended.text
+
+
+@pytest.mark.parametrize("error", ["EMFILE", "ENFILE", "ESTALE", "EDQUOT", "EROFS", "EIO", "ENOMEM"])
+@pytest.mark.parametrize("command", ["plan", "shard"])
+def test_an_error_that_may_go_away_is_tried_again_and_another_is_not(
+    half: World, watch: Watch, command: str, error: str
+) -> None:
+    failed = watch("open", "a.txt", getattr(errno, error))
+    ended = half.try_shard(1) if command == "shard" else half.try_plan(output_dir=half.data_dir / "new")
+    assert (ended.code, "a.txt" in ended.err) == (74, True), ended.text
+    assert (len(failed) > 1) == (error in ("EMFILE", "ENFILE", "ESTALE", "EIO"))
+
+
+@pytest.mark.parametrize("call", ["open", "pread"])
+def test_an_input_that_comes_back_is_opened_and_read_again(half: World, watch: Watch, call: str) -> None:
+    failed = watch(call, "a.txt", errno.ESTALE, times=2)
+    half.run(1)
+    assert len(failed) == 2
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "added_tokens.json", "chat_template.jinja"])
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_a_fifo_or_a_device_in_a_models_folder_is_named_and_not_read(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    model = Path(shutil.copytree(tokenizer_dir(), tmp_path / "model"))
+    (model / name).unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(model / name)
+    else:
+        (model / name).symlink_to("/dev/zero")
+    ended = World(tmp_path, tokenizer=model).raw({"a.txt": "a\n"}).try_plan()
+    assert (ended.code, name in ended.err) == (65, True), ended.text
+
+
+def test_a_scratch_folder_that_cannot_be_made_is_73_and_names_tmpdir(
+    half: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc/nowhere"])
+    ended = half.try_plan(output_dir=half.data_dir / "new")
+    assert (ended.code, "TMPDIR" in ended.err) == (73, True), ended.text
+
+
+@pytest.mark.slow
+def test_a_shard_a_file_of_very_many_small_files_is_warned_of(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({f"{number}.txt": "a text\n" for number in range(1000)})
+    for name, number, is_warned in (("data", None, True), ("even", 4, False)):
+        ended = world.try_plan(output_dir=tmp_path / name, num_shards=number)
+        assert (ended.code, "--num_shards 1" in ended.text) == (0, is_warned)
+
+
+def test_a_done_shard_costs_one_open_and_two_looks_at_sizes_of_its_files(world: World, watch: Watch) -> None:
+    """On a parallel file system each is a round trip to a server."""
+    asked = {call: watch(call) for call in ("open", "stat", "listdir", "scandir")}
+    assert world.try_shard(0).code == 0
+    of_shard = {call: [name for name in names if name.startswith("shard-")] for call, names in asked.items()}
+    sizes = ["shard-00000.idx", "shard-00000.tar"]
+    assert (of_shard.pop("open"), sorted(of_shard.pop("stat"))) == (["shard-00000.json"], sizes)
+    assert not any(of_shard.values())
+
+
+def test_a_task_lists_no_folder_of_the_data_set(half: World, watch: Watch) -> None:
+    listed = watch("listdir"), watch("scandir")
+    assert half.try_shard(1).code == 0
+    assert not any("data" in names for names in listed)
+
+
+@pytest.mark.processes
+def test_run_finds_what_is_missing_with_one_look_at_the_folder(half: World, watch: Watch) -> None:
+    for number in (0, 1):
+        (half.data_dir / f".shard-0000{number}.tar.host-1-00000000.tmp").touch()
+    listed = watch("listdir"), watch("scandir")
+    assert half.main("run", half.data_dir).code == 0
+    assert sum(names.count("data") for names in listed) == 1
+    assert (half.data_dir / "shard-00001.json").exists()
+    assert not list(half.data_dir.glob(".shard-00000*")), "temporaries of done shards go"
+
+
+@pytest.mark.parametrize(
+    ("error", "suffix"),
+    [
+        *((error, "tar") for error in ("EIO", "ESTALE", "EMFILE", "ENFILE", "ENOMEM", "EACCES", "ENODEV")),
+        ("ETIMEDOUT", "idx"),
+        ("ESTALE", "json"),
+    ],
+)
+def test_an_error_of_reading_says_nothing_of_the_shard(
+    world: World, watch: Watch, error: str, suffix: str
+) -> None:
+    before = (world.data_dir / "index.json").read_bytes()
+    watch("open", f"shard-00001.{suffix}", getattr(errno, error))
+    ended = world.main("verify", world.data_dir)
+    assert (ended.code, f"shard-00001.{suffix}" in ended.err) == (74, True)
+    assert not (world.data_dir / "findings.json").exists()
+    assert (world.data_dir / "index.json").read_bytes() == before
+
+
+def test_a_finding_is_written_and_stands_though_another_or_the_same_shard_cannot_be_read(
+    world: World, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tar = world.data_dir / "shard-00001.tar"
+    tar.write_bytes(tar.read_bytes().replace(b"[", b"{", 1))
+    watch("open", "shard-00000.tar", errno.EIO)
+    assert world.main("verify", world.data_dir).code == 65
+    watch("open", "shard-00001.tar", errno.EIO)
+    assert world.main("verify", world.data_dir).code == 74
+    monkeypatch.undo()
+    assert json.loads(world.main("status", world.data_dir, json=True).out)["wrong"] == "1"
+
+
+def test_a_manifest_that_cannot_be_read_is_no_missing_shard(world: World, watch: Watch) -> None:
+    (world.data_dir / "index.json").unlink()
+    before = (world.data_dir / "shard-00001.tar").stat().st_mtime_ns
+    watch("open", "shard-00001.json", errno.EACCES)
+    ended = world.main("status", world.data_dir)
+    assert (ended.code, "shard-00001.json" in ended.err) == (74, True)
+    assert world.main("run", world.data_dir).code == 74
+    with pytest.raises(ShardprepError) as raised:
+        open_loader(world.data_dir)
+    assert raised.value.exit_code == 74
+    assert (world.data_dir / "shard-00001.tar").stat().st_mtime_ns == before, "it is not made again"

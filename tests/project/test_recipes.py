@@ -15,7 +15,7 @@ import pytest
 
 from tests.checkout import ROOT
 from tests.children import environ_of_children, run_child
-from tests.world import World, call_main, tokenizer_dir
+from tests.world import World, call_main
 
 PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
 # Runs commands one after the other.
@@ -51,13 +51,11 @@ class Copy:
         return done.stdout.split("=====\n")[1:]
 
 
-def plan_of(world: World, data: Path, num_shards: int) -> list[object]:
-    folders = ["--input_dir", world.raw_dir, "--output_dir", data, "--model_id", tokenizer_dir()]
-    return ["plan", *folders, "--num_shards", num_shards]
-
-
-def shards_of(data: Path, num_shards: int) -> list[list[object]]:
-    return [["shard", "--shard_id", number, "--output_dir", data] for number in range(num_shards)]
+def made(world: World, data: Path, num_shards: int, *flags: str) -> list[list[object]]:
+    """The commands that plan a data set, make its shards and verify it."""
+    plan: list[object] = ["plan", *world.words_of_plan(output_dir=data, num_shards=num_shards), *flags]
+    shards = [["shard", "--shard_id", number, "--output_dir", data] for number in range(num_shards)]
+    return [plan, *shards, ["verify", data, "--deep"]]
 
 
 CSV_MODULE = '''
@@ -123,9 +121,9 @@ def test_csv_with_quotes_is_an_input_format_by_its_module_and_a_line_of_the_regi
         world = World(tmp_path).raw({"a.csv": file.getvalue(), "b.txt": "one line\nanother line\n"})
     data = world.data_dir
     peek = ["peek", data, "--num", 99, "--chars", 0]
-    *_, shown = copy.run(plan_of(world, data, 4), *shards_of(data, 4), ["verify", data], peek)
-    made = json.loads((data / "plan.json").read_bytes())
-    inside = [made["inputs"][number][0] for number, place, *_ in made["cuts"][1:-1] if place]
+    *_, shown = copy.run(*made(world, data, 4), peek)
+    plan = json.loads((data / "plan.json").read_bytes())
+    inside = [plan["inputs"][number][0] for number, place, *_ in plan["cuts"][1:-1] if place]
     assert "a.csv" in inside
     manifests = [json.loads(path.read_bytes()) for path in data.glob("shard-*.json")]
     assert sum(manifest["counts"]["num_documents"] for manifest in manifests) == len(texts) + 2
@@ -148,7 +146,7 @@ LOWERCASE_OPTION = """
     limit: int = _text("""
 LOWERCASE_USE = """        if options.lowercase:
             lower = [text.lower() for text in documents.texts]
-            documents = dataclasses.replace(documents, texts=Texts(lower))
+            documents = replace(documents, texts=Texts(lower))
         if transform is not None:
 """
 
@@ -162,11 +160,14 @@ def test_lowercase_is_a_plan_option_by_its_declaration_and_the_place_that_uses_i
     copy.change("preprocess/read/documents.py", before, LOWERCASE_USE)
     world = World(tmp_path).raw({"a.txt": "The Kettle\nSINGS\n"})
     lower, plain = tmp_path / "lower", tmp_path / "plain"
-    commands = [[*plan_of(world, lower, 1), "--lowercase"], plan_of(world, plain, 1)]
-    for folder in (lower, plain):
-        commands += [*shards_of(folder, 1), ["verify", folder, "--deep"], ["peek", folder]]
+    commands = [
+        *made(world, lower, 1, "--lowercase"),
+        ["peek", lower],
+        *made(world, plain, 1),
+        ["peek", plain],
+    ]
     shown = copy.run(*commands)
-    assert ("the kettle" in shown[4], "The Kettle" in shown[7]) == (True, True)
+    assert ("the kettle" in shown[3], "The Kettle" in shown[7]) == (True, True)
     world.plan(num_shards=1)
     ids = {json.loads((folder / "plan.json").read_bytes())["plan_id"] for folder in (plain, world.data_dir)}
     assert len(ids) == 1, "an option that is not used changes no plan"

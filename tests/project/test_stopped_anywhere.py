@@ -27,33 +27,31 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path).raw({"a.txt": "a line of text\n" * 300}).plan(num_shards=2)
 
 
-class SignalAtLine:
-    """Sends SIGTERM to this process before the n-th line of our code that runs while a temporary is there."""
+def lines_run(world: World, number: int) -> tuple[int, int]:
+    """Make shard 0, and send SIGTERM before the n-th line of our code that runs while a temporary is there.
 
-    def __init__(self, folder: Path, number: int) -> None:
-        self.folder, self.number, self.num_lines = folder, number, 0
+    Returns the exit code, and how many such lines there were.
+    """
+    for path in world.data_dir.glob("*shard-00000*"):
+        path.unlink()
+    num_lines = 0
 
-    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal num_lines
         if not OURS.search(frame.f_code.co_filename):
             return None
         is_main = threading.current_thread() is threading.main_thread()
         # Once the command has ended, nobody answers the signal.
         if event == "line" and is_main and callable(signal.getsignal(signal.SIGTERM)):
-            if self.num_lines or any(self.folder.glob(".shard-*")):
-                self.num_lines += 1
-            if self.num_lines == self.number:
+            if num_lines or any(world.data_dir.glob(".shard-*")):
+                num_lines += 1
+            if num_lines == number:
                 signal.raise_signal(signal.SIGTERM)
-        return self
+        return trace
 
-
-def lines_run(world: World, number: int) -> tuple[int, int]:
-    """Make shard 0 with a signal at this line: the exit code, and how many lines there were."""
-    for path in world.data_dir.glob("*shard-00000*"):
-        path.unlink()
-    tracer = SignalAtLine(world.data_dir, number)
     before = sys.gettrace()
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so it is again when the command has ended
-    sys.settrace(tracer)
+    sys.settrace(trace)
     try:
         ended = world.try_shard(0)
     finally:
@@ -61,7 +59,7 @@ def lines_run(world: World, number: int) -> tuple[int, int]:
         # A signal that came in a finalizer comes again by an alarm, if the command has not ended before.
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGTERM, handler)
-    return ended.code, tracer.num_lines
+    return ended.code, num_lines
 
 
 @pytest.mark.slow

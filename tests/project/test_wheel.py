@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from tests.chat_sets import TAGGED, chat_model, conversations, write_chats
 from tests.checkout import ROOT
@@ -302,6 +303,7 @@ def test_the_check_for_a_gpu_measures_on_a_cpu_what_it_can(
     data = World(tmp_path).raw({"a.txt": hostile_text(400)}).make(record="packed", seq_len=64).data_dir
     words = ["--tiny", "--data", str(data), "--seconds", "0.05", "--seq_len", "64"]
     monkeypatch.setattr("sys.argv", ["gpu_check.py", *words])
+    torch.set_num_threads(1)  # more of them would spin for most of the time
     script = runpy.run_path(str(ROOT / "benchmarks" / "gpu_check.py"))
     assert script["main"]() == 0
     printed = capsys.readouterr().out

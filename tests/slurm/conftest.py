@@ -13,12 +13,20 @@ import pytest
 from tests.checkout import ROOT
 from tests.slurm.fake_slurm import Desk, install_fake_slurm
 from tests.slurm.started_cluster import started_cluster
+from tests.world import World
+
+
+@pytest.fixture(scope="session")
+def planned(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """The sample text planned into 5 shards, none made. Never written to."""
+    return World(tmp_path_factory.mktemp("planned"), raw_dir=sample_dir).plan(num_shards=5)
 
 
 @pytest.fixture
-def desk(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+def desk(planned: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
     """A data set of five shards, none of them made."""
-    return Desk(data=data_dir, fake=install_fake_slurm(tmp_path, monkeypatch), patch=monkeypatch)
+    data = planned.copy(tmp_path).data_dir
+    return Desk(data=data, fake=install_fake_slurm(tmp_path, monkeypatch), patch=monkeypatch)
 
 
 @pytest.fixture(scope="module")  # one of the session would be ended when all else has ended
@@ -27,6 +35,6 @@ def plain_cluster() -> Iterator[dict[str, str]]:
     kept = {n: v for n, v in os.environ.items() if not re.match("SLURM|SBATCH|SHARDPREP|MASTER", n)}
     environ = {**kept, "NUM_NODES": "3", "NODE_CPUS": "8", "KILL_WAIT": "120", "HF_HUB_OFFLINE": "1"}
     environ |= {"SHARDPREP_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-    environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with started_cluster(environ, "NO SLURM CLUSTER, the batch scripts are untested here") as started:
         yield started

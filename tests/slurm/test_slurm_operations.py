@@ -88,10 +88,48 @@ def seven(site: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sev
     return seven
 
 
+def type_next(site: Cluster, data: Path, folder: Path) -> None:
+    """Type in a folder what status says to type next, and wait for its jobs."""
+    (line,) = re.findall(r"^next: (.*)$", site.slurm("status", data), re.MULTILINE)
+    environ = {**site.environ, "PATH": f"{Path(sys.executable).parent}:{site.environ['PATH']}"}
+    run_child(["bash", "-c", line], env=environ, cwd=folder)
+    site.wait_until_idle()
+
+
+def test_plain_sbatch_is_seen_a_copy_leaves_it_alone_and_next_runs_as_printed(
+    site: Cluster, seven: Seven, tmp_path: Path
+) -> None:
+    data, copy, elsewhere = seven.data_dir, tmp_path / "copy", tmp_path / "else where"
+    elsewhere.mkdir()
+    seven.arm("sleep-0", "sleep-1")
+    array = ("--array=0-3%2", "--cpus-per-task=1", "--mem=500", f"--output={elsewhere}/%a.log")
+    job = site.run("sbatch", "--parsable", *array, SCRIPT, data)
+    wait_until(lambda: not list(seven.place.glob("sleep-*")))
+    state = site.status(data)
+    assert (state["running"], state["pending"], state["not_submitted"]) == ("0-1", "2-3", "4-6")
+    assert "shards_of=(4 5 6)" in site.slurm("submit", data, "--cpus_per_task", 1, "--dry_run")
+
+    shutil.copytree(data, copy)
+    assert site.status(copy)["not_submitted"] == "0-6"
+    site.slurm("cancel", copy)
+    assert site.tasks(f"{job}_0")[0]["JobState"] == "RUNNING"
+
+    site.slurm("cancel", data)
+    site.wait_until_idle()
+    state = site.status(data)
+    assert (state["failed"], state["done"]) == ("0-1", "")
+    assert set(state["causes"]) <= {"CANCELLED", STOPPED}
+    type_next(site, data, elsewhere)
+    assert site.status(data)["done"] == "0-3,5-6"
+
+
 def test_until_done_heals_each_failure_as_its_cause_asks_and_nobody_types_anything(
     site: Cluster, seven: Seven, tmp_path: Path
 ) -> None:
-    """OOM, time limit, scancel, a node killed under a Python that lives on, kill -9, a set-up that exits."""
+    """OOM, time limit, scancel, a node killed under a Python that lives on, kill -9, a set-up that exits.
+
+    Slurm looks at time limits every 30 s from its start, so a short test comes before this one.
+    """
     data, place = seven.data_dir, seven.place
     seven.arm("memory-0", "first-0", "sleep-1", "sleep-2", "survive-3", "kill-5", "setup-6")
     setup = tmp_path / "set up.sh"
@@ -136,54 +174,6 @@ def test_until_done_heals_each_failure_as_its_cause_asks_and_nobody_types_anythi
     assert seven.contents() == undisturbed.plan(num_shards=None, max_bad_fraction=0.6).run().contents()
 
 
-def type_next(site: Cluster, data: Path, folder: Path) -> None:
-    """Type in a folder what status says to type next, and wait for its jobs."""
-    (line,) = re.findall(r"^next: (.*)$", site.slurm("status", data), re.MULTILINE)
-    environ = {**site.environ, "PATH": f"{Path(sys.executable).parent}:{site.environ['PATH']}"}
-    run_child(["bash", "-c", line], env=environ, cwd=folder)
-    site.wait_until_idle()
-
-
-def test_plain_sbatch_is_seen_a_copy_leaves_it_alone_and_next_runs_as_printed(
-    site: Cluster, seven: Seven, tmp_path: Path
-) -> None:
-    data, copy, elsewhere = seven.data_dir, tmp_path / "copy", tmp_path / "else where"
-    elsewhere.mkdir()
-    seven.arm("sleep-0", "sleep-1")
-    array = ("--array=0-3%2", "--cpus-per-task=1", "--mem=500", f"--output={elsewhere}/%a.log")
-    job = site.run("sbatch", "--parsable", *array, SCRIPT, data)
-    wait_until(lambda: not list(seven.place.glob("sleep-*")))
-    state = site.status(data)
-    assert (state["running"], state["pending"], state["not_submitted"]) == ("0-1", "2-3", "4-6")
-    assert "shards_of=(4 5 6)" in site.slurm("submit", data, "--cpus_per_task", 1, "--dry_run")
-
-    shutil.copytree(data, copy)
-    assert site.status(copy)["not_submitted"] == "0-6"
-    site.slurm("cancel", copy)
-    assert site.tasks(f"{job}_0")[0]["JobState"] == "RUNNING"
-
-    site.slurm("cancel", data)
-    site.wait_until_idle()
-    state = site.status(data)
-    assert (state["failed"], state["done"]) == ("0-1", "")
-    assert set(state["causes"]) <= {"CANCELLED", STOPPED}
-    type_next(site, data, elsewhere)
-    assert site.status(data)["done"] == "0-3,5-6"
-
-
-def test_preempted_tasks_start_again_and_are_counted(site: Cluster, seven: Seven) -> None:
-    seven.arm("sleep-0", "sleep-1", "sleep-2")
-    site.slurm("submit", seven.data_dir, "--cpus_per_task", 4, "--mem_gb", 1, *ACCEPTING)
-    wait_until(lambda: not list(seven.place.glob("sleep-*")))
-    site.run("sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=true")
-    wait_until((seven.data_dir / "index.json").exists)
-    state = site.status(seven.data_dir)
-    assert (state["done"], state["failed"], state["verified"]) == ("0-6", "", True)
-    made = [manifest["run"]["slurm"] for manifest in seven.manifests()]
-    assert [each.get("SLURM_RESTART_COUNT") for each in made].count("1") == 3, made
-    assert seven.temporaries() == []
-
-
 def test_limits_of_nodes_refuse_and_one_of_the_qos_makes_larger_tasks(site: Cluster, seven: Seven) -> None:
     """And it leaves a place for the controller."""
     refusals = {
@@ -205,6 +195,19 @@ def test_limits_of_nodes_refuse_and_one_of_the_qos_makes_larger_tasks(site: Clus
         site.run(*modify, "MaxSubmitJobsPerUser=-1")
     state = site.status(seven.data_dir)
     assert (state["done"], state["verified"], state["history"][-1]["event"]) == ("0-6", True, "finished")
+
+
+def test_preempted_tasks_start_again_and_are_counted(site: Cluster, seven: Seven) -> None:
+    seven.arm("sleep-0", "sleep-1", "sleep-2")
+    site.slurm("submit", seven.data_dir, "--cpus_per_task", 4, "--mem_gb", 1, *ACCEPTING)
+    wait_until(lambda: not list(seven.place.glob("sleep-*")))
+    site.run("sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=true")
+    wait_until((seven.data_dir / "index.json").exists)
+    state = site.status(seven.data_dir)
+    assert (state["done"], state["failed"], state["verified"]) == ("0-6", "", True)
+    made = [manifest["run"]["slurm"] for manifest in seven.manifests()]
+    assert [each.get("SLURM_RESTART_COUNT") for each in made].count("1") == 3, made
+    assert seven.temporaries() == []
 
 
 def test_forty_shards_by_submitit_on_a_real_slurm_fit_its_array_and_a_preempted_job_comes_back(

@@ -34,7 +34,7 @@ PLAIN = {"job": "7", "name": "shardprep"}
 runs = partial(squeue_line, "0-4", "RUNNING")
 RUNS = runs()
 PLAIN_RUNS = squeue_line("0", "RUNNING", **PLAIN) + squeue_line("[1-2%1]", "PENDING", **PLAIN)
-Step = Callable[[Desk], object]
+Step = Callable[[Desk], object]  # ``did`` makes one of a method of the desk
 
 
 class Case(NamedTuple):

@@ -310,20 +310,18 @@ def test_retry_takes_no_command_from_a_record_of_other_users(desk: Desk, name: s
 
 
 def test_a_retry_in_another_folder_has_the_values_of_the_submission(desk: Desk) -> None:
-    here, elsewhere = desk.tmp / "here", desk.tmp / "elsewhere"
-    for place in (here, elsewhere):
-        place.mkdir()
-        (place / "setup.sh").touch()
-    desk.patch.chdir(here)
+    """A group, which umask 0002 lets write to most, cannot change them."""
+    (desk.tmp / "setup.sh").touch()
+    desk.patch.chdir(desk.tmp)
     mask = os.umask(0o002)
     try:
         variables: dict[str, Any] = {SETUP: "setup.sh", "SBATCH_ACCOUNT": "one"}
         desk.slurm("submit", "--container", "mine", "--mem_gb", 2, **variables)
     finally:
         os.umask(mask)
-    desk.patch.chdir(elsewhere)
+    desk.patch.chdir(desk.data)
     desk.slurm("retry")
-    exports = {f"export {SETUP}={here / 'setup.sh'}", f"export {CONTAINER}=mine"}
+    exports = {f"export {SETUP}={desk.tmp / 'setup.sh'}", f"export {CONTAINER}=mine"}
     options = {"#SBATCH --account=one", "#SBATCH --mem=2048M"}
     assert exports | options <= set(desk.fake.sent()[2].splitlines())
 

@@ -112,7 +112,7 @@ class Run(NamedTuple):
 
 
 THREE_CPUS, TORCHRUN = {"SLURM_CPUS_PER_TASK": "3"}, {"SHARDPREP_LAUNCHER": "torchrun"}
-NO_PYTHON = {**TORCHRUN, "SHARDPREP_PYTHON": "false"}
+NO_PYTHON = {**TORCHRUN, "SHARDPREP_PYTHON": "false", "SLURM_JOB_NUM_NODES": "1"}
 SIZES = ("--cpus", "--mem", "--gpus", "--gres", "--tres", "--exclusive", "--exact")
 NO_MORE = {"SHARDPREP_MAX_REQUEUES": "0"}
 # Slurm started it again twice, as where one node after the other dies under it.

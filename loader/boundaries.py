@@ -97,9 +97,10 @@ def boundary_fields(
 def sdpa_mask(batch: Mapping[str, Any], *, window: int | None = None) -> torch.Tensor:
     """Return bool[batch, 1, seq, seq]: which places see which, causal and inside of a document.
 
-    For a model of your own and a batch with ``segment_ids``, else UsageError: batch x seq x seq bytes on its
-    device. ``window``: how many tokens a token sees, itself included. For transformers models call
-    ``mask_documents``: they take such a mask as it is, which switches the windows of their layers off.
+    For a model of your own and a batch with ``segment_ids``, on its device: batch x seq x seq bytes.
+    ``window``: how many tokens a token sees, itself included. For transformers models call
+    ``mask_documents``: they take such a mask as it is, which switches the windows of their layers off. Raises
+    UsageError without segment_ids.
     """
     sees, (rows, seq_len) = _mask_function(batch, window), batch["segment_ids"].shape
     places = torch.arange(seq_len, device=batch["segment_ids"].device)
@@ -108,7 +109,10 @@ def sdpa_mask(batch: Mapping[str, Any], *, window: int | None = None) -> torch.T
 
 
 def block_mask(batch: Mapping[str, Any], *, window: int | None = None) -> BlockMask:
-    """Return the same as a BlockMask, for ``flex_attention``: a few bytes for each 128 x 128 places."""
+    """Return the same as a BlockMask, for ``flex_attention``: a few bytes for each 128 x 128 places.
+
+    Raises UsageError without segment_ids.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     sees, segments = _mask_function(batch, window), batch["segment_ids"]

@@ -146,7 +146,10 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def tokenizer(self) -> Any:
-        """Return transformers' tokenizer, the same object each time. To load Llama 3's takes 3 s."""
+        """Return transformers' tokenizer, the same object each time. To load Llama 3's takes 3 s.
+
+        Raises OtherTokenizer where transformers makes another one of its files, NotFound or ReadWriteError.
+        """
         return self.loader_tokenizer.loaded
 
     @cached_property
@@ -340,7 +343,8 @@ class TokenLoader(DataLoader[Batch]):
         """Return the state after ``step`` global batches, as ``num_steps_delivered`` counts them.
 
         For loops that prefetch batches, and to leave steps out, as after a spike of the loss:
-        ``load_state_dict(state_at(step + 200))`` on all ranks. No step of an epoch that ``set_epoch`` left.
+        ``load_state_dict(state_at(step + 200))`` on all ranks. Raises UsageError for a step of an epoch that
+        ``set_epoch`` left.
         """
         if step < (least := self.progress.left_at):
             raise UsageError.of_value("step", step, f"at least {least}, where set_epoch left an epoch")

@@ -48,7 +48,9 @@ class TrainingSetup:
 def set_up_training(
     loader: TokenLoader | Any, *, bf16: bool = False, tf32: bool = True, num_threads: int | None = None
 ) -> TrainingSetup:
-    """Set threads, precision and padding for this process and those it starts. Rank 0 logs them.
+    """Set threads, precision and padding for this process and those it starts.
+
+    Rank 0 logs them at INFO. Raises UsageError for ``bf16`` where the GPU has none.
 
     Args:
         loader: a TokenLoader, or a tokenizer of transformers, which then pads to the right.

@@ -64,7 +64,8 @@ def make_plan(
     Shards are even ones, of a number or of a size of input bytes, or without either one per file.
     ``stripe`` is what ``plan --stripe`` takes: the Lustre layout of a folder without a plan yet. Where the
     folder has a plan already, the new one is compared with it and never written. ``say`` gets what differs
-    from the usual, as it is found.
+    from the usual, as it is found. Raises Refused where they differ, NotFound, BadInput, UsageError,
+    CannotWrite or LustreError.
     """
     if stripe not in {"auto", "none"}:
         lustre.parse_stripe(stripe)  # an impossible one is told first

@@ -152,7 +152,7 @@ def read_names(path: Path, *, id_field: str) -> DocumentNames:
 def lines_of(
     path: Path, listed: DocumentNames, wanted: npt.NDArray[np.bool_], *, id_field: str
 ) -> Iterator[str]:
-    """Yield the lines of a list whose listed are ``wanted``: bool[names]."""
+    """Yield the lines of a list whose names are ``wanted``: bool[names]."""
     for line, key, _ in _names_in(path, id_field):
         if wanted[listed.find(np.frombuffer(key, DIGEST))[0]]:
             yield line

@@ -286,7 +286,10 @@ class MadeShards:
 
 
 def check_done(folder: Path, shard_id: int, plan_id: str, findings: Mapping[int, Finding]) -> Manifest:
-    """Return the manifest of a shard that is done. ``findings``: what ``read_findings`` gives."""
+    """Return the manifest of a shard that is done. ``findings``: what ``read_findings`` gives.
+
+    Raises MissingShard, BrokenShard, UnknownVersion or OtherPlan, each saying what to do; ReadWriteError.
+    """
     manifest = check_shard(folder, shard_id, plan_id)
     refuse_found(folder, findings, [shard_id])
     return manifest

@@ -1,8 +1,7 @@
 """What must not be trained on: documents that hold text of an evaluation, and equal documents.
 
-No other module imports this one, so it can go as a whole. Both commands write lists as ``blank --ids`` and
-``plan --exclude`` take them. They read the input, which tells texts as they were encoded, and where each
-document begins, whatever records and rows the shards have.
+No other module imports this one. Both commands write lists as ``blank --ids`` and ``plan --exclude`` take
+them. They read the input, which tells texts as they were encoded, and where each document begins.
 
 ``overlap``: a unit is a number: a token id, or the number of a word among those of the evaluation, 0 for any
 other word. So units are equal where their numbers are, and a hit is never a collision: hashes of n-grams only
@@ -15,8 +14,7 @@ symbols and control characters. What is left empty is no word: "Don't  STOP !" h
 
 ``duplicates``: of equal documents the first one stays, by the order of data sets, then of their inputs.
 Digests are compared in parts, by their first bits, so memory does not grow with the number of documents:
-1 GB, and 50 bytes for each group of equal ones. All digests, 16 bytes a document, are read once for each
-8 million of them: 120 times 16 GB of 10^9 documents.
+1 GB, and 50 bytes for each group of equal ones. All digests are read once for each 8 million of them.
 """
 
 from __future__ import annotations

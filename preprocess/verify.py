@@ -3,8 +3,7 @@
 The fast tier compares manifests, sizes and coverage. The full one reads every byte back, once: hashes, places
 and every token id, at 4 to 20 s of CPU per gigabyte (one core; the most for JSON). ``--deep`` also makes some
 shards again, with the reference engine and the worker's own path, in a temporary folder. So shards are found
-that agree with their manifest and not with their input. What this version reads wrongly, it reads wrongly
-again.
+that agree with their manifest and not with their input, unless this version reads that wrongly again.
 
 Whether the attempt that a temporary file is of lives on another node cannot be known, so ``clean`` removes
 two kinds alone: those of shards that are done, which no attempt needs, and those that nobody has written to

@@ -30,10 +30,9 @@ _MEMORY_PER_BATCH_BYTE = 200  # text, ids and tar blocks of three batches at onc
 
 
 def allowed_cpus(*, offset: int) -> list[int]:
-    """Return the CPUs to use, by the environment and the kernel's affinity mask.
+    """Return the CPUs to use: of the affinity mask the ``offset``-th run of SLURM_CPUS_PER_TASK, or all.
 
-    Where Slurm counts CPUs without binding tasks to them, the mask is the whole node; then the ``offset``-th
-    run of SLURM_CPUS_PER_TASK of them is taken, so that tasks of one node spread.
+    Where Slurm counts CPUs without binding tasks to them, the mask is the whole node.
     """
     cpus = sorted(os.sched_getaffinity(0))
     given = os.environ.get("SLURM_CPUS_PER_TASK", "")

@@ -2,8 +2,7 @@
 
 A data set has one of two forms: a sample per document, or groups of packed rows of seq_len tokens, each of
 which becomes one member. The groups depend on the documents alone, never on how these were batched. The tar
-equals the one of webdataset's TarWriter, to the byte. Nothing here loops over tokens, and over documents only
-to copy slices.
+equals the one of webdataset's TarWriter, to the byte. Nothing here loops over tokens.
 
 Files have temporary names until all of them are synced; a shard costs four syncs of files and three of
 folders at most, once, at its end.

@@ -283,10 +283,7 @@ def finished_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | Non
 
 
 def missing_shards(plan: Plan, folder: Path, shard_ids: Collection[int]) -> list[int]:
-    """Return those that are not done. What attempts at the others left is removed, by one look at the folder.
-
-    Raises as ``done_manifest`` does.
-    """
+    """Return those that are not done. What attempts at the others left is removed, by one look."""
     findings = read_findings(folder, plan.plan_id)
     done = [number for number in shard_ids if done_manifest(folder, number, plan.plan_id, findings)]
     if done:

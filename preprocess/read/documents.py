@@ -5,8 +5,7 @@ meanwhile is refused. Its stamp at planning is its size, its mtime and a hash of
 
 A part is a range of the file's own bytes, whatever the format: so each byte of the input is in exactly one
 shard. Where a part may begin is the format's to say: at a line, a row group, a frame; or at byte 0 alone.
-Each part is read by its file's format (shardprep/format/names.py). What the user asked to be done to
-texts is done here, for all formats alike, and here the documents of a trial are counted off.
+What the user asked to be done to texts is done here, for all formats alike.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ class OpenInput:
     """A regular file, open for reading until nobody holds it any more: threads share it.
 
     All reads go to the one descriptor, so that a file put in its place meanwhile is never mixed with it.
-    Opening and reading are tried again where a file system may come back; raises ReadWriteError where it does
-    not, NotFound where the file is not there, may not be read, or is no regular file.
+    Opening and reading are tried again where a file system may come back. Raises ReadWriteError, and NotFound
+    where the file is not there, may not be read, or is no regular file.
     """
 
     def __init__(self, path: Path) -> None:

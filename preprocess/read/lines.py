@@ -348,8 +348,7 @@ class LineFormat:
     def text_of_part(self, reader: RangeReader, options: PlanOptions, piece_bytes: int) -> Pieces:
         """Yield the text of a part, and of its last line what stands behind the part.
 
-        Frames know nothing of lines. A line that begins where the part's text ends is the part's, for the
-        next part leaves its first line out.
+        A line that begins where the part's text ends is the part's: the next part leaves its first line out.
         """
         file, part, compression = reader.file, reader.part, self.compression
         if compression is None:

@@ -2,9 +2,8 @@
 
 A part of a Parquet file begins at a row group, a part of an Arrow file at a record batch. An Arrow file is
 messages one after the other, and only their headers (flatbuffers: format/Message.fbs of Arrow) are read to
-find the record batches. The file format is a stream between two marks, with a footer, and is read as that
-stream. A part is given to pyarrow as a stream of its own: the schema, the dictionaries before it, and the
-part's record batches. Streams may follow each other in a file, where pyarrow stops behind the first.
+find the record batches. A part is given to pyarrow as a stream of its own: the schema, the dictionaries
+before it, and the part's record batches. Streams may follow each other, and pyarrow reads the first alone.
 
 pyarrow reads a record batch whole. A file with a large one is mapped instead, and its pages are let go with
 each batch of documents. The price: where a mapped page cannot be read, the system ends the process (SIGBUS).

@@ -848,9 +848,9 @@ def cancel(args: argparse.Namespace) -> int:
             if own := [each for each in jobs if owners[each] == user_name()]:
                 job_files.append_event(args.output_dir, "cancel", jobs=own, shards=args.shards)
             whose = ", ".join(sorted({*owners.values()} - {user_name()})) or "another user"
-            found = f"jobs that {whose} submitted; {error}; cancelled: {', '.join(own) or 'none'}"
+            found = f"{whose} submitted jobs of this data set; {error}; cancelled: {', '.join(own) or 'none'}"
             expected = "that user or an administrator to cancel the others"
-            raise SlurmRefused(path=args.output_dir, found=found, expected=expected) from None
+            raise SlurmRefused(found=found, expected=expected) from None
         job_files.append_event(args.output_dir, "cancel", jobs=jobs, shards=args.shards)
     if queue.foreign and args.shards is None:
         ids = " ".join(queue.foreign)

@@ -1,4 +1,4 @@
-"""``python -m preprocess``: plan, run, verify, train_tokenizer, or one shard by ``--shard_id N``.
+"""``python -m preprocess COMMAND``, or ``--shard_id N`` alone, which makes one shard (``task``).
 
 A command imports what it needs when it runs: ``--help`` takes 0.1 s, and a worker never loads the planner.
 """
@@ -59,8 +59,8 @@ def task(args: argparse.Namespace) -> int:
         folder = given.setdefault("output_dir", PrepConfig.output_dir)
         num_cpus = resources.bind_to_task_cpus(offset=args.shard_id)  # planning, too, may start threads
         plan = need_plan(folder) if args.planned or args.check_inputs else read_plan(folder)
-        # A task of a job array names its folder alone. Only what else is given has to be compared with the
-        # plan, and only without a plan one is made: both by the planner, whose import takes 0.2 s.
+        # A task of a job array usually gets --output_dir alone. The planner, whose import takes 0.2 s, is
+        # needed only to compare other flags with the plan, or to make a plan that is missing.
         if plan is None or args.check_inputs or given.keys() != {"output_dir"}:
             from preprocess.plan.planning import check_inputs, plan_of_task
 
@@ -257,8 +257,8 @@ PROGRAM = Program(
     name="python -m preprocess",
     dashed_values=("--stripe",),
     description="Raw text to token shards. Without a command it makes one shard: --shard_id N.",
-    epilog="shardprep --shard_id N [...] makes shard N: of the plan in --output_dir, or "
-    "without one of the N-th .txt file in --input_dir (as ls *.txt shows them).",
+    epilog="shardprep --shard_id N [...] makes shard N of the plan in --output_dir. Without a plan, it first "
+    "plans a shard for each .txt file in --input_dir; shard 0 is the first that ls *.txt shows.",
     hints={
         **dict.fromkeys(("--packing", "--pack_sequences"), _PACKED),
         **dict.fromkeys(("--dataset", "--dataset_name"), _HUB),

@@ -79,7 +79,7 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("self._num_held = 0", "self._num_held = (1)", MEMORY),
         ("np.arange(30, -1,", "np.arange(30, -(2),", "the last number is 0 either way"),
         ("histogram = [0] * 64", "histogram = [0] * (65)", "zeros at the end are left out"),
-        ("not self._is_alone or", "(self._is_alone) or", SPEED),
+        ("not self._found_no_mark or", "(self._found_no_mark) or", SPEED),
         ("64 << (LENGTH_BITS - 1)", "64 << (LENGTH_BITS - (2))", LIMIT),
     ],
     "shardprep/format/manifest.py": [

@@ -72,7 +72,7 @@ EncodeChat = Callable[[Sequence[bytes], Sequence[Spans], MaskRule], TokenBatch]
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """Something that encodes as ``tokenizer.encode(text, add_special_tokens=True)`` does."""
+    """A tokenizer that encodes as ``tokenizer.encode(text, add_special_tokens=adds_special_tokens)`` does."""
 
     name: str  # gigatoken or tokenizers
     encode_with: Encode
@@ -165,8 +165,8 @@ def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool, name: str
         call = functools.partial(encode_batch, add_special_tokens=False)
         encodings = _encodings(call, [text.decode() for text in texts], name)
         ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
-        for of_text, encoding, spans_of_text in zip(ids, encodings, spans, strict=True):
-            of_text[~_are_written(encoding, spans_of_text, mask_rule)] |= NO_LOSS
+        for text_ids, encoding, spans_of_text in zip(ids, encodings, spans, strict=True):
+            text_ids[~_are_written(encoding, spans_of_text, mask_rule)] |= NO_LOSS
         return TokenBatch.of(ids)
 
     return Engine(name="tokenizers", encode_with=encode, encode_chat=encode_chat)
@@ -304,8 +304,8 @@ class FastTokenizer:
             if self._num_bytes > self._LEAST_TEXT and _resident_bytes() - self._resident > self._MOST_HELD:
                 self._load()
             backend = self._backend
-        # encode() would hold the interpreter's lock, and for a list of texts awkward is imported, 0.1 s. In
-        # parallel several callers are served at once.
+        # encode() would hold Python's lock, and for a list of texts import the library "awkward" (0.1 s).
+        # parallel=True serves several threads at once.
         rows, _ = backend.encode_batch_padded(BytesSource(text), PadTruncate(0), parallel=True)
         row: Ids = rows[0]
         return row
@@ -395,10 +395,9 @@ def ids_around(processor: dict[str, Any] | None) -> tuple[list[int], list[int]]:
     return list(itertools.chain(*ids[:text])), list(itertools.chain(*ids[text:]))
 
 
-# Code points that a Unicode later than 14 may class as letters or digits, so that engines of different ages
-# disagree: in the first plane what was unassigned then, which is what this Python's Unicode does not assign
-# and what 15 to 18 did, but for what is never assigned and 378, which is in the probe; above it all but
-# _SURE_ABOVE.
+# Code points that versions of Unicode after 14 may class as letters or digits, so that engines of different
+# ages disagree. Below U+10000: those that this Python does not assign, and _ASSIGNED_SINCE_14 (by Unicode 15
+# to 18), without _NEVER_ASSIGNED (U+0378 is among these, as the probe has it). Above: all but _SURE_ABOVE.
 _ASSIGNED_SINCE_14 = (
     "558 58b-58c 5c8-5c9 88f 897 b53-b54 c5c cdc cf3 ece 1acf-1af0 1b4e-1b4f 1b7f 1c89-1c8a 208f 209d-209f "
     "20c1-20c4 2427-2429 2b96 2e60-2e63 2ffc-2fff 31e4-31e5 31ef a7cb-a7cf a7d2 a7d4 a7da-a7dd a7e2 a7f1 "

@@ -145,7 +145,7 @@ class WorkerSettings:
         None, "memory of a process, in GiB", shown="the limit of Slurm and the cgroup", group=RESOURCES
     )
 
-    most_documents: int | None = option(None)  # encoded and laid out at once; no flag
+    max_batch_documents: int | None = option(None)  # from DATASET_BATCH_SIZE; no flag
 
     def __post_init__(self) -> None:
         if self.memory_gb is not None and not 0 < self.memory_gb < math.inf:
@@ -181,4 +181,4 @@ def worker_settings(args: argparse.Namespace) -> WorkerSettings:
     numbers = map(environment_number, ("DATASET_BATCH_SIZE", "DATASET_WRITER_BATCH_SIZE"))
     settings: dict[str, Any] = {"memory_gb": min(memory_limits().values()) / 2**30}
     settings |= given_of(args, WorkerSettings)
-    return WorkerSettings(most_documents=min(filter(None, numbers), default=None), **settings)
+    return WorkerSettings(max_batch_documents=min(filter(None, numbers), default=None), **settings)

@@ -4,8 +4,8 @@ A data set has one of two forms: a sample per document, or groups of packed rows
 which becomes one member. The groups depend on the documents alone, never on how these were batched. The tar
 equals the one of webdataset's TarWriter, to the byte. Nothing here loops over tokens.
 
-Files have temporary names until all of them are synced; a shard costs four syncs of files and three of
-folders at most, once, at its end.
+Files have temporary names until all of them are synced, once, at the end: six files at most (tar, idx,
+quarantine, ids, digests, manifest), and their folders.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ _MOST_LENGTHS = 64 << (LENGTH_BITS - 1)
 
 
 class Piece(NamedTuple):
-    """Bytes of the tar, and of the samples that they complete, all of one side, what idx and digests say."""
+    """Consecutive bytes of the tar, with idx records and digests of the samples that end in them.
+
+    All samples are for training, or all are for validation.
+    """
 
     data: bytes | memoryview
     records: Records
@@ -60,12 +63,12 @@ class Piece(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Documents, encoded and laid out as far as no other batch matters."""
+    """Encoded documents, with their members of the tar as far as these depend on no other batch."""
 
     documents: Documents
     tokens: TokenBatch
     digests: Digests  # DIGEST[documents], or none where they are not kept
-    piece: Piece | None  # the members, as if the tar began with them; none of rows, which are formed in turn
+    piece: Piece | None  # members, as if the tar began with them; None for rows, which are formed in order
 
 
 class DocumentMembers:
@@ -144,7 +147,8 @@ class DocumentMembers:
         if not (fraction := self._spec.validation_fraction):
             yield piece
             return
-        # The samples for training, and behind them, of no bytes, those for validation.
+        # The bytes of the tar stay in the order of the input, with the records for training. Those for
+        # validation follow without bytes, because they come last in the idx.
         is_validation = are_for_validation(piece.digests, fraction)
         for side, data in ((False, piece.data), (True, b"")):
             here = is_validation == side
@@ -611,7 +615,7 @@ class Counting:
             source.add_texts(texts, num_tokens[of_source])
         self.bad += documents.bad
         for bad in documents.bad:
-            self._source(bad.named, number).num_quarantined += 1
+            self._source(bad.source_label, number).num_quarantined += 1
 
     def _source(self, name: str, input_number: int) -> _Source:
         """Return a source by the name that a record gives; without one it is the file's."""
@@ -670,8 +674,8 @@ def _marks(folder: Path, shard_id: int) -> tuple[Path, Path]:
     return first, second
 
 
-def _is_new(mark: Path) -> bool:
-    """Make a mark; False where it was there. Where the folder cannot be written to, the tar will say so."""
+def _make_mark(mark: Path) -> bool:
+    """Make a mark. Return False if it was there, True also if none can be made: the tar will say why."""
     try:
         mark.touch(exist_ok=False)
     except OSError as error:
@@ -722,10 +726,10 @@ class ShardWriter:
         ours = [begun]  # held before it is made: a signal may come in between
         with self._files as opened:
             opened.callback(weakref.finalize(self, _unlink, ours, os.getpid()))
-            self._is_alone = _is_new(begun)
-            if not self._is_alone:
+            self._found_no_mark = _make_mark(begun)
+            if not self._found_no_mark:
                 ours.clear()
-                _is_new(self._again)
+                _make_mark(self._again)
                 remove_temporaries_of([shard_id], folder, older_than_s=files.STALE_AFTER_S)
             self._tar = self._file(names.tar_path(folder, shard_id))
             self._idx = self._file(names.idx_path(folder, shard_id))
@@ -812,7 +816,7 @@ class ShardWriter:
                 files.sync_folder(file.path.parent)
         files.sync_folder(self._folder)
         files.publish_bytes(names.manifest_path(self._folder, self._shard_id), manifest.to_json())
-        if not self._is_alone or files.size_of_file(self._again) is not None:
+        if not self._found_no_mark or files.size_of_file(self._again) is not None:
             remove_temporaries_of([self._shard_id], self._folder)
         return manifest
 
@@ -822,7 +826,7 @@ class ShardWriter:
             return None
         file = self._file(names.quarantine_path(self._folder, self._shard_id))
         for bad in self.counting.bad:
-            entry = {**asdict(bad), "source": self._plan.inputs[bad.source].path}
-            del entry["named"]
+            entry = {"source": self._plan.inputs[bad.input_number].path, **asdict(bad)}
+            del entry["input_number"], entry["source_label"]
             file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
         return file

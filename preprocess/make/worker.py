@@ -1,8 +1,7 @@
-"""Makes one shard, in four stages: open, load, make, tell.
+"""Makes one shard: open the plan, load the engine, make the shard, tell what was made.
 
-Making is one chain of generators: read -> encode and lay out -> write -> manifest. Threads share the work:
-one reads the next batch, some take a batch each, encode it, with the engine's own threads, and lay it out,
-and this one writes the batches in their order.
+``make_shard`` -> ``Worker.run_shard`` -> ``Worker.make_in``. One thread reads the next batch of documents, a
+few encode batches and lay out their members, and the main thread writes them in the order of the input.
 
 ``run_shards`` makes several shards on this machine: each process loads the tokenizer once and is given one
 shard after the other.
@@ -168,8 +167,8 @@ class Worker:
         transform_began_s = self.transform.cpu_s if self.transform else 0.0
         plan, settings, options = self.plan, self.settings, self.plan.options
         documents = documents_of_shard(plan, self.folder, shard, self.transform, self._batch_bytes)
-        if settings.most_documents is not None:
-            documents = (part for batch in documents for part in batch.parts(settings.most_documents))
+        if settings.max_batch_documents is not None:
+            documents = (part for batch in documents for part in batch.parts(settings.max_batch_documents))
         writer, blanked = ShardWriter(folder, plan, shard.shard_id), None
         if options.blanked and shard.shard_id in names.ids_of_ranges(options.blanked):
             blanked = read_blanked(self.folder, plan.plan_id, shard.shard_id)
@@ -209,8 +208,8 @@ class Worker:
             is_blanked = blanked.are_at(documents.input_number, documents.offsets)
         if not is_blanked.any():
             return writer.lay_out(documents, tokens)
-        # A blanked document is as many BLANKs as it has ids, and nothing else. What is counted is that of the
-        # documents, as in the shard that this one is made from.
+        # Each id of a blanked document becomes BLANK; its text, id and digest go. The documents are counted
+        # as they were, so the counts equal those of the shard that this one is made from.
         blank_ids = np.uint32(names.BLANK)
         if plan.options.is_chat:  # the loss mask stays as it is
             blank_ids = (tokens.ids & NO_LOSS) | blank_ids
@@ -275,7 +274,7 @@ def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[st
 
 
 def finished_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
-    """Return ``done_manifest``; what attempts at a shard that is done left is removed."""
+    """Return the manifest of a shard if it is done, and then remove what other attempts at it left."""
     manifest = done_manifest(folder, shard_id, plan.plan_id)
     if manifest is not None:
         remove_leftovers(folder, shard_id)
@@ -283,7 +282,7 @@ def finished_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | Non
 
 
 def missing_shards(plan: Plan, folder: Path, shard_ids: Collection[int]) -> list[int]:
-    """Return those that are not done. What attempts at the others left is removed, by one look."""
+    """Return the shards that are not done. Remove what attempts at the others left, by one listing."""
     findings = read_findings(folder, plan.plan_id)
     done = [number for number in shard_ids if done_manifest(folder, number, plan.plan_id, findings)]
     if done:
@@ -296,8 +295,8 @@ def _made_in_order(
 ) -> Generator[Batch, None, None]:
     """Yield what ``make`` makes of each item, in order.
 
-    One thread gets the next item meanwhile: reading and decoding need no lock of Python. Others make up to
-    ``num_makers`` items, and one more waits.
+    One thread reads the next item meanwhile: reads of files and decompression release Python's lock. At most
+    ``num_makers`` + 2 items are submitted and not yet yielded, which bounds the memory.
     """
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(num_makers) as makers:
         made: deque[Future[Batch]] = deque()

@@ -121,7 +121,7 @@ class OpenInput:
         return data
 
     def check_unchanged(self) -> None:
-        """That nobody wrote to the file since it was opened. Raises Refused, or ReadWriteError."""
+        """Check that nobody wrote to the file since it was opened. Raises Refused, or ReadWriteError."""
         found = self._status()
         if found != self.stamp:
             at, planned_at = (f"{each.num_bytes} bytes at {each.mtime_ns}" for each in (found, self.stamp))
@@ -169,7 +169,7 @@ def unreadable(file: OpenInput, why: str) -> BadInput:
 
 
 class RangeReader:
-    """Reads a range from its file, for one thread; hashes, in order, each byte that it meets first.
+    """Reads a range of bytes of a file, for one thread, and hashes each byte once, in order.
 
     Raises NotFound where the file is gone, Refused where it is not as planned. Its sample is read again only
     where its size or mtime differs: ``plan --hash_inputs`` sees other changes.
@@ -241,7 +241,7 @@ class Texts(Sequence[bytes]):
     """Texts of consecutive documents, as UTF-8: joined, and one by one where somebody asks for that.
 
     They are given by ``each``, or by ``joined``, with BETWEEN between two of them and in none of them.
-    ``characters``: any string that has all their characters beyond ASCII, if there is one already.
+    ``characters``: a string that has all their characters beyond ASCII, so that none need be decoded again.
     """
 
     def __init__(
@@ -335,15 +335,15 @@ def texts_of(values: Iterable[str | UnusableText]) -> list[bytes | UnusableText]
 
 @dataclass(frozen=True, kw_only=True)
 class BadDocument:
-    """A document that is left out. All fields but ``named`` are those of a line of the quarantine file."""
+    """A document that is left out, as the quarantine file tells it by the path of its input."""
 
-    source: int  # position of the input file in the plan; the quarantine file names it
+    input_number: int  # position of the input file in the plan
     source_offset: int
     num_bytes: int
     line: int
     reason: str
     detail: str
-    named: str = ""  # the source that its record names; "": the file's
+    source_label: str = ""  # that its record names; "": the file's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,12 +402,12 @@ class Documents:
             if isinstance(result, UnusableText):
                 bad.append(
                     BadDocument(
-                        source=self.input_number,
+                        input_number=self.input_number,
                         source_offset=int(self.offsets[number]),
                         num_bytes=len(self.texts[number]) if sizes is None else int(sizes[number]),
                         line=int(self.lines[number]),
                         **vars(result),
-                        named=self.columns["source"][number] if "source" in self.columns else "",
+                        source_label=self.columns["source"][number] if "source" in self.columns else "",
                     )
                 )
             elif result:
@@ -431,7 +431,7 @@ def documents_of_shard(
         plan.options,
         batch_bytes=batch_bytes,
         digest=digest,
-        most_documents=shard.most_documents,
+        max_documents=shard.max_documents,
         excluded=_excluded(folder, excluded) if excluded else None,
         transform=transform,
     )
@@ -451,15 +451,16 @@ def read_documents(
     *,
     batch_bytes: int = BATCH_BYTES,
     digest: hashlib._Hash | None = None,
-    most_documents: int | None = None,
+    max_documents: int | None = None,
     excluded: DocumentNames | None = None,
     transform: Transform | None = None,
 ) -> Generator[Documents, None, None]:
     """Yield the documents of byte ranges in order, in batches of about ``batch_bytes``.
 
-    ``digest`` is told all bytes of the ranges, in order. Reading ends behind ``most_documents``. Those that
+    ``digest`` is told all bytes of the ranges, in order. Reading ends after ``max_documents``. Those that
     ``excluded`` names are left out, and all go through ``transform``. Raises NotFound, ReadWriteError,
-    BadInput where a file is not of its format, Refused where one changed meanwhile and nobody hashes it.
+    BadInput where a file is not of its format, Refused where one changed while it was read, unless its bytes
+    were hashed.
     """
     template = None
     if options.record == "chat":
@@ -468,7 +469,7 @@ def read_documents(
         template = ChatTemplate(options.chat_template, options.chat_tokens, options.allow_special_tokens)
     names = {part.input_number: part.planned.path if part.planned else part.path.name for part in ranges}
     reasons: set[str] = set()  # of LeaveOut so far
-    num_left, bytes_left = most_documents, sum(part.end - part.start for part in ranges)
+    num_left, bytes_left = max_documents, sum(part.end - part.start for part in ranges)
     for documents in read_records(ranges, text_fields_of(options), batch_bytes, digest):
         name = names[documents.input_number]
         if transform is not None:
@@ -509,7 +510,7 @@ def read_records(
         reader = RangeReader(part, digest)
         for records in format_of(part.path.name).read(reader, fields, batch_bytes):
             texts, num_lines = records.texts, len(records.starts)
-            is_whole = isinstance(texts, Texts) or (all(texts) and {bytes}.issuperset(map(type, texts)))
+            are_all_usable = isinstance(texts, Texts) or (all(texts) and {bytes}.issuperset(map(type, texts)))
             if not isinstance(texts, Texts):
                 texts = Texts([text if isinstance(text, bytes) else b"" for text in texts])
             documents = Documents(
@@ -522,10 +523,11 @@ def read_records(
                 num_lines=num_lines,
                 num_bytes=records.num_bytes,
             )
-            yield documents if is_whole else documents.sorted_out(records.texts, records.sizes)[0]
+            yield documents if are_all_usable else documents.sorted_out(records.texts, records.sizes)[0]
             line += num_lines
         reader.hash_rest()
-        # Where all bytes were hashed as they were read, the hash tells, and a touch does no harm.
+        # If every byte was hashed as it was read, the hash tells of a change, and a touch does no harm.
+        # Tables and compressed files are read in other places, too.
         if digest is None or not input_kind(part.path.name).is_in_bytes:
             reader.file.check_unchanged()
 

@@ -3,9 +3,9 @@ r"""Files of lines, plain or compressed: blocks of whole lines, and in them plai
 Lines of plain text end at ``\n``, ``\r\n`` or ``\r``, as Python's text mode reads them; those of JSON at
 ``\n``. Every encoding that is read has these ends as single bytes. Memory is bounded however long a line is.
 
-A frame of a compressed file knows nothing of lines: a part that begins at one leaves out what stands before
-its first line end, and reads on behind its own end up to the first line end there. bgzip's blocks and zstd's
-seekable format say where frames begin; any other compressed file is read whole.
+A frame of a compressed file may begin inside of a line. A part that begins at a frame leaves out what stands
+before its first line end, and reads past its own end up to the next line end: so each line is in one part.
+bgzip's blocks and zstd's seekable format say where frames begin; any other compressed file is read whole.
 
 A line of JSON is an object, and a field, or a template of fields, is the text. A block of lines is parsed at
 once. Only where one fails is each looked at by itself, and a bad one left out with a reason.
@@ -253,13 +253,13 @@ class LineEnds:
         self.with_cr = with_cr
 
     def first(self, block: bytes) -> int:
-        r"""Return the bytes up to and with the first line end, 0 for none. A last ``\r`` is a whole one."""
+        r"""Return the number of bytes up to and with the first line end, or 0. A last ``\r`` is one."""
         newline = block.find(b"\n") + 1
         cr = block.find(b"\r", 0, newline or len(block)) + 1 if self.with_cr else 0
         return newline if not cr or cr + 1 == newline else cr
 
     def last(self, block: bytes) -> int:
-        r"""Return the bytes up to and with the last line end, 0 for none. A last ``\r`` is a whole one."""
+        r"""Return the number of bytes up to and with the last line end, or 0. A last ``\r`` is one."""
         return max(block.rfind(b"\n"), block.rfind(b"\r") if self.with_cr else -1) + 1
 
     def starts(self, block: bytes) -> Numbers:
@@ -402,10 +402,10 @@ def line_blocks(
 ) -> Iterator[tuple[int, int, bytes | None, int]]:
     """Cut a stream that begins at byte ``start`` of the text into blocks of whole lines.
 
-    Yields of each its first byte, its size, its text, None for one line of more than MOST_DOCUMENT_BYTES, and
-    the bytes of the file that were read for it. At the end stands a block without lines, for what was read
-    behind the last one. What stands before the first line end is left out where the stream begins inside of a
-    line (``is_inside``).
+    Yields (start, size, data, num_bytes): the first byte in the text; the size; the bytes, or None for one
+    line of more than MOST_DOCUMENT_BYTES; how many bytes of the file were read for it. The last block has no
+    lines: it counts what was read after the last line. If the stream begins inside of a line
+    (``is_inside``), what stands before its first line end is left out.
     """
     begun: list[bytes] = []  # pieces of a line that goes on, held; none where it is too long
     num_begun = num_bytes = 0
@@ -594,9 +594,9 @@ _MAY_BE_SPACE = np.isin(np.arange(256), [*range(9, 14), *range(28, 33), 0xC2, 0x
 def _joined_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | None:
     """Return the texts of a block if each line is an object with one string of the field, none of them blank.
 
-    None where that is not sure at a glance. msgspec finds the strings, four times as fast as objects are
-    made. It takes for right what orjson refuses, and is looked at here: bytes that are no UTF-8, infinite
-    numbers, several objects in a line, one in several lines, and a field that an object names twice.
+    None where anything is in doubt: the caller then takes the slow path. msgspec finds the strings four
+    times as fast as orjson makes objects, but accepts what orjson refuses. So this looks for bytes that are
+    no UTF-8, infinite numbers, several objects in a line, one in several lines, and a field named twice.
     """
     if fields.plain_name is None or fields.other_paths:
         return None
@@ -686,9 +686,10 @@ def _are_exact(values: Sequence[Any]) -> bool:
 
 
 def _names_each_once(block: bytes, num_lines: int, fields: TextFields, may_spell: bool | None = None) -> bool:
-    """Whether each line that has all fields of the text names each of them once.
+    """Return whether no line names a field of the text twice, if every line has all of them.
 
-    Each such line has a key for each name. So there is no other where a block has as many keys as lines.
+    Each line has each key at least once, so as many keys as lines means once per line. The first four bytes
+    of a key occur at least as often as the key: if they occur once per line, the key does.
     """
     if isinstance(fields, (text_fields.MessageFields, text_fields.RecordFields)):
         return False  # each line is looked at: what follows takes 20 times as long
@@ -732,9 +733,9 @@ def _keys(name: str) -> re.Pattern[bytes]:
 
 
 def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText]:
-    """Return the object of a line, and its text; whatever other lines there are.
+    """Return the object of a line, and its text.
 
-    Of a key of the text that stands twice the line is bad; of any other one the last value counts.
+    A line that names a field of the text twice is bad. Of any other key, the last value counts.
     """
     if not line.strip(_BLANK):
         return None, ""

@@ -49,7 +49,7 @@ _MOST_REASON_CHARS = 80
 class UnusableText:
     """Why a record gives no text: a reason to count by, and a detail for people."""
 
-    reason: str  # no_field, null_field, wrong_type, bad_json, surrogate, undecodable
+    reason: str  # see docs/format.md, "Documents left out"
     detail: str
 
 
@@ -182,7 +182,7 @@ class RecordFields(TextFields):
         return other
 
     def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:  # noqa: ARG002
-        return "a record"
+        return "a record"  # never encoded: what --transform returns takes its place
 
     def columns(self, values: Mapping[FieldPath, Sequence[Any]]) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {**super().columns(values)}

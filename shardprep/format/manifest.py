@@ -298,7 +298,11 @@ def check_done(folder: Path, shard_id: int, plan_id: str, findings: Mapping[int,
 def done_manifest(
     folder: Path, shard_id: int, plan_id: str, findings: Mapping[int, Finding] | None = None
 ) -> Manifest | None:
-    """Return ``check_done``, or None for a shard that is to be made. ``findings``: if read already."""
+    """Return the manifest of a shard that is done, or None for one that is to be made.
+
+    ``findings``: what ``read_findings`` gave, if it was asked already. Raises OtherPlan, UnknownVersion or
+    ReadWriteError, and BrokenShard if findings.json is damaged: the shard may be done.
+    """
     try:
         manifest = check_shard(folder, shard_id, plan_id)
     except (errors.MissingShard, errors.BrokenShard):

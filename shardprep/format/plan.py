@@ -363,7 +363,7 @@ class PlannedShard:
     shard_id: int
     ranges: list[ByteRange]  # of the input, in order
     num_bytes: int  # of the input
-    most_documents: int | None  # of a trial, its share of ``--limit``; None for no trial
+    max_documents: int | None  # the shard's share of ``--limit``; None without it
     sha256: str | None  # of its input, where the plan has it
 
     @property
@@ -450,7 +450,7 @@ class Plan(_Decisions):
             shard_id=shard_id,
             ranges=ranges,
             num_bytes=sum(part.end - part.start for part in ranges),
-            most_documents=share + (shard_id < rest) if self.options.limit else None,
+            max_documents=share + (shard_id < rest) if self.options.limit else None,
             sha256=begin.sha256 or None,
         )
 

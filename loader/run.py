@@ -222,6 +222,9 @@ class Run:
         return found
 
     def _stretch(self, step: int) -> _Stretch:
+        last = self._stretches[-1]  # asked for each step of training
+        if step >= last.step:
+            return last
         return self._stretches[bisect_right(self._stretches, step, key=lambda each: each.step) - 1]
 
     def epoch_and_tick(self, position: Position) -> tuple[int, int]:

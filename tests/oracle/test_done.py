@@ -275,6 +275,8 @@ def test_a_finding_stands_until_an_equally_thorough_verify_finds_the_shard_right
     assert world.main("verify", world.data_dir).code != 0
     second.write_bytes(right[1])
     assert status(world)[0] == "0,2", "a whole verify found the first shard right"
+    world.verify()
+    assert status(world) == ("0-2", True)
 
 
 def test_status_calls_a_set_verified_when_all_is_made_and_verify_found_nothing(

@@ -328,6 +328,7 @@ ROWS = [
         remedy=PLAN.format("NEW")),
     row("run $BROKEN", 65, expected="JSON", changes=[(cut, "plan.json", 100)]),
     row("run $BROKEN", 65, changes=[(replace, "plan.json", b'"line"', b'"file"')]),
+    row("run $BROKEN", 65, changes=[(put, "findings.json", "{")], remedy="shardprep verify $BROKEN"),
     row("run $BROKEN", 78, f"$BROKEN/{MANIFEST}", changes=[(copy_shard, "$OTHER", 1, 1)], remedy=UNMAKE),
     row("--shard_id 1 --output_dir $BROKEN", 78, f"$BROKEN/{MANIFEST}",
         changes=[(copy_shard, "$OTHER", 1, 1)], remedy=UNMAKE),

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.forged import rewrite_json
 from tests.world import World, call_main, hostile_text
 
 SUMS = ("num_documents", "num_tokens")
@@ -133,6 +134,16 @@ def test_what_was_read_wrongly_is_found_though_all_hashes_agree(tmp_path: Path, 
     assert not world.temporaries()
     world.main("verify", world.data_dir).ends(65)  # it stands until the shard is made anew
     world.run().verify(deep=1)
+
+
+@pytest.mark.slow
+def test_counts_that_are_not_those_of_the_input_are_found_by_making_the_shard_again(
+    made: World, tmp_path: Path
+) -> None:
+    world = made.copy(tmp_path / "copy")
+    rewrite_json(world.data_dir / "shard-00000.json", **{"counts.num_lines": 9999})
+    world.verify()  # nothing in the data set says otherwise
+    world.main("verify", world.data_dir, "--deep", 5).ends(65, "shard-00000", "num_lines")
 
 
 @pytest.fixture

@@ -606,7 +606,8 @@ def get_llama3_dataloader(
             weights_in: unit of the weights: ``"tokens"``, by the mean of each source, or ``"samples"``.
             amend: go on from a state of other weights, sources or global batch sizes, which the default
                 refuses. The new ones hold from the next border on, at most 64 steps later. A source that you
-                drop must stay in ``input_shards`` until then. Sizes must be multiples of the run's first.
+                drop must stay in ``input_shards`` until then, without a weight. Sizes must be multiples of
+                the run's first.
 
         Packing and labels:
             seq_len: pack documents into full rows of this many tokens, with EOS between documents.
@@ -618,7 +619,8 @@ def get_llama3_dataloader(
             targets: ``"same"``: labels are the ids, for models that shift them, as transformers' do.
                 ``"shifted"``: ``labels[:, t]`` is what follows ``input_ids[:, t]``, for loops as in Megatron,
                 nanoGPT and torchtitan. Plan packed rows with a ``--seq_len`` that is one larger.
-            max_length: cut documents that are not packed to this many tokens; ``metrics`` counts the rest.
+            max_length: cut documents that are not packed to this many tokens; ``loader.metrics``
+                counts the rest.
 
         Processes and workers:
             num_workers: processes that read, per rank. At most ``global_batch_size / (world_size x

@@ -122,7 +122,7 @@ def source_ids(origins: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 class LossMean(_LossSums):
-    """Adds up this rank's losses by their labels, as the loader's ``targets``. ``mean()``: of all ranks."""
+    """Adds up this rank's losses, weighted by their labels. ``mean()`` is of all ranks."""
 
     def __init__(self, targets: Targets = "same") -> None:
         super().__init__(1, targets)

@@ -134,8 +134,11 @@ class PaddedBatches:
             labels[:, 1:][is_blank[:, :-1]] = IGNORED
             # Attention over nothing may give NaN.
             attention_mask[~attention_mask.any(axis=1), 0] = 1
-        fields = {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
-        return Batch((name, torch.from_numpy(field)) for name, field in fields.items())
+        return Batch(
+            input_ids=torch.from_numpy(ids),
+            attention_mask=torch.from_numpy(attention_mask),
+            labels=torch.from_numpy(labels),
+        )
 
 
 def padded_batches(collate_fn: Collate | None, tokenizer: Any, **options: Any) -> PaddedBatches:

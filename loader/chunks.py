@@ -97,11 +97,13 @@ class Ragged:
 
     def of(self, tick: int, first: int, end: int) -> Integers:
         """Return some samples of a tick, as rows or one after another: a copy, or a part of the array."""
-        if not self.is_joined:
-            found = self._gathered((slice(first, end), tick))
-        else:
+        if self.is_joined:
             last = self.begins[end - 1, tick] + self.counts[end - 1, tick]
             found = self.flats[0][self.begins[first, tick] : last]
+        elif self.width and len(self.flats) == 1:  # most batches of rows: without the other two tables
+            return self._windows[self.begins[first:end, tick]]
+        else:
+            found = self._gathered((slice(first, end), tick))
         return found.reshape(-1, self.width) if self.width else found
 
     def _gathered(self, places: Any) -> Integers:

@@ -192,8 +192,8 @@ class ReadFile:
     def read(self, offset: int, num_bytes: int) -> bytearray:
         """Return all of some bytes, compared with the file's size before any memory is taken."""
         if offset + num_bytes > self.num_bytes:
-            found, expected = f"{self.num_bytes} bytes", f"bytes {offset} to {offset + num_bytes}, too"
-            raise BrokenShard(path=self.path, found=found, expected=expected)
+            expected = f"bytes {offset} to {offset + num_bytes} in it, too; was it replaced?"
+            raise BrokenShard(path=self.path, found=f"{self.num_bytes} bytes", expected=expected)
         data = bytearray(num_bytes)
         view, done = memoryview(data), 0
         while done < num_bytes:

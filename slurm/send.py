@@ -139,8 +139,8 @@ def check_queue(state: DatasetState, wanted: set[int] | None) -> None:
     """
     if state.queue.unrecorded:
         jobs = ", ".join(state.queue.unrecorded)
-        found = f"no file in {job_files.JOBS_FOLDER}/ says which shards jobs {jobs} make, which wait or run"
-        expected = "that they have ended; another command may be sending them now: wait, or end them"
+        found = f"jobs {jobs} wait or run, and no file in {job_files.JOBS_FOLDER}/ says what they make"
+        expected = "no such jobs; another command may be sending them now: wait, or end them"
         remedy = f"shardprep cancel {quoted(state.folder)}"
         raise SlurmRefused(path=state.folder, found=found, expected=expected, remedy=remedy)
     if queued := [each for each in state.ids("running", "pending") if wanted is None or each in wanted]:
@@ -506,7 +506,7 @@ _VERIFY_END = """shardprep_end() {
 def _head(folder: Path, name: str, log: str, request: JobRequest, *options: str) -> list[str]:
     """Return the first lines of a script: the shell and the options of sbatch."""
     if "\\" in str(folder):
-        expected = "none, with which Slurm puts no job's number into a log's name; rename the folder"
+        expected = "none: with one, Slurm puts no job's number into a log's name; rename the folder"
         raise UsageError(path=folder, found="a backslash in its name", expected=expected)
     output = f"--output={str(folder).replace('%', '%%')}/{job_files.LOGS_FOLDER}/{log}.log"
     options = ("--open-mode=append", f"--job-name={name}", *options, output, *request.sbatch_options())
@@ -749,7 +749,8 @@ def _trusted(state: DatasetState, request: JobRequest, changes: dict[str, Any]) 
         numbers = ", ".join(f"{each.number:04d}.json" for each in state.submissions if not each.is_own)
         words = shlex.join(f"--{name}={value}" for name, value in foreign.items())
         found = f"commands in records in jobs/ that another user wrote, or can write to ({numbers})"
-        expected = f"that you name them, as they run as yours; leave one out by --{next(iter(foreign))}=''"
+        leave_out = f"leave one out by --{next(iter(foreign))}=''"
+        expected = f"that you read them and name them yourself, as they run as yours; {leave_out}"
         remedy = f"shardprep retry {quoted(state.folder)} {words}"
         raise Refused(path=state.folder, found=found, expected=expected, remedy=remedy)
     return request.changed(**changes)

@@ -236,7 +236,9 @@ def samples_holding(records: Records, place: tuple[int, int], num_train: int) ->
         return before + [num_train + number for number in behind]
     places = list(zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True))
     if is_in_rows and places != sorted(places):
-        raise errors.UsageError("rows of --pack best_fit hold documents in any order; look for a text of it")
+        raise errors.UsageError(
+            "rows of --pack best_fit hold documents in any order; look for a text in it instead"
+        )
     nearest = max((item for item in places if item <= place), default=None)
     # A row that begins in another input may hold all that a small one has.
     if nearest is None or (not is_in_rows and nearest[0] != place[0]):

@@ -303,7 +303,8 @@ def _python_encoding(name: str) -> str:
         if not known.startswith(disguised) and ascii_bytes.decode(known) == ascii_bytes.decode("ascii"):
             return known
     except (LookupError, ValueError, TypeError):  # a NUL in the name is a ValueError, too
-        raise errors.UsageError(found=f"--encoding {name}", expected="such as utf-8 or cp949") from None
+        expected = "one that Python knows, such as utf-8 or cp949"
+        raise errors.UsageError(found=f"--encoding {name}", expected=expected) from None
     expected = "a superset of ASCII, in whose bytes line ends can be found; convert the files first"
     raise errors.UsageError(found=f"--encoding {name}", expected=expected, remedy=f"iconv -f {name} -t utf-8")
 

@@ -13,9 +13,10 @@ import platform
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from preprocess.make import resources
 from preprocess.make.engines import PROBE
@@ -30,19 +31,21 @@ from shardprep.format.plan import PrepConfig, need_plan
 
 _NEEDED = ("numpy", "orjson", "tokenizers", "gigatoken", "tqdm", "transformers")  # by a task or by planning
 _TORCH_LIMIT_S = 180.0
-_ASK_TORCH = """
-import torch
-gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-bf16 = ", bf16 works" if gpus and torch.cuda.is_bf16_supported() else ""
-print(f"shardprep torch {torch.__version__}: {', '.join(gpus) or 'no GPU'}{bf16}")
-"""
+_ASK_TORCH = "import torch; print(f'torch {torch.__version__} sees {torch.cuda.device_count()} GPUs')"
 
 
-# Takes a finding: its topic, what was found, what to do (nothing where all is good), the code of what is bad.
-Tell = Callable[..., None]
+class Finding(NamedTuple):
+    topic: str
+    text: str
+    todo: str = ""  # nothing where all is good
+    exit_code: int = 0  # of what is bad
+
+    @property
+    def level(self) -> str:
+        return "bad" if self.exit_code else "warning" if self.todo else "good"
 
 
-def _check_machine(tell: Tell, num_cpus: int) -> None:
+def _of_machine(num_cpus: int) -> Iterator[Finding]:
     """Compare what this process may use with what Slurm was asked for and what a worker needs."""
     quotas = []  # CPUs' worth of time that the cgroups allow
     for path in resources.cgroup_files("cpu", "cpu.max", "cpu.cfs_quota_us"):
@@ -52,32 +55,30 @@ def _check_machine(tell: Tell, num_cpus: int) -> None:
                 words.append((path.parent / "cpu.cfs_period_us").read_text(encoding="ascii").strip())
             if int(words[0]) > 0 and int(words[1]) > 0:
                 quotas.append(int(words[0]) / int(words[1]))
-    quota = min(quotas, default=None)
+    quota, asked = min(quotas, default=num_cpus), os.environ.get("SLURM_CPUS_PER_TASK", "")
     text, todo = f"{num_cpus} of the machine's {os.cpu_count()} CPUs may be used", ""
-    asked = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    if quota is not None and quota < num_cpus:
+    if quota < num_cpus:
         text += f", but the cgroup gives the time of {quota:.3g}: more processes only wait"
         todo = f"run --num_proc {max(1, int(quota))}, or ask for more CPU time"
     elif asked.isdigit() and int(asked) > num_cpus:
         text += f": fewer than Slurm was asked for ({asked})"
         todo = f"srun --cpus-per-task={asked}: srun does not take it over from sbatch"
-    tell("cpus", text, todo)
-    limits = resources.memory_limits()
-    least = min(limits, key=lambda name: limits[name])
-    text, todo = f"{short_bytes(limits[least])}, by {least}", ""
-    if limits[least] < resources.LEAST_WORKER_BYTES:
+    yield Finding("cpus", text, todo)
+    num_bytes, whose = min((number, name) for name, number in resources.memory_limits().items())
+    text, todo = f"{short_bytes(num_bytes)}, by {whose}", ""
+    if num_bytes < resources.LEAST_WORKER_BYTES:
         text += f"; a worker needs about {short_bytes(resources.LEAST_WORKER_BYTES)}, and may be killed"
         todo = "ask for more memory: --mem of sbatch or srun"
-    tell("memory", text, todo)
+    yield Finding("memory", text, todo)
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM")
     found = {name: os.environ[name] for name in names if name in os.environ}
     many = [name for name in names[:2] if found.get(name, "").isdigit() and int(found[name]) > num_cpus]
     text = ", ".join(f"{name}={value}" for name, value in found.items()) or "none is set"
     todo = f"export {many[0]}={num_cpus} before training: there are {num_cpus} CPUs" if many else ""
-    tell("threads", f"{text}; tasks set their own, for training see --export", todo)
+    yield Finding("threads", f"{text}; tasks set their own, for training see --export", todo)
 
 
-def _check_versions(tell: Tell, *, has_gpu: bool) -> None:
+def _of_versions() -> Iterator[Finding]:
     """Tell the versions that are installed. What a task needs must be there. On a GPU torch is asked, too."""
     found: dict[str, str] = {}
     for name in (*_NEEDED, "torch", "webdataset"):
@@ -85,35 +86,31 @@ def _check_versions(tell: Tell, *, has_gpu: bool) -> None:
             found[name] = importlib.metadata.version(name)
     if missing := ", ".join(name for name in _NEEDED if name not in found):
         todo = "install shardprep for this Python: pip install ."
-        tell("versions", f"{missing} cannot be found", todo, UsageError.exit_code)
+        yield Finding("versions", f"{missing} cannot be found", todo, UsageError.exit_code)
     there = ", ".join(f"{name} {number}" for name, number in found.items())
-    tell("versions", f"shardprep {__version__}, Python {platform.python_version()}, {there}")
-    if not has_gpu or "torch" not in found:
-        return
-    # In a process of its own, which a broken installation may end.
-    command = [sys.executable, "-W", "ignore", "-c", _ASK_TORCH]
-    why, todo = f"no answer within {_TORCH_LIMIT_S:.0f} s", "look at nvidia-smi"
-    with suppress(subprocess.TimeoutExpired):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_LIMIT_S, check=False)
-        said = [line for line in done.stdout.splitlines() if line.startswith("shardprep ")]
-        if said and not done.returncode:
-            tell("torch", said[0].removeprefix("shardprep "))
-            return
-        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        todo = "install torch anew for this machine"
-    tell("torch", f"torch cannot be used: {why}", todo, UsageError.exit_code)
+    yield Finding("versions", f"shardprep {__version__}, Python {platform.python_version()}, {there}")
+    if "torch" in found and Path("/dev/nvidiactl").exists():
+        # In a process of its own, which a broken installation may end.
+        command = [sys.executable, "-W", "ignore", "-c", _ASK_TORCH]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_LIMIT_S, check=True)
+            yield Finding("torch", done.stdout.strip())
+        except subprocess.SubprocessError as error:
+            why, todo = str(error.stderr or error), "look at nvidia-smi, or install torch for this machine"
+            yield Finding("torch", why.strip().rpartition("\n")[2], todo, UsageError.exit_code)
 
 
-def _check_tokenizer(tell: Tell, model_id: str | None, folder: Path | None, num_cpus: int) -> None:
+def _of_tokenizer(model_id: str | None, folder: Path | None, num_cpus: int) -> Iterator[Finding]:
     """Load a tokenizer as planning does or, of a planned folder, as its tasks do. Raises ShardprepError."""
-    said: list[str] = []
+    resources.check_address_space()
     if folder is not None:
         plan = need_plan(folder)
         settings = resources.WorkerSettings()
-        engine = Worker(plan, folder, settings, num_cpus=num_cpus, warn=said.append).engine
-        tell("plan", f"{counted(plan.num_shards, 'shard')} in {folder}")
+        engine = Worker(plan, folder, settings, num_cpus=num_cpus, warn=lambda _: None).engine
+        yield Finding("plan", f"{counted(plan.num_shards, 'shard')} in {folder}")
         name, ends = engine.name, document_ends_line(plan, engine, folder / TOKENIZER_DIR)
     elif model_id is not None:
+        said: list[str] = []
         with scratch_folder() as scratch:  # texts that tell engines apart
             text = "\n".join(" ".join(text.splitlines()) for text in PROBE)
             (scratch / "probe.txt").write_text(text, encoding="utf-8")
@@ -125,12 +122,10 @@ def _check_tokenizer(tell: Tell, model_id: str | None, folder: Path | None, num_
         return
     spec = plan.tokenizer
     text = f"{spec.model_id}: {spec.vocab_size} ids, BOS {spec.bos_token_id}, EOS {spec.eos_token_id}, "
-    text += f"PAD {spec.pad_token_id}; encoded by {name}"
+    text += f"PAD {spec.pad_token_id}; encoded by {name}; {ends}"
     is_shared = spec.pad_token_id is not None and spec.pad_token_id == spec.eos_token_id
     todo = "give it a pad token of its own: other collators than this project's lose the labels of EOS"
-    tell("tokenizer", text, todo if is_shared else "")
-    if ends:
-        tell("tokenizer", ends)
+    yield Finding("tokenizer", text.removesuffix("; "), todo if is_shared else "")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -161,33 +156,22 @@ def doctor(args: argparse.Namespace) -> int:
             f"export DATASET_NUM_PROC={num_cpus}  # processes of `shardprep run`",
         )
         return 0
-    findings: list[dict[str, str]] = []
-    codes: list[int] = []  # of what is bad
-
-    def tell(topic: str, text: str, todo: str = "", exit_code: int = 0) -> None:
-        level = "bad" if exit_code else "warning" if todo else "good"
-        findings.append({"topic": topic, "level": level, "text": text, "todo": todo})
-        codes.extend([exit_code] if exit_code else [])
-
     # Versions first, since a GPU is asked about while nothing large is loaded here.
-    _check_versions(tell, has_gpu=Path("/dev/nvidiactl").exists())
-    _check_machine(tell, num_cpus)
-    topic = "memory"
+    findings = [*_of_versions(), *_of_machine(num_cpus)]
     try:
-        resources.check_address_space()
-        topic = "tokenizer"
-        _check_tokenizer(tell, args.model_id, args.output_dir, num_cpus)
+        findings += _of_tokenizer(args.model_id, args.output_dir, num_cpus)
     except ShardprepError as error:  # its message says what to do behind the last semicolon
         text, _, todo = str(error).rpartition("; ")
-        tell(topic, text or todo, todo if text else "see the message", error.exit_code)
-    levels = Counter(finding["level"] for finding in findings)
-    code = codes[0] if codes else int(levels["warning"] > 0)
+        findings.append(Finding("tokenizer", text, todo, error.exit_code))
+    levels = Counter(finding.level for finding in findings)
+    code = next((each.exit_code for each in findings if each.exit_code), int(levels["warning"] > 0))
     if args.json:
-        print_lines(*json.dumps({"exit_code": code, "findings": findings}, indent=1).split("\n"))
+        told = [{**each._asdict(), "level": each.level} for each in findings]
+        print_lines(*json.dumps({"exit_code": code, "findings": told}, indent=1).split("\n"))
         return code
     for finding in findings:
-        print_lines(f"{finding['level']:<8}{finding['topic']:<10}{finding['text']}")
-        if finding["todo"]:
-            print_lines(f"{'':18}-> {finding['todo']}")
+        print_lines(f"{finding.level:<8}{finding.topic:<10}{finding.text}")
+        if finding.todo:
+            print_lines(f"{'':18}-> {finding.todo}")
     print_lines(f"{levels['bad']} bad, {counted(levels['warning'], 'warning')}, {levels['good']} good")
     return code

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
-import itertools
 import json
 import struct
 from collections.abc import Iterable, Iterator
@@ -28,7 +26,6 @@ from shardprep.format.manifest import check_done, read_findings
 from shardprep.format.names import load_json
 from shardprep.format.plan import Plan, need_plan
 
-_BATCH_TOKENS = 1 << 20  # of an Arrow record batch, about
 _SETTINGS = "export.json"
 
 
@@ -45,10 +42,8 @@ class ExportLayout:
 
     last_name = ""  # of that file, given ``number`` of the shard and ``num_shards``
 
-    def __init__(self, folder: Path, vocab_size: int, first_token: list[int]) -> None:
-        """Take where each shard begins in the whole stream, EOS included (num_shards + 1)."""
-        self.folder, self.vocab_size, self.first_token = folder, vocab_size, first_token
-        self.num_shards = len(first_token) - 1
+    def __init__(self, folder: Path, vocab_size: int, num_shards: int) -> None:
+        self.folder, self.vocab_size, self.num_shards = folder, vocab_size, num_shards
 
     def last_file(self, shard_id: int) -> Path:
         return self.folder / self.last_name.format(number=shard_id, num_shards=self.num_shards)
@@ -88,9 +83,12 @@ class Megatron(ExportLayout):
 
     last_name = "shard-{number:05d}_document.idx"
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._dtype = np.dtype("<u2" if self.vocab_size < 65_500 else "<i4")
+
     def contents(self, shard_id: int, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
-        dtype = np.dtype("<u2" if self.vocab_size < 65_500 else "<i4")
-        path, lengths = self.last_file(shard_id), samples.documents
+        dtype, path, lengths = self._dtype, self.last_file(shard_id), samples.documents
         yield path.with_suffix(".bin"), (ids.astype(dtype).tobytes() for ids in samples.pieces)
         code, num = (8 if dtype.itemsize == 2 else 4), len(lengths)
         offsets = (np.cumsum(lengths) - lengths) * dtype.itemsize
@@ -99,11 +97,10 @@ class Megatron(ExportLayout):
         yield path, (head, *(array.tobytes() for array in arrays))
 
     def finish(self) -> str:
-        words = [
-            f"{end - begin} {self.last_file(shard_id).with_suffix('').absolute()}"
-            for shard_id, (begin, end) in enumerate(itertools.pairwise(self.first_token))
-            if end > begin
-        ]
+        prefixes = [self.last_file(shard_id).with_suffix("") for shard_id in range(self.num_shards)]
+        sizes = [files.size_of_file(prefix.with_suffix(".bin")) or 0 for prefix in prefixes]
+        pairs = zip(sizes, prefixes, strict=True)
+        words = [f"{size // self._dtype.itemsize} {prefix.absolute()}" for size, prefix in pairs if size]
         files.publish_bytes(self.folder / "data_args.txt", " ".join(words).encode() + b"\n")
         return f"Megatron: --data-args-path {self.folder / 'data_args.txt'}"
 
@@ -128,22 +125,15 @@ class NanoGpt(ExportLayout):
         yield self.last_file(shard_id), (ids.astype(self._dtype).tobytes() for ids in samples.pieces)
 
     def finish(self) -> str:
-        parts = [self.last_file(shard_id) for shard_id in range(self.num_shards)]
-        # An equal export, at the same time, removes the parts once it is ready.
-        with contextlib.suppress(*files.NOT_THERE):
-            if files.size_of_file(self._target) is None:
-                with files.PublishedFile(self._target) as file:
-                    for path in parts:
-                        with files.errors_named(path):
-                            file.write_file(path)
-                    file.sync()
-                    file.publish()
-                files.sync_folder(self.folder)
-        found, expected = files.size_of_file(self._target), self.first_token[-1] * self._dtype.itemsize
-        if found != expected:
-            found_text = "missing" if found is None else found
-            again = f"{expected} bytes: remove it and run this again"
-            raise ReadWriteError(path=self._target, found=found_text, expected=again)
+        parts = [*map(self.last_file, range(self.num_shards))]
+        if files.size_of_file(self._target) is None:
+            with files.PublishedFile(self._target) as file:
+                for path in parts:
+                    with files.errors_named(path):
+                        file.write_file(path)
+                file.sync()
+                file.publish()
+            files.sync_folder(self.folder)
         for path in parts:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -168,17 +158,14 @@ class HuggingFace(ExportLayout):
             raise UsageError(needs("--to hf", "pyarrow")) from None
         schema = pa.schema([("input_ids", pa.list_(pa.int32()))])
         yield schema.serialize().to_pybytes()
-        rows, held = samples.rows, np.empty(0, np.uint32)
-        batches = np.split(rows, np.flatnonzero(np.diff(np.cumsum(rows) // _BATCH_TOKENS)) + 1)
-        for lengths in batches if len(rows) else []:
-            num_ids, parts = int(lengths.sum()), [held]
-            while sum(map(len, parts)) < num_ids:
-                parts.append(next(samples.pieces))
-            ids = np.concatenate(parts)
-            ids, held = ids[:num_ids], ids[num_ids:]
-            ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-            lists = pa.ListArray.from_arrays(pa.array(ends), pa.array(ids.astype(np.int32)))
+        ends = np.concatenate([[0], np.cumsum(samples.rows)])
+        first = 0
+        for ids in samples.pieces:  # whole rows
+            stop = int(np.searchsorted(ends, ends[first] + len(ids), side="right"))
+            offsets = (ends[first:stop] - ends[first]).astype(np.int32)
+            lists = pa.ListArray.from_arrays(pa.array(offsets), pa.array(ids.astype(np.int32)))
             yield pa.record_batch([lists], schema=schema).serialize().to_pybytes()
+            first = stop - 1
         yield b"\xff\xff\xff\xff\0\0\0\0"  # the end of an Arrow stream
 
     def finish(self) -> str:
@@ -187,7 +174,7 @@ class HuggingFace(ExportLayout):
         state: dict[str, Any] = dict.fromkeys(("_format_columns", "_format_type", "_split"))
         state |= {"_format_kwargs": {}, "_output_all_columns": False}
         state["_data_files"] = [{"filename": self.last_file(each).name} for each in range(self.num_shards)]
-        state["_fingerprint"] = hashlib.sha256(str(self.first_token).encode()).hexdigest()[:16]
+        state["_fingerprint"] = files.stamp_file(self.folder / _SETTINGS).sha256[:16]
         files.publish_bytes(self.folder / "dataset_info.json", json.dumps(info, indent=1).encode())
         files.publish_bytes(self.folder / "state.json", json.dumps(state, indent=1).encode())
         return f'datasets: load_from_disk("{self.folder}")'
@@ -218,21 +205,12 @@ def export(args: argparse.Namespace) -> int:
     eos = _checked_eos(args, plan)
     findings = read_findings(args.data_dir, plan.plan_id)
     parts: list[slice] = []  # of each shard: which of its samples are exported
-    first_token = [0]
     for shard_id in range(plan.num_shards):
         counts = check_done(args.data_dir, shard_id, plan.plan_id, findings).counts
-        held = counts.held_out
-        num_train = counts.num_samples - held.num_samples
-        num_held = held.num_tokens + (eos is not None) * held.num_documents
-        num_all = counts.num_tokens + (eos is not None) * counts.num_documents
-        part, num_tokens = slice(None), num_all
-        if args.split == "validation":
-            part, num_tokens = slice(num_train, None), num_held
-        elif args.split == "train":
-            part, num_tokens = slice(num_train), num_all - num_held
-        parts.append(part)
-        first_token.append(first_token[-1] + num_tokens)
-    layout = LAYOUTS[args.to](folder, plan.tokenizer.vocab_size, first_token)
+        num_train = counts.num_samples - counts.held_out.num_samples
+        sides = {"train": slice(num_train), "validation": slice(num_train, None)}
+        parts.append(sides.get(args.split, slice(None)))
+    layout = LAYOUTS[args.to](folder, plan.tokenizer.vocab_size, plan.num_shards)
     side = {"split": args.split} if args.split else {}
     _claim(folder, {"to": args.to, "plan_id": plan.plan_id, "put_eos": eos, **side})
     todo = [shard_id for shard_id in range(plan.num_shards) if not layout.is_done(shard_id)]
@@ -242,9 +220,9 @@ def export(args: argparse.Namespace) -> int:
             stored = samples.document_lengths(rows_hold_wholes=plan.options.pack == "best_fit")
             documents = stored + (eos is not None)
             rows = samples.records["num_tokens"].astype(np.int64) if plan.spec.has_rows else documents
-            exported = ExportedShard(documents, rows, _with_eos(samples.pieces(), stored, eos))
             try:
-                layout.write(shard_id, exported)
+                pieces = _with_eos(samples.pieces(), stored, eos)
+                layout.write(shard_id, ExportedShard(documents, rows, pieces))
             except (CannotWrite, ReadWriteError):
                 # An equal export at the same time, that was faster, has removed this one's temporaries.
                 if not layout.is_done(shard_id):
@@ -252,12 +230,12 @@ def export(args: argparse.Namespace) -> int:
         progress.add(1)
     try:
         opened_by = layout.finish()
-    except (CannotWrite, ReadWriteError):  # likewise; what the other one made is there now
+    except (CannotWrite, ReadWriteError, FileNotFoundError):  # likewise; what it made is there now
         opened_by = layout.finish()
     with contextlib.suppress(OSError, ReadWriteError):  # of attempts that died; a living one finds all done
         for name in filter(files.TEMPORARY_NAME.fullmatch, files.names_in(folder)):
             files.remove_tree(folder / name)
-    print_lines(f"{counted(plan.num_shards, 'shard')}, {first_token[-1]} tokens in {folder}; {opened_by}")
+    print_lines(f"{counted(plan.num_shards, 'shard')} in {folder}; {opened_by}")
     return 0
 
 
@@ -304,22 +282,18 @@ def _checked_eos(args: argparse.Namespace, plan: Plan) -> int | None:
 def _claim(folder: Path, settings: dict[str, Any]) -> None:
     """Say whose export the folder is, once. Raises Refused where it is another's."""
     path, fresh = folder / _SETTINGS, "a fresh folder for --output_dir"
-    try:
-        if files.size_of_file(path) is None:
-            files.make_folder(folder, parents=True)
-            others = [name for name in files.names_in(folder) if not files.TEMPORARY_NAME.fullmatch(name)]
-            if others and _SETTINGS not in others:
-                raise Refused(path=folder, found=f"{others[0]} and no {_SETTINGS}", expected=fresh)
-            with files.PublishedFile(path) as file:
-                file.write(json.dumps(settings).encode())
-                file.sync()
-                file.publish_first()  # of two exports at the same time the first one does
-            files.sync_folder(folder)
+    files.make_folder(folder, parents=True)
+    there = [name for name in files.names_in(folder) if not files.TEMPORARY_NAME.fullmatch(name)]
+    if there and _SETTINGS not in there:
+        raise Refused(path=folder, found=f"{there[0]} and no {_SETTINGS}", expected=fresh)
+    if not there:
+        with files.PublishedFile(path) as file:
+            file.write(json.dumps(settings).encode())
+            file.sync()
+            file.publish_first()  # of two exports at the same time the first one does
+        files.sync_folder(folder)
+    found: Any = "another"
+    with contextlib.suppress(ValueError, BrokenShard):
         found = load_json(files.read_regular(path, max_bytes=1 << 20))
-    except files.NOT_THERE:
-        raise ReadWriteError(f"{path} went meanwhile; run this again") from None
-    except (ValueError, BrokenShard):
-        found = {}
-    there = found if isinstance(found, dict) else {}
-    if differing := [name for name in {**settings, **there} if there.get(name) != settings.get(name)]:
-        raise Refused(path=folder, found=f"an export of other {', '.join(differing)}", expected=fresh)
+    if found != settings:
+        raise Refused(path=folder, found=f"an export of {found!r:.200}", expected=f"{settings}; give {fresh}")

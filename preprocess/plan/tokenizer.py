@@ -13,17 +13,16 @@ counts as none, and a cache that cannot be written is done without.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
-import re
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 from tokenizers import Tokenizer, processors
 
@@ -44,29 +43,27 @@ SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
 MODEL_CONFIG = "config.json"
 _COPIED = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "chat_template.jinja")
+_MAX_FOUND_BYTES = 2 * names.MAX_TOKENIZER_BYTES  # of an entry of the cache
 
 Files = dict[str, bytes]  # by name in the folder
-
-_FOUND_FORMAT, _FOUND = "shardprep-found-tokenizer", "found.json"
-_MAX_FOUND_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFacts:
-    """What planning must know of a tokenizer. The cache keeps it beside the files."""
+    """What planning must know of a tokenizer, as the cache keeps it."""
 
     spec: TokenizerSpec  # what shards will remember of it
     probe: list[str]
     probe_sha256: Digest  # of the reference's ids
-    files: dict[str, FileStamp]
+    saved: Files  # those that tasks and training will load
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedTokenizer(TokenizerFacts):
-    """A tokenizer whose files are in ``folder``."""
+    """A tokenizer whose files are in ``folder``, too."""
 
+    files: dict[str, FileStamp]
     folder: Path
-    saved: Files  # what they hold
     kept: Path | None  # its entry of the cache
     reference: engines.Engine  # of ``tokenizers``
 
@@ -78,7 +75,7 @@ class ResolvedTokenizer(TokenizerFacts):
     def passes_gate(self, fast: engines.Engine) -> bool:
         """Return whether an engine gives the reference's ids on ``gate_texts``: 2 s for Llama 3's."""
         # That it does is kept for the next plan, as an empty file.
-        verdict = self.kept and self.kept / fast.name
+        verdict = self.kept and self.kept.with_suffix(f".{fast.name}")
         with contextlib.suppress(ShardprepError):
             if verdict and files.size_of_file(verdict) is not None:
                 return True
@@ -118,42 +115,25 @@ def resolve_tokenizer(
     """Write the files of a model's tokenizer, and nothing else of the model, into the empty ``folder``."""
     for each in (Path(model_id), Path(model_id, CHAT_TEMPLATES_DIR)):
         files.refuse_fifos(each)
-    source: Path | None
-    if os.path.isdir(model_id):  # noqa: PTH112 - Path.is_dir() would raise what the file system says
-        source, name = Path(model_id), model_id
-    elif os.path.lexists(model_id) and not os.path.isfile(model_id):  # noqa: PTH113 - as above
-        source, name = None, model_id  # only transformers may know
-    else:
+    source, name = Path(model_id), model_id
+    if not os.path.isdir(model_id):  # noqa: PTH112 - Path.is_dir() would raise what the file system says
         source, name = find_on_hub(model_id)
-    given = None if source is None else read_files(source)
-    kept = None if given is None else _place_in_cache(given, allow_special_tokens, for_fast_engine)
-    allow = allow_special_tokens
-    if kept is not None and (whole := _take_kept(kept)) is not None:
-        facts, saved = whole
-        _write_files(saved, folder)
-        path = folder / TOKENIZER_FILE
-        engine = engines.tokenizers_engine(path, allow_special_tokens=allow, name=model_id)
+    given, kept, facts = read_files(source), None, None
+    if given is not None:
+        kept = _place_in_cache(given, allow_special_tokens, for_fast_engine)
+        facts = _take_kept(kept)
+    if facts is not None:
+        tokenizer = Tokenizer.from_str(facts.saved[TOKENIZER_FILE].decode())
+    elif given is not None and (plain := plain_files(given)) is not None:
+        saved, tokenizer = plain
     else:
-        if given is not None and (plain := plain_files(given)) is not None:
-            saved, tokenizer = plain
-        else:
-            try:
-                call_in_child(save_tokenizer, name, folder)
-            except ChildProcessError as error:
-                found = f"no answer of the process that loads it: {error}; run this again"
-                raise errors.ReadWriteError(path=name, found=found) from None
-            saved = {each_name: _read_tokenizer(folder / each_name) for each_name in files.names_in(folder)}
-            tokenizer = _loaded(saved, folder)
-            # What transformers cannot read of a configuration, it goes without, unsaid.
-            wanted = special_tokens_of(_json_object(given or saved, TOKENIZER_CONFIG))
-            left = special_tokens_of(_json_object(saved, TOKENIZER_CONFIG))
-            if lost := [role for role in wanted if wanted[role] and not left[role]]:
-                found = f"a file in which transformers found no {', '.join(lost)}; run this again"
-                raise errors.ReadWriteError(path=f"{source}/{TOKENIZER_CONFIG}", found=found)
-        if dropout := (_json_object(given or saved, TOKENIZER_FILE).get("model") or {}).get("dropout"):
+        saved, tokenizer = _saved_by_transformers(name, folder, given)
+    engine = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens, name=model_id)
+    if facts is None:
+        data = _json_object(saved, TOKENIZER_FILE)
+        if dropout := (data.get("model") or {}).get("dropout"):
             found = f"model.dropout {dropout}, so a text has other ids each time"
             raise errors.UsageError(path=model_id, found=found, expected="null, in a copy of the folder")
-        data = _json_object(saved, TOKENIZER_FILE)
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         named = special_tokens_of(_json_object(saved, TOKENIZER_CONFIG))
         special_ids = {f"{role}_id": vocab.get(token) if token else None for role, token in named.items()}
@@ -161,15 +141,34 @@ def resolve_tokenizer(
         spec = TokenizerSpec(model_id=model_id, fingerprint=fingerprint, vocab_size=size, **special_ids)
         if for_fast_engine and (shorter := engines.without_unused_merges(data)) is not None:
             saved[names.FAST_TOKENIZER_FILE] = shorter
-        _write_files(saved, folder)
         probe = engines.probe_texts(data)
-        engine = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow, name=model_id)
         probe_sha256 = engines.ids_sha256([engine.encode_texts(probe)])
-        facts = TokenizerFacts(spec=spec, probe=probe, probe_sha256=probe_sha256, files=_stamps_of(saved))
+        facts = TokenizerFacts(spec=spec, probe=probe, probe_sha256=probe_sha256, saved=saved)
         if kept is not None:
-            _keep(kept, saved, facts)
+            _keep(kept, facts)
+    _write_files(facts.saved, folder)
     fields = {**vars(facts), "spec": replace(facts.spec, model_id=model_id)}
-    return ResolvedTokenizer(folder=folder, saved=saved, kept=kept, reference=engine, **fields)
+    stamps = _stamps_of(facts.saved)
+    return ResolvedTokenizer(folder=folder, files=stamps, kept=kept, reference=engine, **fields)
+
+
+def _saved_by_transformers(name: str, folder: Path, given: Files | None) -> tuple[Files, Tokenizer]:
+    """Return the files that transformers saves, once they say what those of the model say."""
+    try:
+        call_in_child(save_tokenizer, name, folder)
+    except ChildProcessError as error:
+        found = f"no answer of the process that loads it: {error}; run this again"
+        raise errors.ReadWriteError(path=name, found=found) from None
+    paths = [folder / each for each in files.names_in(folder)]
+    saved = {path.name: files.read_regular(path, max_bytes=names.MAX_TOKENIZER_BYTES) for path in paths}
+    # What transformers cannot read of a configuration, it goes without, unsaid.
+    wanted, left = (
+        special_tokens_of(_json_object(each, TOKENIZER_CONFIG)) for each in (given or saved, saved)
+    )
+    if lost := [role for role in wanted if wanted[role] and not left[role]]:
+        found = f"a {TOKENIZER_CONFIG} in which transformers found no {', '.join(lost)}; run this again"
+        raise errors.ReadWriteError(path=name, found=found)
+    return saved, engines.load_tokenizer(folder / TOKENIZER_FILE)
 
 
 def _place_in_cache(given: Files, *choices: bool) -> Path:
@@ -186,23 +185,20 @@ def _stamps_of(contents: Files) -> dict[str, FileStamp]:
     return {name: FileStamp(num_bytes=len(contents[name]), sha256=sha256) for name, sha256 in hashes.items()}
 
 
-def _take_kept(place: Path) -> tuple[TokenizerFacts, Files] | None:
-    """Return what an entry of the cache holds, or None where no whole one is."""
-    with contextlib.suppress(*files.NOT_THERE, ShardprepError):
-        facts = names.read_file(place / _FOUND, _FOUND_FORMAT, TokenizerFacts, max_bytes=_MAX_FOUND_BYTES)
-        saved = {name: _read_tokenizer(place / name) for name in files.names_in(place) if name in facts.files}
-        if _stamps_of(saved) == facts.files:
-            return facts, saved
+def _take_kept(place: Path) -> TokenizerFacts | None:
+    """Return what an entry of the cache holds behind its hash, or None where no whole one is."""
+    with contextlib.suppress(*files.NOT_THERE, ShardprepError, msgspec.MsgspecError):
+        raw = files.read_regular(place, max_bytes=_MAX_FOUND_BYTES)
+        if hashlib.sha256(raw[32:]).digest() == raw[:32]:
+            return msgspec.msgpack.decode(raw[32:], type=TokenizerFacts)
     return None
 
 
-def _keep(place: Path, saved: Files, facts: TokenizerFacts) -> None:
-    content = names.with_content_hash(_FOUND_FORMAT, asdict(facts))
+def _keep(place: Path, facts: TokenizerFacts) -> None:
+    raw = msgspec.msgpack.encode(facts)
     with contextlib.suppress(OSError, ShardprepError):
         place.parent.mkdir(parents=True, exist_ok=True)
-        with files.PublishedFolder(place) as entry:
-            _write_files({**saved, _FOUND: orjson.dumps(content)}, entry.temporary)
-            entry.publish()
+        files.publish_bytes(place, hashlib.sha256(raw).digest() + raw)
 
 
 def _write_files(contents: Files, folder: Path) -> None:
@@ -258,7 +254,7 @@ def plain_files(given: Files) -> tuple[Files, Tokenizer] | None:
     if not version("transformers").startswith(_PLAIN_TRANSFORMERS):
         return None
     try:
-        data = _parsed(given[TOKENIZER_FILE])
+        data = _json_object(given, TOKENIZER_FILE)
         if not _is_plain(given, data):
             return None
         tokenizer = Tokenizer.from_str(given[TOKENIZER_FILE].decode())
@@ -281,9 +277,7 @@ def _is_plain(given: Files, data: dict[str, Any]) -> bool:
     added = {str(token["id"]): token for token in data.get("added_tokens") or []}
     known = {token["content"] for token in added.values()}
     tokens: list[Any] = [each.get(role) for each in (config, named) for role in _NAMED]
-    for each in (config, named):
-        for role in _LISTED:
-            tokens += each.get(role) or []
+    tokens += [token for each in (config, named) for role in _LISTED for token in each.get(role) or []]
     contents = {token["content"] if isinstance(token, dict) else token for token in tokens}
     decoder: dict[str, dict[str, Any]] = config.get("added_tokens_decoder") or {}
     return (
@@ -302,40 +296,15 @@ def _is_plain(given: Files, data: dict[str, Any]) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=4)
-def _parsed(raw: bytes) -> Any:
-    """Return what JSON says, not to be changed. Llama 3's tokenizer.json takes 0.07 s each time."""
-    return orjson.loads(raw)
-
-
 def _json_object(contents: Files, name: str) -> dict[str, Any]:
     """Return a JSON file's object, an empty one for a file that is not there."""
     try:
-        data = _parsed(contents.get(name, b"{}"))
+        data = orjson.loads(contents.get(name, b"{}"))
     except ValueError as error:
         raise errors.BrokenShard(f"the tokenizer's {name} is not JSON ({error})") from None
     if not isinstance(data, dict):
         raise errors.BrokenShard(f"the tokenizer's {name} is a {type(data).__name__}, expected an object")
     return data
-
-
-def _loaded(saved: Files, folder: Path) -> Tokenizer:
-    path = folder / TOKENIZER_FILE
-    if TOKENIZER_FILE not in saved:
-        raise errors.NotFound(f"{path} is missing: transformers saved {', '.join(saved) or 'nothing'}")
-    try:
-        return Tokenizer.from_str(saved[TOKENIZER_FILE].decode())
-    except BaseException as error:
-        if not is_library_fault(error):
-            raise
-        raise errors.ReadWriteError(f"{path} cannot be loaded: {error}") from error
-
-
-def _read_tokenizer(path: Path) -> bytes:
-    try:
-        return files.read_regular(path, max_bytes=names.MAX_TOKENIZER_BYTES)
-    except files.NOT_THERE:
-        raise errors.NotFound(path=path, found="missing") from None
 
 
 def save_tokenizer(model_id: str, folder: Path) -> None:
@@ -372,24 +341,23 @@ def save_tokenizer(model_id: str, folder: Path) -> None:
 
 def _check_saved(tokenizer: Any, model_id: str, folder: Path) -> None:
     """Check that the saved files load as a loaded tokenizer, and encode as it does."""
-    kind = type(tokenizer).__name__
-    expected = f"PreTrainedTokenizerFast as tokenizer_class in the {TOKENIZER_CONFIG} of a copy of the folder"
+    found = ""
     if _auto_tokenizer(str(folder)).backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
-        found = f"a {kind}, of whose saved files transformers makes another tokenizer"
-        raise errors.UsageError(path=model_id, found=found, expected=expected)
-    saved = _loaded({TOKENIZER_FILE: _read_tokenizer(folder / TOKENIZER_FILE)}, folder)
+        found = "of whose saved files transformers makes another tokenizer"
     # As transformers takes them; the shards may take control tokens otherwise.
     allow = not tokenizer.split_special_tokens
-    engine = engines.engine_of_tokenizer(saved, allow_special_tokens=allow, name=model_id)
+    engine = engines.tokenizers_engine(folder / TOKENIZER_FILE, allow_special_tokens=allow, name=model_id)
     ids = [document.tolist() for document in engine.encode_texts(engines.PROBE).documents()]
     try:
-        is_equal = tokenizer(list(engines.PROBE))["input_ids"] == ids
+        if tokenizer(list(engines.PROBE))["input_ids"] != ids:
+            found = found or "which changes texts before its tokenizer.json encodes them"
     except Exception as error:
-        found = f"a {kind}, which encodes no plain text ({words_of_fault(error)})"
-        raise errors.UsageError(path=model_id, found=found, expected=expected) from None
-    if not is_equal:
-        found = f"a {kind}, which changes texts before its tokenizer.json encodes them"
-        raise errors.UsageError(path=model_id, found=found, expected=expected)
+        found = f"which encodes no plain text ({words_of_fault(error)})"
+    if found:
+        expected = f"PreTrainedTokenizerFast as tokenizer_class in the {TOKENIZER_CONFIG} of a copy of it"
+        raise errors.UsageError(
+            path=model_id, found=f"a {type(tokenizer).__name__}, {found}", expected=expected
+        )
 
 
 def _auto_tokenizer(model_id: str) -> Any:
@@ -402,15 +370,7 @@ def _auto_tokenizer(model_id: str) -> Any:
     except BaseException as error:
         if not is_library_fault(error):
             raise
-        reason, folder = words_of_fault(error), Path(model_id)
-        with contextlib.suppress(OSError):
-            # A vocabulary without a tokenizer.json, which transformers takes for one of tiktoken.
-            for path in [] if (folder / TOKENIZER_FILE).exists() else sorted(folder.glob("*.model"))[:1]:
-                with path.open("rb") as file:
-                    is_tiktoken = re.fullmatch(rb"[A-Za-z0-9+/=]+ [0-9]+\s*", file.readline(1000))
-                libraries = "tiktoken" if is_tiktoken else "sentencepiece protobuf"
-                reason = f"{path.name} alone; to let transformers convert it: pip install {libraries}"
-        raise no_tokenizer(model_id, reason) from None
+        raise no_tokenizer(model_id, words_of_fault(error)) from None
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():  # as transformers 5.0 makes one up
         raise no_tokenizer(model_id, f"{type(tokenizer).__name__} without a vocabulary: a file is missing")
     return tokenizer
@@ -441,7 +401,8 @@ def document_ends_line(plan: Plan, engine: engines.Engine, folder: Path) -> str:
         after = [*after, plan.end_id]
     if not (before or after):
         return "documents begin and end without a control token"
-    head, _ = engines.split_tokenizer(_read_tokenizer(folder / TOKENIZER_FILE))
+    raw = files.read_regular(folder / TOKENIZER_FILE, max_bytes=names.MAX_TOKENIZER_BYTES)
+    head, _ = engines.split_tokenizer(raw)
     shown = {token["id"]: f"{token['content']} ({token['id']})" for token in head.get("added_tokens") or []}
     words = [" ".join(shown.get(each, str(each)) for each in ids) for ids in (before, after)]
     begin, end = (f"with {each}" if each else "without a control token" for each in words)

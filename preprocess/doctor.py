@@ -160,9 +160,8 @@ def doctor(args: argparse.Namespace) -> int:
     findings = [*_of_versions(), *_of_machine(num_cpus)]
     try:
         findings += _of_tokenizer(args.model_id, args.output_dir, num_cpus)
-    except ShardprepError as error:  # its message says what to do behind the last semicolon
-        text, _, todo = str(error).rpartition("; ")
-        findings.append(Finding("tokenizer", text, todo, error.exit_code))
+    except ShardprepError as error:
+        findings.append(Finding("tokenizer", str(error), exit_code=error.exit_code))
     levels = Counter(finding.level for finding in findings)
     code = next((each.exit_code for each in findings if each.exit_code), int(levels["warning"] > 0))
     if args.json:

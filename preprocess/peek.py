@@ -13,14 +13,14 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from preprocess.make.engines import Ids, load_tokenizer
 from shardprep.console import Progress, counted, output_is_read, print_lines, quoted
 from shardprep.errors import NotFound, ShardprepError, UsageError
-from shardprep.files import read_beginning
+from shardprep.files import NOT_THERE, read_lines
 from shardprep.format import names
 from shardprep.format.documents import kept_ids
 from shardprep.format.index import ShardSamples, read_idx, samples_holding
@@ -29,19 +29,8 @@ from shardprep.format.plan import Plan, need_plan
 
 _KINDS = "SHARD:SAMPLE, SHARD:ROW:DOCUMENT, FILE:BYTE or id:ID"
 _IN_SHARD = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?::([0-9]{1,9}))?")
-_MAX_QUARANTINE_BYTES = 4 << 20  # of one file: some 20,000 documents
 _DETAIL_CHARS = 300
 Sample = tuple[int, int]  # shard, number in it
-
-
-class _LeftOut(msgspec.Struct):
-    """What a line of a quarantine file says."""
-
-    source: str
-    source_offset: int
-    num_bytes: names.Count
-    reason: str
-    detail: str
 
 
 class Decoder:
@@ -103,7 +92,7 @@ def peek(args: argparse.Namespace) -> int:
     asked: dict[Sample, set[int]] = {}  # of each sample the documents that are asked for; none: all
     for address in args.addresses:
         if args.grep:
-            raise UsageError("an address says which sample to show; leave out --grep", found="--grep")
+            raise UsageError(found="--grep", expected="no such flag, as an address says which sample to show")
         for sample, document in _samples_at(folder, plan, address):
             asked.setdefault(sample, set()).update(() if document is None else (document,))
     samples: Iterable[Sample] = asked
@@ -123,14 +112,15 @@ def peek(args: argparse.Namespace) -> int:
                     continue
                 only = asked.get((shard_id, number), set())
                 if max(only, default=0) >= len(documents):
-                    address = f"{shard_id}:{number}:{max(only)}"
-                    raise NotFound(f"{address}: that sample has documents 0 to {len(documents) - 1}")
+                    expected = f"documents 0 to {len(documents) - 1}"
+                    raise NotFound(found=f"{shard_id}:{number}:{max(only)}", expected=expected)
                 _print_sample(plan, shard, number, documents, args.chars, only)
                 num_shown += 1
                 if (num_shown == args.num and not args.addresses) or not output_is_read():
                     return 0
     if not num_shown and not args.addresses:
-        raise NotFound(f"{folder} has no sample that was asked for; take fewer flags")
+        wanted = f"one with {args.grep!r}; give --grep another expression" if args.grep else "one"
+        raise NotFound(path=folder, found="no such sample", expected=wanted)
     return 0
 
 
@@ -143,7 +133,7 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
             raise UsageError(found=f"shard {shard_id} in {address}", expected=expected)
         if shard_id not in manifest_ids(folder):
             path, again = names.manifest_path(folder, shard_id), f"shardprep run {quoted(folder)}"
-            raise NotFound(f"shard {shard_id:05d} is not made: {path} is missing", path=path, remedy=again)
+            raise NotFound(path=path, found="missing: the shard is not made", remedy=again)
         if number >= (num_samples := len(read_idx(folder, plan.spec, shard_id))):
             raise NotFound(found=f"{address}, no sample", expected=f"samples 0 to {num_samples - 1}")
         yield (shard_id, number), int(in_shard[3]) if in_shard[3] else None
@@ -153,9 +143,7 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
         if not plan.options.id_field:
             found = "no ids of its documents, as its plan has no --id_field"
             raise UsageError(path=folder, found=found, expected="SHARD:SAMPLE or FILE:BYTE")
-        if not (wanted := address.removeprefix("id:")):
-            raise UsageError("id: names no id, expected one of --id_field, such as id:web/17")
-        place = _place_of_id(folder, made, wanted, len(paths))
+        place = _place_of_id(folder, made, address.removeprefix("id:"), len(paths))
         name = paths[place[0]]
     else:
         name, _, offset = address.rpartition(":")
@@ -181,21 +169,21 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
         if numbers := samples_holding(records, place, num_train):
             yield from (((shard_id, number), None) for number in numbers)
             return
-    raise NotFound(f"{name}:{place[1]}: no document of a finished shard begins there or before")
+    raise NotFound(
+        found=f"{name}:{place[1]}", expected="where a document of a finished shard begins, or behind"
+    )
 
 
 def _left_out_line(folder: Path, shard_ids: Sequence[int], path: str, offset: int) -> str:
     """Say what is known of a document that was left out, or nothing where none begins there."""
     for shard_id in shard_ids:
-        with contextlib.suppress(ShardprepError):  # of a file that cannot be read nothing is known
-            raw = read_beginning(names.quarantine_path(folder, shard_id), _MAX_QUARANTINE_BYTES)
-            for line in raw.split(b"\n"):
-                with contextlib.suppress(msgspec.MsgspecError):
-                    entry = msgspec.json.decode(line, type=_LeftOut)
-                    if (entry.source, entry.source_offset) == (path, offset):
-                        size = "" if names.input_kind(path).unit == "row" else f", {entry.num_bytes} bytes"
-                        why = f"{entry.reason}{size}: {entry.detail[:_DETAIL_CHARS]}"
-                        return f"{path}:{offset} was left out of shard {shard_id:05d} as {why}"
+        # Of a file that cannot be read nothing is known.
+        with contextlib.suppress(*NOT_THERE, ShardprepError, ValueError, LookupError, TypeError):
+            for entry in map(orjson.loads, read_lines(names.quarantine_path(folder, shard_id))):
+                if (entry["source"], entry["source_offset"]) == (path, offset):
+                    size = "" if names.input_kind(path).unit == "row" else f", {entry['num_bytes']} bytes"
+                    why = f"{entry['reason']}{size}: {entry['detail'][:_DETAIL_CHARS]}"
+                    return f"{path}:{offset} was left out of shard {shard_id:05d} as {why}"
     return ""
 
 
@@ -207,14 +195,14 @@ def _place_of_id(folder: Path, shard_ids: Sequence[int], wanted: str, num_inputs
             if kept == wanted and 0 <= input_number < num_inputs:
                 return input_number, offset
         progress.add(1)
-    raise NotFound(f"no document of a finished shard has the id {wanted}")
+    raise NotFound(path=folder, found=f"no id {wanted}", expected="that of a document of a finished shard")
 
 
 def _made_shards(folder: Path) -> list[int]:
     """Return the finished shards of a data set, at least one. Raises NotFound."""
-    if not (made := sorted(manifest_ids(folder))):
+    if not (made := manifest_ids(folder)):
         again = f"shardprep run {quoted(folder)}"
-        raise NotFound(f"{folder} has no finished shard", path=folder, remedy=again)
+        raise NotFound(path=folder, found="no finished shard", remedy=again)
     return made
 
 

@@ -22,7 +22,7 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -44,9 +44,7 @@ _MOST_TOLD = 5  # problems of one kind that are printed
 _TASK_LOG = re.compile(r"[0-9]+_[0-9]+\.log")
 _OF_SHARD = re.compile(r"\.shard-(\d{5})\.")
 _MADE_AGAIN = ("tar", "idx", "ids", "digests")  # quarantine/ has words of a library's version
-
-
-Problem = tuple[int, errors.ShardprepError]  # a shard that is missing or broken, and how to mend it
+Problems = dict[int, errors.ShardprepError]  # shards that are missing or broken, and how to mend them
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -78,25 +76,23 @@ def verify(args: argparse.Namespace) -> int:
     if problems:
         return _tell_problems(folder, plan, problems, check)
     index = merge_manifests(folder, manifests)
-    path, content = folder / names.INDEX_NAME, index.to_json()
-    not_written: errors.CannotWrite | None = None
-    wrote = f"; wrote {path}"
+    if args.deep is not None and (problems := _make_again(folder, plan, args, again=standing)):
+        return _tell_problems(folder, plan, problems, "deep")
+    path, content, wrote = folder / names.INDEX_NAME, index.to_json(), "wrote"
     try:
         files.publish_bytes(path, content)
     except errors.CannotWrite as error:  # a colleague's folder, say, which may be read and not be written to
-        not_written, wrote = error, ""
+        wrote = ""
         with contextlib.suppress(*files.NOT_THERE, errors.BrokenShard):
             if files.read_regular(path, max_bytes=len(content)) == content:
-                not_written, wrote = None, f"; {path} says the same"
+                wrote = "the same stands in"
+        if not wrote:
+            error.advise(f"all shards are right, and {names.INDEX_NAME} is not written")
+            raise
     sums = (counted(int(index.column(f"num_{noun}s").sum()), noun) for noun in ("sample", "token"))
-    print_lines(f"verified {counted(plan.num_shards, 'shard')}: {', '.join(sums)}{wrote}")
+    print_lines(f"verified {counted(plan.num_shards, 'shard')}: {', '.join(sums)}; {wrote} {path}")
     counts = {name: dataclasses.asdict(of) for name, of in index.sources.items()}
     print_lines(*source_lines(counts, all_in=names.INDEX_NAME))
-    if args.deep is not None and (problems := _make_again(folder, plan, args, again=standing)):
-        return _tell_problems(folder, plan, problems, "deep")
-    if not_written is not None:
-        say(f"error: all shards are right, and {names.INDEX_NAME} is not written: {not_written}")
-        return not_written.exit_code
     manifest.remove_findings(folder)
     for record in read_attempts(folder, plan.plan_id).own:  # of attempts whose shards were made by others
         if record.ended is not None:
@@ -105,7 +101,7 @@ def verify(args: argparse.Namespace) -> int:
     return 0
 
 
-def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: Iterable[int]) -> list[Problem]:
+def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: Iterable[int]) -> Problems:
     """Return the shards that come out otherwise when they are made again.
 
     ``args.deep`` shards that have input are chosen, the same ones for a plan each time; those of ``again``
@@ -120,7 +116,7 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
     chosen = sorted({*chooser.sample(full, min(args.deep, len(full))), *again})
     settings = dataclasses.replace(worker_settings(args), engine="tokenizers", max_bad_fraction=1.0)
     worker = Worker(plan, folder, settings, num_cpus=num_cpus, warn=lambda _: None)
-    problems: list[Problem] = []
+    problems: Problems = {}
     progress = Progress("making shards again", len(chosen), unit="shards")
     for shard_id in chosen:
         try:
@@ -138,7 +134,7 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
                 remedy = f"{names.remake_command(shard_id, folder)} --engine tokenizers"
                 raise errors.BrokenShard(message, remedy=remedy)
         except errors.ShardprepError as error:
-            problems.append((shard_id, error))
+            problems[shard_id] = error
         progress.add(1)
     if not problems:
         shards = f"{counted(len(chosen), 'shard')} ({names.id_ranges(chosen)})"
@@ -146,36 +142,33 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
     return problems
 
 
-def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem], check: Check) -> int:
-    """Say what is wrong, write it down for the other commands, and return the exit code.
-
-    What is wrong with a shard is told before what could not be read, of which nothing is known.
-    """
-    for kind in dict.fromkeys(type(error) for _, error in problems):
-        same = [problem for problem in problems if type(problem[1]) is kind]
-        for shard_id, error in same[:_MOST_TOLD]:
-            say(f"error: shard {shard_id:05d}: {error}")
-        if ids := names.id_ranges(shard_id for shard_id, _ in same[_MOST_TOLD:]):
+def _tell_problems(folder: Path, plan: Plan, problems: Problems, check: Check) -> int:
+    """Say what is wrong, write it down for the other commands, and return the exit code."""
+    for kind in dict.fromkeys(map(type, problems.values())):
+        same = [shard_id for shard_id, error in problems.items() if type(error) is kind]
+        for shard_id in same[:_MOST_TOLD]:
+            say(f"error: shard {shard_id:05d}: {problems[shard_id]}")
+        if ids := names.id_ranges(same[_MOST_TOLD:]):
             again = f"shardprep run {errors.quoted(folder)} makes what is missing"
             say(f"error: {shards_text(ids)}: likewise; {again}")
-    wrong = [each for each in problems if manifest.is_of_shard(each[1])]
-    others = [each for each in problems if not manifest.is_of_shard(each[1])]
+    # What is wrong with a shard goes before what could not be read, of which nothing is known.
+    wrong = {shard_id: error for shard_id, error in problems.items() if manifest.is_of_shard(error)}
+    not_read = problems.keys() - wrong.keys()
     try:
-        not_read = {shard_id for shard_id, _ in others}
-        manifest.publish_findings(folder, plan.plan_id, dict(wrong), check, not_read)
+        manifest.publish_findings(folder, plan.plan_id, wrong, check, not_read)
     except errors.ShardprepError as error:
         say(f"warning: other commands will not know this: {error}")
     unknown = "could not be compared, and nothing is said of them"
-    for some, what in ((wrong, "are not right"), (others, unknown)):
+    for some, what in ((wrong, "are not right"), (not_read, unknown)):
         if some:
-            ids = names.id_ranges(shard_id for shard_id, _ in some)
+            ids = names.id_ranges(some)
             say(f"{len(some)} of {plan.num_shards} shards {what}: {shards_text(ids)}; see the lines above")
-    return (wrong or others)[0][1].exit_code
+    return problems[min(wrong or problems)].exit_code
 
 
 def _check_shards(
     folder: Path, plan: Plan, *, is_fast: bool, standing: Mapping[int, Finding]
-) -> tuple[list[Manifest], list[Problem]]:
+) -> tuple[list[Manifest], Problems]:
     """Return the manifests of the shards that are right, and what is wrong with the others.
 
     ``standing``: what a more thorough verify found, which this one cannot take back. A shard that cannot be
@@ -210,7 +203,7 @@ def _check_shards(
         manifest.refuse_found(folder, standing, [shard_id])
         return shard
 
-    def check(shard_id: int) -> Manifest | Problem:
+    def check(shard_id: int) -> Manifest | errors.ShardprepError:
         try:
             if is_away.is_set():
                 return read(shard_id)
@@ -220,19 +213,19 @@ def _check_shards(
                 error.remedy = names.remake_command(shard_id, folder)
             if isinstance(error.__context__, OSError) and error.__context__.errno in files.RETRIED:
                 is_away.set()
-            return shard_id, error
+            return error
         except OSError as error:
-            return shard_id, errors.ReadWriteError(f"{error.filename}: {error.strerror}")
+            return errors.ReadWriteError(f"{error.filename}: {error.strerror}")
 
     manifests: list[Manifest] = []
-    problems: list[Problem] = []
+    problems: Problems = {}
     progress = Progress("verifying", plan.num_shards, unit="shards")
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        for result in pool.map(check, range(plan.num_shards)):
+        for shard_id, result in enumerate(pool.map(check, range(plan.num_shards))):
             if isinstance(result, Manifest):
                 manifests.append(result)
             else:
-                problems.append(result)
+                problems[shard_id] = result
             progress.add(1)
     return manifests, problems
 

@@ -148,6 +148,7 @@ def run(args: argparse.Namespace) -> int:
     plan = need_plan(folder)
     chosen = chosen_shards(plan.num_shards, args.shards)
     wanted = range(plan.num_shards) if chosen is None else sorted(chosen)
+    settings = resources.worker_settings(args)
     todo = missing_shards(plan, folder, wanted)
     if len(todo) < len(wanted):
         say(f"{len(wanted) - len(todo)} of {len(wanted)} shards are done already")
@@ -157,7 +158,6 @@ def run(args: argparse.Namespace) -> int:
         expected = "one that you can; its owner can make the shards"
         raise CannotWrite(path=folder, found="a folder that you cannot write to", expected=expected)
     cpus = resources.allowed_cpus(offset=todo[0])
-    settings = resources.worker_settings(args)
     assert settings.memory_gb is not None
     # --num_proc, else DATASET_NUM_PROC, else one process per CPU as far as the memory goes.
     num_proc = args.num_proc
@@ -180,10 +180,9 @@ def run(args: argparse.Namespace) -> int:
         made, failures = run_shards(folder, settings, todo, cpus_of, progress, is_verbose=args.verbose)
         record.exit_code = failures[0].exit_code if failures else 0
     counts = [manifest.counts for manifest in made]
-    num_bytes = sum(each.input_bytes for each in counts)
-    num_documents = sum(each.num_documents for each in counts)
-    num_tokens = sum(each.num_tokens for each in counts)
-    total = amounts_line(num_bytes, num_documents, num_tokens, progress.elapsed_s)
+    names = ("input_bytes", "num_documents", "num_tokens")
+    sums = (sum(getattr(each, name) for each in counts) for name in names)
+    total = amounts_line(*sums, progress.elapsed_s)
     num_made = len(todo) - len(failures)
     say(f"{num_made} of {counted(len(todo), 'shard')} made by {counted(num_proc, 'process')}: {total}")
     if failures:
@@ -217,10 +216,7 @@ def blank(args: argparse.Namespace) -> int:
     from preprocess.verify import verify
 
     folder, new = args.data_dir, args.output_dir
-    moved_to, transform = getattr(args, "input_dir", None), getattr(args, "transform", None)
-    plan, touched, are_all_found = take_over(
-        folder, new, args.ids, input_dir=moved_to, transform_file=transform
-    )
+    plan, touched, are_all_found = take_over(folder, new, args.ids, resources.InputSettings.of(args))
     num_taken = plan.num_shards - len(touched)
     say(f"{num_taken} of {counted(plan.num_shards, 'shard')} hold none of them: taken as they are")
     if code := run(args):
@@ -244,14 +240,19 @@ def _blank_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(shards=None, fast=True, deep=None)
 
 
-def _elsewhere(module: str, summary: str) -> Command:
-    """Return a command of the module of its name, imported when it is called."""
-    return Command(summary, f"preprocess.{module}:add_flags", f"preprocess.{module}:{module}")
-
-
 _PACKED = "documents are packed into rows by --record packed --seq_len 8192"
 _LOADER_CUTS = "documents are kept whole here; the loader cuts: get_llama3_dataloader(..., max_length=2048)"
 _NO_VALUE = "a flag that is on or off takes no value: type --NAME or --no-NAME"
+_ELSEWHERE = (  # command, its module, which is imported when it is called, and a line of help
+    ("verify", "verify", "check all shards and write index.json"),
+    ("doctor", "doctor", "check machine, tokenizer and folders before the work"),
+    ("peek", "peek", "print decoded samples and where they came from"),
+    ("export", "export", "write the token ids as Megatron, nanoGPT or Hugging Face files"),
+    ("overlap", "overlap", "find the documents that hold text of an evaluation"),
+    ("duplicates", "overlap", "find equal documents, and list those that go"),
+    ("clean", "verify", "remove what dead attempts left, and the logs of a verified data set"),
+    ("train_tokenizer", "train_tokenizer", "train a byte-level BPE like Llama 3's"),
+)
 
 PROGRAM = Program(
     name="python -m preprocess",
@@ -271,23 +272,11 @@ PROGRAM = Program(
             "decide which input bytes belong to which shard, and write plan.json", _plan_flags, plan_data_set
         ),
         "run": Command("make the missing shards on this machine", _run_flags, run),
-        "verify": _elsewhere("verify", "check all shards and write index.json"),
-        "doctor": _elsewhere("doctor", "check machine, tokenizer and folders before the work"),
-        "peek": _elsewhere("peek", "print decoded samples and where they came from"),
-        "export": _elsewhere("export", "write the token ids as Megatron, nanoGPT or Hugging Face files"),
         "blank": Command("make the data set anew with some documents blanked", _blank_flags, blank),
-        "overlap": _elsewhere("overlap", "find the documents that hold text of an evaluation"),
-        "duplicates": Command(
-            "find equal documents, and list those that go",
-            "preprocess.overlap:add_duplicates_flags",
-            "preprocess.overlap:duplicates",
-        ),
-        "clean": Command(
-            "remove temporary files of finished shards, those older than 24 hours, logs of a verified set",
-            "preprocess.verify:add_clean_flags",
-            "preprocess.verify:clean",
-        ),
-        "train_tokenizer": _elsewhere("train_tokenizer", "train a byte-level BPE like Llama 3's"),
+        **{
+            name: Command(summary, f"preprocess.{module}:{name}_flags", f"preprocess.{module}:{name}")
+            for name, module, summary in _ELSEWHERE
+        },
     },
 )
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from preprocess.make.resources import InputSettings
 from preprocess.read.documents import documents_of_shard
 from preprocess.read.text_fields import Transform, transform_of
 from shardprep.console import Progress, counted, print_lines, say
@@ -29,9 +30,7 @@ Places = npt.NDArray[np.int64]  # int64[documents, 2]: number of the input, and 
 _MOST_TOLD = 20  # names that were not found
 
 
-def take_over(
-    folder: Path, new: Path, ids_file: Path, *, input_dir: Path | None, transform_file: Path | None
-) -> tuple[Plan, list[int], bool]:
+def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> tuple[Plan, list[int], bool]:
     """Begin the new data set: find the documents, publish its plan, and take over the untouched shards.
 
     Returns its plan, the shards that are to be made again, and whether each document that the list names was
@@ -45,11 +44,11 @@ def take_over(
         check_done(folder, number, plan.plan_id, findings)
     names = documents.read_names(ids_file, id_field=plan.options.id_field)
     found = np.zeros(len(names.keys), np.bool_)
-    transform = transform_of(plan.options, transform_file)
+    transform = transform_of(plan.options, where.transform)
     named: dict[int, Places] = {}
     progress = Progress("looking for documents", plan.num_shards, unit="shards")
     for number in range(plan.num_shards):
-        places = _named_places(folder, plan.at(input_dir), number, names, found, transform)
+        places = _named_places(folder, plan.at(where.input_dir), number, names, found, transform)
         if len(places):
             named[number] = places
         progress.add(1)

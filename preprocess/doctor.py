@@ -128,7 +128,7 @@ def _of_tokenizer(model_id: str | None, folder: Path | None, num_cpus: int) -> I
     yield Finding("tokenizer", text.removesuffix("; "), todo if is_shared else "")
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def doctor_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Look at this machine, its variables and a tokenizer before the work begins. In a job: srun "
         "shardprep doctor. Exit code: 0 all good, 1 warnings, else that of the first error."

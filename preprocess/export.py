@@ -183,7 +183,7 @@ class HuggingFace(ExportLayout):
 LAYOUTS: dict[str, type[ExportLayout]] = {"megatron": Megatron, "nanogpt": NanoGpt, "hf": HuggingFace}
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def export_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Write the token ids of a data set in the layout of another tool. Run it again after it was stopped: "
         "it goes on with the shards that are missing."

@@ -39,6 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.make.engines import Numbers, TokenBatch, load_tokenizer
+from preprocess.make.resources import InputSettings
 from preprocess.make.worker import load_engine
 from preprocess.plan.inputs import find_inputs, stamp_inputs
 from preprocess.read.documents import Documents, documents_of_shard, read_documents
@@ -96,17 +97,10 @@ def _unblanked(plan: Plan, folder: Path, shard_id: int, transform: Transform | N
         yield documents
 
 
-def _add_input_flags(parser: argparse.ArgumentParser) -> None:
-    text = "folder of the inputs, if they moved (default: the plan's)"
-    parser.add_argument("--input_dir", metavar="PATH", type=Path, help=text)
-    text = "the file of the plan's --transform (default: none)"
-    parser.add_argument("--transform", metavar="PATH", type=Path, help=text)
-
-
 # Overlap. -----------------------------------------------------------------------------------------------
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def overlap_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Find the documents of a data set that hold text of an evaluation, and list them as 'plan --exclude' "
         "and 'blank --ids' take it. Run it again after it was stopped: it goes on with what is missing. The "
@@ -125,21 +119,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--shards", metavar="IDS", help="look into these only, such as 0-9,12 (default: all)")
     text = "folder of the lists (default: DATA/overlap)"
     add("--output", "--output_dir", metavar="OUT", dest="output", type=Path, help=text)
-    _add_input_flags(parser)
+    add_flags_of(parser, InputSettings)
     others = {item.name for item in dataclasses.fields(PlanOptions)} - {*_READ_OPTIONS}
     add_flags_of(parser.add_argument_group("how EVALS is read, as by plan"), PlanOptions, but=others)
 
 
 def overlap(args: argparse.Namespace) -> int:
     """``overlap DATA --against EVALS``: make the files that are missing, and merge them if all are there."""
-    folder: Path = args.data_dir
-    plan = need_plan(folder).at(args.input_dir)
+    folder, where = args.data_dir, InputSettings.of(args)
+    plan = need_plan(folder).at(where.input_dir)
     chosen = names.chosen_shards(plan.num_shards, args.shards)
     wanted = range(plan.num_shards) if chosen is None else sorted(chosen)
     rule = RULES[args.rule]._replace(**{} if args.ngram is None else {"ngram": args.ngram})
     if rule.ngram < 2:
         raise UsageError.of_value("--ngram", rule.ngram, "2 or more")
-    transform = transform_of(plan.options, args.transform)
+    transform = transform_of(plan.options, where.transform)
     read_options = {name: vars(args)[name] for name in _READ_OPTIONS if name in vars(args)}
     evals = _read_evaluation(args.against, read_options)
     settings = {"evaluation": args.against, "plan_id": plan.plan_id, **rule._asdict()}
@@ -398,7 +392,7 @@ def _table(rows: Iterable[Iterable[object]]) -> str:
 # Duplicates. --------------------------------------------------------------------------------------------
 
 
-def add_duplicates_flags(parser: argparse.ArgumentParser) -> None:
+def duplicates_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Find equal documents across the shards of one or several data sets, and write for each a list of "
         "those that go, which 'plan --exclude' and 'blank --ids' take. The first one stays: by the order in "
@@ -409,7 +403,7 @@ def add_duplicates_flags(parser: argparse.ArgumentParser) -> None:
     add("data_dirs", metavar="DATA", nargs="+", type=Path, help="folder of a data set, complete")
     text = "list of what goes of the first data set; the second one's has .2 before the suffix, and so on"
     add("--output", metavar="FILE", type=Path, required=True, help=text)
-    _add_input_flags(parser)
+    add_flags_of(parser, InputSettings)
     add("--json", action="store_true", help="print JSON for programs")
 
 
@@ -423,7 +417,7 @@ class _Shard(NamedTuple):
 
 def duplicates(args: argparse.Namespace) -> int:
     """Find the documents that go, write the lists, and print the sums. Raises what reading and writing do."""
-    plans: dict[str, Path] = {}
+    plans, where = dict[str, Path](), InputSettings.of(args)
     shards: list[_Shard] = []
     lists: dict[Path, files.PublishedFile] = {}  # by data set
     going = Counter[tuple[Path, str]]()  # documents, by data set and source
@@ -437,13 +431,13 @@ def duplicates(args: argparse.Namespace) -> int:
             # Before the work, so that a folder that cannot be written to is told at once.
             lists[folder] = opened.enter_context(files.PublishedFile(path))
             findings = read_findings(folder, plan.plan_id)
-            transform = transform_of(plan.options, args.transform)
+            transform = transform_of(plan.options, where.transform)
             for shard_id in range(plan.num_shards):
                 stamp = check_done(folder, shard_id, plan.plan_id, findings).digests
                 if stamp is None:
                     expected = "a data set of plan --digests; plan anew with it, into a new folder"
                     raise UsageError(path=folder, found="no digests", expected=expected, remedy="--digests")
-                shards.append(_Shard(folder, plan.at(args.input_dir), transform, shard_id, stamp))
+                shards.append(_Shard(folder, plan.at(where.input_dir), transform, shard_id, stamp))
         groups, first_shard, has_copies, num_documents, num_copies = _find(shards)
         with_copies = np.flatnonzero(has_copies).tolist()
         progress = Progress("writing the lists", len(with_copies), unit="shards")

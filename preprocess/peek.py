@@ -59,7 +59,7 @@ class Decoder:
         return "".join(parts)
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def peek_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Print samples of the shards, decoded by the data set's own tokenizer: special tokens in brackets, "
         "where documents begin in packed rows, and the file and place that each came from."

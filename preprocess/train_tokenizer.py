@@ -151,7 +151,7 @@ def _train(
     say(f"read {found}, long documents in pieces")
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def train_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--input_dir", metavar="PATH", type=Path, required=True, help="folder of inputs, as plan takes them")
     add("--output_dir", metavar="PATH", type=Path, required=True, help="new or empty folder of the tokenizer")

@@ -30,7 +30,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from preprocess.make.resources import InputSettings, bind_to_task_cpus, worker_settings
 from shardprep import errors, files
+from shardprep.command_line import add_flags_of
 from shardprep.console import Progress, counted, print_lines, say, shards_text, short_bytes, source_lines
 from shardprep.format import manifest, names
 from shardprep.format.index import ids_of, merge_manifests, misplaced_samples, read_idx
@@ -47,18 +49,14 @@ _MADE_AGAIN = ("tar", "idx", "ids", "digests")  # quarantine/ has words of a lib
 Problems = dict[int, errors.ShardprepError]  # shards that are missing or broken, and how to mend them
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("output_dir", metavar="DATA", type=Path, help="folder of the data set")
+def verify_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output_dir", metavar="DATA", type=Path, help="folder of the data set")
     tier = parser.add_mutually_exclusive_group()
     text = "check manifests, sizes and coverage; read no shard"
     tier.add_argument("--fast", action="store_true", help=text)
     text = "also make N shards again with the engine tokenizers, and compare (default: 0; without N: 3)"
     tier.add_argument("--deep", nargs="?", type=int, const=3, metavar="N", help=text)
-    text = "for --deep, folder of the input, if it moved (default: the plan's)"
-    add("--input_dir", metavar="PATH", type=Path, help=text)
-    text = "for --deep, the file of the plan's --transform (default: none)"
-    add("--transform", metavar="PATH", type=Path, help=text)
+    add_flags_of(parser, InputSettings)  # which --deep reads
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -107,7 +105,6 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
     ``args.deep`` shards that have input are chosen, the same ones for a plan each time; those of ``again``
     come on top. Raises what loading a Worker raises.
     """
-    from preprocess.make.resources import bind_to_task_cpus, worker_settings
     from preprocess.make.worker import Worker  # with the libraries of a worker
 
     num_cpus = bind_to_task_cpus(offset=0)
@@ -294,7 +291,7 @@ def _check_ids(shard: Manifest, tar: files.HashedFile, records: Records) -> None
         raise errors.BrokenShard(f"{tar.path} does not end in two zero blocks")
 
 
-def add_clean_flags(parser: argparse.ArgumentParser) -> None:
+def clean_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output_dir", metavar="DATA", type=Path, help="folder of the data set")
     parser.add_argument("--dry_run", action="store_true", help="print what would be removed, remove nothing")
 

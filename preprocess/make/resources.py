@@ -130,8 +130,8 @@ def cgroup_files(controller: str, limit: str, old_limit: str) -> list[Path]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings:
-    """Each field is a flag of ``--shard_id N`` and of ``run``."""
+class InputSettings:
+    """Where the input of a plan is by now. Each field is a flag of the commands that read it."""
 
     input_dir: Path | None = option(
         None, "folder of the raw input files, if they moved", shown="the plan's", group=INPUT
@@ -139,6 +139,16 @@ class WorkerSettings:
     transform: Path | None = option(
         None, "the file of the plan's --transform, wherever it is now; no other one runs", group=TEXT
     )
+
+    @staticmethod
+    def of(args: argparse.Namespace) -> InputSettings:
+        return InputSettings(**given_of(args, InputSettings))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings(InputSettings):
+    """Each field is a flag of ``--shard_id N`` and of ``run``."""
+
     engine: EngineName = option("auto", ENGINE_HELP, group=TOKENS)
     max_bad_fraction: float | None = option(None, BAD_HELP, shown="the plan's", group=TEXT)
     memory_gb: float | None = option(
@@ -172,7 +182,7 @@ def environment_number(name: str) -> int | None:
     """Return a positive whole number of the environment, None where it is not set. Raises UsageError."""
     text = os.environ.get(name, "")
     if text and not (text.isdigit() and int(text)):
-        raise UsageError(f"{name} is {text!r} in the environment, expected a whole number of 1 or more")
+        raise UsageError.of_value(name, text, "a whole number of 1 or more in the environment")
     return int(text) if text else None
 
 

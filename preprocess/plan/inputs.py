@@ -22,7 +22,6 @@ import os
 import re
 import stat
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -78,10 +77,10 @@ def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
     one that leads to a folder that is taken already is left out; so is another name of a file that is taken.
     Raises NotFound, UsageError, and BadInput for a Delta table.
     """
+    listing = InputListing(input_dir, options)
     try:
         if not input_dir.is_dir():
             raise NotFound(path=input_dir, found="no folder", expected="one that holds input files")
-        listing = InputListing(input_dir, options)
         listing.look_through(options)
         listing.leave_out_same_files()
         listing.leave_out_old_versions()
@@ -96,11 +95,10 @@ def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
         nothing = f"--input_dir {input_dir} holds no .txt file, nor any other input ({known_suffixes()})"
         message = "; ".join([nothing, *left_out_lines(listing.left_out)])
         raise NotFound(message, path=input_dir, expected=known_suffixes())
-    for each in (input_dir.resolve(), *listing.paths):  # as a plan has them
-        try:
-            str(each).encode()
-        except UnicodeEncodeError:
-            raise UsageError(f"the name of input {os.fsencode(each)!r} is not UTF-8; rename it") from None
+    for each in map(str, (input_dir.resolve(), *listing.paths)):  # as a plan has them
+        if each.encode(errors="ignore").decode() != each:
+            found = f"an input of the name {os.fsencode(each)!r}"
+            raise UsageError(path=input_dir, found=found, expected="one in UTF-8: rename it")
     return listing
 
 
@@ -108,8 +106,9 @@ class InputListing:
     """Every name in the input folder: taken, or left out, or below a folder that is left out."""
 
     def __init__(self, input_dir: Path, options: PlanOptions) -> None:
-        self.taken: dict[str, tuple[tuple[int, int], bool]] = {}  # path -> (device and inode, is it a link)
-        self.left_out: dict[str, list[str]] = {}  # reason -> paths relative to the folder
+        # Paths are relative to the folder.
+        self.taken: dict[str, tuple[bool, tuple[int, int]]] = {}  # path -> is it a link; device and inode
+        self.left_out: dict[str, list[str]] = {}  # by reason
         self.follows_links = False  # whether a link to a folder was followed
         self._used_patterns: set[str] = set()
         self._delta_tables: list[str] = []
@@ -163,7 +162,7 @@ class InputListing:
                         if entry.is_symlink():
                             with contextlib.suppress(OSError):  # one to nothing: opening it will say so
                                 place_of = (entry.stat().st_dev, entry.stat().st_ino)
-                        self.taken[path] = (place_of, entry.is_symlink())
+                        self.taken[path] = (entry.is_symlink(), place_of)
                     elif entry.is_symlink() and not follow_links:
                         self.leave_out(path, "link to a folder")
                     elif not options.recursive:
@@ -189,8 +188,8 @@ class InputListing:
     def leave_out_same_files(self) -> None:
         """Take a file once: not by a link to it, nor by a second name, nor in a compressed form, too."""
         first_names: dict[tuple[int, int], str] = {}
-        for path in sorted(self.taken, key=lambda path: (self.taken[path][1], path.split("/"))):
-            first = first_names.setdefault(self.taken[path][0], path)
+        for path in sorted(self.taken, key=lambda path: (self.taken[path][0], path.split("/"))):
+            first = first_names.setdefault(self.taken[path][1], path)
             # Some file systems number files anew in each folder's listing.
             if first != path and (self._input_dir / first).samefile(self._input_dir / path):
                 self.leave_out(path, "file that is taken by another name")
@@ -213,44 +212,39 @@ class InputListing:
 
 def _files_of_delta_table(folder: Path) -> set[str]:
     """Return the data files of a table as it is now, relative to its folder. Raises BadInput."""
-    log = folder / _DELTA_LOG
+    log, first = folder / _DELTA_LOG, 0
     commits = {int(path.stem): path for path in log.glob("*.json") if re.fullmatch(r"\d{20}", path.stem)}
-    first, vectors = 0, dict[str, Any]()  # data file -> its deletion vector, if it has one
-    checkpoints = sorted(log.glob("*.checkpoint.parquet"))
-    path = log
+    vectors: dict[str, Any] = {}  # data file -> its deletion vector, if it has one
+    actions, why = list[Any](), ""
     try:
+        checkpoints = sorted(log.glob("*.checkpoint.parquet"))
         if 0 not in commits and checkpoints:
             from pyarrow.parquet import read_table
 
-            path = checkpoints[-1]
-            first = int(path.name.partition(".")[0]) + 1
-            for added in read_table(path, columns=["add"], use_threads=False)["add"].to_pylist():
-                if added is not None:
-                    vectors[added["path"]] = added.get("deletionVector")
+            first = int(checkpoints[-1].name.partition(".")[0]) + 1
+            added = read_table(checkpoints[-1], columns=["add"], use_threads=False)["add"]
+            actions = [{"add": each} for each in added.to_pylist()]
         numbers = sorted(number for number in commits if number >= first)
         if numbers != list(range(first, first + len(numbers))) or not (numbers or first):
-            raise _unreadable(folder, "the log has gaps, or its checkpoint has several parts")
+            why = "the log has gaps, or its checkpoint has several parts"
         for number in numbers:
-            path = commits[number]
-            for line in path.read_bytes().splitlines():
-                action = json.loads(line)
-                if added := action.get("add"):
-                    vectors[added["path"]] = added.get("deletionVector")
-                elif removed := action.get("remove"):
-                    vectors.pop(removed["path"], None)
+            actions += map(json.loads, commits[number].read_bytes().splitlines())
+        for action in actions:
+            if added := action.get("add"):
+                vectors[added["path"]] = added.get("deletionVector")
+            elif removed := action.get("remove"):
+                vectors.pop(removed["path"], None)
+        if deleted := [path for path, vector in vectors.items() if vector is not None]:
+            why = f"rows of {deleted[0]} are deleted by a deletion vector"
     except ImportError:
         raise UsageError(needs("the checkpoint of a Delta table", "pyarrow")) from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _unreadable(folder, f"{path.name}: {error}") from None
-    if deleted := [path for path, vector in vectors.items() if vector is not None]:
-        raise _unreadable(folder, f"rows of {deleted[0]} are deleted by a deletion vector")
+        why = str(error)
+    if why:
+        found = f"a Delta table whose files do not tell its rows ({why})"
+        expected = "a folder of its current rows, as deltalake's DeltaTable(...).to_pyarrow_table() gives"
+        raise BadInput(path=folder, found=found, expected=expected)
     return {unquote(path) for path in vectors}
-
-
-def _unreadable(folder: Path, why: str) -> BadInput:
-    found = f"a Delta table whose files do not tell its rows ({why})"
-    expected = "a folder of its current rows, such as deltalake's DeltaTable(...).to_pyarrow_table() gives"
-    return BadInput(path=folder, found=found, expected=expected)
 
 
 def _is_file_or_folder(entry: os.DirEntry[str]) -> tuple[bool, bool]:
@@ -317,16 +311,11 @@ def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> list[str]:
     """Return a line per reason: how many names, the first of them, and how they could be taken."""
     lines = []
     for reason, names in left_out.items():
-        first = names[0].rpartition("/")[2]
-        suffixes = [os.path.splitext(name)[1] for name in names]  # noqa: PTH122 - of many names
-        pattern = f"*{suffixes[0]}" if reason == _UNKNOWN and suffixes[0] else first
+        first = Path(names[0])
+        pattern = f"*{first.suffix}" if reason == _UNKNOWN and first.suffix else first.name
         remedy = _REMEDIES.get(reason, "").format(pattern=pattern if pattern.isprintable() else "PATTERN")
-        if reason == _UNKNOWN:
-            common = Counter(suffix or "none" for suffix in suffixes).most_common(_NUM_SHOWN)
-            reason += f": {', '.join(f'{suffix} {number}' for suffix, number in common)}"
         shown = ", ".join(name if name.isprintable() else ascii(name) for name in names[:_NUM_SHOWN])
-        more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
-        lines.append(f"left out ({reason}): {len(names)}, such as {shown}{more}{remedy}")
+        lines.append(f"left out ({reason}): {len(names)}, such as {shown}{remedy}")
     return lines
 
 
@@ -342,10 +331,8 @@ class Weighed(NamedTuple):
     is_whole: bool  # it can only be read whole
 
 
-def stamp_inputs(
-    input_dir: Path, paths: list[Path], options: PlanOptions, progress: Callable[[int], None] = lambda _: None
-) -> list[Weighed]:
-    """Return size, mtime and sampled hash of each file, and what its format says. ``progress`` counts."""
+def stamp_inputs(input_dir: Path, paths: list[Path], options: PlanOptions) -> list[Weighed]:
+    """Return size, mtime and sampled hash of each file, and what its format says."""
     documents.load_libraries(path.name for path in paths)  # threads that import parts of pyarrow at once fail
     root = str(input_dir / "_")[:-1]
 
@@ -357,12 +344,13 @@ def stamp_inputs(
         return Weighed(stamped, *documents.format_of(path.name).inspect(file, options))
 
     inputs: list[Weighed] = []
+    progress = Progress("looking at the inputs", len(paths), unit="files")
     num_files = max(1, min(_MOST_AT_ONCE, -(-len(paths) // (4 * NUM_THREADS))))
     turns = [paths[first : first + num_files] for first in range(0, len(paths), num_files)]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         for found in pool.map(lambda turn: [stamp(path) for path in turn], turns):
             inputs += found
-            progress(len(found))
+            progress.add(len(found))
     return inputs
 
 
@@ -382,14 +370,11 @@ def divide_inputs(
         if not input_kind(path.name).format.has_fields:
             expected = "JSON lines and tables, out of which --record chat reads messages; move it away"
             raise UsageError(path=path, found="text", expected=expected)
-    progress = Progress("looking at the inputs", len(paths), unit="files")
-    weighed = stamp_inputs(config.input_dir, paths, config, progress.add)
+    weighed = stamp_inputs(config.input_dir, paths, config)
     inputs = [item.file for item in weighed]
-    num_links = sum(is_link for _, is_link in listing.taken.values())
-    links = f", {num_links} of them links" if num_links else ""
     empty = {item.path for item in inputs if not item.num_bytes}
     hold_nothing = f"; {len(empty)} of them hold nothing, such as {min(empty)}" if empty else ""
-    say(f"{counted(len(paths), 'input file')} in {config.input_dir}{links}{hold_nothing}")
+    say(f"{counted(len(paths), 'input file')} in {config.input_dir}{hold_nothing}")
     for line in left_out_lines(listing.left_out):
         say(line)
     by_split: dict[str, list[int]] = {}
@@ -527,10 +512,22 @@ def sample_documents(
     Inputs of fewer bytes are read whole, if they are no more than ``most_files``. Of a file that can be read
     from its beginning alone (gzip), it is the head. No document comes twice, and a very long one comes whole.
     """
-    places = [Cut(0, 0)]
-    total = sum(item.num_bytes for item in inputs)
-    if total > num_bytes or (total and len(inputs) > most_files):
-        places += _places(input_dir, inputs, options, num_places)
+    ends = list(itertools.accumulate((item.num_bytes for item in inputs), initial=0))
+    places, number = [Cut(0, 0)], 0  # ascending; several may be one
+    has_all = ends[-1] <= num_bytes and (len(inputs) <= most_files or not ends[-1])
+    for turn in range(1, 1 if has_all else num_places):
+        # Each lies elsewhere in its stretch: at its beginning, equal files would show their heads alone.
+        target = int(ends[-1] * (turn + (0.5 + turn * _GOLDEN_RATIO) % 1) / num_places)
+        while ends[number + 1] <= target:
+            number += 1
+        file, byte = OpenInput(input_dir / inputs[number].path), target - ends[number]
+        (start,) = documents.format_of(file.path.name).starts(file, [(byte, sys.maxsize)], options)
+        if start is not None and start.byte < inputs[number].num_bytes:
+            places.append(Cut(number, start.byte, start.text_byte))
+        elif len(places) > 1 and places[-1].input_number == number:  # none follows in this file
+            places.append(places[-1])
+        else:
+            places.append(Cut(number, 0))
     each, files_each = num_bytes // len(places), max(1, most_files // len(places))
     allowed = taken = 0
     for place, following in itertools.pairwise([*places, Cut(len(inputs), 0)]):
@@ -548,24 +545,3 @@ def sample_documents(
                 taken += sum(map(len, batch.texts)) + len(batch.bad) * documents.SHORT_LINE_BYTES
                 if taken >= allowed:
                     break
-
-
-def _places(input_dir: Path, inputs: Sequence[InputFile], options: PlanOptions, num_places: int) -> list[Cut]:
-    """Return where samples begin behind the first, ascending. Several may be one."""
-    ends = list(itertools.accumulate((item.num_bytes for item in inputs), initial=0))
-    places: list[Cut] = []
-    number = 0
-    for place in range(1, num_places):
-        # Each lies elsewhere in its stretch: at its beginning, equal files would show their heads alone.
-        target = int(ends[-1] * (place + (0.5 + place * _GOLDEN_RATIO) % 1) / num_places)
-        while ends[number + 1] <= target:
-            number += 1
-        file, byte = OpenInput(input_dir / inputs[number].path), target - ends[number]
-        (start,) = documents.format_of(file.path.name).starts(file, [(byte, sys.maxsize)], options)
-        if start is not None and start.byte < inputs[number].num_bytes:
-            places.append(Cut(number, start.byte, start.text_byte))
-        elif places and places[-1].input_number == number:  # none follows in this file
-            places.append(places[-1])
-        else:
-            places.append(Cut(number, 0))
-    return places

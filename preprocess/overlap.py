@@ -46,12 +46,12 @@ from preprocess.read.documents import Documents, documents_of_shard, read_docume
 from preprocess.read.text_fields import Transform, transform_of
 from shardprep import files
 from shardprep.command_line import add_flags_of
-from shardprep.console import Progress, counted, print_lines, quoted, say
+from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text
 from shardprep.errors import BadInput, BrokenShard, NotFound, Refused, UsageError
 from shardprep.format import names
 from shardprep.format.documents import DocumentNames, blank_digests, name_of_place, read_blanked, read_digests
 from shardprep.format.manifest import check_done, read_findings
-from shardprep.format.plan import ByteRange, Plan, PlanOptions, check_tokenizer_files, need_plan, read_plan
+from shardprep.format.plan import Cut, Plan, PlanOptions, check_tokenizer_files, need_plan, ranges_between
 
 _BETWEEN = "\x1f"  # texts; to Python it is white space
 _BASE = np.uint64(0x9FB21C651E98DF25)
@@ -128,21 +128,23 @@ def overlap(args: argparse.Namespace) -> int:
     """``overlap DATA --against EVALS``: make the files that are missing, and merge them if all are there."""
     folder, where = args.data_dir, InputSettings.of(args)
     plan = need_plan(folder).at(where.input_dir)
-    chosen = names.chosen_shards(plan.num_shards, args.shards)
-    wanted = range(plan.num_shards) if chosen is None else sorted(chosen)
+    chosen = names.chosen_shards(plan.num_shards, args.shards) or set(range(plan.num_shards))
     rule = RULES[args.rule]._replace(**{} if args.ngram is None else {"ngram": args.ngram})
     if rule.ngram < 2:
         raise UsageError.of_value("--ngram", rule.ngram, "2 or more")
     transform = transform_of(plan.options, where.transform)
-    read_options = {name: vars(args)[name] for name in _READ_OPTIONS if name in vars(args)}
-    evals = _read_evaluation(args.against, read_options)
-    settings = {"evaluation": args.against, "plan_id": plan.plan_id, **rule._asdict()}
+    evals = _read_evaluation(args.against, {name: vars(args)[name] for name in _READ_OPTIONS if name in args})
     depends_on = repr((plan.plan_id, plan.options.blanked, rule, evals)).encode()
     key, out = hashlib.sha256(depends_on).hexdigest()[:12], args.output or folder / "overlap"
     paths = [out / f"{names.shard_name(number)}.{key}.jsonl" for number in range(plan.num_shards)]
-    todo = [number for number in wanted if files.size_of_file(paths[number]) is None]
-    if len(todo) < len(wanted):
-        say(f"{len(wanted) - len(todo)} of {counted(len(wanted), 'shard')} are done already")
+
+    def missing() -> list[int]:
+        there = {*files.names_in(out)}
+        return [number for number, path in enumerate(paths) if path.name not in there]
+
+    todo = [number for number in missing() if number in chosen]
+    if len(todo) < len(chosen):
+        say(f"{len(chosen) - len(todo)} of {counted(len(chosen), 'shard')} are done already")
     if todo:
         search = _Search(folder, plan, rule, evals)
         files.make_folder(out, parents=True)
@@ -153,13 +155,11 @@ def overlap(args: argparse.Namespace) -> int:
                 lines += [json.dumps(hit, ensure_ascii=False) + "\n" for hit in search.hits_of(documents)]
                 progress.add(documents.num_bytes)
             files.publish_bytes(paths[number], "".join(lines).encode("utf-8", "surrogatepass"))
-    # From the next shard on: of a job array's shards it is the one that is missing most likely.
-    others = [*range(wanted[-1] + 1, plan.num_shards), *range(wanted[-1])]
-    missing = next((number for number in others if files.size_of_file(paths[number]) is None), None)
-    if missing is None:
-        _merge(out, paths, folder, settings)
+    if left := names.id_ranges(missing()):
+        print_lines(f"not done yet: {shards_text(left)}; the call that does the last one writes the lists")
     else:
-        print_lines(f"shard {missing:05d} is not done yet; the call that does the last one writes the lists")
+        settings = {"evaluation": args.against, "plan_id": plan.plan_id, **rule._asdict()}
+        _merge(out, paths, folder, settings)
     return 0
 
 
@@ -170,8 +170,8 @@ def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, byt
     """
     if files.size_of_file(path) is None:
         raise NotFound(path=path, found="no such file or folder", expected="the documents of an evaluation")
-    plan = read_plan(path) if files.is_folder(path) else None
-    if plan is not None:
+    if files.size_of_file(path / names.PLAN_NAME) is not None:
+        plan = need_plan(path)
         if options:
             expected = "no such flag, as this is a data set, whose plan says how its input is read"
             raise UsageError(path=path, found=f"--{min(options)}", expected=expected)
@@ -184,11 +184,8 @@ def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, byt
             folder, paths = path, find_inputs(path, read_options).paths
         inputs = [item.file for item in stamp_inputs(folder, paths, read_options)]
         input_paths = [item.path for item in inputs]
-        ranges = [
-            ByteRange(input_number=number, path=folder / item.path, start=0, end=item.num_bytes)
-            for number, item in enumerate(inputs)
-        ]
-        batches = itertools.chain(read_documents(ranges, read_options))
+        ranges = ranges_between(folder, inputs, Cut(0, 0), Cut(len(inputs), 0))
+        batches = itertools.chain(read_documents(list(ranges), read_options))
     evals, bad = list[tuple[str, bytes]](), Counter[str]()
     for documents in batches:
         bad.update(one.reason for one in documents.bad)

@@ -39,7 +39,7 @@ from shardprep.console import counted, printable, say, short_bytes, short_time
 from shardprep.format import names
 from shardprep.format import plan as plans
 from shardprep.format.documents import DocumentNames, read_names
-from shardprep.format.plan import ByteRange, Cut, InputFile, Plan, PlanOptions, PrepConfig
+from shardprep.format.plan import ByteRange, Cut, InputFile, Plan, PlannedShard, PlanOptions, PrepConfig
 
 Say = Callable[[str], None]
 # A task waits for another's plan for about as long as its own would take: 3 s and more for many files.
@@ -96,10 +96,8 @@ def make_plan(
             say(line)
         if not (plan.options.has_rows or plan.options.append_eos):
             todo = "add --append_eos, or train with seq_len=, which puts EOS behind each document"
-            if resolved.spec.eos_token_id is None:
-                todo = "name the eos_token in the tokenizer_config.json of a copy of the model's folder"
             say(f"note: documents end without EOS, so a fine-tuned model never learns to stop; {todo}")
-        cost = measure(plan, engine, transform, is_divided=bool(num_shards or shard_bytes))
+        cost = measure(plan, engine, transform)
         if not dry_run:
             try:
                 files.make_folder(config.output_dir, parents=True)
@@ -111,13 +109,10 @@ def make_plan(
         frozen = plans.read_plan(config.output_dir)
         if frozen is not None:
             plans.refuse_another_plan(frozen, plan, config.output_dir)
-        try:
-            # Where nothing was asked, nothing is said off Lustre and of a planned folder.
-            is_quiet = stripe == "auto" and (frozen or lustre.why_not_usable(config.output_dir))
-            if stripe != "none" and not is_quiet:
-                say(lustre.stripe_line(config.output_dir, stripe, is_planned=bool(frozen), dry_run=dry_run))
-        except lustre.LustreError as error:
-            raise errors.CannotWrite(str(error)) from None
+        # Where nothing was asked, nothing is said off Lustre and of a planned folder.
+        is_quiet = stripe == "auto" and (frozen or lustre.why_not_usable(config.output_dir))
+        if stripe != "none" and not is_quiet:
+            say(lustre.stripe_line(config.output_dir, stripe, is_planned=bool(frozen), dry_run=dry_run))
         if dry_run:
             return plan, cost
         if frozen is None:
@@ -176,21 +171,20 @@ def _plan_of(
         names_left_out=[(reason, name) for reason, lost in listing.left_out.items() for name in lost],
     )
     if config.hash_inputs:  # reads all of the input, about a second per core and gigabyte
-
-        def sha256_of_input(shard_id: int) -> str:
-            digest = hashlib.sha256()
-            for part in plan.shard(shard_id).ranges:
-                reader = RangeReader(part, digest)
-                reader.hash_rest()
-                reader.file.check_unchanged()
-            return digest.hexdigest()
-
         with ThreadPoolExecutor(NUM_THREADS) as pool:
-            hashes = list(pool.map(sha256_of_input, range(plan.num_shards)))
-        pairs = zip(cuts, [*hashes, ""], strict=True)
-        cuts = [msgspec.structs.replace(cut, sha256=sha256) for cut, sha256 in pairs]
+            hashes = [*pool.map(_sha256_of_input, map(plan.shard, range(plan.num_shards))), ""]
+        cuts = [msgspec.structs.replace(cut, sha256=sha256) for cut, sha256 in zip(cuts, hashes, strict=True)]
         plan = dataclasses.replace(plan, cuts=cuts)
     return dataclasses.replace(plan, plan_id=plans.plan_id(plan))
+
+
+def _sha256_of_input(shard: PlannedShard) -> str:
+    digest = hashlib.sha256()
+    for part in shard.ranges:
+        reader = RangeReader(part, digest)
+        reader.hash_rest()
+        reader.file.check_unchanged()
+    return digest.hexdigest()
 
 
 def _may_be_fast(config: PrepConfig, inputs: Sequence[InputFile]) -> bool:
@@ -252,17 +246,15 @@ def _plan_once(config: PrepConfig) -> Plan:
         claim.touch(exist_ok=False)
         is_ours = True
     try:
+        plan = plans.read_plan(folder)
         if not is_ours and files.size_of_file(claim) is not None:
             say("another task is planning: waiting for its plan")
             num_files = len(find_inputs(config.input_dir, config).paths)
             until = time.monotonic() + _LEAST_WAIT_S + num_files / _STAMPED_PER_S
-            while files.size_of_file(claim) is not None and time.monotonic() < until:
+            while plan is None and files.size_of_file(claim) is not None and time.monotonic() < until:
                 time.sleep(_LOOK_EVERY_S)
-                if files.size_of_file(folder / names.PLAN_NAME) is not None:
-                    break
-        if (plan := plans.read_plan(folder)) is not None:  # it came between look and claim
-            return plan
-        return make_plan(config)[0]
+                plan = plans.read_plan(folder)
+        return plan or plans.read_plan(folder) or make_plan(config)[0]
     finally:
         with contextlib.suppress(OSError):
             if is_ours:
@@ -272,33 +264,31 @@ def _plan_once(config: PrepConfig) -> Plan:
 
 
 def _check_given(plan: Plan, given: dict[str, Any]) -> None:
+    """Refuse flags of another plan."""
     folder = given["output_dir"]
     base = {item.name: getattr(plan.options, item.name) for item in plans.PLAN_FIELDS}
     if given.get("record", plan.options.record) != plan.options.record:
         base = {}  # seq_len and keep_text of the one record are no options of the other
-    if "text_field" in given or "text_template" in given:
-        base = {name: value for name, value in base.items() if name not in ("text_field", "text_template")}
-    differing = plans.option_differences(plan.options, PrepConfig(**{**base, **given}), set(given))
-    if differing:
+    for name in ("text_field", "text_template") if "text_field" in given or "text_template" in given else ():
+        base.pop(name, None)
+    if differing := plans.option_differences(plan.options, PrepConfig(**{**base, **given}), set(given)):
         found, expected = "; ".join(differing), "its plan's options, or a new --output_dir"
         raise errors.Refused(path=folder, found=found, expected=expected, remedy="--output_dir")
-    model_id = given.get("model_id", plan.tokenizer.model_id)
-    if model_id == plan.tokenizer.model_id:
-        return
-    found = "no local folder with a tokenizer.json, so it cannot be compared"
-    with contextlib.suppress(*files.NOT_THERE, ValueError, TypeError, AttributeError):
-        raw = files.read_regular(Path(model_id, names.TOKENIZER_FILE), max_bytes=names.MAX_TOKENIZER_BYTES)
-        found = names.fingerprint_of(names.load_json(raw))
-    if found != plan.tokenizer.fingerprint:
-        found = f"--model_id {model_id} ({found if ' ' in found else found[:12]})"
-        planned = f"{plan.tokenizer.model_id} ({plan.tokenizer.fingerprint[:12]})"
-        expected = f"{planned}, as planned: leave --model_id out, or use a new --output_dir"
-        raise errors.OtherTokenizer(path=folder, found=found, expected=expected, remedy="--output_dir")
+    model_id, fingerprint = given.get("model_id", plan.tokenizer.model_id), ""
+    if model_id != plan.tokenizer.model_id:
+        with contextlib.suppress(*files.NOT_THERE, ValueError, TypeError, AttributeError):
+            path = Path(model_id, names.TOKENIZER_FILE)
+            raw = files.read_regular(path, max_bytes=names.MAX_TOKENIZER_BYTES)
+            fingerprint = names.fingerprint_of(names.load_json(raw))
+        if fingerprint != plan.tokenizer.fingerprint:
+            found = f"--model_id {model_id}, whose tokenizer.json is another, or cannot be compared"
+            expected = f"{plan.tokenizer.model_id}: leave --model_id out, or use a new --output_dir"
+            raise errors.OtherTokenizer(path=folder, found=found, expected=expected, remedy="--output_dir")
 
 
 def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> None:
     """Refuse a folder that no longer holds the planned inputs, or with ``names_alone`` its names."""
-    planned = {item.path for item in plan.inputs}
+    planned = {item.path: item for item in plan.inputs}
 
     def change_of(item: InputFile) -> str:
         path, end = input_dir / item.path, item.num_bytes
@@ -309,13 +299,13 @@ def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> N
         return ""
 
     try:
-        listing = find_inputs(input_dir, plan.options)
-        found = {path.relative_to(input_dir).as_posix() for path in listing.paths}
-        differing = [f"{name} was added" for name in sorted(found - planned)]
-        differing += [f"{name} is missing" for name in sorted(planned - found)]
+        listed = find_inputs(input_dir, plan.options).paths
+        found = {path.relative_to(input_dir).as_posix() for path in listed}
+        differing = [f"{name} was added" for name in sorted(found - planned.keys())]
+        differing += [f"{name} is missing" for name in sorted(planned.keys() - found)]
         if not names_alone:
-            there = [item for item in plan.inputs if item.path in found]
             with ThreadPoolExecutor(NUM_THREADS) as pool:
+                there = [item for path, item in planned.items() if path in found]
                 differing += filter(None, pool.map(change_of, there))
     except errors.NotFound as error:
         if names_alone:
@@ -323,15 +313,13 @@ def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> N
         differing = [str(error)]
     if differing:
         more = f" and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
-        expected = f"the {counted(len(plan.inputs), 'planned input file')}: bring them back, or put new ones "
+        expected = f"the {counted(len(planned), 'planned input file')}: bring them back, or put new ones "
         expected += "into a folder and an --output_dir of their own, and give the loader a list of folders"
         found_now = "; ".join(differing[:_NUM_NAMED]) + more
         raise errors.Refused(path=input_dir, found=found_now, expected=expected, remedy="--output_dir")
 
 
-_NUM_PLACES = 8  # of the input that are sampled
-_SAMPLE_BYTES = 2 << 20  # in all
-_MOST_FILES = 16  # of the sample: to open one is a round trip on a network file system
+_NUM_PLACES, _SAMPLE_BYTES = 8, 2 << 20  # that are sampled of the input
 _NUM_SHOWN = 20  # fields
 _FUNCTION_BYTES = 1 << 18  # that a function is tried on
 _STARTUP_S = 3.0  # a task's Python and tokenizer, generously
@@ -350,21 +338,15 @@ class Cost(NamedTuple):
 
 def sample_of_plan(plan: Plan, num_bytes: int, transform: Transform | None) -> Iterator[Documents]:
     """Yield documents of about this much of a plan's input, from evenly spread places."""
-    return sample_documents(
-        plan.input_dir,
-        plan.inputs,
-        plan.options,
-        num_bytes=num_bytes,
-        num_places=_NUM_PLACES,
-        most_files=_MOST_FILES,
-        transform=transform,
-    )
+    # To open a file is a round trip on a network file system.
+    how: dict[str, Any] = {"num_places": _NUM_PLACES, "most_files": 2 * _NUM_PLACES, "transform": transform}
+    return sample_documents(plan.input_dir, plan.inputs, plan.options, num_bytes=num_bytes, **how)
 
 
-def measure(plan: Plan, engine: Engine, transform: Transform | None, *, is_divided: bool) -> Cost:
+def measure(plan: Plan, engine: Engine, transform: Transform | None) -> Cost:
     """Run a sample through the worker's own stages into a scratch folder, and scale its CPU seconds up."""
     num_bytes = 0
-    found: dict[str, bool] = {}  # "id" and "source", where records are asked for them: whether one has it
+    found: dict[str, bool] = {}  # by column, such as "id" and "source": whether a record has a value for it
     with scratch_folder() as folder, ShardWriter(folder, plan, 0) as writer:
         began = time.process_time()
         for documents in sample_of_plan(plan, _SAMPLE_BYTES, transform):
@@ -372,9 +354,8 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None, *, is_divid
             tokens = engine.encode_documents(documents, end_id=plan.end_id, mask_rule=rule)
             writer.append(writer.lay_out(documents, tokens))
             num_bytes += documents.num_bytes
-            for name in ("id", "source") if documents.texts else ():
-                if name in documents.columns:
-                    found[name] = found.get(name, False) or any(documents.columns[name])
+            for name, column in documents.columns.items():
+                found[name] = found.get(name, False) or any(column)
         cpu_s = time.process_time() - began
         manifest = writer.commit({})
     counting = writer.counting
@@ -384,8 +365,8 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None, *, is_divid
         what = f"are left out ({', '.join(sorted(counting.bad_reasons))})"
         limit = f"a shard with more than {plan.max_bad_fraction:.0%} fails"
         warnings.append(f"{counting.bad_fraction:.0%} of the documents in a sample {what}; {limit}")
-    fields = {name: getattr(plan.options, f"{name}_field") for name in found}
-    unseen = [f"--{name}_field {field}" for name, field in fields.items() if field and not found[name]]
+    fields = {"id": plan.options.id_field, "source": plan.options.source_field}
+    unseen = [f"--{name}_field {fields[name]}" for name in fields if not found.get(name, True)]
     if unseen:
         warnings.append(f"no record of a sample has a value for {', '.join(unseen)}; check the spelling")
     sizes, num_shards = plan.shard_bytes(), plan.num_shards
@@ -400,12 +381,9 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None, *, is_divid
         more = round(num_shards * longest_s / _LONG_SHARD_S) + 1
         warnings.append(f"a shard will take {longest_s / 60:.0f} minutes on one core; --num_shards {more}?")
     fewer = max(1, round(sum(sizes) / _SHARD_BYTES))
-    if not is_divided and num_shards >= max(_MANY_SHARDS, 2 * fewer):
-        warnings.append(
-            f"each of {num_shards} input files is a shard of its own, {sum(sizes) / num_shards / 1e6:.3g} MB "
-            f"on average: {num_shards} tasks, {3 * num_shards} files; for even shards plan into a new folder "
-            f"with --num_shards {fewer}"
-        )
+    if num_shards >= max(_MANY_SHARDS, 2 * fewer) and plans.is_one_file_a_shard(plan):
+        each_one = f"each of {num_shards} input files is a shard of its own, and so a task"
+        warnings.append(f"{each_one}; for even shards plan into a new folder with --num_shards {fewer}")
     each = str(min(sizes)) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
     text = (
         f"plan {plan.plan_id[:12]}: {counted(num_shards, 'shard')} of {each} input bytes; "
@@ -443,8 +421,7 @@ def _check_fields(plan: Plan, counting: Counting) -> None:
     options, seen = plan.options, _SeenFields(plan.options)
     item = next(item for item in plan.inputs if item.num_bytes)
     part = ByteRange(input_number=0, path=plan.input_dir / item.path, start=0, end=item.num_bytes)
-    records = read_records([part], seen, _SAMPLE_BYTES // _NUM_PLACES)
-    next(records, None)
+    next(read_records([part], seen, _SAMPLE_BYTES // _NUM_PLACES), None)
     if not seen.num_chars:
         return
     wanted = options.text_template or options.text_field
@@ -454,10 +431,9 @@ def _check_fields(plan: Plan, counting: Counting) -> None:
     fields = ", ".join(printable(name) for name in list(seen.num_chars)[:_NUM_SHOWN])
     flags = flags or ["--text_field NAME"]
     kind = "a list of messages" if options.is_chat else "a string"
-    message = f"no record of a sample of {plan.input_dir} has {wanted!r} as {kind}; their fields: {fields}"
-    message += f"; plan with {', or '.join(flags)}"
-    facts: dict[str, Any] = {"path": plan.input_dir, "found": fields, "expected": repr(wanted)}
-    raise errors.BadInput(message, **facts, remedy=flags[0])
+    found = f"records in a sample that have the fields {fields}"
+    expected = f"{wanted!r} as {kind}; plan with {', or '.join(flags)}"
+    raise errors.BadInput(path=plan.input_dir, found=found, expected=expected, remedy=flags[0])
 
 
 @contextlib.contextmanager
@@ -475,8 +451,9 @@ def scratch_folder() -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _try(plan: Plan, transform: Transform) -> tuple[str, int, list[str]]:
+def _try(plan: Plan, path: Path, transform: Transform | None = None) -> tuple[str, int, list[str]]:
     """Put a sample through a function. Return the texts' hash, the documents' number, and why some failed."""
+    transform = transform or Transform(path, plan.options.transform_files)
     digest, num_documents, failures = hashlib.sha256(), 0, list[str]()
     for documents in sample_of_plan(plan, _FUNCTION_BYTES, transform):
         num_documents += len(documents.texts) + len(documents.bad)
@@ -486,29 +463,25 @@ def _try(plan: Plan, transform: Transform) -> tuple[str, int, list[str]]:
     return digest.hexdigest(), num_documents, failures
 
 
-def _try_anew(plan: Plan, path: Path) -> tuple[str, int, list[str]]:
-    return _try(plan, Transform(path, plan.options.transform_files))
-
-
 def check_transform(plan: Plan, transform: Transform, say: Callable[[str], None]) -> None:
     """Try the function on a sample of the input."""
     try:  # first in another process: what ends a process ends that one
-        texts_elsewhere, _, _ = call_in_child(_try_anew, plan, transform.path)
+        texts_elsewhere, _, _ = call_in_child(_try, plan, transform.path)
     except ChildProcessError as error:
         found = f"a function that ended the process that tried it: {error}"
         raise errors.UsageError(path=transform.path, found=found, expected="a text") from None
-    texts, num_documents, failures = _try(plan, transform)
+    texts, num_documents, failures = _try(plan, transform.path, transform)
     if failures:
         found = f"--transform {transform.path} fails for {len(failures)} of {num_documents} sampled documents"
         message = f"{found}, first so: {failures[0]}"
         if len(failures) == num_documents:
             raise errors.BadInput(message, path=transform.path)
         say(f"warning: {message}")
-    again = {"the second time": _try(plan, transform)[0], "in another process": texts_elsewhere}
-    if differing := [where for where, texts_again in again.items() if texts_again != texts]:
+    texts_again, _, _ = _try(plan, transform.path, transform)
+    if {texts_again, texts_elsewhere} != {texts}:
+        where = "the second time" if texts_again != texts else "in another process"
         expected = "the same text for the same record, whatever the time, chance and other documents"
-        found = f"other texts {differing[0]}"
-        raise errors.UsageError(path=transform.path, found=found, expected=expected)
+        raise errors.UsageError(path=transform.path, found=f"other texts {where}", expected=expected)
 
 
 def _turns(*texts: str) -> list[dict[str, Any]]:
@@ -541,9 +514,9 @@ _SHAPES = {
 
 def template_warnings(template: chat.ChatTemplate) -> Iterator[str]:
     """Yield why conversations of some shapes cannot be rendered, and which lose text."""
-    shapes = {name: shape for name, shape in _SHAPES.items() if name != "tool calls"}
-    if "tool_calls" in template.text:
-        shapes["tool calls"] = _SHAPES["tool calls"]
+    shapes = dict(_SHAPES)
+    if "tool_calls" not in template.text:
+        del shapes["tool calls"]
     try:
         rendered = chat.render_conversations(template, list(map(json.dumps, shapes.values())))
     except chat.TooCostly as error:
@@ -556,10 +529,8 @@ def template_warnings(template: chat.ChatTemplate) -> Iterator[str]:
         if isinstance(found, UnusableText):
             unusable.setdefault(found.detail, []).append(name)
             continue
-        said: list[str] = []
-        for message in shape:
-            for text in chat.texts_in([message.get("content"), message.get("tool_calls")]):
-                said += re.split(r"\s*</?think>\s*", text)
+        texts = chat.texts_in([[message.get("content"), message.get("tool_calls")] for message in shape])
+        said = [words for text in texts for words in re.split(r"\s*</?think>\s*", text)]
         lost = [words for words in said if words not in ("call00001", "function") and words not in found.text]
         if lost:
             losing.append(f"{name} ({lost[0]!a})")

@@ -18,9 +18,9 @@ import numpy.typing as npt
 from preprocess.make.resources import InputSettings
 from preprocess.read.documents import documents_of_shard
 from preprocess.read.text_fields import Transform, transform_of
-from shardprep.console import Progress, counted, print_lines, say
+from shardprep.console import counted, print_lines, say, with_progress
 from shardprep.errors import NotFound, Refused
-from shardprep.files import PublishedFolder, make_folder, publish_link, read_regular, sync_folder
+from shardprep.files import make_folder, publish_link, sync_folder
 from shardprep.format import documents
 from shardprep.format.manifest import check_done, done_manifest, read_findings, read_manifest, shard_files
 from shardprep.format.names import EXCLUDED_NAME, TOKENIZER_DIR, id_ranges, ids_of_ranges, manifest_path
@@ -46,18 +46,17 @@ def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> 
     found = np.zeros(len(names.keys), np.bool_)
     transform = transform_of(plan.options, where.transform)
     named: dict[int, Places] = {}
-    progress = Progress("looking for documents", plan.num_shards, unit="shards")
-    for number in range(plan.num_shards):
+    for number in with_progress("looking for documents", range(plan.num_shards)):
         places = _named_places(folder, plan.at(where.input_dir), number, names, found, transform)
         if len(places):
             named[number] = places
-        progress.add(1)
     if missing := int((~found).sum()):
         lines = documents.lines_of(ids_file, names, ~found, id_field=plan.options.id_field)
         print_lines(*(f"not found: {line}" for line in itertools.islice(lines, _MOST_TOLD)))
         say(f"{missing} of {counted(len(found), 'name')} in {ids_file} were not found")
     if not named:
-        raise NotFound(f"{folder} has no document that {ids_file} names; nothing was made", path=ids_file)
+        expected = f"some of {folder}; nothing was made"
+        raise NotFound(path=ids_file, found="names of no document", expected=expected)
     blanked_in = {number: _blanked(folder, plan, number, places) for number, places in named.items()}
     for number in ids_of_ranges(plan.options.blanked) if plan.options.blanked else ():
         blanked_in.setdefault(number, documents.read_blanked(folder, plan.plan_id, number))
@@ -65,21 +64,20 @@ def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> 
     planned = dataclasses.replace(plan, options=dataclasses.replace(plan.options, blanked=blanked))
     _begin(folder, new, planned, blanked_in)
     untouched = [number for number in range(plan.num_shards) if number not in named]
-    progress = Progress("taking over", len(untouched), unit="shards")
-    for number in untouched:
+    for number in with_progress("taking over", untouched):
         if done_manifest(new, number, plan.plan_id) is None:
-            # The files of the shard get a second name, the manifest last.
-            for path, _ in shard_files(folder, read_manifest(folder, number)):
-                target = new / path.relative_to(folder)
-                target.parent.mkdir(exist_ok=True)
-                publish_link(target, path)
-                if target.parent != new:
-                    sync_folder(target.parent)
-            sync_folder(new)
-            publish_link(manifest_path(new, number), manifest_path(folder, number))
-            sync_folder(new)
-        progress.add(1)
+            shard = [path for path, _ in shard_files(folder, read_manifest(folder, number))]
+            _take(folder, new, [*shard, manifest_path(folder, number)])  # the manifest last
     return planned, sorted(named), not missing
+
+
+def _take(folder: Path, new: Path, paths: Iterable[Path]) -> None:
+    """Give files of a data set a second name in another one, or copy them, one after another."""
+    for path in paths:
+        target = new / path.relative_to(folder)
+        make_folder(target.parent)
+        publish_link(target, path)
+        sync_folder(target.parent)
 
 
 def check_places(folder: Path, new: Path, shard_ids: Iterable[int]) -> None:
@@ -153,11 +151,6 @@ def _begin(folder: Path, new: Path, planned: Plan, blanked_in: dict[int, documen
     make_folder(new, parents=True)
     for each in blanked_in.values():
         documents.publish_blanked(new, each)
-    if planned.options.excluded:
-        publish_link(new / EXCLUDED_NAME, folder / EXCLUDED_NAME)
-    with PublishedFolder(new / TOKENIZER_DIR) as tokenizer:
-        for name, stamp in planned.tokenizer_files.items():
-            content = read_regular(folder / TOKENIZER_DIR / name, max_bytes=stamp.num_bytes)
-            (tokenizer.temporary / name).write_bytes(content)
-        tokenizer.publish_first()
+    excluded = [folder / EXCLUDED_NAME] if planned.options.excluded else []
+    _take(folder, new, [*excluded, *(folder / TOKENIZER_DIR / name for name in planned.tokenizer_files)])
     publish_plan(planned, new)

@@ -19,7 +19,7 @@ import numpy as np
 from preprocess.make.engines import Ids, Numbers
 from shardprep import files
 from shardprep.command_line import needs
-from shardprep.console import Progress, counted, print_lines
+from shardprep.console import counted, print_lines, with_progress
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused, UsageError
 from shardprep.format.index import ShardSamples
 from shardprep.format.manifest import check_done, read_findings
@@ -214,8 +214,7 @@ def export(args: argparse.Namespace) -> int:
     side = {"split": args.split} if args.split else {}
     _claim(folder, {"to": args.to, "plan_id": plan.plan_id, "put_eos": eos, **side})
     todo = [shard_id for shard_id in range(plan.num_shards) if not layout.is_done(shard_id)]
-    progress = Progress("exporting", len(todo), unit="shards")
-    for shard_id in todo:
+    for shard_id in with_progress("exporting", todo):
         with ShardSamples(args.data_dir, plan.spec, shard_id, parts[shard_id]) as samples:
             stored = samples.document_lengths(rows_hold_wholes=plan.options.pack == "best_fit")
             documents = stored + (eos is not None)
@@ -227,7 +226,6 @@ def export(args: argparse.Namespace) -> int:
                 # An equal export at the same time, that was faster, has removed this one's temporaries.
                 if not layout.is_done(shard_id):
                     raise
-        progress.add(1)
     try:
         opened_by = layout.finish()
     except (CannotWrite, ReadWriteError, FileNotFoundError):  # likewise; what it made is there now

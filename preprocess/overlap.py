@@ -46,7 +46,7 @@ from preprocess.read.documents import Documents, documents_of_shard, read_docume
 from preprocess.read.text_fields import Transform, transform_of
 from shardprep import files
 from shardprep.command_line import add_flags_of
-from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text
+from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text, with_progress
 from shardprep.errors import BadInput, BrokenShard, NotFound, Refused, UsageError
 from shardprep.format import names
 from shardprep.format.documents import DocumentNames, blank_digests, name_of_place, read_blanked, read_digests
@@ -436,9 +436,7 @@ def duplicates(args: argparse.Namespace) -> int:
                     raise UsageError(path=folder, found="no digests", expected=expected, remedy="--digests")
                 shards.append(_Shard(folder, plan.at(where.input_dir), transform, shard_id, stamp))
         groups, first_shard, has_copies, num_documents, num_copies = _find(shards)
-        with_copies = np.flatnonzero(has_copies).tolist()
-        progress = Progress("writing the lists", len(with_copies), unit="shards")
-        for number in with_copies:
+        for number in with_progress("writing the lists", np.flatnonzero(has_copies).tolist()):
             shard, kept = shards[number], set[int]()
             for documents in _unblanked(shard.plan, shard.folder, shard.shard_id, shard.transform):
                 path = shard.plan.inputs[documents.input_number].path
@@ -451,7 +449,6 @@ def duplicates(args: argparse.Namespace) -> int:
                     name = name_of_place(path, int(documents.offsets[document]))
                     lists[shard.folder].write(f"{name}\n".encode())
                     going[shard.folder, names.source_of_path(path)] += 1
-            progress.add(1)
         if going.total() != num_copies:
             found = f"{going.total()} of {num_copies} duplicates in the input"
             expected = "the input, the function and the libraries that made the data"

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import orjson
 
 from preprocess.make.engines import Ids, load_tokenizer
-from shardprep.console import Progress, counted, output_is_read, print_lines, quoted
+from shardprep.console import counted, output_is_read, print_lines, quoted, with_progress
 from shardprep.errors import NotFound, ShardprepError, UsageError
 from shardprep.files import NOT_THERE, read_lines
 from shardprep.format import names
@@ -189,12 +189,10 @@ def _left_out_line(folder: Path, shard_ids: Sequence[int], path: str, offset: in
 
 def _place_of_id(folder: Path, shard_ids: Sequence[int], wanted: str, num_inputs: int) -> tuple[int, int]:
     """Return the number of the input, and the place in it, of the document with an id. Raises NotFound."""
-    progress = Progress("looking for an id", len(shard_ids), unit="shards")
-    for shard_id in shard_ids:
+    for shard_id in with_progress("looking for an id", shard_ids):
         for input_number, offset, kept in kept_ids(folder, shard_id):
             if kept == wanted and 0 <= input_number < num_inputs:
                 return input_number, offset
-        progress.add(1)
     raise NotFound(path=folder, found=f"no id {wanted}", expected="that of a document of a finished shard")
 
 

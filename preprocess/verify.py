@@ -33,7 +33,7 @@ import numpy.typing as npt
 from preprocess.make.resources import InputSettings, bind_to_task_cpus, worker_settings
 from shardprep import errors, files
 from shardprep.command_line import add_flags_of
-from shardprep.console import Progress, counted, print_lines, say, shards_text, short_bytes, source_lines
+from shardprep.console import counted, print_lines, say, shards_text, short_bytes, source_lines, with_progress
 from shardprep.format import manifest, names
 from shardprep.format.index import ids_of, merge_manifests, misplaced_samples, read_idx
 from shardprep.format.jobs import LOGS_FOLDER, read_attempts
@@ -114,8 +114,7 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
     settings = dataclasses.replace(worker_settings(args), engine="tokenizers", max_bad_fraction=1.0)
     worker = Worker(plan, folder, settings, num_cpus=num_cpus, warn=lambda _: None)
     problems: Problems = {}
-    progress = Progress("making shards again", len(chosen), unit="shards")
-    for shard_id in chosen:
+    for shard_id in with_progress("making shards again", chosen):
         try:
             # Of no shard's name: whoever finishes a shard removes the temporaries of its name.
             with files.PublishedFolder(folder / "verify") as scratch:
@@ -132,7 +131,6 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
                 raise errors.BrokenShard(message, remedy=remedy)
         except errors.ShardprepError as error:
             problems[shard_id] = error
-        progress.add(1)
     if not problems:
         shards = f"{counted(len(chosen), 'shard')} ({names.id_ranges(chosen)})"
         print_lines(f"the reference engine makes the same of the input of {shards}, byte for byte")
@@ -216,14 +214,13 @@ def _check_shards(
 
     manifests: list[Manifest] = []
     problems: Problems = {}
-    progress = Progress("verifying", plan.num_shards, unit="shards")
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        for shard_id, result in enumerate(pool.map(check, range(plan.num_shards))):
-            if isinstance(result, Manifest):
+        found = pool.map(check, range(plan.num_shards))
+        for shard_id in with_progress("verifying", range(plan.num_shards)):
+            if isinstance(result := next(found), Manifest):
                 manifests.append(result)
             else:
                 problems[shard_id] = result
-            progress.add(1)
     return manifests, problems
 
 

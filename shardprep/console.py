@@ -17,8 +17,8 @@ import select
 import shutil
 import sys
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 from shardprep.errors import ReadWriteError
 from shardprep.errors import quoted as quoted
@@ -26,6 +26,8 @@ from shardprep.errors import quoted as quoted
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
     from tqdm import tqdm
+
+T = TypeVar("T")
 
 LOG_EVERY_S = 30.0
 _MOST_COLUMNS = 79
@@ -94,6 +96,14 @@ class Progress:
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self._began
+
+
+def with_progress(label: str, items: Collection[T], *, unit: str = "shards") -> Iterator[T]:
+    """Yield items, and show how many are done: each is, once the next one is asked for."""
+    progress = Progress(label, len(items), unit=unit)
+    for item in items:
+        yield item
+        progress.add(1)
 
 
 def short_number(value: float) -> str:

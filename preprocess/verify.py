@@ -215,9 +215,9 @@ def _check_shards(
     manifests: list[Manifest] = []
     problems: Problems = {}
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        found = pool.map(check, range(plan.num_shards))
-        for shard_id in with_progress("verifying", range(plan.num_shards)):
-            if isinstance(result := next(found), Manifest):
+        ids = range(plan.num_shards)
+        for shard_id, result in zip(with_progress("verifying", ids), pool.map(check, ids), strict=True):
+            if isinstance(result, Manifest):
                 manifests.append(result)
             else:
                 problems[shard_id] = result

@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from shardprep.command_line import call_in_child
 from shardprep.console import counted, printable, say, short_bytes, short_time
 from shardprep.format import names
 from shardprep.format import plan as plans
-from shardprep.format.documents import DocumentNames, read_names
+from shardprep.format.documents import read_names
 from shardprep.format.plan import ByteRange, Cut, InputFile, Plan, PlannedShard, PlanOptions, PrepConfig
 
 Say = Callable[[str], None]
@@ -74,30 +74,40 @@ def make_plan(
         found = "--input_dir" if made == raw else f"it lies in --input_dir {raw}, where --recursive looks"
         expected = "a folder outside of the raw text, as plan.json would be an input"
         raise errors.UsageError(path=config.output_dir, found=found, expected=expected)
-    transform = None
+    transform, excluded, found_out = None, b"", dict[str, Any]()
     if config.transform is not None:
         transform = Transform(config.transform, config.transform_files)
-        config = dataclasses.replace(config, transform_sha256=transform.sha256)
-    excluded = None if config.exclude is None else read_names(config.exclude, id_field=config.id_field)
+        found_out["transform_sha256"] = transform.sha256
+    if config.exclude is not None:
+        excluded = read_names(config.exclude, id_field=config.id_field).keys.tobytes()
+        found_out["excluded"] = hashlib.sha256(excluded).hexdigest()
     listing = find_inputs(config.input_dir, config)
+    found_out |= {"also": listing.also, "follow_links": listing.follows_links}
     inputs, cuts = divide_inputs(config, listing, num_shards, shard_bytes, say)
+    # The reference masks conversations, and encodes little text before the engines are compared.
+    num_bytes = FEW_BYTES if config.engine == "gigatoken" else sum(item.num_bytes for item in inputs)
+    tries_fast = not config.is_chat and config.engine != "tokenizers" and num_bytes >= FEW_BYTES
     with scratch_folder() as scratch:
+        allow = config.encodes_control_tokens
         resolved = resolve_tokenizer(
-            config.model_id,
-            scratch,
-            allow_special_tokens=config.encodes_control_tokens,
-            for_fast_engine=_may_be_fast(config, inputs),
+            config.model_id, scratch, allow_special_tokens=allow, for_fast_engine=tries_fast
         )
-        plan = _plan_of(config, listing, inputs, cuts, resolved, excluded, say)
+        plan = _plan_of(dataclasses.replace(config, **found_out), listing, inputs, cuts, resolved, say)
         if transform is not None:
             check_transform(plan, transform, say)
-        plan, engine = _with_engine(plan, config, resolved, transform, say)
+        engine = resolved.reference
+        if tries_fast:
+            fast = _fast_engine(plan, resolved, transform)
+            if isinstance(fast, Engine):
+                engine, plan = fast, dataclasses.replace(plan, fast_engine_is_equal=True)
+            else:
+                say(f"gigatoken is not used for this tokenizer ({fast}); tokenizers is several times slower")
         if line := document_ends_line(plan, resolved.reference, scratch):
             say(line)
         if not (plan.options.has_rows or plan.options.append_eos):
             todo = "add --append_eos, or train with seq_len=, which puts EOS behind each document"
             say(f"note: documents end without EOS, so a fine-tuned model never learns to stop; {todo}")
-        cost = measure(plan, engine, transform)
+        cost = measure(plan, engine if plan.options.add_special_tokens else engine.bare(), transform)
         if not dry_run:
             try:
                 files.make_folder(config.output_dir, parents=True)
@@ -122,8 +132,8 @@ def make_plan(
         resolved.publish(config.output_dir, frozen.tokenizer_files)
         if transform is not None:
             transform.publish_copy(config.output_dir)
-        if excluded is not None:
-            files.publish_bytes(config.output_dir / names.EXCLUDED_NAME, excluded.keys.tobytes())
+        if excluded:
+            files.publish_bytes(config.output_dir / names.EXCLUDED_NAME, excluded)
         return frozen, cost
 
 
@@ -133,19 +143,15 @@ def _plan_of(
     inputs: list[InputFile],
     cuts: list[Cut],
     resolved: ResolvedTokenizer,
-    excluded: DocumentNames | None,
     say: Say,
 ) -> Plan:
     """Return the plan with what planning found out, such as a conversation's template."""
     if config.append_eos and resolved.spec.eos_token_id is None:
-        found = "a tokenizer without eos_token, so documents cannot end with one"
-        remedy = "--no-append_eos"
+        found, remedy = "a tokenizer without eos_token, so documents cannot end with one", "--no-append_eos"
         expected = f"eos_token in its tokenizer_config.json, or {remedy}"
         raise errors.UsageError(path=config.model_id, found=found, expected=expected, remedy=remedy)
     options = PlanOptions(**{item.name: getattr(config, item.name) for item in plans.PLAN_FIELDS})
-    found_out: dict[str, Any] = {"also": listing.also, "follow_links": listing.follows_links}
-    if excluded is not None:
-        found_out["excluded"] = hashlib.sha256(excluded.keys.tobytes()).hexdigest()
+    found_out: dict[str, Any] = {}
     if options.is_chat:
         template, mask_rule = chat.chat_template_of(
             resolved.folder, config.chat_template_file, allows_control_tokens=options.allow_special_tokens
@@ -187,36 +193,21 @@ def _sha256_of_input(shard: PlannedShard) -> str:
     return digest.hexdigest()
 
 
-def _may_be_fast(config: PrepConfig, inputs: Sequence[InputFile]) -> bool:
-    """Return whether the fast engine is to be tried: not for conversations, and not for little text."""
-    if config.engine == "tokenizers" or config.is_chat:
-        return False
-    return config.engine != "auto" or sum(item.num_bytes for item in inputs) >= FEW_BYTES
-
-
-def _with_engine(
-    plan: Plan, config: PrepConfig, resolved: ResolvedTokenizer, transform: Transform | None, say: Say
-) -> tuple[Plan, Engine]:
-    """Return the plan with what it says of the fast engine, and the engine that workers will use."""
-    engine = resolved.reference
-    if _may_be_fast(config, plan.inputs):
-        # It must give the reference's ids on the probe, on a sample of the input and at the gate.
-        texts = [*resolved.probe]
-        for documents in sample_of_plan(plan, 1 << 18, transform):
-            texts += map(bytes.decode, documents.texts)
-        fast = equal_fast_engine(
-            resolved.folder / names.TOKENIZER_FILE,
-            allow_special_tokens=config.encodes_control_tokens,
-            texts=texts,
-            expected_sha256=ids_sha256([engine.encode_texts(texts)]),
-        )
-        if isinstance(fast, Engine) and not resolved.passes_gate(fast):
-            fast = "its ids differ from those of tokenizers"
-        if isinstance(fast, Engine):
-            engine, plan = fast, dataclasses.replace(plan, fast_engine_is_equal=True)
-        else:
-            say(f"gigatoken is not used for this tokenizer ({fast}); tokenizers is several times slower")
-    return plan, engine if plan.options.add_special_tokens else engine.bare()
+def _fast_engine(plan: Plan, resolved: ResolvedTokenizer, transform: Transform | None) -> Engine | str:
+    """Return the fast engine, if it gives the reference's ids, else why it cannot be used."""
+    # They must be equal on the probe, on a sample of the input and at the gate.
+    texts = [*resolved.probe]
+    for documents in sample_of_plan(plan, 1 << 18, transform):
+        texts += map(bytes.decode, documents.texts)
+    fast = equal_fast_engine(
+        resolved.folder / names.TOKENIZER_FILE,
+        allow_special_tokens=plan.options.encodes_control_tokens,
+        texts=texts,
+        expected_sha256=ids_sha256([resolved.reference.encode_texts(texts)]),
+    )
+    if isinstance(fast, Engine) and not resolved.passes_gate(fast):
+        return "its ids differ from those of tokenizers"
+    return fast
 
 
 def plan_of_task(plan: Plan | None, given: dict[str, Any]) -> Plan:

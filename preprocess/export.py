@@ -41,25 +41,25 @@ class ExportLayout:
     """What another tool reads. A shard becomes files that appear whole; the last one says that it is done."""
 
     last_name = ""  # of that file, given ``number`` of the shard and ``num_shards``
+    two_bytes_below, wide = 1 << 16, "<i4"  # vocabulary of which ids are uint16; else their type
 
     def __init__(self, folder: Path, vocab_size: int, num_shards: int) -> None:
-        self.folder, self.vocab_size, self.num_shards = folder, vocab_size, num_shards
-
-    def last_file(self, shard_id: int) -> Path:
-        return self.folder / self.last_name.format(number=shard_id, num_shards=self.num_shards)
+        self.folder, self.dtype = folder, np.dtype("<u2" if vocab_size < self.two_bytes_below else self.wide)
+        names = (self.last_name.format(number=number, num_shards=num_shards) for number in range(num_shards))
+        self.last_files = [folder / name for name in names]
 
     def is_done(self, shard_id: int) -> bool:
-        return files.size_of_file(self.last_file(shard_id)) is not None
+        return files.size_of_file(self.last_files[shard_id]) is not None
 
-    def contents(self, shard_id: int, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
-        """Yield the path of each file of a shard, and its bytes in pieces."""
-        raise NotImplementedError
+    def contents(self, path: Path, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
+        """Yield the path of each file of a shard, and its bytes in pieces. ``path``: of the last one."""
+        yield path, (ids.astype(self.dtype).tobytes() for ids in samples.pieces)
 
     def write(self, shard_id: int, samples: ExportedShard) -> None:
         """Write the files of a shard. Raises CannotWrite, ReadWriteError and what reading raises."""
         with contextlib.ExitStack() as stack:
             written: list[files.PublishedFile] = []
-            for path, pieces in self.contents(shard_id, samples):
+            for path, pieces in self.contents(self.last_files[shard_id], samples):
                 written.append(stack.enter_context(files.PublishedFile(path)))
                 for piece in pieces:
                     written[-1].write(piece)
@@ -81,26 +81,22 @@ class Megatron(ExportLayout):
     number i64[documents + 1]. Ids are uint16 below a vocabulary of 65,500, as Megatron has it, else int32.
     """
 
-    last_name = "shard-{number:05d}_document.idx"
+    last_name, two_bytes_below = "shard-{number:05d}_document.idx", 65_500
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._dtype = np.dtype("<u2" if self.vocab_size < 65_500 else "<i4")
-
-    def contents(self, shard_id: int, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
-        dtype, path, lengths = self._dtype, self.last_file(shard_id), samples.documents
-        yield path.with_suffix(".bin"), (ids.astype(dtype).tobytes() for ids in samples.pieces)
-        code, num = (8 if dtype.itemsize == 2 else 4), len(lengths)
-        offsets = (np.cumsum(lengths) - lengths) * dtype.itemsize
+    def contents(self, path: Path, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
+        yield from super().contents(path.with_suffix(".bin"), samples)
+        size, lengths = self.dtype.itemsize, samples.documents
+        code, num = (8 if size == 2 else 4), len(lengths)
+        offsets = (np.cumsum(lengths) - lengths) * size
         head = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, num, num + 1)
         arrays = (lengths.astype("<i4"), offsets.astype("<i8"), np.arange(num + 1, dtype="<i8"))
         yield path, (head, *(array.tobytes() for array in arrays))
 
     def finish(self) -> str:
-        prefixes = [self.last_file(shard_id).with_suffix("") for shard_id in range(self.num_shards)]
-        sizes = [files.size_of_file(prefix.with_suffix(".bin")) or 0 for prefix in prefixes]
+        sizes = [files.size_of_file(path.with_suffix(".bin")) or 0 for path in self.last_files]
+        prefixes = (path.absolute().with_suffix("") for path in self.last_files)
         pairs = zip(sizes, prefixes, strict=True)
-        words = [f"{size // self._dtype.itemsize} {prefix.absolute()}" for size, prefix in pairs if size]
+        words = [f"{size // self.dtype.itemsize} {prefix}" for size, prefix in pairs if size]
         files.publish_bytes(self.folder / "data_args.txt", " ".join(words).encode() + b"\n")
         return f"Megatron: --data-args-path {self.folder / 'data_args.txt'}"
 
@@ -111,33 +107,25 @@ class NanoGpt(ExportLayout):
     The ids of each shard lie in a file of their own until all are there: in the end they take twice the room.
     """
 
-    last_name = "shard-{number:05d}.bin.partial"
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._target = self.folder / "train.bin"
-        self._dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+    last_name, two_bytes_below, wide = "shard-{number:05d}.bin.partial", (1 << 16) + 1, "<u4"
 
     def is_done(self, shard_id: int) -> bool:
-        return files.size_of_file(self._target) is not None or super().is_done(shard_id)
-
-    def contents(self, shard_id: int, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
-        yield self.last_file(shard_id), (ids.astype(self._dtype).tobytes() for ids in samples.pieces)
+        return super().is_done(shard_id) or files.size_of_file(self.folder / "train.bin") is not None
 
     def finish(self) -> str:
-        parts = [*map(self.last_file, range(self.num_shards))]
-        if files.size_of_file(self._target) is None:
-            with files.PublishedFile(self._target) as file:
-                for path in parts:
+        target = self.folder / "train.bin"
+        if files.size_of_file(target) is None:
+            with files.PublishedFile(target) as file:
+                for path in self.last_files:
                     with files.errors_named(path):
                         file.write_file(path)
                 file.sync()
                 file.publish()
             files.sync_folder(self.folder)
-        for path in parts:
+        for path in self.last_files:
             with contextlib.suppress(OSError):
                 path.unlink()
-        return f'nanoGPT: np.memmap("{self._target}", dtype=np.{self._dtype.name}, mode="r")'
+        return f'nanoGPT: np.memmap("{target}", dtype=np.{self.dtype.name}, mode="r")'
 
 
 class HuggingFace(ExportLayout):
@@ -148,8 +136,8 @@ class HuggingFace(ExportLayout):
 
     last_name = "data-{number:05d}-of-{num_shards:05d}.arrow"
 
-    def contents(self, shard_id: int, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
-        yield self.last_file(shard_id), self._stream(samples)
+    def contents(self, path: Path, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
+        yield path, self._stream(samples)
 
     def _stream(self, samples: ExportedShard) -> Iterator[bytes]:
         try:
@@ -173,7 +161,7 @@ class HuggingFace(ExportLayout):
         info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
         state: dict[str, Any] = dict.fromkeys(("_format_columns", "_format_type", "_split"))
         state |= {"_format_kwargs": {}, "_output_all_columns": False}
-        state["_data_files"] = [{"filename": self.last_file(each).name} for each in range(self.num_shards)]
+        state["_data_files"] = [{"filename": path.name} for path in self.last_files]
         state["_fingerprint"] = files.stamp_file(self.folder / _SETTINGS).sha256[:16]
         files.publish_bytes(self.folder / "dataset_info.json", json.dumps(info, indent=1).encode())
         files.publish_bytes(self.folder / "state.json", json.dumps(state, indent=1).encode())

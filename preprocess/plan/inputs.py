@@ -22,6 +22,7 @@ import os
 import re
 import stat
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,7 +34,7 @@ from preprocess.read.documents import Documents, OpenInput, Start
 from preprocess.read.lines import COMPRESSIONS, decompressed
 from preprocess.read.text_fields import Transform
 from shardprep.command_line import needs
-from shardprep.console import Progress, counted, short_bytes
+from shardprep.console import counted, with_progress
 from shardprep.errors import BadInput, NotFound, ShardprepError, UsageError
 from shardprep.format.names import MAX_SHARDS, input_kind, known_input_kind, known_suffixes
 from shardprep.format.plan import SPLITS, Cut, InputFile, PlanOptions, PrepConfig, ranges_between
@@ -343,15 +344,14 @@ def stamp_inputs(input_dir: Path, paths: list[Path], options: PlanOptions) -> li
         stamped = InputFile(path=name, num_bytes=now.num_bytes, mtime_ns=now.mtime_ns, sha256=sha256)
         return Weighed(stamped, *documents.format_of(path.name).inspect(file, options))
 
-    inputs: list[Weighed] = []
-    progress = Progress("looking at the inputs", len(paths), unit="files")
+    # Several a turn: a future of each of a million files would take 1 GB.
     num_files = max(1, min(_MOST_AT_ONCE, -(-len(paths) // (4 * NUM_THREADS))))
     turns = [paths[first : first + num_files] for first in range(0, len(paths), num_files)]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        for found in pool.map(lambda turn: [stamp(path) for path in turn], turns):
-            inputs += found
-            progress.add(len(found))
-    return inputs
+        found = pool.map(lambda turn: [stamp(path) for path in turn], turns)
+        stamped = itertools.chain.from_iterable(found)
+        every = zip(with_progress("looking at the inputs", paths, unit="files"), stamped, strict=True)
+        return [weighed for _, weighed in every]
 
 
 def divide_inputs(
@@ -372,25 +372,19 @@ def divide_inputs(
             raise UsageError(path=path, found="text", expected=expected)
     weighed = stamp_inputs(config.input_dir, paths, config)
     inputs = [item.file for item in weighed]
-    empty = {item.path for item in inputs if not item.num_bytes}
-    hold_nothing = f"; {len(empty)} of them hold nothing, such as {min(empty)}" if empty else ""
-    say(f"{counted(len(paths), 'input file')} in {config.input_dir}{hold_nothing}")
+    say(f"{counted(len(paths), 'input file')} in {config.input_dir}")
     for line in left_out_lines(listing.left_out):
         say(line)
-    by_split: dict[str, list[int]] = {}
-    for item in inputs:
-        by_split.setdefault(split_of(item.path), []).append(item.num_bytes)
-    named = [name for name in SPLITS if name in by_split]
+    num_of = Counter(split_of(item.path) for item in inputs)
+    named = [name for name in SPLITS if num_of[name]]
     if len(named) > 1 and not config.split:
         shown = ", ".join(
-            f"{name or 'no split'} {counted(len(sizes), 'file')} ({short_bytes(sum(sizes))})"
-            for name in (*named, "")
-            if (sizes := by_split.get(name))
+            f"{name or 'no split'} {num_of[name]} files" for name in (*named, "") if num_of[name]
         )
         say(f"warning: splits by their names: {shown}; all are taken: --split {named[0]} takes one alone")
     first_paths: dict[tuple[int, str], str] = {}
     pairs = [(item.path, first_paths.setdefault((item.num_bytes, item.sha256), item.path)) for item in inputs]
-    equal = [(path, first) for path, first in pairs if path != first and path not in empty]
+    equal = [pair for pair, item in zip(pairs, inputs, strict=True) if item.num_bytes and pair[0] != pair[1]]
     if equal:
         found = f"{counted(len(equal), 'input file')} with the size and the samples of another one"
         which = f"such as {equal[0][0]} and {equal[0][1]}"
@@ -441,14 +435,16 @@ def _groups_of(inputs: list[Weighed], whole: list[Weighed], num_shards: int) -> 
     num_groups = min(len(whole), most, max(1, round(num_shards * share)))
     if not num_groups:
         return []
-    groups: list[list[int]] = [[] for _ in range(num_groups)]
-    sizes = [(0, number) for number in range(num_groups)]  # a heap
-    by_size = sorted(range(len(whole)), key=lambda each: (-whole[each].text_bytes, whole[each].file.path))
-    for number in by_size:
-        size, group = sizes[0]
-        groups[group].append(number)
-        heapq.heapreplace(sizes, (size + whole[number].text_bytes, group))
-    return [[whole[number] for number in group] for group in sorted(sorted(each) for each in groups if each)]
+    groups: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(num_groups)]  # a heap
+    for number in sorted(
+        range(len(whole)), key=lambda each: (-whole[each].text_bytes, whole[each].file.path)
+    ):
+        size, which, group = groups[0]
+        group.append(number)
+        heapq.heapreplace(groups, (size + whole[number].text_bytes, which, group))
+    return [
+        [whole[number] for number in group] for group in sorted(sorted(each) for *_, each in groups if each)
+    ]
 
 
 def _even_cuts(input_dir: Path, inputs: list[Weighed], num_shards: int, options: PlanOptions) -> list[Cut]:

@@ -202,11 +202,8 @@ def _keep(place: Path, facts: TokenizerFacts) -> None:
 
 
 def _write_files(contents: Files, folder: Path) -> None:
-    try:
-        for name, content in contents.items():
-            (folder / name).write_bytes(content)
-    except OSError as error:
-        raise _not_written(folder, error.strerror) from None
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
 
 
 def read_files(folder: Path) -> Files | None:
@@ -221,11 +218,6 @@ def read_files(folder: Path) -> Files | None:
                 expected = f"the file itself; run in its repository: {command}"
                 raise errors.NotFound(path=folder / name, found="a pointer to a file", expected=expected)
     return found if TOKENIZER_FILE in found else None
-
-
-def _not_written(folder: Path, reason: object) -> errors.CannotWrite:
-    found = f"the tokenizer's files cannot be written there: {reason}"
-    return errors.CannotWrite(path=folder, found=found, expected="some space (df; TMPDIR)")
 
 
 # What transformers 5 is known to do with a configuration of these classes, these keys and these models: it
@@ -334,8 +326,8 @@ def save_tokenizer(model_id: str, folder: Path) -> None:
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
     except Exception as error:  # tokenizers' own writer raises a bare one
-        reason = getattr(error, "strerror", None) or error
-        raise _not_written(folder, reason) from None
+        found, expected = f"its files cannot be written: {error}", "some space (df; TMPDIR)"
+        raise errors.CannotWrite(path=folder, found=found, expected=expected) from None
     _check_saved(tokenizer, model_id, folder)
 
 

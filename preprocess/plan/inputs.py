@@ -378,9 +378,7 @@ def divide_inputs(
     num_of = Counter(split_of(item.path) for item in inputs)
     named = [name for name in SPLITS if num_of[name]]
     if len(named) > 1 and not config.split:
-        shown = ", ".join(
-            f"{name or 'no split'} {num_of[name]} files" for name in (*named, "") if num_of[name]
-        )
+        shown = ", ".join(f"{name or 'no split'} {number} files" for name, number in num_of.most_common())
         say(f"warning: splits by their names: {shown}; all are taken: --split {named[0]} takes one alone")
     first_paths: dict[tuple[int, str], str] = {}
     pairs = [(item.path, first_paths.setdefault((item.num_bytes, item.sha256), item.path)) for item in inputs]
@@ -435,16 +433,14 @@ def _groups_of(inputs: list[Weighed], whole: list[Weighed], num_shards: int) -> 
     num_groups = min(len(whole), most, max(1, round(num_shards * share)))
     if not num_groups:
         return []
-    groups: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(num_groups)]  # a heap
-    for number in sorted(
-        range(len(whole)), key=lambda each: (-whole[each].text_bytes, whole[each].file.path)
-    ):
-        size, which, group = groups[0]
+    heap: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(num_groups)]
+    by_size = sorted(range(len(whole)), key=lambda each: (-whole[each].text_bytes, whole[each].file.path))
+    for number in by_size:
+        size, which, group = heap[0]
         group.append(number)
-        heapq.heapreplace(groups, (size + whole[number].text_bytes, which, group))
-    return [
-        [whole[number] for number in group] for group in sorted(sorted(each) for *_, each in groups if each)
-    ]
+        heapq.heapreplace(heap, (size + whole[number].text_bytes, which, group))
+    groups = sorted(sorted(group) for *_, group in heap if group)
+    return [[whole[number] for number in group] for group in groups]
 
 
 def _even_cuts(input_dir: Path, inputs: list[Weighed], num_shards: int, options: PlanOptions) -> list[Cut]:

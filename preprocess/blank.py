@@ -57,7 +57,20 @@ def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> 
     if not named:
         expected = f"some of {folder}; nothing was made"
         raise NotFound(path=ids_file, found="names of no document", expected=expected)
-    blanked_in = {number: _blanked(folder, plan, number, places) for number, places in named.items()}
+    blanked_in: dict[int, documents.BlankedDocuments] = {}
+    for number, places in named.items():
+        manifest = read_manifest(folder, number)
+        if manifest.made_from is not None:  # with what was blanked before
+            before = documents.read_blanked(folder, plan.plan_id, number)
+            places = np.unique(np.concatenate([places, np.array([before.inputs, before.offsets]).T]), axis=0)
+        inputs, offsets = places.T.tolist()
+        blanked_in[number] = documents.BlankedDocuments(
+            plan_id=plan.plan_id,
+            shard_id=number,
+            made_from=manifest.made_from or manifest.tar.sha256,
+            inputs=inputs,
+            offsets=offsets,
+        )
     for number in ids_of_ranges(plan.options.blanked) if plan.options.blanked else ():
         blanked_in.setdefault(number, documents.read_blanked(folder, plan.plan_id, number))
     blanked = id_ranges(blanked_in)
@@ -119,22 +132,6 @@ def _named_places(
             offsets = batch.offsets[(of >= 0).any(axis=0)]
             parts.append(np.stack([np.full_like(offsets, batch.input_number), offsets], axis=1))
     return np.unique(np.concatenate(parts), axis=0)
-
-
-def _blanked(folder: Path, plan: Plan, shard_id: int, places: Places) -> documents.BlankedDocuments:
-    """Return what is blanked of a shard from now on, with what was before."""
-    manifest = read_manifest(folder, shard_id)
-    if manifest.made_from is not None:
-        before = documents.read_blanked(folder, plan.plan_id, shard_id)
-        places = np.unique(np.concatenate([places, np.array([before.inputs, before.offsets]).T]), axis=0)
-    inputs, offsets = places.T.tolist()
-    return documents.BlankedDocuments(
-        plan_id=plan.plan_id,
-        shard_id=shard_id,
-        made_from=manifest.made_from or manifest.tar.sha256,
-        inputs=inputs,
-        offsets=offsets,
-    )
 
 
 def _begin(folder: Path, new: Path, planned: Plan, blanked_in: dict[int, documents.BlankedDocuments]) -> None:

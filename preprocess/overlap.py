@@ -422,8 +422,8 @@ def duplicates(args: argparse.Namespace) -> int:
         for number, folder in enumerate(args.data_dirs, 1):
             plan = need_plan(folder)
             if (other := plans.setdefault(plan.plan_id, folder)) is not folder:
-                found = f"{other} and {folder}, whose plan is the same"
-                raise UsageError(found=found, expected="each data set once")
+                same = f"{other} and {folder}, whose plan is the same"
+                raise UsageError(found=same, expected="each data set once")
             path = args.output if number == 1 else args.output.with_suffix(f".{number}{args.output.suffix}")
             # Before the work, so that a folder that cannot be written to is told at once.
             lists[folder] = opened.enter_context(files.PublishedFile(path))
@@ -435,7 +435,30 @@ def duplicates(args: argparse.Namespace) -> int:
                     expected = "a data set of plan --digests; plan anew with it, into a new folder"
                     raise UsageError(path=folder, found="no digests", expected=expected, remedy="--digests")
                 shards.append(_Shard(folder, plan.at(where.input_dir), transform, shard_id, stamp))
-        groups, first_shard, has_copies, num_documents, num_copies = _find(shards)
+        # Find the groups of equal documents, a part of the digests at a time.
+        num_all = sum(shard.stamp.num_bytes // names.DIGEST_BYTES for shard in shards)
+        num_parts, blanks = 1 + num_all // _PART_DOCUMENTS, blank_digests(np.array([False, True]))
+        keys, first_shards, num_documents, num_copies = [blanks[:0]], [np.zeros(0, np.int64)], 0, 0
+        has_copies = np.zeros(len(shards), np.bool_)  # by shard: documents that are not the first one
+        progress = Progress("comparing digests", num_parts * num_all, unit="documents")
+        for part in range(num_parts):
+            digests, counts = [], []
+            for shard in shards:
+                found = read_digests(shard.folder, shard.shard_id, shard.stamp, is_checked=part > 0)
+                first_bits = found.view(">u8")[::2].astype(np.uint64) >> _HALF
+                here = found[first_bits * np.uint64(num_parts) >> _HALF == part]
+                digests.append(here[(here != blanks[0]) & (here != blanks[1])])
+                counts.append(len(digests[-1]))
+                progress.add(len(found))
+            shard_of = np.repeat(np.arange(len(shards)), counts)
+            unique, first, count = np.unique(np.concatenate(digests), return_index=True, return_counts=True)
+            num_documents += len(shard_of)
+            num_copies += len(shard_of) - len(unique)
+            keys.append(unique[count > 1])
+            first_shards.append(shard_of[first[count > 1]])
+            has_copies[np.delete(shard_of, first)] = True
+        # Parts ascend, and within them digests do.
+        groups, first_shard = DocumentNames(keys=np.concatenate(keys)), np.concatenate(first_shards)
         for number in with_progress("writing the lists", np.flatnonzero(has_copies).tolist()):
             shard, kept = shards[number], set[int]()
             for documents in _unblanked(shard.plan, shard.folder, shard.shard_id, shard.transform):
@@ -450,9 +473,8 @@ def duplicates(args: argparse.Namespace) -> int:
                     lists[shard.folder].write(f"{name}\n".encode())
                     going[shard.folder, names.source_of_path(path)] += 1
         if going.total() != num_copies:
-            found = f"{going.total()} of {num_copies} duplicates in the input"
-            expected = "the input, the function and the libraries that made the data"
-            raise Refused(found=found, expected=expected)
+            expected = f"{num_copies}: the input, the function and the libraries that made the data"
+            raise Refused(found=f"{going.total()} duplicates in the input", expected=expected)
         for file in lists.values():
             file.sync()
             file.publish()
@@ -475,35 +497,3 @@ def duplicates(args: argparse.Namespace) -> int:
             blank = f"shardprep blank {folder} --ids {path} --output NEW"
             print_lines(f"  next: shardprep plan --exclude {path} ...  # or: {blank}")
     return 0
-
-
-def _find(shards: list[_Shard]) -> tuple[DocumentNames, Numbers, npt.NDArray[np.bool_], int, int]:
-    """Find the groups of equal documents, a part of the digests at a time.
-
-    Returns their digests, the shard that has the first one of each, which of all shards have others, and the
-    numbers of all documents and of those that go.
-    """
-    num_all = sum(shard.stamp.num_bytes // names.DIGEST_BYTES for shard in shards)
-    num_parts, blanks = 1 + num_all // _PART_DOCUMENTS, blank_digests(np.array([False, True]))
-    groups, firsts = [blanks[:0]], [np.zeros(0, np.int64)]
-    has_copies, num_documents, num_copies = np.zeros(len(shards), np.bool_), 0, 0
-    progress = Progress("comparing digests", num_parts * num_all, unit="documents")
-    for part in range(num_parts):
-        digests, counts = [], []
-        for shard in shards:
-            found = read_digests(shard.folder, shard.shard_id, shard.stamp, is_checked=part > 0)
-            first_bits = found.view(">u8")[::2].astype(np.uint64) >> _HALF
-            here = found[first_bits * np.uint64(num_parts) >> _HALF == part]
-            digests.append(here[(here != blanks[0]) & (here != blanks[1])])
-            counts.append(len(digests[-1]))
-            progress.add(len(found))
-        shard_of = np.repeat(np.arange(len(shards)), counts)
-        unique, first, count = np.unique(np.concatenate(digests), return_index=True, return_counts=True)
-        num_documents += len(shard_of)
-        num_copies += len(shard_of) - len(unique)
-        groups.append(unique[count > 1])
-        firsts.append(shard_of[first[count > 1]])
-        has_copies[np.delete(shard_of, first)] = True
-    # Parts ascend, and within them digests do.
-    equal = DocumentNames(keys=np.concatenate(groups))
-    return equal, np.concatenate(firsts), has_copies, num_documents, num_copies

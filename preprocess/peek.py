@@ -143,7 +143,13 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
         if not plan.options.id_field:
             found = "no ids of its documents, as its plan has no --id_field"
             raise UsageError(path=folder, found=found, expected="SHARD:SAMPLE or FILE:BYTE")
-        place = _place_of_id(folder, made, address.removeprefix("id:"), len(paths))
+        wanted = address.removeprefix("id:")
+        looked_at = with_progress("looking for an id", made)
+        kept = (each for shard_id in looked_at for each in kept_ids(folder, shard_id))
+        place = next(((number, byte) for number, byte, of in kept if of == wanted), (-1, 0))
+        if not 0 <= place[0] < len(paths):
+            expected = "that of a document of a finished shard"
+            raise NotFound(path=folder, found=f"no id {wanted}", expected=expected)
         name = paths[place[0]]
     else:
         name, _, offset = address.rpartition(":")
@@ -185,15 +191,6 @@ def _left_out_line(folder: Path, shard_ids: Sequence[int], path: str, offset: in
                     why = f"{entry['reason']}{size}: {entry['detail'][:_DETAIL_CHARS]}"
                     return f"{path}:{offset} was left out of shard {shard_id:05d} as {why}"
     return ""
-
-
-def _place_of_id(folder: Path, shard_ids: Sequence[int], wanted: str, num_inputs: int) -> tuple[int, int]:
-    """Return the number of the input, and the place in it, of the document with an id. Raises NotFound."""
-    for shard_id in with_progress("looking for an id", shard_ids):
-        for input_number, offset, kept in kept_ids(folder, shard_id):
-            if kept == wanted and 0 <= input_number < num_inputs:
-                return input_number, offset
-    raise NotFound(path=folder, found=f"no id {wanted}", expected="that of a document of a finished shard")
 
 
 def _made_shards(folder: Path) -> list[int]:

@@ -29,7 +29,7 @@ from shardprep.console import Progress, counted, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
 from shardprep.files import PublishedFolder, is_folder, make_folder, names_in, size_of_file
 from shardprep.format.names import place_text
-from shardprep.format.plan import InputFile, PlanOptions
+from shardprep.format.plan import PlanOptions
 
 PIECE_CHARS = 4096  # longer texts are cut: one word of a million letters would stall every merge
 _PLACE_BYTES = 1 << 20  # of text that is taken at each place
@@ -58,17 +58,65 @@ def train_tokenizer(args: argparse.Namespace) -> int:
     if size_of_file(folder) is not None and not is_folder(folder):
         raise CannotWrite(path=folder, found="a file", expected=expected)
     options = PlanOptions(**{name: value for name, value in vars(args).items() if name in _PLAN_OPTIONS})
-    paths = find_inputs(args.input_dir, options).paths
-    inputs = [item.file for item in stamp_inputs(args.input_dir, paths, options)]
+    input_dir: Path = args.input_dir
+    paths = find_inputs(input_dir, options).paths
+    inputs = [item.file for item in stamp_inputs(input_dir, paths, options)]
+    num_texts = num_bytes = 0  # of the text that is taken
+    num_bad, first_bad = Counter[str](), ""  # documents left out, by reason
+
+    def texts() -> Iterator[list[str]]:
+        """Yield lists of stripped texts, documents or pieces of long ones."""
+        nonlocal num_texts, num_bytes, first_bad
+        progress = Progress("reading", min(sum(item.num_bytes for item in inputs), max_bytes))
+        num_places = max(_MIN_NUM_PLACES, max_bytes // _PLACE_BYTES)
+        batches = sample_documents(input_dir, inputs, options, num_bytes=max_bytes, num_places=num_places)
+        for batch in batches:
+            for bad in batch.bad:
+                num_bad[bad.reason] += 1
+                path = str(input_dir / inputs[bad.input_number].path)
+                first_bad = first_bad or place_text(path, bad.source_offset)
+            pieces: list[str] = []
+            for text in map(bytes.decode, batch.texts):
+                pieces += [text[n : n + PIECE_CHARS].strip() for n in range(0, len(text), PIECE_CHARS)]
+            ends = list(itertools.accumulate((len(piece.encode()) for piece in pieces), initial=num_bytes))
+            num_kept = bisect.bisect_right(ends, max_bytes) - 1
+            num_texts, num_bytes = num_texts + num_kept, ends[num_kept]
+            yield pieces[:num_kept]
+            progress.add(batch.num_bytes)
+        say("all text is read, its pairs are merged")
+
+    # Llama 3's pipeline, its vocabulary filled from the text.
+    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
+    words = pre_tokenizers.Split(Regex(LLAMA3_REGEX), behavior="isolated", invert=False)
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, min_frequency=2, show_progress=False, initial_alphabet=alphabet
+    )
+    trained = Future[None]()
+
+    def train() -> None:
+        try:
+            trained.set_result(tokenizer.train_from_iterator(texts(), trainer))
+        except BaseException as error:  # raised again below
+            trained.set_exception(error)
+
     make_folder(folder.parent, parents=True)
     with PublishedFolder(folder) as unfinished:
-        # Llama 3's pipeline, its vocabulary filled from the text.
-        tokenizer = Tokenizer(models.BPE(ignore_merges=True))
-        words = pre_tokenizers.Split(Regex(LLAMA3_REGEX), behavior="isolated", invert=False)
-        letters = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
-        tokenizer.decoder = decoders.ByteLevel()
-        _train(tokenizer, vocab_size, args.input_dir, inputs, options, max_bytes)
+        # In a thread: tokenizers answers Ctrl-C only after its last merge.
+        threading.Thread(target=train, daemon=True).start()
+        trained.result()
+        read = f"{num_bytes:,} bytes of text in {counted(len(inputs), 'file')}, {counted(num_texts, 'text')}"
+        if num_bad:
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in num_bad.most_common())
+            num_all = counted(num_bad.total(), "document")
+            read += f"; left out {num_all} ({reasons}; the first in {first_bad})"
+        if not num_texts:
+            some = "some to train on; are --encoding and --text_field right?"
+            raise BadInput(path=input_dir, found=read, expected=some)
+        say(f"read {read}, long documents in pieces")
         num_base = tokenizer.get_vocab_size()
         # Llama 3.1's special tokens stand behind the base vocabulary, and BOS begins what is encoded.
         reserved = (f"<|reserved_special_token_{number}|>" for number in range(256))
@@ -91,64 +139,6 @@ def train_tokenizer(args: argparse.Namespace) -> int:
         say(f"{what}: no other pair comes twice; more text gives more")
     say(f"{folder}: {num_base + 256:,} tokens ({num_base:,} base, 256 special, BOS is {num_base})")
     return 0
-
-
-def _train(
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    input_dir: Path,
-    inputs: list[InputFile],
-    options: PlanOptions,
-    max_bytes: int,
-) -> None:
-    """Fill the vocabulary of a tokenizer, and say what of. Raises BadInput without any text."""
-    num_texts = num_bytes = 0  # of the text that is taken
-    num_bad, first_bad = Counter[str](), ""  # documents left out, by reason
-
-    def texts() -> Iterator[list[str]]:
-        """Yield lists of stripped texts, documents or pieces of long ones."""
-        nonlocal num_texts, num_bytes, first_bad
-        progress = Progress("reading", min(sum(item.num_bytes for item in inputs), max_bytes))
-        num_places = max(_MIN_NUM_PLACES, max_bytes // _PLACE_BYTES)
-        for batch in sample_documents(input_dir, inputs, options, num_bytes=max_bytes, num_places=num_places):
-            for bad in batch.bad:
-                num_bad[bad.reason] += 1
-                path = str(input_dir / inputs[bad.input_number].path)
-                first_bad = first_bad or place_text(path, bad.source_offset)
-            pieces: list[str] = []
-            for text in map(bytes.decode, batch.texts):
-                pieces += [text[n : n + PIECE_CHARS].strip() for n in range(0, len(text), PIECE_CHARS)]
-            ends = list(itertools.accumulate((len(piece.encode()) for piece in pieces), initial=num_bytes))
-            num_kept = bisect.bisect_right(ends, max_bytes) - 1
-            num_texts, num_bytes = num_texts + num_kept, ends[num_kept]
-            yield pieces[:num_kept]
-            progress.add(batch.num_bytes)
-        say("all text is read, its pairs are merged")
-
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, min_frequency=2, show_progress=False, initial_alphabet=alphabet
-    )
-    trained = Future[None]()
-
-    def train() -> None:
-        try:
-            trained.set_result(tokenizer.train_from_iterator(texts(), trainer))
-        except BaseException as error:  # raised again by the caller
-            trained.set_exception(error)
-
-    # In a thread: tokenizers answers Ctrl-C only after its last merge.
-    threading.Thread(target=train, daemon=True).start()
-    trained.result()
-    found = f"{num_bytes:,} bytes of text in {counted(len(inputs), 'file')}, {counted(num_texts, 'text')}"
-    if num_bad:
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in num_bad.most_common())
-        num_all = counted(num_bad.total(), "document")
-        found += f"; left out {num_all} ({reasons}; the first in {first_bad})"
-    if not num_texts:
-        expected = "some to train on; are --encoding and --text_field right?"
-        raise BadInput(path=input_dir, found=found, expected=expected)
-    say(f"read {found}, long documents in pieces")
 
 
 def train_tokenizer_flags(parser: argparse.ArgumentParser) -> None:

@@ -28,8 +28,8 @@ import msgspec
 import lustre
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
 from preprocess.make.shard_writer import Counting, ShardWriter
-from preprocess.plan.inputs import NUM_THREADS, InputListing, divide_inputs, find_inputs, sample_documents
-from preprocess.plan.tokenizer import ResolvedTokenizer, document_ends_line, resolve_tokenizer
+from preprocess.plan.inputs import NUM_THREADS, divide_inputs, find_inputs, sample_documents
+from preprocess.plan.tokenizer import document_ends_line, resolve_tokenizer
 from preprocess.read import chat
 from preprocess.read.documents import Documents, RangeReader, read_records
 from preprocess.read.text_fields import TextFields, Transform, UnusableText
@@ -39,7 +39,7 @@ from shardprep.console import counted, printable, say, short_bytes, short_time
 from shardprep.format import names
 from shardprep.format import plan as plans
 from shardprep.format.documents import read_names
-from shardprep.format.plan import ByteRange, Cut, InputFile, Plan, PlannedShard, PlanOptions, PrepConfig
+from shardprep.format.plan import ByteRange, InputFile, Plan, PlannedShard, PlanOptions, PrepConfig
 
 Say = Callable[[str], None]
 # A task waits for another's plan for about as long as its own would take: 3 s and more for many files.
@@ -92,12 +92,55 @@ def make_plan(
         resolved = resolve_tokenizer(
             config.model_id, scratch, allow_special_tokens=allow, for_fast_engine=tries_fast
         )
-        plan = _plan_of(dataclasses.replace(config, **found_out), listing, inputs, cuts, resolved, say)
+        if config.append_eos and resolved.spec.eos_token_id is None:
+            found = "a tokenizer without eos_token, so documents cannot end with one"
+            expected, remedy = "eos_token in its tokenizer_config.json, or --no-append_eos", "--no-append_eos"
+            raise errors.UsageError(path=config.model_id, found=found, expected=expected, remedy=remedy)
+        if config.is_chat:
+            template, mask_rule = chat.chat_template_of(
+                scratch, config.chat_template_file, allows_control_tokens=config.allow_special_tokens
+            )
+            for warning in template_warnings(template):
+                say(f"warning: {warning}")
+            found_out |= {"chat_template": template.text, "chat_tokens": template.tokens}
+            found_out |= {"chat_versions": chat.chat_versions(), "chat_mask_rule": mask_rule}
+        elif config.add_special_tokens and resolved.adds_eos():
+            found_out |= {"append_eos": True, "own_eos": True}
+        given = {item.name: getattr(config, item.name) for item in plans.PLAN_FIELDS}
+        plan = Plan(
+            plan_id="",
+            input_dir=raw,
+            options=PlanOptions(**{**given, **found_out}),
+            max_bad_fraction=config.max_bad_fraction,
+            tokenizer=resolved.spec,
+            tokenizer_files=resolved.files,
+            probe=resolved.probe,
+            probe_sha256=resolved.probe_sha256,
+            fast_engine_is_equal=False,
+            inputs=inputs,
+            cuts=cuts,
+            names_left_out=[(reason, name) for reason, lost in listing.left_out.items() for name in lost],
+        )
+        if config.hash_inputs:  # reads all of the input, about a second per core and gigabyte
+            with ThreadPoolExecutor(NUM_THREADS) as pool:
+                hashes = [*pool.map(_sha256_of_input, map(plan.shard, range(plan.num_shards))), ""]
+            pairs = zip(cuts, hashes, strict=True)
+            hashed = [msgspec.structs.replace(cut, sha256=sha256) for cut, sha256 in pairs]
+            plan = dataclasses.replace(plan, cuts=hashed)
+        plan = dataclasses.replace(plan, plan_id=plans.plan_id(plan))
         if transform is not None:
             check_transform(plan, transform, say)
         engine = resolved.reference
         if tries_fast:
-            fast = _fast_engine(plan, resolved, transform)
+            # It must give the reference's ids on the probe, on a sample of the input and at the gate.
+            texts = [*resolved.probe]
+            for documents in sample_of_plan(plan, 1 << 18, transform):
+                texts += map(bytes.decode, documents.texts)
+            sha256 = ids_sha256([engine.encode_texts(texts)])
+            path = scratch / names.TOKENIZER_FILE
+            fast = equal_fast_engine(path, allow_special_tokens=allow, texts=texts, expected_sha256=sha256)
+            if isinstance(fast, Engine) and not resolved.passes_gate(fast):
+                fast = "its ids differ from those of tokenizers"
             if isinstance(fast, Engine):
                 engine, plan = fast, dataclasses.replace(plan, fast_engine_is_equal=True)
             else:
@@ -137,53 +180,6 @@ def make_plan(
         return frozen, cost
 
 
-def _plan_of(
-    config: PrepConfig,
-    listing: InputListing,
-    inputs: list[InputFile],
-    cuts: list[Cut],
-    resolved: ResolvedTokenizer,
-    say: Say,
-) -> Plan:
-    """Return the plan with what planning found out, such as a conversation's template."""
-    if config.append_eos and resolved.spec.eos_token_id is None:
-        found, remedy = "a tokenizer without eos_token, so documents cannot end with one", "--no-append_eos"
-        expected = f"eos_token in its tokenizer_config.json, or {remedy}"
-        raise errors.UsageError(path=config.model_id, found=found, expected=expected, remedy=remedy)
-    options = PlanOptions(**{item.name: getattr(config, item.name) for item in plans.PLAN_FIELDS})
-    found_out: dict[str, Any] = {}
-    if options.is_chat:
-        template, mask_rule = chat.chat_template_of(
-            resolved.folder, config.chat_template_file, allows_control_tokens=options.allow_special_tokens
-        )
-        for warning in template_warnings(template):
-            say(f"warning: {warning}")
-        found_out |= {"chat_template": template.text, "chat_tokens": template.tokens}
-        found_out |= {"chat_versions": chat.chat_versions(), "chat_mask_rule": mask_rule}
-    elif options.add_special_tokens and resolved.adds_eos():
-        found_out |= {"append_eos": True, "own_eos": True}
-    plan = Plan(
-        plan_id="",
-        input_dir=config.input_dir.resolve(),
-        options=dataclasses.replace(options, **found_out),
-        max_bad_fraction=config.max_bad_fraction,
-        tokenizer=resolved.spec,
-        tokenizer_files=resolved.files,
-        probe=resolved.probe,
-        probe_sha256=resolved.probe_sha256,
-        fast_engine_is_equal=False,
-        inputs=inputs,
-        cuts=cuts,
-        names_left_out=[(reason, name) for reason, lost in listing.left_out.items() for name in lost],
-    )
-    if config.hash_inputs:  # reads all of the input, about a second per core and gigabyte
-        with ThreadPoolExecutor(NUM_THREADS) as pool:
-            hashes = [*pool.map(_sha256_of_input, map(plan.shard, range(plan.num_shards))), ""]
-        cuts = [msgspec.structs.replace(cut, sha256=sha256) for cut, sha256 in zip(cuts, hashes, strict=True)]
-        plan = dataclasses.replace(plan, cuts=cuts)
-    return dataclasses.replace(plan, plan_id=plans.plan_id(plan))
-
-
 def _sha256_of_input(shard: PlannedShard) -> str:
     digest = hashlib.sha256()
     for part in shard.ranges:
@@ -193,33 +189,33 @@ def _sha256_of_input(shard: PlannedShard) -> str:
     return digest.hexdigest()
 
 
-def _fast_engine(plan: Plan, resolved: ResolvedTokenizer, transform: Transform | None) -> Engine | str:
-    """Return the fast engine, if it gives the reference's ids, else why it cannot be used."""
-    # They must be equal on the probe, on a sample of the input and at the gate.
-    texts = [*resolved.probe]
-    for documents in sample_of_plan(plan, 1 << 18, transform):
-        texts += map(bytes.decode, documents.texts)
-    fast = equal_fast_engine(
-        resolved.folder / names.TOKENIZER_FILE,
-        allow_special_tokens=plan.options.encodes_control_tokens,
-        texts=texts,
-        expected_sha256=ids_sha256([resolved.reference.encode_texts(texts)]),
-    )
-    if isinstance(fast, Engine) and not resolved.passes_gate(fast):
-        return "its ids differ from those of tokenizers"
-    return fast
-
-
 def plan_of_task(plan: Plan | None, given: dict[str, Any]) -> Plan:
     """Return the plan in ``output_dir``, checked against what the user gave, or make one per file."""
-    output_dir: Path = given["output_dir"]
+    folder: Path = given["output_dir"]
     if plan is None:
         # Shard N is the N-th of the .txt files, README.txt and the like included.
         config = PrepConfig(**{**given, "also": ",".join(filter(None, ["*.txt", given.get("also")]))})
-        say(f"no plan in {output_dir}: planning one shard per file of {config.input_dir}")
+        say(f"no plan in {folder}: planning one shard per file of {config.input_dir}")
         # Of several tasks one plans and the others wait a little; in the end the first to publish wins.
         plan = _plan_once(config)
-    _check_given(plan, given)
+    base = {item.name: getattr(plan.options, item.name) for item in plans.PLAN_FIELDS}
+    if given.get("record", plan.options.record) != plan.options.record:
+        base = {}  # seq_len and keep_text of the one record are no options of the other
+    for name in ("text_field", "text_template") if "text_field" in given or "text_template" in given else ():
+        base.pop(name, None)
+    if differing := plans.option_differences(plan.options, PrepConfig(**{**base, **given}), set(given)):
+        found, expected = "; ".join(differing), "its plan's options, or a new --output_dir"
+        raise errors.Refused(path=folder, found=found, expected=expected, remedy="--output_dir")
+    model_id, fingerprint = given.get("model_id", plan.tokenizer.model_id), ""
+    if model_id != plan.tokenizer.model_id:
+        with contextlib.suppress(*files.NOT_THERE, ValueError, TypeError, AttributeError):
+            path = Path(model_id, names.TOKENIZER_FILE)
+            raw = files.read_regular(path, max_bytes=names.MAX_TOKENIZER_BYTES)
+            fingerprint = names.fingerprint_of(names.load_json(raw))
+        if fingerprint != plan.tokenizer.fingerprint:
+            found = f"--model_id {model_id}, whose tokenizer.json is another, or cannot be compared"
+            expected = f"{plan.tokenizer.model_id}: leave --model_id out, or use a new --output_dir"
+            raise errors.OtherTokenizer(path=folder, found=found, expected=expected, remedy="--output_dir")
     if "input_dir" in given and plans.is_one_file_a_shard(plan):
         check_inputs(plan, given["input_dir"], names_alone=True)
     return plan
@@ -252,29 +248,6 @@ def _plan_once(config: PrepConfig) -> Plan:
                 claim.unlink()
             if is_new_folder:
                 folder.rmdir()  # which does nothing to a folder that holds something
-
-
-def _check_given(plan: Plan, given: dict[str, Any]) -> None:
-    """Refuse flags of another plan."""
-    folder = given["output_dir"]
-    base = {item.name: getattr(plan.options, item.name) for item in plans.PLAN_FIELDS}
-    if given.get("record", plan.options.record) != plan.options.record:
-        base = {}  # seq_len and keep_text of the one record are no options of the other
-    for name in ("text_field", "text_template") if "text_field" in given or "text_template" in given else ():
-        base.pop(name, None)
-    if differing := plans.option_differences(plan.options, PrepConfig(**{**base, **given}), set(given)):
-        found, expected = "; ".join(differing), "its plan's options, or a new --output_dir"
-        raise errors.Refused(path=folder, found=found, expected=expected, remedy="--output_dir")
-    model_id, fingerprint = given.get("model_id", plan.tokenizer.model_id), ""
-    if model_id != plan.tokenizer.model_id:
-        with contextlib.suppress(*files.NOT_THERE, ValueError, TypeError, AttributeError):
-            path = Path(model_id, names.TOKENIZER_FILE)
-            raw = files.read_regular(path, max_bytes=names.MAX_TOKENIZER_BYTES)
-            fingerprint = names.fingerprint_of(names.load_json(raw))
-        if fingerprint != plan.tokenizer.fingerprint:
-            found = f"--model_id {model_id}, whose tokenizer.json is another, or cannot be compared"
-            expected = f"{plan.tokenizer.model_id}: leave --model_id out, or use a new --output_dir"
-            raise errors.OtherTokenizer(path=folder, found=found, expected=expected, remedy="--output_dir")
 
 
 def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> None:

@@ -145,7 +145,10 @@ def resolve_tokenizer(
         probe_sha256 = engines.ids_sha256([engine.encode_texts(probe)])
         facts = TokenizerFacts(spec=spec, probe=probe, probe_sha256=probe_sha256, saved=saved)
         if kept is not None:
-            _keep(kept, facts)
+            raw = msgspec.msgpack.encode(facts)
+            with contextlib.suppress(OSError, ShardprepError):
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                files.publish_bytes(kept, hashlib.sha256(raw).digest() + raw)
     _write_files(facts.saved, folder)
     fields = {**vars(facts), "spec": replace(facts.spec, model_id=model_id)}
     stamps = _stamps_of(facts.saved)
@@ -194,13 +197,6 @@ def _take_kept(place: Path) -> TokenizerFacts | None:
     return None
 
 
-def _keep(place: Path, facts: TokenizerFacts) -> None:
-    raw = msgspec.msgpack.encode(facts)
-    with contextlib.suppress(OSError, ShardprepError):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        files.publish_bytes(place, hashlib.sha256(raw).digest() + raw)
-
-
 def _write_files(contents: Files, folder: Path) -> None:
     for name, content in contents.items():
         (folder / name).write_bytes(content)
@@ -238,16 +234,32 @@ _SHOWN_ATTRIBUTES = (
     "clean_up_tokenization_spaces", "model_input_names", "model_max_length", "padding_side",
     "split_special_tokens", "truncation_side",
 )  # fmt: skip
-_TOKEN_FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 
 
 def plain_files(given: Files) -> tuple[Files, Tokenizer] | None:
     """Return the files that transformers would save, and the tokenizer, or None where it might change ids."""
-    if not version("transformers").startswith(_PLAIN_TRANSFORMERS):
-        return None
     try:
-        data = _json_object(given, TOKENIZER_FILE)
-        if not _is_plain(given, data):
+        data, config, model, named = (
+            _json_object(given, name)
+            for name in (TOKENIZER_FILE, TOKENIZER_CONFIG, MODEL_CONFIG, SPECIAL_TOKENS_MAP)
+        )
+        added = {str(token["id"]): token for token in data.get("added_tokens") or []}
+        tokens: list[Any] = [each.get(role) for each in (config, named) for role in _NAMED]
+        tokens += [token for each in (config, named) for role in _LISTED for token in each.get(role) or []]
+        contents = {token["content"] if isinstance(token, dict) else token for token in tokens}
+        decoder: dict[str, dict[str, Any]] = config.get("added_tokens_decoder") or {}
+        if not (
+            version("transformers").startswith(_PLAIN_TRANSFORMERS)
+            and config.get("tokenizer_class") in _PLAIN_CLASSES
+            and config.keys() <= _PLAIN_KEYS
+            and model.get("model_type") in _PLAIN_MODELS
+            and not model.keys() & {"tokenizer_class", "auto_map"}
+            and not (ADDED_TOKENS in given or data.get("truncation") or data.get("padding"))
+            and named.keys() <= {*_NAMED, *_LISTED}
+            and special_tokens_of({**config, **named}) == special_tokens_of(config)
+            and contents <= {None, *(token["content"] for token in added.values())}
+            and all({"id": int(number), **token} == added.get(number) for number, token in decoder.items())
+        ):
             return None
         tokenizer = Tokenizer.from_str(given[TOKENIZER_FILE].decode())
     except BaseException as error:
@@ -259,33 +271,6 @@ def plain_files(given: Files) -> tuple[Files, Tokenizer] | None:
     copied = {name: given[name] for name in _COPIED if name in given}
     # Written anew by tokenizers, as transformers does.
     return {TOKENIZER_FILE: tokenizer.to_str(pretty=True).encode(), **copied}, tokenizer
-
-
-def _is_plain(given: Files, data: dict[str, Any]) -> bool:
-    """Return whether nothing that a file names may change what tokenizer.json does."""
-    config, model, named = (
-        _json_object(given, name) for name in (TOKENIZER_CONFIG, MODEL_CONFIG, SPECIAL_TOKENS_MAP)
-    )
-    added = {str(token["id"]): token for token in data.get("added_tokens") or []}
-    known = {token["content"] for token in added.values()}
-    tokens: list[Any] = [each.get(role) for each in (config, named) for role in _NAMED]
-    tokens += [token for each in (config, named) for role in _LISTED for token in each.get(role) or []]
-    contents = {token["content"] if isinstance(token, dict) else token for token in tokens}
-    decoder: dict[str, dict[str, Any]] = config.get("added_tokens_decoder") or {}
-    return (
-        config.get("tokenizer_class") in _PLAIN_CLASSES
-        and config.keys() <= _PLAIN_KEYS
-        and model.get("model_type") in _PLAIN_MODELS
-        and not model.keys() & {"tokenizer_class", "auto_map"}
-        and not (ADDED_TOKENS in given or data.get("truncation") or data.get("padding"))
-        and named.keys() <= {*_NAMED, *_LISTED}
-        and special_tokens_of({**config, **named}) == special_tokens_of(config)
-        and contents <= {*known, None}
-        and all(
-            number in added and all(token.get(flag) == added[number].get(flag) for flag in _TOKEN_FLAGS)
-            for number, token in decoder.items()
-        )
-    )
 
 
 def _json_object(contents: Files, name: str) -> dict[str, Any]:

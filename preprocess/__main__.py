@@ -159,11 +159,10 @@ def run(args: argparse.Namespace) -> int:
         raise CannotWrite(path=folder, found="a folder that you cannot write to", expected=expected)
     cpus = resources.allowed_cpus(offset=todo[0])
     assert settings.memory_gb is not None
-    # --num_proc, else DATASET_NUM_PROC, else one process per CPU as far as the memory goes.
     num_proc = args.num_proc
     if num_proc is None:
         num_proc = resources.environment_number("DATASET_NUM_PROC")
-    if num_proc is None:
+    if num_proc is None:  # one per CPU, as far as the memory goes
         fitting = int(settings.memory_gb * 2**30) // (resources.PROCESS_BYTES + (100 << 20))
         num_proc = max(1, min(len(cpus), fitting))
     if num_proc < 1:
@@ -181,8 +180,8 @@ def run(args: argparse.Namespace) -> int:
         record.exit_code = failures[0].exit_code if failures else 0
     counts = [manifest.counts for manifest in made]
     names = ("input_bytes", "num_documents", "num_tokens")
-    sums = (sum(getattr(each, name) for each in counts) for name in names)
-    total = amounts_line(*sums, progress.elapsed_s)
+    num_bytes, num_documents, num_tokens = (sum(getattr(each, name) for each in counts) for name in names)
+    total = amounts_line(num_bytes, num_documents, num_tokens, progress.elapsed_s)
     num_made = len(todo) - len(failures)
     say(f"{num_made} of {counted(len(todo), 'shard')} made by {counted(num_proc, 'process')}: {total}")
     if failures:

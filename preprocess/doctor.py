@@ -96,8 +96,9 @@ def _of_versions() -> Iterator[Finding]:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_LIMIT_S, check=True)
             yield Finding("torch", done.stdout.strip())
         except subprocess.SubprocessError as error:
-            why, todo = str(error.stderr or error), "look at nvidia-smi, or install torch for this machine"
-            yield Finding("torch", why.strip().rpartition("\n")[2], todo, UsageError.exit_code)
+            why = str(getattr(error, "stderr", None) or error).strip().rpartition("\n")[2]
+            todo = "look at nvidia-smi, or install torch for this machine"
+            yield Finding("torch", why, todo, UsageError.exit_code)
 
 
 def _of_tokenizer(model_id: str | None, folder: Path | None, num_cpus: int) -> Iterator[Finding]:

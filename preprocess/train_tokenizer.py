@@ -99,7 +99,8 @@ def train_tokenizer(args: argparse.Namespace) -> int:
 
     def train() -> None:
         try:
-            trained.set_result(tokenizer.train_from_iterator(texts(), trainer))
+            tokenizer.train_from_iterator(texts(), trainer)
+            trained.set_result(None)
         except BaseException as error:  # raised again below
             trained.set_exception(error)
 

@@ -84,7 +84,12 @@ def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
             raise NotFound(path=input_dir, found="no folder", expected="one that holds input files")
         listing.look_through(options)
         listing.leave_out_same_files()
-        listing.leave_out_old_versions()
+        for table in listing.delta_tables:
+            current, below = _files_of_delta_table(input_dir / table), f"{table}/" if table else ""
+            for path in list(listing.taken):
+                is_of_table = path.startswith(below) and path.endswith(".parquet")
+                if is_of_table and path.removeprefix(below) not in current:
+                    listing.leave_out(path, "old version in a Delta table")
     except OSError as error:
         where, found = error.filename or input_dir, f"it cannot be listed: {error.strerror}"
         raise NotFound(path=where, found=found, expected="a folder that you can read") from None
@@ -111,8 +116,8 @@ class InputListing:
         self.taken: dict[str, tuple[bool, tuple[int, int]]] = {}  # path -> is it a link; device and inode
         self.left_out: dict[str, list[str]] = {}  # by reason
         self.follows_links = False  # whether a link to a folder was followed
-        self._used_patterns: set[str] = set()
-        self._delta_tables: list[str] = []
+        self.used_patterns: set[str] = set()  # of --also, that took something
+        self.delta_tables: list[str] = []
         self._input_dir = input_dir
         # As in a shell, a hidden name needs a pattern that begins with a dot; one with _ in front likewise.
         self._also = {
@@ -124,11 +129,6 @@ class InputListing:
     def paths(self) -> list[Path]:
         """Return the inputs, sorted by relative path."""
         return [Path(self._input_dir, path) for path in sorted(self.taken, key=lambda path: path.split("/"))]
-
-    @property
-    def also(self) -> str:
-        """Return the patterns of ``also`` that took something."""
-        return ",".join(sorted(self._used_patterns))
 
     def look_through(self, options: PlanOptions) -> None:
         """Take the files of all folders, and leave out the other names. Raises OSError."""
@@ -149,7 +149,7 @@ class InputListing:
             with os.scandir(place) as entries:
                 for entry in entries:
                     if entry.name == _DELTA_LOG:
-                        self._delta_tables.append(folder)
+                        self.delta_tables.append(folder)
                     path = f"{folder}/{entry.name}" if folder else entry.name
                     is_file, is_folder = _is_file_or_folder(entry)
                     reason = _why_left_out(entry.name, is_file=is_file)
@@ -173,17 +173,9 @@ class InputListing:
                     else:
                         folders.append(path)
 
-    def leave_out_old_versions(self) -> None:
-        """Leave out the files of Delta tables that hold none of their rows any more."""
-        for table in self._delta_tables:
-            current, below = _files_of_delta_table(self._input_dir / table), f"{table}/" if table else ""
-            for path in [path for path in self.taken if path.startswith(below) and path.endswith(".parquet")]:
-                if path.removeprefix(below) not in current:
-                    self.leave_out(path, "old version in a Delta table")
-
     def _is_also(self, name: str) -> bool:
         matching = [text for text, each in self._also.items() if each.match(name.lower())]
-        self._used_patterns.update(matching)
+        self.used_patterns.update(matching)
         return bool(matching)
 
     def leave_out_same_files(self) -> None:
@@ -400,28 +392,21 @@ def divide_inputs(
         raise UsageError(found=f"{number} shards", expected=expected, remedy=remedy)
     if num_shards is None and shard_bytes is None:
         return inputs, [Cut(number, 0) for number in range(len(inputs) + 1)]
-    return _divide(config.input_dir, weighed, number, config)
-
-
-def _divide(
-    input_dir: Path, inputs: list[Weighed], num_shards: int, options: PlanOptions
-) -> tuple[list[InputFile], list[Cut]]:
-    """Divide the inputs into shards of even text: in which order they are read, and where each begins."""
+    # Whole files are put into shards by their size, but for plain text, whose order was promised.
     whole: list[Weighed] = []
     cut: list[Weighed] = []
-    for item in inputs:
-        # Whole files are put into shards by their size, but for plain text, whose order was promised.
+    for item in weighed:
         is_grouped = item.is_whole and not input_kind(item.file.path).is_in_bytes
         (whole if is_grouped else cut).append(item)
-    groups = _groups_of(inputs, whole, num_shards)
-    if num_shards == 1 or not groups:
-        cut, groups = inputs, []
+    groups = _groups_of(weighed, whole, number)
+    if number == 1 or not groups:
+        cut, groups = weighed, []
     cuts = [Cut(0, 0)]
     if cut:
-        cuts = _even_cuts(input_dir, cut, max(num_shards - len(groups), 1), options)
+        cuts = _even_cuts(config.input_dir, cut, max(number - len(groups), 1), config)
     for group in groups:
         cuts.append(Cut(cuts[-1].input_number + len(group), 0))
-    cuts += [cuts[-1]] * (num_shards + 1 - len(cuts))  # more shards than files
+    cuts += [cuts[-1]] * (number + 1 - len(cuts))  # more shards than files
     return [item.file for item in (*cut, *itertools.chain.from_iterable(groups))], cuts
 
 

@@ -82,7 +82,7 @@ def make_plan(
         excluded = read_names(config.exclude, id_field=config.id_field).keys.tobytes()
         found_out["excluded"] = hashlib.sha256(excluded).hexdigest()
     listing = find_inputs(config.input_dir, config)
-    found_out |= {"also": listing.also, "follow_links": listing.follows_links}
+    found_out |= {"also": ",".join(sorted(listing.used_patterns)), "follow_links": listing.follows_links}
     inputs, cuts = divide_inputs(config, listing, num_shards, shard_bytes, say)
     # The reference masks conversations, and encodes little text before the engines are compared.
     num_bytes = FEW_BYTES if config.engine == "gigatoken" else sum(item.num_bytes for item in inputs)

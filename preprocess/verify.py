@@ -191,10 +191,8 @@ def _check_shards(
             with files.errors_named(path), files.HashedFile(path) as tar:
                 try:
                     _check_ids(shard, tar, _check_idx(folder, plan, shard))
-                except errors.ShardprepError:  # a wrong hash is told before what follows from it
+                finally:  # a wrong hash is told in place of what follows from it
                     manifest.check_hashes(folder, shard, tar.sha256())
-                    raise
-                manifest.check_hashes(folder, shard, tar.sha256())
         manifest.refuse_found(folder, standing, [shard_id])
         return shard
 
@@ -212,16 +210,11 @@ def _check_shards(
         except OSError as error:
             return errors.ReadWriteError(f"{error.filename}: {error.strerror}")
 
-    manifests: list[Manifest] = []
-    problems: Problems = {}
+    ids = range(plan.num_shards)
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        ids = range(plan.num_shards)
-        for shard_id, result in zip(with_progress("verifying", ids), pool.map(check, ids), strict=True):
-            if isinstance(result, Manifest):
-                manifests.append(result)
-            else:
-                problems[shard_id] = result
-    return manifests, problems
+        results = dict(zip(with_progress("verifying", ids), pool.map(check, ids), strict=True))
+    problems = {number: result for number, result in results.items() if not isinstance(result, Manifest)}
+    return [result for result in results.values() if isinstance(result, Manifest)], problems
 
 
 def _check_idx(folder: Path, plan: Plan, shard: Manifest) -> Records:

@@ -263,10 +263,9 @@ def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> N
         return ""
 
     try:
-        listed = find_inputs(input_dir, plan.options).paths
-        found = {path.relative_to(input_dir).as_posix() for path in listed}
-        differing = [f"{name} was added" for name in sorted(found - planned.keys())]
-        differing += [f"{name} is missing" for name in sorted(planned.keys() - found)]
+        found = find_inputs(input_dir, plan.options).taken
+        differing = [f"{name} was added" for name in sorted(found.keys() - planned.keys())]
+        differing += [f"{name} is missing" for name in sorted(planned.keys() - found.keys())]
         if not names_alone:
             with ThreadPoolExecutor(NUM_THREADS) as pool:
                 there = [item for path, item in planned.items() if path in found]
@@ -333,14 +332,14 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None) -> Cost:
     unseen = [f"--{name}_field {fields[name]}" for name in fields if not found.get(name, True)]
     if unseen:
         warnings.append(f"no record of a sample has a value for {', '.join(unseen)}; check the spelling")
-    sizes, num_shards = plan.shard_bytes(), plan.num_shards
-    scale = sum(sizes) / max(1, num_bytes)
-    num_documents = counting.num_documents * scale
+    sizes, num_shards, num_bytes = plan.shard_bytes(), plan.num_shards, max(1, num_bytes)
+    num_documents = counting.num_documents * sum(sizes) / num_bytes
     taken = min(1.0, (plan.options.limit or num_documents) / max(1.0, num_documents))  # of a trial
-    stamps = filter(None, [manifest.tar, manifest.idx, manifest.digests, manifest.ids])
-    output_bytes = round(sum(stamp.num_bytes for stamp in stamps) * scale * taken)
-    core_hours = (cpu_s * scale * taken + _STARTUP_S * num_shards) / 3600
-    longest_s = cpu_s * taken * max(sizes) / max(1, num_bytes) + _STARTUP_S  # on one core
+    scale = sum(sizes) / num_bytes * taken
+    stamps = (manifest.tar, manifest.idx, manifest.digests, manifest.ids)
+    output_bytes = round(sum(stamp.num_bytes for stamp in stamps if stamp) * scale)
+    core_hours = (cpu_s * scale + _STARTUP_S * num_shards) / 3600
+    longest_s = cpu_s * taken * max(sizes) / num_bytes + _STARTUP_S  # on one core
     if longest_s > _LONG_SHARD_S:
         more = round(num_shards * longest_s / _LONG_SHARD_S) + 1
         warnings.append(f"a shard will take {longest_s / 60:.0f} minutes on one core; --num_shards {more}?")
@@ -348,10 +347,9 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None) -> Cost:
     if num_shards >= max(_MANY_SHARDS, 2 * fewer) and plans.is_one_file_a_shard(plan):
         each_one = f"each of {num_shards} input files is a shard of its own, and so a task"
         warnings.append(f"{each_one}; for even shards plan into a new folder with --num_shards {fewer}")
-    each = str(min(sizes)) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
     text = (
-        f"plan {plan.plan_id[:12]}: {counted(num_shards, 'shard')} of {each} input bytes; "
-        f"about {counting.num_tokens * scale * taken:.3g} tokens, {short_bytes(output_bytes)} on disk, "
+        f"plan {plan.plan_id[:12]}: {counted(num_shards, 'shard')} of {min(sizes)} to {max(sizes)} input "
+        f"bytes; about {counting.num_tokens * scale:.3g} tokens, {short_bytes(output_bytes)} on disk, "
         f"{core_hours:.2g} core hours; one core per task is best, and the longest shard takes "
         f"{short_time(round(longest_s))} on it"
     )

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from preprocess.make.resources import InputSettings
 from preprocess.read.documents import documents_of_shard
-from preprocess.read.text_fields import Transform, transform_of
+from preprocess.read.text_fields import transform_of
 from shardprep.console import counted, print_lines, say, with_progress
 from shardprep.errors import NotFound, Refused
 from shardprep.files import make_folder, publish_link, sync_folder
@@ -26,7 +26,6 @@ from shardprep.format.manifest import check_done, done_manifest, read_findings, 
 from shardprep.format.names import EXCLUDED_NAME, TOKENIZER_DIR, id_ranges, ids_of_ranges, manifest_path
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan, publish_plan, read_plan
 
-Places = npt.NDArray[np.int64]  # int64[documents, 2]: number of the input, and where in it a document begins
 _MOST_TOLD = 20  # names that were not found
 
 
@@ -45,10 +44,25 @@ def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> 
     names = documents.read_names(ids_file, id_field=plan.options.id_field)
     found = np.zeros(len(names.keys), np.bool_)
     transform = transform_of(plan.options, where.transform)
-    named: dict[int, Places] = {}
+    named: dict[int, npt.NDArray[np.int64]] = {}  # by shard, ascending: inputs, and where documents begin
+    moved = plan.at(where.input_dir)
     for number in with_progress("looking for documents", range(plan.num_shards)):
-        places = _named_places(folder, plan.at(where.input_dir), number, names, found, transform)
-        if len(places):
+        shard, parts = moved.shard(number), [np.empty((0, 2), np.int64)]
+        if "id" in names.kinds:
+            kept = list(documents.kept_ids(folder, number))
+            places = np.array([place for *place, _ in kept], np.int64).reshape(-1, 2)
+            of = names.find(documents.keys_of_ids(name for *_, name in kept))
+            parts.append(places[of >= 0])
+            found[of[of >= 0]] = True
+        # The input is read only where it may have what is named by its text or its place.
+        if names.may_be_in(folder, shard, read_manifest(folder, number).digests):
+            for batch in documents_of_shard(moved, folder, shard, transform):
+                path, ids = plan.inputs[batch.input_number].path, batch.columns.get("id")
+                of = names.of_documents(path, batch.offsets, ids, batch.digests)
+                found[of[of >= 0]] = True
+                offsets = batch.offsets[(of >= 0).any(axis=0)]
+                parts.append(np.stack([np.full_like(offsets, batch.input_number), offsets], axis=1))
+        if len(places := np.unique(np.concatenate(parts), axis=0)):
             named[number] = places
     if missing := int((~found).sum()):
         lines = documents.lines_of(ids_file, names, ~found, id_field=plan.options.id_field)
@@ -102,36 +116,6 @@ def check_places(folder: Path, new: Path, shard_ids: Iterable[int]) -> None:
             found = f"shard {number:05d}, made again, with other {', '.join(names)} than in {folder}"
             expected = "the same: bring back input and libraries, remove this folder, and run this again"
             raise Refused(path=new, found=found, expected=expected)
-
-
-def _named_places(
-    folder: Path,
-    plan: Plan,
-    shard_id: int,
-    names: documents.DocumentNames,
-    found: npt.NDArray[np.bool_],
-    transform: Transform | None,
-) -> Places:
-    """Return where the named documents of a shard begin, ascending. Note in ``found`` which these are.
-
-    The input is read only where it may have what is named by its text or its place.
-    """
-    shard = plan.shard(shard_id)
-    parts = [np.empty((0, 2), np.int64)]
-    if "id" in names.kinds:
-        kept = list(documents.kept_ids(folder, shard_id))
-        places = np.array([place for *place, _ in kept], np.int64).reshape(-1, 2)
-        of = names.find(documents.keys_of_ids(name for *_, name in kept))
-        parts.append(places[of >= 0])
-        found[of[of >= 0]] = True
-    if names.may_be_in(folder, shard, read_manifest(folder, shard_id).digests):
-        for batch in documents_of_shard(plan, folder, shard, transform):
-            path, ids = plan.inputs[batch.input_number].path, batch.columns.get("id")
-            of = names.of_documents(path, batch.offsets, ids, batch.digests)
-            found[of[of >= 0]] = True
-            offsets = batch.offsets[(of >= 0).any(axis=0)]
-            parts.append(np.stack([np.full_like(offsets, batch.input_number), offsets], axis=1))
-    return np.unique(np.concatenate(parts), axis=0)
 
 
 def _begin(folder: Path, new: Path, planned: Plan, blanked_in: dict[int, documents.BlankedDocuments]) -> None:

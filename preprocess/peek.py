@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -165,9 +165,14 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
         if names.input_kind(name).is_in_bytes and place[1] >= num_bytes:
             raise NotFound(path=name, found=place[1], expected=f"bytes 0 to {num_bytes - 1}")
     shards = [number for number in made if place[0] in plan.shard(number).input_numbers]
-    if line := _left_out_line(folder, shards, name, place[1]):
-        print_lines(line)
-        return
+    for shard_id in shards:  # perhaps it was left out
+        with contextlib.suppress(*NOT_THERE, ShardprepError, ValueError, LookupError, TypeError):
+            for entry in map(orjson.loads, read_lines(names.quarantine_path(folder, shard_id))):
+                if (entry["source"], entry["source_offset"]) == (name, place[1]):
+                    size = "" if names.input_kind(name).unit == "row" else f", {entry['num_bytes']} bytes"
+                    why = f"{entry['reason']}{size}: {entry['detail'][:_DETAIL_CHARS]}"
+                    print_lines(f"{name}:{place[1]} was left out of shard {shard_id:05d} as {why}")
+                    return
     # A document is in the last shard in which one begins at the place or before.
     for shard_id in reversed(shards):
         records = read_idx(folder, plan.spec, shard_id)
@@ -178,19 +183,6 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
     raise NotFound(
         found=f"{name}:{place[1]}", expected="where a document of a finished shard begins, or behind"
     )
-
-
-def _left_out_line(folder: Path, shard_ids: Sequence[int], path: str, offset: int) -> str:
-    """Say what is known of a document that was left out, or nothing where none begins there."""
-    for shard_id in shard_ids:
-        # Of a file that cannot be read nothing is known.
-        with contextlib.suppress(*NOT_THERE, ShardprepError, ValueError, LookupError, TypeError):
-            for entry in map(orjson.loads, read_lines(names.quarantine_path(folder, shard_id))):
-                if (entry["source"], entry["source_offset"]) == (path, offset):
-                    size = "" if names.input_kind(path).unit == "row" else f", {entry['num_bytes']} bytes"
-                    why = f"{entry['reason']}{size}: {entry['detail'][:_DETAIL_CHARS]}"
-                    return f"{path}:{offset} was left out of shard {shard_id:05d} as {why}"
-    return ""
 
 
 def _made_shards(folder: Path) -> list[int]:

@@ -29,7 +29,7 @@ import lustre
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
 from preprocess.make.shard_writer import Counting, ShardWriter
 from preprocess.plan.inputs import NUM_THREADS, divide_inputs, find_inputs, sample_documents
-from preprocess.plan.tokenizer import document_ends_line, resolve_tokenizer
+from preprocess.plan.tokenizer import added_ids, document_ends_line, resolve_tokenizer
 from preprocess.read import chat
 from preprocess.read.documents import Documents, RangeReader, read_records
 from preprocess.read.text_fields import TextFields, Transform, UnusableText
@@ -104,8 +104,10 @@ def make_plan(
                 say(f"warning: {warning}")
             found_out |= {"chat_template": template.text, "chat_tokens": template.tokens}
             found_out |= {"chat_versions": chat.chat_versions(), "chat_mask_rule": mask_rule}
-        elif config.add_special_tokens and resolved.adds_eos():
-            found_out |= {"append_eos": True, "own_eos": True}
+        elif config.add_special_tokens:
+            _, after = added_ids(resolved.reference)
+            if after[-1:] == [resolved.spec.eos_token_id]:  # it ends each document so by itself
+                found_out |= {"append_eos": True, "own_eos": True}
         given = {item.name: getattr(config, item.name) for item in plans.PLAN_FIELDS}
         plan = Plan(
             plan_id="",

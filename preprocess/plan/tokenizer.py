@@ -67,11 +67,6 @@ class ResolvedTokenizer(TokenizerFacts):
     kept: Path | None  # its entry of the cache
     reference: engines.Engine  # of ``tokenizers``
 
-    def adds_eos(self) -> bool:
-        """Return whether it ends each document with EOS by itself."""
-        _, after = added_ids(self.reference)
-        return bool(after) and after[-1] == self.spec.eos_token_id
-
     def passes_gate(self, fast: engines.Engine) -> bool:
         """Return whether an engine gives the reference's ids on ``gate_texts``: 2 s for Llama 3's."""
         # That it does is kept for the next plan, as an empty file.
@@ -120,8 +115,17 @@ def resolve_tokenizer(
         source, name = find_on_hub(model_id)
     given, kept, facts = read_files(source), None, None
     if given is not None:
-        kept = _place_in_cache(given, allow_special_tokens, for_fast_engine)
-        facts = _take_kept(kept)
+        versions = [shardprep.__version__, *map(version, ("tokenizers", "gigatoken", "transformers"))]
+        depends_on = versions, allow_special_tokens, for_fast_engine, sorted(_stamps_of(given).items())
+        home = os.environ.get("XDG_CACHE_HOME", "")
+        cache = home if home.startswith("/") else os.path.expanduser("~/.cache")  # noqa: PTH111
+        key = hashlib.sha256(repr(depends_on).encode()).hexdigest()
+        kept = Path(cache, "shardprep", "tokenizers", key)
+        # An entry is the facts behind their hash. One that is not whole counts as none.
+        with contextlib.suppress(*files.NOT_THERE, ShardprepError, msgspec.MsgspecError):
+            raw = files.read_regular(kept, max_bytes=_MAX_FOUND_BYTES)
+            if hashlib.sha256(raw[32:]).digest() == raw[:32]:
+                facts = msgspec.msgpack.decode(raw[32:], type=TokenizerFacts)
     if facts is not None:
         tokenizer = Tokenizer.from_str(facts.saved[TOKENIZER_FILE].decode())
     elif given is not None and (plain := plain_files(given)) is not None:
@@ -174,27 +178,9 @@ def _saved_by_transformers(name: str, folder: Path, given: Files | None) -> tupl
     return saved, engines.load_tokenizer(folder / TOKENIZER_FILE)
 
 
-def _place_in_cache(given: Files, *choices: bool) -> Path:
-    versions = [shardprep.__version__, *map(version, ("tokenizers", "gigatoken", "transformers"))]
-    stamps = sorted(_stamps_of(given).items())
-    key = hashlib.sha256(repr((versions, choices, stamps)).encode()).hexdigest()
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    cache = home if home.startswith("/") else os.path.expanduser("~/.cache")  # noqa: PTH111
-    return Path(cache, "shardprep", "tokenizers", key)
-
-
 def _stamps_of(contents: Files) -> dict[str, FileStamp]:
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     return {name: FileStamp(num_bytes=len(contents[name]), sha256=sha256) for name, sha256 in hashes.items()}
-
-
-def _take_kept(place: Path) -> TokenizerFacts | None:
-    """Return what an entry of the cache holds behind its hash, or None where no whole one is."""
-    with contextlib.suppress(*files.NOT_THERE, ShardprepError, msgspec.MsgspecError):
-        raw = files.read_regular(place, max_bytes=_MAX_FOUND_BYTES)
-        if hashlib.sha256(raw[32:]).digest() == raw[:32]:
-            return msgspec.msgpack.decode(raw[32:], type=TokenizerFacts)
-    return None
 
 
 def _write_files(contents: Files, folder: Path) -> None:

@@ -1,7 +1,6 @@
 """What must not be trained on: documents that hold text of an evaluation, and equal documents.
 
-No other module imports this one. Both commands write lists as ``blank --ids`` and ``plan --exclude`` take
-them. They read the input, which tells texts as they were encoded, and where each document begins.
+Both commands read the input, which tells texts as they were encoded, and where each document begins.
 
 ``overlap``: a unit is a number: a token id, or the number of a word among those of the evaluation, 0 for any
 other word. So units are equal where their numbers are, and a hit is never a collision: hashes of n-grams only
@@ -338,14 +337,13 @@ def _is_kept() -> npt.NDArray[np.bool_]:
 def _merge(out: Path, paths: list[Path], data_dir: Path, settings: dict[str, Any]) -> None:
     """Write the lists, of the files of all shards. Raises BrokenShard, ReadWriteError."""
     listed: dict[str, None] = {}  # in order, each once
-    merged, names_path, num_hits, last = out / "overlap.jsonl", out / "names.txt", 0, ""
+    merged, names_path, last = out / "overlap.jsonl", out / "names.txt", ""
     evals, sources = Counter[str](), Counter[str]()
     with files.PublishedFile(merged) as file:
         for path in paths:
             try:
                 for line in files.read_lines(path):
                     hit = json.loads(line)
-                    num_hits += 1
                     if hit["document"] != last:  # its hits follow each other
                         last = hit["document"]
                         sources[names.source_of_path(last)] += 1
@@ -358,7 +356,7 @@ def _merge(out: Path, paths: list[Path], data_dir: Path, settings: dict[str, Any
         file.publish()
     files.publish_bytes(names_path, "".join(listed).encode())
     documents, of_evals = counted(sources.total(), "document"), counted(len(evals), "evaluation document")
-    found = f"{documents} hold text of {of_evals}: {counted(num_hits, 'hit')}"
+    found = f"{documents} hold text of {of_evals}: {counted(evals.total(), 'hit')}"
     top = heapq.nlargest(_MOST_SHOWN, map(json.loads, files.read_lines(merged)), key=lambda hit: hit["share"])
     columns = ("document", "eval", "share", "longest", "text")
     hits = [columns, *(tuple(str(hit[name])[:300] for name in columns) for hit in top)]

@@ -180,9 +180,7 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
         if numbers := samples_holding(records, place, num_train):
             yield from (((shard_id, number), None) for number in numbers)
             return
-    raise NotFound(
-        found=f"{name}:{place[1]}", expected="where a document of a finished shard begins, or behind"
-    )
+    raise NotFound(found=f"{name}:{place[1]}", expected="a place in a finished shard")
 
 
 def _made_shards(folder: Path) -> list[int]:

@@ -93,8 +93,8 @@ def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> 
     untouched = [number for number in range(plan.num_shards) if number not in named]
     for number in with_progress("taking over", untouched):
         if done_manifest(new, number, plan.plan_id) is None:
-            shard = [path for path, _ in shard_files(folder, read_manifest(folder, number))]
-            _take(folder, new, [*shard, manifest_path(folder, number)])  # the manifest last
+            paths = [path for path, _ in shard_files(folder, read_manifest(folder, number))]
+            _take(folder, new, [*paths, manifest_path(folder, number)])  # the manifest last
     return planned, sorted(named), not missing
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from preprocess.make.resources import InputSettings
 from preprocess.read.documents import documents_of_shard
@@ -44,10 +43,11 @@ def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> 
     names = documents.read_names(ids_file, id_field=plan.options.id_field)
     found = np.zeros(len(names.keys), np.bool_)
     transform = transform_of(plan.options, where.transform)
-    named: dict[int, npt.NDArray[np.int64]] = {}  # by shard, ascending: inputs, and where documents begin
+    blanked_in: dict[int, documents.BlankedDocuments] = {}  # by shard
     moved = plan.at(where.input_dir)
     for number in with_progress("looking for documents", range(plan.num_shards)):
-        shard, parts = moved.shard(number), [np.empty((0, 2), np.int64)]
+        shard, manifest = moved.shard(number), read_manifest(folder, number)
+        parts = [np.empty((0, 2), np.int64)]  # of documents: number of the input, and where one begins in it
         if "id" in names.kinds:
             kept = list(documents.kept_ids(folder, number))
             places = np.array([place for *place, _ in kept], np.int64).reshape(-1, 2)
@@ -55,29 +55,19 @@ def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> 
             parts.append(places[of >= 0])
             found[of[of >= 0]] = True
         # The input is read only where it may have what is named by its text or its place.
-        if names.may_be_in(folder, shard, read_manifest(folder, number).digests):
+        if names.may_be_in(folder, shard, manifest.digests):
             for batch in documents_of_shard(moved, folder, shard, transform):
                 path, ids = plan.inputs[batch.input_number].path, batch.columns.get("id")
                 of = names.of_documents(path, batch.offsets, ids, batch.digests)
                 found[of[of >= 0]] = True
                 offsets = batch.offsets[(of >= 0).any(axis=0)]
                 parts.append(np.stack([np.full_like(offsets, batch.input_number), offsets], axis=1))
-        if len(places := np.unique(np.concatenate(parts), axis=0)):
-            named[number] = places
-    if missing := int((~found).sum()):
-        lines = documents.lines_of(ids_file, names, ~found, id_field=plan.options.id_field)
-        print_lines(*(f"not found: {line}" for line in itertools.islice(lines, _MOST_TOLD)))
-        say(f"{missing} of {counted(len(found), 'name')} in {ids_file} were not found")
-    if not named:
-        expected = f"some of {folder}; nothing was made"
-        raise NotFound(path=ids_file, found="names of no document", expected=expected)
-    blanked_in: dict[int, documents.BlankedDocuments] = {}
-    for number, places in named.items():
-        manifest = read_manifest(folder, number)
+        if not sum(map(len, parts)):
+            continue
         if manifest.made_from is not None:  # with what was blanked before
             before = documents.read_blanked(folder, plan.plan_id, number)
-            places = np.unique(np.concatenate([places, np.array([before.inputs, before.offsets]).T]), axis=0)
-        inputs, offsets = places.T.tolist()
+            parts.append(np.array([before.inputs, before.offsets]).T)
+        inputs, offsets = np.unique(np.concatenate(parts), axis=0).T.tolist()
         blanked_in[number] = documents.BlankedDocuments(
             plan_id=plan.plan_id,
             shard_id=number,
@@ -85,17 +75,25 @@ def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> 
             inputs=inputs,
             offsets=offsets,
         )
+    touched = sorted(blanked_in)
+    if missing := int((~found).sum()):
+        lines = documents.lines_of(ids_file, names, ~found, id_field=plan.options.id_field)
+        print_lines(*(f"not found: {line}" for line in itertools.islice(lines, _MOST_TOLD)))
+        say(f"{missing} of {counted(len(found), 'name')} in {ids_file} were not found")
+    if not touched:
+        expected = f"some of {folder}; nothing was made"
+        raise NotFound(path=ids_file, found="names of no document", expected=expected)
     for number in ids_of_ranges(plan.options.blanked) if plan.options.blanked else ():
         blanked_in.setdefault(number, documents.read_blanked(folder, plan.plan_id, number))
     blanked = id_ranges(blanked_in)
     planned = dataclasses.replace(plan, options=dataclasses.replace(plan.options, blanked=blanked))
     _begin(folder, new, planned, blanked_in)
-    untouched = [number for number in range(plan.num_shards) if number not in named]
+    untouched = sorted({*range(plan.num_shards)} - {*touched})
     for number in with_progress("taking over", untouched):
         if done_manifest(new, number, plan.plan_id) is None:
             paths = [path for path, _ in shard_files(folder, read_manifest(folder, number))]
             _take(folder, new, [*paths, manifest_path(folder, number)])  # the manifest last
-    return planned, sorted(named), not missing
+    return planned, touched, not missing
 
 
 def _take(folder: Path, new: Path, paths: Iterable[Path]) -> None:

@@ -32,7 +32,7 @@ from preprocess.plan.inputs import NUM_THREADS, divide_inputs, find_inputs, samp
 from preprocess.plan.tokenizer import added_ids, document_ends_line, resolve_tokenizer
 from preprocess.read import chat
 from preprocess.read.documents import Documents, RangeReader, read_records
-from preprocess.read.text_fields import TextFields, Transform, UnusableText
+from preprocess.read.text_fields import Transform, UnusableText, text_fields_of
 from shardprep import errors, files
 from shardprep.command_line import call_in_child
 from shardprep.console import counted, printable, say, short_bytes, short_time
@@ -358,42 +358,36 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None) -> Cost:
     return Cost(text, output_bytes, warnings)
 
 
-class _SeenFields(TextFields):
-    """Remembers which fields the records have, and takes no text."""
-
-    def __init__(self, options: PlanOptions) -> None:
-        super().__init__(options)
-        self.plain_name = None
-        self.num_chars: Counter[str] = Counter()  # of texts, by field; 0 for other values
-        self.messages: list[str] = []  # fields that are lists of messages
-
-    def text(self, record: Any, place: str = "") -> UnusableText:
-        for name, value in record.items() if isinstance(record, dict) else ():
-            self.num_chars[place + name] += len(value) if isinstance(value, str) else 0
-            if isinstance(value, dict):
-                self.text(value, f"{place}{name}.")
-            elif isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]:
-                self.messages.append(place + name)
-        return UnusableText("no_field", "")
-
-
 def _check_fields(plan: Plan, counting: Counting) -> None:
     """Raise BadInput where no record of the sample has the field of the text, naming the fields it has."""
     is_other_field = counting.bad_reasons and counting.bad_reasons <= {"no_field", "wrong_type"}
     if counting.num_documents or not is_other_field or plan.max_bad_fraction == 1:
         return
-    options, seen = plan.options, _SeenFields(plan.options)
+    options = plan.options
+    num_chars: Counter[str] = Counter()  # of texts, by field; 0 for other values
+    flags: list[str] = []
+
+    def look_at(record: dict[str, Any], place: str = "") -> None:
+        for name, value in record.items():
+            num_chars[place + name] += len(value) if isinstance(value, str) else 0
+            if isinstance(value, dict):
+                look_at(value, f"{place}{name}.")
+            elif isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]:
+                field = "" if place + name == "messages" else f" --text_field {place}{name}"
+                flags.append(f"--record chat{field}")
+
     item = next(item for item in plan.inputs if item.num_bytes)
     part = ByteRange(input_number=0, path=plan.input_dir / item.path, start=0, end=item.num_bytes)
-    next(read_records([part], seen, _SAMPLE_BYTES // _NUM_PLACES), None)
-    if not seen.num_chars:
+    whole_records = text_fields_of(dataclasses.replace(options, transform_sha256="any"))
+    documents = next(read_records([part], whole_records, _SAMPLE_BYTES // _NUM_PLACES), None)
+    for record in documents.columns.get("record", ()) if documents else ():
+        look_at(record)
+    if not num_chars:
         return
     wanted = options.text_template or options.text_field
-    flags = [f"--text_field {name}" for name, number in seen.num_chars.most_common(1) if number]
-    for name in dict.fromkeys(seen.messages):
-        flags.insert(0, "--record chat" + ("" if name == "messages" else f" --text_field {name}"))
-    fields = ", ".join(printable(name) for name in list(seen.num_chars)[:_NUM_SHOWN])
-    flags = flags or ["--text_field NAME"]
+    flags += [f"--text_field {name}" for name, number in num_chars.most_common(1) if number]
+    flags = list(dict.fromkeys(flags)) or ["--text_field NAME"]
+    fields = ", ".join(printable(name) for name in list(num_chars)[:_NUM_SHOWN])
     kind = "a list of messages" if options.is_chat else "a string"
     found = f"records in a sample that have the fields {fields}"
     expected = f"{wanted!r} as {kind}; plan with {', or '.join(flags)}"

@@ -74,15 +74,16 @@ def make_plan(
         found = "--input_dir" if made == raw else f"it lies in --input_dir {raw}, where --recursive looks"
         expected = "a folder outside of the raw text, as plan.json would be an input"
         raise errors.UsageError(path=config.output_dir, found=found, expected=expected)
-    transform, excluded, found_out = None, b"", dict[str, Any]()
+    transform, excluded = None, b""
     if config.transform is not None:
         transform = Transform(config.transform, config.transform_files)
-        found_out["transform_sha256"] = transform.sha256
+        config = dataclasses.replace(config, transform_sha256=transform.sha256)
     if config.exclude is not None:
         excluded = read_names(config.exclude, id_field=config.id_field).keys.tobytes()
-        found_out["excluded"] = hashlib.sha256(excluded).hexdigest()
+        config = dataclasses.replace(config, excluded=hashlib.sha256(excluded).hexdigest())
     listing = find_inputs(config.input_dir, config)
-    found_out |= {"also": ",".join(sorted(listing.used_patterns)), "follow_links": listing.follows_links}
+    found_out: dict[str, Any] = {"also": ",".join(sorted(listing.used_patterns))}
+    found_out["follow_links"] = listing.follows_links
     inputs, cuts = divide_inputs(config, listing, num_shards, shard_bytes, say)
     # The reference masks conversations, and encodes little text before the engines are compared.
     num_bytes = FEW_BYTES if config.engine == "gigatoken" else sum(item.num_bytes for item in inputs)

@@ -451,6 +451,9 @@ def report_data(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str,
     plan, folder = state.plan, state.folder
     status = status_data(state)
     counts = [each.counts for each in manifests]
+    left_out: dict[str, list[str]] = defaultdict(list)
+    for reason, name in plan.left_out:
+        left_out[reason].append(name)
     quarantined = sum((Counter(each.quarantined) for each in counts), Counter[str]())
     return {
         "format": "shardprep-report",
@@ -464,7 +467,7 @@ def report_data(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str,
             "input_dir": str(plan.input_dir),
             "num_inputs": len(plan.inputs),
             "input_bytes": sum(item.num_bytes for item in plan.inputs),
-            "inputs_left_out": plan.left_out,
+            "inputs_left_out": left_out,
             **{name: getattr(plan.options, name) for name in _OPTIONS},
             "pack": plan.options.pack if plan.spec.has_rows else None,
             "tokenizer": dataclasses.asdict(plan.tokenizer),

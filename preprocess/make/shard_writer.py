@@ -33,7 +33,7 @@ from shardprep import files
 from shardprep.errors import BadInput
 from shardprep.format import names
 from shardprep.format.documents import DIGEST, are_for_validation
-from shardprep.format.index import IDX_DOCUMENT, ChunkCrcs, idx_dtype, idx_header
+from shardprep.format.index import IDX_DOCUMENT, IDX_DTYPES, ChunkCrcs, idx_header
 from shardprep.format.manifest import LENGTH_BITS, Manifest, ShardCounts, SourceCounts, ValidationCounts
 from shardprep.format.names import DatasetSpec
 from shardprep.format.plan import Plan, PlanOptions
@@ -79,7 +79,7 @@ class DocumentMembers:
     def __init__(self, spec: DatasetSpec, shard_id: int, options: PlanOptions) -> None:
         self._spec, self._shard_id, self._options = spec, shard_id, options
         self._tar_bytes = 0
-        self._field = names.token_field("documents", spec.token_format)
+        self._field = f"token_ids.{spec.token_format}"
         vocab_size, has_blanks = spec.tokenizer.vocab_size, bool(options.blanked)
         self._json = json_ids(vocab_size, has_blanks=has_blanks) if spec.token_format == "json" else None
         self._npy_header_bytes = 0 if self._json else len(names.npy_header(spec.dtype, (1,)))
@@ -504,18 +504,18 @@ class RowMembers:
         """Return one member: its bytes, and the idx records of its rows."""
         fields: dict[str, npt.NDArray[Any]] = {
             names.DOC_STARTS_FIELD: group.starts["position"].astype(np.uint32),
-            names.token_field("packed", "npy"): group.rows,
+            names.ROW_IDS_FIELD: group.rows,
         }
         if self._spec.record == "chat":
             fields[names.LOSS_MASK_FIELD] = (group.rows < NO_LOSS).astype(np.uint8)
-            fields[names.token_field("chat", "npy")] = (group.rows & ~NO_LOSS).astype(self._spec.dtype)
+            fields[names.ROW_IDS_FIELD] = (group.rows & ~NO_LOSS).astype(self._spec.dtype)
         num_padding = group.rows.size - int(group.row_tokens.sum(dtype=np.int64))
         if num_padding:
             fields[names.ROW_TOKENS_FIELD] = group.row_tokens
         pieces: list[bytes | memoryview] = []
         end = self._tar_bytes
         payloads = {}  # byte in the tar where each field's numbers begin
-        key = names.rows_key(self._shard_id, self._num_rows)
+        key = f"rows_{self._shard_id}_{self._num_rows:08d}"  # for the first of them
         for name, array in sorted(fields.items()):
             header = names.npy_header(array.dtype, array.shape)
             num_bytes = len(header) + array.nbytes
@@ -530,8 +530,8 @@ class RowMembers:
         seq_len, numbers = self._spec.seq_len, np.arange(len(group.rows))
         row_bytes = seq_len * self._spec.dtype.itemsize
         begins = np.searchsorted(group.starts["position"], numbers * seq_len)
-        records = np.empty(len(group.rows), idx_dtype(self._spec.kind))
-        records["offset"] = payloads[names.token_field("packed", "npy")] + numbers * row_bytes
+        records = np.empty(len(group.rows), IDX_DTYPES[self._spec.kind])
+        records["offset"] = payloads[names.ROW_IDS_FIELD] + numbers * row_bytes
         records["num_bytes"] = row_bytes
         records["num_tokens"] = group.row_tokens
         records["source"] = group.firsts["source"]
@@ -715,7 +715,7 @@ class ShardWriter:
         self._members: RowMembers | DocumentMembers = members(plan.spec, shard_id, plan.options)
         self.counting = Counting(plan, shard_id)
         self._num_samples = 0
-        self._crcs = ChunkCrcs(idx_dtype(plan.spec.kind))
+        self._crcs = ChunkCrcs(IDX_DTYPES[plan.spec.kind])
         self._side_files: dict[str, files.PublishedFile] = {}  # ids and digests, where they are kept
         self._validation: list[Piece] = []  # whose records and digests come behind all others
         self._files = contextlib.ExitStack()

@@ -173,7 +173,7 @@ def _plan_of(
         fast_engine_is_equal=False,
         inputs=inputs,
         cuts=cuts,
-        names_left_out=[(reason, name) for reason, lost in listing.left_out.items() for name in lost],
+        left_out=[(reason, name) for reason, lost in listing.left_out.items() for name in lost],
     )
     if config.hash_inputs:  # reads all of the input, about a second per core and gigabyte
 

@@ -40,7 +40,7 @@ IDX_HEADER = np.dtype(
     [
         ("magic", "S8"),
         ("version", "<u4"),
-        ("kind", "<u4"),  # position in IDX_KINDS
+        ("kind", "<u4"),  # position in IDX_DTYPES
         ("token_bytes", "<u4"),  # bytes of a token id; 0 where ids are JSON
         ("seq_len", "<u4"),  # 0 unless packed
         ("shard_id", "<u4"),
@@ -66,14 +66,13 @@ IDX_ROW = np.dtype(
 )
 # mask_offset: byte in the tar of the row's part of loss_mask, a byte per token
 IDX_CHAT_ROW = np.dtype([*IDX_ROW.descr, ("mask_offset", "<u8")])
-# The records of each kind of samples; a new kind comes last.
-_KINDS = {"json": IDX_DOCUMENT, "npy": IDX_DOCUMENT, "packed": IDX_ROW, "chat": IDX_CHAT_ROW}
-IDX_KINDS = tuple(_KINDS)
+# The type of a record, for each kind of samples; a new kind comes last.
+IDX_DTYPES = {"json": IDX_DOCUMENT, "npy": IDX_DOCUMENT, "packed": IDX_ROW, "chat": IDX_CHAT_ROW}
 READ_BYTES = 4 << 20  # of ids at once, or one sample
 MAX_OFFSET = 2**62  # sums with it stay in an int64; who reads at it compares it with the tar's size
 
 
-Records = npt.NDArray[np.void]  # of idx_dtype
+Records = npt.NDArray[np.void]  # of one of IDX_DTYPES
 
 
 class ChunkCrcs:
@@ -103,7 +102,7 @@ class IdxFile:
 
     def __init__(self, folder: Path, spec: DatasetSpec, shard_id: int) -> None:
         """Open it, and compare its first 64 bytes."""
-        self._folder, self._shard_id, self.dtype = folder, shard_id, idx_dtype(spec.kind)
+        self._folder, self._shard_id, self.dtype = folder, shard_id, IDX_DTYPES[spec.kind]
         path, header = names.idx_path(folder, shard_id), idx_header(spec, shard_id)
         try:
             self.file = ReadFile(path)
@@ -166,22 +165,17 @@ class IdxFile:
         return kind(path=self.file.path, found=found, expected=expected, remedy=remedy)
 
 
-def idx_dtype(kind: str) -> np.dtype[Any]:
-    """Return the type of a record: IDX_DOCUMENT, IDX_ROW or IDX_CHAT_ROW."""
-    return _KINDS[kind]
-
-
 _Number = TypeVar("_Number", int, npt.NDArray[np.int64])
 
 
 def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
     """Return the bytes of an idx: header, records and their crc32s. Of an array of numbers, an array."""
     num_chunks = -(-num_samples // CHUNK_RECORDS)
-    return HEADER_BYTES + num_samples * idx_dtype(kind).itemsize + num_chunks * CHUNK_CRC.itemsize
+    return HEADER_BYTES + num_samples * IDX_DTYPES[kind].itemsize + num_chunks * CHUNK_CRC.itemsize
 
 
 def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> Records:
-    """Return a shard's whole idx: a structured array of ``idx_dtype``, one per sample."""
+    """Return a shard's whole idx: a structured array of IDX_DTYPES, one per sample."""
     with errors_named(names.idx_path(folder, shard_id)):
         idx = IdxFile(folder, spec, shard_id)
         with idx.file:
@@ -221,7 +215,7 @@ def misplaced_samples(spec: DatasetSpec, records: Records, tar_bytes: int) -> np
 def idx_header(spec: DatasetSpec, shard_id: int) -> bytes:
     """Return the 64 bytes that begin an idx."""
     token_bytes = 0 if spec.kind == "json" else spec.token_bytes
-    of_spec = (IDX_KINDS.index(spec.kind), token_bytes, spec.seq_len)
+    of_spec = ([*IDX_DTYPES].index(spec.kind), token_bytes, spec.seq_len)
     fields = (b"shardidx", names.FORMAT_VERSION, *of_spec, shard_id, spec.plan_id[:32].encode(), 0)
     return np.array([fields], IDX_HEADER).tobytes()
 
@@ -256,7 +250,7 @@ class ShardSamples:
         self.spec = spec
         self.shard_id = shard_id
         records = read_idx(folder, spec, shard_id)
-        self.records = records[part]  # see idx_dtype, one per sample
+        self.records = records[part]  # see IDX_DTYPES, one per sample
         self.path = names.tar_path(folder, shard_id)
         self._remedy = names.remake_command(shard_id, folder)
         try:

@@ -3,7 +3,7 @@
 A manifest is written last. A shard is done if
 
 1. its manifest is of this plan, and tar and idx have the sizes that it says: ``check_shard``;
-2. no ``verify`` found it wrong: ``check_done`` asks both, and ``done_manifest`` gives None in place of an
+2. no ``verify`` found it wrong: ``done_manifests`` asks both, and ``done_manifest`` gives None in place of an
    error where the shard is to be made.
 
 What verify found stands in DATA/findings.json until the shard is made anew, or a verify as thorough finds it
@@ -15,11 +15,10 @@ Nothing here needs numpy, which takes 0.1 s to load.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -46,6 +45,8 @@ _FINDINGS_FORMAT = "shardprep-findings"
 _MAX_FINDINGS_BYTES = 256 << 20
 _MOST_MESSAGE_CHARS = 400  # so that a finding for each of MAX_SHARDS can be read again
 _PLAN_ID = re.compile(rb'"plan_id": ?"([0-9a-f]{64})"')
+# Errors of a shard that was read, and not of reading, an input or a library.
+OF_SHARD = (errors.BrokenShard, errors.MissingShard, errors.OtherPlan, errors.UnknownVersion)
 _NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
 
 
@@ -285,14 +286,16 @@ class MadeShards:
     broken: Mapping[int, str]  # shard -> what its manifest, tar or idx lacks
 
 
-def check_done(folder: Path, shard_id: int, plan_id: str, findings: Mapping[int, Finding]) -> Manifest:
-    """Return the manifest of a shard that is done. ``findings``: what ``read_findings`` gives.
+def done_manifests(folder: Path, plan_id: str, shard_ids: Iterable[int]) -> Iterator[Manifest]:
+    """Yield the manifests of shards that must be done.
 
     Raises MissingShard, BrokenShard, UnknownVersion or OtherPlan, each saying what to do; ReadWriteError.
     """
-    manifest = check_shard(folder, shard_id, plan_id)
-    refuse_found(folder, findings, [shard_id])
-    return manifest
+    findings = read_findings(folder, plan_id)
+    for shard_id in shard_ids:
+        manifest = check_shard(folder, shard_id, plan_id)
+        refuse_found(folder, findings, [shard_id])
+        yield manifest
 
 
 def done_manifest(
@@ -395,12 +398,6 @@ def is_verified(folder: Path, spec: DatasetSpec, made: MadeShards) -> bool:
     return bool(plan_id == spec.plan_id) and rows == numbers
 
 
-def is_of_shard(error: ShardprepError) -> bool:
-    """Return whether an error is one of the shard that was read, not of reading, an input or a library."""
-    kinds = (errors.BrokenShard, errors.MissingShard, errors.OtherPlan, errors.UnknownVersion)
-    return isinstance(error, kinds)
-
-
 def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
     """Return the shards that a verify found wrong and that were not made anew since, by number."""
     try:
@@ -422,15 +419,24 @@ def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
     }
 
 
-def standing_findings(folder: Path, plan_id: str, check: Check) -> dict[int, Finding]:
-    """Return what stands after a verify of this thoroughness: what a more thorough one found."""
+def standing_findings(
+    folder: Path, plan_id: str, check: Check, not_read: Collection[int] = ()
+) -> dict[int, Finding]:
+    """Return what stands after a verify of this thoroughness: what a more thorough one found.
+
+    Findings of the shards that it could not read stand, too.
+    """
     try:
         found = read_findings(folder, plan_id)
     except errors.BrokenShard:
         if check == "fast":
             raise
         return {}
-    return {number: each for number, each in found.items() if _RANKS[each.check] > _RANKS[check]}
+    return {
+        number: each
+        for number, each in found.items()
+        if number in not_read or _RANKS[each.check] > _RANKS[check]
+    }
 
 
 def publish_findings(
@@ -439,15 +445,7 @@ def publish_findings(
     """Write what a verify found wrong of shards, and remove index.json, which says otherwise."""
     if not wrong:
         return
-    # Findings of before stand for shards that were not read, and where a more thorough verify made them.
-    before: dict[int, Finding] = {}
-    with contextlib.suppress(errors.BrokenShard):
-        before = read_findings(folder, plan_id)
-    findings = {
-        number: each
-        for number, each in before.items()
-        if number in not_read or _RANKS[each.check] > _RANKS[check]
-    }
+    findings = standing_findings(folder, plan_id, check, not_read)
     for shard_id in wrong.keys() - findings.keys():
         if digest := _manifest_sha256(folder, shard_id):
             # Without half surrogates and NULs, which the file cannot hold.
@@ -469,12 +467,6 @@ def publish_findings(
     except OSError as error:
         why = f"{path} cannot be removed ({error.strerror}), and some shards are wrong: remove it"
         raise errors.ReadWriteError(why, path=path) from None
-
-
-def remove_findings(folder: Path) -> None:
-    """Remove findings.json after a verify that found nothing. What fails is left."""
-    with contextlib.suppress(OSError):
-        (folder / FINDINGS_NAME).unlink()
 
 
 def _manifest_sha256(folder: Path, shard_id: int) -> str:

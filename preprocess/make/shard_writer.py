@@ -19,7 +19,7 @@ import tarfile
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -31,10 +31,11 @@ from preprocess.make.engines import NO_LOSS, Ids, Numbers, TokenBatch
 from preprocess.read.documents import BadDocument, Documents, Texts
 from shardprep import files
 from shardprep.errors import BadInput
+from shardprep.format import manifest as manifests
 from shardprep.format import names
 from shardprep.format.documents import DIGEST, are_for_validation
 from shardprep.format.index import IDX_DOCUMENT, IDX_DTYPES, ChunkCrcs, idx_header
-from shardprep.format.manifest import LENGTH_BITS, Manifest, ShardCounts, SourceCounts, ValidationCounts
+from shardprep.format.manifest import LENGTH_BITS, Manifest, RunFacts, ShardCounts, ValidationCounts
 from shardprep.format.names import DatasetSpec
 from shardprep.format.plan import Plan, PlanOptions
 
@@ -629,23 +630,26 @@ class Counting:
 
     def counts(
         self, num_samples: int, members: RowMembers | DocumentMembers, validation: ValidationCounts | None
-    ) -> tuple[ShardCounts, dict[str, Any]]:
-        """Return the counts of the shard, and the TextCounts of each source with texts, as JSON has them."""
+    ) -> tuple[ShardCounts, dict[str, manifests.TextCounts]]:
+        """Return the counts of the shard, and those of the texts of each source that has any."""
         histogram = [0] * 64
         sources, texts = {}, {}
         for name, source in sorted(self._sources.items()):
             lengths = source.lengths()
             for low, (num_documents, _) in lengths.items():
                 histogram[low.bit_length()] += num_documents
-            sources[name] = SourceCounts(
+            sources[name] = manifests.SourceCounts(
                 num_documents=sum(both[0] for both in lengths.values()),
                 num_tokens=sum(both[1] for both in lengths.values()),
                 num_bytes=source.num_bytes,
                 num_quarantined=source.num_quarantined,
             )
             if lengths:
-                sizes = {"num_bytes": source.num_text_bytes, "num_chars": source.num_chars}
-                texts[name] = {**sizes, "lengths": {str(low): both for low, both in lengths.items()}}
+                texts[name] = manifests.TextCounts(
+                    num_bytes=source.num_text_bytes,
+                    num_chars=source.num_chars,
+                    lengths={str(low): both for low, both in lengths.items()},
+                )
         while histogram and not histogram[-1]:
             histogram.pop()
         counts = ShardCounts(
@@ -788,7 +792,7 @@ class ShardWriter:
         if "digests" in self._side_files and len(piece.digests):
             self._side_files["digests"].write(piece.digests.tobytes())
 
-    def commit(self, run: dict[str, Any], *, made_from: str | None = None) -> Manifest:
+    def commit(self, run: RunFacts, *, made_from: str | None = None) -> Manifest:
         """Publish the shard: last its manifest, with ``run`` and ``made_from`` in it."""
         self._write(self._members.rest())
         for piece in self._validation:
@@ -808,7 +812,7 @@ class ShardWriter:
                 num_tokens=sum(int(piece.records["num_tokens"].sum()) for piece in self._validation),
             )
         counts, texts = self.counting.counts(self._num_samples, self._members, validation)
-        facts = {"counts": counts, "run": {**run, "texts": texts}, "made_from": made_from, **stamps}
+        facts = {"counts": counts, "run": replace(run, texts=texts), "made_from": made_from, **stamps}
         manifest = Manifest(spec=self._spec, shard_id=self._shard_id, **facts)
         for file in written.values():
             file.publish()

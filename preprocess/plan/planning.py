@@ -39,6 +39,7 @@ from shardprep.console import counted, printable, say, short_bytes, short_time
 from shardprep.format import names
 from shardprep.format import plan as plans
 from shardprep.format.documents import DocumentNames, read_names
+from shardprep.format.manifest import RunFacts
 from shardprep.format.plan import ByteRange, Cut, InputFile, Plan, PlanOptions, PrepConfig
 
 Say = Callable[[str], None]
@@ -376,7 +377,7 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None, *, is_divid
                 if name in documents.columns:
                     found[name] = found.get(name, False) or any(documents.columns[name])
         cpu_s = time.process_time() - began
-        manifest = writer.commit({})
+        manifest = writer.commit(RunFacts())
     counting = writer.counting
     _check_fields(plan, counting)
     warnings = []

@@ -436,7 +436,7 @@ def documents_of_shard(
         transform=transform,
     )
     if digest is not None and digest.hexdigest() != shard.sha256:
-        names = sorted({plan.inputs[number].path for number in shard.input_numbers})
+        names = sorted({plan.inputs[part.input_number].path for part in shard.ranges})
         what = f"the input of shard {shard.shard_id:05d} ({', '.join(names[:3])}) changed since planning"
         hashes = f"sha256 {digest.hexdigest()[:12]}, the plan says {str(shard.sha256)[:12]}"
         raise Refused(f"{what}: {hashes}; {_BRING_BACK}")

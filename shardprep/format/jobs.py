@@ -147,11 +147,6 @@ class JobRequest:
         """Return the CPUs of a task, or None for those of a whole node, however many it has."""
         return self.cpus_per_task if isinstance(self.cpus_per_task, int) else None
 
-    @property
-    def least_mem_gb(self) -> float:
-        """Return what a node must have for one task, as far as the request says it."""
-        return self.mem_gb or (self.mem_per_cpu_gb or 0) * (self.num_cpus or 1)
-
     def changed(self, **changes: Any) -> JobRequest:
         """Return a copy with other values. Memory of one kind replaces memory of the other kind."""
         return JobRequest(**with_changes(dataclasses.asdict(self), changes))
@@ -231,11 +226,7 @@ def read_submissions(folder: Path) -> list[Submission]:
         # Were one left out, its shards would be made a second time.
         except files.NOT_THERE as error:  # a link to nothing, or taken away since it was listed
             raise errors.ReadWriteError(path=path, found=error.strerror, expected="a submission") from None
-        except (
-            errors.BrokenShard,
-            errors.UnknownVersion,
-            errors.UsageError,
-        ) as error:  # of a request
+        except (errors.BrokenShard, errors.UnknownVersion, errors.UsageError) as error:
             what = f"no whole submission of this version: {error}"
             raise errors.BrokenShard(path=path, found=what, expected="one; move it away") from None
         is_own = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE

@@ -20,9 +20,9 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -125,15 +125,27 @@ class ShardCounts:
 class RunFacts:
     """How a shard was made: where, when, and at what price. For reports, never for decisions."""
 
-    host: Text
-    slurm: dict[str, Text]
-    began: Seconds  # since 1970
-    wall_s: Seconds
-    cpu_s: Seconds
-    num_cpus: Annotated[int, Meta(ge=1, le=2**31)]
-    max_rss_bytes: Count
+    engine: Text = ""
+    shardprep: Text = ""
+    python: Text = ""
+    host: Text = ""
+    slurm: dict[str, Text] = field(default_factory=dict)
+    began: Seconds = 0  # since 1970
+    wall_s: Seconds = 0
+    cpu_s: Seconds = 0
+    num_cpus: Annotated[int, Meta(ge=1, le=2**31)] = 1
+    max_rss_bytes: Count = 0
     texts: dict[str, TextCounts] | None = None  # by source
     transform_cpu_s: Seconds = 0  # of cpu_s, in the function of --transform
+
+    @property
+    def ended(self) -> float:
+        return self.began + self.wall_s
+
+    @property
+    def job_id(self) -> str:
+        """Return Slurm's, of the array where it was one; empty where no job made it."""
+        return self.slurm.get("SLURM_ARRAY_JOB_ID") or self.slurm.get("SLURM_JOB_ID", "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +159,7 @@ class Manifest:
     idx: FileStamp
     quarantine: FileStamp | None
     ids: FileStamp | None  # of --id_field
-    run: dict[str, Any]  # what may vary between equal shards: RunFacts, engine, versions
+    run: RunFacts  # what may vary between equal shards
     digests: FileStamp | None = None  # of --digests
     made_from: Digest | None = None  # sha256 of the tar before documents of it were blanked: see documents.py
 
@@ -158,41 +170,6 @@ class Manifest:
             del content["made_from"]
         data = names.with_content_hash(_FORMAT, content, run=content.pop("run"))
         return json.dumps(data, ensure_ascii=False, indent=1).encode() + b"\n"
-
-    def facts_of_run(self, path: Path) -> RunFacts:
-        return names.as_type(path, self.run, RunFacts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardMaking(RunFacts):
-    """What reports need of a manifest: how a shard was made, and what it holds."""
-
-    shard_id: int
-    plan_id: str
-    num_tokens: int
-    input_bytes: int
-    sources: Mapping[str, SourceCounts]
-    tar_bytes: int
-    job_id: str  # Slurm's, of the array where it was one; empty where no job made it
-
-    @staticmethod
-    def of(manifest: Manifest, path: Path) -> ShardMaking:
-        """Take from a manifest what reports need."""
-        run, counts = manifest.facts_of_run(path), manifest.counts
-        return ShardMaking(
-            **vars(replace(run, slurm={}, texts=None)),  # there may be 10^5 of them
-            shard_id=manifest.shard_id,
-            plan_id=manifest.spec.plan_id,
-            num_tokens=counts.num_tokens,
-            input_bytes=counts.input_bytes,
-            sources=counts.sources,
-            tar_bytes=manifest.tar.num_bytes,
-            job_id=run.slurm.get("SLURM_ARRAY_JOB_ID") or run.slurm.get("SLURM_JOB_ID", ""),
-        )
-
-    @property
-    def ended(self) -> float:
-        return self.began + self.wall_s
 
 
 def read_manifest(folder: Path, shard_id: int) -> Manifest:
@@ -280,7 +257,7 @@ class _FindingsFile:
 class MadeShards:
     """What the manifests in a folder say."""
 
-    done: Mapping[int, ShardMaking]  # shard -> how it was made
+    done: Mapping[int, Manifest]  # without the texts of ``run``, which would be gigabytes of 10^5 shards
     wrong: Mapping[int, Finding]  # shards that verify found wrong
     other_plan: Sequence[int]  # shards of another plan
     broken: Mapping[int, str]  # shard -> what its manifest, tar or idx lacks
@@ -356,25 +333,25 @@ def find_made_shards(
     broken: dict[int, str] = {}
     to_read = [number for number in present if number not in made]
 
-    def look(shard_id: int) -> tuple[ShardMaking, Manifest | None] | str:
-        """Return how a shard was made, or what is wrong with its files. Raises ReadWriteError."""
+    def look(shard_id: int) -> Manifest | str:
+        """Return a manifest whose files have its sizes, or what is wrong. Raises ReadWriteError."""
         try:
             manifest = read_manifest(folder, shard_id)
             check_sizes(folder, manifest, ("tar", "idx"))
-            making = ShardMaking.of(manifest, names.manifest_path(folder, shard_id))
         except (errors.BrokenShard, errors.MissingShard, errors.UnknownVersion) as error:
             return str(error)
-        return making, manifest if see else None  # 10^5 of them may wait for the loop below
+        return manifest
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for shard_id, found in zip(to_read, pool.map(look, to_read), strict=True):
             if isinstance(found, str):
                 broken[shard_id] = found
                 continue
-            made[shard_id], manifest = found
-            if see and manifest:
-                see(manifest)
-    of_plan = {shard_id for shard_id, making in made.items() if making.plan_id == spec.plan_id}
+            if see:
+                see(found)
+            of_all = spec if found.spec == spec else found.spec
+            made[shard_id] = replace(found, spec=of_all, run=replace(found.run, texts=None))
+    of_plan = {shard_id for shard_id, manifest in made.items() if manifest.spec.plan_id == spec.plan_id}
     return MadeShards(
         done={shard_id: made[shard_id] for shard_id in sorted(of_plan - findings.keys())},
         wrong=findings,
@@ -394,7 +371,7 @@ def is_verified(folder: Path, spec: DatasetSpec, made: MadeShards) -> bool:
         plan_id = data["spec"]["plan_id"]
     except (*files.NOT_THERE, errors.BrokenShard, ValueError, LookupError, TypeError):
         return False
-    numbers = [(making.num_tokens, making.tar_bytes) for making in made.done.values()]
+    numbers = [(each.counts.num_tokens, each.tar.num_bytes) for each in made.done.values()]
     return bool(plan_id == spec.plan_id) and rows == numbers
 
 

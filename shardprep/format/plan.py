@@ -356,10 +356,6 @@ class PlannedShard:
     max_documents: int | None  # the shard's share of ``--limit``; None without it
     sha256: str | None  # of its input, where the plan has it
 
-    @property
-    def input_numbers(self) -> list[int]:
-        return [part.input_number for part in self.ranges]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Decisions:
@@ -408,11 +404,6 @@ class Plan(_Decisions):
         """Return the token that is put behind each document: EOS where it is appended."""
         options = self.options
         return self.tokenizer.eos_token_id if options.append_eos and not options.own_eos else None
-
-    @property
-    def has_input_hashes(self) -> bool:
-        """Return whether ``plan --hash_inputs`` hashed the whole input of each shard."""
-        return bool(self.cuts[0].sha256)
 
     def at(self, input_dir: Path | None) -> Plan:
         """Return the same plan where its inputs lie in another folder by now (None: where they were)."""
@@ -708,10 +699,8 @@ def _differences(frozen: Plan, other: Plan) -> list[str]:
             found.append(f"{len(paths)} input(s) {what}, such as {min(paths)}")
     if frozen.num_shards != other.num_shards:
         found.append(f"{frozen.num_shards} shards, now {other.num_shards}")
-    if frozen.has_input_hashes != other.has_input_hashes:
-        found.append(f"--hash_inputs was {frozen.has_input_hashes}")
-    elif [cut.sha256 for cut in frozen.cuts] != [cut.sha256 for cut in other.cuts]:
-        found.append("the whole inputs' hashes differ")
+    if [cut.sha256 for cut in frozen.cuts] != [cut.sha256 for cut in other.cuts]:
+        found.append("the whole inputs' hashes differ, or one plan has none (--hash_inputs)")
     return found or ["the cuts between shards, the tokenizer's special tokens or its library differ"]
 
 

@@ -127,7 +127,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--output", "--output_dir", metavar="OUT", dest="output", type=Path, help=text)
     _add_input_flags(parser)
     others = {item.name for item in dataclasses.fields(PlanOptions)} - {*_READ_OPTIONS}
-    add_flags_of(parser.add_argument_group("how EVALS is read, as by plan"), PlanOptions, but=others)
+    group = parser.add_argument_group("how EVALS is read, as by plan")
+    add_flags_of(group, PlanOptions, but=others, is_grouped=False)
 
 
 def overlap(args: argparse.Namespace) -> int:

@@ -284,21 +284,21 @@ def add_flags_of(
     options: type,
     *,
     but: Container[str] = (),
-    groups: Sequence[str] = (),
+    is_grouped: bool = True,
 ) -> None:
-    """Add a flag for each option of a dataclass, ``but`` for some, under the titles of ``groups``."""
+    """Add a flag for each option of a dataclass, ``but`` for some, under the titles of their groups."""
     hints = typing.get_type_hints(options)
-    places: dict[str, Any] = {title: parser.add_argument_group(title) for title in groups}
+    items = [item for item in fields(options) if item.metadata["help"] and item.name not in but]
+    titles = dict.fromkeys(item.metadata["group"] for item in items) if is_grouped else {}
+    places: dict[str, Any] = {title: parser.add_argument_group(title) for title in titles}
     own = vars(options)["__annotations__"]  # shown before what is inherited
-    for item in sorted(fields(options), key=lambda item: item.name not in own):
-        if item.name in but or not item.metadata["help"]:
-            continue
+    for item in sorted(items, key=lambda item: item.name not in own):
         text = str(item.metadata["help"])
         if "(default" not in text:
             text += f" (default: {item.metadata.get('shown') or _shown(item.default)})"
         # One that is not given is absent from the namespace, which tells it from a default.
         settings = {**_type_settings(hints[item.name]), "default": argparse.SUPPRESS}
-        place = places.get(item.metadata.get("group", ""), parser)
+        place = places.get(item.metadata["group"], parser)
         place.add_argument(f"--{item.name}", help=text.replace("%", "%%"), **settings)
 
 

@@ -61,13 +61,9 @@ WHOLE_NODE = "node"  # as --cpus_per_task
 MEMORY_FIELDS = ("mem_gb", "mem_per_cpu_gb")  # they exclude each other
 _SET_BY_SUBMIT = {"--job-name", "--array", "--output", "--wrap", "--parsable", "--hold"}  # of sbatch
 _MOST = 10**9  # of CPUs, GB, minutes, tasks
-_NODES = "partition, account and nodes"
-_RESOURCES = "resources of a task"
-_RUNS = "set-up, container and more options"
-FLAG_GROUPS = (_NODES, _RESOURCES, _RUNS)
-_of_nodes = functools.partial(option, group=_NODES)
-_of_task = functools.partial(option, group=_RESOURCES)
-_of_run = functools.partial(option, group=_RUNS)
+_of_nodes = functools.partial(option, group="partition, account and nodes")
+_of_task = functools.partial(option, group="resources of a task")
+_of_run = functools.partial(option, group="set-up, container and more options")
 # Fields that name commands, or that may hold options which do.
 COMMANDS = ("setup", "container", "srun_args", "notify", "sbatch_args", "worker_args")
 

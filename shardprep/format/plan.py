@@ -42,20 +42,15 @@ EngineName = Literal["auto", "gigatoken", "tokenizers"]
 
 SPLITS = ("train", "validation", "test")
 INPUT = "input files"
-FIELDS = "JSON lines and tables"
 TEXT = "which documents and text are kept"
 TOKENS = "tokenizer"
-SAMPLES = "samples"
-OUTPUT = "output"
-RESOURCES = "resources"
-ROWS, TEXTS = ("packed", "chat"), ("documents", "packed")
-GROUPS = (INPUT, FIELDS, TEXT, TOKENS, SAMPLES, OUTPUT, RESOURCES)
+ROWS, TEXTS = ("packed", "chat"), ("documents", "packed")  # records
 
 _input = partial(option, group=INPUT)
-_fields = partial(option, group=FIELDS)
+_fields = partial(option, group="JSON lines and tables")
 _text = partial(option, group=TEXT)
 _tokens = partial(option, group=TOKENS)
-_samples = partial(option, group=SAMPLES)
+_samples = partial(option, group="samples")
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")  # a NUL, and what stands for a byte that is no UTF-8
 ENGINE_HELP = "library that encodes; the token ids never depend on it"
 BAD_HELP = "fail a shard (exit code 65) when a larger share of its documents is unusable"
@@ -149,7 +144,21 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         """Check the options and settle those that are None. A settled object passes unchanged."""
-        self._check()
+        if self.text_template and self.text_field:
+            raise errors.UsageError(found="--text_field and --text_template", expected="one of the two")
+        for item in fields(self):
+            name, value, facts = item.name, getattr(self, item.name), item.metadata
+            span, records = facts.get("span"), facts.get("records", (self.record,))
+            if isinstance(value, str) and _NOT_TEXT.search(value):
+                raise errors.UsageError(f"--{name} is {value!r}, expected UTF-8 without a NUL")
+            if span and value and not span[0] <= value <= span[1]:
+                raise errors.UsageError.of_value(f"--{name}", value, f"{span[0]} to {span[1]}")
+            is_given = value != item.default and bool(value or item.default)
+            if is_given and self.record not in records:
+                # How a conversation reads, a template alone decides.
+                remedy = None if records == TEXTS else f"--record {records[0]}"
+                expected = f"--record {' or '.join(records)}, or no --{name}"
+                raise errors.UsageError(found=f"--{name}", expected=expected, remedy=remedy)
         if unknown := {name.strip() for name in self.split.split(",") if name} - {*SPLITS}:
             expected = f"some of {', '.join(SPLITS)}, as which valid, dev and eval in names of files count"
             raise errors.UsageError(found=f"--split {', '.join(sorted(unknown))}", expected=expected)
@@ -199,24 +208,6 @@ class PlanOptions:
         usual = {**vars(PlanOptions(record=self.record)), "record": "documents"}
         return {name: value for name, value in vars(self).items() if value != usual[name]}
 
-    def _check(self) -> None:
-        """Refuse a value that cannot be, or that this record does not have. Raises UsageError."""
-        if self.text_template and self.text_field:
-            raise errors.UsageError(found="--text_field and --text_template", expected="one of the two")
-        for item in fields(self):
-            name, value, facts = item.name, getattr(self, item.name), item.metadata
-            span, records = facts.get("span"), facts.get("records", (self.record,))
-            if isinstance(value, str) and _NOT_TEXT.search(value):
-                raise errors.UsageError(f"--{name} is {value!r}, expected UTF-8 without a NUL")
-            if span and value and not span[0] <= value <= span[1]:
-                raise errors.UsageError.of_value(f"--{name}", value, f"{span[0]} to {span[1]}")
-            is_given = value != item.default and bool(value or item.default)
-            if is_given and self.record not in records:
-                # How a conversation reads, a template alone decides.
-                remedy = None if records == TEXTS else f"--record {records[0]}"
-                expected = f"--record {' or '.join(records)}, or no --{name}"
-                raise errors.UsageError(found=f"--{name}", expected=expected, remedy=remedy)
-
 
 PLAN_FIELDS = fields(PlanOptions)
 
@@ -234,22 +225,20 @@ class PrepConfig(PlanOptions):
         None, "with --record chat, Jinja template to use", records=("chat",), shown="the tokenizer's own"
     )
     engine: EngineName = _tokens("auto", ENGINE_HELP)
-    max_bad_fraction: float = _text(0.01, BAD_HELP)
+    max_bad_fraction: float = _text(0.01, BAD_HELP, span=(0, 1))
     transform: Path | None = _text(
         None, "Python file whose function transform(record) returns the text, or None to leave it out"
     )
     exclude: Path | None = _text(
         None, "list of documents to leave out: ids of --id_field, or sha256:HEX of texts, one per line"
     )
-    output_dir: Path = option(Path("/data/processed"), "folder of the data set", group=OUTPUT)
+    output_dir: Path = option(Path("/data/processed"), "folder of the data set", group="output")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.follow_links and not self.recursive:
             expected = "--recursive with it, as it is for subfolders, or neither"
             raise errors.UsageError(found="--follow_links", expected=expected, remedy="--recursive")
-        if not 0 <= self.max_bad_fraction <= 1:
-            raise errors.UsageError.of_value("--max_bad_fraction", self.max_bad_fraction, "0 to 1")
         if self.is_chat and self.engine not in ("auto", "tokenizers"):
             found, remedy = f"--engine {self.engine}", "--engine tokenizers"
             raise errors.UsageError(found=found, expected=f"{remedy}, for loss masks", remedy=remedy)

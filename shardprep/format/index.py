@@ -15,7 +15,7 @@ import gc
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -86,10 +86,9 @@ class ChunkCrcs:
     def add(self, records: bytes) -> None:
         """Take the next records, any number of them."""
         self._rest += records
-        full = len(self._rest) // self._chunk_bytes * self._chunk_bytes
-        for begin in range(0, full, self._chunk_bytes):
-            self._crcs.append(zlib.crc32(memoryview(self._rest)[begin : begin + self._chunk_bytes]))
-        del self._rest[:full]
+        while len(self._rest) >= self._chunk_bytes:
+            self._crcs.append(zlib.crc32(self._rest[: self._chunk_bytes]))
+            del self._rest[: self._chunk_bytes]
 
     def table(self) -> bytes:
         """Return what stands behind the records."""
@@ -104,38 +103,35 @@ class IdxFile:
         """Open it, and compare its first 64 bytes."""
         self._folder, self._shard_id, self.dtype = folder, shard_id, IDX_DTYPES[spec.kind]
         path, header = names.idx_path(folder, shard_id), idx_header(spec, shard_id)
-        try:
-            self.file = ReadFile(path)
-        except NOT_THERE:
-            raise names.missing_file(path, shard_id, folder) from None
-        try:
-            self._read_header(spec, header)
-        except BaseException:
-            self.file.close()  # an error that somebody keeps would keep it open
-            raise
-
-    def _read_header(self, spec: DatasetSpec, header: bytes) -> None:
-        found = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
-        if len(found) < HEADER_BYTES or found[:8] != header[:8]:
-            raise self._wrong(errors.BrokenShard, f"no idx: it begins {found[:8]!r}", f"{header[:8]!r}")
-        values, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (found, header))
-        if (version := int(values["version"])) != names.FORMAT_VERSION:
-            raise names.unknown_version(self.file.path, version)
-        for name in IDX_HEADER.names or ():
-            if values[name] != wanted[name]:
-                raise self._wrong(errors.OtherPlan, f"an idx for {name} {values[name]}", wanted[name])
-        # The size tells how many records there are: no two numbers of records make the same size.
-        chunk_bytes = CHUNK_RECORDS * self.dtype.itemsize + CHUNK_CRC.itemsize
-        num_bytes = self.file.num_bytes - HEADER_BYTES
-        num_chunks, rest_bytes = divmod(num_bytes, chunk_bytes)
-        num_rest = max(0, rest_bytes - CHUNK_CRC.itemsize) // self.dtype.itemsize
-        self.num_samples = num_chunks * CHUNK_RECORDS + num_rest
-        if self.file.num_bytes != idx_num_bytes(spec.kind, self.num_samples):
-            expected = f"records of {self.dtype.itemsize} bytes, with their crc32s"
-            raise self._wrong(errors.BrokenShard, f"cut short: {num_bytes} bytes behind the header", expected)
-        self._is_checked = bytearray(-(-self.num_samples // CHUNK_RECORDS))  # of each chunk
-        crcs_bytes = len(self._is_checked) * CHUNK_CRC.itemsize
-        self._crcs = np.frombuffer(self.file.read(self.file.num_bytes - crcs_bytes, crcs_bytes), CHUNK_CRC)
+        with ExitStack() as opened:  # an error that somebody keeps would keep it open
+            try:
+                self.file = opened.enter_context(ReadFile(path))
+            except NOT_THERE:
+                raise names.missing_file(path, shard_id, folder) from None
+            found = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
+            if len(found) < HEADER_BYTES or found[:8] != header[:8]:
+                raise self._wrong(errors.BrokenShard, f"no idx: it begins {found[:8]!r}", f"{header[:8]!r}")
+            values, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (found, header))
+            if (version := int(values["version"])) != names.FORMAT_VERSION:
+                raise names.unknown_version(path, version)
+            for name in IDX_HEADER.names or ():
+                if values[name] != wanted[name]:
+                    raise self._wrong(errors.OtherPlan, f"an idx for {name} {values[name]}", wanted[name])
+            # The size tells how many records there are: no two numbers of records make the same size.
+            chunk_bytes = CHUNK_RECORDS * self.dtype.itemsize + CHUNK_CRC.itemsize
+            num_bytes = self.file.num_bytes - HEADER_BYTES
+            num_chunks, rest_bytes = divmod(num_bytes, chunk_bytes)
+            num_rest = max(0, rest_bytes - CHUNK_CRC.itemsize) // self.dtype.itemsize
+            self.num_samples = num_chunks * CHUNK_RECORDS + num_rest
+            if self.file.num_bytes != idx_num_bytes(spec.kind, self.num_samples):
+                expected = f"records of {self.dtype.itemsize} bytes, with their crc32s"
+                found_size = f"cut short: {num_bytes} bytes behind the header"
+                raise self._wrong(errors.BrokenShard, found_size, expected)
+            self._is_checked = bytearray(-(-self.num_samples // CHUNK_RECORDS))  # of each chunk
+            crcs_bytes = len(self._is_checked) * CHUNK_CRC.itemsize
+            crcs = self.file.read(self.file.num_bytes - crcs_bytes, crcs_bytes)
+            self._crcs = np.frombuffer(crcs, CHUNK_CRC)
+            opened.pop_all()
 
     def read(self, rows: slice) -> Records:
         """Read the records of some rows. Raises BrokenShard, OSError."""

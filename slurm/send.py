@@ -154,7 +154,7 @@ def _send_held(
     """Submit all, held, in ``most_tasks`` tasks at most; return the written record and the controller's id.
 
     Returns None for --dry_run, which prints the scripts. If a step before the record fails, what was
-    submitted is cancelled again. Raises SubmittedMeanwhile, SlurmRefused, SlurmAway.
+    submitted is cancelled again. Raises ReadWriteError, SlurmRefused, SlurmAway.
     """
     folder, request = state.folder, groups[0][0]
     name = f"{states.names_begin(folder, state.plan.plan_id)}{state.next_number}"
@@ -242,7 +242,7 @@ def _with_time_of_verify(state: DatasetState, request: JobRequest, site: Site | 
 
 
 def send_groups(args: argparse.Namespace, state: DatasetState, groups: Groups) -> int:
-    """Send shards, in as many tasks as Slurm takes. Raises SubmittedMeanwhile, SlurmRefused, SlurmAway."""
+    """Send shards, in as many tasks as Slurm takes. Raises ReadWriteError, SlurmRefused, SlurmAway."""
     most_tasks = max(len(shard_ids) for _, shard_ids in groups)
     while True:
         try:

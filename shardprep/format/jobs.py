@@ -57,7 +57,6 @@ _Number = Annotated[int, Meta(ge=-1, le=names.MOST)]
 _SLURM_NAME = re.compile(r"[0-9]{1,10}_[0-9]{1,10}\.r[0-9]{1,6}")  # JOB_INDEX.rRESTART
 _RUN_NAME = re.compile(r".+-[0-9]{1,10}\.[0-9]{1,16}")  # HOST-PID.TIME
 
-WHOLE_NODE = "node"  # as --cpus_per_task
 MEMORY_FIELDS = ("mem_gb", "mem_per_cpu_gb")  # they exclude each other
 _SET_BY_SUBMIT = {"--job-name", "--array", "--output", "--wrap", "--parsable", "--hold"}  # of sbatch
 _MOST = 10**9  # of CPUs, GB, minutes, tasks
@@ -106,9 +105,8 @@ class JobRequest:
             if isinstance(value, str) and (found := re.search(r"[\x00-\x1f\x7f]|[\ud800-\udfff]", value)):
                 what = f"--{name} is {value!r:.200}, and {found[0]!r} cannot stand in a job script"
                 raise errors.UsageError(f"{what}; leave it out")
-        if self.num_cpus is None and self.cpus_per_task != WHOLE_NODE:
-            expected = f"a number, or: {WHOLE_NODE}"
-            raise errors.UsageError.of_value("--cpus_per_task", self.cpus_per_task, expected)
+        if self.num_cpus is None and self.cpus_per_task != "node":
+            raise errors.UsageError.of_value("--cpus_per_task", self.cpus_per_task, "a number, or: node")
         if self.mem_gb is not None and self.mem_per_cpu_gb is not None:
             raise errors.UsageError(found="--mem_gb and --mem_per_cpu_gb", expected="one of them")
         for name in ("sbatch_args", "worker_args"):
@@ -152,10 +150,6 @@ def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
     """Return fields of a request with changes. Memory of one kind replaces memory of the other kind."""
     replaced = MEMORY_FIELDS if any(changes.get(name) is not None for name in MEMORY_FIELDS) else ()
     return {**{name: value for name, value in values.items() if name not in replaced}, **changes}
-
-
-class SubmittedMeanwhile(errors.ReadWriteError):
-    """Another submission of the same data set was recorded first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +266,7 @@ def publish_submission(folder: Path, submission: Submission) -> None:
             file.temporary.chmod(stat.S_IMODE(file.temporary.stat().st_mode) & ~_OTHERS_WRITE)
         if not file.publish_first():
             why = "somebody else submitted at the same time; what this one sent was cancelled before it began"
-            raise SubmittedMeanwhile(f"{file.path} was written meanwhile, as {why}", path=file.path)
+            raise errors.ReadWriteError(f"{file.path} was written meanwhile, as {why}", path=file.path)
     files.sync_folder(jobs)
 
 

@@ -239,7 +239,6 @@ class Finding:
     """A shard that ``verify`` found wrong."""
 
     shard: Annotated[int, Meta(ge=0, le=names.MAX_SHARDS - 1)]
-    exit_code: int
     message: Text
     manifest_sha256: Digest  # of the manifest's bytes: a shard that was made anew has another
     check: Check  # that found it; a lesser one cannot tell that it is right again
@@ -429,7 +428,6 @@ def publish_findings(
             said = str(wrong[shard_id])[:_MOST_MESSAGE_CHARS].encode(errors="replace").decode()
             findings[shard_id] = Finding(
                 shard=shard_id,
-                exit_code=wrong[shard_id].exit_code,
                 message=said.replace("\0", "?"),
                 manifest_sha256=digest,
                 check=check,

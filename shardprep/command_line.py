@@ -356,8 +356,8 @@ _PR_SET_PDEATHSIG = 1
 def raise_on_stop_signals() -> None:
     """Make the first of STOP_SIGNALS raise Stopped in the main thread. Later ones are ignored."""
     # Slurm sends TERM at a time limit, a preemption and scancel, and KILL some seconds later.
-    if not isinstance(sys.unraisablehook, _StopAgain):
-        sys.unraisablehook = _StopAgain(sys.unraisablehook)
+    if getattr(sys.unraisablehook, "func", None) is not _stop_again:
+        sys.unraisablehook = functools.partial(_stop_again, sys.unraisablehook)
     for number in STOP_SIGNALS:
         signal.signal(number, _stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # of a process started within stop_signals_wait
@@ -452,21 +452,16 @@ def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a han
     raise Stopped(f"stopped by {name}; nothing unfinished is left, run this again to go on")
 
 
-class _StopAgain:
-    """A sys.unraisablehook for a Stopped that Python could raise to nobody, as within ``__del__``."""
+def _stop_again(hook: Callable[[sys.UnraisableHookArgs], Any], unraisable: sys.UnraisableHookArgs, /) -> None:
+    """Be a sys.unraisablehook for a Stopped that Python could raise to nobody, as within ``__del__``."""
+    stopped = unraisable.exc_value
+    if not isinstance(stopped, Stopped):
+        hook(unraisable)
+        return
 
-    def __init__(self, hook: Callable[[sys.UnraisableHookArgs], Any]) -> None:
-        self._hook = hook
+    def raise_again(*_: object) -> NoReturn:
+        raise Stopped(*stopped.args)
 
-    def __call__(self, unraisable: sys.UnraisableHookArgs, /) -> None:
-        stopped = unraisable.exc_value
-        if not isinstance(stopped, Stopped):
-            self._hook(unraisable)
-            return
-
-        def raise_again(*_: object) -> NoReturn:
-            raise Stopped(*stopped.args)
-
-        # Nor can this raise it, so an alarm does, when whatever was at work is over.
-        signal.signal(signal.SIGALRM, raise_again)
-        signal.setitimer(signal.ITIMER_REAL, _STOP_AGAIN_S)
+    # Nor can this raise it, so an alarm does, when whatever was at work is over.
+    signal.signal(signal.SIGALRM, raise_again)
+    signal.setitimer(signal.ITIMER_REAL, _STOP_AGAIN_S)

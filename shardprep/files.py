@@ -15,7 +15,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import itertools
 import logging
 import mmap
 import os
@@ -566,15 +565,13 @@ def remove_temporaries(
 ) -> None:
     """Remove what earlier attempts left of files with such stems, in a folder and some of its subfolders."""
     # Whether one of them still lives cannot be known: losing its temporary file costs it the attempt.
-    wanted = set(stems)
+    begins = tuple(f".{stem}." for stem in stems)
     for place in (folder, *(folder / name for name in subfolders)):
         names: list[str] = []
         with contextlib.suppress(ReadWriteError):  # what cannot be listed is left for a later attempt
             names = names_in(place) if place == folder or not is_link(place) else []
         for name in names:
-            # Whatever STEM may be in ".STEM.ANYTHING.tmp".
-            parts = name[1:-4].split(".")[:-1] if name.startswith(".") and name.endswith(".tmp") else []
-            if not wanted.isdisjoint(itertools.accumulate(parts, "{}.{}".format)):
+            if name.endswith(".tmp") and name.startswith(begins):
                 with contextlib.suppress(OSError):
                     if time.time() - (place / name).stat().st_mtime >= older_than_s:
                         remove_tree(place / name)

@@ -376,17 +376,10 @@ class Plan(_Decisions):
 
     @cached_property
     def spec(self) -> DatasetSpec:
-        options = self.options
-        return DatasetSpec(
-            plan_id=self.plan_id,
-            num_shards=self.num_shards,
-            record=options.record,
-            token_format=options.token_format,
-            seq_len=options.seq_len,
-            append_eos=options.append_eos,
-            tokenizer=self.tokenizer,
-            validation_fraction=options.validation_fraction,
-        )
+        shared = ("record", "token_format", "seq_len", "append_eos", "validation_fraction")
+        options = {name: getattr(self.options, name) for name in shared}
+        tokenizer, num_shards = self.tokenizer, self.num_shards
+        return DatasetSpec(plan_id=self.plan_id, num_shards=num_shards, tokenizer=tokenizer, **options)
 
     @property
     def end_id(self) -> int | None:
@@ -560,19 +553,16 @@ def publish_plan(plan: Plan, output_dir: Path) -> Plan:
         rows = list(getattr(plan, name))
         body += b',"%s":[\n' % name.encode()
         offset = len(body)
-        blocks: list[tuple[int, str]] = []
-        for start in range(0, len(rows), _ROWS_PER_BLOCK):
-            block = msgspec.json.encode(rows[start : start + _ROWS_PER_BLOCK])[1:-1]
-            body += (b",\n" if blocks else b"") + block
-            blocks.append((len(block), hashlib.sha256(block).hexdigest()))
-        body += b"]\n"
-        tables[name] = {"num_rows": len(rows), "offset": offset, "blocks": blocks}
+        starts = range(0, len(rows), _ROWS_PER_BLOCK)
+        blocks = [msgspec.json.encode(rows[start : start + _ROWS_PER_BLOCK])[1:-1] for start in starts]
+        body += b",\n".join(blocks) + b"]\n"
+        places = [(len(block), hashlib.sha256(block).hexdigest()) for block in blocks]
+        tables[name] = {"num_rows": len(rows), "offset": offset, "blocks": places}
     inputs_sha256, cuts_sha256 = _hashes_of_tables(plan)
     decisions = {item.name: getattr(plan, item.name) for item in fields(_Decisions)}
     head = {
-        "plan_id": plan.plan_id,
-        "input_dir": str(plan.input_dir),
         **msgspec.to_builtins(decisions),
+        "input_dir": str(plan.input_dir),
         "inputs_sha256": inputs_sha256,
         "cuts_sha256": cuts_sha256,
         "tables": tables,

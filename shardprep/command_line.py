@@ -164,7 +164,20 @@ class Program:
         prog = name if command.is_nameless and name == self.name else f"{name} {word}"
         parser = _Parser(prog=prog, description=f"{command.summary[:1].upper()}{command.summary[1:]}.")
         _function(command.add_flags)(parser)
-        parser.settle()
+        # Each flag tells its default. The usage names what must be given, and no other flag.
+        words = ["%(prog)s"]
+        for action in parser._actions:  # noqa: SLF001 - argparse has no other list
+            given = str(action.metavar or action.dest.upper())
+            if not action.option_strings:
+                words.append(given if action.nargs != "+" else f"{given} ...")
+                continue
+            if action.required:
+                words.append(f"{action.option_strings[0]} {given}")
+            has_value = action.nargs != 0 or action.default is False
+            is_told = action.help in (None, argparse.SUPPRESS) or "default" in str(action.help)
+            if has_value and not is_told and action.default not in (None, [], argparse.SUPPRESS):
+                action.help = f"{action.help} (default: {_shown(action.default)})"
+        parser.usage = " ".join([*words, "[flags]"])
         return parser
 
     def _underscored(self, words: Sequence[str]) -> list[str]:
@@ -214,22 +227,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n{self.format_usage()}all flags: {self.prog} --help\n")
-
-    def settle(self) -> None:
-        """Tell each flag's default in its help. Name in the usage what must be given, and no other flag."""
-        words = ["%(prog)s"]
-        for action in self._actions:
-            name = str(action.metavar or action.dest.upper())
-            if not action.option_strings:
-                words.append(name if action.nargs != "+" else f"{name} ...")
-                continue
-            if action.required:
-                words.append(f"{action.option_strings[0]} {name}")
-            has_value = action.nargs != 0 or action.default is False
-            is_told = action.help in (None, argparse.SUPPRESS) or "default" in str(action.help)
-            if has_value and not is_told and action.default not in (None, [], argparse.SUPPRESS):
-                action.help = f"{action.help} (default: {_shown(action.default)})"
-        self.usage = " ".join([*words, "[flags]"])
 
 
 _EXTRAS = {

@@ -581,14 +581,33 @@ def publish_plan(plan: Plan, output_dir: Path) -> Plan:
 
 def refuse_another_plan(frozen: Plan, plan: Plan, output_dir: Path) -> None:
     """Raise Refused if the plan of a folder is not this one, naming what differs."""
-    if frozen.plan_id != plan.plan_id:
-        found, expected, remedy = "; ".join(_differences(frozen, plan)), plan.plan_id[:12], "--output_dir NEW"
-        message = (
-            f"{output_dir} has another plan ({frozen.plan_id[:12]}, this one would be {expected}): {found}. "
-            f"A plan is never changed: for more data or other options plan into a new folder ({remedy}), and "
-            "give the loader a list of folders"
-        )
-        raise errors.Refused(message, path=output_dir, found=found, expected=expected, remedy=remedy)
+    if frozen.plan_id == plan.plan_id:
+        return
+    differing = option_differences(frozen.options, plan.options)
+    if frozen.tokenizer.fingerprint != plan.tokenizer.fingerprint:
+        now = plan.tokenizer.model_id
+        differing.append(f"the tokenizer was {frozen.tokenizer.model_id}, now {now}, with other ids")
+    old = {item.path: (item.num_bytes, item.sha256) for item in frozen.inputs}
+    new = {item.path: (item.num_bytes, item.sha256) for item in plan.inputs}
+    for what, paths in (
+        ("added", new.keys() - old.keys()),
+        ("gone", old.keys() - new.keys()),
+        ("changed", {path for path in old.keys() & new.keys() if old[path] != new[path]}),
+    ):
+        if paths:
+            differing.append(f"{len(paths)} input(s) {what}, such as {min(paths)}")
+    if frozen.num_shards != plan.num_shards:
+        differing.append(f"{frozen.num_shards} shards, now {plan.num_shards}")
+    if [cut.sha256 for cut in frozen.cuts] != [cut.sha256 for cut in plan.cuts]:
+        differing.append("the whole inputs' hashes differ, or one plan has none (--hash_inputs)")
+    unseen = "the cuts between shards, the tokenizer's special tokens or its library differ"
+    found, expected, remedy = "; ".join(differing) or unseen, plan.plan_id[:12], "--output_dir NEW"
+    message = (
+        f"{output_dir} has another plan ({frozen.plan_id[:12]}, this one would be {expected}): {found}. "
+        f"A plan is never changed: for more data or other options plan into a new folder ({remedy}), and "
+        "give the loader a list of folders"
+    )
+    raise errors.Refused(message, path=output_dir, found=found, expected=expected, remedy=remedy)
 
 
 def read_plan(output_dir: Path) -> Plan | None:
@@ -660,27 +679,6 @@ def _open_plan(path: Path) -> Plan:
     for name, kind in _TABLES.items():
         values[name] = Rows(file, len(line) + 1, head.tables[name], kind)
     return Plan(**values, input_dir=Path(head.input_dir))
-
-
-def _differences(frozen: Plan, other: Plan) -> list[str]:
-    found = option_differences(frozen.options, other.options)
-    if frozen.tokenizer.fingerprint != other.tokenizer.fingerprint:
-        now = other.tokenizer.model_id
-        found.append(f"the tokenizer was {frozen.tokenizer.model_id}, now {now}, with other ids")
-    old = {item.path: (item.num_bytes, item.sha256) for item in frozen.inputs}
-    new = {item.path: (item.num_bytes, item.sha256) for item in other.inputs}
-    for what, paths in (
-        ("added", new.keys() - old.keys()),
-        ("gone", old.keys() - new.keys()),
-        ("changed", {path for path in old.keys() & new.keys() if old[path] != new[path]}),
-    ):
-        if paths:
-            found.append(f"{len(paths)} input(s) {what}, such as {min(paths)}")
-    if frozen.num_shards != other.num_shards:
-        found.append(f"{frozen.num_shards} shards, now {other.num_shards}")
-    if [cut.sha256 for cut in frozen.cuts] != [cut.sha256 for cut in other.cuts]:
-        found.append("the whole inputs' hashes differ, or one plan has none (--hash_inputs)")
-    return found or ["the cuts between shards, the tokenizer's special tokens or its library differ"]
 
 
 def stamp_tokenizer(folder: Path) -> dict[str, FileStamp]:

@@ -243,8 +243,7 @@ def read_with_status(path: Path, *, max_bytes: int) -> tuple[bytes, os.stat_resu
     """Read as ``read_regular`` does. Also return what the file system says of the very file that was read."""
     with errors_named(path), ReadFile(path) as file:
         if file.num_bytes > max_bytes:
-            found, expected = f"{file.num_bytes} bytes", f"at most {max_bytes}"
-            raise BrokenShard(path=path, found=found, expected=expected)
+            raise BrokenShard(path=path, found=f"{file.num_bytes} bytes", expected=f"at most {max_bytes}")
         # Without a second buffer: malloc would keep as much memory as that had, once it is freed.
         data = file.read_beginning(0, file.num_bytes)
         if len(data) < file.num_bytes:  # a short read

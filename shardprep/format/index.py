@@ -322,7 +322,7 @@ class ShardSamples:
             for part in np.split(records, np.flatnonzero(steps <= 0) + 1):
                 yield from ids_of(self.spec, part, self._read)
         except (ValueError, OverflowError) as error:
-            found = f"it holds token ids that cannot be read ({error})"
+            found = f"token ids that cannot be read ({error})"
             raise errors.BrokenShard(path=self.path, found=found, remedy=self._remedy) from None
 
 

@@ -218,8 +218,8 @@ def check_sizes(folder: Path, manifest: Manifest, which: Iterable[str] = tuple(n
             raise names.missing_file(path, manifest.shard_id, folder)
         if found != stamp.num_bytes:
             remedy = names.rerun_command(manifest.shard_id, folder)
-            size = f"{found} bytes"
-            raise errors.BrokenShard(path=path, found=size, expected=stamp.num_bytes, remedy=remedy)
+            expected = stamp.num_bytes
+            raise errors.BrokenShard(path=path, found=f"{found} bytes", expected=expected, remedy=remedy)
 
 
 def check_hashes(folder: Path, manifest: Manifest, tar_sha256: str) -> None:
@@ -323,11 +323,10 @@ def find_made_shards(
     read at a time, as a file system over a network lets a reader wait. 10,000 shards take about 0.6 s of CPU.
     What cannot be read is an error: it may be the manifest of a done shard.
     """
-    listed = set(files.names_in(folder))
-    if not listed and not files.is_folder(folder):
+    if not files.is_folder(folder):
         raise errors.NotFound(path=folder, found="no such folder", expected="the folder of a data set")
-    findings = read_findings(folder, spec.plan_id) if FINDINGS_NAME in listed else {}
-    present = [number for number in range(spec.num_shards) if f"{names.shard_name(number)}.json" in listed]
+    findings = read_findings(folder, spec.plan_id)
+    present = [number for number in manifest_ids(folder) if number < spec.num_shards]
     made = {number: known.done[number] for number in present if number in known.done} if known else {}
     broken: dict[int, str] = {}
     to_read = [number for number in present if number not in made]

@@ -333,8 +333,7 @@ def checked_object(path: Path, raw: bytes | bytearray, file_format: str) -> dict
 def _check_hash(path: Path, name: str, data: dict[str, Any]) -> None:
     found, expected = data.pop(name, None), content_sha256(data)
     if found != expected:
-        what = f"altered since it was written: {name} {_shown(found)}"
-        raise BrokenShard(path=path, found=what, expected=expected[:12])
+        raise BrokenShard(path=path, found=f"altered: {name} {_shown(found)}", expected=expected[:12])
 
 
 # msgspec looks at a type when it first meets it, and two threads that do so at once end the process: 12 of

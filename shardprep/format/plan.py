@@ -237,8 +237,7 @@ class PrepConfig(PlanOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.follow_links and not self.recursive:
-            expected = "--recursive with it, as it is for subfolders, or neither"
-            raise errors.UsageError(found="--follow_links", expected=expected, remedy="--recursive")
+            raise errors.UsageError(found="--follow_links", expected="--recursive, too", remedy="--recursive")
         if self.is_chat and self.engine not in ("auto", "tokenizers"):
             found, remedy = f"--engine {self.engine}", "--engine tokenizers"
             raise errors.UsageError(found=found, expected=f"{remedy}, for loss masks", remedy=remedy)
@@ -281,8 +280,7 @@ def _python_encoding(name: str) -> str:
         if not known.startswith(disguised) and ascii_bytes.decode(known) == ascii_bytes.decode("ascii"):
             return known
     except (LookupError, ValueError, TypeError):  # a NUL in the name is a ValueError, too
-        expected = "one that Python knows, such as utf-8 or cp949"
-        raise errors.UsageError(found=f"--encoding {name}", expected=expected) from None
+        raise errors.UsageError.of_value("--encoding", name, "one such as utf-8 or cp949") from None
     expected = "a superset of ASCII, in whose bytes line ends can be found; convert the files first"
     raise errors.UsageError(found=f"--encoding {name}", expected=expected, remedy=f"iconv -f {name} -t utf-8")
 
@@ -513,8 +511,7 @@ class Rows(Sequence[T]):
             raw = self._file.read(begin, num_bytes)
         found = hashlib.sha256(raw).hexdigest()
         if found != expected:
-            what = f"{where} of sha256 {found[:12]}"
-            raise errors.BrokenShard(path=path, found=what, expected=expected[:12])
+            raise errors.BrokenShard(path=path, found=f"{where}: sha256 {found[:12]}", expected=expected[:12])
         with names.type_errors_named(path):
             rows: list[T] = msgspec.json.decode(b"[" + raw + b"]", type=self._kind)
         if len(rows) != num_rows:
@@ -617,8 +614,7 @@ def read_plan(output_dir: Path) -> Plan | None:
     except FileNotFoundError:
         return None
     except NotADirectoryError:
-        expected = "the folder of a data set"
-        raise errors.NotFound(path=output_dir, found="no folder", expected=expected) from None
+        raise errors.NotFound(path=output_dir, found="a file", expected="the folder of a data set") from None
     except errors.BrokenShard as error:
         error.advise("a plan is frozen: bring the file back as it was, or plan into a new folder")
         raise

@@ -192,7 +192,7 @@ class Worker:
                 wall_s=round(time.time() - began, 3),
                 cpu_s=round(time.process_time() - cpu_began, 3),
                 max_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-                transform_cpu_s=round(self.transform.cpu_s - transform_began_s, 3) if self.transform else 0,
+                transform_cpu_s=round(self.transform.cpu_s - transform_began_s, 3) if self.transform else 0.0,
             )
             return writer.commit(facts, made_from=None if blanked is None else blanked.made_from)
 

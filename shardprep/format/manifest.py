@@ -130,13 +130,13 @@ class RunFacts:
     python: Text = ""
     host: Text = ""
     slurm: dict[str, Text] = field(default_factory=dict)
-    began: Seconds = 0  # since 1970
-    wall_s: Seconds = 0
-    cpu_s: Seconds = 0
+    began: Seconds = 0.0  # since 1970
+    wall_s: Seconds = 0.0
+    cpu_s: Seconds = 0.0
     num_cpus: Annotated[int, Meta(ge=1, le=2**31)] = 1
     max_rss_bytes: Count = 0
     texts: dict[str, TextCounts] | None = None  # by source
-    transform_cpu_s: Seconds = 0  # of cpu_s, in the function of --transform
+    transform_cpu_s: Seconds = 0.0  # of cpu_s, in the function of --transform
 
     @property
     def ended(self) -> float:
@@ -282,6 +282,8 @@ def done_manifest(
     ``findings``: what ``read_findings`` gave, if it was asked already. Raises OtherPlan, UnknownVersion or
     ReadWriteError, and BrokenShard if findings.json is damaged: the shard may be done.
     """
+    if files.size_of_file(names.manifest_path(folder, shard_id)) is None:
+        return None  # before an error is made that says what to do
     try:
         manifest = check_shard(folder, shard_id, plan_id)
     except (errors.MissingShard, errors.BrokenShard):
@@ -323,10 +325,10 @@ def find_made_shards(
     read at a time, as a file system over a network lets a reader wait. 10,000 shards take about 0.6 s of CPU.
     What cannot be read is an error: it may be the manifest of a done shard.
     """
-    if not files.is_folder(folder):
+    present = [number for number in manifest_ids(folder) if number < spec.num_shards]
+    if not present and not files.is_folder(folder):
         raise errors.NotFound(path=folder, found="no such folder", expected="the folder of a data set")
     findings = read_findings(folder, spec.plan_id)
-    present = [number for number in manifest_ids(folder) if number < spec.num_shards]
     made = {number: known.done[number] for number in present if number in known.done} if known else {}
     broken: dict[int, str] = {}
     to_read = [number for number in present if number not in made]

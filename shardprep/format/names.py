@@ -235,9 +235,10 @@ def name_of_input(names: Sequence[str], number: int) -> str:
 
 def known_suffixes() -> str:
     """Return the suffixes of all formats, for messages."""
-    compressions = ", ".join(dict.fromkeys(COMPRESSION_SUFFIXES.values()))
-    others = {True: f" (also with {compressions})", False: ""}
-    return ", ".join(f"{each.suffixes[0]}{others[each.can_be_compressed]}" for each in INPUT_FORMATS)
+    can_be = [each.suffixes[0] for each in INPUT_FORMATS if each.can_be_compressed]
+    cannot_be = [each.suffixes[0] for each in INPUT_FORMATS if not each.can_be_compressed]
+    compressions = dict.fromkeys(COMPRESSION_SUFFIXES.values())
+    return "; ".join([f"{', '.join(can_be)}, each also with {', '.join(compressions)}", *cannot_be])
 
 
 # The decoder, truncation and padding change no id of an encoded document.

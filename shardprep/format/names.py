@@ -348,8 +348,8 @@ def type_errors_named(path: Path, data: Any = ...) -> Iterator[None]:
     try:
         with _one_at_a_time:
             yield
-    except UnicodeEncodeError as error:  # half a pair of surrogates, which JSON can escape
-        raise BrokenShard(path=path, found=repr(error.object), expected="text in UTF-8") from None
+    except (UnicodeEncodeError, UnicodeDecodeError) as error:  # half a pair of surrogates, as JSON may say it
+        raise BrokenShard(path=path, found=_shown(error.object), expected="text in UTF-8") from None
     except msgspec.DecodeError as error:
         what, _, place = str(error).removesuffix("`").partition(" - at `$")
         found = data

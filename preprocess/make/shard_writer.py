@@ -18,7 +18,7 @@ import os
 import tarfile
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -34,9 +34,17 @@ from shardprep.errors import BadInput
 from shardprep.format import names
 from shardprep.format.documents import DIGEST, are_for_validation
 from shardprep.format.index import IDX_DOCUMENT, ChunkCrcs, idx_dtype, idx_header
-from shardprep.format.manifest import LENGTH_BITS, Manifest, ShardCounts, SourceCounts, ValidationCounts
+from shardprep.format.manifest import (
+    LENGTH_BITS,
+    Manifest,
+    ShardCounts,
+    SourceCounts,
+    ValidationCounts,
+    done_manifest,
+    read_findings,
+)
 from shardprep.format.names import DatasetSpec
-from shardprep.format.plan import Plan, PlanOptions
+from shardprep.format.plan import PlanOptions
 
 _SIZE = slice(124, 135)  # eleven octal digits
 _CHECKSUM = slice(148, 154)  # six octal digits
@@ -106,7 +114,7 @@ class DocumentMembers:
         text_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
         largest = max(id_bytes.max(initial=0), text_bytes.max(initial=0))
         if largest > names.MAX_MEMBER_BYTES:
-            what = f"a document of input {documents.input_number} makes a member of {largest} bytes"
+            what = f"a document of {documents.input_path} makes a member of {largest} bytes"
             remedy = "use --record packed, or split the document"
             raise BadInput(f"{what}, at most {names.MAX_MEMBER_BYTES} are possible; {remedy}")
         # Where each member's payload begins, behind its header, as if the tar began with this batch.
@@ -577,8 +585,8 @@ class _Source:
 class Counting:
     """The counts of a shard so far."""
 
-    def __init__(self, plan: Plan, shard_id: int) -> None:
-        self._plan, self._shard_id = plan, shard_id
+    def __init__(self, shard_id: int) -> None:
+        self._shard_id = shard_id
         self.num_documents = self.num_tokens = 0  # without padding
         self._num_lines = self._input_bytes = 0
         self._sources: defaultdict[str, _Source] = defaultdict(_Source)
@@ -597,29 +605,27 @@ class Counting:
 
     def add(self, documents: Documents, num_tokens: Numbers) -> None:
         """Count a batch, given the tokens of each document. Raises BadInput for too many sources."""
-        number = documents.input_number
+        of_file = names.source_of_path(documents.input_path)
         self.num_documents += len(documents.lines)
         self.num_tokens += int(num_tokens.sum())
         self._num_lines += documents.num_lines
         self._input_bytes += documents.num_bytes
         if "source" not in documents.columns:
-            source = self._source("", number)
+            source = self._source(of_file)
             source.num_bytes += documents.num_bytes
             source.add_texts(documents.texts, num_tokens)
         places: dict[str, list[int]] = {}
         for place, name in enumerate(documents.columns.get("source", ())):
             places.setdefault(name, []).append(place)
         for name, of_source in places.items():
-            source, texts = self._source(name, number), documents.texts.only(of_source)
+            source, texts = self._source(name or of_file), documents.texts.only(of_source)
             source.num_bytes += texts.num_bytes
             source.add_texts(texts, num_tokens[of_source])
         self.bad += documents.bad
         for bad in documents.bad:
-            self._source(bad.source_label, number).num_quarantined += 1
+            self._source(bad.source_label or of_file).num_quarantined += 1
 
-    def _source(self, name: str, input_number: int) -> _Source:
-        """Return a source by the name that a record gives; without one it is the file's."""
-        name = name or names.source_of_path(self._plan.inputs[input_number].path)
+    def _source(self, name: str) -> _Source:
         source = self._sources[name]
         if len(self._sources) > _MOST_SOURCES:
             found = f"documents of more than {_MOST_SOURCES} sources in shard {self._shard_id:05d}, such as "
@@ -698,24 +704,36 @@ def remove_temporaries_of(shard_ids: Iterable[int], folder: Path, *, older_than_
     files.remove_temporaries(folder, *stems, older_than_s=older_than_s, subfolders=subfolders)
 
 
-def remove_leftovers(folder: Path, shard_id: int) -> None:
-    """Remove what attempts at a shard that is done left, where a mark tells of any."""
-    if any(files.size_of_file(mark) is not None for mark in _marks(folder, shard_id)):
-        remove_temporaries_of([shard_id], folder)
+def finished_manifest(folder: Path, plan_id: str, shard_id: int) -> Manifest | None:
+    """Return the manifest of a shard if it is done, and then remove what other attempts at it left."""
+    manifest = done_manifest(folder, shard_id, plan_id)
+    if manifest is not None:
+        sizes = map(files.size_of_file, _marks(folder, shard_id))
+        if any(size is not None for size in sizes):
+            remove_temporaries_of([shard_id], folder)
+    return manifest
+
+
+def missing_shards(folder: Path, plan_id: str, shard_ids: Collection[int]) -> list[int]:
+    """Return the shards that are not done. Remove what attempts at the others left, by one listing."""
+    findings = read_findings(folder, plan_id)
+    done = [number for number in shard_ids if done_manifest(folder, number, plan_id, findings)]
+    if done:
+        remove_temporaries_of(done, folder)
+    return sorted({*shard_ids} - {*done})
 
 
 class ShardWriter:
     """Writes one shard. Within ``with``; only ``commit`` makes it count, and a failure leaves nothing."""
 
-    def __init__(self, folder: Path, plan: Plan, shard_id: int) -> None:
+    def __init__(self, folder: Path, spec: DatasetSpec, options: PlanOptions, shard_id: int) -> None:
         """``folder``: where the files appear, the plan's or another one."""
-        self._folder, self._plan, self._shard_id = folder, plan, shard_id
-        self._spec = plan.spec
-        members = RowMembers if plan.spec.has_rows else DocumentMembers
-        self._members: RowMembers | DocumentMembers = members(plan.spec, shard_id, plan.options)
-        self.counting = Counting(plan, shard_id)
+        self._folder, self._spec, self._options, self._shard_id = folder, spec, options, shard_id
+        members = RowMembers if spec.has_rows else DocumentMembers
+        self._members: RowMembers | DocumentMembers = members(spec, shard_id, options)
+        self.counting = Counting(shard_id)
         self._num_samples = 0
-        self._crcs = ChunkCrcs(idx_dtype(plan.spec.kind))
+        self._crcs = ChunkCrcs(idx_dtype(spec.kind))
         self._side_files: dict[str, files.PublishedFile] = {}  # ids and digests, where they are kept
         self._validation: list[Piece] = []  # whose records and digests come behind all others
         self._files = contextlib.ExitStack()
@@ -733,8 +751,10 @@ class ShardWriter:
                 remove_temporaries_of([shard_id], folder, older_than_s=files.STALE_AFTER_S)
             self._tar = self._file(names.tar_path(folder, shard_id))
             self._idx = self._file(names.idx_path(folder, shard_id))
-            for name in self._plan.options.side_files():
-                self._side_files[name] = self._file(names.VOUCHED_PATHS[name](folder, shard_id))
+            if self._options.id_field:
+                self._side_files["ids"] = self._file(names.ids_path(folder, shard_id))
+            if self._options.digests:
+                self._side_files["digests"] = self._file(names.digests_path(folder, shard_id))
             self._idx.write(idx_header(self._spec, shard_id))
             self._files = opened.pop_all()
         return self
@@ -753,7 +773,7 @@ class ShardWriter:
         Without ``digests`` they are those of the documents, where these are kept.
         """
         if digests is None:
-            digests = documents.digests() if self._plan.options.digests else _NO_DIGESTS
+            digests = documents.digests() if self._options.digests else _NO_DIGESTS
         return Batch(documents, tokens, digests, self._members.lay_out(documents, tokens, digests))
 
     def append(self, batch: Batch) -> None:
@@ -826,7 +846,7 @@ class ShardWriter:
             return None
         file = self._file(names.quarantine_path(self._folder, self._shard_id))
         for bad in self.counting.bad:
-            entry = {"source": self._plan.inputs[bad.input_number].path, **asdict(bad)}
-            del entry["input_number"], entry["source_label"]
+            entry = asdict(bad)
+            del entry["source_label"]
             file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
         return file

@@ -26,13 +26,20 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.read import BATCH_BYTES, text_fields
-from preprocess.read.text_fields import TextFields, Transform, UnusableText, text_fields_of, too_long
+from preprocess.read.text_fields import (
+    TextFields,
+    Transform,
+    UnusableText,
+    text_fields_of,
+    too_long,
+    transform_of,
+)
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, BrokenShard, NotFound, ReadWriteError, Refused, UsageError
 from shardprep.files import ReadFile, with_retries
 from shardprep.format.documents import DocumentNames, canonical_conversation, digests_of, read_excluded
 from shardprep.format.names import input_kind, place_text
-from shardprep.format.plan import ByteRange, Plan, PlannedShard, PlanOptions
+from shardprep.format.plan import ByteRange, PlannedShard, PlanOptions
 
 if TYPE_CHECKING:
     from preprocess.read.chat import ChatTemplate
@@ -258,6 +265,11 @@ class Texts(Sequence[bytes]):
         self.num_bytes = len(self.joined) - max(0, self.num_texts - 1) * len(BETWEEN)  # of the texts alone
         self.characters = characters
 
+    @staticmethod
+    def of_strings(texts: Iterable[str]) -> Texts:
+        """Return texts that are held as strings."""
+        return Texts([text.encode() for text in texts])
+
     @functools.cached_property
     def each(self) -> list[bytes]:
         return self.joined.split(BETWEEN) if self.num_texts else []
@@ -335,9 +347,9 @@ def texts_of(values: Iterable[str | UnusableText]) -> list[bytes | UnusableText]
 
 @dataclass(frozen=True, kw_only=True)
 class BadDocument:
-    """A document that is left out, as the quarantine file tells it by the path of its input."""
+    """A document that is left out, as the quarantine file tells it."""
 
-    input_number: int  # position of the input file in the plan
+    source: str  # path of its input in the input folder
     source_offset: int
     num_bytes: int
     line: int
@@ -351,6 +363,7 @@ class Documents:
     """A batch: consecutive documents of one input. Empty lines are left out but counted."""
 
     input_number: int  # position of the file in the plan
+    input_path: str  # in the input folder
     texts: Texts  # each document as UTF-8; never empty
     lines: Numbers  # int64[n]: line, or row, of each document in the shard, from 0
     offsets: Numbers  # int64[n]: where each begins in the file, see docs/format.md
@@ -376,8 +389,11 @@ class Documents:
         bad = [each for each in self.bad if first_line <= each.line < end_line]
         return replace(some, bad=bad, first_line=first_line, num_lines=num_lines, num_bytes=num_bytes)
 
-    def parts(self, most: int) -> Iterator[Documents]:
+    def parts(self, most: int | None) -> Iterator[Documents]:
         """Cut the batch into parts of at most ``most`` documents; the last one accounts for the bytes."""
+        if most is None:
+            yield self
+            return
         end = self.first_line + self.num_lines
         borders = [self.first_line, *self.lines[most::most].tolist(), end]
         for first_line, end_line in itertools.pairwise(borders):
@@ -402,7 +418,7 @@ class Documents:
             if isinstance(result, UnusableText):
                 bad.append(
                     BadDocument(
-                        input_number=self.input_number,
+                        source=self.input_path,
                         source_offset=int(self.offsets[number]),
                         num_bytes=len(self.texts[number]) if sizes is None else int(sizes[number]),
                         line=int(self.lines[number]),
@@ -417,32 +433,32 @@ class Documents:
         return replace(self.only(np.array(kept, np.int64)), bad=bad), found
 
 
-def documents_of_shard(
-    plan: Plan, folder: Path, shard: PlannedShard, transform: Transform | None, batch_bytes: int = BATCH_BYTES
-) -> Iterator[Documents]:
-    """Yield the documents of a shard's input, without those that the plan excludes.
+class ShardReader:
+    """Reads the documents of a plan's shards, without those that it excludes."""
 
-    Raises what ``read_documents`` does, and Refused where the plan knows the input's hash, and it differs.
-    """
-    excluded = plan.options.excluded
-    digest = None if shard.sha256 is None else hashlib.sha256()
-    yield from read_documents(
-        shard.ranges,
-        plan.options,
-        batch_bytes=batch_bytes,
-        digest=digest,
-        max_documents=shard.max_documents,
-        excluded=_excluded(folder, excluded) if excluded else None,
-        transform=transform,
-    )
-    if digest is not None and digest.hexdigest() != shard.sha256:
-        names = sorted({plan.inputs[number].path for number in shard.input_numbers})
-        what = f"the input of shard {shard.shard_id:05d} ({', '.join(names[:3])}) changed since planning"
-        hashes = f"sha256 {digest.hexdigest()[:12]}, the plan says {str(shard.sha256)[:12]}"
-        raise Refused(f"{what}: {hashes}; {_BRING_BACK}")
+    def __init__(self, folder: Path, options: PlanOptions, transform_file: Path | None) -> None:
+        """Load the user's function, and what is excluded. Raises as ``transform_of``, ``read_excluded``."""
+        self._options = options
+        self.transform = transform_of(options, transform_file)
+        self._excluded = read_excluded(folder, options.excluded) if options.excluded else None
 
-
-_excluded = functools.lru_cache(maxsize=1)(read_excluded)  # the same for all shards
+    def documents(self, shard: PlannedShard, batch_bytes: int = BATCH_BYTES) -> Iterator[Documents]:
+        """Yield the documents of a shard. Raises as ``read_documents``, Refused for a changed input."""
+        digest = None if shard.sha256 is None else hashlib.sha256()
+        yield from read_documents(
+            shard.ranges,
+            self._options,
+            batch_bytes=batch_bytes,
+            digest=digest,
+            max_documents=shard.max_documents,
+            excluded=self._excluded,
+            transform=self.transform,
+        )
+        if digest is not None and digest.hexdigest() != shard.sha256:
+            names = sorted({part.planned.path for part in shard.ranges if part.planned})
+            what = f"the input of shard {shard.shard_id:05d} ({', '.join(names[:3])}) changed since planning"
+            hashes = f"sha256 {digest.hexdigest()[:12]}, the plan says {str(shard.sha256)[:12]}"
+            raise Refused(f"{what}: {hashes}; {_BRING_BACK}")
 
 
 def read_documents(
@@ -467,25 +483,23 @@ def read_documents(
         from preprocess.read.chat import ChatTemplate  # 12 files that a task of texts need not open
 
         template = ChatTemplate(options.chat_template, options.chat_tokens, options.allow_special_tokens)
-    names = {part.input_number: part.planned.path if part.planned else part.path.name for part in ranges}
     reasons: set[str] = set()  # of LeaveOut so far
     num_left, bytes_left = max_documents, sum(part.end - part.start for part in ranges)
     for documents in read_records(ranges, text_fields_of(options), batch_bytes, digest):
-        name = names[documents.input_number]
         if transform is not None:
             columns = dict(documents.columns)
             records = columns.pop("record", None)  # of lines of text there are none
             if records is None:
                 records = [{"text": text.decode()} for text in documents.texts]
             given = zip(records, documents.offsets.tolist(), strict=True)
-            results = transform.texts(given, name, reasons, is_chat=template is not None)
+            results = transform.texts(given, documents.input_path, reasons, is_chat=template is not None)
             documents, texts = replace(documents, columns=columns).sorted_out(results)
             documents = replace(documents, texts=Texts(texts))
         if template is not None:
-            documents = _rendered(documents, template, name)
+            documents = _rendered(documents, template)
         if excluded is not None:
             ids = documents.columns.get("id")
-            found = excluded.of_documents(name, documents.offsets, ids, documents.digests)
+            found = excluded.of_documents(documents.input_path, documents.offsets, ids, documents.digests)
             named = found.max(axis=0, initial=-1)
             if named.max(initial=-1) >= 0:
                 both = zip(documents.texts, named, strict=True)
@@ -515,6 +529,7 @@ def read_records(
                 texts = Texts([text if isinstance(text, bytes) else b"" for text in texts])
             documents = Documents(
                 input_number=part.input_number,
+                input_path=part.planned.path if part.planned else part.path.name,
                 texts=texts,
                 lines=np.arange(line, line + num_lines),
                 offsets=records.starts,
@@ -532,8 +547,8 @@ def read_records(
             reader.file.check_unchanged()
 
 
-def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Documents:
-    """Render conversations of the input ``name``, given as the JSON of their messages."""
+def _rendered(documents: Documents, template: ChatTemplate) -> Documents:
+    """Render conversations, given as the JSON of their messages."""
     from preprocess.read.chat import TooCostly, render_conversations
 
     messages = (text.decode() for text in documents.texts)
@@ -544,7 +559,8 @@ def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Docume
     try:
         found = render_conversations(template, asked)
     except TooCostly as error:
-        what = f"{error}, for the conversation of {place_text(name, int(documents.offsets[error.number]))}"
+        place = place_text(documents.input_path, int(documents.offsets[error.number]))
+        what = f"{error}, for the conversation of {place}"
         remedy = "change that conversation, or plan anew with another template as --chat_template_file"
         raise BadInput(f"{what}; {remedy}") from None
     documents = replace(documents, columns={**documents.columns, "messages": asked})

@@ -15,7 +15,6 @@ import functools
 import hashlib
 import importlib
 import itertools
-import mmap
 import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,8 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.read import BATCH_BYTES, text_fields
+from preprocess.read import BATCH_BYTES
 from preprocess.read.text_fields import (
+    MOST_DOCUMENT_BYTES,
     TextFields,
     Transform,
     UnusableText,
@@ -38,7 +38,7 @@ from shardprep.command_line import needs
 from shardprep.errors import BadInput, BrokenShard, NotFound, ReadWriteError, Refused, UsageError
 from shardprep.files import ReadFile, with_retries
 from shardprep.format.documents import DocumentNames, canonical_conversation, digests_of, read_excluded
-from shardprep.format.names import input_kind, place_text
+from shardprep.format.names import InputKind, input_kind, place_text
 from shardprep.format.plan import ByteRange, PlannedShard, PlanOptions
 
 if TYPE_CHECKING:
@@ -77,15 +77,14 @@ class Stamp(NamedTuple):
 class OpenInput:
     """A regular file, open for reading until nobody holds it any more: threads share it.
 
-    All reads go to the one descriptor, so that a file put in its place meanwhile is never mixed with it.
-    Opening and reading are tried again where a file system may come back. Raises ReadWriteError, and NotFound
-    where the file is not there, may not be read, or is no regular file.
+    All reads go to the one descriptor, so that a file put in its place meanwhile is never mixed with it. What
+    may go away is tried again. Raises ReadWriteError, NotFound for what is not there or no regular file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = with_retries(f"input {path} cannot be opened", functools.partial(ReadFile, path))
+            self.file = with_retries(f"input {path} cannot be opened", functools.partial(ReadFile, path))
         except BrokenShard as error:
             message = f"input {error}, or move it away"
             raise NotFound(message, path=path, found=error.found, expected=error.expected) from None
@@ -100,17 +99,9 @@ class OpenInput:
             raise NotFound(message, path=path, found=reason) from None
         self.stamp = self._status()
 
-    def expect_scattered_reads(self) -> None:
-        """Tell the system not to read ahead, which would read three times as much for nothing."""
-        self._file.expect_scattered_reads()
-
-    def mapped(self) -> mmap.mmap:
-        """Return the file as memory. Raises ReadWriteError."""
-        return with_retries(f"input {self.path} cannot be mapped", self._file.mapped)
-
     def read(self, start: int, end: int) -> bytes:
         """Return the bytes [start, end), fewer where the file ends before. Raises ReadWriteError."""
-        data, read = b"", self._file.read_beginning
+        data, read = b"", self.file.read_beginning
         while (at := start + len(data)) < end:
             what = f"input {self.path} cannot be read at byte {at}"
             piece = with_retries(what, functools.partial(read, at, end - at))
@@ -139,7 +130,7 @@ class OpenInput:
 
     def _status(self) -> Stamp:
         try:
-            status = self._file.status()
+            status = self.file.status()
         except OSError as error:
             raise ReadWriteError(f"input {self.path} cannot be read: {error.strerror}") from None
         return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
@@ -336,9 +327,9 @@ def texts_of(values: Iterable[str | UnusableText]) -> list[bytes | UnusableText]
     for value in values:
         if isinstance(value, UnusableText):
             found.append(value)
-            continue
-        text = b"" if value.isspace() else value.encode()
-        found.append(text if len(text) <= text_fields.MOST_DOCUMENT_BYTES else too_long("its text"))
+        else:
+            text = b"" if value.isspace() else value.encode()
+            found.append(text if len(text) <= MOST_DOCUMENT_BYTES else too_long("its text"))
     return found
 
 
@@ -570,11 +561,12 @@ def _rendered(documents: Documents, template: ChatTemplate) -> Documents:
 
 
 def format_of(name: str) -> Format:
-    """Return what reads a file of this name. Its module is imported when it is first needed.
+    """Return what reads a file of this name. Raises UsageError where a library is missing."""
+    return _format_of_kind(input_kind(name))
 
-    Raises UsageError where a library is missing.
-    """
-    kind = input_kind(name)
+
+@functools.cache
+def _format_of_kind(kind: InputKind) -> Format:
     module, _, reader = kind.format.reader.partition(":")
     try:
         found = getattr(importlib.import_module(f"preprocess.read.{module}"), reader)
@@ -583,12 +575,3 @@ def format_of(name: str) -> Format:
             raise
         raise UsageError(needs(kind.format.suffixes[0], kind.format.library)) from None
     return cast(Format, found(kind.compression) if kind.format.can_be_compressed else found())
-
-
-def load_libraries(names: Iterable[str]) -> None:
-    """Import what reading files of these names takes, before any work: pyarrow takes 0.1 s of CPU.
-
-    Raises UsageError where it is missing.
-    """
-    for name in {input_kind(name): name for name in names}.values():
-        format_of(name)

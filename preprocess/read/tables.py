@@ -37,6 +37,7 @@ from preprocess.read import documents, text_fields
 from preprocess.read.documents import Inspected, OpenInput, RangeReader, Records, Start, Stretches
 from preprocess.read.text_fields import FieldPath, TextFields, UnusableText
 from shardprep.errors import BadInput, ReadWriteError
+from shardprep.files import with_retries
 from shardprep.format.plan import PlanOptions
 
 # Arrays lie in libc's memory: in pyarrow's own pool a task holds 24 MB more, at equal CPU seconds.
@@ -256,7 +257,7 @@ class Arrow:
             else:
                 streams[-1].append(message)
                 is_large |= message.kind == _BATCH and message.end - message.start > _LARGE_BYTES
-        memory = file.mapped() if is_large else None
+        memory = with_retries(f"input {file.path} cannot be mapped", file.file.mapped) if is_large else None
         for messages in streams:
             batches = [each for each in messages if each.kind == _BATCH]
             if not batches:

@@ -598,7 +598,7 @@ def _joined_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | 
     times as fast as orjson makes objects, but accepts what orjson refuses. So this looks for bytes that are
     no UTF-8, infinite numbers, several objects in a line, one in several lines, and a field named twice.
     """
-    if fields.plain_name is None or fields.other_paths:
+    if fields.plain_name is None or fields.named:
         return None
     if not block.startswith(b"{") or not block.endswith((b"}", b"}\n")):
         return None
@@ -673,8 +673,9 @@ def _perhaps_infinite(letters: npt.NDArray[np.uint8]) -> Numbers:
 
 
 def _others(records: list[Any], fields: TextFields) -> dict[FieldPath, list[Any]]:
-    """Return the values of ``other_paths``."""
-    return {path: [text_fields.value_at(record, path) for record in records] for path in fields.other_paths}
+    """Return the values of the fields beside the text."""
+    paths = fields.named.values()
+    return {path: [text_fields.value_at(record, path) for record in records] for path in paths}
 
 
 def _are_exact(values: Sequence[Any]) -> bool:
@@ -748,7 +749,7 @@ def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText
     if isinstance(fields, text_fields.RecordFields):
         is_exact = _LONG_NUMBER.search(line) is None
     else:
-        others = [text_fields.value_at(record, path) for path in fields.other_paths]
+        others = [text_fields.value_at(record, path) for path in fields.named.values()]
         is_exact = _names_each_once(line, 1, fields) and _are_exact(others)
     if not is_exact:
         try:

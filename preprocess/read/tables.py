@@ -381,7 +381,7 @@ def _fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
     Raises BadInput where the text has no column, one of another type, or two columns may be meant.
     """
     if isinstance(fields, text_fields.RecordFields):
-        return fields.of_columns(schema.names)
+        return text_fields.RecordFields(fields.options, schema.names)
     is_chat = isinstance(fields, text_fields.MessageFields)
     places: dict[FieldPath, FieldPath] = {}
     for path in fields.paths:

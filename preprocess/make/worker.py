@@ -247,11 +247,12 @@ class Worker:
         accepting = f"--max_bad_fraction {min(int(counting.bad_fraction * 100) + 1, 100) / 100:g}"
         hint = f"Is it another {' or '.join(flags)}? " if flags else ""
         found, expected = f"{counting.bad_fraction:.2%}", f"{limit:.2%}"
-        what = f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({found}) are left out"
-        why = f"({', '.join(sorted(counting.bad_reasons))}), the limit is {expected}"
-        where = f"{quarantine.path} names them, the first so: {first.detail}"
-        advice = f"{hint}Otherwise mend the input and plan anew, or accept them: {accepting}"
-        message = f"{what} {why}; {where}. {advice}"
+        message = (
+            f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({found}) are left out "
+            f"({', '.join(sorted(counting.bad_reasons))}), the limit is {expected}; {quarantine.path} names "
+            f"them, the first so: {first.detail}. {hint}Otherwise mend the input and plan anew, or accept "
+            f"them: {accepting}"
+        )
         raise BadInput(message, path=quarantine.path, found=found, expected=expected, remedy=accepting)
 
 

@@ -122,10 +122,10 @@ class OpenInput:
         """Check that nobody wrote to the file since it was opened. Raises Refused, or ReadWriteError."""
         found = self._status()
         if found != self.stamp:
-            at, planned_at = (f"{each.num_bytes} bytes at {each.mtime_ns}" for each in (found, self.stamp))
-            changed = f"size, mtime or ctime changed while it was read: {at}"
-            expected = f"{planned_at}; nothing is published: run this again once nobody writes to it, or "
-            expected += "plan anew into a new folder if its text is another"
+            changed = f"a file that changed while it was read: {found}"
+            expected = (
+                f"{self.stamp}; run this again once nobody writes to it, or plan anew into a new folder"
+            )
             raise Refused(path=self.path, found=changed, expected=expected)
 
     def _status(self) -> Stamp:
@@ -156,8 +156,8 @@ def check_is_fetched(file: OpenInput) -> None:
     """Raise BadInput where a file is only the pointer that a clone of a repository has in its place."""
     size = file.stamp.num_bytes
     if size <= MOST_POINTER_BYTES and (command := what_fetches(file.read(0, size))) is not None:
-        what = "is a pointer to a file that was not fetched, expected the file itself"
-        raise BadInput(f"input {file.path} {what}; run in its repository: {command}")
+        expected = f"the file itself; run in its repository: {command}"
+        raise BadInput(path=file.path, found="a pointer to a file that was not fetched", expected=expected)
 
 
 def unreadable(file: OpenInput, why: str) -> BadInput:
@@ -446,10 +446,9 @@ class ShardReader:
             transform=self.transform,
         )
         if digest is not None and digest.hexdigest() != shard.sha256:
-            names = sorted({part.planned.path for part in shard.ranges if part.planned})
-            what = f"the input of shard {shard.shard_id:05d} ({', '.join(names[:3])}) changed since planning"
-            hashes = f"sha256 {digest.hexdigest()[:12]}, the plan says {str(shard.sha256)[:12]}"
-            raise Refused(f"{what}: {hashes}; {_BRING_BACK}")
+            names = ", ".join(str(part.path) for part in shard.ranges[:3])
+            found = f"other bytes than planned, of sha256 {digest.hexdigest()[:12]}"
+            raise Refused(path=names, found=found, expected=f"{str(shard.sha256)[:12]}; {_BRING_BACK}")
 
 
 def read_documents(

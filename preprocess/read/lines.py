@@ -161,9 +161,8 @@ def decompressed(
         if not data:
             break
         if not data.startswith(compression.magics):
-            found = f"at byte {position - len(data)} stands {data[:8]!r}"
-            expected = f"{compression.name}, which begins with {compression.magics[0]!r}"
-            expected += "; give it the name that it should have, or move it away, and plan anew"
+            found = f"{data[:8]!r} at byte {position - len(data)}"
+            expected = f"{compression.magics[0]!r} of {compression.name}; rename or move it, and plan anew"
             raise BadInput(path=file.path, found=found, expected=expected)
         padding = compression.padding
         stream = compression.open(data, zstd_long)
@@ -177,11 +176,9 @@ def decompressed(
                 raise
             except Exception as error:  # each library has its own
                 if compression.name == "zstd" and "too much memory" in str(error):
-                    what, flag = "asks for a larger window of memory than is allowed", "--zstd_long 31"
-                    todo = f"plan with {flag}, which may take 2 GiB in each task, or unpack the file"
-                    message = f"input {file.path} {what}, before byte {position}; {todo}"
-                    message += f": zstd -d --long=31 {file.path}"
-                    raise BadInput(message, path=file.path, remedy=flag) from None
+                    found, flag = f"a larger window than allowed, before byte {position}", "--zstd_long 31"
+                    expected = f"128 MiB; unpack it, or plan with {flag}, which may take 2 GiB in each task"
+                    raise BadInput(path=file.path, found=found, expected=expected, remedy=flag) from None
                 what = f"cannot be decompressed as {compression.name} before byte {position} ({error})"
                 raise documents.unreadable(file, what) from None
             data = b""

@@ -289,10 +289,9 @@ class Transform:
         for name in {*sys.modules} - before:
             imported = Path(getattr(sys.modules[name], "__file__", None) or "/")
             if imported.parent == folder and imported.name not in self.contents:
-                what, remedy = f"--transform {path} imports {imported.name} beside it", "--transform_files"
                 files = ",".join([*list(self.contents)[1:], imported.name])
-                message = f"{what}; name it, so that it counts in the plan: {remedy} {files}"
-                raise UsageError(message, path=imported, remedy=remedy)
+                message = f"{path} imports {imported.name}; so that it counts, add --transform_files {files}"
+                raise UsageError(message, path=imported, remedy="--transform_files")
         self._function: Any = vars(module).get("transform")
         if not callable(self._function):
             raise UsageError(path=path, found="no function transform(record)", expected="transform")
@@ -340,18 +339,14 @@ def transform_of(options: PlanOptions, path: Path | None) -> Transform | None:
     if not planned and path is None:
         return None
     if path is None:
-        what, name = f"the plan's documents go through a function (sha256 {planned[:12]})", "--transform FILE"
-        message = f"{what}, and code in a data set never runs; name the file: {name}"
-        raise UsageError(message, expected=name, remedy=name)
+        found = f"a plan whose documents go through a function (sha256 {planned[:12]}), and no file of it"
+        raise UsageError(found=found, expected="--transform FILE", remedy="--transform FILE")
     if not planned:
         expected = "none, as the plan has no function; or plan anew with it, into a new folder"
         raise UsageError(found=f"--transform {path}", expected=expected)
     found = Transform(path, options.transform_files)
     if found.sha256 != planned:
-        expected = (
-            f"the plan's function, {planned[:12]}, of which DATA/{TRANSFORM_DIR}/ has a copy; bring it "
-        )
-        expected += "back, or plan anew into a new folder"
+        expected = f"{planned[:12]} of the plan's, see DATA/{TRANSFORM_DIR}/; or plan anew into a new folder"
         raise Refused(path=path, found=f"sha256 {found.sha256[:12]}", expected=expected)
     return found
 

@@ -90,9 +90,7 @@ def chat_versions() -> str:
 def check_chat_versions(planned: str) -> None:
     """Raise Refused where another version would render conversations than at planning."""
     if (found := chat_versions()) != planned:
-        expected = (
-            f"{planned}, which planned, as another version may give another text: install it, or plan anew"
-        )
+        expected = f"{planned}, as others may give another text: install these, or plan anew"
         raise Refused(found=f"conversations rendered with {found}", expected=expected)
 
 
@@ -320,9 +318,7 @@ class _Renderer:
             before, _ = self._text(messages[:number], add_generation_prompt=True)
             after, _ = self._text(messages[: number + 1])
             if not (after.startswith(before) and text.startswith(after)):
-                raise _Unusable(
-                    "no_beginning", f"the text up to message {number} is no beginning of the whole"
-                )
+                raise _Unusable("no_beginning", f"up to message {number} it is no beginning of the whole")
             if len(before) < len(after):
                 spans.append((len(before), len(after)))
         if not any(begin < end for begin, end in spans):

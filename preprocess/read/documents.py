@@ -123,9 +123,7 @@ class OpenInput:
         found = self._status()
         if found != self.stamp:
             changed = f"a file that changed while it was read: {found}"
-            expected = (
-                f"{self.stamp}; run this again once nobody writes to it, or plan anew into a new folder"
-            )
+            expected = f"{self.stamp}; run this again once nobody writes to it, or plan into a new folder"
             raise Refused(path=self.path, found=changed, expected=expected)
 
     def _status(self) -> Stamp:

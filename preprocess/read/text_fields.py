@@ -344,11 +344,11 @@ def transform_of(options: PlanOptions, path: Path | None) -> Transform | None:
     if not planned:
         expected = "none, as the plan has no function; or plan anew with it, into a new folder"
         raise UsageError(found=f"--transform {path}", expected=expected)
-    found = Transform(path, options.transform_files)
-    if found.sha256 != planned:
+    transform = Transform(path, options.transform_files)
+    if transform.sha256 != planned:
         expected = f"{planned[:12]} of the plan's, see DATA/{TRANSFORM_DIR}/; or plan anew into a new folder"
-        raise Refused(path=path, found=f"sha256 {found.sha256[:12]}", expected=expected)
-    return found
+        raise Refused(path=path, found=f"sha256 {transform.sha256[:12]}", expected=expected)
+    return transform
 
 
 def _checked(result: object, *, is_chat: bool) -> bytes | UnusableText:

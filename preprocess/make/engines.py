@@ -150,15 +150,16 @@ def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool, name: str
         settings["encode_special_tokens"] = not allow_special_tokens
         encode_batch = encode_fast = functools.partial(tokenizer.encode_batch, **settings)
 
-    def encode(texts: Texts, add_special_tokens: bool) -> TokenBatch:
-        call = functools.partial(encode_fast, add_special_tokens=add_special_tokens)
+    def encodings_of(texts: Texts, encode: Callable[..., Any], add_special_tokens: bool) -> tuple[Any, list[Ids]]:
+        call = functools.partial(encode, add_special_tokens=add_special_tokens)
         encodings = _encodings(call, [text.decode() for text in texts.each], name)
-        return TokenBatch.of([np.array(encoding.ids, np.uint32) for encoding in encodings])
+        return encodings, [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def encode(texts: Texts, add_special_tokens: bool) -> TokenBatch:
+        return TokenBatch.of(encodings_of(texts, encode_fast, add_special_tokens)[1])
 
     def encode_chat(texts: Texts, spans: Sequence[Spans], mask_rule: MaskRule) -> TokenBatch:
-        call = functools.partial(encode_batch, add_special_tokens=False)
-        encodings = _encodings(call, [text.decode() for text in texts.each], name)
-        ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        encodings, ids = encodings_of(texts, encode_batch, add_special_tokens=False)
         for text_ids, encoding, spans_of_text in zip(ids, encodings, spans, strict=True):
             text_ids[~_are_written(encoding, spans_of_text, mask_rule)] |= NO_LOSS
         return TokenBatch.of(ids)

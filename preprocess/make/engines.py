@@ -128,15 +128,8 @@ def load_tokenizer(tokenizer_json: Path) -> Any:
         raise ReadWriteError(message) from error
 
 
-def tokenizers_engine(tokenizer_json: Path, *, allow_special_tokens: bool, name: str | None = None) -> Engine:
-    """Return the reference, loaded from a file. Raises ReadWriteError."""
-    name = name or str(tokenizer_json)
-    tokenizer = load_tokenizer(tokenizer_json)
-    return engine_of_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens, name=name)
-
-
-def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool, name: str) -> Engine:
-    """Return the reference of a ``tokenizers.Tokenizer`` that is loaded; its settings are changed.
+def reference_engine(tokenizer: Any, *, allow_special_tokens: bool, name: str) -> Engine:
+    """Return the reference of a ``tokenizers.Tokenizer``; its settings are changed.
 
     Strings of control tokens stay text unless they are allowed. ``name`` of the tokenizer, for errors.
     """
@@ -150,16 +143,15 @@ def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool, name: str
         settings["encode_special_tokens"] = not allow_special_tokens
         encode_batch = encode_fast = functools.partial(tokenizer.encode_batch, **settings)
 
-    def encodings_of(texts: Texts, encode: Callable[..., Any], add_special_tokens: bool) -> tuple[Any, list[Ids]]:
-        call = functools.partial(encode, add_special_tokens=add_special_tokens)
-        encodings = _encodings(call, [text.decode() for text in texts.each], name)
-        return encodings, [np.array(encoding.ids, np.uint32) for encoding in encodings]
-
     def encode(texts: Texts, add_special_tokens: bool) -> TokenBatch:
-        return TokenBatch.of(encodings_of(texts, encode_fast, add_special_tokens)[1])
+        call = functools.partial(encode_fast, add_special_tokens=add_special_tokens)
+        encodings = _encodings(call, [text.decode() for text in texts.each], name)
+        return TokenBatch.of([np.array(encoding.ids, np.uint32) for encoding in encodings])
 
     def encode_chat(texts: Texts, spans: Sequence[Spans], mask_rule: MaskRule) -> TokenBatch:
-        encodings, ids = encodings_of(texts, encode_batch, add_special_tokens=False)
+        call = functools.partial(encode_batch, add_special_tokens=False)
+        encodings = _encodings(call, [text.decode() for text in texts.each], name)
+        ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
         for text_ids, encoding, spans_of_text in zip(ids, encodings, spans, strict=True):
             text_ids[~_are_written(encoding, spans_of_text, mask_rule)] |= NO_LOSS
         return TokenBatch.of(ids)
@@ -302,15 +294,13 @@ class FastTokenizer:
         # encode() would hold Python's lock, and for a list of texts import the library "awkward" (0.1 s).
         # parallel=True serves several threads at once.
         rows, _ = backend.encode_batch_padded(BytesSource(text), PadTruncate(0), parallel=True)
-        row: Ids = rows[0]
-        return row
+        return rows[0]
 
     def encode(self, reference: Callable[[], Engine], texts: Texts, add_special_tokens: bool) -> TokenBatch:
         """Return the ids of some texts; those that gigatoken might read otherwise go to the reference."""
         unsure = texts_with_new_code_points(texts)
         if not unsure:
-            tokens = self._encode_joined(texts, add_special_tokens)
-            if tokens is not None:
+            if (tokens := self._encode_joined(texts, add_special_tokens)) is not None:
                 return tokens
             unsure = [n for n, text in enumerate(texts) if any(name in text for name in self._names)]
             unsure = unsure or list(range(len(texts)))
@@ -448,7 +438,7 @@ def _is_unsure_unit() -> npt.NDArray[np.bool_]:
 
 
 def equal_fast_engine(
-    tokenizer_json: Path, *, allow_special_tokens: bool, texts: Texts, expected_sha256: str
+    tokenizer_json: Path, texts: Texts, expected_sha256: str, *, allow_special_tokens: bool
 ) -> Engine | str:
     """gigatoken, if it gives the expected ids for some texts; else why it cannot be used.
 
@@ -457,7 +447,8 @@ def equal_fast_engine(
 
     @functools.cache
     def reference() -> Engine:
-        return tokenizers_engine(tokenizer_json, allow_special_tokens=allow_special_tokens)
+        tokenizer, name = load_tokenizer(tokenizer_json), str(tokenizer_json)
+        return reference_engine(tokenizer, allow_special_tokens=allow_special_tokens, name=name)
 
     # Read here: of gigatoken's errors nobody could tell which are the file system's.
     try:

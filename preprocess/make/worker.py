@@ -26,14 +26,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import shardprep
-from preprocess.make.engines import NO_LOSS, Engine, equal_fast_engine, ids_sha256, tokenizers_engine
-from preprocess.make.resources import (
-    MEMORY_PER_BATCH_BYTE,
-    PROCESS_BYTES,
-    SMALLEST_BATCH_BYTES,
-    WorkerSettings,
-    bind_to,
-)
+from preprocess.make import engines, resources
+from preprocess.make.engines import Engine
+from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import Batch, ShardWriter, finished_manifest
 from preprocess.read import BATCH_BYTES
 from preprocess.read.documents import Documents, ShardReader, Texts
@@ -139,8 +134,8 @@ class Worker:
         self.engine = load_engine(plan, folder, wanted, warn)
         # Where memory is short, batches are smaller, and fewer are laid out at once: three take 0.6 GB.
         memory_bytes = math.inf if settings.memory_gb is None else settings.memory_gb * 2**30
-        text_bytes = (memory_bytes - PROCESS_BYTES) / MEMORY_PER_BATCH_BYTE
-        self._batch_bytes = int(min(BATCH_BYTES, max(SMALLEST_BATCH_BYTES, text_bytes)))
+        text_bytes = (memory_bytes - resources.PROCESS_BYTES) / resources.MEMORY_PER_BATCH_BYTE
+        self._batch_bytes = int(min(BATCH_BYTES, max(resources.SMALLEST_BATCH_BYTES, text_bytes)))
         # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
         most = min(_MOST_MAKERS, num_cpus, max(2, num_cpus // 2))
         self._num_makers = int(max(1, min(most, text_bytes / BATCH_BYTES)))
@@ -219,7 +214,7 @@ class Worker:
         # as they were, so the counts equal those of the shard that this one is made from.
         blank_ids = np.uint32(names.BLANK)
         if plan.options.is_chat:  # the loss mask stays as it is
-            blank_ids = (tokens.ids & NO_LOSS) | blank_ids
+            blank_ids = (tokens.ids & engines.NO_LOSS) | blank_ids
         ids = np.where(np.repeat(is_blanked, np.diff(tokens.offsets)), blank_ids, tokens.ids)
         digests = None
         if plan.options.digests:
@@ -265,14 +260,15 @@ def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[st
     options, probe, expected = plan.options, Texts.of_strings(plan.probe), plan.probe_sha256
     allow = options.encodes_control_tokens
     if wanted != "tokenizers" and (wanted != "auto" or plan.fast_engine_is_equal):
-        fast = equal_fast_engine(path, allow_special_tokens=allow, texts=probe, expected_sha256=expected)
+        fast = engines.equal_fast_engine(path, probe, expected, allow_special_tokens=allow)
         if isinstance(fast, Engine):
             return fast if options.add_special_tokens else fast.bare()
         if wanted != "auto":
             raise UsageError(f"--engine {wanted} fails for {path}: {fast}; use --engine auto")
         warn(f"gigatoken cannot be used for this tokenizer ({fast}); going on with tokenizers, slower")
-    engine = tokenizers_engine(path, allow_special_tokens=allow)
-    found = ids_sha256([engine.encode(probe)])
+    tokenizer = engines.load_tokenizer(path)
+    engine = engines.reference_engine(tokenizer, allow_special_tokens=allow, name=str(path))
+    found = engines.ids_sha256([engine.encode(probe)])
     if found != expected:
         what = f"other ids ({found[:12]}, expected {expected[:12]}) than at planning"
         what = f"tokenizers {engine.version} encodes the plan's probe to {what}"
@@ -415,7 +411,7 @@ def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: 
     worker, shard_id = None, -1
     with contextlib.suppress(EOFError, BrokenPipeError):
         guard_streams()
-        bind_to(cpus)
+        resources.bind_to(cpus)
         while True:
             shard_id = pipe.recv()
             try:

@@ -213,9 +213,9 @@ def _with_engine(
         texts = Texts.of_strings(strings)
         fast = equal_fast_engine(
             resolved.folder / names.TOKENIZER_FILE,
+            texts,
+            ids_sha256([engine.encode(texts)]),
             allow_special_tokens=config.encodes_control_tokens,
-            texts=texts,
-            expected_sha256=ids_sha256([engine.encode(texts)]),
         )
         if isinstance(fast, Engine) and not resolved.passes_gate(fast):
             fast = "its ids differ from those of tokenizers"

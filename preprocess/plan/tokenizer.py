@@ -131,8 +131,8 @@ def resolve_tokenizer(
     if kept is not None and (whole := _take_kept(kept)) is not None:
         facts, saved = whole
         _write_files(saved, folder)
-        path = folder / TOKENIZER_FILE
-        engine = engines.tokenizers_engine(path, allow_special_tokens=allow, name=model_id)
+        tokenizer = engines.load_tokenizer(folder / TOKENIZER_FILE)
+        engine = engines.reference_engine(tokenizer, allow_special_tokens=allow, name=model_id)
     else:
         if given is not None and (plain := plain_files(given)) is not None:
             saved, tokenizer = plain
@@ -163,7 +163,7 @@ def resolve_tokenizer(
             saved[names.FAST_TOKENIZER_FILE] = shorter
         _write_files(saved, folder)
         probe = engines.probe_texts(data)
-        engine = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow, name=model_id)
+        engine = engines.reference_engine(tokenizer, allow_special_tokens=allow, name=model_id)
         probe_sha256 = engines.ids_sha256([engine.encode(Texts.of_strings(probe))])
         facts = TokenizerFacts(spec=spec, probe=probe, probe_sha256=probe_sha256, files=_stamps_of(saved))
         if kept is not None:
@@ -380,7 +380,7 @@ def _check_saved(tokenizer: Any, model_id: str, folder: Path) -> None:
     saved = _loaded({TOKENIZER_FILE: _read_tokenizer(folder / TOKENIZER_FILE)}, folder)
     # As transformers takes them; the shards may take control tokens otherwise.
     allow = not tokenizer.split_special_tokens
-    engine = engines.engine_of_tokenizer(saved, allow_special_tokens=allow, name=model_id)
+    engine = engines.reference_engine(saved, allow_special_tokens=allow, name=model_id)
     ids = [document.tolist() for document in engine.encode(Texts.of_strings(engines.PROBE)).documents()]
     try:
         is_equal = tokenizer(list(engines.PROBE))["input_ids"] == ids

@@ -107,7 +107,7 @@ class _TrainingText:
         ):
             for bad in batch.bad:
                 self._bad[bad.reason] += 1
-                path = str(self._input_dir / self._inputs[bad.input_number].path)
+                path = str(self._input_dir / self._inputs[batch.input_number].path)
                 self._first_bad = self._first_bad or place_text(path, bad.source_offset)
             kept: list[str] = []
             for piece in (

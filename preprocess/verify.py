@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardprep import errors, files
+from shardprep.command_line import given_of
 from shardprep.console import Progress, counted, print_lines, say, shards_text, short_bytes, source_lines
 from shardprep.format import manifest, names
 from shardprep.format.index import ids_of, merge_manifests, misplaced_samples, read_idx
@@ -112,15 +113,16 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
     ``args.deep`` shards that have input are chosen, the same ones for a plan each time; those of ``again``
     come on top. Raises what loading a Worker raises.
     """
-    from preprocess.make.resources import bind_to_task_cpus, worker_settings
+    from preprocess.make.resources import WorkerSettings, bind_to_task_cpus, worker_settings
     from preprocess.make.worker import Worker  # with the libraries of a worker
 
     num_cpus = bind_to_task_cpus(offset=0)
     full = [shard_id for shard_id, size in enumerate(plan.shard_bytes()) if size]
     chooser = random.Random(plan.plan_id)  # noqa: S311 - a sample
     chosen = sorted({*chooser.sample(full, min(args.deep, len(full))), *again})
-    settings = dataclasses.replace(worker_settings(args), engine="tokenizers", max_bad_fraction=1.0)
-    worker = Worker(plan, folder, settings, num_cpus=num_cpus, warn=lambda _: None)
+    settings = worker_settings(given_of(args, WorkerSettings))
+    settings = dataclasses.replace(settings, engine="tokenizers", max_bad_fraction=1.0)
+    worker = Worker(plan.at(settings.input_dir), folder, settings, num_cpus=num_cpus, warn=lambda _: None)
     problems: list[Problem] = []
     progress = Progress("making shards again", len(chosen), unit="shards")
     for shard_id in chosen:

@@ -161,9 +161,8 @@ def decompressed(
         if not data:
             break
         if not data.startswith(compression.magics):
-            found = f"at byte {position - len(data)} stands {data[:8]!r}"
-            expected = f"{compression.name}, which begins with {compression.magics[0]!r}"
-            expected += "; give it the name that it should have, or move it away, and plan anew"
+            found = f"{data[:8]!r} at byte {position - len(data)}"
+            expected = f"{compression.magics[0]!r} of {compression.name}; rename or move it, and plan anew"
             raise BadInput(path=file.path, found=found, expected=expected)
         padding = compression.padding
         stream = compression.open(data, zstd_long)
@@ -177,11 +176,9 @@ def decompressed(
                 raise
             except Exception as error:  # each library has its own
                 if compression.name == "zstd" and "too much memory" in str(error):
-                    what, flag = "asks for a larger window of memory than is allowed", "--zstd_long 31"
-                    todo = f"plan with {flag}, which may take 2 GiB in each task, or unpack the file"
-                    message = f"input {file.path} {what}, before byte {position}; {todo}"
-                    message += f": zstd -d --long=31 {file.path}"
-                    raise BadInput(message, path=file.path, remedy=flag) from None
+                    found, flag = f"a larger window than allowed, before byte {position}", "--zstd_long 31"
+                    expected = f"128 MiB; unpack it, or plan with {flag}, which may take 2 GiB in each task"
+                    raise BadInput(path=file.path, found=found, expected=expected, remedy=flag) from None
                 what = f"cannot be decompressed as {compression.name} before byte {position} ({error})"
                 raise documents.unreadable(file, what) from None
             data = b""
@@ -340,7 +337,7 @@ class LineFormat:
         if not self.can_be_split(options):
             return documents.starts_among((), file, stretches)
         if self.compression is None:
-            file.expect_scattered_reads()
+            file.file.expect_scattered_reads()  # reading ahead would read three times as much
             found = (first_line_start(file, byte, end, self.line_ends) for byte, end in stretches)
             return [None if byte is None else Start(byte) for byte in found]
         return documents.starts_among(self.compression.frames(file), file, stretches)
@@ -598,7 +595,7 @@ def _joined_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | 
     times as fast as orjson makes objects, but accepts what orjson refuses. So this looks for bytes that are
     no UTF-8, infinite numbers, several objects in a line, one in several lines, and a field named twice.
     """
-    if fields.plain_name is None or fields.other_paths:
+    if fields.plain_name is None or fields.named:
         return None
     if not block.startswith(b"{") or not block.endswith((b"}", b"}\n")):
         return None
@@ -673,8 +670,9 @@ def _perhaps_infinite(letters: npt.NDArray[np.uint8]) -> Numbers:
 
 
 def _others(records: list[Any], fields: TextFields) -> dict[FieldPath, list[Any]]:
-    """Return the values of ``other_paths``."""
-    return {path: [text_fields.value_at(record, path) for record in records] for path in fields.other_paths}
+    """Return the values of the fields beside the text."""
+    paths = fields.named.values()
+    return {path: [text_fields.value_at(record, path) for record in records] for path in paths}
 
 
 def _are_exact(values: Sequence[Any]) -> bool:
@@ -748,7 +746,7 @@ def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText
     if isinstance(fields, text_fields.RecordFields):
         is_exact = _LONG_NUMBER.search(line) is None
     else:
-        others = [text_fields.value_at(record, path) for path in fields.other_paths]
+        others = [text_fields.value_at(record, path) for path in fields.named.values()]
         is_exact = _names_each_once(line, 1, fields) and _are_exact(others)
     if not is_exact:
         try:

@@ -449,7 +449,7 @@ class DatasetSpec:
         """Return whether a sample is a row of ``seq_len`` tokens, and no document."""
         return self.record != "documents"
 
-    @property
+    @cached_property
     def kind(self) -> str:
         """Return how a sample's ids are stored: one of IDX_DTYPES."""
         return self.record if self.has_rows else self.token_format

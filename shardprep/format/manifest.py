@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -59,18 +60,14 @@ class SourceCounts:
     num_bytes: Count  # of the input files; with --source_field, of the documents' text
     num_quarantined: Count
 
-    def __add__(self, other: SourceCounts) -> SourceCounts:
-        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
-        return SourceCounts(**sums)
-
 
 def sum_of_sources(shards: Iterable[Mapping[str, SourceCounts]]) -> dict[str, SourceCounts]:
     """Add up the counts of several shards, in the order of the sources' names."""
-    found: dict[str, SourceCounts] = {}
+    found = defaultdict[str, Counter[str]](Counter)
     for sources in shards:
         for name, counts in sources.items():
-            found[name] = found[name] + counts if name in found else counts
-    return dict(sorted(found.items()))
+            found[name].update(vars(counts))
+    return {name: SourceCounts(**found[name]) for name in sorted(found)}
 
 
 @dataclass(frozen=True, kw_only=True)

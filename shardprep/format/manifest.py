@@ -279,8 +279,6 @@ def done_manifest(
     ``findings``: what ``read_findings`` gave, if it was asked already. Raises OtherPlan, UnknownVersion or
     ReadWriteError, and BrokenShard if findings.json is damaged: the shard may be done.
     """
-    if files.size_of_file(names.manifest_path(folder, shard_id)) is None:
-        return None  # before an error is made that says what to do
     try:
         manifest = check_shard(folder, shard_id, plan_id)
     except (errors.MissingShard, errors.BrokenShard):

@@ -129,7 +129,6 @@ def test_findings_that_cannot_be_read_are_refused_and_verify_writes_them_anew(wr
 
 WRONG_TYPES: dict[str, tuple[object, ...]] = {
     "shard": ("1", -1, 2**70, None, True, 1.0),
-    "exit_code": ("65", None),
     "message": (3, ["x"], None),
     "manifest_sha256": (7, "x"),
     "check": ("never",),

@@ -170,7 +170,7 @@ class Worker:
         transform_began_s = transform.cpu_s if transform else 0.0
         most = self.settings.max_batch_documents
         batches = self._reader.documents(shard, self._batch_bytes)
-        documents = (part for batch in batches for part in batch.parts(most))
+        documents = (part for batch in batches for part in (batch.parts(most) if most else [batch]))
         writer, blanked = ShardWriter(folder, plan.spec, options, shard.shard_id), None
         if options.blanked and shard.shard_id in names.ids_of_ranges(options.blanked):
             blanked = read_blanked(self.folder, plan.plan_id, shard.shard_id)

@@ -85,18 +85,16 @@ class OpenInput:
         self.path = path
         try:
             self.file = with_retries(f"input {path} cannot be opened", functools.partial(ReadFile, path))
-        except BrokenShard as error:
-            message = f"input {error}, or move it away"
-            raise NotFound(message, path=path, found=error.found, expected=error.expected) from None
-        except ReadWriteError as error:
-            cause = error.__cause__
-            if not isinstance(cause, OSError) or cause.errno not in _NO_SUCH_INPUT:
+        except (BrokenShard, ReadWriteError) as error:
+            cause, found = error.__cause__, error.found
+            if isinstance(cause, OSError) and cause.errno in _NO_SUCH_INPUT:
+                found = cause.strerror
+            if found is None:
                 raise
-            reason = cause.strerror
             if isinstance(cause, FileNotFoundError) and os.path.islink(path):  # noqa: PTH114 - it never raises
-                reason = "it is a link to nothing"
-            message = f"input {path} cannot be opened: {reason}; bring it back, or move it away"
-            raise NotFound(message, path=path, found=reason) from None
+                found = "a link to nothing"
+            expected = "a regular file that can be read; bring it back, or move it away"
+            raise NotFound(path=path, found=found, expected=expected) from None
         self.stamp = self._status()
 
     def read(self, start: int, end: int) -> bytes:
@@ -378,11 +376,8 @@ class Documents:
         bad = [each for each in self.bad if first_line <= each.line < end_line]
         return replace(some, bad=bad, first_line=first_line, num_lines=num_lines, num_bytes=num_bytes)
 
-    def parts(self, most: int | None) -> Iterator[Documents]:
+    def parts(self, most: int) -> Iterator[Documents]:
         """Cut the batch into parts of at most ``most`` documents; the last one accounts for the bytes."""
-        if most is None:
-            yield self
-            return
         end = self.first_line + self.num_lines
         borders = [self.first_line, *self.lines[most::most].tolist(), end]
         for first_line, end_line in itertools.pairwise(borders):

@@ -55,7 +55,8 @@ def task(args: argparse.Namespace) -> int:
         resources.check_address_space()  # before anything large is loaded
         given = given_of(args, PrepConfig)
         folder = given.setdefault("output_dir", PrepConfig.output_dir)
-        num_cpus = resources.bind_to_task_cpus(offset=args.shard_id)  # planning, too, may start threads
+        cpus = resources.allowed_cpus(offset=args.shard_id)
+        num_cpus = resources.bind_to(cpus)  # planning, too, may start threads
         may_plan = not (args.planned or args.check_inputs)
         is_missing = may_plan and not os.path.lexists(folder / PLAN_NAME)
         # A task of a job array usually gets --output_dir alone. The planner, whose import takes 0.2 s, is

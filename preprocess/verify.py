@@ -113,10 +113,10 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
     ``args.deep`` shards that have input are chosen, the same ones for a plan each time; those of ``again``
     come on top. Raises what loading a Worker raises.
     """
-    from preprocess.make.resources import WorkerSettings, bind_to_task_cpus, worker_settings
+    from preprocess.make.resources import WorkerSettings, allowed_cpus, bind_to, worker_settings
     from preprocess.make.worker import Worker  # with the libraries of a worker
 
-    num_cpus = bind_to_task_cpus(offset=0)
+    num_cpus = bind_to(allowed_cpus(offset=0))
     full = [shard_id for shard_id, size in enumerate(plan.shard_bytes()) if size]
     chooser = random.Random(plan.plan_id)  # noqa: S311 - a sample
     chosen = sorted({*chooser.sample(full, min(args.deep, len(full))), *again})

@@ -88,6 +88,6 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
     ],
     "preprocess/verify.py": [
         ("if is_there else", "if (not (is_there)) else", MESSAGE),
-        ("bind_to_task_cpus(offset=0)", "bind_to_task_cpus(offset=(1))", SPEED),
+        ("allowed_cpus(offset=0)", "allowed_cpus(offset=(1))", SPEED),
     ],
 }  # fmt: skip

@@ -41,15 +41,8 @@ def allowed_cpus(*, offset: int) -> list[int]:
     return sorted((cpus * 2)[start : start + number])
 
 
-def bind_to_task_cpus(offset: int) -> int:
-    """Bind this process, and the threads it will start, to its task's CPUs; returns their number."""
-    cpus = allowed_cpus(offset=offset)
-    bind_to(cpus)
-    return len(cpus)
-
-
-def bind_to(cpus: list[int]) -> None:
-    """Bind this process, and the threads it will start, to some CPUs; before an engine is loaded.
+def bind_to(cpus: list[int]) -> int:
+    """Bind this process, before an engine is loaded, and the threads it will start; returns how many CPUs.
 
     The engines size their thread pools by the affinity mask, unless variables say otherwise, which stand in
     many a shell for training; so they are set.
@@ -60,6 +53,7 @@ def bind_to(cpus: list[int]) -> None:
     os.sched_setaffinity(0, cpus)
     os.environ["RAYON_NUM_THREADS"] = str(len(cpus))  # it goes before RAYON_RS_NUM_CPUS
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    return len(cpus)
 
 
 LEAST_WORKER_BYTES = PROCESS_BYTES + SMALLEST_BATCH_BYTES * MEMORY_PER_BATCH_BYTE

@@ -46,9 +46,6 @@ if TYPE_CHECKING:  # a task of one shard does without them
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 _NUM_NAMED = 3  # inputs that are named, of a shard
 _SLURM_FACTS = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CPUS_PER_TASK")
-# What most often is wrong where many documents are left out for a reason.
-_OTHER_FLAG = dict.fromkeys(["no_field", "null_field", "wrong_type"], "--text_field")
-_OTHER_FLAG["undecodable"] = "--encoding"
 
 Progressed = Callable[[int, dict[str, int]], None]  # called with bytes of input, and what else was done
 
@@ -170,7 +167,7 @@ class Worker:
         transform_began_s = transform.cpu_s if transform else 0.0
         most = self.settings.max_batch_documents
         batches = self._reader.documents(shard, self._batch_bytes)
-        documents = (part for batch in batches for part in batch.parts(most))
+        documents = (part for batch in batches for part in (batch.parts(most) if most else [batch]))
         writer, blanked = ShardWriter(folder, plan.spec, options, shard.shard_id), None
         if options.blanked and shard.shard_id in names.ids_of_ranges(options.blanked):
             blanked = read_blanked(self.folder, plan.plan_id, shard.shard_id)
@@ -204,13 +201,11 @@ class Worker:
         """Make a batch ready to be written. Runs in a thread: depends on no other batch."""
         plan, mask_rule = self.plan, self.plan.options.chat_mask_rule
         tokens = self.engine.encode_documents(documents, end_id=plan.end_id, mask_rule=mask_rule)
-        is_blanked = np.zeros(len(documents.lines), np.bool_)
-        if blanked is not None:
-            is_blanked = blanked.are_at(documents.input_number, documents.offsets)
-        if not is_blanked.any():
+        if blanked is None:
             return writer.lay_out(documents, tokens)
         # Each id of a blanked document becomes BLANK; its text, id and digest go. The documents are counted
         # as they were, so the counts equal those of the shard that this one is made from.
+        is_blanked = blanked.are_at(documents.input_number, documents.offsets)
         blank_ids = np.uint32(names.BLANK)
         if plan.options.is_chat:  # the loss mask stays as it is
             blank_ids = (tokens.ids & engines.NO_LOSS) | blank_ids
@@ -236,15 +231,13 @@ class Worker:
             return
         quarantine.sync()
         quarantine.publish()
-        flags = sorted({_OTHER_FLAG[reason] for reason in counting.bad_reasons & {*_OTHER_FLAG}})
         first = next(bad for bad in counting.bad if not names.is_chosen(bad.reason))
         accepting = f"--max_bad_fraction {min(int(counting.bad_fraction * 100) + 1, 100) / 100:g}"
-        hint = f"Is it another {' or '.join(flags)}? " if flags else ""
         found, expected = f"{counting.bad_fraction:.2%}", f"{limit:.2%}"
         message = (
             f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({found}) are left out "
             f"({', '.join(sorted(counting.bad_reasons))}), the limit is {expected}; {quarantine.path} names "
-            f"them, the first so: {first.detail}. {hint}Otherwise mend the input and plan anew, or accept "
+            f"them, the first so: {first.detail}. Plan anew with other flags or a mended input, or accept "
             f"them: {accepting}"
         )
         raise BadInput(message, path=quarantine.path, found=found, expected=expected, remedy=accepting)
@@ -322,11 +315,11 @@ class _Process:
 
     def receive(self) -> Any:
         """Return what Progressed is called with, a Manifest or Failure of the shard, or a line for people."""
+        from shardprep.format.jobs import Failure
+
         try:
             return self.pipe.recv()
         except (EOFError, ConnectionError):
-            from shardprep.format.jobs import Failure
-
             code = self.end()
             how = f"killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
             return Failure.of(self.shard_id, ReadWriteError(f"its process was {how}"))

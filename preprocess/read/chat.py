@@ -152,8 +152,6 @@ def _asked(question: dict[str, Any], num_answers: int) -> list[Any]:
     num_bytes = 0
     with _LOCK:
         child = _renderer()
-        assert child.stdin is not None
-        assert child.stdout is not None
         with contextlib.suppress(OSError, ValueError):  # it ended: of no line, or half of one
             child.stdin.write(json.dumps(question).encode() + b"\n")
             child.stdin.flush()
@@ -177,7 +175,7 @@ def _asked(question: dict[str, Any], num_answers: int) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=1)
-def _renderer() -> subprocess.Popen[bytes]:
+def _renderer() -> Any:
     """Return the one process that renders for this one; it ends with it."""
     command = [sys.executable, "-c", _CODE, str(HOME)]
     environ = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
@@ -188,17 +186,15 @@ def _renderer() -> subprocess.Popen[bytes]:
     return child
 
 
-def _end(child: subprocess.Popen[bytes]) -> int:
+def _end(child: Any) -> int:
     """End a renderer: it is asked nothing more. Returns its exit code."""
     for pipe in (child.stdin, child.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-    try:
-        return child.wait(_ENDS_WITHIN_S)
-    except subprocess.TimeoutExpired:  # a template that does not end
-        child.kill()
-        return child.wait()
+        with contextlib.suppress(OSError):
+            pipe.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a template that does not end
+        child.wait(_ENDS_WITHIN_S)
+    child.kill()  # which does nothing to one that ended
+    return int(child.wait())
 
 
 # The process that renders. ------------------------------------------------------------------------------

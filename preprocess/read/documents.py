@@ -19,7 +19,7 @@ import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from preprocess.read.chat import ChatTemplate
 
 Numbers = npt.NDArray[np.int64]
-T = TypeVar("T")
 Stretches = Sequence[tuple[int, int]]  # of a file: (byte, end), ascending
 # A batch of shorter lines, on average, is cut by their number: a million lines of one letter took 0.35 GB.
 SHORT_LINE_BYTES = 32
@@ -85,18 +84,16 @@ class OpenInput:
         self.path = path
         try:
             self.file = with_retries(f"input {path} cannot be opened", functools.partial(ReadFile, path))
-        except BrokenShard as error:
-            message = f"input {error}, or move it away"
-            raise NotFound(message, path=path, found=error.found, expected=error.expected) from None
-        except ReadWriteError as error:
-            cause = error.__cause__
-            if not isinstance(cause, OSError) or cause.errno not in _NO_SUCH_INPUT:
+        except (BrokenShard, ReadWriteError) as error:
+            cause, found = error.__cause__, error.found
+            if isinstance(cause, OSError) and cause.errno in _NO_SUCH_INPUT:
+                found = cause.strerror
+            if found is None:
                 raise
-            reason = cause.strerror
             if isinstance(cause, FileNotFoundError) and os.path.islink(path):  # noqa: PTH114 - it never raises
-                reason = "it is a link to nothing"
-            message = f"input {path} cannot be opened: {reason}; bring it back, or move it away"
-            raise NotFound(message, path=path, found=reason) from None
+                found = "a link to nothing"
+            expected = "a regular file that can be read; bring it back, or move it away"
+            raise NotFound(path=path, found=found, expected=expected) from None
         self.stamp = self._status()
 
     def read(self, start: int, end: int) -> bytes:
@@ -364,11 +361,11 @@ class Documents:
     num_bytes: int  # of the file
     bad: list[BadDocument] = field(default_factory=list)
 
-    def only(self, numbers: Numbers) -> Documents:
-        """Return some of the documents; the counts stay."""
+    def only(self, numbers: Numbers, texts: Texts | None = None) -> Documents:
+        """Return some of the documents, with their texts or these; the counts stay."""
         picked = numbers.tolist()
         columns = {name: [column[n] for n in picked] for name, column in self.columns.items()}
-        texts, lines, offsets = self.texts.only(picked), self.lines[numbers], self.offsets[numbers]
+        texts, lines, offsets = texts or self.texts.only(picked), self.lines[numbers], self.offsets[numbers]
         return replace(self, texts=texts, lines=lines, offsets=offsets, columns=columns)
 
     def of_lines(self, first_line: int, end_line: int, *, num_bytes: int) -> Documents:
@@ -378,11 +375,8 @@ class Documents:
         bad = [each for each in self.bad if first_line <= each.line < end_line]
         return replace(some, bad=bad, first_line=first_line, num_lines=num_lines, num_bytes=num_bytes)
 
-    def parts(self, most: int | None) -> Iterator[Documents]:
+    def parts(self, most: int) -> Iterator[Documents]:
         """Cut the batch into parts of at most ``most`` documents; the last one accounts for the bytes."""
-        if most is None:
-            yield self
-            return
         end = self.first_line + self.num_lines
         borders = [self.first_line, *self.lines[most::most].tolist(), end]
         for first_line, end_line in itertools.pairwise(borders):
@@ -394,32 +388,30 @@ class Documents:
             return digests_of(canonical_conversation(each).encode() for each in self.columns["messages"])
         return digests_of(self.texts)
 
-    def sorted_out(
-        self, results: Iterable[T | UnusableText], sizes: Numbers | None = None
-    ) -> tuple[Documents, list[T]]:
-        """Return the documents with a result that is not empty, and these results.
+    def with_texts(self, texts: Iterable[bytes | UnusableText], sizes: Numbers | None = None) -> Documents:
+        """Return the documents with other texts, without those that have none.
 
-        An UnusableText says why one is left out. ``sizes``: bytes of each in the input, those of their texts
-        by default.
+        An UnusableText says why; an empty one is not told. ``sizes``: bytes of each in the input, those of
+        their texts so far by default.
         """
-        kept, found, bad = list[int](), list[T](), [*self.bad]
-        for number, result in enumerate(results):
-            if isinstance(result, UnusableText):
+        kept, found, bad = list[int](), list[bytes](), [*self.bad]
+        for number, text in enumerate(texts):
+            if isinstance(text, UnusableText):
                 bad.append(
                     BadDocument(
                         source=self.input_path,
                         source_offset=int(self.offsets[number]),
                         num_bytes=len(self.texts[number]) if sizes is None else int(sizes[number]),
                         line=int(self.lines[number]),
-                        **vars(result),
+                        **vars(text),
                         source_label=self.columns["source"][number] if "source" in self.columns else "",
                     )
                 )
-            elif result:
+            elif text:
                 kept.append(number)
-                found.append(result)
+                found.append(text)
         bad.sort(key=lambda one: one.line)
-        return replace(self.only(np.array(kept, np.int64)), bad=bad), found
+        return replace(self.only(np.array(kept, np.int64), Texts(found)), bad=bad)
 
 
 class ShardReader:
@@ -481,8 +473,7 @@ def read_documents(
                 records = [{"text": text.decode()} for text in documents.texts]
             given = zip(records, documents.offsets.tolist(), strict=True)
             results = transform.texts(given, documents.input_path, reasons, is_chat=template is not None)
-            documents, texts = replace(documents, columns=columns).sorted_out(results)
-            documents = replace(documents, texts=Texts(texts))
+            documents = replace(documents, columns=columns).with_texts(results)
         if template is not None:
             documents = _rendered(documents, template)
         if excluded is not None:
@@ -491,7 +482,7 @@ def read_documents(
             named = found.max(axis=0, initial=-1)
             if named.max(initial=-1) >= 0:
                 both = zip(documents.texts, named, strict=True)
-                documents, _ = documents.sorted_out(text if of < 0 else _EXCLUDED for text, of in both)
+                documents = documents.with_texts(text if of < 0 else _EXCLUDED for text, of in both)
         if num_left is not None and len(documents.lines) >= num_left:
             # The last document of a trial: it accounts for all bytes behind it, too.
             end_line = int(documents.lines[num_left - 1]) + 1 if num_left else documents.first_line
@@ -512,13 +503,12 @@ def read_records(
         reader = RangeReader(part, digest)
         for records in format_of(part.path.name).read(reader, fields, batch_bytes):
             texts, num_lines = records.texts, len(records.starts)
-            are_all_usable = isinstance(texts, Texts) or (all(texts) and {bytes}.issuperset(map(type, texts)))
-            if not isinstance(texts, Texts):
-                texts = Texts([text if isinstance(text, bytes) else b"" for text in texts])
+            if not isinstance(texts, Texts) and all(texts) and {bytes}.issuperset(map(type, texts)):
+                texts = Texts(cast(list[bytes], list(texts)))
             documents = Documents(
                 input_number=part.input_number,
                 input_path=part.planned.path if part.planned else part.path.name,
-                texts=texts,
+                texts=texts if isinstance(texts, Texts) else Texts([]),
                 lines=np.arange(line, line + num_lines),
                 offsets=records.starts,
                 columns={name: list(column) for name, column in records.columns.items()},
@@ -526,7 +516,7 @@ def read_records(
                 num_lines=num_lines,
                 num_bytes=records.num_bytes,
             )
-            yield documents if are_all_usable else documents.sorted_out(records.texts, records.sizes)[0]
+            yield documents if isinstance(texts, Texts) else documents.with_texts(texts, records.sizes)
             line += num_lines
         reader.hash_rest()
         # If every byte was hashed as it was read, the hash tells of a change, and a touch does no harm.
@@ -537,11 +527,12 @@ def read_records(
 
 def _rendered(documents: Documents, template: ChatTemplate) -> Documents:
     """Render conversations, given as the JSON of their messages."""
-    from preprocess.read.chat import TooCostly, render_conversations
+    from preprocess.read.chat import Rendered, TooCostly, render_conversations
 
-    messages = (text.decode() for text in documents.texts)
-    usable = (text if len(text) <= _MOST_MESSAGE_CHARS else _TOO_LONG for text in messages)
-    documents, asked = documents.sorted_out(usable)
+    documents = documents.with_texts(
+        text if len(text.decode()) <= _MOST_MESSAGE_CHARS else _TOO_LONG for text in documents.texts
+    )
+    asked = [text.decode() for text in documents.texts]
     if not asked:
         return documents
     try:
@@ -551,10 +542,9 @@ def _rendered(documents: Documents, template: ChatTemplate) -> Documents:
         what = f"{error}, for the conversation of {place}"
         remedy = "change that conversation, or plan anew with another template as --chat_template_file"
         raise BadInput(f"{what}; {remedy}") from None
-    documents = replace(documents, columns={**documents.columns, "messages": asked})
-    kept, rendered = documents.sorted_out(found)
-    columns = {**kept.columns, "spans": [one.spans for one in rendered]}
-    return replace(kept, texts=Texts([one.text.encode() for one in rendered]), columns=columns)
+    spans = [one.spans if isinstance(one, Rendered) else [] for one in found]
+    documents = replace(documents, columns={**documents.columns, "messages": asked, "spans": spans})
+    return documents.with_texts(one.text.encode() if isinstance(one, Rendered) else one for one in found)
 
 
 def format_of(name: str) -> Format:

@@ -553,11 +553,8 @@ def _stored(kind: Any) -> tuple[Any, _Read]:
         if types.is_fixed_size_list(kind):
             stored = arrow.list_(inner, kind.list_size)
         else:
-            name = "list_"
-            for other in ("large_list", "list_view", "large_list_view"):
-                if getattr(types, f"is_{other}", lambda _: False)(kind):
-                    name = other
-            stored = getattr(arrow, name)(inner)
+            name = str(kind).partition("<")[0]  # list, large_list, list_view or large_list_view
+            stored = getattr(arrow, "list_" if name == "list" else name)(inner)
         return stored, lambda items: [_or_none(read_item, item) for item in items]
     return kind, _same
 

@@ -73,7 +73,7 @@ def check_found_and_made_again(world: World, original: World, *, fast: bool = Fa
     told = set(ended.err.replace(":", " ").split())
     assert not {"shard-00000", "shard-00002", "shard 00000", "shard 00002"} & told
     assert not (world.data_dir / "index.json").exists()
-    others = [world.data_dir / f"shard-{number:05d}.tar" for number in (0, 2)]
+    others = [path_of(world, "tar", number) for number in (0, 2)]
     before = [path.stat().st_ino for path in others]
     world.run().verify()
     assert [path.stat().st_ino for path in others] == before
@@ -332,37 +332,20 @@ def test_a_verified_set_keeps_the_records_of_runs_that_may_live_alone(tmp_path: 
     assert [*ended.parent.iterdir()] == [living]
 
 
-def test_a_folder_that_goes_while_it_is_looked_at_is_no_data_set(
+def test_a_blanked_shard_names_the_tar_that_it_was_made_from_and_verifies(
+    whole: Whole, tmp_path: Path
+) -> None:
+    (tmp_path / "names").write_text("at:a.txt:0\n")
+    new = whole("packed").blanked(tmp_path / "names", tmp_path / "new").verify()
+    old = hashlib.sha256(path_of(whole("packed"), "tar", 0).read_bytes()).hexdigest()
+    assert [each.get("made_from") for each in new.manifests()] == [old, None, None]
+
+
+def test_each_file_is_on_the_disk_before_its_name_and_the_manifests_name_comes_last(
     whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world, listdir = whole("json").copy(tmp_path), os.listdir
-
-    def vanish(path: Any) -> list[str]:
-        if Path(path) == world.data_dir:
-            shutil.rmtree(path)
-        return listdir(path)
-
-    monkeypatch.setattr(os, "listdir", vanish)
-    ended = world.main("status", world.data_dir, environ={"PATH": "/nowhere"})
-    assert (ended.code, ended.error and ended.error.path) == (66, str(world.data_dir))
-
-
-def test_a_blanked_shard_names_the_tar_that_it_was_made_from_and_verifies(tmp_path: Path) -> None:
-    texts = [text for text in hostile_texts(90, seed=4, most_words=6) if text.strip()]
-    world = World(tmp_path).raw({"a.jsonl": [{"id": f"d{n}", "text": text} for n, text in enumerate(texts)]})
-    world.make(record="packed", seq_len=16, id_field="id")
-    (tmp_path / "ids.txt").write_text("d3\n")
-    new = world.blanked(tmp_path / "ids.txt", tmp_path / "new").verify()
-    old = hashlib.sha256(path_of(world, "tar", 0).read_bytes()).hexdigest()
-    assert [each.get("made_from") for each in new.manifests()] == [old, None]
-
-
-@pytest.mark.parametrize("name", ["json", "packed"])
-def test_each_file_is_on_the_disk_before_its_name_and_the_manifests_name_comes_last(
-    whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
     """As a power cut would find them: the calls of the system, in their order."""
-    world = World(tmp_path, raw_dir=whole(name).raw_dir).plan(num_shards=3, **SETS[name])
+    world = World(tmp_path, raw_dir=whole("packed").raw_dir).plan(num_shards=3, **SETS["packed"])
     calls: list[tuple[str, str]] = []  # of a temporary file with the name that it gets
     fsync, rename = os.fsync, os.rename
 
@@ -378,16 +361,16 @@ def test_each_file_is_on_the_disk_before_its_name_and_the_manifests_name_comes_l
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "rename", noted_rename)
     world.run(BROKEN)
-    *files, manifest = (path_of(world, suffix) for suffix in SUFFIXES if path_of(world, suffix).exists())
-    assert [path for what, path in calls if what == "name"][-1] == manifest.name
-    manifest_named = calls.index(("name", manifest.name))
-    for path in (*files, manifest):
-        assert calls.index(("sync", path.name)) < calls.index(("name", path.name)), path.name
+    *files, manifest = (path_of(world, suffix) for suffix in SUFFIXES)
+    of_manifest = calls.index(("name", manifest.name))
+    before = calls[:of_manifest]
     for path in files:
-        of_folder = calls[calls.index(("name", path.name)) : manifest_named]
-        assert ("sync", path.parent.name) in of_folder, f"{path.name} may lose its name"
-    assert ("sync", world.data_dir.name) in calls[manifest_named:]
-    assert not world.temporaries()
+        assert ("name", path.name) in before, f"the manifest has its name before {path.name}"
+        of_file = before.index(("name", path.name))
+        assert ("sync", path.name) in before[:of_file], path.name
+        assert ("sync", path.parent.name) in before[of_file:], f"{path.name} may lose its name"
+    assert ("sync", manifest.name) in before
+    assert ("sync", world.data_dir.name) in calls[of_manifest:]
 
 
 @pytest.mark.processes

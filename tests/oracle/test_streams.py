@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from tests.oracle.forms import FORMS, NUM_STEPS, RESUME_AT, SHARDPREP_SETS, WORLD_SIZES, DataSets
-from tests.world import GlobalBatch, World, hostile_text
+from tests.world import GlobalBatch
 
 PATH = Path(__file__).with_name("frozen.json")
 FIELDS = ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids", "origins")
@@ -168,20 +168,6 @@ def test_the_members_of_tars_are_the_frozen_ones(data: DataSets, name: str) -> N
     assert len(found) == len(expected), f"data set {name} has {len(found)} shards"
     for shard_id, (of_shard, of_table) in enumerate(zip(found, expected, strict=True)):
         assert of_shard == of_table, f"data set {name}, shard {shard_id}: its tar's members are others"
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["shard-00000.tar", "shard-00000.idx", "digests/shard-00000.digests", "quarantine/shard-00000.jsonl"],
-)
-def test_a_shard_has_no_manifest_before_its_other_files_are_in_place(tmp_path: Path, name: str) -> None:
-    """A folder with the file's name makes the renaming fail, as a full disk would."""
-    raw = hostile_text(30).encode() + b"\nbad \xff byte\n"
-    world = World(tmp_path).raw({"a.txt": raw}).plan(num_shards=1, digests=True, max_bad_fraction=1)
-    (world.data_dir / name / "taken").mkdir(parents=True)
-    world.try_shard(0).ends(74, name)
-    manifest = world.data_dir / "shard-00000.json"
-    assert not manifest.exists(), f"the manifest stands there, and {name} could not be put in its place"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import argparse
 import ast
 import contextlib
 import copy
-import functools
 import importlib
 import multiprocessing
 import os
@@ -28,12 +27,12 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from itertools import accumulate
-from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,13 +69,11 @@ LIMITS = {  # 240 s for all tests, which take 60 s of CPU time
 }  # fmt: skip
 
 # Not part of what the product promises: what it says, and how fast it is.
-SAYING = {"debug", "info", "warning", "error", "exception", "log", "say", "warn", "print", "progress"}
-SPEED = {
-    "copy", "max_workers", "buffering", "maxsize", "chunksize", "num_threads", "prefetch_factor", "timeout",
-}  # fmt: skip
+SAYING = {"say", "warning", "progress"}
+SPEED = {"copy", "max_workers", "maxsize", "timeout"}
 GUARDS = {"strict"}  # of zip(): what it would catch is no wrong input, but a wrong program
-QUIET = {"__repr__", "__str__", "_short", "opening_order"}  # functions: messages, and what is opened first
-RELEASING = {"close", "flush", "cache_clear", "collect"}  # what memory and files are given back by
+QUIET = {"opening_order"}  # functions: which file is opened first
+RELEASING = {"close", "flush"}  # what memory and files are given back by
 LEFT_ALONE = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom, ast.Delete)
 SWAPS: dict[type[ast.AST], Any] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -86,6 +83,9 @@ SWAPS: dict[type[ast.AST], Any] = {
     ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.BitXor: ast.BitOr,
     ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
+FORK = multiprocessing.get_context("fork")
+SURVIVED = "SURVIVED"
+KILLS = Counter[tuple[str, str]]()  # by file and test: the mutants caught in this process
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ def is_left_alone(node: ast.AST) -> bool:
             return name in QUIET
         case ast.Call(func=function):
             name = name_of(function)
-            is_progress = getattr(getattr(function, "value", None), "id", "") == "progress"
-            return name in SAYING or is_progress or name.endswith(("Error", "Exception"))
+            is_error = name.endswith(("Error", "Exception"))
+            return name in SAYING or is_error or ast.unparse(function) == "progress.add"
         case ast.Expr(value=ast.Call() as call):
             return is_left_alone(call) or name_of(call.func) in RELEASING
         case ast.Expr(value=ast.Constant()):  # a docstring
@@ -243,8 +243,8 @@ def run_pytest(folder: Path, tests: Iterable[str], plugin: object = None) -> int
     return int(pytest.main([*words, *(str(ROOT / test) for test in tests)], plugins=[plugin or object()]))
 
 
-def fork(folder: Path, work: Callable[[], int]) -> multiprocessing.process.BaseProcess:
-    """Start a forked process that works and prints into ``folder/output``."""
+def run_forked(folder: Path, work: Callable[[], int]) -> tuple[int, str]:
+    """Work in a forked process; returns its exit code, below 0 for a signal, and what it printed."""
 
     def start() -> None:
         os.setsid()
@@ -259,25 +259,14 @@ def fork(folder: Path, work: Callable[[], int]) -> multiprocessing.process.BaseP
         os._exit(code)  # no thread is waited for
 
     folder.mkdir(parents=True)
-    process = multiprocessing.get_context("fork").Process(target=start)
+    process = FORK.Process(target=start)
     process.start()
-    return process
-
-
-def end(process: multiprocessing.process.BaseProcess) -> None:
-    """End all that a process has started, and it as well."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid or 0, signal.SIGKILL)
-    process.join()
-
-
-def run_forked(folder: Path, work: Callable[[], int]) -> tuple[int, str]:
-    """Work in a forked process; returns its exit code, below 0 for a signal, and what it printed."""
-    process = fork(folder, work)
     try:
         process.join()
-    finally:
-        end(process)
+    finally:  # end all that it has started, and it as well
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
     return process.exitcode or 0, (folder / "output").read_text("utf-8", "replace")
 
 
@@ -302,51 +291,43 @@ def lines_run_by(test_file: str, folder: Path) -> dict[str, set[int]]:
     return {path: {*(data.lines(str(ROOT / path)) or ())} for path in TARGETS}
 
 
+def ending_of(mutant: Mutant, files: Sequence[str], folder: Path) -> str:
+    """Try a mutant by files of tests; returns what ended it, or SURVIVED."""
+
+    def sort_items(items: list[Any]) -> None:
+        items.sort(key=lambda item: -KILLS[mutant.path, item.nodeid.partition("[")[0]])
+
+    def work() -> int:
+        import_changed(mutant.path, mutant.source)
+        return run_pytest(folder, files, SimpleNamespace(pytest_collection_modifyitems=sort_items))
+
+    code, output = run_forked(folder, work)
+    shutil.rmtree(folder, ignore_errors=True)
+    test = re.search(r"^(?:FAILED|ERROR) \S*(tests/\S+?::\w+)", output, re.MULTILINE)
+    if code == 0:
+        return SURVIVED
+    if test:
+        KILLS[mutant.path, test[1]] += 1
+        return f"killed by {test[1]}"
+    return f"ended: {code} {output[-300:]}"
+
+
 def survivors_of(mutants: Sequence[Mutant], folder: Path, num_processes: int) -> list[Mutant]:
     """Try mutants, some side by side; print how each ended, and return those that no test noticed."""
     lines = {file: lines_run_by(file, folder / file) for file in TESTS}
-    kills = Counter[tuple[str, str]]()  # mutants of a file that a test has caught
-    survivors: list[Mutant] = []
-
-    def try_mutant(mutant: Mutant, inside: Path) -> int:
-        files = [file for file in TESTS if lines[file][mutant.path].intersection(mutant.line_numbers)]
-
-        def sort_items(items: list[Any]) -> None:
-            items.sort(key=lambda item: -kills[mutant.path, item.nodeid.partition("[")[0]])
-
-        import_changed(mutant.path, mutant.source)
-        plugin = SimpleNamespace(pytest_collection_modifyitems=sort_items)
-        # Where no file runs the line, it may be run in workers, which is not seen.
-        return run_pytest(inside, files or TESTS, plugin)
-
-    waiting = deque(mutants)
-    running: dict[Any, tuple[Any, Mutant, Path]] = {}  # by what is ready when the process has ended
-    try:
-        while waiting or running:
-            if waiting and len(running) < num_processes:
-                mutant, inside = waiting.popleft(), folder / str(len(waiting))
-                process = fork(inside, functools.partial(try_mutant, mutant, inside))
-                running[process.sentinel] = process, mutant, inside
-                continue
-            (sentinel, *_) = wait(running)
-            process, mutant, inside = running.pop(sentinel)
-            end(process)
-            output = (inside / "output").read_text("utf-8", "replace")
-            shutil.rmtree(inside, ignore_errors=True)
-            test = re.search(r"^(?:FAILED|ERROR) \S*(tests/\S+?::\w+)", output, re.MULTILINE)
-            if process.exitcode == 0:
+    survivors, files = [], []
+    for mutant in mutants:
+        some = [file for file in TESTS if lines[file][mutant.path].intersection(mutant.line_numbers)]
+        files.append(
+            some or TESTS
+        )  # where no file runs the line, it may be run in workers, which is not seen
+    folders = [folder / str(number) for number in range(len(mutants))]
+    with ProcessPoolExecutor(num_processes, FORK) as pool:
+        endings = pool.map(ending_of, mutants, files, folders)
+        for number, (mutant, ending) in enumerate(zip(mutants, endings, strict=True), 1):
+            print(f"{number}/{len(mutants)} {mutant}\n    {ending}", flush=True)
+            if ending == SURVIVED:
                 survivors.append(mutant)
-                how = "SURVIVED"
-            elif test:
-                kills[mutant.path, test[1]] += 1
-                how = f"killed by {test[1]}"
-            else:
-                how = f"ended: {process.exitcode} {output[-300:]}"
-            num_tried = len(mutants) - len(waiting) - len(running)
-            print(f"{num_tried}/{len(mutants)} {mutant}\n    {how}", flush=True)
-    finally:
-        for process, _, _ in running.values():
-            end(process)
     return survivors
 
 
@@ -357,16 +338,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="which ones (default: 0)")
     parser.add_argument("--only", default="", help="of places with this in them: loader/order.py:84")
     parser.add_argument("--processes", type=int, default=2, help="side by side (default: 2)")
-    parser.add_argument("--list", action="store_true", help="print the mutants and try none")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # processes of mutants are ended, too
     every = [each for path in TARGETS for each in mutants_of(path) if not equivalents_of(each)]
     found = [each for each in every if args.only in f"{each.path}:{each.line_numbers[0]}"]
     chosen = random.Random(args.seed).sample(found, min(args.num, len(found)))
     print(f"{len(chosen)} of {len(found)} mutants", flush=True)
-    if args.list:
-        print(*chosen, sep="\n")
-        return 0
     import_libraries()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         survivors = survivors_of(chosen, Path(folder), args.processes)

@@ -10,7 +10,6 @@ import gzip
 import hashlib
 import json
 import lzma
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -24,7 +23,7 @@ from tokenizers import Tokenizer
 
 from tests.input_writers import table_bytes
 from tests.plain_reader import plain_records
-from tests.world import Ranks, World, hostile_text, hostile_texts, tokenizer_dir
+from tests.world import World, hostile_text, hostile_texts, tokenizer_dir
 
 TOKENIZER = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
 TOKENIZER.encode_special_tokens = True  # names of control tokens in a text stay text
@@ -191,21 +190,3 @@ def test_a_source_that_records_name_counts_the_bytes_of_their_texts(tmp_path: Pa
     sources = world.manifests()[0]["counts"]["sources"]
     found = {name: (source["num_documents"], source["num_bytes"]) for name, source in sources.items()}
     assert found == {"web": (2, 7), "code": (1, 1)}
-
-
-def test_origins_of_a_mixture_name_the_documents_of_each_source(tmp_path: Path) -> None:
-    lines = {name: [f"{name} {number}\n" for number in range(40)] for name in ("ko", "en")}
-    worlds = {name: World(tmp_path / name).raw({"a.txt": "".join(lines[name])}).make() for name in lines}
-    folders = {name: world.data_dir for name, world in worlds.items()}
-    with Ranks(folders, weights={"ko": 2, "en": 1}, global_batch_size=6, origins=True) as ranks:
-        (loader,) = ranks.loaders
-        sources = Counter[str]()
-        for sample in (sample for step in ranks.take(20) for sample in step):  # more than an epoch of ko
-            _, number, *_ = sample["origins"]
-            source = loader.source_names[number]
-            place = int(re.findall(r"\d+", loader.origin(*sample["origins"][1:5]).place)[-1])
-            text = "".join(lines[source])[place:].partition("\n")[0]
-            ids = TOKENIZER.encode(text).ids
-            assert sample["input_ids"][: len(ids)] == ids
-            sources[source] += 1
-    assert 70 < sources["ko"] < 90

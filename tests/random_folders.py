@@ -22,7 +22,6 @@ PATTERNS = {
     "": (), "*.md": ("notes.md",), "*.MD,readme*": ("notes.md", "README.ko.txt"), ".m*": (".m.jsonl",),
     "_d*,*.csv": ("_d.json", "x.csv"),
 }  # fmt: skip
-SPECIAL = "FIFO, socket or device"
 
 
 def random_folder(root: Path, rng: random.Random) -> None:
@@ -62,29 +61,30 @@ def check_listing(
 
     Where nothing was taken, nothing needs to be told.
     """
+
+    def reason_of(path: Path) -> str:
+        if path.is_dir():
+            if not FOLDERS[path.name] and path.is_symlink() and not follow_links:
+                return "link to a folder"
+            return FOLDERS[path.name] or ("" if recursive else "folder")
+        if not path.is_file():
+            return "FIFO, socket or device"
+        return "" if path.name in PATTERNS[also] else NAMES[path.name]
+
     folders, waiting = set[Path](), [root.resolve()]
     left_out = set[tuple[str, Path]]()
     files: dict[Path, set[Path]] = {}  # the names by which a file may be taken
     while waiting:
         folder = waiting.pop()
-        if folder in folders:
-            continue
-        folders.add(folder)
-        for path in folder.iterdir():
-            if path.is_dir():
-                reason = FOLDERS[path.name]
-                if not reason and path.is_symlink() and not follow_links:
-                    reason = "link to a folder"
-                if reason or not recursive:
-                    left_out.add((reason or "folder", path))
-                else:
-                    waiting.append(path.resolve())
-            elif not path.is_file():
-                left_out.add((SPECIAL, path))
-            elif NAMES[path.name] and path.name not in PATTERNS[also]:
-                left_out.add((NAMES[path.name], path))
+        for path in [] if folder in folders else folder.iterdir():
+            reason = reason_of(path)
+            if reason:
+                left_out.add((reason, path))
+            elif path.is_dir():
+                waiting.append(path.resolve())
             else:
                 files.setdefault(path.resolve(), set()).add(path)
+        folders.add(folder)
     # Of several names of one file one is taken, and that of the file itself before links to it.
     of_taken = {_place(root / path) for path in taken}
     assert len(of_taken) == len(taken) == len(files), files

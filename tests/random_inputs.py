@@ -1,18 +1,18 @@
 """Random inputs of every format, and what tests/plain_reader.py takes out of each.
 
 tests/preprocess/test_input_files.py compares them, with ``RANDOM_FILES=5000`` so many of each format. Where
-polars, duckdb, fastparquet, pandas or ``datasets`` is installed, files that it wrote are read, too.
+polars, duckdb, pandas or ``datasets`` is installed, files that it wrote are read, too.
 """
 
 from __future__ import annotations
 
 import bz2
-import contextlib
 import faulthandler
 import gzip
 import importlib.util
 import json
 import lzma
+import multiprocessing
 import os
 import random
 import re
@@ -21,7 +21,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow
 import pyarrow.ipc
@@ -42,34 +42,22 @@ PACKERS: dict[str, Callable[[bytes, random.Random], bytes]] = {
     ".frames.zst": lambda data, rng: rng.choice([seekable_zstd, zstd_of_blocks])(data, rng.choice(FRAMES)),
     ".blocks.gz": lambda data, rng: bgzip(data, rng.choice(FRAMES)),
 }
-FORMATS = [
-    *(f"{stem}{packed}" for stem in ("txt", "jsonl") for packed in PACKERS),
-    "parquet",
-    "stream.arrow",
-    "file.arrow",
-]
-
-
+FORMATS = [f"{stem}{packed}" for stem in ("txt", "jsonl") for packed in PACKERS]
+FORMATS += ["parquet", "stream.arrow", "file.arrow"]
 # Libraries, and the files that they write of a table.
 _WRITERS: dict[str, Callable[[Any, pyarrow.Table, Path], object]] = {
     "polars.parquet": lambda polars, table, path: polars.from_arrow(table).write_parquet(path),
     "polars.arrow": lambda polars, table, path: polars.from_arrow(table).write_ipc(path),
     "polars.jsonl": lambda polars, table, path: polars.from_arrow(table).write_ndjson(path),
     "duckdb.parquet": lambda duckdb, table, path: duckdb.from_arrow(table).write_parquet(str(path)),
-    "fastparquet.parquet": lambda library, table, path: library.write(str(path), table.to_pandas()),
     "pandas.parquet": lambda _, table, path: table.to_pandas().to_parquet(path),
     "pandas.jsonl": lambda _, table, path: table.to_pandas().to_json(path, lines=True, orient="records"),
     "datasets.parquet": lambda datasets, table, path: datasets.Dataset(table).to_parquet(path),
     "datasets.jsonl": lambda datasets, table, path: datasets.Dataset(table).to_json(path),
 }
 WRITERS = [form for form in _WRITERS if importlib.util.find_spec(form.partition(".")[0])]
-
-
-class Found(NamedTuple):
-    """What of an input was taken, and what was left out; None for a file that was refused."""
-
-    texts: list[str] | None
-    num_bad: int = 0
+# The texts that were taken of an input, None where it was refused, and how many were left out.
+Found = tuple[list[str] | None, int]
 
 
 def random_texts(rng: random.Random) -> list[str]:
@@ -128,8 +116,8 @@ def independent(path: Path) -> Found:
     try:
         records = [*plain_records(path)]
     except Exception:
-        return Found(None)
-    return Found([each.text for each in records if each.text], sum(each.reason != "" for each in records))
+        return None, 0
+    return [each.text for each in records if each.text], sum(each.reason != "" for each in records)
 
 
 def write_by(form: str, rng: random.Random, path: Path) -> None:
@@ -139,7 +127,7 @@ def write_by(form: str, rng: random.Random, path: Path) -> None:
     _WRITERS[form](importlib.import_module(form.partition(".")[0]), table, path)
 
 
-def ours(world: World, seed: int) -> tuple[Found, dict[str, int]]:
+def ours(world: World, seed: int) -> tuple[list[str] | None, Counter[str]]:
     """What this project takes out of a folder, at whatever places it is cut; bad records by their file.
 
     Every byte is accounted for: ``verify`` compares what shards have read with the sizes of the files.
@@ -151,12 +139,12 @@ def ours(world: World, seed: int) -> tuple[Found, dict[str, int]]:
         ended = ended if ended.code else world.try_shard(number, environ=environ)
     ended = ended if ended.code else world.main("verify", world.data_dir)
     if ended.code == 65:
-        return Found(None), {}
-    assert ended.code == 0, ended.text
+        return None, Counter()
+    ended.ends(0)
     told, names = world.lines("quarantine"), world.inputs()
     places = [(names.index(line["source"]), line["source_offset"]) for line in told]
     assert places == sorted(places), "places ascend"
-    return Found(world.texts(), len(told)), Counter(line["source"] for line in told)
+    return world.texts(), Counter(line["source"] for line in told)
 
 
 def compare(form: str, seeds: Sequence[int], folder: Path) -> list[str]:
@@ -190,29 +178,29 @@ def _of_damaged(form: str, path: Path, world: World, whole: bytes) -> str:
     if form == "parquet" and _ends_pyarrow(path):
         return "aborted"
     expected = independent(path)
-    found, _ = ours(world, len(whole))
-    if found.texts is None:
+    texts, bad = ours(world, len(whole))
+    if texts is None:
         return "refused"
-    if expected.texts is None:  # by rows, not all of a header is looked at
+    if expected[0] is None:  # by rows, not all of a header is looked at
         path.write_bytes(whole)
         expected = independent(path)
-    return "equal" if found == expected else f"WRONG: {path.name}, which is damaged"
+    return "equal" if (texts, bad.total()) == expected else f"WRONG: {path.name}, which is damaged"
 
 
 def _of_whole(whole: Mapping[str, Found], world: World, seed: int) -> list[str]:
-    found, bad = ours(world, seed)
-    names = world.inputs() if found.texts is not None else []
-    texts = [text for name in names for text in whole[name].texts or []]
-    if found.texts == texts and bad == {name: each.num_bad for name, each in whole.items() if each.num_bad}:
+    texts, bad = ours(world, seed)
+    names = [*whole] if texts is None else world.inputs()  # whose order is not that of their names
+    expected = [text for name in names for text in whole[name][0] or []]
+    num_bad = {name: of_file for name, (_, of_file) in whole.items() if of_file}
+    if (texts, bad) == (expected, num_bad) or (texts is None and not expected):
         return ["equal"] * len(whole)
+    if len(whole) == 1:
+        return [f"WRONG: {name}" for name in whole]
     results = []
-    for name, expected in whole.items():
-        if len(whole) == 1:
-            is_refused = found.texts is None and not expected.texts
-            return ["equal" if is_refused else f"WRONG: {name}"]
+    for name in whole:
         alone = World(world.data_dir / name)
         shutil.copy(world.raw_dir / name, alone.raw_dir)
-        results += _of_whole({name: expected}, alone, seed)
+        results += _of_whole({name: whole[name]}, alone, seed)
     return results if {*results} != {"equal"} else ["WRONG: only where they are read together"]
 
 
@@ -221,14 +209,16 @@ def _ends_pyarrow(path: Path) -> bool:
 
     pyarrow 26 lets an exception of C++ through there, where a column's statistics are damaged.
     """
-    child = os.fork()
-    if not child:
+
+    def look() -> None:
         faulthandler.disable()
         os.close(2)  # what C++ would say
-        with contextlib.suppress(Exception):
-            metadata = pyarrow.parquet.ParquetFile(path).metadata
-            for group in range(metadata.num_row_groups):
-                for column in range(metadata.num_columns):
-                    metadata.row_group(group).column(column)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGABRT
+        metadata = pyarrow.parquet.ParquetFile(path).metadata
+        for group in range(metadata.num_row_groups):
+            for column in range(metadata.num_columns):
+                metadata.row_group(group).column(column)
+
+    process = multiprocessing.get_context("fork").Process(target=look)
+    process.start()
+    process.join()
+    return process.exitcode == -signal.SIGABRT

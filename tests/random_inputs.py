@@ -1,7 +1,6 @@
 """Random inputs of every format, and what tests/plain_reader.py takes out of each.
 
-tests/preprocess/test_input_files.py compares them, with ``RANDOM_FILES=5000`` so many of each format. Where
-polars, duckdb, pandas or ``datasets`` is installed, files that it wrote are read, too.
+tests/preprocess/test_input_files.py compares them, with ``RANDOM_FILES=5000`` so many of each format.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import bz2
 import faulthandler
 import gzip
-import importlib.util
 import json
 import lzma
 import multiprocessing
@@ -21,7 +19,6 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.ipc
@@ -44,18 +41,6 @@ PACKERS: dict[str, Callable[[bytes, random.Random], bytes]] = {
 }
 FORMATS = [f"{stem}{packed}" for stem in ("txt", "jsonl") for packed in PACKERS]
 FORMATS += ["parquet", "stream.arrow", "file.arrow"]
-# Libraries, and the files that they write of a table.
-_WRITERS: dict[str, Callable[[Any, pyarrow.Table, Path], object]] = {
-    "polars.parquet": lambda polars, table, path: polars.from_arrow(table).write_parquet(path),
-    "polars.arrow": lambda polars, table, path: polars.from_arrow(table).write_ipc(path),
-    "polars.jsonl": lambda polars, table, path: polars.from_arrow(table).write_ndjson(path),
-    "duckdb.parquet": lambda duckdb, table, path: duckdb.from_arrow(table).write_parquet(str(path)),
-    "pandas.parquet": lambda _, table, path: table.to_pandas().to_parquet(path),
-    "pandas.jsonl": lambda _, table, path: table.to_pandas().to_json(path, lines=True, orient="records"),
-    "datasets.parquet": lambda datasets, table, path: datasets.Dataset(table).to_parquet(path),
-    "datasets.jsonl": lambda datasets, table, path: datasets.Dataset(table).to_json(path),
-}
-WRITERS = [form for form in _WRITERS if importlib.util.find_spec(form.partition(".")[0])]
 # The texts that were taken of an input, None where it was refused, and how many were left out.
 Found = tuple[list[str] | None, int]
 
@@ -71,7 +56,7 @@ def random_texts(rng: random.Random) -> list[str]:
 def file_name(form: str, seed: int) -> str:
     """``jsonl.frames.zst`` -> ``000007.frames.jsonl.zst``."""
     stem, *rest = form.split(".")
-    if form in WRITERS or form.endswith(("arrow", "parquet")):
+    if form.endswith(("arrow", "parquet")):
         return f"{seed:06d}.{form}"
     return ".".join([f"{seed:06d}", *rest[:-1], stem, *rest[-1:]])
 
@@ -120,13 +105,6 @@ def independent(path: Path) -> Found:
     return [each.text for each in records if each.text], sum(each.reason != "" for each in records)
 
 
-def write_by(form: str, rng: random.Random, path: Path) -> None:
-    """Let a library write a file, without a text in one of its rows."""
-    texts = [*random_texts(rng), None, "one more"]
-    table = pyarrow.table({"n": range(len(texts)), "text": pyarrow.array(texts, pyarrow.string())})
-    _WRITERS[form](importlib.import_module(form.partition(".")[0]), table, path)
-
-
 def ours(world: World, seed: int) -> tuple[list[str] | None, Counter[str]]:
     """What this project takes out of a folder, at whatever places it is cut; bad records by their file.
 
@@ -158,16 +136,13 @@ def compare(form: str, seeds: Sequence[int], folder: Path) -> list[str]:
     for seed in seeds:
         rng = random.Random(f"{form} {seed}")
         path = together.raw_dir / file_name(form, seed)
-        if form in WRITERS:
-            write_by(form, rng, path)
-        else:
-            data = _whole_file(form, rng)
-            if data and rng.random() < 0.2:
-                alone = World(folder / "alone").raw({path.name: _damaged(data, rng)})
-                results.append(_of_damaged(form, alone.raw_dir / path.name, alone, data))
-                shutil.rmtree(folder / "alone")
-                continue
-            path.write_bytes(data)
+        data = _whole_file(form, rng)
+        if data and rng.random() < 0.2:
+            alone = World(folder / "alone").raw({path.name: _damaged(data, rng)})
+            results.append(_of_damaged(form, alone.raw_dir / path.name, alone, data))
+            shutil.rmtree(folder / "alone")
+            continue
+        path.write_bytes(data)
         whole[path.name] = independent(path)
     results += _of_whole(whole, together, seeds[0])
     shutil.rmtree(folder / "together")

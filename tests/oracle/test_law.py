@@ -324,7 +324,7 @@ def machine(data: Path, form: Form, workers: Sequence[int]) -> type[RuleBasedSta
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_the_first_epoch_and_the_ends_of_windows_are_the_laws_and_have_each_sample_once(
+def test_the_first_epoch_and_the_ends_of_windows_and_stages_are_the_laws_and_have_each_sample_once(
     data: Path, form: str
 ) -> None:
     """All but fewer than a step takes. Of a mixture, each source has epochs of its own."""
@@ -342,7 +342,7 @@ def test_the_first_epoch_and_the_ends_of_windows_are_the_laws_and_have_each_samp
     (loader,) = pair.ranks.loaders
     assert loader.source_samples == {**dict.fromkeys(loader.source_names, 0), **of_sources}
     (of_window, *_) = [order.window_ticks for order in pair.law.orders.values()]
-    for end in sorted({min(of_window, of_epoch), of_epoch}):
+    for end in sorted({min(of_window, of_epoch), of_epoch, *(step for step, _ in pair.law.weights[1:])}):
         pair.resume(end - 1)
         pair.check(3)
     pair.ranks.close()

@@ -14,13 +14,12 @@ import functools
 import gzip
 import io
 import json
-import os
 import re
 import shlex
 import shutil
 import string
 import tarfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,12 +64,11 @@ class Scene:
 
     def prepare(self, refusal: Refusal) -> None:
         """Write the files of a row, and make the copy that it changes."""
-        for name, content in refusal.files.items():
-            put(Path(self.filled("$TMP")), name, content)
         if refusal.copy:
             shutil.copytree(self.filled(refusal.copy.replace("MY_", "")), self.filled(refusal.copy))
-        for change, *arguments in refusal.changes:
-            change(Path(self.filled(refusal.copy)), *self.filled(arguments))
+        for folder, files in (("$TMP", refusal.files), (refusal.copy, refusal.changes)):
+            for name, new in files.items():
+                change(Path(self.filled(folder), name), self.filled(new) if isinstance(new, tuple) else new)
 
     def run(self, line: str) -> Ended:
         """Run commands; all but the last one have to succeed."""
@@ -135,13 +133,12 @@ class Refusal:
     remedy: str | None = None
     heals: str = ""  # the remedy, with which the same use succeeds
     files: Mapping[str, bytes | str] = field(default_factory=dict)  # below TMP
-    changes: Sequence[tuple[Any, ...]] = ()  # of the copy: functions with their arguments
+    changes: Mapping[str, Any] = field(default_factory=dict)  # of the copy, each as ``change`` takes it
     starts_process: bool = False
     is_text_alone: bool = False  # a command refuses its own words, before there is an error
 
     def __str__(self) -> str:
-        changes = [" ".join([change.__name__, *map(str, rest)])[:40] for change, *rest in self.changes]
-        return " ".join([self.use.text, *self.files, *changes])
+        return " ".join([self.use.text, *self.files, *self.changes])
 
 
 def row(use: Use | str, ends: Any, path: str | None = None, **facts: Any) -> Refusal:
@@ -155,48 +152,33 @@ def row(use: Use | str, ends: Any, path: str | None = None, **facts: Any) -> Ref
     if path is None:
         for name in [*facts.get("files", ())][:1]:
             path = f"$TMP/{name}"
-        for _, name, *_ in facts.get("changes", ()):
+        for name in facts.get("changes", ()):
             path = f"{copy}/{name}"
     return Refusal(use, ends, path or None, copy, **facts)
 
 
-def put(folder: Path, name: str, content: bytes | str) -> None:
-    World(folder, raw_dir=folder).raw({name: content})
+def change(path: Path, new: Any) -> None:
+    """Remove a file or a folder (None), or give it a content: as it is; by a function of the one before; with
+    other values in its JSON, and the hash that follows; of a shard; or of what it links to."""
+    match new:
+        case None:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        case dict():
+            rewrite_json(path, **new)
+        case ("shard", folder, shard_id):
+            for suffix in (".tar", ".idx", ".json"):
+                shutil.copy(f"{folder}/shard-{shard_id:05d}{suffix}", path.with_suffix(suffix))
+        case ("link", target):
+            path.unlink(missing_ok=True)
+            path.symlink_to(target)
+        case str() | bytes():
+            World(path.parent, raw_dir=path.parent).raw({path.name: new})
+        case _:
+            path.write_bytes(new(path.read_bytes()))
 
 
-def remove(folder: Path, name: str) -> None:
-    path = folder / name
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def cut(folder: Path, name: str, num_bytes: int) -> None:
-    os.truncate(folder / name, num_bytes)
-
-
-def flip(folder: Path, name: str, place: int) -> None:
-    content = bytearray((folder / name).read_bytes())
-    content[place] ^= 1
-    (folder / name).write_bytes(content)
-
-
-def replace(folder: Path, name: str, old: bytes, new: bytes) -> None:
-    content = (folder / name).read_bytes()
-    assert old in content
-    (folder / name).write_bytes(content.replace(old, new, 1))
-
-
-def set_value(folder: Path, name: str, key: str, value: int) -> None:
-    """Change a value, and give the file the hash that follows."""
-    rewrite_json(folder / name, **{key: value})
-
-
-def copy_shard(folder: Path, manifest: str, source: str, shard_id: int = 1) -> None:
-    for suffix in ("tar", "idx", "json"):
-        shutil.copy(f"{source}/shard-{shard_id:05d}.{suffix}", (folder / manifest).with_suffix(f".{suffix}"))
-
-
-def link(folder: Path, name: str, target: str) -> None:
-    (folder / name).symlink_to(target)
+def flipped(place: int) -> Callable[[bytes], bytes]:
+    return lambda data: data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
 
 
 def tar(members: Mapping[str, bytes]) -> bytes:
@@ -211,7 +193,6 @@ def tar(members: Mapping[str, bytes]) -> bytes:
 
 TAR, IDX, MANIFEST = (f"shard-00001.{suffix}" for suffix in ("tar", "idx", "json"))
 TOKENIZER = "tokenizer/tokenizer.json"
-NO_INDEX = (remove, "index.json")
 HALF_BAD = {"x/a.jsonl": '{"text": "the kettle"}\n{"text": 7}\n' * 10}
 OTHERS = tar({"a.token_ids.json": b"[1]"})
 REMAKE = "shardprep --shard_id 1 --output_dir $MY_DATA"
@@ -227,7 +208,7 @@ ASCENDING = "whole numbers that ascend from 0"
 
 NO_IDS = (
     "[1,,2]", "[1,]", "[,]", "[1 2]", "[1, 2", "[-1]", "[1.5]", "[true]", "[[1]]", "[000000001]",
-    "[12345678901]", "[9999999]",
+    "[12345678901]", "[9999999]", "[1, 2x",
 )  # fmt: skip
 
 ROWS = [
@@ -280,7 +261,7 @@ ROWS = [
     row("plan --input_dir $TMP/x", 65, "$TMP/x", found="talk", remedy="--record chat --text_field talk",
         files={"x/talk.jsonl": json.dumps({"talk": TALK})}),
     row("plan --output_dir $DATA --num_shards 2", 78, "$DATA", heals="--output_dir NEW"),
-    row("plan --input_dir $MY_RAW", 66, changes=[(link, "9.txt", "$TMP/gone.txt")]),
+    row("plan --input_dir $MY_RAW", 66, changes={"9.txt": ("link", "$TMP/gone.txt")}),
     row("plan --input_dir $TMP/x", 65, expected="a whole file",
         files={"x/cut.txt.gz": gzip.compress(b"the\n" * 999)[:-9]}),
     row("plan --input_dir $TMP/x", 65, found="b'the", expected=r"b'\x1f\x8b'",
@@ -298,32 +279,30 @@ ROWS = [
         expected="0 to 1", remedy="--array=0-1"),
     row("--shard_id 0 --append_eos", 78, "$PLANNED", found="--append_eos True", remedy="--output_dir"),
     row("--shard_id 0 --model_id $NO_EOS", 78, "$PLANNED", found="--model_id $NO_EOS", remedy="--output_dir"),
-    row("--shard_id 0 --input_dir $MY_RAW", 78, changes=[(flip, "0.txt", 0)]),
-    row("--shard_id 0 --input_dir $MY_RAW", 66, remedy="--input_dir", changes=[(remove, "0.txt")]),
+    row("--shard_id 0 --input_dir $MY_RAW", 78, changes={"0.txt": flipped(0)}),
+    row("--shard_id 0 --input_dir $MY_RAW", 66, remedy="--input_dir", changes={"0.txt": None}),
     row("--shard_id 0 --input_dir $MY_RAW", 66, remedy="--input_dir",
-        changes=[(remove, "0.txt"), (link, "0.txt", "/dev/zero")]),
-    row("--shard_id 0 --input_dir $MY_RAW", 66, remedy="--input_dir",
-        changes=[(remove, "0.txt"), (link, "0.txt", "/")]),
+        changes={"0.txt": ("link", "/dev/zero")}),
+    row("--shard_id 0 --input_dir $MY_RAW", 66, remedy="--input_dir", changes={"0.txt": ("link", "/")}),
     row("--shard_id 0 --input_dir $MY_RAW --check_inputs", 78, "$MY_RAW", found="9.txt",
-        expected="2 planned input files", remedy="--output_dir", changes=[(put, "9.txt", "the\n")]),
+        expected="2 planned input files", remedy="--output_dir", changes={"9.txt": "the\n"}),
     row("--shard_id 0 --input_dir $MY_RAW --check_inputs", 78, "$MY_RAW", found="0.txt 6993",
-        remedy="--output_dir", changes=[(put, "0.txt", "longer\n" * 999)]),
+        remedy="--output_dir", changes={"0.txt": "longer\n" * 999}),
     row("--shard_id 0 --input_dir $MY_RAW --check_inputs", 78, "$MY_RAW", found="0.txt missing",
-        remedy="--output_dir", changes=[(remove, "0.txt")]),
+        remedy="--output_dir", changes={"0.txt": None}),
     row("--shard_id 0 --input_dir $TMP/nowhere --check_inputs", 78, "$TMP/nowhere", remedy="--output_dir"),
-    row("--shard_id 0 --output_dir $MY_PLANNED", 66, changes=[(remove, TOKENIZER)]),
-    row("--shard_id 0 --output_dir $MY_PLANNED", 78, changes=[(flip, TOKENIZER, 99)]),
+    row("--shard_id 0 --output_dir $MY_PLANNED", 66, changes={TOKENIZER: None}),
+    row("--shard_id 0 --output_dir $MY_PLANNED", 78, changes={TOKENIZER: flipped(99)}),
     row("plan --input_dir $TMP/x && --shard_id 0 --output_dir $NEW", 65, "$NEW/quarantine/shard-00000.jsonl",
         found="50.00%", expected="1.00%", remedy="--max_bad_fraction 0.51", files=HALF_BAD),
     row("--shard_id 0 --memory_gb 0", 2, found="--memory_gb 0", expected="more than 0"),
-    row("run $MY_DATA", 78, found="9", changes=[(set_value, "plan.json", "version", 9)]),
-    row("run $MY_DATA", 78, found="1", changes=[(set_value, "plan.json", "version", 1)],
-        remedy=PLAN.format("NEW")),
-    row("run $MY_DATA", 65, expected="JSON", changes=[(cut, "plan.json", 100)]),
-    row("run $MY_DATA", 65, changes=[(replace, "plan.json", b'"line"', b'"file"')]),
-    row("run $MY_DATA", 65, changes=[(put, "findings.json", "{")], remedy="shardprep verify $MY_DATA"),
-    row("run $MY_DATA", 78, changes=[(copy_shard, MANIFEST, "$OTHER")], remedy=UNMAKE),
-    row("--shard_id 1 --output_dir $MY_DATA", 78, changes=[(copy_shard, MANIFEST, "$OTHER")], remedy=UNMAKE),
+    row("run $MY_DATA", 78, found="9", changes={"plan.json": {"version": 9}}),
+    row("run $MY_DATA", 78, found="1", changes={"plan.json": {"version": 1}}, remedy=PLAN.format("NEW")),
+    row("run $MY_DATA", 65, expected="JSON", changes={"plan.json": lambda data: data[:100]}),
+    row("run $MY_DATA", 65, changes={"plan.json": lambda data: data.replace(b'"line"', b'"file"', 1)}),
+    row("run $MY_DATA", 65, changes={"findings.json": "{"}, remedy="shardprep verify $MY_DATA"),
+    row("run $MY_DATA", 78, changes={MANIFEST: ("shard", "$OTHER", 1)}, remedy=UNMAKE),
+    row("--shard_id 1 --output_dir $MY_DATA", 78, changes={MANIFEST: ("shard", "$OTHER", 1)}, remedy=UNMAKE),
     row("run $RAW", 66, "$RAW", expected="plan.json",
         remedy="shardprep plan --input_dir $RAW --output_dir ${RAW}_shards --model_id MODEL --num_shards N"),
     row("run $RAW/0.txt", 66, "$RAW/0.txt", expected="the folder of a data set"),
@@ -332,24 +311,24 @@ ROWS = [
     # Checks, looks, exports and Slurm.
     row("verify $MY_PLANNED --fast", 66, "$MY_PLANNED/shard-00000.json",
         remedy="shardprep --shard_id 0 --output_dir $MY_PLANNED"),
-    row("verify $MY_DATA", 66, changes=[(remove, TAR)], heals=REMAKE),
-    row("verify $MY_DATA", 66, changes=[(remove, IDX)], heals=REMAKE),
-    row("verify $MY_DATA", 66, changes=[(remove, MANIFEST)], heals=REMAKE),
-    row("verify $MY_DATA", 65, changes=[(cut, TAR, 5120)], found="5120", heals=REMAKE),
-    row("verify $MY_DATA", 65, changes=[(flip, TAR, 3000)], heals=UNMAKE),
-    row("verify $MY_DATA", 65, changes=[(flip, MANIFEST, 300)], heals=REMAKE),
-    row("verify $MY_DATA", 78, found="shard 0", expected="shard 1",
-        changes=[(copy_shard, MANIFEST, "$DATA", 0)], heals=UNMAKE),
-    row("verify $MY_DATA", 78, changes=[(copy_shard, MANIFEST, "$OTHER")], heals=UNMAKE),
+    row("verify $MY_DATA", 66, changes={TAR: None}, heals=REMAKE),
+    row("verify $MY_DATA", 66, changes={IDX: None}, heals=REMAKE),
+    row("verify $MY_DATA", 66, changes={MANIFEST: None}, heals=REMAKE),
+    row("verify $MY_DATA", 65, changes={TAR: lambda data: data[:5120]}, found="5120", heals=REMAKE),
+    row("verify $MY_DATA", 65, changes={TAR: flipped(3000)}, heals=UNMAKE),
+    row("verify $MY_DATA", 65, changes={MANIFEST: flipped(300)}, heals=REMAKE),
+    row("verify $MY_DATA", 78, found="shard 0", expected="shard 1", changes={MANIFEST: ("shard", "$DATA", 0)},
+        heals=UNMAKE),
+    row("verify $MY_DATA", 78, changes={MANIFEST: ("shard", "$OTHER", 1)}, heals=UNMAKE),
     row("verify $MY_DATA", 65, found="shardprep-plan", expected="shardprep-manifest",
-        changes=[(put, MANIFEST, '{"format": "shardprep-plan"}')], heals=REMAKE),
-    row("verify $MY_DATA", 65, found="-1", expected="a whole number",
-        changes=[(set_value, MANIFEST, "shard_id", -1)], heals=REMAKE),
-    row("verify $MY_DATA", 78, found="9", changes=[(set_value, MANIFEST, "version", 9)]),
+        changes={MANIFEST: '{"format": "shardprep-plan"}'}, heals=REMAKE),
+    row("verify $MY_DATA", 65, found="-1", expected="a whole number", changes={MANIFEST: {"shard_id": -1}},
+        heals=REMAKE),
+    row("verify $MY_DATA", 78, found="9", changes={MANIFEST: {"version": 9}}),
     row("verify $PLANNED --deep=0", 2, found="--deep 0", expected="a number of shards from 1"),
     row("verify $DATA --fast --deep", 2, found="--deep --fast", is_text_alone=True),
-    row("verify $DATA --deep --input_dir $MY_RAW", 66, remedy="--input_dir", changes=[(remove, "1.txt")]),
-    row("verify $DATA --deep --input_dir $MY_RAW", 78, changes=[(put, "1.txt", "the")]),
+    row("verify $DATA --deep --input_dir $MY_RAW", 66, remedy="--input_dir", changes={"1.txt": None}),
+    row("verify $DATA --deep --input_dir $MY_RAW", 78, changes={"1.txt": "the"}),
     row("clean $TMP/nowhere", 66, "$TMP/nowhere", expected="a data set"),
     row("clean $TMP", 66, "$TMP", expected="the folder of a data set"),
     row("clean $RAW/0.txt", 66, "$RAW/0.txt", expected="the folder of a data set"),
@@ -357,7 +336,7 @@ ROWS = [
     row("peek $DATA 0:999", 66, found="0:999", expected="samples 0 to"),
     row("peek $PLANNED 1:0", 66, f"$PLANNED/{MANIFEST}", remedy="shardprep run $PLANNED"),
     row("peek $DATA 9:0", 2, found="9", expected="ids of 0 to 2"),
-    row("peek $MY_DATA 1:0", 66, changes=[(remove, IDX)], heals=REMAKE),
+    row("peek $MY_DATA 1:0", 66, changes={IDX: None}, heals=REMAKE),
     row("peek $DATA zzz", 2, found="zzz", expected="SHARD:SAMPLE FILE:BYTE"),
     row("peek $DATA no.txt:3", 66, found="no.txt", expected="0.txt"),
     row("peek $DATA 0.txt:99999", 66, "0.txt", found="99999", expected="0 to"),
@@ -398,7 +377,7 @@ ROWS = [
     row("submit $PLANNED", 66, "scontrol", remedy="shardprep run $PLANNED"),
     row("retry $PLANNED", 66, "$PLANNED", remedy="shardprep submit $PLANNED"),
     row("status $NEW", 66, "$NEW", expected="plan.json", remedy=PLAN.format("$NEW")),
-    row("submit $MY_PLANNED", 66, changes=[(remove, TOKENIZER)]),
+    row("submit $MY_PLANNED", 66, changes={TOKENIZER: None}),
     row("submit $PLANNED --mem_gb 0", 2, found="--mem_gb 0.0", expected="more than 0"),
     row("submit $PLANNED --mem_gb 2 --mem_per_cpu_gb 2", 2, found="--mem_gb --mem_per_cpu_gb"),
     row("submit $PLANNED --sbatch_args --array=1-2", 2, found="--sbatch_args --array=1-2"),
@@ -426,24 +405,30 @@ ROWS = [
     row(load("$DATA/shard-{0}.tar"), UsageError, "$DATA/shard-{0}.tar", expected="{00000..00009} or {a,b}"),
     row(load("http://127.0.0.1:9/x.tar"), UsageError, "http://127.0.0.1:9/x.tar", remedy="cache_dir="),
     row(load("$MY_DATA"), MissingShard, "$MY_DATA", found="2 of 3 shards", remedy="shardprep run $MY_DATA",
-        changes=[NO_INDEX, (remove, MANIFEST)]),
-    row(load("$MY_DATA", reads=True), MissingShard, changes=[(remove, TAR)], heals=REMAKE),
-    row(load("$MY_DATA", reads=True), BrokenShard, found="5120", changes=[(cut, TAR, 5120)], heals=REMAKE),
+        changes={"index.json": None, MANIFEST: None}),
+    row(load("$MY_DATA", reads=True), MissingShard, changes={TAR: None}, heals=REMAKE),
+    row(load("$MY_DATA", reads=True, num_workers=2), MissingShard, changes={TAR: None}, heals=REMAKE,
+        starts_process=True),
+    row(load("$MY_DATA", reads=True, num_workers=2), BrokenShard, found="b'xxxxxxxx'",
+        changes={IDX: "x" * 999}, heals=UNMAKE, starts_process=True),
+    row(load("$MY_DATA", reads=True), BrokenShard, found="5120", changes={TAR: lambda data: data[:5120]},
+        heals=REMAKE),
     row(load("$MY_DATA/shard-00007.tar"), NotFound, "$MY_DATA/shard-00007.tar", expected="3 shards",
-        changes=[(copy_shard, "shard-00007.json", "$DATA")]),
-    row(load("$MY_DATA", reads=True), BrokenShard, changes=[(flip, IDX, 100)], heals=UNMAKE),
-    row(load("$MY_DATA", reads=True), UnknownVersion, changes=[(flip, IDX, 11)]),
-    row(load("$MY_DATA", reads=True), BrokenShard, found="b'xxxxxxxx'", changes=[(put, IDX, "x" * 999)],
+        changes={"shard-00007.json": ("shard", "$DATA", 1)}),
+    row(load("$MY_DATA", reads=True), BrokenShard, changes={IDX: flipped(100)}, heals=UNMAKE),
+    row(load("$MY_DATA", reads=True), UnknownVersion, changes={IDX: flipped(11)}),
+    row(load("$MY_DATA", reads=True), BrokenShard, found="b'xxxxxxxx'", changes={IDX: "x" * 999},
         heals=UNMAKE),
-    row(load("$MY_DATA", reads=True), BrokenShard, changes=[(replace, TAR, b"[", b"x")]),
-    row(load("$MY_DATA"), UnknownVersion, found="9", changes=[(set_value, "index.json", "version", 9)]),
-    row(load("$MY_DATA"), BrokenShard, expected="JSON", changes=[(cut, "index.json", 100)],
+    row(load("$MY_DATA", reads=True), BrokenShard, changes={TAR: lambda data: data.replace(b"[", b"x", 1)}),
+    row(load("$MY_DATA"), UnknownVersion, found="9", changes={"index.json": {"version": 9}}),
+    row(load("$MY_DATA"), BrokenShard, expected="JSON", changes={"index.json": lambda data: data[:100]},
         heals="shardprep verify $MY_DATA"),
-    row(load("$MY_DATA"), UnknownVersion, found="9", changes=[NO_INDEX, (set_value, MANIFEST, "version", 9)]),
-    row(load("$MY_DATA"), OtherPlan, changes=[NO_INDEX, (copy_shard, MANIFEST, "$OTHER")], heals=UNMAKE),
+    row(load("$MY_DATA"), UnknownVersion, found="9", changes={"index.json": None, MANIFEST: {"version": 9}}),
+    row(load("$MY_DATA"), OtherPlan, changes={"index.json": None, MANIFEST: ("shard", "$OTHER", 1)},
+        heals=UNMAKE),
     row(load("$MY_DATA"), OtherPlan, expected="0 to 2",
-        changes=[NO_INDEX, (copy_shard, "shard-00007.json", "$DATA")]),
-    row(load("$MY_DATA"), NotFound, changes=[(remove, "tokenizer")], heals="model_id='$MODEL'"),
+        changes={"index.json": None, "shard-00007.json": ("shard", "$DATA", 1)}),
+    row(load("$MY_DATA"), NotFound, changes={"tokenizer": None}, heals="model_id='$MODEL'"),
     row(load(model_id="$NO_EOS"), OtherTokenizer, "$DATA", found="model_id='$NO_EOS'"),
     row(load(["$DATA", "$OTHER"]), OtherTokenizer, "$OTHER"),
     row(load("$TMP/o.tar", model_id="$TMP/nowhere"), NotFound, "$TMP/nowhere", expected="tokenizer.json",
@@ -459,7 +444,7 @@ ROWS = [
     row(load_tars("$TMP/twice.tar"), BrokenShard, found="'a'", files={"twice.tar": OTHERS[:1024] + OTHERS}),
     row(load_tars("$TMP/mask.tar"), UnknownMember, found="loss_mask.npy",
         files={"mask.tar": tar({"a.token_ids.json": b"[1]", "a.loss_mask.npy": b""})}),
-    row(load_tars("$MY_DATA/x.tar"), BrokenShard, changes=[(link, "x.tar", "/dev/zero")]),
+    row(load_tars("$MY_DATA/x.tar"), BrokenShard, changes={"x.tar": ("link", "/dev/zero")}),
     row(load_tars("$TMP/o.tar.gz"), UsageError, files={"o.tar.gz": OTHERS}),
     row(load_tars("$TMP/x"), UsageError, "$TMP/x/o.tar.gz", files={"x/o.tar": OTHERS, "x/o.tar.gz": OTHERS}),
     row(load_tars(["$TMP/o.tar", "$TMP/*.tar"]), UsageError, files={"o.tar": OTHERS}),
@@ -561,7 +546,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     other = save_tokenizer(root / "no_eos", without="eos_token")
     tokens = json.loads((other / "tokenizer.json").read_text())
     tokens["model"]["merges"] = tokens["model"]["merges"][:5]
-    put(other, "tokenizer.json", json.dumps(tokens))
+    (other / "tokenizer.json").write_text(json.dumps(tokens))
     sets: dict[str, dict[str, Any]] = {
         "data": {},
         "packed": {"record": "packed", "seq_len": 8},
@@ -587,7 +572,10 @@ def has_words(text: str, wanted: str) -> bool:
 
 @pytest.mark.parametrize(
     "refusal",
-    [pytest.param(each, id=str(each), marks=[pytest.mark.processes] * each.starts_process) for each in ROWS],
+    [
+        pytest.param(each, id=f"{number} {each}", marks=[pytest.mark.processes] * each.starts_process)
+        for number, each in enumerate(ROWS)
+    ],
 )
 def test_a_refusal_names_the_thing_at_fault_and_what_to_type_helps(scene: Scene, refusal: Refusal) -> None:
     error: Any
@@ -632,19 +620,3 @@ def test_a_refusal_names_the_thing_at_fault_and_what_to_type_helps(scene: Scene,
             typed = ""
         ended = refusal.use.call(scene, typed)
         assert ended is None or ended.ends(0)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(("kind", "change"), [(BrokenShard, [cut, TAR, 5120]), (MissingShard, [remove, TAR])])
-def test_an_error_in_a_worker_of_the_loader_says_what_it_says_without_workers(
-    scene: Scene, kind: type[ShardprepError], change: list[Any]
-) -> None:
-    scene.prepare(row(load("$MY_DATA"), kind, changes=[change]))
-    told = []
-    for num_workers in (0, 2):
-        with pytest.raises(kind) as raised:
-            load("$MY_DATA", reads=True, num_workers=num_workers).call(scene, "")
-        facts = [getattr(raised.value, name) for name in ("path", "found", "expected", "remedy")]
-        told.append((str(raised.value), facts))
-    assert told[0] == told[1]
-    assert told[0][1][0] == scene.filled(f"$MY_DATA/{TAR}")

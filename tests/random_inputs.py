@@ -41,6 +41,14 @@ PACKERS: dict[str, Callable[[bytes, random.Random], bytes]] = {
 }
 FORMATS = [f"{stem}{packed}" for stem in ("txt", "jsonl") for packed in PACKERS]
 FORMATS += ["parquet", "stream.arrow", "file.arrow"]
+ODD_LINES = [  # of JSON
+    b"", b"   ", b"{", b"[1]", b'{"text": null}', b'{"text": 3}', b'{"text": NaN}', b'{"text": ""}',
+    b'{"a": 1}', b'{"text": "\\ud800"}', b'{"text": "a\xff"}', b'{"text": "a\x00b"}',
+    b'{"text": "a", "text": "b"}', b'{"text": "a", "te\\u0078t": "b"}', b'{"te\\u0078t":"a", "text"\t:"b"}',
+    b'{"te\\u0078t" :"\\"text\\":"}', b'{"a": {"text": 1}, "text"\t: "c"}', b'{"a": "text", "text" :"d"}',
+    b'{"text": "\\u0000 \\n both"}\r', b'{"text": "\\\\", "n": 18446744073709551616}',
+    b'{"text": "a", "n": 1e999}', b'{"text": "a", "n": NaN}',
+]  # fmt: skip
 # The texts that were taken of an input, None where it was refused, and how many were left out.
 Found = tuple[list[str] | None, int]
 
@@ -79,13 +87,7 @@ def _line(stem: str, text: str, rng: random.Random) -> bytes:
         bad = b"\xff" if rng.random() < 0.02 else b""
         return re.sub(r"[\r\n]", " ", text).encode() + bad + end
     line = json.dumps({"id": 7, "text": text}, ensure_ascii=rng.random() < 0.5).encode()
-    odd = [
-        b"", b"{", b"[1]", b'{"text": null}', b'{"text": "\\ud800"}', b'{"a": 1}', line[:-3],
-        b'{"text": NaN}', b'{"text": "a", "te\\u0078t": "b"}', b'{"te\\u0078t":"a", "text"\t:"b"}',
-        b'{"te\\u0078t" :"\\"text\\":"}', b'{"a": {"text": 1}, "text"\t: "c"}',
-        b'{"text": "\\\\", "n": 18446744073709551616}', b'{"a": "text", "text" :"d"}', b'{"text": "a\xff"}',
-        b'{"text": 3}', b'{"text": "a", "text": "b"}', line + b" ", b"\t" + line,
-    ]  # fmt: skip
+    odd = [*ODD_LINES, line[:-3], line + b" ", b"\t" + line]
     return (rng.choice(odd) if rng.random() < 0.1 else line) + b"\n"
 
 

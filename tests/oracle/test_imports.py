@@ -10,7 +10,7 @@ from tests.checkout import ROOT
 
 TESTS = ROOT / "tests"
 # What the oracle stands on obeys the same rule.
-HELPERS = ("world", "forged", "plain_reader", "input_writers", "word_tokenizers")
+HELPERS = ("world", "forged", "plain_reader", "input_writers", "random_inputs", "word_tokenizers")
 HELD = [*(TESTS / f"{name}.py" for name in HELPERS), *TESTS.glob("*mutants.py"), *TESTS.glob("oracle/*.py")]
 FREE = {"shardprep.__main__.main", "shardprep.errors", "loader", *map("loader.{}".format, loader.__all__)}
 OURS = re.compile(r"(?:shardprep|preprocess|loader|slurm|lustre|tests)(?:\.\w+)*")

@@ -112,8 +112,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_word_tokenizer(root / "words", NUM_WORDS, splits=True)
     for name, size in SIZES.items():
         documents = [ids_of(name, number) for number in range(size)]
-        if name == "large":
-            write_large_tars(root / name / "data", documents)
+        if name == "large":  # as webdataset's users write them, with pictures that no language model reads
+            (root / name / "data").mkdir(parents=True)
+            with webdataset.TarWriter(str(root / name / "data" / "pictures.tar")) as writer:
+                for number, ids in enumerate(documents):
+                    picture = {"picture.bin": bytes(LARGE_BYTES)}
+                    writer.write({"__key__": f"s{number}", "token_ids.json": ids, **picture})
             continue
         lines = [" ".join(f"w{token}" for token in ids if token != EOS) + "\n" for ids in documents]
         World(root / name, tokenizer=root / "words").raw({"lines.txt": "".join(lines)}).make(
@@ -122,17 +126,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             **({"record": "packed", "seq_len": ROW} if name.startswith("rows") else {}),
         )
     return root
-
-
-def write_large_tars(folder: Path, documents: list[list[int]]) -> None:
-    """Write tars as webdataset's users do, with pictures that no language model reads."""
-    folder.mkdir(parents=True)
-    for shard in range(2):
-        with webdataset.TarWriter(str(folder / f"part-{shard}.tar")) as writer:
-            for number, ids in enumerate(documents):
-                if number * 2 // len(documents) == shard:
-                    picture = bytes(LARGE_BYTES)
-                    writer.write({"__key__": f"s{number}", "token_ids.json": ids, "picture.bin": picture})
 
 
 class Pair:
@@ -168,12 +161,11 @@ class Pair:
         batch_size: int | None = None,
         **options: Any,
     ) -> Ranks:
-        sizes = self.sizes if len(self.sizes) > 1 else self.sizes[0][1]
-        arguments: dict[str, Any] = {"seed": self.seed, "state": state, "global_batch_size": sizes}
+        arguments: dict[str, Any] = {"seed": self.seed, "state": state, "global_batch_size": self.sizes}
         folders: Any = {name: self.data / name / "data" for name in sources}
         if self.weights:
             arguments["weights_in"] = "tokens" if self.form.in_tokens else "samples"
-            arguments["weights"] = self.weights if len(self.weights) > 1 else self.weights[0][1]
+            arguments["weights"] = self.weights
         else:
             (folders,) = folders.values()
         arguments |= {**self.form.options, **options}

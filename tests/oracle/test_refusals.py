@@ -26,18 +26,8 @@ from typing import Any
 
 import pytest
 
-from loader import OtherRun
-from shardprep.errors import (
-    BrokenShard,
-    MissingShard,
-    NotFound,
-    OtherPlan,
-    OtherTokenizer,
-    ShardprepError,
-    UnknownMember,
-    UnknownVersion,
-    UsageError,
-)
+from loader import BrokenShard, MissingShard, NotFound, OtherRun, OtherTokenizer, UnknownVersion, UsageError
+from shardprep.errors import OtherPlan, ShardprepError, UnknownMember
 from tests.forged import rewrite_json
 from tests.world import Ended, World, call_main, open_loader, save_tokenizer, tokenizer_dir
 

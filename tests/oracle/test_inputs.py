@@ -46,9 +46,7 @@ def json_lines() -> bytes:
         {"id": number, "meta": {"kind": f"k{number % 3}"}, "text": text, "title": f"제목 {number}"}
         for number, text in enumerate(hostile_texts(60, seed=12))
     ]
-    lines = [
-        json.dumps(record, ensure_ascii=number % 2 == 0).encode() for number, record in enumerate(records)
-    ]
+    lines = [json.dumps(each, ensure_ascii=number % 2 == 0).encode() for number, each in enumerate(records)]
     return b"\n".join([*lines[:20], *ODD_LINES, *lines[20:], b'{"text": "no line end"}'])
 
 
@@ -64,9 +62,7 @@ def table() -> pyarrow.Table:
 TEMPLATE = {"text_template": r"{title}\n\n{text} {{}}"}
 CASES: dict[str, tuple[Callable[[], bytes], dict[str, str]]] = {
     "a.txt": (text_lines, {}),
-    "e.txt": (text_lines, {"encoding": "utf-8-sig"}),
     "f.txt": (text_lines, {"doc": "file", "encoding": "latin-1"}),
-    "g.txt": (lambda: "한글 문장\r\n끝 \n\n".encode("cp949") * 30 + b"\xff\n", {"encoding": "cp949"}),
     "h.jsonl": (json_lines, {"id_field": "id"}),
     "i.jsonl.xz": (lambda: lzma.compress(json_lines()), TEMPLATE),
     "j.json": (json_lines, {"text_field": "title"}),

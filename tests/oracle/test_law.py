@@ -375,7 +375,6 @@ OTHER_SOURCES = [
     ("form", "amendments"),
     [
         ("documents", [LARGER]),
-        ("mixture", [LARGER]),
         # A source joins while the global batch grows: it is walked in the ticks of the run.
         ("mixture", [{**LARGER, "weights": [(0, {"code": 1, "books": 3})]}]),
         ("mixture", OTHER_SOURCES),

@@ -66,7 +66,7 @@ class Scene:
         for flag, folder in USUAL_FLAGS.get(words[0], {}).items():
             if flag not in words:
                 words += [flag, folder]
-        return call_main(*self.filled(words), environ={"PATH": "/nowhere"})  # where Slurm is not, either
+        return call_main(*self.filled(words), environ={"PATH": "/nowhere"})  # without Slurm
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,9 @@ def row(use: Use | str, ends: Any, path: str | None = None, **facts: Any) -> Ref
     named = re.search(r"\$MY_[A-Z]+", use.text)
     copy = named[0] if named else ""
     if path is None:
-        for name in [*facts.get("files", ())][:1]:
-            path = f"$TMP/{name}"
-        for name in facts.get("changes", ()):
-            path = f"{copy}/{name}"
+        written = [f"$TMP/{name}" for name in facts.get("files", ())]
+        changed = [f"{copy}/{name}" for name in facts.get("changes", ())]
+        path = "".join(changed[-1:] or written[:1])
     return Refusal(use, ends, path or None, copy, **facts)
 
 
@@ -186,6 +185,7 @@ PLAN = "shardprep plan --input_dir RAW --output_dir {} --model_id MODEL --num_sh
 PACKED = "plan --record packed --seq_len 8"
 TRAIN = "train_tokenizer --output_dir $NEW"
 BLANK, OVERLAP = "blank $DATA --output $NEW", "overlap $DATA --output $NEW"
+MADE_OF_MINE = "--shard_id 0 --input_dir $MY_RAW"
 CHAT = "plan --record chat --input_dir $TALKS"
 SOURCES = {"a": "$DATA", "b": "$MIXED"}
 MIX: dict[str, Any] = {"weights": {"a": 1, "b": 1}}
@@ -264,17 +264,16 @@ ROWS = [
         expected="0 to 1", remedy="--array=0-1"),
     row("--shard_id 0 --append_eos", 78, "$PLANNED", found="--append_eos True", remedy="--output_dir"),
     row("--shard_id 0 --model_id $NO_EOS", 78, "$PLANNED", found="--model_id $NO_EOS", remedy="--output_dir"),
-    row("--shard_id 0 --input_dir $MY_RAW", 78, changes={"0.txt": flipped(0)}),
-    row("--shard_id 0 --input_dir $MY_RAW", 66, remedy="--input_dir", changes={"0.txt": None}),
-    row("--shard_id 0 --input_dir $MY_RAW", 66, remedy="--input_dir",
-        changes={"0.txt": ("link", "/dev/zero")}),
-    row("--shard_id 0 --input_dir $MY_RAW", 66, remedy="--input_dir", changes={"0.txt": ("link", "/")}),
-    row("--shard_id 0 --input_dir $MY_RAW --check_inputs", 78, "$MY_RAW", found="9.txt",
-        expected="2 planned input files", remedy="--output_dir", changes={"9.txt": "the\n"}),
-    row("--shard_id 0 --input_dir $MY_RAW --check_inputs", 78, "$MY_RAW", found="0.txt 6993",
-        remedy="--output_dir", changes={"0.txt": "longer\n" * 999}),
-    row("--shard_id 0 --input_dir $MY_RAW --check_inputs", 78, "$MY_RAW", found="0.txt missing",
-        remedy="--output_dir", changes={"0.txt": None}),
+    row(MADE_OF_MINE, 78, changes={"0.txt": flipped(0)}),
+    row(MADE_OF_MINE, 66, remedy="--input_dir", changes={"0.txt": None}),
+    row(MADE_OF_MINE, 66, remedy="--input_dir", changes={"0.txt": ("link", "/dev/zero")}),
+    row(MADE_OF_MINE, 66, remedy="--input_dir", changes={"0.txt": ("link", "/")}),
+    row(f"{MADE_OF_MINE} --check_inputs", 78, "$MY_RAW", found="9.txt", expected="2 planned input files",
+        remedy="--output_dir", changes={"9.txt": "the\n"}),
+    row(f"{MADE_OF_MINE} --check_inputs", 78, "$MY_RAW", found="0.txt 6993", remedy="--output_dir",
+        changes={"0.txt": "longer\n" * 999}),
+    row(f"{MADE_OF_MINE} --check_inputs", 78, "$MY_RAW", found="0.txt missing", remedy="--output_dir",
+        changes={"0.txt": None}),
     row("--shard_id 0 --input_dir $TMP/nowhere --check_inputs", 78, "$TMP/nowhere", remedy="--output_dir"),
     row("--shard_id 0 --output_dir $MY_PLANNED", 66, changes={TOKENIZER: None}),
     row("--shard_id 0 --output_dir $MY_PLANNED", 78, changes={TOKENIZER: flipped(99)}),
@@ -545,11 +544,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
-def scene(shared: Path, tmp_path: Path) -> Scene:
-    return Scene(shared, tmp_path)
-
-
 def has_words(text: str, wanted: str) -> bool:
     """``batch_size=-1, of x`` has the words batch_size, -1, of and x."""
     words = filter(None, re.split(r"[\s=,;:]+", wanted))
@@ -563,8 +557,11 @@ def has_words(text: str, wanted: str) -> bool:
         for number, each in enumerate(ROWS)
     ],
 )
-def test_a_refusal_names_the_thing_at_fault_and_what_to_type_helps(scene: Scene, refusal: Refusal) -> None:
+def test_a_refusal_names_the_thing_at_fault_and_what_to_type_helps(
+    shared: Path, tmp_path: Path, refusal: Refusal
+) -> None:
     error: Any
+    scene = Scene(shared, tmp_path)
     scene.prepare(refusal)
     if isinstance(refusal.ends, int):
         ended = refusal.use.call(scene, "")

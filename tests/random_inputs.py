@@ -1,8 +1,5 @@
 """Random inputs: files of every format, with what tests/plain_reader.py takes out of each, and folders, with
-what a listing has to say of each name in them.
-
-tests/preprocess/test_input_files.py compares them, with ``RANDOM_FILES=5000`` so many of each format.
-"""
+what a listing has to say of each name in them. ``RANDOM_FILES=5000`` makes so many files of each format."""
 
 from __future__ import annotations
 
@@ -267,6 +264,9 @@ def check_listing(
             return "FIFO, socket or device"
         return "" if path.name in PATTERNS[also] else NAMES[path.name]
 
+    def place(name: str) -> Path:  # in the real path of its folder, which may be met through links
+        return (root / name).parent.resolve() / Path(name).name
+
     folders, waiting = set[Path](), [root.resolve()]
     left_out = set[tuple[str, Path]]()
     files: dict[Path, set[Path]] = {}  # the names by which a file may be taken
@@ -282,7 +282,7 @@ def check_listing(
                 files.setdefault(path.resolve(), set()).add(path)
         folders.add(folder)
     # Of several names of one file one is taken, and that of the file itself before links to it.
-    of_taken = {_place(root / path) for path in taken}
+    of_taken = {*map(place, taken)}
     assert len(of_taken) == len(taken) == len(files), files
     for file, names in files.items():
         assert len(names & of_taken) == 1, names
@@ -292,10 +292,5 @@ def check_listing(
         return
     again = [name for reason, name in told if reason == "folder that is taken already"]
     assert all((root / name).resolve() in folders for name in again)
-    others = [(reason, _place(root / name)) for reason, name in told if name not in again]
+    others = [(reason, place(name)) for reason, name in told if name not in again]
     assert sorted(others) == sorted(left_out)
-
-
-def _place(path: Path) -> Path:
-    """The name in the real path of its folder: a folder may be met through links."""
-    return path.parent.resolve() / path.name

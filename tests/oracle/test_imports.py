@@ -27,6 +27,6 @@ def test_the_oracle_imports_main_the_loader_and_the_errors_and_no_string_names_a
                 names.append(node.module)
             elif isinstance(node, ast.ImportFrom):
                 names += [f"{node.module}.{alias.name}" for alias in node.names]
-            elif isinstance(node, ast.Constant) and OURS.fullmatch(str(node.value)):  # of a patch
-                names += [node.value] if (ROOT / f"{node.value.replace('.', '/')}.py").is_file() else []
+            elif isinstance(node, ast.Constant) and OURS.fullmatch(text := str(node.value)):  # of a patch
+                names += [text] if (ROOT / f"{text.replace('.', '/')}.py").is_file() else []
         assert {*filter(OURS.fullmatch, names)} <= FREE | helpers, path

@@ -53,10 +53,9 @@ def json_lines() -> bytes:
 def table() -> pyarrow.Table:
     texts: list[Any] = hostile_texts(60, seed=13)
     texts[5:5] = [None, "", " \n ", "line\nends\r\ninside"]
+    ids, titles = range(len(texts)), ["제목"] * len(texts)
     meta = [{"kind": f"k{number % 3}"} if number % 5 else None for number in range(len(texts))]
-    return pyarrow.table(
-        {"id": range(len(texts)), "text": texts, "meta": meta, "title": ["제목"] * len(texts)}
-    )
+    return pyarrow.table({"id": ids, "text": texts, "meta": meta, "title": titles})
 
 
 TEMPLATE = {"text_template": r"{title}\n\n{text} {{}}"}

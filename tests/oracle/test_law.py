@@ -168,15 +168,9 @@ class Pair:
             arguments["weights"] = self.weights
         else:
             (folders,) = folders.values()
-        arguments |= {**self.form.options, **options}
-        return Ranks(
-            folders,
-            model_id=self.data / "words",
-            world_size=world_size,
-            batch_size=batch_size or self.law.size // world_size,
-            order_batch_size=self.law.size,
-            **arguments,
-        )
+        arguments |= {"batch_size": batch_size or self.law.size // world_size, "world_size": world_size}
+        arguments |= {"model_id": self.data / "words", **self.form.options, **options}
+        return Ranks(folders, order_batch_size=self.law.size, **arguments)
 
     def sources_from(self, step: int) -> list[str]:
         """Return the sources that a loader needs that goes on from a step."""

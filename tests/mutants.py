@@ -8,7 +8,7 @@ oracle, then the tests of the rooms. The first failing test kills the mutant. St
 longer than all these tests, kills it, too.
 
 Survivors are printed as a diff; the end is the share of them. ``equivalent_mutants.py`` lists changes that no
-test can notice, each with its reason. ``--by_hand`` tries the changes of BY_HAND, each of which breaks a promise.
+test can notice, each with its reason. ``--by_hand`` tries the changes of BY_HAND, which break promises.
 """
 
 from __future__ import annotations

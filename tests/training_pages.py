@@ -25,7 +25,7 @@ from tests.documented import examples_of
 
 OURS = ("loader", "shardprep")
 RUN_ELSEWHERE = {
-    "training_own_loop.md": {3, 4, 5},  # tests/ranks_of_pages.py
+    "training_own_loop.md": {3, 4, 5},  # tests/ranks.py
     # tests/loader/test_frameworks.py, where the frameworks are installed
     "training_others.md": {0}, "training_trainer.md": {2}, "training_accelerate.md": {0},
     "training_deepspeed.md": {0}, "training_fsdp2.md": {0}, "training_lightning.md": {0, 1},

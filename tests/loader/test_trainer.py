@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from transformers import Trainer, TrainingArguments
 
-from loader import TokenLoader, UsageError, evaluation_loss, mask_documents
+from loader import SourceLosses, TokenLoader, UsageError, evaluation_loss, mask_documents
 from loader.boundaries import sdpa_mask
 from loader.trainer import LoaderMixin
 from shardprep.errors import Refused
@@ -49,7 +50,7 @@ class OwnTrainer(LoaderMixin, Trainer):
 
 def arguments_of(folder: Path, batch_size: int = 8, **how: Any) -> TrainingArguments:
     quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_strategy": "no"}
-    return TrainingArguments(str(folder), per_device_train_batch_size=batch_size, **quiet, **how)  # type: ignore[arg-type]
+    return TrainingArguments(str(folder), per_device_train_batch_size=batch_size, **{**quiet, **how})  # type: ignore[arg-type]
 
 
 def trainer_of(
@@ -250,6 +251,27 @@ def test_several_loaders_are_evaluated_by_name(data: Path, tmp_path: Path) -> No
     metrics = trainer.evaluate()
     for name, loader in loaders.items():
         assert metrics[f"eval_{name}_loss"] == pytest.approx(evaluation_loss(model, loader))
+
+
+def test_the_mean_loss_of_each_source_is_logged(data: Path, numbered: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"origins": True, "seq_len": 16, "global_batch_size": 8, "model_id": data}
+    mixture = {"web": data, "books": numbered}
+    loader, again = (load(mixture, 4, weights={"web": 1, "books": 1}, **options) for _ in range(2))
+    eval_loader, model = load(data, 4, split="validation", **options), SmallModel()
+    how: Any = {"max_steps": 4, "logging_steps": 2, "learning_rate": 0.0, "gradient_accumulation_steps": 2}
+    how |= {"logging_strategy": "steps", "eval_strategy": "steps", "eval_steps": 4, "save_strategy": "no"}
+    args = arguments_of(tmp_path, 4, **how)
+    trainer: Any = OwnTrainer(model=model, args=args, train_loader=loader, eval_loader=eval_loader)
+    trainer.train()
+    batches = iter(again)
+    for step in (2, 4):  # the model does not change
+        losses = SourceLosses.of_loader(again)
+        for batch in islice(batches, 4):
+            losses.add(model(**batch).logits, batch["labels"], batch["origins"])
+        (line,) = [each for each in trainer.state.log_history if each["step"] == step and "loss" in each]
+        assert {name: line[f"loss/{name}"] for name in mixture} == pytest.approx(losses.means(), rel=1e-4)
+    (evaluated,) = [line for line in trainer.state.log_history if "eval_loss" in line]
+    assert evaluated["eval_loss/all"] == pytest.approx(evaluated["eval_loss"], rel=1e-4)
 
 
 # Checkpoints that frameworks save inside of a step: the loader's state is of the optimizer's steps done

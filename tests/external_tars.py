@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,14 @@ import numpy as np
 import webdataset
 
 from tests.word_tokenizers import save_word_tokenizer
+
+
+def write_tar(path: Path, samples: Iterable[Mapping[str, Any]]) -> Path:
+    """Write samples by their fields: PAX headers, float mtimes. Bytes are written as they are."""
+    with webdataset.TarWriter(str(path)) as writer:
+        for number, fields in enumerate(samples):
+            writer.write({"__key__": f"d{number}", **fields})
+    return path
 
 
 def write_numbered_data(folder: Path, num_samples: int, num_shards: int) -> Path:
@@ -32,10 +40,7 @@ def write_numbered_tars(
 
     Returns the paths of the tars, in the order of the samples.
     """
-    paths = []
-    for shard, numbers in enumerate(np.array_split(np.arange(num_samples), num_shards)):
-        paths.append(str(folder / name.format(shard)))
-        with webdataset.TarWriter(paths[-1]) as writer:
-            for number in numbers.tolist():
-                writer.write({"__key__": f"s{number}", "token_ids.json": ids_of(number)})
-    return paths
+    paths = [folder / name.format(shard) for shard in range(num_shards)]
+    for path, numbers in zip(paths, np.array_split(np.arange(num_samples), num_shards), strict=True):
+        write_tar(path, [{"token_ids.json": ids_of(number)} for number in numbers.tolist()])
+    return [*map(str, paths)]

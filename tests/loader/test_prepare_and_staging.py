@@ -1,12 +1,13 @@
-"""``ensure_prepared`` makes a job's data set once, and ``stage`` copies one: killed anywhere, both go on."""
+"""``ensure_prepared`` makes a job's data set once, and ``stage`` copies one.
+
+Copies that are killed, or made by several at a time, are tried by tests/faults.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -156,25 +157,6 @@ def node(tmp_path: Path) -> Path:
 
 def stage(source: object, node: Path) -> Ended:
     return call_main("stage", source, "--to", node)
-
-
-@pytest.mark.processes
-def test_copies_killed_at_any_read_end_with_equal_bytes(sets: DataSets, tmp_path: Path, node: Path) -> None:
-    source = sets["documents"]
-    command = [sys.executable, "-m", "loader", "stage", source, "--to", node]
-    for number, ending in enumerate((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)):
-        hold = Hold(tmp_path / f"hold {number}", "preadv", r"/documents/data/shard-\d+\.(tar|idx)$")
-        environ = {**os.environ, **hold.environ(min(1 + 2 * number, 3))}
-        with child(command, env=environ, stderr=subprocess.STDOUT) as process:
-            hold.wait(1, process)
-            assert [*node.rglob(".*")], "a copy is ended in the middle"
-            process.send_signal(ending)
-            end_of(process, code=75 if ending == signal.SIGTERM else -signal.SIGKILL)
-        with pytest.raises(ShardprepError):
-            open_loader(node)
-    assert [each.wait() for each in [subprocess.Popen(command) for _ in range(2)]] == [0, 0]
-    found = {name: data for name, data in contents(node).items() if not name.endswith(".tmp")}
-    assert found == contents(source)
 
 
 @pytest.mark.parametrize("suffix", ["tar", "idx", "json"])

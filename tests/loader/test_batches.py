@@ -24,7 +24,6 @@ from transformers import (
 
 from loader import CausalLMCollator, UsageError
 from tests.attention_families import small_model
-from tests.checkout import SHARED
 from tests.external_tars import write_numbered_tars
 from tests.oracle.forms import DataSets
 from tests.word_tokenizers import save_word_tokenizer
@@ -113,16 +112,6 @@ def test_what_cannot_be_collated_is_refused() -> None:
         CausalLMCollator(tokenizer())([{"input_ids": [1], "token_type_ids": [1]}])
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not (SHARED / "tokenizers" / "llama3").is_dir(), reason="no tokenizer of Llama 3 here")
-def test_llama_3_is_padded_with_a_token_of_its_own_and_its_eos_keeps_its_label() -> None:
-    names = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "llama3")
-    long, short = ([*names.encode(text), names.eos_token_id] for text in ("Hello there, world", "Hi"))
-    found = CausalLMCollator(names)([long, short])
-    assert found["labels"].tolist() == [long, [*short, *[-100] * (len(long) - len(short))]]
-    assert found["input_ids"][1, -1] not in (names.eos_token_id, names.bos_token_id)
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", ["documents", "chat"])
@@ -165,6 +154,7 @@ def test_a_model_takes_the_numbers_of_a_batch_for_ints_and_bools_also_compiled(n
     model = small_model("llama", "sdpa")
     with open_loader(numbered, model_id=numbered, seq_len=16, boundaries="transformers") as loader:
         batch = next(iter(loader))
+    assert {batch[name].dtype for name in batch if name.startswith("cu_")} == {torch.int32}, "as kernels ask"
     plain = {name: value if isinstance(value, torch.Tensor) else int(value) for name, value in batch.items()}
     expected = model(**{**plain, "use_cache": False})
     moved = {name: value.to("cpu") for name, value in batch.items()}

@@ -23,11 +23,12 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_outputs import CausalLMOutput
 
-from loader import check_boundaries, evaluation_loss, get_llama3_dataloader, mask_documents
+from loader import check_boundaries, evaluation_loss, mask_documents
 from shardprep.errors import Refused, UsageError
 from tests.attention_families import small_model
 from tests.documented import examples_of
 from tests.ranks import Run, start_ranks
+from tests.world import open_loader
 
 NEEDS = {  # docs/training_NAME.md -> what it needs
     "own_loop": "torch", "trainer": "transformers", "accelerate": "accelerate", "lightning": "lightning",
@@ -68,8 +69,7 @@ class SmallModel(nn.Module):
 
 def train_by_hand(data: Path, num_steps: int, num_warm_up: int = 0) -> SmallModel:
     """Return a model that got each global batch as one batch, by a mean over its labels."""
-    loader = get_llama3_dataloader(str(data), GLOBAL_BATCH, str(data), num_workers=0)
-    model = SmallModel()
+    model, loader = SmallModel(), open_loader(data, GLOBAL_BATCH, model_id=data)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step, batch in enumerate(islice(chain.from_iterable(repeat(loader)), num_steps)):
         optimizer.param_groups[0]["lr"] = 0.1 * min(step / num_warm_up, 1) if num_warm_up else 0.1
@@ -170,13 +170,11 @@ def evaluate(_: int, run: Run, out: Path) -> Any:
 
     from loader.trainer import LoaderMixin
 
-    model, options = SmallModel(), {"num_workers": 0}
+    model, data = SmallModel(), run["data"]
     quiet: Any = {"use_cpu": True, "ddp_backend": "gloo", "report_to": [], "disable_tqdm": True}
     args = TrainingArguments(f"{out}/e", per_device_train_batch_size=2, **quiet)
-    train_loader = get_llama3_dataloader(run["data"], 2, run["data"], **options)
-    eval_loader = get_llama3_dataloader(
-        run["data"], run["batch_size"], run["data"], split="validation", **options
-    )
+    train_loader = open_loader(data, 2, model_id=data)
+    eval_loader = open_loader(data, run["batch_size"], model_id=data, split="validation")
     kind: Any = type("OwnTrainer", (LoaderMixin, Trainer), {})
     trainer = kind(model=model, args=args, train_loader=train_loader, eval_loader=eval_loader)
     found = [trainer.evaluate()["eval_loss"], evaluation_loss(model, eval_loader)]
@@ -193,13 +191,14 @@ def evaluate(_: int, run: Run, out: Path) -> Any:
 
 def check_wrapped_models(rank: int, run: Run, _: Path) -> Any:
     """Return whether all ranks say the same of a model, if one has something to check."""
-    options: Any = {"num_workers": 0, "seq_len": 16, "boundaries": "transformers"}
-    packed = get_llama3_dataloader(run["data"], 4, run["data"], **options).peek()
+    options = {"model_id": run["data"], "seq_len": 16, "boundaries": "transformers"}
+    packed: Any = open_loader(run["data"], 4, **options).peek()
     one = {**packed, "position_ids": torch.arange(16).expand(4, 16)}
     one |= {"cu_seq_lens_q": torch.arange(0, 65, 16, dtype=torch.int32)}
     mesh = init_device_mesh("cpu", (2,))
     found = []
-    for wrap in (DistributedDataParallel, lambda model: fully_shard(model, mesh=mesh)):
+    wraps: list[Any] = [DistributedDataParallel, lambda model: fully_shard(model, mesh=mesh)]
+    for wrap in wraps:
         for is_masked in (False, True):
             model = small_model("opt", "sdpa")
             if is_masked:

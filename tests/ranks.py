@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from loader import SourceLosses, UsageError, get_llama3_dataloader, source_ids
+from loader import SourceLosses, UsageError, source_ids
 from tests.children import free_port
 from tests.documented import example
+from tests.world import open_loader
 
 PAGE = "training_own_loop.md"
 STEPS, STOP = 13, 17  # of an epoch of 107 samples in global batches of 8; in the second epoch
@@ -68,9 +69,8 @@ def _rank(rank: int, run: Run, out: Path) -> None:
     if run.get("is_launched"):
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(run["world"]), "LOCAL_RANK": str(rank)}
     else:
-        limit = timedelta(seconds=600)
-        store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=rank == 0, timeout=limit)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=run["world"], timeout=limit)
+        store, limit = f"file://{out}/store of {run['name']}", timedelta(seconds=600)
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=run["world"], timeout=limit)
     torch.save(run["how"](rank, run, out), out / f"{run['name']}-{rank}.pt")
     if dist.is_initialized():
         dist.barrier()
@@ -79,8 +79,8 @@ def _rank(rank: int, run: Run, out: Path) -> None:
 
 def global_batches(_: int, run: Run, out: Path) -> Any:
     multiprocessing.set_start_method(run["method"], force=True)
-    batch_size, options = 8 // run["world"], {"num_workers": run["workers"], "seed": 5}
-    loader = get_llama3_dataloader(run["data"], batch_size, run["data"], **options)
+    options = {"model_id": run["data"], "num_workers": run["workers"], "seed": 5}
+    loader = open_loader(run["data"], 8 // run["world"], **options)
     assert loader.process_rank.source == "torch.distributed", loader.process_rank
     if "after" in run:
         loader.load_state_dict(Seen(out)[run["after"]][0]["state"])
@@ -102,14 +102,14 @@ def made_before_the_group(_: int, run: Run, __: Path) -> Any:
             iter(loader)
         except UsageError:
             refused.append(True)
-    late = get_llama3_dataloader(run["data"], 4, run["data"], num_workers=0)
+    late = open_loader(run["data"], model_id=run["data"])
     return {"refused": refused, "late": [int(ids[0]) for batch in late for ids in batch["input_ids"]]}
 
 
 def losses_by_source(_: int, run: Run, __: Path) -> Any:
     sources = {"web": f"{run['data']}/shard-00000.tar", "code": f"{run['data']}/shard-0000[12].tar"}
-    options: Any = {"weights": {"web": 0.5, "code": 0.5}, "seq_len": 16, "num_workers": 0, "origins": True}
-    loader = get_llama3_dataloader(sources, 4, run["data"], **options)
+    options: Any = {"weights": {"web": 0.5, "code": 0.5}, "seq_len": 16, "origins": True}
+    loader = open_loader(sources, model_id=run["data"], **options)
     losses, kept = SourceLosses.of_loader(loader), []
     for batch in islice(loader, 5):
         values = torch.rand(batch["input_ids"][:, 1:].shape, dtype=torch.float64)
@@ -124,8 +124,8 @@ def split_and_join(rank: int, run: Run, _: Path) -> Any:
     What a model gives for a token is told here by its id and its position.
     """
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    options: Any = {"targets": "shifted", "boundaries": ("position_ids", "segment_ids"), "num_workers": 0}
-    batch = get_llama3_dataloader(run["rows"], 4, rank=0, world_size=1, **options).peek()
+    options: Any = {"targets": "shifted", "boundaries": ("position_ids", "segment_ids")}
+    batch = open_loader(run["rows"], rank=0, world_size=1, **options).peek()
     expected = torch.stack([batch["input_ids"], batch["position_ids"]], -1)
     is_real = batch["segment_ids"] > 0
     for group in (pairs[rank // 2], dist.group.WORLD):
@@ -148,8 +148,8 @@ def work_of(segments: torch.Tensor) -> torch.Tensor:
 
 def deal_rows(_: int, run: Run, __: Path) -> Any:
     """Compare the rows of each step, and the work of each batch, with those that the loaders give."""
-    options: Any = {"global_batch_size": ROWS_OF_STEP, "num_workers": 0, "boundaries": "segment_ids"}
-    loader, again = (get_llama3_dataloader(run["rows"], 2, seed=3, **options) for _ in range(2))
+    options: Any = {"global_batch_size": ROWS_OF_STEP, "boundaries": "segment_ids", "seed": 3}
+    loader, again = (open_loader(run["rows"], 2, **options) for _ in range(2))
     num_batches = ROWS_OF_STEP // run["world"] // 2  # of a rank in a step
     read, got = [*islice(again, NUM_STEPS * num_batches)], list[Any]()
 
@@ -194,7 +194,7 @@ OTHERS: list[Run] = [
 
 
 def main(numbered: str, rows: str, out: str) -> None:
-    early = get_llama3_dataloader(numbered, 4, numbered, num_workers=0)
+    early = open_loader(numbered, model_id=numbered)
     given = {"how": global_batches, "data": numbered, "rows": rows, "early": early}
     start_ranks([given | run for run in (*GLOBAL_BATCHES, *OTHERS)], Path(out))
 

@@ -14,19 +14,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
+from tests import framework_pages as pages
 from tests.attention_families import small_model
 from tests.children import run_child
 from tests.documented import examples_of
-from tests.framework_pages import (
-    END,
-    EVALUATIONS,
-    GLOBAL_BATCH,
-    NEEDS,
-    PAGE_RUNS,
-    SmallModel,
-    runs_of,
-    train_by_hand,
-)
 from tests.oracle.forms import SEQ_LEN, DataSets
 from tests.ranks import Seen
 from tests.world import open_loader
@@ -43,34 +34,34 @@ def seen(numbered: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return Seen(out)
 
 
-@pytest.mark.parametrize("page", NEEDS)
+@pytest.mark.parametrize("page", pages.NEEDS)
 def test_a_page_resumed_on_other_ranks_and_batches_sees_and_learns_the_same(
     seen: Seen, numbered: Path, page: str
 ) -> None:
     """Documents have 0 to 4 labels, so weights by a mean of means would be off by far more."""
-    pytest.importorskip(NEEDS[page])
-    for run, (*_, first, last) in zip(runs_of(page), PAGE_RUNS.values(), strict=True):
-        by_hand = train_by_hand(numbered, last)
+    pytest.importorskip(pages.NEEDS[page])
+    for run, (*_, first, last) in zip(pages.runs_of(page), pages.PAGE_RUNS.values(), strict=True):
+        by_hand = pages.train_by_hand(numbered, last)
         batches, (weights, *_) = zip(*seen[run["name"]], strict=True)
-        accumulated = GLOBAL_BATCH // (run["world"] * run["batch_size"])
+        accumulated = pages.GLOBAL_BATCH // (run["world"] * run["batch_size"])
         steps = range(0, len(batches[0]), accumulated)
         found = [[*chain(*chain(*(each[step : step + accumulated] for each in batches)))] for step in steps]
         assert found == by_hand.seen[first:last], run["name"]
         for parameter, expected in zip(weights, by_hand.parameters(), strict=True):
             torch.testing.assert_close(parameter, expected.detach(), rtol=1e-4, atol=1e-6, msg=run["name"])
-    assert len(by_hand.seen) == END
+    assert len(by_hand.seen) == pages.END
 
 
 def test_the_loss_is_the_mean_over_all_labels_on_every_number_of_ranks(seen: Seen, numbered: Path) -> None:
     """107 samples, of which 4 x 16 ranks leave some batches without labels."""
-    model, losses = SmallModel(), list[float]()
+    model, losses = pages.SmallModel(), list[float]()
     with open_loader(numbered, 1, model_id=numbered, split="validation") as loader, torch.no_grad():
         for batch in loader:
             logits = model(**batch).logits[0, :-1].double().log_softmax(-1)
             losses += (-logits.gather(1, batch["input_ids"][0, 1:, None])).flatten().tolist()
     expected = sum(losses) / len(losses)
     assert 4 < expected < 7
-    for run in EVALUATIONS:
+    for run in pages.EVALUATIONS:
         for found in seen[run["name"]]:
             assert found == pytest.approx([expected] * len(found), rel=1e-6), run["name"]
 

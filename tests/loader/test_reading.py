@@ -97,11 +97,6 @@ def test_no_file_is_locked_by_makers_or_readers(tmp_path: Path, monkeypatch: pyt
     def refuse(*args: Any) -> None:
         raise OSError(errno.ENOLCK, "no locks here")
 
-    def without_locks(fd: int, command: int, *args: Any) -> Any:
-        return refuse() if command in {fcntl.F_SETLK, fcntl.F_SETLKW} else real(fd, command, *args)
-
-    real = fcntl.fcntl
-    monkeypatch.setattr(fcntl, "fcntl", without_locks)
     for module, name in ((fcntl, "flock"), (fcntl, "lockf"), (os, "lockf")):
         monkeypatch.setattr(module, name, refuse)
     world = World(tmp_path).raw({"a.txt": "the kettle\n" * 60}).make()

@@ -24,7 +24,6 @@ from tokenizers import Tokenizer, models, processors
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-import loader as loader_package
 import shardprep
 from loader import (
     NotFound,
@@ -64,11 +63,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     *rows_of({"model_id": (4, b"x"), "collate_fn": (5,), "cache_dir": (b"x",)}, "a "),
     ({"input_shards": [3]}, "input_shards=3", "the path of a folder"),
     ({"num_workers": 2, "prefetch_factor": 0}, "prefetch_factor=0", "at least 1"),
-    ({"seq_len": 0, "targets": "shifted"}, "seq_len=0", "at least 1"),
     ({"boundaries": True}, "boundaries=[True]", "position_ids"),
     ({"boundaries": None}, "boundaries=[None]", "position_ids"),
     ({"group_by_length": 8, "global_batch_size": 8, "rank": 0, "world_size": 4}, "4 ranks", "[1]"),
-    ({"group_by_length": 50}, "50", "2"),
     ({"seq_len": 8, "group_by_length": True}, "seq_len=8", ""),
     ({"split": "validation", "global_batch_size": [(0, 4), (3, 8)]}, "global_batch_size=[", "one size"),
     # Arguments that do not go together; these errors have no fields.
@@ -104,7 +101,7 @@ def test_each_argument_is_explained_in_one_group_and_the_reference_page_says_it(
     assert all(text.endswith((".", "``.")) for arguments in groups.values() for text in arguments.values())
     found = loader_reference.PAGE.read_text("utf-8")
     assert found == loader_reference.page(), "run: python -m tests.loader_reference"
-    assert shardprep.get_llama3_dataloader is loader_package.get_llama3_dataloader
+    assert shardprep.get_llama3_dataloader is get_llama3_dataloader
 
 
 def test_a_model_that_cannot_be_had_is_named(numbered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,12 +185,9 @@ def test_a_process_knows_its_rank_from_its_launcher_or_refuses(name: str) -> Non
         assert (who.rank, who.world_size) == expected
 
 
-def test_arguments_win_over_everything_and_impossible_ones_are_refused() -> None:
+def test_arguments_win_over_everything() -> None:
     who = find_process_rank(5, 8, {**SRUN, **TORCHRUN})
     assert who == ProcessRank(rank=5, world_size=8, source="arguments", is_passed=True)
-    for rank, world_size in ((0, None), (None, 2), (2, 2), (-1, 2), (0, 0)):
-        with refuses(UsageError, found=f"{rank}"):
-            find_process_rank(rank, world_size, {})
 
 
 @pytest.mark.parametrize("environ", [TORCHRUN, SRUN, OPEN_MPI, MPICH])

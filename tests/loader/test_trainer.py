@@ -50,7 +50,7 @@ class OwnTrainer(LoaderMixin, Trainer):
 
 def arguments_of(folder: Path, batch_size: int = 8, **how: Any) -> TrainingArguments:
     quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_strategy": "no"}
-    return TrainingArguments(str(folder), per_device_train_batch_size=batch_size, **{**quiet, **how})  # type: ignore[arg-type]
+    return TrainingArguments(str(folder), per_device_train_batch_size=batch_size, **{**quiet, **how})
 
 
 def trainer_of(

@@ -101,18 +101,18 @@ def test_each_token_is_on_one_rank_as_it_was(batch: Batch, form: dict[str, Any],
 def test_each_document_is_even_work_for_all_ranks(form: dict[str, Any]) -> None:
     """A token sees all before it in its document; whole rows cut in parts would be uneven here."""
     lengths = torch.tensor([8000, 40000, 17, 3, 16001, 3])  # the last is padding
-    segments = torch.tensor([1, 2, 3, 4, 5, 0]).repeat_interleave(lengths)
-    ids = torch.arange(1, len(segments) + 1)[None]
-    batch = {"input_ids": ids, "labels": ids + 1, "segment_ids": segments[None]}
+    segments = torch.tensor([1, 2, 3, 4, 5, 0]).repeat_interleave(lengths)[None]
+    positions = torch.cat([torch.arange(length) for length in lengths.tolist()])[None]
+    batch = {
+        "input_ids": segments,
+        "labels": segments + 1,
+        "segment_ids": segments,
+        "position_ids": positions,
+    }
 
     def spread(**form: Any) -> float:
-        work = []
-        for rank in range(4):
-            places = split_for_context_parallel(batch, rank, 4, **form)["place_ids"]
-            places = places[places >= 0]
-            places = places[segments[places] > 0]
-            first = torch.searchsorted(segments[:-3], segments[places])
-            work.append(float((places - first + 1).sum()))
+        parts = [split_for_context_parallel(batch, rank, 4, **form) for rank in range(4)]
+        work = [float((part["position_ids"] + 1)[part["segment_ids"] > 0].sum()) for part in parts]
         return max(work) / min(work)
 
     assert spread(**form) < 1.002

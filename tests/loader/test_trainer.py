@@ -186,15 +186,9 @@ def test_shifted_targets_are_taken_if_the_loss_does_not_shift_again(data: Path, 
 
 
 class MaskingTrainer(OwnTrainer):
-    """Makes no mask, or that of segment_ids."""
-
-    has_mask = True
-
     def compute_loss(self, model: Any, inputs: Any, **more: Any) -> Any:  # type: ignore[override]
-        mask = sdpa_mask({"segment_ids": inputs.pop("segment_ids")})
-        return super().compute_loss(
-            model, inputs | ({"attention_mask": mask} if self.has_mask else {}), **more
-        )
+        inputs["attention_mask"] = sdpa_mask({"segment_ids": inputs.pop("segment_ids")})
+        return super().compute_loss(model, inputs, **more)
 
 
 # A model, whether mask_documents is called, its trainer, boundaries, check_boundaries, and what comes of it.
@@ -203,7 +197,7 @@ CHECKS: list[tuple[str, bool, Any, Any, bool, str]] = [
     ("opt", True, OwnTrainer, "transformers", True, "safe"),
     ("llama", False, MaskingTrainer, "segment_ids", True, "safe"),
     ("opt", False, OwnTrainer, "transformers", True, "refused"),
-    ("llama", False, type("Bare", (MaskingTrainer,), {"has_mask": False}), "segment_ids", True, "refused"),
+    ("llama", False, OwnTrainer, "segment_ids", True, "refused"),
     ("llama", False, OwnTrainer, (), True, "unchecked"),
     ("opt", False, OwnTrainer, "transformers", False, "unchecked"),
 ]

@@ -107,7 +107,7 @@ def made_before_the_group(_: int, run: Run, __: Path) -> Any:
 
 
 def losses_by_source(_: int, run: Run, __: Path) -> Any:
-    sources = {"web": f"{run['data']}/shard-00000.tar", "code": f"{run['data']}/shard-0000[12].tar"}
+    sources = {"web": f"{run['data']}/part-00.tar", "code": f"{run['data']}/part-0[12].tar"}
     options: Any = {"weights": {"web": 0.5, "code": 0.5}, "seq_len": 16, "origins": True}
     loader = open_loader(sources, model_id=run["data"], **options)
     losses, kept = SourceLosses.of_loader(loader), []

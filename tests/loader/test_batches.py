@@ -214,7 +214,7 @@ def test_grouping_makes_less_padding_in_batches_of_all_lengths_side_by_side(tmp_
 
 def test_no_label_left_is_told_once(numbered: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of documents of one token, which no token stands before."""
-    write_numbered_tars(tmp_path, 40, 1)
+    write_numbered_tars(tmp_path, 40, 1, ids_of=lambda number: [number])
 
     def num_warnings(data: Path, **options: Any) -> int:
         with open_loader(data, 2, model_id=numbered, **options) as loader:
@@ -229,7 +229,7 @@ def test_no_label_left_is_told_once(numbered: Path, tmp_path: Path, caplog: pyte
     assert num_warnings(numbered, shuffle=False, seq_len=8) == 0
 
 
-# Rows
+# Rows, labels, and targets one place ahead
 
 
 def test_boundaries_of_padded_documents_set_the_padding_apart(sets: DataSets) -> None:
@@ -237,9 +237,6 @@ def test_boundaries_of_padded_documents_set_the_padding_apart(sets: DataSets) ->
         batch = next(iter(loader))
     assert torch.equal(batch["segment_ids"], batch["attention_mask"])
     assert len(batch["cu_seqlens"]) == 1 + 4 + int((batch["attention_mask"][:, -1] == 0).sum())
-
-
-# Labels of conversations
 
 
 @pytest.mark.processes
@@ -258,20 +255,16 @@ def test_conversations_and_plain_text_have_the_labels_that_each_has_alone(sets: 
     assert 0 < sum(row in chat for row in mixed) < len(mixed)
 
 
-# Targets one place ahead
-
-
 def test_padded_documents_lose_no_target_and_have_the_widths_asked_for(numbered: Path) -> None:
     options: dict[str, Any] = {"model_id": numbered, "shuffle": False, "targets": "shifted"}
     found: list[list[int]] = []
     with open_loader(numbered, pad_to_multiple_of=4, **options) as loader:
         for batch in loader:
-            assert batch["input_ids"].shape[1] % 4 == 0
             assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
+            assert batch["input_ids"].shape[1] % 4 == 0
             for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
-                targets = [label for label in labels if label != -100]
-                found.append([ids[0], *targets])
-                assert [ids[0], *targets[:-1]] == ids[: max(len(targets), 1)]
+                found.append([ids[0], *(label for label in labels if label != -100)])
+                assert found[-1][:-1] == ids[: len(found[-1]) - 1]
     assert found == [[number, *range(number % 5)] for number in range(104)]
     for multiple, width in ((None, 3), (8, 8)):
         form: dict[str, Any] = {"max_length": 3, "padding": "max_length", "pad_to_multiple_of": multiple}

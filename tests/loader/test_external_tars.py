@@ -38,8 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def tars(tmp_path: Path) -> list[Path]:
     """Three tars of 6 documents; a document's first id is its number, 0 to 17."""
-    form: dict[str, Any] = {"name": "part-{:02d}.tar", "ids_of": lambda n: [n, *range(900, 900 + n % 4)]}
-    return [*map(Path, write_numbered_tars(tmp_path, 18, 3, **form))]
+    return write_numbered_tars(tmp_path, 18, 3)
 
 
 def read(shards: Any, model: str | Path, **options: Any) -> list[list[int]]:

@@ -121,12 +121,12 @@ def test_after_an_error_no_worker_is_left_and_the_loader_works_again(numbered: P
     paths = write_numbered_tars(tmp_path, 64, 3)
     before = alive()
     with open_loader(tmp_path, 8, model_id=numbered, num_workers=2) as loader:
-        whole = Path(paths[1]).read_bytes()
-        Path(paths[1]).write_bytes(whole[:-512])
+        whole = paths[1].read_bytes()
+        paths[1].write_bytes(whole[:-512])
         with refuses(BrokenShard, path=paths[1]):
             list(loader)
         wait_until_gone(before)
-        Path(paths[1]).write_bytes(whole)
+        paths[1].write_bytes(whole)
         assert sorted(numbers(loader)) == list(range(64))
     wait_until_gone(before)
 

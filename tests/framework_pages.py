@@ -21,9 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutput
 
 from loader import check_boundaries, evaluation_loss, mask_documents
+from loader.trainer import LoaderMixin
 from shardprep.errors import Refused, UsageError
 from tests.attention_families import small_model
 from tests.documented import examples_of
@@ -166,10 +168,6 @@ def train_by_page(rank: int, run: Run, out: Path) -> Any:
 
 def evaluate(_: int, run: Run, out: Path) -> Any:
     """Return the loss on the validation set by Trainer, by our function, and by the page of Lightning."""
-    from transformers import Trainer, TrainingArguments
-
-    from loader.trainer import LoaderMixin
-
     model, data = SmallModel(), run["data"]
     quiet: Any = {"use_cpu": True, "ddp_backend": "gloo", "report_to": [], "disable_tqdm": True}
     args = TrainingArguments(f"{out}/e", per_device_train_batch_size=2, **quiet)
@@ -230,14 +228,11 @@ EVALUATIONS: list[Run] = [  # of one model on other ranks, in batches of other s
 ]
 
 
-def main(data: str, out: str) -> None:
+if __name__ == "__main__":
+    data, out = sys.argv[1:]
     launched = {"is_launched": True, "data": data}
     pages = chain.from_iterable(runs_of(page) for page, needs in NEEDS.items() if find_spec(needs))
     runs = [{"how": train_by_page, **launched, **run} for run in pages]
     runs += [{"how": evaluate, **launched, **run} for run in EVALUATIONS]
     runs.append({"how": check_wrapped_models, "name": "wrapped models", "world": 2, "data": data})
     start_ranks(runs, Path(out))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -193,11 +193,8 @@ OTHERS: list[Run] = [
 ]
 
 
-def main(numbered: str, rows: str, out: str) -> None:
+if __name__ == "__main__":
+    numbered, rows, out = sys.argv[1:]
     early = open_loader(numbered, model_id=numbered)
     given = {"how": global_batches, "data": numbered, "rows": rows, "early": early}
     start_ranks([given | run for run in (*GLOBAL_BATCHES, *OTHERS)], Path(out))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

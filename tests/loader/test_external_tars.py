@@ -26,7 +26,6 @@ from tests.world import epoch_of, open_loader, refuses
 
 VOCAB_SIZE = 1000
 EOS = VOCAB_SIZE - 1
-FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
 SIZE, KIND, MAGIC = 124, 156, 257  # bytes of a header
 
 
@@ -80,7 +79,8 @@ def test_every_way_to_name_shards_gives_the_same_batches(
 # Whole tars, and headers
 
 
-def test_a_tar_cut_or_joined_is_refused_though_webdataset_takes_it(tmp_path: Path, model: str) -> None:
+def test_a_tar_cut_or_joined_is_refused(tmp_path: Path, model: str) -> None:
+    """Though webdataset takes it."""
     path = write_tar(tmp_path / "a.tar", [{"token_ids.json": [number] * 300} for number in range(4)])
     whole = path.read_bytes()
     with tarfile.open(path) as tar:
@@ -93,8 +93,6 @@ def test_a_tar_cut_or_joined_is_refused_though_webdataset_takes_it(tmp_path: Pat
             open_loader(cut, 1, model_id=model)
     cut.write_bytes(whole[: ends[-1] + 1024])  # the two end blocks, without the padding behind them
     assert len(read(cut, model)) == 4
-    cut.write_bytes(whole[: ends[1]])
-    assert len(list(webdataset.WebDataset(str(cut), shardshuffle=False, empty_check=False))) == 2
 
 
 def member(name: str = "a.token_ids.json", data: bytes = b"[1]", **records: str) -> bytes:
@@ -154,7 +152,7 @@ def test_a_header_that_says_no_file_is_refused_with_its_place(tmp_path: Path, mo
 def some_tar(chance: random.Random) -> bytes:
     """A tar of any format with all that a header can say, beside samples of ids."""
     file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w", format=chance.choice(FORMATS)) as tar:
+    with tarfile.open(fileobj=file, mode="w", format=chance.randrange(3)) as tar:  # ustar, GNU, PAX
         for number in range(chance.randrange(1, 5)):
             key = chance.choice(["a", "한", "d/" * 60, "d/" * 130 + "e/"]) + str(number)
             for field in ["token_ids.json", *chance.choice([[], ["text.txt"], ["Folder"], ["link"]])]:
@@ -310,7 +308,7 @@ def test_what_is_no_ids_is_refused(tmp_path: Path, model: str, fault: str) -> No
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<i4", "<i8", ">i8", "<u4"])
-def test_rows_of_arrays_and_lists_have_an_eos(sets: DataSets, tmp_path: Path, model: str, dtype: str) -> None:
+def test_rows_of_arrays_and_lists_have_an_eos(tmp_path: Path, model: str, dtype: str) -> None:
     """Rows are laid out by the counts of a scan, by which the last id of each document is known."""
     texts = ["[]", " [ ] ", f"[{EOS}]", "[1,2]", "[\n 1,\n 22\n]\n", f"[7, {EOS}, 8]", "[998]", f"[3, {EOS}]"]
     documents = [json.loads(text) for text in texts]

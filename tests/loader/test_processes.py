@@ -346,7 +346,6 @@ PathFinder.find_spec = lambda name, *rest: None if name.partition(".")[0] == "to
     ("words", "code"),
     [
         (["-c", "from loader import get_llama3_dataloader"], 1),
-        (["-m", "loader", "DATA"], 2),
         (["-m", "loader", "where", "DATA", "--state", "checkpoint.pt"], 2),
         (["-m", "loader", "stage", "DATA", "--to", "staged"], 0),  # which needs no torch
     ],

@@ -2,7 +2,7 @@
 
     python -m tests.ranks NUMBERED ROWS OUT
 
-``NUMBERED`` are numbered tars. Rank r of a run saves what it saw as OUT/RUN-r.pt.
+``NUMBERED`` are numbered tars, ``ROWS`` packed ones. Rank r of a run saves what it saw as OUT/RUN-r.pt.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Seen:
         logs = sorted(self.out.glob(f"{name}-?.log"))
         for error in self.out.glob(f"{name}.error"):
             raise AssertionError("\n--- next rank\n".join(path.read_text() for path in [error, *logs]))
+        assert logs, f"no rank of {name} began"
         return [torch.load(path.with_suffix(".pt")) for path in logs]
 
 

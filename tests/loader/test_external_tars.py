@@ -301,7 +301,7 @@ def test_what_is_no_ids_is_refused(tmp_path: Path, model: str, fault: str) -> No
         read(path, model)
         == 2 * {"text": [[1]], "array": [[1, 2, 3]], "rows": [[0, 1, 2, 3], [4, 5, 6]]}[form]
     )
-    write_tar(path, [good, {**good, name: raw}, good])
+    write_tar(path, [{**good, name: raw}, good])
     for seq_len in (None, 4 if form == "rows" else 2):
         with refuses(BrokenShard, path=path):
             read(path, model, seq_len=seq_len)

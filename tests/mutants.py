@@ -52,7 +52,6 @@ TARGETS = (
 )
 TESTS = (
     *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "oracle").glob("test_*.py")),
-    "tests/loader/test_amend.py",
     "tests/loader/test_external_tars.py",
     "tests/loader/test_order.py",
     "tests/loader/test_reading.py",

@@ -6,12 +6,13 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
+
+from tqdm import tqdm
 
 from tests.faults import disturbed_files, disturbed_runs, power_loss
 from tests.faults.judging import KINDS, Outcome, failures
@@ -45,7 +46,6 @@ CAMPAIGNS = {
 _QUICK_FORMS = ("best_fit",)
 # Of each file or hit and command. Full takes some 2 hours of one core, quick some 4 s per campaign.
 _FAULTS = 200
-_SPEAK_EVERY_S = 30
 
 
 def main() -> int:
@@ -70,18 +70,14 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
         for name in args.only or CAMPAIGNS
     }
     data_sets = make_small_data_sets(folder, sorted({form for forms in forms_of.values() for form in forms}))
-    outcomes, spoke = list[Outcome](), time.monotonic()
+    outcomes = list[Outcome]()
     for name, forms in forms_of.items():
         of_campaign = [data_set for data_set in data_sets if data_set.form in forms]
         num_faults = args.num_faults or (CAMPAIGNS[name].num_quick if args.quick else _FAULTS)
-        for outcome in CAMPAIGNS[name].outcomes(of_campaign, num_faults=num_faults):
-            outcomes.append(outcome)
-            if time.monotonic() - spoke > _SPEAK_EVERY_S:
-                spoke = time.monotonic()
-                print(f"{name}: {len(outcomes)} tried, {len(failures(outcomes))} failed", file=sys.stderr)
+        campaign = CAMPAIGNS[name].outcomes(of_campaign, num_faults=num_faults)
+        outcomes += tqdm(campaign, name, mininterval=30, unit=" faults")
         if args.json:
             args.json.write_text(json.dumps([*map(asdict, outcomes)]), encoding="utf-8")
-        print(f"{name}: ended", flush=True)
     _print_table(outcomes)
     _print_failures(failures(outcomes))
     return 1 if failures(outcomes) else 0

@@ -38,7 +38,7 @@ CAMPAIGNS = {
     "short_transfers": Campaign(disturbed_runs.short_transfers, ("json", "npy", "best_fit")),
     "full_disks": Campaign(disturbed_runs.full_disks),
     "kills": Campaign(disturbed_runs.kills, _ALL),
-    "stop_signals": Campaign(disturbed_runs.stop_signals, _ALL),
+    "stop_signals": Campaign(disturbed_runs.stop_signals, _ALL, num_quick=6),
     "power_loss": Campaign(power_loss.outcomes, num_quick=1),
     "races": Campaign(disturbed_runs.races),
     "clocks": Campaign(disturbed_runs.clocks),

@@ -168,9 +168,9 @@ def _flip(offset: int, bit: int, path: Path) -> None:
 
 def _free_bytes(file: DisturbedFile, data: bytes) -> range:
     """Return the bytes of a name that nothing can tell from another."""
-    for path, start, end in _spans(data.decode()) if file.free_text else ():
+    for path, start, end in _spans(data.decode("latin-1")) if file.free_text else ():  # a letter a byte
         if path == file.free_text:
-            return range(*(len(data.decode()[:at].encode()) for at in (start, end)))
+            return range(start, end)
     return range(0)
 
 

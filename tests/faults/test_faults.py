@@ -27,7 +27,7 @@ CAMPAIGNS: dict[str, tuple[int, set[str]]] = {
     "short_transfers": (20, {"equal"}),
     "full_disks": (3, {"refused", "equal"}),
     "kills": (12, {"equal"}),
-    "stop_signals": (12, {"refused"}),
+    "stop_signals": (40, {"refused"}),
     "power_loss": (28, {"equal"}),
     "races": (3, {"equal"}),
     "changes": (3, {"refused"}),
@@ -52,7 +52,9 @@ def test_what_is_disturbed_is_refused_in_words_or_without_effect(
     of_campaign: Outcomes, campaign: str
 ) -> None:
     least, kinds = CAMPAIGNS[campaign]
-    outcomes = of_campaign[campaign]
+    outcomes = of_campaign.get(campaign, [])
+    if campaign == "full_disks" and not outcomes:
+        pytest.skip("no tmpfs can be mounted here")
     failed = [outcome for outcome in outcomes if outcome["kind"] not in ("refused", "equal")]
     assert not failed, "\n".join(map(str, failed[:20]))
     assert len(outcomes) >= least

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkout import ROOT
+from tests.checkout import PACKAGES, ROOT
 from tests.children import environ_of_children, run_child, shardprep
 from tests.world import World
 
-PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
 HEAVY = {"torch", "transformers", "webdataset"}
 # Folder -> what of ours its modules may import: a package, or a folder of one.
 ARROWS = {

@@ -23,7 +23,7 @@ import pytest
 
 from loader import ShardprepError, get_llama3_dataloader
 from tests.forged import rewrite_json
-from tests.world import World, open_loader, tokenizer_dir
+from tests.world import World, tokenizer_dir
 
 WRONG = 1  # the shard that is found wrong, of three
 
@@ -104,30 +104,7 @@ def test_every_reader_refuses_a_shard_that_verify_found_wrong(
     wrong.verify()
 
 
-def test_no_flipped_bit_of_the_findings_makes_a_wrong_shard_count_as_done(wrong: World) -> None:
-    path = wrong.data_dir / "findings.json"
-    manifest = (wrong.data_dir / f"shard-{WRONG:05d}.json").read_bytes()
-    before, chance = path.read_bytes(), random.Random(1)
-    for _ in range(24):
-        place, bit = chance.randrange(len(before)), chance.randrange(8)
-        path.write_bytes(before[:place] + bytes([before[place] ^ 1 << bit]) + before[place + 1 :])
-        assert code_of(wrong, "status") == 65 or told(wrong)[0] == "0,2", (place, bit)
-        assert load(wrong) == 65, (place, bit)
-        # What cannot be read is no reason to make a shard again, either.
-        assert wrong.try_shard(WRONG).code == 65, (place, bit)
-        assert (wrong.data_dir / f"shard-{WRONG:05d}.json").read_bytes() == manifest
-
-
-def test_findings_that_cannot_be_read_are_refused_and_verify_writes_them_anew(wrong: World) -> None:
-    for content in ("", '{"findings": 3}', "\0" * 99):
-        (wrong.data_dir / "findings.json").write_text(content)
-        assert load(wrong) == code_of(wrong, "status") == 65
-        assert code_of(wrong, "verify", fast=True) == 65, "it cannot know what is wrong"
-        assert code_of(wrong, "verify") == 65
-        assert told(wrong)[1] == "1"
-
-
-WRONG_TYPES: dict[str, tuple[object, ...]] = {
+WRONG_VALUES: dict[str, tuple[object, ...]] = {
     "shard": ("1", -1, 2**70, None, True, 1.0),
     "exit_code": ("65", None),
     "message": (3, ["x"], None),
@@ -136,16 +113,31 @@ WRONG_TYPES: dict[str, tuple[object, ...]] = {
 }
 
 
-def test_findings_of_wrong_types_are_refused_in_words_though_the_hash_is_right(wrong: World) -> None:
-    path = wrong.data_dir / "findings.json"
-    before = path.read_bytes()
-    for key, value in ((key, value) for key, values in WRONG_TYPES.items() for value in values):
-        path.write_bytes(before)
-        rewrite_json(path, **{f"findings.0.{key}": value})
+def test_no_damage_of_the_findings_makes_a_wrong_shard_count_as_done(wrong: World) -> None:
+    """Flipped bits, what is no list of findings, and wrong values though the hash is right."""
+    path, manifest = wrong.data_dir / "findings.json", wrong.data_dir / f"shard-{WRONG:05d}.json"
+    before, chance = path.read_bytes(), random.Random(1)
+    damaged = [b"", b'{"findings": 3}', bytes(99)]
+    for place in chance.sample(range(len(before)), 12):
+        flipped = bytes([before[place] ^ 1 << chance.randrange(8)])
+        damaged.append(before[:place] + flipped + before[place + 1 :])
+    for key, values in WRONG_VALUES.items():
+        for value in values:
+            path.write_bytes(before)
+            rewrite_json(path, **{f"findings.0.{key}": value})
+            damaged.append(path.read_bytes())
+    of_manifest = manifest.read_bytes()
+    for content in damaged:
+        path.write_bytes(content)
         ends = [wrong.main(command, wrong.data_dir) for command in ("status", "report", "retry")]
+        # What cannot be read is no reason to make a shard again, either.
         for ended in (*ends, wrong.try_shard(WRONG)):
-            assert (ended.code, "findings.json" in ended.err) == (65, True), (key, value, ended.text)
-        assert export("nanogpt", wrong) == load(wrong) == 65, (key, value)
+            assert (ended.code, "findings.json" in ended.err) == (65, True), (content, ended.text)
+        assert load(wrong) == export("nanogpt", wrong) == 65, content
+        assert manifest.read_bytes() == of_manifest, content
+    assert code_of(wrong, "verify", fast=True) == 65, "it cannot know what is wrong"
+    assert code_of(wrong, "verify") == 65, "it writes them anew"
+    assert told(wrong)[1] == str(WRONG)
 
 
 Watch = Callable[..., list[str]]
@@ -186,13 +178,6 @@ def half(world: World) -> World:
     for path in [world.data_dir / "index.json", *world.data_dir.glob("shard-00001.*")]:
         path.unlink()
     return world
-
-
-def test_stage_ends_with_74_where_a_folder_cannot_be_listed(world: World, watch: Watch) -> None:
-    """os.walk leaves such a folder out, without a word."""
-    failed = watch("scandir", "data", errno.ESTALE)
-    ended = world.main("stage", world.data_dir, "--to", world.data_dir.with_name("copy"))
-    assert (ended.code, bool(failed)) == (74, True), ended.text
 
 
 @pytest.mark.parametrize("error", ["EMFILE", "ENFILE", "ESTALE", "EDQUOT", "EROFS", "EIO", "ENOMEM"])
@@ -245,19 +230,17 @@ def test_a_shard_a_file_of_very_many_small_files_is_warned_of(tmp_path: Path) ->
         assert (ended.code, "--num_shards 1" in ended.text) == (0, is_warned)
 
 
-def test_a_done_shard_costs_one_open_and_two_looks_at_sizes_of_its_files(world: World, watch: Watch) -> None:
+def test_a_task_lists_no_folder_and_of_a_done_shard_it_opens_one_file_and_looks_at_two_sizes(
+    half: World, watch: Watch
+) -> None:
     """On a parallel file system each is a round trip to a server."""
-    asked = {call: watch(call) for call in ("open", "stat", "listdir", "scandir")}
-    assert world.try_shard(0).code == 0
-    of_shard = {call: [name for name in names if name.startswith("shard-")] for call, names in asked.items()}
-    sizes = ["shard-00000.idx", "shard-00000.tar"]
-    assert (of_shard.pop("open"), sorted(of_shard.pop("stat"))) == (["shard-00000.json"], sizes)
-    assert not any(of_shard.values())
-
-
-def test_a_task_lists_no_folder_of_the_data_set(half: World, watch: Watch) -> None:
     listed = watch("listdir"), watch("scandir")
     assert half.try_shard(1).code == 0
+    asked = {call: watch(call) for call in ("open", "stat")}
+    assert half.try_shard(1).code == 0
+    of_shard = {call: [name for name in names if name.startswith("shard-")] for call, names in asked.items()}
+    sizes = ["shard-00001.idx", "shard-00001.tar"]
+    assert (of_shard["open"], sorted(of_shard["stat"])) == (["shard-00001.json"], sizes)
     assert not any("data" in names for names in listed)
 
 
@@ -272,23 +255,35 @@ def test_run_finds_what_is_missing_with_one_look_at_the_folder(half: World, watc
     assert not list(half.data_dir.glob(".shard-00000*")), "temporaries of done shards go"
 
 
-@pytest.mark.parametrize(
-    ("error", "suffix"),
-    [
-        *((error, "tar") for error in ("EIO", "ESTALE", "EMFILE", "ENFILE", "ENOMEM", "EACCES", "ENODEV")),
-        ("ETIMEDOUT", "idx"),
-        ("ESTALE", "json"),
-    ],
-)
-def test_an_error_of_reading_says_nothing_of_the_shard(
-    world: World, watch: Watch, error: str, suffix: str
+UNREADABLE = [
+    *(
+        ("verify", "open", "shard-00001.tar", error)
+        for error in ("EIO", "ESTALE", "EMFILE", "ENFILE", "ENOMEM", "EACCES", "ENODEV")
+    ),
+    ("verify", "open", "shard-00001.idx", "ETIMEDOUT"),
+    *((command, "open", "shard-00001.json", "EACCES") for command in ("verify", "status", "run", "load")),
+    ("stage", "scandir", "data", "ESTALE"),  # os.walk leaves such a folder out, without a word
+]
+
+
+@pytest.mark.parametrize(("command", "call", "name", "error"), UNREADABLE)
+def test_an_error_of_reading_ends_a_command_with_74_and_says_nothing_of_a_shard(
+    world: World, watch: Watch, command: str, call: str, name: str, error: str
 ) -> None:
-    before = (world.data_dir / "index.json").read_bytes()
-    watch("open", f"shard-00001.{suffix}", getattr(errno, error))
-    ended = world.main("verify", world.data_dir)
-    assert (ended.code, f"shard-00001.{suffix}" in ended.err) == (74, True)
+    """It is neither wrong nor missing, and is not made again."""
+    if name.endswith(".json"):
+        (world.data_dir / "index.json").unlink()  # which stands for the manifests
+    before = {path: path.stat().st_mtime_ns for path in world.data_dir.rglob("*") if path.is_file()}
+    failed = watch(call, name, getattr(errno, error))
+    if command == "load":
+        assert load(world) == 74
+    else:
+        words = ["--to", world.data_dir.with_name("copy")] if command == "stage" else []
+        ended = world.main(command, world.data_dir, *words)
+        assert (ended.code, name in ended.err) == (74, True), ended.text
+    assert failed
     assert not (world.data_dir / "findings.json").exists()
-    assert (world.data_dir / "index.json").read_bytes() == before
+    assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
 def test_a_finding_is_written_and_stands_though_another_or_the_same_shard_cannot_be_read(
@@ -302,16 +297,3 @@ def test_a_finding_is_written_and_stands_though_another_or_the_same_shard_cannot
     assert world.main("verify", world.data_dir).code == 74
     monkeypatch.undo()
     assert json.loads(world.main("status", world.data_dir, json=True).out)["wrong"] == "1"
-
-
-def test_a_manifest_that_cannot_be_read_is_no_missing_shard(world: World, watch: Watch) -> None:
-    (world.data_dir / "index.json").unlink()
-    before = (world.data_dir / "shard-00001.tar").stat().st_mtime_ns
-    watch("open", "shard-00001.json", errno.EACCES)
-    ended = world.main("status", world.data_dir)
-    assert (ended.code, "shard-00001.json" in ended.err) == (74, True)
-    assert world.main("run", world.data_dir).code == 74
-    with pytest.raises(ShardprepError) as raised:
-        open_loader(world.data_dir)
-    assert raised.value.exit_code == 74
-    assert (world.data_dir / "shard-00001.tar").stat().st_mtime_ns == before, "it is not made again"

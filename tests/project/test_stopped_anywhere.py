@@ -1,15 +1,13 @@
-"""Wherever a signal or a death comes, nothing is left behind: no temporary, no process, no traceback."""
+"""Wherever a signal or a death comes, nothing is left behind: no process, no traceback.
+
+tests/faults stops the commands at each call of the system, and looks for temporaries.
+"""
 
 from __future__ import annotations
 
-import random
-import re
 import signal
 import sys
-import threading
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -19,67 +17,11 @@ from tests.waiting import wait_until
 from tests.world import World
 
 STOPPED = 75
-OURS = re.compile("/(preprocess|shardprep)/")
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return World(tmp_path).raw({"a.txt": "a line of text\n" * 300}).plan(num_shards=2)
-
-
-def lines_run(world: World, number: int) -> tuple[int, int]:
-    """Make shard 0, and send SIGTERM before the n-th line of our code that runs while a temporary is there.
-
-    Returns the exit code, and how many such lines there were.
-    """
-    for path in world.data_dir.glob("*shard-00000*"):
-        path.unlink()
-    num_lines = 0
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal num_lines
-        if not OURS.search(frame.f_code.co_filename):
-            return None
-        is_main = threading.current_thread() is threading.main_thread()
-        # Once the command has ended, nobody answers the signal.
-        if event == "line" and is_main and callable(signal.getsignal(signal.SIGTERM)):
-            if num_lines or any(world.data_dir.glob(".shard-*")):
-                num_lines += 1
-            if num_lines == number:
-                signal.raise_signal(signal.SIGTERM)
-        return trace
-
-    before = sys.gettrace()
-    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so it is again when the command has ended
-    sys.settrace(trace)
-    try:
-        ended = world.try_shard(0)
-    finally:
-        sys.settrace(before)
-        # A signal that came in a finalizer comes again by an alarm, if the command has not ended before.
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGTERM, handler)
-    return ended.code, num_lines
-
-
-@pytest.mark.slow
-def test_a_signal_at_any_line_of_making_a_shard_leaves_no_temporary(world: World) -> None:
-    """tests/faults stops the commands at each call of the system; here it is between them."""
-    code, num_lines = lines_run(world, 10**9)
-    assert (code, num_lines > 200) == (0, True)
-    chance = random.Random(0)
-    # The first lines are those in which files have just been made, the last ones publish them.
-    lines = [*range(1, 12), *chance.sample(range(12, num_lines), 12), *range(num_lines - 12, num_lines)]
-    codes = set()
-    for line in lines:
-        code, _ = lines_run(world, line)
-        codes.add(code)
-        # The mark that an attempt has begun may stay: it is empty, and has the next attempt look for litter.
-        left = {path.name for path in world.data_dir.rglob(".*")} - {".shard-00000.begun.tmp"}
-        assert not left, line
-        assert code == STOPPED or (world.data_dir / "shard-00000.json").exists(), line
-    assert codes <= {0, STOPPED}
-    assert STOPPED in codes
 
 
 FINALIZER = """

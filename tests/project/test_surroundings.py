@@ -1,4 +1,4 @@
-"""What surrounds a command: pipes that nobody reads, full disks, other locales, folders with a preprocess.py.
+"""What surrounds a command: closed pipes, full disks, locales, folders with a preprocess.py, signals.
 
 ``| head`` ends no command in a traceback, and a log that cannot be written costs no shard. Names of files are
 UTF-8, whatever the locale says. A user's own preprocess.py hides no package.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,9 @@ import pytest
 from loader import UsageError, get_llama3_dataloader
 from shardprep.__main__ import main
 from tests.checkout import ROOT
-from tests.children import environ_of_children, run_child, shardprep
+from tests.children import child, end_of, environ_of_children, is_living, run_child, shardprep
+from tests.held_children import Hold
+from tests.waiting import wait_until
 from tests.world import World, call_main, tokenizer_dir
 
 COMMANDS = (
@@ -216,3 +219,79 @@ def test_a_preprocess_py_that_hides_the_package_is_named_and_is_no_matter_to_the
     path.write_text(text)
     (tmp_path / "train.py").write_text(script)
     assert run(tmp_path, *words.split(), code=code).startswith(said.replace("FILE", str(path)))
+
+
+# Signals; tests/faults stops the commands at each call of the system, and looks for temporaries.
+
+FINALIZER = """
+import os, signal, time
+from shardprep.command_line import raise_on_stop_signals
+from shardprep.errors import Stopped
+
+class Thing:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(1000):
+            pass
+
+raise_on_stop_signals()
+thing = Thing()
+try:
+    del thing
+    while True:
+        time.sleep(0.01)
+except Stopped as error:
+    print(f"caught {error}")
+"""
+
+
+@pytest.mark.processes
+def test_a_signal_where_python_drops_exceptions_stops_the_command_all_the_same() -> None:
+    done = run_child([sys.executable, "-c", FINALIZER])
+    assert (done.stdout[:6], done.stderr) == ("caught", "")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_the_workers_of_run_do_not_outlive_it(tmp_path: Path, how: signal.Signals) -> None:
+    """Killed it cannot tell them; they stand in the middle of a shard."""
+    world = World(tmp_path).raw({"a.txt": "a line of text\n" * 300}).plan(num_shards=2)
+    hold = Hold(tmp_path, "fsync", r"\.shard-\d+\.tar")
+    words = shardprep("run", world.data_dir, "--num_proc", 2)
+    with child(words, env={**environ_of_children(), **hold.environ()}, stderr=-2) as run:
+        workers = hold.wait(2, run)
+        assert run.pid not in workers
+        run.send_signal(how)
+        hold.release()
+        end_of(run, code=-9 if how == signal.SIGKILL else 75)
+        wait_until(lambda: not any(is_living(pid) for pid in workers), every_s=0.01)
+    if how != signal.SIGKILL:
+        assert not list(world.data_dir.glob(".shard-*"))
+
+
+# Sends SIGINT to this process as it imports a module, and runs a command.
+INTERRUPTED = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == MODULE:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+"""
+STARTED = {
+    "shardprep": "from shardprep import main; sys.argv[0] = 'shardprep'; sys.exit(main())",
+    **{
+        f"python -m {package}": f"import runpy; runpy.run_module('{package}', run_name='__main__')"
+        for package in ("shardprep", "preprocess")
+    },
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", STARTED)
+@pytest.mark.parametrize("module", ["argparse", "msgspec", "shardprep.console", "shardprep.removed"])
+def test_ctrl_c_while_a_command_imports_is_one_line(command: str, module: str, tmp_path: Path) -> None:
+    program = INTERRUPTED.replace("MODULE", repr(module)) + STARTED[command]
+    # Nothing is there: without the signal it would end with 66.
+    ended = run_child([sys.executable, "-c", program, "clean", tmp_path / "none"], code=75)
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from tests.faults import disturbed_files, disturbed_runs, power_loss
 from tests.faults.judging import KINDS, Outcome, failures
-from tests.faults.os_calls import is_preloaded, start_preloaded
+from tests.faults.os_calls import preload
 from tests.faults.small_data_sets import FORMS, make_small_data_sets
 
 
@@ -59,8 +59,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write every outcome to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        if not is_preloaded():
-            return start_preloaded(Path(folder), ["-m", "tests.faults", *sys.argv[1:]])
+        preload(Path(folder), ["-m", "tests.faults", *sys.argv[1:]])
         return _run(args, Path(folder))
 
 
@@ -98,13 +97,13 @@ def _print_table(outcomes: Sequence[Outcome]) -> None:
 def _print_failures(failed: Sequence[Outcome]) -> None:
     """Print each distinct failure with how often it came, and one fault that shows it."""
     # Those that agree in this have one cause, most likely.
-    causes = Counter((each.campaign, each.command, each.kind, each.what) for each in failed)
+    causes: dict[tuple[str, ...], list[Outcome]] = {}
+    for each in failed:
+        causes.setdefault((each.campaign, each.command, each.kind, each.what), []).append(each)
     print(f"\n{len(causes)} distinct failures")
-    for cause, number in causes.most_common():
-        campaign, command, kind, what = cause
-        first = next(each for each in failed if (each.campaign, each.command, each.kind, each.what) == cause)
-        print(f"{number:>6} x {campaign}, {command}: {kind}: {what}")
-        print(f"         such as {first.form}, {first.file}: {first.fault}")
+    for (campaign, command, kind, what), alike in sorted(causes.items(), key=lambda cause: -len(cause[1])):
+        print(f"{len(alike):>6} x {campaign}, {command}: {kind}: {what}")
+        print(f"         such as {alike[0].form}, {alike[0].file}: {alike[0].fault}")
 
 
 if __name__ == "__main__":

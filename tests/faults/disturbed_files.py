@@ -310,38 +310,31 @@ def _bad_values(file: DisturbedFile, data: bytes, number: int, _: object) -> Ite
         yield words, _writing(content)
 
 
-def _spans(text: str) -> list[tuple[str, int, int]]:
+def _behind_blanks(text: str, at: int) -> int:
+    return len(text) - len(text[at:].lstrip(" \t\r\n,:"))
+
+
+def _spans(text: str, path: str = "", start: int = 0) -> Iterator[tuple[str, int, int]]:
     """(path, start, end) of each value in a JSON text, so that one can be replaced and all else stays.
 
     Of an array the first two and the last.
     """
-    decoder = JSONDecoder()
-    found: list[tuple[str, int, int]] = []
-
-    def behind_blanks(at: int) -> int:
-        while text[at] in " \t\r\n,:":
-            at += 1
-        return at
-
-    def visit(path: str, start: int) -> None:
-        if path:
-            found.append((path, start, decoder.raw_decode(text, start)[1]))
-        if text[start] not in "{[":
-            return
-        items: list[tuple[str, int]] = []
-        at = behind_blanks(start + 1)
-        while text[at] not in "}]":
-            name = str(len(items))
-            if text[start] == "{":
-                name, at = decoder.raw_decode(text, at)
-                at = behind_blanks(at)
-            items.append((f"{path}.{name}" if path else name, at))
-            at = behind_blanks(decoder.raw_decode(text, at)[1])
-        for name, at in items if text[start] == "{" else [*items[:2], *items[2:][-1:]]:
-            visit(name, at)
-
-    visit("", 0)
-    return found
+    decode = JSONDecoder().raw_decode
+    if path:
+        yield path, start, decode(text, start)[1]
+    if text[start] not in "{[":
+        return
+    items: list[tuple[str, int]] = []
+    at = _behind_blanks(text, start + 1)
+    while text[at] not in "}]":
+        name = str(len(items))
+        if text[start] == "{":
+            name, at = decode(text, at)
+            at = _behind_blanks(text, at)
+        items.append((f"{path}.{name}" if path else name, at))
+        at = _behind_blanks(text, decode(text, at)[1])
+    for name, at in items if text[start] == "{" else [*items[:2], *items[2:][-1:]]:
+        yield from _spans(text, name, at)
 
 
 # No bad values with right hashes in findings: those that were forged away are no findings.

@@ -34,7 +34,7 @@ from tests.faults.judging import (
     spread,
     struck,
     verdict_at_call,
-)
+)  # fmt: skip
 from tests.faults.os_calls import ERRORS, Call, Mode
 from tests.faults.small_data_sets import EXPORTS, Hit, SmallDataSet, hits
 
@@ -128,14 +128,8 @@ def _halves(data_set: SmallDataSet, hit: Hit, number: int) -> Iterator[Fault]:
 def _rivals(data_set: SmallDataSet, hit: Hit, number: int) -> Iterator[Fault]:
     """At each call another process does the same. Both must end well, and what they leave be equal."""
     for at, _ in _calls(data_set, hit, number):
-        yield Fault(
-            words="another one meanwhile",
-            at=at,
-            mode="signal",
-            error=signal.SIGSTOP,
-            meanwhile=methodcaller("run", hit.command),
-            may_refuse=False,
-        )
+        meanwhile = methodcaller("run", hit.command)
+        yield Fault(words="another one meanwhile", at=at, meanwhile=meanwhile, may_refuse=False)
 
 
 Change = Callable[[Path], object]  # of a file
@@ -150,8 +144,6 @@ def _changes(
         yield Fault(
             words=f"{name} {words}",
             at=at,
-            mode="signal",
-            error=signal.SIGSTOP,
             meanwhile=partial(_apply, change, name),
             behind=partial(_bring_back, name, data_set.templates / hit.stage / name),
             # Planning may take the input as it is afterwards; a second plan then differs, and that is right.

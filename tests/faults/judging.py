@@ -56,7 +56,7 @@ class Fault:
     prepare: Callable[[SmallDataSet], object] = nothing  # also before the undisturbed run
     before: Callable[[Path], object] = nothing  # to the workplace
     inside: Callable[[], object] = nothing  # in the command's process, just before it
-    # While it stands at the call; a run of another process has to end well.
+    # While it stands at the call, stopped; a run of another process has to end well.
     meanwhile: Callable[[SmallDataSet], object] | None = None
     behind: Callable[[Path], object] = nothing  # to the workplace, before it is judged
     damaged: str | None = None  # the file that ``before`` damages; "" where it has to be right afterwards
@@ -79,7 +79,8 @@ def struck(campaign: str, data_set: SmallDataSet, hit: Hit, fault: Fault) -> Out
     def meanwhile() -> None:
         others.append(fault.meanwhile and fault.meanwhile(data_set))
 
-    with calls.ordered(fault.mode, at=fault.at, error=fault.error):
+    mode, error = ("signal", signal.SIGSTOP) if fault.meanwhile else (fault.mode, fault.error)
+    with calls.ordered(mode, at=fault.at, error=error):
         ended = data_set.start(hit.command, inside).end(meanwhile if fault.meanwhile else None)
     made = calls.calls()
     fault.behind(data_set.place)
@@ -89,7 +90,7 @@ def struck(campaign: str, data_set: SmallDataSet, hit: Hit, fault: Fault) -> Out
             return _verdict_on_damage(data_set, hit.command, ended, expected, fault.damaged)
         if fault.may_differ and ended.is_well:
             return EQUAL
-        stop = fault.error if fault.mode == "signal" and not fault.meanwhile else 0
+        stop = fault.error if fault.mode == "signal" else 0
         verdict = verdict_at_call(data_set, hit, ended, expected, stop=stop)
         if fault.meanwhile and not others:
             raise Failure("wrong", f"it did not stop: {ended}")
@@ -100,14 +101,11 @@ def struck(campaign: str, data_set: SmallDataSet, hit: Hit, fault: Fault) -> Out
                 must_be_well("another process", other)
         return verdict
 
-    file, words = fault.file, fault.words
-    if not file:
-        call = made[fault.at] if fault.at < len(made) else Call("none", "(fewer calls this time)")
-        # Without what differs between runs: the random part of a temporary's name.
-        path = re.sub(r"/\.[^/]+", "/(temporary)", call.path)
-        file = f"{call.op} {re.sub(r'[-_.][a-z0-9_]{8}(?=/|$)', '-(random)', path)}"
-        words = f"{words}, at call {fault.at}: {call.op} {call.path}"
-    return outcome_of(campaign, data_set, file, hit.name, words, judge)
+    if fault.file:
+        return outcome_of(campaign, data_set, fault.file, hit.name, fault.words, judge)
+    call = made[fault.at] if fault.at < len(made) else Call("none", "(fewer calls this time)")
+    words = f"{fault.words}, at call {fault.at}: {call.op} {call.path}"
+    return outcome_of(campaign, data_set, call.op, hit.name, words, judge)
 
 
 def outcome_of(

@@ -235,7 +235,7 @@ def test_csv_is_an_input_format_and_lowercase_a_plan_option_by_a_module_and_a_li
         csv.writer(file, lineterminator="\n").writerows([("id", "text"), *enumerate(texts)])
         world = World(tmp_path).raw({"a.csv": file.getvalue(), "b.txt": "one line\nanother line\n"})
     data, other = world.data_dir, World(tmp_path / "other").raw({"a.txt": "a line\n"})
-    commands = [
+    commands: list[list[object]] = [
         ["plan", *world.words_of_plan(num_shards=4), "--lowercase"],
         *(["shard", "--shard_id", number, "--output_dir", data] for number in range(4)),
         ["verify", data, "--deep"],

@@ -7,7 +7,6 @@ streams, too.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pty
@@ -182,17 +181,15 @@ def test_a_log_gets_a_line_now_and_then_with_share_speed_and_what_is_left(
 
 def on_a_terminal(columns: int, *words: object) -> str:
     """What a command that ends well writes to a terminal of so many columns."""
-    pid, screen = pty.fork()
-    if not pid:
-        os.environ["COLUMNS"] = str(columns)
-        os.execv(sys.executable, shardprep(*words))
-    parts = []
-    with contextlib.suppress(OSError):  # EIO: nobody has the other end any more
-        while part := os.read(screen, 1 << 16):
-            parts.append(part)
-    os.close(screen)
+    parts: list[bytes] = []
+
+    def read(screen: int) -> bytes:
+        parts.append(os.read(screen, 1 << 16))
+        return parts[-1]
+
+    status = pty.spawn(["env", f"COLUMNS={columns}", *shardprep(*words)], read)
     text = b"".join(parts).decode()
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, text
+    assert status == 0, text
     return text
 
 

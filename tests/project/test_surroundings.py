@@ -141,8 +141,7 @@ def test_in_another_locale_a_program_is_told_what_to_type_and_the_loader_reads_n
 ) -> None:
     world = World(tmp_path).raw({"a.txt": "a line\n" * 9}).make(num_shards=1)
     monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "iso8859-1")
-    ended = call_main("verify", world.data_dir)
-    assert (ended.code, "export PYTHONUTF8=1" in ended.err) == (2, True), ended.text
+    world.main("verify", world.data_dir).ends(2, "export PYTHONUTF8=1")
     with world.loader(batch_size=2) as loader:
         next(iter(loader))
     (tmp_path / "자료").mkdir()
@@ -159,8 +158,8 @@ def test_an_input_folder_whose_name_is_not_utf8_is_refused_also_where_it_is_the_
     (folder / "raw").mkdir(parents=True)
     monkeypatch.chdir(folder)
     Path("raw/a.txt").write_text("a\n")
-    ended = call_main("plan", "--input_dir", "raw", "--output_dir", "data", "--model_id", tokenizer_dir())
-    assert (ended.code, r"caf\xe9" in ended.err) == (2, True), ended.text
+    words = ["--input_dir", "raw", "--output_dir", "data", "--model_id", tokenizer_dir()]
+    call_main("plan", *words).ends(2, r"caf\xe9")
 
 
 THEIRS = "raise SystemExit('the old script was run')\n"

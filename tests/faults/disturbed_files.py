@@ -21,7 +21,6 @@ from functools import partial
 from json.decoder import JSONDecoder
 from pathlib import Path
 
-import numpy as np
 import webdataset
 
 from tests.faults.judging import Fault, Outcome, spread, struck
@@ -54,15 +53,13 @@ def _keep_tars_only(data_set: SmallDataSet) -> None:
 
 
 def _put_external_tars(data_set: SmallDataSet) -> None:
-    """Tars by webdataset's own TarWriter, npy where ours are; no idx, no manifest."""
+    """Tars by webdataset's own TarWriter; no idx, no manifest."""
     _keep_tars_only(data_set)
-    is_npy = data_set.form == "npy"
     for path in (data_set.place / "data").glob("*.tar"):
         with webdataset.TarWriter(str(path), mtime=0) as writer:
             for number in range(6):
-                ids = [300, *range(1, 6 + number), 301]
-                member = {"token_ids.npy": np.array(ids, np.uint16)} if is_npy else {"token_ids.json": ids}
-                writer.write({"__key__": f"sample_{number:05d}", "text.txt": "text", **member})
+                member = {"token_ids.json": [300, *range(1, 6 + number), 301], "text.txt": "text"}
+                writer.write({"__key__": f"sample_{number:05d}", **member})
 
 
 def _find_wrong(data_set: SmallDataSet) -> None:

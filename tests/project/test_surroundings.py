@@ -222,33 +222,6 @@ def test_a_preprocess_py_that_hides_the_package_is_named_and_is_no_matter_to_the
 
 # Signals; tests/faults stops the commands at each call of the system, and looks for temporaries.
 
-FINALIZER = """
-import os, signal, time
-from shardprep.command_line import raise_on_stop_signals
-from shardprep.errors import Stopped
-
-class Thing:
-    def __del__(self):
-        os.kill(os.getpid(), signal.SIGTERM)
-        for _ in range(1000):
-            pass
-
-raise_on_stop_signals()
-thing = Thing()
-try:
-    del thing
-    while True:
-        time.sleep(0.01)
-except Stopped as error:
-    print(f"caught {error}")
-"""
-
-
-@pytest.mark.processes
-def test_a_signal_where_python_drops_exceptions_stops_the_command_all_the_same() -> None:
-    done = run_child([sys.executable, "-c", FINALIZER])
-    assert (done.stdout[:6], done.stderr) == ("caught", "")
-
 
 @pytest.mark.processes
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
@@ -268,29 +241,41 @@ def test_the_workers_of_run_do_not_outlive_it(tmp_path: Path, how: signal.Signal
         assert not list(world.data_dir.glob(".shard-*"))
 
 
-# Sends SIGINT to this process as it imports a module, and runs a command.
+# Runs a command, and sends SIGINT to itself as it imports a module. What a finalizer raises Python drops.
 INTERRUPTED = """
-import os, signal, sys
+import os, signal, sys, time
+def stop():
+    os.kill(os.getpid(), signal.SIGINT)
+class Thing:
+    def __del__(self):
+        stop()
+        for _ in range(1000):
+            pass
+def stop_in_a_finalizer():
+    Thing()
+    time.sleep(60)
 class Interrupt:
     def find_spec(self, name, *_):
         if name == MODULE:
-            os.kill(os.getpid(), signal.SIGINT)
+            STOP()
 sys.meta_path.insert(0, Interrupt())
 """
-STARTED = {
-    "shardprep": "from shardprep import main; sys.argv[0] = 'shardprep'; sys.exit(main())",
-    **{
-        f"python -m {package}": f"import runpy; runpy.run_module('{package}', run_name='__main__')"
-        for package in ("shardprep", "preprocess")
-    },
-}
+STOPS = [(module, "stop") for module in ("argparse", "msgspec", "shardprep.console", "shardprep.removed")]
+STOPS.append(("numpy", "stop_in_a_finalizer"))
+STARTED = [
+    "from shardprep import main; sys.argv[0] = 'shardprep'; sys.exit(main())",
+    "import runpy; runpy.run_module('shardprep', run_name='__main__')",
+    "import runpy; runpy.run_module('preprocess', run_name='__main__')",
+]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("command", STARTED)
-@pytest.mark.parametrize("module", ["argparse", "msgspec", "shardprep.console", "shardprep.removed"])
-def test_ctrl_c_while_a_command_imports_is_one_line(command: str, module: str, tmp_path: Path) -> None:
-    program = INTERRUPTED.replace("MODULE", repr(module)) + STARTED[command]
+@pytest.mark.parametrize(("module", "stop"), STOPS)
+def test_ctrl_c_while_a_command_imports_is_one_line(
+    command: str, module: str, stop: str, tmp_path: Path
+) -> None:
+    program = INTERRUPTED.replace("MODULE", repr(module)).replace("STOP", stop) + command
     # Nothing is there: without the signal it would end with 66.
     ended = run_child([sys.executable, "-c", program, "clean", tmp_path / "none"], code=75)
     assert len(ended.stderr.splitlines()) == 1, ended.stderr

@@ -1,12 +1,4 @@
-"""A file of a data set is damaged or replaced, and read by every command that reads it: four campaigns.
-
-- bit_flips: one bit of one byte.
-- edited_files: bytes written, inserted, doubled or removed at several places.
-- replaced_files: a FIFO, a device, a folder, a link, another shard's or data set's file, or a part of it.
-- bad_json: values that no JSON of ours holds, at each place of each file.
-
-Each is refused, or has no effect.
-"""
+"""A file of a data set is damaged or replaced, and read by every command that reads it: four campaigns."""
 
 from __future__ import annotations
 

@@ -1,14 +1,4 @@
-"""A run is disturbed: something happens at its k-th call to the operating system, for each k, or around it.
-
-- injected_errors: the call fails, once or from there on. Refused in words, and mended by running it again.
-- kills: SIGKILL just before it. Either it is done or nothing of it counts; run again it gives equal bytes.
-- stop_signals: SIGTERM, SIGINT or SIGUSR1. It ends with 75, or 0 as it is done, and leaves no temporary.
-- short_transfers: a read or a write moves half of its bytes. It goes on.
-- races: it stops there, and meanwhile another writer works, or an input or a shard changes. And four writers
-  run beside each other, stopped at random.
-- full_disks: a tmpfs with few free pages; none is tried where none can be mounted.
-- clocks: the clock is off or jumps, and files are from the future: no command notices, every byte is equal.
-"""
+"""A run is disturbed at its k-th call to the operating system, for each k, or around it: seven campaigns."""
 
 from __future__ import annotations
 

@@ -109,10 +109,8 @@ def _facts(work: Callable[[], tuple[int, Any]]) -> dict[str, Any]:
         code, value = work()
     except MemoryError:
         return {"how": "memory"}
-    except SystemExit as error:
-        return {"how": "ended", "code": error.code if isinstance(error.code, int) else 1}
     except BaseException as error:
-        exit_code = getattr(error, "exit_code", None)
+        exit_code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", None)
         if isinstance(exit_code, int):
             return {"how": "ended", "code": exit_code, "text": f"{type(error).__name__}: {error}"}
         traceback.print_exc()

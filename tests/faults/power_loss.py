@@ -1,16 +1,14 @@
 """The power goes: what a command has not synced may be lost, in any combination that file systems allow.
 
-SIGKILL keeps the page cache, so it shows no missing fsync. Here the command stops before each call that
-changes something, and the workplace is looked at. From what was seen and the calls follows what the disk
-must hold at each moment, and what it may hold besides:
+The command stops before each call that changes something, and the workplace is looked at. From what was seen
+and the calls follows what the disk must hold at each moment, and what it may hold besides:
 
 - The bytes of a file are safe once an fsync of the file has returned, its names once one of the folder has.
 - Before that, each change of names is there or not, whatever became of the others. A rename is one change.
 - The bytes of a file that was not synced are the last synced ones, the new ones, half of them, or zeros.
 
-Such disks are laid out as the workplace. No wrong file may count there, the command run again must give equal
-bytes, and where it had ended with 0, all that it made must be there. ``_without`` takes fsync away from the
-command: then this campaign has to find something, or it would show nothing.
+Such disks are laid out as the workplace, and judged. ``_without`` takes fsync away from the command: then
+this campaign has to find something, or it would show nothing.
 """
 
 from __future__ import annotations

@@ -228,17 +228,15 @@ class SmallDataSet:
             folder = name.partition("/")[0]
             if not path.is_file():
                 continue
+            data = path.read_bytes()
             if folder in ("data", "staged") and path.name.startswith(("shard-", "index.json", "plan.json")):
-                data = path.read_bytes()
                 if path.match("shard-*.json"):
                     data = data.partition(b'\n "run": ')[0]
             elif folder == "data" and path.match(LITTER.format("*", "?")):
                 name, data = f"litter/{path.name}", b""
-            elif folder == "exported" and "/." not in name and path.suffix != ".partial":
-                data = path.read_bytes()
             elif name == "report":
-                data = re.sub(rb'"written": [^,}]*', b"", path.read_bytes())
-            else:
+                data = re.sub(rb'"written": [^,}]*', b"", data)
+            elif folder != "exported" or "/." in name or path.suffix == ".partial":
                 continue
             found[name] = hashlib.sha256(data).hexdigest()
         return found

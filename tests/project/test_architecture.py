@@ -56,22 +56,16 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-@functools.cache
+FILES = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in FILES}
+
+
 def modules(folder: str) -> dict[str, set[str]]:
     """File of a package, or of a folder alone -> the modules of this project that it imports."""
     paths = (ROOT / folder).rglob("*.py") if folder in PACKAGES else (ROOT / folder).glob("*.py")
-    found = {}
-    for path in paths:
-        ours = {name for name in imports_of(path) if name.partition(".")[0] in PACKAGES}
-        found[path.relative_to(ROOT).as_posix()] = {name for name in ours if is_module(name)}
+    found = {path.relative_to(ROOT).as_posix(): imports_of(path) & MODULES for path in paths}
     assert found
     return found
-
-
-@functools.cache
-def is_module(name: str) -> bool:
-    path = ROOT / name.replace(".", "/")
-    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
 @pytest.mark.parametrize("folder", ARROWS)

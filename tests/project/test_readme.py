@@ -198,9 +198,9 @@ def test_tasks_of_a_node_that_begin_together_enter_one_unpacked_environment(tmp_
     shared.mkdir()
     (environment / "bin/python").write_text("#!/bin/sh\necho from_the_tar\n")
     (environment / "bin/python").chmod(0o755)
-    setup = shutil.copy(ROOT / "examples/environment_on_node.sh", shared)
-    run_child(["tar", "-C", environment, "-cf", shared / "environment.tar", "."])
-    os.utime(shared / "environment.tar", (os.getpid(), os.getpid()))  # its time names the place in /tmp
+    setup, packed = shutil.copy(ROOT / "examples/environment_on_node.sh", shared), shared / "environment.tar"
+    run_child(["tar", "-C", environment, "-cf", packed, "."])
+    os.utime(packed, (os.getpid(), os.getpid()))  # its time names the place in /tmp
     with contextlib.ExitStack() as running:
         command = ["bash", "-c", f"source {setup}; echo $environment; python"]
         tasks = [running.enter_context(child(command)) for _ in range(4)]

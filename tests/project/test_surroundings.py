@@ -137,9 +137,8 @@ def test_in_a_locale_that_is_not_utf8_a_plan_is_the_same_and_commands_work_by_it
 
 
 def test_in_another_locale_a_program_is_told_what_to_type_and_the_loader_reads_names_of_ascii_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = World(tmp_path).raw({"a.txt": "a line\n" * 9}).make(num_shards=1)
     monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "iso8859-1")
     world.main("verify", world.data_dir).ends(2, "export PYTHONUTF8=1")
     with world.loader(batch_size=2) as loader:

@@ -15,13 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from preprocess.make.resources import InputSettings
-from preprocess.read.documents import documents_of_shard
-from preprocess.read.text_fields import transform_of
+from preprocess.read.documents import ShardReader
 from shardprep.console import counted, print_lines, say, with_progress
 from shardprep.errors import NotFound, Refused
 from shardprep.files import make_folder, publish_link, sync_folder
 from shardprep.format import documents
-from shardprep.format.manifest import check_done, done_manifest, read_findings, read_manifest, shard_files
+from shardprep.format.manifest import done_manifest, done_manifests, read_manifest, shard_files
 from shardprep.format.names import EXCLUDED_NAME, TOKENIZER_DIR, id_ranges, ids_of_ranges, manifest_path
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan, publish_plan, read_plan
 
@@ -37,12 +36,11 @@ def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> 
     """
     plan = need_plan(folder)
     check_tokenizer_files(folder, plan.tokenizer_files)  # which are copied
-    findings = read_findings(folder, plan.plan_id)
-    for number in range(plan.num_shards):
-        check_done(folder, number, plan.plan_id, findings)
+    for _ in done_manifests(folder, plan.plan_id, range(plan.num_shards)):
+        pass
     names = documents.read_names(ids_file, id_field=plan.options.id_field)
     found = np.zeros(len(names.keys), np.bool_)
-    transform = transform_of(plan.options, where.transform)
+    reader = ShardReader(folder, plan.options, where.transform)
     blanked_in: dict[int, documents.BlankedDocuments] = {}  # by shard
     moved = plan.at(where.input_dir)
     for number in with_progress("looking for documents", range(plan.num_shards)):
@@ -56,9 +54,9 @@ def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> 
             found[of[of >= 0]] = True
         # The input is read only where it may have what is named by its text or its place.
         if names.may_be_in(folder, shard, manifest.digests):
-            for batch in documents_of_shard(moved, folder, shard, transform):
-                path, ids = plan.inputs[batch.input_number].path, batch.columns.get("id")
-                of = names.of_documents(path, batch.offsets, ids, batch.digests)
+            for batch in reader.documents(shard):
+                ids = batch.columns.get("id")
+                of = names.of_documents(batch.input_path, batch.offsets, ids, batch.digests)
                 found[of[of >= 0]] = True
                 offsets = batch.offsets[(of >= 0).any(axis=0)]
                 parts.append(np.stack([np.full_like(offsets, batch.input_number), offsets], axis=1))

@@ -22,7 +22,7 @@ from shardprep.command_line import needs
 from shardprep.console import counted, print_lines, with_progress
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused, UsageError
 from shardprep.format.index import ShardSamples
-from shardprep.format.manifest import check_done, read_findings
+from shardprep.format.manifest import done_manifests
 from shardprep.format.names import load_json
 from shardprep.format.plan import Plan, need_plan
 
@@ -191,10 +191,9 @@ def export(args: argparse.Namespace) -> int:
     folder: Path = args.output_dir
     plan = need_plan(args.data_dir)
     eos = _checked_eos(args, plan)
-    findings = read_findings(args.data_dir, plan.plan_id)
     parts: list[slice] = []  # of each shard: which of its samples are exported
-    for shard_id in range(plan.num_shards):
-        counts = check_done(args.data_dir, shard_id, plan.plan_id, findings).counts
+    for manifest in done_manifests(args.data_dir, plan.plan_id, range(plan.num_shards)):
+        counts = manifest.counts
         num_train = counts.num_samples - counts.held_out.num_samples
         sides = {"train": slice(num_train), "validation": slice(num_train, None)}
         parts.append(sides.get(args.split, slice(None)))

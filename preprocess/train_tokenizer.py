@@ -73,7 +73,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
         for batch in batches:
             for bad in batch.bad:
                 num_bad[bad.reason] += 1
-                path = str(input_dir / inputs[bad.input_number].path)
+                path = str(input_dir / inputs[batch.input_number].path)
                 first_bad = first_bad or place_text(path, bad.source_offset)
             pieces: list[str] = []
             for text in map(bytes.decode, batch.texts):
@@ -151,4 +151,4 @@ def train_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
     text = "text to train on, sampled evenly over the input; 256M takes about 5 GB of memory"
     add("--max_bytes", metavar="SIZE", default="256M", help=text)
     others = {item.name for item in dataclasses.fields(PlanOptions)} - {*_PLAN_OPTIONS}
-    add_flags_of(parser, PlanOptions, but=others)
+    add_flags_of(parser, PlanOptions, but=others, is_grouped=False)

@@ -30,9 +30,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.make.resources import InputSettings, bind_to_task_cpus, worker_settings
+from preprocess.make.resources import InputSettings, WorkerSettings, allowed_cpus, bind_to, worker_settings
 from shardprep import errors, files
-from shardprep.command_line import add_flags_of
+from shardprep.command_line import add_flags_of, given_of
 from shardprep.console import counted, print_lines, say, shards_text, short_bytes, source_lines, with_progress
 from shardprep.format import manifest, names
 from shardprep.format.index import ids_of, merge_manifests, misplaced_samples, read_idx
@@ -56,7 +56,7 @@ def verify_flags(parser: argparse.ArgumentParser) -> None:
     tier.add_argument("--fast", action="store_true", help=text)
     text = "also make N shards again with the engine tokenizers, and compare (default: 0; without N: 3)"
     tier.add_argument("--deep", nargs="?", type=int, const=3, metavar="N", help=text)
-    add_flags_of(parser, InputSettings)  # which --deep reads
+    add_flags_of(parser, InputSettings, is_grouped=False)  # which --deep reads
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -91,7 +91,8 @@ def verify(args: argparse.Namespace) -> int:
     print_lines(f"verified {counted(plan.num_shards, 'shard')}: {', '.join(sums)}; {wrote} {path}")
     counts = {name: dataclasses.asdict(of) for name, of in index.sources.items()}
     print_lines(*source_lines(counts, all_in=names.INDEX_NAME))
-    manifest.remove_findings(folder)
+    with contextlib.suppress(OSError):
+        (folder / manifest.FINDINGS_NAME).unlink()
     for record in read_attempts(folder, plan.plan_id).own:  # of attempts whose shards were made by others
         if record.ended is not None:
             with contextlib.suppress(OSError):
@@ -107,12 +108,13 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
     """
     from preprocess.make.worker import Worker  # with the libraries of a worker
 
-    num_cpus = bind_to_task_cpus(offset=0)
+    num_cpus = bind_to(allowed_cpus(offset=0))
     full = [shard_id for shard_id, size in enumerate(plan.shard_bytes()) if size]
     chooser = random.Random(plan.plan_id)  # noqa: S311 - a sample
     chosen = sorted({*chooser.sample(full, min(args.deep, len(full))), *again})
-    settings = dataclasses.replace(worker_settings(args), engine="tokenizers", max_bad_fraction=1.0)
-    worker = Worker(plan, folder, settings, num_cpus=num_cpus, warn=lambda _: None)
+    settings = worker_settings(given_of(args, WorkerSettings))
+    settings = dataclasses.replace(settings, engine="tokenizers", max_bad_fraction=1.0)
+    worker = Worker(plan.at(settings.input_dir), folder, settings, num_cpus=num_cpus, warn=lambda _: None)
     problems: Problems = {}
     for shard_id in with_progress("making shards again", chosen):
         try:
@@ -146,7 +148,7 @@ def _tell_problems(folder: Path, plan: Plan, problems: Problems, check: Check) -
             again = f"shardprep run {errors.quoted(folder)} makes what is missing"
             say(f"error: {shards_text(ids)}: likewise; {again}")
     # What is wrong with a shard goes before what could not be read, of which nothing is known.
-    wrong = {shard_id: error for shard_id, error in problems.items() if manifest.is_of_shard(error)}
+    wrong = {shard_id: error for shard_id, error in problems.items() if isinstance(error, manifest.OF_SHARD)}
     not_read = problems.keys() - wrong.keys()
     try:
         manifest.publish_findings(folder, plan.plan_id, wrong, check, not_read)

@@ -31,7 +31,7 @@ from preprocess.make.shard_writer import Counting, ShardWriter
 from preprocess.plan.inputs import NUM_THREADS, divide_inputs, find_inputs, sample_documents
 from preprocess.plan.tokenizer import added_ids, document_ends_line, resolve_tokenizer
 from preprocess.read import chat
-from preprocess.read.documents import Documents, RangeReader, read_records
+from preprocess.read.documents import Documents, RangeReader, Texts, read_records
 from preprocess.read.text_fields import Transform, UnusableText, text_fields_of
 from shardprep import errors, files
 from shardprep.command_line import call_in_child
@@ -39,6 +39,7 @@ from shardprep.console import counted, printable, say, short_bytes, short_time
 from shardprep.format import names
 from shardprep.format import plan as plans
 from shardprep.format.documents import read_names
+from shardprep.format.manifest import RunFacts
 from shardprep.format.plan import ByteRange, InputFile, Plan, PlannedShard, PlanOptions, PrepConfig
 
 Say = Callable[[str], None]
@@ -122,7 +123,7 @@ def make_plan(
             fast_engine_is_equal=False,
             inputs=inputs,
             cuts=cuts,
-            names_left_out=[(reason, name) for reason, lost in listing.left_out.items() for name in lost],
+            left_out=[(reason, name) for reason, lost in listing.left_out.items() for name in lost],
         )
         if config.hash_inputs:  # reads all of the input, about a second per core and gigabyte
             with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -136,12 +137,12 @@ def make_plan(
         engine = resolved.reference
         if tries_fast:
             # It must give the reference's ids on the probe, on a sample of the input and at the gate.
-            texts = [*resolved.probe]
+            every = [text.encode() for text in resolved.probe]
             for documents in sample_of_plan(plan, 1 << 18, transform):
-                texts += map(bytes.decode, documents.texts)
-            sha256 = ids_sha256([engine.encode_texts(texts)])
-            path = scratch / names.TOKENIZER_FILE
-            fast = equal_fast_engine(path, allow_special_tokens=allow, texts=texts, expected_sha256=sha256)
+                every += documents.texts
+            texts, path = Texts(every), scratch / names.TOKENIZER_FILE
+            sha256 = ids_sha256([engine.encode(texts)])
+            fast = equal_fast_engine(path, texts, sha256, allow_special_tokens=allow)
             if isinstance(fast, Engine) and not resolved.passes_gate(fast):
                 fast = "its ids differ from those of tokenizers"
             if isinstance(fast, Engine):
@@ -192,9 +193,12 @@ def _sha256_of_input(shard: PlannedShard) -> str:
     return digest.hexdigest()
 
 
-def plan_of_task(plan: Plan | None, given: dict[str, Any]) -> Plan:
-    """Return the plan in ``output_dir``, checked against what the user gave, or make one per file."""
+def plan_of_task(given: dict[str, Any], *, may_plan: bool, checks_inputs: bool) -> None:
+    """Check the plan in ``output_dir`` against what the user gave, or make one of a shard per file."""
     folder: Path = given["output_dir"]
+    plan = plans.read_plan(folder) if may_plan else plans.need_plan(folder)
+    if plan is not None and checks_inputs:
+        check_inputs(plan, given.get("input_dir", PrepConfig.input_dir))
     if plan is None:
         # Shard N is the N-th of the .txt files, README.txt and the like included.
         config = PrepConfig(**{**given, "also": ",".join(filter(None, ["*.txt", given.get("also")]))})
@@ -221,7 +225,6 @@ def plan_of_task(plan: Plan | None, given: dict[str, Any]) -> Plan:
             raise errors.OtherTokenizer(path=folder, found=found, expected=expected, remedy="--output_dir")
     if "input_dir" in given and plans.is_one_file_a_shard(plan):
         check_inputs(plan, given["input_dir"], names_alone=True)
-    return plan
 
 
 def _plan_once(config: PrepConfig) -> Plan:
@@ -313,7 +316,7 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None) -> Cost:
     """Run a sample through the worker's own stages into a scratch folder, and scale its CPU seconds up."""
     num_bytes = 0
     found: dict[str, bool] = {}  # by column, such as "id" and "source": whether a record has a value for it
-    with scratch_folder() as folder, ShardWriter(folder, plan, 0) as writer:
+    with scratch_folder() as folder, ShardWriter(folder, plan.spec, plan.options, 0) as writer:
         began = time.process_time()
         for documents in sample_of_plan(plan, _SAMPLE_BYTES, transform):
             rule = plan.options.chat_mask_rule
@@ -323,7 +326,7 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None) -> Cost:
             for name, column in documents.columns.items():
                 found[name] = found.get(name, False) or any(column)
         cpu_s = time.process_time() - began
-        manifest = writer.commit({})
+        manifest = writer.commit(RunFacts())
     counting = writer.counting
     _check_fields(plan, counting)
     warnings = []

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, processors
 
 import shardprep
 from preprocess.make import engines
-from preprocess.read.documents import what_fetches
+from preprocess.read.documents import Texts, what_fetches
 from shardprep import errors, files
 from shardprep.command_line import call_in_child
 from shardprep.errors import ShardprepError
@@ -74,8 +74,8 @@ class ResolvedTokenizer(TokenizerFacts):
         with contextlib.suppress(ShardprepError):
             if verdict and files.size_of_file(verdict) is not None:
                 return True
-        texts = engines.gate_texts(self.saved[TOKENIZER_FILE])
-        ids, expected = (engine.encode_texts(texts) for engine in (fast, self.reference))
+        texts = Texts.of_strings(engines.gate_texts(self.saved[TOKENIZER_FILE]))
+        ids, expected = (engine.encode(texts) for engine in (fast, self.reference))
         is_equal = engines.ids_sha256([ids]) == engines.ids_sha256([expected])
         if verdict and is_equal:
             with contextlib.suppress(OSError):
@@ -132,7 +132,7 @@ def resolve_tokenizer(
         saved, tokenizer = plain
     else:
         saved, tokenizer = _saved_by_transformers(name, folder, given)
-    engine = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens, name=model_id)
+    engine = engines.reference_engine(tokenizer, allow_special_tokens=allow_special_tokens, name=model_id)
     if facts is None:
         data = _json_object(saved, TOKENIZER_FILE)
         if dropout := (data.get("model") or {}).get("dropout"):
@@ -146,7 +146,7 @@ def resolve_tokenizer(
         if for_fast_engine and (shorter := engines.without_unused_merges(data)) is not None:
             saved[names.FAST_TOKENIZER_FILE] = shorter
         probe = engines.probe_texts(data)
-        probe_sha256 = engines.ids_sha256([engine.encode_texts(probe)])
+        probe_sha256 = engines.ids_sha256([engine.encode(Texts.of_strings(probe))])
         facts = TokenizerFacts(spec=spec, probe=probe, probe_sha256=probe_sha256, saved=saved)
         if kept is not None:
             raw = msgspec.msgpack.encode(facts)
@@ -309,8 +309,9 @@ def _check_saved(tokenizer: Any, model_id: str, folder: Path) -> None:
         found = "of whose saved files transformers makes another tokenizer"
     # As transformers takes them; the shards may take control tokens otherwise.
     allow = not tokenizer.split_special_tokens
-    engine = engines.tokenizers_engine(folder / TOKENIZER_FILE, allow_special_tokens=allow, name=model_id)
-    ids = [document.tolist() for document in engine.encode_texts(engines.PROBE).documents()]
+    saved = engines.load_tokenizer(folder / TOKENIZER_FILE)
+    engine = engines.reference_engine(saved, allow_special_tokens=allow, name=model_id)
+    ids = [document.tolist() for document in engine.encode(Texts.of_strings(engines.PROBE)).documents()]
     try:
         if tokenizer(list(engines.PROBE))["input_ids"] != ids:
             found = found or "which changes texts before its tokenizer.json encodes them"
@@ -347,8 +348,8 @@ def special_tokens_of(config: dict[str, Any]) -> dict[str, str | None]:
 
 def added_ids(engine: engines.Engine) -> tuple[list[int], list[int]]:
     """Return the ids that a tokenizer puts before and behind each text, by what it does to one."""
-    for text in (b"a", *map(str.encode, engines.PROBE)):  # a small vocabulary may drop some of them wholly
-        around, bare = engine.encode([text]).ids.tolist(), engine.bare().encode([text]).ids.tolist()
+    for text in map(Texts.of_strings, zip(("a", *engines.PROBE))):  # a small vocabulary may drop some wholly
+        around, bare = engine.encode(text).ids.tolist(), engine.bare().encode(text).ids.tolist()
         for begin in range(len(around) - len(bare) + 1):
             if bare and around[begin : begin + len(bare)] == bare:
                 return around[:begin], around[begin + len(bare) :]

@@ -174,7 +174,7 @@ def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, byt
         if options:
             expected = "no such flag, as this is a data set, whose plan says how its input is read"
             raise UsageError(path=path, found=f"--{min(options)}", expected=expected)
-        reader, input_paths = ShardReader(path, plan.options, None), [item.path for item in plan.inputs]
+        reader = ShardReader(path, plan.options, None)
         shards = (_unblanked(plan, path, number, reader) for number in range(plan.num_shards))
         batches = itertools.chain.from_iterable(shards)
     else:
@@ -182,14 +182,13 @@ def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, byt
         if files.is_folder(path):
             folder, paths = path, find_inputs(path, read_options).paths
         inputs = [item.file for item in stamp_inputs(folder, paths, read_options)]
-        input_paths = [item.path for item in inputs]
         ranges = ranges_between(folder, inputs, Cut(0, 0), Cut(len(inputs), 0))
         batches = itertools.chain(read_documents(list(ranges), read_options))
     evals, bad = list[tuple[str, bytes]](), Counter[str]()
     for documents in batches:
         bad.update(one.reason for one in documents.bad)
         for text, offset in zip(documents.texts, documents.offsets.tolist(), strict=True):
-            evals.append((f"{input_paths[documents.input_number]}:{offset}", text))
+            evals.append((f"{documents.input_path}:{offset}", text))
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in bad.most_common()) or "no document"
     if not evals:
         expected = "the documents of an evaluation; the field of their text is named by --text_field"
@@ -203,8 +202,7 @@ class _Search:
     """Finds hits, with 250 bytes a unit of the evaluation. Raises BadInput where that has no n-gram."""
 
     def __init__(self, folder: Path, plan: Plan, rule: Rule, evals: list[tuple[str, bytes]]) -> None:
-        self._rule, self._plan = rule, plan
-        self._eval_names = [name for name, _ in evals]
+        self._rule, self._eval_names = rule, [name for name, _ in evals]
         self._number_of = defaultdict[str, int](itertools.count(1).__next__)  # of a word
         if rule.unit == "tokens":
             check_tokenizer_files(folder, plan.tokenizer_files)
@@ -273,7 +271,6 @@ class _Search:
         equal one. A pair with less than ``min_share`` of the evaluation document is left out.
         """
         rule, evals, (units_of, units) = self._rule, self._evals, self._units_of(documents.texts)
-        name = self._plan.inputs[documents.input_number].path
         for (number, eval_number), shifts in sorted(self._shared(units).items()):
             first, end = units.offsets[number : number + 2].tolist()
             eval_first, eval_end = evals.offsets[eval_number : eval_number + 2].tolist()
@@ -300,7 +297,7 @@ class _Search:
             text = " ".join(run) if is_words else self._tokenizer.decode(run, skip_special_tokens=False)
             document = documents.only(np.array([number]))
             yield {
-                "document": f"{name}:{document.offsets[0]}",
+                "document": f"{document.input_path}:{document.offsets[0]}",
                 "id": document.columns["id"][0] if "id" in document.columns else None,
                 "sha256": document.digests()[0].tobytes().hex(),
                 "eval": self._eval_names[eval_number],
@@ -458,7 +455,7 @@ def duplicates(args: argparse.Namespace) -> int:
         for number in with_progress("writing the lists", np.flatnonzero(has_copies).tolist()):
             shard, kept = shards[number], set[int]()
             for documents in _unblanked(shard.plan, shard.folder, shard.shard_id, shard.reader):
-                path = shard.plan.inputs[documents.input_number].path
+                path = documents.input_path
                 group_of = groups.find(documents.digests())
                 for document in np.flatnonzero(group_of >= 0).tolist():
                     group = int(group_of[document])

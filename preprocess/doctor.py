@@ -31,7 +31,11 @@ from shardprep.format.plan import PrepConfig, need_plan
 
 _NEEDED = ("numpy", "orjson", "tokenizers", "gigatoken", "tqdm", "transformers")  # by a task or by planning
 _TORCH_LIMIT_S = 180.0
-_ASK_TORCH = "import torch; print(f'torch {torch.__version__} sees {torch.cuda.device_count()} GPUs')"
+_ASK_TORCH = """
+import torch
+gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+print(f"torch {torch.__version__}: {gpus or 'no GPU'}, bf16: {bool(gpus) and torch.cuda.is_bf16_supported()}")
+"""
 
 
 class Finding(NamedTuple):

@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -334,7 +335,14 @@ def _auto_tokenizer(model_id: str) -> Any:
     except BaseException as error:
         if not is_library_fault(error):
             raise
-        raise no_tokenizer(model_id, words_of_fault(error)) from None
+        reason, models = words_of_fault(error), sorted(Path(model_id).glob("*.model"))
+        if models and not (Path(model_id) / TOKENIZER_FILE).exists():
+            # transformers takes each such vocabulary for one of tiktoken, whose lines are text.
+            line = files.read_beginning(models[0], 1000).partition(b"\n")[0]
+            is_tiktoken = re.fullmatch(rb"[A-Za-z0-9+/=]+ [0-9]+\s*", line)
+            libraries = "tiktoken" if is_tiktoken else "sentencepiece protobuf"
+            reason = f"{models[0].name} alone; to let transformers convert it: pip install {libraries}"
+        raise no_tokenizer(model_id, reason) from None
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():  # as transformers 5.0 makes one up
         raise no_tokenizer(model_id, f"{type(tokenizer).__name__} without a vocabulary: a file is missing")
     return tokenizer

@@ -85,7 +85,20 @@ def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> 
         blanked_in.setdefault(number, documents.read_blanked(folder, plan.plan_id, number))
     blanked = id_ranges(blanked_in)
     planned = dataclasses.replace(plan, options=dataclasses.replace(plan.options, blanked=blanked))
-    _begin(folder, new, planned, blanked_in)
+    # What the shards are made by is written, the plan last, unless an earlier attempt wrote the same.
+    if (begun := read_plan(new)) is None:
+        make_folder(new, parents=True)
+        for each in blanked_in.values():
+            documents.publish_blanked(new, each)
+        excluded = [folder / EXCLUDED_NAME] if plan.options.excluded else []
+        _take(folder, new, [*excluded, *(folder / TOKENIZER_DIR / name for name in plan.tokenizer_files)])
+        publish_plan(planned, new)
+    elif (begun.plan_id, begun.options) != (planned.plan_id, planned.options) or any(
+        documents.read_blanked(new, plan.plan_id, number) != each for number, each in blanked_in.items()
+    ):
+        found_there = f"a data set that was not begun by blanking these documents of {folder}"
+        expected = "a new folder, as blanking goes on only with the list that it began with"
+        raise Refused(path=new, found=found_there, expected=expected)
     untouched = sorted({*range(plan.num_shards)} - {*touched})
     for number in with_progress("taking over", untouched):
         if done_manifest(new, number, plan.plan_id) is None:
@@ -112,22 +125,3 @@ def check_places(folder: Path, new: Path, shard_ids: Iterable[int]) -> None:
             found = f"shard {number:05d}, made again, with other {', '.join(names)} than in {folder}"
             expected = "the same: bring back input and libraries, remove this folder, and run this again"
             raise Refused(path=new, found=found, expected=expected)
-
-
-def _begin(folder: Path, new: Path, planned: Plan, blanked_in: dict[int, documents.BlankedDocuments]) -> None:
-    """Write what the shards are made by, the plan last, or check that an earlier attempt wrote the same."""
-    if (begun := read_plan(new)) is not None:
-        is_ours = (begun.plan_id, begun.options) == (planned.plan_id, planned.options)
-        if not is_ours or blanked_in != {
-            each: documents.read_blanked(new, begun.plan_id, each) for each in blanked_in
-        }:
-            found = f"a data set that was not begun by blanking these documents of {folder}"
-            expected = "a new folder, as blanking goes on only with the list that it began with"
-            raise Refused(path=new, found=found, expected=expected)
-        return
-    make_folder(new, parents=True)
-    for each in blanked_in.values():
-        documents.publish_blanked(new, each)
-    excluded = [folder / EXCLUDED_NAME] if planned.options.excluded else []
-    _take(folder, new, [*excluded, *(folder / TOKENIZER_DIR / name for name in planned.tokenizer_files)])
-    publish_plan(planned, new)

@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,30 +33,29 @@ _DETAIL_CHARS = 300
 Sample = tuple[int, int]  # shard, number in it
 
 
-class Decoder:
-    """Ids -> text in which special tokens are seen. Raises ReadWriteError where there is no tokenizer."""
+def _decoder(folder: Path) -> Callable[[Ids, npt.NDArray[np.bool_]], str]:
+    """Return what makes text of ids, of which some have labels. Raises ReadWriteError without a tokenizer."""
+    tokenizer = load_tokenizer(folder / names.TOKENIZER_DIR / names.TOKENIZER_FILE)
+    added = tokenizer.get_added_tokens_decoder()
+    name_of = {number: token.content for number, token in added.items() if token.special}
+    blanks = [names.BLANK, names.blank_id(tokenizer.get_vocab_size(with_added_tokens=True))]
 
-    def __init__(self, folder: Path) -> None:
-        self._tokenizer = load_tokenizer(folder / names.TOKENIZER_DIR / names.TOKENIZER_FILE)
-        added = self._tokenizer.get_added_tokens_decoder()
-        self._names = {number: token.content for number, token in added.items() if token.special}
-        self._vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-
-    def text(self, ids: Ids, mask: npt.NDArray[np.bool_]) -> str:
-        """Return the text of some ids, of which ``mask`` have labels."""
-        if len(ids) and np.isin(ids, [names.BLANK, names.blank_id(self._vocab_size)]).all():
+    def text_of(ids: Ids, mask: npt.NDArray[np.bool_]) -> str:
+        if len(ids) and np.isin(ids, blanks).all():
             return f"⟦{counted(len(ids), 'blanked token')}⟧"
         cuts, parts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)], []
         for begin, end in itertools.pairwise(cuts):
             is_marked = len(cuts) > 2 and mask[begin:end].all()
             parts.append("⟪" if is_marked else "")
-            for name, some in itertools.groupby(ids[begin:end].tolist(), self._names.get):
+            for name, some in itertools.groupby(ids[begin:end].tolist(), name_of.get):
                 if name is None:
-                    parts.append(self._tokenizer.decode(list(some), skip_special_tokens=False))
+                    parts.append(tokenizer.decode(list(some), skip_special_tokens=False))
                 else:
                     parts += [f"⟦{name}⟧" for _ in some]
             parts.append("⟫" if is_marked else "")
         return "".join(parts)
+
+    return text_of
 
 
 def peek_flags(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +98,7 @@ def peek(args: argparse.Namespace) -> int:
     if not args.addresses:
         nums = ((each, len(read_idx(folder, plan.spec, each))) for each in _made_shards(folder))
         samples = ((each, number) for each, num_samples in nums for number in range(num_samples))
-    decoder, num_shown = Decoder(folder), 0
+    text_of, num_shown = _decoder(folder), 0
     for shard_id, of_shard in itertools.groupby(samples, key=lambda sample: sample[0]):
         with ShardSamples(folder, plan.spec, shard_id) as shard:
             for _, number in of_shard:
@@ -107,7 +106,7 @@ def peek(args: argparse.Namespace) -> int:
                 # Of a row, the end of one that began before it, if any, comes first. The tokenizer may drop
                 # a document wholly.
                 cuts = sorted({0, *begins.tolist(), len(ids)}) if len(ids) else [0, 0]
-                documents = [decoder.text(ids[a:b], mask[a:b]) for a, b in itertools.pairwise(cuts)]
+                documents = [text_of(ids[a:b], mask[a:b]) for a, b in itertools.pairwise(cuts)]
                 if args.grep and not any(map(pattern.search, documents)):
                     continue
                 only = asked.get((shard_id, number), set())

@@ -300,29 +300,22 @@ def save_tokenizer(model_id: str, folder: Path) -> None:
     except Exception as error:  # tokenizers' own writer raises a bare one
         found, expected = f"its files cannot be written: {error}", "some space (df; TMPDIR)"
         raise errors.CannotWrite(path=folder, found=found, expected=expected) from None
-    _check_saved(tokenizer, model_id, folder)
-
-
-def _check_saved(tokenizer: Any, model_id: str, folder: Path) -> None:
-    """Check that the saved files load as a loaded tokenizer, and encode as it does."""
-    found = ""
+    # The saved files must load as the tokenizer, and encode as it does.
+    wrong = ""
     if _auto_tokenizer(str(folder)).backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
-        found = "of whose saved files transformers makes another tokenizer"
-    # As transformers takes them; the shards may take control tokens otherwise.
-    allow = not tokenizer.split_special_tokens
-    saved = engines.load_tokenizer(folder / TOKENIZER_FILE)
+        wrong = "of whose saved files transformers makes another tokenizer"
+    # As transformers takes control tokens; the shards may take them otherwise.
+    allow, saved = not tokenizer.split_special_tokens, engines.load_tokenizer(folder / TOKENIZER_FILE)
     engine = engines.reference_engine(saved, allow_special_tokens=allow, name=model_id)
     ids = [document.tolist() for document in engine.encode(Texts.of_strings(engines.PROBE)).documents()]
     try:
         if tokenizer(list(engines.PROBE))["input_ids"] != ids:
-            found = found or "which changes texts before its tokenizer.json encodes them"
+            wrong = wrong or "which changes texts before its tokenizer.json encodes them"
     except Exception as error:
-        found = f"which encodes no plain text ({words_of_fault(error)})"
-    if found:
+        wrong = f"which encodes no plain text ({words_of_fault(error)})"
+    if wrong:
         expected = f"PreTrainedTokenizerFast as tokenizer_class in the {TOKENIZER_CONFIG} of a copy of it"
-        raise errors.UsageError(
-            path=model_id, found=f"a {type(tokenizer).__name__}, {found}", expected=expected
-        )
+        raise errors.UsageError(path=model_id, found=f"a {kind}, {wrong}", expected=expected)
 
 
 def _auto_tokenizer(model_id: str) -> Any:

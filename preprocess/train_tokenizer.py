@@ -24,6 +24,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from preprocess.make.engines import LLAMA3_REGEX
 from preprocess.plan.inputs import find_inputs, sample_documents, stamp_inputs
+from preprocess.plan.tokenizer import write_files
 from shardprep.command_line import add_flags_of, parse_size
 from shardprep.console import Progress, counted, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
@@ -129,10 +130,9 @@ def train_tokenizer(args: argparse.Namespace) -> int:
         tokenizer.post_processor = processors.Sequence([trimming, begin])
         config = {"bos_token": _BOS, "clean_up_tokenization_spaces": False, "eos_token": _EOS}
         config |= {"pad_token": _PAD, "padding_side": "right", "tokenizer_class": "PreTrainedTokenizerFast"}
-        text = tokenizer.to_str(pretty=True)
-        (unfinished.temporary / "tokenizer.json").write_text(text, encoding="utf-8")
-        text = json.dumps(config, indent=2) + "\n"
-        (unfinished.temporary / "tokenizer_config.json").write_text(text, encoding="utf-8")
+        content = {"tokenizer.json": tokenizer.to_str(pretty=True)}
+        content["tokenizer_config.json"] = json.dumps(config, indent=2) + "\n"
+        write_files({name: text.encode() for name, text in content.items()}, unfinished.temporary)
         if not unfinished.publish_first():
             raise Refused(path=folder, found="a folder that was made meanwhile", expected=expected)
     if num_base < vocab_size:

@@ -100,7 +100,7 @@ class ResolvedTokenizer(TokenizerFacts):
             expected = "those planned: use the transformers and tokenizers that planned, or a new folder"
             raise errors.OtherTokenizer(path=target, found="damaged files", expected=expected)
         with files.PublishedFolder(target) as folder:
-            _write_files(self.saved, folder.temporary)
+            write_files(self.saved, folder.temporary)
             if not folder.publish_first() and not is_there():  # another planner may have been faster
                 folder.publish()
 
@@ -154,7 +154,7 @@ def resolve_tokenizer(
             with contextlib.suppress(OSError, ShardprepError):
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 files.publish_bytes(kept, hashlib.sha256(raw).digest() + raw)
-    _write_files(facts.saved, folder)
+    write_files(facts.saved, folder)
     fields = {**vars(facts), "spec": replace(facts.spec, model_id=model_id)}
     stamps = _stamps_of(facts.saved)
     return ResolvedTokenizer(folder=folder, files=stamps, kept=kept, reference=engine, **fields)
@@ -184,9 +184,14 @@ def _stamps_of(contents: Files) -> dict[str, FileStamp]:
     return {name: FileStamp(num_bytes=len(contents[name]), sha256=sha256) for name, sha256 in hashes.items()}
 
 
-def _write_files(contents: Files, folder: Path) -> None:
-    for name, content in contents.items():
-        (folder / name).write_bytes(content)
+def write_files(contents: Files, folder: Path) -> None:
+    """Write the files of a tokenizer. Raises CannotWrite."""
+    try:
+        for name, content in contents.items():
+            (folder / name).write_bytes(content)
+    except OSError as error:
+        found = f"the tokenizer's files cannot be written there: {error.strerror}"
+        raise errors.CannotWrite(path=folder, found=found, expected="some space (df; TMPDIR)") from None
 
 
 def read_files(folder: Path) -> Files | None:

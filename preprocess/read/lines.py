@@ -176,7 +176,8 @@ def decompressed(
             except Exception as error:  # each library has its own
                 if compression.name == "zstd" and "too much memory" in str(error):
                     found, flag = f"a larger window than allowed, before byte {position}", "--zstd_long 31"
-                    expected = f"128 MiB; unpack it, or plan with {flag}, which may take 2 GiB in each task"
+                    expected = f"128 MiB; plan with {flag}, which may take 2 GiB in each task, or unpack it: "
+                    expected += f"zstd -d --long=31 {file.path}"
                     raise BadInput(path=file.path, found=found, expected=expected, remedy=flag) from None
                 what = f"cannot be decompressed as {compression.name} before byte {position} ({error})"
                 raise documents.unreadable(file, what) from None

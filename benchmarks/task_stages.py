@@ -37,6 +37,7 @@ def stages_of(data: Path) -> dict[str, float]:
     from preprocess.make.shard_writer import ShardWriter
     from preprocess.make.worker import Worker
     from preprocess.read.documents import ShardReader
+    from shardprep.format.manifest import RunFacts
     from shardprep.format.plan import need_plan
 
     bind_to(sorted(os.sched_getaffinity(0)))
@@ -60,7 +61,7 @@ def stages_of(data: Path) -> dict[str, float]:
             for stage, (begin, end) in zip(list(spent)[1:], itertools.pairwise(times), strict=False):
                 spent[stage] += end - begin
         began = time.process_time()
-        writer.commit({})
+        writer.commit(RunFacts())
         spent["commit"] = time.process_time() - began
     return spent
 

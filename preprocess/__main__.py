@@ -25,7 +25,7 @@ from shardprep.command_line import Command, Program, add_flags_of, given_of, giv
 from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, ShardprepError, UsageError
 from shardprep.format.names import PLAN_NAME, chosen_shards, id_ranges
-from shardprep.format.plan import GROUPS, RESOURCES, PrepConfig
+from shardprep.format.plan import PrepConfig
 
 _FINAL_CODES = {BadInput.exit_code, NotFound.exit_code, Refused.exit_code}
 _HUB_NAME = re.compile(r"(?:(?:hf|https?):/+(?:huggingface\.co/+)?datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")
@@ -86,9 +86,9 @@ def _shard_flags(parser: argparse.ArgumentParser) -> None:
     add("--planned", action="store_true", help=text)
     text = "first check that --input_dir holds the planned inputs of all shards"
     add("--check_inputs", action="store_true", help=text)
-    add_flags_of(parser, PrepConfig, groups=GROUPS[:-1])
+    add_flags_of(parser, PrepConfig)
     others = {item.name for item in dataclasses.fields(PrepConfig)}
-    add_flags_of(parser, WorkerSettings, but=others, groups=[RESOURCES])
+    add_flags_of(parser, WorkerSettings, but=others)
 
 
 def plan_data_set(args: argparse.Namespace) -> int:
@@ -134,7 +134,7 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
         "of a file, N from there on, such as 8,4M. Or options of lfs setstripe: '-c 8' (default: auto)"
     )
     add("--stripe", metavar="LAYOUT", default="auto", help=text)
-    add_flags_of(parser, PrepConfig, groups=GROUPS)
+    add_flags_of(parser, PrepConfig)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -209,7 +209,7 @@ def _making_flags(parser: argparse.ArgumentParser) -> None:
     text = "number of processes (default: DATASET_NUM_PROC, or one per CPU, fewer if memory is short)"
     add("--num_proc", metavar="N", type=int, help=text)
     add("-v", "--verbose", action="store_true", help="print a line for each shard")
-    add_flags_of(parser, WorkerSettings, groups=GROUPS)
+    add_flags_of(parser, WorkerSettings)
 
 
 def blank(args: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import NotFound, Refused
 from shardprep.files import PublishedFolder, make_folder, publish_link, read_regular, sync_folder
 from shardprep.format import documents
-from shardprep.format.manifest import check_done, done_manifest, read_findings, read_manifest, shard_files
+from shardprep.format.manifest import done_manifest, done_manifests, read_manifest, shard_files
 from shardprep.format.names import EXCLUDED_NAME, TOKENIZER_DIR, id_ranges, ids_of_ranges, manifest_path
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan, publish_plan, read_plan
 
@@ -39,9 +39,8 @@ def take_over(
     """
     plan = need_plan(folder)
     check_tokenizer_files(folder, plan.tokenizer_files)  # which are copied
-    findings = read_findings(folder, plan.plan_id)
-    for number in range(plan.num_shards):
-        check_done(folder, number, plan.plan_id, findings)
+    for _ in done_manifests(folder, plan.plan_id, range(plan.num_shards)):
+        pass
     names = documents.read_names(ids_file, id_field=plan.options.id_field)
     found = np.zeros(len(names.keys), np.bool_)
     reader = ShardReader(folder, plan.options, transform_file)

@@ -48,7 +48,7 @@ from shardprep.console import Progress, counted, print_lines, quoted, say
 from shardprep.errors import BadInput, BrokenShard, NotFound, Refused, UsageError
 from shardprep.format import names
 from shardprep.format.documents import DocumentNames, blank_digests, name_of_place, read_blanked, read_digests
-from shardprep.format.manifest import check_done, read_findings
+from shardprep.format.manifest import done_manifests
 from shardprep.format.plan import ByteRange, Plan, PlanOptions, check_tokenizer_files, need_plan, read_plan
 
 _BETWEEN = "\x1f"  # texts; to Python it is white space
@@ -126,7 +126,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--output", "--output_dir", metavar="OUT", dest="output", type=Path, help=text)
     _add_input_flags(parser)
     others = {item.name for item in dataclasses.fields(PlanOptions)} - {*_READ_OPTIONS}
-    add_flags_of(parser.add_argument_group("how EVALS is read, as by plan"), PlanOptions, but=others)
+    group = parser.add_argument_group("how EVALS is read, as by plan")
+    add_flags_of(group, PlanOptions, but=others, is_grouped=False)
 
 
 def overlap(args: argparse.Namespace) -> int:
@@ -435,14 +436,12 @@ def duplicates(args: argparse.Namespace) -> int:
             path = args.output if number == 1 else args.output.with_suffix(f".{number}{args.output.suffix}")
             # Before the work, so that a folder that cannot be written to is told at once.
             lists[folder] = opened.enter_context(files.PublishedFile(path))
-            findings = read_findings(folder, plan.plan_id)
             reader = ShardReader(folder, plan.options, args.transform)
-            for shard_id in range(plan.num_shards):
-                stamp = check_done(folder, shard_id, plan.plan_id, findings).digests
-                if stamp is None:
+            for manifest in done_manifests(folder, plan.plan_id, range(plan.num_shards)):
+                if (stamp := manifest.digests) is None:
                     expected = "a data set of plan --digests; plan anew with it, into a new folder"
                     raise UsageError(path=folder, found="no digests", expected=expected, remedy="--digests")
-                shards.append(_Shard(folder, plan.at(args.input_dir), reader, shard_id, stamp))
+                shards.append(_Shard(folder, plan.at(args.input_dir), reader, manifest.shard_id, stamp))
         groups, first_shard, has_copies, num_documents, num_copies = _find(shards)
         with_copies = np.flatnonzero(has_copies).tolist()
         progress = Progress("writing the lists", len(with_copies), unit="shards")

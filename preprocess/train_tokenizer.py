@@ -176,4 +176,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     text = "text to train on, sampled evenly over the input; 256M takes about 5 GB of memory"
     add("--max_bytes", metavar="SIZE", default="256M", help=text)
     others = {item.name for item in dataclasses.fields(PlanOptions)} - {*_PLAN_OPTIONS}
-    add_flags_of(parser, PlanOptions, but=others)
+    add_flags_of(parser, PlanOptions, but=others, is_grouped=False)

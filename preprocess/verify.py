@@ -98,7 +98,8 @@ def verify(args: argparse.Namespace) -> int:
     if not_written is not None:
         say(f"error: all shards are right, and {names.INDEX_NAME} is not written: {not_written}")
         return not_written.exit_code
-    manifest.remove_findings(folder)
+    with contextlib.suppress(OSError):
+        (folder / manifest.FINDINGS_NAME).unlink()
     for record in read_attempts(folder, plan.plan_id).own:  # of attempts whose shards were made by others
         if record.ended is not None:
             with contextlib.suppress(OSError):
@@ -160,8 +161,8 @@ def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem], check:
         if ids := names.id_ranges(shard_id for shard_id, _ in same[_MOST_TOLD:]):
             again = f"shardprep run {errors.quoted(folder)} makes what is missing"
             say(f"error: {shards_text(ids)}: likewise; {again}")
-    wrong = [each for each in problems if manifest.is_of_shard(each[1])]
-    others = [each for each in problems if not manifest.is_of_shard(each[1])]
+    wrong = [each for each in problems if isinstance(each[1], manifest.OF_SHARD)]
+    others = [each for each in problems if not isinstance(each[1], manifest.OF_SHARD)]
     try:
         not_read = {shard_id for shard_id, _ in others}
         manifest.publish_findings(folder, plan.plan_id, dict(wrong), check, not_read)

@@ -17,7 +17,7 @@ from typing import Any
 
 from shardprep.command_line import option
 from shardprep.errors import UsageError
-from shardprep.format.plan import BAD_HELP, ENGINE_HELP, INPUT, RESOURCES, TEXT, TOKENS, EngineName
+from shardprep.format.plan import BAD_HELP, ENGINE_HELP, INPUT, TEXT, TOKENS, EngineName
 
 SMALLEST_BATCH_BYTES = 64 << 10
 PROCESS_BYTES = 300 << 20  # a worker of Llama 3's vocabulary before its first document
@@ -134,7 +134,7 @@ class WorkerSettings:
     engine: EngineName = option("auto", ENGINE_HELP, group=TOKENS)
     max_bad_fraction: float | None = option(None, BAD_HELP, shown="the plan's", group=TEXT)
     memory_gb: float | None = option(
-        None, "memory of a process, in GiB", shown="the limit of Slurm and the cgroup", group=RESOURCES
+        None, "memory of a process, in GiB", shown="the limit of Slurm and the cgroup", group="resources"
     )
 
     max_batch_documents: int | None = option(None)  # from DATASET_BATCH_SIZE; no flag

@@ -18,7 +18,7 @@ import tarfile
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,14 +30,15 @@ from preprocess.make.engines import NO_LOSS, Ids, Numbers, TokenBatch
 from preprocess.read.documents import BadDocument, Documents, Texts
 from shardprep import files
 from shardprep.errors import BadInput
+from shardprep.format import manifest as manifests
 from shardprep.format import names
 from shardprep.format.documents import DIGEST, are_for_validation
-from shardprep.format.index import IDX_DOCUMENT, ChunkCrcs, Records, idx_dtype, idx_header
+from shardprep.format.index import IDX_DOCUMENT, IDX_DTYPES, ChunkCrcs, Records, idx_header
 from shardprep.format.manifest import (
     LENGTH_BITS,
     Manifest,
+    RunFacts,
     ShardCounts,
-    SourceCounts,
     ValidationCounts,
     done_manifest,
     read_findings,
@@ -85,7 +86,7 @@ class DocumentMembers:
     def __init__(self, spec: DatasetSpec, shard_id: int, options: PlanOptions) -> None:
         self._spec, self._shard_id, self._options = spec, shard_id, options
         self._tar_bytes = 0
-        self._field = names.token_field("documents", spec.token_format)
+        self._field = f"token_ids.{spec.token_format}"
         vocab_size, has_blanks = spec.tokenizer.vocab_size, bool(options.blanked)
         self._json = json_ids(vocab_size, has_blanks=has_blanks) if spec.token_format == "json" else None
         self._npy_header_bytes = 0 if self._json else len(names.npy_header(spec.dtype, (1,)))
@@ -481,18 +482,18 @@ class RowMembers:
         """Return one member: its bytes, and the idx records of its rows."""
         fields: dict[str, npt.NDArray[Any]] = {
             names.DOC_STARTS_FIELD: group.starts["position"].astype(np.uint32),
-            names.token_field("packed", "npy"): group.rows,
+            names.ROW_IDS_FIELD: group.rows,
         }
         if self._spec.record == "chat":
             fields[names.LOSS_MASK_FIELD] = (group.rows < NO_LOSS).astype(np.uint8)
-            fields[names.token_field("chat", "npy")] = (group.rows & ~NO_LOSS).astype(self._spec.dtype)
+            fields[names.ROW_IDS_FIELD] = (group.rows & ~NO_LOSS).astype(self._spec.dtype)
         num_padding = group.rows.size - int(group.row_tokens.sum(dtype=np.int64))
         if num_padding:
             fields[names.ROW_TOKENS_FIELD] = group.row_tokens
         pieces: list[bytes | memoryview] = []
         end = self._tar_bytes
         payloads = {}  # byte in the tar where each field's numbers begin
-        key = names.rows_key(self._shard_id, self._num_rows)
+        key = f"rows_{self._shard_id}_{self._num_rows:08d}"  # for the first of them
         for name, array in sorted(fields.items()):
             header = names.npy_header(array.dtype, array.shape)
             num_bytes = len(header) + array.nbytes
@@ -507,8 +508,8 @@ class RowMembers:
         seq_len, numbers = self._spec.seq_len, np.arange(len(group.rows))
         row_bytes = seq_len * self._spec.dtype.itemsize
         begins = np.searchsorted(group.starts["position"], numbers * seq_len)
-        records = np.empty(len(group.rows), idx_dtype(self._spec.kind))
-        records["offset"] = payloads[names.token_field("packed", "npy")] + numbers * row_bytes
+        records = np.empty(len(group.rows), IDX_DTYPES[self._spec.kind])
+        records["offset"] = payloads[names.ROW_IDS_FIELD] + numbers * row_bytes
         records["num_bytes"] = row_bytes
         records["num_tokens"] = group.row_tokens
         records["source"] = group.firsts["source"]
@@ -602,23 +603,26 @@ class Counting:
 
     def counts(
         self, num_samples: int, members: RowMembers | DocumentMembers, validation: ValidationCounts | None
-    ) -> tuple[ShardCounts, dict[str, Any]]:
-        """Return the counts of the shard, and the TextCounts of each source with texts, as JSON has them."""
+    ) -> tuple[ShardCounts, dict[str, manifests.TextCounts]]:
+        """Return the counts of the shard, and those of the texts of each source that has any."""
         histogram = [0] * 64
         sources, texts = {}, {}
         for name, source in sorted(self._sources.items()):
             lengths = source.lengths()
             for low, (num_documents, _) in lengths.items():
                 histogram[low.bit_length()] += num_documents
-            sources[name] = SourceCounts(
+            sources[name] = manifests.SourceCounts(
                 num_documents=sum(both[0] for both in lengths.values()),
                 num_tokens=sum(both[1] for both in lengths.values()),
                 num_bytes=source.num_bytes,
                 num_quarantined=source.num_quarantined,
             )
             if lengths:
-                sizes = {"num_bytes": source.num_text_bytes, "num_chars": source.num_chars}
-                texts[name] = {**sizes, "lengths": {str(low): both for low, both in lengths.items()}}
+                texts[name] = manifests.TextCounts(
+                    num_bytes=source.num_text_bytes,
+                    num_chars=source.num_chars,
+                    lengths={str(low): both for low, both in lengths.items()},
+                )
         while histogram and not histogram[-1]:
             histogram.pop()
         counts = ShardCounts(
@@ -699,7 +703,7 @@ class ShardWriter:
         self._members: RowMembers | DocumentMembers = members(spec, shard_id, options)
         self.counting = Counting(shard_id)
         self._num_samples = 0
-        self._crcs = ChunkCrcs(idx_dtype(spec.kind))
+        self._crcs = ChunkCrcs(IDX_DTYPES[spec.kind])
         self._side_files: dict[str, files.PublishedFile] = {}  # ids and digests, where they are kept
         self._validation: list[Piece] = []  # whose records and digests come behind all others
         self._files = contextlib.ExitStack()
@@ -774,7 +778,7 @@ class ShardWriter:
         if "digests" in self._side_files and len(piece.digests):
             self._side_files["digests"].write(piece.digests.tobytes())
 
-    def commit(self, run: dict[str, Any], *, made_from: str | None = None) -> Manifest:
+    def commit(self, run: RunFacts, *, made_from: str | None = None) -> Manifest:
         """Publish the shard: last its manifest, with ``run`` and ``made_from`` in it."""
         self._write(self._members.rest())
         for piece in self._validation:
@@ -794,7 +798,7 @@ class ShardWriter:
                 num_tokens=sum(int(piece.records["num_tokens"].sum()) for piece in self._validation),
             )
         counts, texts = self.counting.counts(self._num_samples, self._members, validation)
-        facts = {"counts": counts, "run": {**run, "texts": texts}, "made_from": made_from, **stamps}
+        facts = {"counts": counts, "run": replace(run, texts=texts), "made_from": made_from, **stamps}
         manifest = Manifest(spec=self._spec, shard_id=self._shard_id, **facts)
         for file in written.values():
             file.publish()

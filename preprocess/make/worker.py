@@ -37,7 +37,7 @@ from shardprep.console import Progress, counted, guard_streams, say, short_bytes
 from shardprep.errors import BadInput, CannotWrite, OtherTokenizer, ReadWriteError, ShardprepError, UsageError
 from shardprep.format import names
 from shardprep.format.documents import BlankedDocuments, are_for_validation, blank_digests, read_blanked
-from shardprep.format.manifest import Manifest
+from shardprep.format.manifest import Manifest, RunFacts
 from shardprep.format.plan import EngineName, Plan, PlannedShard, check_tokenizer_files, need_plan
 
 if TYPE_CHECKING:  # a task of one shard does without them
@@ -89,13 +89,13 @@ def part_line(plan: Plan, shard: PlannedShard) -> str:
 def done_line(manifest: Manifest, folder: Path) -> str:
     """Say what a shard holds, how fast it was made, and at what price."""
     run, counts, shard_id = manifest.run, manifest.counts, manifest.shard_id
-    facts = [amounts_line(counts.input_bytes, counts.num_documents, counts.num_tokens, run["wall_s"])]
+    facts = [amounts_line(counts.input_bytes, counts.num_documents, counts.num_tokens, run.wall_s)]
     if left_out := sum(counts.quarantined.values()):
         facts.append(f"{left_out} documents were left out: {names.quarantine_path(folder, shard_id)}")
-    facts.append(f"{run['cpu_s']:.1f} s of CPU")
-    if "transform_cpu_s" in run:
-        facts.append(f"{run['transform_cpu_s']:.1f} of them in --transform")
-    facts.append(f"{short_bytes(run['max_rss_bytes'])} of memory")
+    facts.append(f"{run.cpu_s:.1f} s of CPU")
+    if run.transform_cpu_s:
+        facts.append(f"{run.transform_cpu_s:.1f} of them in --transform")
+    facts.append(f"{short_bytes(run.max_rss_bytes)} of memory")
     facts.append(f"a tar of {short_bytes(manifest.tar.num_bytes)}")
     return f"shard {shard_id:05d} is done: {', '.join(facts)}"
 
@@ -180,20 +180,19 @@ class Worker:
                 del batch  # a tar's share of it may be 11 MB, which else wait for the next one
             self._check_bad_fraction(writer, shard.shard_id)
             slurm_names = [f"SLURM_{name}" for name in _SLURM_FACTS]
-            facts = {  # what may differ between equal shards; for reports, never for decisions
-                "engine": f"{self.engine.name} {self.engine.version}",
-                "shardprep": shardprep.__version__,
-                "python": platform.python_version(),
-                "host": os.environ.get("SLURMD_NODENAME") or os.uname().nodename,
-                "slurm": {name: os.environ[name] for name in slurm_names if name in os.environ},
-                "num_cpus": self.num_cpus,
-                "began": round(began, 3),
-                "wall_s": round(time.time() - began, 3),
-                "cpu_s": round(time.process_time() - cpu_began, 3),
-                "max_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            }
-            if transform is not None:
-                facts["transform_cpu_s"] = round(transform.cpu_s - transform_began_s, 3)
+            facts = RunFacts(
+                engine=f"{self.engine.name} {self.engine.version}",
+                shardprep=shardprep.__version__,
+                python=platform.python_version(),
+                host=os.environ.get("SLURMD_NODENAME") or os.uname().nodename,
+                slurm={name: os.environ[name] for name in slurm_names if name in os.environ},
+                num_cpus=self.num_cpus,
+                began=round(began, 3),
+                wall_s=round(time.time() - began, 3),
+                cpu_s=round(time.process_time() - cpu_began, 3),
+                max_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                transform_cpu_s=round(transform.cpu_s - transform_began_s, 3) if transform else 0.0,
+            )
             return writer.commit(facts, made_from=None if blanked is None else blanked.made_from)
 
     def _encode_and_lay_out(

@@ -39,6 +39,7 @@ from shardprep.console import counted, printable, say, short_bytes, short_time
 from shardprep.format import names
 from shardprep.format import plan as plans
 from shardprep.format.documents import DocumentNames, read_names
+from shardprep.format.manifest import RunFacts
 from shardprep.format.plan import ByteRange, Cut, InputFile, Plan, PlanOptions, PrepConfig
 
 Say = Callable[[str], None]
@@ -173,7 +174,7 @@ def _plan_of(
         fast_engine_is_equal=False,
         inputs=inputs,
         cuts=cuts,
-        names_left_out=[(reason, name) for reason, lost in listing.left_out.items() for name in lost],
+        left_out=[(reason, name) for reason, lost in listing.left_out.items() for name in lost],
     )
     if config.hash_inputs:  # reads all of the input, about a second per core and gigabyte
 
@@ -379,7 +380,7 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None, *, is_divid
                 if name in documents.columns:
                     found[name] = found.get(name, False) or any(documents.columns[name])
         cpu_s = time.process_time() - began
-        manifest = writer.commit({})
+        manifest = writer.commit(RunFacts())
     counting = writer.counting
     _check_fields(plan, counting)
     warnings = []

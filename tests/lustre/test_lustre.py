@@ -27,7 +27,7 @@ import pytest
 
 from lustre import LustreError, Need, space_lines, stripe_line
 from tests.checkout import ROOT
-from tests.slurm.fake_slurm import install_fake_slurm
+from tests.slurm.fake_slurm import Desk, install_fake_slurm
 from tests.world import Ended, World, call_main, refuses
 
 pytestmark = pytest.mark.processes
@@ -386,15 +386,15 @@ def test_what_fits_is_one_line_and_each_limit_that_is_too_small_is_a_warning(on_
 
 
 def test_plan_and_submit_warn_of_what_is_missing_and_go_on(on_lustre: FakeLustre, tmp_path: Path) -> None:
-    fake_slurm = install_fake_slurm(tmp_path, on_lustre.patch)
+    desk = Desk(data=on_lustre.folder, place=install_fake_slurm(tmp_path, on_lustre.patch))
     on_lustre.is_used_by_a_user()
     on_lustre.give(quota={"-u": [5, 0, 6, 7, 0, 9]})
     world = World(tmp_path, data_dir=on_lustre.folder).raw({"a.txt": "a line of text\n" * 500})
     world.try_plan(num_shards=5).ends(0, "warning: it will not fit: your quota: 2 files left")
     world.run(1, 2)
     missing = ("B in 9 files", "warning: it will not fit: your quota: 1.02 kB left")  # of three shards
-    call_main("submit", on_lustre.folder, "--mem_gb", 1).ends(0, *missing)
-    assert fake_slurm.sent(), "the job was sent all the same"
+    call_main("submit", desk.data, "--mem_gb", 1).ends(0, *missing)
+    assert desk.sent(), "the job was sent all the same"
 
 
 # --- no file is ever harmed

@@ -30,7 +30,7 @@ import zstandard
 from loader import NotFound, ShardprepError, get_llama3_dataloader
 from tests.checkout import ROOT
 from tests.forged import rewrite_plan
-from tests.slurm.fake_slurm import Desk, FakeSlurm, ended, install_fake_slurm
+from tests.slurm.fake_slurm import Desk, ended, install_fake_slurm
 from tests.world import World, open_loader, tokenizer_dir
 
 SECRETS = {
@@ -239,8 +239,8 @@ def other(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    return install_fake_slurm(tmp_path, monkeypatch)
+def desk(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    return Desk(data=world.data_dir, place=install_fake_slurm(tmp_path, monkeypatch))
 
 
 def link(world: World, name: str, to: Path) -> Path:
@@ -304,7 +304,7 @@ LINKED: list[Any] = [
 
 @pytest.mark.parametrize(("names", "command", "code"), LINKED)
 def test_no_command_writes_or_removes_anything_through_a_link(
-    fake: FakeSlurm, world: World, other: Path, names: str, command: str, code: int
+    desk: Desk, world: World, other: Path, names: str, command: str, code: int
 ) -> None:
     to = {"jobs/history.jsonl": other / "shard-00000.jsonl"}
     paths = [link(world, name, to.get(name, other)) for name in names.split()]
@@ -314,20 +314,19 @@ def test_no_command_writes_or_removes_anything_through_a_link(
     if command != "run":
         assert code == 0 or str(paths[0]) in done.err
     assert {path: path.is_dir() or path.read_text() for path in other.rglob("*")} == before
-    assert bool(fake.sent()) == ((command, code) == ("submit", 0))
+    assert bool(desk.sent()) == ((command, code) == ("submit", 0))
 
 
 @pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 @pytest.mark.parametrize("place", ["elsewhere", "link"])
 def test_a_record_of_another_user_shows_no_file_outside_of_the_data_set(
-    fake: FakeSlurm, world: World, other: Path, place: str
+    desk: Desk, world: World, other: Path, place: str
 ) -> None:
     secret = other / "secret.log"
     secret.write_text("a secret line\n")
     (world.data_dir / "jobs").mkdir()
     log = link(world, "jobs/logs/1_0.log", secret)
-    desk = Desk(data=world.data_dir, fake=fake)
     record = desk.record("1_0", ended(74), log=str(secret if place == "elsewhere" else log))
     os.chown(record, 12345, -1)
     for words in (

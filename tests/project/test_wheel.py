@@ -74,7 +74,7 @@ class Desk:
 def desk(
     site: Path, warm: WarmPython, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Desk:
-    fake = install_fake_slurm(tmp_path, monkeypatch).place
+    fake = install_fake_slurm(tmp_path, monkeypatch)
     commands, folder = tmp_path / "commands", tmp_path / "a desk"
     commands.mkdir()
     folder.mkdir()

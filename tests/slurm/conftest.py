@@ -17,16 +17,17 @@ from tests.world import World
 
 
 @pytest.fixture(scope="session")
-def planned(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
-    """The sample text planned into 5 shards, none made. Never written to."""
-    return World(tmp_path_factory.mktemp("planned"), raw_dir=sample_dir).plan(num_shards=5)
+def made(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """The sample text in 5 shards. Never written to."""
+    return World(tmp_path_factory.mktemp("made"), raw_dir=sample_dir).plan(num_shards=5).run()
 
 
 @pytest.fixture
-def desk(planned: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+def desk(made: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
     """A data set of five shards, none of them made."""
-    data = planned.copy(tmp_path).data_dir
-    return Desk(data=data, fake=install_fake_slurm(tmp_path, monkeypatch), patch=monkeypatch)
+    data = made.copy(tmp_path, but=["shard-*"]).data_dir
+    place = install_fake_slurm(tmp_path, monkeypatch)
+    return Desk(data=data, place=place, made=made.data_dir, patch=monkeypatch)
 
 
 @pytest.fixture(scope="module")  # one of the session would be ended when all else has ended

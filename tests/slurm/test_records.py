@@ -283,13 +283,13 @@ def test_shards_that_a_run_could_not_make_have_their_cause_without_any_slurm(des
     world = World(desk.tmp / "of run").raw({"a.txt": lines, "b.txt": lines + b"\xff\n" * 20})
     desk.data = world.plan(num_shards=None).data_dir
     for _ in range(2):
-        desk.command("run", "--num_proc", 1, code=65)
+        desk.slurm("run", "--num_proc", 1, code=65)
     assert len(records(desk)) == 2, "a record of each run that failed"
     desk.patch.setenv("PATH", str(desk.tmp))
     assert desk.status()["causes"] == {"bad input (65)": "1"}
     name, _, *words = shlex.split(desk.next().removeprefix("next: shardprep "))
-    desk.command(name, *words[:-1], "1", "--num_proc", 1)  # with another share
-    desk.command("verify")
+    desk.slurm(name, *words[:-1], "1", "--num_proc", 1)  # with another share
+    desk.slurm("verify")
     assert records(desk) == []
 
 

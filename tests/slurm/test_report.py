@@ -105,7 +105,7 @@ def test_markup_stays_text_no_secret_is_told_and_nothing_runs(world: World, tmp_
 
 @pytest.mark.processes
 def test_an_unfinished_data_set_has_a_report_with_causes(desk: Desk) -> None:
-    (desk.fake.place / "away").touch()
+    (desk.place / "away").touch()
     desk.submitted()
     desk.record("1_1", ended(75, stopped_by="OUT_OF_MEMORY"))
     found = report(desk.data)
@@ -126,7 +126,7 @@ def test_each_manifest_is_read_once_and_no_shard_nor_slurm(desk: Desk, world: Wo
     assert sorted(world.data_dir.rglob("*")) == before, "nothing is written into the data set"
     of_shards = [name for name in opened if "/shard-" in name]
     assert sorted(of_shards) == sorted(map(str, world.data_dir.glob("shard-*.json")))
-    assert [desk.fake.calls(name) for name in ("squeue", "scontrol")] == [[], []]
+    assert [desk.calls(name) for name in ("squeue", "scontrol")] == [[], []]
     assert call_main("report", world.data_dir, "--output", desk.tmp / "none" / "x.html").code == 73
 
 

@@ -56,7 +56,7 @@ class Case(NamedTuple):
 
 
 def away(desk: Desk) -> None:
-    (desk.fake.place / "away").touch()
+    (desk.place / "away").touch()
 
 
 def of_somebody_else(desk: Desk) -> None:
@@ -230,7 +230,7 @@ CASES = {
         asks=["mem=2048M", "exclude=n1", "account=mine"]),
     "too little memory, up to the largest node's": Case(
         given=[submitted(mem_gb=4), TOO_LARGE,
-               lambda desk: desk.fake.answers("sinfo", "cpu*|idle|6000|64|infinite\n")],
+               lambda desk: desk.answers("sinfo", "cpu*|idle|6000|64|infinite\n")],
         types="retry --shards 0", sends="0", asks=["mem=6000M"]),
     "too little memory per CPU": Case(
         given=[submitted(mem_per_cpu_gb=0.5, cpus_per_task=4), TOO_LARGE],
@@ -249,20 +249,20 @@ def test_what_may_run_is_never_sent_again_nor_what_others_sent_cancelled(desk: D
     case = CASES[name]
     for step in case.given:
         step(desk)
-    desk.fake.answers("config", case.config)
+    desk.answers("config", case.config)
     desk.queue(case.queue.replace("HERE", desk.job_name).replace("PLAN", desk.plan_id[:12]))
     state, line = desk.status(), desk.next()
     assert {field: state[field] for field in case.status} == case.status
     assert not case.next or line == f"next: {case.next}".replace("DATA", shlex.quote(str(desk.data)))
     desk.slurm("cancel", code=case.ends if case.ends in (66, 74) else 0)
-    assert desk.cancelled() == ([case.cancels] if case.cancels else [])
+    assert desk.calls("scancel") == ([case.cancels] if case.cancels else [])
     word, *flags = shlex.split(case.types)
     words = shlex.split(line.partition("shardprep ")[2]) if case.next else []
     if words[:1] not in (["submit"], ["retry"]):
         words = [word, str(desk.data), *flags]
     assert call_main(*words).code == case.ends
     assert desk.sent_shards() == ([case.sends] if case.sends else [])
-    script = "".join(desk.fake.sent()).splitlines()
+    script = "".join(desk.sent()).splitlines()
     assert {f"#SBATCH --{option}" for option in case.asks} <= set(script)
 
 
@@ -270,9 +270,9 @@ def test_cancel_of_some_shards_ends_their_tasks_alone_and_no_part_of_a_task(desk
     desk.submitted(array(tasks=["0", "1", "2", "3-4"]))
     desk.queue(squeue_line("0-3", "PENDING", "Priority"))
     desk.slurm("cancel", "--shards", "2-3", code=2)
-    assert not desk.cancelled()
+    assert not desk.calls("scancel")
     desk.slurm("cancel", "--shards", "1,3-4")
-    assert desk.cancelled() == ["1_1 1_3"]
+    assert desk.calls("scancel") == ["1_1 1_3"]
 
 
 @pytest.mark.parametrize("clusters", ["test,other", "all"])
@@ -281,14 +281,14 @@ def test_another_cluster_is_named_and_several_at_once_are_refused(desk: Desk, cl
     assert "SLURM_CLUSTERS=other" in desk.status()["why_not_visible"]
     for name in ("submit", "status", "retry", "cancel"):
         desk.slurm(name, code=2, SLURM_CLUSTERS=clusters)
-    assert len(desk.fake.calls("sbatch") + desk.fake.calls("squeue")) == 1, "Slurm is not asked"
+    assert len(desk.calls("sbatch") + desk.calls("squeue")) == 1, "Slurm is not asked"
 
 
 def test_who_looks_from_another_time_zone_sees_the_same_job_and_its_start_in_their_own(desk: Desk) -> None:
     """Slurm prints its times in the zone of who asks."""
     desk.submitted()
     waits = squeue_line("0-4", "PENDING", start="2026-11-23T08:00:00").strip()
-    desk.fake.answers_by("squeue", f"[[ $TZ != UTC0 ]] || echo '{waits}'")
+    desk.answers_by("squeue", f"[[ $TZ != UTC0 ]] || echo '{waits}'")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TZ", "KST-9")
         time.tzset()
@@ -324,17 +324,17 @@ def test_without_an_answer_nothing_is_called_failed_nor_sent_again(desk: Desk) -
     """A credential expires, or is from the future, where clocks differ by more than munge allows."""
     desk.submitted()
     desk.log("1_0.log", "shardprep: node n1: shard 0 begins\n")
-    desk.fake.answers_by("squeue", "cat PLACE/out; cat PLACE/err >&2; exit $(<PLACE/code)")
+    desk.answers_by("squeue", "cat PLACE/out; cat PLACE/err >&2; exit $(<PLACE/code)")
     for out, err, code in ANSWERS:
-        desk.fake.answers("out", out.encode(errors="surrogateescape"))
-        desk.fake.answers("err", err)
-        desk.fake.answers("code", str(code))
+        desk.answers("out", out.encode(errors="surrogateescape"))
+        desk.answers("err", err)
+        desk.answers("code", str(code))
         state = desk.status()
         assert (state["failed"], state["not_visible"], bool(state["slurm_away"])) == ("", "0-4", True), out
         for name in ("submit", "retry", "cancel"):
             desk.slurm(name, code=74)
-    assert not desk.fake.sent()
-    assert not desk.cancelled()
+    assert not desk.sent()
+    assert not desk.calls("scancel")
 
 
 def test_wait_outlasts_a_controller_that_restarts_and_ends_after_an_hour(desk: Desk) -> None:
@@ -342,7 +342,7 @@ def test_wait_outlasts_a_controller_that_restarts_and_ends_after_an_hour(desk: D
     waits: list[float] = []
     # Slurm answers the first question, which submit asks, and then no more.
     once = "[[ ! -e PLACE/answered ]] || { echo 'Socket timed out' >&2; exit 1; }"
-    desk.fake.answers_by("squeue", f"{once}; touch PLACE/answered; echo {shlex.quote(RUNS.strip())}")
+    desk.answers_by("squeue", f"{once}; touch PLACE/answered; echo {shlex.quote(RUNS.strip())}")
     desk.at_waits(waits.append)
     desk.slurm("submit", "--wait", code=74)
     assert waits[:3] == [5, 10, 20]
@@ -357,7 +357,7 @@ def test_a_shard_that_is_done_while_status_looks_is_not_called_failed(desk: Desk
     manifest = desk.data / "shard-00000.json"
     hidden = manifest.rename(desk.data / "later")
     ends = f"{shlex.join(['mv', str(hidden), str(manifest)])}; {shlex.join(['rm', str(record)])}"
-    desk.fake.answers_by("squeue", f"{ends}; echo {shlex.quote(squeue_line('1-4', 'RUNNING').strip())}")
+    desk.answers_by("squeue", f"{ends}; echo {shlex.quote(squeue_line('1-4', 'RUNNING').strip())}")
     state = desk.status()
     assert (state["done"], state["failed"]) == ("0", "")
 
@@ -416,7 +416,7 @@ def test_fields_of_json_are_those_that_are_documented(desk: Desk, command: str) 
     desk.queue(squeue_line("0", "PENDING", "Resources"), QUEUES["24.11.5"])
     page = (ROOT / "docs" / f"{command}_json.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE)
-    fields = json.loads(desk.command(command, "--json").out)
+    fields = json.loads(call_main(command, desk.data, "--json").out)
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(fields)
 
 
@@ -426,9 +426,11 @@ def test_the_speed_counts_since_the_newest_submission_and_waits_count(desk: Desk
     desk.submitted(submitted=now - 1000)
     desk.submitted(array("5"), verify="6", number=1, submitted=now - 60)
     desk.queue(squeue_line("1-4", "RUNNING", job="5"))
-    desk.make_done(0, began=now - 900, wall_s=60.0, job_id="1")  # of the submission before
+    desk.make_done(
+        0, began=now - 900, wall_s=60.0, slurm={"SLURM_ARRAY_JOB_ID": "1"}
+    )  # of the submission before
     assert desk.status()["tokens_per_s"] is None
-    desk.make_done(1, began=now - 50, wall_s=50.0, job_id="5")
+    desk.make_done(1, began=now - 50, wall_s=50.0, slurm={"SLURM_ARRAY_JOB_ID": "5"})
     state = desk.status()
     tokens = json.loads((desk.data / "shard-00001.json").read_text())["counts"]["num_tokens"]
     assert state["tokens_per_s"] == round(tokens / 60)
@@ -481,7 +483,7 @@ def test_a_status_reads_each_manifest_and_record_once_and_the_next_look_reads_no
     assert looks[0]["open", "1_3.r0"] == 2, "before Slurm is asked, and after"
     assert looks[0]["open", "1_3.log"] == 1
     assert looks[0]["scandir", "data"] + looks[0]["listdir", "data"] == 1
-    assert (len(desk.fake.calls("squeue")), len(desk.fake.calls("scontrol"))) == (2, 1)
+    assert (len(desk.calls("squeue")), len(desk.calls("scontrol"))) == (2, 1)
 
 
 def test_watch_goes_on_while_a_run_on_this_machine_makes_shards(desk: Desk) -> None:
@@ -508,7 +510,7 @@ def test_retry_makes_what_verify_found_wrong(desk: Desk) -> None:
 def test_until_done_stops_where_only_people_can_help_and_tells_whom_notify_names_once(desk: Desk) -> None:
     told = desk.tmp / "told"
     desk.slurm("submit", "--until_done", "--notify", f'echo "$SHARDPREP_RESULT" >>{told}')
-    assert not any("shardprep_notify=" in script for script in desk.fake.sent()), "not before the end"
+    assert not any("shardprep_notify=" in script for script in desk.sent()), "not before the end"
     desk.make_done(0, 1, 2, 3)
     desk.record("1_4", ended(65))
     desk.slurm("retry", "--until_done", code=74)
@@ -518,7 +520,7 @@ def test_until_done_stops_where_only_people_can_help_and_tells_whom_notify_names
     desk.slurm("retry", "--until_done", "--setup", "/no/such/file", code=2)
     assert "/no/such/file" in desk.events()[-1]["why"]
     desk.slurm("retry", "--until_done", "--round", 5)
-    assert "--round 6" in desk.fake.sent()[-1]
+    assert "--round 6" in desk.sent()[-1]
     desk.slurm("retry", "--until_done", "--round", 6, code=74)
     assert desk.events()[-1]["event"] == "stopped", "five rounds are enough"
 
@@ -526,7 +528,7 @@ def test_until_done_stops_where_only_people_can_help_and_tells_whom_notify_names
 def test_one_controller_is_left_and_one_that_died_is_told_unless_somebody_ended_it(desk: Desk) -> None:
     control = squeue_line("N/A", "PENDING", "Dependency", job="3", name=f"{desk.job_name}-control")
     desk.slurm("submit", "--until_done", "--shards", "0-2")
-    assert "--shards 0-2" in desk.fake.sent()[2], "it keeps to the shards that were asked for"
+    assert "--shards 0-2" in desk.sent()[2], "it keeps to the shards that were asked for"
     assert desk.status()["controller_lost"] == "3"
     assert "control-3.log" in desk.slurm("status")
     desk.queue(squeue_line("0-2", "PENDING", name=desk.job_name))
@@ -535,11 +537,11 @@ def test_one_controller_is_left_and_one_that_died_is_told_unless_somebody_ended_
     desk.queue(control)
     assert desk.status()["controller_lost"] == ""
     desk.slurm("submit", "--until_done", "--shards", "3")
-    assert desk.cancelled() == ["1_0", "3"], "the one before"
+    assert desk.calls("scancel") == ["1_0", "3"], "the one before"
     desk.queue(control.replace("3|", "6|", 1))
     desk.make_done(*range(5))
     desk.slurm("submit", "--until_done")
-    assert len(desk.fake.sent()) == 6, "the one that is there does it"
+    assert len(desk.sent()) == 6, "the one that is there does it"
     desk.slurm("cancel")
     desk.queue("")
     assert desk.status()["controller_lost"] == ""

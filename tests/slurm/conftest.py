@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,9 +31,8 @@ def desk(made: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
 @pytest.fixture(scope="module")  # one of the session would be ended when all else has ended
 def plain_cluster() -> Iterator[dict[str, str]]:
     """Three nodes: the environment of commands, in which the ranks of a training find each other."""
-    kept = {n: v for n, v in os.environ.items() if not re.match("SLURM|SBATCH|SHARDPREP|MASTER", n)}
-    environ = {**kept, "NUM_NODES": "3", "NODE_CPUS": "8", "KILL_WAIT": "120", "HF_HUB_OFFLINE": "1"}
-    environ |= {"SHARDPREP_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-    environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with started_cluster(environ, "NO SLURM CLUSTER, the batch scripts are untested here") as started:
+    settings = {"NODE_CPUS": "8", "KILL_WAIT": "120"}
+    settings |= {"SHARDPREP_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    settings |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    with started_cluster("NO SLURM CLUSTER, the batch scripts are untested here", **settings) as started:
         yield started

@@ -98,7 +98,7 @@ def install_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
-SRUN = '#!/bin/bash\nwhile [[ $1 = --* ]]; do shift; done\nexec "$@"\n'
+SRUN = 'while [[ $1 = --* ]]; do shift; done; exec "$@"'
 
 
 @dataclass(kw_only=True)
@@ -142,7 +142,7 @@ class Desk:
         environ: Mapping[str, str] = {},
     ) -> str:
         """Return what task ``index`` of ``sbatch slurm/prep_array.sh DATA ARGS``, typed beside DATA, says."""
-        (self.place / "bin" / "srun").write_text(srun)
+        (self.place / "bin" / "srun").write_text(f"#!/bin/bash\n{srun}\n")
         (self.place / "bin" / "srun").chmod(0o755)
         own = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(index)}
         own |= {"SLURMD_NODENAME": "n1", "SLURM_JOB_USER": "root", "SLURM_CPUS_PER_TASK": "1"}

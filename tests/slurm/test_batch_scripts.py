@@ -63,10 +63,6 @@ def exit_codes(site: Cluster, job: str) -> dict[int, str]:
     return {index: each["ExitCode"] for index, each in site.ended(job).items()}
 
 
-def log_of(site: Cluster, job: str, index: int) -> str:
-    return (site.folder / "logs" / f"shardprep-{job}_{index}.log").read_text()
-
-
 # How a job is told to stop -> what its worker hears. The last one ends at its time limit.
 STOPS = {
     ("scancel",): "TERM",
@@ -237,14 +233,20 @@ def test_ranks_that_get_the_term_with_all_their_workers_save_and_the_run_goes_on
     assert ours == theirs
 
 
-def test_torchrun_starts_its_ranks_on_two_nodes(train_site: Cluster, data: Path, tmp_path: Path) -> None:
+def test_ranks_that_torchrun_starts_on_two_nodes_go_on_from_the_newest_checkpoint_that_can_be_read(
+    train_site: Cluster, data: Path, warm: WarmPython, tmp_path: Path
+) -> None:
     """In a folder with a preprocess.py and a loader.py, which torchrun's ``python -m`` looks into first."""
+    checkpoints = tmp_path / "torchrun"
+    train_site.run(warm.python, PROGRAM, data, checkpoints, *FLAGS, "--num_steps", 2)
+    whole = (checkpoints / "step-00000002.pt").read_bytes()
+    (checkpoints / "step-00000003.pt").write_bytes(whole[:-200])  # a disk that failed has cut it
     for name in ("preprocess", "loader"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the old script')")
     train_site.environ["SHARDPREP_LAUNCHER"] = "torchrun"
-    job = train(train_site, data, tmp_path / "torchrun", "--num_steps", 2)
+    job = train(train_site, data, checkpoints, "--num_steps", 4)
     assert train_site.ended(job)[0]["JobState"] == "COMPLETED", train_log(train_site, job)
-    assert "rank 0 of 2 (RANK/WORLD_SIZE), from step 0" in train_log(train_site, job)
+    assert "rank 0 of 2 (RANK/WORLD_SIZE), from step 2" in train_log(train_site, job)
 
 
 def test_on_a_cluster_without_accounts_the_whole_way_works(
@@ -269,7 +271,7 @@ def test_a_stopped_worker_cleans_up_and_its_task_ends_with_75(stopped: tuple[Wor
     world, site, job = stopped
     assert exit_codes(site, job) == dict.fromkeys(range(len(STOPS)), "75:0")
     for index, (stop, signal) in enumerate(STOPS.items()):
-        log = log_of(site, job, index)
+        log = (site.folder / "logs" / f"shardprep-{job}_{index}.log").read_text()
         [told] = re.findall(r"the worker heard (.*)", log)
         assert signal in told.split()  # of scancel both are on their way, and either may come first
         # what Slurm itself writes to the log follows it to logs/

@@ -1,12 +1,15 @@
 """What stands in a folder and what Slurm shows, and what follows: what is said, sent and cancelled.
 
-Also where Slurm shows little, or the wrong jobs; and ``--until_done``, which goes on by itself.
+Also where Slurm shows little, or the wrong jobs; ``--until_done``, which goes on by itself; and ``report``.
 """
 
 from __future__ import annotations
 
+import html
 import json
+import math
 import os
+import random
 import re
 import shlex
 import socket
@@ -22,8 +25,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.checkout import ROOT
+from tests.children import run_child
+from tests.forged import seal
 from tests.slurm.fake_slurm import ALL, CONFIG, NAME, QUEUES, WHEN, Desk, array, ended, failure, squeue_line
-from tests.world import call_main
+from tests.world import World, call_main, hostile_text, save_tokenizer
 
 pytestmark = pytest.mark.processes
 
@@ -76,6 +81,13 @@ def too_many_left_out(desk: Desk) -> None:
         said = f"too many documents are left out: --max_bad_fraction {fraction}"
         desk.record(f"10{number}_4", failure(4, 65, said), ended(65), time=1000 + number)
         worker_args = f"--input_dir /a --max_bad_fraction {fraction}"
+
+
+def one_found_wrong(desk: Desk) -> None:
+    desk.make_done(*range(5))
+    tar = desk.data / "shard-00001.tar"
+    tar.write_bytes(tar.read_bytes()[:-1] + b"x")
+    desk.slurm("verify", code=65)
 
 
 def run_that_left_too_many_out(desk: Desk) -> None:
@@ -135,11 +147,9 @@ CASES = {
         RUNS + squeue_line("N/A", "PENDING", "Dependency", job="9", name="HERE-control"),
         {"controller_jobs": ["9"]}, cancels="9 1"),
     # No record says what they make: DATA/jobs was emptied; or sbatch timed out, but Slurm has the job.
-    "a job that runs without a record": Case(
-        runs(name="HERE"), {"unrecorded_jobs": ["1"]}, ends=2, cancels="1", given=()),
-    "a job that waits, held, without a record": Case(
-        squeue_line("0-4", "PENDING", "JobHeldUser", name="HERE"), {"unrecorded_jobs": ["1"]},
-        ends=2, cancels="1", given=()),
+    "a job that runs, and waits, held, without a record": Case(
+        squeue_line("0", "RUNNING", name="HERE") + squeue_line("1-4", "PENDING", "JobHeldUser", name="HERE"),
+        {"unrecorded_jobs": ["1"]}, ends=2, cancels="1", given=()),
     # Plain sbatch is seen once a task of its array began.
     "plain sbatch": Case(
         PLAIN_RUNS, {"running": "0", "pending": "1-2"}, sends="3 4", cancels="7",
@@ -218,6 +228,9 @@ CASES = {
         next=f"shardprep retry DATA --worker_args '--input_dir /a {ACCEPTING} 0.06 {ACCEPTING} 0.52'"),
     # What retry leaves, and what it asks for.
     "failed too often": Case(status={"can_retry": "2"}, given=OFTEN, types="retry", sends="2"),
+    "found wrong by verify": Case(
+        status={"done": "0,2-4", "wrong": "1"}, given=[did("submitted"), one_found_wrong], types="retry",
+        sends="1"),
     "failed too often, then other memory": Case(given=OFTEN, types="retry --mem_gb 1", sends="1 2"),
     "failed too often, then other arguments": Case(
         given=OFTEN, types="retry --worker_args '--max_bad_fraction 1'", sends="0 1 2"),
@@ -300,23 +313,19 @@ def test_who_looks_from_another_time_zone_sees_the_same_job_and_its_start_in_the
 # --- no answer, or a part of one
 
 TEXT = squeue_line("0-2", "RUNNING") + squeue_line("3-4", "PENDING", "Priority")
-NO_ANSWERS = [
-    "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
-    "slurm_load_jobs error: Socket timed out on send/recv operation",
-    "error: Munge decode failed: Expired credential",
-    "slurm_load_jobs error: Protocol authentication error",
-    "slurm_load_jobs error: Zero Bytes were transmitted or received",
-    "squeue: error: 'other' can't be reached now, or it is an invalid entry for SLURM_CLUSTERS.",
-]
-GARBAGE = ["x", "1|0|RUN", "|||||||||\n", "\0\0", "1|0|FAILED|x|many|n1|0:00|4|root|n|\n", "\ufffd" * 99]
-CUT = [TEXT[:size] for size in (3, 40, len(TEXT) - 60, len(TEXT) - 10)]
 SILENT = "squeue: error: cluster two: Unable to contact slurm controller"
 # What squeue prints on standard output and as an error, and its exit code.
-ANSWERS = [
-    *(("", words, 1) for words in NO_ANSWERS),
-    *((text, "", 0) for text in CUT),
-    *((f"{text}\udcff", "", 0) for text in GARBAGE),
+ANSWERS: list[tuple[str, str, int]] = [
+    ("", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1),
+    ("", "slurm_load_jobs error: Socket timed out on send/recv operation", 1),
+    ("", "error: Munge decode failed: Expired credential", 1),
+    ("", "slurm_load_jobs error: Protocol authentication error", 1),
+    ("", "slurm_load_jobs error: Zero Bytes were transmitted or received", 1),
+    ("", "squeue: error: 'other' can't be reached now, or it is an invalid entry for SLURM_CLUSTERS.", 1),
     (TEXT, SILENT, 0),  # of another server
+    *((TEXT[:size], "", 0) for size in (3, 40, len(TEXT) - 60, len(TEXT) - 10)),
+    *((text, "", 0) for text in ("x", "1|0|RUN", "|||||||||\n", "\0\0", "\udcff", "\ufffd" * 99)),
+    ("1|0|FAILED|x|many|n1|0:00|4|root|n|\n", "", 0),
 ]
 
 
@@ -456,29 +465,32 @@ def test_a_verify_job_that_ran_out_of_time_or_never_begins_is_told(desk: Desk) -
     assert "PartitionTimeLimit" in desk.status()["verify_trouble"]
 
 
-def test_a_status_reads_each_manifest_and_record_once_and_the_next_look_reads_none_again(desk: Desk) -> None:
-    counts = Counter[tuple[str, str]]()  # of calls of the file system, and the names of files
-    for name in ("open", "stat", "scandir", "listdir"):
+def count_calls(patch: pytest.MonkeyPatch, *names: str) -> Counter[tuple[str, str]]:
+    """Return the counts of calls of these functions of os from now on, by name of the file."""
+    counts = Counter[tuple[str, str]]()
+    for name in names:
         real = getattr(os, name)
 
         def counted(path: Any = ".", *rest: Any, name: str = name, real: Any = real, **settings: Any) -> Any:
             counts[name, Path(str(path)).name] += 1
             return real(path, *rest, **settings)
 
-        desk.patch.setattr(os, name, counted)
+        patch.setattr(os, name, counted)
+    return counts
+
+
+def test_a_status_reads_each_manifest_and_record_once_and_the_next_look_reads_none_again(desk: Desk) -> None:
     desk.submitted()
     desk.make_done(0, 1, 2)
     for index in (3, 4):
         desk.record(f"1_{index}", ended(74), log=str(desk.log(f"1_{index}.log", "an error\n")))
     desk.queue(squeue_line("N/A", "RUNNING", **VERIFY))
-    looks = []
+    counts, looks = count_calls(desk.patch, "open", "stat", "scandir", "listdir"), list[Any]()
     # The next look is the last one.
     desk.at_waits(lambda _: (looks.append(counts.copy()), desk.queue("")))
-    counts.clear()
     desk.slurm("status", "--watch")
-    names = [f"shard-{number:05d}" for number in range(3)]
-    for call, suffixes in (("open", ["json"]), ("stat", ["tar", "idx"])):
-        for name in [f"{name}.{suffix}" for name in names for suffix in suffixes]:
+    for call, suffix in (("open", "json"), ("stat", "tar"), ("stat", "idx")):
+        for name in [f"shard-{number:05d}.{suffix}" for number in range(3)]:
             assert looks[0][call, name] == counts[call, name] == 1, name
     assert looks[0]["open", "1_3.r0"] == 2, "before Slurm is asked, and after"
     assert looks[0]["open", "1_3.log"] == 1
@@ -494,17 +506,6 @@ def test_watch_goes_on_while_a_run_on_this_machine_makes_shards(desk: Desk) -> N
 
 
 # --- retry and --until_done
-
-
-def test_retry_makes_what_verify_found_wrong(desk: Desk) -> None:
-    desk.submitted()
-    desk.make_done(*range(5))
-    tar = desk.data / "shard-00001.tar"
-    tar.write_bytes(tar.read_bytes()[:-1] + b"x")
-    desk.slurm("verify", code=65)
-    assert desk.status()["wrong"] == "1"
-    desk.slurm("retry")
-    assert desk.sent_shards() == ["1"]
 
 
 def test_until_done_stops_where_only_people_can_help_and_tells_whom_notify_names_once(desk: Desk) -> None:
@@ -556,3 +557,147 @@ def test_clean_removes_the_logs_of_tasks_once_all_is_verified(desk: Desk) -> Non
     desk.slurm("verify")
     desk.slurm("clean")
     assert sorted(path.name for path in logs.iterdir()) == names[1:]
+
+
+# --- report, as a page and as JSON
+
+NAMES = ("뉴스 <b>굵게", "code", "웹문서")
+SECRET = "https://user:hunter2@host/?api_token=abc"
+NODE = '"><img src=x onerror="alert(1)'
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Four packed shards of three sources, with documents left out, and markup in names. Read only."""
+    folder = tmp_path_factory.mktemp("report")
+    files: dict[str, Any] = {f"{name}/글.txt": hostile_text(150) for name in NAMES}
+    files |= {"code/bad.txt": b"good\n\xff\xfe\ncaf\xe9 again\n", "LICENSE.txt": "a\n", "<script>.log": "a\n"}
+    world = World(folder, data_dir=folder / "자료 <i>").raw(files)
+    world.make(num_shards=4, recursive=True, record="packed", seq_len=64, max_bad_fraction=0.9)
+    path = world.data_dir / "shard-00001.json"
+    manifest = json.loads(path.read_text())
+    manifest["run"] |= {"host": NODE, "engine": f"<b>fast|tokens{{x}}</b> {SECRET} \x1b[31m"}
+    path.write_text(json.dumps(manifest))
+    seal(path)
+    return world
+
+
+def report(folder: Path) -> dict[str, Any]:
+    return dict(json.loads(call_main("report", folder, "--json").ends(0).out))
+
+
+def page(folder: Path, place: Path) -> tuple[str, list[str], str]:
+    """Return the source of a page, its tags, and the text between them."""
+    call_main("report", folder, "--output", place / "page.html").ends(0)
+    source = (place / "page.html").read_text(encoding="utf-8")
+    return source, re.findall("<[^>]*>", source), html.unescape(re.sub("<[^>]*>", "", source))
+
+
+def test_the_numbers_are_the_sums_of_the_manifests(reported: World) -> None:
+    found = report(reported.data_dir)
+    for name in ("num_samples", "num_documents", "num_tokens", "num_pad_tokens", "input_bytes"):
+        assert found["counts"][name] == sum(each["counts"][name] for each in reported.manifests()), name
+    whole, *sources = found["sources"]
+    assert {each["name"] for each in sources} == set(NAMES)
+    assert whole["num_tokens"] == sum(each["num_tokens"] for each in sources) == found["counts"]["num_tokens"]
+    of_status = json.loads(call_main("status", reported.data_dir, "--json").out)
+    assert of_status["num_tokens"] == whole["num_tokens"]
+    for each in sources:
+        counts = of_status["sources"][each["name"]]
+        assert counts["num_tokens"] == each["num_tokens"]
+        files = (reported.raw_dir / each["name"]).iterdir()
+        assert counts["num_bytes"] == sum(path.stat().st_size for path in files)
+    assert found["tar_bytes"] == sum(path.stat().st_size for path in reported.data_dir.glob("*.tar"))
+    assert found["left_out"] == {"undecodable": 2}
+    assert sorted(found["plan"]["inputs_left_out"].values()) == [["<script>.log"], ["LICENSE.txt"]]
+    assert (found["shards"]["verified"], found["shards"]["done"]) == (True, "0-3")
+
+
+def test_a_recount_of_the_texts_gives_the_lengths_of_the_report(tmp_path: Path) -> None:
+    """A letter is a token of the world's tokenizer, and BOS stands before each document."""
+    chooser = random.Random(7)
+    lengths = [1 + int(chooser.paretovariate(0.8)) % 900 for _ in range(400)]
+    world = World(tmp_path).raw({"a.txt": "\n".join("Q" * length for length in lengths)})
+    (whole,) = report(world.plan(num_shards=3).run().data_dir)["sources"]
+    num_tokens = [length + 1 for length in lengths]
+    assert (whole["num_tokens"], whole["text_bytes"]) == (sum(num_tokens), sum(lengths))
+    assert whole["bytes_per_token"] == round(sum(lengths) / sum(num_tokens), 3)
+    for percent in (50, 90, 99):
+        exact = sorted(num_tokens)[math.ceil(len(lengths) * percent / 100) - 1]
+        assert exact <= whole[f"length_p{percent}"] <= exact * 1.125
+
+
+def test_markup_stays_text_no_secret_is_told_and_nothing_runs(reported: World, tmp_path: Path) -> None:
+    source, tags, shown = page(reported.data_dir, tmp_path)
+    elements = Counter(re.findall(r"<(\w+)", source))
+    assert not elements.keys() & {"script", "i", "img", "iframe", "link", "object", "svg"}
+    assert elements["b"] == 5, "the tiles' own"
+    for text in (NAMES[0], NODE, "<b>fast|tokens{x}</b>", "<script>.log"):
+        assert text in shown, "it is shown as it is"
+    attributes = set(re.findall(r'([\w-]+)="', "".join(tags)))
+    assert attributes == {"lang", "charset", "http-equiv", "content", "name", "class", "data-name"}
+    assert "default-src 'none'" in source
+    assert not re.search(r"url\(|@import", source)
+    for form in (call_main("report", reported.data_dir, "--json").out, source):
+        assert "***@host" in form
+        assert not re.search("hunter2|api_token=abc|\x1b", form)
+
+
+def test_an_unfinished_data_set_has_a_report_with_causes(desk: Desk) -> None:
+    (desk.place / "away").touch()
+    desk.submitted()
+    desk.record("1_1", ended(75, stopped_by="OUT_OF_MEMORY"))
+    found = report(desk.data)
+    assert (found["shards"]["missing"], found["shards"]["num_done"]) == ("0-4", 0)
+    assert found["shards"]["failed"] == {"OUT_OF_MEMORY": "1"}
+    assert found["slurm_away"]
+    assert "OUT_OF_MEMORY" in page(desk.data, desk.tmp)[2]
+
+
+def test_a_report_reads_each_manifest_once_and_no_shard_nor_slurm(desk: Desk, reported: World) -> None:
+    counts = count_calls(desk.patch, "open")
+    before = sorted(reported.data_dir.rglob("*"))
+    desk.patch.chdir(desk.tmp)
+    call_main("report", reported.data_dir).ends(0)
+    assert (desk.tmp / "report.html").is_file()
+    assert sorted(reported.data_dir.rglob("*")) == before, "nothing is written into the data set"
+    of_shards = {name: number for (_, name), number in counts.items() if name.startswith("shard-")}
+    assert of_shards == {path.name: 1 for path in reported.data_dir.glob("shard-*.json")}
+    assert [desk.calls(name) for name in ("squeue", "scontrol")] == [[], []]
+    call_main("report", reported.data_dir, "--output", desk.tmp / "none" / "x.html").ends(73)
+
+
+TEMPLATE = "{% for m in messages %}<|start_header_id|>{{ m.role }}: {{ m.content }}<|eot_id|>{% endfor %}"
+OPTIONS: list[dict[str, Any]] = [
+    {"num_shards": 3, "keep_text": False, "append_eos": True, "token_format": "npy", "hash_inputs": True},
+    {"shard_bytes": "4k", "also": "*.md", "allow_special_tokens": True, "max_bad_fraction": 0.5},
+    {"limit": 20, "digests": True, "record": "packed", "seq_len": 64, "pack": "best_fit"},
+    {"record": "chat", "seq_len": 64, "validation_fraction": 0.1},  # with the tokenizer's template
+    {"record": "chat", "seq_len": 64, "chat_template_file": "own.jinja"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_commands_that_are_told_make_the_same_plan_again_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Paths were given relative to another folder."""
+    turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}]
+    is_chat, has_own = options.get("record") == "chat", "chat_template_file" in options
+    ending, text = ("jsonl", [{"messages": turns}] * 40) if is_chat else ("txt", hostile_text(60))
+    place, elsewhere = tmp_path / "my work", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    save_tokenizer(place / "tokenizer", None if has_own else TEMPLATE)
+    world = World(place).raw({f"a.{ending}": text, f"b.{ending}": text, "more.md": ""})
+    (place / "own.jinja").write_text(TEMPLATE)
+    monkeypatch.chdir(place)
+    world.main("plan", input_dir="raw", output_dir="data", model_id="tokenizer", **options).ends(0)
+    monkeypatch.chdir(elsewhere)
+    for line in report(world.data_dir)["again"]["commands"][:-2]:  # before run and verify
+        words = shlex.split(line)
+        if words[0] == "shardprep":
+            call_main(*words[1:]).ends(0)
+        else:
+            run_child(words, cwd=elsewhere)
+    again = World(tmp_path, data_dir=elsewhere / "NEW")
+    assert again.plan_json()["plan_id"] == world.plan_json()["plan_id"]

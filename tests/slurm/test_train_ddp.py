@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import runpy
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
-import torch
 
 from tests.checkout import ROOT
 from tests.children import end_of, free_port
@@ -175,28 +172,3 @@ def test_ranks_that_stop_when_asked_are_no_failure_that_torchrun_starts_again(tm
     log = end_of(process, code=None)
     assert (tmp_path / "requeued").exists(), log
     assert len(list(tmp_path.glob("began-*"))) == 4, "it was not started a third time"
-
-
-@pytest.mark.parametrize("who", ["rank 0, where the newest was cut", "a rank that rank 0 told so"])
-def test_all_ranks_go_on_from_the_newest_checkpoint_that_rank_0_could_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
-) -> None:
-    run_class: Any = runpy.run_path(str(ROOT / "examples" / "train_llama.py"))["Run"]
-    run, loaded = object.__new__(run_class), list[object]()
-    run.folder, run.device, run.step = tmp_path, torch.device("cpu"), 0
-    run.model = run.optimizer = run.loader = SimpleNamespace(load_state_dict=loaded.append)
-    paths = [tmp_path / f"step-0000000{step}.pt" for step in (1, 2)]
-    for step, path in enumerate(paths, start=1):
-        torch.save({"step": step, "model": step, "optimizer": step, "loader": step}, path)
-    rank = 0 if who.startswith("rank 0") else 1
-    if rank == 0:
-        paths[1].write_bytes(paths[1].read_bytes()[:-200])
-    else:
-        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda told: told.__setitem__(0, 1))
-    run.load_newest(rank)
-    assert (run.step, loaded) == (1, [1, 1, 1])
-    if rank == 0:
-        paths[0].write_bytes(b"")
-        with pytest.raises(SystemExit):
-            run.load_newest(0)

@@ -46,10 +46,10 @@ def read(world: World, name: str) -> Ended:
 
 
 NO_JSON_OF_OURS = (
-    *(b"", b"\xff\xfe{}", b"3", b"[" * 200_000, b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
-    *(b'{"format": NaN}', b'{"format": ' + b"9" * 1_000_000 + b"}"),
+    b"", b"\xff\xfe{}", b"3", b"[" * 200_000, b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    b'{"format": NaN}', b'{"format": ' + b"9" * 1_000_000 + b"}",
     b'{"format": "shardprep-manifest", "version": [2]}',
-)
+)  # fmt: skip
 # What stands in the place of a file. The last is too large; of plan.json a reader takes the rows it needs.
 OTHERS: list[Callable[[Path], object]] = [
     *(functools.partial(Path.write_bytes, data=content) for content in NO_JSON_OF_OURS),
@@ -146,9 +146,7 @@ def test_a_task_reads_its_own_rows_of_a_plan_alone_and_damage_of_others_is_found
     world.raw({f"crawl/part-{number:07d}.txt": f"Line {number}.\nAnother.\n" for number in range(3000)})
     path = world.plan(num_shards=1500, recursive=True).data_dir / "plan.json"
     good = path.read_bytes()
-    data, head = json.loads(good), json.loads(good.split(b"\n")[0] + b"}")
-    assert (data["version"], data["plan_id"]) == (3, head["plan_id"]), "its first line is the head"
-    assert (len(data["inputs"]), len(data["cuts"])) == (3000, 1501)
+    assert json.loads(good)["plan_id"] == json.loads(good.split(b"\n")[0] + b"}")["plan_id"], "the head"
     world.run(600)  # what is imported is read once
     before = num_bytes_read()
     world.run(700)
@@ -180,14 +178,14 @@ def test_a_tokenizer_is_known_by_what_decides_ids_alone(world: World, tmp_path: 
         world.try_shard(0, model_id=model).ends(code)
 
 
-OLD = ROOT / "tests" / "data" / "version_1" / "documents_json"
 REMEDY = "shardprep plan --input_dir RAW --output_dir NEW --model_id MODEL --num_shards N"
 
 
 def test_commands_and_the_loader_refuse_version_1_with_what_to_type(tmp_path: Path) -> None:
     world = World(tmp_path).raw({"a.txt": "a\n"})
-    old = Path(shutil.copytree(OLD, world.data_dir))
-    shutil.copytree(ROOT / "tests" / "data" / "golden" / "tokenizer", old / "tokenizer")
+    data = ROOT / "tests" / "data"
+    old = Path(shutil.copytree(data / "version_1" / "documents_json", world.data_dir))
+    shutil.copytree(data / "golden" / "tokenizer", old / "tokenizer")
     before = world.contents()
     commands = ("verify", "run", "peek", "clean", "status", "submit", "report")
     endings = [world.try_plan(), world.try_shard(0), *(world.main(name, old) for name in commands)]

@@ -67,10 +67,6 @@ class FakeLustre:
         table = "".join(f"{line}\n" for line in lines)
         self.patch.setattr("lustre.lfs.read_mounts_table", lambda: table)
 
-    def is_used_by_a_user(self) -> None:
-        """Have this process belong to a user: no quota binds root, so nobody asks for it."""
-        self.patch.setattr(os, "getuid", lambda: 1000)
-
     def fault(self, name: str) -> None:
         """A df that hangs gets a short time limit, and no other call: a busy machine may be slow."""
         self.patch.setenv("FAKE_LFS_FAULT", name)
@@ -349,7 +345,6 @@ def test_off_lustre_and_without_lfs_commands_say_so(on_lustre: FakeLustre, words
         on_lustre.patch.setenv("PATH", "/nonexistent")
     for path in (folder, folder / "file"):
         show(path).ends(0, words)
-    for path in (folder, folder / "file", folder / "no"):
         apply(path, "8").ends(0, words)
     assert words in stripe_line(folder, "8")
     assert on_lustre.calls() == []
@@ -373,7 +368,7 @@ LIMITS: list[tuple[dict[str, Any], str]] = [
 
 
 def test_what_fits_is_one_line_and_each_limit_that_is_too_small_is_a_warning(on_lustre: FakeLustre) -> None:
-    on_lustre.is_used_by_a_user()
+    on_lustre.patch.setattr(os, "getuid", lambda: 1000)  # no quota binds root, so nobody asks for it
     on_lustre.give(quota={"-u": [5, 0, 1 << 40, 7, 0, 1 << 40]})
     (line,) = space_lines(on_lustre.folder, NEED)
     for words in ("1.00 TB in 3,000 files", "8 OSTs: 6.60 TB", "1.00 M files", "1.13 PB", "1.10 T files"):
@@ -387,7 +382,7 @@ def test_what_fits_is_one_line_and_each_limit_that_is_too_small_is_a_warning(on_
 
 def test_plan_and_submit_warn_of_what_is_missing_and_go_on(on_lustre: FakeLustre, tmp_path: Path) -> None:
     desk = Desk(data=on_lustre.folder, place=install_fake_slurm(tmp_path, on_lustre.patch))
-    on_lustre.is_used_by_a_user()
+    on_lustre.patch.setattr(os, "getuid", lambda: 1000)  # no quota binds root, so nobody asks for it
     on_lustre.give(quota={"-u": [5, 0, 6, 7, 0, 9]})
     world = World(tmp_path, data_dir=on_lustre.folder).raw({"a.txt": "a line of text\n" * 500})
     world.try_plan(num_shards=5).ends(0, "warning: it will not fit: your quota: 2 files left")
@@ -441,8 +436,7 @@ MOUNT = "/mnt/fakefs"
 
 def recorded(version: str) -> dict[str, Any]:
     path = ROOT / "tests" / "data" / "lfs_recorded" / f"{version}.json"
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return values
+    return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 @both_dialects
@@ -481,7 +475,7 @@ QUOTAS: dict[str, list[str]] = {
 
 
 def test_quotas_are_read_as_what_they_leave(on_lustre: FakeLustre) -> None:
-    on_lustre.is_used_by_a_user()
+    on_lustre.patch.setattr(os, "getuid", lambda: 1000)  # no quota binds root, so nobody asks for it
     answers = {case["case"]: case for case in recorded("2.17")["cases"]}
     fake = on_lustre.lfs.read_text().partition("\n")[2]
     for name, rooms in QUOTAS.items():
@@ -552,7 +546,7 @@ def test_a_broken_call_of_lfs_fails_no_command_but_show_and_apply_where_no_layou
     names = {**vars(subprocess), "Popen": calls.popen}
     on_lustre.patch.setattr("lustre.lfs.subprocess", SimpleNamespace(**names))
     install_fake_slurm(tmp_path, on_lustre.patch)
-    on_lustre.is_used_by_a_user()
+    on_lustre.patch.setattr(os, "getuid", lambda: 1000)  # no quota binds root, so nobody asks for it
     on_lustre.give(quota={"-u": [5, 0, 1 << 40, 7, 0, 0]})
     World(folder, data_dir=folder / "made").raw({"a.txt": "one\ntwo\n" * 9}).make()
     World(folder, data_dir=folder / "planned").plan()

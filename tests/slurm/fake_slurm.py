@@ -190,10 +190,6 @@ class Desk:
         calls = self.calls("scontrol")
         return [call.removeprefix("release ") for call in calls if call.startswith("release")]
 
-    def events(self) -> list[dict[str, Any]]:
-        """Return the history of the data set's jobs."""
-        return [json.loads(line) for line in (self.data / "jobs" / "history.jsonl").read_text().splitlines()]
-
     # What jobs leave in the data set's folder.
 
     @property

@@ -88,10 +88,6 @@ class Cluster:
         """Wait until no job waits or runs."""
         wait_until(lambda: not self.run("squeue", "--noheader"), every_s=_ASK_SLURM_EVERY_S)
 
-    def end_soon(self, task: str) -> None:
-        """Let the time limit of a running task come now. Slurm looks at limits every 30 s."""
-        self.run("scontrol", "update", f"jobid={task}", "endtime=now+1")
-
 
 def start_missing(environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     """Start what does not run of a cluster. Its daemons stay, so this is no ``run_child``."""

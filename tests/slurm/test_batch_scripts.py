@@ -1,6 +1,6 @@
 """slurm/prep_array.sh and slurm/train_ddp.sh on a real cluster of three nodes, without accounts.
 
-test_records.py and test_train_ddp.py run them without Slurm.
+test_scripts.py runs them without Slurm.
 """
 
 from __future__ import annotations

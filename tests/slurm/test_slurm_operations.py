@@ -137,7 +137,7 @@ def test_until_done_heals_each_failure_as_its_cause_asks_and_nobody_types_anythi
     site.slurm("submit", data, *request, *ACCEPTING, "--setup", setup, "--until_done")
     job = seven.job()
     wait_until(lambda: not list(place.glob("sleep-*")))
-    site.end_soon(f"{job}_1")
+    site.run("scontrol", "update", f"jobid={job}_1", "endtime=now+1")
     site.run("scancel", f"{job}_2")
     wait_until((place / "surviving").exists)
     (node,) = site.run("squeue", "-h", f"--jobs={job}_3", "--format=%N").split()

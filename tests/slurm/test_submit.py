@@ -224,7 +224,6 @@ SITES = {
     "a banner before the id": Site(SAYS_MORE + 'echo "Welcome to 7 nodes"; echo; echo "$id;test"; echo'),
     "an id that cannot be understood": Site(
         SAYS_MORE + "echo Submitted, thank you", ends=74, says="squeue --me --name=shardprep-", releases=()),
-    "a part of the job, then nothing": Site(answers={"job": JOB[:20]}, ends=74, cancels=("1",), releases=()),
     "a part of the job": Site(answers={"job": JOB[:200]}, ends=74, cancels=("1",), releases=()),
     # The site renames jobs, and grants more or less than was asked for.
     "memory and time": Site(

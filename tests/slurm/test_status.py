@@ -599,9 +599,13 @@ def test_wait_does_not_wait_for_a_verify_job_that_a_later_one_made_needless(desk
     desk.submitted(array("5"), verify="6", number=1)
     desk.make_done(*range(5))
     desk.slurm("verify")
-    desk.queue(squeue_line("N/A", "PENDING", "Nodes required for job are DOWN", **VERIFY))
+    reason = "Nodes required for job are DOWN"
+    desk.queue(squeue_line("N/A", "PENDING", reason, **VERIFY))
     desk.at_waits(lambda _: pytest.fail("it waits"))
     desk.slurm("submit", "--wait")
+    desk.queue(squeue_line("N/A", "PENDING", reason, **{**VERIFY, "job": "6"}))
+    with pytest.raises(pytest.fail.Exception):
+        desk.slurm("submit", "--wait")
 
 
 # --- the page

@@ -20,6 +20,7 @@ from shardprep.errors import ReadWriteError, UsageError
 from slurm import submit_with_submitit
 from tests.children import run_child
 from tests.slurm.fake_slurm import ALL, JOB, WHEN, Desk, array, squeue_line
+from tests.world import call_main
 
 pytestmark = pytest.mark.processes
 
@@ -116,10 +117,11 @@ def test_what_cannot_be_read_or_stand_in_a_script_is_refused_by_name_and_nothing
     for name in REFUSED:
         worker_args, sbatch_args = shlex.join(["--input_dir", name]), shlex.join([f"--comment={name}"])
         flags += [f"--account={name}", f"--worker_args={worker_args}", f"--sbatch_args={sbatch_args}"]
-    for flag in flags:
-        assert flag.partition("=")[0] in desk.slurm("submit", flag, code=2)
-    for variable in ("SBATCH_TIMELIMIT", "SBATCH_MEM_PER_NODE"):
-        assert variable in desk.slurm("submit", code=2, **{variable: "much"})
+    variables = [{name: "much"} for name in ("SBATCH_TIMELIMIT", "SBATCH_MEM_PER_NODE")]
+    for words, environ in [*(([flag], {}) for flag in flags), *(([], each) for each in variables)]:
+        error = call_main("submit", desk.data, *words, environ=environ).ends(2).error
+        assert error is not None
+        assert [*words, *environ][0].partition("=")[0] in str(error.found)
     for name in [*REFUSED, "\\"]:
         desk.data = desk.data.rename(desk.tmp / name)
         desk.slurm("submit", code=2)

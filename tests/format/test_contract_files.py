@@ -113,13 +113,13 @@ def test_a_changed_tokenizer_is_named_and_put_back_by_planning_again(world: Worl
     good = path.read_bytes()
     path.write_bytes(good + b" ")  # as good a JSON, of equal ids
     (world.data_dir / "shard-00000.json").unlink()
-    commands = [functools.partial(world.main, "verify", world.data_dir, fast=fast) for fast in (None, True)]
-    for command in (*commands, world.try_shard):
-        command().ends(78, path)
+    endings = [world.main("verify", world.data_dir, fast=fast) for fast in (None, True)]
+    for ended in (*endings, world.try_shard()):
+        ended.ends(78, path)
     world.plan(num_shards=2, max_bad_fraction=0.9)
     assert (path.read_bytes(), world.temporaries()) == (good, [])
     (path.parent / "added_tokens.json").write_text("{}")
-    commands[0]().ends(78)
+    world.main("verify", world.data_dir).ends(78)
 
 
 def test_a_tokenizer_without_a_plan_does_not_hold_a_folder(world: World, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ OF_KIM = (
     did("submitted", user="kim"), did("record", "1_1", ended(74)), did("record", "1_2", SLURM_JOB_USER="kim"),
 )  # fmt: skip
 OF_KIM_AND_OURS = (did("record", "7_1", SLURM_JOB_USER="kim"), did("record", "8_2"))
-ACCEPTING, KILLED = "--max_bad_fraction", "killed by signal 9"
+ACCEPTING = "--max_bad_fraction"
 # Of shards 0 to 2: bad input, a set-up, and another cause before two stops.
 OFTEN: Sequence[Step] = (
     *failures(0, *[ended(65)] * 3), *failures(1, *[ended(2)] * 3), *failures(2, ended(74), *[ended(75)] * 2),
@@ -187,7 +187,7 @@ CASES = {
     **{
         f"Slurm {version}": Case(
             # Job 3 is another's, and of bad input nothing is sent again.
-            queue, {"running": "2-3", "pending": "4", "causes": {"bad input (65)": "0", KILLED: "1"}},
+            queue, {"running": "2-3", "pending": "4", "causes": {"bad input (65)": "0", "killed by signal 9": "1"}},
             cancels="1 2", types="retry", sends="1",
         )
         for version, queue in QUEUES.items()

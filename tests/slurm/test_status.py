@@ -187,7 +187,8 @@ CASES = {
     **{
         f"Slurm {version}": Case(
             # Job 3 is another's, and of bad input nothing is sent again.
-            queue, {"running": "2-3", "pending": "4", "causes": {"bad input (65)": "0", "killed by signal 9": "1"}},
+            queue,
+            {"running": "2-3", "pending": "4", "causes": {"bad input (65)": "0", "killed by signal 9": "1"}},
             cancels="1 2", types="retry", sends="1",
         )
         for version, queue in QUEUES.items()

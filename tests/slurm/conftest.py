@@ -1,16 +1,12 @@
-"""A data set and stand-ins for Slurm's commands, first on PATH; and a real cluster without accounts."""
+"""A data set, and stand-ins for Slurm's commands that are first on PATH."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.checkout import ROOT
 from tests.slurm.fake_slurm import Desk, install_fake_slurm
-from tests.slurm.started_cluster import started_cluster
 from tests.world import World
 
 
@@ -26,13 +22,3 @@ def desk(made: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
     data = made.copy(tmp_path, but=["shard-*"]).data_dir
     place = install_fake_slurm(tmp_path, monkeypatch)
     return Desk(data=data, place=place, made=made.data_dir, patch=monkeypatch)
-
-
-@pytest.fixture(scope="module")  # one of the session would be ended when all else has ended
-def plain_cluster() -> Iterator[dict[str, str]]:
-    """Three nodes: the environment of commands, in which the ranks of a training find each other."""
-    settings = {"NODE_CPUS": "8", "KILL_WAIT": "120"}
-    settings |= {"SHARDPREP_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-    settings |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with started_cluster("NO SLURM CLUSTER, the batch scripts are untested here", **settings) as started:
-        yield started

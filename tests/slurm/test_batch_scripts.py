@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 
 from tests.checkout import ROOT
 from tests.held_children import Hold
-from tests.slurm.started_cluster import ENDED, Cluster, processes
+from tests.slurm.started_cluster import ENDED, Cluster, processes, started_cluster
 from tests.waiting import wait_until
 from tests.warm_python import WarmPython
 from tests.world import World
@@ -40,6 +41,16 @@ rm "$place/$index.tmp"
 echo "the worker heard ${{heard[*]}}"
 exit 75
 """
+
+
+@pytest.fixture(scope="module")
+def plain_cluster() -> Iterator[dict[str, str]]:
+    """Three nodes: the environment of commands, in which the ranks of a training find each other."""
+    settings = {"NODE_CPUS": "8", "KILL_WAIT": "120"}
+    settings |= {"SHARDPREP_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    settings |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    with started_cluster("NO SLURM CLUSTER, the batch scripts are untested here", **settings) as started:
+        yield started
 
 
 def site_with_stand_in(cluster: dict[str, str], place: Path) -> Cluster:

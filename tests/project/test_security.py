@@ -28,7 +28,7 @@ from loader import NotFound, ShardprepError, get_llama3_dataloader
 from tests.checkout import ROOT
 from tests.forged import rewrite_plan
 from tests.random_inputs import PACKERS
-from tests.slurm.fake_slurm import Desk, FakeSlurm, ended, install_fake_slurm
+from tests.slurm.fake_slurm import Desk, ended, install_fake_slurm
 from tests.world import World, open_loader, tokenizer_dir
 
 SECRETS = {
@@ -279,13 +279,13 @@ LINKED += [pytest.param(*row, marks=pytest.mark.processes) for row in LINKED_OF_
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    return install_fake_slurm(tmp_path, monkeypatch)
+def desk(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    return Desk(data=world.data_dir, place=install_fake_slurm(tmp_path, monkeypatch))
 
 
 @pytest.mark.parametrize(("names", "command", "code"), LINKED)
 def test_no_command_writes_or_removes_anything_through_a_link(
-    fake: FakeSlurm, world: World, other: Path, names: str, command: str, code: int
+    desk: Desk, world: World, other: Path, names: str, command: str, code: int
 ) -> None:
     to = {"jobs/history.jsonl": other / "shard-00000.jsonl"}
     paths = [link(world, name, to.get(name, other)) for name in names.split()]
@@ -293,18 +293,17 @@ def test_no_command_writes_or_removes_anything_through_a_link(
     done = world.try_shard(0) if command == "shard" else world.main(command, world.data_dir)
     done.ends(code, *(paths[:1] if code and command != "run" else ()))
     assert {path: path.is_dir() or path.read_text() for path in other.rglob("*")} == before
-    assert bool(fake.sent()) == ((command, code) == ("submit", 0))
+    assert bool(desk.sent()) == ((command, code) == ("submit", 0))
 
 
 @pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 @pytest.mark.parametrize("is_linked", [False, True])
 def test_a_record_of_another_user_shows_no_file_outside_of_the_data_set(
-    fake: FakeSlurm, world: World, tmp_path: Path, is_linked: bool
+    desk: Desk, world: World, tmp_path: Path, is_linked: bool
 ) -> None:
     secret = tmp_path / "secret.log"
     secret.write_text("a secret line\n")
-    desk = Desk(data=world.data_dir, fake=fake)
     (world.data_dir / "jobs").mkdir()
     log = link(world, "jobs/logs/1_0.log", secret)
     record = desk.record("1_0", ended(74), log=str(log if is_linked else secret))

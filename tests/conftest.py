@@ -116,8 +116,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByModule(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            # A Python that has imported torch serves both modules of ranks.
-            return nodeid.partition("::")[0].replace("test_context_parallel", "test_processes")
+            return nodeid.partition("::")[0]
 
         def _reschedule(self, node: Any) -> None:
             """Give a module to who has one test left; two may take a minute in which nobody else gets it."""

@@ -22,7 +22,7 @@ import zstandard
 from tests.checkout import ROOT
 from tests.input_writers import bgzip, json_lines, seekable_zstd, table_bytes
 from tests.plain_reader import plain_records
-from tests.random_inputs import FORMATS, PACKERS, WRITERS, compare, file_name
+from tests.random_inputs import FORMATS, PACKERS, compare, file_name
 from tests.world import World
 
 TEXTS = [f"문서 {number}: the kettle sings\n\ttwice. " * (number % 7 + 1) for number in range(60)]
@@ -52,7 +52,7 @@ def check_with_plain_reader(world: World, num_shards: int, **options: Any) -> in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [*FORMATS, *WRITERS])
+@pytest.mark.parametrize("form", FORMATS)
 def test_random_files_are_read_as_an_independent_reader_reads_them(form: str, tmp_path: Path) -> None:
     """Some are damaged: then they are refused."""
     num_files = int(os.environ.get("RANDOM_FILES", "40"))

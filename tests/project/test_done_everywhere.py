@@ -87,7 +87,6 @@ def test_every_reader_refuses_a_shard_that_verify_found_wrong(
 
 WRONG_VALUES: dict[str, tuple[object, ...]] = {
     "shard": ("1", -1, 2**70, None, True, 1.0),
-    "exit_code": ("65", None),
     "message": (3, ["x"], None),
     "manifest_sha256": (7, "x"),
     "check": ("never",),

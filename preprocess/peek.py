@@ -163,8 +163,8 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
         num_bytes = plan.inputs[place[0]].num_bytes
         if names.input_kind(name).is_in_bytes and place[1] >= num_bytes:
             raise NotFound(path=name, found=place[1], expected=f"bytes 0 to {num_bytes - 1}")
-    of_shards = {number: plan.shard(number).ranges for number in made}
-    shards = [number for number in made if place[0] in [each.input_number for each in of_shards[number]]]
+    inputs_of = {number: [part.input_number for part in plan.shard(number).ranges] for number in made}
+    shards = [number for number in made if place[0] in inputs_of[number]]
     for shard_id in shards:  # perhaps it was left out
         with contextlib.suppress(*NOT_THERE, ShardprepError, ValueError, LookupError, TypeError):
             for entry in map(orjson.loads, read_lines(names.quarantine_path(folder, shard_id))):

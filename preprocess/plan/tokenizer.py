@@ -21,7 +21,7 @@ import sys
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import orjson
@@ -46,7 +46,7 @@ MODEL_CONFIG = "config.json"
 _COPIED = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "chat_template.jinja")
 _MAX_FOUND_BYTES = 2 * names.MAX_TOKENIZER_BYTES  # of an entry of the cache
 
-Files = dict[str, bytes]  # by name in the folder
+Files = dict[Annotated[str, msgspec.Meta(pattern=r"\A[\w.-]+\Z")], bytes]  # by name in the folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class ResolvedTokenizer(TokenizerFacts):
         def is_there() -> bool:
             try:
                 return stamp_tokenizer(target) == planned
-            except (errors.NotFound, errors.BrokenShard):
+            except errors.BrokenShard:
                 return False
 
         # Equal files are kept, so that planners that race agree.

@@ -105,10 +105,9 @@ def plan_data_set(args: argparse.Namespace) -> int:
         raise NotFound(message, path=config.input_dir, remedy="hf download")
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
     how = {"num_shards": args.num_shards, "shard_bytes": shard_bytes}
-    plan, cost = make_plan(config, **how, stripe=args.stripe, dry_run=args.dry_run)
-    need = Need(num_bytes=cost.output_bytes, num_shards=plan.num_shards)
-    warnings = (f"warning: {warning}" for warning in cost.warnings)
-    print_lines(cost.text, *space_lines(config.output_dir, need), *warnings)
+    plan, lines, output_bytes = make_plan(config, **how, stripe=args.stripe, dry_run=args.dry_run)
+    need = Need(num_bytes=output_bytes, num_shards=plan.num_shards)
+    print_lines(*lines, *space_lines(config.output_dir, need))
     if args.dry_run:
         print_lines("nothing was written, because of --dry_run: leave it out to make this plan")
         return 0

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -59,14 +59,14 @@ def make_plan(
     stripe: str = "none",
     dry_run: bool = False,
     say: Say = say,
-) -> tuple[Plan, Cost]:
+) -> tuple[Plan, list[str], int]:
     """Plan a data set and, unless ``dry_run``, freeze plan and tokenizer in its folder.
 
     Shards are even ones, of a number or of a size of input bytes, or without either one per file.
     ``stripe`` is what ``plan --stripe`` takes: the Lustre layout of a folder without a plan yet. Where the
     folder has a plan already, the new one is compared with it and never written. ``say`` gets what differs
-    from the usual, as it is found. Raises Refused where they differ, NotFound, BadInput, UsageError,
-    CannotWrite or LustreError.
+    from the usual, as it is found. Returns the plan, lines about its cost, and its bytes on disk. Raises
+    Refused where they differ, NotFound, BadInput, UsageError, CannotWrite or LustreError.
     """
     if stripe not in {"auto", "none"}:
         lustre.parse_stripe(stripe)  # an impossible one is told first
@@ -154,7 +154,8 @@ def make_plan(
         if not (plan.options.has_rows or plan.options.append_eos):
             todo = "add --append_eos, or train with seq_len=, which puts EOS behind each document"
             say(f"note: documents end without EOS, so a fine-tuned model never learns to stop; {todo}")
-        cost = measure(plan, engine if plan.options.add_special_tokens else engine.bare(), transform)
+        engine = engine if plan.options.add_special_tokens else engine.bare()
+        lines, output_bytes = measure(plan, engine, transform)
         if not dry_run:
             try:
                 files.make_folder(config.output_dir, parents=True)
@@ -171,7 +172,7 @@ def make_plan(
         if stripe != "none" and not is_quiet:
             say(lustre.stripe_line(config.output_dir, stripe, is_planned=bool(frozen), dry_run=dry_run))
         if dry_run:
-            return plan, cost
+            return plan, lines, output_bytes
         if frozen is None:
             resolved.publish(config.output_dir, resolved.files)
         frozen = plans.publish_plan(plan, config.output_dir)
@@ -181,7 +182,7 @@ def make_plan(
             transform.publish_copy(config.output_dir)
         if excluded:
             files.publish_bytes(config.output_dir / names.EXCLUDED_NAME, excluded)
-        return frozen, cost
+        return frozen, lines, output_bytes
 
 
 def _sha256_of_input(shard: PlannedShard) -> str:
@@ -297,14 +298,6 @@ _MANY_SHARDS = 1000  # more of them, each smaller than half of _SHARD_BYTES, are
 _SHARD_BYTES = 256 << 20  # of input: minutes of one core
 
 
-class Cost(NamedTuple):
-    """What a sample tells of the whole plan."""
-
-    text: str
-    output_bytes: int
-    warnings: list[str]
-
-
 def sample_of_plan(plan: Plan, num_bytes: int, transform: Transform | None) -> Iterator[Documents]:
     """Yield documents of about this much of a plan's input, from evenly spread places."""
     # To open a file is a round trip on a network file system.
@@ -312,8 +305,11 @@ def sample_of_plan(plan: Plan, num_bytes: int, transform: Transform | None) -> I
     return sample_documents(plan.input_dir, plan.inputs, plan.options, num_bytes=num_bytes, **how)
 
 
-def measure(plan: Plan, engine: Engine, transform: Transform | None) -> Cost:
-    """Run a sample through the worker's own stages into a scratch folder, and scale its CPU seconds up."""
+def measure(plan: Plan, engine: Engine, transform: Transform | None) -> tuple[list[str], int]:
+    """Run a sample through the worker's own stages into a scratch folder, and scale its CPU seconds up.
+
+    Returns what to print, and the bytes that the shards will take on disk.
+    """
     num_bytes = 0
     found: dict[str, bool] = {}  # by column, such as "id" and "source": whether a record has a value for it
     with scratch_folder() as folder, ShardWriter(folder, plan.spec, plan.options, 0) as writer:
@@ -359,7 +355,7 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None) -> Cost:
         f"{core_hours:.2g} core hours; one core per task is best, and the longest shard takes "
         f"{short_time(round(longest_s))} on it"
     )
-    return Cost(text, output_bytes, warnings)
+    return [text, *(f"warning: {warning}" for warning in warnings)], output_bytes
 
 
 def _check_fields(plan: Plan, counting: Counting) -> None:

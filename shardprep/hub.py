@@ -38,16 +38,13 @@ def find_on_hub(model_id: str) -> tuple[Path, str]:
 
 def no_tokenizer(model_id: str, reason: str) -> NotFound:
     """Return the error of a model without a usable tokenizer, with what to type."""
-    where, todo = f"in the folder {model_id}", ""
+    expected = "a folder with a tokenizer.json"
     if not os.path.isdir(model_id) and _NAME.fullmatch(model_id):  # noqa: PTH112 - Path.is_dir() would raise
-        where = f"for {model_id}, here or on the hub"
-        todo = (
+        expected += (
             ", or a model's name on the hub. If the model is gated: hf auth login. Without a network, run "
             f"this elsewhere: hf download {model_id} --include '*.json' --include '*.jinja' --local-dir MODEL"
         )
-    expected = "a folder with a tokenizer.json"
-    message = f"no usable tokenizer was found {where} ({reason}); expected {expected}{todo}"
-    return NotFound(message, path=model_id, found=reason, expected=expected)
+    return NotFound(path=model_id, found=f"no usable tokenizer ({reason})", expected=expected)
 
 
 def is_library_fault(error: BaseException) -> bool:

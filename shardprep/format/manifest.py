@@ -190,9 +190,7 @@ def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
     manifest = read_manifest(folder, shard_id)
     if manifest.spec.plan_id != plan_id or manifest.shard_id != shard_id:
         found = f"shard {manifest.shard_id} of plan {manifest.spec.plan_id[:12]}"
-        expected = (
-            f"shard {shard_id} of {plan_id[:12]}; for others use a new folder. If this one is wrong"
-        )
+        expected = f"shard {shard_id} of {plan_id[:12]}; for others use a new folder. If this one is wrong"
         path, remedy = names.manifest_path(folder, shard_id), names.remake_command(shard_id, folder)
         raise errors.OtherPlan(path=path, found=found, expected=expected, remedy=remedy)
     check_sizes(folder, manifest, ("tar", "idx"))

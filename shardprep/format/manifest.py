@@ -291,9 +291,8 @@ def refuse_found(folder: Path, findings: Mapping[int, Finding], shard_ids: Itera
     if wrong := sorted(findings.keys() & set(shard_ids)):
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         what = findings[wrong[0]].message.partition("; run: ")[0]  # its own remedy is of one shard
-        message = f"shard {wrong[0]:05d}{more} of {folder} is not done, as verify found it wrong: {what}"
-        remedy = f"shardprep run {errors.quoted(folder)}"
-        raise errors.BrokenShard(message, path=folder, found=what, remedy=remedy)
+        found = f"shard {wrong[0]:05d}{more}, which verify found wrong: {what}"
+        raise errors.BrokenShard(path=folder, found=found, remedy=f"shardprep run {errors.quoted(folder)}")
 
 
 def refuse_other_plan(folder: Path, plan_id: str) -> None:

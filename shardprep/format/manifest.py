@@ -429,8 +429,8 @@ def publish_findings(
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        why = f"{path} cannot be removed ({error.strerror}), and some shards are wrong: remove it"
-        raise errors.ReadWriteError(why, path=path) from None
+        found = f"an index of wrong shards that cannot be removed: {error.strerror}"
+        raise errors.ReadWriteError(path=path, found=found, expected="none: remove it") from None
 
 
 def _manifest_sha256(folder: Path, shard_id: int) -> str:

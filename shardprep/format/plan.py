@@ -595,7 +595,7 @@ def refuse_another_plan(frozen: Plan, plan: Plan, output_dir: Path) -> None:
             differing.append(f"{len(paths)} input(s) {what}, such as {min(paths)}")
     if frozen.num_shards != plan.num_shards:
         differing.append(f"{frozen.num_shards} shards, now {plan.num_shards}")
-    if [cut.sha256 for cut in frozen.cuts] != [cut.sha256 for cut in plan.cuts]:
+    elif [cut.sha256 for cut in frozen.cuts] != [cut.sha256 for cut in plan.cuts]:
         differing.append("the whole inputs' hashes differ, or one plan has none (--hash_inputs)")
     unseen = "the cuts between shards, the tokenizer's special tokens or its library differ"
     found, remedy = f"plan {frozen.plan_id[:12]}: {'; '.join(differing) or unseen}", "--output_dir NEW"

@@ -30,8 +30,7 @@ from preprocess.make import engines, resources
 from preprocess.make.engines import Engine
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import Batch, ShardWriter, finished_manifest
-from preprocess.read import BATCH_BYTES
-from preprocess.read.documents import Documents, ShardReader, Texts
+from preprocess.read.documents import BATCH_BYTES, Documents, ShardReader, Texts
 from shardprep.command_line import start_child
 from shardprep.console import Progress, counted, guard_streams, say, short_bytes, short_number
 from shardprep.errors import BadInput, CannotWrite, OtherTokenizer, ReadWriteError, ShardprepError, UsageError

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.read import BATCH_BYTES
 from preprocess.read.text_fields import (
     MOST_DOCUMENT_BYTES,
     TextFields,
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
 
 Numbers = npt.NDArray[np.int64]
 Stretches = Sequence[tuple[int, int]]  # of a file: (byte, end), ascending
+BATCH_BYTES = 512 << 10  # of raw text in a batch; 128 KiB to 2 MiB take the same time
 # A batch of shorter lines, on average, is cut by their number: a million lines of one letter took 0.35 GB.
 SHORT_LINE_BYTES = 32
 # What says that there is no such input; whatever else opening ends with may go away.
@@ -230,7 +230,7 @@ class Start(NamedTuple):
 BETWEEN = b'"\0\1document\2"'
 
 
-class Texts(Sequence[bytes]):
+class Texts:
     """Texts of consecutive documents, as UTF-8: joined, and one by one where somebody asks for that.
 
     They are given by ``each``, or by ``joined``, with BETWEEN between two of them and in none of them.
@@ -270,9 +270,6 @@ class Texts(Sequence[bytes]):
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self.each)
-
-    def __getitem__(self, number: Any) -> Any:
-        return self.each[number]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,7 +398,7 @@ class Documents:
                     BadDocument(
                         source=self.input_path,
                         source_offset=int(self.offsets[number]),
-                        num_bytes=len(self.texts[number]) if sizes is None else int(sizes[number]),
+                        num_bytes=len(self.texts.each[number]) if sizes is None else int(sizes[number]),
                         line=int(self.lines[number]),
                         **vars(text),
                         source_label=self.columns["source"][number] if "source" in self.columns else "",

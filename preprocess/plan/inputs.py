@@ -543,7 +543,7 @@ def sample_documents(
         parts = (dataclasses.replace(part, planned=None) for part in ranges if part.start < part.end)
         some = list(itertools.islice(parts, files_each))
         batch_bytes = max(1, min(documents.BATCH_BYTES, each))
-        found = documents.read_documents(some, options, batch_bytes=batch_bytes, transform=transform)
+        found = documents.DocumentReader(options, transform).of_ranges(some, batch_bytes)
         with contextlib.closing(found):
             for batch in found:
                 yield batch

@@ -755,9 +755,9 @@ def _named_twice(record: Any, fields: TextFields) -> Iterator[str]:
             value = inside.pop()
             if isinstance(value, _Object):
                 yield from value.twice
-                inside += value.values()
+                inside += reversed(value.values())
             elif isinstance(value, list):
-                inside += value
+                inside += reversed(value)
 
 
 def why_not_json(line: bytes) -> UnusableText:
@@ -772,7 +772,8 @@ def why_not_json(line: bytes) -> UnusableText:
         json.loads(text)
     except json.JSONDecodeError as error:
         at = len(text[: error.pos].encode())
-        return UnusableText("bad_json", f"the line of {len(line)} bytes is not JSON from byte {at} on")
+        what = "ends in the middle" if not text[error.pos :].strip() else f"is not JSON from byte {at} on"
+        return UnusableText("bad_json", f"the line {what}")
     except ValueError:
         return _TOO_DEEP
     if half := re.search(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}", text):
@@ -781,7 +782,8 @@ def why_not_json(line: bytes) -> UnusableText:
 
 
 _TOO_DEEP = UnusableText(
-    "bad_json", f"it has more than {text_fields.MAX_JSON_DEPTH} levels, or a number of too many digits"
+    "bad_json",
+    f"it is nested too deep, more than {text_fields.MAX_JSON_DEPTH} levels, or has too long a number",
 )
 
 

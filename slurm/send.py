@@ -388,7 +388,8 @@ def check_folder(folder: Path, request: JobRequest) -> Plan:
             raise CannotWrite(path=place, found="a link", expected="a folder in its place")
         if os.path.lexists(place) and not (os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)):  # noqa: PTH112 - Path's may raise
             todo = f"for a group's data set its owner can type: chmod -R g+rwX {quoted(folder)}"
-            raise CannotWrite(f"{place} is no folder that you can write to; {todo}", path=place)
+            found, expected = "no folder that you can write to", f"one; {todo}"
+            raise CannotWrite(path=place, found=found, expected=expected)
     if request.setup and not (os.path.isabs(request.setup) and os.path.isfile(request.setup)):  # noqa: PTH113, PTH117 - Path's may raise OSError
         expected = "the path of a file that tasks shall source"
         raise UsageError(path=request.setup, found=f"--setup {request.setup}", expected=expected)
@@ -454,10 +455,9 @@ def check_script(request: JobRequest, script: str, site: Site) -> None:
         if fitting and all(_NODES_AWAY.search(state) for state, _, _ in fitting):
             say(f"warning: {error}; the jobs wait until such nodes are back: sinfo -R")
             return
-        words = f"{error}. Asked for: {shlex.join(request.sbatch_options())}"
-        if site.nodes:
-            words += f"; a node has up to {site.max_cpus} CPUs and {site.max_mem_mb} MB"
-        raise SlurmRefused(f"{words}. Nothing was written or submitted") from None
+        found = f"{error}. Asked for: {shlex.join(request.sbatch_options())}. Nothing was submitted"
+        node = f"up to {site.max_cpus} CPUs and {site.max_mem_mb} MB a node" if site.nodes else None
+        raise SlurmRefused(found=found, expected=node) from None
 
 
 def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequest) -> str:

@@ -63,9 +63,9 @@ _AWAY = re.compile(
     r"can't be reached now|Munge|authentication|not available right now",
     re.IGNORECASE,
 )
-_IS_IT_UP = "is the controller up? scontrol ping"
+_IS_IT_UP = {"expected": "a controller that is up", "remedy": "scontrol ping"}
 # What munge takes for an expired credential, a client is told in the words "Zero Bytes" alone.
-_CLOCKS_DIFFER = "does it restart (scontrol ping), or is the clock of this host more than 5 min off (date)?"
+_CLOCKS = "a controller that is up, and a clock of this host that is right to 5 min (date)"
 _DELAYS_S = (5, 10, 20, 40, *[60] * 56)  # about an hour
 
 
@@ -91,7 +91,8 @@ def slurm_answer(parse: Callable[[str], T], *command: str) -> T:
     """
     done = run_slurm(*command)
     if _AWAY.search(done.stderr):
-        raise SlurmAway(f"{' '.join(command[:3])} answered in part: {' '.join(done.stderr.split())}")
+        found = f"{' '.join(command[:3])} answered in part: {' '.join(done.stderr.split())}"
+        raise SlurmAway(found=found, **_IS_IT_UP)
     try:
         return parse(done.stdout)
     except (ValueError, LookupError, TypeError, ArithmeticError) as error:
@@ -128,13 +129,13 @@ def run_slurm(*command: str, text: str | None = None) -> subprocess.CompletedPro
         expected = "a login node of the cluster; or make the shards on this machine"
         raise SlurmMissing(path=command[0], found=found, expected=expected) from None
     except subprocess.TimeoutExpired:
-        raise SlurmAway(f"{command[0]} did not answer in 120 s; {_IS_IT_UP}") from None
+        raise SlurmAway(found=f"{command[0]} did not answer in 120 s", **_IS_IT_UP) from None
     if done.returncode:
         words = " ".join((done.stderr or done.stdout).split())
         if _AWAY.search(words) and "known by database" not in words:  # that is a wrong SLURM_CLUSTERS
-            hint = _CLOCKS_DIFFER if "Zero Bytes" in words else _IS_IT_UP
-            raise SlurmAway(f"{command[0]} gets no answer: {words}; {hint}")
-        raise SlurmRefused(f"{command[0]} refuses: {words}")
+            hint = {**_IS_IT_UP, "expected": _CLOCKS} if "Zero Bytes" in words else _IS_IT_UP
+            raise SlurmAway(found=f"{command[0]} gets no answer: {words}", **hint)
+        raise SlurmRefused(found=f"{command[0]} refuses: {words}")
     return done
 
 

@@ -103,8 +103,8 @@ class JobRequest:
             if isinstance(value, int | float) and not 0 < value <= _MOST:
                 raise errors.UsageError.of_value(f"--{name}", value, f"more than 0 and at most {_MOST}")
             if isinstance(value, str) and (found := re.search(r"[\x00-\x1f\x7f]|[\ud800-\udfff]", value)):
-                what = f"--{name} is {value!r:.200}, and {found[0]!r} cannot stand in a job script"
-                raise errors.UsageError(f"{what}; leave it out")
+                expected = f"one without {found[0]!r}, which cannot stand in a job script"
+                raise errors.UsageError.of_value(f"--{name}", value[:200], expected)
         if self.num_cpus is None and self.cpus_per_task != "node":
             raise errors.UsageError.of_value("--cpus_per_task", self.cpus_per_task, "a number, or: node")
         if self.mem_gb is not None and self.mem_per_cpu_gb is not None:
@@ -113,13 +113,15 @@ class JobRequest:
             try:
                 shlex.split(getattr(self, name))
             except ValueError as error:
-                raise errors.UsageError(f"--{name} cannot be split: {error}") from None
+                expected = f"words of a shell ({error})"
+                raise errors.UsageError.of_value(f"--{name}", getattr(self, name), expected) from None
         for word in shlex.split(self.sbatch_args):
             given = f"--sbatch_args {word}"
             if re.match("--clusters|-M", word):
-                raise errors.UsageError(f"{given}: for another cluster, set SLURM_CLUSTERS=NAME")
+                expected = "no cluster; for another one, set SLURM_CLUSTERS=NAME"
+                raise errors.UsageError(found=given, expected=expected)
             if word.partition("=")[0] in _SET_BY_SUBMIT or re.match(r"-[JaoH]", word):
-                raise errors.UsageError(f"{given}, which submit sets itself; leave it out", found=given)
+                raise errors.UsageError(found=given, expected="options that submit does not set itself")
 
     def sbatch_options(self) -> list[str]:
         """Return the options of sbatch. Later ones win: retry must be able to raise memory."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -16,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from loader import ShardprepError, UnknownVersion
+from loader import UnknownVersion
 from tests.checkout import ROOT
 from tests.children import run_child
 from tests.forged import rewrite_json, rewrite_plan
 from tests.word_tokenizers import save_word_tokenizer
-from tests.world import World, hostile_text, refuses
+from tests.world import Ended, World, hostile_text, refuses
 
 
 @pytest.fixture(scope="module")
@@ -37,32 +38,18 @@ def world(whole: World, tmp_path: Path) -> World:
     return whole.copy(tmp_path)
 
 
-def load(world: World) -> tuple[int, str]:
-    """The exit code of the error by which a loader refuses the data set, and its words."""
-    try:
-        with world.loader(batch_size=1) as loader:
-            list(loader)
-    except ShardprepError as error:
-        return error.exit_code, str(error)
-    return 0, ""
+def read(world: World, name: str) -> Ended:
+    """Run a command that reads this file."""
+    if name == "index.json":
+        return world.main("stage", world.data_dir, to=world.data_dir.with_name("staged"))
+    return world.main("verify", world.data_dir, fast=True)
 
 
-def verify(world: World, **options: Any) -> tuple[int, str]:
-    ended = world.main("verify", world.data_dir, **options)
-    return ended.code, ended.err
-
-
-# File -> what reads it: its exit code, and what it says.
-READERS: dict[str, Callable[[World], tuple[int, str]]] = {
-    "plan.json": lambda world: verify(world, fast=True),
-    "index.json": load,
-    "shard-00000.json": lambda world: verify(world, fast=True),
-}
 NO_JSON_OF_OURS = (
-    *(b"", b"\xff\xfe{}", b"3", b"[" * 200_000, b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
-    *(b'{"format": NaN}', b'{"format": ' + b"9" * 1_000_000 + b"}"),
+    b"", b"\xff\xfe{}", b"3", b"[" * 200_000, b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    b'{"format": NaN}', b'{"format": ' + b"9" * 1_000_000 + b"}",
     b'{"format": "shardprep-manifest", "version": [2]}',
-)
+)  # fmt: skip
 # What stands in the place of a file. The last is too large; of plan.json a reader takes the rows it needs.
 OTHERS: list[Callable[[Path], object]] = [
     *(functools.partial(Path.write_bytes, data=content) for content in NO_JSON_OF_OURS),
@@ -71,31 +58,54 @@ OTHERS: list[Callable[[Path], object]] = [
 ]
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", ["plan.json", "index.json", "shard-00000.json"])
 def test_what_is_no_file_of_ours_is_refused_and_not_waited_for(world: World, name: str) -> None:
     path = world.data_dir / name
     for put in OTHERS[: None if name != "plan.json" else -1]:
         path.rmdir() if path.is_dir() else path.unlink()
         put(path)
-        code, said = READERS[name](world)
-        assert (code in {65, 78}, name in said) == (True, True), said
-    assert name == "plan.json" or "1099511627776" in said
+        ended = read(world, name)
+        assert (ended.code in {65, 78}, name in ended.err) == (True, True), ended.text
+    assert name == "plan.json" or "1099511627776" in ended.err
 
 
-# Place in index.json -> a value that the rest of it does not agree with.
-INDEX_EDITS: dict[str, object] = {
-    **{f"shards.1.{column}": 7 for column in (0, 1, 3, 4)},
-    "columns.0": "num_widgets",
-    "spec.num_shards": 5,  # a shard too few
-    "spec.num_shards ": 3_000_000_000,  # more than can be
+Edit = tuple[str, Callable[[Path], object], int]
+
+
+def in_plan(old: str, new: str, code: int = 65) -> Edit:
+    return "plan.json", functools.partial(rewrite_plan, old=old, new=new), code
+
+
+def in_index(place: str, value: object) -> Edit:
+    return "index.json", functools.partial(rewrite_json, **{place: value}), 65
+
+
+# As a script that edits files and their hashes might do: what becomes of a file, and how its reader ends.
+EDITS: dict[str, Edit] = {
+    # The shards that stand there are of another plan then.
+    "an option": in_plan('"encoding":"utf-8"', '"encoding":"cp949"', 78),
+    "the tokenizer": in_plan('"vocab_size":', '"vocab_size":1', 78),
+    "an unknown option that is used": in_plan('"options":{', '"options":{"lowercase":true,', 78),
+    "an unknown option that is not": in_plan('"options":{', '"options":{"lowercase":false,', 0),
+    "an option that is no choice": in_plan('"doc":"line"', '"doc":"page"'),
+    "an option of another type": in_plan('"recursive":false', '"recursive":[]'),
+    "options that do not go together": in_plan('"seq_len":0', '"seq_len":7'),
+    "a tokenizer's file outside": in_plan('"tokenizer_files":{"', '"tokenizer_files":{"../'),
+    "more rows than blocks": in_plan('"num_rows":2', '"num_rows":2000'),
+    "a cut behind the inputs": in_plan(',[2,0,0,""]]', ',[4,0,0,""]]'),
+    "a cut before the last one": in_plan(',[2,0,0,""]]', ',[0,0,0,""]]'),
+    **{f"column {number} of a shard": in_index(f"shards.1.{number}", 7) for number in (0, 1, 3, 4)},
+    "an unknown column": in_index("columns.0", "num_widgets"),
+    "a shard too few": in_index("spec.num_shards", 5),
+    "more shards than can be": in_index("spec.num_shards", 3_000_000_000),
 }
 
 
-@pytest.mark.parametrize("place", INDEX_EDITS)
-def test_an_index_that_does_not_agree_with_itself_is_refused(world: World, place: str) -> None:
-    rewrite_json(world.data_dir / "index.json", **{place.strip(): INDEX_EDITS[place]})
-    code, said = load(world)
-    assert (code, "index.json" in said) == (65, True), said
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_file_that_does_not_agree_with_itself_is_refused(world: World, edit: str) -> None:
+    name, change, code = EDITS[edit]
+    change(world.data_dir / name)
+    read(world, name).ends(code, *[name] * (code == 65))
 
 
 def test_a_changed_tokenizer_is_named_and_put_back_by_planning_again(world: World) -> None:
@@ -103,16 +113,13 @@ def test_a_changed_tokenizer_is_named_and_put_back_by_planning_again(world: Worl
     good = path.read_bytes()
     path.write_bytes(good + b" ")  # as good a JSON, of equal ids
     (world.data_dir / "shard-00000.json").unlink()
-    shard = world.try_shard(0)
-    for code, said in (verify(world), verify(world, fast=True), (shard.code, shard.err)):
-        assert (code, str(path) in said) == (78, True)
+    endings = [world.main("verify", world.data_dir, fast=fast) for fast in (None, True)]
+    for ended in (*endings, world.try_shard()):
+        ended.ends(78, path)
     world.plan(num_shards=2, max_bad_fraction=0.9)
     assert (path.read_bytes(), world.temporaries()) == (good, [])
     (path.parent / "added_tokens.json").write_text("{}")
-    assert verify(world)[0] == 78
-    (path.parent / "added_tokens.json").unlink()
-    path.unlink()
-    assert world.try_shard(0).code == verify(world)[0] == 66
+    world.main("verify", world.data_dir).ends(78)
 
 
 def test_a_tokenizer_without_a_plan_does_not_hold_a_folder(world: World, tmp_path: Path) -> None:
@@ -125,68 +132,31 @@ def test_a_tokenizer_without_a_plan_does_not_hold_a_folder(world: World, tmp_pat
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-# plan.json. ---------------------------------------------------------------------------------------------
+def num_bytes_read() -> int:
+    """Return how much this process has read so far, by any call."""
+    return int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0])
 
 
 @pytest.mark.slow
 def test_a_task_reads_its_own_rows_of_a_plan_alone_and_damage_of_others_is_found_by_who_reads_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Its tables, of 1,500 shards of two files each, are in several blocks."""
     world = World(tmp_path)
     world.raw({f"crawl/part-{number:07d}.txt": f"Line {number}.\nAnother.\n" for number in range(3000)})
     path = world.plan(num_shards=1500, recursive=True).data_dir / "plan.json"
     good = path.read_bytes()
-    data, head = json.loads(good), json.loads(good.split(b"\n")[0] + b"}")
-    assert (data["version"], data["plan_id"]) == (3, head["plan_id"]), "its first line is the head"
-    assert (len(data["inputs"]), len(data["cuts"])) == (3000, 1501)
-    opened, num_bytes = list[str](), list[int]()
-    open_, preadv = os.open, os.preadv
-
-    def noted_preadv(handle: int, *args: Any) -> int:
-        count = preadv(handle, *args)
-        num_bytes.append(count if os.path.samestat(os.fstat(handle), path.stat()) else 0)
-        return count
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", lambda name, *rest: opened.append(str(name)) or open_(name, *rest))
-        patch.setattr(os, "preadv", noted_preadv)
-        assert world.try_shard(700, planned=True).code == 0
-    assert opened.count(str(path)) == 1
-    assert 10_000 < sum(num_bytes) < len(good) / 2
+    assert json.loads(good)["plan_id"] == json.loads(good.split(b"\n")[0] + b"}")["plan_id"], "the head"
+    world.run(600)  # what is imported is read once
+    before = num_bytes_read()
+    world.run(700)
+    assert num_bytes_read() - before < len(good) * 2 / 3
 
     path.write_bytes(good.replace(b"part-0002999", b"part-0002990", 1))
-    assert world.try_shard(0).code == 0
+    world.try_shard(0).ends(0)
     for ended in (world.try_shard(1499), *(world.main(name, world.data_dir) for name in ("verify", "run"))):
-        assert (ended.code, str(path) in ended.err) == (65, True)
+        ended.ends(65, path)
 
-
-# What stands in the head, and what takes its place: as a script that edits plans and their hash might do.
-EDITS: dict[str, tuple[str, str, int]] = {
-    "an option": ('"encoding":"utf-8"', '"encoding":"cp949"', 78),
-    "an option that is no choice": ('"doc":"line"', '"doc":"page"', 65),
-    "an option of another type": ('"recursive":false', '"recursive":[]', 65),
-    "options that do not go together": ('"seq_len":0', '"seq_len":7', 65),
-    "the tokenizer": ('"vocab_size":', '"vocab_size":1', 78),
-    "a tokenizer's file outside": ('"tokenizer_files":{"', '"tokenizer_files":{"../', 65),
-    "more rows than blocks": ('"num_rows":2', '"num_rows":2000', 65),
-    "an unknown option that is used": ('"options":{', '"options":{"lowercase":true,', 78),
-    "an unknown option that is not": ('"options":{', '"options":{"lowercase":false,', 0),
-    "a cut behind the inputs": (',[2,0,0,""]]', ',[4,0,0,""]]', 65),
-    "a cut before the last one": (',[2,0,0,""]]', ',[0,0,0,""]]', 65),
-}
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_a_plan_that_does_not_agree_with_itself_is_refused(world: World, edit: str) -> None:
-    old, new, code = EDITS[edit]
-    rewrite_plan(world.data_dir / "plan.json", old, new)
-    found, said = verify(world)
-    # Shards of the plan that stood there before are of another one: 78.
-    assert (found, code == 0 or "plan.json" in said or "of plan " in said) == (code, True), said
-
-
-# Which tokenizer is the plan's. -------------------------------------------------------------------------
 
 # A change of tokenizer.json -> how a task ends: with 0 where ids stay what they are.
 TOKENIZERS: list[tuple[Callable[[Any], object], int]] = [
@@ -205,19 +175,17 @@ def test_a_tokenizer_is_known_by_what_decides_ids_alone(world: World, tmp_path: 
         data = json.loads((model / "tokenizer.json").read_bytes())
         edit(data)
         (model / "tokenizer.json").write_text(json.dumps(data))
-        assert world.try_shard(0, model_id=model).code == code, number
+        world.try_shard(0, model_id=model).ends(code)
 
 
-# A data set of an older version, and several threads. ---------------------------------------------------
-
-OLD = ROOT / "tests" / "data" / "version_1" / "documents_json"
 REMEDY = "shardprep plan --input_dir RAW --output_dir NEW --model_id MODEL --num_shards N"
 
 
 def test_commands_and_the_loader_refuse_version_1_with_what_to_type(tmp_path: Path) -> None:
     world = World(tmp_path).raw({"a.txt": "a\n"})
-    old = Path(shutil.copytree(OLD, world.data_dir))
-    shutil.copytree(ROOT / "tests" / "data" / "golden" / "tokenizer", old / "tokenizer")
+    data = ROOT / "tests" / "data"
+    old = Path(shutil.copytree(data / "version_1" / "documents_json", world.data_dir))
+    shutil.copytree(data / "golden" / "tokenizer", old / "tokenizer")
     before = world.contents()
     commands = ("verify", "run", "peek", "clean", "status", "submit", "report")
     endings = [world.try_plan(), world.try_shard(0), *(world.main(name, old) for name in commands)]

@@ -1,27 +1,112 @@
-"""The lustre package against a fake lfs that refuses what the real one refuses."""
+"""The lustre package against a fake lfs that refuses what the real one refuses, and with each call broken.
+
+By itself a call of another package's command is broken in one way; ``LFS_BREAKS=all`` (``make torture``)
+breaks it in all ways.
+"""
 
 from __future__ import annotations
 
 import errno
 import json
+import marshal
 import os
+import py_compile
 import re
+import shlex
+import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 
 from lustre import LustreError, Need, space_lines, stripe_line
 from tests.checkout import ROOT
-from tests.slurm.fake_slurm import install_fake_slurm
-from tests.world import World, call_main
-
-if TYPE_CHECKING:
-    from tests.lustre.conftest import FakeLustre
+from tests.slurm.fake_slurm import Desk, install_fake_slurm
+from tests.world import Ended, World, call_main, refuses
 
 pytestmark = pytest.mark.processes
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeLustre:
+    """A folder that looks as if it stood on Lustre, and what the fake lfs on PATH was asked."""
+
+    folder: Path
+    lfs: Path
+    state_file: Path
+    patch: pytest.MonkeyPatch
+
+    def state(self) -> dict[str, Any]:
+        return marshal.loads(self.state_file.read_bytes()) if self.state_file.exists() else {}
+
+    def give(self, **values: object) -> None:
+        """Change what the servers hold."""
+        self.state_file.write_bytes(marshal.dumps({**self.state(), **values}))
+
+    def calls(self, *commands: str) -> list[list[str]]:
+        """Return the arguments of calls of these commands of lfs, or of all, each with its LC_ALL last."""
+        return [call for call in self.state().get("calls", []) if not commands or call[0] in commands]
+
+    def setstripe_calls(self) -> list[str]:
+        """Return the options alone, without the path and LC_ALL."""
+        return [" ".join(call[1:-2]) for call in self.calls("setstripe")]
+
+    def set_by_hand(self, options: str) -> None:
+        """Give the folder a layout by somebody's own lfs setstripe; "" is none."""
+        if options:
+            subprocess.run(["lfs", "setstripe", *options.split(), str(self.folder)], check=True)
+
+    def mounts(self, *lines: str) -> None:
+        """Have these file systems mounted."""
+        table = "".join(f"{line}\n" for line in lines)
+        self.patch.setattr("lustre.lfs.read_mounts_table", lambda: table)
+
+    def fault(self, name: str) -> None:
+        """A df that hangs gets a short time limit, and no other call: a busy machine may be slow."""
+        self.patch.setenv("FAKE_LFS_FAULT", name)
+        if name == "hang-df":
+            self.patch.setattr("lustre.lfs.DF_TIMEOUT_S", 0.1)
+
+
+@pytest.fixture
+def on_lustre(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FakeLustre]:
+    """An empty folder on a Lustre of 8 OSTs. The trap: the test fails where setstripe was run on more."""
+    tools, state_file = tmp_path / "bin", tmp_path / "lfs.state"
+    tools.mkdir()
+    # Compiled once and run by this very Python: tests call it often.
+    compiled = tmp_path.parent / "fake_lfs.pyc"
+    if not compiled.exists():
+        py_compile.compile(str(ROOT / "tests" / "fake_lfs"), str(compiled), doraise=True)
+    (tools / "lfs").write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, "-IS", str(compiled)])} "$@"\n')
+    (tools / "lfs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_LFS_STATE", str(state_file))
+    monkeypatch.setenv("FAKE_LFS_DIALECT", getattr(request, "param", "2.17"))
+    folder = tmp_path / "scratch file" / "O"
+    folder.mkdir(parents=True)
+    fake = FakeLustre(folder=folder, lfs=tools / "lfs", state_file=state_file, patch=monkeypatch)
+    fake.fault("")
+    root = str(folder.parent).replace(" ", "\\040")
+    fake.mounts("/dev/vda / ext4 rw 0 0", f"10.0.0.1@tcp:/fakefs {root} lustre rw,flock 0 0")
+    yield fake
+    assert fake.state().get("violations", []) == [], "setstripe ran on a file or a folder with files"
+
+
+def show(path: Path) -> Ended:
+    return call_main("lustre", "show", path)
+
+
+def apply(path: Path, stripe: str, *flags: str) -> Ended:
+    return call_main("lustre", "apply", path, "--stripe", stripe, *flags)
+
 
 MIB = 1 << 20
 both_dialects = pytest.mark.parametrize("on_lustre", ["2.15", "2.17"], indirect=True)
@@ -125,11 +210,9 @@ def test_a_layout_is_set_as_asked_and_read_back_or_refused(on_lustre: FakeLustre
     on_lustre.set_by_hand(row.by_hand)
     on_lustre.give(**{**row.state, "calls": []})
     on_lustre.fault(row.fault)
-    code, text = on_lustre.command("apply", on_lustre.folder, "--stripe", row.stripe)
-    assert (code, on_lustre.setstripe_calls()) == (row.code, [row.sets] if row.sets else []), text
-    assert all(words in text for words in row.says), text
-    asked = [call for call in on_lustre.calls() if call[0] in {"setstripe", "getstripe"}]
-    assert {call[-1] for call in asked} == {"LC_ALL=C"}
+    ended = apply(on_lustre.folder, row.stripe).ends(row.code, *row.says)
+    assert on_lustre.setstripe_calls() == ([row.sets] if row.sets else []), ended.text
+    assert {call[-1] for call in on_lustre.calls("setstripe", "getstripe")} == {"LC_ALL=C"}
     assert on_lustre.folder.is_dir()
 
 
@@ -145,32 +228,30 @@ WRONG = (
 
 def test_what_lfs_refuses_or_takes_amiss_is_refused_before_it_runs(on_lustre: FakeLustre) -> None:
     for stripe in WRONG:
-        code, text = on_lustre.command("apply", on_lustre.folder, "--stripe", stripe)
-        assert (code, on_lustre.calls()) == (2, []), text
+        apply(on_lustre.folder, stripe).ends(2)
+    assert on_lustre.calls() == []
 
 
 def test_a_layout_is_set_once_and_never_for_what_holds_more_than_jobs_and_logs(on_lustre: FakeLustre) -> None:
     """The line of lfs is told, by which new files alone get it."""
-    folder, dry = on_lustre.folder, "--dry_run"
+    folder, shard = on_lustre.folder, on_lustre.folder / "shard-00000.tar"
     for name in ("jobs", "logs"):
         (folder / name).mkdir()
-    code, text = on_lustre.command("apply", folder, "--stripe", "20", dry)
-    assert (code, f"lfs setstripe {EIGHT.replace('-c 8', '-c 20')} '/" in text) == (0, True)
+    apply(folder, "20", "--dry_run").ends(0, f"lfs setstripe {EIGHT.replace('-c 8', '-c 20')} '/")
     assert on_lustre.setstripe_calls() == [], "dry"
     link = folder.parent.parent / "link"  # lfs is asked for the folder's own name
     link.symlink_to(folder)
     for _ in range(2):
-        assert on_lustre.command("apply", link, "--stripe", "100")[0] == 0
-        (folder / "shard-00000.tar").write_bytes(b"precious")
-    assert {call[-2] for call in on_lustre.calls() if call[0] == "setstripe"} == {str(folder)}
+        apply(link, "100").ends(0)
+        shard.write_bytes(b"precious")
+    assert {call[-2] for call in on_lustre.calls("setstripe")} == {str(folder)}
     on_lustre.fault("empties-files")
-    for path in (folder / "shard-00000.tar", folder / "absent", folder):
-        assert on_lustre.command("apply", path, "--stripe", "4")[0] == 73
-        assert on_lustre.command("apply", path, "--stripe", "-c 4", dry)[0] == 73
-    with pytest.raises(LustreError) as caught:
+    for path in (shard, folder / "absent", folder):
+        apply(path, "4").ends(73)
+        apply(path, "-c 4", "--dry_run").ends(73)
+    with refuses(LustreError, remedy=f"lfs setstripe {EIGHT.replace('-c 8', '-c 2')} '{folder}'"):
         stripe_line(folder, "2")
-    assert caught.value.remedy == f"lfs setstripe {EIGHT.replace('-c 8', '-c 2')} '{folder}'"
-    assert (folder / "shard-00000.tar").read_bytes() == b"precious"
+    assert shard.read_bytes() == b"precious"
     assert len(on_lustre.setstripe_calls()) == 1
 
 
@@ -200,57 +281,44 @@ def test_show_and_auto_tell_what_new_files_get_and_whose_choice_it_is(
     else:
         on_lustre.set_by_hand(options)
     num_calls, shown = len(on_lustre.setstripe_calls()), BY_HAND[options].format(options)
-    code, text = on_lustre.command("show", on_lustre.folder)
-    assert (code, "lustre at" in text) == (0, True)
-    assert re.search(shown, text), text
-    line = stripe_line(on_lustre.folder, "auto")
-    assert ("left as it is" in line, bool(re.search(shown, line))) == (True, True), line
+    text = show(on_lustre.folder).ends(0, "lustre at").out
+    lines = [stripe_line(on_lustre.folder, stripe) for stripe in ("auto", "none")]
+    for told in (text, lines[0]):
+        assert re.search(shown, told), told
+    assert all("left as it is" in line for line in lines), lines
     assert len(on_lustre.setstripe_calls()) == num_calls
 
 
-def test_show_tells_the_layout_of_a_file_and_of_what_is_not_there_yet(on_lustre: FakeLustre) -> None:
-    file = on_lustre.folder / "stripe_count: 77"
-    file.write_bytes(b"")
-    on_lustre.give(layouts={str(file): PFL})
-    assert "-E 256M -c 1" in on_lustre.command("show", file)[1]
-    code, text = on_lustre.command("show", on_lustre.folder / "not" / "yet")
-    assert (code, f"shardprep lustre show '{on_lustre.folder}'\n" in text) == (66, True)
-    on_lustre.fault("gibberish")
-    assert on_lustre.command("show", file)[0] == 73
-
-
-def test_show_tells_how_shards_lie_and_warns_of_an_ost_with_most(on_lustre: FakeLustre) -> None:
+def test_show_tells_the_layout_of_a_file_how_shards_lie_and_an_ost_with_most(on_lustre: FakeLustre) -> None:
     shards = [on_lustre.folder / f"shard-{number:05d}.tar" for number in range(8)]
     for path in shards:
         path.touch()
         path.with_suffix(".idx").touch()
+    (file := on_lustre.folder / "stripe_count: 77").touch()
     layouts, first_ost = ({str(path): it for path in shards} for it in ([RAID], 5))
-    on_lustre.give(layouts=layouts, first_ost={name: number for number, name in enumerate(layouts)})
-    text = on_lustre.command("show", on_lustre.folder)[1]
-    assert "8 of 8 shards looked at have -c 1 -S 4M\n" in text
-    assert "they lie on 8 OSTs; OST 0 has most: 1" in text
-    assert "warning" not in text
+    on_lustre.give(layouts={**layouts, str(file): PFL}, first_ost=dict(zip(layouts, range(8), strict=True)))
+    assert "-E 256M -c 1" in show(file).out
+    lie = ("8 of 8 shards looked at have -c 1 -S 4M\n", "they lie on 8 OSTs; OST 0 has most: 1")
+    assert "warning" not in show(on_lustre.folder).ends(0, *lie).text
     on_lustre.give(first_ost=first_ost)
-    assert "warning: OST 5" in on_lustre.command("show", on_lustre.folder)[1]
+    show(on_lustre.folder).ends(0, "warning: OST 5")
     on_lustre.give(no_layout=[str(shards[3])])
-    assert "cannot be told" in on_lustre.command("show", on_lustre.folder)[1]
+    show(on_lustre.folder).ends(0, "cannot be told")
 
 
 def test_show_warns_of_full_or_closed_targets_and_notes_a_df_that_hangs(on_lustre: FakeLustre) -> None:
     changes: list[dict[str, Any]] = [{"flags": flag} for flag in "SNDRI"]
     changes += [{"available": 1 << 20}, {"error": errno.ENODATA}, {"error": errno.ESHUTDOWN}]
     on_lustre.give(osts=[{**OST, **each} for each in changes], mdt={**OST, "flags": "S"})
-    text = on_lustre.command("show", on_lustre.folder)[1]
-    for line in (
+    troubles = (
         *("OST 0 is out of space", "OST 1 is closed to new files", "OST 2 is degraded", "OST 3 is read-only"),
         *("OST 4 is out of inodes", "OST 5 is 96% full", "OST 6 is inactive", "OST 7 does not answer"),
         "MDT 0 is out of space",
-    ):
-        assert f"warning: {line}" in text, text
+    )
+    show(on_lustre.folder).ends(0, *(f"warning: {trouble}" for trouble in troubles))
     on_lustre.fault("hang-df")
-    code, text = on_lustre.command("show", on_lustre.folder)
-    assert (code, "new files get -c 1" in text, "unknown" in text) == (0, True, True), text
-    assert on_lustre.command("apply", on_lustre.folder, "--stripe", "8")[0] == 0
+    show(on_lustre.folder).ends(0, "new files get -c 1", "unknown")
+    apply(on_lustre.folder, "8").ends(0)
 
 
 def test_the_longest_and_last_mount_point_wins(on_lustre: FakeLustre) -> None:
@@ -264,26 +332,21 @@ def test_the_longest_and_last_mount_point_wins(on_lustre: FakeLustre) -> None:
     )  # fmt: skip
     wanted = {".": "ext4", "data": "nfs", "data/x/y": "xfs", "database": "ext4", "data/xy": "nfs"}
     for name, file_system in wanted.items():
-        assert f"is on {file_system}, not on Lustre" in on_lustre.command("show", place / name)[1], name
-
-
-# --- off Lustre, and without lfs
+        show(place / name).ends(0, f"is on {file_system}, not on Lustre")
 
 
 @pytest.mark.parametrize("words", ["not on Lustre", "there is no lfs on PATH"])
 def test_off_lustre_and_without_lfs_commands_say_so(on_lustre: FakeLustre, words: str) -> None:
     folder = on_lustre.folder
-    (folder / "x").write_bytes(b"precious")
-    assert "left as it is" in stripe_line(folder, "none")
+    (folder / "file").touch()
     if words == "not on Lustre":
         on_lustre.mounts("/dev/vda / ext4 rw 0 0")
     else:
         on_lustre.patch.setenv("PATH", "/nonexistent")
-    told = [on_lustre.command("show", folder / name) for name in ("", "x")]
-    told += [on_lustre.command("apply", folder / name, "--stripe", "8") for name in ("", "x", "no")]
-    told += [(0, stripe_line(folder, "8"))]
-    assert all((code, words in text) == (0, True) for code, text in told), told
-    assert [(path.name, path.read_bytes()) for path in folder.iterdir()] == [("x", b"precious")]
+    for path in (folder, folder / "file"):
+        show(path).ends(0, words)
+        apply(path, "8").ends(0, words)
+    assert words in stripe_line(folder, "8")
     assert on_lustre.calls() == []
 
 
@@ -318,18 +381,15 @@ def test_what_fits_is_one_line_and_each_limit_that_is_too_small_is_a_warning(on_
 
 
 def test_plan_and_submit_warn_of_what_is_missing_and_go_on(on_lustre: FakeLustre, tmp_path: Path) -> None:
-    fake_slurm = install_fake_slurm(tmp_path, on_lustre.patch)
-    on_lustre.patch.setattr(os, "getuid", lambda: 1000)
+    desk = Desk(data=on_lustre.folder, place=install_fake_slurm(tmp_path, on_lustre.patch))
+    on_lustre.patch.setattr(os, "getuid", lambda: 1000)  # no quota binds root, so nobody asks for it
     on_lustre.give(quota={"-u": [5, 0, 6, 7, 0, 9]})
     world = World(tmp_path, data_dir=on_lustre.folder).raw({"a.txt": "a line of text\n" * 500})
-    planned = world.try_plan(num_shards=5)
-    assert (planned.code, "warning: it will not fit: your quota: 2 files left" in planned.text) == (0, True)
+    world.try_plan(num_shards=5).ends(0, "warning: it will not fit: your quota: 2 files left")
     world.run(1, 2)
-    submitted = call_main("submit", on_lustre.folder, "--mem_gb", 1)
-    assert submitted.code == 0
-    assert "B in 9 files" in submitted.text, "three shards are missing"
-    assert "warning: it will not fit: your quota: 1.02 kB left" in submitted.text
-    assert fake_slurm.sent(), "the job was sent all the same"
+    missing = ("B in 9 files", "warning: it will not fit: your quota: 1.02 kB left")  # of three shards
+    call_main("submit", desk.data, "--mem_gb", 1).ends(0, *missing)
+    assert desk.sent(), "the job was sent all the same"
 
 
 # --- no file is ever harmed
@@ -354,88 +414,46 @@ def test_from_plan_to_verify_setstripe_runs_once(on_lustre: FakeLustre, tmp_path
     full = World(tmp_path, data_dir=on_lustre.folder.parent / "full")
     full.data_dir.mkdir()
     (full.data_dir / "precious").write_bytes(b"precious")
-    assert full.try_plan(num_shards=2, stripe=4).code == 73
-    assert full.try_plan(num_shards=2, stripe="auto").code == 0
-    assert world.try_plan(num_shards=2, stripe="8x").code == 2
+    full.try_plan(num_shards=2, stripe=4).ends(73)
+    full.plan(num_shards=2, stripe="auto")
     on_lustre.fault("gibberish")
-    assert world.try_plan(num_shards=2, stripe=4).code == 73
+    world.try_plan(num_shards=2, stripe=4).ends(73)
     on_lustre.fault("empties-files")
     for _ in range(2):
         world.plan(num_shards=2, stripe=4)
-    for ended in (world.main("run", world.data_dir, num_proc=1), world.try_shard(1)):
-        assert ended.code == 0
-    world.verify()
-    assert on_lustre.command("show", world.data_dir)[0] == 0
+    world.main("run", world.data_dir, num_proc=1).ends(0)
+    world.run(1).verify()
+    show(world.data_dir).ends(0)
     assert on_lustre.setstripe_calls() == [EIGHT.replace("-c 8", "-c 4")]
     assert (full.data_dir / "precious").read_bytes() == b"precious"
 
 
-# --- what the genuine lfs of two versions printed, over 8 OSTs, one MDT and the pools flash, disk, empty
+# --- what the genuine lfs of two versions printed, and what the emulated servers held
 
 
 MOUNT = "/mnt/fakefs"
-BIG_OST = {"used": 268435456, "available": 805306368, "flags": ""}
-TROUBLE: dict[str, Any] = {
-    "osts": [
-        *(
-            BIG_OST,
-            {**BIG_OST, "error": errno.ESHUTDOWN},
-            {**BIG_OST, "error": errno.EAGAIN},
-            BIG_OST,
-        ),
-        *({"used": 1073741000, "available": 824, "flags": "S"}, {**BIG_OST, "flags": "I", "inodes": 0}),
-        *(BIG_OST, BIG_OST),
-    ],
-    "mdt": {"used": 67108000, "available": 864, "flags": "S"},
-    "inodes": 0,
-}
-WITHIN = [9000000, 18000000, 20000000, 100, 0, 200]
-INACCURATE = [9000000, 8000000, 10000000, 100, 0, 200]
-OVER = [19000000, 18000000, 20000000, 100, 0, 200]
-# What the emulated servers held in a case, by its name. To 2.15 they gave no limits of quotas.
-STATES: dict[str, dict[str, Any]] = {
-    "df: OST 1 ESHUTDOWN, 2 EAGAIN, 4 full (S), 5 without inodes (I), MDT full (S)": TROUBLE,
-    "its inodes": TROUBLE,
-    "quota, within": {"quota": {"-u": WITHIN}},
-    "quota, over the soft limit": {"quota": {"-u": [*OVER, "3d1h1m1s", "-"]}},
-    "quota, inaccurate": {"quota": {"-u": [*INACCURATE, "3d1h1m1s", "-"]}, "inaccurate": True},
-    "quota, no limit": {"quota": {"-u": [9000000, 0, 0, 100, 0, 0]}},
-    "quota, its grace over": {"quota": {"-u": [*OVER, "expired", "-"]}},
-}
+
+
+def recorded(version: str) -> dict[str, Any]:
+    path = ROOT / "tests" / "data" / "lfs_recorded" / f"{version}.json"
+    return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 @both_dialects
 def test_the_fake_prints_and_exits_as_the_genuine_lfs_did(on_lustre: FakeLustre) -> None:
     on_lustre.patch.setenv("FAKE_LFS_DEFAULT_BYTES", str(4 << 20))
-    root = on_lustre.folder.parent
+    root, record = on_lustre.folder.parent, recorded(os.environ["FAKE_LFS_DIALECT"])
     for name in ("orion", "i3", "d"):
         (root / name).mkdir()
-    usual: dict[str, Any] = {
-        "osts": [BIG_OST] * 8,
-        "inaccurate": False,
-        "inodes": 1000000,
-        "mdt": BIG_OST,
-    }
-    usual |= {"pools": {"flash": [0, 1], "disk": [2, 3, 4, 5, 6, 7], "empty": []}}
-    recorded = ROOT / "tests" / "data" / "lfs_recorded" / f"{on_lustre.dialect}.json"
-    different = []
-    for case in json.loads(recorded.read_text(encoding="utf-8"))["cases"]:
+    for case in record["cases"]:
         words = [word.replace(MOUNT, str(root)) for word in case["argv"]]
-        if words[1] == "getstripe" and "-y" not in words:
+        if words[1] == "getstripe":
             words.insert(2, "-y")
-        state = {**usual, **STATES.get(case["case"], {})}
-        if on_lustre.dialect == "2.15" and "quota" in state:
-            used, *_, files_used, _, _ = STATES[case["case"]]["quota"]["-u"][:6]
-            state |= {"quota": {"-u": [used, 0, 0, files_used, 0, 0]}, "inaccurate": False}
-        on_lustre.give(**state)
-        on_lustre.fault({"not on Lustre": "not-lustre"}.get(case["case"], ""))
-        if "EPERM" in case["case"]:
-            on_lustre.fault("quota-refused")
+        on_lustre.give(**{**record["servers"], **case.get("state", {})})
+        on_lustre.fault(case.get("fault", ""))
         done = subprocess.run(words, check=False, capture_output=True, text=True)
         said = [text.replace(str(root), MOUNT) for text in (done.stdout, done.stderr)]
-        if (done.returncode, *said) != (case["exit"], case["stdout"], case["stderr"]):
-            different.append((case, done.returncode, said))
-    assert different == [], different
+        assert (done.returncode, *said) == (case["exit"], case["stdout"], case["stderr"]), case
 
 
 GRACE_OVER_2_15 = """Filesystem  kbytes   quota   limit   grace   files   quota   limit   grace
@@ -443,33 +461,113 @@ GRACE_OVER_2_15 = """Filesystem  kbytes   quota   limit   grace   files   quota 
                 9*       5    1000    none     100       0       0       -
 """
 SOFT = "1.02 GB left (over the soft limit: writes fail in 3d1h1m1s)"
-# A state of the servers, or lfs's whole answer -> what the line of room begins its words of quotas with.
+# A recorded answer of lfs, or another one -> what the line of room begins its words of quotas with.
 QUOTAS: dict[str, list[str]] = {
     "quota, within": ["11.3 GB left", "100 files left"],
     "quota, over the soft limit": [SOFT, "100 files left"],
     "quota, inaccurate": ["1.02 GB left", "100 files left"],
     "quota, no limit": [],
     "quota, its grace over": ["0 B left", "100 files left"],
-    "EPERM": ["unknown"],
+    "quota refused (EPERM)": ["unknown"],
     GRACE_OVER_2_15: ["0 B left"],
     "  Filesystem  kbytes": ["unknown"],
 }
 
 
-@pytest.mark.parametrize("case", QUOTAS)
-def test_quotas_are_read_as_what_they_leave(on_lustre: FakeLustre, case: str) -> None:
-    on_lustre.patch.setattr("os.getuid", lambda: 1000)  # no quota binds root
-    if case == "EPERM":
-        on_lustre.fault("quota-refused")
-    elif case in STATES:
-        on_lustre.give(**STATES[case])
-    else:
-        lfs = on_lustre.state_file.parent / "bin" / "lfs"
-        (lfs.parent / "quota").write_text(case)
-        script = lfs.read_text().partition("\n")[2]
-        lfs.write_text(f"#!/bin/sh\n[ $1 != quota ] || exec cat '{lfs.parent}/quota'\n{script}")
-    line, *_ = space_lines(on_lustre.folder, Need(num_bytes=1, num_shards=0))
-    told = re.findall("your quota: ([^;]*)", line)
-    assert len(told) == len(QUOTAS[case]), line
-    for words, room in zip(told, QUOTAS[case], strict=True):
-        assert words.startswith(room), line
+def test_quotas_are_read_as_what_they_leave(on_lustre: FakeLustre) -> None:
+    on_lustre.patch.setattr(os, "getuid", lambda: 1000)  # no quota binds root, so nobody asks for it
+    answers = {case["case"]: case for case in recorded("2.17")["cases"]}
+    fake = on_lustre.lfs.read_text().partition("\n")[2]
+    for name, rooms in QUOTAS.items():
+        answer = answers.get(name, {"stdout": name, "stderr": "", "exit": 0})
+        said = f"printf %s {shlex.quote(answer['stdout'])}; printf %s {shlex.quote(answer['stderr'])} >&2"
+        on_lustre.lfs.write_text(
+            f"#!/bin/sh\n[ $1 != quota ] || {{ {said}; exit {answer['exit']}; }}\n{fake}"
+        )
+        line, *_ = space_lines(on_lustre.folder, Need(num_bytes=1, num_shards=0))
+        told = re.findall("your quota: ([^;]*)", line)
+        assert len(told) == len(rooms), line
+        assert all(words.startswith(room) for words, room in zip(told, rooms, strict=True)), line
+
+
+# --- every call of lfs broken
+
+
+GARBAGE = b"\0lmm_stripe_count: many\n/ [OST:x] \xff 12%: (0xzz) quota\nFilesystem kbytes \n1 2 3 4 5 6 7 x\n"
+NO_ANSWER = subprocess.TimeoutExpired("lfs", 1)
+HOWS: dict[str, dict[str, Any]] = {  # what becomes of a call: of the process, if one can be started
+    "exit": {"communicate.return_value": (b"", b""), "returncode": 71},
+    "garbage": {"communicate.return_value": (GARBAGE, b""), "returncode": 0},
+    "signal": {"communicate.return_value": (b"", b""), "returncode": -11},
+    "hang": {"communicate.side_effect": NO_ANSWER, "wait.side_effect": NO_ANSWER, "returncode": None},
+    "cannot start": {},
+}
+# A command, of which O is the folder -> the calls of lfs that it makes.
+COMMANDS = {
+    "plan --input_dir O/raw --output_dir O/new --model_id O/made/tokenizer": "getstripe df df quota",
+    "shard --shard_id 0 --output_dir O/planned": "",
+    "submit O/planned --mem_gb 1": "df df quota",
+    "status O/made": "",
+    "verify O/made": "",
+    "stage O/made --to O/staged": "",
+    "lustre show O/made": "getstripe df df getstripe getstripe",
+    "lustre apply O/empty --stripe 2": "getstripe df df setstripe getstripe",
+    "lustre apply O/empty --stripe 2,disk --dry_run": "getstripe pool_list pool_list",
+}
+
+
+@dataclass
+class CallsOfLfs:
+    """Stands for Popen, and breaks one of the calls. What the fake lfs answers is asked for once and kept."""
+
+    answers: dict[tuple[str, ...], Mock] = field(default_factory=dict)
+    seen: list[str] = field(default_factory=list)
+    broken: int = -1
+    how: str = ""
+
+    def popen(self, words: Sequence[str], *, env: dict[str, str], **_: Any) -> Mock:
+        key = (*words, *self.seen)  # it may depend on a setstripe before
+        self.seen.append(words[1])
+        if len(self.seen) - 1 == self.broken:
+            if self.how == "cannot start":
+                raise OSError(8, "Exec format error")
+            return Mock(**HOWS[self.how])
+        if key not in self.answers:
+            done = subprocess.run(words, check=False, capture_output=True, env=env)
+            answer = {"communicate.return_value": (done.stdout, done.stderr), "returncode": done.returncode}
+            self.answers[key] = Mock(**answer)
+        return self.answers[key]
+
+
+def test_a_broken_call_of_lfs_fails_no_command_but_show_and_apply_where_no_layout_can_be_told(
+    on_lustre: FakeLustre, tmp_path: Path
+) -> None:
+    folder, template, calls = on_lustre.folder, tmp_path / "template", CallsOfLfs()
+    names = {**vars(subprocess), "Popen": calls.popen}
+    on_lustre.patch.setattr("lustre.lfs.subprocess", SimpleNamespace(**names))
+    install_fake_slurm(tmp_path, on_lustre.patch)
+    on_lustre.patch.setattr(os, "getuid", lambda: 1000)  # no quota binds root, so nobody asks for it
+    on_lustre.give(quota={"-u": [5, 0, 1 << 40, 7, 0, 0]})
+    World(folder, data_dir=folder / "made").raw({"a.txt": "one\ntwo\n" * 9}).make()
+    World(folder, data_dir=folder / "planned").plan()
+    (folder / "empty").mkdir()
+    folder.rename(template)
+
+    def run(command: str, broken: int = -1, how: str = "") -> int:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(template, folder)
+        calls.seen, calls.broken, calls.how = [], broken, how
+        return call_main(*(word.replace("O/", f"{folder}/") for word in command.split())).code
+
+    for command, asked in COMMANDS.items():
+        assert (run(command), " ".join(calls.seen)) == (0, asked), command
+        codes = set()
+        for broken, call in enumerate(asked.split()):
+            is_all = os.environ.get("LFS_BREAKS") == "all" or command.startswith("lustre")
+            for how in HOWS if is_all else [[*HOWS][broken % len(HOWS)]]:
+                code = run(command, broken, how)
+                assert len(calls.seen) > broken, "the call that was to be broken was made"
+                assert code == 0 or call != "df", "nothing but a note depends on it"
+                codes.add(code)
+        assert codes <= ({0, 73} if command.startswith("lustre") else {0}), command
+        assert 73 in codes or not command.startswith("lustre"), command

@@ -17,7 +17,7 @@ from tests.faults.judging import verdict_of_end
 from tests.faults.small_data_sets import command
 from tests.forged import rewrite_json
 from tests.oracle.test_done import BROKEN, forge
-from tests.slurm.fake_slurm import Desk, FakeSlurm, ended, failure
+from tests.slurm.fake_slurm import Desk, ended, failure
 from tests.world import World
 
 pytestmark = pytest.mark.processes
@@ -165,7 +165,7 @@ def test_records_of_attempts_of_wrong_values_end_no_command(world: World) -> Non
     """A record for each value of each name, and one that is right."""
     (world.data_dir / "shard-00000.json").unlink()
     facts = {"stopped_by": "x", "stopped": 1001, "limit": "5:00", "killed_by": 9, "signal": "s"}
-    desk = Desk(data=world.data_dir, fake=FakeSlurm(place=world.data_dir))
+    desk = Desk(data=world.data_dir, place=world.data_dir)
     path = desk.record("7_0", failure(0, 65, "r"), ended(65, **facts), pid=1, pid_began=3)
     right = path.read_text()
     attempts = [right[:-40], "[" * 10**5, "begin\n" + "[" * 10**5, *each_value_replaced(right)]

@@ -114,12 +114,11 @@ def test_a_command_shows_control_characters_as_escapes(
 def test_status_shows_what_a_log_and_slurm_say_as_escapes(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = install_fake_slurm(tmp_path, monkeypatch)
     data = world.copy(tmp_path, but=["shard-*.json"]).data_dir
-    desk = Desk(data=data, fake=fake)
+    desk = Desk(data=data, place=install_fake_slurm(tmp_path, monkeypatch))
     desk.submitted()
     queue = QUEUES["24.11.5"].replace("1|0|", "1|5|").replace("1|4|", "1|0|")  # task 0 waits, task 1 failed
-    fake.answers("squeue", queue.replace("JobArrayTaskLimit", "Why\x1b[2J\x07\x9b31m"))
+    desk.answers("squeue", queue.replace("JobArrayTaskLimit", "Why\x1b[2J\x07\x9b31m"))
     desk.log("1_1.log", "begin\n\x1b[2J\x1b]0;title\x07\x9b31m\u202e the last line\n")
     ended = call_main("status", data).ends(0, r"Why\x1b[2J\x07\x9b31m")
     check(ended.text, shows=r"\x1b[2J\x1b]0;title\x07\x9b31m\u202e the last line")

@@ -80,7 +80,7 @@ def warm(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmP
 def desk(
     site: Path, warm: WarmPython, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Desk:
-    fake = install_fake_slurm(tmp_path, monkeypatch).place
+    fake = install_fake_slurm(tmp_path, monkeypatch)
     commands, folder = tmp_path / "commands", tmp_path / "a desk"
     commands.mkdir()
     folder.mkdir()

@@ -1,40 +1,24 @@
-"""A data set and stand-ins for Slurm's commands, first on PATH; and a real cluster without accounts."""
+"""A data set, and stand-ins for Slurm's commands that are first on PATH."""
 
 from __future__ import annotations
 
-import os
-import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.checkout import ROOT
 from tests.slurm.fake_slurm import Desk, install_fake_slurm
-from tests.slurm.started_cluster import started_cluster
 from tests.world import World
 
 
 @pytest.fixture(scope="session")
-def planned(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
-    """The sample text planned into 5 shards, none made. Never written to."""
-    return World(tmp_path_factory.mktemp("planned"), raw_dir=sample_dir).plan(num_shards=5)
+def made(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """The sample text in 5 shards. Never written to."""
+    return World(tmp_path_factory.mktemp("made"), raw_dir=sample_dir).plan(num_shards=5).run()
 
 
 @pytest.fixture
-def desk(planned: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+def desk(made: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
     """A data set of five shards, none of them made."""
-    data = planned.copy(tmp_path).data_dir
-    return Desk(data=data, fake=install_fake_slurm(tmp_path, monkeypatch), patch=monkeypatch)
-
-
-@pytest.fixture(scope="module")  # one of the session would be ended when all else has ended
-def plain_cluster() -> Iterator[dict[str, str]]:
-    """Three nodes: the environment of commands, in which the ranks of a training find each other."""
-    kept = {n: v for n, v in os.environ.items() if not re.match("SLURM|SBATCH|SHARDPREP|MASTER", n)}
-    environ = {**kept, "NUM_NODES": "3", "NODE_CPUS": "8", "KILL_WAIT": "120", "HF_HUB_OFFLINE": "1"}
-    environ |= {"SHARDPREP_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-    environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with started_cluster(environ, "NO SLURM CLUSTER, the batch scripts are untested here") as started:
-        yield started
+    data = made.copy(tmp_path, but=["shard-*"]).data_dir
+    place = install_fake_slurm(tmp_path, monkeypatch)
+    return Desk(data=data, place=place, made=made.data_dir, patch=monkeypatch)

@@ -7,7 +7,6 @@ The times and the number of restarts were added to the newer version's lines by 
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import re
@@ -15,7 +14,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,8 +25,8 @@ import pytest
 
 from tests.checkout import ROOT
 from tests.children import run_child
-from tests.forged import content_sha256, seal
-from tests.world import Ended, call_main
+from tests.forged import content_sha256, rewrite_json
+from tests.world import call_main
 
 NAME = "shardprep-0123456789ab-3f2a91-0"
 ALL = "0 1 2 3 4"  # the shards of five tasks
@@ -78,35 +76,11 @@ esac
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class FakeSlurm:
-    """A folder that is first on PATH; files in it are answers and records."""
+def install_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put the stand-ins first on PATH, and take what Slurm sets out of the environment.
 
-    place: Path
-
-    def answers(self, name: str, text: str | bytes) -> None:
-        (self.place / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-
-    def answers_by(self, name: str, script: str) -> None:
-        """Put a script in the place of a command. In it REAL is the stand-in of before, PLACE this folder."""
-        path, place = self.place / "bin" / name, shlex.quote(str(self.place))
-        path.unlink()
-        script = script.replace("REAL", f'PLACE/real/{name} "$@"').replace("PLACE", place)
-        path.write_text(f"#!/bin/bash\n{script}\n")
-        path.chmod(0o755)
-
-    def calls(self, name: str) -> list[str]:
-        path = self.place / f"{name}.calls"
-        return path.read_text().splitlines() if path.exists() else []
-
-    def sent(self) -> list[str]:
-        """The scripts that sbatch was given, in their order; the first one is job 1."""
-        paths = self.place.glob("sent-*")
-        return [path.read_text() for path in sorted(paths, key=lambda path: int(path.name[5:]))]
-
-
-def install_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    """Put the stand-ins first on PATH, and take what Slurm sets out of the environment."""
+    Returns the folder of their answers and records.
+    """
     place = tmp_path / "slurm's commands"
     place.mkdir()
     script = place / "script"
@@ -121,11 +95,10 @@ def install_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeS
     monkeypatch.setenv("PATH", f"{place / 'bin'}:{os.environ['PATH']}")
     for name in [each for each in os.environ if each.startswith(("SLURM", "SBATCH", "SHARDPREP"))]:
         monkeypatch.delenv(name)
-    return FakeSlurm(place=place)
+    return place
 
 
-SRUN = '#!/bin/bash\nwhile [[ $1 = --* ]]; do shift; done\nexec "$@"\n'
-_made: dict[str, Path] = {}  # plan id -> a folder in which all shards of this plan are made
+SRUN = 'while [[ $1 = --* ]]; do shift; done; exec "$@"'
 
 
 @dataclass(kw_only=True)
@@ -133,7 +106,8 @@ class Desk:
     """A planned data set, and the stand-ins that answer the commands that are typed for it."""
 
     data: Path
-    fake: FakeSlurm
+    place: Path  # of the stand-ins: see ``install_fake_slurm``
+    made: Path = Path("nowhere")  # the same data set with all its shards
     patch: pytest.MonkeyPatch = field(default_factory=pytest.MonkeyPatch)
 
     @property
@@ -146,24 +120,17 @@ class Desk:
         self.patch.setattr("slurm.status.time", SimpleNamespace(**{**vars(time), "sleep": call}))
         self.patch.setattr("slurm.state.sleep", call)
 
-    def command(self, name: str, *words: object, code: int = 0, **environ: Any) -> Ended:
-        """Run ``shardprep NAME DATA WORDS`` with these variables; it has to end with ``code``."""
-        ended = call_main(name, self.data, *words, environ=environ)
-        assert ended.code == code, ended.text
-        return ended
-
     def slurm(self, name: str, *words: object, code: int = 0, **environ: Any) -> str:
-        """Return all that ``shardprep NAME DATA WORDS`` prints."""
-        return self.command(name, *words, code=code, **environ).text
+        """Return all that ``shardprep NAME DATA WORDS`` prints; it has to end with ``code``."""
+        return call_main(name, self.data, *words, environ=environ).ends(code).text
 
     def status(self, **environ: Any) -> dict[str, Any]:
         """Return what ``status --json`` prints."""
-        state: dict[str, Any] = json.loads(self.command("status", "--json", **environ).out)
-        return state
+        return dict(json.loads(call_main("status", self.data, "--json", environ=environ).ends(0).out))
 
     def next(self) -> str:
         """Return what ``status`` says to type next."""
-        return self.command("status").out.splitlines()[-1]
+        return call_main("status", self.data).ends(0).out.splitlines()[-1]
 
     def task(
         self,
@@ -175,8 +142,8 @@ class Desk:
         environ: Mapping[str, str] = {},
     ) -> str:
         """Return what task ``index`` of ``sbatch slurm/prep_array.sh DATA ARGS``, typed beside DATA, says."""
-        (self.fake.place / "bin" / "srun").write_text(srun)
-        (self.fake.place / "bin" / "srun").chmod(0o755)
+        (self.place / "bin" / "srun").write_text(f"#!/bin/bash\n{srun}\n")
+        (self.place / "bin" / "srun").chmod(0o755)
         own = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(index)}
         own |= {"SLURMD_NODENAME": "n1", "SLURM_JOB_USER": "root", "SLURM_CPUS_PER_TASK": "1"}
         settings = {**os.environ, **own, "SHARDPREP_PYTHON": sys.executable, **environ}
@@ -186,26 +153,42 @@ class Desk:
 
     # What Slurm says, and what it was told.
 
+    def answers(self, name: str, text: str | bytes) -> None:
+        """Have a command print this."""
+        (self.place / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+
+    def answers_by(self, name: str, script: str) -> None:
+        """Put a script in the place of a command. In it REAL is the stand-in of before, PLACE its folder."""
+        path = self.place / "bin" / name
+        path.unlink()
+        script = script.replace("REAL", f'PLACE/real/{name} "$@"').replace(
+            "PLACE", shlex.quote(str(self.place))
+        )
+        path.write_text(f"#!/bin/bash\n{script}\n")
+        path.chmod(0o755)
+
     def queue(self, *lines: str) -> None:
         """Let squeue show these lines alone."""
-        self.fake.answers("squeue", "".join(lines))
+        self.answers("squeue", "".join(lines))
+
+    def calls(self, name: str) -> list[str]:
+        """Return the words of each call of a command."""
+        path = self.place / f"{name}.calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def sent(self) -> list[str]:
+        """Return the scripts that sbatch was given, in their order; the first one is job 1."""
+        paths = self.place.glob("sent-*")
+        return [path.read_text() for path in sorted(paths, key=lambda path: int(path.name[5:]))]
 
     def sent_shards(self) -> list[str]:
         """Return the shards of the tasks of each array that was sent, as its script has them: ``0-1 2-4``."""
-        return re.findall(r"^shards_of=\((.*)\)$", "\n".join(self.fake.sent()), re.MULTILINE)
-
-    def cancelled(self) -> list[str]:
-        """Return the words of each scancel."""
-        return self.fake.calls("scancel")
+        return re.findall(r"^shards_of=\((.*)\)$", "\n".join(self.sent()), re.MULTILINE)
 
     def released(self) -> list[str]:
         """Return the jobs that were released."""
-        calls = self.fake.calls("scontrol")
+        calls = self.calls("scontrol")
         return [call.removeprefix("release ") for call in calls if call.startswith("release")]
-
-    def events(self) -> list[dict[str, Any]]:
-        """Return the history of the data set's jobs."""
-        return [json.loads(line) for line in (self.data / "jobs" / "history.jsonl").read_text().splitlines()]
 
     # What jobs leave in the data set's folder.
 
@@ -263,25 +246,13 @@ class Desk:
         path.write_text(text)
         return path
 
-    def make_done(self, *shard_ids: int, job_id: str = "", **run: Any) -> None:
-        """Make shards. ``job_id`` and ``run``: of the job, and other facts of the run in their manifests."""
+    def make_done(self, *shard_ids: int, **run: Any) -> None:
+        """Make shards, with these facts of the run in their manifests."""
         for shard_id in shard_ids:
-            for path in self._made().glob(f"shard-{shard_id:05d}.*"):
+            for path in self.made.glob(f"shard-{shard_id:05d}.*"):
                 shutil.copy(path, self.data)
-            path = self.data / f"shard-{shard_id:05d}.json"
-            manifest = json.loads(path.read_text())
-            manifest["run"] |= {"slurm": {"SLURM_ARRAY_JOB_ID": job_id} if job_id else {}, **run}
-            path.write_text(json.dumps(manifest))
-            seal(path)
-
-    def _made(self) -> Path:
-        if self.plan_id not in _made:
-            folder = Path(tempfile.mkdtemp(prefix="made-"))
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)
-            place = _made[self.plan_id] = folder / "data"
-            shutil.copytree(self.data, place, ignore=shutil.ignore_patterns("jobs", "shard-*"))
-            assert call_main("run", place, "--num_proc", 1, environ={"PATH": os.defpath}).code == 0
-        return _made[self.plan_id]
+            facts = {f"run.{name}": value for name, value in run.items()}
+            rewrite_json(self.data / f"shard-{shard_id:05d}.json", **facts)
 
 
 def squeue_line(index: str, state: str, reason: str = "None", **changes: str) -> str:

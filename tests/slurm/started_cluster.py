@@ -88,10 +88,6 @@ class Cluster:
         """Wait until no job waits or runs."""
         wait_until(lambda: not self.run("squeue", "--noheader"), every_s=_ASK_SLURM_EVERY_S)
 
-    def end_soon(self, task: str) -> None:
-        """Let the time limit of a running task come now. Slurm looks at limits every 30 s."""
-        self.run("scontrol", "update", f"jobid={task}", "endtime=now+1")
-
 
 def start_missing(environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     """Start what does not run of a cluster. Its daemons stay, so this is no ``run_child``."""
@@ -100,15 +96,17 @@ def start_missing(environ: Mapping[str, str]) -> subprocess.CompletedProcess[str
 
 
 @contextmanager
-def started_cluster(environ: Mapping[str, str], untested: str) -> Iterator[dict[str, str]]:
+def started_cluster(untested: str, **settings: str) -> Iterator[dict[str, str]]:
     """Start one and end it: the environment in which commands find it, CLUSTER_DIR and SLURM_CONF included.
 
-    ``environ`` has the starter's settings. Skips, with the starter's own words, only where Slurm cannot be
-    installed; ``untested`` says what is not tested then.
+    ``settings``: of the starter, and other variables. Skips, with the starter's own words, only where Slurm
+    cannot be installed; ``untested`` says what is not tested then.
     """
     folder = tempfile.mkdtemp(prefix="shardprep-slurm-")  # short: sockets lie in it
-    own = {"CLUSTER_DIR": folder, "SLURM_CONF": str(Path(folder) / "slurm.conf")}
-    environ = {"NODE_PREFIX": f"p{os.getpid()}n", **environ, **own}
+    others = re.compile("SLURM|SBATCH|SHARDPREP|MASTER|DATASET_")
+    environ = {name: os.environ[name] for name in os.environ if not others.match(name)}
+    environ |= {"NODE_PREFIX": f"p{os.getpid()}n", "NUM_NODES": "3", "HF_HUB_OFFLINE": "1", **settings}
+    environ |= {"CLUSTER_DIR": folder, "SLURM_CONF": f"{folder}/slurm.conf"}
     try:
         up = start_missing(environ)
         if up.returncode == CANNOT_INSTALL:

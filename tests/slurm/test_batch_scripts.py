@@ -1,6 +1,6 @@
 """slurm/prep_array.sh and slurm/train_ddp.sh on a real cluster of three nodes, without accounts.
 
-test_records.py and test_train_ddp.py run them without Slurm.
+test_scripts.py runs them without Slurm.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 
 from tests.checkout import ROOT
 from tests.held_children import Hold
-from tests.slurm.started_cluster import ENDED, Cluster, processes
+from tests.slurm.started_cluster import ENDED, Cluster, processes, started_cluster
 from tests.waiting import wait_until
 from tests.warm_python import WarmPython
 from tests.world import World
@@ -42,6 +43,16 @@ exit 75
 """
 
 
+@pytest.fixture(scope="module")
+def plain_cluster() -> Iterator[dict[str, str]]:
+    """Three nodes: the environment of commands, in which the ranks of a training find each other."""
+    settings = {"NODE_CPUS": "8", "KILL_WAIT": "120"}
+    settings |= {"SHARDPREP_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    settings |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    with started_cluster("NO SLURM CLUSTER, the batch scripts are untested here", **settings) as started:
+        yield started
+
+
 def site_with_stand_in(cluster: dict[str, str], place: Path) -> Cluster:
     """An empty folder of ``place`` to submit from; the stand-in lies beside it, and what it writes."""
     (place / "desk").mkdir()
@@ -61,10 +72,6 @@ def sbatch(site: Cluster, *words: object) -> str:
 
 def exit_codes(site: Cluster, job: str) -> dict[int, str]:
     return {index: each["ExitCode"] for index, each in site.ended(job).items()}
-
-
-def log_of(site: Cluster, job: str, index: int) -> str:
-    return (site.folder / "logs" / f"shardprep-{job}_{index}.log").read_text()
 
 
 # How a job is told to stop -> what its worker hears. The last one ends at its time limit.
@@ -237,14 +244,20 @@ def test_ranks_that_get_the_term_with_all_their_workers_save_and_the_run_goes_on
     assert ours == theirs
 
 
-def test_torchrun_starts_its_ranks_on_two_nodes(train_site: Cluster, data: Path, tmp_path: Path) -> None:
+def test_ranks_that_torchrun_starts_on_two_nodes_go_on_from_the_newest_checkpoint_that_can_be_read(
+    train_site: Cluster, data: Path, warm: WarmPython, tmp_path: Path
+) -> None:
     """In a folder with a preprocess.py and a loader.py, which torchrun's ``python -m`` looks into first."""
+    checkpoints = tmp_path / "torchrun"
+    train_site.run(warm.python, PROGRAM, data, checkpoints, *FLAGS, "--num_steps", 2)
+    whole = (checkpoints / "step-00000002.pt").read_bytes()
+    (checkpoints / "step-00000003.pt").write_bytes(whole[:-200])  # a disk that failed has cut it
     for name in ("preprocess", "loader"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the old script')")
     train_site.environ["SHARDPREP_LAUNCHER"] = "torchrun"
-    job = train(train_site, data, tmp_path / "torchrun", "--num_steps", 2)
+    job = train(train_site, data, checkpoints, "--num_steps", 4)
     assert train_site.ended(job)[0]["JobState"] == "COMPLETED", train_log(train_site, job)
-    assert "rank 0 of 2 (RANK/WORLD_SIZE), from step 0" in train_log(train_site, job)
+    assert "rank 0 of 2 (RANK/WORLD_SIZE), from step 2" in train_log(train_site, job)
 
 
 def test_on_a_cluster_without_accounts_the_whole_way_works(
@@ -269,7 +282,7 @@ def test_a_stopped_worker_cleans_up_and_its_task_ends_with_75(stopped: tuple[Wor
     world, site, job = stopped
     assert exit_codes(site, job) == dict.fromkeys(range(len(STOPS)), "75:0")
     for index, (stop, signal) in enumerate(STOPS.items()):
-        log = log_of(site, job, index)
+        log = (site.folder / "logs" / f"shardprep-{job}_{index}.log").read_text()
         [told] = re.findall(r"the worker heard (.*)", log)
         assert signal in told.split()  # of scancel both are on their way, and either may come first
         # what Slurm itself writes to the log follows it to logs/

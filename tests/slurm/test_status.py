@@ -1,20 +1,25 @@
 """What stands in a folder and what Slurm shows, and what follows: what is said, sent and cancelled.
 
-Also where Slurm shows little, or the wrong jobs; and ``--until_done``, which goes on by itself.
+Also where Slurm shows little, or the wrong jobs; ``--until_done``, which goes on by itself; and ``report``.
 """
 
 from __future__ import annotations
 
+import html
 import json
+import math
 import os
+import random
 import re
 import shlex
+import shutil
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
+from itertools import product
 from operator import methodcaller as did
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +27,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.checkout import ROOT
+from tests.children import run_child
+from tests.forged import rewrite_json
 from tests.slurm.fake_slurm import ALL, CONFIG, NAME, QUEUES, WHEN, Desk, array, ended, failure, squeue_line
-from tests.world import call_main
+from tests.world import World, call_main, hostile_text, save_tokenizer
 
 pytestmark = pytest.mark.processes
 
@@ -56,11 +63,7 @@ class Case(NamedTuple):
 
 
 def away(desk: Desk) -> None:
-    (desk.fake.place / "away").touch()
-
-
-def of_somebody_else(desk: Desk) -> None:
-    desk.patch.setattr(os, "access", lambda *_, **__: False)  # root may write everywhere
+    (desk.place / "away").touch()
 
 
 def in_a_folder_with_a_blank(desk: Desk) -> None:
@@ -76,6 +79,13 @@ def too_many_left_out(desk: Desk) -> None:
         said = f"too many documents are left out: --max_bad_fraction {fraction}"
         desk.record(f"10{number}_4", failure(4, 65, said), ended(65), time=1000 + number)
         worker_args = f"--input_dir /a --max_bad_fraction {fraction}"
+
+
+def one_found_wrong(desk: Desk) -> None:
+    desk.make_done(*range(5))
+    tar = desk.data / "shard-00001.tar"
+    tar.write_bytes(tar.read_bytes()[:-1] + b"x")
+    desk.slurm("verify", code=65)
 
 
 def run_that_left_too_many_out(desk: Desk) -> None:
@@ -102,7 +112,7 @@ OF_KIM = (
     did("submitted", user="kim"), did("record", "1_1", ended(74)), did("record", "1_2", SLURM_JOB_USER="kim"),
 )  # fmt: skip
 OF_KIM_AND_OURS = (did("record", "7_1", SLURM_JOB_USER="kim"), did("record", "8_2"))
-ACCEPTING, KILLED = "--max_bad_fraction", "killed by signal 9"
+ACCEPTING = "--max_bad_fraction"
 # Of shards 0 to 2: bad input, a set-up, and another cause before two stops.
 OFTEN: Sequence[Step] = (
     *failures(0, *[ended(65)] * 3), *failures(1, *[ended(2)] * 3), *failures(2, ended(74), *[ended(75)] * 2),
@@ -135,11 +145,9 @@ CASES = {
         RUNS + squeue_line("N/A", "PENDING", "Dependency", job="9", name="HERE-control"),
         {"controller_jobs": ["9"]}, cancels="9 1"),
     # No record says what they make: DATA/jobs was emptied; or sbatch timed out, but Slurm has the job.
-    "a job that runs without a record": Case(
-        runs(name="HERE"), {"unrecorded_jobs": ["1"]}, ends=2, cancels="1", given=()),
-    "a job that waits, held, without a record": Case(
-        squeue_line("0-4", "PENDING", "JobHeldUser", name="HERE"), {"unrecorded_jobs": ["1"]},
-        ends=2, cancels="1", given=()),
+    "a job that runs, and waits, held, without a record": Case(
+        squeue_line("0", "RUNNING", name="HERE") + squeue_line("1-4", "PENDING", "JobHeldUser", name="HERE"),
+        {"unrecorded_jobs": ["1"]}, ends=2, cancels="1", given=()),
     # Plain sbatch is seen once a task of its array began.
     "plain sbatch": Case(
         PLAIN_RUNS, {"running": "0", "pending": "1-2"}, sends="3 4", cancels="7",
@@ -179,7 +187,8 @@ CASES = {
     **{
         f"Slurm {version}": Case(
             # Job 3 is another's, and of bad input nothing is sent again.
-            queue, {"running": "2-3", "pending": "4", "causes": {"bad input (65)": "0", KILLED: "1"}},
+            queue,
+            {"running": "2-3", "pending": "4", "causes": {"bad input (65)": "0", "killed by signal 9": "1"}},
             cancels="1 2", types="retry", sends="1",
         )
         for version, queue in QUEUES.items()
@@ -206,7 +215,8 @@ CASES = {
     # What is next, which is typed.
     "a folder to quote": Case(given=[in_a_folder_with_a_blank], next="shardprep submit DATA", sends=ALL),
     "nobody may write": Case(
-        given=[of_somebody_else], next="its owner goes on, as you may not write into DATA", ends=73),
+        given=[lambda desk: desk.patch.setattr(os, "access", lambda *_, **__: False)],  # root may everywhere
+        next="its owner goes on, as you may not write into DATA", ends=73),
     "the same cause three times": Case(
         given=[MOST_MADE, *failures(4, *[ended(74)] * 3)], sends="4",
         next="correct the cause, then: shardprep retry DATA --shards 4"),
@@ -218,6 +228,9 @@ CASES = {
         next=f"shardprep retry DATA --worker_args '--input_dir /a {ACCEPTING} 0.06 {ACCEPTING} 0.52'"),
     # What retry leaves, and what it asks for.
     "failed too often": Case(status={"can_retry": "2"}, given=OFTEN, types="retry", sends="2"),
+    "found wrong by verify": Case(
+        status={"done": "0,2-4", "wrong": "1"}, given=[did("submitted"), one_found_wrong], types="retry",
+        sends="1"),
     "failed too often, then other memory": Case(given=OFTEN, types="retry --mem_gb 1", sends="1 2"),
     "failed too often, then other arguments": Case(
         given=OFTEN, types="retry --worker_args '--max_bad_fraction 1'", sends="0 1 2"),
@@ -230,7 +243,7 @@ CASES = {
         asks=["mem=2048M", "exclude=n1", "account=mine"]),
     "too little memory, up to the largest node's": Case(
         given=[submitted(mem_gb=4), TOO_LARGE,
-               lambda desk: desk.fake.answers("sinfo", "cpu*|idle|6000|64|infinite\n")],
+               lambda desk: desk.answers("sinfo", "cpu*|idle|6000|64|infinite\n")],
         types="retry --shards 0", sends="0", asks=["mem=6000M"]),
     "too little memory per CPU": Case(
         given=[submitted(mem_per_cpu_gb=0.5, cpus_per_task=4), TOO_LARGE],
@@ -249,20 +262,20 @@ def test_what_may_run_is_never_sent_again_nor_what_others_sent_cancelled(desk: D
     case = CASES[name]
     for step in case.given:
         step(desk)
-    desk.fake.answers("config", case.config)
+    desk.answers("config", case.config)
     desk.queue(case.queue.replace("HERE", desk.job_name).replace("PLAN", desk.plan_id[:12]))
     state, line = desk.status(), desk.next()
     assert {field: state[field] for field in case.status} == case.status
     assert not case.next or line == f"next: {case.next}".replace("DATA", shlex.quote(str(desk.data)))
     desk.slurm("cancel", code=case.ends if case.ends in (66, 74) else 0)
-    assert desk.cancelled() == ([case.cancels] if case.cancels else [])
+    assert desk.calls("scancel") == ([case.cancels] if case.cancels else [])
     word, *flags = shlex.split(case.types)
     words = shlex.split(line.partition("shardprep ")[2]) if case.next else []
     if words[:1] not in (["submit"], ["retry"]):
         words = [word, str(desk.data), *flags]
     assert call_main(*words).code == case.ends
     assert desk.sent_shards() == ([case.sends] if case.sends else [])
-    script = "".join(desk.fake.sent()).splitlines()
+    script = "".join(desk.sent()).splitlines()
     assert {f"#SBATCH --{option}" for option in case.asks} <= set(script)
 
 
@@ -270,25 +283,24 @@ def test_cancel_of_some_shards_ends_their_tasks_alone_and_no_part_of_a_task(desk
     desk.submitted(array(tasks=["0", "1", "2", "3-4"]))
     desk.queue(squeue_line("0-3", "PENDING", "Priority"))
     desk.slurm("cancel", "--shards", "2-3", code=2)
-    assert not desk.cancelled()
+    assert not desk.calls("scancel")
     desk.slurm("cancel", "--shards", "1,3-4")
-    assert desk.cancelled() == ["1_1 1_3"]
+    assert desk.calls("scancel") == ["1_1 1_3"]
 
 
-@pytest.mark.parametrize("clusters", ["test,other", "all"])
-def test_another_cluster_is_named_and_several_at_once_are_refused(desk: Desk, clusters: str) -> None:
+def test_another_cluster_is_named_and_several_at_once_are_refused(desk: Desk) -> None:
     desk.submitted(cluster="other")
     assert "SLURM_CLUSTERS=other" in desk.status()["why_not_visible"]
-    for name in ("submit", "status", "retry", "cancel"):
+    for name, clusters in product(("submit", "status", "retry", "cancel"), ("test,other", "all")):
         desk.slurm(name, code=2, SLURM_CLUSTERS=clusters)
-    assert len(desk.fake.calls("sbatch") + desk.fake.calls("squeue")) == 1, "Slurm is not asked"
+    assert len(desk.calls("sbatch") + desk.calls("squeue")) == 1, "Slurm is not asked"
 
 
 def test_who_looks_from_another_time_zone_sees_the_same_job_and_its_start_in_their_own(desk: Desk) -> None:
     """Slurm prints its times in the zone of who asks."""
     desk.submitted()
     waits = squeue_line("0-4", "PENDING", start="2026-11-23T08:00:00").strip()
-    desk.fake.answers_by("squeue", f"[[ $TZ != UTC0 ]] || echo '{waits}'")
+    desk.answers_by("squeue", f"[[ $TZ != UTC0 ]] || echo '{waits}'")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TZ", "KST-9")
         time.tzset()
@@ -297,26 +309,217 @@ def test_who_looks_from_another_time_zone_sees_the_same_job_and_its_start_in_the
     assert (state["pending"], state["waits_for"][0]["starts"]) == ("0-4", "2026-11-23T17:00:00")
 
 
+# --- why a shard was not made, by all that is left of its task: its record, its log, and what squeue shows
+
+
+CANCELLED_AT = "slurmstepd: error: *** JOB 8 ON n1 CANCELLED AT 2026-11-22T01:52:04"
+KILLED = (74, "its process was killed by signal 9 (out of memory?)")
+BAD = (65, "1 document cannot be decoded")
+
+
+class Row(NamedTuple):
+    """What is left of a task that ended, and the cause that status tells."""
+
+    cause: str
+    record: list[str | tuple[int, str]] | None = None  # None: it left none; []: one without an end
+    log: str = ""
+    queue: tuple[str, int, int] | None = None  # state, exit code, signal; None: Slurm has forgotten it
+    begin: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+
+STEP_STOPPED = "stopped by Slurm: preempted with GraceTime, or its step cancelled"
+VANISHED = "ended without a word (killed, or its node failed)"
+ROWS = [
+    # the worker's own exit code
+    Row("bad input (65)", [ended(65)]),
+    Row("bad input (65)", [ended(65)], queue=("FAILED", 65, 0)),
+    Row("no such input or shard (66)", [ended(66)]),
+    Row("cannot write the output (73)", [ended(73)]),
+    Row("read or write error (74)", [ended(74)]),
+    Row("refused: plan, options or tokenizer differ (78)", [ended(78)]),
+    Row("set-up or usage (2)", [ended(2)]),
+    Row("exit code 3", [ended(3)]),
+    Row("finished without a manifest", [ended(0)]),
+    # a stage before the work
+    Row("set-up or usage (2)", [ended(2, stage="set-up")]),
+    Row("the set-up file ended the task", [ended(3, stage="set-up")]),
+    Row("srun failed", [ended(75, stage="start")]),
+    Row("srun failed", [ended(1)], "srun: error: Unable to confirm allocation for job 8: (connect failure)"),
+    # killed: the record has the signal, the log or squeue knows better
+    Row("killed by signal 9", [ended(75, killed_by=9)]),
+    Row(
+        "OUT_OF_MEMORY", [ended(75, killed_by=9)], "slurmstepd: error: Detected 1 oom_kill event in StepId=8."
+    ),
+    Row("OUT_OF_MEMORY", [ended(75, killed_by=9)], "srun: error: n1: task 0: Out Of Memory"),
+    Row("OUT_OF_MEMORY", [ended(1)], "srun: error: n1: task 0: Out Of Memory"),  # of a wrapper around Python
+    Row("OUT_OF_MEMORY", [ended(75, killed_by=9)], "slurmstepd: error: Exceeded job memory limit".lower()),
+    Row("OUT_OF_MEMORY", [ended(75, killed_by=9)], queue=("OUT_OF_MEMORY", 0, 125)),
+    # told to stop: by whom is in the log, or in squeue
+    Row("stopped by a signal (75)", [ended(75, signal="TERM")]),
+    Row("TIMEOUT", [ended(75, signal="TERM")], f"{CANCELLED_AT} DUE TO TIME LIMIT ***"),
+    Row("TIMEOUT", [ended(75, signal="USR1", stopped=942)], begin={"time": 400, "SLURM_JOB_END_TIME": 1000}),
+    Row("TIMEOUT", [ended(75, signal="USR1", stopped=1540, limit="10:00")]),
+    Row("stopped by a signal (75)", [ended(75, signal="USR1", stopped=1540, limit="1:00:00")]),
+    Row("stopped by a signal (75)", [ended(75, signal="USR1")]),
+    Row("PREEMPTED", [ended(75, signal="TERM")], f"{CANCELLED_AT} DUE TO PREEMPTION ***"),
+    Row("PREEMPTED", [ended(75, signal="TERM")], f"{CANCELLED_AT} ***", queue=("PREEMPTED", 0, 15)),
+    Row("CANCELLED", [ended(75, signal="TERM")], f"{CANCELLED_AT} ***", queue=("CANCELLED", 0, 15)),
+    Row(STEP_STOPPED, [ended(75, signal="TERM")], CANCELLED_AT.replace("JOB 8", "STEP 8.0")),
+    # no end: the script was killed, too
+    Row(VANISHED, []),
+    Row("TIMEOUT", [], f"{CANCELLED_AT} DUE TO TIME LIMIT ***"),
+    Row("TIMEOUT", [], queue=("TIMEOUT", 0, 0)),
+    Row("NODE_FAIL", [], f"{CANCELLED_AT} DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***"),
+    Row("NODE_FAIL", [], queue=("NODE_FAIL", 0, 0)),
+    Row("NODE_FAIL", [], queue=("BOOT_FAIL", 0, 0)),
+    Row("NODE_FAIL", [ended(1)], queue=("NODE_FAIL", 0, 0)),
+    Row("CANCELLED", [], queue=("CANCELLED", 0, 0)),
+    Row("CANCELLED", [], f"{CANCELLED_AT} ***"),
+    Row("requeued (scontrol requeue)", [ended(75, signal="TERM")], f"{CANCELLED_AT} DUE TO JOB REQUEUE ***"),
+    # a shard that failed of its own, whatever became of the others of its task
+    Row("bad input (65)", [BAD, ended(75)], f"{CANCELLED_AT} DUE TO TIME LIMIT ***", ("TIMEOUT", 0, 0)),
+    Row("killed by signal 9", [KILLED, ended(74)]),
+    Row("OUT_OF_MEMORY", [KILLED, ended(74)], "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=8."),
+    Row("OUT_OF_MEMORY", [KILLED, ended(74)], queue=("OUT_OF_MEMORY", 0, 125)),
+    # no record
+    Row("bad input (65)", queue=("FAILED", 65, 0)),
+    Row("killed by signal 9", queue=("FAILED", 0, 9)),
+    Row("its log could not be opened", queue=("FAILED", 0, 53)),
+    Row("its log could not be opened", queue=("FAILED", 15, 53)),
+    Row("OUT_OF_MEMORY", queue=("OUT_OF_MEMORY", 0, 125)),
+    Row("finished without a manifest", queue=("COMPLETED", 0, 0)),
+    Row("none", queue=("CANCELLED", 0, 0)),
+    Row("none"),
+]
+
+
+@pytest.mark.parametrize("version", ["22.05", "24.11"])
+def test_each_cause_is_told_also_when_slurm_and_the_log_have_forgotten_it(desk: Desk, version: str) -> None:
+    desk.data = World(desk.tmp / "of rows").raw({"a.txt": "a\n" * 99}).plan(num_shards=len(ROWS)).data_dir
+    desk.submitted(array(tasks=[str(index) for index in range(len(ROWS))]))
+    queue = []
+    for index, row in enumerate(ROWS):
+        log = desk.log(f"1_{index}.log", f"shardprep: node n1: shard {index} begins\n{row.log}\n")
+        if row.record is not None:
+            lines = [line if isinstance(line, str) else failure(index, *line) for line in row.record]
+            desk.record(f"1_{index}", *lines, log=str(log), **row.begin)
+        if row.queue is not None:
+            ended_as, code, number = row.queue
+            # 22.05 prints an exit code as wait() has it
+            shown = str(code << 8 | number) if version == "22.05" else f"{code}:{number}"
+            queue.append(squeue_line(str(index), ended_as, exit=shown))
+    desk.queue(*queue)
+
+    state, left_nothing = desk.status(), str(len(ROWS) - 1)
+    causes = {each["shard"]: each["cause"] for each in state["failures"]}
+    assert [causes.get(index, "none") for index in range(len(ROWS))] == [row.cause for row in ROWS]
+    assert all(state["remedies"].values())
+    assert left_nothing in state["not_begun"]
+    assert f"1_{left_nothing}" in state["unexplained"], "the accounts may know"
+
+    # MinJobAge later, and the logs are removed: the records have it.
+    desk.queue("")
+    shutil.rmtree(desk.data / "jobs" / "logs")
+    left = {each["shard"]: each["cause"] for each in desk.status()["failures"]}
+    recorded = {index: row.cause for index, row in enumerate(ROWS) if row.record is not None}
+    assert {index: left[index] for index in recorded} == recorded
+
+
+def test_shards_that_a_run_could_not_make_have_their_cause_without_any_slurm(desk: Desk) -> None:
+    lines = b"a line\n" * 50
+    world = World(desk.tmp / "of run").raw({"a.txt": lines, "b.txt": lines + b"\xff\n" * 20})
+    desk.data = world.plan(num_shards=None).data_dir
+    for _ in range(2):
+        desk.slurm("run", "--num_proc", 1, code=65)
+    attempts = desk.data / "jobs" / "attempts"
+    assert len([*attempts.iterdir()]) == 2, "a record of each run that failed"
+    desk.patch.setenv("PATH", str(desk.tmp))
+    assert desk.status()["causes"] == {"bad input (65)": "1"}
+    name, _, *words = shlex.split(desk.next().removeprefix("next: shardprep "))
+    desk.slurm(name, *words[:-1], "1", "--num_proc", 1)  # with another share
+    desk.slurm("verify")
+    assert not [*attempts.iterdir()]
+
+
+@pytest.mark.parametrize("has_moved", [False, True])
+def test_each_start_of_a_task_has_the_cause_of_its_own_part_of_the_log(desk: Desk, has_moved: bool) -> None:
+    """A submission's log goes on; plain sbatch's is moved away when Slurm starts the task again."""
+    desk.submitted()
+    parts = [
+        f"shardprep: node {node}: shard 0 begins\n*** JOB 7 ON {node} CANCELLED AT now DUE TO {why} ***\n"
+        for node, why in (("n1", "NODE FAILURE"), ("n2", "TIME LIMIT"))
+    ]
+    if has_moved:
+        desk.log("1_0.before-restart-1.log", parts.pop(0))
+    log = desk.log("1_0.log", "".join(parts))
+    for number in range(2):
+        desk.record("1_0", SLURM_RESTART_COUNT=number, time=1000 + number, log=str(log))
+    state = desk.status()
+    assert (state["causes"], state["restarts"]) == ({"TIMEOUT": "0"}, {"NODE_FAIL on n1": 1})
+
+
+def test_logs_shows_the_attempts_at_a_shard_newest_last_with_the_ends_of_their_logs(desk: Desk) -> None:
+    frame = "shardprep: node n1: shard 2"
+    worker = " 10%\r 20%\nerror: of job {}\nsrun: error: n1: task 0: Exited"
+    for number, (job, code) in enumerate((("1", 74), ("3", 65), ("5", 75))):
+        log = desk.tmp / f"{job}.log"
+        if job == "5":
+            os.mkfifo(log)  # which holds nobody
+        else:
+            log.write_text(f"{frame} begins\n{worker.format(job)}\n{frame} ended with exit code {code}\n")
+        desk.record(f"{job}_2", ended(code), time=1000 + number, log=str(log))
+    said = [line.strip() for line in desk.slurm("logs", 2).splitlines() if line.startswith("  |")]
+    assert said == ["|  20%", "| error: of job 1", "|  20%", "| error: of job 3"], "not the frame, nor srun"
+
+
+# --- submissions on disk
+
+
+FORGED: dict[str, Any] = {
+    "version": 99, "user": ["root"], "verify.job_id": "7; rm", "arrays.0.job_id": 1, "arrays.0.mem_mb": 2**70,
+    "arrays.0.request.partition": "a\ntouch X", "arrays.0.request.cpus_per_task": "8",
+    "arrays.0.tasks": ["0-99999999999"], "arrays.0.tasks ": ["0-99998"] * 50,
+}  # fmt: skip
+CONTENTS = (b"", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"format": Infinity}')
+# What becomes of a record of a submission, or of its place, and the exit code of every command.
+UNREADABLE: list[tuple[Callable[[Path], object], int]] = [
+    *((partial(rewrite_json, **{place.strip(): value}), 65) for place, value in FORGED.items()),
+    *((partial(Path.write_bytes, data=content), 65) for content in CONTENTS),
+    (lambda path: path.write_bytes(path.read_bytes().replace(b'"job_id": "1"', b'"job_id": "3"')), 65),
+    (lambda path: (path.unlink(), path.mkdir()), 65),
+    (lambda path: (path.rmdir(), os.mkfifo(path)), 65),
+    (lambda path: (path.unlink(), path.symlink_to("gone")), 74),
+]
+
+
+def test_a_submission_that_cannot_be_read_or_has_a_wrong_field_is_named_and_holds_nobody(desk: Desk) -> None:
+    """The hash of forged ones is right."""
+    for spoil, code in UNREADABLE:
+        path = desk.data / "jobs" / "0000.json"
+        if not path.is_dir():
+            path.unlink(missing_ok=True)
+            desk.submitted()
+        spoil(path)
+        for command in ("status", "submit"):
+            assert "jobs/0000.json" in desk.slurm(command, code=code)
+
+
 # --- no answer, or a part of one
 
 TEXT = squeue_line("0-2", "RUNNING") + squeue_line("3-4", "PENDING", "Priority")
-NO_ANSWERS = [
-    "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
-    "slurm_load_jobs error: Socket timed out on send/recv operation",
-    "error: Munge decode failed: Expired credential",
-    "slurm_load_jobs error: Protocol authentication error",
-    "slurm_load_jobs error: Zero Bytes were transmitted or received",
-    "squeue: error: 'other' can't be reached now, or it is an invalid entry for SLURM_CLUSTERS.",
-]
-GARBAGE = ["x", "1|0|RUN", "|||||||||\n", "\0\0", "1|0|FAILED|x|many|n1|0:00|4|root|n|\n", "\ufffd" * 99]
-CUT = [TEXT[:size] for size in (3, 40, len(TEXT) - 60, len(TEXT) - 10)]
 SILENT = "squeue: error: cluster two: Unable to contact slurm controller"
 # What squeue prints on standard output and as an error, and its exit code.
-ANSWERS = [
-    *(("", words, 1) for words in NO_ANSWERS),
-    *((text, "", 0) for text in CUT),
-    *((f"{text}\udcff", "", 0) for text in GARBAGE),
+ANSWERS: list[tuple[str, str, int]] = [
+    ("", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1),
+    ("", "slurm_load_jobs error: Socket timed out on send/recv operation", 1),
+    ("", "error: Munge decode failed: Expired credential", 1),
+    ("", "slurm_load_jobs error: Protocol authentication error", 1),
+    ("", "slurm_load_jobs error: Zero Bytes were transmitted or received", 1),
+    ("", "squeue: error: 'other' can't be reached now, or it is an invalid entry for SLURM_CLUSTERS.", 1),
     (TEXT, SILENT, 0),  # of another server
+    *((TEXT[:size], "", 0) for size in (3, 40, len(TEXT) - 60, len(TEXT) - 10)),
+    *((text, "", 0) for text in ("x", "1|0|RUN", "|||||||||\n", "\0\0", "\udcff", "\ufffd" * 99)),
+    ("1|0|FAILED|x|many|n1|0:00|4|root|n|\n", "", 0),
 ]
 
 
@@ -324,17 +527,17 @@ def test_without_an_answer_nothing_is_called_failed_nor_sent_again(desk: Desk) -
     """A credential expires, or is from the future, where clocks differ by more than munge allows."""
     desk.submitted()
     desk.log("1_0.log", "shardprep: node n1: shard 0 begins\n")
-    desk.fake.answers_by("squeue", "cat PLACE/out; cat PLACE/err >&2; exit $(<PLACE/code)")
+    desk.answers_by("squeue", "cat PLACE/out; cat PLACE/err >&2; exit $(<PLACE/code)")
     for out, err, code in ANSWERS:
-        desk.fake.answers("out", out.encode(errors="surrogateescape"))
-        desk.fake.answers("err", err)
-        desk.fake.answers("code", str(code))
+        desk.answers("out", out.encode(errors="surrogateescape"))
+        desk.answers("err", err)
+        desk.answers("code", str(code))
         state = desk.status()
         assert (state["failed"], state["not_visible"], bool(state["slurm_away"])) == ("", "0-4", True), out
         for name in ("submit", "retry", "cancel"):
             desk.slurm(name, code=74)
-    assert not desk.fake.sent()
-    assert not desk.cancelled()
+    assert not desk.sent()
+    assert not desk.calls("scancel")
 
 
 def test_wait_outlasts_a_controller_that_restarts_and_ends_after_an_hour(desk: Desk) -> None:
@@ -342,7 +545,7 @@ def test_wait_outlasts_a_controller_that_restarts_and_ends_after_an_hour(desk: D
     waits: list[float] = []
     # Slurm answers the first question, which submit asks, and then no more.
     once = "[[ ! -e PLACE/answered ]] || { echo 'Socket timed out' >&2; exit 1; }"
-    desk.fake.answers_by("squeue", f"{once}; touch PLACE/answered; echo {shlex.quote(RUNS.strip())}")
+    desk.answers_by("squeue", f"{once}; touch PLACE/answered; echo {shlex.quote(RUNS.strip())}")
     desk.at_waits(waits.append)
     desk.slurm("submit", "--wait", code=74)
     assert waits[:3] == [5, 10, 20]
@@ -357,7 +560,7 @@ def test_a_shard_that_is_done_while_status_looks_is_not_called_failed(desk: Desk
     manifest = desk.data / "shard-00000.json"
     hidden = manifest.rename(desk.data / "later")
     ends = f"{shlex.join(['mv', str(hidden), str(manifest)])}; {shlex.join(['rm', str(record)])}"
-    desk.fake.answers_by("squeue", f"{ends}; echo {shlex.quote(squeue_line('1-4', 'RUNNING').strip())}")
+    desk.answers_by("squeue", f"{ends}; echo {shlex.quote(squeue_line('1-4', 'RUNNING').strip())}")
     state = desk.status()
     assert (state["done"], state["failed"]) == ("0", "")
 
@@ -365,20 +568,19 @@ def test_a_shard_that_is_done_while_status_looks_is_not_called_failed(desk: Desk
 # --- what only a person can do
 
 
-@pytest.mark.parametrize(
-    ("reason", "typed"),
-    [
-        ("launch failed requeued held", "scontrol release 1"),
-        ("JobHeldUser", "scontrol release 1"),
-        *((f"Partition{what}", "shardprep cancel {}") for what in ("TimeLimit", "Config")),
-        *((f"{whose}GrpCPUMinutesLimit", "shardprep cancel {}") for whose in ("QOS", "Assoc")),
-        ("AssocMaxWallDurationPerJobLimit", "shardprep cancel {}"),
-        ("JobHeldAdmin", ""),  # only an administrator can go on
-        ("QOSGrpCPURunMinutesLimit", None),
-        ("Resources", None),
-    ],
-)
-def test_what_waits_for_a_person_is_told_and_ends_a_wait(desk: Desk, reason: str, typed: str | None) -> None:
+NEVER_BEGINS = ("PartitionTimeLimit", "PartitionConfig", "QOSGrpCPUMinutesLimit", "AssocGrpCPUMinutesLimit")
+# Slurm's reason -> what a person has to type; "": only an administrator can; None: it begins by itself.
+REASONS: dict[str, str | None] = {
+    **dict.fromkeys(("launch failed requeued held", "JobHeldUser"), "scontrol release 1"),
+    **dict.fromkeys((*NEVER_BEGINS, "AssocMaxWallDurationPerJobLimit"), "shardprep cancel {}"),
+    "JobHeldAdmin": "",
+    **dict.fromkeys(("QOSGrpCPURunMinutesLimit", "Resources")),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_what_waits_for_a_person_is_told_and_ends_a_wait(desk: Desk, reason: str) -> None:
+    typed = REASONS[reason]
     desk.submitted()
     desk.queue(squeue_line("0-4", "PENDING", reason), squeue_line("N/A", "PENDING", "Dependency", **VERIFY))
     (waits,) = desk.status()["waits_for"]
@@ -416,7 +618,7 @@ def test_fields_of_json_are_those_that_are_documented(desk: Desk, command: str) 
     desk.queue(squeue_line("0", "PENDING", "Resources"), QUEUES["24.11.5"])
     page = (ROOT / "docs" / f"{command}_json.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE)
-    fields = json.loads(desk.command(command, "--json").out)
+    fields = json.loads(call_main(command, desk.data, "--json").out)
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(fields)
 
 
@@ -426,18 +628,19 @@ def test_the_speed_counts_since_the_newest_submission_and_waits_count(desk: Desk
     desk.submitted(submitted=now - 1000)
     desk.submitted(array("5"), verify="6", number=1, submitted=now - 60)
     desk.queue(squeue_line("1-4", "RUNNING", job="5"))
-    desk.make_done(0, began=now - 900, wall_s=60.0, job_id="1")  # of the submission before
+    before, later = ({"SLURM_ARRAY_JOB_ID": job_id} for job_id in ("1", "5"))
+    desk.make_done(0, began=now - 900, wall_s=60.0, slurm=before)
     assert desk.status()["tokens_per_s"] is None
-    desk.make_done(1, began=now - 50, wall_s=50.0, job_id="5")
+    desk.make_done(1, began=now - 50, wall_s=50.0, slurm=later)
     state = desk.status()
     tokens = json.loads((desk.data / "shard-00001.json").read_text())["counts"]["num_tokens"]
     assert state["tokens_per_s"] == round(tokens / 60)
     assert 100 < state["left_s"] < 300, "three shards of the size of one that took a minute"
     begins = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now + 7200))
-    runs = squeue_line("3-4", "RUNNING", job="5")
-    desk.queue(runs, squeue_line("2", "PENDING", "BeginTime", job="5", start=begins))
+    running = squeue_line("3-4", "RUNNING", job="5")
+    desk.queue(running, squeue_line("2", "PENDING", "BeginTime", job="5", start=begins))
     assert abs(desk.status()["left_s"] - 7200) < 3
-    desk.queue(runs, squeue_line("2", "PENDING", "launch failed requeued held", job="5"))
+    desk.queue(running, squeue_line("2", "PENDING", "launch failed requeued held", job="5"))
     assert desk.status()["left_s"] is None, "nobody knows when"
 
 
@@ -454,34 +657,26 @@ def test_a_verify_job_that_ran_out_of_time_or_never_begins_is_told(desk: Desk) -
     assert "PartitionTimeLimit" in desk.status()["verify_trouble"]
 
 
+def note_opened(patch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of the files that are opened from now on."""
+    opened, open_ = list[str](), os.open
+    patch.setattr(os, "open", lambda path, *rest: opened.append(Path(path).name) or open_(path, *rest))
+    return opened
+
+
 def test_a_status_reads_each_manifest_and_record_once_and_the_next_look_reads_none_again(desk: Desk) -> None:
-    counts = Counter[tuple[str, str]]()  # of calls of the file system, and the names of files
-    for name in ("open", "stat", "scandir", "listdir"):
-        real = getattr(os, name)
-
-        def counted(path: Any = ".", *rest: Any, name: str = name, real: Any = real, **settings: Any) -> Any:
-            counts[name, Path(str(path)).name] += 1
-            return real(path, *rest, **settings)
-
-        desk.patch.setattr(os, name, counted)
     desk.submitted()
     desk.make_done(0, 1, 2)
-    for index in (3, 4):
-        desk.record(f"1_{index}", ended(74), log=str(desk.log(f"1_{index}.log", "an error\n")))
+    desk.record("1_3", ended(74), log=str(desk.log("1_3.log", "an error\n")))
     desk.queue(squeue_line("N/A", "RUNNING", **VERIFY))
-    looks = []
+    opened, looks = note_opened(desk.patch), list[Any]()
     # The next look is the last one.
-    desk.at_waits(lambda _: (looks.append(counts.copy()), desk.queue("")))
-    counts.clear()
+    desk.at_waits(lambda _: (looks.append(Counter(opened)), desk.queue("")))
     desk.slurm("status", "--watch")
-    names = [f"shard-{number:05d}" for number in range(3)]
-    for call, suffixes in (("open", ["json"]), ("stat", ["tar", "idx"])):
-        for name in [f"{name}.{suffix}" for name in names for suffix in suffixes]:
-            assert looks[0][call, name] == counts[call, name] == 1, name
-    assert looks[0]["open", "1_3.r0"] == 2, "before Slurm is asked, and after"
-    assert looks[0]["open", "1_3.log"] == 1
-    assert looks[0]["scandir", "data"] + looks[0]["listdir", "data"] == 1
-    assert (len(desk.fake.calls("squeue")), len(desk.fake.calls("scontrol"))) == (2, 1)
+    for name in [f"shard-{number:05d}.json" for number in range(3)]:
+        assert looks[0][name] == opened.count(name) == 1, name
+    assert (looks[0]["1_3.r0"], looks[0]["1_3.log"]) == (2, 1), "a record before Slurm is asked, and after"
+    assert (len(desk.calls("squeue")), len(desk.calls("scontrol"))) == (2, 1)
 
 
 def test_watch_goes_on_while_a_run_on_this_machine_makes_shards(desk: Desk) -> None:
@@ -494,52 +689,40 @@ def test_watch_goes_on_while_a_run_on_this_machine_makes_shards(desk: Desk) -> N
 # --- retry and --until_done
 
 
-def test_retry_makes_what_verify_found_wrong(desk: Desk) -> None:
-    desk.submitted()
-    desk.make_done(*range(5))
-    tar = desk.data / "shard-00001.tar"
-    tar.write_bytes(tar.read_bytes()[:-1] + b"x")
-    desk.slurm("verify", code=65)
-    assert desk.status()["wrong"] == "1"
-    desk.slurm("retry")
-    assert desk.sent_shards() == ["1"]
-
-
 def test_until_done_stops_where_only_people_can_help_and_tells_whom_notify_names_once(desk: Desk) -> None:
     told = desk.tmp / "told"
     desk.slurm("submit", "--until_done", "--notify", f'echo "$SHARDPREP_RESULT" >>{told}')
-    assert not any("shardprep_notify=" in script for script in desk.fake.sent()), "not before the end"
+    assert not any("shardprep_notify=" in script for script in desk.sent()), "not before the end"
     desk.make_done(0, 1, 2, 3)
     desk.record("1_4", ended(65))
     desk.slurm("retry", "--until_done", code=74)
-    assert "bad input (65)" in desk.events()[-1]["why"]
+    assert "bad input (65)" in desk.status()["history"][-1]["why"]
     assert told.read_text() == "not verified\n"
     desk.record("1_4", ended(74))  # a controller that cannot go on says so, too
     desk.slurm("retry", "--until_done", "--setup", "/no/such/file", code=2)
-    assert "/no/such/file" in desk.events()[-1]["why"]
+    assert "/no/such/file" in desk.status()["history"][-1]["why"]
     desk.slurm("retry", "--until_done", "--round", 5)
-    assert "--round 6" in desk.fake.sent()[-1]
+    assert "--round 6" in desk.sent()[-1]
     desk.slurm("retry", "--until_done", "--round", 6, code=74)
-    assert desk.events()[-1]["event"] == "stopped", "five rounds are enough"
+    assert desk.status()["history"][-1]["event"] == "stopped", "five rounds are enough"
 
 
 def test_one_controller_is_left_and_one_that_died_is_told_unless_somebody_ended_it(desk: Desk) -> None:
     control = squeue_line("N/A", "PENDING", "Dependency", job="3", name=f"{desk.job_name}-control")
     desk.slurm("submit", "--until_done", "--shards", "0-2")
-    assert "--shards 0-2" in desk.fake.sent()[2], "it keeps to the shards that were asked for"
+    assert "--shards 0-2" in desk.sent()[2], "it keeps to the shards that were asked for"
     assert desk.status()["controller_lost"] == "3"
-    assert "control-3.log" in desk.slurm("status")
     desk.queue(squeue_line("0-2", "PENDING", name=desk.job_name))
     desk.slurm("cancel", "--shards", 0)
     assert desk.status()["controller_lost"] == "3"
     desk.queue(control)
     assert desk.status()["controller_lost"] == ""
     desk.slurm("submit", "--until_done", "--shards", "3")
-    assert desk.cancelled() == ["1_0", "3"], "the one before"
+    assert desk.calls("scancel") == ["1_0", "3"], "the one before"
     desk.queue(control.replace("3|", "6|", 1))
     desk.make_done(*range(5))
     desk.slurm("submit", "--until_done")
-    assert len(desk.fake.sent()) == 6, "the one that is there does it"
+    assert len(desk.sent()) == 6, "the one that is there does it"
     desk.slurm("cancel")
     desk.queue("")
     assert desk.status()["controller_lost"] == ""
@@ -554,3 +737,144 @@ def test_clean_removes_the_logs_of_tasks_once_all_is_verified(desk: Desk) -> Non
     desk.slurm("verify")
     desk.slurm("clean")
     assert sorted(path.name for path in logs.iterdir()) == names[1:]
+
+
+# --- report, as a page and as JSON
+
+NAMES = ("뉴스 <b>굵게", "code", "웹문서")
+SECRET = "https://user:hunter2@host/?api_token=abc"
+NODE = '"><img src=x onerror="alert(1)'
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Four packed shards of three sources, with documents left out, and markup in names. Read only."""
+    folder = tmp_path_factory.mktemp("report")
+    files: dict[str, Any] = {f"{name}/글.txt": hostile_text(150) for name in NAMES}
+    files |= {"code/bad.txt": b"good\n\xff\xfe\ncaf\xe9 again\n", "LICENSE.txt": "a\n", "<script>.log": "a\n"}
+    world = World(folder, data_dir=folder / "자료 <i>").raw(files)
+    world.make(num_shards=4, recursive=True, record="packed", seq_len=64, max_bad_fraction=0.9)
+    facts = {"run.host": NODE, "run.engine": f"<b>fast|tokens{{x}}</b> {SECRET} \x1b[31m"}
+    rewrite_json(world.data_dir / "shard-00001.json", **facts)
+    return world
+
+
+def report(folder: Path) -> dict[str, Any]:
+    return dict(json.loads(call_main("report", folder, "--json").ends(0).out))
+
+
+def page(folder: Path, place: Path) -> tuple[str, str]:
+    """Return the source of a page, and the text between its tags."""
+    call_main("report", folder, "--output", place / "page.html").ends(0)
+    source = (place / "page.html").read_text(encoding="utf-8")
+    return source, html.unescape(re.sub("<[^>]*>", "", source))
+
+
+def test_the_numbers_are_the_sums_of_the_manifests(reported: World) -> None:
+    found = report(reported.data_dir)
+    for name in ("num_samples", "num_documents", "num_tokens", "num_pad_tokens", "input_bytes"):
+        assert found["counts"][name] == sum(each["counts"][name] for each in reported.manifests()), name
+    whole, *sources = found["sources"]
+    assert {each["name"] for each in sources} == set(NAMES)
+    assert whole["num_tokens"] == sum(each["num_tokens"] for each in sources) == found["counts"]["num_tokens"]
+    of_status = json.loads(call_main("status", reported.data_dir, "--json").out)
+    assert of_status["num_tokens"] == whole["num_tokens"]
+    for each in sources:
+        counts = of_status["sources"][each["name"]]
+        assert counts["num_tokens"] == each["num_tokens"]
+        files = (reported.raw_dir / each["name"]).iterdir()
+        assert counts["num_bytes"] == sum(path.stat().st_size for path in files)
+    assert found["tar_bytes"] == sum(path.stat().st_size for path in reported.data_dir.glob("*.tar"))
+    assert found["left_out"] == {"undecodable": 2}
+    assert sorted(found["plan"]["inputs_left_out"].values()) == [["<script>.log"], ["LICENSE.txt"]]
+    assert (found["shards"]["verified"], found["shards"]["done"]) == (True, "0-3")
+
+
+def test_a_recount_of_the_texts_gives_the_lengths_of_the_report(tmp_path: Path) -> None:
+    """A letter is a token of the world's tokenizer, and BOS stands before each document."""
+    chooser = random.Random(7)
+    lengths = [1 + int(chooser.paretovariate(0.8)) % 900 for _ in range(400)]
+    world = World(tmp_path).raw({"a.txt": "\n".join("Q" * length for length in lengths)})
+    (whole,) = report(world.plan(num_shards=3).run().data_dir)["sources"]
+    num_tokens = [length + 1 for length in lengths]
+    assert (whole["num_tokens"], whole["text_bytes"]) == (sum(num_tokens), sum(lengths))
+    assert whole["bytes_per_token"] == round(sum(lengths) / sum(num_tokens), 3)
+    for percent in (50, 90, 99):
+        exact = sorted(num_tokens)[math.ceil(len(lengths) * percent / 100) - 1]
+        assert exact <= whole[f"length_p{percent}"] <= exact * 1.125
+
+
+def test_markup_stays_text_no_secret_is_told_and_nothing_runs(reported: World, tmp_path: Path) -> None:
+    source, shown = page(reported.data_dir, tmp_path)
+    elements = Counter(re.findall(r"<(\w+)", source))
+    assert not elements.keys() & {"script", "i", "img", "iframe", "link", "object", "svg"}
+    assert elements["b"] == 5, "the tiles' own"
+    for text in (NAMES[0], NODE, "<b>fast|tokens{x}</b>", "<script>.log"):
+        assert text in shown, "it is shown as it is"
+    attributes = set(re.findall(r'([\w-]+)="', "".join(re.findall("<[^>]*>", source))))
+    assert attributes == {"lang", "charset", "http-equiv", "content", "name", "class", "data-name"}
+    assert "default-src 'none'" in source
+    assert not re.search(r"url\(|@import", source)
+    for form in (call_main("report", reported.data_dir, "--json").out, source):
+        assert "***@host" in form
+        assert not re.search("hunter2|api_token=abc|\x1b", form)
+
+
+def test_an_unfinished_data_set_has_a_report_with_causes(desk: Desk) -> None:
+    (desk.place / "away").touch()
+    desk.submitted()
+    desk.record("1_1", ended(75, stopped_by="OUT_OF_MEMORY"))
+    found = report(desk.data)
+    assert (found["shards"]["missing"], found["shards"]["num_done"]) == ("0-4", 0)
+    assert found["shards"]["failed"] == {"OUT_OF_MEMORY": "1"}
+    assert found["slurm_away"]
+    assert "OUT_OF_MEMORY" in page(desk.data, desk.tmp)[1]
+
+
+def test_a_report_reads_each_manifest_once_and_no_shard_nor_slurm(desk: Desk, reported: World) -> None:
+    opened = note_opened(desk.patch)
+    before = sorted(reported.data_dir.rglob("*"))
+    desk.patch.chdir(desk.tmp)
+    call_main("report", reported.data_dir).ends(0)
+    assert (desk.tmp / "report.html").is_file()
+    assert sorted(reported.data_dir.rglob("*")) == before, "nothing is written into the data set"
+    of_shards = [name for name in opened if name.startswith("shard-")]
+    assert sorted(of_shards) == sorted(path.name for path in reported.data_dir.glob("shard-*.json"))
+    assert [desk.calls(name) for name in ("squeue", "scontrol")] == [[], []]
+    call_main("report", reported.data_dir, "--output", desk.tmp / "none" / "x.html").ends(73)
+
+
+TEMPLATE = "{% for m in messages %}<|start_header_id|>{{ m.role }}: {{ m.content }}<|eot_id|>{% endfor %}"
+OPTIONS: list[dict[str, Any]] = [
+    {"num_shards": 3, "keep_text": False, "append_eos": True, "token_format": "npy", "hash_inputs": True},
+    {"shard_bytes": "4k", "also": "*.md", "allow_special_tokens": True, "max_bad_fraction": 0.5},
+    {"limit": 20, "digests": True, "record": "packed", "seq_len": 64, "pack": "best_fit"},
+    {"record": "chat", "seq_len": 64, "validation_fraction": 0.1},  # with the tokenizer's template
+    {"record": "chat", "seq_len": 64, "chat_template_file": "own.jinja"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_commands_that_are_told_make_the_same_plan_again_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Paths were given relative to another folder."""
+    turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}]
+    is_chat, has_own = options.get("record") == "chat", "chat_template_file" in options
+    ending, text = ("jsonl", [{"messages": turns}] * 40) if is_chat else ("txt", hostile_text(60))
+    place, elsewhere = tmp_path / "my work", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    save_tokenizer(place / "tokenizer", None if has_own else TEMPLATE)
+    world = World(place).raw({f"a.{ending}": text, f"b.{ending}": text, "more.md": ""})
+    (place / "own.jinja").write_text(TEMPLATE)
+    monkeypatch.chdir(place)
+    world.main("plan", input_dir="raw", output_dir="data", model_id="tokenizer", **options).ends(0)
+    monkeypatch.chdir(elsewhere)
+    for line in report(world.data_dir)["again"]["commands"][:-2]:  # before run and verify
+        words = shlex.split(line)
+        if words[0] == "shardprep":
+            call_main(*words[1:]).ends(0)
+        else:
+            run_child(words, cwd=elsewhere)
+    again = World(tmp_path, data_dir=elsewhere / "NEW")
+    assert again.plan_json()["plan_id"] == world.plan_json()["plan_id"]

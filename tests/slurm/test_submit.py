@@ -20,6 +20,7 @@ from shardprep.errors import ReadWriteError, UsageError
 from slurm import submit_with_submitit
 from tests.children import run_child
 from tests.slurm.fake_slurm import ALL, JOB, WHEN, Desk, array, squeue_line
+from tests.world import call_main
 
 pytestmark = pytest.mark.processes
 
@@ -54,7 +55,7 @@ def test_values_are_of_flags_or_else_of_variables_and_a_task_has_one_cpu_and_thi
     desk: Desk, environ: dict[str, Any], flags: str, expected: dict[str, str]
 ) -> None:
     """A setup or a container brings another Python."""
-    desk.fake.answers("sinfo", "cpu*|idle|4000|4|infinite\n")
+    desk.answers("sinfo", "cpu*|idle|4000|4|infinite\n")
     shown = desk.slurm("submit", *shlex.split(flags), "--dry_run", **environ).partition("-verify")[0]
     lines = re.findall(r"^(?:#SBATCH --|export )([\w-]+)=(.*)$", shown, re.MULTILINE)
     found = {name: "".join(shlex.split(value)) for name, value in lines}
@@ -64,14 +65,14 @@ def test_values_are_of_flags_or_else_of_variables_and_a_task_has_one_cpu_and_thi
 def test_a_dry_run_prints_what_submit_sends_and_needs_no_controller_and_no_slurm_at_all(desk: Desk) -> None:
     shown = desk.slurm("submit", "--mem_gb", 2, "--dry_run", SBATCH_ACCOUNT="env")
     assert ("(SBATCH_ACCOUNT)" in shown, "(flag)" in shown) == (True, True), "where values came from"
-    assert not desk.fake.sent()
+    assert not desk.sent()
     names = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "CPUS_PER_TASK", "JOB_NAME")
     in_a_job: dict[str, Any] = {f"SLURM_{name}": "9" for name in names}
     desk.slurm("submit", "--mem_gb", 2, SBATCH_ACCOUNT="env", **in_a_job)
-    assert "\n".join(desk.fake.sent()) in shown
+    assert "\n".join(desk.sent()) in shown
     kept = sorted((desk.data / "jobs").glob("*.sh"))
-    assert [path.read_text() for path in kept] == desk.fake.sent()
-    (desk.fake.place / "away").touch()
+    assert [path.read_text() for path in kept] == desk.sent()
+    (desk.place / "away").touch()
     assert "shards_of=(0 1 2 3 4)" in desk.slurm("submit", "--dry_run")
     assert "#SBATCH --array=0-4%5" in desk.slurm("submit", "--dry_run", PATH=str(desk.tmp))
 
@@ -103,7 +104,7 @@ def test_values_reach_the_worker_as_they_are_and_no_shell_runs_them(desk: Desk) 
         words = shlex.join(["--input_dir", name])
         flags = [f"--partition={name}", f"--account={name}", f"--container={name}"]
         desk.slurm("submit", "--shards", 3, f"--worker_args={words}", *flags)
-        script, verify = desk.fake.sent()[-2:]
+        script, verify = desk.sent()[-2:]
         place = ["--planned", "--output_dir", str(desk.data)]
         assert run_head(script, heads) == ["--shard_id", "3", *place, "--input_dir", name, name]
         assert run_head(verify, heads) == ["verify", str(desk.data), name]
@@ -116,14 +117,15 @@ def test_what_cannot_be_read_or_stand_in_a_script_is_refused_by_name_and_nothing
     for name in REFUSED:
         worker_args, sbatch_args = shlex.join(["--input_dir", name]), shlex.join([f"--comment={name}"])
         flags += [f"--account={name}", f"--worker_args={worker_args}", f"--sbatch_args={sbatch_args}"]
-    for flag in flags:
-        assert flag.partition("=")[0] in desk.slurm("submit", flag, code=2)
-    for variable in ("SBATCH_TIMELIMIT", "SBATCH_MEM_PER_NODE"):
-        assert variable in desk.slurm("submit", code=2, **{variable: "much"})
+    variables = [{name: "much"} for name in ("SBATCH_TIMELIMIT", "SBATCH_MEM_PER_NODE")]
+    for words, environ in [*(([flag], {}) for flag in flags), *(([], each) for each in variables)]:
+        error = call_main("submit", desk.data, *words, environ=environ).ends(2).error
+        assert error is not None
+        assert [*words, *environ][0].partition("=")[0] in str(error.found)
     for name in [*REFUSED, "\\"]:
         desk.data = desk.data.rename(desk.tmp / name)
         desk.slurm("submit", code=2)
-    assert not desk.fake.sent()
+    assert not desk.sent()
     assert not (desk.data / "jobs").exists()
 
 
@@ -144,14 +146,14 @@ def test_the_verify_job_ends_with_a_line_to_grep_and_notifies(desk: Desk, code: 
     desk.slurm("submit", "--notify", f'echo "$SHARDPREP_RESULT, $SHARDPREP_EXIT_CODE" >{told}; exit 3')
     colon = ":" if code else ""
     line = f"shardprep: {result}{colon} 5 shards of {desk.data}"
-    assert line in run_script(desk.fake.sent()[1], desk.tmp, code)
+    assert line in run_script(desk.sent()[1], desk.tmp, code)
     assert told.read_text() == f"{result}, {code}\n"
 
 
 def test_a_step_of_a_whole_node_has_its_cpus_and_no_variables_of_another_allocation(desk: Desk) -> None:
-    desk.fake.answers("sinfo", "cpu*|idle|4000|3|infinite\n")
+    desk.answers("sinfo", "cpu*|idle|4000|3|infinite\n")
     desk.slurm("submit", "--cpus_per_task", "node")
-    script = desk.fake.sent()[0]
+    script = desk.sent()[0]
     assert {"#SBATCH --exclusive", "#SBATCH --mem=0", "shards_of=(0-1 2-4)"} <= set(script.splitlines())
     said = run_script(script, desk.tmp, 0)
     assert {"SLURM_CPUS_PER_TASK=64", "SLURM_JOB_ID=7"} <= set(said)
@@ -160,10 +162,10 @@ def test_a_step_of_a_whole_node_has_its_cpus_and_no_variables_of_another_allocat
 
 def test_slurms_commands_get_no_variables_of_the_allocation_that_they_run_in(desk: Desk) -> None:
     desk.submitted()
-    desk.fake.answers_by("squeue", "env >PLACE/seen")
+    desk.answers_by("squeue", "env >PLACE/seen")
     names = ("SLURM_MEM_PER_CPU", "SLURM_CPU_BIND", "SLURM_JOB_ID", "SLURM_CONF", "SLURM_CLUSTERS")
     desk.status(**dict.fromkeys(names, "7"))
-    seen = re.findall("^(SLURM_.*?)=", (desk.fake.place / "seen").read_text(), re.MULTILINE)
+    seen = re.findall("^(SLURM_.*?)=", (desk.place / "seen").read_text(), re.MULTILINE)
     assert {*seen} == {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_BITSTR_LEN", "SLURM_TIME_FORMAT"}
 
 
@@ -224,7 +226,6 @@ SITES = {
     "a banner before the id": Site(SAYS_MORE + 'echo "Welcome to 7 nodes"; echo; echo "$id;test"; echo'),
     "an id that cannot be understood": Site(
         SAYS_MORE + "echo Submitted, thank you", ends=74, says="squeue --me --name=shardprep-", releases=()),
-    "a part of the job, then nothing": Site(answers={"job": JOB[:20]}, ends=74, cancels=("1",), releases=()),
     "a part of the job": Site(answers={"job": JOB[:200]}, ends=74, cancels=("1",), releases=()),
     # The site renames jobs, and grants more or less than was asked for.
     "memory and time": Site(
@@ -245,13 +246,13 @@ SITES = {
 def test_a_submit_follows_what_slurm_takes_and_no_job_runs_unrecorded(desk: Desk, name: str) -> None:
     site, waits = SITES[name], list[float]()
     desk.at_waits(waits.append)
-    desk.fake.answers_by("sbatch", site.sbatch)
-    desk.fake.answers_by("scontrol", site.scontrol)
+    desk.answers_by("sbatch", site.sbatch)
+    desk.answers_by("scontrol", site.scontrol)
     for answer, text in site.answers.items():
-        desk.fake.answers(answer, text)
+        desk.answers(answer, text)
     assert site.says in desk.slurm("submit", *site.flags, code=site.ends)
     assert desk.sent_shards() == [*site.sends]
-    assert (desk.cancelled(), desk.released()) == ([*site.cancels], [*site.releases])
+    assert (desk.calls("scancel"), desk.released()) == ([*site.cancels], [*site.releases])
     record = desk.data / "jobs" / "0000.json"
     assert record.exists() == (site.ends == 0 or site.scontrol == CANCELLED)
     assert not site.records or site.records.items() <= json.loads(record.read_text())["arrays"][0].items()
@@ -263,9 +264,9 @@ def test_of_two_submits_at_once_the_second_cancels_its_jobs(desk: Desk) -> None:
     place = desk.data / "jobs" / "0000.json"
     record = desk.submitted(array("7"), verify="8").rename(desk.tmp / "0000.json")
     copies = shlex.join(["cp", str(record), str(place)])
-    desk.fake.answers_by("sbatch", f"[[ $1 != --parsable ]] || {copies}; exec REAL")
+    desk.answers_by("sbatch", f"[[ $1 != --parsable ]] || {copies}; exec REAL")
     desk.slurm("submit", code=74)
-    assert (desk.cancelled(), desk.released()) == (["1 2"], [])
+    assert (desk.calls("scancel"), desk.released()) == (["1 2"], [])
     assert place.read_bytes() == record.read_bytes()
     assert list(place.parent.glob("*.json")) == [place]
     desk.queue(squeue_line("0-4", "PENDING", "Priority", job="7"))
@@ -274,14 +275,14 @@ def test_of_two_submits_at_once_the_second_cancels_its_jobs(desk: Desk) -> None:
 
 def test_the_verify_job_waits_for_all_and_has_time_for_all_bytes(desk: Desk) -> None:
     desk.slurm("submit", "--sbatch_args", "--dependency=afterok:99")
-    assert "#SBATCH --dependency=afterok:99\n" in desk.fake.sent()[0]
-    assert "--dependency=afterany:1" in desk.fake.calls("sbatch")[-1]
+    assert "#SBATCH --dependency=afterok:99\n" in desk.sent()[0]
+    assert "--dependency=afterany:1" in desk.calls("sbatch")[-1]
     desk.slurm("retry")
-    assert "afterok:99" not in desk.fake.sent()[2], "which may be gone by then"
+    assert "afterok:99" not in desk.sent()[2], "which may be gone by then"
     desk.patch.setattr("shardprep.format.plan.Plan.shard_bytes", lambda _: [3 * 10**9] * 5)
     shown = desk.slurm("submit", "--time_min", 2, "--until_done", "--dry_run")
     assert re.findall("^#SBATCH --time=(.*)$", shown, re.MULTILINE) == ["2", "52", "52"]
-    desk.fake.answers("sinfo", "cpu*|idle|4000|4|30:00\n")
+    desk.answers("sinfo", "cpu*|idle|4000|4|30:00\n")
     shown = desk.slurm("submit", "--time_min", 2, "--dry_run")
     assert "#SBATCH --time=30\n" in shown, "the partition's"
 
@@ -302,11 +303,11 @@ def test_retry_takes_no_command_from_a_record_of_other_users(desk: Desk, name: s
         os.chown(record, owner, -1)
         for flags in ([], ["--until_done"]):
             assert f"--{name}={value}" in desk.slurm("retry", *flags, code=78)
-    assert len(desk.fake.sent()) == 2, "nothing of it was sent"
+    assert len(desk.sent()) == 2, "nothing of it was sent"
     desk.slurm("retry", f"--{name}=", "--dry_run")
     desk.slurm("retry", f"--{name}={value}")
     new_record = (desk.data / "jobs" / "0001.json").read_text()
-    assert value in "".join([*desk.fake.sent()[2:], new_record]), "the user's own word"
+    assert value in "".join([*desk.sent()[2:], new_record]), "the user's own word"
 
 
 def test_a_retry_in_another_folder_has_the_values_of_the_submission(desk: Desk) -> None:
@@ -323,7 +324,7 @@ def test_a_retry_in_another_folder_has_the_values_of_the_submission(desk: Desk) 
     desk.slurm("retry")
     exports = {f"export {SETUP}={desk.tmp / 'setup.sh'}", f"export {CONTAINER}=mine"}
     options = {"#SBATCH --account=one", "#SBATCH --mem=2048M"}
-    assert exports | options <= set(desk.fake.sent()[2].splitlines())
+    assert exports | options <= set(desk.sent()[2].splitlines())
 
 
 def test_a_user_without_a_name_on_this_machine_can_use_every_command(desk: Desk) -> None:
@@ -334,7 +335,7 @@ def test_a_user_without_a_name_on_this_machine_can_use_every_command(desk: Desk)
     desk.patch.chdir(desk.tmp)
     for words in (["submit"], ["retry", "--dry_run"], ["status"], ["report"], ["cancel"], ["logs", 0]):
         desk.slurm(str(words[0]), *words[1:])
-    assert f"--user={os.getuid()}" in "\n".join(desk.fake.calls("squeue"))
+    assert f"--user={os.getuid()}" in "\n".join(desk.calls("squeue"))
 
 
 # --- submitit

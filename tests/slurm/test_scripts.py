@@ -1,28 +1,146 @@
-"""slurm/train_ddp.sh with stand-ins for srun, scontrol and squeue: exit codes, signals, what is requeued."""
+"""slurm/prep_array.sh and slurm/train_ddp.sh with stand-ins for Slurm: exit codes, records, signals.
+
+test_batch_scripts.py and test_slurm_operations.py run them on real clusters.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import runpy
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
-import torch
 
 from tests.checkout import ROOT
-from tests.children import end_of, free_port
+from tests.children import end_of, free_port, run_child
+from tests.slurm.fake_slurm import Desk
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.processes
 
-SCRIPT = ROOT / "slurm" / "train_ddp.sh"
+
+SLURM_MANGLES = {137: 75, 255: 75}  # a worker that was killed, and one that srun could not start
+
+
+@pytest.mark.parametrize("code", [0, 2, 65, 66, 73, 74, 75, 78, *SLURM_MANGLES])
+def test_the_workers_exit_codes_are_the_tasks_but_for_those_that_slurm_mangles(desk: Desk, code: int) -> None:
+    desk.task(code=SLURM_MANGLES.get(code, code), srun=f"exit {code}")
+
+
+def test_what_a_task_cannot_start_with_is_refused_by_name(desk: Desk) -> None:
+    names = ("SHARDPREP_PYTHON", "SHARDPREP_SETUP")
+    wrong = [{"SLURM_NTASKS": "2", "SLURM_JOB_NUM_NODES": number} for number in ("1", "2")]
+    for environ in [*wrong, *({name: "/no/such/file"} for name in names)]:
+        said = desk.task(code=2, environ=environ)
+        assert ("--ntasks" if environ in wrong else next(iter(environ))) in said
+    assert not (desk.data / "shard-00000.tar").exists()
+
+
+def test_outside_a_job_array_it_prints_the_line_to_type(tmp_path: Path) -> None:
+    script = ROOT / "slurm" / "prep_array.sh"
+    said = run_child([script, "my data"], cwd=tmp_path, code=2).stderr
+    assert said.endswith(f"type: sbatch --array=0-9 {script.resolve()} my\\ data\n")
+
+
+@pytest.mark.parametrize("what", ["nothing", "an old preprocess.py", "the package alone"])
+def test_a_python_without_the_package_is_named_with_what_it_lacks(desk: Desk, what: str) -> None:
+    bare = desk.tmp / "bare"
+    run_child([sys.executable, "-m", "venv", "--without-pip", bare])
+    path = str(ROOT) if what == "the package alone" else ""
+    environ = {"SHARDPREP_PYTHON": str(bare / "bin" / "python"), "PYTHONPATH": path}
+    if what == "an old preprocess.py":
+        (desk.tmp / "preprocess.py").write_text("print('the old script')")
+    said = desk.task(code=2, environ=environ)
+    assert re.search(rf"node n1: python {bare}/bin/python \(3\.\d+\.\d+\).*SHARDPREP_SETUP", said)
+    assert ("preprocess.plan, numpy" in said) == (what != "the package alone")
+    assert "numpy, orjson, tokenizers, tqdm" in said
+    assert (f"{desk.tmp}/preprocess.py" in said) == (what == "an old preprocess.py")
+    assert "the old script" not in said
+
+
+def test_files_named_as_packages_in_the_folder_of_submission_are_left_alone(desk: Desk) -> None:
+    for name in ("preprocess", "loader", "platform", "json"):
+        (desk.tmp / f"{name}.py").write_text("print('the old script')")
+    assert "the old script" not in desk.task(index=1)
+    assert (desk.data / "shard-00001.tar").exists()
+
+
+def test_setup_srun_arguments_and_container_are_used(desk: Desk) -> None:
+    # a set-up file as they are: unset variables, a failing line, its own look at the arguments
+    (desk.tmp / "setup.sh").write_text('echo "$# arguments $NOT_SET"\nfalse\nexport MARK=setup\n')
+    environ = {"SHARDPREP_SETUP": "setup.sh", "SHARDPREP_SRUN_ARGS": "--label --job-name=other"}
+    environ["SHARDPREP_EXEC"] = "env MARK=container"
+    said = desk.task(srun='echo "$MARK: $*"', environ=environ).splitlines()
+    assert said[0] == "0 arguments "
+    assert re.match(r"setup: .*--label --job-name=other env MARK=container sh -c", said[1])
+
+
+@pytest.mark.parametrize("name", ["mine.txt", "shardprep-7_0.log"])
+def test_a_log_that_the_user_named_or_that_cannot_be_moved_stays_there(desk: Desk, name: str) -> None:
+    logs, log = desk.tmp / "logs", desk.tmp / name
+    if name != "mine.txt":
+        logs.write_text("in the way")
+    with log.open("wb") as file:
+        desk.task(srun="echo the worker speaks", stdout=file)
+    assert "the worker speaks" in log.read_text()
+    assert not logs.is_dir()
+
+
+def test_an_srun_that_ends_with_0_where_its_node_failed_leaves_the_record(desk: Desk) -> None:
+    """Whatever the folder is called."""
+    desk.data = desk.data.rename(desk.tmp / 'it\'s "a" \\ 데이터 $(touch INJECTED)\nfolder')
+    with (desk.tmp / "a log").open("wb") as file:
+        desk.task(srun="echo 'srun: error: Node failure on n1'", stdout=file)
+    assert [path.name for path in (desk.data / "jobs" / "attempts").iterdir()] == ["7_0.r0"]
+    (failure,) = desk.status()["failures"]
+    assert (failure["cause"], failure["node"]) == ("NODE_FAIL", "n1")
+    assert failure["log"] == str(desk.tmp / "a log")
+
+
+def test_retry_asks_for_what_a_plain_task_had_and_says_the_workers_words(desk: Desk) -> None:
+    environ = {"SLURM_JOB_PARTITION": "amx-part", "SLURM_MEM_PER_NODE": "3000", "SLURM_JOB_ACCOUNT": "mine"}
+    desk.data = desk.data.rename(desk.tmp / 'it\'s "a" 데이터 $(touch INJECTED)')
+    environ["SLURM_JOB_END_TIME"] = str(round(time.time()) + 45 * 60)  # an older Slurm does not tell it
+    desk.task("--input_dir", "/no/such/folder", index=1, code=66, environ=environ)
+    (failure,) = desk.status()["failures"]
+    assert (failure["shard"], failure["cause"]) == (1, "no such input or shard (66)")
+    assert "/no/such/folder" in failure["message"]
+    script = desk.slurm("retry", "--shards", 1, "--dry_run")
+    assert "shards_of=(1)" in script
+    for option in ("partition=amx-part", "account=mine", "mem=3000M", "time=45", "cpus-per-task=1"):
+        assert f"#SBATCH --{option}\n" in script, option
+
+
+@pytest.mark.parametrize("link", ["jobs", "jobs/attempts", "jobs/attempts/7_2.r0"])
+def test_a_task_keeps_no_record_through_a_link(desk: Desk, link: str) -> None:
+    """Nor does its work stop: it is another user who put the link there."""
+    other = desk.tmp / "other"
+    (other / "attempts").mkdir(parents=True)
+    (other / "file").touch()
+    (desk.data / link).parent.mkdir(parents=True, exist_ok=True)
+    (desk.data / link).symlink_to(other / "file" if link.endswith("r0") else other)
+    desk.task("--max_bad_fraction", "-1", index=2, code=2)
+    assert sorted(path.name for path in other.rglob("*")) == ["attempts", "file"]
+    assert not (other / "file").read_bytes()
+
+
+def test_where_no_record_can_be_written_the_shard_is_made_all_the_same(desk: Desk) -> None:
+    (desk.data / "jobs").write_text("a file in the way")
+    desk.task()
+    assert (desk.data / "shard-00000.tar").exists()
+    assert str(desk.data / "jobs") in desk.slurm("submit", code=73)
+
+
+# --- slurm/train_ddp.sh
+
+
 # As many tasks as asked for; where one ends badly the others are killed, and the highest code is srun's own,
 # as of the real one.
 SRUN = r"""#!/bin/bash
@@ -85,7 +203,7 @@ def start(place: Path, how: str, *, state: str = "RUNNING 0", **environ: str) ->
     settings |= {"SLURM_JOB_NODELIST": "n0", "SHARDPREP_PYTHON": sys.executable, **environ}
     settings["PATH"] = f"{commands}:{os.environ['PATH']}"
     return subprocess.Popen(
-        ["bash", SCRIPT, place / "program.py", "DATA", place / "checkpoints", how],
+        ["bash", ROOT / "slurm" / "train_ddp.sh", place / "program.py", "DATA", place / "checkpoints", how],
         env={**os.environ, **settings}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -114,7 +232,6 @@ class Run(NamedTuple):
 THREE_CPUS, TORCHRUN = {"SLURM_CPUS_PER_TASK": "3"}, {"SHARDPREP_LAUNCHER": "torchrun"}
 NO_PYTHON = {**TORCHRUN, "SHARDPREP_PYTHON": "false", "SLURM_JOB_NUM_NODES": "1"}
 SIZES = ("--cpus", "--mem", "--gpus", "--gres", "--tres", "--exclusive", "--exact")
-NO_MORE = {"SHARDPREP_MAX_REQUEUES": "0"}
 # Slurm started it again twice, as where one node after the other dies under it.
 AGAIN = {"SLURM_RESTART_COUNT": "2", "state": "RUNNING 2"}
 RUNS = {
@@ -135,7 +252,7 @@ RUNS = {
     "scancel": Run("stop", told="job", of_job={"state": "COMPLETING 0"}),
     "it runs elsewhere by now": Run("stop", told="job", of_job={"state": "RUNNING 1"}),
     "no newer checkpoint": Run("save nothing", told="job", number=signal.SIGUSR1),
-    "past the most requeues": Run("stop", told="job", number=signal.SIGUSR1, of_job=NO_MORE),
+    "past the most requeues": Run("stop", told="job", of_job={"SHARDPREP_MAX_REQUEUES": "0"}),
     "started again too often": Run("3", 75, "not again", of_job={**AGAIN, "SHARDPREP_MAX_REQUEUES": "1"}),
     # Its processes may live on there, with the stop file of their own run.
     "a node was lost": Run("stop", told="job", of_job=AGAIN, is_requeued=True, finds=[".stop-7-1"]),
@@ -175,28 +292,3 @@ def test_ranks_that_stop_when_asked_are_no_failure_that_torchrun_starts_again(tm
     log = end_of(process, code=None)
     assert (tmp_path / "requeued").exists(), log
     assert len(list(tmp_path.glob("began-*"))) == 4, "it was not started a third time"
-
-
-@pytest.mark.parametrize("who", ["rank 0, where the newest was cut", "a rank that rank 0 told so"])
-def test_all_ranks_go_on_from_the_newest_checkpoint_that_rank_0_could_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
-) -> None:
-    run_class: Any = runpy.run_path(str(ROOT / "examples" / "train_llama.py"))["Run"]
-    run, loaded = object.__new__(run_class), list[object]()
-    run.folder, run.device, run.step = tmp_path, torch.device("cpu"), 0
-    run.model = run.optimizer = run.loader = SimpleNamespace(load_state_dict=loaded.append)
-    paths = [tmp_path / f"step-0000000{step}.pt" for step in (1, 2)]
-    for step, path in enumerate(paths, start=1):
-        torch.save({"step": step, "model": step, "optimizer": step, "loader": step}, path)
-    rank = 0 if who.startswith("rank 0") else 1
-    if rank == 0:
-        paths[1].write_bytes(paths[1].read_bytes()[:-200])
-    else:
-        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda told: told.__setitem__(0, 1))
-    run.load_newest(rank)
-    assert (run.step, loaded) == (1, [1, 1, 1])
-    if rank == 0:
-        paths[0].write_bytes(b"")
-        with pytest.raises(SystemExit):
-            run.load_newest(0)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.read.documents import ShardReader
+from preprocess.read.documents import DocumentReader
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import NotFound, Refused
 from shardprep.files import PublishedFolder, make_folder, publish_link, read_regular, sync_folder
@@ -43,7 +43,7 @@ def take_over(
         pass
     names = documents.read_names(ids_file, id_field=plan.options.id_field)
     found = np.zeros(len(names.keys), np.bool_)
-    reader = ShardReader(folder, plan.options, transform_file)
+    reader = DocumentReader.of_plan(folder, plan.options, transform_file)
     named: dict[int, Places] = {}
     progress = Progress("looking for documents", plan.num_shards, unit="shards")
     for number in range(plan.num_shards):
@@ -98,7 +98,7 @@ def _named_places(
     shard_id: int,
     names: documents.DocumentNames,
     found: npt.NDArray[np.bool_],
-    reader: ShardReader,
+    reader: DocumentReader,
 ) -> Places:
     """Return where the named documents of a shard begin, ascending. Note in ``found`` which these are.
 
@@ -113,7 +113,7 @@ def _named_places(
         parts.append(places[of >= 0])
         found[of[of >= 0]] = True
     if names.may_be_in(folder, shard, read_manifest(folder, shard_id).digests):
-        for batch in reader.documents(shard):
+        for batch in reader.of_shard(shard):
             ids = batch.columns.get("id")
             of = names.of_documents(batch.input_path, batch.offsets, ids, batch.digests)
             found[of[of >= 0]] = True

@@ -30,8 +30,7 @@ from preprocess.make import engines, resources
 from preprocess.make.engines import Engine
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import Batch, ShardWriter, finished_manifest
-from preprocess.read import BATCH_BYTES
-from preprocess.read.documents import Documents, ShardReader, Texts
+from preprocess.read.documents import BATCH_BYTES, DocumentReader, Documents, Texts
 from shardprep.command_line import start_child
 from shardprep.console import Progress, counted, guard_streams, say, short_bytes, short_number
 from shardprep.errors import BadInput, CannotWrite, OtherTokenizer, ReadWriteError, ShardprepError, UsageError
@@ -122,7 +121,7 @@ class Worker:
         """Load the plan's tokenizer. Raises OtherTokenizer where it changed."""
         self.plan, self.folder, self.settings, self.num_cpus = plan, folder, settings, num_cpus
         check_tokenizer_files(folder, plan.tokenizer_files)
-        self._reader = ShardReader(folder, plan.options, settings.transform)
+        self._reader = DocumentReader.of_plan(folder, plan.options, settings.transform)
         if plan.options.is_chat:
             from preprocess.read.chat import check_chat_versions
 
@@ -166,7 +165,7 @@ class Worker:
         plan, options, transform = self.plan, self.plan.options, self._reader.transform
         transform_began_s = transform.cpu_s if transform else 0.0
         most = self.settings.max_batch_documents
-        batches = self._reader.documents(shard, self._batch_bytes)
+        batches = self._reader.of_shard(shard, self._batch_bytes)
         documents = (part for batch in batches for part in (batch.parts(most) if most else [batch]))
         writer, blanked = ShardWriter(folder, plan.spec, options, shard.shard_id), None
         if options.blanked and shard.shard_id in names.ids_of_ranges(options.blanked):

@@ -791,7 +791,8 @@ def why_not_json(line: bytes) -> UnusableText:
         json.loads(text)
     except json.JSONDecodeError as error:
         at = len(text[: error.pos].encode())
-        return UnusableText("bad_json", f"the line of {len(line)} bytes is not JSON from byte {at} on")
+        what = "ends in the middle" if not text[error.pos :].strip() else f"is not JSON from byte {at} on"
+        return UnusableText("bad_json", f"the line {what}")
     except ValueError:
         return _TOO_DEEP
     if half := re.search(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}", text):

@@ -365,15 +365,12 @@ class PublishedFile:
         self._owner = os.getpid()
         self._is_there = True  # perhaps; False once the temporary name is given up
         self._fd = -1
-        for direct in (os.O_DIRECT, 0):
-            try:
-                self._fd = os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | direct, 0o666)
-                break
-            except OSError as error:
-                if error.errno != errno.EINVAL or not direct:
-                    raise _not_creatable(path, error) from None
-            with contextlib.suppress(OSError):  # some make the file before they refuse the flag
-                self.temporary.unlink()
+        try:
+            self._fd = os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except OSError as error:
+            raise _not_creatable(path, error) from None
+        with contextlib.suppress(OSError):  # not every file system can
+            self._set_direct(os.O_DIRECT)
         self._piece = mmap.mmap(-1, WRITE_BYTES)  # aligned to a page, as O_DIRECT wants
         self._num_held = 0
 
@@ -416,13 +413,13 @@ class PublishedFile:
                     view = view[os.write(self._fd, view) :]
                 except OSError as error:
                     # O_DIRECT may be refused late, and for what is not a whole number of blocks.
-                    if error.errno != errno.EINVAL or not self._leave_direct():
+                    if error.errno != errno.EINVAL or not self._set_direct(0):
                         raise
 
-    def _leave_direct(self) -> bool:
-        """Go on through the page cache. Return whether the file was written past it until now."""
+    def _set_direct(self, flag: int) -> bool:
+        """Write past the page cache from now on, or, with 0, through it. Return whether it was past it."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT | flag)
         return bool(flags & os.O_DIRECT)
 
     @contextlib.contextmanager
@@ -438,7 +435,7 @@ class PublishedFile:
         """Write out and fsync. The name is not yet given."""
         try:
             with self._errors("synced"):
-                self._leave_direct()  # the last piece is not of a whole number of blocks
+                self._set_direct(0)  # the last piece is not of a whole number of blocks
                 self._write_out()
                 os.fsync(self._fd)
                 os.close(self._fd)

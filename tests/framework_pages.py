@@ -119,9 +119,7 @@ def run_page(
             "logging_strategy": "no", "save_strategy": "steps", "save_steps": num_steps,
             "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0,
         },
-        "lightning": {
-            **lightning_arguments(num_ranks, checkpoint), "accumulate_grad_batches": accumulated,
-        },
+        "lightning": lightning_arguments(num_ranks, checkpoint) | {"accumulate_grad_batches": accumulated},
     }  # fmt: skip
     if "RANK" in os.environ:
         arguments["trainer"]["ddp_backend"] = "gloo"

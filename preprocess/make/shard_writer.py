@@ -33,7 +33,7 @@ from shardprep.errors import BadInput
 from shardprep.format import manifest as manifests
 from shardprep.format import names
 from shardprep.format.documents import DIGEST, are_for_validation
-from shardprep.format.index import IDX_DOCUMENT, IDX_DTYPES, ChunkCrcs, idx_header
+from shardprep.format.index import IDX_DOCUMENT, IDX_DTYPES, ChunkCrcs, Records, idx_header
 from shardprep.format.manifest import (
     LENGTH_BITS,
     Manifest,
@@ -51,7 +51,6 @@ _CHECKSUM = slice(148, 154)  # six octal digits
 _SHIFTS = np.arange(30, -1, -3)  # of the bits of eleven octal digits
 
 Bytes = npt.NDArray[np.uint8]
-Records = npt.NDArray[np.void]  # of an idx
 Digests = npt.NDArray[np.void]  # DIGEST[documents]
 _NO_DIGESTS = np.empty(0, DIGEST)
 _MOST_SOURCES = 1000  # of one shard: its manifest names each

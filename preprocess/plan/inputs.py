@@ -293,7 +293,7 @@ def _beginning_of_text(path: Path) -> bytes | None:
             return file.read(0, _COMPARED_BYTES)
         span = (0, file.stamp.num_bytes)
         pieces = decompressed(file, COMPRESSIONS[compression], file.read_all, span, _COMPARED_BYTES, 0)
-        return next(pieces).data[:_COMPARED_BYTES]
+        return next(pieces)[0][:_COMPARED_BYTES]
     except ShardprepError:
         return None
 

@@ -27,7 +27,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -59,14 +59,8 @@ _MARK = b"\xef\xbb\xbf"
 # Compressed files. -------------------------------------------------------------------------------------
 
 
-class TextPiece(NamedTuple):
-    """Bytes of a file's text, at most MOST_DOCUMENT_BYTES, and the file's bytes that were read for them."""
-
-    data: bytes
-    num_bytes: int
-
-
-Pieces = Iterator[TextPiece]
+# Of a file's text: bytes, at most MOST_DOCUMENT_BYTES, and how many bytes of the file were read for them.
+Pieces = Iterator[tuple[bytes, int]]
 
 
 @dataclass(frozen=True)
@@ -176,17 +170,18 @@ def decompressed(
             except Exception as error:  # each library has its own
                 if compression.name == "zstd" and "too much memory" in str(error):
                     found, flag = f"a larger window than allowed, before byte {position}", "--zstd_long 31"
-                    expected = f"128 MiB; unpack it, or plan with {flag}, which may take 2 GiB in each task"
+                    expected = f"128 MiB; plan with {flag}, which may take 2 GiB in each task, or unpack it: "
+                    expected += f"zstd -d --long=31 {file.path}"
                     raise BadInput(path=file.path, found=found, expected=expected, remedy=flag) from None
                 what = f"cannot be decompressed as {compression.name} before byte {position} ({error})"
                 raise documents.unreadable(file, what) from None
             data = b""
             held += text
             if len(held) >= piece_bytes:
-                yield TextPiece(bytes(held), position - told)
+                yield bytes(held), position - told
                 told, held = position, bytearray()
         data = stream.unused_data
-    yield TextPiece(bytes(held), span[1] - told)
+    yield bytes(held), span[1] - told
 
 
 # Magic, mtime, flags, system, 6, "BC", 2, bytes of the block less 1.
@@ -324,10 +319,10 @@ class LineFormat:
         if self.compression is None:
             return Inspected(text_bytes=size, is_whole=not can_be_split)
         span, read, zstd_long = (0, size), file.read_all, options.zstd_long
-        head = next(decompressed(file, self.compression, read, span, _HEAD_TEXT_BYTES, zstd_long))
-        self.check_beginning(file, head.data)
+        head, num_read = next(decompressed(file, self.compression, read, span, _HEAD_TEXT_BYTES, zstd_long))
+        self.check_beginning(file, head)
         has_frames = any(True for _ in self.compression.frames(file))
-        text_bytes = len(head.data) * size // max(1, head.num_bytes)
+        text_bytes = len(head) * size // max(1, num_read)
         return Inspected(text_bytes, is_whole=not (can_be_split and has_frames))
 
     def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:
@@ -347,18 +342,18 @@ class LineFormat:
         if compression is None:
             for start in range(part.start, part.end, piece_bytes):
                 end = min(start + piece_bytes, part.end)
-                yield TextPiece(reader.read(start, end), end - start)
+                yield reader.read(start, end), end - start
             return
         has_line, span, behind = part.start == 0, (part.start, part.end), (part.end, file.stamp.num_bytes)
         for piece in decompressed(file, compression, reader.read, span, piece_bytes, options.zstd_long):
-            has_line = has_line or self.line_ends.first(piece.data) > 0
+            has_line = has_line or self.line_ends.first(piece[0]) > 0
             yield piece
         if part.end == file.stamp.num_bytes:
             return
         others = decompressed(file, compression, file.read_all, behind, _TAIL_BYTES, options.zstd_long)
         for data, _ in _whole_line_ends(others, self.line_ends):
             end = self.line_ends.first(data)
-            yield TextPiece(data[: end or len(data)], 0)  # these bytes are of another part
+            yield data[: end or len(data)], 0  # these bytes are of another part
             if end or (data and not has_line):
                 return  # nothing of a line without end is the part's
 
@@ -435,9 +430,9 @@ def _whole_line_ends(pieces: Pieces, line_ends: LineEnds) -> Pieces:
     for data, num_bytes in pieces:
         joined = kept + data
         kept = b"\r" if line_ends.with_cr and joined.endswith(b"\r") else b""
-        yield TextPiece(joined[: len(joined) - len(kept)], num_bytes)
+        yield joined[: len(joined) - len(kept)], num_bytes
     if kept:
-        yield TextPiece(kept, 0)
+        yield kept, 0
 
 
 # Plain text. --------------------------------------------------------------------------------------------
@@ -462,9 +457,9 @@ class TextLines(LineFormat):
         pieces, num_mark_bytes = self.text_of_part(reader, options, batch_bytes), 0
         if options.encoding == "utf-8-sig" and reader.part.start == 0:
             # Drop the byte order mark, which stands in the first piece.
-            first, num_read = next(pieces, TextPiece(b"", 0))
+            first, num_read = next(pieces, (b"", 0))
             num_mark_bytes = len(_MARK) if first.startswith(_MARK) else 0
-            pieces = itertools.chain([TextPiece(first[num_mark_bytes:], num_read)], pieces)
+            pieces = itertools.chain([(first[num_mark_bytes:], num_read)], pieces)
         if options.doc == "line":
             yield from self.records_of(reader.part, pieces, fields, batch_bytes, num_mark_bytes)
             return

@@ -259,8 +259,11 @@ def text_fields_of(options: PlanOptions) -> TextFields:
 class Transform:
     """The user's function, loaded; of one process. Raises NotFound, UsageError, BadInput."""
 
-    def __init__(self, path: Path, files: str) -> None:
-        """``files``: other files that it uses, by their names beside it: "words.txt,helpers.py"."""
+    def __init__(self, path: Path, files: str, planned_sha256: str | None = None) -> None:
+        """``files``: other files that it uses, by their names beside it: "words.txt,helpers.py".
+
+        With a hash of planning, nothing but what was planned runs. Raises Refused for others.
+        """
         self.path = path
         self.contents: dict[str, bytes] = {}
         for name in [path.name, *filter(None, map(str.strip, files.split(",")))]:
@@ -274,6 +277,9 @@ class Transform:
         hashes = {name: hashlib.sha256(raw).hexdigest() for name, raw in self.contents.items()}
         function_hash = hashes.pop(path.name)  # whatever the file's name is
         self.sha256 = hashlib.sha256(json.dumps([function_hash, hashes], sort_keys=True).encode()).hexdigest()
+        if planned_sha256 not in (None, self.sha256):
+            expected = f"{str(planned_sha256)[:12]} of the plan's, see DATA/{TRANSFORM_DIR}/; or plan anew"
+            raise Refused(path=path, found=f"sha256 {self.sha256[:12]}", expected=expected)
         self.cpu_s = 0.0  # so far, in the function
         module = types.ModuleType("shardprep_transform")
         module.__file__ = str(path)
@@ -344,11 +350,7 @@ def transform_of(options: PlanOptions, path: Path | None) -> Transform | None:
     if not planned:
         expected = "none, as the plan has no function; or plan anew with it, into a new folder"
         raise UsageError(found=f"--transform {path}", expected=expected)
-    transform = Transform(path, options.transform_files)
-    if transform.sha256 != planned:
-        expected = f"{planned[:12]} of the plan's, see DATA/{TRANSFORM_DIR}/; or plan anew into a new folder"
-        raise Refused(path=path, found=f"sha256 {transform.sha256[:12]}", expected=expected)
-    return transform
+    return Transform(path, options.transform_files, planned)
 
 
 def _checked(result: object, *, is_chat: bool) -> bytes | UnusableText:

@@ -103,7 +103,7 @@ def _print_failures(failed: Sequence[Outcome]) -> None:
     print(f"\n{len(causes)} distinct failures")
     for (campaign, command, kind, what), alike in sorted(causes.items(), key=lambda cause: -len(cause[1])):
         print(f"{len(alike):>6} x {campaign}, {command}: {kind}: {what}")
-        print(f"         such as {alike[0].form}, {alike[0].file}: {alike[0].fault}")
+        print(f"         such as {alike[0].form}: {alike[0].fault}")
 
 
 if __name__ == "__main__":

@@ -122,8 +122,7 @@ def _disturbed(
                 is_rewritten = name.startswith("verify") and file.name == "index.json"
                 for words, change in damages_of(file, data, num_faults, others):
                     fault = Fault(
-                        words=words,
-                        file=file.name,
+                        words=f"{file.name}: {words}",
                         prepare=file.prepare,
                         before=partial(_change_at, path, change),
                         damaged="" if is_rewritten else f"data/{file.name}",

@@ -15,16 +15,8 @@ from functools import partial
 from operator import methodcaller
 from pathlib import Path
 
-from tests.faults.judging import (
-    Fault,
-    Outcome,
-    Verdict,
-    must_be_well,
-    outcome_of,
-    spread,
-    struck,
-    verdict_at_call,
-)  # fmt: skip
+from tests.faults.forked_case import Ended, ForkedRun
+from tests.faults.judging import Fault, Outcome, spread, struck
 from tests.faults.os_calls import ERRORS, Call, Mode
 from tests.faults.small_data_sets import EXPORTS, Hit, SmallDataSet, hits
 
@@ -187,33 +179,26 @@ def races(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Out
     yield from _tried("races", _WRITERS, _rivals, data_sets, num_faults=num_faults)
     yield from _tried("changes", _READING_INPUTS, of_inputs, data_sets, num_faults=num_faults)
     yield from _tried("changes", _READING_SHARDS, of_shards, data_sets, num_faults=num_faults)
-    for data_set in data_sets:
-        for hit, number in hits(_CROWDS, num_faults):
-            for seed in range(number):
-                yield _crowd(data_set, hit, seed)
+    yield from _tried("races", _CROWDS, _crowds, data_sets, num_faults=num_faults)
 
 
-def _crowd(data_set: SmallDataSet, hit: Hit, seed: int) -> Outcome:
+def _crowds(_: SmallDataSet, hit: Hit, number: int) -> Iterator[Fault]:
     """Writers of the same files, beside each other and stopped at random: all end with 0."""
-    expected = data_set.undisturbed(hit.command, hit.stage)
-    data_set.reset(hit.stage)
+    for seed in range(number):
+        words = f"{_NUM_WRITERS} at a time, stopped at random, seed {seed}"
+        yield Fault(words=words, beside=partial(_crowd, hit.command, seed), may_refuse=False)
+
+
+def _crowd(command: str, seed: int, data_set: SmallDataSet, run: ForkedRun) -> list[Ended]:
     draw = random.Random(seed)
-    runs = [data_set.start(hit.command) for _ in range(_NUM_WRITERS)]
+    others = [data_set.start(command) for _ in range(_NUM_WRITERS - 1)]
     time.sleep(draw.random() * _MOST_STOP_S)
     for _ in range(_MOST_STOPS):
-        run = draw.choice(runs)
-        os.kill(run.pid, signal.SIGSTOP)
+        stopped = draw.choice([run, *others])
+        os.kill(stopped.pid, signal.SIGSTOP)
         time.sleep(draw.random() * _MOST_STOP_S)
-        os.killpg(run.pid, signal.SIGCONT)
-    endings = [run.end() for run in runs]
-
-    def judge() -> Verdict:
-        for each in endings:
-            must_be_well("one of them", each)
-        return verdict_at_call(data_set, hit, endings[0], expected)
-
-    words = f"{_NUM_WRITERS} at a time, stopped at random, seed {seed}"
-    return outcome_of("races", data_set, "all", hit.name, words, judge)
+        os.killpg(stopped.pid, signal.SIGCONT)
+    return [other.end() for other in others]
 
 
 def full_disks(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
@@ -233,7 +218,7 @@ def _few_pages(data_set: SmallDataSet, hit: Hit, number: int) -> Iterator[Fault]
     needed = 2 * (_used_pages(data_set.place) - used) + 2  # temporaries are gone by now
     for pages in spread(needed, number):
         before, behind = partial(_leave_free, max(1, pages)), partial(_leave_free, _MANY_PAGES)
-        yield Fault(words=f"{pages} free pages", file="the disk", before=before, behind=behind)
+        yield Fault(words=f"{pages} free pages", before=before, behind=behind)
 
 
 def _used_pages(place: Path) -> int:
@@ -267,7 +252,7 @@ def _shifted(words: str, shifts: Iterator[float]) -> Fault:
         right = time.time
         time.time = lambda: right() + next(shifts)
 
-    return Fault(words=words, file="the clock", inside=shift, may_refuse=False)
+    return Fault(words=words, inside=shift, may_refuse=False)
 
 
 def _aged(words: str, shift_s: float) -> Fault:
@@ -280,7 +265,7 @@ def _aged(words: str, shift_s: float) -> Fault:
         for path in (place / "data").rglob("*"):
             os.utime(path, (then, then))
 
-    return Fault(words=words, file="all", before=age, may_refuse=False)
+    return Fault(words=words, before=age, may_refuse=False)
 
 
 _CLOCKS = [

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from shardprep.errors import EXIT_CODES, Stopped, UsageError
-from tests.faults.forked_case import Ended
+from tests.faults.forked_case import Ended, ForkedRun
 from tests.faults.os_calls import Call, Mode
 from tests.faults.small_data_sets import LITTER, Hit, SmallDataSet, Undisturbed, nothing
 
@@ -33,9 +33,8 @@ class Outcome:
 
     campaign: str
     form: str  # of the data set
-    file: str  # what was disturbed
     command: str
-    fault: str  # how, so exactly that it can be done again
+    fault: str  # what was disturbed and how, so exactly that it can be done again
     kind: Kind
     what: str
 
@@ -49,15 +48,15 @@ class Fault:
     """What happens to one run: at its ``at``-th call to the operating system, or around it."""
 
     words: str
-    file: str = ""  # in the table, where it is no call
     mode: Mode = "count"
     at: int = 0
     error: int = 0  # or the signal
     prepare: Callable[[SmallDataSet], object] = nothing  # also before the undisturbed run
     before: Callable[[Path], object] = nothing  # to the workplace
     inside: Callable[[], object] = nothing  # in the command's process, just before it
-    # While it stands at the call, stopped; a run of another process has to end well.
+    # While it stands at the call, stopped. Runs of other processes have to end well.
     meanwhile: Callable[[SmallDataSet], object] | None = None
+    beside: Callable[[SmallDataSet, ForkedRun], list[Ended]] | None = None  # while it runs
     behind: Callable[[Path], object] = nothing  # to the workplace, before it is judged
     damaged: str | None = None  # the file that ``before`` damages; "" where it has to be right afterwards
     may_refuse: bool = True
@@ -70,7 +69,7 @@ def struck(campaign: str, data_set: SmallDataSet, hit: Hit, fault: Fault) -> Out
     data_set.reset(hit.stage)
     fault.prepare(data_set)
     fault.before(data_set.place)
-    others: list[object] = []
+    others: list[object] = []  # of which runs have to end well
 
     def inside() -> None:
         fault.inside()
@@ -81,7 +80,10 @@ def struck(campaign: str, data_set: SmallDataSet, hit: Hit, fault: Fault) -> Out
 
     mode, error = ("signal", signal.SIGSTOP) if fault.meanwhile else (fault.mode, fault.error)
     with calls.ordered(mode, at=fault.at, error=error):
-        ended = data_set.start(hit.command, inside).end(meanwhile if fault.meanwhile else None)
+        run = data_set.start(hit.command, inside)
+        if fault.beside:
+            others += fault.beside(data_set, run)
+        ended = run.end(meanwhile if fault.meanwhile else None)
     made = calls.calls()
     fault.behind(data_set.place)
 
@@ -101,22 +103,22 @@ def struck(campaign: str, data_set: SmallDataSet, hit: Hit, fault: Fault) -> Out
                 must_be_well("another process", other)
         return verdict
 
-    if fault.file:
-        return outcome_of(campaign, data_set, fault.file, hit.name, fault.words, judge)
-    call = made[fault.at] if fault.at < len(made) else Call("none", "(fewer calls this time)")
-    words = f"{fault.words}, at call {fault.at}: {call.op} {call.path}"
-    return outcome_of(campaign, data_set, call.op, hit.name, words, judge)
+    words = fault.words
+    if mode != "count":
+        call = made[fault.at] if fault.at < len(made) else Call("none", "(fewer calls this time)")
+        words = f"{words}, at call {fault.at}: {call.op} {call.path}"
+    return outcome_of(campaign, data_set, hit, words, judge)
 
 
 def outcome_of(
-    campaign: str, data_set: SmallDataSet, file: str, command: str, words: str, judge: Callable[[], Verdict]
+    campaign: str, data_set: SmallDataSet, hit: Hit, words: str, judge: Callable[[], Verdict]
 ) -> Outcome:
     """Return the outcome that ``judge`` returns or raises."""
     try:
         kind, what = judge()
     except Failure as failure:
         kind, what = failure.args
-    return Outcome(campaign, data_set.form, file, command, words, kind, what)
+    return Outcome(campaign, data_set.form, hit.name, words, kind, what)
 
 
 def failures(outcomes: Iterable[Outcome]) -> list[Outcome]:

@@ -23,28 +23,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from tests.faults.judging import (
-    EQUAL,
-    Failure,
-    Outcome,
-    Verdict,
-    check_state,
-    failures,
-    outcome_of,
-    spread,
-)  # fmt: skip
+from tests.faults.judging import EQUAL, Failure, Outcome, Verdict, check_state, outcome_of, spread
 from tests.faults.os_calls import Call
 from tests.faults.small_data_sets import Hit, SmallDataSet, hits
 
 _HITS = {
-    "plan": 1,
-    "shard": 1,
-    "verify": 1,
-    "run": 0.25,
-    "stage": 0.25,
-    "blank": 0.25,
-    "export nanogpt": 0.25,
-}
+    "plan": 1, "shard": 1, "verify": 1, "run": 0.25, "stage": 0.25, "blank": 0.25, "export nanogpt": 0.25,
+}  # fmt: skip
 # Of a workplace: no command writes there what lasts.
 _UNTOUCHED = {"raw", "model", "tmp", "state", "blanked"}
 
@@ -175,7 +160,7 @@ def _of_moment(data_set: SmallDataSet, hit: Hit, moment: Moment, number: int) ->
     judge = partial(_judged, data_set, hit, has_ended=moment.call is None)
     for words, disk in moment.disks(random.Random(number)):
         _lay_out(data_set, hit, disk)
-        yield outcome_of("power_loss", data_set, "the disk", hit.name, f"{where}: {words}", judge)
+        yield outcome_of("power_loss", data_set, hit, f"{where}: {words}", judge)
 
 
 def _judged(data_set: SmallDataSet, hit: Hit, *, has_ended: bool) -> Verdict:
@@ -223,7 +208,6 @@ def _without(data_set: SmallDataSet, hit: Hit) -> Iterator[Outcome]:
     for kinds in ("files", "folders", "files and folders"):
         moment = _recorded(data_set, hit, before=partial(_take_away, kinds))[-1]
         # The first wrong disk ends it.
-        is_noticed = any(failures([outcome]) for outcome in _of_moment(data_set, hit, moment, 0))
+        is_noticed = any(outcome.kind == "wrong" for outcome in _of_moment(data_set, hit, moment, 0))
         verdict: Verdict = EQUAL if is_noticed else ("wrong", "not noticed")
-        file = f"{kinds} without fsync"
-        yield Outcome("power_loss", data_set.form, file, hit.name, "must be wrong", *verdict)
+        yield Outcome("power_loss", data_set.form, hit.name, f"{kinds} without fsync", *verdict)

@@ -14,7 +14,6 @@ import random
 import re
 import shutil
 import struct
-import tarfile
 import time
 import tracemalloc
 import zlib
@@ -26,6 +25,7 @@ import pytest
 
 from loader import NotFound, ShardprepError, get_llama3_dataloader
 from tests.checkout import ROOT
+from tests.external_tars import write_tar
 from tests.forged import rewrite_plan
 from tests.random_inputs import PACKERS
 from tests.slurm.fake_slurm import Desk, ended, install_fake_slurm
@@ -45,16 +45,8 @@ class RunsCode:
         return os.mkdir, ("marker",)
 
 
-def write_tar(path: Path, name: str, data: bytes) -> Path:
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-        info = tarfile.TarInfo(name)
-        info.size = len(data)
-        tar.addfile(info, io.BytesIO(data))
-    return path
-
-
 PICKLED = ("index.json", "plan.json", *(f"shard-00000.{suffix}" for suffix in ("idx", "json")))
-MEMBERS = ("a.token_ids.npy", "a.pyd", "a.pickle")  # of a tar
+MEMBERS = ("token_ids.npy", "pyd", "pickle")  # of a sample of a tar
 
 
 @pytest.mark.parametrize("name", [*PICKLED, *MEMBERS])
@@ -70,7 +62,7 @@ def test_no_pickle_is_ever_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         header = io.BytesIO()  # of an array of objects, as numpy.save begins it; its content is the pickle
         np.lib.format.write_array_header_1_0(header, {"descr": "|O", "fortran_order": False, "shape": (1,)})
         data = header.getvalue() + pickled if name.endswith(".npy") else pickled
-        shards = [write_tar(tmp_path / "a.tar", name, data)]
+        shards = [write_tar(tmp_path / "a.tar", [{name: data}])]
     else:
         (world.data_dir / name).write_bytes(pickled)
     if name == "shard-00000.json":
@@ -88,7 +80,7 @@ def test_no_pickle_is_ever_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_member_that_names_a_place_elsewhere_is_never_written_there(tmp_path: Path, name: str) -> None:
     inner = tmp_path / "inner"
     inner.mkdir()
-    write_tar(inner / "a.tar", f"{name}.token_ids.json", b"[1, 2]")
+    write_tar(inner / "a.tar", [{"__key__": name, "token_ids.json": b"[1, 2]"}])
     url = f"pipe:cat {inner}/a.tar"
     for shards, options in (([inner / "a.tar"], {}), ([url], {"cache_dir": inner / "cache"})):
         with get_llama3_dataloader(shards, 1, tokenizer_dir(), num_workers=0, **options) as loader:  # type: ignore[arg-type]

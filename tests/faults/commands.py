@@ -11,6 +11,7 @@ from typing import Any
 
 _WARNED = 1  # the exit code of doctor where all is usable
 LITTER = ".{}.other-{}-0123abcd.tmp"  # what attempts left that died, and clean removes
+LISTS = ("duplicates", "overlap")  # commands that write them
 EXPORTS = ("export megatron", "export nanogpt", "export hf")
 # Words in capitals are files and folders of the workplace; OPTIONS are those of the form.
 _WORDS = {
@@ -29,6 +30,8 @@ _WORDS = {
     "submit": "submit DATA --mem_gb 1",
     "report": "report DATA --json --output REPORT",
     "blank": "blank DATA --ids BLANKED --output_dir STAGED --num_proc 1 --max_bad_fraction 0.5",
+    "duplicates": "duplicates DATA --output NAMES",
+    "overlap": "overlap DATA --against RAW --output EXPORTED/overlap",
     "export megatron": "export DATA --to megatron --output_dir EXPORTED/megatron",
     "export nanogpt": "export DATA --to nanogpt --output_dir EXPORTED/nanogpt",
     "export hf": "export DATA --to hf --output_dir EXPORTED/hf",
@@ -84,7 +87,7 @@ def loaded(shards: object, *, state: Any = None, **options: object) -> str:
 
 
 def published_below(place: Path) -> dict[str, str]:
-    """Return name -> digest of what counts in a workplace: data set, copies, exports, the report.
+    """Return name -> digest of what counts in a workplace: data set, copies, exports, lists, the report.
 
     A manifest counts without ``run``, which may differ, and the report without its time. Temporaries, jobs
     and the tokenizer are left out.
@@ -99,7 +102,7 @@ def published_below(place: Path) -> dict[str, str]:
             data = _without("run", path) if path.match("shard-*.json") else path.read_bytes()
         elif folder == "data" and path.match(LITTER.format("*", "?")):
             name, data = f"litter/{path.name}", b""
-        elif folder == "exported" and "/." not in name and path.suffix != ".partial":
+        elif folder in ("exported", "names", "trained") and "/." not in name and path.suffix != ".partial":
             data = path.read_bytes()
         elif name == "report":
             data = _without("written", path)

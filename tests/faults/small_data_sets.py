@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 
-from tests.faults.commands import EXPORTS, LITTER, command, published_below
+from tests.faults.commands import EXPORTS, LISTS, LITTER, command, published_below
 from tests.faults.forked_case import Ended, ForkedRun, run_forked
 from tests.faults.os_calls import Call, OsCalls
 from tests.input_writers import write_every_format
@@ -49,7 +49,7 @@ _HITS: dict[str, tuple[str, Stage]] = {
     **{name: (name, "raw") for name in ("plan", "train_tokenizer")},
     **{name: (name, "planned") for name in ("shard", "run", "submit", "doctor")},
     **{name: (name, "made") for name in ("verify", "verify --fast", "load tars", "status")},
-    **{name: (name, "verified") for name in ("load", "stage", "peek", "report", "blank", *EXPORTS)},
+    **{name: (name, "verified") for name in ("load", "stage", "peek", "report", "blank", *LISTS, *EXPORTS)},
     "clean": ("clean", "littered"),
     "shard, done": ("shard", "verified"),
     "load, no index": ("load", "made"),
@@ -213,13 +213,14 @@ def _must(ended: Ended) -> Any:
 
 
 def _write_raw(place: Path) -> None:
-    """Two files, some 70 documents of both scripts, a long one, an empty one, one that is not UTF-8."""
+    """Two files, some 70 documents of both scripts: a long, an empty and a double one, one not in UTF-8."""
     for name in ("raw", "tmp"):
         (place / name).mkdir(parents=True)
     lines = [f"문서 {number} of a small set{' word' * (number % 13)}\n".encode() for number in range(70)]
     lines[20] = b"\n"
     lines[30] = b"a long document " * 40 + b"\n"
     lines[50] = b"not UTF-8: \xff\xfe\n"
+    lines[61] = lines[60]
     (place / "raw" / "a.txt").write_bytes(b"".join(lines[:40]))
     (place / "raw" / "b.txt").write_bytes(b"".join(lines[40:]))
     blanked = hashlib.sha256(lines[3].removesuffix(b"\n")).hexdigest()

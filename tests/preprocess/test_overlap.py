@@ -10,7 +10,6 @@ import random
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from shardprep.errors import BrokenShard, NotFound, Refused, UsageError
-from tests import chat_sets
 from tests.forged import rewrite_json
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import Ended, World, call_main, tokenizer_dir
@@ -409,37 +407,3 @@ def test_documents_are_equal_if_all_of_their_digests_is(tmp_path: Path, digests:
         assert not (tmp_path / "names.txt").exists()
     else:
         assert find_copies(world.data_dir, "--output", tmp_path / "names.txt")[1] == copies_in([documents])
-
-
-def test_digests_change_no_sample_and_are_kept_only_where_they_are_asked_for(tmp_path: Path) -> None:
-    plain, documents = with_copies(tmp_path / "plain", 0, record="packed", seq_len=16)
-    kept, _ = with_copies(tmp_path / "kept", 0, digests=True, record="packed", seq_len=16)
-    assert kept.members() == plain.members()
-    assert (len(kept.digests()), plain.digests()) == (len(documents), [])
-    assert {(each["digests"], each["counts"]["validation"]) for each in plain.manifests()} == {(None, None)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pack", ["concat", "best_fit"])
-def test_which_documents_are_held_out_follows_from_their_texts_alone(tmp_path: Path, pack: str) -> None:
-    """Whatever the shards and the tokenizer; tests/oracle packs both sides and freezes their batches."""
-    options: dict[str, Any] = {"validation_fraction": 0.2, "record": "packed", "seq_len": 32, "pack": pack}
-    world, documents = with_copies(tmp_path, 0, **options)
-    model = chat_sets.save_tokenizer("bytes", tmp_path / "bytes")
-    other = World(tmp_path / "other", raw_dir=world.raw_dir, tokenizer=model)
-    digests = [hashlib.sha256(text.encode()).digest()[:16] for _, text in documents]
-    for each in (world, other.make(num_shards=30, recursive=True, **options)):
-        found = iter(each.digests())
-        sides: tuple[list[bytes], list[bytes]] = ([], [])
-        for counts in (manifest["counts"] for manifest in each.manifests()):
-            num_held = counts["validation"]["num_documents"]
-            sides[0].extend(next(found) for _ in range(counts["num_documents"] - num_held))
-            sides[1].extend(next(found) for _ in range(num_held))
-        assert 20 < len(sides[1]) < len(sides[0])
-        for side, is_held in zip(sides, (False, True), strict=True):
-            wanted = [
-                digest
-                for digest in digests
-                if (Fraction(int.from_bytes(digest[:8], "big"), 1 << 64) < Fraction(0.2)) == is_held
-            ]
-            assert side == wanted if pack == "concat" else sorted(side) == sorted(wanted)

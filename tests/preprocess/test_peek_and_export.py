@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import struct
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -197,36 +195,6 @@ def test_datasets_and_megatron_core_read_them(worlds: Worlds, tmp_path: Path) ->
     found = [indexed.IndexedDataset(str(out / f"shard-{shard_id:05d}_document")) for shard_id in range(3)]
     ids = chain(*(each[number].tolist() for each in found for number in range(len(each))))
     assert list(ids) == stream_of(worlds["documents"])
-
-
-@pytest.mark.parametrize("call", ["open", "rename"])
-def test_two_exports_into_a_folder_leave_the_bytes_of_one(worlds: Worlds, tmp_path: Path, call: str) -> None:
-    """tests/faults puts equal ones beside each other."""
-    data, real = worlds["documents"], getattr(os, call)
-    flags = ("--put_eos", "--no-put_eos")
-    first, other = (files(exported(data, "megatron", tmp_path / flag, flag)) for flag in flags)
-
-    def both(out: Path, number: int) -> list[int]:
-        """Exit codes of another export, which comes before a call for a file of this one, and of this one."""
-        codes, calls = list[int](), count()
-
-        def called(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if str(path).startswith(str(out)) and next(calls) == number:
-                codes.append(export(data, "megatron", out, flags[1]).code)
-            return real(path, *args, **kwargs)
-
-        with mock.patch.object(os, call, called):
-            codes.append(export(data, "megatron", out, flags[0]).code)
-        return codes
-
-    for number in count():
-        out = tmp_path / "out" / str(number)
-        codes = both(out, number)
-        if len(codes) == 1:
-            break
-        assert sorted(codes) == [0, 78], number
-        assert files(out) == (first if codes[-1] == 0 else other), number
-    assert number > 3
 
 
 def test_an_export_into_the_folder_of_another_is_refused(worlds: Worlds, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import struct
 from pathlib import Path
@@ -18,7 +17,6 @@ import pytest
 from tests.children import child, end_of, environ_of_children, is_living, shardprep
 from tests.held_children import Hold
 from tests.input_writers import write_every_format
-from tests.killed_calls import killed_at
 from tests.waiting import wait_until
 from tests.world import Ended, World, call_main, hostile_text, save_tokenizer
 
@@ -132,50 +130,6 @@ def test_what_this_user_may_not_read_or_write_is_named(
     assert (found, named in err, "Permission denied" in err) == (code, True, True), err
     assert world.contents() == before
     assert not world.temporaries()
-
-
-# The words of a command, and the folder that it writes.
-KILLED = {
-    "blank": ("blank data --ids names --output new --num_proc 1", "new"),
-    "duplicates": ("duplicates data --output out/names.txt", "out"),
-    "overlap": ("overlap data --against raw --output new", "new"),
-    "train_tokenizer": ("train_tokenizer --input_dir raw --vocab_size 300 --output_dir new", "new"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize("command", KILLED)
-def test_a_kill_at_any_call_leaves_whole_files_and_a_second_call_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    world = World(tmp_path).raw({"a.txt": f"{'the kettle sings twice ' * 9}\n" * 3 + hostile_text(60)})
-    world.make(digests=True)
-    (tmp_path / "names").write_text("at:a.txt:0\n")
-    (tmp_path / "out").mkdir()
-    monkeypatch.chdir(tmp_path)
-    words, place = KILLED[command]
-
-    def visible(folder: Path) -> dict[str, bytes]:
-        """What counts of a folder; of manifests what may not differ."""
-        files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-        names = [name for name in files if not re.search(r"(^|/)\.|^jobs/", name)]
-        found = {name: files[name].read_bytes() for name in names}
-        return {**found, **World(tmp_path, data_dir=folder).contents()}
-
-    before = visible(world.data_dir)
-    world.main(*words.split()).ends(0)
-    expected, number, is_killed = visible(tmp_path / place), 1, True
-    while is_killed:
-        if number % 2:  # else the last one's files are there
-            shutil.rmtree(tmp_path / place, ignore_errors=True)
-            (tmp_path / "out").mkdir(exist_ok=True)
-        is_killed = os.WIFSIGNALED(killed_at(number, words.split()))
-        assert visible(tmp_path / place).items() <= expected.items(), number
-        number = number * 4 // 3 + 1
-    assert number > 12
-    assert visible(tmp_path / place) == expected
-    assert visible(world.data_dir) == before
 
 
 @pytest.mark.processes

@@ -15,8 +15,6 @@ import os
 import re
 import shutil
 import signal
-import struct
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,10 +25,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests import chat_sets
-from tests.chat_sets import PLAIN, TAGGED, conversations, write_chats
+from tests.chat_sets import PLAIN, TAGGED, conversations
 from tests.children import child, environ_of_children, shardprep
-from tests.forged import rewrite_json
 from tests.input_writers import table_bytes
+from tests.oracle.test_done import forge, with_field
 from tests.waiting import wait_until
 from tests.world import World, save_tokenizer
 
@@ -42,10 +40,9 @@ PLACE = Path(__file__).parents[1] / "held"
 
 def world_of(folder: Path, template: str, chats: list[Any], lines: Sequence[str] = ()) -> World:
     """Conversations, and lines of JSON behind them, and a tokenizer with a chat template."""
+    told = [json.dumps({"messages": chat}, ensure_ascii=False) for chat in chats]
     world = World(folder, tokenizer=save_tokenizer(folder / "model", template))
-    with (write_chats(world.raw_dir, chats) / "chats.jsonl").open("a") as file:
-        file.write("\n".join(lines))
-    return world
+    return world.raw({"chats.jsonl": "\n".join([*told, *lines]) + "\n"})
 
 
 def planned(world: World, **options: Any) -> World:
@@ -129,7 +126,7 @@ def expected(model: Path, chats: list[Any]) -> list[tuple[list[int], list[int]]]
 def test_masks_are_those_of_transformers(models: Models, tmp_path: Path, name: str, template: str) -> None:
     chats = chat_sets.odd_conversations(NUM_CHATS, seed=PAIRS.index((name, template)))
     world = World(tmp_path, tokenizer=models(name))
-    write_chats(world.raw_dir, chats)
+    world.raw({"chats.jsonl": [{"messages": chat} for chat in chats]})
     tokenizer: Any = AutoTokenizer.from_pretrained(world.tokenizer)
     tokenizer.chat_template = chat_sets.TEMPLATES[template]
     (tmp_path / "template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
@@ -448,11 +445,5 @@ def test_a_killed_command_leaves_no_renderer_behind(tmp_path: Path) -> None:
 
 def test_a_mask_that_cannot_lie_in_the_tar_is_found(tmp_path: Path) -> None:
     world = planned(world_of(tmp_path, TAGGED, CHATS)).run()
-    path, num_rows = world.data_dir / "shard-00000.idx", world.manifests()[0]["counts"]["num_samples"]
-    data = bytearray(path.read_bytes())
-    struct.pack_into("<Q", data, 64 + 48 + 40, 10**9)  # where the mask of the second row begins
-    records = bytes(data[64 : 64 + 48 * num_rows])
-    path.write_bytes(data[: 64 + 48 * num_rows] + struct.pack("<I", zlib.crc32(records)))
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    rewrite_json(world.data_dir / "shard-00000.json", **{"idx.sha256": digest})
+    forge(world, "records", with_field("mask_offset", lambda _: 10**9, row=1), shard_id=0)
     world.main("verify", world.data_dir).ends(65, "sample 1")

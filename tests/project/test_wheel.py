@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.chat_sets import TAGGED, chat_model, conversations, write_chats
+from tests.chat_sets import TAGGED, conversations
 from tests.checkout import ROOT
 from tests.children import environ_of_children, run_child
 from tests.slurm.fake_slurm import install_fake_slurm
-from tests.world import World, hostile_text
+from tests.world import World, hostile_text, save_tokenizer
 
 if TYPE_CHECKING:
     from tests.warm_python import WarmPython
@@ -270,11 +270,10 @@ def test_each_example_of_training_runs_as_shown(training_desk: Path, warm: WarmP
     assert int(found[2]) >= 25
 
 
-def test_the_command_that_plans_conversations_runs_as_shown(
-    warm: WarmPython, model_dir: Path, tmp_path: Path
-) -> None:
-    chat_model(model_dir, tmp_path / "MODEL", TAGGED)
-    write_chats(tmp_path / "RAW", conversations(80))
+def test_the_command_that_plans_conversations_runs_as_shown(warm: WarmPython, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path / "MODEL", TAGGED)
+    chats = [{"messages": chat} for chat in conversations(80)]
+    World(tmp_path, raw_dir=tmp_path / "RAW").raw({"chats.jsonl": chats})
     page = (ROOT / "docs" / "training_data.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^shardprep plan .*--record chat.*$", page, re.MULTILINE)
     run_child([warm.python, "-m", *shlex.split(command)], cwd=tmp_path, env=ENVIRON)

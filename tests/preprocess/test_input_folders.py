@@ -144,15 +144,6 @@ def test_sockets_and_unprintable_names_are_named(world: World, monkeypatch: pyte
     assert world.try_plan().code == 2, "an input has a name that plan.json can hold"
 
 
-def test_the_plain_form_takes_the_nth_of_all_txt_files_that_are_not_hidden(tmp_path: Path) -> None:
-    names = ("a.txt", "README.txt", "requirements.txt", ".hidden.txt", "notes.md")
-    world = World(tmp_path).raw({name: f"This is {name}.\n" for name in names})
-    options = {"input_dir": world.raw_dir, "model_id": world.tokenizer}
-    for number in range(3):
-        world.try_shard(number, **options).ends(0)
-    assert world.texts() == [f"This is {name}." for name in ("README.txt", "a.txt", "requirements.txt")]
-
-
 OID = "4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393"
 POINTERS = {
     "git lfs pull": f"version https://git-lfs.github.com/spec/v1\noid sha256:{OID}\nsize 12345\n",

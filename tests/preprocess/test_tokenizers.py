@@ -295,22 +295,6 @@ def test_a_data_sets_tokenizer_loads_as_what_made_its_shards(tmp_path: Path, kin
         assert (found.chat_template is None) == kind.startswith("the plain")
 
 
-@pytest.mark.processes
-def test_planning_never_imports_torch_and_its_process_no_transformers(world: World, tmp_path: Path) -> None:
-    """Also where transformers is needed, which imports torch if it finds one."""
-    config(mask_token="<|mask|>")(world.tokenizer)
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "torch.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\n1 / 0")
-    program = (
-        "import sys; from shardprep.__main__ import main; code = main(sys.argv[1:]);"
-        "print('loaded', *({'torch', 'transformers'} & set(sys.modules))); sys.exit(code)"
-    )
-    command = [sys.executable, "-c", program, "plan", *world.words_of_plan()]
-    ended = run_child(command, env=environ_of_children(PYTHONPATH=f"{tmp_path / 'site'}:{ROOT}"))
-    assert ended.stdout.splitlines()[-1].split() == ["loaded"]
-    assert not (tmp_path / "imported").exists()
-
-
 LINES = ["Snow falls in winter.", "겨울에는 눈이 내립니다.", "Tea is ready after 4 minutes!"]
 # Tokenizers by their names, and the ids that they put before and after a text.
 FAMILIES: dict[str, tuple[list[int], list[int]]] = {
@@ -655,12 +639,12 @@ SCRIPT = ROOT / "benchmarks" / "baseline.py"
 def test_the_plain_form_gives_the_baselines_members_but_for_control_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
-    """Of empty lines, every line end, blanks, a mark, and names of control tokens."""
+    """Of files named README too: empty lines, every line end, blanks, a mark, names of control tokens."""
     odd = ["", "  \t ", "\u3000둘러싸인 \x0b", "a\u2028b\x85c", "\ufeff표", "끝 \\ \" ' {}", "the kettle"] * 9
     ends = itertools.cycle(["\n", "\r\n", "\n", "\r"])
     text = "\ufeff" + "".join(line + next(ends) for line in odd) + "no line end"
     control = "".join(f"text {token} more{token}\n plain {token[2:4]}\n" for token in (EOS, BOS, TURN))
-    ours = World(tmp_path).raw({"a.txt": control, "b.txt": text, "c.md": "no .txt"})
+    ours = World(tmp_path).raw({"README.txt": control, "b.txt": text, "c.md": "no .txt"})
     first = World(tmp_path, data_dir=tmp_path / "first")
     folders = ["--input_dir", ours.raw_dir, "--model_id", ours.tokenizer, "--output_dir"]
     for shard_id in (0, 1):

@@ -168,7 +168,6 @@ def test_the_estimate_of_tokens_and_disk_is_near_what_comes(tmp_path: Path, opti
 
 
 NUM_LINES = 12_000
-LONG_LINES = ("a line of a text that is long" * 60 + "\n") * 1000  # of several reads
 
 
 def write_lines(world: World) -> World:
@@ -209,24 +208,6 @@ def test_hash_inputs_has_any_change_refused(tmp_path: Path, options: dict[str, A
     change_unseen(path)
     (tmp_path / "names.txt").write_text("at:a.txt:100005\n")
     world.main("blank", world.data_dir, ids=tmp_path / "names.txt", output=tmp_path / "new").ends(78, "a.txt")
-
-
-def test_an_input_written_to_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(tmp_path).raw({"a.txt": LONG_LINES}).plan(num_shards=1)
-    path, pread, reads = world.raw_dir / "a.txt", os.pread, list[int]()
-
-    def read(handle: int, num_bytes: int, offset: int) -> bytes:
-        if os.readlink(f"/proc/self/fd/{handle}") == str(path):  # noqa: PTH115
-            reads.append(offset)
-            if len(reads) == 3:
-                change_unseen(path)
-        return pread(handle, num_bytes, offset)
-
-    monkeypatch.setattr(os, "pread", read)
-    world.try_shard(0).ends(78, "a.txt")
-    assert not world.contents()
-    assert not world.temporaries()
-    world.run()
 
 
 CLAIM = ".plan.json.claimed.tmp"

@@ -28,7 +28,7 @@ LAYERS_OVER_QUICK = ("slow", "processes", "slurm")
 # Modules begin in this order, or the longest would end last. The two on clusters mostly wait.
 LONGEST = (
     "slurm_operations batch_scripts faults wheel processes context_parallel tokenizers input_files "
-    "submit streams lustre resources law transform trainer packing external_tars"
+    "submit streams lustre runs law transform trainer packing external_tars"
 )
 # Time decides no property test: the machine may be busy.
 hypothesis.settings.register_profile(

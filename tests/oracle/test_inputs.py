@@ -72,17 +72,17 @@ def table() -> pyarrow.Table:
 TEMPLATE = {"text_template": r"{title}\n\n{text} {{}}"}
 CASES: dict[str, tuple[Callable[[], bytes], dict[str, str]]] = {
     "a.txt": (text_lines, {}),
-    "b.txt.gz": (lambda: gzip.compress(text_lines()), {}),
-    "c.txt.zst": (lambda: zstandard.ZstdCompressor().compress(text_lines()), {}),
+    "b.txt.GZIP": (lambda: gzip.compress(text_lines()), {}),
+    "c.txt.Zstd": (lambda: zstandard.ZstdCompressor().compress(text_lines()), {}),
     "d.TEXT.bz2": (lambda: bz2.compress(text_lines()), {}),
     "e.txt": (text_lines, {"encoding": "utf-8-sig"}),
     "f.txt": (text_lines, {"doc": "file", "encoding": "latin-1"}),
-    "g.txt": (lambda: "한글 문장\r\n끝 \n\n".encode("cp949") * 30 + b"\xff\n", {"encoding": "cp949"}),
-    "h.jsonl": (json_lines, {"id_field": "id"}),
-    "i.jsonl.xz": (lambda: lzma.compress(json_lines()), TEMPLATE),
+    "g.TXT": (lambda: "한글 문장\r\n끝 \n\n".encode("cp949") * 30 + b"\xff\n", {"encoding": "cp949"}),
+    "h.JsonLines": (json_lines, {"id_field": "id"}),
+    "i.ndjson.xz": (lambda: lzma.compress(json_lines()), TEMPLATE),
     "j.json": (json_lines, {"text_field": "title"}),
-    "k.parquet": (lambda: table_bytes(table(), "parquet", 9), {"id_field": "id"}),
-    "l.arrow": (lambda: table_bytes(table(), "file.arrow", 9), TEMPLATE),
+    "k.Pq": (lambda: table_bytes(table(), "parquet", 9), {"id_field": "id"}),
+    "l.ipc": (lambda: table_bytes(table(), "file.arrow", 9), TEMPLATE),
     "m.feather": (lambda: table_bytes(table(), "stream.arrow", 9), {"text_field": "meta.kind"}),
 }
 

@@ -19,7 +19,7 @@ import pytest
 
 from tests.forged import rewrite_json
 from tests.oracle.test_done import BROKEN, check_found_and_made_again
-from tests.world import World, hostile_text
+from tests.world import World
 
 SUMS = ("num_documents", "num_tokens")
 OPTIONS: dict[str, Any] = {"id_field": "id", "digests": True, "max_bad_fraction": 0.5, "num_shards": 5}
@@ -82,20 +82,6 @@ def test_every_broken_shard_is_named_and_fast_sees_sizes_but_no_bits(world: Worl
     assert f"--output_dir '{world.data_dir}'" in ended.err, "as it can be pasted"
     many = World(tmp_path).raw({"a.txt": "a line of text\n" * 90}).plan(num_shards=12)
     many.main("verify", many.data_dir).ends(66, "5-11")  # of many a range
-
-
-def num_read_bytes() -> int:
-    """Return the bytes that the system calls of this process have read so far."""
-    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])  # type: ignore[index]
-
-
-@pytest.mark.parametrize("form", [{}, {"record": "packed", "seq_len": 1024}], ids=str)
-def test_each_tar_is_read_once_by_verify(tmp_path: Path, form: dict[str, Any]) -> None:
-    world = World(tmp_path).raw({"a.txt": 40 * hostile_text(150)}).plan(**form).run()
-    num_bytes = sum(path.stat().st_size for path in world.data_dir.glob("*.tar"))
-    begin = num_read_bytes()
-    world.verify()
-    assert num_bytes <= num_read_bytes() - begin < 1.5 * num_bytes
 
 
 @pytest.mark.slow

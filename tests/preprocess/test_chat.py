@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,20 +77,6 @@ SAMPLE = [
 ]  # fmt: skip
 NAMES = [*chat_sets.TOKENIZERS, "Llama 3"]
 PAIRS = [(name, each) for name in NAMES for each in chat_sets.TEMPLATES] if TAKES_ALL else SAMPLE
-Models = Callable[[str], Path]
-
-
-@pytest.fixture(scope="module")
-def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
-    folder = tmp_path_factory.mktemp("models")
-
-    def model(name: str) -> Path:
-        if name == "Llama 3":
-            return Path(request.getfixturevalue("shared_dir")) / "tokenizers" / "llama3"
-        path = folder / name
-        return path if path.exists() else chat_sets.save_tokenizer(name, path)
-
-    return model
 
 
 def expected_of(tokenizer: Any, chat: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
@@ -122,9 +108,15 @@ def expected(model: Path, chats: list[Any]) -> list[tuple[list[int], list[int]]]
 
 
 @pytest.mark.parametrize(("name", "template"), PAIRS)
-def test_masks_are_those_of_transformers(models: Models, tmp_path: Path, name: str, template: str) -> None:
+def test_masks_are_those_of_transformers(
+    request: pytest.FixtureRequest, tmp_path: Path, name: str, template: str
+) -> None:
     chats = chat_sets.odd_conversations(NUM_CHATS, seed=PAIRS.index((name, template)))
-    world = World(tmp_path, tokenizer=models(name))
+    if name == "Llama 3":
+        model = Path(request.getfixturevalue("shared_dir")) / "tokenizers" / "llama3"
+    else:
+        model = chat_sets.save_tokenizer(name, tmp_path / "model")
+    world = World(tmp_path, tokenizer=model)
     world.raw({"chats.jsonl": [{"messages": chat} for chat in chats]})
     tokenizer: Any = AutoTokenizer.from_pretrained(world.tokenizer)
     tokenizer.chat_template = chat_sets.TEMPLATES[template]

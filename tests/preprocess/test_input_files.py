@@ -542,9 +542,6 @@ def stream(texts: list[str], *, is_old: bool = False, has_dictionary: bool = Fal
 
 STREAM, FILE = stream(FIRST), table_bytes({"text": FIRST}, "file", rows=6)
 CUT = STREAM.removesuffix(END_MARK)
-OLD_FILE = table_bytes(
-    {"text": FIRST}, "file", rows=6, options=pa.ipc.IpcWriteOptions(use_legacy_format=True)
-)
 READ: dict[str, tuple[bytes, list[str]]] = {
     "two streams": (STREAM + stream(SECOND), FIRST + SECOND),
     "the second with another schema": (STREAM + stream(SECOND, has_dictionary=True), FIRST + SECOND),
@@ -554,7 +551,6 @@ READ: dict[str, tuple[bytes, list[str]]] = {
     "no end mark behind the second": (STREAM + stream(SECOND).removesuffix(END_MARK), FIRST + SECOND),
     "before 0.15": (stream(FIRST, is_old=True, has_dictionary=True), FIRST),
     "before 0.15 and behind it": (stream(FIRST, is_old=True) + stream(SECOND), FIRST + SECOND),
-    "a file of before 0.15": (OLD_FILE, FIRST),
 }
 
 
@@ -562,11 +558,6 @@ READ: dict[str, tuple[bytes, list[str]]] = {
 def test_all_streams_of_a_file_are_read_wherever_shards_begin(tmp_path: Path, num_shards: int) -> None:
     files = {f"{kind}.arrow": data for kind, (data, _) in READ.items()}
     texts = {f"{kind}.arrow": texts for kind, (_, texts) in READ.items()}
-    try:
-        options = pa.ipc.IpcReadOptions(included_fields=[0])
-        pa.ipc.open_file(OLD_FILE, options=options).get_batch(0)
-    except OSError:  # this pyarrow cannot read some columns of it
-        del files["a file of before 0.15.arrow"]
     world = World(tmp_path).raw(files).make(num_shards=num_shards)
     assert world.texts() == [text for name in sorted(files) for text in texts[name]]
 

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from shardprep.errors import BrokenShard, NotFound, Refused, UsageError
 from tests.forged import rewrite_json
+from tests.plain_reader import plain_records
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import Ended, World, call_main, tokenizer_dir
 
@@ -75,10 +76,8 @@ EVALS, DOCUMENTS = planted()
 
 @pytest.fixture(scope="module")
 def evals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("evals")
-    lines = [json.dumps({"question": text}, ensure_ascii=False) for text in EVALS]
-    (folder / "quiz.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    return folder
+    world = World(tmp_path_factory.mktemp("evals"))
+    return world.raw({"quiz.jsonl": [{"question": text} for text in EVALS]}).raw_dir
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +167,8 @@ def test_it_finds_the_pairs_that_brute_force_finds_and_no_others(
     worlds: Worlds, evals: Path, tmp_path: Path, expected: Any, form: str, rule: str
 ) -> None:
     hits = search(worlds[form], evals, tmp_path / "out", rule=rule)
-    starts = list(itertools.accumulate([0, *map(len, (evals / "quiz.jsonl").read_bytes().splitlines(True))]))
-    quiz_of = dict(zip([f"quiz.jsonl:{start}" for start in starts], EVALS, strict=False))
+    quizzes = plain_records(evals / "quiz.jsonl", text_field="question")
+    quiz_of = {f"quiz.jsonl:{quiz.offset}": quiz.text for quiz in quizzes}
     text_of = {digest(text): text for text in DOCUMENTS}
     pairs = {(hit["sha256"], quiz_of[hit["eval"]]): (hit["longest"], hit["share"]) for hit in hits}
     assert pairs == expected[rule]
@@ -300,13 +299,13 @@ def texts_of(seed: int, count: int) -> list[str]:
 def with_copies(folder: Path, seed: int, **options: Any) -> tuple[World, list[tuple[Place, str]]]:
     """A data set of two source folders, and its documents in the order of its inputs, with their places."""
     files = {"a/one.jsonl": texts_of(seed, 60), "b/two.jsonl": texts_of(seed + 1, 40), "b/empty.jsonl": []}
-    documents, raw = [], dict[str, Any]()
-    for name, texts in sorted(files.items()):
-        lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
-        raw[name] = b"".join(lines)
-        for number, text in enumerate(texts):
-            documents.append(((name, sum(map(len, lines[:number]))), text))
-    world = World(folder).raw(raw).make(num_shards=5, recursive=True, **options)
+    world = World(folder).raw({name: [{"text": text} for text in texts] for name, texts in files.items()})
+    world.make(num_shards=5, recursive=True, **options)
+    documents = [
+        ((name, each.offset), each.text)
+        for name in sorted(files)
+        for each in plain_records(world.raw_dir / name)
+    ]
     return world, documents
 
 

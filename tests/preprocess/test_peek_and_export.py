@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 from tokenizers import Tokenizer
 
+from tests.plain_reader import plain_records
 from tests.world import EOS, Ended, World, call_main, tokenizer_dir
 
 HEAD = re.compile(
@@ -82,10 +83,9 @@ def test_documents_are_printed_as_the_input_has_them_and_rows_tell_where_they_be
 @pytest.mark.parametrize("form", ["documents", "packed", "held"])  # rows of best_fit have no address by byte
 def test_each_address_shows_its_document(worlds: Worlds, form: str) -> None:
     """Also one in a row that begins in another input."""
-    world, places = worlds[form], list[tuple[str, int]]()
-    for path in sorted(world.raw_dir.iterdir()):
-        sizes = [len(line) for line in path.read_bytes().splitlines(keepends=True)]
-        places += [(path.name, sum(sizes[:number])) for number in range(len(sizes))]
+    world = worlds[form]
+    inputs = sorted(world.raw_dir.iterdir())
+    places = [(path.name, record.offset) for path in inputs for record in plain_records(path)]
     every = {head(block): block for block in peek(world, "--num", 10**6)}
     for number, (name, byte) in [*enumerate(places)][::3]:
         for address in (f"id:web/{number}", f"{name}:{byte}", f"{name}:{byte + 7}"):

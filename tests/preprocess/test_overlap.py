@@ -19,7 +19,6 @@ from tokenizers import Tokenizer
 from shardprep.errors import BrokenShard, NotFound, Refused, UsageError
 from tests.forged import rewrite_json
 from tests.plain_reader import plain_records
-from tests.word_tokenizers import save_word_tokenizer
 from tests.world import Ended, World, call_main, tokenizer_dir
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -195,15 +194,6 @@ def test_a_hit_names_a_document_and_its_text(worlds: Worlds, evals: Path, tmp_pa
     if form == "documents":
         shown = world.main("peek", world.data_dir, hits[0]["document"], chars=0)
         assert f"from a.jsonl byte {hits[0]['document'].rpartition(':')[2]}\n" in shown.out
-
-
-def test_a_tokenizer_that_loses_texts_changes_no_hit(worlds: Worlds, evals: Path, tmp_path: Path) -> None:
-    world = World(tmp_path, tokenizer=tmp_path / "model", raw_dir=worlds["packed"].raw_dir)
-    save_word_tokenizer(world.tokenizer, 3, splits=True)
-    world.make(record="packed", seq_len=300)
-    assert search(world, evals, tmp_path / "out") == [
-        {**hit, "id": None} for hit in search(worlds["documents"], evals, tmp_path / "expected")
-    ]
 
 
 def test_an_evaluation_may_be_a_data_set(worlds: Worlds, evals: Path, tmp_path: Path) -> None:

@@ -46,17 +46,12 @@ def raw_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return world.raw_dir
 
 
-@pytest.fixture
-def eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the system would say it: a worker may use eight CPUs."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("eight_cpus")
 @pytest.mark.parametrize("form", FORMS)
-def test_shards_have_equal_bytes_whatever_makes_them(raw_dir: Path, tmp_path: Path, form: str) -> None:
+def test_shards_have_equal_bytes_whatever_makes_them(
+    raw_dir: Path, tmp_path: Path, cpus: Any, form: str
+) -> None:
+    cpus({*range(8)})
     options = {**FORMS[form], "max_bad_fraction": 1}
     if form == "whole files":
         options |= {"input_dir": World(tmp_path / "text").raw({"a.txt": "x\n" * 9, "b.txt": "가\n"}).raw_dir}

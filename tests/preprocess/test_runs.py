@@ -46,19 +46,6 @@ def raw_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return world.raw_dir
 
 
-@pytest.fixture
-def cpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], list[set[int]]]:
-    """Says which CPUs this process may use; gets those that it takes."""
-
-    def allow(affinity: set[int]) -> list[set[int]]:
-        taken: list[set[int]] = []
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(affinity))
-        monkeypatch.setattr(os, "sched_setaffinity", lambda _, chosen: taken.append(set(chosen)))
-        return taken
-
-    return allow
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_shards_have_equal_bytes_whatever_makes_them(
@@ -223,9 +210,6 @@ def test_a_killed_process_fails_one_shard_and_what_is_told_makes_it(world: World
     assert (done(world), world.temporaries()) == ([0, 1, 2, 3, 4], [])
 
 
-# CPUs and memory, and what doctor says of them.
-
-
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     """``kernel({"proc/self/cgroup": "0::/job\\n", ...})``: what the kernel's files of cgroups say."""
@@ -242,6 +226,19 @@ def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Non
         monkeypatch.setattr(Path, "read_text", read)
 
     return say
+
+
+@pytest.fixture
+def cpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], list[set[int]]]:
+    """Says which CPUs this process may use; gets those that it takes."""
+
+    def allow(affinity: set[int]) -> list[set[int]]:
+        taken: list[set[int]] = []
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(affinity))
+        monkeypatch.setattr(os, "sched_setaffinity", lambda _, chosen: taken.append(set(chosen)))
+        return taken
+
+    return allow
 
 
 @pytest.mark.parametrize(
@@ -345,6 +342,14 @@ def test_the_least_limit_counts_and_what_lacks_is_a_warning_with_what_to_do(
     finding = findings(**environ)[topic]
     assert told in finding["text"]
     assert (finding["level"], todo in finding["todo"]) == ("warning" if todo else "good", True)
+
+
+@pytest.mark.parametrize("name", ["DATASET_BATCH_SIZE", "DATASET_WRITER_BATCH_SIZE"])
+def test_numbers_of_the_environment_are_positive_or_refused(tmp_path: Path, name: str) -> None:
+    world = World(tmp_path).raw({"a.txt": "a\n"}).plan(num_shards=1)
+    for number, code in (("0", 2), ("1e3", 2), ("", 0)):
+        ended = world.try_shard(0, environ={name: number})
+        assert (ended.code, name in ended.err) == (code, code == 2)
 
 
 def test_doctor_looks_at_a_tokenizer_and_at_a_planned_folder_and_writes_nothing(tmp_path: Path) -> None:

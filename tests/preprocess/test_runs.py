@@ -46,6 +46,19 @@ def raw_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return world.raw_dir
 
 
+@pytest.fixture
+def cpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], list[set[int]]]:
+    """Says which CPUs this process may use; gets those that it takes."""
+
+    def allow(affinity: set[int]) -> list[set[int]]:
+        taken: list[set[int]] = []
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(affinity))
+        monkeypatch.setattr(os, "sched_setaffinity", lambda _, chosen: taken.append(set(chosen)))
+        return taken
+
+    return allow
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_shards_have_equal_bytes_whatever_makes_them(
@@ -210,6 +223,9 @@ def test_a_killed_process_fails_one_shard_and_what_is_told_makes_it(world: World
     assert (done(world), world.temporaries()) == ([0, 1, 2, 3, 4], [])
 
 
+# CPUs and memory, and what doctor says of them.
+
+
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     """``kernel({"proc/self/cgroup": "0::/job\\n", ...})``: what the kernel's files of cgroups say."""
@@ -226,19 +242,6 @@ def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Non
         monkeypatch.setattr(Path, "read_text", read)
 
     return say
-
-
-@pytest.fixture
-def cpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], list[set[int]]]:
-    """Says which CPUs this process may use; gets those that it takes."""
-
-    def allow(affinity: set[int]) -> list[set[int]]:
-        taken: list[set[int]] = []
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(affinity))
-        monkeypatch.setattr(os, "sched_setaffinity", lambda _, chosen: taken.append(set(chosen)))
-        return taken
-
-    return allow
 
 
 @pytest.mark.parametrize(

@@ -353,6 +353,8 @@ def test_documents_without_ids_are_as_others(world: World, texts: list[str], opt
             assert [int(size) > 0 for size in sizes] == [text.isascii() for text in texts][: len(sizes)]
 
 
+# Models and data sets of the hub.
+
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -442,6 +444,8 @@ def test_a_data_set_of_the_hub_is_told_how_to_be_fetched(hub: World, world: Worl
     plan(tmp_path, code=0, input_dir="RAW/data", **flags)
     assert world.inputs() == ["train.jsonl"]
 
+
+# Engines.
 
 TAKES_ALL = os.environ.get("LLAMA3_LINES") == "all"
 # What texts are made of: names of tokens, the separator between documents, code points of new Unicodes.

@@ -172,7 +172,7 @@ def environment_number(name: str) -> int | None:
     """Return a positive whole number of the environment, None where it is not set. Raises UsageError."""
     text = os.environ.get(name, "")
     if text and not (text.isdigit() and int(text)):
-        raise UsageError(f"{name} is {text!r} in the environment, expected a whole number of 1 or more")
+        raise UsageError(found=f"{name} {text!r} in the environment", expected="a whole number of 1 or more")
     return int(text) if text else None
 
 

@@ -322,6 +322,7 @@ ROWS = [
     row("--shard_id 0 --output_dir $BROKEN", 78, copy_of="$PLANNED", changes=[(flip, TOKENIZER, 99)]),
     row("plan --input_dir $TMP/x && --shard_id 0 --output_dir $NEW", 65, "$NEW/quarantine/shard-00000.jsonl",
         found="50.00%", expected="1.00%", remedy="--max_bad_fraction 0.51", files=HALF_BAD),
+    row(command("--shard_id 0", {"DATASET_BATCH_SIZE": "0"}), 2, found="DATASET_BATCH_SIZE"),
     row("--shard_id 0 --memory_gb 0", 2, found="--memory_gb 0", expected="more than 0"),
     row("run $BROKEN", 78, found="9", changes=[(set_value, "plan.json", "version", 9)]),
     row("run $BROKEN", 78, found="1", changes=[(set_value, "plan.json", "version", 1)],

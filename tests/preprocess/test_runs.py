@@ -347,14 +347,6 @@ def test_the_least_limit_counts_and_what_lacks_is_a_warning_with_what_to_do(
     assert (finding["level"], todo in finding["todo"]) == ("warning" if todo else "good", True)
 
 
-@pytest.mark.parametrize("name", ["DATASET_BATCH_SIZE", "DATASET_WRITER_BATCH_SIZE"])
-def test_numbers_of_the_environment_are_positive_or_refused(tmp_path: Path, name: str) -> None:
-    world = World(tmp_path).raw({"a.txt": "a\n"}).plan(num_shards=1)
-    for number, code in (("0", 2), ("1e3", 2), ("", 0)):
-        ended = world.try_shard(0, environ={name: number})
-        assert (ended.code, name in ended.err) == (code, code == 2)
-
-
 def test_doctor_looks_at_a_tokenizer_and_at_a_planned_folder_and_writes_nothing(tmp_path: Path) -> None:
     world = World(tmp_path).raw({"a.txt": "a\n" * 9}).plan(num_shards=5)
     found = findings("--model_id", world.tokenizer)

@@ -240,9 +240,9 @@ _KINDS: Mapping[str, Change] = {
     "becomes a folder": lambda path: (path.unlink(), path.mkdir()),
 }
 _KINDS_OF_INPUTS: Mapping[str, Change] = {
+    **_KINDS,
     "is rewritten": _rewrite,
     "grows": lambda path: path.write_bytes(path.read_bytes() + b"one line more\n"),
-    **_KINDS,
 }
 _SHARD_FILES = ("shard-00000.tar", "shard-00001.idx", "shard-00000.json", "tokenizer/tokenizer.json")
 

@@ -210,6 +210,24 @@ def test_hash_inputs_has_any_change_refused(tmp_path: Path, options: dict[str, A
     world.main("blank", world.data_dir, ids=tmp_path / "names.txt", output=tmp_path / "new").ends(78, "a.txt")
 
 
+def test_an_input_written_to_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path).raw({"a.txt": "a line of a text that is long\n" * 60_000}).plan(num_shards=1)
+    path, pread, reads = world.raw_dir / "a.txt", os.pread, list[int]()
+
+    def read(handle: int, num_bytes: int, offset: int) -> bytes:
+        if os.readlink(f"/proc/self/fd/{handle}") == str(path):  # noqa: PTH115
+            reads.append(offset)
+            if len(reads) == 3:
+                change_unseen(path)
+        return pread(handle, num_bytes, offset)
+
+    monkeypatch.setattr(os, "pread", read)
+    world.try_shard(0).ends(78, "a.txt")
+    assert not world.contents()
+    assert not world.temporaries()
+    world.run()
+
+
 CLAIM = ".plan.json.claimed.tmp"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
@@ -29,6 +28,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 # n, words or tokens, units that may differ, and the least share: written down again, from the papers.
 RULES = {"gpt3": (13, "words", 0, 0.0), "palm": (8, "tokens", 0, 0.7), "llama": (10, "tokens", 4, 0.0)}
+TOKENIZER = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
 _CHOOSER = random.Random(1)
 _LATIN = ["".join(_CHOOSER.choices("aeioubdgklmnprstvz", k=2 + n % 7)) for n in range(3000)]
 _NOUNS = ["".join(chr(_CHOOSER.randrange(0xAC00, 0xD7A4)) for _ in range(2)) for _ in range(3000)]
@@ -104,14 +104,9 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-@functools.cache
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
-
-
 def units_of(text: str, unit: str) -> list[Any]:
     if unit == "tokens":
-        return list(tokenizer().encode(text, add_special_tokens=False).ids)
+        return list(TOKENIZER.encode(text, add_special_tokens=False).ids)
     letters = []
     for char in unicodedata.normalize("NFKC", text).casefold():
         kind = unicodedata.category(char)

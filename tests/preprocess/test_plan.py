@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import re
@@ -268,14 +267,3 @@ def test_a_task_that_cannot_plan_leaves_no_folder_and_no_claim(tmp_path: Path) -
     assert (plain_form(world).code, world.data_dir.exists()) == (66, False)
     world.data_dir.mkdir()
     assert (plain_form(world).code, [*world.data_dir.iterdir()]) == (66, [])
-
-
-def test_only_files_of_the_tokenizer_are_kept_and_tasks_need_no_other(world: World, tmp_path: Path) -> None:
-    model = Path(shutil.copytree(world.tokenizer, tmp_path / "model"))
-    (model / "model.safetensors").write_bytes(b"weights")
-    (model / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    world.plan(model_id=model)
-    kept = {path.name for path in (world.data_dir / "tokenizer").iterdir()}
-    assert kept - {"special_tokens_map.json"} == {"tokenizer.json", "tokenizer_config.json"}
-    shutil.rmtree(model)
-    world.run().verify()

@@ -83,8 +83,6 @@ PLAIN: dict[str, Change] = {
     "a chat template": config(chat_template="{{ messages }}"),
     "the class of transformers 5": config(tokenizer_class="TokenizersBackend", backend="tokenizers"),
 }
-TRUNCATION = {"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
-FLAGS = {"lstrip": True, "normalized": False, "rstrip": False, "single_word": False, "special": True}
 NOT_PLAIN: dict[str, Change] = {
     "a token in the configuration alone": config(mask_token="<|mask|>"),
     "a listed token in the configuration alone": config(additional_special_tokens=["<|mask|>"]),
@@ -96,9 +94,9 @@ NOT_PLAIN: dict[str, Change] = {
     "a class in the model's configuration": file_of("config.json", tokenizer_class="X"),
     "tokens of another file": file_of("added_tokens.json", more=600),
     "a pad token of another file": file_of("special_tokens_map.json", pad_token=EOS),
-    "truncation": file_of("tokenizer.json", truncation=TRUNCATION),
+    "truncation": file_of("tokenizer.json", truncation={"max_length": 9}),
     "no JSON": lambda folder: (folder / "tokenizer.json").write_text("{"),
-    "a token of other flags": config(added_tokens_decoder={"281": {"content": BOS, **FLAGS}}),
+    "a token of other flags": config(added_tokens_decoder={"281": {"content": BOS}}),
 }
 
 
@@ -121,7 +119,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 @pytest.mark.usefixtures("no_process")
 @pytest.mark.parametrize("kind", PLAIN)
 def test_a_plain_tokenizer_is_read_without_transformers_and_equals_its(world: World, kind: str) -> None:
+    """Of the model's folder nothing else is kept, and tasks need no more."""
     PLAIN[kind](world.tokenizer)
+    (world.tokenizer / "model.safetensors").write_bytes(b"weights")
     world.plan(num_shards=1)
     ours, theirs = world.data_dir / "tokenizer", world.data_dir / "theirs"
     for source in (world.tokenizer, ours):  # and so does training load it from the data set
@@ -131,6 +131,9 @@ def test_a_plain_tokenizer_is_read_without_transformers_and_equals_its(world: Wo
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         assert told[name] == getattr(tokenizer, name), "a token that no file names is not the word None"
     assert told["vocab_size"] == len(tokenizer)
+    assert not {path.name for path in ours.iterdir()} & {"model.safetensors", "config.json"}
+    shutil.rmtree(world.tokenizer)
+    world.run().verify()
 
 
 @pytest.mark.usefixtures("no_process")
@@ -164,18 +167,14 @@ def test_a_second_plan_asks_transformers_no_more_and_a_damaged_cache_counts_as_n
     assert again.try_plan(num_shards=1, output_dir=tmp_path / "gone").code == 74
 
 
-CODE = """
-open({marker!r}, "w").close()
-from transformers import PreTrainedTokenizerFast as StrangeTokenizer
-"""
-
-
 def with_code(folder: Path) -> Path:
     """Make the tokenizer's class one of its own, whose code makes a file; returns that file."""
     marker, own = folder.with_name("marker"), {"auto_map": {"AutoTokenizer": [None, "own.StrangeTokenizer"]}}
     edit(folder / "tokenizer_config.json", tokenizer_class="StrangeTokenizer", **own)
     edit(folder / "config.json", model_type="strange", **own)
-    (folder / "own.py").write_text(CODE.format(marker=str(marker)))
+    code = f"open({str(marker)!r}, 'w').close()\n"
+    code += "from transformers import PreTrainedTokenizerFast as StrangeTokenizer\n"
+    (folder / "own.py").write_text(code)
     return marker
 
 

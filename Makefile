@@ -68,7 +68,7 @@ test_frameworks: .venv-frameworks/.installed ## tests with Lightning, DeepSpeed,
 torture: install ## each fault of disks, files and processes, one by one (2 hours; needs gcc)
 	$(BIN)/python -m tests.faults $(TORTURE_ARGS)
 	ulimit -v 8388608; RANDOM_FILES=$(RANDOM_FILES) $(BIN)/python -m pytest -n0 -s --timeout=0 tests/preprocess/test_input_files.py -k random_files
-	$(BIN)/python -m tests.oracle.breaks
+	$(BIN)/python -m tests.mutants --by_hand
 	LAW=all ORACLE=all $(BIN)/python -m pytest -n0 tests/oracle/test_law.py tests/oracle/test_streams.py
 	LFS_BREAKS=all LLAMA3_LINES=all FAMILIES=all CHAT_MASKS=all $(BIN)/python -m pytest -n0 tests/lustre/test_lfs_breaks.py tests/preprocess/test_tokenizers.py tests/preprocess/test_chat.py tests/loader/test_boundaries.py
 

@@ -25,7 +25,7 @@ from loader_shares import NUM_SOURCES, SAMPLE_BYTES, source_variances
 
 from loader.order import Order, choose_windows, share
 from loader.reading import HELD_IDX_BYTES, MAX_OPEN_SHARDS
-from shardprep.format.index import CHUNK_CRC, CHUNK_RECORDS, HEADER_BYTES, idx_dtype
+from shardprep.format.index import CHUNK_CRC, CHUNK_RECORDS, HEADER_BYTES, IDX_DTYPES
 
 SPANS = (1, 16, 64, 256)  # batches over which shares are counted
 NUM_FOLLOWED = 4  # workers
@@ -52,7 +52,7 @@ class Shards:
         return (
             f"{self.num_shards:,} shards of {self.shard_samples:,} {sample} of {self.sample_bytes:,} bytes "
             f"({self.shard_samples * self.sample_bytes / 1e9:.1f} GB, idx of "
-            f"{self.shard_samples * idx_dtype(self.kind).itemsize / 1e6:.1f} MB)"
+            f"{self.shard_samples * IDX_DTYPES[self.kind].itemsize / 1e6:.1f} MB)"
         )
 
 
@@ -84,7 +84,7 @@ class Worker:
             self._read_span(number, begin, int(stop))
 
     def _read_span(self, number: int, begin: int, end: int) -> None:
-        record_bytes = idx_dtype(self._shards.kind).itemsize
+        record_bytes = IDX_DTYPES[self._shards.kind].itemsize
         idx_bytes = self._shards.shard_samples * record_bytes
         is_held = idx_bytes <= HELD_IDX_BYTES
         if number not in self._open:

@@ -16,19 +16,20 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmark_text import ROOT, lay_out
 from measured_run import machine_line, run_pinned
 
 from shardprep.files import FileStamp
 from shardprep.format.index import idx_num_bytes
-from shardprep.format.manifest import Manifest, ShardCounts
+from shardprep.format.manifest import Manifest, RunFacts, ShardCounts
 from shardprep.format.names import INDEX_NAME, idx_path, manifest_path, tar_path
 from shardprep.format.plan import Plan, need_plan
 
 BLOCK = ("A line of text, as there are many; its number is not written down anywhere. " * 4 + "\n").encode()
 SPACING_BYTES = 256 << 10
-TIMES = {"began": 1.7e9, "wall_s": 1234.567, "cpu_s": 4321.0, "max_rss_bytes": 400 << 20}
+TIMES: dict[str, Any] = {"began": 1.7e9, "wall_s": 1234.567, "cpu_s": 4321.0, "max_rss_bytes": 400 << 20}
 TAR_BYTES = 2_000_000_000 // 512 * 512
 
 
@@ -76,7 +77,7 @@ def make_shards(folder: Path, plan: Plan) -> None:
             ),
             quarantine=None,
             ids=None,
-            run={"engine": "gigatoken 0.10.0", "host": "node0123", "num_cpus": 4, **TIMES},
+            run=RunFacts(engine="gigatoken 0.10.0", host="node0123", num_cpus=4, **TIMES),
         )
         manifest_path(folder, shard_id).write_bytes(manifest.to_json())
         for path, stamp in (

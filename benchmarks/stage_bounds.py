@@ -59,11 +59,10 @@ def stage_seconds(folder: Path) -> dict[str, float]:
 
 def _batches(worker: Worker) -> list[Documents]:
     """The worker's own batches."""
-    options, batch_bytes = worker.plan.options, worker.settings.batch_bytes
     return [
         documents
         for shard_id in range(worker.plan.num_shards)
-        for documents in read_documents(worker.plan.shard(shard_id).ranges, options, batch_bytes=batch_bytes)
+        for documents in read_documents(worker.plan.shard(shard_id).ranges, worker.plan.options)
     ]
 
 

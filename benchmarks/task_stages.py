@@ -36,16 +36,17 @@ def stages_of(data: Path) -> dict[str, float]:
     from preprocess.make.resources import WorkerSettings, bind_to
     from preprocess.make.shard_writer import ShardWriter
     from preprocess.make.worker import Worker
-    from preprocess.read.documents import documents_of_shard
+    from preprocess.read.documents import ShardReader
+    from shardprep.format.manifest import RunFacts
     from shardprep.format.plan import need_plan
 
     bind_to(sorted(os.sched_getaffinity(0)))
     plan = need_plan(data)
     shard = plan.shard(0)
-    worker = Worker(plan, data, WorkerSettings(), num_cpus=1, warn=print, shard=shard)
+    worker = Worker(plan, data, WorkerSettings(), num_cpus=1, warn=print)
     spent = {"start": time.process_time(), "read": 0.0, "encode": 0.0, "lay out": 0.0, "count and write": 0.0}
-    with ShardWriter(data, plan, 0) as writer:
-        batches = iter(documents_of_shard(plan, data, shard, None))
+    with ShardWriter(data, plan.spec, plan.options, 0) as writer:
+        batches = ShardReader(data, plan.options, None).documents(shard)
         while True:
             times = [time.process_time()]
             if (documents := next(batches, None)) is None:
@@ -60,7 +61,7 @@ def stages_of(data: Path) -> dict[str, float]:
             for stage, (begin, end) in zip(list(spent)[1:], itertools.pairwise(times), strict=False):
                 spent[stage] += end - begin
         began = time.process_time()
-        writer.commit({})
+        writer.commit(RunFacts())
         spent["commit"] = time.process_time() - began
     return spent
 

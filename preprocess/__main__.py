@@ -24,8 +24,8 @@ from preprocess.make.resources import WorkerSettings
 from shardprep.command_line import Command, Program, add_flags_of, given_of, given_words, parse_size
 from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, ShardprepError, UsageError
-from shardprep.format.names import chosen_shards, id_ranges
-from shardprep.format.plan import GROUPS, RESOURCES, PrepConfig
+from shardprep.format.names import PLAN_NAME, chosen_shards, id_ranges
+from shardprep.format.plan import PrepConfig
 
 _FINAL_CODES = {BadInput.exit_code, NotFound.exit_code, Refused.exit_code}
 _HUB_NAME = re.compile(r"(?:(?:hf|https?):/+(?:huggingface\.co/+)?datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")
@@ -51,26 +51,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def task(args: argparse.Namespace) -> int:
     """Make one shard: the command of a job array's task."""
-    from shardprep.format.plan import need_plan, read_plan
-
     try:
         resources.check_address_space()  # before anything large is loaded
         given = given_of(args, PrepConfig)
         folder = given.setdefault("output_dir", PrepConfig.output_dir)
-        num_cpus = resources.bind_to_task_cpus(offset=args.shard_id)  # planning, too, may start threads
-        plan = need_plan(folder) if args.planned or args.check_inputs else read_plan(folder)
+        cpus = resources.allowed_cpus(offset=args.shard_id)
+        num_cpus = resources.bind_to(cpus)  # planning, too, may start threads
+        may_plan = not (args.planned or args.check_inputs)
+        is_missing = may_plan and not os.path.lexists(folder / PLAN_NAME)
         # A task of a job array usually gets --output_dir alone. The planner, whose import takes 0.2 s, is
         # needed only to compare other flags with the plan, or to make a plan that is missing.
-        if plan is None or args.check_inputs or given.keys() != {"output_dir"}:
-            from preprocess.plan.planning import check_inputs, plan_of_task
+        if is_missing or args.check_inputs or given.keys() != {"output_dir"}:
+            from preprocess.plan.planning import plan_of_task
 
-            if plan is not None and args.check_inputs:
-                check_inputs(plan, given.get("input_dir", PrepConfig.input_dir))
-            plan = plan_of_task(plan, given)
+            plan_of_task(given, may_plan=may_plan, checks_inputs=args.check_inputs)
         from preprocess.make.worker import make_shard
 
-        plan = plan.at(given.get("input_dir"))
-        return make_shard(plan, folder, args.shard_id, resources.worker_settings(args), num_cpus)
+        settings = resources.worker_settings(given_of(args, WorkerSettings))
+        if note := resources.memory_note(settings.memory_gb):
+            say(f"note: {note}")
+        return make_shard(folder, args.shard_id, settings, num_cpus)
     except ShardprepError as error:
         from shardprep.format.jobs import Failure, append_failure
 
@@ -86,9 +86,9 @@ def _shard_flags(parser: argparse.ArgumentParser) -> None:
     add("--planned", action="store_true", help=text)
     text = "first check that --input_dir holds the planned inputs of all shards"
     add("--check_inputs", action="store_true", help=text)
-    add_flags_of(parser, PrepConfig, groups=GROUPS[:-1])
+    add_flags_of(parser, PrepConfig)
     others = {item.name for item in dataclasses.fields(PrepConfig)}
-    add_flags_of(parser, WorkerSettings, but=others, groups=[RESOURCES])
+    add_flags_of(parser, WorkerSettings, but=others)
 
 
 def plan_data_set(args: argparse.Namespace) -> int:
@@ -134,12 +134,13 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
         "of a file, N from there on, such as 8,4M. Or options of lfs setstripe: '-c 8' (default: auto)"
     )
     add("--stripe", metavar="LAYOUT", default="auto", help=text)
-    add_flags_of(parser, PrepConfig, groups=GROUPS)
+    add_flags_of(parser, PrepConfig)
 
 
 def run(args: argparse.Namespace) -> int:
     """Make the missing shards on this machine."""
-    from preprocess.make.worker import amounts_line, missing_shards, run_shards
+    from preprocess.make.shard_writer import missing_shards
+    from preprocess.make.worker import amounts_line, run_shards
     from shardprep.format.jobs import RunRecord
     from shardprep.format.plan import need_plan
 
@@ -148,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     plan = need_plan(folder)
     chosen = chosen_shards(plan.num_shards, args.shards)
     wanted = range(plan.num_shards) if chosen is None else sorted(chosen)
-    todo = missing_shards(plan, folder, wanted)
+    todo = missing_shards(folder, plan.plan_id, wanted)
     if len(todo) < len(wanted):
         say(f"{len(wanted) - len(todo)} of {len(wanted)} shards are done already")
     if not todo:
@@ -157,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
         expected = "one that you can; its owner can make the shards"
         raise CannotWrite(path=folder, found="a folder that you cannot write to", expected=expected)
     cpus = resources.allowed_cpus(offset=todo[0])
-    settings = resources.worker_settings(args)
+    settings = resources.worker_settings(given_of(args, WorkerSettings))
     assert settings.memory_gb is not None
     # --num_proc, else DATASET_NUM_PROC, else one process per CPU as far as the memory goes.
     num_proc = args.num_proc
@@ -208,7 +209,7 @@ def _making_flags(parser: argparse.ArgumentParser) -> None:
     text = "number of processes (default: DATASET_NUM_PROC, or one per CPU, fewer if memory is short)"
     add("--num_proc", metavar="N", type=int, help=text)
     add("-v", "--verbose", action="store_true", help="print a line for each shard")
-    add_flags_of(parser, WorkerSettings, groups=GROUPS)
+    add_flags_of(parser, WorkerSettings)
 
 
 def blank(args: argparse.Namespace) -> int:

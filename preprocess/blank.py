@@ -15,13 +15,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.read.documents import documents_of_shard
-from preprocess.read.text_fields import Transform, transform_of
+from preprocess.read.documents import ShardReader
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import NotFound, Refused
 from shardprep.files import PublishedFolder, make_folder, publish_link, read_regular, sync_folder
 from shardprep.format import documents
-from shardprep.format.manifest import check_done, done_manifest, read_findings, read_manifest, shard_files
+from shardprep.format.manifest import done_manifest, done_manifests, read_manifest, shard_files
 from shardprep.format.names import EXCLUDED_NAME, TOKENIZER_DIR, id_ranges, ids_of_ranges, manifest_path
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan, publish_plan, read_plan
 
@@ -40,16 +39,15 @@ def take_over(
     """
     plan = need_plan(folder)
     check_tokenizer_files(folder, plan.tokenizer_files)  # which are copied
-    findings = read_findings(folder, plan.plan_id)
-    for number in range(plan.num_shards):
-        check_done(folder, number, plan.plan_id, findings)
+    for _ in done_manifests(folder, plan.plan_id, range(plan.num_shards)):
+        pass
     names = documents.read_names(ids_file, id_field=plan.options.id_field)
     found = np.zeros(len(names.keys), np.bool_)
-    transform = transform_of(plan.options, transform_file)
+    reader = ShardReader(folder, plan.options, transform_file)
     named: dict[int, Places] = {}
     progress = Progress("looking for documents", plan.num_shards, unit="shards")
     for number in range(plan.num_shards):
-        places = _named_places(folder, plan.at(input_dir), number, names, found, transform)
+        places = _named_places(folder, plan.at(input_dir), number, names, found, reader)
         if len(places):
             named[number] = places
         progress.add(1)
@@ -100,7 +98,7 @@ def _named_places(
     shard_id: int,
     names: documents.DocumentNames,
     found: npt.NDArray[np.bool_],
-    transform: Transform | None,
+    reader: ShardReader,
 ) -> Places:
     """Return where the named documents of a shard begin, ascending. Note in ``found`` which these are.
 
@@ -115,9 +113,9 @@ def _named_places(
         parts.append(places[of >= 0])
         found[of[of >= 0]] = True
     if names.may_be_in(folder, shard, read_manifest(folder, shard_id).digests):
-        for batch in documents_of_shard(plan, folder, shard, transform):
-            path, ids = plan.inputs[batch.input_number].path, batch.columns.get("id")
-            of = names.of_documents(path, batch.offsets, ids, batch.digests)
+        for batch in reader.documents(shard):
+            ids = batch.columns.get("id")
+            of = names.of_documents(batch.input_path, batch.offsets, ids, batch.digests)
             found[of[of >= 0]] = True
             offsets = batch.offsets[(of >= 0).any(axis=0)]
             parts.append(np.stack([np.full_like(offsets, batch.input_number), offsets], axis=1))

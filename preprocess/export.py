@@ -24,7 +24,7 @@ from shardprep.command_line import needs
 from shardprep.console import Progress, counted, print_lines
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused, UsageError
 from shardprep.format.index import ShardSamples
-from shardprep.format.manifest import check_done, read_findings
+from shardprep.format.manifest import done_manifests
 from shardprep.format.names import load_json
 from shardprep.format.plan import Plan, need_plan
 
@@ -216,11 +216,10 @@ def export(args: argparse.Namespace) -> int:
     folder: Path = args.output_dir
     plan = need_plan(args.data_dir)
     eos = _checked_eos(args, plan)
-    findings = read_findings(args.data_dir, plan.plan_id)
     parts: list[slice] = []  # of each shard: which of its samples are exported
     first_token = [0]
-    for shard_id in range(plan.num_shards):
-        counts = check_done(args.data_dir, shard_id, plan.plan_id, findings).counts
+    for manifest in done_manifests(args.data_dir, plan.plan_id, range(plan.num_shards)):
+        counts = manifest.counts
         held = counts.held_out
         num_train = counts.num_samples - held.num_samples
         num_held = held.num_tokens + (eos is not None) * held.num_documents

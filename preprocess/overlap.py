@@ -30,7 +30,7 @@ import json
 import sys
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,15 +41,14 @@ import numpy.typing as npt
 from preprocess.make.engines import Numbers, TokenBatch, load_tokenizer
 from preprocess.make.worker import load_engine
 from preprocess.plan.inputs import find_inputs, stamp_inputs
-from preprocess.read.documents import Documents, documents_of_shard, read_documents
-from preprocess.read.text_fields import Transform, transform_of
+from preprocess.read.documents import Documents, ShardReader, Texts, read_documents
 from shardprep import files
 from shardprep.command_line import add_flags_of
 from shardprep.console import Progress, counted, print_lines, quoted, say
 from shardprep.errors import BadInput, BrokenShard, NotFound, Refused, UsageError
 from shardprep.format import names
 from shardprep.format.documents import DocumentNames, blank_digests, name_of_place, read_blanked, read_digests
-from shardprep.format.manifest import check_done, read_findings
+from shardprep.format.manifest import done_manifests
 from shardprep.format.plan import ByteRange, Plan, PlanOptions, check_tokenizer_files, need_plan, read_plan
 
 _BETWEEN = "\x1f"  # texts; to Python it is white space
@@ -84,12 +83,12 @@ RULES = {
 }
 
 
-def _unblanked(plan: Plan, folder: Path, shard_id: int, transform: Transform | None) -> Iterator[Documents]:
+def _unblanked(plan: Plan, folder: Path, shard_id: int, reader: ShardReader) -> Iterator[Documents]:
     """Yield the documents of a shard's input that are not blanked. Raises what reading the input does."""
     blanked = None
     if plan.options.blanked and shard_id in names.ids_of_ranges(plan.options.blanked):
         blanked = read_blanked(folder, plan.plan_id, shard_id)
-    for documents in documents_of_shard(plan, folder, plan.shard(shard_id), transform):
+    for documents in reader.documents(plan.shard(shard_id)):
         if blanked is not None:
             is_gone = blanked.are_at(documents.input_number, documents.offsets)
             documents = documents.only(np.flatnonzero(~is_gone))
@@ -127,7 +126,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--output", "--output_dir", metavar="OUT", dest="output", type=Path, help=text)
     _add_input_flags(parser)
     others = {item.name for item in dataclasses.fields(PlanOptions)} - {*_READ_OPTIONS}
-    add_flags_of(parser.add_argument_group("how EVALS is read, as by plan"), PlanOptions, but=others)
+    group = parser.add_argument_group("how EVALS is read, as by plan")
+    add_flags_of(group, PlanOptions, but=others, is_grouped=False)
 
 
 def overlap(args: argparse.Namespace) -> int:
@@ -139,7 +139,7 @@ def overlap(args: argparse.Namespace) -> int:
     rule = RULES[args.rule]._replace(**{} if args.ngram is None else {"ngram": args.ngram})
     if rule.ngram < 2:
         raise UsageError.of_value("--ngram", rule.ngram, "2 or more")
-    transform = transform_of(plan.options, args.transform)
+    reader = ShardReader(folder, plan.options, args.transform)
     read_options = {name: vars(args)[name] for name in _READ_OPTIONS if name in vars(args)}
     evals = _read_evaluation(args.against, read_options)
     settings = {"evaluation": args.against, "plan_id": plan.plan_id, **rule._asdict()}
@@ -155,7 +155,7 @@ def overlap(args: argparse.Namespace) -> int:
         progress = Progress("looking", sum(plan.shard(number).num_bytes for number in todo))
         for number in todo:
             lines = []
-            for documents in _unblanked(plan, folder, number, transform):
+            for documents in _unblanked(plan, folder, number, reader):
                 lines += [json.dumps(hit, ensure_ascii=False) + "\n" for hit in search.hits_of(documents)]
                 progress.add(documents.num_bytes)
             files.publish_bytes(paths[number], "".join(lines).encode("utf-8", "surrogatepass"))
@@ -181,8 +181,8 @@ def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, byt
         if options:
             expected = "no such flag, as this is a data set, whose plan says how its input is read"
             raise UsageError(path=path, found=f"--{min(options)}", expected=expected)
-        transform, input_paths = transform_of(plan.options, None), [item.path for item in plan.inputs]
-        shards = (_unblanked(plan, path, number, transform) for number in range(plan.num_shards))
+        reader, input_paths = ShardReader(path, plan.options, None), [item.path for item in plan.inputs]
+        shards = (_unblanked(plan, path, number, reader) for number in range(plan.num_shards))
         batches = itertools.chain.from_iterable(shards)
     else:
         read_options, folder, paths = PlanOptions(**options), path.parent, [path]
@@ -220,7 +220,7 @@ class _Search:
             check_tokenizer_files(folder, plan.tokenizer_files)
             self._engine = load_engine(plan, folder, "auto", say).bare()
             self._tokenizer = load_tokenizer(folder / names.TOKENIZER_DIR / names.TOKENIZER_FILE)
-        _, units = self._units_of([text for _, text in evals], may_add=True)
+        _, units = self._units_of(Texts([text for _, text in evals]), may_add=True)
         lengths = np.diff(units.offsets)
         num_short, num_evals = int((lengths < rule.ngram).sum()), counted(len(lengths), "evaluation document")
         if num_short == len(lengths):
@@ -242,7 +242,7 @@ class _Search:
         short = f"{num_short} of fewer than {rule.ngram} {rule.unit} cannot be found"
         say(f"{num_evals}, {len(self._places):,} different n-grams; {short}")
 
-    def _units_of(self, texts: Sequence[bytes], *, may_add: bool = False) -> tuple[list[Any], TokenBatch]:
+    def _units_of(self, texts: Texts, *, may_add: bool = False) -> tuple[list[Any], TokenBatch]:
         """Return the units of texts, themselves and as numbers. ``may_add``: give numbers to new words."""
         if self._rule.unit == "tokens":
             tokens = self._engine.encode(texts)
@@ -416,7 +416,7 @@ def add_duplicates_flags(parser: argparse.ArgumentParser) -> None:
 class _Shard(NamedTuple):
     folder: Path
     plan: Plan
-    transform: Transform | None
+    reader: ShardReader
     shard_id: int
     stamp: files.FileStamp  # of its digests
 
@@ -436,20 +436,18 @@ def duplicates(args: argparse.Namespace) -> int:
             path = args.output if number == 1 else args.output.with_suffix(f".{number}{args.output.suffix}")
             # Before the work, so that a folder that cannot be written to is told at once.
             lists[folder] = opened.enter_context(files.PublishedFile(path))
-            findings = read_findings(folder, plan.plan_id)
-            transform = transform_of(plan.options, args.transform)
-            for shard_id in range(plan.num_shards):
-                stamp = check_done(folder, shard_id, plan.plan_id, findings).digests
-                if stamp is None:
+            reader = ShardReader(folder, plan.options, args.transform)
+            for manifest in done_manifests(folder, plan.plan_id, range(plan.num_shards)):
+                if (stamp := manifest.digests) is None:
                     expected = "a data set of plan --digests; plan anew with it, into a new folder"
                     raise UsageError(path=folder, found="no digests", expected=expected, remedy="--digests")
-                shards.append(_Shard(folder, plan.at(args.input_dir), transform, shard_id, stamp))
+                shards.append(_Shard(folder, plan.at(args.input_dir), reader, manifest.shard_id, stamp))
         groups, first_shard, has_copies, num_documents, num_copies = _find(shards)
         with_copies = np.flatnonzero(has_copies).tolist()
         progress = Progress("writing the lists", len(with_copies), unit="shards")
         for number in with_copies:
             shard, kept = shards[number], set[int]()
-            for documents in _unblanked(shard.plan, shard.folder, shard.shard_id, shard.transform):
+            for documents in _unblanked(shard.plan, shard.folder, shard.shard_id, shard.reader):
                 path = shard.plan.inputs[documents.input_number].path
                 group_of = groups.find(documents.digests())
                 for document in np.flatnonzero(group_of >= 0).tolist():

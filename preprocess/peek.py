@@ -170,7 +170,8 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
         num_bytes = plan.inputs[place[0]].num_bytes
         if names.input_kind(name).is_in_bytes and place[1] >= num_bytes:
             raise NotFound(path=name, found=place[1], expected=f"bytes 0 to {num_bytes - 1}")
-    shards = [number for number in made if place[0] in plan.shard(number).input_numbers]
+    of_shards = {number: plan.shard(number).ranges for number in made}
+    shards = [number for number in made if place[0] in [each.input_number for each in of_shards[number]]]
     if line := _left_out_line(folder, shards, name, place[1]):
         print_lines(line)
         return

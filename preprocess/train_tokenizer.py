@@ -107,7 +107,7 @@ class _TrainingText:
         ):
             for bad in batch.bad:
                 self._bad[bad.reason] += 1
-                path = str(self._input_dir / self._inputs[bad.input_number].path)
+                path = str(self._input_dir / self._inputs[batch.input_number].path)
                 self._first_bad = self._first_bad or place_text(path, bad.source_offset)
             kept: list[str] = []
             for piece in (
@@ -176,4 +176,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     text = "text to train on, sampled evenly over the input; 256M takes about 5 GB of memory"
     add("--max_bytes", metavar="SIZE", default="256M", help=text)
     others = {item.name for item in dataclasses.fields(PlanOptions)} - {*_PLAN_OPTIONS}
-    add_flags_of(parser, PlanOptions, but=others)
+    add_flags_of(parser, PlanOptions, but=others, is_grouped=False)

@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardprep import errors, files
+from shardprep.command_line import given_of
 from shardprep.console import Progress, counted, print_lines, say, shards_text, short_bytes, source_lines
 from shardprep.format import manifest, names
 from shardprep.format.index import ids_of, merge_manifests, misplaced_samples, read_idx
@@ -97,7 +98,8 @@ def verify(args: argparse.Namespace) -> int:
     if not_written is not None:
         say(f"error: all shards are right, and {names.INDEX_NAME} is not written: {not_written}")
         return not_written.exit_code
-    manifest.remove_findings(folder)
+    with contextlib.suppress(OSError):
+        (folder / manifest.FINDINGS_NAME).unlink()
     for record in read_attempts(folder, plan.plan_id).own:  # of attempts whose shards were made by others
         if record.ended is not None:
             with contextlib.suppress(OSError):
@@ -111,15 +113,16 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
     ``args.deep`` shards that have input are chosen, the same ones for a plan each time; those of ``again``
     come on top. Raises what loading a Worker raises.
     """
-    from preprocess.make.resources import bind_to_task_cpus, worker_settings
+    from preprocess.make.resources import WorkerSettings, allowed_cpus, bind_to, worker_settings
     from preprocess.make.worker import Worker  # with the libraries of a worker
 
-    num_cpus = bind_to_task_cpus(offset=0)
+    num_cpus = bind_to(allowed_cpus(offset=0))
     full = [shard_id for shard_id, size in enumerate(plan.shard_bytes()) if size]
     chooser = random.Random(plan.plan_id)  # noqa: S311 - a sample
     chosen = sorted({*chooser.sample(full, min(args.deep, len(full))), *again})
-    settings = dataclasses.replace(worker_settings(args), engine="tokenizers", max_bad_fraction=1.0)
-    worker = Worker(plan, folder, settings, num_cpus=num_cpus, warn=lambda _: None)
+    settings = worker_settings(given_of(args, WorkerSettings))
+    settings = dataclasses.replace(settings, engine="tokenizers", max_bad_fraction=1.0)
+    worker = Worker(plan.at(settings.input_dir), folder, settings, num_cpus=num_cpus, warn=lambda _: None)
     problems: list[Problem] = []
     progress = Progress("making shards again", len(chosen), unit="shards")
     for shard_id in chosen:
@@ -158,8 +161,8 @@ def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem], check:
         if ids := names.id_ranges(shard_id for shard_id, _ in same[_MOST_TOLD:]):
             again = f"shardprep run {errors.quoted(folder)} makes what is missing"
             say(f"error: {shards_text(ids)}: likewise; {again}")
-    wrong = [each for each in problems if manifest.is_of_shard(each[1])]
-    others = [each for each in problems if not manifest.is_of_shard(each[1])]
+    wrong = [each for each in problems if isinstance(each[1], manifest.OF_SHARD)]
+    others = [each for each in problems if not isinstance(each[1], manifest.OF_SHARD)]
     try:
         not_read = {shard_id for shard_id, _ in others}
         manifest.publish_findings(folder, plan.plan_id, dict(wrong), check, not_read)

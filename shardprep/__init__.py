@@ -57,10 +57,9 @@ def check_not_hidden(package: str) -> None:
     from importlib.util import find_spec
 
     spec = find_spec(package)
-    if spec is None:
-        return  # not there at all: Python says so itself
-    places = list(spec.submodule_search_locations or ())
-    if any(Path(place).parent.samefile(HOME) for place in places):
+    places = list((spec and spec.submodule_search_locations) or ())
+    # If it is not there at all, Python says so itself.
+    if spec is None or any(Path(place).parent.samefile(HOME) for place in places):
         return
     found = spec.origin or (places[0] if places else package)
     message = (

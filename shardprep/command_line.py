@@ -164,7 +164,20 @@ class Program:
         prog = name if command.is_nameless and name == self.name else f"{name} {word}"
         parser = _Parser(prog=prog, description=f"{command.summary[:1].upper()}{command.summary[1:]}.")
         _function(command.add_flags)(parser)
-        parser.settle()
+        # Each flag tells its default. The usage names what must be given, and no other flag.
+        words = ["%(prog)s"]
+        for action in parser._actions:  # noqa: SLF001 - argparse has no other list
+            given = str(action.metavar or action.dest.upper())
+            if not action.option_strings:
+                words.append(given if action.nargs != "+" else f"{given} ...")
+                continue
+            if action.required:
+                words.append(f"{action.option_strings[0]} {given}")
+            has_value = action.nargs != 0 or action.default is False
+            is_told = action.help in (None, argparse.SUPPRESS) or "default" in str(action.help)
+            if has_value and not is_told and action.default not in (None, [], argparse.SUPPRESS):
+                action.help = f"{action.help} (default: {_shown(action.default)})"
+        parser.usage = " ".join([*words, "[flags]"])
         return parser
 
     def _underscored(self, words: Sequence[str]) -> list[str]:
@@ -214,22 +227,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n{self.format_usage()}all flags: {self.prog} --help\n")
-
-    def settle(self) -> None:
-        """Tell each flag's default in its help. Name in the usage what must be given, and no other flag."""
-        words = ["%(prog)s"]
-        for action in self._actions:
-            name = str(action.metavar or action.dest.upper())
-            if not action.option_strings:
-                words.append(name if action.nargs != "+" else f"{name} ...")
-                continue
-            if action.required:
-                words.append(f"{action.option_strings[0]} {name}")
-            has_value = action.nargs != 0 or action.default is False
-            is_told = action.help in (None, argparse.SUPPRESS) or "default" in str(action.help)
-            if has_value and not is_told and action.default not in (None, [], argparse.SUPPRESS):
-                action.help = f"{action.help} (default: {_shown(action.default)})"
-        self.usage = " ".join([*words, "[flags]"])
 
 
 _EXTRAS = {
@@ -284,21 +281,21 @@ def add_flags_of(
     options: type,
     *,
     but: Container[str] = (),
-    groups: Sequence[str] = (),
+    is_grouped: bool = True,
 ) -> None:
-    """Add a flag for each option of a dataclass, ``but`` for some, under the titles of ``groups``."""
+    """Add a flag for each option of a dataclass, ``but`` for some, under the titles of their groups."""
     hints = typing.get_type_hints(options)
-    places: dict[str, Any] = {title: parser.add_argument_group(title) for title in groups}
+    items = [item for item in fields(options) if item.metadata["help"] and item.name not in but]
+    titles = dict.fromkeys(item.metadata["group"] for item in items) if is_grouped else {}
+    places: dict[str, Any] = {title: parser.add_argument_group(title) for title in titles}
     own = vars(options)["__annotations__"]  # shown before what is inherited
-    for item in sorted(fields(options), key=lambda item: item.name not in own):
-        if item.name in but or not item.metadata["help"]:
-            continue
+    for item in sorted(items, key=lambda item: item.name not in own):
         text = str(item.metadata["help"])
         if "(default" not in text:
             text += f" (default: {item.metadata.get('shown') or _shown(item.default)})"
         # One that is not given is absent from the namespace, which tells it from a default.
         settings = {**_type_settings(hints[item.name]), "default": argparse.SUPPRESS}
-        place = places.get(item.metadata.get("group", ""), parser)
+        place = places.get(item.metadata["group"], parser)
         place.add_argument(f"--{item.name}", help=text.replace("%", "%%"), **settings)
 
 
@@ -356,8 +353,8 @@ _PR_SET_PDEATHSIG = 1
 def raise_on_stop_signals() -> None:
     """Make the first of STOP_SIGNALS raise Stopped in the main thread. Later ones are ignored."""
     # Slurm sends TERM at a time limit, a preemption and scancel, and KILL some seconds later.
-    if not isinstance(sys.unraisablehook, _StopAgain):
-        sys.unraisablehook = _StopAgain(sys.unraisablehook)
+    if getattr(sys.unraisablehook, "func", None) is not _stop_again:
+        sys.unraisablehook = functools.partial(_stop_again, sys.unraisablehook)
     for number in STOP_SIGNALS:
         signal.signal(number, _stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # of a process started within stop_signals_wait
@@ -452,21 +449,16 @@ def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a han
     raise Stopped(f"stopped by {name}; nothing unfinished is left, run this again to go on")
 
 
-class _StopAgain:
-    """A sys.unraisablehook for a Stopped that Python could raise to nobody, as within ``__del__``."""
+def _stop_again(hook: Callable[[sys.UnraisableHookArgs], Any], unraisable: sys.UnraisableHookArgs, /) -> None:
+    """Be a sys.unraisablehook for a Stopped that Python could raise to nobody, as within ``__del__``."""
+    stopped = unraisable.exc_value
+    if not isinstance(stopped, Stopped):
+        hook(unraisable)
+        return
 
-    def __init__(self, hook: Callable[[sys.UnraisableHookArgs], Any]) -> None:
-        self._hook = hook
+    def raise_again(*_: object) -> NoReturn:
+        raise Stopped(*stopped.args)
 
-    def __call__(self, unraisable: sys.UnraisableHookArgs, /) -> None:
-        stopped = unraisable.exc_value
-        if not isinstance(stopped, Stopped):
-            self._hook(unraisable)
-            return
-
-        def raise_again(*_: object) -> NoReturn:
-            raise Stopped(*stopped.args)
-
-        # Nor can this raise it, so an alarm does, when whatever was at work is over.
-        signal.signal(signal.SIGALRM, raise_again)
-        signal.setitimer(signal.ITIMER_REAL, _STOP_AGAIN_S)
+    # Nor can this raise it, so an alarm does, when whatever was at work is over.
+    signal.signal(signal.SIGALRM, raise_again)
+    signal.setitimer(signal.ITIMER_REAL, _STOP_AGAIN_S)

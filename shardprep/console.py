@@ -78,18 +78,16 @@ class Progress:
                 self._bar.close()
         elif now - self._spoke >= LOG_EVERY_S:
             self._spoke = now
-            say(self._line(now - self._began))
-
-    def _line(self, elapsed_s: float) -> str:
-        """Return how far it is, how fast, also in what else is counted, and how long it will still take."""
-        rate, unit = self._done / elapsed_s, self._unit
-        of, speed = counted(self._total, unit.removesuffix("s")), f"{rate:.1f} {unit}/s"
-        if unit == "bytes":
-            of, speed = short_bytes(self._total), f"{short_bytes(rate)}/s"
-        for name, number in self._counts.items():
-            speed += f", {short_number(number / elapsed_s)} {name}/s"
-        left = f", {short_time((self._total - self._done) / rate)} left" if rate > 0 else ""
-        return f"{self._label}: {self._done / max(1, self._total):.0%} of {of}, {speed}{left}"
+            # How far it is, how fast, also in what else is counted, and how long it will still take.
+            elapsed_s, unit = now - self._began, self._unit
+            rate = self._done / elapsed_s
+            of, speed = counted(self._total, unit.removesuffix("s")), f"{rate:.1f} {unit}/s"
+            if unit == "bytes":
+                of, speed = short_bytes(self._total), f"{short_bytes(rate)}/s"
+            for name, number in self._counts.items():
+                speed += f", {short_number(number / elapsed_s)} {name}/s"
+            left = f", {short_time((self._total - self._done) / rate)} left" if rate > 0 else ""
+            say(f"{self._label}: {self._done / max(1, self._total):.0%} of {of}, {speed}{left}")
 
     @property
     def elapsed_s(self) -> float:

@@ -15,7 +15,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import itertools
 import logging
 import mmap
 import os
@@ -244,8 +243,7 @@ def read_with_status(path: Path, *, max_bytes: int) -> tuple[bytes, os.stat_resu
     """Read as ``read_regular`` does. Also return what the file system says of the very file that was read."""
     with errors_named(path), ReadFile(path) as file:
         if file.num_bytes > max_bytes:
-            found, expected = f"{file.num_bytes} bytes", f"at most {max_bytes}"
-            raise BrokenShard(path=path, found=found, expected=expected)
+            raise BrokenShard(path=path, found=f"{file.num_bytes} bytes", expected=f"at most {max_bytes}")
         # Without a second buffer: malloc would keep as much memory as that had, once it is freed.
         data = file.read_beginning(0, file.num_bytes)
         if len(data) < file.num_bytes:  # a short read
@@ -566,15 +564,13 @@ def remove_temporaries(
 ) -> None:
     """Remove what earlier attempts left of files with such stems, in a folder and some of its subfolders."""
     # Whether one of them still lives cannot be known: losing its temporary file costs it the attempt.
-    wanted = set(stems)
+    begins = tuple(f".{stem}." for stem in stems)
     for place in (folder, *(folder / name for name in subfolders)):
         names: list[str] = []
         with contextlib.suppress(ReadWriteError):  # what cannot be listed is left for a later attempt
             names = names_in(place) if place == folder or not is_link(place) else []
         for name in names:
-            # Whatever STEM may be in ".STEM.ANYTHING.tmp".
-            parts = name[1:-4].split(".")[:-1] if name.startswith(".") and name.endswith(".tmp") else []
-            if not wanted.isdisjoint(itertools.accumulate(parts, "{}.{}".format)):
+            if name.endswith(".tmp") and name.startswith(begins):
                 with contextlib.suppress(OSError):
                     if time.time() - (place / name).stat().st_mtime >= older_than_s:
                         remove_tree(place / name)

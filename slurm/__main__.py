@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardprep.command_line import Command, Program, add_flags_of, given_words
-from shardprep.format.jobs import FLAG_GROUPS, JobRequest
+from shardprep.format.jobs import JobRequest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def _add_logs(parser: argparse.ArgumentParser) -> None:
 
 def _add_submit(parser: argparse.ArgumentParser) -> None:
     _add_folder(parser)
-    add_flags_of(parser, JobRequest, groups=FLAG_GROUPS)
+    add_flags_of(parser, JobRequest)
     shards = "shards per task (default: 1, more if the site's limits require it)"
     parser.add_argument("--shards_per_task", type=int, help=shards)
     text = "only these, such as 0-9,12, however often they failed (default: all)"

@@ -124,8 +124,8 @@ def _missing_shards(args: argparse.Namespace, request: JobRequest) -> tuple[Data
         # What they need, by the shards that are done.
         done, sizes = state.made.done.values(), plan.shard_bytes()
         num_bytes = sum(sizes[shard_id] for shard_id in missing)
-        if input_bytes := sum(each.input_bytes for each in done):
-            num_bytes = round(num_bytes * sum(each.tar_bytes for each in done) / input_bytes)
+        if input_bytes := sum(each.counts.input_bytes for each in done):
+            num_bytes = round(num_bytes * sum(each.tar.num_bytes for each in done) / input_bytes)
         need = lustre.Need(num_bytes=num_bytes, num_shards=len(missing))
         for line in lustre.space_lines(state.folder, need):
             say(line)
@@ -154,7 +154,7 @@ def _send_held(
     """Submit all, held, in ``most_tasks`` tasks at most; return the written record and the controller's id.
 
     Returns None for --dry_run, which prints the scripts. If a step before the record fails, what was
-    submitted is cancelled again. Raises SubmittedMeanwhile, SlurmRefused, SlurmAway.
+    submitted is cancelled again. Raises ReadWriteError, SlurmRefused, SlurmAway.
     """
     folder, request = state.folder, groups[0][0]
     name = f"{states.names_begin(folder, state.plan.plan_id)}{state.next_number}"
@@ -242,7 +242,7 @@ def _with_time_of_verify(state: DatasetState, request: JobRequest, site: Site | 
 
 
 def send_groups(args: argparse.Namespace, state: DatasetState, groups: Groups) -> int:
-    """Send shards, in as many tasks as Slurm takes. Raises SubmittedMeanwhile, SlurmRefused, SlurmAway."""
+    """Send shards, in as many tasks as Slurm takes. Raises ReadWriteError, SlurmRefused, SlurmAway."""
     most_tasks = max(len(shard_ids) for _, shard_ids in groups)
     while True:
         try:
@@ -448,7 +448,8 @@ def check_script(request: JobRequest, script: str, site: Site) -> None:
     try:
         run_slurm("sbatch", "--test-only", text=script)
     except SlurmRefused as error:
-        mem_mb, num_cpus = request.least_mem_gb * 1024, request.num_cpus or 1
+        num_cpus = request.num_cpus or 1
+        mem_mb = 1024 * (request.mem_gb or (request.mem_per_cpu_gb or 0) * num_cpus)
         fitting = [node for node in site.nodes if node[1] >= mem_mb and node[2] >= num_cpus]
         if fitting and all(_NODES_AWAY.search(state) for state, _, _ in fitting):
             say(f"warning: {error}; the jobs wait until such nodes are back: sinfo -R")

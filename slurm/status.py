@@ -33,7 +33,7 @@ from shardprep.errors import NotFound, ReadWriteError
 from shardprep.files import publish_bytes
 from shardprep.format.jobs import read_events, user_name
 from shardprep.format.manifest import Manifest, ShardCounts, TextCounts, longest_of, sum_of_sources
-from shardprep.format.names import TOKENIZER_DIR, id_ranges, manifest_path
+from shardprep.format.names import TOKENIZER_DIR, id_ranges
 from shardprep.format.plan import Plan, PrepConfig, flags_of, is_one_file_a_shard, need_plan
 from slurm import state as states
 from slurm.state import DatasetState, Shard, StateName, last_lines, log_tail, meaning_of
@@ -125,7 +125,7 @@ def status_data(state: DatasetState) -> dict[str, Any]:
     by_cause = state.failed_by_cause()
     queue, history = state.queue, read_events(state.folder)
     waits = _waits_for(state)
-    sources = sum_of_sources(each.sources for each in state.made.done.values())
+    sources = sum_of_sources(each.counts.sources for each in state.made.done.values())
     return {
         "format": "shardprep-status",
         "version": STATUS_VERSION,
@@ -187,7 +187,7 @@ def _restarts(state: DatasetState) -> dict[str, int]:
     found: Counter[str] = Counter()
     for each in own:
         made = [state.made.done.get(shard_id) for shard_id in each.shards]
-        if last[each.key] is not each or all(of and of.job_id == each.job_id for of in made):
+        if last[each.key] is not each or all(of and of.run.job_id == each.job_id for of in made):
             cause = states.cause_of_record(each, each.shards[0])
             found[f"{cause} on {each.node}" if cause == states.NODE_FAIL else cause] += 1
     return dict(found)
@@ -268,25 +268,25 @@ def _lost_controller(state: DatasetState, history: Sequence[dict[str, Any]]) -> 
 def _speed(state: DatasetState, waits: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return tokens, the speed since the newest submission, and the time left by input bytes."""
     made = list(state.made.done.values())
-    num_tokens = sum(each.num_tokens for each in made)
+    num_tokens = sum(each.counts.num_tokens for each in made)
     numbers: dict[str, Any] = {"num_tokens": num_tokens, "tokens_per_s": None, "left_s": None}
     since, recent = 0.0, made
     if state.submissions:
         newest = state.submissions[-1]
         since, own = newest.submitted, {array.job_id for array in newest.arrays}
-        recent = [each for each in made if each.job_id in own or each.began >= since]
+        recent = [each for each in made if each.run.job_id in own or each.run.began >= since]
     if not recent:
         return numbers
     queued = state.ids("running", "pending")
-    until = time.time() if queued else max(each.ended for each in recent)
-    took_s = max(until - (since or min(each.began for each in recent)), 1e-3)
-    numbers["tokens_per_s"] = round(sum(each.num_tokens for each in recent) / took_s)
+    until = time.time() if queued else max(each.run.ended for each in recent)
+    took_s = max(until - (since or min(each.run.began for each in recent)), 1e-3)
+    numbers["tokens_per_s"] = round(sum(each.counts.num_tokens for each in recent) / took_s)
 
     running = [shard.attempts[-1].elapsed_s for shard in state.shards if shard.state == "running"]
     is_stuck = not running or any(meaning_of(each["reason"])[1] for each in waits)
     # A task that takes much longer than any so far: nobody knows how long.
-    is_late = max(running, default=0) > 30 + 2 * max(each.wall_s for each in recent)
-    num_bytes = sum(each.input_bytes for each in recent)
+    is_late = max(running, default=0) > 30 + 2 * max(each.run.wall_s for each in recent)
+    num_bytes = sum(each.counts.input_bytes for each in recent)
     if is_stuck or is_late or not num_bytes:
         return numbers
     sizes = state.plan.shard_bytes()  # it reads every part of the plan
@@ -451,6 +451,9 @@ def report_data(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str,
     plan, folder = state.plan, state.folder
     status = status_data(state)
     counts = [each.counts for each in manifests]
+    left_out: dict[str, list[str]] = defaultdict(list)
+    for reason, name in plan.left_out:
+        left_out[reason].append(name)
     quarantined = sum((Counter(each.quarantined) for each in counts), Counter[str]())
     return {
         "format": "shardprep-report",
@@ -464,7 +467,7 @@ def report_data(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str,
             "input_dir": str(plan.input_dir),
             "num_inputs": len(plan.inputs),
             "input_bytes": sum(item.num_bytes for item in plan.inputs),
-            "inputs_left_out": plan.left_out,
+            "inputs_left_out": left_out,
             **{name: getattr(plan.options, name) for name in _OPTIONS},
             "pack": plan.options.pack if plan.spec.has_rows else None,
             "tokenizer": dataclasses.asdict(plan.tokenizer),
@@ -482,7 +485,7 @@ def report_data(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str,
         "validation": _sums([each.validation for each in counts if each.validation]),
         "tar_bytes": sum(each.tar.num_bytes for each in manifests),
         "idx_bytes": sum(each.idx.num_bytes for each in manifests),
-        "sources": _sources(manifests, folder),
+        "sources": _sources(manifests),
         "left_out": dict(quarantined.most_common()),
         "per_shard": _per_shard(state, manifests),
         "work": _work(state),
@@ -499,11 +502,11 @@ def _sums(counts: Iterable[Any]) -> dict[str, int]:
     return dict(found)
 
 
-def _sources(manifests: Sequence[Manifest], folder: Path) -> list[dict[str, Any]]:
+def _sources(manifests: Sequence[Manifest]) -> list[dict[str, Any]]:
     """Return what each source gave, most tokens first. Several sources have their sum in front."""
     counts, texts = defaultdict[str, list[Any]](list), defaultdict[str, list[TextCounts]](list)
     for manifest in manifests:
-        of_shard = manifest.facts_of_run(manifest_path(folder, manifest.shard_id)).texts or {}
+        of_shard = manifest.run.texts or {}
         for name, each in manifest.counts.sources.items():
             for key in ("all", f" {name}"):  # no source's name begins so
                 counts[key].append(each)
@@ -538,8 +541,8 @@ def _per_shard(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str, 
     values: dict[str, list[float]] = {
         "tar_bytes": [each.tar.num_bytes for each in manifests],
         "num_tokens": [each.counts.num_tokens for each in manifests],
-        "wall_s": [each.wall_s for each in made],
-        "max_rss_bytes": [each.max_rss_bytes for each in made],
+        "wall_s": [each.run.wall_s for each in made],
+        "max_rss_bytes": [each.run.max_rss_bytes for each in made],
     }
     numbers = {}
     for name, of in values.items():
@@ -549,7 +552,7 @@ def _per_shard(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str, 
 
 
 def _work(state: DatasetState) -> dict[str, Any]:
-    made = state.made.done.values()
+    made = [manifest.run for manifest in state.made.done.values()]
     if not made:
         return {}
     return {
@@ -574,7 +577,7 @@ def _again(folder: Path, plan: Plan, manifests: Sequence[Manifest]) -> dict[str,
     command += flags_of(plan.options)
     if plan.max_bad_fraction != PrepConfig().max_bad_fraction:
         command += ["--max_bad_fraction", str(plan.max_bad_fraction)]
-    command += ["--hash_inputs"] if plan.has_input_hashes else []
+    command += ["--hash_inputs"] if plan.cuts[0].sha256 else []
     commands = []
     if plan.options.chat_template:
         code = (
@@ -587,7 +590,7 @@ def _again(folder: Path, plan: Plan, manifests: Sequence[Manifest]) -> dict[str,
     versions: dict[str, Counter[str]] = {}
     for manifest in manifests:
         for name in ("shardprep", "engine", "python"):
-            versions.setdefault(name, Counter())[str(manifest.run.get(name, "?"))[:80]] += 1
+            versions.setdefault(name, Counter())[getattr(manifest.run, name)[:80]] += 1
     return {
         "commands": commands,
         "transform_sha256": plan.options.transform_sha256,

@@ -18,11 +18,12 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from loader import check_boundaries, get_llama3_dataloader, mask_documents
+from loader import check_boundaries, mask_documents
 from shardprep.errors import Refused
 from tests.checkout import ROOT
 from tests.external_tars import write_numbered_tars
 from tests.word_tokenizers import save_word_tokenizer
+from tests.world import open_loader
 
 PAGE = ROOT / "docs" / "training_attention.md"
 VOCABULARY, SEQ_LEN, WINDOW = 200, 48, 8
@@ -107,23 +108,19 @@ def packed_batch(folder: Path) -> Any:
     save_word_tokenizer(folder, VOCABULARY)
     rng = np.random.default_rng(1)
     write_numbered_tars(
-        folder, 40, 1, name="shard-{:05d}.tar",
-        ids_of=lambda _: rng.integers(10, VOCABULARY - 10, rng.integers(5, 30)).tolist(),
-    )  # fmt: skip
-    options = {"seq_len": SEQ_LEN, "boundaries": ("transformers", "segment_ids"), "num_workers": 0}
-    batch = get_llama3_dataloader(folder, 2, folder, **options).peek()  # type: ignore[arg-type]
+        folder, 40, 1, lambda _: rng.integers(10, VOCABULARY - 10, rng.integers(5, 30)).tolist()
+    )
+    options = {"model_id": folder, "seq_len": SEQ_LEN, "boundaries": ("transformers", "segment_ids")}
+    batch = open_loader(folder, 2, **options).peek()
     assert (batch["segment_ids"].amax(1) > 1).all()
     return batch
 
 
 @torch.no_grad()
-def num_wrong(model: Any, batch: Mapping[str, Any], logits: Any = None) -> int:
-    """Tokens of the packed rows whose logits are not those of their document alone.
-
-    ``logits``: of the batch, where the model has other attention by now.
-    """
+def num_wrong(model: Any, batch: Mapping[str, Any]) -> int:
+    """Tokens of the packed rows whose logits are not those of their document alone."""
     segments = batch["segment_ids"]
-    logits = model(**fields_of(batch)).logits if logits is None else logits
+    logits = model(**fields_of(batch)).logits
     wrong = 0
     for row, ids in enumerate(batch["input_ids"]):
         for number in segments[row].unique()[segments[row].unique() > 0]:  # 0 is padding

@@ -12,7 +12,6 @@ import os
 import re
 import runpy
 import sys
-from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -81,14 +80,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests of the layer that is asked for.
-
-    The longest modules come first, then those with most tests that start processes or take long.
-    """
+    """Leave the tests of the layer that is asked for, those of the longest modules first."""
     slow = {item for item in items if any(map(item.get_closest_marker, LAYERS_OVER_QUICK))}
-    num_slow = Counter(item.path for item in slow)
     ranks = {f"test_{name}": number for number, name in enumerate(LONGEST.split())}
-    items.sort(key=lambda item: (ranks.get(item.path.stem, len(ranks)), -num_slow[item.path]))
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
     wants_frameworks, is_quick = config.getoption("--frameworks"), config.getoption("--quick")
     others = set()
     for item in items:
@@ -121,8 +116,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByModule(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            # A Python that has imported torch serves both modules of ranks.
-            return nodeid.partition("::")[0].replace("test_context_parallel", "test_processes")
+            return nodeid.partition("::")[0]
 
         def _reschedule(self, node: Any) -> None:
             """Give a module to who has one test left; two may take a minute in which nobody else gets it."""
@@ -171,8 +165,7 @@ def model_dir(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """A tokenizer that was trained on the sample text."""
     folder = tmp_path_factory.mktemp("model") / "tokenizer"
     words = {"input_dir": sample_dir, "vocab_size": 600, "output_dir": folder}
-    ended = call_main("train_tokenizer", *flags_of(words))
-    assert ended.code == 0, ended.text
+    call_main("train_tokenizer", *flags_of(words)).ends(0)
     return folder
 
 
@@ -190,13 +183,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
     """The folder with the Llama 3 tokenizer and the corpora, which are no part of the project."""
-    for name in (
-        "tokenizers/llama3/tokenizer.json",
-        "corpora/ko_reviews.txt.xz",
-        "corpora/en_paragraphs.txt.xz",
-    ):
-        if not (SHARED / name).is_file():
-            pytest.skip(f"{SHARED / name} is missing; SHARDPREP_TEST_SHARED names the folder that has it")
+    wanted = ("tokenizers/llama3/tokenizer.json", "corpora/ko_reviews.txt.xz", "corpora/en_paragraphs.txt.xz")
+    for path in (SHARED / name for name in wanted):
+        if not path.is_file():
+            pytest.skip(f"{path} is missing; SHARDPREP_TEST_SHARED names the folder that has it")
     return SHARED
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +12,32 @@ import webdataset
 from tests.word_tokenizers import save_word_tokenizer
 
 
-def write_numbered_data(folder: Path, num_samples: int, num_shards: int) -> Path:
-    """Numbered tars with a tokenizer beside them; ids behind the first one fill a sample, up to 4."""
-    save_word_tokenizer(folder, 200)
-    form: Any = {"name": "shard-{:05d}.tar", "ids_of": lambda number: [number, *range(number % 5)]}
-    write_numbered_tars(folder, num_samples, num_shards, **form)
-    return folder
+def write_tar(path: Path, samples: Iterable[Mapping[str, Any]]) -> Path:
+    """Write samples by their fields: PAX headers, float mtimes. Bytes are written as they are."""
+    with webdataset.TarWriter(str(path)) as writer:
+        for number, fields in enumerate(samples):
+            writer.write({"__key__": f"d{number}", **fields})
+    return path
 
 
 def write_numbered_tars(
     folder: Path,
     num_samples: int,
     num_shards: int,
-    *,
-    name: str = "part-{:03d}.tar",
-    ids_of: Callable[[int], list[int]] = lambda number: [number],
-) -> list[str]:
+    ids_of: Callable[[int], list[int]] = lambda number: [number, *range(number % 5)],
+) -> list[Path]:
     """Samples 0 to ``num_samples - 1`` in ``num_shards`` tars; sample n has the ids ``ids_of(n)``.
 
-    Returns the paths of the tars, in the order of the samples.
+    Returns the tars, in the order of the samples.
     """
-    paths = []
-    for shard, numbers in enumerate(np.array_split(np.arange(num_samples), num_shards)):
-        paths.append(str(folder / name.format(shard)))
-        with webdataset.TarWriter(paths[-1]) as writer:
-            for number in numbers.tolist():
-                writer.write({"__key__": f"s{number}", "token_ids.json": ids_of(number)})
+    paths = [folder / f"part-{shard:02d}.tar" for shard in range(num_shards)]
+    for path, numbers in zip(paths, np.array_split(np.arange(num_samples), num_shards), strict=True):
+        write_tar(path, [{"token_ids.json": ids_of(number)} for number in numbers.tolist()])
     return paths
+
+
+def write_numbered_data(folder: Path, num_samples: int, num_shards: int) -> Path:
+    """Numbered tars, with a tokenizer of 200 words beside them."""
+    save_word_tokenizer(folder, 200)
+    write_numbered_tars(folder, num_samples, num_shards)
+    return folder

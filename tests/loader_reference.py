@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import loader
@@ -34,7 +33,33 @@ packed rows, `max_length` a limit for documents that are not packed.
 
 def page() -> str:
     """What docs/loader.md must say."""
-    return "\n".join([HEAD, *_arguments(), *_members(), *_names()]) + "\n"
+    lines = [HEAD]
+    parameters = inspect.signature(loader.get_llama3_dataloader).parameters
+    for group, arguments in arguments_by_group().items():
+        lines.append(f"### {group}\n")
+        for name, text in arguments.items():
+            default = parameters[name].default
+            shown = "" if default in (None, (), inspect.Parameter.empty) else f"={default!r}"
+            lines.append(f"- `{name}{shown}`: {text.replace('``', '`')}")
+        lines.append("")
+    lines.append("## The loader\n")
+    for name, member in sorted(vars(loader.TokenLoader).items()):
+        is_property = isinstance(member, (property, functools.cached_property))
+        if not name.startswith("_") and (is_property or inspect.isfunction(member)):
+            taken = [] if is_property else [*inspect.signature(member).parameters][1:]
+            called = "" if is_property else f"({', '.join(taken)})"
+            lines.append(f"- `{name}{called}`: {_first_paragraph(member)}")
+    counts = "`num_batches`, `num_tokens`, `num_padding`, `num_cut_tokens`, `wait_s`, `padding_share`"
+    lines += [f"- `metrics`: counts of this rank: {counts}; `reset()`.\n", "## Other names of the package\n"]
+    errors = []
+    for name in loader.__all__:
+        item = getattr(loader, name)
+        if inspect.isclass(item) and issubclass(item, loader.ShardprepError):
+            errors.append(f"`{name}`")
+        elif name not in ("get_llama3_dataloader", "TokenLoader"):
+            lines.append(f"- `{name}`: {_first_paragraph(item)}")
+    codes = "[exit codes](commands.md#exit-codes)"
+    return "\n".join([*lines, f"\nErrors, with the {codes} of commands: {', '.join(errors)}.\n"])
 
 
 def arguments_by_group() -> dict[str, dict[str, str]]:
@@ -50,51 +75,9 @@ def arguments_by_group() -> dict[str, dict[str, str]]:
     return groups
 
 
-def _arguments() -> Iterator[str]:
-    parameters = inspect.signature(loader.get_llama3_dataloader).parameters
-    for group, arguments in arguments_by_group().items():
-        yield f"### {group}\n"
-        for name, text in arguments.items():
-            default = parameters[name].default
-            shown = "" if default in (None, (), inspect.Parameter.empty) else f"={default!r}"
-            yield f"- `{name}{shown}`: {_one_line(text)}"
-        yield ""
-
-
-def _members() -> Iterator[str]:
-    yield "## The loader\n"
-    for name, member in sorted(vars(loader.TokenLoader).items()):
-        is_property = isinstance(member, (property, functools.cached_property))
-        if name.startswith("_") or not (is_property or inspect.isfunction(member)):
-            continue
-        called = ""
-        if inspect.isfunction(member):
-            _, *parameters = inspect.signature(member).parameters
-            called = f"({', '.join(parameters)})"
-        yield f"- `{name}{called}`: {_one_line(_first_paragraph(member))}"
-    counts = "`num_batches`, `num_tokens`, `num_padding`, `num_cut_tokens`, `wait_s`, `padding_share`"
-    yield f"- `metrics`: counts of this rank: {counts}; `reset()`."
-    yield ""
-
-
-def _names() -> Iterator[str]:
-    yield "## Other names of the package\n"
-    errors = []
-    for name in loader.__all__:
-        item = getattr(loader, name)
-        if inspect.isclass(item) and issubclass(item, loader.ShardprepError):
-            errors.append(f"`{name}`")
-        elif name not in ("get_llama3_dataloader", "TokenLoader"):
-            yield f"- `{name}`: {_one_line(_first_paragraph(item))}"
-    yield f"\nErrors, with the [exit codes](commands.md#exit-codes) of commands: {', '.join(errors)}."
-
-
 def _first_paragraph(item: Any) -> str:
     """What a member or a name is; of what it does the verb stays."""
-    return (inspect.getdoc(item) or "").partition("\n\n")[0].removeprefix("Return ")
-
-
-def _one_line(text: str) -> str:
+    text = (inspect.getdoc(item) or "").partition("\n\n")[0].removeprefix("Return ")
     return " ".join(text.replace("``", "`").split())
 
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import bz2
 import codecs
-import contextlib
 import functools
 import gzip
 import io
 import json
 import lzma
 import math
+import operator
 import re
 import string
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,39 +43,53 @@ class PlainRecord:
     id: str = ""  # of ``id_field``
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlainOptions:
-    """What a plan's options say of reading; named and set as there."""
-
-    doc: str = "line"
-    encoding: str = "utf-8"
-    text_field: str = "text"
-    text_template: str = ""
-    record: str = "documents"
-    id_field: str = ""
+class _LeftOutError(Exception):
+    """A record gives no text; the argument is the reason, or "" if it is empty."""
 
 
-class _BadError(Exception):
-    """A record gives no text; the argument is the reason."""
+def plain_records(
+    path: Path,
+    *,
+    doc: str = "line",
+    encoding: str = "utf-8",
+    text_field: str = "text",
+    text_template: str = "",
+    record: str = "documents",
+    id_field: str = "",
+) -> Iterator[PlainRecord]:
+    """Yield every line, row or file of an input in order, the empty and the bad ones included.
 
-
-def plain_records(path: Path, **options: str) -> Iterator[PlainRecord]:
-    """Yield every line, row or file of an input in order, the empty and the bad ones included."""
-    wanted = PlainOptions(**options)
+    The options are those of ``plan``.
+    """
     suffixes = ["", *(suffix.lower() for suffix in path.suffixes)]
     compression = suffixes.pop() if suffixes[-1] in _OPENERS else ""
-    suffix = suffixes[-1]
-    if suffix in (".parquet", ".pq", ".arrow", ".ipc", ".feather"):
-        first = 0
-        for table in (_parquet if suffix.startswith(".p") else _arrow)(path):
-            for number in range(table.num_rows):
-                yield _record(first + number, wanted, functools.partial(tuple, (table, number)), _in_row)
-            first += table.num_rows
+    is_chat = record == "chat"
+    if suffixes[-1] in (".parquet", ".pq", ".arrow", ".ipc", ".feather"):
+        values = _in_tables((_parquet if suffixes[-1].startswith(".p") else _arrow)(path))
     else:
         with _OPENERS[compression](path) as stream:
             data = stream.read()
-        is_json = suffix in (".jsonl", ".ndjson", ".jsonlines", ".json")
-        yield from _in_json(data, wanted) if is_json else _in_text(data, wanted, is_held=bool(compression))
+        if suffixes[-1] not in (".jsonl", ".ndjson", ".jsonlines", ".json"):
+            yield from _in_text(data, doc, encoding, is_held=bool(compression))
+            return
+        values = _in_json(data, is_chat=is_chat)
+    literals, paths = _parts_of(text_template) if text_template else (["", ""], [text_field.split(".")])
+    most_bytes = _MOST_CHAT_BYTES if is_chat else _MOST_HELD_BYTES
+    for offset, value_at in values:
+        try:
+            found = [value_at(place, is_text=True) for place in paths]
+            text = literals[0]
+            for value, literal in zip(found, literals[1:], strict=True):
+                text += _text_of(value, is_chat=is_chat) + literal
+            name = _name(value_at(id_field.split("."), is_text=False)) if id_field else ""
+            if len(text) > most_bytes or len(text.encode()) > _MOST_HELD_BYTES:
+                yield PlainRecord(offset, reason="too_long")
+            else:
+                yield PlainRecord(offset, "" if text.isspace() else text, id=name)
+        except UnicodeDecodeError:
+            yield PlainRecord(offset, reason="undecodable")
+        except _LeftOutError as left_out:
+            yield PlainRecord(offset, reason=str(left_out))
 
 
 def _open_zstandard(path: Path) -> Any:
@@ -95,81 +108,81 @@ _OPENERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def _in_text(data: bytes, options: PlainOptions, *, is_held: bool) -> Iterator[PlainRecord]:
-    codec = options.encoding.removesuffix("-sig")
+def _in_text(data: bytes, doc: str, encoding: str, *, is_held: bool) -> Iterator[PlainRecord]:
     # Of bytes, splitlines takes LF, CR and CRLF for line ends, and nothing else.
-    lines = [data] if options.doc == "file" else data.splitlines(keepends=True)
+    lines = [data] if doc == "file" else data.splitlines(keepends=True)
     begin = 0
-    if options.encoding == "utf-8-sig" and data.startswith(codecs.BOM_UTF8):
+    if encoding == "utf-8-sig" and data.startswith(codecs.BOM_UTF8):
         begin, lines[0] = 3, lines[0][3:]
-        if data == codecs.BOM_UTF8 and options.doc == "line":
+        if data == codecs.BOM_UTF8 and doc == "line":
             return  # a file that is nothing else
     for line in lines:
         is_too_long = is_held and len(line) > _MOST_HELD_BYTES
         try:
-            text = "" if is_too_long else line.decode(codec).replace("\r\n", "\n").replace("\r", "\n")
-            yield PlainRecord(begin, text.strip(), "too_long" if is_too_long else "")
+            text = "" if is_too_long else line.decode(encoding.removesuffix("-sig"))
+            text = text.replace("\r\n", "\n").replace("\r", "\n").strip()
+            yield PlainRecord(begin, text, "too_long" if is_too_long else "")
         except UnicodeDecodeError:
             yield PlainRecord(begin, reason="undecodable")
         begin += len(line)
 
 
-def _in_json(data: bytes, options: PlainOptions) -> Iterator[PlainRecord]:
+Values = Iterator[tuple[int, Callable[..., Any]]]  # of a record: its place, and what gives a value at a path
+
+
+def _in_json(data: bytes, *, is_chat: bool) -> Values:
     offset = 0
     for line in io.BytesIO(data):  # of bytes: a line ends with LF alone
-        begin = offset
+        text = line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line
+        yield offset, functools.partial(_in_object, text, is_chat=is_chat)
         offset += len(line)
-        text = line.removeprefix(codecs.BOM_UTF8) if begin == 0 else line
-        if len(line) > _MOST_HELD_BYTES:
-            yield PlainRecord(begin, reason="too_long")
-        elif not text.strip(b" \t\r\n"):
-            yield PlainRecord(begin)
-        else:
-            yield _record(begin, options, functools.partial(_parse, text), _in_object)
 
 
-class _Twice:
-    """The value of a key that stands more than once in its object: the last one."""
+def _in_object(line: bytes, path: Sequence[str], *, is_text: bool, is_chat: bool) -> Any:
+    """Return the value at a path of a line of JSON. A key of a text, or in messages, has to stand once; of
+    another the last value counts."""
+    value = _parse(line)
+    for name in path:
+        if not isinstance(value, dict) or name not in value:
+            return _MISSING
+        if is_text and len(value[name]) > 1:
+            raise _LeftOutError("bad_json")
+        value = value[name][-1]
+    return _with_last_values(value, is_once=is_text and is_chat)
 
-    def __init__(self, last: Any) -> None:
-        self.last = last
 
+@functools.lru_cache(maxsize=1)
+def _parse(line: bytes) -> dict[str, list[Any]]:
+    """Return the object of a line of JSON, with all values of each key in every object."""
 
-def _parse(line: bytes) -> dict[str, Any]:
-    """Return the object of a line of JSON. Raises _BadError and UnicodeDecodeError."""
+    def collect(pairs: list[tuple[str, Any]]) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {}
+        for name, value in pairs:
+            found.setdefault(name, []).append(value)
+        return found
+
+    if len(line) > _MOST_HELD_BYTES:
+        raise _LeftOutError("too_long")
+    if not line.strip(b" \t\r\n"):
+        raise _LeftOutError("")
     text = line.decode()
     try:
         value = json.loads(
             text,
-            object_pairs_hook=_object,
+            object_pairs_hook=collect,
             parse_constant=_finite,
             parse_float=_finite,
             parse_int=lambda digits: (_finite(digits), int(digits))[1],
         )
         if "\\u" in text:
-            json.dumps(value, ensure_ascii=False, default=_last).encode()
+            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # half of a surrogate pair
-        raise _BadError("surrogate") from None
+        raise _LeftOutError("surrogate") from None
     except (ValueError, RecursionError):
-        raise _BadError("bad_json") from None
+        raise _LeftOutError("bad_json") from None
     if not isinstance(value, dict):
-        raise _BadError("bad_json")
+        raise _LeftOutError("bad_json")
     return value
-
-
-def _in_object(value: Any, path: Sequence[str], *, is_text: bool) -> Any:
-    for name in path:
-        if not isinstance(value, dict) or name not in value:
-            return _MISSING
-        value = value[name]
-        if isinstance(value, _Twice):
-            value = (_once if is_text else _last)(value)
-    return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    times = Counter(name for name, _ in pairs)
-    return {name: _Twice(value) if times[name] > 1 else value for name, value in pairs}
 
 
 def _finite(text: str) -> float:
@@ -179,24 +192,28 @@ def _finite(text: str) -> float:
     return number
 
 
-def _last(value: Any) -> Any:
-    """Return what ``json.dumps`` takes for a _Twice. Raises TypeError for all else."""
-    if isinstance(value, _Twice):
-        return value.last
-    raise TypeError(type(value).__name__)
+def _with_last_values(value: Any, *, is_once: bool) -> Any:
+    """Return a value of JSON with one value for each key. ``is_once``: it has to have no other."""
+    if isinstance(value, list):
+        return [_with_last_values(each, is_once=is_once) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if is_once and any(len(values) > 1 for values in value.values()):
+        raise _LeftOutError("bad_json")
+    return {name: _with_last_values(values[-1], is_once=is_once) for name, values in value.items()}
 
 
-def _once(value: Any) -> Any:
-    """Return what ``json.dumps`` takes in a text: a key stands once, and a time of a table is a string."""
-    if isinstance(value, _Twice):
-        raise _BadError("bad_json")
-    return value.isoformat() if hasattr(value, "isoformat") else _last(value)
+def _in_tables(tables: Iterator[Any]) -> Values:
+    first = 0
+    for table in tables:
+        for number in range(table.num_rows):
+            yield first + number, functools.partial(_in_row, table, number)
+        first += table.num_rows
 
 
-def _in_row(row: tuple[Any, int], path: Sequence[str], *, is_text: bool) -> Any:
-    """Return a value of a table's row, however deep in its structs; null where what it stands in is null, and
-    the error where it cannot be decoded."""
-    table, number = row
+def _in_row(table: Any, number: int, path: Sequence[str], *, is_text: bool) -> Any:
+    """Return a value of a table's row, however deep in its structs; null where what it stands in is null.
+    What cannot be decoded is an error in a text, and no id."""
     names = [name] if (name := ".".join(path)) in table.column_names else path
     if names[0] not in table.column_names:
         return _MISSING
@@ -211,8 +228,10 @@ def _in_row(row: tuple[Any, int], path: Sequence[str], *, is_text: bool) -> Any:
     try:
         value = scalar.as_py()
         return value.decode() if isinstance(value, bytes) else value
-    except UnicodeDecodeError as error:
-        return error
+    except UnicodeDecodeError:
+        if is_text:
+            raise
+        return _MISSING
 
 
 def _parquet(path: Path) -> Iterator[Any]:
@@ -236,34 +255,10 @@ def _arrow(path: Path) -> Iterator[Any]:
         yield pyarrow.Table.from_batches([batch])
 
 
-def _record(
-    offset: int, options: PlainOptions, parse: Callable[[], Any], value_in: Callable[..., Any]
-) -> PlainRecord:
-    """Return a record. ``value_in`` gives the value at a path of what ``parse`` gives."""
-    try:
-        values = parse()
-        literals, paths = _template_of(options)
-        found = [value_in(values, path, is_text=True) for path in paths]
-        text = literals[0]
-        for value, literal in zip(found, literals[1:], strict=True):
-            text += _text_of(value, is_chat=options.record == "chat") + literal
-        most_bytes = _MOST_CHAT_BYTES if options.record == "chat" else _MOST_HELD_BYTES
-        if len(text) > most_bytes or len(text.encode()) > _MOST_HELD_BYTES:
-            return PlainRecord(offset, reason="too_long")
-        name = value_in(values, options.id_field.split("."), is_text=False) if options.id_field else None
-    except UnicodeDecodeError:
-        return PlainRecord(offset, reason="undecodable")
-    except _BadError as bad:
-        return PlainRecord(offset, reason=str(bad))
-    return PlainRecord(offset, "" if text.isspace() else text, id=_name(name))
-
-
-def _template_of(options: PlainOptions) -> tuple[list[str], list[list[str]]]:
-    """Return the texts around the fields of a document, and the paths of these fields."""
-    if not options.text_template:
-        return ["", ""], [options.text_field.split(".")]
+def _parts_of(template: str) -> tuple[list[str], list[list[str]]]:
+    """Return the texts around the fields of a template, and the paths of these fields."""
     letters = {"n": "\n", "t": "\t", "r": "\r"}
-    unescaped = re.sub(r"\\([ntr\\])", lambda m: letters.get(m[1], m[1]), options.text_template)
+    unescaped = re.sub(r"\\([ntr\\])", lambda m: letters.get(m[1], m[1]), template)
     literals, paths = [""], []
     for literal, name, _, _ in string.Formatter().parse(unescaped):
         literals[-1] += literal
@@ -274,27 +269,24 @@ def _template_of(options: PlainOptions) -> tuple[list[str], list[list[str]]]:
 
 
 def _text_of(value: Any, *, is_chat: bool) -> str:
-    if isinstance(value, UnicodeDecodeError):
-        raise value
     if value is _MISSING or value is None:
-        raise _BadError("null_field" if value is None else "no_field")
-    if not is_chat and isinstance(value, str):
-        return value
-    with contextlib.suppress(TypeError, ValueError):
-        if is_chat:
-            text = json.dumps(
-                value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_once
-            )
-            if isinstance(value, list):
-                return text
-    raise _BadError("wrong_type")
+        raise _LeftOutError("null_field" if value is None else "no_field")
+    if not isinstance(value, list if is_chat else str):
+        raise _LeftOutError("wrong_type")
+    if not is_chat:
+        return str(value)
+    try:  # a time of a table is a string
+        iso = operator.methodcaller("isoformat")
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=iso)
+    except (AttributeError, TypeError, ValueError):
+        raise _LeftOutError("wrong_type") from None
 
 
 def _name(value: Any) -> str:
     """Return an id: a string as it is, another value as JSON, nothing where there is none."""
-    if value is _MISSING or value is None or isinstance(value, (str, UnicodeDecodeError)):
-        return value if isinstance(value, str) else ""
+    if isinstance(value, str):
+        return value
     try:
-        return json.dumps(value, ensure_ascii=False, default=_last)
+        return "" if value is _MISSING or value is None else json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
         return str(value)

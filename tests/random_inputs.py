@@ -1,18 +1,14 @@
-"""Random inputs of every format, and what tests/plain_reader.py takes out of each.
-
-tests/preprocess/test_input_files.py compares them, with ``RANDOM_FILES=5000`` so many of each format. Where
-polars, duckdb, fastparquet, pandas or ``datasets`` is installed, files that it wrote are read, too.
-"""
+"""Random inputs: files of every format, with what tests/plain_reader.py takes out of each, and folders, with
+what a listing has to say of each name in them. ``RANDOM_FILES=5000`` makes so many files of each format."""
 
 from __future__ import annotations
 
 import bz2
-import contextlib
 import faulthandler
 import gzip
-import importlib.util
 import json
 import lzma
+import multiprocessing
 import os
 import random
 import re
@@ -21,7 +17,6 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pyarrow
 import pyarrow.ipc
@@ -42,34 +37,18 @@ PACKERS: dict[str, Callable[[bytes, random.Random], bytes]] = {
     ".frames.zst": lambda data, rng: rng.choice([seekable_zstd, zstd_of_blocks])(data, rng.choice(FRAMES)),
     ".blocks.gz": lambda data, rng: bgzip(data, rng.choice(FRAMES)),
 }
-FORMATS = [
-    *(f"{stem}{packed}" for stem in ("txt", "jsonl") for packed in PACKERS),
-    "parquet",
-    "stream.arrow",
-    "file.arrow",
-]
-
-
-# Libraries, and the files that they write of a table.
-_WRITERS: dict[str, Callable[[Any, pyarrow.Table, Path], object]] = {
-    "polars.parquet": lambda polars, table, path: polars.from_arrow(table).write_parquet(path),
-    "polars.arrow": lambda polars, table, path: polars.from_arrow(table).write_ipc(path),
-    "polars.jsonl": lambda polars, table, path: polars.from_arrow(table).write_ndjson(path),
-    "duckdb.parquet": lambda duckdb, table, path: duckdb.from_arrow(table).write_parquet(str(path)),
-    "fastparquet.parquet": lambda library, table, path: library.write(str(path), table.to_pandas()),
-    "pandas.parquet": lambda _, table, path: table.to_pandas().to_parquet(path),
-    "pandas.jsonl": lambda _, table, path: table.to_pandas().to_json(path, lines=True, orient="records"),
-    "datasets.parquet": lambda datasets, table, path: datasets.Dataset(table).to_parquet(path),
-    "datasets.jsonl": lambda datasets, table, path: datasets.Dataset(table).to_json(path),
-}
-WRITERS = [form for form in _WRITERS if importlib.util.find_spec(form.partition(".")[0])]
-
-
-class Found(NamedTuple):
-    """What of an input was taken, and what was left out; None for a file that was refused."""
-
-    texts: list[str] | None
-    num_bad: int = 0
+FORMATS = [f"{stem}{packed}" for stem in ("txt", "jsonl") for packed in PACKERS]
+FORMATS += ["parquet", "stream.arrow", "file.arrow"]
+ODD_LINES = [  # of JSON
+    b"", b"   ", b"{", b"[1]", b'{"text": null}', b'{"text": 3}', b'{"text": NaN}', b'{"text": ""}',
+    b'{"a": 1}', b'{"text": "\\ud800"}', b'{"text": "a\xff"}', b'{"text": "a\x00b"}',
+    b'{"text": "a", "text": "b"}', b'{"text": "a", "te\\u0078t": "b"}', b'{"te\\u0078t":"a", "text"\t:"b"}',
+    b'{"te\\u0078t" :"\\"text\\":"}', b'{"a": {"text": 1}, "text"\t: "c"}', b'{"a": "text", "text" :"d"}',
+    b'{"text": "\\u0000 \\n both"}\r', b'{"text": "\\\\", "n": 18446744073709551616}',
+    b'{"text": "a", "n": 1e999}', b'{"text": "a", "n": NaN}',
+]  # fmt: skip
+# The texts that were taken of an input, None where it was refused, and how many were left out.
+Found = tuple[list[str] | None, int]
 
 
 def random_texts(rng: random.Random) -> list[str]:
@@ -83,7 +62,7 @@ def random_texts(rng: random.Random) -> list[str]:
 def file_name(form: str, seed: int) -> str:
     """``jsonl.frames.zst`` -> ``000007.frames.jsonl.zst``."""
     stem, *rest = form.split(".")
-    if form in WRITERS or form.endswith(("arrow", "parquet")):
+    if form.endswith(("arrow", "parquet")):
         return f"{seed:06d}.{form}"
     return ".".join([f"{seed:06d}", *rest[:-1], stem, *rest[-1:]])
 
@@ -106,13 +85,7 @@ def _line(stem: str, text: str, rng: random.Random) -> bytes:
         bad = b"\xff" if rng.random() < 0.02 else b""
         return re.sub(r"[\r\n]", " ", text).encode() + bad + end
     line = json.dumps({"id": 7, "text": text}, ensure_ascii=rng.random() < 0.5).encode()
-    odd = [
-        b"", b"{", b"[1]", b'{"text": null}', b'{"text": "\\ud800"}', b'{"a": 1}', line[:-3],
-        b'{"text": NaN}', b'{"text": "a", "te\\u0078t": "b"}', b'{"te\\u0078t":"a", "text"\t:"b"}',
-        b'{"te\\u0078t" :"\\"text\\":"}', b'{"a": {"text": 1}, "text"\t: "c"}',
-        b'{"text": "\\\\", "n": 18446744073709551616}', b'{"a": "text", "text" :"d"}', b'{"text": "a\xff"}',
-        b'{"text": 3}', b'{"text": "a", "text": "b"}', line + b" ", b"\t" + line,
-    ]  # fmt: skip
+    odd = [*ODD_LINES, line[:-3], line + b" ", b"\t" + line]
     return (rng.choice(odd) if rng.random() < 0.1 else line) + b"\n"
 
 
@@ -128,18 +101,11 @@ def independent(path: Path) -> Found:
     try:
         records = [*plain_records(path)]
     except Exception:
-        return Found(None)
-    return Found([each.text for each in records if each.text], sum(each.reason != "" for each in records))
+        return None, 0
+    return [each.text for each in records if each.text], sum(each.reason != "" for each in records)
 
 
-def write_by(form: str, rng: random.Random, path: Path) -> None:
-    """Let a library write a file, without a text in one of its rows."""
-    texts = [*random_texts(rng), None, "one more"]
-    table = pyarrow.table({"n": range(len(texts)), "text": pyarrow.array(texts, pyarrow.string())})
-    _WRITERS[form](importlib.import_module(form.partition(".")[0]), table, path)
-
-
-def ours(world: World, seed: int) -> tuple[Found, dict[str, int]]:
+def ours(world: World, seed: int) -> tuple[list[str] | None, Counter[str]]:
     """What this project takes out of a folder, at whatever places it is cut; bad records by their file.
 
     Every byte is accounted for: ``verify`` compares what shards have read with the sizes of the files.
@@ -151,12 +117,12 @@ def ours(world: World, seed: int) -> tuple[Found, dict[str, int]]:
         ended = ended if ended.code else world.try_shard(number, environ=environ)
     ended = ended if ended.code else world.main("verify", world.data_dir)
     if ended.code == 65:
-        return Found(None), {}
-    assert ended.code == 0, ended.text
+        return None, Counter()
+    ended.ends(0)
     told, names = world.lines("quarantine"), world.inputs()
     places = [(names.index(line["source"]), line["source_offset"]) for line in told]
     assert places == sorted(places), "places ascend"
-    return Found(world.texts(), len(told)), Counter(line["source"] for line in told)
+    return world.texts(), Counter(line["source"] for line in told)
 
 
 def compare(form: str, seeds: Sequence[int], folder: Path) -> list[str]:
@@ -170,16 +136,13 @@ def compare(form: str, seeds: Sequence[int], folder: Path) -> list[str]:
     for seed in seeds:
         rng = random.Random(f"{form} {seed}")
         path = together.raw_dir / file_name(form, seed)
-        if form in WRITERS:
-            write_by(form, rng, path)
-        else:
-            data = _whole_file(form, rng)
-            if data and rng.random() < 0.2:
-                alone = World(folder / "alone").raw({path.name: _damaged(data, rng)})
-                results.append(_of_damaged(form, alone.raw_dir / path.name, alone, data))
-                shutil.rmtree(folder / "alone")
-                continue
-            path.write_bytes(data)
+        data = _whole_file(form, rng)
+        if data and rng.random() < 0.2:
+            alone = World(folder / "alone").raw({path.name: _damaged(data, rng)})
+            results.append(_of_damaged(form, alone.raw_dir / path.name, alone, data))
+            shutil.rmtree(folder / "alone")
+            continue
+        path.write_bytes(data)
         whole[path.name] = independent(path)
     results += _of_whole(whole, together, seeds[0])
     shutil.rmtree(folder / "together")
@@ -190,29 +153,29 @@ def _of_damaged(form: str, path: Path, world: World, whole: bytes) -> str:
     if form == "parquet" and _ends_pyarrow(path):
         return "aborted"
     expected = independent(path)
-    found, _ = ours(world, len(whole))
-    if found.texts is None:
+    texts, bad = ours(world, len(whole))
+    if texts is None:
         return "refused"
-    if expected.texts is None:  # by rows, not all of a header is looked at
+    if expected[0] is None:  # by rows, not all of a header is looked at
         path.write_bytes(whole)
         expected = independent(path)
-    return "equal" if found == expected else f"WRONG: {path.name}, which is damaged"
+    return "equal" if (texts, bad.total()) == expected else f"WRONG: {path.name}, which is damaged"
 
 
 def _of_whole(whole: Mapping[str, Found], world: World, seed: int) -> list[str]:
-    found, bad = ours(world, seed)
-    names = world.inputs() if found.texts is not None else []
-    texts = [text for name in names for text in whole[name].texts or []]
-    if found.texts == texts and bad == {name: each.num_bad for name, each in whole.items() if each.num_bad}:
+    texts, bad = ours(world, seed)
+    names = [*whole] if texts is None else world.inputs()  # whose order is not that of their names
+    expected = [text for name in names for text in whole[name][0] or []]
+    num_bad = {name: of_file for name, (_, of_file) in whole.items() if of_file}
+    if (texts, bad) == (expected, num_bad) or (texts is None and not expected):
         return ["equal"] * len(whole)
+    if len(whole) == 1:
+        return [f"WRONG: {name}" for name in whole]
     results = []
-    for name, expected in whole.items():
-        if len(whole) == 1:
-            is_refused = found.texts is None and not expected.texts
-            return ["equal" if is_refused else f"WRONG: {name}"]
+    for name in whole:
         alone = World(world.data_dir / name)
         shutil.copy(world.raw_dir / name, alone.raw_dir)
-        results += _of_whole({name: expected}, alone, seed)
+        results += _of_whole({name: whole[name]}, alone, seed)
     return results if {*results} != {"equal"} else ["WRONG: only where they are read together"]
 
 
@@ -221,14 +184,113 @@ def _ends_pyarrow(path: Path) -> bool:
 
     pyarrow 26 lets an exception of C++ through there, where a column's statistics are damaged.
     """
-    child = os.fork()
-    if not child:
+
+    def look() -> None:
         faulthandler.disable()
         os.close(2)  # what C++ would say
-        with contextlib.suppress(Exception):
-            metadata = pyarrow.parquet.ParquetFile(path).metadata
-            for group in range(metadata.num_row_groups):
-                for column in range(metadata.num_columns):
-                    metadata.row_group(group).column(column)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGABRT
+        metadata = pyarrow.parquet.ParquetFile(path).metadata
+        for group in range(metadata.num_row_groups):
+            for column in range(metadata.num_columns):
+                metadata.row_group(group).column(column)
+
+    process = multiprocessing.get_context("fork").Process(target=look)
+    process.start()
+    process.join()
+    return process.exitcode == -signal.SIGABRT
+
+
+# Names of files, and why one is left out; "": it is an input.
+NAMES = {
+    "a.txt": "", "B.JSONL": "", "c.ndjson.ZSTD": "", "_k=v.parquet": "", "가 나.text": "", "state.txt": "",
+    "license_plates.txt": "", "line\nend.jsonl": "", "[x].json.bz2": "",
+    "x.csv": "unknown suffix", "notes.md": "unknown suffix", "a.txt~": "unknown suffix",
+    ".m.jsonl": "hidden", "._p.jsonl": "AppleDouble", "_d.json": "begins with _",
+    "README.ko.txt": "file of a repository", "requirements-dev.txt": "file of a repository",
+    "dataset_info.json": "note of datasets", "cache-0a_00001_of_00002.arrow": "cache of datasets",
+    "v1.metadata.json": "note of Iceberg",
+}  # fmt: skip
+FOLDERS = {"sub": "", "b=1": "", "data.v1": "", ".git": "hidden", "_old": "begins with _"}
+# Patterns of --also, and the names of NAMES that they take besides.
+PATTERNS = {
+    "": (), "*.md": ("notes.md",), "*.MD,readme*": ("notes.md", "README.ko.txt"), ".m*": (".m.jsonl",),
+    "_d*,*.csv": ("_d.json", "x.csv"),
+}  # fmt: skip
+
+
+def random_folder(root: Path, rng: random.Random) -> None:
+    """Fill the empty folder ``root``. All files are empty, which each input format allows."""
+    folders = [root]
+    elsewhere = [root.with_name(f"{root.name} {number}") for number in range(2)]
+    for file in elsewhere:
+        file.touch()
+    inputs = [name for name, reason in NAMES.items() if not reason]
+    for _ in range(rng.randint(1, 40)):
+        kind = rng.choices(["file", "folder", "file link", "folder link", "fifo"], (50, 20, 10, 12, 8))[0]
+        names = [*FOLDERS] if "folder" in kind else inputs if kind == "fifo" else [*NAMES]
+        path = rng.choice(folders) / rng.choice(names)
+        if os.path.lexists(path):
+            continue
+        if kind == "file":
+            path.touch()
+        elif kind == "folder":
+            path.mkdir()
+            folders.append(path)
+        elif kind == "fifo":
+            os.mkfifo(path)
+        else:
+            path.symlink_to(rng.choice(folders if kind == "folder link" else elsewhere))
+
+
+def check_listing(
+    root: Path,
+    taken: list[str],
+    told: list[tuple[str, str]],
+    *,
+    recursive: bool,
+    follow_links: bool,
+    also: str,
+) -> None:
+    """Compare a listing with an independent one: paths that were taken, and reasons with the others.
+
+    Where nothing was taken, nothing needs to be told.
+    """
+
+    def reason_of(path: Path) -> str:
+        if path.is_dir():
+            if not FOLDERS[path.name] and path.is_symlink() and not follow_links:
+                return "link to a folder"
+            return FOLDERS[path.name] or ("" if recursive else "folder")
+        if not path.is_file():
+            return "FIFO, socket or device"
+        return "" if path.name in PATTERNS[also] else NAMES[path.name]
+
+    def place(name: str) -> Path:  # in the real path of its folder, which may be met through links
+        return (root / name).parent.resolve() / Path(name).name
+
+    folders, waiting = set[Path](), [root.resolve()]
+    left_out = set[tuple[str, Path]]()
+    files: dict[Path, set[Path]] = {}  # the names by which a file may be taken
+    while waiting:
+        folder = waiting.pop()
+        for path in [] if folder in folders else folder.iterdir():
+            reason = reason_of(path)
+            if reason:
+                left_out.add((reason, path))
+            elif path.is_dir():
+                waiting.append(path.resolve())
+            else:
+                files.setdefault(path.resolve(), set()).add(path)
+        folders.add(folder)
+    # Of several names of one file one is taken, and that of the file itself before links to it.
+    of_taken = {*map(place, taken)}
+    assert len(of_taken) == len(taken) == len(files), files
+    for file, names in files.items():
+        assert len(names & of_taken) == 1, names
+        assert file not in names or file in of_taken
+        left_out |= {("file that is taken by another name", name) for name in names - of_taken}
+    if not taken:
+        return
+    again = [name for reason, name in told if reason == "folder that is taken already"]
+    assert all((root / name).resolve() in folders for name in again)
+    others = [(reason, place(name)) for reason, name in told if name not in again]
+    assert sorted(others) == sorted(left_out)

@@ -42,7 +42,7 @@ sys.exit(code[0] if code else 137)  # none: it was killed
 """
 
 
-class WarmPython:
+class WarmPython(contextlib.AbstractContextManager["WarmPython"]):
     """A server below ``folder``, with these modules imported; ``environ`` is its environment."""
 
     def __init__(self, folder: Path, modules: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -66,9 +66,6 @@ class WarmPython:
             client = _CLIENT.format(python=sys.executable, address=self._address, words=words)
             (folder / name).write_text(client)
             (folder / name).chmod(0o755)
-
-    def __enter__(self) -> WarmPython:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._server.communicate()

@@ -423,16 +423,11 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         # A step of training may be several ticks of the order; a rank has so many batches of each.
         self._num_batches_of_tick = least // (world_size * batch_size)
         self.loaders: list[TokenLoader] = []
-        try:
-            for rank in range(world_size):
-                options = {"global_batch_size": global_batch_size, "rank": rank, "world_size": world_size}
-                self.loaders.append(open_loader(data, batch_size, **options, **arguments))
+        for rank in range(world_size):
+            options = {"global_batch_size": global_batch_size, "rank": rank, "world_size": world_size}
+            self.loaders.append(open_loader(data, batch_size, **options, **arguments))
             if state is not None:
-                for loader in self.loaders:
-                    loader.load_state_dict(json.loads(json.dumps(state)))
-        except BaseException:
-            self.close()
-            raise
+                self.loaders[-1].load_state_dict(json.loads(json.dumps(state)))
         self._streams = [chain.from_iterable(repeat(loader)) for loader in self.loaders]  # all epochs
 
     def step(self) -> GlobalBatch:

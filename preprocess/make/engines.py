@@ -65,9 +65,8 @@ class TokenBatch:
 NO_LOSS = np.uint32(1 << 31)  # set in an id of a conversation that the assistant did not write
 Spans = Sequence[tuple[int, int]]  # characters [begin, end) of a text
 FEW_BYTES = 1 << 18  # of text: the reference encodes it in 0.05 s, comparing the engines takes 1 s
-# Called with texts as UTF-8, and whether BOS and the like are added.
-Encode = Callable[[Sequence[bytes], bool], TokenBatch]
-EncodeChat = Callable[[Sequence[bytes], Sequence[Spans], MaskRule], TokenBatch]
+Encode = Callable[[Texts, bool], TokenBatch]  # called with whether BOS and the like are added, too
+EncodeChat = Callable[[Texts, Sequence[Spans], MaskRule], TokenBatch]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +90,8 @@ class Engine:
         """Return an engine that puts nothing around a text."""
         return replace(self, adds_special_tokens=False)
 
-    def encode(self, texts: Sequence[bytes]) -> TokenBatch:
-        """Encode texts, given as UTF-8."""
+    def encode(self, texts: Texts) -> TokenBatch:
         return self.encode_with(texts, self.adds_special_tokens)
-
-    def encode_texts(self, texts: Iterable[str]) -> TokenBatch:
-        """Encode texts that are held as strings."""
-        return self.encode([text.encode() for text in texts])
 
     def encode_documents(
         self, documents: Documents, *, end_id: int | None = None, mask_rule: MaskRule = ""
@@ -134,15 +128,8 @@ def load_tokenizer(tokenizer_json: Path) -> Any:
         raise ReadWriteError(message) from error
 
 
-def tokenizers_engine(tokenizer_json: Path, *, allow_special_tokens: bool, name: str | None = None) -> Engine:
-    """Return the reference, loaded from a file. Raises ReadWriteError."""
-    name = name or str(tokenizer_json)
-    tokenizer = load_tokenizer(tokenizer_json)
-    return engine_of_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens, name=name)
-
-
-def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool, name: str) -> Engine:
-    """Return the reference of a ``tokenizers.Tokenizer`` that is loaded; its settings are changed.
+def reference_engine(tokenizer: Any, *, allow_special_tokens: bool, name: str) -> Engine:
+    """Return the reference of a ``tokenizers.Tokenizer``; its settings are changed.
 
     Strings of control tokens stay text unless they are allowed. ``name`` of the tokenizer, for errors.
     """
@@ -156,14 +143,14 @@ def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool, name: str
         settings["encode_special_tokens"] = not allow_special_tokens
         encode_batch = encode_fast = functools.partial(tokenizer.encode_batch, **settings)
 
-    def encode(texts: Sequence[bytes], add_special_tokens: bool) -> TokenBatch:
+    def encode(texts: Texts, add_special_tokens: bool) -> TokenBatch:
         call = functools.partial(encode_fast, add_special_tokens=add_special_tokens)
-        encodings = _encodings(call, [text.decode() for text in texts], name)
+        encodings = _encodings(call, [text.decode() for text in texts.each], name)
         return TokenBatch.of([np.array(encoding.ids, np.uint32) for encoding in encodings])
 
-    def encode_chat(texts: Sequence[bytes], spans: Sequence[Spans], mask_rule: MaskRule) -> TokenBatch:
+    def encode_chat(texts: Texts, spans: Sequence[Spans], mask_rule: MaskRule) -> TokenBatch:
         call = functools.partial(encode_batch, add_special_tokens=False)
-        encodings = _encodings(call, [text.decode() for text in texts], name)
+        encodings = _encodings(call, [text.decode() for text in texts.each], name)
         ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
         for text_ids, encoding, spans_of_text in zip(ids, encodings, spans, strict=True):
             text_ids[~_are_written(encoding, spans_of_text, mask_rule)] |= NO_LOSS
@@ -307,25 +294,20 @@ class FastTokenizer:
         # encode() would hold Python's lock, and for a list of texts import the library "awkward" (0.1 s).
         # parallel=True serves several threads at once.
         rows, _ = backend.encode_batch_padded(BytesSource(text), PadTruncate(0), parallel=True)
-        row: Ids = rows[0]
-        return row
+        return rows[0]
 
-    def encode(
-        self, reference: Callable[[], Engine], texts: Sequence[bytes], add_special_tokens: bool
-    ) -> TokenBatch:
+    def encode(self, reference: Callable[[], Engine], texts: Texts, add_special_tokens: bool) -> TokenBatch:
         """Return the ids of some texts; those that gigatoken might read otherwise go to the reference."""
-        texts = texts if isinstance(texts, Texts) else Texts(list(texts))
         unsure = texts_with_new_code_points(texts)
         if not unsure:
-            tokens = self._encode_joined(texts, add_special_tokens)
-            if tokens is not None:
+            if (tokens := self._encode_joined(texts, add_special_tokens)) is not None:
                 return tokens
             unsure = [n for n, text in enumerate(texts) if any(name in text for name in self._names)]
             unsure = unsure or list(range(len(texts)))
-        slow = reference().encode_with([texts[n] for n in unsure], add_special_tokens)
+        slow = reference().encode_with(texts.only(unsure), add_special_tokens)
         documents = dict(zip(unsure, slow.documents(), strict=True))
         sure = [n for n in range(len(texts)) if n not in documents]
-        fast = self.encode(reference, [texts[n] for n in sure], add_special_tokens)
+        fast = self.encode(reference, texts.only(sure), add_special_tokens)
         documents.update(zip(sure, fast.documents(), strict=True))
         return TokenBatch.of([documents[n] for n in range(len(texts))])
 
@@ -456,7 +438,7 @@ def _is_unsure_unit() -> npt.NDArray[np.bool_]:
 
 
 def equal_fast_engine(
-    tokenizer_json: Path, *, allow_special_tokens: bool, texts: Sequence[str], expected_sha256: str
+    tokenizer_json: Path, texts: Texts, expected_sha256: str, *, allow_special_tokens: bool
 ) -> Engine | str:
     """gigatoken, if it gives the expected ids for some texts; else why it cannot be used.
 
@@ -465,7 +447,8 @@ def equal_fast_engine(
 
     @functools.cache
     def reference() -> Engine:
-        return tokenizers_engine(tokenizer_json, allow_special_tokens=allow_special_tokens)
+        tokenizer, name = load_tokenizer(tokenizer_json), str(tokenizer_json)
+        return reference_engine(tokenizer, allow_special_tokens=allow_special_tokens, name=name)
 
     # Read here: of gigatoken's errors nobody could tell which are the file system's.
     try:
@@ -475,7 +458,7 @@ def equal_fast_engine(
     try:
         fast = _fast_tokenizer(raw, allow_special_tokens)
         engine = Engine(name="gigatoken", encode_with=functools.partial(fast.encode, reference))
-        if ids_sha256([engine.encode_texts(texts)]) == expected_sha256:
+        if ids_sha256([engine.encode(texts)]) == expected_sha256:
             return engine
     except ShardprepError:
         raise

@@ -6,7 +6,6 @@ of the cgroups and of ``ulimit -v``.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import math
@@ -16,17 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preprocess.read import BATCH_BYTES
-from shardprep.command_line import given_of, option
+from shardprep.command_line import option
 from shardprep.errors import UsageError
-from shardprep.format.plan import BAD_HELP, ENGINE_HELP, INPUT, RESOURCES, TEXT, TOKENS, EngineName
+from shardprep.format.plan import BAD_HELP, ENGINE_HELP, INPUT, TEXT, TOKENS, EngineName
 
 SMALLEST_BATCH_BYTES = 64 << 10
 PROCESS_BYTES = 300 << 20  # a worker of Llama 3's vocabulary before its first document
 _ADDRESS_BYTES = 700 << 20  # of address space that a worker takes and does not fill; 200 fail now and then
 _M_ARENA_MAX = -8  # of glibc's malloc.h
 _NUM_HEAPS = 2
-_MEMORY_PER_BATCH_BYTE = 200  # text, ids and tar blocks of three batches at once
+MEMORY_PER_BATCH_BYTE = 200  # text, ids and tar blocks of three batches at once
 
 
 def allowed_cpus(*, offset: int) -> list[int]:
@@ -43,15 +41,8 @@ def allowed_cpus(*, offset: int) -> list[int]:
     return sorted((cpus * 2)[start : start + number])
 
 
-def bind_to_task_cpus(offset: int) -> int:
-    """Bind this process, and the threads it will start, to its task's CPUs; returns their number."""
-    cpus = allowed_cpus(offset=offset)
-    bind_to(cpus)
-    return len(cpus)
-
-
-def bind_to(cpus: list[int]) -> None:
-    """Bind this process, and the threads it will start, to some CPUs; before an engine is loaded.
+def bind_to(cpus: list[int]) -> int:
+    """Bind this process, before an engine is loaded, and the threads it will start; returns how many CPUs.
 
     The engines size their thread pools by the affinity mask, unless variables say otherwise, which stand in
     many a shell for training; so they are set.
@@ -62,15 +53,16 @@ def bind_to(cpus: list[int]) -> None:
     os.sched_setaffinity(0, cpus)
     os.environ["RAYON_NUM_THREADS"] = str(len(cpus))  # it goes before RAYON_RS_NUM_CPUS
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    return len(cpus)
 
 
-LEAST_WORKER_BYTES = PROCESS_BYTES + SMALLEST_BATCH_BYTES * _MEMORY_PER_BATCH_BYTE
+LEAST_WORKER_BYTES = PROCESS_BYTES + SMALLEST_BATCH_BYTES * MEMORY_PER_BATCH_BYTE
 
 
-def memory_note(memory_gb: float, num_processes: int = 1) -> str | None:
+def memory_note(memory_gb: float | None, num_processes: int = 1) -> str | None:
     """Return what to say where a worker will need more memory than it may have, else None."""
     least = LEAST_WORKER_BYTES / 2**30
-    if memory_gb >= least:
+    if memory_gb is None or memory_gb >= least:
         return None
     each = "" if num_processes == 1 else f" for each of {num_processes} processes"
     needs = f"a worker needs about {least:.2f} GB with a vocabulary as large as Llama 3's"
@@ -142,7 +134,7 @@ class WorkerSettings:
     engine: EngineName = option("auto", ENGINE_HELP, group=TOKENS)
     max_bad_fraction: float | None = option(None, BAD_HELP, shown="the plan's", group=TEXT)
     memory_gb: float | None = option(
-        None, "memory of a process, in GiB", shown="the limit of Slurm and the cgroup", group=RESOURCES
+        None, "memory of a process, in GiB", shown="the limit of Slurm and the cgroup", group="resources"
     )
 
     max_batch_documents: int | None = option(None)  # from DATASET_BATCH_SIZE; no flag
@@ -151,34 +143,17 @@ class WorkerSettings:
         if self.memory_gb is not None and not 0 < self.memory_gb < math.inf:
             raise UsageError.of_value("--memory_gb", self.memory_gb, "more than 0, and a number")
 
-    @property
-    def _text_bytes(self) -> int:
-        """Bytes of raw text that there is room for."""
-        memory_gb = min(self.memory_gb or math.inf, 2**20)
-        return (int(memory_gb * 2**30) - PROCESS_BYTES) // _MEMORY_PER_BATCH_BYTE
-
-    @property
-    def batch_bytes(self) -> int:
-        """Bytes of raw text in a batch: BATCH_BYTES, fewer where memory is short."""
-        return min(BATCH_BYTES, max(SMALLEST_BATCH_BYTES, self._text_bytes))
-
-    @property
-    def most_batches(self) -> int:
-        """Batches that may be laid out at once: one at least, three with 0.6 GB."""
-        return max(1, self._text_bytes // BATCH_BYTES)
-
 
 def environment_number(name: str) -> int | None:
     """Return a positive whole number of the environment, None where it is not set. Raises UsageError."""
     text = os.environ.get(name, "")
     if text and not (text.isdigit() and int(text)):
-        raise UsageError(found=f"{name} {text!r} in the environment", expected="a whole number of 1 or more")
+        raise UsageError(f"{name} is {text!r} in the environment, expected a whole number of 1 or more")
     return int(text) if text else None
 
 
-def worker_settings(args: argparse.Namespace) -> WorkerSettings:
-    """Return the worker's options: given, or of DATASET_[WRITER_]BATCH_SIZE, or the defaults."""
+def worker_settings(given: dict[str, Any]) -> WorkerSettings:
+    """Return the worker's options: ``given``, or of DATASET_[WRITER_]BATCH_SIZE, or the defaults."""
     numbers = map(environment_number, ("DATASET_BATCH_SIZE", "DATASET_WRITER_BATCH_SIZE"))
-    settings: dict[str, Any] = {"memory_gb": min(memory_limits().values()) / 2**30}
-    settings |= given_of(args, WorkerSettings)
+    settings = {"memory_gb": min(memory_limits().values()) / 2**30, **given}
     return WorkerSettings(max_batch_documents=min(filter(None, numbers), default=None), **settings)

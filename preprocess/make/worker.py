@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import platform
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,17 +26,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import shardprep
-from preprocess.make.engines import NO_LOSS, Engine, equal_fast_engine, ids_sha256, tokenizers_engine
-from preprocess.make.resources import WorkerSettings, bind_to, memory_note
-from preprocess.make.shard_writer import Batch, ShardWriter, remove_leftovers, remove_temporaries_of
-from preprocess.read.documents import Documents, Texts, documents_of_shard, load_libraries
-from preprocess.read.text_fields import transform_of
+from preprocess.make import engines, resources
+from preprocess.make.engines import Engine
+from preprocess.make.resources import WorkerSettings
+from preprocess.make.shard_writer import Batch, ShardWriter, finished_manifest
+from preprocess.read import BATCH_BYTES
+from preprocess.read.documents import Documents, ShardReader, Texts
 from shardprep.command_line import start_child
 from shardprep.console import Progress, counted, guard_streams, say, short_bytes, short_number
 from shardprep.errors import BadInput, CannotWrite, OtherTokenizer, ReadWriteError, ShardprepError, UsageError
 from shardprep.format import names
 from shardprep.format.documents import BlankedDocuments, are_for_validation, blank_digests, read_blanked
-from shardprep.format.manifest import Manifest, done_manifest, read_findings
+from shardprep.format.manifest import Manifest, RunFacts
 from shardprep.format.plan import EngineName, Plan, PlannedShard, check_tokenizer_files, need_plan
 
 if TYPE_CHECKING:  # a task of one shard does without them
@@ -44,25 +46,21 @@ if TYPE_CHECKING:  # a task of one shard does without them
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 _NUM_NAMED = 3  # inputs that are named, of a shard
 _SLURM_FACTS = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CPUS_PER_TASK")
-# What most often is wrong where many documents are left out for a reason.
-_OTHER_FLAG = dict.fromkeys(["no_field", "null_field", "wrong_type"], "--text_field")
-_OTHER_FLAG["undecodable"] = "--encoding"
 
 Progressed = Callable[[int, dict[str, int]], None]  # called with bytes of input, and what else was done
 
 
-def make_shard(plan: Plan, folder: Path, shard_id: int, settings: WorkerSettings, num_cpus: int) -> int:
-    """Make one shard of a plan, on the CPUs that this process is bound to; returns the exit code."""
+def make_shard(folder: Path, shard_id: int, settings: WorkerSettings, num_cpus: int) -> int:
+    """Make one shard of a folder's plan, on the CPUs that this process is bound to; returns the exit code."""
     # Open: the way ends here where the shard is done.
+    plan = need_plan(folder).at(settings.input_dir)
     shard = plan.shard(shard_id)
-    if finished_manifest(plan, folder, shard_id):
+    if finished_manifest(folder, plan.plan_id, shard_id):
         say(f"shard {shard_id:05d} is done already")
         return 0
     # Load: the tokenizer's files are the plan's, and its ids those of planning.
     say(part_line(plan, shard))
-    if settings.memory_gb is not None and (note := memory_note(settings.memory_gb)):
-        say(f"note: {note}")
-    worker = Worker(plan, folder, settings, num_cpus=num_cpus, warn=say, shard=shard)
+    worker = Worker(plan, folder, settings, num_cpus=num_cpus, warn=say)
     say(worker.means_line())
     # Make.
     progress = Progress(f"shard {shard_id:05d}", shard.num_bytes)
@@ -91,13 +89,13 @@ def part_line(plan: Plan, shard: PlannedShard) -> str:
 def done_line(manifest: Manifest, folder: Path) -> str:
     """Say what a shard holds, how fast it was made, and at what price."""
     run, counts, shard_id = manifest.run, manifest.counts, manifest.shard_id
-    facts = [amounts_line(counts.input_bytes, counts.num_documents, counts.num_tokens, run["wall_s"])]
+    facts = [amounts_line(counts.input_bytes, counts.num_documents, counts.num_tokens, run.wall_s)]
     if left_out := sum(counts.quarantined.values()):
         facts.append(f"{left_out} documents were left out: {names.quarantine_path(folder, shard_id)}")
-    facts.append(f"{run['cpu_s']:.1f} s of CPU")
-    if "transform_cpu_s" in run:
-        facts.append(f"{run['transform_cpu_s']:.1f} of them in --transform")
-    facts.append(f"{short_bytes(run['max_rss_bytes'])} of memory")
+    facts.append(f"{run.cpu_s:.1f} s of CPU")
+    if run.transform_cpu_s:
+        facts.append(f"{run.transform_cpu_s:.1f} of them in --transform")
+    facts.append(f"{short_bytes(run.max_rss_bytes)} of memory")
     facts.append(f"a tar of {short_bytes(manifest.tar.num_bytes)}")
     return f"shard {shard_id:05d} is done: {', '.join(facts)}"
 
@@ -120,24 +118,24 @@ class Worker:
         *,
         num_cpus: int,
         warn: Callable[[str], None],
-        shard: PlannedShard | None = None,
     ) -> None:
-        """Load the plan's tokenizer, for one shard, or for any. Raises OtherTokenizer where it changed."""
-        self.plan = plan = plan.at(settings.input_dir)
-        self.folder, self.settings, self.num_cpus = folder, settings, num_cpus
-        read = plan.inputs if shard is None else [plan.inputs[number] for number in shard.input_numbers]
-        load_libraries([item.path for item in read])
+        """Load the plan's tokenizer. Raises OtherTokenizer where it changed."""
+        self.plan, self.folder, self.settings, self.num_cpus = plan, folder, settings, num_cpus
         check_tokenizer_files(folder, plan.tokenizer_files)
-        self.transform = transform_of(plan.options, settings.transform)
+        self._reader = ShardReader(folder, plan.options, settings.transform)
         if plan.options.is_chat:
             from preprocess.read.chat import check_chat_versions
 
             check_chat_versions(plan.options.chat_versions)
         wanted: EngineName = "tokenizers" if plan.options.is_chat else settings.engine
         self.engine = load_engine(plan, folder, wanted, warn)
-        self._batch_bytes = settings.batch_bytes
+        # Where memory is short, batches are smaller, and fewer are laid out at once: three take 0.6 GB.
+        memory_bytes = math.inf if settings.memory_gb is None else settings.memory_gb * 2**30
+        text_bytes = (memory_bytes - resources.PROCESS_BYTES) / resources.MEMORY_PER_BATCH_BYTE
+        self._batch_bytes = int(min(BATCH_BYTES, max(resources.SMALLEST_BATCH_BYTES, text_bytes)))
         # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
-        self._num_makers = min(_MOST_MAKERS, num_cpus, max(2, num_cpus // 2), settings.most_batches)
+        most = min(_MOST_MAKERS, num_cpus, max(2, num_cpus // 2))
+        self._num_makers = int(max(1, min(most, text_bytes / BATCH_BYTES)))
 
     def means_line(self) -> str:
         """Say what shards are made with."""
@@ -157,44 +155,44 @@ class Worker:
         try:
             return self.make_in(self.folder, shard, progress)
         except (ReadWriteError, CannotWrite):
-            if (manifest := finished_manifest(self.plan, self.folder, shard.shard_id)) is None:
+            manifest = finished_manifest(self.folder, self.plan.plan_id, shard.shard_id)
+            if manifest is None:
                 raise
             return manifest
 
     def make_in(self, folder: Path, shard: PlannedShard, progress: Progressed = lambda *_: None) -> Manifest:
         """Make a shard in a folder: in another one than the plan's it counts for nothing."""
         began, cpu_began = time.time(), time.process_time()
-        transform_began_s = self.transform.cpu_s if self.transform else 0.0
-        plan, settings, options = self.plan, self.settings, self.plan.options
-        documents = documents_of_shard(plan, self.folder, shard, self.transform, self._batch_bytes)
-        if settings.max_batch_documents is not None:
-            documents = (part for batch in documents for part in batch.parts(settings.max_batch_documents))
-        writer, blanked = ShardWriter(folder, plan, shard.shard_id), None
+        plan, options, transform = self.plan, self.plan.options, self._reader.transform
+        transform_began_s = transform.cpu_s if transform else 0.0
+        most = self.settings.max_batch_documents
+        batches = self._reader.documents(shard, self._batch_bytes)
+        documents = (part for batch in batches for part in (batch.parts(most) if most else [batch]))
+        writer, blanked = ShardWriter(folder, plan.spec, options, shard.shard_id), None
         if options.blanked and shard.shard_id in names.ids_of_ranges(options.blanked):
             blanked = read_blanked(self.folder, plan.plan_id, shard.shard_id)
         make = functools.partial(self._encode_and_lay_out, writer, blanked)
-        with contextlib.closing(_made_in_order(make, documents, self._num_makers)) as batches, writer:
-            for batch in batches:
+        with contextlib.closing(_made_in_order(make, documents, self._num_makers)) as made, writer:
+            for batch in made:
                 writer.append(batch)
                 num_documents, num_tokens = len(batch.documents.lines), len(batch.tokens.ids)
                 progress(batch.documents.num_bytes, {"documents": num_documents, "tokens": num_tokens})
                 del batch  # a tar's share of it may be 11 MB, which else wait for the next one
             self._check_bad_fraction(writer, shard.shard_id)
             slurm_names = [f"SLURM_{name}" for name in _SLURM_FACTS]
-            facts = {  # what may differ between equal shards; for reports, never for decisions
-                "engine": f"{self.engine.name} {self.engine.version}",
-                "shardprep": shardprep.__version__,
-                "python": platform.python_version(),
-                "host": os.environ.get("SLURMD_NODENAME") or os.uname().nodename,
-                "slurm": {name: os.environ[name] for name in slurm_names if name in os.environ},
-                "num_cpus": self.num_cpus,
-                "began": round(began, 3),
-                "wall_s": round(time.time() - began, 3),
-                "cpu_s": round(time.process_time() - cpu_began, 3),
-                "max_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            }
-            if self.transform is not None:
-                facts["transform_cpu_s"] = round(self.transform.cpu_s - transform_began_s, 3)
+            facts = RunFacts(
+                engine=f"{self.engine.name} {self.engine.version}",
+                shardprep=shardprep.__version__,
+                python=platform.python_version(),
+                host=os.environ.get("SLURMD_NODENAME") or os.uname().nodename,
+                slurm={name: os.environ[name] for name in slurm_names if name in os.environ},
+                num_cpus=self.num_cpus,
+                began=round(began, 3),
+                wall_s=round(time.time() - began, 3),
+                cpu_s=round(time.process_time() - cpu_began, 3),
+                max_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                transform_cpu_s=round(transform.cpu_s - transform_began_s, 3) if transform else 0.0,
+            )
             return writer.commit(facts, made_from=None if blanked is None else blanked.made_from)
 
     def _encode_and_lay_out(
@@ -203,16 +201,14 @@ class Worker:
         """Make a batch ready to be written. Runs in a thread: depends on no other batch."""
         plan, mask_rule = self.plan, self.plan.options.chat_mask_rule
         tokens = self.engine.encode_documents(documents, end_id=plan.end_id, mask_rule=mask_rule)
-        is_blanked = np.zeros(len(documents.lines), np.bool_)
-        if blanked is not None:
-            is_blanked = blanked.are_at(documents.input_number, documents.offsets)
-        if not is_blanked.any():
+        if blanked is None:
             return writer.lay_out(documents, tokens)
         # Each id of a blanked document becomes BLANK; its text, id and digest go. The documents are counted
         # as they were, so the counts equal those of the shard that this one is made from.
+        is_blanked = blanked.are_at(documents.input_number, documents.offsets)
         blank_ids = np.uint32(names.BLANK)
         if plan.options.is_chat:  # the loss mask stays as it is
-            blank_ids = (tokens.ids & NO_LOSS) | blank_ids
+            blank_ids = (tokens.ids & engines.NO_LOSS) | blank_ids
         ids = np.where(np.repeat(is_blanked, np.diff(tokens.offsets)), blank_ids, tokens.ids)
         digests = None
         if plan.options.digests:
@@ -235,16 +231,15 @@ class Worker:
             return
         quarantine.sync()
         quarantine.publish()
-        flags = sorted({_OTHER_FLAG[reason] for reason in counting.bad_reasons & {*_OTHER_FLAG}})
         first = next(bad for bad in counting.bad if not names.is_chosen(bad.reason))
         accepting = f"--max_bad_fraction {min(int(counting.bad_fraction * 100) + 1, 100) / 100:g}"
-        hint = f"Is it another {' or '.join(flags)}? " if flags else ""
         found, expected = f"{counting.bad_fraction:.2%}", f"{limit:.2%}"
-        what = f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({found}) are left out"
-        why = f"({', '.join(sorted(counting.bad_reasons))}), the limit is {expected}"
-        where = f"{quarantine.path} names them, the first so: {first.detail}"
-        advice = f"{hint}Otherwise mend the input and plan anew, or accept them: {accepting}"
-        message = f"{what} {why}; {where}. {advice}"
+        message = (
+            f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({found}) are left out "
+            f"({', '.join(sorted(counting.bad_reasons))}), the limit is {expected}; {quarantine.path} names "
+            f"them, the first so: {first.detail}. Plan anew with other flags or a mended input, or accept "
+            f"them: {accepting}"
+        )
         raise BadInput(message, path=quarantine.path, found=found, expected=expected, remedy=accepting)
 
 
@@ -254,40 +249,23 @@ def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[st
     Raises OtherTokenizer where even the reference gives others, UsageError where ``wanted`` cannot be had.
     """
     path = folder / names.TOKENIZER_DIR / names.TOKENIZER_FILE
-    allow, as_planned = plan.options.encodes_control_tokens, plan.options.add_special_tokens
+    options, probe, expected = plan.options, Texts.of_strings(plan.probe), plan.probe_sha256
+    allow = options.encodes_control_tokens
     if wanted != "tokenizers" and (wanted != "auto" or plan.fast_engine_is_equal):
-        fast = equal_fast_engine(
-            path, allow_special_tokens=allow, texts=plan.probe, expected_sha256=plan.probe_sha256
-        )
+        fast = engines.equal_fast_engine(path, probe, expected, allow_special_tokens=allow)
         if isinstance(fast, Engine):
-            return fast if as_planned else fast.bare()
+            return fast if options.add_special_tokens else fast.bare()
         if wanted != "auto":
             raise UsageError(f"--engine {wanted} fails for {path}: {fast}; use --engine auto")
         warn(f"gigatoken cannot be used for this tokenizer ({fast}); going on with tokenizers, slower")
-    engine = tokenizers_engine(path, allow_special_tokens=allow)
-    found = ids_sha256([engine.encode_texts(plan.probe)])
-    if found != plan.probe_sha256:
-        what = f"other ids ({found[:12]}, expected {plan.probe_sha256[:12]}) than at planning"
+    tokenizer = engines.load_tokenizer(path)
+    engine = engines.reference_engine(tokenizer, allow_special_tokens=allow, name=str(path))
+    found = engines.ids_sha256([engine.encode(probe)])
+    if found != expected:
+        what = f"other ids ({found[:12]}, expected {expected[:12]}) than at planning"
         what = f"tokenizers {engine.version} encodes the plan's probe to {what}"
         raise OtherTokenizer(f"{what}; install the version that planned, or plan anew")
-    return engine if as_planned else engine.bare()
-
-
-def finished_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
-    """Return the manifest of a shard if it is done, and then remove what other attempts at it left."""
-    manifest = done_manifest(folder, shard_id, plan.plan_id)
-    if manifest is not None:
-        remove_leftovers(folder, shard_id)
-    return manifest
-
-
-def missing_shards(plan: Plan, folder: Path, shard_ids: Collection[int]) -> list[int]:
-    """Return the shards that are not done. Remove what attempts at the others left, by one listing."""
-    findings = read_findings(folder, plan.plan_id)
-    done = [number for number in shard_ids if done_manifest(folder, number, plan.plan_id, findings)]
-    if done:
-        remove_temporaries_of(done, folder)
-    return sorted({*shard_ids} - {*done})
+    return engine if options.add_special_tokens else engine.bare()
 
 
 def _made_in_order(
@@ -337,11 +315,11 @@ class _Process:
 
     def receive(self) -> Any:
         """Return what Progressed is called with, a Manifest or Failure of the shard, or a line for people."""
+        from shardprep.format.jobs import Failure
+
         try:
             return self.pipe.recv()
         except (EOFError, ConnectionError):
-            from shardprep.format.jobs import Failure
-
             code = self.end()
             how = f"killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
             return Failure.of(self.shard_id, ReadWriteError(f"its process was {how}"))
@@ -425,12 +403,12 @@ def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: 
     worker, shard_id = None, -1
     with contextlib.suppress(EOFError, BrokenPipeError):
         guard_streams()
-        bind_to(cpus)
+        resources.bind_to(cpus)
         while True:
             shard_id = pipe.recv()
             try:
                 if worker is None:
-                    plan = need_plan(folder)
+                    plan = need_plan(folder).at(settings.input_dir)
                     worker = Worker(plan, folder, settings, num_cpus=len(cpus), warn=pipe.send)
                     if is_verbose:
                         pipe.send(worker.means_line())

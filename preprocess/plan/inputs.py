@@ -346,7 +346,8 @@ def stamp_inputs(
     input_dir: Path, paths: list[Path], options: PlanOptions, progress: Callable[[int], None] = lambda _: None
 ) -> list[Weighed]:
     """Return size, mtime and sampled hash of each file, and what its format says. ``progress`` counts."""
-    documents.load_libraries(path.name for path in paths)  # threads that import parts of pyarrow at once fail
+    for path in paths:  # threads that import parts of pyarrow at once fail
+        documents.format_of(path.name)
     root = str(input_dir / "_")[:-1]
 
     def stamp(path: Path) -> Weighed:

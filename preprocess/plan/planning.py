@@ -31,7 +31,7 @@ from preprocess.make.shard_writer import Counting, ShardWriter
 from preprocess.plan.inputs import NUM_THREADS, InputListing, divide_inputs, find_inputs, sample_documents
 from preprocess.plan.tokenizer import ResolvedTokenizer, document_ends_line, resolve_tokenizer
 from preprocess.read import chat
-from preprocess.read.documents import Documents, RangeReader, read_records
+from preprocess.read.documents import Documents, RangeReader, Texts, read_records
 from preprocess.read.text_fields import TextFields, Transform, UnusableText
 from shardprep import errors, files
 from shardprep.command_line import call_in_child
@@ -39,6 +39,7 @@ from shardprep.console import counted, printable, say, short_bytes, short_time
 from shardprep.format import names
 from shardprep.format import plan as plans
 from shardprep.format.documents import DocumentNames, read_names
+from shardprep.format.manifest import RunFacts
 from shardprep.format.plan import ByteRange, Cut, InputFile, Plan, PlanOptions, PrepConfig
 
 Say = Callable[[str], None]
@@ -173,7 +174,7 @@ def _plan_of(
         fast_engine_is_equal=False,
         inputs=inputs,
         cuts=cuts,
-        names_left_out=[(reason, name) for reason, lost in listing.left_out.items() for name in lost],
+        left_out=[(reason, name) for reason, lost in listing.left_out.items() for name in lost],
     )
     if config.hash_inputs:  # reads all of the input, about a second per core and gigabyte
 
@@ -207,14 +208,15 @@ def _with_engine(
     engine = resolved.reference
     if _may_be_fast(config, plan.inputs):
         # It must give the reference's ids on the probe, on a sample of the input and at the gate.
-        texts = [*resolved.probe]
+        strings = [*resolved.probe]
         for documents in sample_of_plan(plan, 1 << 18, transform):
-            texts += map(bytes.decode, documents.texts)
+            strings += map(bytes.decode, documents.texts)
+        texts = Texts.of_strings(strings)
         fast = equal_fast_engine(
             resolved.folder / names.TOKENIZER_FILE,
+            texts,
+            ids_sha256([engine.encode(texts)]),
             allow_special_tokens=config.encodes_control_tokens,
-            texts=texts,
-            expected_sha256=ids_sha256([engine.encode_texts(texts)]),
         )
         if isinstance(fast, Engine) and not resolved.passes_gate(fast):
             fast = "its ids differ from those of tokenizers"
@@ -225,9 +227,12 @@ def _with_engine(
     return plan, engine if plan.options.add_special_tokens else engine.bare()
 
 
-def plan_of_task(plan: Plan | None, given: dict[str, Any]) -> Plan:
-    """Return the plan in ``output_dir``, checked against what the user gave, or make one per file."""
+def plan_of_task(given: dict[str, Any], *, may_plan: bool, checks_inputs: bool) -> None:
+    """Check the plan in ``output_dir`` against what the user gave, or make one of a shard per file."""
     output_dir: Path = given["output_dir"]
+    plan = plans.read_plan(output_dir) if may_plan else plans.need_plan(output_dir)
+    if plan is not None and checks_inputs:
+        check_inputs(plan, given.get("input_dir", PrepConfig.input_dir))
     if plan is None:
         # Shard N is the N-th of the .txt files, README.txt and the like included.
         config = PrepConfig(**{**given, "also": ",".join(filter(None, ["*.txt", given.get("also")]))})
@@ -237,7 +242,6 @@ def plan_of_task(plan: Plan | None, given: dict[str, Any]) -> Plan:
     _check_given(plan, given)
     if "input_dir" in given and plans.is_one_file_a_shard(plan):
         check_inputs(plan, given["input_dir"], names_alone=True)
-    return plan
 
 
 def _plan_once(config: PrepConfig) -> Plan:
@@ -365,7 +369,7 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None, *, is_divid
     """Run a sample through the worker's own stages into a scratch folder, and scale its CPU seconds up."""
     num_bytes = 0
     found: dict[str, bool] = {}  # "id" and "source", where records are asked for them: whether one has it
-    with scratch_folder() as folder, ShardWriter(folder, plan, 0) as writer:
+    with scratch_folder() as folder, ShardWriter(folder, plan.spec, plan.options, 0) as writer:
         began = time.process_time()
         for documents in sample_of_plan(plan, _SAMPLE_BYTES, transform):
             rule = plan.options.chat_mask_rule
@@ -376,7 +380,7 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None, *, is_divid
                 if name in documents.columns:
                     found[name] = found.get(name, False) or any(documents.columns[name])
         cpu_s = time.process_time() - began
-        manifest = writer.commit({})
+        manifest = writer.commit(RunFacts())
     counting = writer.counting
     _check_fields(plan, counting)
     warnings = []

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, processors
 
 import shardprep
 from preprocess.make import engines
-from preprocess.read.documents import what_fetches
+from preprocess.read.documents import Texts, what_fetches
 from shardprep import errors, files
 from shardprep.command_line import call_in_child
 from shardprep.errors import ShardprepError
@@ -82,8 +82,8 @@ class ResolvedTokenizer(TokenizerFacts):
         with contextlib.suppress(ShardprepError):
             if verdict and files.size_of_file(verdict) is not None:
                 return True
-        texts = engines.gate_texts(self.saved[TOKENIZER_FILE])
-        ids, expected = (engine.encode_texts(texts) for engine in (fast, self.reference))
+        texts = Texts.of_strings(engines.gate_texts(self.saved[TOKENIZER_FILE]))
+        ids, expected = (engine.encode(texts) for engine in (fast, self.reference))
         is_equal = engines.ids_sha256([ids]) == engines.ids_sha256([expected])
         if verdict and is_equal:
             with contextlib.suppress(OSError):
@@ -131,8 +131,8 @@ def resolve_tokenizer(
     if kept is not None and (whole := _take_kept(kept)) is not None:
         facts, saved = whole
         _write_files(saved, folder)
-        path = folder / TOKENIZER_FILE
-        engine = engines.tokenizers_engine(path, allow_special_tokens=allow, name=model_id)
+        tokenizer = engines.load_tokenizer(folder / TOKENIZER_FILE)
+        engine = engines.reference_engine(tokenizer, allow_special_tokens=allow, name=model_id)
     else:
         if given is not None and (plain := plain_files(given)) is not None:
             saved, tokenizer = plain
@@ -163,8 +163,8 @@ def resolve_tokenizer(
             saved[names.FAST_TOKENIZER_FILE] = shorter
         _write_files(saved, folder)
         probe = engines.probe_texts(data)
-        engine = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow, name=model_id)
-        probe_sha256 = engines.ids_sha256([engine.encode_texts(probe)])
+        engine = engines.reference_engine(tokenizer, allow_special_tokens=allow, name=model_id)
+        probe_sha256 = engines.ids_sha256([engine.encode(Texts.of_strings(probe))])
         facts = TokenizerFacts(spec=spec, probe=probe, probe_sha256=probe_sha256, files=_stamps_of(saved))
         if kept is not None:
             _keep(kept, saved, facts)
@@ -380,8 +380,8 @@ def _check_saved(tokenizer: Any, model_id: str, folder: Path) -> None:
     saved = _loaded({TOKENIZER_FILE: _read_tokenizer(folder / TOKENIZER_FILE)}, folder)
     # As transformers takes them; the shards may take control tokens otherwise.
     allow = not tokenizer.split_special_tokens
-    engine = engines.engine_of_tokenizer(saved, allow_special_tokens=allow, name=model_id)
-    ids = [document.tolist() for document in engine.encode_texts(engines.PROBE).documents()]
+    engine = engines.reference_engine(saved, allow_special_tokens=allow, name=model_id)
+    ids = [document.tolist() for document in engine.encode(Texts.of_strings(engines.PROBE)).documents()]
     try:
         is_equal = tokenizer(list(engines.PROBE))["input_ids"] == ids
     except Exception as error:
@@ -424,8 +424,8 @@ def special_tokens_of(config: dict[str, Any]) -> dict[str, str | None]:
 
 def added_ids(engine: engines.Engine) -> tuple[list[int], list[int]]:
     """Return the ids that a tokenizer puts before and behind each text, by what it does to one."""
-    for text in (b"a", *map(str.encode, engines.PROBE)):  # a small vocabulary may drop some of them wholly
-        around, bare = engine.encode([text]).ids.tolist(), engine.bare().encode([text]).ids.tolist()
+    for text in map(Texts.of_strings, zip(("a", *engines.PROBE))):  # a small vocabulary may drop some wholly
+        around, bare = engine.encode(text).ids.tolist(), engine.bare().encode(text).ids.tolist()
         for begin in range(len(around) - len(bare) + 1):
             if bare and around[begin : begin + len(bare)] == bare:
                 return around[:begin], around[begin + len(bare) :]

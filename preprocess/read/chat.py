@@ -90,9 +90,8 @@ def chat_versions() -> str:
 def check_chat_versions(planned: str) -> None:
     """Raise Refused where another version would render conversations than at planning."""
     if (found := chat_versions()) != planned:
-        why = "another version may give another text"
-        remedy = "install those that planned, or plan anew into a new folder"
-        raise Refused(f"the plan renders conversations with {planned}, here {found}: {why}; {remedy}")
+        expected = f"{planned}, as others may give another text: install these, or plan anew"
+        raise Refused(found=f"conversations rendered with {found}", expected=expected)
 
 
 def chat_template_of(
@@ -113,10 +112,9 @@ def chat_template_of(
             expected = "the file of a Jinja template, in UTF-8"
             raise UsageError(path=given, found=f"--chat_template_file ({why})", expected=expected) from None
     if not text:
-        what, flag = "chat template", "--chat_template_file"
-        todo = f"take the model_id of its chat variant, or pass {flag} with a Jinja template"
-        message = f"the tokenizer has no {what}, as those of base models; {todo}"
-        raise UsageError(message, expected=what, remedy=flag)
+        todo = "take the model_id of its chat variant, or pass --chat_template_file with a Jinja template"
+        message = f"the tokenizer has no chat template, as those of base models; {todo}"
+        raise UsageError(message, expected="chat template", remedy="--chat_template_file")
     template = ChatTemplate(text, json.dumps(found["tokens"], ensure_ascii=False), allows_control_tokens)
     mask_rule: MaskRule = found["mask_rule"] if _GENERATION.search(text) else "characters"
     if not mask_rule:
@@ -128,11 +126,9 @@ def chat_template_of(
         remedy = "pass a template without endless loops and huge texts as --chat_template_file"
         raise UsageError(f"{error}, for a question and its answer; {remedy}") from None
     if isinstance(rendered, UnusableText):
-        remedy = "put {% generation %} and {% endgeneration %} around what the assistant writes"
-        if rendered.reason == "template_error":
-            remedy = "change that"
-        found = f"the chat template cannot be used: of a question and its answer, {rendered.detail}"
-        raise UsageError(f"{found}; {remedy} in a copy of it, and pass --chat_template_file")
+        what = f"the chat template cannot be used: of a question and its answer, {rendered.detail}"
+        remedy = "mend a copy of it, perhaps by {% generation %} and {% endgeneration %} around answers"
+        raise UsageError(f"{what}; {remedy}, and pass --chat_template_file")
     return template, mask_rule
 
 
@@ -156,8 +152,6 @@ def _asked(question: dict[str, Any], num_answers: int) -> list[Any]:
     num_bytes = 0
     with _LOCK:
         child = _renderer()
-        assert child.stdin is not None
-        assert child.stdout is not None
         with contextlib.suppress(OSError, ValueError):  # it ended: of no line, or half of one
             child.stdin.write(json.dumps(question).encode() + b"\n")
             child.stdin.flush()
@@ -181,7 +175,7 @@ def _asked(question: dict[str, Any], num_answers: int) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=1)
-def _renderer() -> subprocess.Popen[bytes]:
+def _renderer() -> Any:
     """Return the one process that renders for this one; it ends with it."""
     command = [sys.executable, "-c", _CODE, str(HOME)]
     environ = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
@@ -192,17 +186,15 @@ def _renderer() -> subprocess.Popen[bytes]:
     return child
 
 
-def _end(child: subprocess.Popen[bytes]) -> int:
+def _end(child: Any) -> int:
     """End a renderer: it is asked nothing more. Returns its exit code."""
     for pipe in (child.stdin, child.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-    try:
-        return child.wait(_ENDS_WITHIN_S)
-    except subprocess.TimeoutExpired:  # a template that does not end
-        child.kill()
-        return child.wait()
+        with contextlib.suppress(OSError):
+            pipe.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a template that does not end
+        child.wait(_ENDS_WITHIN_S)
+    child.kill()  # which does nothing to one that ended
+    return int(child.wait())
 
 
 # The process that renders. ------------------------------------------------------------------------------
@@ -252,7 +244,7 @@ def serve() -> None:
                 try:
                     say(renderer.answer(text))
                 except _Unusable as error:
-                    say(dict(zip(("reason", "detail"), error.args, strict=True)))
+                    say(vars(UnusableText(*error.args)))
                 except MemoryError:
                     os._exit(_OUT_OF_MEMORY)
 
@@ -288,7 +280,7 @@ def _tokenizer_facts(folder: str) -> dict[str, Any]:
 
 
 class _Unusable(Exception):
-    """``args``: the reason, and the detail for people."""
+    """``args``: those of UnusableText."""
 
 
 class _Renderer:
@@ -322,8 +314,7 @@ class _Renderer:
             before, _ = self._text(messages[:number], add_generation_prompt=True)
             after, _ = self._text(messages[: number + 1])
             if not (after.startswith(before) and text.startswith(after)):
-                why = f"the text up to message {number} is no beginning of the whole"
-                raise _Unusable("no_beginning", f"{why}, so nothing tells what the assistant wrote")
+                raise _Unusable("no_beginning", f"up to message {number} it is no beginning of the whole")
             if len(before) < len(after):
                 spans.append((len(before), len(after)))
         if not any(begin < end for begin, end in spans):
@@ -349,9 +340,8 @@ class _Renderer:
         work = num_answers * (num_chars + _MESSAGE_CHARS * len(messages))
         if work > (_MOST_TAGGED_WORK if self._is_tagged else _MOST_WORK):
             what = f"{num_answers} answers in {len(messages)} messages of {num_chars} characters"
-            remedy = "; put {% generation %} into a copy of the template, which may have more"
-            why = f"{what} take too long to render{'' if self._is_tagged else remedy}"
-            raise _Unusable("too_many_answers", why)
+            remedy = "" if self._is_tagged else "; a template with {% generation %} may have more"
+            raise _Unusable("too_many_answers", f"{what} take too long to render{remedy}")
         # As apply_chat_template does: templates fail on a null, and tables have one for each other's keys.
         return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
@@ -366,8 +356,7 @@ class _Renderer:
             raise _Unusable("template_error", f"the template raised {said}") from None
         text: str = texts[0]
         if len(text) > _MOST_RENDERED_CHARS:
-            most = _MOST_RENDERED_CHARS >> 20
-            raise _Unusable("template_error", f"the template makes more than {most} Mi characters of it")
+            raise _Unusable("template_error", f"the template makes {len(text)} characters of it")
         return text, spans[0] if spans else []
 
 

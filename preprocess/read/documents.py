@@ -15,30 +15,36 @@ import functools
 import hashlib
 import importlib
 import itertools
-import mmap
 import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.read import BATCH_BYTES, text_fields
-from preprocess.read.text_fields import TextFields, Transform, UnusableText, text_fields_of, too_long
+from preprocess.read import BATCH_BYTES
+from preprocess.read.text_fields import (
+    MOST_DOCUMENT_BYTES,
+    TextFields,
+    Transform,
+    UnusableText,
+    text_fields_of,
+    too_long,
+    transform_of,
+)
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, BrokenShard, NotFound, ReadWriteError, Refused, UsageError
 from shardprep.files import ReadFile, with_retries
 from shardprep.format.documents import DocumentNames, canonical_conversation, digests_of, read_excluded
-from shardprep.format.names import input_kind, place_text
-from shardprep.format.plan import ByteRange, Plan, PlannedShard, PlanOptions
+from shardprep.format.names import InputKind, input_kind, place_text
+from shardprep.format.plan import ByteRange, PlannedShard, PlanOptions
 
 if TYPE_CHECKING:
     from preprocess.read.chat import ChatTemplate
 
 Numbers = npt.NDArray[np.int64]
-T = TypeVar("T")
 Stretches = Sequence[tuple[int, int]]  # of a file: (byte, end), ascending
 # A batch of shorter lines, on average, is cut by their number: a million lines of one letter took 0.35 GB.
 SHORT_LINE_BYTES = 32
@@ -70,40 +76,29 @@ class Stamp(NamedTuple):
 class OpenInput:
     """A regular file, open for reading until nobody holds it any more: threads share it.
 
-    All reads go to the one descriptor, so that a file put in its place meanwhile is never mixed with it.
-    Opening and reading are tried again where a file system may come back. Raises ReadWriteError, and NotFound
-    where the file is not there, may not be read, or is no regular file.
+    All reads go to the one descriptor, so that a file put in its place meanwhile is never mixed with it. What
+    may go away is tried again. Raises ReadWriteError, NotFound for what is not there or no regular file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = with_retries(f"input {path} cannot be opened", functools.partial(ReadFile, path))
-        except BrokenShard as error:
-            message = f"input {error}, or move it away"
-            raise NotFound(message, path=path, found=error.found, expected=error.expected) from None
-        except ReadWriteError as error:
-            cause = error.__cause__
-            if not isinstance(cause, OSError) or cause.errno not in _NO_SUCH_INPUT:
+            self.file = with_retries(f"input {path} cannot be opened", functools.partial(ReadFile, path))
+        except (BrokenShard, ReadWriteError) as error:
+            cause, found = error.__cause__, error.found
+            if isinstance(cause, OSError) and cause.errno in _NO_SUCH_INPUT:
+                found = cause.strerror
+            if found is None:
                 raise
-            reason = cause.strerror
             if isinstance(cause, FileNotFoundError) and os.path.islink(path):  # noqa: PTH114 - it never raises
-                reason = "it is a link to nothing"
-            message = f"input {path} cannot be opened: {reason}; bring it back, or move it away"
-            raise NotFound(message, path=path, found=reason) from None
+                found = "a link to nothing"
+            expected = "a regular file that can be read; bring it back, or move it away"
+            raise NotFound(path=path, found=found, expected=expected) from None
         self.stamp = self._status()
-
-    def expect_scattered_reads(self) -> None:
-        """Tell the system not to read ahead, which would read three times as much for nothing."""
-        self._file.expect_scattered_reads()
-
-    def mapped(self) -> mmap.mmap:
-        """Return the file as memory. Raises ReadWriteError."""
-        return with_retries(f"input {self.path} cannot be mapped", self._file.mapped)
 
     def read(self, start: int, end: int) -> bytes:
         """Return the bytes [start, end), fewer where the file ends before. Raises ReadWriteError."""
-        data, read = b"", self._file.read_beginning
+        data, read = b"", self.file.read_beginning
         while (at := start + len(data)) < end:
             what = f"input {self.path} cannot be read at byte {at}"
             piece = with_retries(what, functools.partial(read, at, end - at))
@@ -124,15 +119,13 @@ class OpenInput:
         """Check that nobody wrote to the file since it was opened. Raises Refused, or ReadWriteError."""
         found = self._status()
         if found != self.stamp:
-            at, planned_at = (f"{each.num_bytes} bytes at {each.mtime_ns}" for each in (found, self.stamp))
-            changed = f"size, mtime or ctime changed while it was read: {at}"
-            expected = f"{planned_at}; nothing is published: run this again once nobody writes to it, or "
-            expected += "plan anew into a new folder if its text is another"
+            changed = f"a file that changed while it was read: {found}"
+            expected = f"{self.stamp}; run this again once nobody writes to it, or plan into a new folder"
             raise Refused(path=self.path, found=changed, expected=expected)
 
     def _status(self) -> Stamp:
         try:
-            status = self._file.status()
+            status = self.file.status()
         except OSError as error:
             raise ReadWriteError(f"input {self.path} cannot be read: {error.strerror}") from None
         return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
@@ -158,8 +151,8 @@ def check_is_fetched(file: OpenInput) -> None:
     """Raise BadInput where a file is only the pointer that a clone of a repository has in its place."""
     size = file.stamp.num_bytes
     if size <= MOST_POINTER_BYTES and (command := what_fetches(file.read(0, size))) is not None:
-        what = "is a pointer to a file that was not fetched, expected the file itself"
-        raise BadInput(f"input {file.path} {what}; run in its repository: {command}")
+        expected = f"the file itself; run in its repository: {command}"
+        raise BadInput(path=file.path, found="a pointer to a file that was not fetched", expected=expected)
 
 
 def unreadable(file: OpenInput, why: str) -> BadInput:
@@ -258,6 +251,11 @@ class Texts(Sequence[bytes]):
         self.num_bytes = len(self.joined) - max(0, self.num_texts - 1) * len(BETWEEN)  # of the texts alone
         self.characters = characters
 
+    @staticmethod
+    def of_strings(texts: Iterable[str]) -> Texts:
+        """Return texts that are held as strings."""
+        return Texts([text.encode() for text in texts])
+
     @functools.cached_property
     def each(self) -> list[bytes]:
         return self.joined.split(BETWEEN) if self.num_texts else []
@@ -324,9 +322,9 @@ def texts_of(values: Iterable[str | UnusableText]) -> list[bytes | UnusableText]
     for value in values:
         if isinstance(value, UnusableText):
             found.append(value)
-            continue
-        text = b"" if value.isspace() else value.encode()
-        found.append(text if len(text) <= text_fields.MOST_DOCUMENT_BYTES else too_long("its text"))
+        else:
+            text = b"" if value.isspace() else value.encode()
+            found.append(text if len(text) <= MOST_DOCUMENT_BYTES else too_long("its text"))
     return found
 
 
@@ -335,9 +333,9 @@ def texts_of(values: Iterable[str | UnusableText]) -> list[bytes | UnusableText]
 
 @dataclass(frozen=True, kw_only=True)
 class BadDocument:
-    """A document that is left out, as the quarantine file tells it by the path of its input."""
+    """A document that is left out, as the quarantine file tells it."""
 
-    input_number: int  # position of the input file in the plan
+    source: str  # path of its input in the input folder
     source_offset: int
     num_bytes: int
     line: int
@@ -351,6 +349,7 @@ class Documents:
     """A batch: consecutive documents of one input. Empty lines are left out but counted."""
 
     input_number: int  # position of the file in the plan
+    input_path: str  # in the input folder
     texts: Texts  # each document as UTF-8; never empty
     lines: Numbers  # int64[n]: line, or row, of each document in the shard, from 0
     offsets: Numbers  # int64[n]: where each begins in the file, see docs/format.md
@@ -362,11 +361,11 @@ class Documents:
     num_bytes: int  # of the file
     bad: list[BadDocument] = field(default_factory=list)
 
-    def only(self, numbers: Numbers) -> Documents:
-        """Return some of the documents; the counts stay."""
+    def only(self, numbers: Numbers, texts: Texts | None = None) -> Documents:
+        """Return some of the documents, with their texts or these; the counts stay."""
         picked = numbers.tolist()
         columns = {name: [column[n] for n in picked] for name, column in self.columns.items()}
-        texts, lines, offsets = self.texts.only(picked), self.lines[numbers], self.offsets[numbers]
+        texts, lines, offsets = texts or self.texts.only(picked), self.lines[numbers], self.offsets[numbers]
         return replace(self, texts=texts, lines=lines, offsets=offsets, columns=columns)
 
     def of_lines(self, first_line: int, end_line: int, *, num_bytes: int) -> Documents:
@@ -389,60 +388,57 @@ class Documents:
             return digests_of(canonical_conversation(each).encode() for each in self.columns["messages"])
         return digests_of(self.texts)
 
-    def sorted_out(
-        self, results: Iterable[T | UnusableText], sizes: Numbers | None = None
-    ) -> tuple[Documents, list[T]]:
-        """Return the documents with a result that is not empty, and these results.
+    def with_texts(self, texts: Iterable[bytes | UnusableText], sizes: Numbers | None = None) -> Documents:
+        """Return the documents with other texts, without those that have none.
 
-        An UnusableText says why one is left out. ``sizes``: bytes of each in the input, those of their texts
-        by default.
+        An UnusableText says why; an empty one is not told. ``sizes``: bytes of each in the input, those of
+        their texts so far by default.
         """
-        kept, found, bad = list[int](), list[T](), [*self.bad]
-        for number, result in enumerate(results):
-            if isinstance(result, UnusableText):
+        kept, found, bad = list[int](), list[bytes](), [*self.bad]
+        for number, text in enumerate(texts):
+            if isinstance(text, UnusableText):
                 bad.append(
                     BadDocument(
-                        input_number=self.input_number,
+                        source=self.input_path,
                         source_offset=int(self.offsets[number]),
                         num_bytes=len(self.texts[number]) if sizes is None else int(sizes[number]),
                         line=int(self.lines[number]),
-                        **vars(result),
+                        **vars(text),
                         source_label=self.columns["source"][number] if "source" in self.columns else "",
                     )
                 )
-            elif result:
+            elif text:
                 kept.append(number)
-                found.append(result)
+                found.append(text)
         bad.sort(key=lambda one: one.line)
-        return replace(self.only(np.array(kept, np.int64)), bad=bad), found
+        return replace(self.only(np.array(kept, np.int64), Texts(found)), bad=bad)
 
 
-def documents_of_shard(
-    plan: Plan, folder: Path, shard: PlannedShard, transform: Transform | None, batch_bytes: int = BATCH_BYTES
-) -> Iterator[Documents]:
-    """Yield the documents of a shard's input, without those that the plan excludes.
+class ShardReader:
+    """Reads the documents of a plan's shards, without those that it excludes."""
 
-    Raises what ``read_documents`` does, and Refused where the plan knows the input's hash, and it differs.
-    """
-    excluded = plan.options.excluded
-    digest = None if shard.sha256 is None else hashlib.sha256()
-    yield from read_documents(
-        shard.ranges,
-        plan.options,
-        batch_bytes=batch_bytes,
-        digest=digest,
-        max_documents=shard.max_documents,
-        excluded=_excluded(folder, excluded) if excluded else None,
-        transform=transform,
-    )
-    if digest is not None and digest.hexdigest() != shard.sha256:
-        names = sorted({plan.inputs[number].path for number in shard.input_numbers})
-        what = f"the input of shard {shard.shard_id:05d} ({', '.join(names[:3])}) changed since planning"
-        hashes = f"sha256 {digest.hexdigest()[:12]}, the plan says {str(shard.sha256)[:12]}"
-        raise Refused(f"{what}: {hashes}; {_BRING_BACK}")
+    def __init__(self, folder: Path, options: PlanOptions, transform_file: Path | None) -> None:
+        """Load the user's function, and what is excluded. Raises as ``transform_of``, ``read_excluded``."""
+        self._options = options
+        self.transform = transform_of(options, transform_file)
+        self._excluded = read_excluded(folder, options.excluded) if options.excluded else None
 
-
-_excluded = functools.lru_cache(maxsize=1)(read_excluded)  # the same for all shards
+    def documents(self, shard: PlannedShard, batch_bytes: int = BATCH_BYTES) -> Iterator[Documents]:
+        """Yield the documents of a shard. Raises as ``read_documents``, Refused for a changed input."""
+        digest = None if shard.sha256 is None else hashlib.sha256()
+        yield from read_documents(
+            shard.ranges,
+            self._options,
+            batch_bytes=batch_bytes,
+            digest=digest,
+            max_documents=shard.max_documents,
+            excluded=self._excluded,
+            transform=self.transform,
+        )
+        if digest is not None and digest.hexdigest() != shard.sha256:
+            names = ", ".join(str(part.path) for part in shard.ranges[:3])
+            found = f"other bytes than planned, of sha256 {digest.hexdigest()[:12]}"
+            raise Refused(path=names, found=found, expected=f"{str(shard.sha256)[:12]}; {_BRING_BACK}")
 
 
 def read_documents(
@@ -467,29 +463,26 @@ def read_documents(
         from preprocess.read.chat import ChatTemplate  # 12 files that a task of texts need not open
 
         template = ChatTemplate(options.chat_template, options.chat_tokens, options.allow_special_tokens)
-    names = {part.input_number: part.planned.path if part.planned else part.path.name for part in ranges}
     reasons: set[str] = set()  # of LeaveOut so far
     num_left, bytes_left = max_documents, sum(part.end - part.start for part in ranges)
     for documents in read_records(ranges, text_fields_of(options), batch_bytes, digest):
-        name = names[documents.input_number]
         if transform is not None:
             columns = dict(documents.columns)
             records = columns.pop("record", None)  # of lines of text there are none
             if records is None:
                 records = [{"text": text.decode()} for text in documents.texts]
             given = zip(records, documents.offsets.tolist(), strict=True)
-            results = transform.texts(given, name, reasons, is_chat=template is not None)
-            documents, texts = replace(documents, columns=columns).sorted_out(results)
-            documents = replace(documents, texts=Texts(texts))
+            results = transform.texts(given, documents.input_path, reasons, is_chat=template is not None)
+            documents = replace(documents, columns=columns).with_texts(results)
         if template is not None:
-            documents = _rendered(documents, template, name)
+            documents = _rendered(documents, template)
         if excluded is not None:
             ids = documents.columns.get("id")
-            found = excluded.of_documents(name, documents.offsets, ids, documents.digests)
+            found = excluded.of_documents(documents.input_path, documents.offsets, ids, documents.digests)
             named = found.max(axis=0, initial=-1)
             if named.max(initial=-1) >= 0:
                 both = zip(documents.texts, named, strict=True)
-                documents, _ = documents.sorted_out(text if of < 0 else _EXCLUDED for text, of in both)
+                documents = documents.with_texts(text if of < 0 else _EXCLUDED for text, of in both)
         if num_left is not None and len(documents.lines) >= num_left:
             # The last document of a trial: it accounts for all bytes behind it, too.
             end_line = int(documents.lines[num_left - 1]) + 1 if num_left else documents.first_line
@@ -510,12 +503,12 @@ def read_records(
         reader = RangeReader(part, digest)
         for records in format_of(part.path.name).read(reader, fields, batch_bytes):
             texts, num_lines = records.texts, len(records.starts)
-            are_all_usable = isinstance(texts, Texts) or (all(texts) and {bytes}.issuperset(map(type, texts)))
-            if not isinstance(texts, Texts):
-                texts = Texts([text if isinstance(text, bytes) else b"" for text in texts])
+            if not isinstance(texts, Texts) and all(texts) and {bytes}.issuperset(map(type, texts)):
+                texts = Texts(cast(list[bytes], list(texts)))
             documents = Documents(
                 input_number=part.input_number,
-                texts=texts,
+                input_path=part.planned.path if part.planned else part.path.name,
+                texts=texts if isinstance(texts, Texts) else Texts([]),
                 lines=np.arange(line, line + num_lines),
                 offsets=records.starts,
                 columns={name: list(column) for name, column in records.columns.items()},
@@ -523,7 +516,7 @@ def read_records(
                 num_lines=num_lines,
                 num_bytes=records.num_bytes,
             )
-            yield documents if are_all_usable else documents.sorted_out(records.texts, records.sizes)[0]
+            yield documents if isinstance(texts, Texts) else documents.with_texts(texts, records.sizes)
             line += num_lines
         reader.hash_rest()
         # If every byte was hashed as it was read, the hash tells of a change, and a touch does no harm.
@@ -532,33 +525,35 @@ def read_records(
             reader.file.check_unchanged()
 
 
-def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Documents:
-    """Render conversations of the input ``name``, given as the JSON of their messages."""
-    from preprocess.read.chat import TooCostly, render_conversations
+def _rendered(documents: Documents, template: ChatTemplate) -> Documents:
+    """Render conversations, given as the JSON of their messages."""
+    from preprocess.read.chat import Rendered, TooCostly, render_conversations
 
-    messages = (text.decode() for text in documents.texts)
-    usable = (text if len(text) <= _MOST_MESSAGE_CHARS else _TOO_LONG for text in messages)
-    documents, asked = documents.sorted_out(usable)
+    documents = documents.with_texts(
+        text if len(text.decode()) <= _MOST_MESSAGE_CHARS else _TOO_LONG for text in documents.texts
+    )
+    asked = [text.decode() for text in documents.texts]
     if not asked:
         return documents
     try:
         found = render_conversations(template, asked)
     except TooCostly as error:
-        what = f"{error}, for the conversation of {place_text(name, int(documents.offsets[error.number]))}"
+        place = place_text(documents.input_path, int(documents.offsets[error.number]))
+        what = f"{error}, for the conversation of {place}"
         remedy = "change that conversation, or plan anew with another template as --chat_template_file"
         raise BadInput(f"{what}; {remedy}") from None
-    documents = replace(documents, columns={**documents.columns, "messages": asked})
-    kept, rendered = documents.sorted_out(found)
-    columns = {**kept.columns, "spans": [one.spans for one in rendered]}
-    return replace(kept, texts=Texts([one.text.encode() for one in rendered]), columns=columns)
+    spans = [one.spans if isinstance(one, Rendered) else [] for one in found]
+    documents = replace(documents, columns={**documents.columns, "messages": asked, "spans": spans})
+    return documents.with_texts(one.text.encode() if isinstance(one, Rendered) else one for one in found)
 
 
 def format_of(name: str) -> Format:
-    """Return what reads a file of this name. Its module is imported when it is first needed.
+    """Return what reads a file of this name. Raises UsageError where a library is missing."""
+    return _format_of_kind(input_kind(name))
 
-    Raises UsageError where a library is missing.
-    """
-    kind = input_kind(name)
+
+@functools.cache
+def _format_of_kind(kind: InputKind) -> Format:
     module, _, reader = kind.format.reader.partition(":")
     try:
         found = getattr(importlib.import_module(f"preprocess.read.{module}"), reader)
@@ -567,12 +562,3 @@ def format_of(name: str) -> Format:
             raise
         raise UsageError(needs(kind.format.suffixes[0], kind.format.library)) from None
     return cast(Format, found(kind.compression) if kind.format.can_be_compressed else found())
-
-
-def load_libraries(names: Iterable[str]) -> None:
-    """Import what reading files of these names takes, before any work: pyarrow takes 0.1 s of CPU.
-
-    Raises UsageError where it is missing.
-    """
-    for name in {input_kind(name): name for name in names}.values():
-        format_of(name)

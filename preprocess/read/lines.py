@@ -144,9 +144,7 @@ def decompressed(
     damaged or cut short, or stands behind the last one.
     """
     position = told = span[0]  # bytes of the file that were read, and that a piece accounts for
-    data = b""
-    held = bytearray()
-    padding = b""  # that may stand before a member
+    data, held, padding = b"", bytearray(), b""  # padding may stand before a member
 
     def more() -> bytes:
         nonlocal position
@@ -161,27 +159,25 @@ def decompressed(
         if not data:
             break
         if not data.startswith(compression.magics):
-            found = f"at byte {position - len(data)} stands {data[:8]!r}"
-            expected = f"{compression.name}, which begins with {compression.magics[0]!r}"
-            expected += "; give it the name that it should have, or move it away, and plan anew"
+            found = f"{data[:8]!r} at byte {position - len(data)}"
+            expected = f"{compression.magics[0]!r} of {compression.name}; rename or move it, and plan anew"
             raise BadInput(path=file.path, found=found, expected=expected)
         padding = compression.padding
         stream = compression.open(data, zstd_long)
         while not stream.eof:
             if stream.needs_input and not data and not (data := more()):
-                what = f"its {compression.name} data does not end with it, at byte {position}"
-                raise documents.unreadable(file, f"is cut short: {what}")
+                raise documents.unreadable(
+                    file, f"is cut short: no end of {compression.name} by byte {position}"
+                )
             try:
                 text = stream.decompress(data, piece_bytes)
             except MemoryError:
                 raise
             except Exception as error:  # each library has its own
                 if compression.name == "zstd" and "too much memory" in str(error):
-                    what, flag = "asks for a larger window of memory than is allowed", "--zstd_long 31"
-                    todo = f"plan with {flag}, which may take 2 GiB in each task, or unpack the file"
-                    message = f"input {file.path} {what}, before byte {position}; {todo}"
-                    message += f": zstd -d --long=31 {file.path}"
-                    raise BadInput(message, path=file.path, remedy=flag) from None
+                    found, flag = f"a larger window than allowed, before byte {position}", "--zstd_long 31"
+                    expected = f"128 MiB; unpack it, or plan with {flag}, which may take 2 GiB in each task"
+                    raise BadInput(path=file.path, found=found, expected=expected, remedy=flag) from None
                 what = f"cannot be decompressed as {compression.name} before byte {position} ({error})"
                 raise documents.unreadable(file, what) from None
             data = b""
@@ -320,30 +316,27 @@ class LineFormat:
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
         pieces = self.text_of_part(reader, fields.options, batch_bytes)
-        yield from self.records_of(reader.part, pieces, fields, batch_bytes)
+        return self.records_of(reader.part, pieces, fields, batch_bytes)
 
     def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
         """Raises BadInput where it is of another kind, or its first frame asks for too much memory."""
         can_be_split, size = self.can_be_split(options), file.stamp.num_bytes
         if self.compression is None:
             return Inspected(text_bytes=size, is_whole=not can_be_split)
-        pieces = decompressed(
-            file, self.compression, file.read_all, (0, size), _HEAD_TEXT_BYTES, options.zstd_long
-        )
-        head = next(pieces)
+        span, read, zstd_long = (0, size), file.read_all, options.zstd_long
+        head = next(decompressed(file, self.compression, read, span, _HEAD_TEXT_BYTES, zstd_long))
         self.check_beginning(file, head.data)
-        has_frames = next(iter(self.compression.frames(file)), None) is not None
+        has_frames = any(True for _ in self.compression.frames(file))
         text_bytes = len(head.data) * size // max(1, head.num_bytes)
         return Inspected(text_bytes, is_whole=not (can_be_split and has_frames))
 
     def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:
-        if not self.can_be_split(options):
-            return documents.starts_among((), file, stretches)
-        if self.compression is None:
-            file.expect_scattered_reads()
+        if self.compression is None and self.can_be_split(options):
+            file.file.expect_scattered_reads()  # reading ahead would read three times as much
             found = (first_line_start(file, byte, end, self.line_ends) for byte, end in stretches)
             return [None if byte is None else Start(byte) for byte in found]
-        return documents.starts_among(self.compression.frames(file), file, stretches)
+        frames = self.compression.frames(file) if self.compression and self.can_be_split(options) else ()
+        return documents.starts_among(frames, file, stretches)
 
     def text_of_part(self, reader: RangeReader, options: PlanOptions, piece_bytes: int) -> Pieces:
         """Yield the text of a part, and of its last line what stands behind the part.
@@ -469,20 +462,18 @@ class TextLines(LineFormat):
         pieces, num_mark_bytes = self.text_of_part(reader, options, batch_bytes), 0
         if options.encoding == "utf-8-sig" and reader.part.start == 0:
             # Drop the byte order mark, which stands in the first piece.
-            first = next(pieces, TextPiece(b"", 0))
-            num_mark_bytes = len(_MARK) if first.data.startswith(_MARK) else 0
-            pieces = itertools.chain([first._replace(data=first.data[num_mark_bytes:])], pieces)
+            first, num_read = next(pieces, TextPiece(b"", 0))
+            num_mark_bytes = len(_MARK) if first.startswith(_MARK) else 0
+            pieces = itertools.chain([TextPiece(first[num_mark_bytes:], num_read)], pieces)
         if options.doc == "line":
             yield from self.records_of(reader.part, pieces, fields, batch_bytes, num_mark_bytes)
             return
         held, size, num_bytes = bytearray(), 0, 0
-        for piece in pieces:
-            size, num_bytes = size + len(piece.data), num_bytes + piece.num_bytes
-            if size <= MOST_DOCUMENT_BYTES:
-                held += piece.data
-        text: bytes | UnusableText = too_long("its text")
-        if size <= MOST_DOCUMENT_BYTES:
-            text = _text_of(bytes(held), num_mark_bytes, options.encoding)
+        for data, num_read in pieces:
+            size, num_bytes = size + len(data), num_bytes + num_read
+            held += data if size <= MOST_DOCUMENT_BYTES else b""
+        is_whole = size <= MOST_DOCUMENT_BYTES
+        text = _text_of(bytes(held), num_mark_bytes, options.encoding) if is_whole else too_long("its text")
         starts, sizes = np.array([num_mark_bytes]), np.array([size])
         yield Records(texts=[text], starts=starts, sizes=sizes, num_bytes=num_bytes)
 
@@ -557,7 +548,7 @@ class JsonLines(LineFormat):
         records = [record for record, _ in pairs]
         columns = fields.columns(_others(records, fields))
         if isinstance(fields, text_fields.RecordFields):
-            columns = {**columns, "record": records}
+            columns["record"] = records
         return documents.texts_of([text for _, text in pairs]), columns
 
 
@@ -598,7 +589,7 @@ def _joined_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | 
     times as fast as orjson makes objects, but accepts what orjson refuses. So this looks for bytes that are
     no UTF-8, infinite numbers, several objects in a line, one in several lines, and a field named twice.
     """
-    if fields.plain_name is None or fields.other_paths:
+    if fields.plain_name is None or fields.named:
         return None
     if not block.startswith(b"{") or not block.endswith((b"}", b"}\n")):
         return None
@@ -621,15 +612,11 @@ def _joined_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | 
         for number in _lines_at(_perhaps_infinite(letters), starts):
             orjson.loads(block[starts[number] : block.find(b"}\n", starts[number]) + 1 or len(block)])
         # A string without escapes is its own text.
-        escaped = _lines_at(escapes, starts)
-        if 4 * len(escaped) > len(strings):
-            joined = _unescaped(strings)
-        else:
-            if escaped:
-                texts = _unescaped([strings[number] for number in escaped]).split(_BETWEEN_QUOTES)
-                for number, text in zip(escaped, texts, strict=True):
-                    strings[number] = text
-            joined = _BETWEEN_QUOTES.join(strings)
+        if escaped := _lines_at(escapes, starts):
+            texts = _unescaped([strings[number] for number in escaped]).split(_BETWEEN_QUOTES)
+            for number, text in zip(escaped, texts, strict=True):
+                strings[number] = text
+        joined = _BETWEEN_QUOTES.join(strings)
     except (UnicodeDecodeError, msgspec.MsgspecError, RecursionError, ValueError, TypeError):
         return None
     letters = np.frombuffer(joined, np.uint8)
@@ -673,8 +660,9 @@ def _perhaps_infinite(letters: npt.NDArray[np.uint8]) -> Numbers:
 
 
 def _others(records: list[Any], fields: TextFields) -> dict[FieldPath, list[Any]]:
-    """Return the values of ``other_paths``."""
-    return {path: [text_fields.value_at(record, path) for record in records] for path in fields.other_paths}
+    """Return the values of the fields beside the text."""
+    paths = fields.named.values()
+    return {path: [text_fields.value_at(record, path) for record in records] for path in paths}
 
 
 def _are_exact(values: Sequence[Any]) -> bool:
@@ -748,7 +736,7 @@ def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText
     if isinstance(fields, text_fields.RecordFields):
         is_exact = _LONG_NUMBER.search(line) is None
     else:
-        others = [text_fields.value_at(record, path) for path in fields.other_paths]
+        others = [text_fields.value_at(record, path) for path in fields.named.values()]
         is_exact = _names_each_once(line, 1, fields) and _are_exact(others)
     if not is_exact:
         try:
@@ -774,25 +762,21 @@ class _Object(dict[str, Any]):
 
 
 def _named_twice(record: Any, fields: TextFields) -> Iterator[str]:
-    """Return the names of the text's fields that stand twice in their object; of messages, of all in them."""
+    """Yield the names of the text's fields that stand twice in their object; of messages, of all in them."""
     for path in fields.text_paths:
         inner = record
         for name in path:
-            if not isinstance(inner, _Object):
-                break
-            if name in inner.twice:
+            if isinstance(inner, _Object) and name in inner.twice:
                 yield name
-            inner = inner.get(name)
-        if isinstance(fields, text_fields.MessageFields):
-            yield from _all_twice(inner)
-
-
-def _all_twice(value: Any) -> Iterator[str]:
-    if isinstance(value, _Object):
-        yield from value.twice
-    if isinstance(value, (dict, list)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _all_twice(item)
+            inner = text_fields.value_at(inner, (name,))
+        inside = [inner] if isinstance(fields, text_fields.MessageFields) else []
+        while inside:
+            value = inside.pop()
+            if isinstance(value, _Object):
+                yield from value.twice
+                inside += value.values()
+            elif isinstance(value, list):
+                inside += value
 
 
 def why_not_json(line: bytes) -> UnusableText:
@@ -807,8 +791,7 @@ def why_not_json(line: bytes) -> UnusableText:
         json.loads(text)
     except json.JSONDecodeError as error:
         at = len(text[: error.pos].encode())
-        what = "ends in the middle" if not text[error.pos :].strip() else f"is not JSON from byte {at} on"
-        return UnusableText("bad_json", f"the line {what}")
+        return UnusableText("bad_json", f"the line of {len(line)} bytes is not JSON from byte {at} on")
     except ValueError:
         return _TOO_DEEP
     if half := re.search(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}", text):
@@ -817,8 +800,7 @@ def why_not_json(line: bytes) -> UnusableText:
 
 
 _TOO_DEEP = UnusableText(
-    "bad_json",
-    f"it is nested too deep, more than {text_fields.MAX_JSON_DEPTH} levels, or has too long a number",
+    "bad_json", f"it has more than {text_fields.MAX_JSON_DEPTH} levels, or a number of too many digits"
 )
 
 
@@ -827,10 +809,8 @@ def is_too_deep(raw: bytes | bytearray) -> bool:
 
     Takes 0.2 us for a line that has no more brackets than that, else as much for each bracket and string.
     """
-    if (
-        len(raw) <= 2 * text_fields.MAX_JSON_DEPTH
-        or raw.count(b"[") + raw.count(b"{") <= text_fields.MAX_JSON_DEPTH
-    ):
+    most = text_fields.MAX_JSON_DEPTH
+    if len(raw) <= 2 * most or raw.count(b"[") + raw.count(b"{") <= most:
         return False
     steps = (1 if bracket in b"[{" else -1 for bracket in _NO_BRACKETS.sub(b"", raw))
-    return max(itertools.accumulate(steps), default=0) > text_fields.MAX_JSON_DEPTH
+    return max(itertools.accumulate(steps), default=0) > most

@@ -37,6 +37,7 @@ from preprocess.read import documents, text_fields
 from preprocess.read.documents import Inspected, OpenInput, RangeReader, Records, Start, Stretches
 from preprocess.read.text_fields import FieldPath, TextFields, UnusableText
 from shardprep.errors import BadInput, ReadWriteError
+from shardprep.files import with_retries
 from shardprep.format.plan import PlanOptions
 
 # Arrays lie in libc's memory: in pyarrow's own pool a task holds 24 MB more, at equal CPU seconds.
@@ -77,21 +78,18 @@ class InputStream(io.RawIOBase):
 
     def read(self, size: int | None = -1) -> Any:
         """Return up to ``size`` bytes, or all that follow. Raises OSError."""
-        num_left = self._ends[-1] - self._position
-        num_left = num_left if size is None or size < 0 else min(size, num_left)
+        stop = self._ends[-1] if size is None or size < 0 else min(self._position + size, self._ends[-1])
         pieces = []
-        while num_left > 0:
+        while self._position < stop:
             number = bisect.bisect_right(self._ends, self._position)
-            end = self._spans[number][1]
-            start = end - (self._ends[number] - self._position)
-            end = min(end, start + num_left)
+            behind = self._spans[number][1] - self._ends[number]  # from a place in the stream to the file's
+            end = min(self._ends[number], stop)
             try:
-                pieces.append(self._read(start, end))
+                pieces.append(self._read(self._position + behind, end + behind))
             except ReadWriteError as error:
                 self.error = error
                 raise OSError(str(error)) from None
-            self._position += end - start
-            num_left -= end - start
+            self._position = end
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
@@ -161,8 +159,7 @@ class Parquet:
                     told = up_to
                     first_row += batch.num_rows
                 if num_rows != expected:
-                    said = f"its footer says {expected}"
-                    raise ValueError(f"row group {numbers[0]} has {num_rows} rows, {said}")
+                    raise ValueError(f"row group {numbers[0]} has {num_rows} rows, not {expected}")
         if told < part.end:  # row groups without rows, or no row group
             yield Records(num_bytes=part.end - told)
 
@@ -171,17 +168,17 @@ class Parquet:
         size = file.stamp.num_bytes
         stream = InputStream(file, [(0, size)])
         tail = file.read(max(0, size - 8), size)
-        encrypted = "an encrypted footer" if tail.endswith(b"PARE") else ""
+        encrypted = tail.endswith(b"PARE")  # and with it the footer
         with refused_by_name(file, "Parquet", stream):
             if not encrypted:
                 table = parquet.ParquetFile(stream, buffer_size=_BUFFER_BYTES)
                 # pyarrow ends the process (SIGABRT) where metadata of an encrypted column is asked for.
-                if int.from_bytes(tail[:4], "little") == table.metadata.serialized_size + _SIGNATURE_BYTES:
-                    encrypted = "encrypted columns, or a signed footer"
+                signed_bytes = table.metadata.serialized_size + _SIGNATURE_BYTES
+                encrypted = int.from_bytes(tail[:4], "little") == signed_bytes
             if not encrypted:
                 return table, stream, _fields_in(file, table.schema_arrow, fields)
         expected = "Parquet without encryption; write it so, or move it away, and plan anew"
-        raise BadInput(path=file.path, found=encrypted, expected=expected)
+        raise BadInput(path=file.path, found="an encrypted or a signed footer", expected=expected)
 
 
 def _row_groups(metadata: Any) -> list[tuple[int, list[int]]]:
@@ -256,7 +253,7 @@ class Arrow:
             else:
                 streams[-1].append(message)
                 is_large |= message.kind == _BATCH and message.end - message.start > _LARGE_BYTES
-        memory = file.mapped() if is_large else None
+        memory = with_retries(f"input {file.path} cannot be mapped", file.file.mapped) if is_large else None
         for messages in streams:
             batches = [each for each in messages if each.kind == _BATCH]
             if not batches:
@@ -294,19 +291,17 @@ class Arrow:
 def _messages_of(file: OpenInput) -> Iterator[_Message]:
     """Yield the messages of a file, in order; each of its streams begins with its schema. Raises BadInput."""
     size = file.stamp.num_bytes
-    position, end = 0, size
+    position, end, begins = 0, size, True
     is_file = file.read(0, len(_MAGIC)) == _MAGIC
     if is_file:
         tail = file.read(max(0, size - 10), size)
         position, end = 8, size - 10 - int.from_bytes(tail[:4], "little")
         if not tail.endswith(_MAGIC) or end <= position:
             raise _broken(file, f"it does not end in a footer and {_MAGIC!r}")
-    begins = True
     while position < end:
         message = _message_at(file, position, end)
         if begins != (message.kind == _SCHEMA):
-            what = "no schema begins a stream" if begins else "a schema stands within a stream"
-            raise _broken(file, f"{what}, at byte {position}")
+            raise _broken(file, f"a stream does not begin with its one schema, at byte {position}")
         if message.kind != _END:
             yield message
         # The mark of the end is optional: a stream may end with the file.
@@ -334,10 +329,10 @@ def _message_at(file: OpenInput, position: int, file_end: int) -> _Message:
     try:
         kind, body_bytes, num_rows = _header(header)
     except (struct.error, IndexError, ValueError):
-        raise _broken(file, f"the message at byte {position} has no right header") from None
+        kind = body_bytes = num_rows = -1
     end = begin + header_bytes + body_bytes
-    if end > file_end:
-        raise _broken(file, f"the message at byte {position} goes on behind the end: it is cut short")
+    if kind < 0 or end > file_end:
+        raise _broken(file, f"the message at byte {position} has no right header, or is cut short")
     return _Message(kind, position, end, num_rows)
 
 
@@ -351,20 +346,20 @@ def _header(data: bytes) -> tuple[int, int, int]:
     def at(place: int, code: str) -> int:
         return int(struct.unpack_from(code, data, place)[0])
 
-    def slot(table: int, number: int) -> int:
-        """Return where a field of a flatbuffer's table lies; 0 where it is absent."""
+    def field(table: int, number: int, code: str) -> tuple[int, int]:
+        """Return where a field of a flatbuffer's table lies, and its value; zeros where it is absent."""
         vtable, entry = table - at(table, "<i"), 4 + 2 * number
         offset = at(vtable + entry, "<H") if entry + 2 <= at(vtable, "<H") else 0
-        return table + offset if offset else 0
-
-    def number_in(table: int, number: int, code: str) -> int:
-        place = slot(table, number)
-        return at(place, code) if place else 0
+        return (table + offset, at(table + offset, code)) if offset else (0, 0)
 
     root, num_rows = at(0, "<I"), 0
-    kind, inner, body_bytes = number_in(root, 1, "<B"), slot(root, 2), number_in(root, 3, "<q")
+    (_, kind), (inner, offset), (_, body_bytes) = (
+        field(root, 1, "<B"),
+        field(root, 2, "<I"),
+        field(root, 3, "<q"),
+    )
     if kind == _BATCH and inner:
-        num_rows = number_in(inner + at(inner, "<I"), 0, "<q")
+        _, num_rows = field(inner + offset, 0, "<q")
     is_known = kind in (_SCHEMA, _DICTIONARY) or (kind == _BATCH and inner)
     if not is_known or body_bytes < 0 or num_rows < 0:
         raise ValueError(f"kind {kind}")
@@ -380,7 +375,7 @@ def _fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
     Raises BadInput where the text has no column, one of another type, or two columns may be meant.
     """
     if isinstance(fields, text_fields.RecordFields):
-        return fields.of_columns(schema.names)
+        return text_fields.RecordFields(fields.options, schema.names)
     is_chat = isinstance(fields, text_fields.MessageFields)
     places: dict[FieldPath, FieldPath] = {}
     for path in fields.paths:
@@ -438,10 +433,10 @@ def _records(
     """Yield the records of a record batch, some rows at a time, for ``num_bytes`` of the file."""
     columns = {path: _column(batch, path) for path in fields.paths}
     arrays = [column for column, _ in columns.values() if column is not None]
-    num_in_use = sum(array.nbytes for array in arrays)
+    most = _rows_at_once(batch.num_rows, sum(array.nbytes for array in arrays), 2 * batch_bytes)
     # Of a dictionary nobody knows the bytes of some rows.
     arrays = [array for array in arrays if not types.is_dictionary(array.type)]
-    most, first = _rows_at_once(batch.num_rows, num_in_use, 2 * batch_bytes), 0
+    first = 0
     while first < max(1, batch.num_rows):
         num = min(most, batch.num_rows - first)
         while num > 1 and sum(array.slice(first, num).nbytes for array in arrays) > 8 * batch_bytes:
@@ -558,11 +553,8 @@ def _stored(kind: Any) -> tuple[Any, _Read]:
         if types.is_fixed_size_list(kind):
             stored = arrow.list_(inner, kind.list_size)
         else:
-            name = "list_"
-            for other in ("large_list", "list_view", "large_list_view"):
-                if getattr(types, f"is_{other}", lambda _: False)(kind):
-                    name = other
-            stored = getattr(arrow, name)(inner)
+            name = str(kind).partition("<")[0]  # list, large_list, list_view or large_list_view
+            stored = getattr(arrow, "list_" if name == "list" else name)(inner)
         return stored, lambda items: [_or_none(read_item, item) for item in items]
     return kind, _same
 

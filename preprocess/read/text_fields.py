@@ -75,8 +75,6 @@ class TextFields:
             self.text_paths, self._literals = _parsed_template(options.text_template)
         else:
             self.text_paths = [_path(options.text_field, "--text_field")]
-        if not all(self.text_paths):
-            raise UsageError("--text_field is empty, expected the name of a field, such as text")
         # The one field of the text, where a look-up of it is all there is to do.
         is_plain = not self._literals and len(self.text_paths[0]) == 1
         self.plain_name = self.text_paths[0][0] if is_plain else None
@@ -89,19 +87,14 @@ class TextFields:
         return other
 
     @property
-    def other_paths(self) -> list[FieldPath]:
-        """All fields but those of the text that have to be read, each once."""
-        return list(dict.fromkeys(self.named.values()))
-
-    @property
     def paths(self) -> list[FieldPath]:
         """All fields that have to be read, each once."""
-        return list(dict.fromkeys((*self.text_paths, *self.other_paths)))
+        return list(dict.fromkeys((*self.text_paths, *self.named.values())))
 
     def columns(self, values: Mapping[FieldPath, Sequence[Any]]) -> dict[str, list[str]]:
         """What records tell beside their texts: "id" and "source" of each, where a field of it was named.
 
-        ``values``: those of each of ``other_paths``.
+        ``values``: those of the fields of ``named``.
         """
         return {each: list(map(name_of, values[path])) for each, path in self.named.items()}
 
@@ -124,23 +117,23 @@ class TextFields:
 def _parsed_template(template: str) -> tuple[list[FieldPath], list[str]]:
     """Return the fields of ``{input}\\n\\n{output}``, and the text before each and behind the last one."""
     text = re.sub(r"\\[ntr\\]", lambda match: _ESCAPES[match[0]], template)
-    paths, literals, literal, why = list[FieldPath](), list[str](), "", ""
+    paths, literals, why = list[FieldPath](), [""], ""
     try:
         for before, name, spec, conversion in string.Formatter().parse(text):
-            literal += before
+            literals[-1] += before
             if name is not None:
                 if spec or conversion or not name:
                     why = "a field is written {name}, without : or !"
-                paths.append(_path(name, "--text_template"))
-                literals.append(literal)
-                literal = ""
+                else:
+                    paths.append(_path(name, "--text_template"))
+                literals.append("")
     except ValueError as error:
         why = str(error)
     if why or not paths:
         found = f"--text_template {template!r} ({why or 'it names no field'})"
         expected = "one such as '{input}\\n\\n{output}'; braces are {{ and }}"
         raise UsageError(found=found, expected=expected)
-    return paths, [*literals, literal]
+    return paths, literals
 
 
 class MessageFields(TextFields):
@@ -155,31 +148,27 @@ class MessageFields(TextFields):
         (value,), (path,) = values, self.text_paths
         if value is _MISSING or value is None or isinstance(value, UnusableText):
             return unusable(path, value)
-        name = ".".join(path)
         # Some tables have them as JSON, since messages may differ in their fields: all of the list, or each.
         value = _parsed_if_json(value)
         if not isinstance(value, list):
-            return UnusableText("wrong_type", f"the field {name} is {_kind(value)}, expected a list")
+            return unusable(path, value, "a list")
         messages = list(map(_parsed_if_json, value))
         try:
             return json.dumps(messages, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         except (TypeError, ValueError) as error:  # a NaN of a table
-            return UnusableText("wrong_type", f"the field {name} cannot be JSON ({error})")
+            return UnusableText("wrong_type", f"the field {'.'.join(path)} cannot be JSON ({error})")
 
 
 class RecordFields(TextFields):
-    """Takes whole records, for the function of ``--transform``: a column "record" beside the texts."""
+    """Takes whole records, for the function of ``--transform``: a column "record" beside the texts.
 
-    def __init__(self, options: PlanOptions) -> None:
+    ``columns_of_table``: the names of a table's columns.
+    """
+
+    def __init__(self, options: PlanOptions, columns_of_table: Sequence[str] = ()) -> None:
         super().__init__(options)
-        self.text_paths = []  # of a table: its columns
+        self.text_paths = [(name,) for name in columns_of_table]
         self.plain_name = None
-
-    def of_columns(self, names: Sequence[str]) -> RecordFields:
-        """Return the fields of a table with these columns."""
-        other = copy.copy(self)
-        other.text_paths = [(name,) for name in names]
-        return other
 
     def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:  # noqa: ARG002
         return "a record"  # never encoded: what --transform returns takes its place
@@ -218,9 +207,9 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _path(name: str, flag: str) -> FieldPath:
-    path = tuple(name.split(".")) if name else ()
+    path = tuple(name.split("."))
     if not all(path):
-        raise UsageError(f"{flag} {name!r} has an empty part between its dots; such as metadata.title")
+        raise UsageError.of_value(flag, name, "names of fields between dots, such as metadata.title")
     return path
 
 
@@ -233,7 +222,7 @@ def value_at(record: Any, path: FieldPath) -> Any:
     return record
 
 
-def unusable(path: FieldPath, value: Any) -> UnusableText:
+def unusable(path: FieldPath, value: Any, expected: str = "a string") -> UnusableText:
     if isinstance(value, UnusableText):
         return value
     name = ".".join(path)
@@ -241,7 +230,7 @@ def unusable(path: FieldPath, value: Any) -> UnusableText:
         return UnusableText("no_field", f"there is no field {name}")
     if value is None:
         return UnusableText("null_field", f"the field {name} is null")
-    return UnusableText("wrong_type", f"the field {name} is {_kind(value)}, expected a string")
+    return UnusableText("wrong_type", f"the field {name} is {_kind(value)}, expected {expected}")
 
 
 def name_of(value: Any) -> str:
@@ -300,10 +289,9 @@ class Transform:
         for name in {*sys.modules} - before:
             imported = Path(getattr(sys.modules[name], "__file__", None) or "/")
             if imported.parent == folder and imported.name not in self.contents:
-                what, remedy = f"--transform {path} imports {imported.name} beside it", "--transform_files"
                 files = ",".join([*list(self.contents)[1:], imported.name])
-                message = f"{what}; name it, so that it counts in the plan: {remedy} {files}"
-                raise UsageError(message, path=imported, remedy=remedy)
+                message = f"{path} imports {imported.name}; so that it counts, add --transform_files {files}"
+                raise UsageError(message, path=imported, remedy="--transform_files")
         self._function: Any = vars(module).get("transform")
         if not callable(self._function):
             raise UsageError(path=path, found="no function transform(record)", expected="transform")
@@ -351,20 +339,16 @@ def transform_of(options: PlanOptions, path: Path | None) -> Transform | None:
     if not planned and path is None:
         return None
     if path is None:
-        what, name = f"the plan's documents go through a function (sha256 {planned[:12]})", "--transform FILE"
-        message = f"{what}, and code in a data set never runs; name the file: {name}"
-        raise UsageError(message, expected=name, remedy=name)
+        found = f"a plan whose documents go through a function (sha256 {planned[:12]}), and no file of it"
+        raise UsageError(found=found, expected="--transform FILE", remedy="--transform FILE")
     if not planned:
         expected = "none, as the plan has no function; or plan anew with it, into a new folder"
         raise UsageError(found=f"--transform {path}", expected=expected)
-    found = Transform(path, options.transform_files)
-    if found.sha256 != planned:
-        expected = (
-            f"the plan's function, {planned[:12]}, of which DATA/{TRANSFORM_DIR}/ has a copy; bring it "
-        )
-        expected += "back, or plan anew into a new folder"
-        raise Refused(path=path, found=f"sha256 {found.sha256[:12]}", expected=expected)
-    return found
+    transform = Transform(path, options.transform_files)
+    if transform.sha256 != planned:
+        expected = f"{planned[:12]} of the plan's, see DATA/{TRANSFORM_DIR}/; or plan anew into a new folder"
+        raise Refused(path=path, found=f"sha256 {transform.sha256[:12]}", expected=expected)
+    return transform
 
 
 def _checked(result: object, *, is_chat: bool) -> bytes | UnusableText:

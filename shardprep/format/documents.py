@@ -24,9 +24,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from shardprep import files
 from shardprep.errors import BadInput, BrokenShard, NotFound, OtherPlan, UsageError
@@ -43,6 +43,7 @@ _TEXT, _PLACE = "sha256:", "at:"
 _EXPECTED = "an id in UTF-8, sha256: and 64 hex digits, or at:FILE:BYTE"
 _MOST_NAMES = 10_000_000
 _FORMAT = "shardprep-blanked"
+_KEPT_ID = msgspec.json.Decoder(tuple[int, int, str])  # a line of DATA/ids
 _MAX_BLANKED_BYTES = 256 << 20  # some 10^7 documents
 # The digest of a blanked document; a document stays on its side of a split.
 _BLANK_DIGESTS = np.frombuffer(b"\xff" * names.DIGEST_BYTES + bytes(names.DIGEST_BYTES), DIGEST)
@@ -209,16 +210,13 @@ def read_excluded(folder: Path, sha256: str) -> DocumentNames:
 
 def kept_ids(folder: Path, shard_id: int) -> Iterator[tuple[int, int, str]]:
     """Yield input, place in it, and id of each document of a shard, as --id_field keeps them."""
-    path, remedy = names.ids_path(folder, shard_id), names.remake_command(shard_id, folder)
+    path = names.ids_path(folder, shard_id)
     for line in files.read_lines(path):
         try:
-            input_number, offset, kept = orjson.loads(line)
-            is_right = [type(input_number), type(offset), type(kept)] == [int, int, str]
-        except (ValueError, TypeError):
-            is_right = False
-        if not is_right:
-            raise BrokenShard(path=path, found=f"the line {line[:60]!r}", remedy=remedy)
-        yield input_number, offset, kept
+            yield _KEPT_ID.decode(line)
+        except (msgspec.MsgspecError, ValueError):
+            remedy = names.remake_command(shard_id, folder)
+            raise BrokenShard(path=path, found=f"the line {line[:60]!r}", remedy=remedy) from None
 
 
 def read_digests(folder: Path, shard_id: int, stamp: FileStamp, *, is_checked: bool = False) -> Digests:

@@ -15,7 +15,7 @@ import gc
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -40,7 +40,7 @@ IDX_HEADER = np.dtype(
     [
         ("magic", "S8"),
         ("version", "<u4"),
-        ("kind", "<u4"),  # position in IDX_KINDS
+        ("kind", "<u4"),  # position in IDX_DTYPES
         ("token_bytes", "<u4"),  # bytes of a token id; 0 where ids are JSON
         ("seq_len", "<u4"),  # 0 unless packed
         ("shard_id", "<u4"),
@@ -66,14 +66,13 @@ IDX_ROW = np.dtype(
 )
 # mask_offset: byte in the tar of the row's part of loss_mask, a byte per token
 IDX_CHAT_ROW = np.dtype([*IDX_ROW.descr, ("mask_offset", "<u8")])
-# The records of each kind of samples; a new kind comes last.
-_KINDS = {"json": IDX_DOCUMENT, "npy": IDX_DOCUMENT, "packed": IDX_ROW, "chat": IDX_CHAT_ROW}
-IDX_KINDS = tuple(_KINDS)
+# The type of a record, for each kind of samples; a new kind comes last.
+IDX_DTYPES = {"json": IDX_DOCUMENT, "npy": IDX_DOCUMENT, "packed": IDX_ROW, "chat": IDX_CHAT_ROW}
 READ_BYTES = 4 << 20  # of ids at once, or one sample
 MAX_OFFSET = 2**62  # sums with it stay in an int64; who reads at it compares it with the tar's size
 
 
-Records = npt.NDArray[np.void]  # of idx_dtype
+Records = npt.NDArray[np.void]  # of one of IDX_DTYPES
 
 
 class ChunkCrcs:
@@ -87,10 +86,9 @@ class ChunkCrcs:
     def add(self, records: bytes) -> None:
         """Take the next records, any number of them."""
         self._rest += records
-        full = len(self._rest) // self._chunk_bytes * self._chunk_bytes
-        for begin in range(0, full, self._chunk_bytes):
-            self._crcs.append(zlib.crc32(memoryview(self._rest)[begin : begin + self._chunk_bytes]))
-        del self._rest[:full]
+        while len(self._rest) >= self._chunk_bytes:
+            self._crcs.append(zlib.crc32(self._rest[: self._chunk_bytes]))
+            del self._rest[: self._chunk_bytes]
 
     def table(self) -> bytes:
         """Return what stands behind the records."""
@@ -103,40 +101,37 @@ class IdxFile:
 
     def __init__(self, folder: Path, spec: DatasetSpec, shard_id: int) -> None:
         """Open it, and compare its first 64 bytes."""
-        self._folder, self._shard_id, self.dtype = folder, shard_id, idx_dtype(spec.kind)
+        self._folder, self._shard_id, self.dtype = folder, shard_id, IDX_DTYPES[spec.kind]
         path, header = names.idx_path(folder, shard_id), idx_header(spec, shard_id)
-        try:
-            self.file = ReadFile(path)
-        except NOT_THERE:
-            raise names.missing_file(path, shard_id, folder) from None
-        try:
-            self._read_header(spec, header)
-        except BaseException:
-            self.file.close()  # an error that somebody keeps would keep it open
-            raise
-
-    def _read_header(self, spec: DatasetSpec, header: bytes) -> None:
-        found = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
-        if len(found) < HEADER_BYTES or found[:8] != header[:8]:
-            raise self._wrong(errors.BrokenShard, f"no idx: it begins {found[:8]!r}", f"{header[:8]!r}")
-        values, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (found, header))
-        if (version := int(values["version"])) != names.FORMAT_VERSION:
-            raise names.unknown_version(self.file.path, version)
-        for name in IDX_HEADER.names or ():
-            if values[name] != wanted[name]:
-                raise self._wrong(errors.OtherPlan, f"an idx for {name} {values[name]}", wanted[name])
-        # The size tells how many records there are: no two numbers of records make the same size.
-        chunk_bytes = CHUNK_RECORDS * self.dtype.itemsize + CHUNK_CRC.itemsize
-        num_bytes = self.file.num_bytes - HEADER_BYTES
-        num_chunks, rest_bytes = divmod(num_bytes, chunk_bytes)
-        num_rest = max(0, rest_bytes - CHUNK_CRC.itemsize) // self.dtype.itemsize
-        self.num_samples = num_chunks * CHUNK_RECORDS + num_rest
-        if self.file.num_bytes != idx_num_bytes(spec.kind, self.num_samples):
-            expected = f"records of {self.dtype.itemsize} bytes, with their crc32s"
-            raise self._wrong(errors.BrokenShard, f"cut short: {num_bytes} bytes behind the header", expected)
-        self._is_checked = bytearray(-(-self.num_samples // CHUNK_RECORDS))  # of each chunk
-        crcs_bytes = len(self._is_checked) * CHUNK_CRC.itemsize
-        self._crcs = np.frombuffer(self.file.read(self.file.num_bytes - crcs_bytes, crcs_bytes), CHUNK_CRC)
+        with ExitStack() as opened:  # an error that somebody keeps would keep it open
+            try:
+                self.file = opened.enter_context(ReadFile(path))
+            except NOT_THERE:
+                raise names.missing_file(path, shard_id, folder) from None
+            found = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
+            if len(found) < HEADER_BYTES or found[:8] != header[:8]:
+                raise self._wrong(errors.BrokenShard, f"no idx: it begins {found[:8]!r}", f"{header[:8]!r}")
+            values, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (found, header))
+            if (version := int(values["version"])) != names.FORMAT_VERSION:
+                raise names.unknown_version(path, version)
+            for name in IDX_HEADER.names or ():
+                if values[name] != wanted[name]:
+                    raise self._wrong(errors.OtherPlan, f"an idx for {name} {values[name]}", wanted[name])
+            # The size tells how many records there are: no two numbers of records make the same size.
+            chunk_bytes = CHUNK_RECORDS * self.dtype.itemsize + CHUNK_CRC.itemsize
+            num_bytes = self.file.num_bytes - HEADER_BYTES
+            num_chunks, rest_bytes = divmod(num_bytes, chunk_bytes)
+            num_rest = max(0, rest_bytes - CHUNK_CRC.itemsize) // self.dtype.itemsize
+            self.num_samples = num_chunks * CHUNK_RECORDS + num_rest
+            if self.file.num_bytes != idx_num_bytes(spec.kind, self.num_samples):
+                expected = f"records of {self.dtype.itemsize} bytes, with their crc32s"
+                found_size = f"cut short: {num_bytes} bytes behind the header"
+                raise self._wrong(errors.BrokenShard, found_size, expected)
+            self._is_checked = bytearray(-(-self.num_samples // CHUNK_RECORDS))  # of each chunk
+            crcs_bytes = len(self._is_checked) * CHUNK_CRC.itemsize
+            crcs = self.file.read(self.file.num_bytes - crcs_bytes, crcs_bytes)
+            self._crcs = np.frombuffer(crcs, CHUNK_CRC)
+            opened.pop_all()
 
     def read(self, rows: slice) -> Records:
         """Read the records of some rows. Raises BrokenShard, OSError."""
@@ -166,22 +161,17 @@ class IdxFile:
         return kind(path=self.file.path, found=found, expected=expected, remedy=remedy)
 
 
-def idx_dtype(kind: str) -> np.dtype[Any]:
-    """Return the type of a record: IDX_DOCUMENT, IDX_ROW or IDX_CHAT_ROW."""
-    return _KINDS[kind]
-
-
 _Number = TypeVar("_Number", int, npt.NDArray[np.int64])
 
 
 def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
     """Return the bytes of an idx: header, records and their crc32s. Of an array of numbers, an array."""
     num_chunks = -(-num_samples // CHUNK_RECORDS)
-    return HEADER_BYTES + num_samples * idx_dtype(kind).itemsize + num_chunks * CHUNK_CRC.itemsize
+    return HEADER_BYTES + num_samples * IDX_DTYPES[kind].itemsize + num_chunks * CHUNK_CRC.itemsize
 
 
 def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> Records:
-    """Return a shard's whole idx: a structured array of ``idx_dtype``, one per sample."""
+    """Return a shard's whole idx: a structured array of IDX_DTYPES, one per sample."""
     with errors_named(names.idx_path(folder, shard_id)):
         idx = IdxFile(folder, spec, shard_id)
         with idx.file:
@@ -221,7 +211,7 @@ def misplaced_samples(spec: DatasetSpec, records: Records, tar_bytes: int) -> np
 def idx_header(spec: DatasetSpec, shard_id: int) -> bytes:
     """Return the 64 bytes that begin an idx."""
     token_bytes = 0 if spec.kind == "json" else spec.token_bytes
-    of_spec = (IDX_KINDS.index(spec.kind), token_bytes, spec.seq_len)
+    of_spec = ([*IDX_DTYPES].index(spec.kind), token_bytes, spec.seq_len)
     fields = (b"shardidx", names.FORMAT_VERSION, *of_spec, shard_id, spec.plan_id[:32].encode(), 0)
     return np.array([fields], IDX_HEADER).tobytes()
 
@@ -256,7 +246,7 @@ class ShardSamples:
         self.spec = spec
         self.shard_id = shard_id
         records = read_idx(folder, spec, shard_id)
-        self.records = records[part]  # see idx_dtype, one per sample
+        self.records = records[part]  # see IDX_DTYPES, one per sample
         self.path = names.tar_path(folder, shard_id)
         self._remedy = names.remake_command(shard_id, folder)
         try:
@@ -332,7 +322,7 @@ class ShardSamples:
             for part in np.split(records, np.flatnonzero(steps <= 0) + 1):
                 yield from ids_of(self.spec, part, self._read)
         except (ValueError, OverflowError) as error:
-            found = f"it holds token ids that cannot be read ({error})"
+            found = f"token ids that cannot be read ({error})"
             raise errors.BrokenShard(path=self.path, found=found, remedy=self._remedy) from None
 
 

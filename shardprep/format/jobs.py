@@ -57,17 +57,12 @@ _Number = Annotated[int, Meta(ge=-1, le=names.MOST)]
 _SLURM_NAME = re.compile(r"[0-9]{1,10}_[0-9]{1,10}\.r[0-9]{1,6}")  # JOB_INDEX.rRESTART
 _RUN_NAME = re.compile(r".+-[0-9]{1,10}\.[0-9]{1,16}")  # HOST-PID.TIME
 
-WHOLE_NODE = "node"  # as --cpus_per_task
 MEMORY_FIELDS = ("mem_gb", "mem_per_cpu_gb")  # they exclude each other
 _SET_BY_SUBMIT = {"--job-name", "--array", "--output", "--wrap", "--parsable", "--hold"}  # of sbatch
 _MOST = 10**9  # of CPUs, GB, minutes, tasks
-_NODES = "partition, account and nodes"
-_RESOURCES = "resources of a task"
-_RUNS = "set-up, container and more options"
-FLAG_GROUPS = (_NODES, _RESOURCES, _RUNS)
-_of_nodes = functools.partial(option, group=_NODES)
-_of_task = functools.partial(option, group=_RESOURCES)
-_of_run = functools.partial(option, group=_RUNS)
+_of_nodes = functools.partial(option, group="partition, account and nodes")
+_of_task = functools.partial(option, group="resources of a task")
+_of_run = functools.partial(option, group="set-up, container and more options")
 # Fields that name commands, or that may hold options which do.
 COMMANDS = ("setup", "container", "srun_args", "notify", "sbatch_args", "worker_args")
 
@@ -110,9 +105,8 @@ class JobRequest:
             if isinstance(value, str) and (found := re.search(r"[\x00-\x1f\x7f]|[\ud800-\udfff]", value)):
                 what = f"--{name} is {value!r:.200}, and {found[0]!r} cannot stand in a job script"
                 raise errors.UsageError(f"{what}; leave it out")
-        if self.num_cpus is None and self.cpus_per_task != WHOLE_NODE:
-            expected = f"a number, or: {WHOLE_NODE}"
-            raise errors.UsageError.of_value("--cpus_per_task", self.cpus_per_task, expected)
+        if self.num_cpus is None and self.cpus_per_task != "node":
+            raise errors.UsageError.of_value("--cpus_per_task", self.cpus_per_task, "a number, or: node")
         if self.mem_gb is not None and self.mem_per_cpu_gb is not None:
             raise errors.UsageError(found="--mem_gb and --mem_per_cpu_gb", expected="one of them")
         for name in ("sbatch_args", "worker_args"):
@@ -147,11 +141,6 @@ class JobRequest:
         """Return the CPUs of a task, or None for those of a whole node, however many it has."""
         return self.cpus_per_task if isinstance(self.cpus_per_task, int) else None
 
-    @property
-    def least_mem_gb(self) -> float:
-        """Return what a node must have for one task, as far as the request says it."""
-        return self.mem_gb or (self.mem_per_cpu_gb or 0) * (self.num_cpus or 1)
-
     def changed(self, **changes: Any) -> JobRequest:
         """Return a copy with other values. Memory of one kind replaces memory of the other kind."""
         return JobRequest(**with_changes(dataclasses.asdict(self), changes))
@@ -161,10 +150,6 @@ def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
     """Return fields of a request with changes. Memory of one kind replaces memory of the other kind."""
     replaced = MEMORY_FIELDS if any(changes.get(name) is not None for name in MEMORY_FIELDS) else ()
     return {**{name: value for name, value in values.items() if name not in replaced}, **changes}
-
-
-class SubmittedMeanwhile(errors.ReadWriteError):
-    """Another submission of the same data set was recorded first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,11 +216,7 @@ def read_submissions(folder: Path) -> list[Submission]:
         # Were one left out, its shards would be made a second time.
         except files.NOT_THERE as error:  # a link to nothing, or taken away since it was listed
             raise errors.ReadWriteError(path=path, found=error.strerror, expected="a submission") from None
-        except (
-            errors.BrokenShard,
-            errors.UnknownVersion,
-            errors.UsageError,
-        ) as error:  # of a request
+        except (errors.BrokenShard, errors.UnknownVersion, errors.UsageError) as error:
             what = f"no whole submission of this version: {error}"
             raise errors.BrokenShard(path=path, found=what, expected="one; move it away") from None
         is_own = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
@@ -285,7 +266,7 @@ def publish_submission(folder: Path, submission: Submission) -> None:
             file.temporary.chmod(stat.S_IMODE(file.temporary.stat().st_mode) & ~_OTHERS_WRITE)
         if not file.publish_first():
             why = "somebody else submitted at the same time; what this one sent was cancelled before it began"
-            raise SubmittedMeanwhile(f"{file.path} was written meanwhile, as {why}", path=file.path)
+            raise errors.ReadWriteError(f"{file.path} was written meanwhile, as {why}", path=file.path)
     files.sync_folder(jobs)
 
 

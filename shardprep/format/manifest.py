@@ -3,7 +3,7 @@
 A manifest is written last. A shard is done if
 
 1. its manifest is of this plan, and tar and idx have the sizes that it says: ``check_shard``;
-2. no ``verify`` found it wrong: ``check_done`` asks both, and ``done_manifest`` gives None in place of an
+2. no ``verify`` found it wrong: ``done_manifests`` asks both, and ``done_manifest`` gives None in place of an
    error where the shard is to be made.
 
 What verify found stands in DATA/findings.json until the shard is made anew, or a verify as thorough finds it
@@ -15,15 +15,15 @@ Nothing here needs numpy, which takes 0.1 s to load.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -46,6 +46,8 @@ _FINDINGS_FORMAT = "shardprep-findings"
 _MAX_FINDINGS_BYTES = 256 << 20
 _MOST_MESSAGE_CHARS = 400  # so that a finding for each of MAX_SHARDS can be read again
 _PLAN_ID = re.compile(rb'"plan_id": ?"([0-9a-f]{64})"')
+# Errors of a shard that was read, and not of reading, an input or a library.
+OF_SHARD = (errors.BrokenShard, errors.MissingShard, errors.OtherPlan, errors.UnknownVersion)
 _NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
 
 
@@ -58,18 +60,14 @@ class SourceCounts:
     num_bytes: Count  # of the input files; with --source_field, of the documents' text
     num_quarantined: Count
 
-    def __add__(self, other: SourceCounts) -> SourceCounts:
-        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
-        return SourceCounts(**sums)
-
 
 def sum_of_sources(shards: Iterable[Mapping[str, SourceCounts]]) -> dict[str, SourceCounts]:
     """Add up the counts of several shards, in the order of the sources' names."""
-    found: dict[str, SourceCounts] = {}
+    found = defaultdict[str, Counter[str]](Counter)
     for sources in shards:
         for name, counts in sources.items():
-            found[name] = found[name] + counts if name in found else counts
-    return dict(sorted(found.items()))
+            found[name].update(vars(counts))
+    return {name: SourceCounts(**found[name]) for name in sorted(found)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,15 +122,27 @@ class ShardCounts:
 class RunFacts:
     """How a shard was made: where, when, and at what price. For reports, never for decisions."""
 
-    host: Text
-    slurm: dict[str, Text]
-    began: Seconds  # since 1970
-    wall_s: Seconds
-    cpu_s: Seconds
-    num_cpus: Annotated[int, Meta(ge=1, le=2**31)]
-    max_rss_bytes: Count
+    engine: Text = ""
+    shardprep: Text = ""
+    python: Text = ""
+    host: Text = ""
+    slurm: dict[str, Text] = field(default_factory=dict)
+    began: Seconds = 0.0  # since 1970
+    wall_s: Seconds = 0.0
+    cpu_s: Seconds = 0.0
+    num_cpus: Annotated[int, Meta(ge=1, le=2**31)] = 1
+    max_rss_bytes: Count = 0
     texts: dict[str, TextCounts] | None = None  # by source
-    transform_cpu_s: Seconds = 0  # of cpu_s, in the function of --transform
+    transform_cpu_s: Seconds = 0.0  # of cpu_s, in the function of --transform
+
+    @property
+    def ended(self) -> float:
+        return self.began + self.wall_s
+
+    @property
+    def job_id(self) -> str:
+        """Return Slurm's, of the array where it was one; empty where no job made it."""
+        return self.slurm.get("SLURM_ARRAY_JOB_ID") or self.slurm.get("SLURM_JOB_ID", "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +156,7 @@ class Manifest:
     idx: FileStamp
     quarantine: FileStamp | None
     ids: FileStamp | None  # of --id_field
-    run: dict[str, Any]  # what may vary between equal shards: RunFacts, engine, versions
+    run: RunFacts  # what may vary between equal shards
     digests: FileStamp | None = None  # of --digests
     made_from: Digest | None = None  # sha256 of the tar before documents of it were blanked: see documents.py
 
@@ -157,41 +167,6 @@ class Manifest:
             del content["made_from"]
         data = names.with_content_hash(_FORMAT, content, run=content.pop("run"))
         return json.dumps(data, ensure_ascii=False, indent=1).encode() + b"\n"
-
-    def facts_of_run(self, path: Path) -> RunFacts:
-        return names.as_type(path, self.run, RunFacts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardMaking(RunFacts):
-    """What reports need of a manifest: how a shard was made, and what it holds."""
-
-    shard_id: int
-    plan_id: str
-    num_tokens: int
-    input_bytes: int
-    sources: Mapping[str, SourceCounts]
-    tar_bytes: int
-    job_id: str  # Slurm's, of the array where it was one; empty where no job made it
-
-    @staticmethod
-    def of(manifest: Manifest, path: Path) -> ShardMaking:
-        """Take from a manifest what reports need."""
-        run, counts = manifest.facts_of_run(path), manifest.counts
-        return ShardMaking(
-            **vars(replace(run, slurm={}, texts=None)),  # there may be 10^5 of them
-            shard_id=manifest.shard_id,
-            plan_id=manifest.spec.plan_id,
-            num_tokens=counts.num_tokens,
-            input_bytes=counts.input_bytes,
-            sources=counts.sources,
-            tar_bytes=manifest.tar.num_bytes,
-            job_id=run.slurm.get("SLURM_ARRAY_JOB_ID") or run.slurm.get("SLURM_JOB_ID", ""),
-        )
-
-    @property
-    def ended(self) -> float:
-        return self.began + self.wall_s
 
 
 def read_manifest(folder: Path, shard_id: int) -> Manifest:
@@ -240,8 +215,8 @@ def check_sizes(folder: Path, manifest: Manifest, which: Iterable[str] = tuple(n
             raise names.missing_file(path, manifest.shard_id, folder)
         if found != stamp.num_bytes:
             remedy = names.rerun_command(manifest.shard_id, folder)
-            size = f"{found} bytes"
-            raise errors.BrokenShard(path=path, found=size, expected=stamp.num_bytes, remedy=remedy)
+            expected = stamp.num_bytes
+            raise errors.BrokenShard(path=path, found=f"{found} bytes", expected=expected, remedy=remedy)
 
 
 def check_hashes(folder: Path, manifest: Manifest, tar_sha256: str) -> None:
@@ -261,7 +236,6 @@ class Finding:
     """A shard that ``verify`` found wrong."""
 
     shard: Annotated[int, Meta(ge=0, le=names.MAX_SHARDS - 1)]
-    exit_code: int
     message: Text
     manifest_sha256: Digest  # of the manifest's bytes: a shard that was made anew has another
     check: Check  # that found it; a lesser one cannot tell that it is right again
@@ -279,20 +253,22 @@ class _FindingsFile:
 class MadeShards:
     """What the manifests in a folder say."""
 
-    done: Mapping[int, ShardMaking]  # shard -> how it was made
+    done: Mapping[int, Manifest]  # without the texts of ``run``, which would be gigabytes of 10^5 shards
     wrong: Mapping[int, Finding]  # shards that verify found wrong
     other_plan: Sequence[int]  # shards of another plan
     broken: Mapping[int, str]  # shard -> what its manifest, tar or idx lacks
 
 
-def check_done(folder: Path, shard_id: int, plan_id: str, findings: Mapping[int, Finding]) -> Manifest:
-    """Return the manifest of a shard that is done. ``findings``: what ``read_findings`` gives.
+def done_manifests(folder: Path, plan_id: str, shard_ids: Iterable[int]) -> Iterator[Manifest]:
+    """Yield the manifests of shards that must be done.
 
     Raises MissingShard, BrokenShard, UnknownVersion or OtherPlan, each saying what to do; ReadWriteError.
     """
-    manifest = check_shard(folder, shard_id, plan_id)
-    refuse_found(folder, findings, [shard_id])
-    return manifest
+    findings = read_findings(folder, plan_id)
+    for shard_id in shard_ids:
+        manifest = check_shard(folder, shard_id, plan_id)
+        refuse_found(folder, findings, [shard_id])
+        yield manifest
 
 
 def done_manifest(
@@ -344,34 +320,33 @@ def find_made_shards(
     read at a time, as a file system over a network lets a reader wait. 10,000 shards take about 0.6 s of CPU.
     What cannot be read is an error: it may be the manifest of a done shard.
     """
-    listed = set(files.names_in(folder))
-    if not listed and not files.is_folder(folder):
+    present = [number for number in manifest_ids(folder) if number < spec.num_shards]
+    if not present and not files.is_folder(folder):
         raise errors.NotFound(path=folder, found="no such folder", expected="the folder of a data set")
-    findings = read_findings(folder, spec.plan_id) if FINDINGS_NAME in listed else {}
-    present = [number for number in range(spec.num_shards) if f"{names.shard_name(number)}.json" in listed]
+    findings = read_findings(folder, spec.plan_id)
     made = {number: known.done[number] for number in present if number in known.done} if known else {}
     broken: dict[int, str] = {}
     to_read = [number for number in present if number not in made]
 
-    def look(shard_id: int) -> tuple[ShardMaking, Manifest | None] | str:
-        """Return how a shard was made, or what is wrong with its files. Raises ReadWriteError."""
+    def look(shard_id: int) -> Manifest | str:
+        """Return a manifest whose files have its sizes, or what is wrong. Raises ReadWriteError."""
         try:
             manifest = read_manifest(folder, shard_id)
             check_sizes(folder, manifest, ("tar", "idx"))
-            making = ShardMaking.of(manifest, names.manifest_path(folder, shard_id))
         except (errors.BrokenShard, errors.MissingShard, errors.UnknownVersion) as error:
             return str(error)
-        return making, manifest if see else None  # 10^5 of them may wait for the loop below
+        return manifest
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for shard_id, found in zip(to_read, pool.map(look, to_read), strict=True):
             if isinstance(found, str):
                 broken[shard_id] = found
                 continue
-            made[shard_id], manifest = found
-            if see and manifest:
-                see(manifest)
-    of_plan = {shard_id for shard_id, making in made.items() if making.plan_id == spec.plan_id}
+            if see:
+                see(found)
+            of_all = spec if found.spec == spec else found.spec
+            made[shard_id] = replace(found, spec=of_all, run=replace(found.run, texts=None))
+    of_plan = {shard_id for shard_id, manifest in made.items() if manifest.spec.plan_id == spec.plan_id}
     return MadeShards(
         done={shard_id: made[shard_id] for shard_id in sorted(of_plan - findings.keys())},
         wrong=findings,
@@ -391,14 +366,8 @@ def is_verified(folder: Path, spec: DatasetSpec, made: MadeShards) -> bool:
         plan_id = data["spec"]["plan_id"]
     except (*files.NOT_THERE, errors.BrokenShard, ValueError, LookupError, TypeError):
         return False
-    numbers = [(making.num_tokens, making.tar_bytes) for making in made.done.values()]
+    numbers = [(each.counts.num_tokens, each.tar.num_bytes) for each in made.done.values()]
     return bool(plan_id == spec.plan_id) and rows == numbers
-
-
-def is_of_shard(error: ShardprepError) -> bool:
-    """Return whether an error is one of the shard that was read, not of reading, an input or a library."""
-    kinds = (errors.BrokenShard, errors.MissingShard, errors.OtherPlan, errors.UnknownVersion)
-    return isinstance(error, kinds)
 
 
 def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
@@ -422,15 +391,24 @@ def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
     }
 
 
-def standing_findings(folder: Path, plan_id: str, check: Check) -> dict[int, Finding]:
-    """Return what stands after a verify of this thoroughness: what a more thorough one found."""
+def standing_findings(
+    folder: Path, plan_id: str, check: Check, not_read: Collection[int] = ()
+) -> dict[int, Finding]:
+    """Return what stands after a verify of this thoroughness: what a more thorough one found.
+
+    Findings of the shards that it could not read stand, too.
+    """
     try:
         found = read_findings(folder, plan_id)
     except errors.BrokenShard:
         if check == "fast":
             raise
         return {}
-    return {number: each for number, each in found.items() if _RANKS[each.check] > _RANKS[check]}
+    return {
+        number: each
+        for number, each in found.items()
+        if number in not_read or _RANKS[each.check] > _RANKS[check]
+    }
 
 
 def publish_findings(
@@ -439,22 +417,13 @@ def publish_findings(
     """Write what a verify found wrong of shards, and remove index.json, which says otherwise."""
     if not wrong:
         return
-    # Findings of before stand for shards that were not read, and where a more thorough verify made them.
-    before: dict[int, Finding] = {}
-    with contextlib.suppress(errors.BrokenShard):
-        before = read_findings(folder, plan_id)
-    findings = {
-        number: each
-        for number, each in before.items()
-        if number in not_read or _RANKS[each.check] > _RANKS[check]
-    }
+    findings = standing_findings(folder, plan_id, check, not_read)
     for shard_id in wrong.keys() - findings.keys():
         if digest := _manifest_sha256(folder, shard_id):
             # Without half surrogates and NULs, which the file cannot hold.
             said = str(wrong[shard_id])[:_MOST_MESSAGE_CHARS].encode(errors="replace").decode()
             findings[shard_id] = Finding(
                 shard=shard_id,
-                exit_code=wrong[shard_id].exit_code,
                 message=said.replace("\0", "?"),
                 manifest_sha256=digest,
                 check=check,
@@ -469,12 +438,6 @@ def publish_findings(
     except OSError as error:
         why = f"{path} cannot be removed ({error.strerror}), and some shards are wrong: remove it"
         raise errors.ReadWriteError(why, path=path) from None
-
-
-def remove_findings(folder: Path) -> None:
-    """Remove findings.json after a verify that found nothing. What fails is left."""
-    with contextlib.suppress(OSError):
-        (folder / FINDINGS_NAME).unlink()
 
 
 def _manifest_sha256(folder: Path, shard_id: int) -> str:

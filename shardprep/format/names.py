@@ -14,7 +14,8 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -55,6 +56,7 @@ DIGESTS_DIR = "digests"
 EXCLUDED_NAME = "excluded.keys"  # names of documents that a plan leaves out, see --exclude
 BLANKED_DIR = "blanked"  # of a data set that blank made: which documents of a shard are blanked
 TRANSFORM_DIR = "transform"  # a copy of what --transform names, for people: it never runs
+ROW_IDS_FIELD = "token_ids.npy"
 DOC_STARTS_FIELD = "doc_starts.npy"
 LOSS_MASK_FIELD = "loss_mask.npy"  # of chat rows: 1 where the assistant wrote the token
 ROW_TOKENS_FIELD = "row_tokens.npy"
@@ -70,22 +72,17 @@ def _path_of(kind: str) -> Callable[[Path, int], Path]:
     return lambda folder, shard_id: folder / kind.format(shard_name(shard_id))
 
 
-# Each gives the path of such a file, by the data set's folder and the shard's id.
-tar_path = _path_of("{}.tar")
-idx_path = _path_of("{}.idx")
-manifest_path = _path_of("{}.json")
-quarantine_path = _path_of(f"{QUARANTINE_DIR}/{{}}.jsonl")
-ids_path = _path_of(f"{IDS_DIR}/{{}}.jsonl")
-digests_path = _path_of(f"{DIGESTS_DIR}/{{}}.digests")
-blanked_path = _path_of(f"{BLANKED_DIR}/{{}}.json")
-# Of the files that a manifest vouches for, by their names there.
+# Each gives the path of such a file, by the data set's folder and the shard's id: of the files that a
+# manifest vouches for, by their names there, and of others.
 VOUCHED_PATHS = {
-    "tar": tar_path,
-    "idx": idx_path,
-    "quarantine": quarantine_path,
-    "ids": ids_path,
-    "digests": digests_path,
+    "tar": _path_of("{}.tar"),
+    "idx": _path_of("{}.idx"),
+    "quarantine": _path_of(f"{QUARANTINE_DIR}/{{}}.jsonl"),
+    "ids": _path_of(f"{IDS_DIR}/{{}}.jsonl"),
+    "digests": _path_of(f"{DIGESTS_DIR}/{{}}.digests"),
 }
+tar_path, idx_path, quarantine_path, ids_path, digests_path = VOUCHED_PATHS.values()
+manifest_path, blanked_path = _path_of("{}.json"), _path_of(f"{BLANKED_DIR}/{{}}.json")
 
 
 def is_chosen(reason: str) -> bool:
@@ -102,16 +99,6 @@ def source_of_path(path: str) -> str:
 def document_key(shard_id: int, line: int) -> str:
     """Return the key of a document: its shard, and its line counted from 0 in that shard's input."""
     return f"sample_{shard_id}_{line:08d}"
-
-
-def rows_key(shard_id: int, first_row: int) -> str:
-    """Return the key of a group of packed rows, named for the first of them."""
-    return f"rows_{shard_id}_{first_row:08d}"
-
-
-def token_field(record: Record, token_format: TokenFormat) -> str:
-    """Return the name of the member that holds token ids: rows are always ``.npy``."""
-    return f"token_ids.{token_format}" if record == "documents" else "token_ids.npy"
 
 
 def rerun_command(shard_id: int, folder: Path) -> str:
@@ -347,23 +334,23 @@ def checked_object(path: Path, raw: bytes | bytearray, file_format: str) -> dict
 def _check_hash(path: Path, name: str, data: dict[str, Any]) -> None:
     found, expected = data.pop(name, None), content_sha256(data)
     if found != expected:
-        what = f"altered since it was written: {name} {_shown(found)}"
-        raise BrokenShard(path=path, found=what, expected=expected[:12])
+        raise BrokenShard(path=path, found=f"altered: {name} {_shown(found)}", expected=expected[:12])
 
 
 # msgspec looks at a type when it first meets it, and two threads that do so at once end the process: 12 of
 # msgspec 0.20 by SIGSEGV, in 10 of 60 tries.
-one_at_a_time = threading.Lock()
+_one_at_a_time = threading.Lock()
 
 
-def as_type(path: Path, data: Any, kind: type[T]) -> T:
-    """Return values of JSON as a dataclass, or another type, whose bounds they meet."""
+@contextmanager
+def type_errors_named(path: Path, data: Any = ...) -> Iterator[None]:
+    """Turn what msgspec says of values of JSON into a BrokenShard that has the place and the value."""
     try:
-        with one_at_a_time:
-            return msgspec.convert(data, kind)
-    except UnicodeEncodeError as error:  # half a pair of surrogates, which JSON can escape
-        raise BrokenShard(path=path, found=repr(error.object), expected="text in UTF-8") from None
-    except msgspec.ValidationError as error:
+        with _one_at_a_time:
+            yield
+    except (UnicodeEncodeError, UnicodeDecodeError) as error:  # half a pair of surrogates, as JSON may say it
+        raise BrokenShard(path=path, found=_shown(error.object), expected="text in UTF-8") from None
+    except msgspec.DecodeError as error:
         what, _, place = str(error).removesuffix("`").partition(" - at `$")
         found = data
         for name, number in _STEP.findall(place):
@@ -374,6 +361,12 @@ def as_type(path: Path, data: Any, kind: type[T]) -> T:
         for name, words in _WORDS.items():
             expected = re.sub(rf"`{name}( \| null)?`", rf"{words}\1", expected)
         raise wrong_value(path, place.removeprefix("."), found, expected) from None
+
+
+def as_type(path: Path, data: Any, kind: type[T]) -> T:
+    """Return values of JSON as a dataclass, or another type, whose bounds they meet."""
+    with type_errors_named(path, data):
+        return msgspec.convert(data, kind)
 
 
 def wrong_value(path: Path, place: str, found: object, expected: str) -> BrokenShard:
@@ -456,9 +449,9 @@ class DatasetSpec:
         """Return whether a sample is a row of ``seq_len`` tokens, and no document."""
         return self.record != "documents"
 
-    @property
+    @cached_property
     def kind(self) -> str:
-        """Return how a sample's ids are stored: one of IDX_KINDS."""
+        """Return how a sample's ids are stored: one of IDX_DTYPES."""
         return self.record if self.has_rows else self.token_format
 
     @property

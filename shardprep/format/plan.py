@@ -36,27 +36,21 @@ from shardprep.files import Digest, FileStamp
 from shardprep.format import names
 from shardprep.format.names import Count, DatasetSpec, Record, Text, TokenFormat, TokenizerSpec
 
-Doc = Literal["line", "file"]
-Pack = Literal["concat", "best_fit"]
 # Which tokens the assistant wrote, given its characters; see docs/training_data.md.
 MaskRule = Literal["", "overlap", "char_to_token", "characters"]
 EngineName = Literal["auto", "gigatoken", "tokenizers"]
 
 SPLITS = ("train", "validation", "test")
 INPUT = "input files"
-FIELDS = "JSON lines and tables"
 TEXT = "which documents and text are kept"
 TOKENS = "tokenizer"
-SAMPLES = "samples"
-OUTPUT = "output"
-RESOURCES = "resources"
-GROUPS = (INPUT, FIELDS, TEXT, TOKENS, SAMPLES, OUTPUT, RESOURCES)
+ROWS, TEXTS = ("packed", "chat"), ("documents", "packed")  # records
 
 _input = partial(option, group=INPUT)
-_fields = partial(option, group=FIELDS)
+_fields = partial(option, group="JSON lines and tables")
 _text = partial(option, group=TEXT)
 _tokens = partial(option, group=TOKENS)
-_samples = partial(option, group=SAMPLES)
+_samples = partial(option, group="samples")
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")  # a NUL, and what stands for a byte that is no UTF-8
 ENGINE_HELP = "library that encodes; the token ids never depend on it"
 BAD_HELP = "fail a shard (exit code 65) when a larger share of its documents is unusable"
@@ -70,7 +64,7 @@ class PlanOptions:
         is_in_id: False where the plan's id leaves it out, because it only finds inputs, which the id names.
             Of the others the id has those that are not the default, so a new option changes no older id.
         span: the least and the largest number; 0 stands for none.
-        of: ``rows``, ``chat`` or ``texts`` (documents and packed), where it is for these records only.
+        records: those that it is for, where it is not for all.
     """
 
     recursive: bool = _input(False, "also take the input files of subfolders")
@@ -84,7 +78,7 @@ class PlanOptions:
         is_in_id=False,
         shown="all",
     )
-    doc: Doc = _input("line", "what a document of .txt is: a line or a file")
+    doc: Literal["line", "file"] = _input("line", "what a document of .txt is: a line or a file")
     encoding: str = _input("utf-8", "encoding of .txt; utf-8-sig drops a leading byte order mark")
     zstd_long: int = _input(
         0,
@@ -99,7 +93,7 @@ class PlanOptions:
         shown="text, or messages",
     )
     text_template: str = _fields(
-        "", r"text of several fields, instead of --text_field: '{input}\n\n{output}'", of="texts"
+        "", r"text of several fields, instead of --text_field: '{input}\n\n{output}'", records=TEXTS
     )
     id_field: str = _fields("", "field of a document's id, which is kept in DATA/ids")
     source_field: str = _fields(
@@ -117,9 +111,9 @@ class PlanOptions:
         "hold out this part of the documents for validation, chosen by their hashes; adds --digests",
         span=(names.LEAST_FRACTION, names.MOST_FRACTION),
     )
-    append_eos: bool = _tokens(None, "end documents with the EOS token", of="texts", shown="on for packed")
+    append_eos: bool = _tokens(None, "end documents with the EOS token", records=TEXTS, shown="on for packed")
     add_special_tokens: bool = _tokens(
-        True, "put around each document what the tokenizer does, such as BOS", of="texts"
+        True, "put around each document what the tokenizer does, such as BOS", records=TEXTS
     )
     allow_special_tokens: bool = _tokens(
         False, "let '<|end_of_text|>' and the like in a text become control tokens"
@@ -129,12 +123,14 @@ class PlanOptions:
         "documents: one sample per document. packed: documents joined into rows of --seq_len tokens. "
         "chat: conversations in such rows, with loss masks",
     )
-    seq_len: int = _samples(None, "tokens per row", shown="8192", of="rows")
-    pack: Pack = _samples(
-        "concat", "concat: cut documents at row ends. best_fit: keep them whole and pad rows", of="rows"
+    seq_len: int = _samples(None, "tokens per row", shown="8192", records=ROWS)
+    pack: Literal["concat", "best_fit"] = _samples(
+        "concat", "concat: cut documents at row ends. best_fit: keep them whole and pad rows", records=ROWS
     )
     token_format: TokenFormat = _samples("json", "how a document's token ids are stored; rows are npy")
-    keep_text: bool = _samples(None, "also store the text of each document", shown="on for documents")
+    keep_text: bool = _samples(
+        None, "also store the text of each document", shown="on for documents", records=("documents",)
+    )
     # What planning finds out; no flags.
     transform_sha256: str = option("")  # of the function of --transform, and of its files
     chat_template: str = option("")  # its Jinja text
@@ -148,7 +144,21 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         """Check the options and settle those that are None. A settled object passes unchanged."""
-        self._check()
+        if self.text_template and self.text_field:
+            raise errors.UsageError(found="--text_field and --text_template", expected="one of the two")
+        for item in fields(self):
+            name, value, facts = item.name, getattr(self, item.name), item.metadata
+            span, records = facts.get("span"), facts.get("records", (self.record,))
+            if isinstance(value, str) and _NOT_TEXT.search(value):
+                raise errors.UsageError(f"--{name} is {value!r}, expected UTF-8 without a NUL")
+            if span and value and not span[0] <= value <= span[1]:
+                raise errors.UsageError.of_value(f"--{name}", value, f"{span[0]} to {span[1]}")
+            is_given = value != item.default and bool(value or item.default)
+            if is_given and self.record not in records:
+                # How a conversation reads, a template alone decides.
+                remedy = None if records == TEXTS else f"--record {records[0]}"
+                expected = f"--record {' or '.join(records)}, or no --{name}"
+                raise errors.UsageError(found=f"--{name}", expected=expected, remedy=remedy)
         if unknown := {name.strip() for name in self.split.split(",") if name} - {*SPLITS}:
             expected = f"some of {', '.join(SPLITS)}, as which valid, dev and eval in names of files count"
             raise errors.UsageError(found=f"--split {', '.join(sorted(unknown))}", expected=expected)
@@ -190,44 +200,13 @@ class PlanOptions:
 
     def identity(self) -> dict[str, Any]:
         """Return what of them the plan's id is a hash of."""
-        kept = {}
+        ours = {item.name for item in PLAN_FIELDS if item.metadata.get("is_in_id", True)}
+        return {name: value for name, value in self.unusual().items() if name in ours}
+
+    def unusual(self) -> dict[str, Any]:
+        """Return the options that are not as they are by default for such records."""
         usual = {**vars(PlanOptions(record=self.record)), "record": "documents"}
-        for item in PLAN_FIELDS:
-            value = getattr(self, item.name)
-            if item.metadata.get("is_in_id", True) and value != usual[item.name]:
-                kept[item.name] = value
-        return kept
-
-    def _check(self) -> None:
-        """Refuse a value that cannot be, or that this record does not have. Raises UsageError."""
-        if self.text_template and self.text_field:
-            raise errors.UsageError(found="--text_field and --text_template", expected="one of the two")
-        if self.has_rows and self.keep_text:
-            raise _wrong_record("keep_text", "documents, as packed rows hold no text", "--record documents")
-        has = {"rows": self.has_rows, "chat": self.is_chat, "texts": not self.is_chat}
-        for item in fields(self):
-            name, value, facts = item.name, getattr(self, item.name), item.metadata
-            span, of = facts.get("span"), facts.get("of")
-            if isinstance(value, str) and _NOT_TEXT.search(value):
-                raise errors.UsageError(f"--{name} is {value!r}, expected UTF-8 without a NUL")
-            if span and value and not span[0] <= value <= span[1]:
-                raise errors.UsageError.of_value(f"--{name}", value, f"{span[0]} to {span[1]}")
-            is_given = value != item.default and bool(value or item.default)
-            if of and is_given and not has[of]:
-                raise _wrong_record(name, *_MEANT[of])
-
-
-# What the records are for which an option is, and what asks for them.
-_MEANT = {
-    "rows": ("packed rows", "--record packed"),
-    "chat": ("conversations", "--record chat"),
-    "texts": ("texts, and a template alone decides how a conversation reads", None),
-}
-
-
-def _wrong_record(name: str, meant: str, remedy: str | None) -> errors.UsageError:
-    todo = f"add {remedy}, or leave it out" if remedy else "leave it out"
-    return errors.UsageError(f"--{name} is for {meant}; {todo}", found=f"--{name}", remedy=remedy)
+        return {name: value for name, value in vars(self).items() if value != usual[name]}
 
 
 PLAN_FIELDS = fields(PlanOptions)
@@ -243,25 +222,22 @@ class PrepConfig(PlanOptions):
     )
     model_id: str = _tokens("meta-llama/Meta-Llama-3-8B", "folder of a tokenizer, or its name on the hub")
     chat_template_file: Path | None = _tokens(
-        None, "with --record chat, Jinja template to use", of="chat", shown="the tokenizer's own"
+        None, "with --record chat, Jinja template to use", records=("chat",), shown="the tokenizer's own"
     )
     engine: EngineName = _tokens("auto", ENGINE_HELP)
-    max_bad_fraction: float = _text(0.01, BAD_HELP)
+    max_bad_fraction: float = _text(0.01, BAD_HELP, span=(0, 1))
     transform: Path | None = _text(
         None, "Python file whose function transform(record) returns the text, or None to leave it out"
     )
     exclude: Path | None = _text(
         None, "list of documents to leave out: ids of --id_field, or sha256:HEX of texts, one per line"
     )
-    output_dir: Path = option(Path("/data/processed"), "folder of the data set", group=OUTPUT)
+    output_dir: Path = option(Path("/data/processed"), "folder of the data set", group="output")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.follow_links and not self.recursive:
-            expected = "--recursive with it, as it is for subfolders, or neither"
-            raise errors.UsageError(found="--follow_links", expected=expected, remedy="--recursive")
-        if not 0 <= self.max_bad_fraction <= 1:
-            raise errors.UsageError.of_value("--max_bad_fraction", self.max_bad_fraction, "0 to 1")
+            raise errors.UsageError(found="--follow_links", expected="--recursive, too", remedy="--recursive")
         if self.is_chat and self.engine not in ("auto", "tokenizers"):
             found, remedy = f"--engine {self.engine}", "--engine tokenizers"
             raise errors.UsageError(found=found, expected=f"{remedy}, for loss masks", remedy=remedy)
@@ -281,11 +257,12 @@ def option_differences(planned: PlanOptions, now: PlanOptions, given: set[str] |
 
 def flags_of(options: PlanOptions) -> list[str]:
     """Return the words of a command line that give these options."""
-    usual = {**vars(PlanOptions(record=options.record)), "record": "documents", "seq_len": 0}
+    # The length of rows is told even if it is the usual one.
+    given = options.unusual() | ({"seq_len": options.seq_len} if options.has_rows else {})
     words = []
     for item in PLAN_FIELDS:
-        name, value = item.name, getattr(options, item.name)
-        if not item.metadata["help"] or value in ("", usual[name]):
+        name, value = item.name, given.get(item.name, "")
+        if not item.metadata["help"] or value == "":
             continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
@@ -303,8 +280,7 @@ def _python_encoding(name: str) -> str:
         if not known.startswith(disguised) and ascii_bytes.decode(known) == ascii_bytes.decode("ascii"):
             return known
     except (LookupError, ValueError, TypeError):  # a NUL in the name is a ValueError, too
-        expected = "one that Python knows, such as utf-8 or cp949"
-        raise errors.UsageError(found=f"--encoding {name}", expected=expected) from None
+        raise errors.UsageError.of_value("--encoding", name, "one such as utf-8 or cp949") from None
     expected = "a superset of ASCII, in whose bytes line ends can be found; convert the files first"
     raise errors.UsageError(found=f"--encoding {name}", expected=expected, remedy=f"iconv -f {name} -t utf-8")
 
@@ -367,10 +343,6 @@ class PlannedShard:
     max_documents: int | None  # the shard's share of ``--limit``; None without it
     sha256: str | None  # of its input, where the plan has it
 
-    @property
-    def input_numbers(self) -> list[int]:
-        return [part.input_number for part in self.ranges]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Decisions:
@@ -394,7 +366,7 @@ class Plan(_Decisions):
     # Of a plan that was read, Rows: a block of the file is read when one of its rows is asked for.
     inputs: Sequence[InputFile]
     cuts: Sequence[Cut]  # num_shards + 1, ascending
-    names_left_out: Sequence[tuple[str, str]] = ()  # (reason, name), sorted: see InputListing
+    left_out: Sequence[tuple[str, str]] = ()  # (reason, name), sorted: see InputListing
 
     @property
     def num_shards(self) -> int:
@@ -402,36 +374,16 @@ class Plan(_Decisions):
 
     @cached_property
     def spec(self) -> DatasetSpec:
-        options = self.options
-        return DatasetSpec(
-            plan_id=self.plan_id,
-            num_shards=self.num_shards,
-            record=options.record,
-            token_format=options.token_format,
-            seq_len=options.seq_len,
-            append_eos=options.append_eos,
-            tokenizer=self.tokenizer,
-            validation_fraction=options.validation_fraction,
-        )
-
-    @property
-    def left_out(self) -> dict[str, list[str]]:
-        """Return the names in the input folder that are no input, by reason."""
-        found: dict[str, list[str]] = {}
-        for reason, name in self.names_left_out:
-            found.setdefault(reason, []).append(name)
-        return found
+        shared = ("record", "token_format", "seq_len", "append_eos", "validation_fraction")
+        options = {name: getattr(self.options, name) for name in shared}
+        tokenizer, num_shards = self.tokenizer, self.num_shards
+        return DatasetSpec(plan_id=self.plan_id, num_shards=num_shards, tokenizer=tokenizer, **options)
 
     @property
     def end_id(self) -> int | None:
         """Return the token that is put behind each document: EOS where it is appended."""
         options = self.options
         return self.tokenizer.eos_token_id if options.append_eos and not options.own_eos else None
-
-    @property
-    def has_input_hashes(self) -> bool:
-        """Return whether ``plan --hash_inputs`` hashed the whole input of each shard."""
-        return bool(self.cuts[0].sha256)
 
     def at(self, input_dir: Path | None) -> Plan:
         """Return the same plan where its inputs lie in another folder by now (None: where they were)."""
@@ -444,7 +396,7 @@ class Plan(_Decisions):
             expected, remedy = f"0 to {last}, as a job array --array=0-{last}", f"--array=0-{last}"
             raise errors.NotFound(found=f"no shard {shard_id}", expected=expected, remedy=remedy)
         begin, end = self.cuts[shard_id], self.cuts[shard_id + 1]
-        _check_cuts([begin, end], len(self.inputs))
+        _check_cuts([begin, end], self.inputs)
         ranges = list(ranges_between(self.input_dir, self.inputs, begin, end))
         share, rest = divmod(self.options.limit, self.num_shards)
         return PlannedShard(
@@ -457,14 +409,9 @@ class Plan(_Decisions):
 
     def shard_bytes(self) -> list[int]:
         """Return the input bytes of every shard. Reads all of the plan."""
-        sizes = [item.num_bytes for item in self.inputs]
         cuts = list(self.cuts)
-        _check_cuts(cuts, len(sizes))
-        is_beyond = any(cut.byte > (sizes[cut.input_number] if cut.byte else 0) for cut in cuts)
-        ends = [(cut.input_number, cut.byte) for cut in (cuts[0], cuts[-1])]
-        if is_beyond or ends != [(0, 0), (len(sizes), 0)]:
-            raise _wrong_cuts(f"{ends[0]} to {ends[1]}", f"all bytes of {len(sizes)} inputs")
-        before = [0, *itertools.accumulate(sizes)]
+        _check_cuts(cuts, self.inputs, are_all=True)
+        before = [0, *itertools.accumulate(item.num_bytes for item in self.inputs)]
         places = [before[cut.input_number] + cut.byte for cut in cuts]
         return [end - start for start, end in itertools.pairwise(places)]
 
@@ -475,8 +422,6 @@ def ranges_between(input_dir: Path, inputs: Sequence[InputFile], begin: Cut, end
         item = inputs[number]
         start = begin.byte if number == begin.input_number else 0
         stop = end.byte if number == end.input_number else item.num_bytes
-        if not start <= stop <= item.num_bytes:
-            raise _wrong_cuts(f"bytes {start} to {stop} of input {number}", f"{item.num_bytes} at most")
         yield ByteRange(
             input_number=number,
             path=input_dir / item.path,
@@ -487,15 +432,17 @@ def ranges_between(input_dir: Path, inputs: Sequence[InputFile], begin: Cut, end
         )
 
 
-def _check_cuts(cuts: Sequence[Cut], num_inputs: int) -> None:
-    """Check that cuts ascend, and that none is behind the last input."""
+def _check_cuts(cuts: Sequence[Cut], inputs: Sequence[InputFile], *, are_all: bool = False) -> None:
+    """Check that cuts ascend, lie in the inputs, and, if they are all of a plan, leave nothing out."""
     places = [(cut.input_number, cut.byte) for cut in cuts]
-    if places != sorted(places) or places[-1] > (num_inputs, 0):
-        raise _wrong_cuts(f"{places[0]} to {places[-1]}", f"places in {num_inputs} inputs, ascending")
-
-
-def _wrong_cuts(found: str, expected: str) -> errors.BrokenShard:
-    return names.wrong_value(Path(names.PLAN_NAME), "cuts", found, f"{expected}; plan into a new folder")
+    end = (len(inputs), 0)
+    are_right = places == sorted(places) and places[-1] <= end
+    are_right = are_right and not any(
+        cut.byte > inputs[cut.input_number].num_bytes for cut in cuts if cut.byte
+    )
+    if not are_right or (are_all and (places[0], places[-1]) != ((0, 0), end)):
+        expected = f"places in {len(inputs)} inputs, ascending; plan into a new folder"
+        raise names.wrong_value(Path(names.PLAN_NAME), "cuts", f"{places[0]} to {places[-1]}", expected)
 
 
 def is_one_file_a_shard(plan: Plan) -> bool:
@@ -549,9 +496,7 @@ class Rows(Sequence[T]):
         for number in range(len(self._table.blocks)):
             yield from self._block(number)
 
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, slice):
-            return [self[place] for place in range(len(self))[key]]
+    def __getitem__(self, key: Any) -> Any:  # of a number: nobody asks for a slice
         number, place = divmod(range(len(self))[key], _ROWS_PER_BLOCK)
         return self._block(number)[place]
 
@@ -566,13 +511,9 @@ class Rows(Sequence[T]):
             raw = self._file.read(begin, num_bytes)
         found = hashlib.sha256(raw).hexdigest()
         if found != expected:
-            what = f"{where} of sha256 {found[:12]}"
-            raise errors.BrokenShard(path=path, found=what, expected=expected[:12])
-        try:
-            with names.one_at_a_time:
-                rows: list[T] = msgspec.json.decode(b"[" + raw + b"]", type=self._kind)
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise errors.BrokenShard(path=path, found=f"{where}: {error}") from None
+            raise errors.BrokenShard(path=path, found=f"{where}: sha256 {found[:12]}", expected=expected[:12])
+        with names.type_errors_named(path):
+            rows: list[T] = msgspec.json.decode(b"[" + raw + b"]", type=self._kind)
         if len(rows) != num_rows:
             raise errors.BrokenShard(path=path, found=f"{where} are {len(rows)} rows", expected=num_rows)
         self._held[number] = rows
@@ -603,25 +544,22 @@ def _id_of(plan: _Decisions, inputs_sha256: str, cuts_sha256: str) -> str:
 
 def publish_plan(plan: Plan, output_dir: Path) -> Plan:
     """Freeze a plan as plan.json. Return the plan that is frozen there. Raises Refused for another."""
-    rows_of = {"inputs": plan.inputs, "cuts": plan.cuts, "left_out": plan.names_left_out}
     tables: dict[str, Any] = {}
     body = bytearray()
-    for name, rows in rows_of.items():
+    for name in _TABLES:
+        rows = list(getattr(plan, name))
         body += b',"%s":[\n' % name.encode()
         offset = len(body)
-        blocks: list[tuple[int, str]] = []
-        for start in range(0, len(rows), _ROWS_PER_BLOCK):
-            block = msgspec.json.encode(rows[start : start + _ROWS_PER_BLOCK])[1:-1]
-            body += (b",\n" if blocks else b"") + block
-            blocks.append((len(block), hashlib.sha256(block).hexdigest()))
-        body += b"]\n"
-        tables[name] = {"num_rows": len(rows), "offset": offset, "blocks": blocks}
+        starts = range(0, len(rows), _ROWS_PER_BLOCK)
+        blocks = [msgspec.json.encode(rows[start : start + _ROWS_PER_BLOCK])[1:-1] for start in starts]
+        body += b",\n".join(blocks) + b"]\n"
+        places = [(len(block), hashlib.sha256(block).hexdigest()) for block in blocks]
+        tables[name] = {"num_rows": len(rows), "offset": offset, "blocks": places}
     inputs_sha256, cuts_sha256 = _hashes_of_tables(plan)
     decisions = {item.name: getattr(plan, item.name) for item in fields(_Decisions)}
     head = {
-        "plan_id": plan.plan_id,
-        "input_dir": str(plan.input_dir),
         **msgspec.to_builtins(decisions),
+        "input_dir": str(plan.input_dir),
         "inputs_sha256": inputs_sha256,
         "cuts_sha256": cuts_sha256,
         "tables": tables,
@@ -640,14 +578,33 @@ def publish_plan(plan: Plan, output_dir: Path) -> Plan:
 
 def refuse_another_plan(frozen: Plan, plan: Plan, output_dir: Path) -> None:
     """Raise Refused if the plan of a folder is not this one, naming what differs."""
-    if frozen.plan_id != plan.plan_id:
-        found, expected, remedy = "; ".join(_differences(frozen, plan)), plan.plan_id[:12], "--output_dir NEW"
-        message = (
-            f"{output_dir} has another plan ({frozen.plan_id[:12]}, this one would be {expected}): {found}. "
-            f"A plan is never changed: for more data or other options plan into a new folder ({remedy}), and "
-            "give the loader a list of folders"
-        )
-        raise errors.Refused(message, path=output_dir, found=found, expected=expected, remedy=remedy)
+    if frozen.plan_id == plan.plan_id:
+        return
+    differing = option_differences(frozen.options, plan.options)
+    if frozen.tokenizer.fingerprint != plan.tokenizer.fingerprint:
+        now = plan.tokenizer.model_id
+        differing.append(f"the tokenizer was {frozen.tokenizer.model_id}, now {now}, with other ids")
+    old = {item.path: (item.num_bytes, item.sha256) for item in frozen.inputs}
+    new = {item.path: (item.num_bytes, item.sha256) for item in plan.inputs}
+    for what, paths in (
+        ("added", new.keys() - old.keys()),
+        ("gone", old.keys() - new.keys()),
+        ("changed", {path for path in old.keys() & new.keys() if old[path] != new[path]}),
+    ):
+        if paths:
+            differing.append(f"{len(paths)} input(s) {what}, such as {min(paths)}")
+    if frozen.num_shards != plan.num_shards:
+        differing.append(f"{frozen.num_shards} shards, now {plan.num_shards}")
+    if [cut.sha256 for cut in frozen.cuts] != [cut.sha256 for cut in plan.cuts]:
+        differing.append("the whole inputs' hashes differ, or one plan has none (--hash_inputs)")
+    unseen = "the cuts between shards, the tokenizer's special tokens or its library differ"
+    found, expected, remedy = "; ".join(differing) or unseen, plan.plan_id[:12], "--output_dir NEW"
+    message = (
+        f"{output_dir} has another plan ({frozen.plan_id[:12]}, this one would be {expected}): {found}. "
+        f"A plan is never changed: for more data or other options plan into a new folder ({remedy}), and "
+        "give the loader a list of folders"
+    )
+    raise errors.Refused(message, path=output_dir, found=found, expected=expected, remedy=remedy)
 
 
 def read_plan(output_dir: Path) -> Plan | None:
@@ -657,8 +614,7 @@ def read_plan(output_dir: Path) -> Plan | None:
     except FileNotFoundError:
         return None
     except NotADirectoryError:
-        expected = "the folder of a data set"
-        raise errors.NotFound(path=output_dir, found="no folder", expected=expected) from None
+        raise errors.NotFound(path=output_dir, found="a file", expected="the folder of a data set") from None
     except errors.BrokenShard as error:
         error.advise("a plan is frozen: bring the file back as it was, or plan into a new folder")
         raise
@@ -700,7 +656,8 @@ def _open_plan(path: Path) -> Plan:
                 expected = "an option known here: install the shardprep that planned this, or plan anew"
                 raise errors.UnknownVersion(path=path, found=found, expected=expected)
     try:
-        head = names.as_type(path, data, _Head)
+        with names.type_errors_named(path, data):
+            head = msgspec.convert(data, _Head)
     except errors.UsageError as error:
         raise errors.BrokenShard(f"{path}: its options cannot be: {error}", path=path) from None
     found = _id_of(head, head.inputs_sha256, head.cuts_sha256)
@@ -714,39 +671,10 @@ def _open_plan(path: Path) -> Plan:
     for name in head.tokenizer_files:
         if _leads_outside(name) or "/" in name:
             raise names.wrong_value(path, "tokenizer_files", name, "names of files in the tokenizer's folder")
-    rows: dict[str, Rows[Any]] = {
-        name: Rows(file, len(line) + 1, head.tables[name], kind) for name, kind in _TABLES.items()
-    }
-    return Plan(
-        **{item.name: getattr(head, item.name) for item in fields(_Decisions)},
-        input_dir=Path(head.input_dir),
-        inputs=rows["inputs"],
-        cuts=rows["cuts"],
-        names_left_out=rows["left_out"],
-    )
-
-
-def _differences(frozen: Plan, other: Plan) -> list[str]:
-    found = option_differences(frozen.options, other.options)
-    if frozen.tokenizer.fingerprint != other.tokenizer.fingerprint:
-        now = other.tokenizer.model_id
-        found.append(f"the tokenizer was {frozen.tokenizer.model_id}, now {now}, with other ids")
-    old = {item.path: (item.num_bytes, item.sha256) for item in frozen.inputs}
-    new = {item.path: (item.num_bytes, item.sha256) for item in other.inputs}
-    for what, paths in (
-        ("added", new.keys() - old.keys()),
-        ("gone", old.keys() - new.keys()),
-        ("changed", {path for path in old.keys() & new.keys() if old[path] != new[path]}),
-    ):
-        if paths:
-            found.append(f"{len(paths)} input(s) {what}, such as {min(paths)}")
-    if frozen.num_shards != other.num_shards:
-        found.append(f"{frozen.num_shards} shards, now {other.num_shards}")
-    if frozen.has_input_hashes != other.has_input_hashes:
-        found.append(f"--hash_inputs was {frozen.has_input_hashes}")
-    elif [cut.sha256 for cut in frozen.cuts] != [cut.sha256 for cut in other.cuts]:
-        found.append("the whole inputs' hashes differ")
-    return found or ["the cuts between shards, the tokenizer's special tokens or its library differ"]
+    values = {item.name: getattr(head, item.name) for item in fields(_Decisions)}
+    for name, kind in _TABLES.items():
+        values[name] = Rows(file, len(line) + 1, head.tables[name], kind)
+    return Plan(**values, input_dir=Path(head.input_dir))
 
 
 def stamp_tokenizer(folder: Path) -> dict[str, FileStamp]:

@@ -6,16 +6,17 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
+from tqdm import tqdm
+
 from tests.faults import disturbed_files, disturbed_runs, power_loss
 from tests.faults.judging import KINDS, Outcome, failures
-from tests.faults.os_calls import is_preloaded, start_preloaded
+from tests.faults.os_calls import preload
 from tests.faults.small_data_sets import FORMS, make_small_data_sets
 
 
@@ -37,7 +38,7 @@ CAMPAIGNS = {
     "short_transfers": Campaign(disturbed_runs.short_transfers, ("json", "npy", "best_fit")),
     "full_disks": Campaign(disturbed_runs.full_disks),
     "kills": Campaign(disturbed_runs.kills, _ALL),
-    "stop_signals": Campaign(disturbed_runs.stop_signals, _ALL),
+    "stop_signals": Campaign(disturbed_runs.stop_signals, _ALL, num_quick=6),
     "power_loss": Campaign(power_loss.outcomes, num_quick=1),
     "races": Campaign(disturbed_runs.races),
     "clocks": Campaign(disturbed_runs.clocks),
@@ -45,7 +46,6 @@ CAMPAIGNS = {
 _QUICK_FORMS = ("best_fit",)
 # Of each file or hit and command. Full takes some 2 hours of one core, quick some 4 s per campaign.
 _FAULTS = 200
-_SPEAK_EVERY_S = 30
 
 
 def main() -> int:
@@ -59,8 +59,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write every outcome to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        if not is_preloaded():
-            return start_preloaded(Path(folder), ["-m", "tests.faults", *sys.argv[1:]])
+        preload(Path(folder), ["-m", "tests.faults", *sys.argv[1:]])
         return _run(args, Path(folder))
 
 
@@ -70,18 +69,14 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
         for name in args.only or CAMPAIGNS
     }
     data_sets = make_small_data_sets(folder, sorted({form for forms in forms_of.values() for form in forms}))
-    outcomes, spoke = list[Outcome](), time.monotonic()
+    outcomes = list[Outcome]()
     for name, forms in forms_of.items():
         of_campaign = [data_set for data_set in data_sets if data_set.form in forms]
         num_faults = args.num_faults or (CAMPAIGNS[name].num_quick if args.quick else _FAULTS)
-        for outcome in CAMPAIGNS[name].outcomes(of_campaign, num_faults=num_faults):
-            outcomes.append(outcome)
-            if time.monotonic() - spoke > _SPEAK_EVERY_S:
-                spoke = time.monotonic()
-                print(f"{name}: {len(outcomes)} tried, {len(failures(outcomes))} failed", file=sys.stderr)
+        campaign = CAMPAIGNS[name].outcomes(of_campaign, num_faults=num_faults)
+        outcomes += tqdm(campaign, name, mininterval=30, unit=" faults")
         if args.json:
             args.json.write_text(json.dumps([*map(asdict, outcomes)]), encoding="utf-8")
-        print(f"{name}: ended", flush=True)
     _print_table(outcomes)
     _print_failures(failures(outcomes))
     return 1 if failures(outcomes) else 0
@@ -102,13 +97,13 @@ def _print_table(outcomes: Sequence[Outcome]) -> None:
 def _print_failures(failed: Sequence[Outcome]) -> None:
     """Print each distinct failure with how often it came, and one fault that shows it."""
     # Those that agree in this have one cause, most likely.
-    causes = Counter((each.campaign, each.command, each.kind, each.what) for each in failed)
+    causes: dict[tuple[str, ...], list[Outcome]] = {}
+    for each in failed:
+        causes.setdefault((each.campaign, each.command, each.kind, each.what), []).append(each)
     print(f"\n{len(causes)} distinct failures")
-    for cause, number in causes.most_common():
-        campaign, command, kind, what = cause
-        first = next(each for each in failed if (each.campaign, each.command, each.kind, each.what) == cause)
-        print(f"{number:>6} x {campaign}, {command}: {kind}: {what}")
-        print(f"         such as {first.form}, {first.file}: {first.fault}")
+    for (campaign, command, kind, what), alike in sorted(causes.items(), key=lambda cause: -len(cause[1])):
+        print(f"{len(alike):>6} x {campaign}, {command}: {kind}: {what}")
+        print(f"         such as {alike[0].form}, {alike[0].file}: {alike[0].fault}")
 
 
 if __name__ == "__main__":

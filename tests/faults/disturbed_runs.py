@@ -1,14 +1,4 @@
-"""A run is disturbed: something happens at its k-th call to the operating system, for each k, or around it.
-
-- injected_errors: the call fails, once or from there on. Refused in words, and mended by running it again.
-- kills: SIGKILL just before it. Either it is done or nothing of it counts; run again it gives equal bytes.
-- stop_signals: SIGTERM, SIGINT or SIGUSR1. It ends with 75, or 0 as it is done, and leaves no temporary.
-- short_transfers: a read or a write moves half of its bytes. It goes on.
-- races: it stops there, and meanwhile another writer works, or an input or a shard changes. And four writers
-  run beside each other, stopped at random.
-- full_disks: a tmpfs with few free pages, or without root a limit on the size of a file.
-- clocks: the clock is off or jumps, and files are from the future: no command notices, every byte is equal.
-"""
+"""A run is disturbed at its k-th call to the operating system, for each k, or around it: seven campaigns."""
 
 from __future__ import annotations
 
@@ -16,22 +6,27 @@ import errno
 import itertools
 import os
 import random
-import re
-import resource
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 
-from tests.faults.commands import EXPORTS, LISTS
-from tests.faults.forked_case import Ended
-from tests.faults.judging import EQUAL, Outcome, Verdict, shape, spread, verdict_at_call, verdict_of_second
+from tests.faults.judging import (
+    Fault,
+    Outcome,
+    Verdict,
+    must_be_well,
+    outcome_of,
+    spread,
+    struck,
+    verdict_at_call,
+)  # fmt: skip
 from tests.faults.os_calls import ERRORS, Call, Mode
-from tests.faults.small_data_sets import Hit, SmallDataSet, hits, nothing
+from tests.faults.small_data_sets import EXPORTS, LISTS, Hit, SmallDataSet, hits
 
 _OF_EXPORTS = dict.fromkeys(EXPORTS, 0.12)
 _OF_LISTS = dict.fromkeys(LISTS, 0.5)
@@ -61,30 +56,11 @@ _CLOCK_HITS = dict.fromkeys(
 )
 _PAGE_BYTES = 4096
 _MANY_PAGES = (64 << 20) // _PAGE_BYTES
-_MOST_FILE_BYTES = 16_384
 _YEAR_S = 365 * 24 * 3600
 _TEMPORARY = ".shard-00000.tar.other-1-0000.tmp"
 _NUM_WRITERS = 4
 _MOST_STOPS = 40
 _MOST_STOP_S = 0.02
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """What happens to one run: at its ``at``-th call to the operating system, or around it."""
-
-    words: str
-    file: str = ""  # in the table, where it is no call
-    mode: Mode = "count"
-    at: int = 0
-    error: int = 0  # or the signal
-    before: Callable[[Path], object] = nothing  # to the workplace
-    inside: Callable[[], object] = nothing  # in the command's process, just before it
-    meanwhile: Callable[[Path], object] | None = None  # to the workplace, while it stands at the call
-    has_rival: bool = False  # meanwhile the same command runs elsewhere, and ends well
-    behind: Callable[[Path], object] = nothing  # to the workplace, before it is judged
-    may_refuse: bool = True
-    may_differ: bool = False  # where the command ends with 0
 
 
 FaultsOf = Callable[[SmallDataSet, Hit, int], Iterator[Fault]]
@@ -102,53 +78,7 @@ def _tried(
     for data_set in data_sets:
         for hit, number in hits(_HITS_OF_FORMATS if data_set.form == "formats" else shares, num_faults):
             for fault in faults_of(data_set, hit, number):
-                yield _struck(campaign, data_set, hit, fault)
-
-
-def _struck(campaign: str, data_set: SmallDataSet, hit: Hit, fault: Fault) -> Outcome:
-    """Run a command with a fault, and again without."""
-    expected, calls = data_set.undisturbed(hit.command, hit.stage), data_set.calls
-    data_set.reset(hit.stage)
-    fault.before(data_set.place)
-    rivals: list[Ended] = []
-
-    def inside() -> None:
-        fault.inside()
-        calls.arm()
-
-    def meanwhile() -> None:
-        if fault.has_rival:
-            rivals.append(data_set.run(hit.command))
-        elif fault.meanwhile:
-            fault.meanwhile(data_set.place)
-
-    is_paused = fault.has_rival or fault.meanwhile
-    with calls.ordered(fault.mode, at=fault.at, error=fault.error):
-        ended = data_set.start(hit.command, inside).end(meanwhile if is_paused else None)
-    made = calls.calls()
-    fault.behind(data_set.place)
-    if fault.may_differ and ended.how == "ended" and not ended.code:
-        kind, what = EQUAL
-    else:
-        stop = fault.error if fault.mode == "signal" and not is_paused else 0
-        kind, what = verdict_at_call(data_set, hit, ended, expected, stop=stop)
-    if kind == "refused" and not fault.may_refuse:
-        kind, what = "wrong", f"refused: {shape(what)}"
-    if kind == "equal":
-        kind, what = _all_well(rivals)
-    file, words = fault.file, fault.words
-    if not file:
-        call = made[fault.at] if fault.at < len(made) else Call("none", "(fewer calls this time)")
-        # Without what differs between runs: the random part of a temporary's name.
-        path = re.sub(r"/\.[^/]+", "/(temporary)", call.path)
-        file = f"{call.op} {re.sub(r'[-_.][a-z0-9_]{8}(?=/|$)', '-(random)', path)}"
-        words = f"{words}, at call {fault.at}: {call.op} {call.path}"
-    return Outcome(campaign, data_set.form, file, hit.name, words, kind, what)
-
-
-def _all_well(endings: Sequence[Ended]) -> Verdict:
-    verdicts = [verdict_of_second("one of them", ended) for ended in endings]
-    return next((verdict for verdict in verdicts if verdict != EQUAL), EQUAL)
+                yield struck(campaign, data_set, hit, fault)
 
 
 def _calls(data_set: SmallDataSet, hit: Hit, number: int) -> list[tuple[int, Call]]:
@@ -189,8 +119,8 @@ def _halves(data_set: SmallDataSet, hit: Hit, number: int) -> Iterator[Fault]:
 def _rivals(data_set: SmallDataSet, hit: Hit, number: int) -> Iterator[Fault]:
     """At each call another process does the same. Both must end well, and what they leave be equal."""
     for at, _ in _calls(data_set, hit, number):
-        words = "another one meanwhile"
-        yield Fault(words=words, at=at, mode="signal", error=signal.SIGSTOP, has_rival=True, may_refuse=False)
+        meanwhile = methodcaller("run", hit.command)
+        yield Fault(words="another one meanwhile", at=at, meanwhile=meanwhile, may_refuse=False)
 
 
 Change = Callable[[Path], object]  # of a file
@@ -205,8 +135,6 @@ def _changes(
         yield Fault(
             words=f"{name} {words}",
             at=at,
-            mode="signal",
-            error=signal.SIGSTOP,
             meanwhile=partial(_apply, change, name),
             behind=partial(_bring_back, name, data_set.templates / hit.stage / name),
             # Planning may take the input as it is afterwards; a second plan then differs, and that is right.
@@ -214,8 +142,8 @@ def _changes(
         )
 
 
-def _apply(change: Change, name: str, place: Path) -> None:
-    change(place / name)
+def _apply(change: Change, name: str, data_set: SmallDataSet) -> None:
+    change(data_set.place / name)
 
 
 def _bring_back(name: str, template: Path, place: Path) -> None:
@@ -277,24 +205,25 @@ def _crowd(data_set: SmallDataSet, hit: Hit, seed: int) -> Outcome:
         run = draw.choice(runs)
         os.kill(run.pid, signal.SIGSTOP)
         time.sleep(draw.random() * _MOST_STOP_S)
-        run.go_on()
+        os.killpg(run.pid, signal.SIGCONT)
     endings = [run.end() for run in runs]
-    verdict = _all_well(endings)
-    if verdict == EQUAL:
-        verdict = verdict_at_call(data_set, hit, endings[0], expected)
+
+    def judge() -> Verdict:
+        for each in endings:
+            must_be_well("one of them", each)
+        return verdict_at_call(data_set, hit, endings[0], expected)
+
     words = f"{_NUM_WRITERS} at a time, stopped at random, seed {seed}"
-    return Outcome("races", data_set.form, "all", hit.name, words, *verdict)
+    return outcome_of("races", data_set, "all", hit.name, words, judge)
 
 
 def full_disks(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
     """Each command with less space than it needs, then again with enough."""
     for data_set in data_sets:
-        is_mounted = not os.geteuid() and _mount("-t", "tmpfs", "-o", "size=64m", "faults", data_set.place)
-        try:
-            faults_of = _few_pages if is_mounted else _short_files
-            yield from _tried("full_disks", _DISK_HITS, faults_of, [data_set], num_faults=num_faults)
-        finally:
-            if is_mounted:
+        if not os.geteuid() and _mount("-t", "tmpfs", "-o", "size=64m", "faults", data_set.place):
+            try:
+                yield from _tried("full_disks", _DISK_HITS, _few_pages, [data_set], num_faults=num_faults)
+            finally:
                 subprocess.run(["umount", "--lazy", data_set.place], check=False)
 
 
@@ -308,18 +237,6 @@ def _few_pages(data_set: SmallDataSet, hit: Hit, number: int) -> Iterator[Fault]
         yield Fault(words=f"{pages} free pages", file="the disk", before=before, behind=behind)
 
 
-def _short_files(_: SmallDataSet, __: Hit, number: int) -> Iterator[Fault]:
-    for size in spread(_MOST_FILE_BYTES, number):
-        limit = partial(_limit_files, size)
-        yield Fault(words=f"no file beyond {size} bytes", file="any file", inside=limit)
-
-
-def _limit_files(num_bytes: int) -> None:
-    """The soft limit: the harness raises it again to say how the run ended."""
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-
-
 def _used_pages(place: Path) -> int:
     now = os.statvfs(place)
     return (now.f_blocks - now.f_bfree) * now.f_frsize // _PAGE_BYTES
@@ -327,9 +244,7 @@ def _used_pages(place: Path) -> int:
 
 def _leave_free(num_pages: int, place: Path) -> None:
     size = (_used_pages(place) + num_pages) * _PAGE_BYTES
-    if not _mount("-o", f"remount,size={size}", place):
-        message = f"{place} cannot be given {size} bytes"
-        raise RuntimeError(message)
+    assert _mount("-o", f"remount,size={size}", place), f"{place} cannot be given {size} bytes"
 
 
 def _mount(*args: object) -> bool:

@@ -38,18 +38,17 @@ class Ended:
     value: Any = None  # what the run returned, as JSON
     text: str = ""  # what it printed, or its last line with the last line of this project
 
+    @property
+    def is_well(self) -> bool:
+        return (self.how, self.code) == ("ended", 0)
 
-def run_forked(work: Callable[[], tuple[int, Any]], *, cpu_limit_s: int = _CPU_LIMIT_S) -> Ended:
-    """Run ``work()`` in a fork; it returns an exit code and a value, or raises.
+
+class ForkedRun:
+    """``work()``, begun in a fork: it returns an exit code and a value, or raises. ``end`` waits for it.
 
     A sleep lasts no time there: attempts and their number are tried, not the waiting. An error that is a
     ShardprepError counts as its exit code, any other exception as a traceback.
     """
-    return ForkedRun(work, cpu_limit_s=cpu_limit_s).end()
-
-
-class ForkedRun:
-    """A run that has begun; ``end`` waits for it. See ``run_forked``."""
 
     def __init__(self, work: Callable[[], tuple[int, Any]], *, cpu_limit_s: int = _CPU_LIMIT_S) -> None:
         self._printed = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - end() closes both
@@ -66,15 +65,12 @@ class ForkedRun:
         with contextlib.suppress(OSError):  # both do it, whoever is first: a signal to the group finds one
             os.setpgid(self.pid, self.pid)
 
-    def go_on(self) -> None:
-        os.killpg(self.pid, signal.SIGCONT)
-
     def end(self, meanwhile: Callable[[], object] | None = None) -> Ended:
         """Wait for its end; ``meanwhile`` is called each time that it stops (SIGSTOP); then it goes on."""
         _, status = os.waitpid(self.pid, os.WUNTRACED if meanwhile else 0)
         while meanwhile and os.WIFSTOPPED(status):
             meanwhile()
-            self.go_on()
+            os.killpg(self.pid, signal.SIGCONT)
             _, status = os.waitpid(self.pid, os.WUNTRACED)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # what it started and left
@@ -104,8 +100,6 @@ class ForkedRun:
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
-            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))  # a run may have lowered the soft one
             self._result.write(json.dumps(facts).encode())
             self._result.flush()
 
@@ -115,10 +109,8 @@ def _facts(work: Callable[[], tuple[int, Any]]) -> dict[str, Any]:
         code, value = work()
     except MemoryError:
         return {"how": "memory"}
-    except SystemExit as error:
-        return {"how": "ended", "code": error.code if isinstance(error.code, int) else 1}
     except BaseException as error:
-        exit_code = getattr(error, "exit_code", None)
+        exit_code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", None)
         if isinstance(exit_code, int):
             return {"how": "ended", "code": exit_code, "text": f"{type(error).__name__}: {error}"}
         traceback.print_exc()

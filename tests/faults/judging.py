@@ -1,18 +1,19 @@
-"""How a disturbed run ended: refused in words, equal to the undisturbed one, or a failure."""
+"""A fault meets a command, which is refused in words, ends equal to the undisturbed run, or fails."""
 
 from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Literal, get_args
 
 from shardprep.errors import EXIT_CODES, Stopped, UsageError
-from tests.faults.commands import LITTER
 from tests.faults.forked_case import Ended
-from tests.faults.small_data_sets import Hit, SmallDataSet, Undisturbed
+from tests.faults.os_calls import Call, Mode
+from tests.faults.small_data_sets import LITTER, Hit, SmallDataSet, Undisturbed, nothing
 
 Kind = Literal["refused", "equal", "wrong", "traceback", "hang", "memory"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -39,6 +40,85 @@ class Outcome:
     what: str
 
 
+class Failure(Exception):
+    """Raised with a kind and what was seen, where a run is neither refused nor equal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What happens to one run: at its ``at``-th call to the operating system, or around it."""
+
+    words: str
+    file: str = ""  # in the table, where it is no call
+    mode: Mode = "count"
+    at: int = 0
+    error: int = 0  # or the signal
+    prepare: Callable[[SmallDataSet], object] = nothing  # also before the undisturbed run
+    before: Callable[[Path], object] = nothing  # to the workplace
+    inside: Callable[[], object] = nothing  # in the command's process, just before it
+    # While it stands at the call, stopped; a run of another process has to end well.
+    meanwhile: Callable[[SmallDataSet], object] | None = None
+    behind: Callable[[Path], object] = nothing  # to the workplace, before it is judged
+    damaged: str | None = None  # the file that ``before`` damages; "" where it has to be right afterwards
+    may_refuse: bool = True
+    may_differ: bool = False  # where the command ends with 0
+
+
+def struck(campaign: str, data_set: SmallDataSet, hit: Hit, fault: Fault) -> Outcome:
+    """Run a command with a fault, and judge it."""
+    expected, calls = data_set.undisturbed(hit.command, hit.stage, fault.prepare), data_set.calls
+    data_set.reset(hit.stage)
+    fault.prepare(data_set)
+    fault.before(data_set.place)
+    others: list[object] = []
+
+    def inside() -> None:
+        fault.inside()
+        calls.arm()
+
+    def meanwhile() -> None:
+        others.append(fault.meanwhile and fault.meanwhile(data_set))
+
+    mode, error = ("signal", signal.SIGSTOP) if fault.meanwhile else (fault.mode, fault.error)
+    with calls.ordered(mode, at=fault.at, error=error):
+        ended = data_set.start(hit.command, inside).end(meanwhile if fault.meanwhile else None)
+    made = calls.calls()
+    fault.behind(data_set.place)
+
+    def judge() -> Verdict:
+        if fault.damaged is not None:
+            return _verdict_on_damage(data_set, hit.command, ended, expected, fault.damaged)
+        if fault.may_differ and ended.is_well:
+            return EQUAL
+        stop = fault.error if fault.mode == "signal" else 0
+        verdict = verdict_at_call(data_set, hit, ended, expected, stop=stop)
+        if fault.meanwhile and not others:
+            raise Failure("wrong", f"it did not stop: {ended}")
+        if not fault.may_refuse:
+            must_be_well("it", ended)
+        for other in others:
+            if isinstance(other, Ended):
+                must_be_well("another process", other)
+        return verdict
+
+    if fault.file:
+        return outcome_of(campaign, data_set, fault.file, hit.name, fault.words, judge)
+    call = made[fault.at] if fault.at < len(made) else Call("none", "(fewer calls this time)")
+    words = f"{fault.words}, at call {fault.at}: {call.op} {call.path}"
+    return outcome_of(campaign, data_set, call.op, hit.name, words, judge)
+
+
+def outcome_of(
+    campaign: str, data_set: SmallDataSet, file: str, command: str, words: str, judge: Callable[[], Verdict]
+) -> Outcome:
+    """Return the outcome that ``judge`` returns or raises."""
+    try:
+        kind, what = judge()
+    except Failure as failure:
+        kind, what = failure.args
+    return Outcome(campaign, data_set.form, file, command, words, kind, what)
+
+
 def failures(outcomes: Iterable[Outcome]) -> list[Outcome]:
     """Return those that are neither refused nor equal."""
     return [outcome for outcome in outcomes if outcome.kind not in ("refused", "equal")]
@@ -51,46 +131,45 @@ def spread(size: int, number: int) -> list[int]:
 
 
 def verdict_of_end(ended: Ended, expected: Undisturbed | None = None) -> Verdict:
-    """Judge how a run ended and what it delivered, not the files that it left."""
+    """Judge how a run ended and what it delivered, not the files that it left; Failure where it is wrong."""
     if ended.how != "ended":
-        return ("traceback" if ended.how == "killed" else ended.how), ended.text
+        raise Failure("traceback" if ended.how == "killed" else ended.how, ended.text)
     if ended.code and _UNFORESEEN.search(ended.text):
-        return "traceback", shape(ended.text)
+        raise Failure("traceback", _shape(ended.text))
     if ended.code in _REFUSING:
         return "refused", ended.text
     if ended.code:
-        return "wrong", f"exit code {ended.code}: {shape(ended.text)}"
+        raise Failure("wrong", f"exit code {ended.code}: {_shape(ended.text)}")
     if expected and ended.value != expected.value:
-        return "wrong", "other batches"
+        raise Failure("wrong", "other batches")
     return EQUAL
 
 
-def verdict_on_damage(
-    data_set: SmallDataSet, command: str, ended: Ended, expected: Undisturbed, disturbed: str | None
+def must_be_well(which: str, ended: Ended) -> None:
+    """Failure for a run that may not be refused."""
+    if not ended.is_well:
+        raise Failure("wrong", f"{which} {ended.how} with {ended.code}: {_shape(ended.text)}")
+
+
+def _verdict_on_damage(
+    data_set: SmallDataSet, command: str, ended: Ended, expected: Undisturbed, damaged: str
 ) -> Verdict:
-    """Judge a run on disturbed files; ``disturbed``: the file that need not be equal afterwards."""
+    """Judge a run on a damaged file, which need not be equal afterwards."""
     verdict = verdict_of_end(ended, expected)
     if verdict != EQUAL:
         return verdict
-    other = _different(data_set.published(), expected.files, disturbed)
-    if command == "stage" and disturbed == "data/index.json" and other == ["staged/index.json"]:
-        other = []  # an edit may leave its values as they are: a key that stands twice
-    if other:
-        return "wrong", f"ended with 0, but other bytes: {', '.join(other)}"
-    if command != "stage" and not command.startswith("verify"):
-        return EQUAL
-    # What it called good must load, and be equal.
-    reader = "load staged" if command == "stage" else "load"
-    ended = data_set.run(reader)
-    if ended.how == "ended" and not ended.code and ended.value != data_set.batches:
-        return "wrong", f"{command} ended with 0, then {reader} has other batches"
-    return verdict_of_second(f"{command} ended with 0, then {reader}", ended)
-
-
-def verdict_of_second(when: str, ended: Ended) -> Verdict:
-    """Judge a run that may not be refused."""
-    kind, what = verdict_of_end(ended)
-    return EQUAL if kind == "equal" else ("wrong" if kind == "refused" else kind, f"{when}: {what}")
+    other = _different(data_set.published(), expected.files, damaged)
+    # An edit of the index may leave its values as they are: a key that stands twice.
+    if other and not (command == "stage" and damaged == "data/index.json" and other == ["staged/index.json"]):
+        raise Failure("wrong", f"ended with 0, but other bytes: {', '.join(other)}")
+    if command == "stage" or command.startswith("verify"):
+        # What it called good must load, and be equal.
+        reader = "load staged" if command == "stage" else "load"
+        loaded = data_set.run(reader)
+        must_be_well(f"{command} ended with 0, then {reader}", loaded)
+        if loaded.value != data_set.undisturbed("load", "verified").value:
+            raise Failure("wrong", f"{command} ended with 0, then {reader} has other batches")
+    return EQUAL
 
 
 def verdict_at_call(
@@ -100,27 +179,26 @@ def verdict_at_call(
 
     ``stop``: the signal that should have ended it, if any.
     """
-    verdict = verdict_of_end(ended, expected)
     if stop == signal.SIGKILL:
         # The kill itself must have happened, or the case shows nothing.
-        verdict = EQUAL if ended.how == "killed" else ("wrong", f"it was not killed: {ended}")
-    elif stop and ended.how == "ended":
+        if ended.how != "killed":
+            raise Failure("wrong", f"it was not killed: {ended}")
+        verdict = EQUAL
+    else:
+        verdict = verdict_of_end(ended, expected)
+    if stop and ended.how == "ended":
         litter = LITTER.format("*", "?")
         left = [path.name for path in data_set.place.rglob(".*.tmp") if not fnmatch(path.name, litter)]
         if ended.code not in (0, Stopped.exit_code):
-            verdict = "wrong", f"a stop signal ends with {ended.code}: {shape(ended.text)}"
-        elif left:
-            verdict = "wrong", f"a stop signal leaves {', '.join(left)}"
-    if verdict[0] not in ("equal", "refused"):
-        return verdict
-    has_ended = ended.how == "ended" and not ended.code
-    return wrong_state(data_set, hit, expected, has_ended=has_ended) or verdict
+            raise Failure("wrong", f"a stop signal ends with {ended.code}: {_shape(ended.text)}")
+        if left:
+            raise Failure("wrong", f"a stop signal leaves {', '.join(left)}")
+    check_state(data_set, hit, expected, has_ended=ended.is_well)
+    return verdict
 
 
-def wrong_state(
-    data_set: SmallDataSet, hit: Hit, expected: Undisturbed, *, has_ended: bool
-) -> Verdict | None:
-    """Say what is wrong with what a run left, or with a second run; None if nothing is.
+def check_state(data_set: SmallDataSet, hit: Hit, expected: Undisturbed, *, has_ended: bool) -> None:
+    """Failure where something is wrong with what a run left, or with a second run.
 
     ``has_ended``: with 0, so that all must be there.
     """
@@ -131,24 +209,22 @@ def wrong_state(
     trusted = [name for name in other if name in left]
     trusted = [name for name in trusted if name not in unfinished or not name.startswith("data/shard-")]
     if trusted:
-        return "wrong", f"what counts is not right: {', '.join(trusted)}"
+        raise Failure("wrong", f"what counts is not right: {', '.join(trusted)}")
     if has_ended and other:
-        return "wrong", f"ended with 0, but other bytes: {', '.join(other)}"
-    if hit.command in _READERS:
-        return None
-    verdict = verdict_of_second("run again", data_set.run(hit.command))
-    if verdict == EQUAL and (other := _different(data_set.published(), expected.files)):
-        verdict = "wrong", f"run again: other bytes: {', '.join(other)}"
-    return None if verdict == EQUAL else verdict
+        raise Failure("wrong", f"ended with 0, but other bytes: {', '.join(other)}")
+    if hit.command not in _READERS:
+        must_be_well("run again, it", data_set.run(hit.command))
+        if other := _different(data_set.published(), expected.files):
+            raise Failure("wrong", f"run again: other bytes: {', '.join(other)}")
 
 
-def _different(found: Mapping[str, str], expected: Mapping[str, str], but: str | None = None) -> list[str]:
+def _different(found: Mapping[str, str], expected: Mapping[str, str], but: str = "") -> list[str]:
     """The files that are missing, too many or not equal."""
     names = sorted({*found, *expected} - {but})
     return [name for name in names if found.get(name) != expected.get(name)]
 
 
-def shape(text: str) -> str:
+def _shape(text: str) -> str:
     """The last line of a message without its values, so that equal causes group."""
     last = text.strip().splitlines()[-1] if text.strip() else "no word"
     last = re.sub(r"/\S*/", "", last)

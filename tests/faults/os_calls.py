@@ -69,7 +69,7 @@ class Call:
 
 
 class OsCalls:
-    """Says what happens to the calls below ``root``; of the process that ``start_preloaded`` started."""
+    """Says what happens to the calls below ``root``; of the process that ``preload`` started."""
 
     def __init__(self, root: Path) -> None:
         with Path(os.environ[_VARIABLE]).open("r+b") as file:
@@ -100,16 +100,14 @@ class OsCalls:
         return [Call(os.fsdecode(call.op), os.fsdecode(call.path)) for call in self._orders.calls[:number]]
 
 
-def is_preloaded() -> bool:
-    return _VARIABLE in os.environ
-
-
-def start_preloaded(folder: Path, argv: list[str]) -> int:
-    """Compile os_calls.c into ``folder`` and run ``python argv`` with it; returns the exit code."""
+def preload(folder: Path, argv: list[str]) -> None:
+    """Run ``python argv`` with os_calls.c, compiled into ``folder``, and exit as it does; nothing in that."""
+    if _VARIABLE in os.environ:
+        return
     library, orders = folder / "os_calls.so", folder / "orders"
     flags = ["-shared", "-fPIC", "-O1", "-fno-builtin", "-Wno-nonnull-compare"]
     subprocess.run(["gcc", *flags, "-o", library, _SOURCE, "-ldl"], check=True)
     orders.write_bytes(bytes(ctypes.sizeof(_Orders)))
-    preload = ":".join(filter(None, [str(library), os.environ.get("LD_PRELOAD")]))
-    environ = environ_of_children(LD_PRELOAD=preload, **{_VARIABLE: str(orders)})
-    return subprocess.run([sys.executable, *argv], env=environ, check=False).returncode
+    preloaded = ":".join(filter(None, [str(library), os.environ.get("LD_PRELOAD")]))
+    environ = environ_of_children(LD_PRELOAD=preloaded, **{_VARIABLE: str(orders)})
+    sys.exit(subprocess.run([sys.executable, *argv], env=environ, check=False).returncode)

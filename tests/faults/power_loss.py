@@ -1,21 +1,19 @@
 """The power goes: what a command has not synced may be lost, in any combination that file systems allow.
 
-SIGKILL keeps the page cache, so it shows no missing fsync. Here the command stops before each call that
-changes something, and the workplace is looked at. From what was seen and the calls follows what the disk
-must hold at each moment, and what it may hold besides:
+The command stops before each call that changes something, and the workplace is looked at. From what was seen
+and the calls follows what the disk must hold at each moment, and what it may hold besides:
 
 - The bytes of a file are safe once an fsync of the file has returned, its names once one of the folder has.
 - Before that, each change of names is there or not, whatever became of the others. A rename is one change.
 - The bytes of a file that was not synced are the last synced ones, the new ones, half of them, or zeros.
 
-Such disks are laid out as the workplace. No wrong file may count there, the command run again must give equal
-bytes, and where it had ended with 0, all that it made must be there. ``_without`` takes fsync away from the
-command: then this campaign has to find something, or it would show nothing.
+Such disks are laid out as the workplace, and judged. ``_without`` takes fsync away from the command: then
+this campaign has to find something, or it would show nothing.
 """
 
 from __future__ import annotations
 
-import copy
+import itertools
 import os
 import random
 import shutil
@@ -25,7 +23,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from tests.faults.judging import EQUAL, Outcome, Verdict, spread, wrong_state
+from tests.faults.judging import (
+    EQUAL,
+    Failure,
+    Outcome,
+    Verdict,
+    check_state,
+    failures,
+    outcome_of,
+    spread,
+)  # fmt: skip
 from tests.faults.os_calls import Call
 from tests.faults.small_data_sets import Hit, SmallDataSet, hits
 
@@ -41,32 +48,19 @@ _HITS = {
 # Of a workplace: no command writes there what lasts.
 _UNTOUCHED = {"raw", "model", "tmp", "state", "blanked"}
 
-Node = int  # an inode of one file's or folder's whole life
-Folder = dict[str, Node]
-Change = list[tuple[Node, str, Node | None]]  # folder, name, what it names from now on
+Node = int  # an inode of one file's or folder's whole life; the workplace is 0
+Names = dict[tuple[Node, str], Node | None]  # of a folder: what they name, or are to name from now on
 
 
 @dataclass
 class Tree:
-    """Files and folders; the workplace is node 0."""
+    """Files and names. What names give and is no file is a folder."""
 
     files: dict[Node, bytes] = field(default_factory=dict)
-    folders: dict[Node, Folder] = field(default_factory=dict)
+    names: Names = field(default_factory=dict)
 
-    def at(self, path: str) -> Node | None:
-        """The node of a path below the workplace."""
-        node: Node | None = 0
-        for name in Path(path.strip("/")).parts:
-            node = None if node is None else self.folders.get(node, {}).get(name)
-        return node
-
-    def apply(self, change: Change) -> None:
-        for folder, name, node in change:
-            names = self.folders.setdefault(folder, {})
-            if node is None:
-                names.pop(name, None)
-            else:
-                names[name] = node
+    def copy(self) -> Tree:
+        return Tree({**self.files}, {**self.names})
 
 
 class Camera:
@@ -74,25 +68,20 @@ class Camera:
 
     def __init__(self, place: Path) -> None:
         self._place = place
-        self._nodes: dict[int, Node] = {}
-        self._num_nodes = 0
+        self._nodes: dict[int, Node] = {}  # of what is there now
+        self._new_nodes = itertools.count()
 
     def look(self) -> Tree:
         tree, nodes = Tree(), dict[int, Node]()
-
-        def visit(path: Path) -> Node:
-            status = path.lstat()
-            node = nodes[status.st_ino] = self._nodes.get(status.st_ino, self._num_nodes)
-            self._num_nodes = max(self._num_nodes, node + 1)
-            if stat.S_ISDIR(status.st_mode):
-                left_out = _UNTOUCHED if path == self._place else set[str]()
-                inner = [each for each in sorted(path.iterdir()) if each.name not in left_out]
-                tree.folders[node] = {each.name: visit(each) for each in inner}
-            else:
-                tree.files[node] = path.read_bytes()
-            return node
-
-        visit(self._place)
+        for path in [self._place, *sorted(self._place.rglob("*"))]:
+            if _UNTOUCHED.isdisjoint(path.relative_to(self._place).parts[:1]):
+                status = path.lstat()
+                known = nodes.get(status.st_ino, self._nodes.get(status.st_ino))
+                node = nodes[status.st_ino] = next(self._new_nodes) if known is None else known
+                if path != self._place:
+                    tree.names[nodes[path.parent.lstat().st_ino], path.name] = node
+                if not stat.S_ISDIR(status.st_mode):
+                    tree.files[node] = path.read_bytes()
         self._nodes = nodes
         return tree
 
@@ -104,26 +93,28 @@ class Moment:
     call: Call | None
     seen: Tree  # as commands see the workplace
     safe: Tree  # what surely lies on the disk
-    changes: list[Change]  # of names, which may lie there
+    changes: list[Names]  # which may lie there
 
     def after(self, seen: Tree, call: Call | None) -> Moment:
         """Return the moment once this one's call has returned."""
-        safe, changes = copy.deepcopy(self.safe), list(self.changes)
+        safe, changes = self.safe.copy(), self.changes
         if self.call and self.call.op == "fsync":
-            node = self.seen.at(self.call.path)
+            node: Node | None = 0
+            for name in Path(self.call.path.strip("/")).parts:
+                node = None if node is None else self.seen.names.get((node, name))
             if node in self.seen.files:
                 safe.files[node] = self.seen.files[node]
-            else:
-                for change in [each for each in changes if any(folder == node for folder, _, _ in each)]:
-                    safe.apply(change)
-                    changes.remove(change)
-        new: Change = []
-        for node, names in seen.folders.items():
-            safe.folders.setdefault(node, {})
-            old = self.seen.folders.get(node, {})
-            changed = [name for name in sorted({*old, *names}) if old.get(name) != names.get(name)]
-            new += [(node, name, names.get(name)) for name in changed]
-        return Moment(call, seen, safe, [*changes, new] if new else changes)
+            changes = []
+            for change in self.changes:
+                if any(folder == node for folder, _ in change):
+                    safe.names.update(change)
+                else:
+                    changes.append(change)
+        for node in seen.files:
+            safe.files.setdefault(node, b"")
+        old, new = self.seen.names, seen.names
+        change = {name: new.get(name) for name in {*old, *new} if old.get(name) != new.get(name)}
+        return Moment(call, seen, safe, [*changes, change] if change else changes)
 
     def disks(self, chance: random.Random) -> Iterator[tuple[str, Tree]]:
         """Disks that may be found after the power went at this moment, in words and with their contents."""
@@ -137,12 +128,12 @@ class Moment:
         yield "by chance", self._disk(lambda: chance.random() < 0.5, some)
 
     def _disk(self, is_kept: Callable[[], bool], unsynced: Callable[[bytes, bytes], bytes]) -> Tree:
-        disk = copy.deepcopy(self.safe)
+        disk = self.safe.copy()
         for change in self.changes:
             if is_kept():
-                disk.apply(change)
+                disk.names.update(change)
         for node, content in self.seen.files.items():
-            old = self.safe.files.get(node, b"")
+            old = self.safe.files[node]
             disk.files[node] = content if content == old else unsynced(content, old)
         return disk
 
@@ -162,45 +153,38 @@ def _recorded(data_set: SmallDataSet, hit: Hit, before: Callable[[], None] = lam
     """Run a command undisturbed; all its moments, the last one behind its end."""
     data_set.reset(hit.stage)
     camera, calls = Camera(data_set.place), data_set.calls
-    seen: list[tuple[Tree, Call | None]] = []
+    start = camera.look()
+    moments = [Moment(None, start, start, [])]  # what stood there before is safe
 
     def arm() -> None:
         before()
         calls.arm()
 
     def look() -> None:
-        seen.append((camera.look(), calls.calls()[-1]))
+        moments.append(moments[-1].after(camera.look(), calls.calls()[-1]))
 
-    start = camera.look()
     with calls.ordered("each change"):
         ended = data_set.start(hit.command, arm).end(look)
-    if ended.how != "ended" or ended.code or not seen:
-        raise RuntimeError(
-            f"{data_set.form}: {hit.name} failed undisturbed, with {len(seen)} changes: {ended}"
-        )
-    moments = [Moment(None, start, start, [])]  # what stood there before is safe
-    for each in [*seen, (camera.look(), None)]:
-        moments.append(moments[-1].after(*each))
-    return moments[1:]
+    assert ended.is_well, f"{data_set.form}: {hit.name} fails undisturbed: {ended}"
+    assert len(moments) > 1, f"{data_set.form}: {hit.name} changes nothing"
+    return [*moments[1:], moments[-1].after(camera.look(), None)]
 
 
 def _of_moment(data_set: SmallDataSet, hit: Hit, moment: Moment, number: int) -> Iterator[Outcome]:
     where = f"before {moment.call.op} {moment.call.path}" if moment.call else "after its end"
+    judge = partial(_judged, data_set, hit, has_ended=moment.call is None)
     for words, disk in moment.disks(random.Random(number)):
         _lay_out(data_set, hit, disk)
-        verdict = _judged(data_set, hit, has_ended=moment.call is None)
-        yield Outcome("power_loss", data_set.form, "the disk", hit.name, f"{where}: {words}", *verdict)
+        yield outcome_of("power_loss", data_set, "the disk", hit.name, f"{where}: {words}", judge)
 
 
 def _judged(data_set: SmallDataSet, hit: Hit, *, has_ended: bool) -> Verdict:
     """What counts is right, run again it ends, and a training that was stopped goes on from it."""
-    expected = data_set.undisturbed(hit.command, hit.stage)
-    if wrong := wrong_state(data_set, hit, expected, has_ended=has_ended):
-        return wrong
+    check_state(data_set, hit, data_set.undisturbed(hit.command, hit.stage), has_ended=has_ended)
     if hit.stage == "verified":
         ended = data_set.run("load resumed")
-        if ended.how != "ended" or ended.code or ended.value != data_set.rest:
-            return "wrong", f"a state of a loader does not go on: {ended.how} {ended.code} {ended.text}"
+        if not ended.is_well or ended.value != data_set.undisturbed("load resumed", "verified").value:
+            raise Failure("wrong", f"a state of a loader does not go on: {ended}")
     return EQUAL
 
 
@@ -213,11 +197,11 @@ def _lay_out(data_set: SmallDataSet, hit: Hit, disk: Tree) -> None:
 
     def fill(folder: Path, node: Node) -> None:
         folder.mkdir(exist_ok=True)
-        for name, inner in disk.folders[node].items():
-            if inner in disk.folders:
+        for (parent, name), inner in disk.names.items():
+            if parent == node and inner in disk.files:
+                (folder / name).write_bytes(disk.files[inner])
+            elif parent == node and inner is not None:
                 fill(folder / name, inner)
-            else:
-                (folder / name).write_bytes(disk.files.get(inner, b""))
 
     fill(data_set.place, 0)
 
@@ -239,7 +223,7 @@ def _without(data_set: SmallDataSet, hit: Hit) -> Iterator[Outcome]:
     for kinds in ("files", "folders", "files and folders"):
         moment = _recorded(data_set, hit, before=partial(_take_away, kinds))[-1]
         # The first wrong disk ends it.
-        is_noticed = any(outcome.kind == "wrong" for outcome in _of_moment(data_set, hit, moment, 0))
+        is_noticed = any(failures([outcome]) for outcome in _of_moment(data_set, hit, moment, 0))
         verdict: Verdict = EQUAL if is_noticed else ("wrong", "not noticed")
         file = f"{kinds} without fsync"
         yield Outcome("power_loss", data_set.form, file, hit.name, "must be wrong", *verdict)

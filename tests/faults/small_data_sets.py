@@ -1,13 +1,19 @@
-"""Small data sets that the real commands make, at every stage, and copies of them to disturb."""
+"""Small data sets that the real commands make, at every stage, and commands on copies of them to disturb.
+
+A workplace holds raw/, model/, data/, and what commands make beside them: staged/, exported/, report.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import importlib
+import json
 import os
+import pkgutil
+import re
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,13 +23,48 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 
-from tests.faults.commands import EXPORTS, LISTS, LITTER, command, published_below
-from tests.faults.forked_case import Ended, ForkedRun, run_forked
+from shardprep.__main__ import main
+from tests.checkout import PACKAGES
+from tests.faults.forked_case import Ended, ForkedRun
 from tests.faults.os_calls import Call, OsCalls
 from tests.input_writers import write_every_format
 from tests.slurm.fake_slurm import install_fake_slurm
+from tests.world import open_loader
 
+LITTER = ".{}.other-{}-0123abcd.tmp"  # what attempts left that died, and clean removes
+LISTS = ("duplicates", "overlap")  # commands that write them
+EXPORTS = ("export megatron", "export nanogpt", "export hf")
+# Words in capitals are files and folders of the workplace; OPTIONS are those of the form.
+_WORDS = {
+    "plan": "plan --input_dir RAW --output_dir DATA --model_id MODEL --num_shards 2 OPTIONS",
+    "shard": "shard --shard_id 0 --output_dir DATA",
+    "shard 1": "shard --shard_id 1 --output_dir DATA",
+    "run": "run DATA --num_proc 1",
+    "verify": "verify DATA",
+    "verify --fast": "verify DATA --fast",
+    "stage": "stage DATA --to STAGED",
+    "status": "status DATA",
+    "peek": "peek DATA --num 3",
+    "doctor": "doctor --output_dir DATA --model_id MODEL",
+    "train_tokenizer": "train_tokenizer --input_dir RAW --output_dir TRAINED --vocab_size 300",
+    "clean": "clean DATA",
+    "submit": "submit DATA --mem_gb 1",
+    "report": "report DATA --json --output REPORT",
+    "blank": "blank DATA --ids BLANKED --output_dir STAGED --num_proc 1 --max_bad_fraction 0.5",
+    "duplicates": "duplicates DATA --output NAMES",
+    "overlap": "overlap DATA --against RAW --output EXPORTED/overlap",
+    "export megatron": "export DATA --to megatron --output_dir EXPORTED/megatron",
+    "export nanogpt": "export DATA --to nanogpt --output_dir EXPORTED/nanogpt",
+    "export hf": "export DATA --to hf --output_dir EXPORTED/hf",
+}
 Stage = Literal["raw", "planned", "made", "verified", "littered"]
+_MADE_BY: dict[Stage, list[str]] = {
+    "raw": [],
+    "planned": ["plan"],
+    "made": ["submit", "shard", "shard 1"],  # a submission of all in jobs/
+    "verified": ["verify", "state"],
+    "littered": [],
+}
 
 FORMS: dict[str, list[str]] = {
     "json": [],
@@ -32,8 +73,47 @@ FORMS: dict[str, list[str]] = {
     "best_fit": ["--record", "packed", "--seq_len", "64", "--pack", "best_fit"],
     "formats": [],  # its raw text lies in one file of each format, too
 }
-_IMPORTED_AHEAD = {"preprocess", "loader", "slurm", "lustre", "shardprep", "transformers", "tokenizers"}
-_IMPORTED_AHEAD |= {"pyarrow", "zstandard", "backports", "isal"}
+# Of the libraries, what commands import late; torch comes with the loader.
+_IMPORTED_AHEAD = ["isal.igzip_lib", "tokenizers.trainers", "transformers.models.auto.tokenization_auto"]
+
+
+def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[int, Any]]:
+    """Return a command as ``ForkedRun`` takes it; its value is what it delivers besides files."""
+    data = place / "data"
+    delivers: dict[str, Callable[[], object]] = {
+        "state": lambda: (place / "state").write_text(json.dumps(open_loader(data, 2, seed=3).state_at(2))),
+        "load": lambda: loaded(data),
+        "load staged": lambda: loaded(place / "staged"),
+        "load tars": lambda: loaded([*map(str, sorted(data.glob("*.tar")))], model_id=place / "model"),
+        "load resumed": lambda: loaded(data, state=json.loads((place / "state").read_bytes())),
+    }
+
+    def run() -> tuple[int, Any]:
+        if name in delivers:
+            return 0, delivers[name]()
+        words = _WORDS[name].replace("OPTIONS", " ".join(options)).split()
+        code = main([re.sub("^[A-Z]+", lambda word: str(place / word[0].lower()), word) for word in words])
+        return 0 if (name, code) == ("doctor", 1) else code, None  # it warns, and all is usable
+
+    return run
+
+
+def loaded(shards: object, *, state: Any = None, **options: object) -> str:
+    """Return a digest of all batches of an epoch, or of those behind a state, and of all decoded ids."""
+    digest = hashlib.sha256()
+    with open_loader(shards, 2, seed=3, **options) as loader:
+        if state is not None:
+            loader.load_state_dict(state)
+        tokenizer = loader.tokenizer
+        special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
+        digest.update(json.dumps([len(loader), special]).encode())
+        for batch in loader:
+            for name in sorted(batch):
+                digest.update(f"{name} {batch[name].dtype} {list(batch[name].shape)} ".encode())
+                digest.update(batch[name].numpy().tobytes())
+        texts = tokenizer.decode(list(range(tokenizer.vocab_size)))
+        digest.update(texts.encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
 
 
 class Hit(NamedTuple):
@@ -87,8 +167,6 @@ class SmallDataSet:
     place: Path  # where each run works: a copy of a template, always at the same path
     templates: Path
     calls: OsCalls
-    batches: str  # the digest of all batches
-    rest: str  # the digest of what a loader delivers from its state after two steps on
     _undisturbed: dict[object, Undisturbed] = field(default_factory=dict)
 
     def reset(self, stage: Stage) -> None:
@@ -121,73 +199,73 @@ class SmallDataSet:
             self.reset(stage)
             prepare(self)
             with self.calls.ordered("count"):
-                value = _must(self.start(name, self.calls.arm).end())
-            self._undisturbed[key] = Undisturbed(value, self.published(), self.calls.calls())
+                ended = self.start(name, self.calls.arm).end()
+            assert ended.is_well, f"{name} fails undisturbed: {ended}"
+            self._undisturbed[key] = Undisturbed(ended.value, self.published(), self.calls.calls())
         return self._undisturbed[key]
 
+    def make(self) -> None:
+        """Keep the workplace at each stage."""
+        for path in self.place.iterdir():  # what the form before left
+            if path.name not in ("raw", "model", "tmp", "blanked"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if self.form == "formats":
+            write_every_format(self.place / "raw")
+        for stage, names in _MADE_BY.items():
+            for name in names:
+                ended = self.run(name)
+                assert ended.is_well, f"{self.form}: {name} fails undisturbed: {ended}"
+            if stage == "littered":
+                _litter(self.place / "data")
+            shutil.copytree(self.place, self.templates / stage, symlinks=True)
+
     def published(self) -> dict[str, str]:
-        """Name -> digest of all that counts in the workplace: see ``published_below``."""
-        return published_below(self.place)
+        """Return name -> digest of what counts in the workplace: data set, copies, exports, lists, report.
+
+        A manifest counts without ``run``, which may differ, and the report without its time. Temporaries,
+        jobs and the tokenizer are left out.
+        """
+        found = {}
+        for path in [*self.place.rglob("*")]:
+            name = path.relative_to(self.place).as_posix()
+            folder = name.partition("/")[0]
+            if not path.is_file():
+                continue
+            data = path.read_bytes()
+            if folder in ("data", "staged") and path.name.startswith(("shard-", "index.json", "plan.json")):
+                if path.match("shard-*.json"):
+                    data = data.partition(b'\n "run": ')[0]
+            elif folder == "data" and path.match(LITTER.format("*", "?")):
+                name, data = f"litter/{path.name}", b""
+            elif name == "report":
+                data = re.sub(rb'"written": [^,}]*', b"", data)
+            elif folder not in ("exported", "names", "trained") or "/." in name or path.suffix == ".partial":
+                continue
+            found[name] = hashlib.sha256(data).hexdigest()
+        return found
 
 
 def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSet]:
-    """Make the data sets below ``folder``; this process stays without threads, and imports what they did."""
+    """Make the data sets below ``folder``. This process imports what forks need, and starts no thread."""
     install_fake_slurm(folder, pytest.MonkeyPatch())
-    place = folder / "place"
-    _write_raw(place)
-    importlib.import_module("loader.dataloader")  # torch: 3 s of CPU in each fork that would load
-    modules: set[str] = set()
-
-    def do(*names: str) -> Any:
-        """Run commands in a fork, and note what they import; what the last one delivers."""
-
-        def work() -> tuple[int, Any]:
-            code, value = 0, None
-            for name in names:
-                if not code:
-                    code, value = command(name, place, options)()
-            return code, (value, sorted(sys.modules))
-
-        value, imported = _must(run_forked(work))
-        modules.update(imported)
-        return value
-
-    options: list[str] = []
-    do("train_tokenizer")
-    (place / "trained").rename(place / "model")
-    calls, sets = OsCalls(place), []
-    for form in sorted(forms, key=lambda form: form == "formats"):  # it comes last, for it adds to raw/
-        if form == "formats":
-            write_every_format(place / "raw")
-        options = [*FORMS[form], "--digests", "--max_bad_fraction", "0.5"]
-        templates = folder / form
-        for path in place.iterdir():  # what the form before left
-            if path.name not in ("raw", "model", "tmp", "blanked"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-        def keep(stage: Stage, templates: Path = templates) -> None:
-            shutil.copytree(place, templates / stage, symlinks=True)
-
-        keep("raw")
-        do("plan")
-        keep("planned")
-        do("submit", "shard", "shard 1")  # a submission of all in jobs/
-        keep("made")
-        do("verify")
-        state = do("state")
-        (place / "state").write_text(state, encoding="utf-8")
-        keep("verified")
-        batches, rest = do("load"), do("load resumed")
-        _litter(place / "data")
-        keep("littered")
-        do("verify", "stage", "status", "report", "clean", "export hf")
-        sets.append(SmallDataSet(form, options, place, templates, calls, batches, rest))
-    # A fork need not import what was imported before.
-    for name in sorted(modules):
-        if name.partition(".")[0] in _IMPORTED_AHEAD:
+    packages = map(importlib.import_module, PACKAGES)
+    names = [each.name for of in packages for each in pkgutil.walk_packages(of.__path__, f"{of.__name__}.")]
+    for name in [*names, *_IMPORTED_AHEAD]:
+        with contextlib.suppress(ImportError):  # of a framework that is not installed
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a fork would copy all pages
+    place = folder / "place"
+    _write_raw(place)
+    calls = OsCalls(place)
+    options = ["--digests", "--max_bad_fraction", "0.5"]
+    sets = [SmallDataSet(form, [*FORMS[form], *options], place, folder / form, calls) for form in forms]
+    sets.sort(key=lambda data_set: data_set.form == "formats")  # it comes last, for it adds to raw/
+    ended = sets[0].run("train_tokenizer")
+    assert ended.is_well, ended
+    (place / "trained").rename(place / "model")
+    for data_set in sets:
+        data_set.make()
     return sets
 
 
@@ -203,13 +281,6 @@ def _litter(data: Path) -> None:
     then = time.time() - 48 * 3600  # others go when they are a day old
     for path in (left["index.json"], left["tokenizer"], folder):
         os.utime(path, (then, then))
-
-
-def _must(ended: Ended) -> Any:
-    if ended.how != "ended" or ended.code:
-        message = f"an undisturbed run failed: {ended}"
-        raise RuntimeError(message)
-    return ended.value
 
 
 def _write_raw(place: Path) -> None:

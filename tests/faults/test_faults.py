@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.checkout import ROOT
-from tests.children import environ_of_children, run_child
+from tests.children import run_child
 
 pytestmark = [
     pytest.mark.processes,
@@ -29,14 +27,12 @@ CAMPAIGNS: dict[str, tuple[int, set[str]]] = {
     "short_transfers": (20, {"equal"}),
     "full_disks": (3, {"refused", "equal"}),
     "kills": (12, {"equal"}),
-    "stop_signals": (12, {"refused"}),
+    "stop_signals": (40, {"refused"}),
     "power_loss": (28, {"equal"}),
     "races": (3, {"equal"}),
     "changes": (3, {"refused"}),
     "clocks": (8, {"equal"}),
 }
-
-
 Outcomes = dict[str, list[dict[str, Any]]]
 
 
@@ -56,7 +52,9 @@ def test_what_is_disturbed_is_refused_in_words_or_without_effect(
     of_campaign: Outcomes, campaign: str
 ) -> None:
     least, kinds = CAMPAIGNS[campaign]
-    outcomes = of_campaign[campaign]
+    outcomes = of_campaign.get(campaign, [])
+    if campaign == "full_disks" and not outcomes:
+        pytest.skip("no tmpfs can be mounted here")
     failed = [outcome for outcome in outcomes if outcome["kind"] not in ("refused", "equal")]
     assert not failed, "\n".join(map(str, failed[:20]))
     assert len(outcomes) >= least
@@ -86,47 +84,8 @@ ENDINGS = {
 def test_a_run_in_a_fork_is_told_how_it_ended() -> None:
     script = [
         "import os, sys, threading",
-        "from tests.faults.forked_case import run_forked",
+        "from tests.faults.forked_case import ForkedRun",
         "class ShardprepError(Exception): exit_code = 74",
-        *(f"print(run_forked(lambda: ({work}), cpu_limit_s=1).how)" for work in ENDINGS),
+        *(f"print(ForkedRun(lambda: ({work}), cpu_limit_s=1).end().how)" for work in ENDINGS),
     ]
     assert run_child([sys.executable, "-c", "\n".join(script)]).stdout.split() == list(ENDINGS.values())
-
-
-ORDERED = """
-import errno, json, sys
-from pathlib import Path
-from tests.faults.os_calls import OsCalls, is_preloaded, start_preloaded
-folder = Path(sys.argv[1])
-root, other = folder / "root", folder / "other"
-if not is_preloaded():
-    sys.exit(start_preloaded(folder, sys.argv))
-calls = OsCalls(root)
-def ended(at, error):
-    with calls.ordered("count" if at is None else "once", at=at or 0, error=error):
-        calls.arm()
-        try:
-            (other / "file").write_bytes(b"never counted")
-            (root / "file").write_bytes(b"counted")
-            (root / "file").rename(root / "renamed")
-        except OSError as failure:
-            return failure.errno
-made = ended(None, 0)
-names = [call.op for call in calls.calls()]
-errors = [ended(at, errno.EDQUOT) == errno.EDQUOT for at, op in enumerate(names)]
-print(json.dumps([made, names, errors]))
-"""
-
-
-def test_calls_fail_where_it_was_ordered_and_nowhere_else(tmp_path: Path) -> None:
-    for name in ("root", "other"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "script.py").write_text(ORDERED, encoding="utf-8")
-    words = [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
-    ended = run_child(words, env=environ_of_children(PYTHONPATH=str(ROOT)))
-    made, names, errors = json.loads(ended.stdout)
-    assert made is None
-    assert names[0] == "create"
-    assert {"write", "close written", "rename"} <= set(names)
-    # Python's own open() asks for the size of a file and goes on where there is no answer.
-    assert errors == [name != "stat" for name in names]

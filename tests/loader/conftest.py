@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ from tests.checkout import ROOT
 from tests.external_tars import write_numbered_data
 from tests.oracle.forms import DataSets
 from tests.warm_python import WarmPython
+from tests.world import World
 
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "ACCELERATE_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE")
 
@@ -35,6 +37,14 @@ def _environ() -> Iterator[None]:
 def sets(tmp_path_factory: pytest.TempPathFactory) -> DataSets:
     """The oracle's data sets, by name. All but two are of one raw text; rows have SEQ_LEN tokens."""
     return DataSets(tmp_path_factory.mktemp("sets"))
+
+
+@pytest.fixture(scope="session")
+def rows(sets: DataSets, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packed rows of 96 places and the target of the last."""
+    world = World(tmp_path_factory.mktemp("rows"), raw_dir=sets["documents"].parent / "raw")
+    options: dict[str, Any] = {"record": "packed", "seq_len": 97, "pack": "best_fit"}
+    return world.make(num_shards=1, max_bad_fraction=1, **options).data_dir
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import modeling_flash_attention_utils
 
 from loader import UsageError, check_boundaries, mask_documents
 from loader.boundaries import block_mask, sdpa_mask
@@ -20,7 +18,6 @@ from shardprep.errors import Refused
 from tests.attention_families import (
     VERDICTS,
     WINDOW,
-    fields_of,
     num_wrong,
     packed_batch,
     small_model,
@@ -33,7 +30,6 @@ from tests.world import open_loader, refuses
 PAGE = verdicts_of_page()
 FAMILIES = ["llama", "llama4_text", "gpt_oss", "opt", "bloom", "mamba2", "qwen3_next"]
 MASKS = [("sdpa", sdpa_mask), ("flex_attention", block_mask)]
-BOTH = ("transformers", "segment_ids")
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +38,10 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return packed_batch(tmp_path_factory.mktemp("batch"))
 
 
-def batch_of(
-    sets: DataSets, *boundaries: str, name: str = "concat", batch_size: int = 2, **options: Any
-) -> Any:
-    with open_loader(sets[name], batch_size, boundaries=boundaries, **options) as loader:
-        several = (each for each in loader if len(each.get("segment_ids", torch.arange(9)).unique()) > 2)
-        return next(several)
+def batch_of(sets: DataSets, *boundaries: str) -> Any:
+    """Four rows of documents, and padding behind them."""
+    with open_loader(sets["best_fit"], 4, boundaries=boundaries) as loader:
+        return loader.peek()
 
 
 @pytest.fixture(autouse=True)
@@ -56,41 +50,6 @@ def flex_uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
-    heads = q.shape[-2] // k.shape[-2]
-    k, v = k.repeat_interleave(heads, -2), v.repeat_interleave(heads, -2)
-    q, k, v = (tensor.transpose(-3, -2) for tensor in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale).transpose(-3, -2)
-
-
-@pytest.fixture
-def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """transformers' own FlashAttention 2 path with kernels that run anywhere; gives the calls."""
-    called: list[str] = []
-    own = modeling_flash_attention_utils
-
-    def varlen(
-        q: Tensor, k: Tensor, v: Tensor,
-        cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-        dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    ) -> Tensor:  # fmt: skip
-        """As ``flash_attn_varlen_func``, a sequence after the other: [tokens, heads, size]."""
-        called.append("varlen")
-        assert cu_seqlens_q.dtype == torch.int32
-        assert torch.equal(cu_seqlens_q, cu_seqlens_k)
-        sizes = cu_seqlens_q.diff().tolist()
-        assert (max(sizes), sum(sizes)) == (max_seqlen_q, len(q))
-        assert max_seqlen_k == max_seqlen_q
-        parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
-        return torch.cat([attend(*part, causal, softmax_scale) for part in parts])
-
-    kernels = pytest.fail, varlen, None, own._pad_input, own._unpad_input  # the first knows no documents
-    monkeypatch.setattr(own, "_lazy_imports", lambda *args, **options: kernels)
-    monkeypatch.setattr(own, "_loaded_implementation", None)
-    yield called
-    own._loaded_implementation = None
 
 
 def llama(attention: str) -> Any:
@@ -102,26 +61,10 @@ def llama(attention: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
-@pytest.mark.parametrize(("name", "batch_size"), [("concat", 4), ("best_fit", 1)])
-def test_a_batch_for_transformers_given_to_the_model_as_it_is_gives_each_document_its_own_logits(
-    sets: DataSets, flash_calls: list[str], name: str, batch_size: int, attention: str
-) -> None:
-    """sdpa and eager: of all families, below."""
-    each = batch_of(sets, *BOTH, name=name, batch_size=batch_size)
-    model = llama(attention)
-    with torch.no_grad():
-        logits = model(**fields_of(each)).logits
-    assert {*flash_calls} == ({"varlen"} if attention == "flash_attention_2" else set())
-    model.config._attn_implementation = "eager"
-    assert num_wrong(model, each, logits) == 0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("attention", "mask_of"), MASKS)
-@pytest.mark.parametrize("name", ["concat", "best_fit"])
-def test_a_mask_is_judged_by_what_it_hides(sets: DataSets, name: str, attention: str, mask_of: Any) -> None:
-    each = batch_of(sets, "position_ids", "segment_ids", name=name, batch_size=4)
+def test_a_mask_is_judged_by_what_it_hides(sets: DataSets, attention: str, mask_of: Any) -> None:
+    each = batch_of(sets, "position_ids", "segment_ids")
+    assert each["segment_ids"].amin() == 0 < 2 < each["segment_ids"].amax()
     model, eager = llama(attention), llama("eager")
     masked = {**each, "attention_mask": mask_of(each)}
     assert num_wrong(model, masked) == 0
@@ -130,6 +73,7 @@ def test_a_mask_is_judged_by_what_it_hides(sets: DataSets, name: str, attention:
         with refuses(Refused):
             check_boundaries(eager, masked)
     positions = {"input_ids": each["input_ids"], "position_ids": each["position_ids"], "use_cache": False}
+    assert num_wrong(model, {**positions, "segment_ids": each["segment_ids"]}) == 0
     check_boundaries(model, positions)
     with refuses(Refused):  # transformers then takes the mask for all there is to know
         check_boundaries(model, {**positions, "attention_mask": torch.ones_like(each["input_ids"])})

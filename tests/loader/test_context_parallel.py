@@ -13,11 +13,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from loader import UsageError, deal_rows_evenly, split_for_context_parallel
-from tests.children import run_child
-from tests.oracle.forms import DataSets
-from tests.ranks_of_pages import work_of
-from tests.warm_python import WarmPython
-from tests.world import World, open_loader, refuses
+from tests.ranks import work_of
+from tests.world import open_loader, refuses
 
 FIELDS = ("position_ids", "segment_ids", "cu_seqlens")
 FORMS: list[dict[str, Any]] = [{}, {"by": "document"}, {"by": "document", "pad_documents": False}]
@@ -25,31 +22,11 @@ ROW = 96
 Batch = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def data(sets: DataSets, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Packed rows of 96 places and the target of the last."""
-    world = World(tmp_path_factory.mktemp("rows"), raw_dir=sets["documents"].parent / "raw")
-    options: dict[str, Any] = {"record": "packed", "seq_len": ROW + 1, "pack": "best_fit"}
-    return world.make(num_shards=1, max_bad_fraction=1, **options).data_dir
-
-
 @pytest.fixture
-def batch(data: Path) -> Batch:
+def batch(rows: Path) -> Batch:
     """Four rows, of which one has many documents."""
-    with open_loader(data, 4, targets="shifted", boundaries=FIELDS) as loader:
+    with open_loader(rows, 4, targets="shifted", boundaries=FIELDS) as loader:
         return dict(max(islice(loader, 10), key=lambda batch: int(batch["segment_ids"].max())))
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_the_pages_examples_join_parts_and_deal_rows_evenly_on_ranks(
-    data: Path, batch: Batch, warm: WarmPython, tmp_path: Path
-) -> None:
-    batch.pop("max_seqlen")  # torch.load refuses classes
-    torch.save(batch, tmp_path / "batch.pt")
-    words: list[Any] = ["-m", "tests.ranks_of_pages", tmp_path / "batch.pt", data, tmp_path]
-    told = run_child([warm.python, *words], cwd=tmp_path).stdout.splitlines()
-    assert told == [*8 * ["is joined"], *3 * (2 + 4) * ["is even"]]
 
 
 # Where tokens go
@@ -124,18 +101,18 @@ def test_each_token_is_on_one_rank_as_it_was(batch: Batch, form: dict[str, Any],
 def test_each_document_is_even_work_for_all_ranks(form: dict[str, Any]) -> None:
     """A token sees all before it in its document; whole rows cut in parts would be uneven here."""
     lengths = torch.tensor([8000, 40000, 17, 3, 16001, 3])  # the last is padding
-    segments = torch.tensor([1, 2, 3, 4, 5, 0]).repeat_interleave(lengths)
-    ids = torch.arange(1, len(segments) + 1)[None]
-    batch = {"input_ids": ids, "labels": ids + 1, "segment_ids": segments[None]}
+    segments = torch.tensor([1, 2, 3, 4, 5, 0]).repeat_interleave(lengths)[None]
+    positions = torch.cat([torch.arange(length) for length in lengths.tolist()])[None]
+    batch = {
+        "input_ids": segments,
+        "labels": segments + 1,
+        "segment_ids": segments,
+        "position_ids": positions,
+    }
 
     def spread(**form: Any) -> float:
-        work = []
-        for rank in range(4):
-            places = split_for_context_parallel(batch, rank, 4, **form)["place_ids"]
-            places = places[places >= 0]
-            places = places[segments[places] > 0]
-            first = torch.searchsorted(segments[:-3], segments[places])
-            work.append(float((places - first + 1).sum()))
+        parts = [split_for_context_parallel(batch, rank, 4, **form) for rank in range(4)]
+        work = [float((part["position_ids"] + 1)[part["segment_ids"] > 0].sum()) for part in parts]
         return max(work) / min(work)
 
     assert spread(**form) < 1.002

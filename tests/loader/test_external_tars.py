@@ -19,14 +19,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from loader import BrokenShard, ShardprepError
-from tests.external_tars import write_numbered_tars
+from tests.external_tars import write_numbered_tars, write_tar
 from tests.oracle.forms import DataSets
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import epoch_of, open_loader, refuses
 
 VOCAB_SIZE = 1000
 EOS = VOCAB_SIZE - 1
-FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
 SIZE, KIND, MAGIC = 124, 156, 257  # bytes of a header
 
 
@@ -35,19 +34,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_word_tokenizer(tmp_path_factory.mktemp("model"), VOCAB_SIZE)
 
 
-def write_tar(path: Path, samples: list[dict[str, Any]]) -> Path:
-    """A tar by webdataset's own TarWriter: PAX headers, float mtimes. Bytes are written as they are."""
-    with webdataset.TarWriter(str(path)) as writer:
-        for number, fields in enumerate(samples):
-            writer.write({"__key__": f"d{number}", **fields})
-    return path
-
-
 @pytest.fixture
 def tars(tmp_path: Path) -> list[Path]:
     """Three tars of 6 documents; a document's first id is its number, 0 to 17."""
-    form: dict[str, Any] = {"name": "part-{:02d}.tar", "ids_of": lambda n: [n, *range(900, 900 + n % 4)]}
-    return [*map(Path, write_numbered_tars(tmp_path, 18, 3, **form))]
+    return write_numbered_tars(tmp_path, 18, 3)
 
 
 def read(shards: Any, model: str | Path, **options: Any) -> list[list[int]]:
@@ -89,7 +79,8 @@ def test_every_way_to_name_shards_gives_the_same_batches(
 # Whole tars, and headers
 
 
-def test_a_tar_cut_or_joined_is_refused_though_webdataset_takes_it(tmp_path: Path, model: str) -> None:
+def test_a_tar_cut_or_joined_is_refused(tmp_path: Path, model: str) -> None:
+    """Though webdataset takes it."""
     path = write_tar(tmp_path / "a.tar", [{"token_ids.json": [number] * 300} for number in range(4)])
     whole = path.read_bytes()
     with tarfile.open(path) as tar:
@@ -102,8 +93,6 @@ def test_a_tar_cut_or_joined_is_refused_though_webdataset_takes_it(tmp_path: Pat
             open_loader(cut, 1, model_id=model)
     cut.write_bytes(whole[: ends[-1] + 1024])  # the two end blocks, without the padding behind them
     assert len(read(cut, model)) == 4
-    cut.write_bytes(whole[: ends[1]])
-    assert len(list(webdataset.WebDataset(str(cut), shardshuffle=False, empty_check=False))) == 2
 
 
 def member(name: str = "a.token_ids.json", data: bytes = b"[1]", **records: str) -> bytes:
@@ -163,7 +152,7 @@ def test_a_header_that_says_no_file_is_refused_with_its_place(tmp_path: Path, mo
 def some_tar(chance: random.Random) -> bytes:
     """A tar of any format with all that a header can say, beside samples of ids."""
     file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w", format=chance.choice(FORMATS)) as tar:
+    with tarfile.open(fileobj=file, mode="w", format=chance.randrange(3)) as tar:  # ustar, GNU, PAX
         for number in range(chance.randrange(1, 5)):
             key = chance.choice(["a", "한", "d/" * 60, "d/" * 130 + "e/"]) + str(number)
             for field in ["token_ids.json", *chance.choice([[], ["text.txt"], ["Folder"], ["link"]])]:
@@ -272,22 +261,54 @@ BAD_ARRAYS = {
 }
 # More texts: tests/oracle/test_refusals.py
 BAD_TEXTS = (b"[1000]", b"7", b'{"ids": [1]}', b"[" * 3000 + b"]" * 3000, b"[" + b"9" * 5000 + b"]")
-BAD_IDS = {f"{raw[:12].decode()} of {len(raw)}": ("json", raw) for raw in BAD_TEXTS}
-BAD_IDS |= {name: ("npy", raw) for name, raw in BAD_ARRAYS.items()}
+PACKED = {
+    "doc_starts": np.array([0, 3, 5], np.uint32),
+    "row_tokens": np.array([4, 3], np.uint32),
+    "token_ids": np.arange(8, dtype=np.uint16).reshape(2, 4),
+}
+BAD_ROWS: dict[str, tuple[str, bytes]] = {
+    "ids of another width": ("token_ids", npy(np.arange(8).reshape(2, 4))),
+    "signed ids": ("token_ids", npy(np.zeros((2, 4), np.int16))),
+    "ids in the other byte order": ("token_ids", npy(np.zeros((2, 4), ">u2"))),
+    "rows of nothing": ("token_ids", npy(np.zeros((1, 0), np.uint16), "(1, 0)", "(1000000000000, 0)")),
+    "no rows": ("token_ids", npy(np.zeros((0, 4), np.uint16))),
+    "more rows than bytes": ("token_ids", npy(np.zeros((2, 4), np.uint16), "(2, 4)", "(9999999, 4)")),
+    "a row longer than rows are": ("row_tokens", npy(np.array([5, 4], np.uint32))),
+    "a row of none": ("row_tokens", npy(np.array([4, 0], np.uint32))),
+    "fewer lengths than rows": ("row_tokens", npy(np.array([4], np.uint32))),
+    "starts of another width": ("doc_starts", npy(np.array([0, 3, 5]))),
+    "starts behind the rows": ("doc_starts", npy(np.array([0, 8], np.uint32))),
+    "starts that do not ascend": ("doc_starts", npy(np.array([3, 3], np.uint32))),
+    "a mask of other rows": ("loss_mask", npy(np.ones((2, 3), np.uint8))),
+}
+GOOD: dict[str, dict[str, bytes]] = {
+    "text": {"token_ids.json": b"[1]"},
+    "array": {"token_ids.npy": npy(IDS)},
+    "rows": {f"{name}.npy": npy(array) for name, array in PACKED.items()},
+}
+# Of which form a sample is, its member that is wrong, and what this holds.
+WRONG_IDS = {f"{raw[:12].decode()} of {len(raw)}": ("text", "token_ids.json", raw) for raw in BAD_TEXTS}
+WRONG_IDS |= {name: ("array", "token_ids.npy", raw) for name, raw in BAD_ARRAYS.items()}
+WRONG_IDS |= {fault: ("rows", f"{name}.npy", raw) for fault, (name, raw) in BAD_ROWS.items()}
 
 
-@pytest.mark.parametrize("fault", BAD_IDS)
-@pytest.mark.parametrize("options", [{}, {"seq_len": 2}], ids=["documents", "rows"])
-def test_what_is_no_ids_is_refused(tmp_path: Path, model: str, fault: str, options: dict[str, Any]) -> None:
-    form, raw = BAD_IDS[fault]
-    good = b"[1]" if form == "json" else npy(IDS)
-    path = write_tar(tmp_path / "a.tar", [{f"token_ids.{form}": data} for data in (good, raw, good)])
-    with refuses(BrokenShard, path=path):
-        read(path, model, **options)
+@pytest.mark.parametrize("fault", WRONG_IDS)
+def test_what_is_no_ids_is_refused(tmp_path: Path, model: str, fault: str) -> None:
+    form, name, raw = WRONG_IDS[fault]
+    good = GOOD[form]
+    path = write_tar(tmp_path / "a.tar", [good, good])
+    assert (
+        read(path, model)
+        == 2 * {"text": [[1]], "array": [[1, 2, 3]], "rows": [[0, 1, 2, 3], [4, 5, 6]]}[form]
+    )
+    write_tar(path, [{**good, name: raw}, good])
+    for seq_len in (None, 4 if form == "rows" else 2):
+        with refuses(BrokenShard, path=path):
+            read(path, model, seq_len=seq_len)
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<i4", "<i8", ">i8", "<u4"])
-def test_rows_of_arrays_and_lists_have_an_eos(sets: DataSets, tmp_path: Path, model: str, dtype: str) -> None:
+def test_rows_of_arrays_and_lists_have_an_eos(tmp_path: Path, model: str, dtype: str) -> None:
     """Rows are laid out by the counts of a scan, by which the last id of each document is known."""
     texts = ["[]", " [ ] ", f"[{EOS}]", "[1,2]", "[\n 1,\n 22\n]\n", f"[7, {EOS}, 8]", "[998]", f"[3, {EOS}]"]
     documents = [json.loads(text) for text in texts]
@@ -310,12 +331,8 @@ def test_rows_of_arrays_and_lists_have_an_eos(sets: DataSets, tmp_path: Path, mo
     ),
     st.booleans(),
 )  # fmt: skip
-@example(["[1 2,]"], False)
-@example(["[,1 2]"], False)
-@example(["[1,,2]"], False)
 @example(["[1,2", "3]"], False)
 @example(["[1]]", "[[2]"], False)
-@example(["[123456789]"], False)
 def test_what_is_read_as_a_list_of_ids_is_what_json_reads(model: str, texts: list[str], is_row: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = write_tar(Path(folder, "a.tar"), [{"token_ids.json": text.encode()} for text in texts])
@@ -340,36 +357,3 @@ def is_list_of_ids(text: str) -> bool:
     except ValueError:
         return False
     return isinstance(ids, list) and all(type(each) is int and 0 <= each < VOCAB_SIZE for each in ids)
-
-
-PACKED: dict[str, Any] = {
-    "doc_starts": np.array([0, 3, 5], np.uint32),
-    "row_tokens": np.array([4, 3], np.uint32),
-    "token_ids": np.arange(8, dtype=np.uint16).reshape(2, 4),
-}
-PACKED_FAULTS: dict[str, tuple[str, bytes]] = {
-    "ids of another width": ("token_ids", npy(np.arange(8).reshape(2, 4))),
-    "signed ids": ("token_ids", npy(np.zeros((2, 4), np.int16))),
-    "ids in the other byte order": ("token_ids", npy(np.zeros((2, 4), ">u2"))),
-    "rows of nothing": ("token_ids", npy(np.zeros((1, 0), np.uint16), "(1, 0)", "(1000000000000, 0)")),
-    "no rows": ("token_ids", npy(np.zeros((0, 4), np.uint16))),
-    "more rows than bytes": ("token_ids", npy(np.zeros((2, 4), np.uint16), "(2, 4)", "(9999999, 4)")),
-    "a row longer than rows are": ("row_tokens", npy(np.array([5, 4], np.uint32))),
-    "a row of none": ("row_tokens", npy(np.array([4, 0], np.uint32))),
-    "fewer lengths than rows": ("row_tokens", npy(np.array([4], np.uint32))),
-    "starts of another width": ("doc_starts", npy(np.array([0, 3, 5]))),
-    "starts behind the rows": ("doc_starts", npy(np.array([0, 8], np.uint32))),
-    "starts that do not ascend": ("doc_starts", npy(np.array([3, 3], np.uint32))),
-    "a mask of other rows": ("loss_mask", npy(np.ones((2, 3), np.uint8))),
-}
-
-
-@pytest.mark.parametrize("fault", PACKED_FAULTS)
-def test_packed_members_that_are_not_as_ours_are_refused(tmp_path: Path, model: str, fault: str) -> None:
-    whole = {f"{name}.npy": npy(array) for name, array in PACKED.items()}
-    path = write_tar(tmp_path / "a.tar", [whole])
-    assert read(path, model) == [[0, 1, 2, 3], [4, 5, 6]]
-    name, raw = PACKED_FAULTS[fault]
-    write_tar(path, [{**whole, f"{name}.npy": raw}])
-    with refuses(BrokenShard, path=path):
-        open_loader(path, 1, model_id=model)

@@ -6,30 +6,22 @@ and again, in files of all formats side by side, so whatever is printed or loade
 
 from __future__ import annotations
 
-import bz2
 import dataclasses
-import gzip
 import json
-import lzma
 import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 import torch
-import zstandard
-from pyarrow import ipc
 
 from loader import SourceLosses, TokenLoader, UsageError, source_ids, split_for_context_parallel
-from loader.trainer import LoaderMixin
-from tests.attention_families import small_model
+from tests.input_writers import write_every_format
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import World, call_main, open_loader, refuses
 
@@ -42,16 +34,9 @@ SETS: dict[str, dict[str, Any]] = {
     "best fit": {"record": "packed", "seq_len": 16, "pack": "best_fit", "append_eos": False},
     "sides": {"validation_fraction": 0.3},
     "sides of rows": {"record": "packed", "seq_len": 16, "validation_fraction": 0.3},
-    # Of these two each has a half of the documents.
     "low": {},
     "high": {"token_format": "npy"},
 }
-SUFFIXES = ("txt", "txt.gz", "txt.xz", "jsonl", "jsonl.gz", "jsonl.bz2", "jsonl.zst", "parquet", "arrow")
-COMPRESSED: dict[str, Callable[[bytes], bytes]] = {
-    "": bytes, "gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress,
-    "zst": zstandard.ZstdCompressor().compress,
-}  # fmt: skip
-HALVES = {"low": range(1, 201), "high": range(201, NUM_DOCUMENTS + 1)}
 Form = str | list[str]
 Options = dict[str, Any]
 Steps = dict[int, dict[str, int]]  # step -> source -> samples
@@ -66,28 +51,12 @@ LONG = [number for number in range(1, NUM_DOCUMENTS + 1) if len(text_of(number).
 NAMED = random.Random(1).sample(LONG, 24)
 
 
-def write_mixed(raw: Path) -> None:
-    """Write all documents in files of all formats, beside lines that hold none."""
-    chance = random.Random(0)
-    for part, suffix in enumerate(SUFFIXES):
-        numbers = range(1 + NUM_DOCUMENTS * part // 9, 1 + NUM_DOCUMENTS * (part + 1) // 9)
-        records: list[dict[str, Any]] = [{"text": text_of(number), "id": f"d{number}"} for number in numbers]
-        path = raw / f"{part}.{suffix}"
-        kind, _, compression = suffix.partition(".")
-        if kind in ("parquet", "arrow"):
-            table = pa.Table.from_pylist([*records[:9], {"text": None, "id": "none"}, *records[9:]])
-            if kind == "parquet":
-                pyarrow.parquet.write_table(table, path, row_group_size=5)
-                continue
-            with ipc.new_stream(str(path), table.schema) as writer:
-                writer.write_table(table, max_chunksize=4)
-            continue
-        lines = []
-        for record in records:
-            lines.append(f" {record['text']} " if kind == "txt" else json.dumps(record))
-            bad = [] if kind == "txt" else ["{no JSON", '{"text": null}']
-            lines += chance.choice([[], [], ["", " "], bad])
-        path.write_bytes(COMPRESSED[compression]("\n".join(lines).encode()))
+def numbers_of(form: str) -> Sequence[int]:
+    """The documents that a set has."""
+    if form == "mixed":  # in each of eleven files
+        return sorted({*NAMED[:4], *range(5, NUM_DOCUMENTS, 10)})
+    halves = {"low": range(1, 201), "high": range(201, NUM_DOCUMENTS + 1)}
+    return halves.get(form, range(1, NUM_DOCUMENTS + 1))
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +65,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("data")
     save_word_tokenizer(root / "model", VOCAB_SIZE, splits=True)
     for form, options in SETS.items():
-        numbers = HALVES.get(form, range(1, NUM_DOCUMENTS + 1))
         world = World(root / form, tokenizer=root / "model", data_dir=root / form)
+        records = [{"id": f"d{number}", "text": text_of(number)} for number in numbers_of(form)]
         if form == "mixed":
-            write_mixed(world.raw_dir)
+            world.raw({"a.txt": "".join(f" {each['text']} \n\n" for each in records)})
+            write_every_format(world.raw_dir)
         else:
-            records = [{"id": f"d{number}", "text": text_of(number)} for number in numbers]
             world.raw({f"{form}.jsonl": records})
         world.make(num_shards=5, id_field="id", digests=True, **options)
     return root
@@ -112,12 +81,10 @@ def blanked(data: Path) -> Path:
     """The same folder, where FORM.new has the documents NAMED blanked."""
     for form in SETS:
         names = data / f"{form}.ids"
-        names.write_text("".join(f"d{number}\n" for number in NAMED))
-        if form in HALVES:
-            names.write_text("".join(f"d{number}\n" for number in NAMED if number in HALVES[form]))
+        names.write_text("".join(f"d{number}\n" for number in NAMED if number in numbers_of(form)))
         if form == "mixed":  # what is found in an evaluation is blanked
             (data / "evals.txt").write_text("\n".join(map(text_of, NAMED)))
-            assert call_main("overlap", data / form, "--against", data / "evals.txt").code == 0
+            call_main("overlap", data / form, "--against", data / "evals.txt").ends(0)
             names = data / form / "overlap" / "names.txt"
         World(data / form, data_dir=data / form).blanked(names, data / f"{form}.new")
     return data
@@ -173,9 +140,7 @@ def words_of(data: Path, form: Form, suffix: str = "") -> list[object]:
 
 
 def answer(*words: object) -> Any:
-    ended = call_main("where", *words, "--json")
-    assert ended.code == 0, ended.text
-    return json.loads(ended.out.splitlines()[-1])
+    return json.loads(call_main("where", *words, "--json").ends(0).out.splitlines()[-1])
 
 
 def pieces_of(batch: Any) -> Iterator[tuple[list[int], set[int]]]:
@@ -221,7 +186,7 @@ def test_documents_lie_where_their_origins_say(data: Path, form: Form, options: 
 
 def test_what_was_left_out_is_shown_with_its_reason(data: Path) -> None:
     left_out = World(data, data_dir=data / "mixed").lines("quarantine")
-    assert len({each["source"] for each in left_out}) == 6
+    assert len({each["source"] for each in left_out}) == 9
     for each in left_out:
         ended = call_main("peek", data / "mixed", f"{each['source']}:{each['source_offset']}")
         assert each["reason"] in ended.text
@@ -233,12 +198,15 @@ RANKS, STEP = 2, 8
 
 
 @pytest.mark.parametrize(("form", "options"), params_of(CASES))
-def test_where_names_what_two_ranks_got(data: Path, tmp_path: Path, form: Form, options: Options) -> None:
+def test_where_names_what_two_ranks_got_in_the_last_step_before_a_checkpoint_or_in_an_earlier_one(
+    data: Path, tmp_path: Path, form: Form, options: Options
+) -> None:
     """By their origins, which the test above compares with the data."""
     got: list[dict[str, Any]] = []
     for rank in range(RANKS):
         with load(data, form, batch_size=3, rank=rank, world_size=RANKS, **options) as loader:
-            loader.load_state_dict(loader.state_at(STEP))
+            state = loader.state_at(STEP)
+            loader.load_state_dict(state)
             for number, batch in enumerate(loader):
                 for row, token, *numbers in batch["origins"].tolist():
                     place = {"rank": rank, "batch": number, "row": row, "token": token}
@@ -246,28 +214,21 @@ def test_where_names_what_two_ranks_got(data: Path, tmp_path: Path, form: Form, 
                     got.append({**place, **origin, "tar": str(origin["tar"])})
                 if loader.ends_step:
                     break
-            (tmp_path / "state.json").write_text(json.dumps(loader.state_at(STEP + 2)))
-    words = [*words_of(data, form), "--state", tmp_path / "state.json"]
-    assert sorted(answer(*words, "--step", STEP)["documents"], key=str) == sorted(got, key=str)
+            checkpoint = {
+                "model": {"weight": torch.ones(1)},
+                "extra": [{"loader": loader.state_at(STEP + 1)}],
+            }
+            (tmp_path / "later.json").write_text(json.dumps({"loader": loader.state_at(STEP + 3)}))
+    torch.save(checkpoint, tmp_path / "checkpoint.pt")
+    words = [*words_of(data, form), "--state", tmp_path / "checkpoint.pt"]
+    told = answer(*words)
+    assert sorted(told["documents"], key=str) == sorted(got, key=str)
+    assert (told["step"], told["epoch"], told["step_of_epoch"]) == (STEP, state["epoch"], state["step"])
+    assert told == answer(*words[:-1], tmp_path / "later.json", "--step", STEP)
+    shown = call_main("where", *words).out
+    assert all(each["address"] in shown and each["place"] in shown for each in got)
     num_rows = len({(each["rank"], each["batch"], each["row"]) for each in got})
     assert num_rows == (3 * L if isinstance(options.get("global_batch_size"), list) else L)
-
-
-@pytest.mark.parametrize("suffix", [".pt", ".json"])
-def test_a_checkpoint_tells_the_last_step_before_it(data: Path, tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"checkpoint{suffix}"
-    with load(data, "mixed", max_length=30) as loader:
-        state = {"model": {"weight": [1.0]}, "extra": [{"loader": loader.state_at(4)}]}
-    if suffix == ".pt":
-        torch.save(state, path)
-    else:
-        path.write_text(json.dumps(state))
-    words = [data / "mixed", "--state", path]
-    last = answer(*words)
-    assert (last["step"], last["epoch"], last["step_of_epoch"]) == (3, 0, 3)
-    assert last == answer(*words, "--step", 3)
-    shown = call_main("where", *words).out
-    assert all(each["address"] in shown and each["place"] in shown for each in last["documents"])
 
 
 def test_what_cannot_be_answered_is_refused(data: Path, tmp_path: Path) -> None:
@@ -317,63 +278,45 @@ def differing(before: TokenLoader, now: TokenLoader, num_steps: int) -> Steps:
     return steps
 
 
-def told(*words: object) -> Steps:
-    return {each["step"]: each["sources"] for each in answer(*words, "--blanked")["steps"]}
+# Sources that come and go, other weights and larger steps, each behind a state.
+AMENDED: list[tuple[list[str], Options]] = [
+    (["low"], {"weights": {"low": 1}}),
+    (["low", "high"], {"weights": {"low": 1, "high": 1}}),
+    (["low", "high"], {"weights": {"low": 0, "high": 1}, "global_batch_size": 2 * L}),
+]
+RUNS: dict[str, Any] = {name: [case] for name, case in CASES.items()}
+RUNS["amended"] = [(names, {"amend": True, "max_length": 9, **options}) for names, options in AMENDED]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("form", "options"), params_of(CASES))
-def test_steps_that_differ_are_told(blanked: Path, tmp_path: Path, form: Form, options: Options) -> None:
-    with load(blanked, form, **options) as loader, load(blanked, form, ".new", **options) as new:
-        num_steps = 2 * len(loader) + 7
-        expected = differing(loader, new, num_steps)
-        (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
-    words = ["--state", tmp_path / "state.json", "--blanked"]
-    answered = answer(*words_of(blanked, form, ".new"), *words)
-    assert {each["step"]: each["sources"] for each in answered["steps"]} == expected
-    assert (answered["num_steps"], len(expected) > 10) == (num_steps, True)
-    epochs = [each["epoch"] for each in answered["steps"]]
-    assert {*epochs} == {*range(max(epochs) + 1)} >= {0, 1, 2}
-
-
-@pytest.mark.processes
-def test_a_run_that_was_amended_is_gone_through_as_it_was(blanked: Path, tmp_path: Path) -> None:
-    """Sources that come and go, other weights and larger steps, each behind a state."""
-    plans: list[tuple[list[str], dict[str, Any]]] = [
-        (["low"], {"weights": {"low": 1}}),
-        (["low", "high"], {"weights": {"low": 1, "high": 1}}),
-        (["low", "high"], {"weights": {"low": 0, "high": 1}, "global_batch_size": 2 * L}),
-    ]
+@pytest.mark.parametrize("run", RUNS)
+def test_steps_that_differ_are_told(blanked: Path, tmp_path: Path, run: str) -> None:
     state: Any = None
     expected: Steps = {}
-    for number, (names, options) in enumerate(plans, 1):
-        options = {"amend": True, "max_length": 9, **options}
-        with load(blanked, names, **options) as loader, load(blanked, names, ".new", **options) as new:
+    for number, (form, options) in enumerate(RUNS[run], 1):
+        with load(blanked, form, **options) as loader, load(blanked, form, ".new", **options) as new:
             if state is not None:
                 loader.load_state_dict(state)
                 new.load_state_dict(state)
-            expected |= differing(loader, new, 80 * number)
+            num_steps = 80 * number if run == "amended" else 2 * len(loader) + 7
+            expected |= differing(loader, new, num_steps)
             state = json.loads(json.dumps(loader.state_dict()))
-    assert len(state["stages"]) == 3
     (tmp_path / "state.json").write_text(json.dumps(state))
-    words: list[object] = ["--state", tmp_path / "state.json"]
-    low, high = words_of(blanked, ["low", "high"], ".new")
-    assert told(low, high, *words) == expected
-    assert {name for of in expected.values() for name in of} == {"low", "high"}
-    # A source of which nothing is blanked has no steps.
-    of_low = told(low, f"high={blanked / 'high'}", *words)
-    assert of_low == {step: {"low": of["low"]} for step, of in expected.items() if "low" in of}
-    assert call_main("where", high, *words, "--blanked").code == 2  # without low
-
-
-@pytest.mark.processes
-def test_the_steps_are_printed_a_line_each(blanked: Path, tmp_path: Path) -> None:
-    with load(blanked, "mixed") as loader:
-        (tmp_path / "state.json").write_text(json.dumps(loader.state_at(20)))
-    words = [blanked / "mixed.new", "--state", tmp_path / "state.json"]
-    lines = [line for line in call_main("where", *words, "--blanked").out.splitlines() if line[:5] == "step "]
-    assert lines == [f"step {step}, epoch 0: all {of['all']}" for step, of in sorted(told(*words).items())]
-    assert len(lines) > 3
+    words = ["--state", tmp_path / "state.json", "--blanked"]
+    told = answer(*words_of(blanked, form, ".new"), *words)
+    assert {each["step"]: each["sources"] for each in told["steps"]} == expected
+    assert (told["num_steps"], len(expected) > 10) == (num_steps, True)
+    epochs = [each["epoch"] for each in told["steps"]]
+    assert {*epochs} == {*range(max(epochs) + 1)}
+    assert max(epochs) >= 2
+    if run == "amended":
+        assert len(state["stages"]) == 3
+        low, high = words_of(blanked, form, ".new")
+        # A source of which nothing is blanked has no steps.
+        of_low = answer(low, f"high={blanked / 'high'}", *words)["steps"]
+        low_steps = {step: {"low": of["low"]} for step, of in expected.items() if "low" in of}
+        assert {each["step"]: each["sources"] for each in of_low} == low_steps != expected
+        assert call_main("where", high, *words).code == 2  # without low
 
 
 # Losses by source
@@ -418,38 +361,3 @@ def test_sources_go_along_where_places_are_dealt_to_ranks(data: Path) -> None:
         of_places = values.flatten()[part["place_ids"].clamp_min(0)][None]
         of_ranks.add_losses(of_places, part["labels"], part["source_ids"])
     assert of_ranks.means() == pytest.approx(losses.means())
-
-
-@pytest.mark.slow
-def test_trainer_logs_the_mean_loss_of_each_source(data: Path, tmp_path: Path) -> None:
-    # These take 1.5 s to import, which the quick layer need not do.
-    from transformers import Trainer, TrainingArguments
-
-    class OwnTrainer(LoaderMixin, Trainer):
-        pass
-
-    model = small_model("llama", "sdpa")
-    model.resize_token_embeddings(VOCAB_SIZE)
-    options: dict[str, Any] = {"split": "validation", "boundaries": "transformers"}
-    eval_loader = load(data, "sides of rows", batch_size=4, **options)
-    with mixture(data, boundaries="transformers") as loader, eval_loader:
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=4,
-            per_device_train_batch_size=4, gradient_accumulation_steps=2, logging_steps=2, learning_rate=0.0,
-            save_strategy="no", eval_strategy="steps", eval_steps=4,
-        )  # fmt: skip
-        trainer: Any = OwnTrainer(model=model, args=arguments, train_loader=loader, eval_loader=eval_loader)
-        trainer.train()
-    logged = [line for line in trainer.state.log_history if "loss" in line]
-    assert [line["step"] for line in logged] == [2, 4]
-    with mixture(data, boundaries="transformers") as again:  # the model does not change
-        for line in logged:
-            losses = SourceLosses.of_loader(again)
-            for batch in islice(again, 4):
-                fields: Any = {**batch, "origins": None}
-                with torch.no_grad():
-                    losses.add(model.eval()(**fields).logits, batch["labels"], batch["origins"])
-            for name, mean in losses.means().items():
-                assert line[f"loss/{name}"] == pytest.approx(mean, rel=1e-4)
-    (evaluated,) = [line for line in trainer.state.log_history if "eval_loss" in line]
-    assert evaluated["eval_loss/all"] == pytest.approx(evaluated["eval_loss"], rel=1e-4)

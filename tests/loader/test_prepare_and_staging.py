@@ -1,12 +1,13 @@
-"""``ensure_prepared`` makes a job's data set once, and ``stage`` copies one: killed anywhere, both go on."""
+"""``ensure_prepared`` makes a job's data set once, and ``stage`` copies one.
+
+Copies that are killed, or made by several at a time, are tried by tests/faults.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,9 +56,9 @@ def planned(tmp_path: Path) -> World:
     return World(tmp_path).raw(texts).plan(num_shards=NUM_SHARDS)
 
 
-def start(world: World, rank: int, *, raw: Path | None = None, hold: Hold | None = None) -> Any:
+def start(world: World, rank: int, hold: Hold | None = None) -> Any:
     """Start a rank of a job; use it in ``with``."""
-    words = [raw or world.raw_dir, world.data_dir, world.tokenizer, rank]
+    words = [world.raw_dir, world.data_dir, world.tokenizer, rank]
     environ = {**os.environ, "SLURM_JOB_ID": "1", **(hold.environ() if hold else {})}
     return child([sys.executable, "-c", RANK, *map(str, words)], env=environ)
 
@@ -65,7 +66,7 @@ def start(world: World, rank: int, *, raw: Path | None = None, hold: Hold | None
 @pytest.mark.processes
 def test_one_rank_prepares_and_all_go_on_when_it_is_verified_also_behind_a_kill(planned: World) -> None:
     hold = Hold(planned.raw_dir.parent, "write", r"/\.shard-\d+\.tar\.")
-    with start(planned, 0, hold=hold) as killed:
+    with start(planned, 0, hold) as killed:
         children = hold.wait(1, killed)
         killed.kill()
         wait_until(lambda: not any(map(is_living, children)), every_s=0.01)
@@ -74,15 +75,6 @@ def test_one_rank_prepares_and_all_go_on_when_it_is_verified_also_behind_a_kill(
         assert [end_of(rank) for rank in (one, two, first)] == [f"ready {planned.data_dir}\n"] * 3
     planned.verify()
     assert not [path for path in planned.data_dir.parent.iterdir() if path.name.startswith(".")]
-
-
-@pytest.mark.processes
-def test_the_others_end_with_the_error_of_rank_0(tmp_path: Path) -> None:
-    world, nothing = World(tmp_path), tmp_path / "nothing"
-    with start(world, 0, raw=nothing) as first, start(world, 1, raw=nothing) as other:
-        for said in map(end_of, (first, other)):
-            assert said.startswith("NotFound ")
-            assert str(nothing) in said
 
 
 @pytest.fixture
@@ -128,7 +120,9 @@ def test_no_rank_waits_for_ever(
 
 
 @pytest.mark.processes
-def test_a_failure_of_an_earlier_start_is_not_ours(planned: World, prepared: Prepare) -> None:
+def test_the_others_end_with_the_error_of_rank_0_and_with_none_of_an_earlier_start(
+    planned: World, prepared: Prepare
+) -> None:
     path = planned.data_dir.with_name(".data.failed.json")
     note = {"launch": "SLURM_JOB_ID=6", "exit_code": 65, "error": "long ago"}
     for content in ("{", "[]", '{"launch": 1}', "[" * 10**5, json.dumps(note)):
@@ -137,6 +131,10 @@ def test_a_failure_of_an_earlier_start_is_not_ours(planned: World, prepared: Pre
             prepared(1, limit_s=0.2)
     path.write_text(json.dumps({**note, "launch": "SLURM_JOB_ID=7"}))
     with refuses(BadInput):
+        prepared(1, limit_s=60)
+    with refuses(UsageError):
+        prepared(0, seq_len=7)
+    with refuses(UsageError):
         prepared(1, limit_s=60)
     assert prepared(0)
     assert not path.exists(), "the next start begins anew"
@@ -156,25 +154,6 @@ def node(tmp_path: Path) -> Path:
 
 def stage(source: object, node: Path) -> Ended:
     return call_main("stage", source, "--to", node)
-
-
-@pytest.mark.processes
-def test_copies_killed_at_any_read_end_with_equal_bytes(sets: DataSets, tmp_path: Path, node: Path) -> None:
-    source = sets["documents"]
-    command = [sys.executable, "-m", "loader", "stage", source, "--to", node]
-    for number, ending in enumerate((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)):
-        hold = Hold(tmp_path / f"hold {number}", "preadv", r"/documents/data/shard-\d+\.(tar|idx)$")
-        environ = {**os.environ, **hold.environ(min(1 + 2 * number, 3))}
-        with child(command, env=environ, stderr=subprocess.STDOUT) as process:
-            hold.wait(1, process)
-            assert [*node.rglob(".*")], "a copy is ended in the middle"
-            process.send_signal(ending)
-            end_of(process, code=75 if ending == signal.SIGTERM else -signal.SIGKILL)
-        with pytest.raises(ShardprepError):
-            open_loader(node)
-    assert [each.wait() for each in [subprocess.Popen(command) for _ in range(2)]] == [0, 0]
-    found = {name: data for name, data in contents(node).items() if not name.endswith(".tmp")}
-    assert found == contents(source)
 
 
 @pytest.mark.parametrize("suffix", ["tar", "idx", "json"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import multiprocessing
 import os
 import select
@@ -16,19 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from loader import BrokenShard, SourceLosses
 from tests.checkout import ROOT
 from tests.children import child, run_child
 from tests.external_tars import write_numbered_tars
 from tests.oracle.forms import DataSets
+from tests.ranks import GLOBAL_BATCHES, STOP, Seen
 from tests.waiting import wait_until, wait_until_gone
 from tests.warm_python import WarmPython
 from tests.world import ids_of, open_loader, refuses
 
 pytestmark = pytest.mark.processes
-Seen = Callable[[str], Any]
 Command = Callable[..., list[Any]]
 
 
@@ -46,118 +44,48 @@ def numbers(batches: Any) -> list[int]:
 
 # Ranks
 
-STEPS, STOP = 13, 17  # of an epoch of 107 samples in global batches of 8; in the second epoch
-
-# No RANK or WORLD_SIZE is set, so the process group alone tells the ranks.
-RANKS = """
-import datetime, json, multiprocessing, pickle, sys
-import torch
-import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
-from loader import SourceLosses, UsageError, get_llama3_dataloader, source_ids
-
-DATA, OUT = sys.argv[1:]
-EARLY = get_llama3_dataloader(DATA, 4, DATA, num_workers=0)
-
-def global_batches(world, run):
-    multiprocessing.set_start_method(run["method"], force=True)
-    loader = get_llama3_dataloader(DATA, 8 // world, DATA, num_workers=run["workers"], seed=5)
-    assert loader.process_rank.source == "torch.distributed", loader.process_rank
-    if run["after"]:
-        loader.load_state_dict(torch.load(f"{OUT}/{run['after']}-0.pt")["state"])
-    parts = []
-    while loader.num_steps_delivered < run["last"]:
-        for batch in loader:
-            dist.all_reduce(torch.ones(1))  # hangs, and fails after the limit, where ranks are uneven
-            parts.append(batch["input_ids"][:, 0].tolist())
-            if loader.num_steps_delivered == run["last"]:
-                break
-    loader.close()
-    return {"parts": parts, "state": loader.state_dict()}
-
-def made_before_the_group(world, run):
-    refused = []
-    for loader in (EARLY, pickle.loads(pickle.dumps(EARLY))):  # handed on by a fork, and by a spawn
-        try:
-            iter(loader)
-        except UsageError:
-            refused.append(True)
-    late = get_llama3_dataloader(DATA, 4, DATA, num_workers=0)
-    return {"refused": refused, "late": [int(ids[0]) for batch in late for ids in batch["input_ids"]]}
-
-def losses_by_source(world, run):
-    sources = {"web": f"{DATA}/shard-00000.tar", "code": f"{DATA}/shard-0000[12].tar"}
-    options = {"weights": {"web": .5, "code": .5}, "seq_len": 16, "num_workers": 0, "origins": True}
-    loader = get_llama3_dataloader(sources, 4, DATA, **options)
-    losses, kept = SourceLosses.of_loader(loader), []
-    for _, batch in zip(range(5), loader):
-        values = torch.rand(batch["input_ids"][:, 1:].shape, dtype=torch.float64)
-        kept.append((values, batch["labels"][:, 1:], source_ids(batch["origins"], values.shape)))
-        losses.add_losses(*kept[-1])
-    return {"means": losses.means(), "kept": kept}
-
-def rank_of_a_world(rank, run):
-    torch.set_num_threads(1)
-    store, limit = f"file://{OUT}/store {run['name']}", datetime.timedelta(seconds=600)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=run["world"], timeout=limit)
-    torch.save(globals()[run["how"]](run["world"], run), f"{OUT}/{run['name']}-{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    for run in json.load(open(f"{OUT}/runs.json")):
-        start_processes(rank_of_a_world, (run,), run["world"], start_method="fork")
-"""
-WORLDS: list[dict[str, Any]] = [
-    {"name": "as Python 3.14 starts", "world": 2, "workers": 1, "method": "forkserver", "last": STEPS},
-    {"name": "workers inherit nothing", "world": 1, "workers": 1, "method": "spawn", "last": STOP},
-    {"name": "stopped", "world": 4, "workers": 2, "method": "fork", "last": STOP},
-    {"name": "resumed", "world": 8, "workers": 0, "method": "fork", "last": 2 * STEPS, "after": "stopped"},
-]
-OTHERS = ["made_before_the_group", "losses_by_source"]
-
 
 @pytest.fixture(scope="module")
-def seen(warm: WarmPython, numbered: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """What each rank of a run saved."""
-    folder = tmp_path_factory.mktemp("ranks")
-    runs = [{"how": "global_batches", "after": "", **run} for run in WORLDS]
-    runs += [{"name": name, "how": name, "world": 2} for name in OTHERS]
-    (folder / "runs.json").write_text(json.dumps(runs))
-    (folder / "ranks.py").write_text(RANKS)
-    run_child([warm.python, folder / "ranks.py", numbered, folder])
-    num_ranks = {run["name"]: run["world"] for run in runs}
-    return lambda name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(num_ranks[name])]
+def seen(warm: WarmPython, numbered: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    out = tmp_path_factory.mktemp("ranks")
+    run_child([warm.python, "-m", "tests.ranks", numbered, rows, out])
+    return Seen(out)
 
 
 def test_ranks_get_equal_batches_and_the_global_batches_of_one_process(seen: Seen, numbered: Path) -> None:
     with open_loader(numbered, 8, model_id=numbered, seed=5) as loader:
         unbroken = [numbers([batch]) for batch in chain(loader, loader)]
         end = loader.state_dict()
-    for run in WORLDS:
-        ranks = seen(run["name"])
+    for run in GLOBAL_BATCHES:
+        ranks = seen[run["name"]]
         steps = [[*chain(*step)] for step in zip(*(rank["parts"] for rank in ranks), strict=True)]
-        first = STOP if run.get("after") else 0
+        first = STOP if "after" in run else 0
         assert steps == unbroken[first : run["last"]], run["name"]
         states = [rank["state"] for rank in ranks]
-        assert states == [states[0]] * len(ranks), "every rank may save its state, or one for all"
+        assert states == [states[0]] * run["world"], "every rank may save its state, or one for all"
     assert {**states[0], "layout": None} == {**end, "layout": None}
 
 
 def test_a_loader_made_before_the_process_group_refuses_instead_of_giving_all_the_same(seen: Seen) -> None:
     """Ranks by variables: test_settings.py."""
-    first, second = seen("made_before_the_group")
+    first, second = seen["made before the group"]
     assert first["refused"] == second["refused"] == [True, True]
     assert not set(first["late"]) & set(second["late"])
 
 
 def test_losses_by_source_on_two_ranks_are_those_of_all_labels(seen: Seen) -> None:
     """By one process, which tests/loader/test_origins.py compares with sums by hand."""
-    ranks = seen("losses_by_source")
+    ranks = seen["losses by source"]
     losses = SourceLosses(("web", "code"))
     for kept in chain(*(rank["kept"] for rank in ranks)):
         losses.add_losses(*kept)
     assert ranks[0]["means"] == ranks[1]["means"] == pytest.approx(losses.means())
+
+
+def test_the_pages_examples_join_parts_and_deal_rows_evenly_on_ranks(seen: Seen) -> None:
+    assert seen["context parallelism"] == ["joined"] * 4
+    for world in (2, 4):
+        assert seen[f"even work of {world}"] == [f"even on {24 // world} batches"] * world
 
 
 # Workers that live too long, or not long enough
@@ -193,12 +121,12 @@ def test_after_an_error_no_worker_is_left_and_the_loader_works_again(numbered: P
     paths = write_numbered_tars(tmp_path, 64, 3)
     before = alive()
     with open_loader(tmp_path, 8, model_id=numbered, num_workers=2) as loader:
-        whole = Path(paths[1]).read_bytes()
-        Path(paths[1]).write_bytes(whole[:-512])
+        whole = paths[1].read_bytes()
+        paths[1].write_bytes(whole[:-512])
         with refuses(BrokenShard, path=paths[1]):
             list(loader)
         wait_until_gone(before)
-        Path(paths[1]).write_bytes(whole)
+        paths[1].write_bytes(whole)
         assert sorted(numbers(loader)) == list(range(64))
     wait_until_gone(before)
 
@@ -405,26 +333,7 @@ def test_a_loop_goes_on_after_ctrl_c_and_without_memory_and_says_where_workers_a
     run_child(training("fork", how))
 
 
-# What is imported
-
-IMPORTS = """
-import sys
-from loader import ShardprepError, find_process_rank
-seen = ["torch" in sys.modules]
-from loader import get_llama3_dataloader
-loader = get_llama3_dataloader(sys.argv[1], 2, num_workers=0, rank=0, world_size=1)
-next(iter(loader))
-seen += ["torch" in sys.modules, "transformers" in sys.modules]
-collator = loader.collate_fn
-from transformers import DataCollatorForLanguageModeling as Known
-print(*seen, isinstance(collator, Known), loader.collate_fn is collator)
-"""
-
-
-def test_torch_comes_with_the_first_loader_and_transformers_with_its_collator(sets: DataSets) -> None:
-    done = run_child([sys.executable, "-P", "-c", IMPORTS, sets["documents"]])
-    assert done.stdout.split() == ["False", "True", "False", "True", "True"]
-
+# What is not installed, and what spawn imports again
 
 HIDE_TORCH = """
 from importlib.machinery import PathFinder
@@ -437,7 +346,6 @@ PathFinder.find_spec = lambda name, *rest: None if name.partition(".")[0] == "to
     ("words", "code"),
     [
         (["-c", "from loader import get_llama3_dataloader"], 1),
-        (["-m", "loader", "DATA"], 2),
         (["-m", "loader", "where", "DATA", "--state", "checkpoint.pt"], 2),
         (["-m", "loader", "stage", "DATA", "--to", "staged"], 0),  # which needs no torch
     ],

@@ -22,11 +22,10 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import webdataset
 
 from loader import BrokenShard, MissingShard, NotFound, ReadWriteError
 from shardprep.errors import CannotWrite, ShardprepError, UnknownMember
-from tests.external_tars import write_numbered_tars
+from tests.external_tars import write_numbered_tars, write_tar
 from tests.oracle.forms import SEQ_LEN, DataSets
 from tests.world import World, epoch_of, open_loader, refuses, samples_of
 
@@ -98,11 +97,6 @@ def test_no_file_is_locked_by_makers_or_readers(tmp_path: Path, monkeypatch: pyt
     def refuse(*args: Any) -> None:
         raise OSError(errno.ENOLCK, "no locks here")
 
-    def without_locks(fd: int, command: int, *args: Any) -> Any:
-        return refuse() if command in {fcntl.F_SETLK, fcntl.F_SETLKW} else real(fd, command, *args)
-
-    real = fcntl.fcntl
-    monkeypatch.setattr(fcntl, "fcntl", without_locks)
     for module, name in ((fcntl, "flock"), (fcntl, "lockf"), (os, "lockf")):
         monkeypatch.setattr(module, name, refuse)
     world = World(tmp_path).raw({"a.txt": "the kettle\n" * 60}).make()
@@ -159,9 +153,7 @@ def test_a_rank_reads_little_more_than_it_delivers(
 ) -> None:
     """Where each worker takes every n-th batch instead of slots of its own, all read everything."""
     ids = np.random.default_rng(0).integers(0, 190, 32768, np.int32)
-    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
-        for number in range(64):
-            writer.write({"__key__": f"d{number}", "token_ids.npy": ids})
+    write_tar(tmp_path / "a.tar", 64 * [{"token_ids.npy": ids}])
     real, num_bytes = os.preadv, multiprocessing.Value("q", 0)
 
     def counting(*args: Any) -> int:
@@ -239,9 +231,7 @@ def test_what_is_no_local_file_is_copied_once_if_it_is_a_whole_tar(urls: Urls, t
     assert urls.copy(url, cache) == copies
     assert [path.stat().st_mtime_ns for path in copies] == stamps
 
-    masked = tmp_path / "masked"
-    with webdataset.TarWriter(str(masked)) as writer:
-        writer.write({"__key__": "d", "token_ids.json": [1], "loss_mask.npy": b""})
+    masked = write_tar(tmp_path / "masked", [{"token_ids.json": [1], "loss_mask.npy": b""}])
     wrong: list[tuple[str, type[ShardprepError], dict[str, Any]]] = [
         (f"pipe:head -c 5000 {urls.tar}", BrokenShard, {}),
         (f"pipe:cat {tmp_path}/nothing.tar", NotFound, {}),

@@ -1,8 +1,12 @@
-"""What a loader finds out by itself and says: its rank, its tokenizer, threads, and a block of settings."""
+"""Arguments that cannot be, and what a loader finds out and says: rank, tokenizer, threads, settings.
+
+More wrong arguments: tests/oracle/test_refusals.py.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import logging
 import os
@@ -13,16 +17,130 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, processors
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from loader import OtherTokenizer, ProcessRank, UsageError, find_process_rank, set_up_training
+import shardprep
+from loader import (
+    NotFound,
+    OtherTokenizer,
+    ProcessRank,
+    UsageError,
+    find_process_rank,
+    get_llama3_dataloader,
+    set_up_training,
+)
 from loader.__main__ import main as show
+from shardprep.removed import ARGUMENTS
+from tests import loader_reference
 from tests.forged import rewrite_json
 from tests.oracle.forms import SEQ_LEN, DataSets
 from tests.world import BOS, EOS, World, ids_of, open_loader, refuses, tokenizer_dir
+
+# Arguments
+
+
+def rows_of(values: dict[str, tuple[Any, ...]], expected: str) -> list[tuple[dict[str, Any], str, str]]:
+    """The same for several arguments: name -> wrong values."""
+    return [({name: value}, f"{name}={value!r}", expected) for name in values for value in values[name]]
+
+
+# Arguments beside a data set, batch_size=2 and model_id; what was found, and what was expected.
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    *rows_of(
+        dict.fromkeys(("shuffle", "amend", "pin_memory", "persistent_workers"), ("x",)), "True or False"
+    ),
+    *rows_of({"origins": ("yes", None)}, "True or False"),
+    *rows_of({"batch_size": ("2", 0), "seq_len": ("16", True, 0), "max_length": (1.5,)}, "at least 1"),
+    *rows_of({"prefetch_factor": (True,), "world_size": (1.0,), "global_batch_size": (8.0,)}, "at least 1"),
+    *rows_of({"pad_to_multiple_of": (True,), "num_workers": (True, "2", -1), "rank": (1.0,)}, "at least 0"),
+    *rows_of({"group_by_length": (-4, 2.5)}, "at least 0"),
+    *rows_of({"seed": (1.0,)}, "a whole number"),
+    *rows_of({"model_id": (4, b"x"), "collate_fn": (5,), "cache_dir": (b"x",)}, "a "),
+    ({"input_shards": [3]}, "input_shards=3", "the path of a folder"),
+    ({"num_workers": 2, "prefetch_factor": 0}, "prefetch_factor=0", "at least 1"),
+    ({"boundaries": True}, "boundaries=[True]", "position_ids"),
+    ({"boundaries": None}, "boundaries=[None]", "position_ids"),
+    ({"group_by_length": 8, "global_batch_size": 8, "rank": 0, "world_size": 4}, "4 ranks", "[1]"),
+    ({"seq_len": 8, "group_by_length": True}, "seq_len=8", ""),
+    ({"split": "validation", "global_batch_size": [(0, 4), (3, 8)]}, "global_batch_size=[", "one size"),
+    # Arguments that do not go together; these errors have no fields.
+    ({"boundaries": "position_ids", "seq_len": 8, "collate_fn": list}, "", ""),
+    ({"origins": True, "collate_fn": list}, "", ""),
+    ({"targets": "shifted", "seq_len": 8, "collate_fn": list}, "", ""),
+    ({"group_by_length": 2, "shuffle": False}, "", ""),
+    ({"group_by_length": 2, "split": "validation"}, "", ""),
+]
+
+
+@pytest.mark.parametrize(("options", "found", "expected"), WRONG, ids=[str(options) for options, *_ in WRONG])
+def test_a_wrong_value_is_named(numbered: Path, options: dict[str, Any], found: str, expected: str) -> None:
+    given: dict[str, Any] = {"input_shards": numbered, "batch_size": 2, "model_id": numbered, **options}
+    with refuses(UsageError, found=found, expected=expected):
+        get_llama3_dataloader(**{"num_workers": 0, **given})
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_that_went_is_answered_with_what_to_do_instead(name: str) -> None:
+    make: Any = get_llama3_dataloader
+    with pytest.raises(TypeError) as raised:
+        make("DATA", 4, **{name: 1})
+    assert name in str(raised.value)
+    assert ARGUMENTS[name] in str(raised.value)
+
+
+def test_each_argument_is_explained_in_one_group_and_the_reference_page_says_it() -> None:
+    groups = loader_reference.arguments_by_group()
+    explained = [name for arguments in groups.values() for name in arguments]
+    assert sorted(explained) == sorted(inspect.signature(get_llama3_dataloader).parameters)
+    assert len(groups) == 5
+    assert all(text.endswith((".", "``.")) for arguments in groups.values() for text in arguments.values())
+    found = loader_reference.PAGE.read_text("utf-8")
+    assert found == loader_reference.page(), "run: python -m tests.loader_reference"
+    assert shardprep.get_llama3_dataloader is get_llama3_dataloader
+
+
+def test_a_model_that_cannot_be_had_is_named(numbered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(NotFound) as raised:
+        open_loader(numbered, model_id="nobody/nothing-at-all")
+    assert "nobody/nothing-at-all" in str(raised.value)
+
+
+@pytest.mark.processes
+def test_who_makes_a_loader_of_the_loader_is_told_so(numbered: Path) -> None:
+    """As accelerate's prepare, skip_first_batches and Lightning do, and who takes it for a data set."""
+    with open_loader(numbered, model_id=numbered) as made:
+        itself: Any = made
+        names = ("run", "step_batches", "loader_tokenizer", "process_rank", "pin_memory")
+        shown = {name: vars(made)[name] for name in names}
+        assert len(type(made)(**shown)) == len(made)
+        for remake in (
+            lambda: DataLoader(itself),
+            lambda: DataLoader(itself, batch_size=4, sampler=range(8)),
+            lambda: DataLoader(made.dataset, batch_size=made.batch_size, num_workers=1),
+            lambda: type(made)(**shown, sampler=None),
+            lambda: itself.dataset[0],
+        ):
+            with refuses(UsageError):
+                next(iter(remake()))
+        assert len([*made]) == len(made)
+
+
+def test_numbers_of_numpy_and_paths_of_bytes_are_taken_like_pythons_own(numbered: Path) -> None:
+    two, eight, none = np.int64(2), np.int64(8), np.int64(0)
+    plain: dict[str, Any] = {"max_length": 2, "seed": 8, "global_batch_size": [(0, 2), (8, 8)]}
+    given = {"max_length": two, "seed": eight, "global_batch_size": [(none, two), (eight, eight)]}
+    states = []
+    for folder, size, options in ((numbered, 2, plain), (os.fsencode(numbered), two, given)):
+        with get_llama3_dataloader(folder, size, numbered, num_workers=0, **options) as made:
+            states.append(json.dumps([ids_of(made.peek()), made.state_dict()]))
+    assert states[0] == states[1]
+
 
 # Ranks
 
@@ -60,19 +178,13 @@ RANKS: dict[str, tuple[dict[str, str], tuple[int, int] | None]] = {
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_a_process_knows_its_rank_from_its_launcher_or_refuses(name: str) -> None:
+def test_a_process_knows_its_rank_from_its_launcher_or_refuses_and_arguments_win(name: str) -> None:
     environ, expected = RANKS[name]
     with refuses(UsageError) if expected is None else contextlib.nullcontext():
         who = find_process_rank(environ=environ)
         assert (who.rank, who.world_size) == expected
-
-
-def test_arguments_win_over_everything_and_impossible_ones_are_refused() -> None:
-    who = find_process_rank(5, 8, {**SRUN, **TORCHRUN})
-    assert who == ProcessRank(rank=5, world_size=8, source="arguments", is_passed=True)
-    for rank, world_size in ((0, None), (None, 2), (2, 2), (-1, 2), (0, 0)):
-        with refuses(UsageError, found=f"{rank}"):
-            find_process_rank(rank, world_size, {})
+    given = ProcessRank(rank=5, world_size=8, source="arguments", is_passed=True)
+    assert find_process_rank(5, 8, environ) == given
 
 
 @pytest.mark.parametrize("environ", [TORCHRUN, SRUN, OPEN_MPI, MPICH])
@@ -286,22 +398,16 @@ def test_a_tokenizer_pads_as_its_loader_and_workers_are_left_cpus(
         assert {record.levelname for record in caplog.records} == {"WARNING"}, "a pad token that is EOS"
 
 
-@pytest.mark.slow  # a module of models takes 1.5 s to import
-def test_bf16_leaves_weights_alone_and_needs_a_gpu_that_has_it(
+def test_bf16_is_of_the_context_alone_and_needs_a_gpu_that_has_it(
     tokenizer: Any, environ: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    setup = set_up_training(tokenizer, bf16=True, num_threads=1)
-    sizes: Any = {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model = LlamaForCausalLM(LlamaConfig(intermediate_size=8, **sizes, **setup.model_options))
-    ids = torch.arange(8)[None]
-    with setup.autocast():
-        assert model(ids).logits.dtype == torch.bfloat16
-    assert model(ids).logits.dtype == torch.float32
-    assert model.config._attn_implementation == "sdpa"
-    with set_up_training(tokenizer, num_threads=1).autocast():
-        assert model(ids).logits.dtype == torch.float32
+    layer, ones = torch.nn.Linear(8, 8), torch.ones(1, 8)
+    for bf16, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        setup = set_up_training(tokenizer, bf16=bf16, num_threads=1)
+        assert setup.model_options == {"attn_implementation": "sdpa"}
+        with setup.autocast():
+            assert layer(ones).dtype == dtype
+        assert layer(ones).dtype == layer.weight.dtype == torch.float32
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "An old GPU")

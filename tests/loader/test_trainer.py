@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from transformers import Trainer, TrainingArguments
-from transformers.modeling_outputs import CausalLMOutput
 
-from loader import TokenLoader, UsageError, evaluation_loss
+from loader import SourceLosses, TokenLoader, UsageError, evaluation_loss, mask_documents
+from loader.boundaries import sdpa_mask
 from loader.trainer import LoaderMixin
+from shardprep.errors import Refused
 from tests.attention_families import small_model
 from tests.external_tars import write_numbered_data
-from tests.framework_pages import NEEDS, run_page
+from tests.framework_pages import NEEDS, SmallModel, run_page, train_by_hand
 from tests.world import open_loader, refuses
 
 pytestmark = pytest.mark.slow  # each test trains
@@ -42,32 +44,13 @@ def fresh_accelerate() -> Iterator[None]:
         state.GradientState._reset_state()
 
 
-class SmallModel(torch.nn.Module):
-    """Takes what a model of transformers takes, and gives the sum of losses over num_items_in_batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.loss_type = "ForCausalLM"  # Trainer counts labels by it
-        self.embedding = torch.nn.Embedding(200, 8)
-        self.head = torch.nn.Linear(8, 200)
-
-    def forward(
-        self, input_ids: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None, **_: Any
-    ) -> CausalLMOutput:
-        logits = self.head(self.embedding(input_ids))
-        losses = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-        num_labels = (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
-        return CausalLMOutput(loss=losses / num_labels, logits=logits)
-
-
 class OwnTrainer(LoaderMixin, Trainer):
     pass
 
 
 def arguments_of(folder: Path, batch_size: int = 8, **how: Any) -> TrainingArguments:
     quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_strategy": "no"}
-    return TrainingArguments(str(folder), per_device_train_batch_size=batch_size, **quiet, **how)  # type: ignore[arg-type]
+    return TrainingArguments(str(folder), per_device_train_batch_size=batch_size, **{**quiet, **how})
 
 
 def trainer_of(
@@ -76,11 +59,8 @@ def trainer_of(
     """A Trainer, and the list that the first ids of each batch that it trains come to."""
     how = {"save_strategy": "steps", "save_steps": 100, **how}
     args = arguments_of(folder, gradient_accumulation_steps=accumulated, **how)
-    model, seen = SmallModel(), []
-    model.register_forward_pre_hook(
-        lambda _, __, fields: seen.append(fields["input_ids"][:, 0].tolist()), with_kwargs=True
-    )
-    return kind(model=model, args=args, train_loader=loader), seen
+    model = SmallModel()
+    return kind(model=model, args=args, train_loader=loader), model.seen
 
 
 def train(loader: Any, folder: Path, *, resume: bool = False, **how: Any) -> tuple[int, list[list[int]]]:
@@ -99,12 +79,6 @@ def load(data: Any, batch_size: int = 8, *, at: int = 0, **options: Any) -> Toke
     return loader
 
 
-def batches_of(data: Path, num: int) -> list[list[int]]:
-    loader = load(data)
-    epochs = chain.from_iterable(loader for _ in range(-(-num // PER_EPOCH)))
-    return [batch["input_ids"][:, 0].tolist() for batch in epochs][:num]
-
-
 @pytest.mark.parametrize(
     ("at", "how", "num_steps"),
     [
@@ -117,7 +91,7 @@ def batches_of(data: Path, num: int) -> list[list[int]]:
 def test_a_training_that_begins_anywhere_in_a_run_trains_all_its_steps(
     data: Path, tmp_path: Path, at: int, how: dict[str, Any], num_steps: int
 ) -> None:
-    expected = batches_of(data, at + num_steps)[at:]
+    expected = train_by_hand(data, at + num_steps).seen[at:]
     assert train(load(data, at=at), tmp_path, **how) == (num_steps, expected)
     with refuses(UsageError):  # more epochs than are asked for are over
         train(load(data, at=8), tmp_path / "over", num_train_epochs=1)
@@ -137,7 +111,7 @@ def test_a_resumed_run_trains_the_rest(data: Path, tmp_path: Path, stop: int, ho
     with refuses(UsageError):
         train(load(data), tmp_path, resume=True, **how)
     path.write_text(text)
-    expected = batches_of(data, 12)[stop:]
+    expected = train_by_hand(data, 12).seen[stop:]
     assert train(load(data), tmp_path, resume=True, save_steps=12, **how) == (12, expected)
     assert train(load(data), tmp_path, resume=True, save_steps=12, **how) == (12, []), "it was finished"
 
@@ -211,6 +185,43 @@ def test_shifted_targets_are_taken_if_the_loss_does_not_shift_again(data: Path, 
     assert evaluation_loss(SmallModel(), shifted) > 0, "a model of one's own may not shift"
 
 
+class MaskingTrainer(OwnTrainer):
+    def compute_loss(self, model: Any, inputs: Any, **more: Any) -> Any:  # type: ignore[override]
+        inputs["attention_mask"] = sdpa_mask({"segment_ids": inputs.pop("segment_ids")})
+        return super().compute_loss(model, inputs, **more)
+
+
+# A model, whether mask_documents is called, its trainer, boundaries, check_boundaries, and what comes of it.
+CHECKS: list[tuple[str, bool, Any, Any, bool, str]] = [
+    ("llama", False, OwnTrainer, "transformers", True, "safe"),
+    ("opt", True, OwnTrainer, "transformers", True, "safe"),
+    ("llama", False, MaskingTrainer, "segment_ids", True, "safe"),
+    ("opt", False, OwnTrainer, "transformers", True, "refused"),
+    ("llama", False, OwnTrainer, "segment_ids", True, "refused"),
+    ("llama", False, OwnTrainer, (), True, "unchecked"),
+    ("opt", False, OwnTrainer, "transformers", False, "unchecked"),
+]
+
+
+@pytest.mark.parametrize(("family", "is_masked", "kind", "boundaries", "checks", "expected"), CHECKS)
+def test_a_trainer_checks_boundaries_once_by_what_the_model_gets(
+    data: Path, tmp_path: Path, family: str, is_masked: bool, kind: Any, boundaries: Any, checks: bool,
+    expected: str,
+) -> None:  # fmt: skip
+    model, calls = small_model(family, "sdpa"), list[bool]()
+    if is_masked:
+        mask_documents(model)
+    model.register_forward_pre_hook(lambda module, *_: calls.append(module.training))
+    loader = load(data, 4, seq_len=16, boundaries=boundaries, global_batch_size=4)
+    args = arguments_of(tmp_path, 4, max_steps=2, save_strategy="no")
+    trainer = kind(model=model, args=args, train_loader=loader, check_boundaries=checks)
+    with refuses(Refused) if expected == "refused" else contextlib.nullcontext():
+        trainer.train()
+    num_passes = calls.count(False)  # in evaluation mode, before the steps
+    assert calls == [False] * num_passes + [True, True] * (expected != "refused")
+    assert (num_passes > 0) == (expected != "unchecked")
+
+
 def test_an_accumulation_of_anothers_is_warned_of(data: Path, caplog: pytest.LogCaptureFixture) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
@@ -236,6 +247,27 @@ def test_several_loaders_are_evaluated_by_name(data: Path, tmp_path: Path) -> No
         assert metrics[f"eval_{name}_loss"] == pytest.approx(evaluation_loss(model, loader))
 
 
+def test_the_mean_loss_of_each_source_is_logged(data: Path, numbered: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"origins": True, "seq_len": 16, "global_batch_size": 8, "model_id": data}
+    mixture = {"web": data, "books": numbered}
+    loader, again = (load(mixture, 4, weights={"web": 1, "books": 1}, **options) for _ in range(2))
+    eval_loader, model = load(data, 4, split="validation", **options), SmallModel()
+    how: Any = {"max_steps": 4, "logging_steps": 2, "learning_rate": 0.0, "gradient_accumulation_steps": 2}
+    how |= {"logging_strategy": "steps", "eval_strategy": "steps", "eval_steps": 4, "save_strategy": "no"}
+    args = arguments_of(tmp_path, 4, **how)
+    trainer: Any = OwnTrainer(model=model, args=args, train_loader=loader, eval_loader=eval_loader)
+    trainer.train()
+    batches = iter(again)
+    for step in (2, 4):  # the model does not change
+        losses = SourceLosses.of_loader(again)
+        for batch in islice(batches, 4):
+            losses.add(model(**batch).logits, batch["labels"], batch["origins"])
+        (line,) = [each for each in trainer.state.log_history if each["step"] == step and "loss" in each]
+        assert {name: line[f"loss/{name}"] for name in mixture} == pytest.approx(losses.means(), rel=1e-4)
+    (evaluated,) = [line for line in trainer.state.log_history if "eval_loss" in line]
+    assert evaluated["eval_loss/all"] == pytest.approx(evaluated["eval_loss"], rel=1e-4)
+
+
 # Checkpoints that frameworks save inside of a step: the loader's state is of the optimizer's steps done
 
 ACCUMULATED, END = 2, 8
@@ -257,16 +289,13 @@ class Run:
         self.page, self.kill, self.model = page, kill, SmallModel()
         self.names: dict[str, Any] = {"DATA": data, "model": self.model, "rank": 0}
         self.updates: list[list[list[int]]] = []  # the batches of each, by the first ids of their samples
-        self.held: list[list[int]] = []
 
     def train(self, checkpoint: Path) -> None:
-        def look(_: object, __: object, fields: dict[str, Any]) -> None:
-            self.held.append(fields["input_ids"][:, 0].tolist())
-            self.at("forward", len(self.held) - 1)
+        held = self.model.seen
 
         def stepped(*_: object) -> None:
-            self.updates.append(self.held)
-            self.held = []
+            self.updates.append([*held])
+            held.clear()
             self.at("after the optimizer", ACCUMULATED - 1)
 
         more: dict[str, Any] = {}
@@ -277,13 +306,13 @@ class Run:
 
             class Counted(lightning.Callback):
                 def on_train_batch_end(_, *__: object) -> None:  # noqa: N805
-                    self.at("counted", len(self.held))
+                    self.at("counted", len(held))
 
             self.names["more_callbacks"] = [Counted()]
-        self.model.register_forward_pre_hook(look, with_kwargs=True)
+        self.model.register_forward_pre_hook(lambda *_: self.at("forward", len(held) - 1))
         # the last parameter whose gradient comes
         weight = self.model.embedding.weight
-        weight.register_post_accumulate_grad_hook(lambda _: self.at("backward", len(self.held) - 1))
+        weight.register_post_accumulate_grad_hook(lambda _: self.at("backward", len(held) - 1))
         before = register_optimizer_step_pre_hook(lambda *_: self.at("before the optimizer", ACCUMULATED - 1))
         after = register_optimizer_step_post_hook(stepped)
         try:
@@ -305,26 +334,13 @@ class Run:
             raise Killed
 
 
-def in_one_batch(data: Path, num_warm_up: int) -> tuple[list[list[list[int]]], list[torch.Tensor]]:
-    """The batches of each update, and the weights where a step is one batch, with a mean over its labels."""
-    model, loader = SmallModel(), load(data)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    updates: list[list[list[int]]] = []
-    for step, batch in enumerate(islice(chain(loader, loader), END)):
-        optimizer.param_groups[0]["lr"] = 0.1 * min(step / num_warm_up, 1) if num_warm_up else 0.1
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        updates.append([part.tolist() for part in batch["input_ids"][:, 0].split(8 // ACCUMULATED)])
-    return updates, [parameter.detach() for parameter in model.parameters()]
-
-
 @pytest.mark.parametrize(
     "page", ["trainer", "accelerate", pytest.param("lightning", marks=pytest.mark.frameworks)]
 )
 def test_a_run_killed_inside_of_a_step_trains_it_once(data: Path, tmp_path: Path, page: str) -> None:
     pytest.importorskip(NEEDS[page])
-    expected, weights = in_one_batch(data, 4 if page == "trainer" else 0)
+    by_hand = train_by_hand(data, END, 4 if page == "trainer" else 0)
+    expected = [[batch[:4], batch[4:]] for batch in by_hand.seen]
     kills = [*KILLS, ("counted", 5, 0)] if page == "lightning" else KILLS  # others save there as usual
     for number, kill in enumerate(kills):
         first, second = Run(page, data, kill), Run(page, data)
@@ -332,5 +348,5 @@ def test_a_run_killed_inside_of_a_step_trains_it_once(data: Path, tmp_path: Path
             first.train(tmp_path / str(number))
         second.train(tmp_path / str(number))
         assert first.updates + second.updates == expected, kill
-        for parameter, weight in zip(second.model.parameters(), weights, strict=True):
-            torch.testing.assert_close(parameter.detach(), weight, msg=str(kill))
+        for parameter, weight in zip(second.model.parameters(), by_hand.parameters(), strict=True):
+            torch.testing.assert_close(parameter, weight, msg=str(kill))

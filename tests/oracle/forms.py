@@ -151,10 +151,10 @@ def _external(folder: Path) -> list[str]:
     for number in range(3):
         with webdataset.TarWriter(str(folder / f"part-{number}.tar")) as writer:
             for place, ids in enumerate(documents[number::3]):
-                is_array = (number + place) % 2
-                value: Any = np.array(ids, np.int64) if is_array else ids
-                name = "token_ids.npy" if is_array else "token_ids.json"
-                writer.write({"__key__": f"d{number}_{place}", name: value, "url.txt": f"u{place}"})
+                member: dict[str, Any] = {"token_ids.json": ids}
+                if (number + place) % 2:
+                    member = {"token_ids.npy": np.array(ids, np.int64)}
+                writer.write({"__key__": f"d{number}_{place}", **member, "url.txt": f"u{place}"})
     return [str(folder / "part-{0..1}.tar"), str(folder / "part-2.tar")]
 
 

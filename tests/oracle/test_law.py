@@ -112,8 +112,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_word_tokenizer(root / "words", NUM_WORDS, splits=True)
     for name, size in SIZES.items():
         documents = [ids_of(name, number) for number in range(size)]
-        if name == "large":
-            write_large_tars(root / name / "data", documents)
+        if name == "large":  # as webdataset's users write them, with pictures that no language model reads
+            (root / name / "data").mkdir(parents=True)
+            with webdataset.TarWriter(str(root / name / "data" / "pictures.tar")) as writer:
+                for number, ids in enumerate(documents):
+                    picture = {"picture.bin": bytes(LARGE_BYTES)}
+                    writer.write({"__key__": f"s{number}", "token_ids.json": ids, **picture})
             continue
         lines = [" ".join(f"w{token}" for token in ids if token != EOS) + "\n" for ids in documents]
         World(root / name, tokenizer=root / "words").raw({"lines.txt": "".join(lines)}).make(
@@ -122,17 +126,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             **({"record": "packed", "seq_len": ROW} if name.startswith("rows") else {}),
         )
     return root
-
-
-def write_large_tars(folder: Path, documents: list[list[int]]) -> None:
-    """Write tars as webdataset's users do, with pictures that no language model reads."""
-    folder.mkdir(parents=True)
-    for shard in range(2):
-        with webdataset.TarWriter(str(folder / f"part-{shard}.tar")) as writer:
-            for number, ids in enumerate(documents):
-                if number * 2 // len(documents) == shard:
-                    picture = bytes(LARGE_BYTES)
-                    writer.write({"__key__": f"s{number}", "token_ids.json": ids, "picture.bin": picture})
 
 
 class Pair:
@@ -168,23 +161,16 @@ class Pair:
         batch_size: int | None = None,
         **options: Any,
     ) -> Ranks:
-        sizes = self.sizes if len(self.sizes) > 1 else self.sizes[0][1]
-        arguments: dict[str, Any] = {"seed": self.seed, "state": state, "global_batch_size": sizes}
+        arguments: dict[str, Any] = {"seed": self.seed, "state": state, "global_batch_size": self.sizes}
         folders: Any = {name: self.data / name / "data" for name in sources}
         if self.weights:
             arguments["weights_in"] = "tokens" if self.form.in_tokens else "samples"
-            arguments["weights"] = self.weights if len(self.weights) > 1 else self.weights[0][1]
+            arguments["weights"] = self.weights
         else:
             (folders,) = folders.values()
-        arguments |= {**self.form.options, **options}
-        return Ranks(
-            folders,
-            model_id=self.data / "words",
-            world_size=world_size,
-            batch_size=batch_size or self.law.size // world_size,
-            order_batch_size=self.law.size,
-            **arguments,
-        )
+        arguments |= {"batch_size": batch_size or self.law.size // world_size, "world_size": world_size}
+        arguments |= {"model_id": self.data / "words", **self.form.options, **options}
+        return Ranks(folders, order_batch_size=self.law.size, **arguments)
 
     def sources_from(self, step: int) -> list[str]:
         """Return the sources that a loader needs that goes on from a step."""
@@ -324,7 +310,7 @@ def machine(data: Path, form: Form, workers: Sequence[int]) -> type[RuleBasedSta
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_the_first_epoch_and_the_ends_of_windows_are_the_laws_and_have_each_sample_once(
+def test_the_first_epoch_and_the_ends_of_windows_and_stages_are_the_laws_and_have_each_sample_once(
     data: Path, form: str
 ) -> None:
     """All but fewer than a step takes. Of a mixture, each source has epochs of its own."""
@@ -342,7 +328,7 @@ def test_the_first_epoch_and_the_ends_of_windows_are_the_laws_and_have_each_samp
     (loader,) = pair.ranks.loaders
     assert loader.source_samples == {**dict.fromkeys(loader.source_names, 0), **of_sources}
     (of_window, *_) = [order.window_ticks for order in pair.law.orders.values()]
-    for end in sorted({min(of_window, of_epoch), of_epoch}):
+    for end in sorted({min(of_window, of_epoch), of_epoch, *(step for step, _ in pair.law.weights[1:])}):
         pair.resume(end - 1)
         pair.check(3)
     pair.ranks.close()
@@ -383,7 +369,6 @@ OTHER_SOURCES = [
     ("form", "amendments"),
     [
         ("documents", [LARGER]),
-        ("mixture", [LARGER]),
         # A source joins while the global batch grows: it is walked in the ticks of the run.
         ("mixture", [{**LARGER, "weights": [(0, {"code": 1, "books": 3})]}]),
         ("mixture", OTHER_SOURCES),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import accumulate, chain
 from operator import ne
 from pathlib import Path
@@ -33,21 +33,19 @@ def best_fit(documents: Rows, seq_len: int) -> Rows:
     filled first. Documents longer than a row are cut, and each part begins a row."""
     closed: Rows = []
     open_rows: Rows = []  # the one that was filled last stands last
+
+    def take_fullest(numbers: Iterable[int]) -> list[int]:
+        return open_rows.pop(max(numbers, key=lambda number: len(open_rows[number])))
+
     for document in documents:
-        parts = [document[first : first + seq_len] for first in range(0, len(document), seq_len)]
-        for number, part in enumerate(parts):
-            fitting = [row for row in open_rows if len(row) + len(part) <= seq_len and number == 0]
+        for first in range(0, len(document), seq_len):
+            part = document[first : first + seq_len]
+            fitting = [n for n, row in enumerate(open_rows) if first == 0 and len(row) + len(part) <= seq_len]
             if fitting:
-                row = max(fitting, key=len)
-                place = [row is other for other in open_rows].index(True)
-                open_rows.append(open_rows.pop(place) + part)
-            else:
-                if len(open_rows) == OPEN_ROWS:
-                    fullest = max(open_rows, key=len)
-                    closed.append(open_rows.pop([fullest is other for other in open_rows].index(True)))
-                open_rows.append(part)
-            if len(open_rows[-1]) == seq_len:
-                closed.append(open_rows.pop())
+                part = take_fullest(fitting) + part
+            elif len(open_rows) == OPEN_ROWS:
+                closed.append(take_fullest(range(OPEN_ROWS)))
+            (closed if len(part) == seq_len else open_rows).append(part)
     return closed + sorted(open_rows, key=len, reverse=True)
 
 

@@ -7,7 +7,6 @@ compared by tests/preprocess/test_chat.py.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -22,18 +21,13 @@ from typing import Any
 import pytest
 
 from tests.oracle.forms import FORMS, NUM_STEPS, RESUME_AT, SHARDPREP_SETS, WORLD_SIZES, DataSets
-from tests.world import GlobalBatch, World, hostile_text
+from tests.world import GlobalBatch
 
 PATH = Path(__file__).with_name("frozen.json")
+# ``streams`` by form and field, a hash a step; ``members`` by data set and shard.
+TABLE: dict[str, Any] = json.loads(PATH.read_bytes())
 FIELDS = ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids", "origins")
 Hashes = dict[str, str]
-
-
-@functools.cache
-def read_table() -> dict[str, Any]:
-    """Return the table: ``streams`` by form and field, a hash a step; ``members`` by data set and shard."""
-    table: dict[str, Any] = json.loads(PATH.read_bytes())
-    return table
 
 
 def write_table(data: DataSets) -> None:
@@ -89,7 +83,7 @@ def stream(
 
 def compare(name: str, step: int, where: str, found: Hashes) -> None:
     """Raise AssertionError that says in which field a global batch of a form first differs from the table."""
-    expected = {field: of_steps.split()[step] for field, of_steps in read_table()["streams"][name].items()}
+    expected = {field: of_steps.split()[step] for field, of_steps in TABLE["streams"][name].items()}
     assert found.keys() == expected.keys(), where
     differing = [field for field in found if found[field] != expected[field]]
     is_order_alone = differing and "in_any_order" not in differing
@@ -116,14 +110,14 @@ def cases() -> Iterator[Any]:
     before the run resumes or behind it. ORACLE=all tries all forms with none, and with both.
     """
     for (number, name), (turn, world_size) in product(enumerate(FORMS), enumerate(WORLD_SIZES)):
-        by_id = {f"{name}-{world_size}": (0, 0)}
+        choices = [(0, 0)]
         if os.environ.get("ORACLE") == "all":
-            by_id[f"{name}-{world_size}-workers"] = (2, 2)
+            choices = [(0, 0), (2, 2)]
         elif name == "documents" or world_size == 1 + number % 2:
-            by_id[f"{name}-{world_size}"] = (0, 2) if (number // 2 + turn) % 2 else (2, 0)
-        for told, num_workers in by_id.items():
+            choices = [(0, 2) if (number // 2 + turn) % 2 else (2, 0)]
+        for num_workers in choices:
             marks = [pytest.mark.processes] * any(num_workers)
-            yield pytest.param(name, world_size, num_workers, id=told, marks=marks)
+            yield pytest.param(name, world_size, num_workers, marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -163,25 +157,11 @@ def test_a_run_that_stopped_inside_a_global_batch_gets_the_rest_of_it(data: Data
 
 @pytest.mark.parametrize("name", SHARDPREP_SETS)
 def test_the_members_of_tars_are_the_frozen_ones(data: DataSets, name: str) -> None:
-    expected = read_table()["members"][name]
+    expected = TABLE["members"][name]
     found = members_of(data[name])
     assert len(found) == len(expected), f"data set {name} has {len(found)} shards"
     for shard_id, (of_shard, of_table) in enumerate(zip(found, expected, strict=True)):
         assert of_shard == of_table, f"data set {name}, shard {shard_id}: its tar's members are others"
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["shard-00000.tar", "shard-00000.idx", "digests/shard-00000.digests", "quarantine/shard-00000.jsonl"],
-)
-def test_a_shard_has_no_manifest_before_its_other_files_are_in_place(tmp_path: Path, name: str) -> None:
-    """A folder with the file's name makes the renaming fail, as a full disk would."""
-    raw = hostile_text(30).encode() + b"\nbad \xff byte\n"
-    world = World(tmp_path).raw({"a.txt": raw}).plan(num_shards=1, digests=True, max_bad_fraction=1)
-    (world.data_dir / name / "taken").mkdir(parents=True)
-    world.try_shard(0).ends(74, name)
-    manifest = world.data_dir / "shard-00000.json"
-    assert not manifest.exists(), f"the manifest stands there, and {name} could not be put in its place"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.input_writers import json_lines, seekable_zstd, table_bytes
-from tests.random_folders import PATTERNS, check_listing, random_folder
+from tests.random_inputs import PATTERNS, check_listing, random_folder
 from tests.world import World
 
 DOCS = [f"document {n}" for n in range(30)]

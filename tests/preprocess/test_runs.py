@@ -347,6 +347,13 @@ def test_the_least_limit_counts_and_what_lacks_is_a_warning_with_what_to_do(
     assert (finding["level"], todo in finding["todo"]) == ("warning" if todo else "good", True)
 
 
+def test_numbers_of_the_environment_are_positive_or_refused(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.txt": "a\n"}).plan(num_shards=1)
+    for name in ("DATASET_BATCH_SIZE", "DATASET_WRITER_BATCH_SIZE"):
+        for number in ("0", "1e3"):
+            world.try_shard(0, environ={name: number}).ends(2, name)
+
+
 def test_doctor_looks_at_a_tokenizer_and_at_a_planned_folder_and_writes_nothing(tmp_path: Path) -> None:
     world = World(tmp_path).raw({"a.txt": "a\n" * 9}).plan(num_shards=5)
     found = findings("--model_id", world.tokenizer)

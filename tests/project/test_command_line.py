@@ -23,20 +23,12 @@ def helps() -> dict[str, str]:
     return dict(command_reference.helps())
 
 
-@pytest.fixture(scope="module")
-def planned(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """Three shards, none made. Never written to."""
-    return World(tmp_path_factory.mktemp("planned")).raw({"a.txt": "a line\n" * 9}).plan(num_shards=3)
-
-
 def test_help_has_a_line_for_each_command_and_each_command_its_own_and_no_command_is_a_wrong_usage() -> None:
     shown = call_main("--help").out
     assert [line.split()[0] for line in shown.splitlines() if line[:2] == "  "] == list(COMMANDS)
     assert call_main("help").out == shown
-    ended = call_main()
-    assert (ended.code, shown in ended.err) == (2, True)
-    ended = call_main("--version")
-    assert (ended.code, ended.out.startswith("shardprep 0.")) == (0, True)
+    assert shown in call_main().ends(2).err
+    assert call_main("--version").ends(0).out.startswith("shardprep 0.")
     (of_plan,) = {call_main(*words.split()).out for words in ("help plan", "plan --help", "plan -h")}
     assert "--num_shards N" in of_plan
 
@@ -64,23 +56,19 @@ def test_each_flag_says_its_default_or_is_required(helps: dict[str, str]) -> Non
 def test_an_unknown_flag_is_named_under_the_usage_of_its_own_command(command: str) -> None:
     name = "lustre show" if command == "lustre" else command
     for flag in ("--frob_nicate", "--frob-nicate"):
-        ended = call_main(*name.replace("_", "-").split(), flag)
-        assert (ended.code, "error:" in ended.err) == (2, True)
-        assert f"usage: shardprep {name}" in ended.err
+        call_main(*name.replace("_", "-").split(), flag).ends(2, "error:", f"usage: shardprep {name}")
 
 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("veriy DATA", "verify"),
         ("frobnicate", "plan"),
         ("--shard_id x", "--shard_id"),
         ("plan --encodeing utf-8", "--encoding"),
-        ("plan --input raw", "--input_dir"),
         ("plan raw data", "--input_dir"),
         ("shard --shard_id 0 data", "--output_dir"),
         ("/ --shard_id 0", "--output_dir"),
-        *((f"run DATA --shards={ids}", "0 to 2") for ids in ("9", "a", "1-", "2-1", "", "3")),
+        *((f"run DATA --shards={ids}", "0 to 2") for ids in ("a", "1-", "2-1", "", "3")),
         *((f"plan PLAN --shard_bytes {size}", "--shard_bytes") for size in ("M", "1.5G", "-1", "1P", "0")),
         *((f"run DATA --memory_gb={gb}", "--memory_gb") for gb in ("nan", "-1", "0")),
         ("plan PLAN --limit " + "9" * 24, "--limit"),
@@ -93,12 +81,12 @@ def test_an_unknown_flag_is_named_under_the_usage_of_its_own_command(command: st
     ids=repr,
 )  # fmt: skip
 def test_a_mistyped_command_ends_with_2_and_names_the_flag(
-    planned: World, tmp_path: Path, words: str, named: str
+    world: World, tmp_path: Path, words: str, named: str
 ) -> None:
-    plan = " ".join(planned.words_of_plan(output_dir=tmp_path / "new"))
-    words = words.replace("DATA", str(planned.data_dir)).replace("PLAN", plan)
-    ended = call_main(*words.split(" "))
-    assert (ended.code, named in ended.err) == (2, True), ended.text
+    (world.data_dir / "shard-00000.json").unlink()  # there is something to do
+    plan = " ".join(world.words_of_plan(output_dir=tmp_path / "new"))
+    words = words.replace("DATA", str(world.data_dir)).replace("PLAN", plan)
+    call_main(*words.split(" ")).ends(2, named)
     assert not (tmp_path / "new").exists()
 
 
@@ -108,8 +96,7 @@ def test_dashes_and_underscores_in_a_flag_are_the_same_and_sizes_are_binary(tmp_
     for number, (mark, size) in enumerate((("_", "2048"), ("-", "2K"), ("_", "2KiB"), ("-", " 2kb "))):
         data = tmp_path / f"data-{number}_x"
         words = [f"--input{mark}dir={world.raw_dir}", f"--output{mark}dir", data, f"--no-keep{mark}text"]
-        ended = call_main("plan", *words, f"--model{mark}id", tokenizer_dir(), f"--shard{mark}bytes", size)
-        assert ended.code == 0, ended.text
+        call_main("plan", *words, f"--model{mark}id", tokenizer_dir(), f"--shard{mark}bytes", size).ends(0)
         plans.append((data / "plan.json").read_bytes())
     assert len(set(plans)) == 1
 
@@ -143,15 +130,14 @@ def test_who_uses_a_removed_flag_or_command_is_told_what_to_do_instead(helps: di
     """And no flag that is told to be gone is there."""
     for name, instead in removed.FLAGS.items():
         *of_command, flag = name.split()
-        ended = call_main(*(of_command or ["report"]), "DATA", f"{flag}=x")
-        assert (ended.code, instead in ended.err) == (2, True), name
+        call_main(*(of_command or ["report"]), "DATA", f"{flag}=x").ends(2, instead)
     shown = re.findall(
         rf"^  (?:-. \S+, )?({'|'.join(removed.FLAGS)})\b", "".join(helps.values()), re.MULTILINE
     )
     assert not shown
     for command, instead in removed.COMMANDS.items():
-        ended = call_main(command)
-        assert (ended.code, instead in ended.err, command in COMMANDS) == (2, True, False)
+        call_main(command).ends(2, instead)
+        assert command not in COMMANDS
 
 
 @pytest.mark.processes

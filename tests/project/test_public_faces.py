@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkout import ROOT
+from tests.checkout import PACKAGES, ROOT
 
-PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
 # Modules whose names are public, and of others the names that are.
 PUBLIC_MODULES = {"loader", "lustre", "slurm", "shardprep", "shardprep.errors", "shardprep.removed"}
 PUBLIC_NAMES = {"main", "COMMANDS"}

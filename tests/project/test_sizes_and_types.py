@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.faults.commands import command
-from tests.faults.forked_case import run_forked
+from tests.faults.forked_case import ForkedRun
 from tests.faults.judging import verdict_of_end
+from tests.faults.small_data_sets import command
 from tests.forged import rewrite_json
 from tests.oracle.test_done import BROKEN, forge
 from tests.slurm.fake_slurm import Desk, FakeSlurm, ended, failure
@@ -51,12 +51,10 @@ each_form = pytest.mark.parametrize("world", FORMS, indirect=True)
 
 def ended_in_words(world: World, *names: str) -> dict[str, int]:
     """Run commands in forks with limits; their exit codes."""
-    codes = {}
-    for name in names:
-        found = run_forked(command(name, world.data_dir.parent, []))
-        assert verdict_of_end(found)[0] in ("equal", "refused"), (name, found)
-        codes[name] = found.code
-    return codes
+    ends = {name: ForkedRun(command(name, world.data_dir.parent, [])).end() for name in names}
+    for each in ends.values():
+        verdict_of_end(each)
+    return {name: each.code for name, each in ends.items()}
 
 
 WRONG_NUMBERS = {
@@ -116,16 +114,14 @@ INDEXES: dict[str, Callable[[Any], object]] = {
 
 
 @each_form
-def test_an_index_of_impossible_sizes_takes_no_memory(world: World) -> None:
+def test_an_index_or_a_manifest_of_impossible_sizes_takes_no_memory(world: World) -> None:
     content = (world.verify().data_dir / "index.json").read_bytes()
     for change in INDEXES.values():
         values = json.loads(content)
         change(values)
         rewrite_json(world.data_dir / "index.json", shards=values["shards"], spec=values["spec"])
         ended_in_words(world, "load")
-
-
-def test_a_histogram_of_lengths_that_no_document_has_is_refused(world: World) -> None:
+    (world.data_dir / "index.json").unlink()  # and of lengths that no document has
     rewrite_json(world.data_dir / f"{SHARD}.json", **{"counts.length_histogram": [1] * 300_000})
     ended_in_words(world, "report", "verify", "load")
 
@@ -134,7 +130,7 @@ def test_a_side_file_of_one_endless_line_is_refused(tmp_path: Path) -> None:
     lines = [{"text": f"text {number}", "id": f"i{number}"} for number in range(9)]
     world = World(tmp_path).raw({"a.jsonl": lines}).plan(num_shards=1, id_field="id").run()
     os.truncate(world.data_dir / "ids/shard-00000.jsonl", 60 << 30)  # of which nothing is on disk
-    found = run_forked(lambda: (world.main("peek", world.data_dir, "id:none").code, None))
+    found = ForkedRun(lambda: (world.main("peek", world.data_dir, "id:none").code, None)).end()
     assert (found.how, found.code) == ("ended", 65)
 
 

@@ -1,4 +1,4 @@
-"""What surrounds a command: pipes that nobody reads, full disks, other locales, folders with a preprocess.py.
+"""What surrounds a command: closed pipes, full disks, locales, folders with a preprocess.py, signals.
 
 ``| head`` ends no command in a traceback, and a log that cannot be written costs no shard. Names of files are
 UTF-8, whatever the locale says. A user's own preprocess.py hides no package.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,17 +21,19 @@ import pytest
 from loader import UsageError, get_llama3_dataloader
 from shardprep.__main__ import main
 from tests.checkout import ROOT
-from tests.children import environ_of_children, run_child, shardprep
+from tests.children import child, end_of, environ_of_children, is_living, run_child, shardprep
+from tests.held_children import Hold
+from tests.waiting import wait_until
 from tests.world import World, call_main, tokenizer_dir
 
-COMMANDS = {
-    "verify": "verify DATA",
-    "plan": "plan --dry_run --num_shards 5 --output_dir NEW --input_dir RAW --model_id MODEL",
-    "help": "plan --help",
-    "status": "status DATA",
-    "lustre": "lustre show DATA",
-    "peek": "peek DATA",
-}
+COMMANDS = (
+    "verify DATA",
+    "status DATA",
+    "lustre show DATA",
+    "peek DATA",
+    "plan --dry_run --num_shards 5 --output_dir NEW --input_dir RAW --model_id MODEL",
+    "plan --help",
+)
 
 
 @pytest.fixture
@@ -61,20 +64,20 @@ def run_into(number: int, words: str, world: World, *, is_buffered: bool) -> tup
 
 
 @pytest.mark.parametrize("is_buffered", [True, False])
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("words", COMMANDS)
 def test_a_command_whose_reader_has_gone_ends_as_if_it_were_read(
-    world: World, closed_pipe: int, name: str, is_buffered: bool
+    world: World, closed_pipe: int, words: str, is_buffered: bool
 ) -> None:
     """Both at the first line and, where Python gathers them, at its end."""
-    code, said = run_into(closed_pipe, COMMANDS[name], world, is_buffered=is_buffered)
+    code, said = run_into(closed_pipe, words, world, is_buffered=is_buffered)
     assert (code, "rror" in said) == (0, False), said
-    assert (world.data_dir / "index.json").exists() or name != "verify", "its work is done"
+    assert (world.data_dir / "index.json").exists() or words != "verify DATA", "its work is done"
 
 
-@pytest.mark.parametrize("name", ["verify", "status", "lustre"])
-def test_what_was_asked_for_is_not_lost_unseen_on_a_full_disk(world: World, name: str) -> None:
+@pytest.mark.parametrize("words", COMMANDS[:3])
+def test_what_was_asked_for_is_not_lost_unseen_on_a_full_disk(world: World, words: str) -> None:
     with Path("/dev/full").open("w") as full:
-        code, said = run_into(full.fileno(), COMMANDS[name], world, is_buffered=True)
+        code, said = run_into(full.fileno(), words, world, is_buffered=True)
     assert code == 74
     assert "No space left on device" in said.splitlines()[-1]
 
@@ -134,12 +137,10 @@ def test_in_a_locale_that_is_not_utf8_a_plan_is_the_same_and_commands_work_by_it
 
 
 def test_in_another_locale_a_program_is_told_what_to_type_and_the_loader_reads_names_of_ascii_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = World(tmp_path).raw({"a.txt": "a line\n" * 9}).make(num_shards=1)
     monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "iso8859-1")
-    ended = call_main("verify", world.data_dir)
-    assert (ended.code, "export PYTHONUTF8=1" in ended.err) == (2, True), ended.text
+    world.main("verify", world.data_dir).ends(2, "export PYTHONUTF8=1")
     with world.loader(batch_size=2) as loader:
         next(iter(loader))
     (tmp_path / "자료").mkdir()
@@ -156,8 +157,8 @@ def test_an_input_folder_whose_name_is_not_utf8_is_refused_also_where_it_is_the_
     (folder / "raw").mkdir(parents=True)
     monkeypatch.chdir(folder)
     Path("raw/a.txt").write_text("a\n")
-    ended = call_main("plan", "--input_dir", "raw", "--output_dir", "data", "--model_id", tokenizer_dir())
-    assert (ended.code, r"caf\xe9" in ended.err) == (2, True), ended.text
+    words = ["--input_dir", "raw", "--output_dir", "data", "--model_id", tokenizer_dir()]
+    call_main("plan", *words).ends(2, r"caf\xe9")
 
 
 THEIRS = "raise SystemExit('the old script was run')\n"
@@ -170,68 +171,110 @@ if __name__ == "__main__":
 """
 MAKE = "from slurm.send import MakeShards; import os, sys; os.chdir(sys.argv[2]); "
 MAKE += "MakeShards()(sys.argv[1], '0')"
+LOADS = "from loader import get_llama3_dataloader\n"
+# A file in place of our package, what train.py is, the command in this folder, its exit code and last line.
+HIDING = [
+    ("preprocess.py", THEIRS, "", "-m slurm status data", 2, "error: FILE "),
+    ("preprocess.py", THEIRS, "", "-m shardprep status data", 2, "error: FILE "),
+    ("preprocess.py", THEIRS, "import slurm\n", "train.py", 1, "ImportError: FILE "),
+    ("preprocess/__init__.py", THEIRS, "import slurm\n", "train.py", 1, "ImportError: FILE "),
+    ("preprocess.py", "", "import preprocess\nimport slurm\n", "train.py", 1, "ImportError: FILE "),
+    ("preprocess.py", THEIRS, LOADS, "train.py", 0, ""),
+]
 
 
-@pytest.fixture
-def desk(tmp_path: Path) -> Path:
-    """A folder with the first script's files, which say that they were run."""
-    folder = tmp_path / "desk"
-    folder.mkdir()
-    for name in ("preprocess", "loader"):
-        (folder / f"{name}.py").write_text(THEIRS)
-    return folder
-
-
-@pytest.fixture
-def planned(tmp_path: Path) -> World:
-    return World(tmp_path).raw({"a.txt": "a line\n" * 40}).plan(num_shards=3)
-
-
-def run(folder: Path, *command: object, code: int = 0) -> tuple[str, str]:
-    """Run a command there: its standard output and the last line of its standard error."""
-    done = run_child([str(word) for word in command], cwd=folder, env=environ_of_children(), code=code)
+def run(folder: Path, *words: object, code: int = 0) -> str:
+    """Run Python there and return the last line of its standard error."""
+    command = [sys.executable, *map(str, words)]
+    done = run_child(command, cwd=folder, env=environ_of_children(), code=code)
     assert "the old script was run" not in done.stdout + done.stderr
-    return done.stdout, (done.stderr.splitlines() or [""])[-1]
+    return (done.stderr.splitlines() or [""])[-1]
 
 
 @pytest.mark.processes
 def test_the_command_shardprep_its_workers_and_submitits_tasks_work_in_a_folder_with_a_preprocess_py(
-    planned: World, desk: Path, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    run(ROOT, sys.executable, "-c", MAKE, planned.data_dir, desk)
+    planned = World(tmp_path).raw({"a.txt": "a line\n" * 40}).plan(num_shards=3)
+    desk = tmp_path / "desk"
+    desk.mkdir()
+    for name in ("preprocess", "loader"):
+        (desk / f"{name}.py").write_text(THEIRS)
+    run(ROOT, "-c", MAKE, planned.data_dir, desk)
     assert (planned.data_dir / "shard-00000.json").exists()
-    script = tmp_path / "shardprep"
-    script.write_text(COMMAND)
-    run(desk, sys.executable, script, "run", planned.data_dir, "--num_proc", 2)
+    (tmp_path / "shardprep").write_text(COMMAND)
+    run(desk, "../shardprep", "run", planned.data_dir, "--num_proc", 2)
     assert len(list(planned.data_dir.glob("shard-*.json"))) == 3
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("module", ["slurm", "shardprep"])
-def test_a_command_in_such_a_folder_names_the_file(planned: World, desk: Path, module: str) -> None:
-    _, said = run(desk, sys.executable, "-m", module, "status", planned.data_dir, code=2)
-    assert said.startswith(f"error: {desk / 'preprocess.py'} ")
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("hiding", ["file", "package", "imported before"])
-def test_a_script_beside_a_preprocess_py_is_told_which_file_to_rename(tmp_path: Path, hiding: str) -> None:
-    script, theirs = tmp_path / "train.py", tmp_path / "preprocess.py"
-    if hiding == "package":
-        theirs = tmp_path / "preprocess" / "__init__.py"
-        theirs.parent.mkdir()
-    theirs.write_text("" if hiding == "imported before" else THEIRS)
-    script.write_text(("import preprocess\n" if hiding == "imported before" else "") + "import slurm\n")
-    _, said = run(tmp_path, sys.executable, script, code=1)
-    assert said.startswith(f"ImportError: {theirs} ")
-
-
-@pytest.mark.processes
-def test_a_preprocess_py_beside_the_training_script_is_no_matter_to_the_loader_and_a_loader_py_is_named(
-    tmp_path: Path,
+@pytest.mark.parametrize(("name", "text", "script", "words", "code", "said"), HIDING)
+def test_a_preprocess_py_that_hides_the_package_is_named_and_is_no_matter_to_the_loader(
+    tmp_path: Path, name: str, text: str, script: str, words: str, code: int, said: str
 ) -> None:
-    (tmp_path / "preprocess.py").write_text(THEIRS)
-    (tmp_path / "train.py").write_text("from loader import get_llama3_dataloader\nprint('imported')\n")
-    assert run(tmp_path, sys.executable, "train.py")[0] == "imported\n"
-    (tmp_path / "loader.py").write_text("")
-    assert str(tmp_path / "loader.py") in run(tmp_path, sys.executable, "train.py", code=1)[1]
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    (tmp_path / "train.py").write_text(script)
+    assert run(tmp_path, *words.split(), code=code).startswith(said.replace("FILE", str(path)))
+
+
+# Signals; tests/faults stops the commands at each call of the system, and looks for temporaries.
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_the_workers_of_run_do_not_outlive_it(tmp_path: Path, how: signal.Signals) -> None:
+    """Killed it cannot tell them; they stand in the middle of a shard."""
+    world = World(tmp_path).raw({"a.txt": "a line of text\n" * 300}).plan(num_shards=2)
+    hold = Hold(tmp_path, "fsync", r"\.shard-\d+\.tar")
+    words = shardprep("run", world.data_dir, "--num_proc", 2)
+    with child(words, env={**environ_of_children(), **hold.environ()}, stderr=-2) as run:
+        workers = hold.wait(2, run)
+        assert run.pid not in workers
+        run.send_signal(how)
+        hold.release()
+        end_of(run, code=-9 if how == signal.SIGKILL else 75)
+        wait_until(lambda: not any(is_living(pid) for pid in workers), every_s=0.01)
+    if how != signal.SIGKILL:
+        assert not list(world.data_dir.glob(".shard-*"))
+
+
+# Runs a command, and sends SIGINT to itself as it imports a module. What a finalizer raises Python drops.
+INTERRUPTED = """
+import os, signal, sys, time
+def stop():
+    os.kill(os.getpid(), signal.SIGINT)
+class Thing:
+    def __del__(self):
+        stop()
+        for _ in range(1000):
+            pass
+def stop_in_a_finalizer():
+    Thing()
+    time.sleep(60)
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == MODULE:
+            STOP()
+sys.meta_path.insert(0, Interrupt())
+"""
+STOPS = [(module, "stop") for module in ("argparse", "msgspec", "shardprep.console", "shardprep.removed")]
+STOPS.append(("numpy", "stop_in_a_finalizer"))
+STARTED = [
+    "from shardprep import main; sys.argv[0] = 'shardprep'; sys.exit(main())",
+    "import runpy; runpy.run_module('shardprep', run_name='__main__')",
+    "import runpy; runpy.run_module('preprocess', run_name='__main__')",
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", STARTED)
+@pytest.mark.parametrize(("module", "stop"), STOPS)
+def test_ctrl_c_while_a_command_imports_is_one_line(
+    command: str, module: str, stop: str, tmp_path: Path
+) -> None:
+    program = INTERRUPTED.replace("MODULE", repr(module)).replace("STOP", stop) + command
+    # Nothing is there: without the signal it would end with 66.
+    ended = run_child([sys.executable, "-c", program, "clean", tmp_path / "none"], code=75)
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr

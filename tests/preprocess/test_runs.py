@@ -387,16 +387,14 @@ def data(shared_dir: Path, corpora_dir: Path, tmp_path_factory: pytest.TempPathF
         turns = [{"role": "user", "content": line}, {"role": "assistant", "content": line[::-1]}]
         records.append({"text": line, "messages": turns})
     long_line = b" ".join((corpora_dir / "en_paragraphs.txt").read_bytes()[:4_000_000].split(b"\n"))
-    long = World(root / "long").raw({"a.txt": long_line + b"\n" + long_line * 25})
+    long = {"a.txt": long_line + b"\n" + long_line * 25}
     (root / "template.jinja").write_text(PLAIN)
     worlds = {}
     for name, options in LIMITED.items():
-        place = {"data_dir": root / name, "raw_dir": long.raw_dir if "line" in name else root / "raw"}
-        worlds[name] = World(root, tokenizer=shared_dir / "tokenizers" / "llama3", **place)
-        if name != "a line of 100 MB":
-            worlds[name].raw({"a.jsonl": records})
+        world = World(root / name, tokenizer=shared_dir / "tokenizers" / "llama3")
+        world.raw(long if "line" in name else {"a.jsonl": records})
         template = root / "template.jinja" if name == "chat" else None
-        worlds[name].plan(num_shards=1, chat_template_file=template, **options)
+        worlds[name] = world.plan(num_shards=1, chat_template_file=template, **options)
     return worlds
 
 

@@ -61,12 +61,12 @@ def table() -> pyarrow.Table:
 TEMPLATE = {"text_template": r"{title}\n\n{text} {{}}"}
 CASES: dict[str, tuple[Callable[[], bytes], dict[str, str]]] = {
     "a.txt": (text_lines, {}),
-    "f.txt": (text_lines, {"doc": "file", "encoding": "latin-1"}),
-    "h.jsonl": (json_lines, {"id_field": "id"}),
-    "i.jsonl.xz": (lambda: lzma.compress(json_lines()), TEMPLATE),
+    "f.TEXT": (text_lines, {"doc": "file", "encoding": "latin-1"}),
+    "h.JsonLines": (json_lines, {"id_field": "id"}),
+    "i.ndjson.xz": (lambda: lzma.compress(json_lines()), TEMPLATE),
     "j.json": (json_lines, {"text_field": "title"}),
-    "k.parquet": (lambda: table_bytes(table(), "parquet", 9), {"id_field": "id"}),
-    "l.arrow": (lambda: table_bytes(table(), "file.arrow", 9), TEMPLATE),
+    "k.Pq": (lambda: table_bytes(table(), "parquet", 9), {"id_field": "id"}),
+    "l.ipc": (lambda: table_bytes(table(), "file.arrow", 9), TEMPLATE),
     "m.feather": (lambda: table_bytes(table(), "stream.arrow", 9), {"text_field": "meta.kind"}),
 }
 

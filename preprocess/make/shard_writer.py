@@ -412,8 +412,7 @@ class RowMembers:
         self._spec, self._shard_id = spec, shard_id
         self._packers = [packer_of(spec, options.pack) for _ in range(2 if spec.validation_fraction else 1)]
         self._member_tokens = self._packers[0].group_rows * spec.seq_len
-        self._held_ids: list[Ids] = []  # of each document for validation that is not yet packed
-        self._held_starts: list[Starts] = []
+        self._held: list[tuple[Ids, Starts]] = []  # of each document for validation that is not yet packed
         self._num_held = 0  # tokens in them
         self._num_rows = 0
         self._tar_bytes = 0
@@ -443,8 +442,7 @@ class RowMembers:
         is_training = ~are_for_validation(starts["digest"], fraction)
         numbers, ids, first = np.arange(len(starts)), tokens.documents(), 0
         for number in np.flatnonzero(~is_training).tolist():
-            self._held_ids.append(ids[number])
-            self._held_starts.append(starts[number : number + 1])
+            self._held.append((ids[number], starts[number : number + 1]))
             self._num_held += len(ids[number])
             if self._num_held >= self._member_tokens:
                 here = is_training & (first <= numbers) & (numbers < number)
@@ -456,10 +454,10 @@ class RowMembers:
 
     def _release(self) -> Iterator[Piece]:
         """Yield the members that the documents held for validation fill."""
-        ids, starts = self._held_ids, self._held_starts
-        self._held_ids, self._held_starts, self._num_held = [], [], 0
-        if ids:
-            groups = self._packers[1].append(TokenBatch.of(ids), np.concatenate(starts))
+        held, self._held, self._num_held = self._held, [], 0
+        if held:
+            tokens, starts = TokenBatch.of([ids for ids, _ in held]), [start for _, start in held]
+            groups = self._packers[1].append(tokens, np.concatenate(starts))
             yield from self._members(groups, is_validation=True)
 
     def rest(self) -> Iterator[Piece]:

@@ -516,8 +516,7 @@ class JsonLines(LineFormat):
         if (found := _joined_texts(lines, starts, fields)) is not None:
             return found, {}
         each = lines.split(b"\n")[: len(starts)]
-        may_be_deep = int(np.diff(starts, append=len(lines)).max(initial=0)) > 2 * text_fields.MAX_JSON_DEPTH
-        if not (may_be_deep and any(map(is_too_deep, each))) and _names_each_once(lines, len(each), fields):
+        if not any(map(is_too_deep, each)) and _names_each_once(lines, len(each), fields):
             # Most often: all lines are objects with the field, and nothing in them needs a second look.
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 records, name = list(map(orjson.loads, each)), fields.plain_name

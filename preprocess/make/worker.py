@@ -44,6 +44,9 @@ if TYPE_CHECKING:  # a task of one shard does without them
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 _NUM_NAMED = 3  # inputs that are named, of a shard
+# What a user gave wrongly, most likely, where documents are left out for these reasons.
+_OTHER_FLAG = dict.fromkeys(["no_field", "null_field", "wrong_type"], "--text_field")
+_OTHER_FLAG["undecodable"] = "--encoding"
 _SLURM_FACTS = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CPUS_PER_TASK")
 
 Progressed = Callable[[int, dict[str, int]], None]  # called with bytes of input, and what else was done
@@ -231,12 +234,14 @@ class Worker:
         quarantine.sync()
         quarantine.publish()
         first = next(bad for bad in counting.bad if not names.is_chosen(bad.reason))
+        flags = sorted({_OTHER_FLAG[reason] for reason in counting.bad_reasons & {*_OTHER_FLAG}})
+        hint = f"Is it another {' or '.join(flags)}? " if flags else ""
         accepting = f"--max_bad_fraction {min(int(counting.bad_fraction * 100) + 1, 100) / 100:g}"
         found, expected = f"{counting.bad_fraction:.2%}", f"{limit:.2%}"
         message = (
             f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({found}) are left out "
             f"({', '.join(sorted(counting.bad_reasons))}), the limit is {expected}; {quarantine.path} names "
-            f"them, the first so: {first.detail}. Plan anew with other flags or a mended input, or accept "
+            f"them, the first so: {first.detail}. {hint}Otherwise mend the input and plan anew, or accept "
             f"them: {accepting}"
         )
         raise BadInput(message, path=quarantine.path, found=found, expected=expected, remedy=accepting)

@@ -1,6 +1,6 @@
 """The script that shardprep replaces: one text file -> one tar, a document a line.
 
-It is the reference for what the defaults must give (tests/preprocess/test_engines.py compares member by
+It is the reference for what the defaults must give (tests/preprocess/test_tokenizers.py compares member by
 member) and the baseline of the benchmarks. Do not tune it.
 """
 

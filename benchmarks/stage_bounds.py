@@ -24,7 +24,7 @@ from preprocess.make.engines import TokenBatch
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import json_ids
 from preprocess.make.worker import Worker
-from preprocess.read.documents import Documents, read_documents
+from preprocess.read.documents import DocumentReader, Documents
 from shardprep.files import WRITE_BYTES
 from shardprep.format.plan import need_plan
 
@@ -62,7 +62,7 @@ def _batches(worker: Worker) -> list[Documents]:
     return [
         documents
         for shard_id in range(worker.plan.num_shards)
-        for documents in read_documents(worker.plan.shard(shard_id).ranges, worker.plan.options)
+        for documents in DocumentReader(worker.plan.options).of_shard(worker.plan.shard(shard_id))
     ]
 
 

@@ -36,7 +36,7 @@ def stages_of(data: Path) -> dict[str, float]:
     from preprocess.make.resources import WorkerSettings, bind_to
     from preprocess.make.shard_writer import ShardWriter
     from preprocess.make.worker import Worker
-    from preprocess.read.documents import ShardReader
+    from preprocess.read.documents import DocumentReader
     from shardprep.format.manifest import RunFacts
     from shardprep.format.plan import need_plan
 
@@ -46,7 +46,7 @@ def stages_of(data: Path) -> dict[str, float]:
     worker = Worker(plan, data, WorkerSettings(), num_cpus=1, warn=print)
     spent = {"start": time.process_time(), "read": 0.0, "encode": 0.0, "lay out": 0.0, "count and write": 0.0}
     with ShardWriter(data, plan.spec, plan.options, 0) as writer:
-        batches = ShardReader(data, plan.options, None).documents(shard)
+        batches = DocumentReader(plan.options).of_shard(shard)
         while True:
             times = [time.process_time()]
             if (documents := next(batches, None)) is None:

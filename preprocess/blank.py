@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from preprocess.make.resources import InputSettings
-from preprocess.read.documents import ShardReader
+from preprocess.read.documents import DocumentReader
 from shardprep.console import counted, print_lines, say, with_progress
 from shardprep.errors import NotFound, Refused
 from shardprep.files import make_folder, publish_link, sync_folder
@@ -40,7 +40,7 @@ def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> 
         pass
     names = documents.read_names(ids_file, id_field=plan.options.id_field)
     found = np.zeros(len(names.keys), np.bool_)
-    reader = ShardReader(folder, plan.options, where.transform)
+    reader = DocumentReader.of_plan(folder, plan.options, where.transform)
     blanked_in: dict[int, documents.BlankedDocuments] = {}  # by shard
     moved = plan.at(where.input_dir)
     for number in with_progress("looking for documents", range(plan.num_shards)):
@@ -54,7 +54,7 @@ def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> 
             found[of[of >= 0]] = True
         # The input is read only where it may have what is named by its text or its place.
         if names.may_be_in(folder, shard, manifest.digests):
-            for batch in reader.documents(shard):
+            for batch in reader.of_shard(shard):
                 ids = batch.columns.get("id")
                 of = names.of_documents(batch.input_path, batch.offsets, ids, batch.digests)
                 found[of[of >= 0]] = True

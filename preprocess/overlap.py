@@ -41,7 +41,7 @@ from preprocess.make.engines import Numbers, TokenBatch, load_tokenizer
 from preprocess.make.resources import InputSettings
 from preprocess.make.worker import load_engine
 from preprocess.plan.inputs import find_inputs, stamp_inputs
-from preprocess.read.documents import Documents, ShardReader, Texts, read_documents
+from preprocess.read.documents import DocumentReader, Documents, Texts
 from shardprep import files
 from shardprep.command_line import add_flags_of, given_of
 from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text, with_progress
@@ -83,12 +83,12 @@ RULES = {
 }
 
 
-def _unblanked(plan: Plan, folder: Path, shard_id: int, reader: ShardReader) -> Iterator[Documents]:
+def _unblanked(plan: Plan, folder: Path, shard_id: int, reader: DocumentReader) -> Iterator[Documents]:
     """Yield the documents of a shard's input that are not blanked. Raises what reading the input does."""
     blanked = None
     if plan.options.blanked and shard_id in names.ids_of_ranges(plan.options.blanked):
         blanked = read_blanked(folder, plan.plan_id, shard_id)
-    for documents in reader.documents(plan.shard(shard_id)):
+    for documents in reader.of_shard(plan.shard(shard_id)):
         if blanked is not None:
             is_gone = blanked.are_at(documents.input_number, documents.offsets)
             documents = documents.only(np.flatnonzero(~is_gone))
@@ -131,7 +131,7 @@ def overlap(args: argparse.Namespace) -> int:
     rule = RULES[args.rule]._replace(**{} if args.ngram is None else {"ngram": args.ngram})
     if rule.ngram < 2:
         raise UsageError.of_value("--ngram", rule.ngram, "2 or more")
-    reader = ShardReader(folder, plan.options, where.transform)
+    reader = DocumentReader.of_plan(folder, plan.options, where.transform)
     evals = _read_evaluation(args.against, {name: vars(args)[name] for name in _READ_OPTIONS if name in args})
     depends_on = repr((plan.plan_id, plan.options.blanked, rule, evals)).encode()
     key, out = hashlib.sha256(depends_on).hexdigest()[:12], args.output or folder / "overlap"
@@ -174,7 +174,7 @@ def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, byt
         if options:
             expected = "no such flag, as this is a data set, whose plan says how its input is read"
             raise UsageError(path=path, found=f"--{min(options)}", expected=expected)
-        reader = ShardReader(path, plan.options, None)
+        reader = DocumentReader.of_plan(path, plan.options, None)
         shards = (_unblanked(plan, path, number, reader) for number in range(plan.num_shards))
         batches = itertools.chain.from_iterable(shards)
     else:
@@ -183,7 +183,7 @@ def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, byt
             folder, paths = path, find_inputs(path, read_options).paths
         inputs = [item.file for item in stamp_inputs(folder, paths, read_options)]
         ranges = ranges_between(folder, inputs, Cut(0, 0), Cut(len(inputs), 0))
-        batches = itertools.chain(read_documents(list(ranges), read_options))
+        batches = itertools.chain(DocumentReader(read_options).of_ranges(list(ranges)))
     evals, bad = list[tuple[str, bytes]](), Counter[str]()
     for documents in batches:
         bad.update(one.reason for one in documents.bad)
@@ -402,7 +402,7 @@ def duplicates_flags(parser: argparse.ArgumentParser) -> None:
 class _Shard(NamedTuple):
     folder: Path
     plan: Plan
-    reader: ShardReader
+    reader: DocumentReader
     shard_id: int
     stamp: files.FileStamp  # of its digests
 
@@ -422,7 +422,7 @@ def duplicates(args: argparse.Namespace) -> int:
             path = args.output if number == 1 else args.output.with_suffix(f".{number}{args.output.suffix}")
             # Before the work, so that a folder that cannot be written to is told at once.
             lists[folder] = opened.enter_context(files.PublishedFile(path))
-            reader = ShardReader(folder, plan.options, where.transform)
+            reader = DocumentReader.of_plan(folder, plan.options, where.transform)
             for manifest in done_manifests(folder, plan.plan_id, range(plan.num_shards)):
                 if (stamp := manifest.digests) is None:
                     expected = "a data set of plan --digests; plan anew with it, into a new folder"

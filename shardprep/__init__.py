@@ -14,22 +14,6 @@ if sys.version_info < (3, 10):  # noqa: UP036  before anything that older ones c
         "Make the virtual environment with a newer one: python3.12 -m venv .venv"
     )
 
-from shardprep.errors import BadInput as BadInput
-from shardprep.errors import BrokenShard as BrokenShard
-from shardprep.errors import CannotWrite as CannotWrite
-from shardprep.errors import LustreError as LustreError
-from shardprep.errors import MissingShard as MissingShard
-from shardprep.errors import NotFound as NotFound
-from shardprep.errors import OtherPlan as OtherPlan
-from shardprep.errors import OtherTokenizer as OtherTokenizer
-from shardprep.errors import ReadWriteError as ReadWriteError
-from shardprep.errors import Refused as Refused
-from shardprep.errors import ShardprepError as ShardprepError
-from shardprep.errors import Stopped as Stopped
-from shardprep.errors import UnknownMember as UnknownMember
-from shardprep.errors import UnknownVersion as UnknownVersion
-from shardprep.errors import UsageError as UsageError
-
 if TYPE_CHECKING:
     from loader import get_llama3_dataloader as get_llama3_dataloader
 

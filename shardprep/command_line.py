@@ -105,24 +105,23 @@ class Program:
             sys.stdout.flush()
             return int(code)  # a signal may come here, too
         except (ShardprepError, Stopped) as error:
-            if str(error):
-                say(f"error: {error}")
-            return int(error.exit_code)
+            message, code = str(error), error.exit_code
         except ModuleNotFoundError as error:
-            if (message := missing_library(error, "this command")) is None:
+            if (found := missing_library(error, "this command")) is None:
                 raise
-            say(f"error: {message}")
-            return UsageError.exit_code
+            message, code = found, UsageError.exit_code
         except MemoryError as error:
-            say(f"error: out of memory ({error or 'no more is given'}); nothing that is done was lost")
-            return ReadWriteError.exit_code
+            message = f"out of memory ({error or 'no more is given'}); nothing that is done was lost"
+            code = ReadWriteError.exit_code
         except OSError as error:  # that no stage has words for
             path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(frame.filename).name}:{frame.lineno}"
             todo = "nothing that is done was lost: mend the cause, and run this again"
-            say(f"error: {path}{error.strerror or error}, at {where}; {todo}")
-            return ReadWriteError.exit_code
+            message, code = f"{path}{error.strerror or error}, at {where}; {todo}", ReadWriteError.exit_code
+        if message:
+            say(f"error: {message}")
+        return int(code)
 
     def parse(self, words: Sequence[str], *, name: str | None = None) -> argparse.Namespace:
         """Parse the words: flags, and ``command``. Raises UsageError, and SystemExit for wrong flags."""

@@ -116,16 +116,14 @@ def short_bytes(value: float) -> str:
 
 def short_time(seconds: float) -> str:
     """Return ``12.3 s``, ``5 min 03 s``, ``15 min``, ``2 h 05 min`` or ``1,234 h``."""
-    hours, minutes = divmod(round(seconds / 60), 60)
-    if hours >= 100:
-        return f"{hours:,} h"
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    if seconds >= 599.5:
-        return f"{minutes} min"
-    if seconds >= 59.5:
+    if seconds < 59.5:
+        return f"{seconds:.3g} s"
+    if seconds < 599.5:
         return f"{round(seconds) // 60} min {round(seconds) % 60:02d} s"
-    return f"{seconds:.3g} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if not hours:
+        return f"{minutes} min"
+    return f"{hours} h {minutes:02d} min" if hours < 100 else f"{hours:,} h"
 
 
 def counted(number: int, noun: str) -> str:

@@ -318,8 +318,7 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
     except OSError as error:
         if isinstance(error, FileExistsError) and os.path.isdir(path):  # noqa: PTH112
             return
-        why = error.strerror
-        raise CannotWrite(f"{path} cannot be made: {why}", path=path, found=why) from None
+        raise CannotWrite(path=path, found=f"it cannot be made: {error.strerror}") from None
     # A folder that may be written to and not be read, as some homes are, cannot be synced.
     if os.access(path.parent, os.R_OK):
         sync_folder(path.parent)

@@ -12,7 +12,6 @@ _FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", 
 _FILES += ["config.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model"]
 _FILES += ["*.tiktoken", "tekken.json"]
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_URL = re.compile(r"(?:https?|hf)://(?:huggingface\.co/|hf\.co/)?([\w-][\w.-]*/[\w-][\w.-]*)/?.*")
 
 
 def find_on_hub(model_id: str) -> tuple[Path, str]:
@@ -21,8 +20,6 @@ def find_on_hub(model_id: str) -> tuple[Path, str]:
         folder = os.path.dirname(model_id) or "."  # noqa: PTH120
         expected = f"the folder of a tokenizer.json, here {folder}"
         raise NotFound(path=model_id, found="a file", expected=expected, remedy=folder)
-    if url := _URL.fullmatch(model_id):
-        raise NotFound(path=model_id, found="a URL", expected=f"a name, {url[1]}", remedy=url[1])
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from huggingface_hub import snapshot_download, try_to_load_from_cache
 
@@ -41,16 +38,13 @@ def find_on_hub(model_id: str) -> tuple[Path, str]:
 
 def no_tokenizer(model_id: str, reason: str) -> NotFound:
     """Return the error of a model without a usable tokenizer, with what to type."""
-    where, todo = f"in the folder {model_id}", ""
+    expected = "a folder with a tokenizer.json"
     if not os.path.isdir(model_id) and _NAME.fullmatch(model_id):  # noqa: PTH112 - Path.is_dir() would raise
-        where = f"for {model_id}, here or on the hub"
-        todo = (
+        expected += (
             ", or a model's name on the hub. If the model is gated: hf auth login. Without a network, run "
             f"this elsewhere: hf download {model_id} --include '*.json' --include '*.jinja' --local-dir MODEL"
         )
-    expected = "a folder with a tokenizer.json"
-    message = f"no usable tokenizer was found {where} ({reason}); expected {expected}{todo}"
-    return NotFound(message, path=model_id, found=reason, expected=expected)
+    return NotFound(path=model_id, found=f"no usable tokenizer ({reason})", expected=expected)
 
 
 def is_library_fault(error: BaseException) -> bool:

@@ -117,10 +117,13 @@ def packed_batch(folder: Path) -> Any:
 
 
 @torch.no_grad()
-def num_wrong(model: Any, batch: Mapping[str, Any]) -> int:
-    """Tokens of the packed rows whose logits are not those of their document alone."""
+def num_wrong(model: Any, batch: Mapping[str, Any], logits: Any = None) -> int:
+    """Tokens of the packed rows whose logits are not those of their document alone.
+
+    ``logits``: of the batch, where the model has other attention by now.
+    """
     segments = batch["segment_ids"]
-    logits = model(**fields_of(batch)).logits
+    logits = model(**fields_of(batch)).logits if logits is None else logits
     wrong = 0
     for row, ids in enumerate(batch["input_ids"]):
         for number in segments[row].unique()[segments[row].unique() > 0]:  # 0 is padding

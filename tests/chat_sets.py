@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -28,33 +27,18 @@ _WORDS = [
 ]  # fmt: skip
 
 
-def conversations(num: int, seed: int = 0) -> list[list[Message]]:
+def conversations(
+    num: int, seed: int = 0, text_of: Callable[[random.Random, int], str] | None = None
+) -> list[list[Message]]:
     """Conversations of a few turns of Korean, English and emoji, each answer after its question."""
     chooser, found = random.Random(seed), list[list[Message]]()
-
-    def text() -> str:
-        return " ".join(chooser.choices(_WORDS, k=chooser.randint(1, 12)))
-
+    text_of = text_of or (lambda chooser, most: " ".join(chooser.choices(_WORDS, k=chooser.randint(1, most))))
     for _ in range(num):
-        found.append([{"role": "system", "content": text()}] * chooser.randint(0, 1))
+        found.append([{"role": "system", "content": text_of(chooser, 12)}] * chooser.randint(0, 1))
         for _ in range(chooser.randint(1, 3)):
-            found[-1] += [{"role": "user", "content": text()}, {"role": "assistant", "content": text()}]
+            for role in ("user", "assistant"):
+                found[-1].append({"role": role, "content": text_of(chooser, 12)})
     return found
-
-
-def chat_model(model_dir: Path, folder: Path, template: str) -> Path:
-    """A copy of a tokenizer's folder with a chat template."""
-    shutil.copytree(model_dir, folder)
-    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    return folder
-
-
-def write_chats(folder: Path, chats: list[list[Message]], field: str = "messages") -> Path:
-    """``folder/chats.jsonl``, a conversation per line; returns the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"id": number, field: chat}, ensure_ascii=False) for number, chat in enumerate(chats)]
-    (folder / "chats.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return folder
 
 
 # What makes masks go wrong: tokenizers, templates, and conversations.
@@ -223,18 +207,11 @@ def _text(chooser: random.Random, most: int) -> str:
 
 def odd_conversations(num: int, seed: int) -> list[list[Message]]:
     """Conversations of Korean, composed or not, emoji, tags inside words, empty and blank answers, tools."""
-    chooser, found = random.Random(seed), list[list[Message]]()
-    for _ in range(num):
-        turns: list[Message] = []
-        if chooser.random() < 0.3:
-            turns.append({"role": "system", "content": _text(chooser, 6)})
-        for _ in range(chooser.randint(1, 4)):
-            turns.append({"role": "user", "content": _text(chooser, 8)})
-            turns.append({"role": "assistant", "content": _text(chooser, 8)})
-            if chooser.random() < 0.2:
-                call = {"name": "look", "arguments": {"for": _text(chooser, 3)}}
-                turns[-1]["tool_calls"] = [{"type": "function", "function": call}]
-                turns.append({"role": "tool", "content": _text(chooser, 4)})
-                turns.append({"role": "assistant", "content": _text(chooser, 4)})
-        found.append(turns)
+    chooser, found = random.Random(seed), conversations(num, seed, _text)
+    for chat in found:
+        if chooser.random() < 0.4:
+            call = {"name": "look", "arguments": {"for": _text(chooser, 3)}}
+            chat[-1]["tool_calls"] = [{"type": "function", "function": call}]
+            for role in ("tool", "assistant"):
+                chat.append({"role": role, "content": _text(chooser, 4)})
     return found

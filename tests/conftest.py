@@ -26,8 +26,8 @@ from tests.world import call_main, flags_of
 LAYERS_OVER_QUICK = ("slow", "processes", "slurm")
 # Modules begin in this order, or the longest would end last. The two on clusters mostly wait.
 LONGEST = (
-    "slurm_operations batch_scripts faults wheel processes context_parallel engines tokenizers input_files "
-    "submit streams lustre resources law transform trainer packing external_tars"
+    "slurm_operations batch_scripts faults wheel processes context_parallel tokenizers input_files "
+    "submit streams lustre runs law transform trainer packing external_tars"
 )
 # Time decides no property test: the machine may be busy.
 hypothesis.settings.register_profile(

@@ -273,49 +273,42 @@ class ConcatRows(Packer):
 
     def __init__(self, spec: DatasetSpec) -> None:
         super().__init__(spec)
-        self._ids: list[Ids] = []  # not yet in a group
-        self._starts: list[Starts] = []  # START of the documents in them
-        self._num_held = 0
+        self._ids: Ids = np.empty(0, np.uint32)  # not yet in a group
+        self._starts: Starts = np.empty(0, START)  # of the documents in them
         self._open = np.zeros(1, START)  # the document that the next group begins in
 
     def append(self, tokens: TokenBatch, starts: Starts) -> Iterator[RowGroup]:
         has_tokens = np.diff(tokens.offsets) > 0
         # Places in the rows that are held: the groups before are whole rows.
-        starts, first = starts[has_tokens], tokens.offsets[:-1][has_tokens] + self._num_held
-        last = tokens.offsets[1:][has_tokens] + self._num_held - 1
+        first = tokens.offsets[:-1][has_tokens] + len(self._ids)
+        last = tokens.offsets[1:][has_tokens] + len(self._ids) - 1
         self.num_split += int((first // self.seq_len != last // self.seq_len).sum())
+        starts = starts[has_tokens]
         starts["position"] = first
-        self._starts.append(starts)
-        self._ids.append(tokens.ids)
-        self._num_held += len(tokens.ids)
-        while self._num_held >= self.group_rows * self.seq_len:
-            yield self._take(self.group_rows * self.seq_len)
+        self._ids = np.concatenate([self._ids, tokens.ids])
+        self._starts = np.concatenate([self._starts, starts])
+        group_tokens = self.group_rows * self.seq_len
+        while len(self._ids) >= group_tokens:
+            yield self._take(group_tokens)
 
     def finish(self) -> Iterator[RowGroup]:
-        if self._num_held:
-            yield self._take(self._num_held)
+        if len(self._ids):
+            yield self._take(len(self._ids))
 
     def _take(self, num_tokens: int) -> RowGroup:
         """Return a group of the first ``num_tokens`` tokens held."""
-        ids = self._ids[0] if len(self._ids) == 1 else np.concatenate(self._ids)
-        starts, seq_len = np.concatenate(self._starts), self.seq_len
-        self._ids, ids = [ids[num_tokens:]], ids[:num_tokens]
-        num_here = int(np.searchsorted(starts["position"], num_tokens))
-        later = starts[num_here:].copy()
-        later["position"] -= num_tokens
-        self._starts, starts = [later], starts[:num_here]
-        self._num_held -= num_tokens
+        seq_len, num_here = self.seq_len, np.searchsorted(self._starts["position"], num_tokens)
+        ids, self._ids = self._ids[:num_tokens], self._ids[num_tokens:]
+        starts, self._starts = self._starts[:num_here], self._starts[num_here:].copy()
+        self._starts["position"] -= num_tokens
         num_rows = -(-len(ids) // seq_len)
         num_padding = num_rows * seq_len - len(ids)
         row_tokens = np.full(num_rows, seq_len, np.uint32)
         row_tokens[-1] -= num_padding
-        rows = ids.astype(self.dtype, copy=False)
-        if num_padding:
-            rows = np.pad(rows, (0, num_padding), constant_values=self.pad_id)
+        rows = np.pad(ids.astype(self.dtype, copy=False), (0, num_padding), constant_values=self.pad_id)
         open_before = np.concatenate((self._open, starts))
         self._open = open_before[-1:]
-        row_begins = np.arange(num_rows) * seq_len
-        firsts = open_before[np.searchsorted(starts["position"], row_begins, side="right")]
+        firsts = open_before[np.searchsorted(starts["position"], np.arange(num_rows) * seq_len, side="right")]
         rows = rows.reshape(num_rows, seq_len)
         return RowGroup(rows=rows, row_tokens=row_tokens, starts=starts, firsts=firsts)
 
@@ -419,8 +412,7 @@ class RowMembers:
         self._spec, self._shard_id = spec, shard_id
         self._packers = [packer_of(spec, options.pack) for _ in range(2 if spec.validation_fraction else 1)]
         self._member_tokens = self._packers[0].group_rows * spec.seq_len
-        self._held_ids: list[Ids] = []  # of each document for validation that is not yet packed
-        self._held_starts: list[Starts] = []
+        self._held: list[tuple[Ids, Starts]] = []  # of each document for validation that is not yet packed
         self._num_held = 0  # tokens in them
         self._num_rows = 0
         self._tar_bytes = 0
@@ -450,8 +442,7 @@ class RowMembers:
         is_training = ~are_for_validation(starts["digest"], fraction)
         numbers, ids, first = np.arange(len(starts)), tokens.documents(), 0
         for number in np.flatnonzero(~is_training).tolist():
-            self._held_ids.append(ids[number])
-            self._held_starts.append(starts[number : number + 1])
+            self._held.append((ids[number], starts[number : number + 1]))
             self._num_held += len(ids[number])
             if self._num_held >= self._member_tokens:
                 here = is_training & (first <= numbers) & (numbers < number)
@@ -463,10 +454,10 @@ class RowMembers:
 
     def _release(self) -> Iterator[Piece]:
         """Yield the members that the documents held for validation fill."""
-        ids, starts = self._held_ids, self._held_starts
-        self._held_ids, self._held_starts, self._num_held = [], [], 0
-        if ids:
-            groups = self._packers[1].append(TokenBatch.of(ids), np.concatenate(starts))
+        held, self._held, self._num_held = self._held, [], 0
+        if held:
+            tokens, starts = TokenBatch.of([ids for ids, _ in held]), [start for _, start in held]
+            groups = self._packers[1].append(tokens, np.concatenate(starts))
             yield from self._members(groups, is_validation=True)
 
     def rest(self) -> Iterator[Piece]:

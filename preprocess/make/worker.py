@@ -30,8 +30,7 @@ from preprocess.make import engines, resources
 from preprocess.make.engines import Engine
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import Batch, ShardWriter, finished_manifest
-from preprocess.read import BATCH_BYTES
-from preprocess.read.documents import Documents, ShardReader, Texts
+from preprocess.read.documents import BATCH_BYTES, DocumentReader, Documents, Texts
 from shardprep.command_line import start_child
 from shardprep.console import Progress, counted, guard_streams, say, short_bytes, short_number
 from shardprep.errors import BadInput, CannotWrite, OtherTokenizer, ReadWriteError, ShardprepError, UsageError
@@ -45,6 +44,9 @@ if TYPE_CHECKING:  # a task of one shard does without them
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 _NUM_NAMED = 3  # inputs that are named, of a shard
+# What a user gave wrongly, most likely, where documents are left out for these reasons.
+_OTHER_FLAG = dict.fromkeys(["no_field", "null_field", "wrong_type"], "--text_field")
+_OTHER_FLAG["undecodable"] = "--encoding"
 _SLURM_FACTS = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CPUS_PER_TASK")
 
 Progressed = Callable[[int, dict[str, int]], None]  # called with bytes of input, and what else was done
@@ -122,7 +124,7 @@ class Worker:
         """Load the plan's tokenizer. Raises OtherTokenizer where it changed."""
         self.plan, self.folder, self.settings, self.num_cpus = plan, folder, settings, num_cpus
         check_tokenizer_files(folder, plan.tokenizer_files)
-        self._reader = ShardReader(folder, plan.options, settings.transform)
+        self._reader = DocumentReader.of_plan(folder, plan.options, settings.transform)
         if plan.options.is_chat:
             from preprocess.read.chat import check_chat_versions
 
@@ -166,7 +168,7 @@ class Worker:
         plan, options, transform = self.plan, self.plan.options, self._reader.transform
         transform_began_s = transform.cpu_s if transform else 0.0
         most = self.settings.max_batch_documents
-        batches = self._reader.documents(shard, self._batch_bytes)
+        batches = self._reader.of_shard(shard, self._batch_bytes)
         documents = (part for batch in batches for part in (batch.parts(most) if most else [batch]))
         writer, blanked = ShardWriter(folder, plan.spec, options, shard.shard_id), None
         if options.blanked and shard.shard_id in names.ids_of_ranges(options.blanked):
@@ -232,12 +234,14 @@ class Worker:
         quarantine.sync()
         quarantine.publish()
         first = next(bad for bad in counting.bad if not names.is_chosen(bad.reason))
+        flags = sorted({_OTHER_FLAG[reason] for reason in counting.bad_reasons & {*_OTHER_FLAG}})
+        hint = f"Is it another {' or '.join(flags)}? " if flags else ""
         accepting = f"--max_bad_fraction {min(int(counting.bad_fraction * 100) + 1, 100) / 100:g}"
         found, expected = f"{counting.bad_fraction:.2%}", f"{limit:.2%}"
         message = (
             f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({found}) are left out "
             f"({', '.join(sorted(counting.bad_reasons))}), the limit is {expected}; {quarantine.path} names "
-            f"them, the first so: {first.detail}. Plan anew with other flags or a mended input, or accept "
+            f"them, the first so: {first.detail}. {hint}Otherwise mend the input and plan anew, or accept "
             f"them: {accepting}"
         )
         raise BadInput(message, path=quarantine.path, found=found, expected=expected, remedy=accepting)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from preprocess.read import BATCH_BYTES, documents
+from preprocess.read import documents
 from preprocess.read.documents import Documents, OpenInput, Start
 from preprocess.read.lines import COMPRESSIONS, decompressed
 from preprocess.read.text_fields import Transform
@@ -515,8 +515,9 @@ def sample_documents(
         # As the files are now: whether they are as they were planned is asked by those who make shards.
         ranges = ranges_between(input_dir, inputs, place, following)
         parts = (dataclasses.replace(part, planned=None) for part in ranges if part.start < part.end)
-        some, batch_bytes = list(itertools.islice(parts, files_each)), max(1, min(BATCH_BYTES, each))
-        found = documents.read_documents(some, options, batch_bytes=batch_bytes, transform=transform)
+        some = list(itertools.islice(parts, files_each))
+        batch_bytes = max(1, min(documents.BATCH_BYTES, each))
+        found = documents.DocumentReader(options, transform).of_ranges(some, batch_bytes)
         with contextlib.closing(found):
             for batch in found:
                 yield batch

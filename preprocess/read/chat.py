@@ -314,7 +314,8 @@ class _Renderer:
             before, _ = self._text(messages[:number], add_generation_prompt=True)
             after, _ = self._text(messages[: number + 1])
             if not (after.startswith(before) and text.startswith(after)):
-                raise _Unusable("no_beginning", f"up to message {number} it is no beginning of the whole")
+                why = f"the text up to message {number} is no beginning of the whole"
+                raise _Unusable("no_beginning", f"{why}, so nothing tells what the assistant wrote")
             if len(before) < len(after):
                 spans.append((len(before), len(after)))
         if not any(begin < end for begin, end in spans):
@@ -340,8 +341,9 @@ class _Renderer:
         work = num_answers * (num_chars + _MESSAGE_CHARS * len(messages))
         if work > (_MOST_TAGGED_WORK if self._is_tagged else _MOST_WORK):
             what = f"{num_answers} answers in {len(messages)} messages of {num_chars} characters"
-            remedy = "" if self._is_tagged else "; a template with {% generation %} may have more"
-            raise _Unusable("too_many_answers", f"{what} take too long to render{remedy}")
+            remedy = "; put {% generation %} into a copy of the template, which may have more"
+            why = f"{what} take too long to render{'' if self._is_tagged else remedy}"
+            raise _Unusable("too_many_answers", why)
         # As apply_chat_template does: templates fail on a null, and tables have one for each other's keys.
         return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
@@ -356,7 +358,8 @@ class _Renderer:
             raise _Unusable("template_error", f"the template raised {said}") from None
         text: str = texts[0]
         if len(text) > _MOST_RENDERED_CHARS:
-            raise _Unusable("template_error", f"the template makes {len(text)} characters of it")
+            most = _MOST_RENDERED_CHARS >> 20
+            raise _Unusable("template_error", f"the template makes more than {most} Mi characters of it")
         return text, spans[0] if spans else []
 
 

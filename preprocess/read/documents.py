@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.read import BATCH_BYTES
 from preprocess.read.text_fields import (
     MOST_DOCUMENT_BYTES,
     TextFields,
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
 
 Numbers = npt.NDArray[np.int64]
 Stretches = Sequence[tuple[int, int]]  # of a file: (byte, end), ascending
+BATCH_BYTES = 512 << 10  # of raw text in a batch; 128 KiB to 2 MiB take the same time
 # A batch of shorter lines, on average, is cut by their number: a million lines of one letter took 0.35 GB.
 SHORT_LINE_BYTES = 32
 # What says that there is no such input; whatever else opening ends with may go away.
@@ -230,7 +230,7 @@ class Start(NamedTuple):
 BETWEEN = b'"\0\1document\2"'
 
 
-class Texts(Sequence[bytes]):
+class Texts:
     """Texts of consecutive documents, as UTF-8: joined, and one by one where somebody asks for that.
 
     They are given by ``each``, or by ``joined``, with BETWEEN between two of them and in none of them.
@@ -270,9 +270,6 @@ class Texts(Sequence[bytes]):
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self.each)
-
-    def __getitem__(self, number: Any) -> Any:
-        return self.each[number]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,7 +398,7 @@ class Documents:
                     BadDocument(
                         source=self.input_path,
                         source_offset=int(self.offsets[number]),
-                        num_bytes=len(self.texts[number]) if sizes is None else int(sizes[number]),
+                        num_bytes=len(self.texts.each[number]) if sizes is None else int(sizes[number]),
                         line=int(self.lines[number]),
                         **vars(text),
                         source_label=self.columns["source"][number] if "source" in self.columns else "",
@@ -414,84 +411,79 @@ class Documents:
         return replace(self.only(np.array(kept, np.int64), Texts(found)), bad=bad)
 
 
-class ShardReader:
-    """Reads the documents of a plan's shards, without those that it excludes."""
+class DocumentReader:
+    """Reads documents of inputs by the options of a plan, without those that it ``excluded``."""
 
-    def __init__(self, folder: Path, options: PlanOptions, transform_file: Path | None) -> None:
+    def __init__(
+        self, options: PlanOptions, transform: Transform | None = None, excluded: DocumentNames | None = None
+    ) -> None:
+        self.transform, self._excluded, self._fields = transform, excluded, text_fields_of(options)
+        self._template: ChatTemplate | None = None
+        if options.record == "chat":
+            from preprocess.read.chat import ChatTemplate  # 12 files that a task of texts need not open
+
+            allows = options.allow_special_tokens
+            self._template = ChatTemplate(options.chat_template, options.chat_tokens, allows)
+
+    @staticmethod
+    def of_plan(folder: Path, options: PlanOptions, transform_file: Path | None) -> DocumentReader:
         """Load the user's function, and what is excluded. Raises as ``transform_of``, ``read_excluded``."""
-        self._options = options
-        self.transform = transform_of(options, transform_file)
-        self._excluded = read_excluded(folder, options.excluded) if options.excluded else None
+        transform = transform_of(options, transform_file)
+        excluded = read_excluded(folder, options.excluded) if options.excluded else None
+        return DocumentReader(options, transform, excluded)
 
-    def documents(self, shard: PlannedShard, batch_bytes: int = BATCH_BYTES) -> Iterator[Documents]:
-        """Yield the documents of a shard. Raises as ``read_documents``, Refused for a changed input."""
+    def of_shard(self, shard: PlannedShard, batch_bytes: int = BATCH_BYTES) -> Iterator[Documents]:
+        """Yield the documents of a shard. Raises as ``of_ranges``, and Refused where its input changed."""
         digest = None if shard.sha256 is None else hashlib.sha256()
-        yield from read_documents(
-            shard.ranges,
-            self._options,
-            batch_bytes=batch_bytes,
-            digest=digest,
-            max_documents=shard.max_documents,
-            excluded=self._excluded,
-            transform=self.transform,
-        )
+        yield from self.of_ranges(shard.ranges, batch_bytes, digest, shard.max_documents)
         if digest is not None and digest.hexdigest() != shard.sha256:
             names = ", ".join(str(part.path) for part in shard.ranges[:3])
             found = f"other bytes than planned, of sha256 {digest.hexdigest()[:12]}"
             raise Refused(path=names, found=found, expected=f"{str(shard.sha256)[:12]}; {_BRING_BACK}")
 
+    def of_ranges(
+        self,
+        ranges: list[ByteRange],
+        batch_bytes: int = BATCH_BYTES,
+        digest: hashlib._Hash | None = None,
+        max_documents: int | None = None,
+    ) -> Generator[Documents, None, None]:
+        """Yield the documents of byte ranges in order, in batches of about ``batch_bytes``.
 
-def read_documents(
-    ranges: list[ByteRange],
-    options: PlanOptions,
-    *,
-    batch_bytes: int = BATCH_BYTES,
-    digest: hashlib._Hash | None = None,
-    max_documents: int | None = None,
-    excluded: DocumentNames | None = None,
-    transform: Transform | None = None,
-) -> Generator[Documents, None, None]:
-    """Yield the documents of byte ranges in order, in batches of about ``batch_bytes``.
-
-    ``digest`` is told all bytes of the ranges, in order. Reading ends after ``max_documents``. Those that
-    ``excluded`` names are left out, and all go through ``transform``. Raises NotFound, ReadWriteError,
-    BadInput where a file is not of its format, Refused where one changed while it was read, unless its bytes
-    were hashed.
-    """
-    template = None
-    if options.record == "chat":
-        from preprocess.read.chat import ChatTemplate  # 12 files that a task of texts need not open
-
-        template = ChatTemplate(options.chat_template, options.chat_tokens, options.allow_special_tokens)
-    reasons: set[str] = set()  # of LeaveOut so far
-    num_left, bytes_left = max_documents, sum(part.end - part.start for part in ranges)
-    for documents in read_records(ranges, text_fields_of(options), batch_bytes, digest):
-        if transform is not None:
-            columns = dict(documents.columns)
-            records = columns.pop("record", None)  # of lines of text there are none
-            if records is None:
-                records = [{"text": text.decode()} for text in documents.texts]
-            given = zip(records, documents.offsets.tolist(), strict=True)
-            results = transform.texts(given, documents.input_path, reasons, is_chat=template is not None)
-            documents = replace(documents, columns=columns).with_texts(results)
-        if template is not None:
-            documents = _rendered(documents, template)
-        if excluded is not None:
-            ids = documents.columns.get("id")
-            found = excluded.of_documents(documents.input_path, documents.offsets, ids, documents.digests)
-            named = found.max(axis=0, initial=-1)
-            if named.max(initial=-1) >= 0:
-                both = zip(documents.texts, named, strict=True)
-                documents = documents.with_texts(text if of < 0 else _EXCLUDED for text, of in both)
-        if num_left is not None and len(documents.lines) >= num_left:
-            # The last document of a trial: it accounts for all bytes behind it, too.
-            end_line = int(documents.lines[num_left - 1]) + 1 if num_left else documents.first_line
-            yield documents.of_lines(documents.first_line, end_line, num_bytes=bytes_left)
-            return
-        if num_left is not None:
-            num_left -= len(documents.lines)
-        bytes_left -= documents.num_bytes
-        yield documents
+        ``digest`` is told all bytes of the ranges, in order. Reading ends after ``max_documents``. Raises
+        NotFound, ReadWriteError, BadInput where a file is not of its format, Refused where one changed while
+        it was read, unless its bytes were hashed.
+        """
+        transform, template, excluded = self.transform, self._template, self._excluded
+        reasons: set[str] = set()  # of LeaveOut so far
+        num_left, bytes_left = max_documents, sum(part.end - part.start for part in ranges)
+        for documents in read_records(ranges, self._fields, batch_bytes, digest):
+            if transform is not None:
+                columns = dict(documents.columns)
+                records = columns.pop("record", None)  # of lines of text there are none
+                if records is None:
+                    records = [{"text": text.decode()} for text in documents.texts]
+                given = zip(records, documents.offsets.tolist(), strict=True)
+                results = transform.texts(given, documents.input_path, reasons, is_chat=template is not None)
+                documents = replace(documents, columns=columns).with_texts(results)
+            if template is not None:
+                documents = _rendered(documents, template)
+            if excluded is not None:
+                ids = documents.columns.get("id")
+                found = excluded.of_documents(documents.input_path, documents.offsets, ids, documents.digests)
+                named = found.max(axis=0, initial=-1)
+                if named.max(initial=-1) >= 0:
+                    both = zip(documents.texts, named, strict=True)
+                    documents = documents.with_texts(text if of < 0 else _EXCLUDED for text, of in both)
+            if num_left is not None and len(documents.lines) >= num_left:
+                # The last document of a trial: it accounts for all bytes behind it, too.
+                end_line = int(documents.lines[num_left - 1]) + 1 if num_left else documents.first_line
+                yield documents.of_lines(documents.first_line, end_line, num_bytes=bytes_left)
+                return
+            if num_left is not None:
+                num_left -= len(documents.lines)
+            bytes_left -= documents.num_bytes
+            yield documents
 
 
 def read_records(

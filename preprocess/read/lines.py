@@ -237,60 +237,10 @@ COMPRESSIONS = {
 # Lines. --------------------------------------------------------------------------------------------------
 
 
-class LineEnds:
-    r"""Where lines end: at ``\n`` alone, or also at ``\r`` and ``\r\n`` (``with_cr``)."""
-
-    def __init__(self, *, with_cr: bool) -> None:
-        self.with_cr = with_cr
-
-    def first(self, block: bytes) -> int:
-        r"""Return the number of bytes up to and with the first line end, or 0. A last ``\r`` is one."""
-        newline = block.find(b"\n") + 1
-        cr = block.find(b"\r", 0, newline or len(block)) + 1 if self.with_cr else 0
-        return newline if not cr or cr + 1 == newline else cr
-
-    def last(self, block: bytes) -> int:
-        r"""Return the number of bytes up to and with the last line end, or 0. A last ``\r`` is one."""
-        return max(block.rfind(b"\n"), block.rfind(b"\r") if self.with_cr else -1) + 1
-
-    def starts(self, block: bytes) -> Numbers:
-        """Return where each line of a block of whole lines starts in it."""
-        letters = np.frombuffer(block, np.uint8)
-        is_end = letters == 10
-        if self.with_cr and b"\r" in block:
-            is_cr = letters == 13
-            is_cr[:-1] &= ~is_end[1:]
-            is_end |= is_cr
-        starts = np.concatenate(([0], np.flatnonzero(is_end) + 1))
-        return starts[:-1] if starts[-1] == len(block) else starts
-
-
-def first_line_start(file: OpenInput, offset: int, end: int, line_ends: LineEnds) -> int | None:
-    """The first byte at or after ``offset`` where a line begins; the file's size where its rest has none.
-
-    None where none begins before ``end``; one behind it may be found all the same, and is right. It reads
-    16 KiB, for most lines end soon, then twice as much each time, up to 1 MiB.
-    """
-    if offset >= end:
-        return None
-    if offset <= 0:
-        return 0
-    size = file.stamp.num_bytes
-    position, num_bytes = offset - 1, _FIRST_SCAN_BYTES
-    while position < end and (block := file.read(position, position + num_bytes)):
-        if position + len(block) < size:
-            block = block.removesuffix(b"\r")  # perhaps half of a line end: it is read with what follows
-        if line_end := line_ends.first(block):
-            return position + line_end
-        position += len(block)
-        num_bytes = min(2 * num_bytes, _MOST_SCAN_BYTES)
-    return None if position < size else size
-
-
 class LineFormat:
     """What formats of lines have in common; ``Format`` but for the text of a line."""
 
-    line_ends: LineEnds
+    ends_with_cr = False  # whether a line ends at \r, and at \r\n, too
 
     def __init__(self, suffix: str | None) -> None:
         """``suffix`` of a compressed file. Raises UsageError where its library is missing."""
@@ -328,7 +278,7 @@ class LineFormat:
     def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:
         if self.compression is None and self.can_be_split(options):
             file.file.expect_scattered_reads()  # reading ahead would read three times as much
-            found = (first_line_start(file, byte, end, self.line_ends) for byte, end in stretches)
+            found = (self.first_line_start(file, byte, end) for byte, end in stretches)
             return [None if byte is None else Start(byte) for byte in found]
         frames = self.compression.frames(file) if self.compression and self.can_be_split(options) else ()
         return documents.starts_among(frames, file, stretches)
@@ -346,13 +296,13 @@ class LineFormat:
             return
         has_line, span, behind = part.start == 0, (part.start, part.end), (part.end, file.stamp.num_bytes)
         for piece in decompressed(file, compression, reader.read, span, piece_bytes, options.zstd_long):
-            has_line = has_line or self.line_ends.first(piece[0]) > 0
+            has_line = has_line or self.first_end(piece[0]) > 0
             yield piece
         if part.end == file.stamp.num_bytes:
             return
         others = decompressed(file, compression, file.read_all, behind, _TAIL_BYTES, options.zstd_long)
-        for data, _ in _whole_line_ends(others, self.line_ends):
-            end = self.line_ends.first(data)
+        for data, _ in self.whole_line_ends(others):
+            end = self.first_end(data)
             yield data[: end or len(data)], 0  # these bytes are of another part
             if end or (data and not has_line):
                 return  # nothing of a line without end is the part's
@@ -366,8 +316,8 @@ class LineFormat:
         # Each line may become two headers and two blocks of a tar, 2 KiB however short it is. So as many are
         # read at once as a batch's share of memory allows for (see resources.py).
         most = max(1, batch_bytes // documents.SHORT_LINE_BYTES)
-        for block_start, size, data, num_bytes in line_blocks(pieces, start, self.line_ends, is_inside):
-            starts = np.zeros(1, np.int64) if data is None else self.line_ends.starts(data)
+        for block_start, size, data, num_bytes in self.blocks(pieces, start, is_inside):
+            starts = np.zeros(1, np.int64) if data is None else self.line_starts(data)
             bounds = np.append(starts, size)
             if not len(starts):
                 yield Records(num_bytes=num_bytes)
@@ -384,55 +334,93 @@ class LineFormat:
                 yield Records(texts=texts, starts=at, sizes=sizes, num_bytes=num_bytes, columns=columns)
                 num_bytes = 0
 
+    def blocks(
+        self, pieces: Pieces, start: int, is_inside: bool
+    ) -> Iterator[tuple[int, int, bytes | None, int]]:
+        """Cut a stream that begins at byte ``start`` of the text into blocks of whole lines.
 
-def line_blocks(
-    pieces: Pieces, start: int, line_ends: LineEnds, is_inside: bool
-) -> Iterator[tuple[int, int, bytes | None, int]]:
-    """Cut a stream that begins at byte ``start`` of the text into blocks of whole lines.
+        Yields (start, size, data, num_bytes): the first byte in the text; the size; the bytes, or None for
+        one line of more than MOST_DOCUMENT_BYTES; how many bytes of the file were read for it. The last block
+        has no lines: it counts what was read after the last line. If the stream begins inside of a line
+        (``is_inside``), what stands before its first line end is left out.
+        """
+        begun: list[bytes] = []  # pieces of a line that goes on, held; none where it is too long
+        num_begun = num_bytes = 0
+        for data, num_read in self.whole_line_ends(pieces):
+            num_bytes += num_read
+            if is_inside:
+                first = self.first_end(data)
+                is_inside, start = not first, start + (first or len(data))
+                data = data[first:] if first else b""
+            cut = self.last_end(data)
+            if cut and num_begun + cut > MOST_DOCUMENT_BYTES:
+                # The line that goes on here may be too long, those behind it are not.
+                first = self.first_end(data)
+                size = num_begun + first
+                whole = b"".join([*begun, data[:first]]) if size <= MOST_DOCUMENT_BYTES else None
+                yield start, size, whole, num_bytes
+                start, begun, num_begun, num_bytes = start + size, [], 0, 0
+                data, cut = data[first:], cut - first
+            if cut:
+                yield start, num_begun + cut, b"".join([*begun, data[:cut]]), num_bytes
+                start, begun, num_begun, num_bytes = start + num_begun + cut, [], 0, 0
+            begun.append(data[cut:])
+            num_begun += len(data) - cut
+            if num_begun > MOST_DOCUMENT_BYTES:
+                begun = []
+        if num_begun or num_bytes:
+            whole = b"".join(begun) if num_begun <= MOST_DOCUMENT_BYTES else None
+            yield start, num_begun, whole, num_bytes
 
-    Yields (start, size, data, num_bytes): the first byte in the text; the size; the bytes, or None for one
-    line of more than MOST_DOCUMENT_BYTES; how many bytes of the file were read for it. The last block has no
-    lines: it counts what was read after the last line. If the stream begins inside of a line
-    (``is_inside``), what stands before its first line end is left out.
-    """
-    begun: list[bytes] = []  # pieces of a line that goes on, held; none where it is too long
-    num_begun = num_bytes = 0
-    for data, num_read in _whole_line_ends(pieces, line_ends):
-        num_bytes += num_read
-        if is_inside:
-            first = line_ends.first(data)
-            is_inside, start = not first, start + (first or len(data))
-            data = data[first:] if first else b""
-        cut = line_ends.last(data)
-        if cut and num_begun + cut > MOST_DOCUMENT_BYTES:
-            # The line that goes on here may be too long, those behind it are not.
-            first = line_ends.first(data)
-            size = num_begun + first
-            whole = b"".join([*begun, data[:first]]) if size <= MOST_DOCUMENT_BYTES else None
-            yield start, size, whole, num_bytes
-            start, begun, num_begun, num_bytes = start + size, [], 0, 0
-            data, cut = data[first:], cut - first
-        if cut:
-            yield start, num_begun + cut, b"".join([*begun, data[:cut]]), num_bytes
-            start, begun, num_begun, num_bytes = start + num_begun + cut, [], 0, 0
-        begun.append(data[cut:])
-        num_begun += len(data) - cut
-        if num_begun > MOST_DOCUMENT_BYTES:
-            begun = []
-    if num_begun or num_bytes:
-        whole = b"".join(begun) if num_begun <= MOST_DOCUMENT_BYTES else None
-        yield start, num_begun, whole, num_bytes
+    def whole_line_ends(self, pieces: Pieces) -> Pieces:
+        r"""Yield the same stream; a ``\r`` at the end of a piece is a whole line end."""
+        kept = b""
+        for data, num_bytes in pieces:
+            joined = kept + data
+            kept = b"\r" if self.ends_with_cr and joined.endswith(b"\r") else b""
+            yield joined[: len(joined) - len(kept)], num_bytes
+        if kept:
+            yield kept, 0
 
+    def first_end(self, block: bytes) -> int:
+        r"""Return the number of bytes up to and with the first line end, or 0. A last ``\r`` is one."""
+        newline = block.find(b"\n") + 1
+        cr = block.find(b"\r", 0, newline or len(block)) + 1 if self.ends_with_cr else 0
+        return newline if not cr or cr + 1 == newline else cr
 
-def _whole_line_ends(pieces: Pieces, line_ends: LineEnds) -> Pieces:
-    r"""Yield the same stream; a ``\r`` at the end of a piece is a whole line end."""
-    kept = b""
-    for data, num_bytes in pieces:
-        joined = kept + data
-        kept = b"\r" if line_ends.with_cr and joined.endswith(b"\r") else b""
-        yield joined[: len(joined) - len(kept)], num_bytes
-    if kept:
-        yield kept, 0
+    def last_end(self, block: bytes) -> int:
+        r"""Return the number of bytes up to and with the last line end, or 0. A last ``\r`` is one."""
+        return max(block.rfind(b"\n"), block.rfind(b"\r") if self.ends_with_cr else -1) + 1
+
+    def line_starts(self, block: bytes) -> Numbers:
+        """Return where each line of a block of whole lines starts in it."""
+        letters = np.frombuffer(block, np.uint8)
+        is_end = letters == 10
+        if self.ends_with_cr and b"\r" in block:
+            is_cr = letters == 13
+            is_cr[:-1] &= ~is_end[1:]
+            is_end |= is_cr
+        starts = np.concatenate(([0], np.flatnonzero(is_end) + 1))
+        return starts[:-1] if starts[-1] == len(block) else starts
+
+    def first_line_start(self, file: OpenInput, offset: int, end: int) -> int | None:
+        """The first byte at or after ``offset`` where a line begins; the file's size where its rest has none.
+
+        None where none begins before ``end``; one behind it may be found all the same, and is right. It reads
+        16 KiB, for most lines end soon, then twice as much each time, up to 1 MiB.
+        """
+        if offset <= 0 or offset >= end:
+            return 0 if offset < end else None
+        size = file.stamp.num_bytes
+        position, num_bytes = offset - 1, _FIRST_SCAN_BYTES
+        while position < end and (block := file.read(position, position + num_bytes)):
+            if position + len(block) < size:
+                block = block.removesuffix(b"\r")  # perhaps half of a line end: it is read with what follows
+            if line_end := self.first_end(block):
+                return position + line_end
+            position += len(block)
+            num_bytes = min(2 * num_bytes, _MOST_SCAN_BYTES)
+        return None if position < size else size
 
 
 # Plain text. --------------------------------------------------------------------------------------------
@@ -446,7 +434,7 @@ _IS_WIDE_SPACE[0x1C:0x20] = True
 class TextLines(LineFormat):
     """``.txt``: a document is a line, or a whole file."""
 
-    line_ends = LineEnds(with_cr=True)
+    ends_with_cr = True
 
     def can_be_split(self, options: PlanOptions) -> bool:
         """Return False where a document is a whole file."""
@@ -521,8 +509,6 @@ _BLANK = b" \t\r\n"
 class JsonLines(LineFormat):
     """``.jsonl``."""
 
-    line_ends = LineEnds(with_cr=False)
-
     def texts_of_lines(self, fields: TextFields, lines: bytes, starts: Numbers, at: int) -> LineTexts:
         """Take the texts out of the lines, "" for a blank one."""
         if at == 0 and lines.startswith(_MARK):
@@ -530,8 +516,7 @@ class JsonLines(LineFormat):
         if (found := _joined_texts(lines, starts, fields)) is not None:
             return found, {}
         each = lines.split(b"\n")[: len(starts)]
-        may_be_deep = int(np.diff(starts, append=len(lines)).max(initial=0)) > 2 * text_fields.MAX_JSON_DEPTH
-        if not (may_be_deep and any(map(is_too_deep, each))) and _names_each_once(lines, len(each), fields):
+        if not any(map(is_too_deep, each)) and _names_each_once(lines, len(each), fields):
             # Most often: all lines are objects with the field, and nothing in them needs a second look.
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 records, name = list(map(orjson.loads, each)), fields.plain_name
@@ -769,9 +754,9 @@ def _named_twice(record: Any, fields: TextFields) -> Iterator[str]:
             value = inside.pop()
             if isinstance(value, _Object):
                 yield from value.twice
-                inside += value.values()
+                inside += reversed(value.values())
             elif isinstance(value, list):
-                inside += value
+                inside += reversed(value)
 
 
 def why_not_json(line: bytes) -> UnusableText:
@@ -786,7 +771,8 @@ def why_not_json(line: bytes) -> UnusableText:
         json.loads(text)
     except json.JSONDecodeError as error:
         at = len(text[: error.pos].encode())
-        return UnusableText("bad_json", f"the line of {len(line)} bytes is not JSON from byte {at} on")
+        what = "ends in the middle" if not text[error.pos :].strip() else f"is not JSON from byte {at} on"
+        return UnusableText("bad_json", f"the line {what}")
     except ValueError:
         return _TOO_DEEP
     if half := re.search(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}", text):
@@ -795,7 +781,8 @@ def why_not_json(line: bytes) -> UnusableText:
 
 
 _TOO_DEEP = UnusableText(
-    "bad_json", f"it has more than {text_fields.MAX_JSON_DEPTH} levels, or a number of too many digits"
+    "bad_json",
+    f"it is nested too deep, more than {text_fields.MAX_JSON_DEPTH} levels, or has too long a number",
 )
 
 

@@ -190,9 +190,8 @@ def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
     manifest = read_manifest(folder, shard_id)
     if manifest.spec.plan_id != plan_id or manifest.shard_id != shard_id:
         found = f"shard {manifest.shard_id} of plan {manifest.spec.plan_id[:12]}"
-        expected = f"shard {shard_id} of {plan_id[:12]}"
+        expected = f"shard {shard_id} of {plan_id[:12]}; for others use a new folder. If this one is wrong"
         path, remedy = names.manifest_path(folder, shard_id), names.remake_command(shard_id, folder)
-        expected += "; use a new folder for other inputs or options. If it is this file that is out of place"
         raise errors.OtherPlan(path=path, found=found, expected=expected, remedy=remedy)
     check_sizes(folder, manifest, ("tar", "idx"))
     return manifest
@@ -292,9 +291,8 @@ def refuse_found(folder: Path, findings: Mapping[int, Finding], shard_ids: Itera
     if wrong := sorted(findings.keys() & set(shard_ids)):
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         what = findings[wrong[0]].message.partition("; run: ")[0]  # its own remedy is of one shard
-        message = f"shard {wrong[0]:05d}{more} of {folder} is not done, as verify found it wrong: {what}"
-        remedy = f"shardprep run {errors.quoted(folder)}"
-        raise errors.BrokenShard(message, path=folder, found=what, remedy=remedy)
+        found = f"shard {wrong[0]:05d}{more}, which verify found wrong: {what}"
+        raise errors.BrokenShard(path=folder, found=found, remedy=f"shardprep run {errors.quoted(folder)}")
 
 
 def refuse_other_plan(folder: Path, plan_id: str) -> None:
@@ -316,9 +314,9 @@ def find_made_shards(
     """Look at every manifest: one listing, and a read and two stats per manifest.
 
     ``known``: what was found a moment ago; the manifests of what was done then are not read again. ``see``
-    gets the manifest of each shard whose files have its sizes, whatever plan or findings say of it. Eight are
-    read at a time, as a file system over a network lets a reader wait. 10,000 shards take about 0.6 s of CPU.
-    What cannot be read is an error: it may be the manifest of a done shard.
+    gets the manifest of each shard of the plan whose files have its sizes, whatever findings say of it. Eight
+    are read at a time, as a file system over a network lets a reader wait. 10,000 shards take about 0.6 s of
+    CPU. What cannot be read is an error: it may be the manifest of a done shard.
     """
     present = [number for number in manifest_ids(folder) if number < spec.num_shards]
     if not present and not files.is_folder(folder):
@@ -326,33 +324,28 @@ def find_made_shards(
     findings = read_findings(folder, spec.plan_id)
     made = {number: known.done[number] for number in present if number in known.done} if known else {}
     broken: dict[int, str] = {}
+    other_plan: list[int] = []
     to_read = [number for number in present if number not in made]
 
-    def look(shard_id: int) -> Manifest | str:
-        """Return a manifest whose files have its sizes, or what is wrong. Raises ReadWriteError."""
+    def look(shard_id: int) -> Manifest | ShardprepError:
+        """Return a manifest of this plan whose files have its sizes, or what is wrong."""
         try:
-            manifest = read_manifest(folder, shard_id)
-            check_sizes(folder, manifest, ("tar", "idx"))
-        except (errors.BrokenShard, errors.MissingShard, errors.UnknownVersion) as error:
-            return str(error)
-        return manifest
+            return check_shard(folder, shard_id, spec.plan_id)
+        except OF_SHARD as error:
+            return error
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for shard_id, found in zip(to_read, pool.map(look, to_read), strict=True):
-            if isinstance(found, str):
-                broken[shard_id] = found
-                continue
-            if see:
-                see(found)
-            of_all = spec if found.spec == spec else found.spec
-            made[shard_id] = replace(found, spec=of_all, run=replace(found.run, texts=None))
-    of_plan = {shard_id for shard_id, manifest in made.items() if manifest.spec.plan_id == spec.plan_id}
-    return MadeShards(
-        done={shard_id: made[shard_id] for shard_id in sorted(of_plan - findings.keys())},
-        wrong=findings,
-        other_plan=sorted(made.keys() - of_plan),
-        broken=broken,
-    )
+            if isinstance(found, errors.OtherPlan):
+                other_plan.append(shard_id)
+            elif isinstance(found, ShardprepError):
+                broken[shard_id] = str(found)
+            else:
+                if see:
+                    see(found)
+                made[shard_id] = replace(found, spec=spec, run=replace(found.run, texts=None))
+    done = {shard_id: made[shard_id] for shard_id in sorted(made.keys() - findings.keys())}
+    return MadeShards(done=done, wrong=findings, other_plan=other_plan, broken=broken)
 
 
 def is_verified(folder: Path, spec: DatasetSpec, made: MadeShards) -> bool:
@@ -436,8 +429,8 @@ def publish_findings(
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        why = f"{path} cannot be removed ({error.strerror}), and some shards are wrong: remove it"
-        raise errors.ReadWriteError(why, path=path) from None
+        found = f"an index of wrong shards that cannot be removed: {error.strerror}"
+        raise errors.ReadWriteError(path=path, found=found, expected="none: remove it") from None
 
 
 def _manifest_sha256(folder: Path, shard_id: int) -> str:

@@ -376,13 +376,11 @@ def wrong_value(path: Path, place: str, found: object, expected: str) -> BrokenS
 
 def unknown_version(path: Path, found: object) -> UnknownVersion:
     """Return the error of a file of another version, with what is to be done about it."""
-    remedy = "shardprep plan --input_dir RAW --output_dir NEW --model_id MODEL --num_shards N"
-    what = f"{path} has format version {_shown(found)}, this shardprep reads {FORMAT_VERSION} alone"
-    todo = f"install the shardprep that wrote it, or make the data set anew in a new folder: {remedy}"
-    is_older = type(found) is int and found < FORMAT_VERSION
-    error = UnknownVersion(f"{what}; {todo}", path=path, found=_shown(found), expected=FORMAT_VERSION)
-    error.remedy = remedy if is_older else None
-    return error
+    anew = "shardprep plan --input_dir RAW --output_dir NEW --model_id MODEL --num_shards N"
+    expected = f"{FORMAT_VERSION}; install the shardprep that wrote it, or plan anew into a new folder"
+    remedy = anew if type(found) is int and found < FORMAT_VERSION else None
+    version = f"format version {_shown(found)}"
+    return UnknownVersion(path=path, found=version, expected=expected, remedy=remedy)
 
 
 def _shown(value: object) -> str:

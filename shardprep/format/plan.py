@@ -595,16 +595,13 @@ def refuse_another_plan(frozen: Plan, plan: Plan, output_dir: Path) -> None:
             differing.append(f"{len(paths)} input(s) {what}, such as {min(paths)}")
     if frozen.num_shards != plan.num_shards:
         differing.append(f"{frozen.num_shards} shards, now {plan.num_shards}")
-    if [cut.sha256 for cut in frozen.cuts] != [cut.sha256 for cut in plan.cuts]:
+    elif [cut.sha256 for cut in frozen.cuts] != [cut.sha256 for cut in plan.cuts]:
         differing.append("the whole inputs' hashes differ, or one plan has none (--hash_inputs)")
     unseen = "the cuts between shards, the tokenizer's special tokens or its library differ"
-    found, expected, remedy = "; ".join(differing) or unseen, plan.plan_id[:12], "--output_dir NEW"
-    message = (
-        f"{output_dir} has another plan ({frozen.plan_id[:12]}, this one would be {expected}): {found}. "
-        f"A plan is never changed: for more data or other options plan into a new folder ({remedy}), and "
-        "give the loader a list of folders"
-    )
-    raise errors.Refused(message, path=output_dir, found=found, expected=expected, remedy=remedy)
+    found, remedy = f"plan {frozen.plan_id[:12]}: {'; '.join(differing) or unseen}", "--output_dir NEW"
+    expected = f"{plan.plan_id[:12]}; a plan is never changed: for more data or other options plan into a "
+    expected += f"new folder ({remedy}), and give the loader a list of folders"
+    raise errors.Refused(path=output_dir, found=found, expected=expected, remedy=remedy)
 
 
 def read_plan(output_dir: Path) -> Plan | None:

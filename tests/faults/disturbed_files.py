@@ -13,8 +13,7 @@ from functools import partial
 from json.decoder import JSONDecoder
 from pathlib import Path
 
-import webdataset
-
+from tests.external_tars import write_tar
 from tests.faults.judging import Fault, Outcome, spread, struck
 from tests.faults.small_data_sets import Hit, SmallDataSet, Stage, nothing
 from tests.forged import with_its_hash
@@ -47,11 +46,9 @@ def _keep_tars_only(data_set: SmallDataSet) -> None:
 def _put_external_tars(data_set: SmallDataSet) -> None:
     """Tars by webdataset's own TarWriter; no idx, no manifest."""
     _keep_tars_only(data_set)
+    samples = [{"token_ids.json": [300, *range(1, 6 + n), 301], "text.txt": "text"} for n in range(6)]
     for path in (data_set.place / "data").glob("*.tar"):
-        with webdataset.TarWriter(str(path), mtime=0) as writer:
-            for number in range(6):
-                member = {"token_ids.json": [300, *range(1, 6 + number), 301], "text.txt": "text"}
-                writer.write({"__key__": f"sample_{number:05d}", **member})
+        write_tar(path, samples)
 
 
 def _find_wrong(data_set: SmallDataSet) -> None:

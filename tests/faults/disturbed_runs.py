@@ -18,9 +18,10 @@ from pathlib import Path
 from tests.faults.forked_case import Ended, ForkedRun
 from tests.faults.judging import Fault, Outcome, spread, struck
 from tests.faults.os_calls import ERRORS, Call, Mode
-from tests.faults.small_data_sets import EXPORTS, Hit, SmallDataSet, hits
+from tests.faults.small_data_sets import EXPORTS, LISTS, Hit, SmallDataSet, hits
 
 _OF_EXPORTS = dict.fromkeys(EXPORTS, 0.12)
+_OF_LISTS = dict.fromkeys(LISTS, 0.5)
 _ERROR_HITS = {
     "plan": 3, "shard": 5, "shard, done": 3, "run": 1, "verify": 3, "verify --fast": 1.5, "load": 4,
     "load, no index": 1.5, "stage": 3, "status": 1.5, "submit": 1.5, "peek": 0.5, "doctor": 0.5,
@@ -28,7 +29,7 @@ _ERROR_HITS = {
 }  # fmt: skip
 _KILL_HITS = {
     "plan": 1, "shard": 2, "shard, done": 0.5, "run": 0.5, "verify": 1, "stage": 1, "submit": 0.5,
-    "train_tokenizer": 0.12, "report": 0.5, "blank": 0.12, "clean": 0.5, **_OF_EXPORTS,
+    "train_tokenizer": 0.5, "report": 0.5, "blank": 0.5, "clean": 0.5, **_OF_LISTS, **_OF_EXPORTS,
 }  # fmt: skip
 _SHORT_HITS = {
     "plan": 1.5, "shard": 1.5, "verify": 1.5, "load": 1.5, "load tars": 1, "stage": 1.5, "status": 0.5,

@@ -93,14 +93,14 @@ def struck(campaign: str, data_set: SmallDataSet, hit: Hit, fault: Fault) -> Out
         if fault.may_differ and ended.is_well:
             return EQUAL
         stop = fault.error if fault.mode == "signal" else 0
-        verdict = verdict_at_call(data_set, hit, ended, expected, stop=stop)
+        verdict = _verdict_at_call(data_set, hit, ended, expected, stop=stop)
         if fault.meanwhile and not others:
             raise Failure("wrong", f"it did not stop: {ended}")
         if not fault.may_refuse:
-            must_be_well("it", ended)
+            _must_be_well("it", ended)
         for other in others:
             if isinstance(other, Ended):
-                must_be_well("another process", other)
+                _must_be_well("another process", other)
         return verdict
 
     words = fault.words
@@ -147,7 +147,7 @@ def verdict_of_end(ended: Ended, expected: Undisturbed | None = None) -> Verdict
     return EQUAL
 
 
-def must_be_well(which: str, ended: Ended) -> None:
+def _must_be_well(which: str, ended: Ended) -> None:
     """Failure for a run that may not be refused."""
     if not ended.is_well:
         raise Failure("wrong", f"{which} {ended.how} with {ended.code}: {_shape(ended.text)}")
@@ -168,13 +168,13 @@ def _verdict_on_damage(
         # What it called good must load, and be equal.
         reader = "load staged" if command == "stage" else "load"
         loaded = data_set.run(reader)
-        must_be_well(f"{command} ended with 0, then {reader}", loaded)
+        _must_be_well(f"{command} ended with 0, then {reader}", loaded)
         if loaded.value != data_set.undisturbed("load", "verified").value:
             raise Failure("wrong", f"{command} ended with 0, then {reader} has other batches")
     return EQUAL
 
 
-def verdict_at_call(
+def _verdict_at_call(
     data_set: SmallDataSet, hit: Hit, ended: Ended, expected: Undisturbed, *, stop: int = 0
 ) -> Verdict:
     """Judge how a run ended, what it left, and what comes of it when it is run again, undisturbed.
@@ -215,7 +215,7 @@ def check_state(data_set: SmallDataSet, hit: Hit, expected: Undisturbed, *, has_
     if has_ended and other:
         raise Failure("wrong", f"ended with 0, but other bytes: {', '.join(other)}")
     if hit.command not in _READERS:
-        must_be_well("run again, it", data_set.run(hit.command))
+        _must_be_well("run again, it", data_set.run(hit.command))
         if other := _different(data_set.published(), expected.files):
             raise Failure("wrong", f"run again: other bytes: {', '.join(other)}")
 

@@ -32,6 +32,7 @@ from tests.slurm.fake_slurm import install_fake_slurm
 from tests.world import open_loader
 
 LITTER = ".{}.other-{}-0123abcd.tmp"  # what attempts left that died, and clean removes
+LISTS = ("duplicates", "overlap")  # commands that write them
 EXPORTS = ("export megatron", "export nanogpt", "export hf")
 # Words in capitals are files and folders of the workplace; OPTIONS are those of the form.
 _WORDS = {
@@ -50,6 +51,8 @@ _WORDS = {
     "submit": "submit DATA --mem_gb 1",
     "report": "report DATA --json --output REPORT",
     "blank": "blank DATA --ids BLANKED --output_dir STAGED --num_proc 1 --max_bad_fraction 0.5",
+    "duplicates": "duplicates DATA --output NAMES",
+    "overlap": "overlap DATA --against RAW --output EXPORTED/overlap",
     "export megatron": "export DATA --to megatron --output_dir EXPORTED/megatron",
     "export nanogpt": "export DATA --to nanogpt --output_dir EXPORTED/nanogpt",
     "export hf": "export DATA --to hf --output_dir EXPORTED/hf",
@@ -126,7 +129,7 @@ _HITS: dict[str, tuple[str, Stage]] = {
     **{name: (name, "raw") for name in ("plan", "train_tokenizer")},
     **{name: (name, "planned") for name in ("shard", "run", "submit", "doctor")},
     **{name: (name, "made") for name in ("verify", "verify --fast", "load tars", "status")},
-    **{name: (name, "verified") for name in ("load", "stage", "peek", "report", "blank", *EXPORTS)},
+    **{name: (name, "verified") for name in ("load", "stage", "peek", "report", "blank", *LISTS, *EXPORTS)},
     "clean": ("clean", "littered"),
     "shard, done": ("shard", "verified"),
     "load, no index": ("load", "made"),
@@ -217,7 +220,7 @@ class SmallDataSet:
             shutil.copytree(self.place, self.templates / stage, symlinks=True)
 
     def published(self) -> dict[str, str]:
-        """Return name -> digest of what counts in the workplace: data set, copies, exports, the report.
+        """Return name -> digest of what counts in the workplace: data set, copies, exports, lists, report.
 
         A manifest counts without ``run``, which may differ, and the report without its time. Temporaries,
         jobs and the tokenizer are left out.
@@ -236,7 +239,7 @@ class SmallDataSet:
                 name, data = f"litter/{path.name}", b""
             elif name == "report":
                 data = re.sub(rb'"written": [^,}]*', b"", data)
-            elif folder != "exported" or "/." in name or path.suffix == ".partial":
+            elif folder not in ("exported", "names", "trained") or "/." in name or path.suffix == ".partial":
                 continue
             found[name] = hashlib.sha256(data).hexdigest()
         return found
@@ -281,13 +284,14 @@ def _litter(data: Path) -> None:
 
 
 def _write_raw(place: Path) -> None:
-    """Two files, some 70 documents of both scripts, a long one, an empty one, one that is not UTF-8."""
+    """Two files, some 70 documents of both scripts: a long, an empty and a double one, one not in UTF-8."""
     for name in ("raw", "tmp"):
         (place / name).mkdir(parents=True)
     lines = [f"문서 {number} of a small set{' word' * (number % 13)}\n".encode() for number in range(70)]
     lines[20] = b"\n"
     lines[30] = b"a long document " * 40 + b"\n"
     lines[50] = b"not UTF-8: \xff\xfe\n"
+    lines[61] = lines[60]
     (place / "raw" / "a.txt").write_bytes(b"".join(lines[:40]))
     (place / "raw" / "b.txt").write_bytes(b"".join(lines[40:]))
     blanked = hashlib.sha256(lines[3].removesuffix(b"\n")).hexdigest()

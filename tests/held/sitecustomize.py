@@ -48,7 +48,7 @@ def _limit_soon(most_cpu_s: int) -> None:
     def set_soon(which: int, limits: tuple[int, int]) -> None:
         soft, hard = limits
         if which == resource.RLIMIT_CPU and soft != resource.RLIM_INFINITY:
-            soft = min(soft, int(time.process_time()) + most_cpu_s)
+            soft = int(time.process_time()) + most_cpu_s
         set_limit(which, (soft, hard))
 
     resource.setrlimit = set_soon

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import modeling_flash_attention_utils
 
 from loader import UsageError, check_boundaries, mask_documents
 from loader.boundaries import block_mask, sdpa_mask
@@ -18,6 +20,7 @@ from shardprep.errors import Refused
 from tests.attention_families import (
     VERDICTS,
     WINDOW,
+    fields_of,
     num_wrong,
     packed_batch,
     small_model,
@@ -52,12 +55,63 @@ def flex_uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+    heads = q.shape[-2] // k.shape[-2]
+    k, v = k.repeat_interleave(heads, -2), v.repeat_interleave(heads, -2)
+    q, k, v = (tensor.transpose(-3, -2) for tensor in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale).transpose(-3, -2)
+
+
+@pytest.fixture
+def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """transformers' own FlashAttention 2 path with kernels that run anywhere; gives the calls."""
+    called: list[str] = []
+    own = modeling_flash_attention_utils
+
+    def varlen(
+        q: Tensor, k: Tensor, v: Tensor,
+        cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+        dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """As ``flash_attn_varlen_func``, a sequence after the other: [tokens, heads, size]."""
+        called.append("varlen")
+        assert cu_seqlens_q.dtype == torch.int32
+        assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+        sizes = cu_seqlens_q.diff().tolist()
+        assert (max(sizes), sum(sizes)) == (max_seqlen_q, len(q))
+        assert max_seqlen_k == max_seqlen_q
+        parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+        return torch.cat([attend(*part, causal, softmax_scale) for part in parts])
+
+    kernels = pytest.fail, varlen, None, own._pad_input, own._unpad_input  # the first knows no documents
+    monkeypatch.setattr(own, "_lazy_imports", lambda *args, **options: kernels)
+    monkeypatch.setattr(own, "_loaded_implementation", None)
+    yield called
+    own._loaded_implementation = None
+
+
 def llama(attention: str) -> Any:
     """A small model; set_attn_implementation would look for flash_attn."""
     model = small_model("llama", "eager")
     model.resize_token_embeddings(400)
     model.config._attn_implementation = attention
     return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
+def test_a_batch_for_transformers_gives_each_document_its_own_logits(
+    sets: DataSets, flash_calls: list[str], attention: str
+) -> None:
+    """sdpa and eager: of all families, below."""
+    with open_loader(sets["concat"], 4, boundaries=("transformers", "segment_ids")) as loader:
+        each = loader.peek()
+    model = llama(attention)
+    with torch.no_grad():
+        logits = model(**fields_of(each)).logits
+    assert {*flash_calls} == ({"varlen"} if attention == "flash_attention_2" else set())
+    model.config._attn_implementation = "eager"
+    assert num_wrong(model, each, logits) == 0
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ HEADER_BYTES, CHUNK_RECORDS = 64, 512
 PLACE = [("offset", "<u8"), ("num_bytes", "<u4"), ("num_tokens", "<u4")]
 DOCUMENT = np.dtype([*PLACE, ("source", "<u4"), ("source_offset", "<u8")])
 ROW = np.dtype([*DOCUMENT.descr, ("starts_offset", "<u8"), ("num_starts", "<u4")])
+CHAT = np.dtype([*ROW.descr, ("mask_offset", "<u8")])
 SETS: Mapping[str, Mapping[str, Any]] = {
     "json": {},
     "npy": {"token_format": "npy", "keep_text": False},
@@ -119,7 +120,7 @@ def forge(world: World, part: str, change: Callable[[Any], Any], shard_id: int =
         tar.write_bytes(change(tar.read_bytes()))
     else:
         data = idx.read_bytes()
-        dtype = ROW if stated["spec"]["record"] == "packed" else DOCUMENT
+        dtype = {"packed": ROW, "chat": CHAT}.get(stated["spec"]["record"], DOCUMENT)
         records = np.frombuffer(data, dtype, stated["counts"]["num_samples"], HEADER_BYTES)
         changed = change(records.copy())
         starts = range(0, len(changed), CHUNK_RECORDS)

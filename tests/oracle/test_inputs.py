@@ -61,12 +61,12 @@ def table() -> pyarrow.Table:
 TEMPLATE = {"text_template": r"{title}\n\n{text} {{}}"}
 CASES: dict[str, tuple[Callable[[], bytes], dict[str, str]]] = {
     "a.txt": (text_lines, {}),
-    "f.txt": (text_lines, {"doc": "file", "encoding": "latin-1"}),
-    "h.jsonl": (json_lines, {"id_field": "id"}),
-    "i.jsonl.xz": (lambda: lzma.compress(json_lines()), TEMPLATE),
+    "f.TEXT": (text_lines, {"doc": "file", "encoding": "latin-1"}),
+    "h.JsonLines": (json_lines, {"id_field": "id"}),
+    "i.ndjson.xz": (lambda: lzma.compress(json_lines()), TEMPLATE),
     "j.json": (json_lines, {"text_field": "title"}),
-    "k.parquet": (lambda: table_bytes(table(), "parquet", 9), {"id_field": "id"}),
-    "l.arrow": (lambda: table_bytes(table(), "file.arrow", 9), TEMPLATE),
+    "k.Pq": (lambda: table_bytes(table(), "parquet", 9), {"id_field": "id"}),
+    "l.ipc": (lambda: table_bytes(table(), "file.arrow", 9), TEMPLATE),
     "m.feather": (lambda: table_bytes(table(), "stream.arrow", 9), {"text_field": "meta.kind"}),
 }
 
@@ -108,7 +108,7 @@ def numbers_of(value: Any, name: str) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_manifest_counts_and_side_files_name_what_a_shard_holds(
+def test_manifests_and_index_count_and_side_files_name_what_shards_hold(
     tmp_path: Path, form: str, num_shards: int
 ) -> None:
     texts = [{"id": f"e{number}", "text": text} for number, text in enumerate(hostile_texts(50, seed=4))]
@@ -119,6 +119,8 @@ def test_a_manifest_counts_and_side_files_name_what_a_shard_holds(
     for manifest in world.manifests():
         found.update(dict(numbers_of(manifest["counts"], "counts")))
         found.update(dict(numbers_of(manifest["run"]["texts"], "texts")))
+    index = json.loads((world.data_dir / "index.json").read_bytes())
+    found.update(dict(numbers_of(index["sources"], "index")))
 
     is_packed, expected = "seq_len" in FORMS[form], Counter[str]()
     ids, digests, left_out, lines = [], [], [], []
@@ -150,7 +152,8 @@ def test_a_manifest_counts_and_side_files_name_what_a_shard_holds(
                 of_texts["num_bytes"] = len(record.text.encode())
                 expected.update({f"texts.{source}.{name}": count for name, count in of_texts.items()})
             expected.update({f"counts.{name}": count for name, count in counts.items()})
-            expected.update({f"counts.sources.{source}.{name}": count for name, count in of_source.items()})
+            for told in ("counts.sources", "index"):
+                expected.update({f"{told}.{source}.{name}": count for name, count in of_source.items()})
     if is_packed:
         num_rows, num_tokens = found["counts.num_samples"], expected["counts.num_tokens"]
         assert form == "best_fit" or num_shards > 1 or num_rows == -(-num_tokens // ROW_TOKENS)
@@ -160,10 +163,10 @@ def test_a_manifest_counts_and_side_files_name_what_a_shard_holds(
         del found["counts.num_documents_across_rows"], expected["counts.num_documents_across_rows"]
     assert +found == +expected
 
-    told = world.lines("quarantine")
+    bad = world.lines("quarantine")
     fields = ("source", "source_offset", "reason", "num_bytes")
-    assert [tuple(each[field] for field in fields) for each in told] == left_out
-    assert num_shards > 1 or [each["line"] for each in told] == lines
+    assert [tuple(each[field] for field in fields) for each in bad] == left_out
+    assert num_shards > 1 or [each["line"] for each in bad] == lines
     assert world.lines("ids") == ids
     is_in_order = form != "best_fit"  # or they are in the order of its rows
     assert world.digests() == digests if is_in_order else sorted(world.digests()) == sorted(digests)

@@ -6,7 +6,6 @@ templates x 200 conversations, and Llama 3's tokenizer where it is there.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import importlib.metadata
@@ -15,9 +14,7 @@ import os
 import re
 import shutil
 import signal
-import struct
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +24,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests import chat_sets
-from tests.chat_sets import PLAIN, TAGGED, conversations, write_chats
-from tests.children import child, environ_of_children, shardprep
-from tests.forged import rewrite_json
+from tests.chat_sets import PLAIN, TAGGED, conversations
+from tests.children import child, environ_of_children, is_living, shardprep
 from tests.input_writers import table_bytes
+from tests.oracle.test_done import forge, with_field
 from tests.waiting import wait_until
 from tests.world import World, save_tokenizer
 
@@ -42,10 +39,9 @@ PLACE = Path(__file__).parents[1] / "held"
 
 def world_of(folder: Path, template: str, chats: list[Any], lines: Sequence[str] = ()) -> World:
     """Conversations, and lines of JSON behind them, and a tokenizer with a chat template."""
+    told = [json.dumps({"messages": chat}, ensure_ascii=False) for chat in chats]
     world = World(folder, tokenizer=save_tokenizer(folder / "model", template))
-    with (write_chats(world.raw_dir, chats) / "chats.jsonl").open("a") as file:
-        file.write("\n".join(lines))
-    return world
+    return world.raw({"chats.jsonl": "\n".join([*told, *lines]) + "\n"})
 
 
 def planned(world: World, **options: Any) -> World:
@@ -81,20 +77,6 @@ SAMPLE = [
 ]  # fmt: skip
 NAMES = [*chat_sets.TOKENIZERS, "Llama 3"]
 PAIRS = [(name, each) for name in NAMES for each in chat_sets.TEMPLATES] if TAKES_ALL else SAMPLE
-Models = Callable[[str], Path]
-
-
-@pytest.fixture(scope="module")
-def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
-    folder = tmp_path_factory.mktemp("models")
-
-    def model(name: str) -> Path:
-        if name == "Llama 3":
-            return Path(request.getfixturevalue("shared_dir")) / "tokenizers" / "llama3"
-        path = folder / name
-        return path if path.exists() else chat_sets.save_tokenizer(name, path)
-
-    return model
 
 
 def expected_of(tokenizer: Any, chat: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
@@ -126,10 +108,16 @@ def expected(model: Path, chats: list[Any]) -> list[tuple[list[int], list[int]]]
 
 
 @pytest.mark.parametrize(("name", "template"), PAIRS)
-def test_masks_are_those_of_transformers(models: Models, tmp_path: Path, name: str, template: str) -> None:
+def test_masks_are_those_of_transformers(
+    request: pytest.FixtureRequest, tmp_path: Path, name: str, template: str
+) -> None:
     chats = chat_sets.odd_conversations(NUM_CHATS, seed=PAIRS.index((name, template)))
-    world = World(tmp_path, tokenizer=models(name))
-    write_chats(world.raw_dir, chats)
+    if name == "Llama 3":
+        model = Path(request.getfixturevalue("shared_dir")) / "tokenizers" / "llama3"
+    else:
+        model = chat_sets.save_tokenizer(name, tmp_path / "model")
+    world = World(tmp_path, tokenizer=model)
+    world.raw({"chats.jsonl": [{"messages": chat} for chat in chats]})
     tokenizer: Any = AutoTokenizer.from_pretrained(world.tokenizer)
     tokenizer.chat_template = chat_sets.TEMPLATES[template]
     (tmp_path / "template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
@@ -428,9 +416,8 @@ def test_a_template_or_a_conversation_that_takes_too_much_is_an_error_that_names
 def test_a_killed_command_leaves_no_renderer_behind(tmp_path: Path) -> None:
     world = world_of(tmp_path, PLAIN + ENDLESS, CHATS)
     command = shardprep("plan", *world.words_of_plan(), "--record", "chat")
-    is_subreaper = 36  # PR_SET_CHILD_SUBREAPER: an orphan becomes this process's child, which sees its end
-    assert ctypes.CDLL(None).prctl(is_subreaper, 1, 0, 0, 0) == 0
-    with child(command, env=environ_of_children(), start_new_session=False) as process:
+    environ = environ_of_children(PYTHONPATH=str(PLACE), MOST_CPU_S="99999")  # no limit ends it
+    with child(command, env=environ) as process:
 
         def is_rendering() -> bool:
             assert process.poll() is None, "it ended before it could be killed"
@@ -440,19 +427,10 @@ def test_a_killed_command_leaves_no_renderer_behind(tmp_path: Path) -> None:
         wait_until(is_rendering)  # the template runs once the limit of CPU time stands
         (renderer,) = renderers(process.pid)
         process.kill()
-        process.wait()
-        _, status = os.waitpid(renderer, 0)
-    assert ctypes.CDLL(None).prctl(is_subreaper, 0, 0, 0, 0) == 0
-    assert os.waitstatus_to_exitcode(status) == 1, "it ended by itself, before its limit"
+        wait_until(lambda: not is_living(renderer))
 
 
 def test_a_mask_that_cannot_lie_in_the_tar_is_found(tmp_path: Path) -> None:
     world = planned(world_of(tmp_path, TAGGED, CHATS)).run()
-    path, num_rows = world.data_dir / "shard-00000.idx", world.manifests()[0]["counts"]["num_samples"]
-    data = bytearray(path.read_bytes())
-    struct.pack_into("<Q", data, 64 + 48 + 40, 10**9)  # where the mask of the second row begins
-    records = bytes(data[64 : 64 + 48 * num_rows])
-    path.write_bytes(data[: 64 + 48 * num_rows] + struct.pack("<I", zlib.crc32(records)))
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    rewrite_json(world.data_dir / "shard-00000.json", **{"idx.sha256": digest})
+    forge(world, "records", with_field("mask_offset", lambda _: 10**9, row=1), shard_id=0)
     world.main("verify", world.data_dir).ends(65, "sample 1")

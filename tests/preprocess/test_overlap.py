@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
@@ -10,7 +9,6 @@ import random
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from shardprep.errors import BrokenShard, NotFound, Refused, UsageError
-from tests import chat_sets
 from tests.forged import rewrite_json
-from tests.word_tokenizers import save_word_tokenizer
+from tests.plain_reader import plain_records
 from tests.world import Ended, World, call_main, tokenizer_dir
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -31,6 +28,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 # n, words or tokens, units that may differ, and the least share: written down again, from the papers.
 RULES = {"gpt3": (13, "words", 0, 0.0), "palm": (8, "tokens", 0, 0.7), "llama": (10, "tokens", 4, 0.0)}
+TOKENIZER = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
 _CHOOSER = random.Random(1)
 _LATIN = ["".join(_CHOOSER.choices("aeioubdgklmnprstvz", k=2 + n % 7)) for n in range(3000)]
 _NOUNS = ["".join(chr(_CHOOSER.randrange(0xAC00, 0xD7A4)) for _ in range(2)) for _ in range(3000)]
@@ -77,10 +75,8 @@ EVALS, DOCUMENTS = planted()
 
 @pytest.fixture(scope="module")
 def evals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("evals")
-    lines = [json.dumps({"question": text}, ensure_ascii=False) for text in EVALS]
-    (folder / "quiz.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    return folder
+    world = World(tmp_path_factory.mktemp("evals"))
+    return world.raw({"quiz.jsonl": [{"question": text} for text in EVALS]}).raw_dir
 
 
 @pytest.fixture(scope="module")
@@ -108,14 +104,9 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-@functools.cache
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
-
-
 def units_of(text: str, unit: str) -> list[Any]:
     if unit == "tokens":
-        return list(tokenizer().encode(text, add_special_tokens=False).ids)
+        return list(TOKENIZER.encode(text, add_special_tokens=False).ids)
     letters = []
     for char in unicodedata.normalize("NFKC", text).casefold():
         kind = unicodedata.category(char)
@@ -170,8 +161,8 @@ def test_it_finds_the_pairs_that_brute_force_finds_and_no_others(
     worlds: Worlds, evals: Path, tmp_path: Path, expected: Any, form: str, rule: str
 ) -> None:
     hits = search(worlds[form], evals, tmp_path / "out", rule=rule)
-    starts = list(itertools.accumulate([0, *map(len, (evals / "quiz.jsonl").read_bytes().splitlines(True))]))
-    quiz_of = dict(zip([f"quiz.jsonl:{start}" for start in starts], EVALS, strict=False))
+    quizzes = plain_records(evals / "quiz.jsonl", text_field="question")
+    quiz_of = {f"quiz.jsonl:{quiz.offset}": quiz.text for quiz in quizzes}
     text_of = {digest(text): text for text in DOCUMENTS}
     pairs = {(hit["sha256"], quiz_of[hit["eval"]]): (hit["longest"], hit["share"]) for hit in hits}
     assert pairs == expected[rule]
@@ -198,15 +189,6 @@ def test_a_hit_names_a_document_and_its_text(worlds: Worlds, evals: Path, tmp_pa
     if form == "documents":
         shown = world.main("peek", world.data_dir, hits[0]["document"], chars=0)
         assert f"from a.jsonl byte {hits[0]['document'].rpartition(':')[2]}\n" in shown.out
-
-
-def test_a_tokenizer_that_loses_texts_changes_no_hit(worlds: Worlds, evals: Path, tmp_path: Path) -> None:
-    world = World(tmp_path, tokenizer=tmp_path / "model", raw_dir=worlds["packed"].raw_dir)
-    save_word_tokenizer(world.tokenizer, 3, splits=True)
-    world.make(record="packed", seq_len=300)
-    assert search(world, evals, tmp_path / "out") == [
-        {**hit, "id": None} for hit in search(worlds["documents"], evals, tmp_path / "expected")
-    ]
 
 
 def test_an_evaluation_may_be_a_data_set(worlds: Worlds, evals: Path, tmp_path: Path) -> None:
@@ -302,13 +284,13 @@ def texts_of(seed: int, count: int) -> list[str]:
 def with_copies(folder: Path, seed: int, **options: Any) -> tuple[World, list[tuple[Place, str]]]:
     """A data set of two source folders, and its documents in the order of its inputs, with their places."""
     files = {"a/one.jsonl": texts_of(seed, 60), "b/two.jsonl": texts_of(seed + 1, 40), "b/empty.jsonl": []}
-    documents, raw = [], dict[str, Any]()
-    for name, texts in sorted(files.items()):
-        lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
-        raw[name] = b"".join(lines)
-        for number, text in enumerate(texts):
-            documents.append(((name, sum(map(len, lines[:number]))), text))
-    world = World(folder).raw(raw).make(num_shards=5, recursive=True, **options)
+    world = World(folder).raw({name: [{"text": text} for text in texts] for name, texts in files.items()})
+    world.make(num_shards=5, recursive=True, **options)
+    documents = [
+        ((name, each.offset), each.text)
+        for name in sorted(files)
+        for each in plain_records(world.raw_dir / name)
+    ]
     return world, documents
 
 
@@ -409,37 +391,3 @@ def test_documents_are_equal_if_all_of_their_digests_is(tmp_path: Path, digests:
         assert not (tmp_path / "names.txt").exists()
     else:
         assert find_copies(world.data_dir, "--output", tmp_path / "names.txt")[1] == copies_in([documents])
-
-
-def test_digests_change_no_sample_and_are_kept_only_where_they_are_asked_for(tmp_path: Path) -> None:
-    plain, documents = with_copies(tmp_path / "plain", 0, record="packed", seq_len=16)
-    kept, _ = with_copies(tmp_path / "kept", 0, digests=True, record="packed", seq_len=16)
-    assert kept.members() == plain.members()
-    assert (len(kept.digests()), plain.digests()) == (len(documents), [])
-    assert {(each["digests"], each["counts"]["validation"]) for each in plain.manifests()} == {(None, None)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pack", ["concat", "best_fit"])
-def test_which_documents_are_held_out_follows_from_their_texts_alone(tmp_path: Path, pack: str) -> None:
-    """Whatever the shards and the tokenizer; tests/oracle packs both sides and freezes their batches."""
-    options: dict[str, Any] = {"validation_fraction": 0.2, "record": "packed", "seq_len": 32, "pack": pack}
-    world, documents = with_copies(tmp_path, 0, **options)
-    model = chat_sets.save_tokenizer("bytes", tmp_path / "bytes")
-    other = World(tmp_path / "other", raw_dir=world.raw_dir, tokenizer=model)
-    digests = [hashlib.sha256(text.encode()).digest()[:16] for _, text in documents]
-    for each in (world, other.make(num_shards=30, recursive=True, **options)):
-        found = iter(each.digests())
-        sides: tuple[list[bytes], list[bytes]] = ([], [])
-        for counts in (manifest["counts"] for manifest in each.manifests()):
-            num_held = counts["validation"]["num_documents"]
-            sides[0].extend(next(found) for _ in range(counts["num_documents"] - num_held))
-            sides[1].extend(next(found) for _ in range(num_held))
-        assert 20 < len(sides[1]) < len(sides[0])
-        for side, is_held in zip(sides, (False, True), strict=True):
-            wanted = [
-                digest
-                for digest in digests
-                if (Fraction(int.from_bytes(digest[:8], "big"), 1 << 64) < Fraction(0.2)) == is_held
-            ]
-            assert side == wanted if pack == "concat" else sorted(side) == sorted(wanted)

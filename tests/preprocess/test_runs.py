@@ -1,24 +1,30 @@
-"""Tasks and ``run``: equal bytes whatever made them, nothing unfinished left by whatever stopped them."""
+"""Tasks, ``run`` and doctor: equal bytes whatever made them, within the CPUs and memory that they were given.
+
+Whatever stopped them, nothing unfinished is left.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import struct
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.children import child, end_of, environ_of_children, is_living, shardprep
+from tests.chat_sets import PLAIN
+from tests.checkout import ROOT
+from tests.children import child, end_of, environ_of_children, is_living, run_child, shardprep
 from tests.held_children import Hold
 from tests.input_writers import write_every_format
-from tests.killed_calls import killed_at
 from tests.waiting import wait_until
 from tests.world import Ended, World, call_main, hostile_text, save_tokenizer
 
@@ -41,16 +47,24 @@ def raw_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the system would say it: a worker may use eight CPUs."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
+def cpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], list[set[int]]]:
+    """Says which CPUs this process may use; gets those that it takes."""
+
+    def allow(affinity: set[int]) -> list[set[int]]:
+        taken: list[set[int]] = []
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(affinity))
+        monkeypatch.setattr(os, "sched_setaffinity", lambda _, chosen: taken.append(set(chosen)))
+        return taken
+
+    return allow
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("eight_cpus")
 @pytest.mark.parametrize("form", FORMS)
-def test_shards_have_equal_bytes_whatever_makes_them(raw_dir: Path, tmp_path: Path, form: str) -> None:
+def test_shards_have_equal_bytes_whatever_makes_them(
+    raw_dir: Path, tmp_path: Path, cpus: Any, form: str
+) -> None:
+    cpus({*range(8)})
     options = {**FORMS[form], "max_bad_fraction": 1}
     if form == "whole files":
         options |= {"input_dir": World(tmp_path / "text").raw({"a.txt": "x\n" * 9, "b.txt": "가\n"}).raw_dir}
@@ -134,50 +148,6 @@ def test_what_this_user_may_not_read_or_write_is_named(
     assert not world.temporaries()
 
 
-# The words of a command, and the folder that it writes.
-KILLED = {
-    "blank": ("blank data --ids names --output new --num_proc 1", "new"),
-    "duplicates": ("duplicates data --output out/names.txt", "out"),
-    "overlap": ("overlap data --against raw --output new", "new"),
-    "train_tokenizer": ("train_tokenizer --input_dir raw --vocab_size 300 --output_dir new", "new"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize("command", KILLED)
-def test_a_kill_at_any_call_leaves_whole_files_and_a_second_call_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    world = World(tmp_path).raw({"a.txt": f"{'the kettle sings twice ' * 9}\n" * 3 + hostile_text(60)})
-    world.make(digests=True)
-    (tmp_path / "names").write_text("at:a.txt:0\n")
-    (tmp_path / "out").mkdir()
-    monkeypatch.chdir(tmp_path)
-    words, place = KILLED[command]
-
-    def visible(folder: Path) -> dict[str, bytes]:
-        """What counts of a folder; of manifests what may not differ."""
-        files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-        names = [name for name in files if not re.search(r"(^|/)\.|^jobs/", name)]
-        found = {name: files[name].read_bytes() for name in names}
-        return {**found, **World(tmp_path, data_dir=folder).contents()}
-
-    before = visible(world.data_dir)
-    world.main(*words.split()).ends(0)
-    expected, number, is_killed = visible(tmp_path / place), 1, True
-    while is_killed:
-        if number % 2:  # else the last one's files are there
-            shutil.rmtree(tmp_path / place, ignore_errors=True)
-            (tmp_path / "out").mkdir(exist_ok=True)
-        is_killed = os.WIFSIGNALED(killed_at(number, words.split()))
-        assert visible(tmp_path / place).items() <= expected.items(), number
-        number = number * 4 // 3 + 1
-    assert number > 12
-    assert visible(tmp_path / place) == expected
-    assert visible(world.data_dir) == before
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("target", ["task alone", "whole group"])
 def test_a_signal_while_a_task_plans_ends_it_with_75_and_leaves_no_plan(tmp_path: Path, target: str) -> None:
@@ -251,3 +221,232 @@ def test_a_killed_process_fails_one_shard_and_what_is_told_makes_it(world: World
     assert len(done(world)) == 4
     run_again(Ended(code=74, out="", err=text)).ends(0)
     assert (done(world), world.temporaries()) == ([0, 1, 2, 3, 4], [])
+
+
+# CPUs and memory, and what doctor says of them.
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """``kernel({"proc/self/cgroup": "0::/job\\n", ...})``: what the kernel's files of cgroups say."""
+    root, read_text = tmp_path / "kernel", Path.read_text
+
+    def read(path: Path, *args: Any, **options: Any) -> str:
+        is_of_kernel = str(path) == "/proc/self/cgroup" or str(path).startswith("/sys/fs/cgroup")
+        return read_text(root / str(path)[1:] if is_of_kernel else path, *args, **options)
+
+    def say(files: dict[str, str]) -> None:
+        for name, text in files.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
+        monkeypatch.setattr(Path, "read_text", read)
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("given", "affinity", "shard_id", "expected"),
+    [
+        (None, {3, 1, 2}, 0, {1, 2, 3}), ("2", {4, 5}, 7, {4, 5}), ("8", {4, 5}, 0, {4, 5}),
+        ("2", {*range(8)}, 0, {0, 1}), ("2", {*range(8)}, 3, {6, 7}), ("2", {*range(8)}, 4, {0, 1}),
+        ("3", {*range(8)}, 2, {0, 6, 7}), ("0", {1, 2}, 0, {1, 2}), ("2(x3)", {1, 2}, 0, {1, 2}),
+    ],
+)  # fmt: skip
+def test_slurms_number_then_the_mask_decides_and_tasks_share_no_cpu(
+    tmp_path: Path, cpus: Any, given: str | None, affinity: set[int], shard_id: int, expected: set[int]
+) -> None:
+    world = World(tmp_path).raw({"a.txt": "a line\n" * 90}).plan(num_shards=8)
+    environ = {} if given is None else {"SLURM_CPUS_PER_TASK": given}
+    taken = cpus(affinity)
+    assert world.try_shard(shard_id, environ=environ).code == 0
+    assert taken[0] == expected
+
+
+# Read by each Python that starts: at its end it says how many threads it has.
+COUNTING = """
+import atexit, os
+atexit.register(lambda: open(os.environ["REPORT"], "a").write(f"{len(os.listdir('/proc/self/task'))} "))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("engine", ["tokenizers", "gigatoken"])
+def test_a_shells_settings_for_other_programs_change_no_engines_threads(tmp_path: Path, engine: str) -> None:
+    """Rayon's variables, and tokenizers' own, act on the tokenizers engine if nobody sets them."""
+    world = World(tmp_path).raw({"a.txt": "a text\n" * 20_000}).plan(num_shards=1)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(COUNTING)
+    report = tmp_path / "report"
+    words = shardprep("--shard_id", 0, "--engine", engine, "--output_dir", world.data_dir)
+    numbers = {"RAYON_NUM_THREADS": "7", "RAYON_RS_NUM_CPUS": "7", "TOKENIZERS_PARALLELISM": "false"}
+    for given in ({}, numbers):
+        environ = {**environ_of_children(), **given, "REPORT": str(report)}
+        for name in numbers.keys() - given.keys():
+            environ.pop(name, None)
+        environ["PYTHONPATH"] = f"{tmp_path / 'site'}:{ROOT}"
+        run_child(words, env=environ)
+        (world.data_dir / "shard-00000.json").unlink()
+    assert len(set(report.read_text().split())) == 1, report.read_text()
+
+
+def findings(*words: object, **environ: str) -> dict[str, dict[str, str]]:
+    """What doctor finds, by topic; of several the last."""
+    ended = call_main("doctor", "--json", *words, environ=environ)
+    answer = json.loads(ended.out)
+    assert ended.code == answer["exit_code"]
+    return {finding["topic"]: finding for finding in answer["findings"]}
+
+
+VERSION_1 = {
+    "proc/self/cgroup": "4:cpu,cpuacct:/x\n3:memory:/slurm/uid_0\n0::/\n",
+    "sys/fs/cgroup/memory/slurm/uid_0/memory.limit_in_bytes": "750000000\n",
+}
+VERSION_2 = {"task_0/memory.max": "max\n", "memory.max": "500000000\n", "../memory.max": "900000000\n"}
+VERSION_2 = {f"sys/fs/cgroup/slurm/job_7/{name}": text for name, text in VERSION_2.items()}
+VERSION_2["proc/self/cgroup"] = "0::/slurm/job_7/task_0\n"
+PER_CPU = {"SLURM_MEM_PER_CPU": "300", "SLURM_CPUS_PER_TASK": "1"}
+
+
+def job(**files: str) -> dict[str, str]:
+    names = {name: f"sys/fs/cgroup/job/{name.replace('_', '.')}" for name in files}
+    return {"proc/self/cgroup": "0::/job\n", **{names[name]: text for name, text in files.items()}}
+
+
+@pytest.mark.parametrize(
+    ("topic", "files", "environ", "told", "todo"),
+    [
+        ("memory", VERSION_2, {}, "500 MB", ""),  # the least of all above
+        ("memory", VERSION_1, {}, "750 MB", ""),
+        ("memory", VERSION_1, {"SLURM_MEM_PER_NODE": "600"}, "629 MB", ""),
+        ("memory", VERSION_1, PER_CPU, "315 MB", "--mem"),  # as DefMemPerCPU is told, without cgroups
+        ("memory", VERSION_1, {**PER_CPU, "SLURM_CPUS_ON_NODE": "2"}, "629 MB", ""),
+        ("memory", VERSION_1, {"SLURM_MEM_PER_NODE": "0"}, "750 MB", ""),  # 0 is all of the node
+        ("memory", {"proc/self/cgroup": "0::/none\n"}, {}, "machine", ""),
+        ("memory", job(memory_max=f"{256 << 20}\n"), {}, "268 MB", "--mem"),
+        ("cpus", job(cpu_max="150000 100000"), {}, "", "--num_proc 1"),
+        ("cpus", job(), {"SLURM_CPUS_PER_TASK": "16"}, "16", "srun --cpus-per-task=16"),
+        ("cpus", job(cpu_max="max 100000"), {"SLURM_CPUS_PER_TASK": "4"}, "4", ""),
+        (
+            "threads",
+            job(),
+            {"OMP_NUM_THREADS": "64", "RAYON_NUM_THREADS": "1"},
+            "",
+            "export OMP_NUM_THREADS=8",
+        ),
+        ("threads", job(), {"OMP_NUM_THREADS": "8"}, "", ""),
+    ],
+    ids=str,
+)
+def test_the_least_limit_counts_and_what_lacks_is_a_warning_with_what_to_do(
+    kernel: Any, cpus: Any, topic: str, files: dict[str, str], environ: dict[str, str], told: str, todo: str
+) -> None:
+    cpus({*range(8)})
+    kernel(files)
+    finding = findings(**environ)[topic]
+    assert told in finding["text"]
+    assert (finding["level"], todo in finding["todo"]) == ("warning" if todo else "good", True)
+
+
+def test_numbers_of_the_environment_are_positive_or_refused(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.txt": "a\n"}).plan(num_shards=1)
+    for name in ("DATASET_BATCH_SIZE", "DATASET_WRITER_BATCH_SIZE"):
+        for number in ("0", "1e3"):
+            world.try_shard(0, environ={name: number}).ends(2, name)
+
+
+def test_doctor_looks_at_a_tokenizer_and_at_a_planned_folder_and_writes_nothing(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.txt": "a\n" * 9}).plan(num_shards=5)
+    found = findings("--model_id", world.tokenizer)
+    assert {"cpus", "memory", "threads", "versions", "tokenizer"} <= set(found)
+    before = sorted(path.name for path in world.data_dir.iterdir())
+    ended = world.main("doctor", output_dir=world.data_dir)
+    assert ended.code in (0, 1)
+    assert all(words in ended.out for words in ("5 shards", str(world.data_dir)))
+    assert sorted(path.name for path in world.data_dir.iterdir()) == before
+    ended = world.main("doctor", model_id=tmp_path / "none")
+    (line,) = [line for line in ended.out.splitlines() if line.startswith("bad")]
+    assert (ended.code, str(tmp_path / "none") in line) == (66, True)
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+LIMITED: dict[str, dict[str, Any]] = {
+    "documents": {},
+    "best_fit": {"record": "packed", "seq_len": 2048, "pack": "best_fit"},
+    "chat": {"record": "chat", "seq_len": 2048},
+    "a line of 100 MB": {"max_bad_fraction": 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def data(shared_dir: Path, corpora_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
+    """Plans of Llama 3's tokenizer; the long line stands behind one of 4 MB."""
+    root = tmp_path_factory.mktemp("limited")
+    text = b"".join(path.read_bytes()[:400_000] for path in sorted(corpora_dir.glob("*.txt")))
+    records = []
+    for line in filter(str.strip, text.decode("utf-8", "ignore").split("\n")):
+        turns = [{"role": "user", "content": line}, {"role": "assistant", "content": line[::-1]}]
+        records.append({"text": line, "messages": turns})
+    long_line = b" ".join((corpora_dir / "en_paragraphs.txt").read_bytes()[:4_000_000].split(b"\n"))
+    long = {"a.txt": long_line + b"\n" + long_line * 25}
+    (root / "template.jinja").write_text(PLAIN)
+    worlds = {}
+    for name, options in LIMITED.items():
+        world = World(root / name, tokenizer=shared_dir / "tokenizers" / "llama3")
+        world.raw(long if "line" in name else {"a.jsonl": records})
+        template = root / "template.jinja" if name == "chat" else None
+        worlds[name] = world.plan(num_shards=1, chat_template_file=template, **options)
+    return worlds
+
+
+@contextlib.contextmanager
+def cgroup(num_bytes: int) -> Iterator[str]:
+    """Words of a shell that join a cgroup with a limit; skips where none can be made."""
+    is_old = (CGROUPS / "memory").is_dir()
+    folder = (CGROUPS / "memory" if is_old else CGROUPS) / f"shardprep-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / ("memory.limit_in_bytes" if is_old else "memory.max")).write_text(str(num_bytes))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        pytest.skip(f"no cgroup of one's own can be made: {error}")
+    try:
+        yield f"echo $$ > {folder}/cgroup.procs"
+    finally:
+        folder.rmdir()
+
+
+def made(world: World, engine: str, before: str) -> Ended:
+    """How a task ends that a shell starts behind some words."""
+    for path in world.data_dir.glob("shard-*"):
+        path.unlink()
+    task = f"{sys.executable} -m shardprep --shard_id 0 --output_dir '{world.data_dir}' --engine {engine}"
+    environ = environ_of_children(SLURM_CPUS_PER_TASK="2")  # each thread takes some
+    done = run_child(["sh", "-c", f"{before}; exec {task}"], code=None, cwd=ROOT, env=environ)
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("form", LIMITED)
+def test_a_cgroup_of_300_mb_is_enough(data: dict[str, World], form: str) -> None:
+    with cgroup(300 << 20) as joining:
+        made(data[form], "tokenizers" if form in ("documents", "chat") else "gigatoken", joining).ends(0)
+    assert data[form].left_out() == ({"too_long": 1} if form == "a line of 100 MB" else {})
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_under_ulimit_a_task_makes_its_shard_or_refuses_at_once(data: dict[str, World]) -> None:
+    for limit_mb in (300, 1012):
+        made(data["documents"], "gigatoken", f"ulimit -v {limit_mb << 10}").ends(2, "ulimit -v")
+    for form, engine in (("documents", "gigatoken"), ("chat", "tokenizers")):
+        made(data[form], engine, f"ulimit -v {1013 << 10}").ends(0)
+
+
+@pytest.mark.processes
+def test_exported_lines_can_be_sourced_and_are_all_that_is_printed(tmp_path: Path) -> None:
+    ended = World(tmp_path).main("doctor", "--export", environ={"SLURM_NTASKS_PER_NODE": "1"}).ends(0)
+    assert all(line.startswith("export ") for line in ended.out.splitlines())
+    shown = run_child(["sh", "-c", f"{ended.out}env"]).stdout.splitlines()
+    assert {"TOKENIZERS_PARALLELISM=false", f"OMP_NUM_THREADS={len(os.sched_getaffinity(0))}"} <= set(shown)

@@ -1,18 +1,24 @@
-"""Tokenizers: what planning keeps of them gives the ids of transformers, and is what training loads."""
+"""Tokenizers and engines: the ids are those of transformers, whatever encodes, and training loads the same.
+
+By itself some lines of the corpora; ``LLAMA3_LINES=all`` (``make torture``) takes all.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
 import io
+import itertools
 import json
 import multiprocessing.util
 import os
 import random
 import re
+import runpy
 import shutil
 import sys
 import threading
+import unicodedata
 import zlib
 from collections.abc import Callable, Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +27,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
+import gigatoken.gigatoken_rs
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -30,15 +37,19 @@ from tests import chat_sets
 from tests.checkout import ROOT
 from tests.children import environ_of_children, run_child, shardprep
 from tests.external_tars import write_numbered_tars
+from tests.forged import rewrite_plan
 from tests.word_tokenizers import save_word_tokenizer
-from tests.world import BOS, EOS, World, flags_of, save_tokenizer
+from tests.world import BOS, EOS, TURN, World, flags_of, save_tokenizer
 
 Change = Callable[[Path], Any]
 
 
 def edit(path: Path, **changes: Any) -> None:
+    """Change values of a JSON file, or values of an object in it."""
     data = json.loads(path.read_bytes()) if path.exists() else {}
-    path.write_text(json.dumps({**data, **changes}), encoding="utf-8")
+    for name, value in changes.items():
+        data[name] = {**data[name], **value} if isinstance(value, dict) and data.get(name) else value
+    path.write_text(json.dumps(data), encoding="utf-8")
 
 
 def file_of(name: str, **values: Any) -> Change:
@@ -58,10 +69,9 @@ def with_decoder(folder: Path) -> None:
 
 
 def old_merges(folder: Path) -> None:
-    """Merges as texts and no ignore_merges, as older versions of tokenizers wrote them."""
-    model = json.loads((folder / "tokenizer.json").read_bytes())["model"]
-    del model["ignore_merges"]
-    edit(folder / "tokenizer.json", model={**model, "merges": [" ".join(pair) for pair in model["merges"]]})
+    """Merges as texts, as older versions of tokenizers wrote them."""
+    merges = json.loads((folder / "tokenizer.json").read_bytes())["model"]["merges"]
+    edit(folder / "tokenizer.json", model={"merges": [" ".join(pair) for pair in merges]})
 
 
 PLAIN: dict[str, Change] = {
@@ -73,8 +83,6 @@ PLAIN: dict[str, Change] = {
     "a chat template": config(chat_template="{{ messages }}"),
     "the class of transformers 5": config(tokenizer_class="TokenizersBackend", backend="tokenizers"),
 }
-TRUNCATION = {"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
-FLAGS = {"lstrip": True, "normalized": False, "rstrip": False, "single_word": False, "special": True}
 NOT_PLAIN: dict[str, Change] = {
     "a token in the configuration alone": config(mask_token="<|mask|>"),
     "a listed token in the configuration alone": config(additional_special_tokens=["<|mask|>"]),
@@ -86,9 +94,9 @@ NOT_PLAIN: dict[str, Change] = {
     "a class in the model's configuration": file_of("config.json", tokenizer_class="X"),
     "tokens of another file": file_of("added_tokens.json", more=600),
     "a pad token of another file": file_of("special_tokens_map.json", pad_token=EOS),
-    "truncation": file_of("tokenizer.json", truncation=TRUNCATION),
+    "truncation": file_of("tokenizer.json", truncation={"max_length": 9}),
     "no JSON": lambda folder: (folder / "tokenizer.json").write_text("{"),
-    "a token of other flags": config(added_tokens_decoder={"281": {"content": BOS, **FLAGS}}),
+    "a token of other flags": config(added_tokens_decoder={"281": {"content": BOS}}),
 }
 
 
@@ -111,7 +119,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 @pytest.mark.usefixtures("no_process")
 @pytest.mark.parametrize("kind", PLAIN)
 def test_a_plain_tokenizer_is_read_without_transformers_and_equals_its(world: World, kind: str) -> None:
+    """Of the model's folder nothing else is kept, and tasks need no more."""
     PLAIN[kind](world.tokenizer)
+    (world.tokenizer / "model.safetensors").write_bytes(b"weights")
     world.plan(num_shards=1)
     ours, theirs = world.data_dir / "tokenizer", world.data_dir / "theirs"
     for source in (world.tokenizer, ours):  # and so does training load it from the data set
@@ -121,6 +131,9 @@ def test_a_plain_tokenizer_is_read_without_transformers_and_equals_its(world: Wo
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         assert told[name] == getattr(tokenizer, name), "a token that no file names is not the word None"
     assert told["vocab_size"] == len(tokenizer)
+    assert not {path.name for path in ours.iterdir()} & {"model.safetensors", "config.json"}
+    shutil.rmtree(world.tokenizer)
+    world.run().verify()
 
 
 @pytest.mark.usefixtures("no_process")
@@ -154,39 +167,21 @@ def test_a_second_plan_asks_transformers_no_more_and_a_damaged_cache_counts_as_n
     assert again.try_plan(num_shards=1, output_dir=tmp_path / "gone").code == 74
 
 
-CODE = """
-open({marker!r}, "w").close()
-from transformers import PreTrainedTokenizerFast as StrangeTokenizer
-"""
-
-
 def with_code(folder: Path) -> Path:
     """Make the tokenizer's class one of its own, whose code makes a file; returns that file."""
     marker, own = folder.with_name("marker"), {"auto_map": {"AutoTokenizer": [None, "own.StrangeTokenizer"]}}
     edit(folder / "tokenizer_config.json", tokenizer_class="StrangeTokenizer", **own)
     edit(folder / "config.json", model_type="strange", **own)
-    (folder / "own.py").write_text(CODE.format(marker=str(marker)))
+    code = f"open({str(marker)!r}, 'w').close()\n"
+    code += "from transformers import PreTrainedTokenizerFast as StrangeTokenizer\n"
+    (folder / "own.py").write_text(code)
     return marker
-
-
-def dropout(folder: Path) -> None:
-    model = json.loads((folder / "tokenizer.json").read_bytes())["model"]
-    edit(folder / "tokenizer.json", model={**model, "dropout": 0.1})
 
 
 def without_tokenizer_json(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
     edit(folder / "config.json", model_type="t5")
-
-
-def boxes(folder: Path) -> None:
-    """LayoutLM's wants boxes beside its words; its tokenizer.json would give ids that it never gives."""
-    names = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a")
-    vocab = {token: number for number, token in enumerate(names)}
-    Tokenizer(models.WordPiece(vocab, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
-    named = {"tokenizer_class": "LayoutLMv2Tokenizer", "unk_token": "[UNK]"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(named))
 
 
 def splitting(unknown: str, pattern: str) -> Change:
@@ -207,24 +202,22 @@ def splitting(unknown: str, pattern: str) -> Change:
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0a" * 32 + "\nsize 12345\n"
 # The exit code of plan, and what it names.
 REFUSED: dict[str, tuple[Change, int, str]] = {
-    "dropout": (dropout, 2, "model.dropout"),
+    "dropout": (file_of("tokenizer.json", model={"dropout": 0.1}), 2, "model.dropout"),
     "a pointer": (lambda it: (it / "tokenizer.json").write_text(POINTER), 66, "git lfs pull"),
     "it raises for a word": (splitting("[UNK]", " "), 65, ""),
     "its pattern gives up on the probe, in a panic of Rust": (splitting("<unk>", "(a|aa)+$"), 65, ""),
     "its pattern gives up on a document": (splitting("<unk>", "(z|zz)+$"), 65, ""),
-}
-BY_TRANSFORMERS: dict[str, tuple[Change, int, str]] = {
     "an empty folder": (lambda it: [path.unlink() for path in it.iterdir()], 66, "model"),
     "a slow one": (without_tokenizer_json, 2, "ByT5Tokenizer"),
-    "one that encodes no plain text": (boxes, 2, "LayoutLMv2Tokenizer"),
 }
+BY_PROCESS = ("an empty folder", "a slow one")  # transformers says so, in one
 
 
 @pytest.mark.parametrize(
-    "kind", [*REFUSED, *(pytest.param(kind, marks=pytest.mark.processes) for kind in BY_TRANSFORMERS)]
+    "kind", [pytest.param(kind, marks=[pytest.mark.processes] * (kind in BY_PROCESS)) for kind in REFUSED]
 )
 def test_a_tokenizer_that_cannot_be_used_is_refused_by_name(world: World, kind: str) -> None:
-    change, code, named = (REFUSED | BY_TRANSFORMERS)[kind]
+    change, code, named = REFUSED[kind]
     change(world.tokenizer)
     world.try_plan().ends(code, named, world.tokenizer)
     assert not (world.data_dir / "plan.json").exists()
@@ -301,22 +294,6 @@ def test_a_data_sets_tokenizer_loads_as_what_made_its_shards(tmp_path: Path, kin
         assert (found.chat_template is None) == kind.startswith("the plain")
 
 
-@pytest.mark.processes
-def test_planning_never_imports_torch_and_its_process_no_transformers(world: World, tmp_path: Path) -> None:
-    """Also where transformers is needed, which imports torch if it finds one."""
-    config(mask_token="<|mask|>")(world.tokenizer)
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "torch.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\n1 / 0")
-    program = (
-        "import sys; from shardprep.__main__ import main; code = main(sys.argv[1:]);"
-        "print('loaded', *({'torch', 'transformers'} & set(sys.modules))); sys.exit(code)"
-    )
-    command = [sys.executable, "-c", program, "plan", *world.words_of_plan()]
-    ended = run_child(command, env=environ_of_children(PYTHONPATH=f"{tmp_path / 'site'}:{ROOT}"))
-    assert ended.stdout.splitlines()[-1].split() == ["loaded"]
-    assert not (tmp_path / "imported").exists()
-
-
 LINES = ["Snow falls in winter.", "겨울에는 눈이 내립니다.", "Tea is ready after 4 minutes!"]
 # Tokenizers by their names, and the ids that they put before and after a text.
 FAMILIES: dict[str, tuple[list[int], list[int]]] = {
@@ -375,6 +352,8 @@ def test_documents_without_ids_are_as_others(world: World, texts: list[str], opt
             assert [int(size) > 0 for size in sizes] == [text.isascii() for text in texts][: len(sizes)]
 
 
+# Models and data sets of the hub.
+
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -394,9 +373,6 @@ class Answers(SimpleHTTPRequestHandler):
         self.send_header("ETag", f'"{zlib.crc32(self.path.encode()):08x}"')
         self.send_header("X-Repo-Commit", SHA)
         super().end_headers()
-
-    def log_message(self, *args: Any) -> None:
-        pass
 
 
 @pytest.fixture
@@ -466,3 +442,232 @@ def test_a_data_set_of_the_hub_is_told_how_to_be_fetched(hub: World, world: Worl
     run_child(["bash", "-euc", found[1]], cwd=tmp_path, env=environ_of_children(HF_HUB_OFFLINE="0"))
     plan(tmp_path, code=0, input_dir="RAW/data", **flags)
     assert world.inputs() == ["train.jsonl"]
+
+
+# Engines.
+
+TAKES_ALL = os.environ.get("LLAMA3_LINES") == "all"
+# What texts are made of: names of tokens, the separator between documents, code points of new Unicodes.
+PARTS = [EOS, BOS, "\0\1document\2", "\0\1docu", "ment\2", "<|", "|>", "end_of_text", "\u088f", "\U000323b0"]
+PARTS += ["a", " ", "가", "\n", "1", "'s", "\U0001f600", "é", "\u0301", "\r", "\u3000"]
+
+
+def hostile_records(step: int) -> list[dict[str, str]]:
+    """Code points in the contexts that patterns tell apart, names of tokens, long runs.
+
+    Every code point up to U+0800, and one in ``step`` above.
+    """
+    points = [*range(0x800), *range(0x800, 0x110000, step)]
+    texts = [f"a{c}b {c}가 {c}{c}1'{c}\n{c}" for c in map(chr, points) if not "\ud800" <= c <= "\udfff"]
+    rng = random.Random(0)
+    texts += ["".join(rng.choices(PARTS, k=rng.randrange(1, 12))) for _ in range(1000)]
+    texts += [character * 4_000 for character in "a 가!9\n\t"]
+    return [{"text": text} for text in texts]
+
+
+def engine_of(world: World) -> str:
+    return str(world.manifests()[0]["run"]["engine"]).split()[0]
+
+
+BARE = {"allow_special_tokens": True, "add_special_tokens": False}
+MODELS: list[tuple[str, dict[str, Any]]] = [("small", {}), ("small", BARE), ("llama3", {})]
+MODELS += [("llama3", BARE)] * TAKES_ALL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "options"), MODELS, ids=str)
+def test_engines_agree_with_each_other_and_with_transformers_on_any_text(
+    request: pytest.FixtureRequest, tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    """Code points, names of tokens, long runs, and with Llama 3's tokenizer lines of the corpora."""
+    model, is_real = save_tokenizer(tmp_path / name), name == "llama3"
+    if is_real:
+        model = Path(request.getfixturevalue("shared_dir")) / "tokenizers" / name
+    world = World(tmp_path, tokenizer=model)
+    world.raw({"a.jsonl": hostile_records(1 if TAKES_ALL and not options else 1021)})
+    if is_real:
+        for path in request.getfixturevalue("corpora_dir").iterdir():
+            with path.open("rb") as file:
+                world.raw({path.name: b"".join(itertools.islice(file, 0, None, 1 if TAKES_ALL else 20))})
+    world.plan(num_shards=2, **options)
+    expected = world.copy(tmp_path / "reference").run(engine="tokenizers")
+    for batch in ("", "7"):
+        fast = world.copy(tmp_path / f"fast {batch}")
+        for number in range(2):
+            fast.try_shard(number, engine="gigatoken", environ={"DATASET_BATCH_SIZE": batch}).ends(0)
+        assert engine_of(fast) == "gigatoken"
+        assert fast.contents() == expected.contents()
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    end, documents = tokenizer.convert_tokens_to_ids(EOS), expected.documents()
+    for _, text, ids in documents[:: 10 if TAKES_ALL else 20]:
+        call = {"add_special_tokens": not options, "split_special_tokens": not options}
+        assert ids == tokenizer.encode(text, **call)
+    assert len(documents) > (10_000 if is_real else 3_000)
+    named = [ids for _, text, ids in documents if EOS in text]
+    assert named
+    assert all((end in ids) == bool(options) for ids in named), "names of tokens stay text unless allowed"
+
+
+@pytest.mark.slow
+def test_merges_that_no_text_needs_are_left_out_for_the_fast_engine_and_ids_stay(tmp_path: Path) -> None:
+    rng, model = random.Random(0), tmp_path / "model"
+    words = ["".join(letters) for size in range(2, 9) for letters in itertools.product("ab", repeat=size)]
+    tokens = rng.sample(words, 100)  # some of them no merges will ever join
+    tokens += sorted({word[:end] for word in tokens for end in range(2, len(word))} - {*tokens})
+    # As a tokenizer that was converted from ranks: a merge for each way to cut a token in two.
+    vocab = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *tokens]
+    cuts = [(token[:end], token[end:]) for token in tokens for end in range(1, len(token))]
+    merges = [cut for cut in cuts if {*cut} <= {*vocab}]
+    rng.shuffle(merges)
+    bpe = Tokenizer(models.BPE({token: number for number, token in enumerate(vocab)}, merges))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=BOS, eos_token=EOS).save_pretrained(model)
+    texts = ["a", *("".join(rng.choices("aaabbb ", k=rng.randrange(1, 30))) for _ in range(3000))]
+    world = World(tmp_path, tokenizer=model).raw({"a.jsonl": [{"text": text} for text in texts]})
+    expected = world.plan(num_shards=1, engine="gigatoken").copy(tmp_path / "reference")
+    files = {path.name: json.loads(path.read_bytes()) for path in (world.data_dir / "tokenizer").iterdir()}
+    kept = files["fast_tokenizer.json"]["model"].pop("merges")
+    assert len(kept) < len(files["tokenizer.json"]["model"].pop("merges"))
+    assert files["fast_tokenizer.json"] == files["tokenizer.json"]
+    world.try_shard(0, engine="gigatoken").ends(0)
+    assert world.contents() == expected.run(engine="tokenizers").contents()
+
+
+class PanicException(BaseException):
+    """What a panic in Rust arrives as."""
+
+
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The texts that gigatoken is given."""
+    given: list[bytes] = []
+    real = gigatoken.gigatoken_rs.BytesSource
+    monkeypatch.setattr(gigatoken.gigatoken_rs, "BytesSource", lambda data: given.append(data) or real(data))
+    return given
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """More text than planning takes for too little to compare the engines on."""
+    world = World(tmp_path_factory.mktemp("planned"))
+    return world.raw({"a.txt": "the kettle sings, and nobody's listening 12345\n" * 8000}).plan(num_shards=1)
+
+
+def load_another(patch: pytest.MonkeyPatch, folder: Path, kind: str, sources: list[bytes]) -> None:
+    """Let gigatoken load something else: a last id may be one too large, of all texts or of some."""
+    load = gigatoken.gigatoken_rs.load_hf_json
+
+    def load_hf_json(raw: bytes) -> Any:
+        if kind == "panics":
+            raise PanicException("index out of bounds")
+        if kind == "refuses":
+            raise ValueError("unsupported pre-tokenizer")
+        backend = load(raw)
+
+        def encode(*args: Any, **options: Any) -> Any:
+            rows, more = backend.encode_batch_padded(*args, **options)
+            if kind == "wrong" or (kind == "wrong on an ideograph" and "\u3404".encode() in sources[-1]):
+                rows[0][-1] += 1
+            return rows, more
+
+        return SimpleNamespace(encode_batch_padded=encode)
+
+    forget_engines(folder)
+    patch.setattr(gigatoken.gigatoken_rs, "load_hf_json", load_hf_json)
+
+
+def forget_engines(folder: Path) -> None:
+    """A process keeps the tokenizer that it loaded last: let that be another one."""
+    other = World(folder, tokenizer=save_tokenizer(folder / "model")).raw({"a.txt": "a\n"})
+    edit(other.tokenizer / "tokenizer.json", model={"merges": []})
+    other.plan(num_shards=1).try_shard(0, engine="gigatoken")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["right", "wrong", "panics", "refuses"])
+def test_a_fast_engine_that_is_wrong_or_fails_gives_way_to_the_reference(
+    planned: World, sources: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    load_another(monkeypatch, tmp_path / "other", kind, sources)
+    world = planned.copy(tmp_path)
+    ended = world.try_shard(0).ends(0)
+    assert engine_of(world) == ("gigatoken" if kind == "right" else "tokenizers")
+    assert ("gigatoken cannot" in ended.text) == (kind != "right")
+    (world.data_dir / "shard-00000.json").unlink()
+    assert world.try_shard(0, engine="gigatoken").code == (0 if kind == "right" else 2)
+
+
+@pytest.mark.slow
+def test_planning_tries_all_code_points_and_keeps_the_verdict_and_one_wrong_id_is_enough(
+    planned: World, sources: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with monkeypatch.context() as patch:
+        load_another(patch, tmp_path / "other", "wrong on an ideograph", sources)
+        doubted = World(tmp_path / "doubted", raw_dir=planned.raw_dir).plan(num_shards=1)
+        assert not doubted.plan_json()["fast_engine_is_equal"]
+    assert engine_of(doubted.run()) == "tokenizers"
+    forget_engines(tmp_path / "another")
+    sources.clear()
+    sure = World(tmp_path / "sure", raw_dir=planned.raw_dir).plan(num_shards=1)
+    assert sure.plan_json()["fast_engine_is_equal"]
+    seen = set(b"".join(sources).decode())
+    old = unicodedata.ucd_3_2_0
+    points = (chr(point) for point in range(0x10000) if old.category(chr(point)) not in ("Cn", "Cs"))
+    assert {point for point in points if point not in seen} == set()
+    sources.clear()
+    World(tmp_path / "again", raw_dir=planned.raw_dir).plan(num_shards=1)
+    assert sum(map(len, sources)) < 1 << 20, "the verdict was kept"
+
+
+@pytest.mark.slow
+def test_a_reference_that_gives_other_ids_than_at_planning_is_refused(planned: World, tmp_path: Path) -> None:
+    """The probe's hash in plan.json is of other ids: another version of tokenizers planned."""
+    world = planned.copy(tmp_path)
+    probe = world.plan_json()["probe_sha256"]
+    rewrite_plan(world.data_dir / "plan.json", f'"{probe}"', f'"{"0" * 64}"')
+    for engine in ("auto", "tokenizers"):
+        world.try_shard(0, engine=engine).ends(78, "tokenizers")
+
+
+SCRIPT = ROOT / "benchmarks" / "baseline.py"
+
+
+@pytest.mark.parametrize("flags", [["--shard_id"], ["--shard-id", "--allow-special-tokens"]], ids=str)
+def test_the_plain_form_gives_the_baselines_members_but_for_control_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    """Of files named README too: empty lines, every line end, blanks, a mark, names of control tokens."""
+    odd = ["", "  \t ", "\u3000둘러싸인 \x0b", "a\u2028b\x85c", "\ufeff표", "끝 \\ \" ' {}", "the kettle"] * 9
+    ends = itertools.cycle(["\n", "\r\n", "\n", "\r"])
+    text = "\ufeff" + "".join(line + next(ends) for line in odd) + "no line end"
+    control = "".join(f"text {token} more{token}\n plain {token[2:4]}\n" for token in (EOS, BOS, TURN))
+    ours = World(tmp_path).raw({"README.txt": control, "b.txt": text, "c.md": "no .txt"})
+    first = World(tmp_path, data_dir=tmp_path / "first")
+    folders = ["--input_dir", ours.raw_dir, "--model_id", ours.tokenizer, "--output_dir"]
+    for shard_id in (0, 1):
+        words = [SCRIPT, "--shard_id", shard_id, *folders, first.data_dir]
+        monkeypatch.setattr(sys, "argv", [*map(str, words)])
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+        ours.main(flags[0], shard_id, *folders, ours.data_dir, *flags[1:]).ends(0)
+    expected, found = dict(first.members()), dict(ours.members())
+    assert list(found) == list(expected)
+    assert len(found) > 20
+    other = {name for name in found if found[name] != expected[name]}
+    assert len(other) == (3 if flags == ["--shard_id"] else 0)
+    assert all(name.endswith(".token_ids.json") for name in other)
+
+
+def test_ids_of_json_are_written_as_json_dumps_does_for_vocabularies_of_any_size(tmp_path: Path) -> None:
+    """Ids of one to seven digits."""
+    for size in (10, 856, 128_256, 1_000_002):
+        numbers = [n for n in (0, 9, 10, 99, 100, 9_999, 99_999, 100_000, 999_999, 10**6) if n < size - 2]
+        words = Tokenizer(models.WordLevel({f"w{n}": n for n in [*numbers, size - 1]}, "w0"))
+        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        model = tmp_path / str(size)
+        PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(model)
+        expected = [numbers, numbers[::-1], [size - 1], [0]]
+        texts = "\n".join(" ".join(f"w{number}" for number in some) for some in expected)
+        world = World(model, tokenizer=model).raw({"a.txt": texts}).plan(num_shards=1).run()
+        ids = [data.decode() for name, data in world.members() if name.endswith(".json")]
+        assert ids == [json.dumps(some) for some in expected]

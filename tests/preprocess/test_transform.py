@@ -11,6 +11,7 @@ import pytest
 
 from tests.documented import examples_of
 from tests.input_writers import table_bytes
+from tests.plain_reader import plain_records
 from tests.world import World
 
 pytestmark = pytest.mark.processes  # plan tries a function in one, too
@@ -41,14 +42,12 @@ def test_each_document_is_what_the_function_returns_of_its_record(tmp_path: Path
     """What it takes is told in manifest and report."""
     function = FUNCTION.replace("return f", "sum(range(200_000))\n    return f")
     world = made(tmp_path, function, num_shards=2, id_field="id").verify()
-    expected, place = [], 0
-    for number, line in enumerate((world.raw_dir / "a.jsonl").read_bytes().splitlines(keepends=True)):
-        if number % 3:
-            expected.append(f"LINE {number} of a.jsonl at {place}")
-        place += len(line)
-    places = [*range(0, 80, 8), *range(80, 170, 9)]
-    expected += [f"PLAIN {number} of b.txt at {place}" for number, place in enumerate(places)]
-    assert world.texts() == expected
+    assert world.texts() == [
+        f"{record.text.upper()} of {name} at {record.offset}"
+        for name in INPUTS
+        for number, record in enumerate(plain_records(world.raw_dir / name))
+        if name == "b.txt" or number % 3
+    ]
     assert world.left_out() == {"transform": 10}
     assert len(world.lines("quarantine")) == 10
     assert (world.data_dir / "transform" / "clean.py").read_text() == function

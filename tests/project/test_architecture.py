@@ -192,11 +192,11 @@ PLAIN_TEXT =""",
     ),
     (
         "preprocess/read/documents.py",
-        "        if transform is not None:\n",
-        """        if options.lowercase:
-            lower = [text.lower() for text in documents.texts]
-            documents = replace(documents, texts=Texts(lower))
-        if transform is not None:
+        "            if transform is not None:\n",
+        """            if self._fields.options.lowercase:
+                lower = [text.lower() for text in documents.texts]
+                documents = replace(documents, texts=Texts(lower))
+            if transform is not None:
 """,
     ),
 ]

@@ -22,6 +22,7 @@ def test_each_file_has_mutants_that_compile_and_each_equivalent_one_is_a_mutant(
         for entry in entries:
             num_lines = sum(each == entry for each, *_ in named)
             assert num_lines == 1, f"{path}: {num_lines} lines have mutants of {entry}"
+    mutants.mutants_by_hand()  # whose texts must be there
     for of_file in found.values():
         assert of_file
         for each in of_file[::7]:

@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.chat_sets import TAGGED, chat_model, conversations, write_chats
+from tests.chat_sets import TAGGED, conversations
 from tests.checkout import ROOT
 from tests.children import environ_of_children, run_child
 from tests.slurm.fake_slurm import install_fake_slurm
 from tests.warm_python import WarmPython
-from tests.world import World, call_main, hostile_text
+from tests.world import World, call_main, hostile_text, save_tokenizer
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 HINT = re.compile(r"\b(?:next|or|run|then|one|retry|again|type): ((?:shardprep|sbatch|python|rm) [^\n;()]*)")
@@ -271,10 +271,11 @@ def test_each_example_of_training_runs_as_shown(training_desk: Path, warm: WarmP
 
 
 def test_the_command_that_plans_conversations_runs_as_shown(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chat_model(model_dir, tmp_path / "MODEL", TAGGED)
-    write_chats(tmp_path / "RAW", conversations(80))
+    save_tokenizer(tmp_path / "MODEL", TAGGED)
+    chats = [{"messages": chat} for chat in conversations(80)]
+    World(tmp_path, raw_dir=tmp_path / "RAW").raw({"chats.jsonl": chats})
     page = (ROOT / "docs" / "training_data.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^shardprep plan .*--record chat.*$", page, re.MULTILINE)
     monkeypatch.chdir(tmp_path)

@@ -1,22 +1,28 @@
-"""``peek`` shows what a data set holds by each kind of address; ``export`` writes it for other tools."""
+"""``peek`` shows what a data set holds, ``export`` writes it for others, and ``train_tokenizer`` trains.
+
+A trained tokenizer is Llama 3's but for its vocabulary.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import struct
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import zstandard
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
+from tests.children import environ_of_children, run_child, shardprep
+from tests.input_writers import table_bytes
+from tests.plain_reader import plain_records
 from tests.world import EOS, Ended, World, call_main, tokenizer_dir
 
 HEAD = re.compile(
@@ -84,10 +90,9 @@ def test_documents_are_printed_as_the_input_has_them_and_rows_tell_where_they_be
 @pytest.mark.parametrize("form", ["documents", "packed", "held"])  # rows of best_fit have no address by byte
 def test_each_address_shows_its_document(worlds: Worlds, form: str) -> None:
     """Also one in a row that begins in another input."""
-    world, places = worlds[form], list[tuple[str, int]]()
-    for path in sorted(world.raw_dir.iterdir()):
-        sizes = [len(line) for line in path.read_bytes().splitlines(keepends=True)]
-        places += [(path.name, sum(sizes[:number])) for number in range(len(sizes))]
+    world = worlds[form]
+    inputs = sorted(world.raw_dir.iterdir())
+    places = [(path.name, record.offset) for path in inputs for record in plain_records(path)]
     every = {head(block): block for block in peek(world, "--num", 10**6)}
     for number, (name, byte) in [*enumerate(places)][::3]:
         for address in (f"id:web/{number}", f"{name}:{byte}", f"{name}:{byte + 7}"):
@@ -199,36 +204,6 @@ def test_datasets_and_megatron_core_read_them(worlds: Worlds, tmp_path: Path) ->
     assert list(ids) == stream_of(worlds["documents"])
 
 
-@pytest.mark.parametrize("call", ["open", "rename"])
-def test_two_exports_into_a_folder_leave_the_bytes_of_one(worlds: Worlds, tmp_path: Path, call: str) -> None:
-    """tests/faults puts equal ones beside each other."""
-    data, real = worlds["documents"], getattr(os, call)
-    flags = ("--put_eos", "--no-put_eos")
-    first, other = (files(exported(data, "megatron", tmp_path / flag, flag)) for flag in flags)
-
-    def both(out: Path, number: int) -> list[int]:
-        """Exit codes of another export, which comes before a call for a file of this one, and of this one."""
-        codes, calls = list[int](), count()
-
-        def called(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if str(path).startswith(str(out)) and next(calls) == number:
-                codes.append(export(data, "megatron", out, flags[1]).code)
-            return real(path, *args, **kwargs)
-
-        with mock.patch.object(os, call, called):
-            codes.append(export(data, "megatron", out, flags[0]).code)
-        return codes
-
-    for number in count():
-        out = tmp_path / "out" / str(number)
-        codes = both(out, number)
-        if len(codes) == 1:
-            break
-        assert sorted(codes) == [0, 78], number
-        assert files(out) == (first if codes[-1] == 0 else other), number
-    assert number > 3
-
-
 def test_an_export_into_the_folder_of_another_is_refused(worlds: Worlds, tmp_path: Path) -> None:
     data, out = worlds["documents"], exported(worlds["documents"], "nanogpt", tmp_path / "out")
     before = files(out)
@@ -247,3 +222,138 @@ def test_one_side_of_a_split_is_exported_apart_from_the_whole(worlds: Worlds, tm
     exported(worlds["held"], "nanogpt", tmp_path / "both")
     sizes = [(tmp_path / name / "train.bin").stat().st_size for name in ("train", "validation", "both")]
     assert sizes[0] + sizes[1] == sizes[2] > max(sizes[:2])
+
+
+# train_tokenizer.
+
+VOCAB_SIZE = 400
+SAMPLES = [
+    "The first bus leaves at 6:05, doesn't it?  I'd rather walk 12345 steps!",
+    "비가 오는 날에는 도서관 2층 창가 자리가 제일 좋다.",
+    "mixed 한글과 English, emoji 🙂🙂, tabs\tand\n\n  new lines  \r\n",
+    " leading and trailing ",
+    "",
+    "<|end_of_text|> inside a text",
+    "ﬁ ligature, é composed, é decomposed, ㄱㄴㄷ, 漢字かな, ١٢٣",
+]
+
+
+def train(raw: Path, out: Path, vocab_size: int = 300, **options: Any) -> Ended:
+    world = World(out.parent, raw_dir=raw)
+    return world.main("train_tokenizer", input_dir=raw, output_dir=out, vocab_size=vocab_size, **options)
+
+
+def trained(raw: Path, out: Path, vocab_size: int = 300, **options: Any) -> bytes:
+    """Train, which has to end well; returns tokenizer.json."""
+    train(raw, out, vocab_size, **options).ends(0)
+    return (out / "tokenizer.json").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """About 200 KB of Korean and English lines, and a tokenizer that is trained of them."""
+    root, rng = tmp_path_factory.mktemp("trained"), random.Random(7)
+    english = "the old bridge carries nobody home before winter because its keeper doesn't trust snow"
+    korean = "오래된 다리는 겨울이 오기 전에 아무도 집으로 데려다주지 않는다 눈을 믿지 못하는 관리인"
+    world = World(root, tokenizer=root / "to" / "tokenizer")
+    for name, words in (("en.txt", english), ("ko.txt", korean)):
+        lines = (" ".join(rng.choices(words.split(), k=rng.randrange(1, 30))) + "." for _ in range(1500))
+        world.raw({name: "\n".join(lines)})
+    trained(world.raw_dir, world.tokenizer, VOCAB_SIZE)
+    return world
+
+
+def test_a_trained_tokenizer_has_ids_without_holes_and_gives_any_text_back(world: World) -> None:
+    names = ["tokenizer.json", "tokenizer_config.json"]
+    assert sorted(path.name for path in world.tokenizer.iterdir()) == names
+    assert [path.name for path in world.tokenizer.parent.iterdir()] == ["tokenizer"]
+    tokenizer = Tokenizer.from_file(str(world.tokenizer / "tokenizer.json"))
+    assert sorted(tokenizer.get_vocab(with_added_tokens=True).values()) == list(range(VOCAB_SIZE + 256))
+    loaded = AutoTokenizer.from_pretrained(str(world.tokenizer))
+    for text in SAMPLES:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+        assert tokenizer.encode(text).ids == loaded.encode(text) == [VOCAB_SIZE, *ids], "BOS, and no EOS"
+    text = (world.raw_dir / "ko.txt").read_text(encoding="utf-8")
+    assert len(tokenizer.encode(text).ids) * 4 < len(text.encode())
+    assert loaded.is_fast
+    special = (loaded.bos_token, loaded.eos_token, loaded.pad_token, loaded.pad_token_id)
+    assert special == ("<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", VOCAB_SIZE + 4)
+
+
+@pytest.mark.slow
+def test_pipeline_and_special_tokens_are_those_of_llama_3(world: World, shared_dir: Path) -> None:
+    theirs = json.loads((shared_dir / "tokenizers" / "llama3" / "tokenizer.json").read_bytes())
+    ours = json.loads((world.tokenizer / "tokenizer.json").read_bytes())
+    shift = 128_000 - VOCAB_SIZE
+    for token in ours["added_tokens"]:
+        token["id"] += shift
+    ours["post_processor"]["processors"][1]["special_tokens"]["<|begin_of_text|>"]["ids"][0] += shift
+    for part in (theirs, ours):
+        del part["model"]["vocab"], part["model"]["merges"]
+    assert ours == theirs
+
+
+@pytest.mark.processes
+def test_equal_inputs_give_equal_bytes_whatever_the_threads(world: World, tmp_path: Path) -> None:
+    words = ["--input_dir", world.raw_dir, "--vocab_size", VOCAB_SIZE, "--output_dir", tmp_path / "again"]
+    environ = environ_of_children(RAYON_NUM_THREADS="1", PYTHONHASHSEED="5")
+    run_child(shardprep("train_tokenizer", *words), env=environ)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (world.tokenizer / name).read_bytes()
+
+
+def test_a_small_corpus_gives_a_smaller_vocabulary_and_says_so(tmp_path: Path) -> None:
+    raw = World(tmp_path).raw({"a.txt": "ab ab ab\n"}).raw_dir
+    (tmp_path / "out").mkdir()  # which it fills
+    train(raw, tmp_path / "out", 128_000).ends(0, "258")
+    vocab = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json")).get_vocab()
+    assert (vocab["ab"], vocab["<|begin_of_text|>"]) == (256, 258)
+    assert sorted(vocab.values()) == list(range(258 + 256))
+
+
+def test_records_and_lines_without_text_are_counted_by_reason_and_the_first_is_named(tmp_path: Path) -> None:
+    records = '{"text": "ab ab"}\n{"other": 1}\n{"text": nul\n{"text": null}\n'
+    lines = b"good good\nbad \xff\xfe bad\n" + "\ufffd is no error\n".encode()
+    world = World(tmp_path).raw({"a.jsonl": records, "b.txt": lines})
+    reasons = ("1 no_field", "1 bad_json", "1 null_field", "1 undecodable")
+    train(world.raw_dir, tmp_path / "out").ends(0, *reasons, "a.jsonl byte 18")
+
+
+@pytest.mark.slow
+def test_a_sample_is_of_all_parts_of_all_files(tmp_path: Path) -> None:
+    """Each tenth of the text has a word of its own, which is a token where any of it was sampled."""
+    words = ["가나", "다라", "마바", "사아", "자차", "카타", "파하", "거너", "더러", "머버"]
+    world, size, encoding = World(tmp_path), 0, "cp949"
+    for part in range(5):
+        text = "".join((f"{word} " * 12 + "\n") * 25_000 for word in words[2 * part : 2 * part + 2])
+        size += len(text.encode(encoding))
+        world.raw({f"{part}.txt": text.encode(encoding)})
+    trained(world.raw_dir, tmp_path / "out", 330, max_bytes=size // 6, encoding=encoding)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    assert [len(tokenizer.encode(f" {word}", add_special_tokens=False).ids) for word in words] == [1] * 10
+
+
+ROWS: list[dict[str, Any]] = [
+    {"a": {"b": f"문서 {number} 입니다"}, "c": f"line {number} of text "} for number in range(3000)
+]
+
+
+def test_every_format_and_a_long_document_give_what_the_same_plain_lines_give(tmp_path: Path) -> None:
+    data = b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in ROWS)
+    files: dict[str, bytes] = {
+        "r.jsonl": data, "r.ndjson.zst": zstandard.compress(data),
+        "r.parquet": table_bytes(ROWS, "parquet", 100),
+        "r.txt": "".join(f"{row['a']['b']} / {row['c']}\n" for row in ROWS).encode(),
+    }  # fmt: skip
+    found = set()
+    for name, content in files.items():
+        world = World(tmp_path / name).raw({name: content})
+        template = None if name == "r.txt" else "{a.b} / {c}"
+        found.add(trained(world.raw_dir, tmp_path / name / "out", text_template=template))
+    assert len(found) == 1
+    long = World(tmp_path / "long").raw({"a.txt": "가나 다라마 " * 100_000})
+    trained(long.raw_dir, tmp_path / "long" / "out")
+    empty = World(tmp_path / "empty").raw({"a.txt": "\n \n", "b.jsonl": [{"a": "no text"}]})
+    train(empty.raw_dir, tmp_path / "none").ends(65)
+    assert not (tmp_path / "none").exists()

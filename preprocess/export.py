@@ -272,10 +272,15 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
     if there and _SETTINGS not in there:
         raise Refused(path=folder, found=f"{there[0]} and no {_SETTINGS}", expected=fresh)
     if not there:
-        with files.PublishedFile(path) as file:
-            file.write(json.dumps(settings).encode())
-            file.sync()
-            file.publish_first()  # of two exports at the same time the first one does
+        try:
+            with files.PublishedFile(path) as file:
+                file.write(json.dumps(settings).encode())
+                file.sync()
+                file.publish_first()  # of two exports at the same time the first one does
+        except CannotWrite:
+            # An equal export at the same time, that was faster, has removed this one's temporary file.
+            if not path.exists():
+                raise
         files.sync_folder(folder)
     found: Any = "another"
     with contextlib.suppress(ValueError, BrokenShard):

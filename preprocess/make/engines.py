@@ -133,23 +133,17 @@ def reference_engine(tokenizer: Any, *, allow_special_tokens: bool, name: str) -
 
     Strings of control tokens stay text unless they are allowed. ``name`` of the tokenizer, for errors.
     """
-    if hasattr(tokenizer, "encode_special_tokens"):
-        tokenizer.encode_special_tokens = not allow_special_tokens
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        encode_batch, encode_fast = tokenizer.encode_batch, tokenizer.encode_batch_fast
-    else:  # tokenizers 1.0 takes settings with each call
-        settings: dict[str, Any] = {"padding": None, "truncation": None}
-        settings["encode_special_tokens"] = not allow_special_tokens
-        encode_batch = encode_fast = functools.partial(tokenizer.encode_batch, **settings)
+    tokenizer.encode_special_tokens = not allow_special_tokens
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
 
     def encode(texts: Texts, add_special_tokens: bool) -> TokenBatch:
-        call = functools.partial(encode_fast, add_special_tokens=add_special_tokens)
+        call = functools.partial(tokenizer.encode_batch_fast, add_special_tokens=add_special_tokens)
         encodings = _encodings(call, [text.decode() for text in texts.each], name)
         return TokenBatch.of([np.array(encoding.ids, np.uint32) for encoding in encodings])
 
     def encode_chat(texts: Texts, spans: Sequence[Spans], mask_rule: MaskRule) -> TokenBatch:
-        call = functools.partial(encode_batch, add_special_tokens=False)
+        call = functools.partial(tokenizer.encode_batch, add_special_tokens=False)
         encodings = _encodings(call, [text.decode() for text in texts.each], name)
         ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
         for text_ids, encoding, spans_of_text in zip(ids, encodings, spans, strict=True):

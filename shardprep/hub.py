@@ -12,6 +12,7 @@ _FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", 
 _FILES += ["config.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model"]
 _FILES += ["*.tiktoken", "tekken.json"]
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_URL = re.compile(r"(?:https?|hf)://(?:huggingface\.co/|hf\.co/)?([\w-][\w.-]*/[\w-][\w.-]*)/?.*")
 
 
 def find_on_hub(model_id: str) -> tuple[Path, str]:
@@ -20,6 +21,8 @@ def find_on_hub(model_id: str) -> tuple[Path, str]:
         folder = os.path.dirname(model_id) or "."  # noqa: PTH120
         expected = f"the folder of a tokenizer.json, here {folder}"
         raise NotFound(path=model_id, found="a file", expected=expected, remedy=folder)
+    if url := _URL.fullmatch(model_id):
+        raise NotFound(path=model_id, found="a URL", expected=f"a name, {url[1]}", remedy=url[1])
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from huggingface_hub import snapshot_download, try_to_load_from_cache
 

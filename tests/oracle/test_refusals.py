@@ -207,6 +207,7 @@ ROWS = [
     row("plan --input_dir $TMP/x", 66, "$TMP/x", files={"x/.a": ""}, expected=".txt .jsonl .parquet"),
     row("plan --input_dir $TMP/x", 66, "$TMP/x", files={"x/a.md": "the"}, expected=".txt .jsonl"),
     row("plan --model_id $TMP/nowhere", 66, "$TMP/nowhere", expected="tokenizer.json"),
+    row("plan --model_id hf://a/b", 66, "hf://a/b", found="a URL", expected="a name", remedy="a/b"),
     row("plan --model_id $MODEL/tokenizer.json", 66, "$MODEL/tokenizer.json",
         expected="folder of tokenizer.json", remedy="$MODEL"),
     row("plan --output_dir $RAW/made --recursive", 2, "$RAW/made", expected="outside of the raw text"),

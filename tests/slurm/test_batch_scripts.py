@@ -121,7 +121,8 @@ def test_the_plain_form_makes_shards_0_to_9_and_leaves_only_logs(site: Cluster, 
     names = [*map(str, range(10)), "7.before-restart-1"]
     logs = {path.name: path.read_text() for path in (site.folder / "logs").iterdir()}
     assert logs.keys() == {f"shardprep-{job}_{name}.log" for name in names}
-    assert all(log.startswith("the worker speaks\n") for log in logs.values())
+    # srun's own line about an exit code may come before what it passes on.
+    assert all("the worker speaks" in log.splitlines() for log in logs.values())
 
 
 def test_folder_and_flags_reach_the_worker_as_typed(site: Cluster, tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ class JsonIds:
     """
 
     def __init__(self, vocab_size: int, *, has_blanks: bool = False) -> None:
-        numbers = np.arange(vocab_size)
+        numbers, self._has_blanks = np.arange(vocab_size), has_blanks
         if has_blanks:
             numbers = np.append(numbers, names.BLANK)  # the last row, where clipping leads to
         num_digits = 6 if vocab_size <= 10**6 and not has_blanks else 14
@@ -214,7 +214,9 @@ class JsonIds:
     def lengths(self, batch: TokenBatch) -> Numbers:
         """int64[documents]: bytes of each document's JSON text."""
         ends = np.zeros(len(batch.ids) + 1, np.int64)
-        np.cumsum(self._widths.take(batch.ids, mode="clip"), out=ends[1:])
+        # An id behind the vocabulary ends in an IndexError here: where it is written, it would be clipped.
+        ids = np.minimum(batch.ids, len(self._widths) - 1) if self._has_blanks else batch.ids
+        np.cumsum(self._widths[ids], out=ends[1:])
         # "[" takes the place of the first ", ", and "]" the byte that this saves.
         return np.maximum(np.diff(ends[batch.offsets]), 2)
 

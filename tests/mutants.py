@@ -56,6 +56,7 @@ TESTS = (
     "tests/loader/test_order.py",
     "tests/loader/test_reading.py",
     "tests/loader/test_states.py",
+    "tests/preprocess/test_blank.py",
     "tests/preprocess/test_verify.py",
 )
 LIBRARIES = (

@@ -3,9 +3,10 @@
     python benchmarks/gpu_check.py                       # a GPU; 600 M parameters
     python benchmarks/gpu_check.py --tiny                # seconds, on a CPU, too: tests run it
 
-Prints five tables: the share of the time that a step waits for data with 0, 2 and 4 workers; copies of a
+Prints six tables: the share of the time that a step waits for data with 0, 2 and 4 workers; copies of a
 batch to the device from pinned and from other memory; attention inside documents, with SDPA and with flash
-attention if it is installed: whether tokens leak between documents, and its speed; memory; the loader alone.
+attention if it is installed: whether tokens leak between documents, and its speed; memory; the loader alone;
+the precisions of set_up_training with weights in float32, and SDPA beside eager attention.
 Without --data shards are made first, from examples/sample_text.py, with a tokenizer that is trained on it.
 """
 
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
 from itertools import chain, repeat
 from pathlib import Path
@@ -26,7 +28,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from loader import ShardprepError, check_boundaries, get_llama3_dataloader
+from loader import ShardprepError, check_boundaries, get_llama3_dataloader, set_up_training
 
 ROOT = Path(__file__).resolve().parents[1]
 ATTENTIONS = ("sdpa", "flash_attention_2")
@@ -53,6 +55,7 @@ def main() -> int:
         tell_attention(args, data, device)
         tell_memory(device)
         tell_loader_alone(args, data)
+        tell_precision(args, data, device)
     return 0
 
 
@@ -75,9 +78,12 @@ def make_data(folder: Path, args: argparse.Namespace) -> Path:
     return data
 
 
-def make_model(args: argparse.Namespace, device: torch.device, attention: str) -> Any:
-    """A Llama with random weights, in bf16 on a GPU. Llama 3's vocabulary makes a step as long as it is."""
+def make_model(
+    args: argparse.Namespace, device: torch.device, attention: str, dtype: torch.dtype | None = None
+) -> Any:
+    """Return a Llama with random weights, by default in bf16 on a GPU and in float32 on a CPU."""
     torch.manual_seed(0)
+    # Llama 3's vocabulary: with a smaller one a step would be too short to compare with.
     hidden, num_layers, vocab_size = (64, 2, 2000) if args.tiny else (1536, 14, 128_256)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -91,7 +97,8 @@ def make_model(args: argparse.Namespace, device: torch.device, attention: str) -
     )
     model: Any = LlamaForCausalLM(config)
     model.set_attn_implementation(attention)
-    return model.to(device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    by_default = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return model.to(device=device, dtype=dtype or by_default)
 
 
 def open_loader(args: argparse.Namespace, data: Path, **options: Any) -> Any:
@@ -102,7 +109,9 @@ def endless(loader: Any) -> Iterator[Any]:
     return chain.from_iterable(repeat(loader))
 
 
-def train(loader: Any, model: Any, device: torch.device, seconds: float) -> tuple[int, float]:
+def train(
+    loader: Any, model: Any, device: torch.device, seconds: float, autocast: Any = nullcontext
+) -> tuple[int, float]:
     """Train for some seconds; return the number of steps and the seconds that they took."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     num_steps, began_s = 0, 0.0
@@ -111,7 +120,8 @@ def train(loader: Any, model: Any, device: torch.device, seconds: float) -> tupl
             synchronize(device)
             loader.metrics.reset()
             began_s = time.perf_counter()
-        loss = model(**batch.to(device, non_blocking=True)).loss
+        with autocast():
+            loss = model(**batch.to(device, non_blocking=True)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -140,13 +150,14 @@ def tell_copies(args: argparse.Namespace, data: Path, device: torch.device) -> N
             print(f"| {'pinned' if is_pinned else 'other'} | no GPU |")
             continue
         with open_loader(args, data, num_workers=0, pin_memory=is_pinned) as loader:
-            batch = next(iter(loader))
-            assert all(value.is_pinned() == is_pinned for value in batch.values())
+            tensors = list(next(iter(loader)).values())  # the batch's own to() would move it, once
+            assert all(tensor.is_pinned() == is_pinned for tensor in tensors)
             for num_copies in (20, 500):  # the first ones warm up
                 synchronize(device)
                 began_s = time.perf_counter()
                 for _ in range(num_copies):
-                    batch.to(device, non_blocking=True)
+                    for tensor in tensors:
+                        tensor.to(device, non_blocking=True)
                 synchronize(device)
         took_us = (time.perf_counter() - began_s) / num_copies * 1e6
         print(f"| {'pinned' if is_pinned else 'other'} | {took_us:.0f} |", flush=True)
@@ -193,6 +204,22 @@ def tell_loader_alone(args: argparse.Namespace, data: Path) -> None:
                 num_batches += 1
             tokens = num_batches * args.batch_size * args.seq_len / (time.perf_counter() - began_s)
         print(f"| {num_workers} | {tokens:,.0f} |", flush=True)
+
+
+def tell_precision(args: argparse.Namespace, data: Path, device: torch.device) -> None:
+    """Time steps of a model with weights in float32, by what set_up_training sets."""
+    print("\n| weights in float32, products in | attention | ms per step |\n|---|---|---|")
+    for name, attention, options in (
+        ("float32", "sdpa", {"tf32": False}),
+        ("TF32", "sdpa", {}),
+        ("bfloat16", "sdpa", {"bf16": True}),
+        ("bfloat16", "eager", {"bf16": True}),
+    ):
+        model = make_model(args, device, attention, torch.float32)
+        with open_loader(args, data, num_workers=2) as loader:
+            setup = set_up_training(loader, **options)
+            num_steps, took_s = train(loader, model, device, args.seconds, setup.autocast)
+        print(f"| {name} | {attention} | {took_s / num_steps * 1e3:.1f} |", flush=True)
 
 
 def synchronize(device: torch.device) -> None:

@@ -313,3 +313,5 @@ def test_the_check_for_a_gpu_measures_on_a_cpu_what_it_can(
     assert waits == ["0", "2", "4"]
     assert re.search(r"^\| sdpa \| yes \| [\d.]+ \| [\d.]+ \|$", printed, re.MULTILINE)
     assert printed.count("no GPU") == 3  # two copies, and flash attention
+    steps = re.findall(r"^\| (\w+) \| (?:sdpa|eager) \| [\d.]+ \|$", printed, re.MULTILINE)
+    assert steps == ["float32", "TF32", "bfloat16", "bfloat16"]

@@ -205,34 +205,36 @@ class InputListing:
 
 def _files_of_delta_table(folder: Path) -> set[str]:
     """Return the data files of a table as it is now, relative to its folder. Raises BadInput."""
-    log, first = folder / _DELTA_LOG, 0
+    log, first, why = folder / _DELTA_LOG, 0, ""
     commits = {int(path.stem): path for path in log.glob("*.json") if re.fullmatch(r"\d{20}", path.stem)}
     vectors: dict[str, Any] = {}  # data file -> its deletion vector, if it has one
-    actions, why = list[Any](), ""
+    path = log  # the file that is read, for errors
     try:
         checkpoints = sorted(log.glob("*.checkpoint.parquet"))
         if 0 not in commits and checkpoints:
             from pyarrow.parquet import read_table
 
-            first = int(checkpoints[-1].name.partition(".")[0]) + 1
-            added = read_table(checkpoints[-1], columns=["add"], use_threads=False)["add"]
-            actions = [{"add": each} for each in added.to_pylist()]
+            path = checkpoints[-1]
+            first = int(path.name.partition(".")[0]) + 1
+            for added in read_table(path, columns=["add"], use_threads=False)["add"].to_pylist():
+                if added is not None:
+                    vectors[added["path"]] = added.get("deletionVector")
         numbers = sorted(number for number in commits if number >= first)
         if numbers != list(range(first, first + len(numbers))) or not (numbers or first):
             why = "the log has gaps, or its checkpoint has several parts"
-        for number in numbers:
-            actions += map(json.loads, commits[number].read_bytes().splitlines())
-        for action in actions:
-            if added := action.get("add"):
-                vectors[added["path"]] = added.get("deletionVector")
-            elif removed := action.get("remove"):
-                vectors.pop(removed["path"], None)
+        for path in map(commits.__getitem__, numbers):
+            for line in path.read_bytes().splitlines():
+                action = json.loads(line)
+                if added := action.get("add"):
+                    vectors[added["path"]] = added.get("deletionVector")
+                elif removed := action.get("remove"):
+                    vectors.pop(removed["path"], None)
         if deleted := [path for path, vector in vectors.items() if vector is not None]:
             why = f"rows of {deleted[0]} are deleted by a deletion vector"
     except ImportError:
         raise UsageError(needs("the checkpoint of a Delta table", "pyarrow")) from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        why = str(error)
+        why = f"{path.name}: {error}"
     if why:
         found = f"a Delta table whose files do not tell its rows ({why})"
         expected = "a folder of its current rows, as deltalake's DeltaTable(...).to_pyarrow_table() gives"
@@ -365,13 +367,15 @@ def divide_inputs(
             raise UsageError(path=path, found="text", expected=expected)
     weighed = stamp_inputs(config.input_dir, paths, config)
     inputs = [item.file for item in weighed]
-    say(f"{counted(len(paths), 'input file')} in {config.input_dir}")
+    empty = [item.path for item in inputs if not item.num_bytes]
+    are_empty = f"; {len(empty)} of them are empty, such as {empty[0]}" if empty else ""
+    say(f"{counted(len(paths), 'input file')} in {config.input_dir}{are_empty}")
     for line in left_out_lines(listing.left_out):
         say(line)
     num_of = Counter(split_of(item.path) for item in inputs)
     named = [name for name in SPLITS if num_of[name]]
     if len(named) > 1 and not config.split:
-        shown = ", ".join(f"{name or 'no split'} {number} files" for name, number in num_of.most_common())
+        shown = ", ".join(f"{name or 'no split'} {counted(n, 'file')}" for name, n in num_of.most_common())
         say(f"warning: splits by their names: {shown}; all are taken: --split {named[0]} takes one alone")
     first_paths: dict[tuple[int, str], str] = {}
     pairs = [(item.path, first_paths.setdefault((item.num_bytes, item.sha256), item.path)) for item in inputs]

@@ -32,7 +32,7 @@ from preprocess.plan.inputs import NUM_THREADS, divide_inputs, find_inputs, samp
 from preprocess.plan.tokenizer import added_ids, document_ends_line, resolve_tokenizer
 from preprocess.read import chat
 from preprocess.read.documents import Documents, RangeReader, Texts, read_records
-from preprocess.read.text_fields import Transform, UnusableText, text_fields_of
+from preprocess.read.text_fields import RecordFields, Transform, UnusableText
 from shardprep import errors, files
 from shardprep.command_line import call_in_child
 from shardprep.console import counted, printable, say, short_bytes, short_time
@@ -153,6 +153,8 @@ def make_plan(
             say(line)
         if not (plan.options.has_rows or plan.options.append_eos):
             todo = "add --append_eos, or train with seq_len=, which puts EOS behind each document"
+            if resolved.spec.eos_token_id is None:
+                todo = "name the eos_token in the tokenizer_config.json of a copy of the model's folder"
             say(f"note: documents end without EOS, so a fine-tuned model never learns to stop; {todo}")
         engine = engine if plan.options.add_special_tokens else engine.bare()
         lines, output_bytes = measure(plan, engine, transform)
@@ -349,9 +351,10 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None) -> tuple[li
     if num_shards >= max(_MANY_SHARDS, 2 * fewer) and plans.is_one_file_a_shard(plan):
         each_one = f"each of {num_shards} input files is a shard of its own, and so a task"
         warnings.append(f"{each_one}; for even shards plan into a new folder with --num_shards {fewer}")
+    each = f"{min(sizes)} to {max(sizes)}" if min(sizes) < max(sizes) else f"{min(sizes)}"
     text = (
-        f"plan {plan.plan_id[:12]}: {counted(num_shards, 'shard')} of {min(sizes)} to {max(sizes)} input "
-        f"bytes; about {counting.num_tokens * scale:.3g} tokens, {short_bytes(output_bytes)} on disk, "
+        f"plan {plan.plan_id[:12]}: {counted(num_shards, 'shard')} of {each} input bytes; "
+        f"about {counting.num_tokens * scale:.3g} tokens, {short_bytes(output_bytes)} on disk, "
         f"{core_hours:.2g} core hours; one core per task is best, and the longest shard takes "
         f"{short_time(round(longest_s))} on it"
     )
@@ -378,8 +381,7 @@ def _check_fields(plan: Plan, counting: Counting) -> None:
 
     item = next(item for item in plan.inputs if item.num_bytes)
     part = ByteRange(input_number=0, path=plan.input_dir / item.path, start=0, end=item.num_bytes)
-    whole_records = text_fields_of(dataclasses.replace(options, transform_sha256="any"))
-    documents = next(read_records([part], whole_records, _SAMPLE_BYTES // _NUM_PLACES), None)
+    documents = next(read_records([part], RecordFields(options), _SAMPLE_BYTES // _NUM_PLACES), None)
     for record in documents.columns.get("record", ()) if documents else ():
         look_at(record)
     if not num_chars:

@@ -334,7 +334,8 @@ def _auto_tokenizer(model_id: str) -> Any:
     except BaseException as error:
         if not is_library_fault(error):
             raise
-        reason, models = words_of_fault(error), sorted(Path(model_id).glob("*.model"))
+        reason = words_of_fault(error)
+        models = sorted(path for path in Path(model_id).glob("*.model") if path.is_file())
         if models and not (Path(model_id) / TOKENIZER_FILE).exists():
             # transformers takes each such vocabulary for one of tiktoken, whose lines are text.
             line = files.read_beginning(models[0], 1000).partition(b"\n")[0]

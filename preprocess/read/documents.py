@@ -72,6 +72,11 @@ class Stamp(NamedTuple):
     mtime_ns: int
     ctime_ns: int
 
+    def __str__(self) -> str:
+        """Return the size and the times, in UTC, for a message."""
+        mtime, ctime = (np.datetime64(time_ns, "ns") for time_ns in self[1:])
+        return f"{self.num_bytes} bytes, mtime {mtime}Z, ctime {ctime}Z"
+
 
 class OpenInput:
     """A regular file, open for reading until nobody holds it any more: threads share it.
@@ -120,7 +125,8 @@ class OpenInput:
         found = self._status()
         if found != self.stamp:
             changed = f"a file that changed while it was read: {found}"
-            expected = f"{self.stamp}; run this again once nobody writes to it, or plan into a new folder"
+            expected = f"{self.stamp}; run this again once nobody writes to it, or plan into a new folder "
+            expected += "if its text changed"
             raise Refused(path=self.path, found=changed, expected=expected)
 
     def _status(self) -> Stamp:
@@ -438,8 +444,9 @@ class DocumentReader:
         yield from self.of_ranges(shard.ranges, batch_bytes, digest, shard.max_documents)
         if digest is not None and digest.hexdigest() != shard.sha256:
             names = ", ".join(str(part.path) for part in shard.ranges[:3])
-            found = f"other bytes than planned, of sha256 {digest.hexdigest()[:12]}"
-            raise Refused(path=names, found=found, expected=f"{str(shard.sha256)[:12]}; {_BRING_BACK}")
+            found = f"other input bytes of shard {shard.shard_id:05d}, with sha256 {digest.hexdigest()[:12]}"
+            expected = f"{str(shard.sha256)[:12]} as planned; {_BRING_BACK}"
+            raise Refused(path=names, found=found, expected=expected)
 
     def of_ranges(
         self,

@@ -278,7 +278,8 @@ class Transform:
         function_hash = hashes.pop(path.name)  # whatever the file's name is
         self.sha256 = hashlib.sha256(json.dumps([function_hash, hashes], sort_keys=True).encode()).hexdigest()
         if planned_sha256 not in (None, self.sha256):
-            expected = f"{str(planned_sha256)[:12]} of the plan's, see DATA/{TRANSFORM_DIR}/; or plan anew"
+            expected = f"{str(planned_sha256)[:12]} of the planned function, of which DATA/{TRANSFORM_DIR}/ "
+            expected += "has a copy; bring it back, or plan into a new folder"
             raise Refused(path=path, found=f"sha256 {self.sha256[:12]}", expected=expected)
         self.cpu_s = 0.0  # so far, in the function
         module = types.ModuleType("shardprep_transform")

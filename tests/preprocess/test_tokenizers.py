@@ -329,6 +329,13 @@ def test_each_familys_documents_begin_and_end_as_told(tmp_path: Path, family: st
     assert rows.run(0).samples()[0]["input_ids"] == once
 
 
+def test_an_eos_that_the_tokenizer_lacks_is_not_advised(world: World) -> None:
+    assert "add --append_eos" in world.try_plan(num_shards=1).text
+    config(eos_token=None)(world.tokenizer)
+    told = world.try_plan(num_shards=1, output_dir=world.data_dir.with_name("other")).text
+    assert ("eos_token" in told, "--append_eos" in told) == (True, False)
+
+
 SOME = ["안녕", "words", "한", "more words", "글"]
 
 

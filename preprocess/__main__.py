@@ -67,8 +67,6 @@ def task(args: argparse.Namespace) -> int:
         from preprocess.make.worker import make_shard
 
         settings = resources.worker_settings(given_of(args, WorkerSettings))
-        if note := resources.memory_note(settings.memory_gb):
-            say(f"note: {note}")
         return make_shard(folder, args.shard_id, settings, num_cpus)
     except ShardprepError as error:
         from shardprep.format.jobs import Failure, append_failure

@@ -34,7 +34,8 @@ _TORCH_LIMIT_S = 180.0
 _ASK_TORCH = """
 import torch
 gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-print(f"torch {torch.__version__}: {gpus or 'no GPU'}, bf16: {bool(gpus) and torch.cuda.is_bf16_supported()}")
+bf16 = ", bf16 works" if gpus and torch.cuda.is_bf16_supported() else ""
+print(f"torch {torch.__version__}: {', '.join(gpus) or 'no GPU'}{bf16}")
 """
 
 
@@ -96,18 +97,19 @@ def _of_versions() -> Iterator[Finding]:
     if "torch" in found and Path("/dev/nvidiactl").exists():
         # In a process of its own, which a broken installation may end.
         command = [sys.executable, "-W", "ignore", "-c", _ASK_TORCH]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_LIMIT_S, check=True)
-            yield Finding("torch", done.stdout.strip())
-        except subprocess.SubprocessError as error:
-            why = str(getattr(error, "stderr", None) or error).strip().rpartition("\n")[2]
-            todo = "look at nvidia-smi, or install torch for this machine"
-            yield Finding("torch", why, todo, UsageError.exit_code)
+        why, todo = f"no answer within {_TORCH_LIMIT_S:.0f} s", "look at nvidia-smi"
+        with suppress(subprocess.TimeoutExpired):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_LIMIT_S)
+            if not done.returncode:
+                yield Finding("torch", done.stdout.strip().rpartition("\n")[2])
+                return
+            why = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+            todo = "install torch again, for this machine"
+        yield Finding("torch", f"torch cannot be used: {why}", todo, UsageError.exit_code)
 
 
 def _of_tokenizer(model_id: str | None, folder: Path | None, num_cpus: int) -> Iterator[Finding]:
     """Load a tokenizer as planning does or, of a planned folder, as its tasks do. Raises ShardprepError."""
-    resources.check_address_space()
     if folder is not None:
         plan = need_plan(folder)
         settings = resources.WorkerSettings()
@@ -163,10 +165,13 @@ def doctor(args: argparse.Namespace) -> int:
         return 0
     # Versions first, since a GPU is asked about while nothing large is loaded here.
     findings = [*_of_versions(), *_of_machine(num_cpus)]
+    topic = "memory"
     try:
+        resources.check_address_space()
+        topic = "tokenizer"
         findings += _of_tokenizer(args.model_id, args.output_dir, num_cpus)
     except ShardprepError as error:
-        findings.append(Finding("tokenizer", str(error), exit_code=error.exit_code))
+        findings.append(Finding(topic, str(error), exit_code=error.exit_code))
     levels = Counter(finding.level for finding in findings)
     code = next((each.exit_code for each in findings if each.exit_code), int(levels["warning"] > 0))
     if args.json:

@@ -43,8 +43,10 @@ class ExportLayout:
     last_name = ""  # of that file, given ``number`` of the shard and ``num_shards``
     two_bytes_below, wide = 1 << 16, "<i4"  # vocabulary of which ids are uint16; else their type
 
-    def __init__(self, folder: Path, vocab_size: int, num_shards: int) -> None:
-        self.folder, self.dtype = folder, np.dtype("<u2" if vocab_size < self.two_bytes_below else self.wide)
+    def __init__(self, folder: Path, vocab_size: int, num_tokens: list[int]) -> None:
+        """``num_tokens``: of each shard, EOS included."""
+        self.folder, self.num_tokens, num_shards = folder, num_tokens, len(num_tokens)
+        self.dtype = np.dtype("<u2" if vocab_size < self.two_bytes_below else self.wide)
         names = (self.last_name.format(number=number, num_shards=num_shards) for number in range(num_shards))
         self.last_files = [folder / name for name in names]
 
@@ -93,10 +95,8 @@ class Megatron(ExportLayout):
         yield path, (head, *(array.tobytes() for array in arrays))
 
     def finish(self) -> str:
-        sizes = [files.size_of_file(path.with_suffix(".bin")) or 0 for path in self.last_files]
-        prefixes = (path.absolute().with_suffix("") for path in self.last_files)
-        pairs = zip(sizes, prefixes, strict=True)
-        words = [f"{size // self.dtype.itemsize} {prefix}" for size, prefix in pairs if size]
+        pairs = zip(self.num_tokens, self.last_files, strict=True)
+        words = [f"{number} {path.absolute().with_suffix('')}" for number, path in pairs if number]
         files.publish_bytes(self.folder / "data_args.txt", " ".join(words).encode() + b"\n")
         return f"Megatron: --data-args-path {self.folder / 'data_args.txt'}"
 
@@ -122,6 +122,10 @@ class NanoGpt(ExportLayout):
                 file.sync()
                 file.publish()
             files.sync_folder(self.folder)
+        found, expected = files.size_of_file(target), sum(self.num_tokens) * self.dtype.itemsize
+        if found != expected:
+            again = f"{expected}; remove the file and run this again"
+            raise ReadWriteError(path=target, found=f"{found} bytes", expected=again)
         for path in self.last_files:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -192,12 +196,20 @@ def export(args: argparse.Namespace) -> int:
     plan = need_plan(args.data_dir)
     eos = _checked_eos(args, plan)
     parts: list[slice] = []  # of each shard: which of its samples are exported
+    num_tokens: list[int] = []
     for manifest in done_manifests(args.data_dir, plan.plan_id, range(plan.num_shards)):
-        counts = manifest.counts
-        num_train = counts.num_samples - counts.held_out.num_samples
-        sides = {"train": slice(num_train), "validation": slice(num_train, None)}
-        parts.append(sides.get(args.split, slice(None)))
-    layout = LAYOUTS[args.to](folder, plan.tokenizer.vocab_size, plan.num_shards)
+        counts, held = manifest.counts, manifest.counts.held_out
+        num_train = counts.num_samples - held.num_samples
+        num_all = counts.num_tokens + (eos is not None) * counts.num_documents
+        num_held = held.num_tokens + (eos is not None) * held.num_documents
+        sides = {
+            "train": (slice(num_train), num_all - num_held),
+            "validation": (slice(num_train, None), num_held),
+        }
+        part, num_of_part = sides.get(args.split, (slice(None), num_all))
+        parts.append(part)
+        num_tokens.append(num_of_part)
+    layout = LAYOUTS[args.to](folder, plan.tokenizer.vocab_size, num_tokens)
     side = {"split": args.split} if args.split else {}
     _claim(folder, {"to": args.to, "plan_id": plan.plan_id, "put_eos": eos, **side})
     todo = [shard_id for shard_id in range(plan.num_shards) if not layout.is_done(shard_id)]
@@ -220,7 +232,8 @@ def export(args: argparse.Namespace) -> int:
     with contextlib.suppress(OSError, ReadWriteError):  # of attempts that died; a living one finds all done
         for name in filter(files.TEMPORARY_NAME.fullmatch, files.names_in(folder)):
             files.remove_tree(folder / name)
-    print_lines(f"{counted(plan.num_shards, 'shard')} in {folder}; {opened_by}")
+    sums = f"{counted(plan.num_shards, 'shard')}, {counted(sum(num_tokens), 'token')}"
+    print_lines(f"{sums} in {folder}; {opened_by}")
     return 0
 
 

@@ -138,7 +138,7 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
         yield (shard_id, number), int(in_shard[3]) if in_shard[3] else None
         return
     paths, made = [item.path for item in plan.inputs], _made_shards(folder)
-    if address.startswith("id:"):
+    if address.startswith("id:") and address != "id:":
         if not plan.options.id_field:
             found = "no ids of its documents, as its plan has no --id_field"
             raise UsageError(path=folder, found=found, expected="SHARD:SAMPLE or FILE:BYTE")

@@ -124,8 +124,9 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
             found = read_manifest(folder, shard_id)
             others = [name for name in _MADE_AGAIN if getattr(found, name) != getattr(made, name)]
             differing = [str(names.VOUCHED_PATHS[name](Path(), shard_id)) for name in others]
-            before, now = vars(found.counts), vars(made.counts)
-            differing += [name for name in now if now[name] != before[name]]
+            for name, count in vars(found.counts).items():
+                if (now := getattr(made.counts, name)) != count:
+                    differing.append(f"{name} ({now} in place of {count})")
             if differing:
                 message = f"of its input the reference engine makes another {', another '.join(differing)}"
                 remedy = f"{names.remake_command(shard_id, folder)} --engine tokenizers"

@@ -29,7 +29,7 @@ import orjson
 from preprocess.make.engines import NO_LOSS, Ids, Numbers, TokenBatch
 from preprocess.read.documents import BadDocument, Documents, Texts
 from shardprep import files
-from shardprep.errors import BadInput
+from shardprep.errors import BadInput, OtherTokenizer
 from shardprep.format import manifest as manifests
 from shardprep.format import names
 from shardprep.format.documents import DIGEST, are_for_validation
@@ -202,7 +202,7 @@ class JsonIds:
     """
 
     def __init__(self, vocab_size: int, *, has_blanks: bool = False) -> None:
-        numbers, self._has_blanks = np.arange(vocab_size), has_blanks
+        numbers, self._vocab_size, self._has_blanks = np.arange(vocab_size), vocab_size, has_blanks
         if has_blanks:
             numbers = np.append(numbers, names.BLANK)  # the last row, where clipping leads to
         num_digits = 6 if vocab_size <= 10**6 and not has_blanks else 14
@@ -212,11 +212,16 @@ class JsonIds:
         self._widths = (2 + num_digits_of).astype(np.uint8)
 
     def lengths(self, batch: TokenBatch) -> Numbers:
-        """int64[documents]: bytes of each document's JSON text."""
+        """int64[documents]: bytes of each document's JSON text. Raises OtherTokenizer for an unknown id."""
+        # Such an id would be clipped, which only BLANK may be.
+        is_unknown = batch.ids >= self._vocab_size
+        if self._has_blanks:
+            is_unknown &= batch.ids != names.BLANK
+        if is_unknown.any():
+            found, expected = batch.ids[is_unknown][0], f"less than {self._vocab_size}; plan anew"
+            raise OtherTokenizer(found=f"the tokenizer gives the id {found}", expected=expected)
         ends = np.zeros(len(batch.ids) + 1, np.int64)
-        # An id behind the vocabulary ends in an IndexError here: where it is written, it would be clipped.
-        ids = np.minimum(batch.ids, len(self._widths) - 1) if self._has_blanks else batch.ids
-        np.cumsum(self._widths[ids], out=ends[1:])
+        np.cumsum(self._widths.take(batch.ids, mode="clip"), out=ends[1:])
         # "[" takes the place of the first ", ", and "]" the byte that this saves.
         return np.maximum(np.diff(ends[batch.offsets]), 2)
 

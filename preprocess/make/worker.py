@@ -62,6 +62,8 @@ def make_shard(folder: Path, shard_id: int, settings: WorkerSettings, num_cpus: 
         return 0
     # Load: the tokenizer's files are the plan's, and its ids those of planning.
     say(part_line(plan, shard))
+    if note := resources.memory_note(settings.memory_gb):
+        say(f"note: {note}")
     worker = Worker(plan, folder, settings, num_cpus=num_cpus, warn=say)
     say(worker.means_line())
     # Make.

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from loader import TokenLoader
+from tests.forged import rewrite_json, rewrite_plan
 from tests.input_writers import table_bytes
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import World
@@ -214,6 +215,20 @@ def test_without_the_list_of_a_shard_no_worker_makes_it(made: Made, tmp_path: Pa
     new = made("sides")[1].copy(tmp_path, but=["shard-00001.json"])
     new.try_shard(1).ends(65, "blanked/shard-00001.json")
     assert not (new.data_dir / "shard-00001.json").exists()
+
+
+@pytest.mark.parametrize("is_blanked", [False, True])
+def test_an_id_outside_of_the_plans_vocabulary_becomes_no_other_one(
+    made: Made, tmp_path: Path, is_blanked: bool
+) -> None:
+    world = made("json")[is_blanked].copy(tmp_path)
+    (world.data_dir / "shard-00001.json").unlink()
+    forged = {"pad_token_id": (PAD, 0), "eos_token_id": (EOS, 1), "vocab_size": (VOCAB_SIZE, NUM_DOCUMENTS)}
+    for name, (before, now) in forged.items():
+        rewrite_plan(world.data_dir / "plan.json", f'"{name}":{before}', f'"{name}":{now}')
+    if is_blanked:
+        rewrite_json(world.data_dir / "blanked/shard-00001.json", plan_id=world.plan_json()["plan_id"])
+    world.try_shard(1).ends(78, f"the id {NUM_DOCUMENTS}")  # of the last document
 
 
 def test_other_shards_are_the_same_files_and_what_was_blanked_stays_so(made: Made, tmp_path: Path) -> None:

@@ -111,8 +111,8 @@ def test_each_address_shows_its_document(worlds: Worlds, form: str) -> None:
 def test_grep_chooses_the_samples_that_have_it(worlds: Worlds) -> None:
     found = peek(worlds["documents"], "--grep", "kettle [a-z]", "--num", 10**6)
     assert [body(block) for block in found] == [line for line in LINES if re.search("kettle [a-z]", line)]
-    for words in (["id:nobody"], ["0:1:1"], ["--grep", "none"]):
-        assert worlds["documents"].main("peek", worlds["documents"].data_dir, *words).code == 66, words
+    for words, code in ((["id:nobody"], 66), (["0:1:1"], 66), (["--grep", "none"], 66), (["id:"], 2)):
+        assert worlds["documents"].main("peek", worlds["documents"].data_dir, *words).code == code, words
 
 
 def samples_of(world: World) -> list[list[int]]:
@@ -170,6 +170,8 @@ def test_megatron_has_documents_and_nanogpt_their_stream(worlds: Worlds, tmp_pat
     out = exported(worlds[name], "nanogpt", tmp_path / "of nanogpt")
     assert np.fromfile(out / "train.bin", np.uint16).tolist() == stream
     assert sorted(path.name for path in out.iterdir()) == ["export.json", "train.bin"]
+    (out / "train.bin").write_bytes(b"cut")
+    export(worlds[name], "nanogpt", out).ends(74, "train.bin")
 
 
 @pytest.mark.slow

@@ -88,6 +88,12 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path).raw({"a.txt": hostile_text(200), "b.txt": hostile_text(100, 1)}).plan(num_shards=5)
 
 
+def test_a_shard_that_is_done_is_said_to_be_and_nothing_else(world: World) -> None:
+    assert "may be killed" in world.try_shard(0, memory_gb=0.01).ends(0).err
+    (line,) = world.try_shard(0, memory_gb=0.01).ends(0).err.splitlines()
+    assert line.endswith("shard 00000 is done already")
+
+
 def test_colleagues_can_read_what_a_task_wrote(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
@@ -366,6 +372,32 @@ def test_doctor_looks_at_a_tokenizer_and_at_a_planned_folder_and_writes_nothing(
     ended = world.main("doctor", model_id=tmp_path / "none")
     (line,) = [line for line in ended.out.splitlines() if line.startswith("bad")]
     assert (ended.code, str(tmp_path / "none") in line) == (66, True)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("torch", "code", "told"),
+    [
+        (
+            "print('a banner'); __version__ = '9'\nclass cuda:\n device_count = lambda: 0",
+            0,
+            "torch 9: no GPU",
+        ),
+        ("raise ImportError('no libcudart')", 2, "no libcudart"),
+        ("import os; os.abort()", 2, "exit code -6"),
+        ("import time; time.sleep(1000)", 2, "within 5 s"),
+    ],
+)
+def test_beside_a_gpu_doctor_says_what_torch_finds_or_why_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str, code: int, told: str
+) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "torch.py").write_text(torch)
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl" or exists(path))
+    monkeypatch.setattr("preprocess.doctor._TORCH_LIMIT_S", 5.0)
+    finding = findings(PYTHONPATH=str(tmp_path))["torch"]
+    assert (finding["exit_code"], told in finding["text"]) == (code, True), finding
 
 
 CGROUPS = Path("/sys/fs/cgroup")

@@ -351,7 +351,7 @@ def submit_script(script: str, *options: str) -> str:
             return found[1]
         why = f"sbatch answered {last[:80]!r}"
     except SlurmAway as error:
-        why = error.found
+        why = str(error.found)
     name = re.findall(r"^#SBATCH --job-name=(.*)$", script, re.MULTILINE)[0]
     expected = "a job id. Nothing was recorded; if Slurm took the job, it is held: scancel its id"
     raise SlurmAway(found=why, expected=expected, remedy=f"squeue --me --name={name}")

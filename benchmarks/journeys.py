@@ -1,12 +1,12 @@
-"""How many doors are passed by text to its tar, by samples to a batch, and by the command that makes a shard.
+"""Count the modules that three journeys pass: text to a tar, samples to a batch, the command for one shard.
 
     python benchmarks/journeys.py [-v]
 
-Each journey is run once under a profiler. Printed are the modules of this project that it enters, its
-hops (pairs of modules of which one calls the other), how many of them end there (the module called calls none
-of ours: a name, a size, a check), and its returns: hops into a module that had been entered before. With -v
-each hop is named. Below them stands the size of each package. Nothing here
-measures time.
+Each journey runs once under a profiler. For each one this prints the number of modules of this project that
+it enters; its hops (pairs of modules of which one calls the other); how many of these end there, because the
+called module calls no other (a name, a size, a check); and its returns, which are hops into a module that was
+entered before. A thread has no caller's frame, so its first function counts as called by the module that
+started the thread. -v lists the hops. The size of each package follows. Nothing here measures time.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ TEXT = "".join(f"the quick brown fox number {number} jumps over the lazy dog\n" 
 
 
 class Journey:
-    """Collects the hops of the calls that are made within ``with``."""
+    """Collect the hops of all calls inside a ``with`` block."""
 
     def __init__(self) -> None:
         self.hops: list[tuple[str, str]] = []
+        self._starters: dict[threading.Thread, str] = {}  # thread -> the module that started it
 
     def __enter__(self) -> Journey:
         threading.setprofile(self._see)
@@ -43,15 +44,26 @@ class Journey:
         threading.setprofile(None)
 
     def _see(self, frame: FrameType, event: str, _: Any) -> None:
-        is_by_itself = frame.f_code.co_name in ("<module>", "__del__")  # an import, or the memory's
-        if event != "call" or is_by_itself or (callee := _module_of(frame)) is None:
+        if event != "call":
             return
-        caller_frame = frame.f_back
-        while caller_frame is not None and _module_of(caller_frame) is None:
-            caller_frame = caller_frame.f_back
-        hop = (_module_of(caller_frame) or "" if caller_frame else "", callee)
+        if frame.f_code is threading.Thread.start.__code__:
+            self._starters[frame.f_locals["self"]] = self._caller_of(frame)
+            return
+        # An import runs a module, and the garbage collector __del__: nobody calls these.
+        if frame.f_code.co_name in ("<module>", "__del__") or (callee := _module_of(frame)) is None:
+            return
+        hop = (self._caller_of(frame), callee)
         if hop[0] != hop[1] and hop not in self.hops:
             self.hops.append(hop)
+
+    def _caller_of(self, frame: FrameType) -> str:
+        """Return the nearest module of this project that led to a call, or "" outside of it."""
+        caller = frame.f_back
+        while caller is not None:
+            if module := _module_of(caller):
+                return module
+            caller = caller.f_back
+        return self._starters.get(threading.current_thread(), "")
 
     @property
     def modules(self) -> set[str]:
@@ -81,7 +93,7 @@ def _module_of(frame: FrameType) -> str | None:
 
 
 def journeys(folder: Path) -> Iterator[tuple[str, Journey]]:
-    """Make a small data set below ``folder`` and load it."""
+    """Make a small data set in ``folder``, load it, and yield each journey with its name."""
     from preprocess.__main__ import main as preprocess
     from preprocess.make import worker
 
@@ -103,7 +115,7 @@ def journeys(folder: Path) -> Iterator[tuple[str, Journey]]:
             with text:
                 return run_shard(self, *arguments)
 
-        worker.Worker.run_shard = traced  # type: ignore[method-assign,assignment]  # it takes what the method takes
+        worker.Worker.run_shard = traced  # type: ignore[method-assign,assignment]  # same arguments
         preprocess(["--shard_id", "1", "--output_dir", str(data)])
     yield "text to tar members (Worker.run_shard)", text
     from loader import get_llama3_dataloader
@@ -118,7 +130,7 @@ def journeys(folder: Path) -> Iterator[tuple[str, Journey]]:
 
 
 def sizes() -> Iterator[tuple[str, int, int, int]]:
-    """(package, files, lines, imported statements)."""
+    """Yield (package, number of files, lines, import statements) of each package."""
     for package in PACKAGES:
         paths = sorted((ROOT / package).rglob("*.py"))
         texts = [path.read_text(encoding="utf-8") for path in paths]

@@ -244,7 +244,7 @@ def set_directory_layout(folder: Path, stripe: Layout, *, dry_run: bool = False)
     command = setstripe_command(folder, stripe)
     for name in names_in(folder):
         if name not in _OWN_FOLDERS and not _KEEPER.fullmatch(name):
-            expected = "an empty directory, as files keep their layout; take one, or change new files alone"
+            expected = "an empty directory, as files keep their layout; to change it for new files only"
             raise LustreError(path=folder, found=f"holds {name}", expected=expected, remedy=command)
     if dry_run:
         return "; ".join([f"new files get {before.text()}; would run: {command}", *notes])

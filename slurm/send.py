@@ -261,10 +261,12 @@ def send_groups(args: argparse.Namespace, state: DatasetState, groups: Groups) -
         for job in submission.jobs:  # one by one: of several some may be released, and begin
             states.ask_patiently(partial(run_slurm, "scontrol", "release", job.job_id))
     except (SlurmAway, SlurmRefused) as error:
-        way_on = f"The jobs are recorded and wait, held; when the cause is mended: scontrol release {ids}"
+        way_on = "The jobs are recorded and held; fix the cause, then release them"
+        remedy = f"scontrol release {ids}"
         if re.search("already finished|Invalid job id", str(error)):
             way_on = "Somebody cancelled the jobs before they began; look at the status, then submit again"
-        raise type(error)(f"{error}. {way_on}") from None
+            remedy = f"shardprep status {quoted(state.folder)}"
+        raise type(error)(path=error.path, found=f"{error.found}. {way_on}", remedy=remedy) from None
     _tell(args, state, submission, controller)
     return wait_for_jobs(args.output_dir) if args.wait else 0
 
@@ -349,9 +351,9 @@ def submit_script(script: str, *options: str) -> str:
             return found[1]
         why = f"sbatch answered {last[:80]!r}"
     except SlurmAway as error:
-        why = str(error)
+        why = str(error.found)
     name = re.findall(r"^#SBATCH --job-name=(.*)$", script, re.MULTILINE)[0]
-    expected = "a job's id; nothing was recorded; if Slurm took the job it waits, held: scancel its number"
+    expected = "a job id. Nothing was recorded; if Slurm took the job, it is held: scancel its id"
     raise SlurmAway(found=why, expected=expected, remedy=f"squeue --me --name={name}")
 
 
@@ -455,9 +457,10 @@ def check_script(request: JobRequest, script: str, site: Site) -> None:
         if fitting and all(_NODES_AWAY.search(state) for state, _, _ in fitting):
             say(f"warning: {error}; the jobs wait until such nodes are back: sinfo -R")
             return
-        found = f"{error}. Asked for: {shlex.join(request.sbatch_options())}. Nothing was submitted"
-        node = f"up to {site.max_cpus} CPUs and {site.max_mem_mb} MB a node" if site.nodes else None
-        raise SlurmRefused(found=found, expected=node) from None
+        words = f"{error}. Asked for: {shlex.join(request.sbatch_options())}"
+        if site.nodes:
+            words += f"; a node has up to {site.max_cpus} CPUs and {site.max_mem_mb} MB"
+        raise SlurmRefused(found=f"{words}. Nothing was written or submitted") from None
 
 
 def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequest) -> str:

@@ -350,7 +350,7 @@ def jobs_of_user(user: str) -> list[Job]:
     except SlurmRefused as error:
         if "Invalid user" in str(error):  # who submitted has left
             return []
-        raise SlurmAway(str(error)) from None
+        raise SlurmAway(found=error.found) from None
 
 
 @dataclass(kw_only=True)

@@ -590,7 +590,7 @@ def _again(folder: Path, plan: Plan, manifests: Sequence[Manifest]) -> dict[str,
     versions: dict[str, Counter[str]] = {}
     for manifest in manifests:
         for name in ("shardprep", "engine", "python"):
-            versions.setdefault(name, Counter())[getattr(manifest.run, name)[:80]] += 1
+            versions.setdefault(name, Counter())[getattr(manifest.run, name)[:80] or "?"] += 1
     return {
         "commands": commands,
         "transform_sha256": plan.options.transform_sha256,

@@ -191,6 +191,7 @@ NOTHING: dict[str, Any] = {"sends": (), "releases": ()}
 REFUSES = "{{ echo '{}' >&2; exit 1; }}"
 TOO_MANY = REFUSES.format("Job violates accounting/QOS policy (size)")
 NO_SUCH_NODE = REFUSES.format("Requested node configuration is not available")
+NO_ANSWER = REFUSES.format("Unable to contact slurm controller (connect failure)")
 # A limit of an account or of a QOS, which nobody asks for: it takes arrays of up to three tasks.
 OF_LIMIT = """script=$(cat)
 [[ $script =~ SBATCH\\ --array=0-([0-9]+) ]] && last=${BASH_REMATCH[1]} || last=0
@@ -226,6 +227,8 @@ SITES = {
     "a banner before the id": Site(SAYS_MORE + 'echo "Welcome to 7 nodes"; echo; echo "$id;test"; echo'),
     "an id that cannot be understood": Site(
         SAYS_MORE + "echo Submitted, thank you", ends=74, says="squeue --me --name=shardprep-", releases=()),
+    "no answer to a job": Site(
+        f'[[ "$*" != *--parsable* ]] || {NO_ANSWER}; exec REAL', ends=74, says="squeue --me", **NOTHING),
     "a part of the job": Site(answers={"job": JOB[:200]}, ends=74, cancels=("1",), releases=()),
     # The site renames jobs, and grants more or less than was asked for.
     "memory and time": Site(
@@ -250,7 +253,8 @@ def test_a_submit_follows_what_slurm_takes_and_no_job_runs_unrecorded(desk: Desk
     desk.answers_by("scontrol", site.scontrol)
     for answer, text in site.answers.items():
         desk.answers(answer, text)
-    assert site.says in desk.slurm("submit", *site.flags, code=site.ends)
+    said = desk.slurm("submit", *site.flags, code=site.ends)
+    assert (site.says in said, said.count("; run: ") > 1) == (True, False), "one command to type"
     assert desk.sent_shards() == [*site.sends]
     assert (desk.calls("scancel"), desk.released()) == ([*site.cancels], [*site.releases])
     record = desk.data / "jobs" / "0000.json"

@@ -102,7 +102,7 @@ def section_of(title: str, text: str, explained: dict[str, str]) -> str:
         listed = ", ".join(flags)
         if len(missing) < len(flags):
             listed = f"all flags but {', '.join(missing)}" if missing else "all flags"
-        section += f"\nAs of `{other}`: {listed}.\n"
+        section += f"\nThe same as for `{other}`: {listed}.\n"
     return section
 
 

@@ -67,7 +67,8 @@ def task(args: argparse.Namespace) -> int:
         from preprocess.make.worker import make_shard
 
         settings = resources.worker_settings(given_of(args, WorkerSettings))
-        return make_shard(folder, args.shard_id, settings, num_cpus)
+        note = resources.memory_note(settings.memory_gb)
+        return make_shard(folder, args.shard_id, settings, num_cpus, note)
     except ShardprepError as error:
         from shardprep.format.jobs import Failure, append_failure
 

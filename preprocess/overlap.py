@@ -49,7 +49,7 @@ from shardprep.errors import BadInput, BrokenShard, NotFound, Refused, UsageErro
 from shardprep.format import names
 from shardprep.format.documents import DocumentNames, blank_digests, name_of_place, read_blanked, read_digests
 from shardprep.format.manifest import done_manifests
-from shardprep.format.plan import Cut, Plan, PlanOptions, check_tokenizer_files, need_plan, ranges_between
+from shardprep.format.plan import Cut, Plan, PlanOptions, need_plan, ranges_between
 
 _BETWEEN = "\x1f"  # texts; to Python it is white space
 _BASE = np.uint64(0x9FB21C651E98DF25)
@@ -205,7 +205,6 @@ class _Search:
         self._rule, self._eval_names = rule, [name for name, _ in evals]
         self._number_of = defaultdict[str, int](itertools.count(1).__next__)  # of a word
         if rule.unit == "tokens":
-            check_tokenizer_files(folder, plan.tokenizer_files)
             self._engine = load_engine(plan, folder, "auto", say).bare()
             self._tokenizer = load_tokenizer(folder / names.TOKENIZER_DIR / names.TOKENIZER_FILE)
         _, units = self._units_of(Texts([text for _, text in evals]), may_add=True)

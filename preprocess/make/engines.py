@@ -29,7 +29,7 @@ import orjson
 from preprocess.read.documents import BETWEEN, Documents, Texts
 from shardprep.errors import BadInput, ReadWriteError, ShardprepError
 from shardprep.files import read_regular
-from shardprep.format.names import FAST_TOKENIZER_FILE, MAX_TOKENIZER_BYTES
+from shardprep.format.names import MAX_TOKENIZER_BYTES
 from shardprep.format.plan import MaskRule
 from shardprep.hub import is_library_fault, words_of_fault
 
@@ -112,19 +112,21 @@ class Engine:
         )
 
 
-def load_tokenizer(tokenizer_json: Path) -> Any:
-    """Return a ``tokenizers.Tokenizer``. Raises ReadWriteError, BrokenShard for what is no regular file."""
+def load_tokenizer(path: Path, content: bytes | None = None) -> Any:
+    """Return a ``tokenizers.Tokenizer`` of a tokenizer.json, whose ``content`` is read unless it is given.
+
+    Raises ReadWriteError, and BrokenShard if it is not a regular file.
+    """
     from tokenizers import Tokenizer
 
+    if content is None:  # read here, because Rust cannot open each path that Python can
+        content = read_regular(path, max_bytes=MAX_TOKENIZER_BYTES)
     try:
-        # Read here: the path of a file may be none that Rust can open, such as one in another encoding.
-        return Tokenizer.from_buffer(read_regular(tokenizer_json, max_bytes=MAX_TOKENIZER_BYTES))
-    except ShardprepError:
-        raise
+        return Tokenizer.from_buffer(content)
     except BaseException as error:
         if not is_library_fault(error):
             raise
-        message = f"{tokenizer_json} cannot be loaded: {error}; bring the folder back as it was"
+        message = f"{path} cannot be loaded: {error}; bring the folder back as it was"
         raise ReadWriteError(message) from error
 
 
@@ -432,25 +434,21 @@ def _is_unsure_unit() -> npt.NDArray[np.bool_]:
 
 
 def equal_fast_engine(
-    tokenizer_json: Path, texts: Texts, expected_sha256: str, *, allow_special_tokens: bool
+    content: bytes, path: Path, texts: Texts, expected_sha256: str, *, allow_special_tokens: bool
 ) -> Engine | str:
-    """gigatoken, if it gives the expected ids for some texts; else why it cannot be used.
+    """Return gigatoken, if it gives the expected ids for some texts, or else why it cannot be used.
 
-    Raises ReadWriteError where the file cannot be read, which says nothing of the engine.
+    ``content``: of the tokenizer.json that it loads. ``path``: of the one that the reference loads, if a text
+    needs it. Raises ReadWriteError if that cannot be read, which says nothing of the engine.
     """
 
     @functools.cache
     def reference() -> Engine:
-        tokenizer, name = load_tokenizer(tokenizer_json), str(tokenizer_json)
-        return reference_engine(tokenizer, allow_special_tokens=allow_special_tokens, name=name)
+        tokenizer = load_tokenizer(path)
+        return reference_engine(tokenizer, allow_special_tokens=allow_special_tokens, name=str(path))
 
-    # Read here: of gigatoken's errors nobody could tell which are the file system's.
     try:
-        raw = read_regular(tokenizer_json.with_name(FAST_TOKENIZER_FILE), max_bytes=MAX_TOKENIZER_BYTES)
-    except FileNotFoundError:
-        raw = read_regular(tokenizer_json, max_bytes=MAX_TOKENIZER_BYTES)
-    try:
-        fast = _fast_tokenizer(raw, allow_special_tokens)
+        fast = _fast_tokenizer(content, allow_special_tokens)
         engine = Engine(name="gigatoken", encode_with=functools.partial(fast.encode, reference))
         if ids_sha256([engine.encode(texts)]) == expected_sha256:
             return engine

@@ -52,8 +52,10 @@ _SLURM_FACTS = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CPU
 Progressed = Callable[[int, dict[str, int]], None]  # called with bytes of input, and what else was done
 
 
-def make_shard(folder: Path, shard_id: int, settings: WorkerSettings, num_cpus: int) -> int:
-    """Make one shard of a folder's plan, on the CPUs that this process is bound to; returns the exit code."""
+def make_shard(
+    folder: Path, shard_id: int, settings: WorkerSettings, num_cpus: int, memory_note: str | None
+) -> int:
+    """Make one shard of a folder's plan, on the CPUs that this process is bound to. Return the exit code."""
     # Open: the way ends here where the shard is done.
     plan = need_plan(folder).at(settings.input_dir)
     shard = plan.shard(shard_id)
@@ -62,8 +64,8 @@ def make_shard(folder: Path, shard_id: int, settings: WorkerSettings, num_cpus: 
         return 0
     # Load: the tokenizer's files are the plan's, and its ids those of planning.
     say(part_line(plan, shard))
-    if note := resources.memory_note(settings.memory_gb):
-        say(f"note: {note}")
+    if memory_note:
+        say(f"note: {memory_note}")
     worker = Worker(plan, folder, settings, num_cpus=num_cpus, warn=say)
     say(worker.means_line())
     # Make.
@@ -82,7 +84,7 @@ def part_line(plan: Plan, shard: PlannedShard) -> str:
         parts.append(item.path)
         if (part.start, part.end) != (0, item.num_bytes):
             # So that nobody takes them for the places of documents, which may be rows, or bytes of the text.
-            unit = "bytes" if names.input_kind(item.path).is_in_bytes else "file bytes"
+            unit = "bytes" if part.kind.is_in_bytes else "file bytes"
             parts[-1] += f" {unit} {part.start} to {part.end}"
     if len(parts) > _NUM_NAMED:
         parts[_NUM_NAMED - 1 :] = ["...", f"{parts[-1]} ({len(parts)} files)"]
@@ -125,7 +127,6 @@ class Worker:
     ) -> None:
         """Load the plan's tokenizer. Raises OtherTokenizer where it changed."""
         self.plan, self.folder, self.settings, self.num_cpus = plan, folder, settings, num_cpus
-        check_tokenizer_files(folder, plan.tokenizer_files)
         self._reader = DocumentReader.of_plan(folder, plan.options, settings.transform)
         if plan.options.is_chat:
             from preprocess.read.chat import check_chat_versions
@@ -252,19 +253,24 @@ class Worker:
 def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[str], None]) -> Engine:
     """Return the engine of a worker, once it has given the reference's ids for the plan's probe.
 
-    Raises OtherTokenizer where even the reference gives others, UsageError where ``wanted`` cannot be had.
+    Raises OtherTokenizer if the tokenizer's files changed, or even the reference gives other ids, and
+    UsageError if ``wanted`` cannot be had.
     """
     path = folder / names.TOKENIZER_DIR / names.TOKENIZER_FILE
     options, probe, expected = plan.options, Texts.of_strings(plan.probe), plan.probe_sha256
     allow = options.encodes_control_tokens
     if wanted != "tokenizers" and (wanted != "auto" or plan.fast_engine_is_equal):
-        fast = engines.equal_fast_engine(path, probe, expected, allow_special_tokens=allow)
+        is_shorter = names.FAST_TOKENIZER_FILE in plan.tokenizer_files
+        name = names.FAST_TOKENIZER_FILE if is_shorter else names.TOKENIZER_FILE
+        content = check_tokenizer_files(folder, plan.tokenizer_files, name)
+        fast = engines.equal_fast_engine(content, path, probe, expected, allow_special_tokens=allow)
         if isinstance(fast, Engine):
             return fast if options.add_special_tokens else fast.bare()
         if wanted != "auto":
             raise UsageError(f"--engine {wanted} fails for {path}: {fast}; use --engine auto")
         warn(f"gigatoken cannot be used for this tokenizer ({fast}); going on with tokenizers, slower")
-    tokenizer = engines.load_tokenizer(path)
+    content = check_tokenizer_files(folder, plan.tokenizer_files, names.TOKENIZER_FILE)
+    tokenizer = engines.load_tokenizer(path, content)
     engine = engines.reference_engine(tokenizer, allow_special_tokens=allow, name=str(path))
     found = engines.ids_sha256([engine.encode(probe)])
     if found != expected:

@@ -40,7 +40,7 @@ from shardprep.format import names
 from shardprep.format import plan as plans
 from shardprep.format.documents import read_names
 from shardprep.format.manifest import RunFacts
-from shardprep.format.plan import ByteRange, InputFile, Plan, PlannedShard, PlanOptions, PrepConfig
+from shardprep.format.plan import Cut, InputFile, Plan, PlannedShard, PlanOptions, PrepConfig, ranges_between
 
 Say = Callable[[str], None]
 # A task waits for another's plan for about as long as its own would take: 3 s and more for many files.
@@ -140,9 +140,11 @@ def make_plan(
             every = [text.encode() for text in resolved.probe]
             for documents in sample_of_plan(plan, 1 << 18, transform):
                 every += documents.texts
-            texts, path = Texts(every), scratch / names.TOKENIZER_FILE
+            texts, saved = Texts(every), resolved.saved
             sha256 = ids_sha256([engine.encode(texts)])
-            fast = equal_fast_engine(path, texts, sha256, allow_special_tokens=allow)
+            content = saved.get(names.FAST_TOKENIZER_FILE, saved[names.TOKENIZER_FILE])
+            path = scratch / names.TOKENIZER_FILE
+            fast = equal_fast_engine(content, path, texts, sha256, allow_special_tokens=allow)
             if isinstance(fast, Engine) and not resolved.passes_gate(fast):
                 fast = "its ids differ from those of tokenizers"
             if isinstance(fast, Engine):
@@ -264,9 +266,8 @@ def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> N
     planned = {item.path: item for item in plan.inputs}
 
     def change_of(item: InputFile) -> str:
-        path, end = input_dir / item.path, item.num_bytes
         try:
-            RangeReader(ByteRange(input_number=0, path=path, start=0, end=end, planned=item), None)
+            RangeReader(next(ranges_between(input_dir, [item], Cut(0, 0), Cut(1, 0))), None)
         except errors.Refused as error:
             return f"{item.path} has {error.found}"
         return ""
@@ -380,7 +381,7 @@ def _check_fields(plan: Plan, counting: Counting) -> None:
                 flags.append(f"--record chat{field}")
 
     item = next(item for item in plan.inputs if item.num_bytes)
-    part = ByteRange(input_number=0, path=plan.input_dir / item.path, start=0, end=item.num_bytes)
+    part = next(ranges_between(plan.input_dir, [item], Cut(0, 0), Cut(1, 0)))
     documents = next(read_records([part], RecordFields(options), _SAMPLE_BYTES // _NUM_PLACES), None)
     for record in documents.columns.get("record", ()) if documents else ():
         look_at(record)

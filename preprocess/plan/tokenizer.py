@@ -36,7 +36,7 @@ from shardprep.errors import ShardprepError
 from shardprep.files import Digest, FileStamp
 from shardprep.format import names
 from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR, TOKENIZER_FILE, TokenizerSpec
-from shardprep.format.plan import Plan, stamp_tokenizer
+from shardprep.format.plan import Plan, check_tokenizer_files
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -89,9 +89,10 @@ class ResolvedTokenizer(TokenizerFacts):
 
         def is_there() -> bool:
             try:
-                return stamp_tokenizer(target) == planned
-            except errors.BrokenShard:
+                check_tokenizer_files(output_dir, planned)
+            except (errors.OtherTokenizer, errors.NotFound, errors.BrokenShard):
                 return False
+            return True
 
         # Equal files are kept, so that planners that race agree.
         if is_there():

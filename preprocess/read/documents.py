@@ -500,7 +500,7 @@ def read_records(
     line = 0  # of the shard
     for part in ranges:
         reader = RangeReader(part, digest)
-        for records in format_of(part.path.name).read(reader, fields, batch_bytes):
+        for records in format_of_kind(part.kind).read(reader, fields, batch_bytes):
             texts, num_lines = records.texts, len(records.starts)
             if not isinstance(texts, Texts) and all(texts) and {bytes}.issuperset(map(type, texts)):
                 texts = Texts(cast(list[bytes], list(texts)))
@@ -520,7 +520,7 @@ def read_records(
         reader.hash_rest()
         # If every byte was hashed as it was read, the hash tells of a change, and a touch does no harm.
         # Tables and compressed files are read in other places, too.
-        if digest is None or not input_kind(part.path.name).is_in_bytes:
+        if digest is None or not part.kind.is_in_bytes:
             reader.file.check_unchanged()
 
 
@@ -548,11 +548,11 @@ def _rendered(documents: Documents, template: ChatTemplate) -> Documents:
 
 def format_of(name: str) -> Format:
     """Return what reads a file of this name. Raises UsageError where a library is missing."""
-    return _format_of_kind(input_kind(name))
+    return format_of_kind(input_kind(name))
 
 
 @functools.cache
-def _format_of_kind(kind: InputKind) -> Format:
+def format_of_kind(kind: InputKind) -> Format:
     module, _, reader = kind.format.reader.partition(":")
     try:
         found = getattr(importlib.import_module(f"preprocess.read.{module}"), reader)

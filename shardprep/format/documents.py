@@ -108,7 +108,7 @@ class DocumentNames:
         for part in shard.ranges if not has_texts else ():
             path = part.planned.path if part.planned else part.path.name
             # Rows, and bytes of decompressed text, may be of any part of the file.
-            bounds = (part.start, part.end) if names.input_kind(path).is_in_bytes else (0, 2**63 - 1)
+            bounds = (part.start, part.end) if part.kind.is_in_bytes else (0, 2**63 - 1)
             first, end = np.searchsorted(self.keys, keys_of_places(path, np.array(bounds)))
             if first < end:
                 return True

@@ -295,7 +295,7 @@ def test_a_shells_settings_for_other_programs_change_no_engines_threads(tmp_path
     assert len(set(report.read_text().split())) == 1, report.read_text()
 
 
-def findings(*words: object, **environ: str) -> dict[str, dict[str, str]]:
+def findings(*words: object, **environ: str) -> dict[str, dict[str, Any]]:
     """What doctor finds, by topic; of several the last."""
     ended = call_main("doctor", "--json", *words, environ=environ)
     answer = json.loads(ended.out)

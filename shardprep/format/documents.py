@@ -43,7 +43,7 @@ _TEXT, _PLACE = "sha256:", "at:"
 _EXPECTED = "an id in UTF-8, sha256: and 64 hex digits, or at:FILE:BYTE"
 _MOST_NAMES = 10_000_000
 _FORMAT = "shardprep-blanked"
-_KEPT_ID = msgspec.json.Decoder(tuple[int, int, str])  # a line of DATA/ids
+_KEPT_ID = msgspec.json.Decoder(tuple[Count, Count, str])  # a line of DATA/ids
 _MAX_BLANKED_BYTES = 256 << 20  # some 10^7 documents
 # The digest of a blanked document; a document stays on its side of a split.
 _BLANK_DIGESTS = np.frombuffer(b"\xff" * names.DIGEST_BYTES + bytes(names.DIGEST_BYTES), DIGEST)
@@ -211,12 +211,14 @@ def read_excluded(folder: Path, sha256: str) -> DocumentNames:
 def kept_ids(folder: Path, shard_id: int) -> Iterator[tuple[int, int, str]]:
     """Yield input, place in it, and id of each document of a shard, as --id_field keeps them."""
     path = names.ids_path(folder, shard_id)
-    for line in files.read_lines(path):
-        try:
+    try:
+        for line in files.read_lines(path):
             yield _KEPT_ID.decode(line)
-        except (msgspec.MsgspecError, ValueError):
-            remedy = names.remake_command(shard_id, folder)
-            raise BrokenShard(path=path, found=f"the line {line[:60]!r}", remedy=remedy) from None
+    except files.NOT_THERE:
+        raise names.missing_file(path, shard_id, folder) from None
+    except ValueError:  # msgspec's errors are ValueErrors
+        remedy = names.remake_command(shard_id, folder)
+        raise BrokenShard(path=path, found=f"the line {line[:60]!r}", remedy=remedy) from None
 
 
 def read_digests(folder: Path, shard_id: int, stamp: FileStamp, *, is_checked: bool = False) -> Digests:

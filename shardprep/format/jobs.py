@@ -173,11 +173,11 @@ class JobArray(SentJob):
     time_min: Count | None
 
     def __post_init__(self) -> None:
-        if sum(map(len, self.shards_of_tasks())) > names.MAX_SHARDS:
-            raise ValueError(f"at most {names.MAX_SHARDS} shards")
+        # One list of all tasks' shards, which has a largest length, before there is one for each task.
+        names.ids_of_ranges(",".join(self.tasks))
 
     def shards_of_tasks(self) -> list[list[int]]:
-        return [names.ids_of_ranges(word, end=names.MAX_SHARDS + 1) for word in self.tasks]
+        return [names.ids_of_ranges(word) for word in self.tasks]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +237,7 @@ def user_name() -> str:
 def append_event(folder: Path, kind: str, **facts: Any) -> None:
     """Append what a command did to DATA/jobs/history.jsonl. What fails is left out."""
     line = json.dumps({"time": round(time.time(), 3), "event": kind, "user": user_name(), **facts})
-    with contextlib.suppress(errors.CannotWrite, OSError):
+    with contextlib.suppress(ShardprepError, OSError):
         files.append_bytes(files.make_subfolder(folder, JOBS_FOLDER) / HISTORY_NAME, f"{line}\n".encode())
 
 
@@ -420,7 +420,7 @@ def _record_of(path: Path, content: bytes) -> AttemptRecord | None:
     try:
         record = msgspec.convert(facts, AttemptRecord, strict=False)
         if record.shard_ranges:
-            record.shards = names.ids_of_ranges(record.shard_ranges, end=names.MAX_SHARDS + 1)
+            record.shards = names.ids_of_ranges(record.shard_ranges)
     except (msgspec.MsgspecError, ValueError):
         return None
     record.path, record.failures = str(path), failures
@@ -472,7 +472,7 @@ class RunRecord:
             name = f"{host}-{os.getpid()}.{int(now * 1000)}"  # a process may run twice in a second
         path = folder / ATTEMPTS_FOLDER / name
         for _ in range(2):  # another run may remove the empty folder in between
-            with contextlib.suppress(errors.CannotWrite, OSError):
+            with contextlib.suppress(ShardprepError, OSError):
                 files.make_subfolder(folder, ATTEMPTS_FOLDER)
                 files.append_bytes(path, _section("begin", **facts))
                 self._path = path

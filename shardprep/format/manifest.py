@@ -190,8 +190,9 @@ def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
     manifest = read_manifest(folder, shard_id)
     if manifest.spec.plan_id != plan_id or manifest.shard_id != shard_id:
         found = f"shard {manifest.shard_id} of plan {manifest.spec.plan_id[:12]}"
-        expected = f"shard {shard_id} of {plan_id[:12]}; for others use a new folder. If this one is wrong"
         path, remedy = names.manifest_path(folder, shard_id), names.remake_command(shard_id, folder)
+        expected = f"shard {shard_id} of plan {plan_id[:12]}. Use a new folder for other inputs or options. "
+        expected += f"If this manifest is in the wrong folder, run: {remedy}"
         raise errors.OtherPlan(path=path, found=found, expected=expected, remedy=remedy)
     check_sizes(folder, manifest, ("tar", "idx"))
     return manifest
@@ -291,7 +292,7 @@ def refuse_found(folder: Path, findings: Mapping[int, Finding], shard_ids: Itera
     if wrong := sorted(findings.keys() & set(shard_ids)):
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         what = findings[wrong[0]].message.partition("; run: ")[0]  # its own remedy is of one shard
-        found = f"shard {wrong[0]:05d}{more}, which verify found wrong: {what}"
+        found = f"shard {wrong[0]:05d}{more} is not done, because verify found it wrong: {what}"
         raise errors.BrokenShard(path=folder, found=found, remedy=f"shardprep run {errors.quoted(folder)}")
 
 
@@ -357,7 +358,7 @@ def is_verified(folder: Path, spec: DatasetSpec, made: MadeShards) -> bool:
         data = msgspec.json.decode(raw)
         rows = [(row[2], row[3]) for row in data["shards"]]
         plan_id = data["spec"]["plan_id"]
-    except (*files.NOT_THERE, errors.BrokenShard, ValueError, LookupError, TypeError):
+    except (*files.NOT_THERE, errors.BrokenShard, ValueError, RecursionError, LookupError, TypeError):
         return False
     numbers = [(each.counts.num_tokens, each.tar.num_bytes) for each in made.done.values()]
     return bool(plan_id == spec.plan_id) and rows == numbers

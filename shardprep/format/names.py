@@ -112,8 +112,10 @@ def remake_command(shard_id: int, folder: Path) -> str:
 
 
 def missing_file(path: Path, shard_id: int, folder: Path) -> MissingShard:
-    """Return the error of a file of a shard that is not there."""
-    return MissingShard(path=path, found="missing", remedy=rerun_command(shard_id, folder))
+    """Build the error for a missing file of a shard."""
+    # A shard counts as done without its side files, which are in subfolders.
+    command = rerun_command if path.parent == folder else remake_command
+    return MissingShard(path=path, found="missing", remedy=command(shard_id, folder))
 
 
 def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
@@ -136,15 +138,16 @@ def id_ranges(ids: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
-def ids_of_ranges(text: str, *, end: int = 10**7) -> list[int]:
-    """Return [0, 1, 2, 5] for ``0-2,5``, each below ``end``, as written. Raises ValueError."""
+def ids_of_ranges(text: str, *, end: int = MAX_SHARDS) -> list[int]:
+    """Return [0, 1, 2, 5] for ``0-2,5``, in the order given, each below ``end``. Raises ValueError."""
     ids: list[int] = []
-    for part in text.split(","):
+    for part in text.split(",", MAX_SHARDS):
         match = _PART.fullmatch(part)
-        last = int(match[2] or match[1]) if match else end
-        if not match or not int(match[1]) <= last < end or len(ids) > end:
-            raise ValueError(f"{text[:40]!r} is no list of ids such as 0-2,5")
-        ids += range(int(match[1]), last + 1)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, end)
+        # Checked before the list grows: ``0-99998,0-99998,...`` in a file must not fill the memory.
+        if not first <= last < end or len(ids) + last - first > MAX_SHARDS:
+            raise ValueError(f"{text[:40]!r} is not a list of shard ids such as 0-2,5")
+        ids += range(first, last + 1)
     return ids
 
 
@@ -156,7 +159,7 @@ def chosen_shards(num_shards: int, text: str | None) -> set[int] | None:
         return set(ids_of_ranges(text, end=num_shards))
     except ValueError:
         expected = f"ids of 0 to {num_shards - 1}, such as {num_shards - 1}"
-        raise UsageError.of_value("--shards", text, expected) from None
+        raise UsageError.of_value("--shards", text[:60], expected) from None
 
 
 # docs/architecture.md ("An input format") says what else to write for a new line of INPUT_FORMATS.
@@ -351,6 +354,8 @@ def type_errors_named(path: Path, data: Any = ...) -> Iterator[None]:
     except (UnicodeEncodeError, UnicodeDecodeError) as error:  # half a pair of surrogates, as JSON may say it
         raise BrokenShard(path=path, found=_shown(error.object), expected="text in UTF-8") from None
     except msgspec.DecodeError as error:
+        if not isinstance(error, msgspec.ValidationError):
+            raise BrokenShard(path=path, found=str(error), expected="JSON") from None
         what, _, place = str(error).removesuffix("`").partition(" - at `$")
         found = data
         for name, number in _STEP.findall(place):

@@ -162,6 +162,8 @@ class PlanOptions:
         if unknown := {name.strip() for name in self.split.split(",") if name} - {*SPLITS}:
             expected = f"some of {', '.join(SPLITS)}, as which valid, dev and eval in names of files count"
             raise errors.UsageError(found=f"--split {', '.join(sorted(unknown))}", expected=expected)
+        if self.blanked:
+            names.ids_of_ranges(self.blanked)
         has_rows, is_chat = self.has_rows, self.is_chat
         settled = {
             "encoding": _python_encoding(self.encoding),
@@ -441,7 +443,8 @@ def _check_cuts(cuts: Sequence[Cut], inputs: Sequence[InputFile], *, are_all: bo
         cut.byte > inputs[cut.input_number].num_bytes for cut in cuts if cut.byte
     )
     if not are_right or (are_all and (places[0], places[-1]) != ((0, 0), end)):
-        expected = f"places in {len(inputs)} inputs, ascending; plan into a new folder"
+        which = "all of" if are_all else "places in"
+        expected = f"{which} {len(inputs)} inputs, ascending; plan into a new folder"
         raise names.wrong_value(Path(names.PLAN_NAME), "cuts", f"{places[0]} to {places[-1]}", expected)
 
 
@@ -633,7 +636,7 @@ def need_plan(output_dir: Path) -> Plan:
 
 def read_input_names(folder: Path) -> list[str]:
     """Return the inputs of a data set's plan, relative to its input folder. An idx names them by position."""
-    return [item.path for item in _open_plan(folder / names.PLAN_NAME).inputs]
+    return [item.path for item in need_plan(folder).inputs]
 
 
 def _open_plan(path: Path) -> Plan:
@@ -653,8 +656,7 @@ def _open_plan(path: Path) -> Plan:
                 expected = "an option known here: install the shardprep that planned this, or plan anew"
                 raise errors.UnknownVersion(path=path, found=found, expected=expected)
     try:
-        with names.type_errors_named(path, data):
-            head = msgspec.convert(data, _Head)
+        head = names.as_type(path, data, _Head)
     except errors.UsageError as error:
         raise errors.BrokenShard(f"{path}: its options cannot be: {error}", path=path) from None
     found = _id_of(head, head.inputs_sha256, head.cuts_sha256)

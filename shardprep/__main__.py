@@ -1,12 +1,12 @@
 """``shardprep``, the one command: every command of every package under one name.
 
-The table below is the one place that knows the packages, and it knows them as strings. Each ``__main__`` has
-a ``PROGRAM`` whose commands these are; importing it imports nothing large (no numpy, no torch).
+The table below is the only place that knows all packages, as strings. Each package's ``__main__`` has a
+``PROGRAM`` with its commands, and imports nothing large (no numpy, no torch).
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # Ctrl-C while Python still imports waits until the command can stop cleanly
+if __name__ == "__main__":  # Ctrl-C during the imports waits until the command can stop cleanly
     import signal
 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -23,7 +23,7 @@ from shardprep.command_line import Command, Program, given_words, show_commands,
 from shardprep.console import guard_streams, print_lines, say
 from shardprep.errors import UsageError
 
-# Command -> the package whose command it is, in the order in which a user meets them.
+# Command -> its package, in the order in which a user meets them.
 COMMANDS = {
     **dict.fromkeys(("doctor", "plan", "run", "shard", "verify", "peek", "export", "blank"), "preprocess"),
     **dict.fromkeys(("overlap", "duplicates", "clean", "train_tokenizer"), "preprocess"),
@@ -86,7 +86,7 @@ def _completion_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _completion(args: argparse.Namespace) -> int:
-    """Print what shtab makes of the parsers of all commands."""
+    """Print the completion script that shtab builds from the parsers of all commands."""
     import shtab
 
     def add(commands: Any, word: str, program: Program) -> None:
@@ -101,9 +101,9 @@ def _completion(args: argparse.Namespace) -> int:
     for word, package in COMMANDS.items():
         program = _program(package)
         if package == word:  # it has commands of its own
-            below = commands.add_parser(word, help=program.description).add_subparsers()
+            subcommands = commands.add_parser(word, help=program.description).add_subparsers()
             for each in program.commands:
-                add(below, each, program)
+                add(subcommands, each, program)
         else:
             add(commands, word, program)
     print_lines(*shtab.complete(parser, args.shell).split("\n"))

@@ -1,15 +1,15 @@
-"""How every command reads its words and how it ends: one frame for the commands of all packages.
+"""Parse command lines, run commands, and turn errors and signals into exit codes, for all packages.
 
 A package's ``__main__`` has a ``Program``: a table of ``Command``s, each a line of help, a function that adds
 its flags and a function that runs it. ``Program.run`` does the rest: dashes and underscores in a flag's name
-are the same, an unknown command or flag is answered with the nearest one, and an error, a missing library or
-a stop signal is one line on standard error and an exit code, never a traceback.
+are equal, an unknown command or flag is answered with the nearest one, and an error, a missing library or a
+stop signal becomes one line on standard error and an exit code, never a traceback.
 
 The flags of a configuration are the fields of its frozen dataclass, each declared by ``option``.
 
 After ``raise_on_stop_signals``, TERM, USR1 and INT raise ``Stopped``, so that a stopped task cleans up after
-itself; ``start_child`` starts processes that hear them, too. Python drops an exception that is raised in a
-finalizer or a weak reference's callback; a Stopped that was lost there is raised again a moment later.
+itself; processes started by ``start_child`` do the same. Python drops an exception that is raised in a
+finalizer or a weak reference's callback; a Stopped that was dropped there is raised again a moment later.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ T = TypeVar("T")
 
 
 def given_words(argv: Sequence[str] | None) -> list[str]:
-    """Return the words of a command: ``argv``, or those that this process was started with."""
+    """Return the words of a command line: ``argv``, or the arguments of this process."""
     if argv is not None:
         return list(argv)
-    # Ctrl-C while this process still imports waits until the command can stop cleanly.
+    # A signal during the imports waits until the command can stop cleanly.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    # Names of files are UTF-8 to everything here, to Rust's libraries and in plans. Where the locale says
-    # otherwise, such as LANG=en_US, this process begins anew with Python's UTF-8 mode on.
+    # Names of files are UTF-8 in our packages, in Rust libraries and in plans. If the locale says otherwise,
+    # such as LANG=en_US, restart this process in Python's UTF-8 mode.
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
-        # The words as they were typed: what Python decoded as EUC-KR, it cannot always encode again.
+        # Pass on the words as typed: Python cannot always encode what it decoded as EUC-KR.
         words = Path("/proc/self/cmdline").read_bytes().split(b"\0")[:-1]
         os.execve("/proc/self/exe", words, {**os.environb, b"PYTHONUTF8": b"1"})  # noqa: S606
     return sys.argv[1:]
 
 
 def check_names_are_utf8(*paths: str) -> None:
-    """Refuse a Python for which names of files, or these ``paths``, are not UTF-8. Raises UsageError."""
+    """Raise UsageError if this Python does not take names of files, or these ``paths``, for UTF-8."""
     encoding = sys.getfilesystemencoding()
-    # ASCII is the same in every encoding.
+    # ASCII names are the same in every encoding.
     if encoding == "utf-8" or (paths and "".join(paths).isascii()):
         return
     shown = next((f"{path!a} is not ASCII, and " for path in paths if not path.isascii()), "")
@@ -74,16 +74,16 @@ def check_names_are_utf8(*paths: str) -> None:
 class Command:
     """One command: ``run`` gets the parsed flags and returns the exit code."""
 
-    # A text "module:function" is imported when the command is called, and nothing of other commands is.
+    # A text "module:function" is imported when the command is called.
     summary: str  # one line of help
     add_flags: Callable[[argparse.ArgumentParser], None] | str
     run: Callable[[argparse.Namespace], int] | str
-    is_nameless: bool = False  # what ``python -m PACKAGE`` does without a command; not listed there
+    is_nameless: bool = False  # runs for ``python -m PACKAGE`` without a command; not listed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """The commands of one package. ``name`` is how a user starts it, such as ``python -m slurm``."""
+    """The commands of one package. ``name``: how a user starts it, such as ``python -m slurm``."""
 
     name: str
     description: str
@@ -91,7 +91,7 @@ class Program:
     epilog: str = "COMMAND --help shows its flags."
     # Flags whose value may begin with a dash, as in ``--sbatch_args --no-requeue``.
     dashed_values: Container[str] = ()
-    # What to say of flags that people look for here, by the names that other tools give them.
+    # Hints for flags that other tools have, by name.
     hints: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, words: Sequence[str], *, name: str | None = None) -> int:
@@ -113,11 +113,11 @@ class Program:
         except MemoryError as error:
             message = f"out of memory ({error or 'no more is given'}); nothing that is done was lost"
             code = ReadWriteError.exit_code
-        except OSError as error:  # that no stage has words for
+        except OSError as error:  # not handled by any stage
             path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(frame.filename).name}:{frame.lineno}"
-            todo = "nothing that is done was lost: mend the cause, and run this again"
+            todo = "nothing that is done was lost: fix the cause, and run this again"
             message, code = f"{path}{error.strerror or error}, at {where}; {todo}", ReadWriteError.exit_code
         if message:
             say(f"error: {message}")
@@ -126,7 +126,7 @@ class Program:
     def parse(self, words: Sequence[str], *, name: str | None = None) -> argparse.Namespace:
         """Parse the words: flags, and ``command``. Raises UsageError, and SystemExit for wrong flags."""
         if found := next((word for word in words if "\0" in word), None):
-            raise UsageError(f"{found!r} holds a NUL, which no path and no name can; leave that out")
+            raise UsageError(f"{found!r} contains a NUL, which paths and names cannot; leave it out")
         name = name or self.name
         words = self._underscored(words)
         if words[:1] == ["help"]:
@@ -163,24 +163,24 @@ class Program:
         prog = name if command.is_nameless and name == self.name else f"{name} {word}"
         parser = _Parser(prog=prog, description=f"{command.summary[:1].upper()}{command.summary[1:]}.")
         _function(command.add_flags)(parser)
-        # Each flag tells its default. The usage names what must be given, and no other flag.
+        # The help of each flag ends with its default. The usage names only what must be given.
         words = ["%(prog)s"]
         for action in parser._actions:  # noqa: SLF001 - argparse has no other list
-            given = str(action.metavar or action.dest.upper())
+            value = str(action.metavar or action.dest.upper())
             if not action.option_strings:
-                words.append(given if action.nargs != "+" else f"{given} ...")
+                words.append(value if action.nargs != "+" else f"{value} ...")
                 continue
             if action.required:
-                words.append(f"{action.option_strings[0]} {given}")
+                words.append(f"{action.option_strings[0]} {value}")
             has_value = action.nargs != 0 or action.default is False
-            is_told = action.help in (None, argparse.SUPPRESS) or "default" in str(action.help)
-            if has_value and not is_told and action.default not in (None, [], argparse.SUPPRESS):
+            names_default = action.help in (None, argparse.SUPPRESS) or "default" in str(action.help)
+            if has_value and not names_default and action.default not in (None, [], argparse.SUPPRESS):
                 action.help = f"{action.help} (default: {_shown(action.default)})"
         parser.usage = " ".join([*words, "[flags]"])
         return parser
 
     def _underscored(self, words: Sequence[str]) -> list[str]:
-        """Return the words with underscores in names of flags, and dashed values joined to their flags."""
+        """Spell names of flags with underscores, and join values that begin with a dash to their flags."""
         found: list[str] = []
         for word in words:
             if found and found[-1] in self.dashed_values:
@@ -197,7 +197,7 @@ class Program:
 def show_commands(
     name: str, description: str, commands: Mapping[str, str], end: str, *, is_asked_for: bool
 ) -> NoReturn:
-    """Print what there is to type, and end: with 0 where that was asked for, else with 2."""
+    """Print the list of commands and exit: with 0 if it was asked for, else with 2."""
     lines = [f"usage: {name} COMMAND [flags]", "", description, "", "commands:"]
     lines += [f"  {word:<17}{summary}" for word, summary in commands.items()]
     lines += ["", *textwrap.wrap(end, 79)]
@@ -210,17 +210,17 @@ def show_commands(
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Breaks no line at a hyphen: a flag stays whole."""
+    """Does not break lines at hyphens, which would split flags."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Help in 80 columns; a wrong flag is answered in three lines."""
+    """Prints help in 80 columns, and three lines for a wrong flag."""
 
     def __init__(self, **settings: Any) -> None:
-        # No flag is abbreviated: --input is a flag of peek, and no short form of plan's --input_dir.
+        # No abbreviations: --input is a flag of peek, not short for plan's --input_dir.
         formatter = functools.partial(_Formatter, max_help_position=28, width=79)
         super().__init__(**settings, formatter_class=formatter, allow_abbrev=False)
 
@@ -236,27 +236,27 @@ _EXTRAS = {
 
 
 def needs(what: str, library: str) -> str:
-    """Return what to say where ``what`` needs a library that is not installed."""
+    """Build the message for a missing library that ``what`` needs."""
     package = next((extra for extra, libraries in _EXTRAS.items() if library in libraries), library)
     return f"{what} needs {library}, which is not installed; run: pip install {package}"
 
 
 def missing_library(error: ModuleNotFoundError, what: str) -> str | None:
-    """Return what to say where ``what`` needs a library that is not there, or None for a fault of ours."""
+    """Build the message for a missing library, or return None if one of our own modules is missing."""
     missing = str(error.name).partition(".")[0]
-    if importlib.util.find_spec(missing) is not None:  # a module of it is missing
+    if importlib.util.find_spec(missing) is not None:  # the package exists, a module of it does not
         return None
     return needs(what, missing)
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
-    import difflib  # 1 ms, which a task need not wait for
+    import difflib  # takes 1 ms, and is rarely needed
 
     return next(iter(difflib.get_close_matches(word, known, 1)), "")
 
 
 def unknown_command(word: str, commands: Sequence[str]) -> str:
-    """Return what to say of a word that is no command: the one that was perhaps meant, and all that are."""
+    """Build the message for an unknown command: the nearest one, and a list of all."""
     if word in COMMANDS:
         return f"the command {word} was removed: {COMMANDS[word]}"
     meant = ""
@@ -268,9 +268,9 @@ def unknown_command(word: str, commands: Sequence[str]) -> str:
 
 
 def option(default: Any, help: str = "", **facts: Any) -> Any:  # noqa: A002 - argparse's word
-    """Declare an option as a field of a frozen dataclass. One without ``help`` is no flag.
+    """Declare an option as a field of a frozen dataclass. Without ``help`` it is not a flag.
 
-    Facts of a flag are ``group``, the title that it is listed under, and ``shown``, the default in words.
+    Facts of a flag are ``group``, the title above it in the help, and ``shown``, its default in words.
     """
     return field(default=default, metadata={"help": help, **facts})
 
@@ -282,17 +282,17 @@ def add_flags_of(
     but: Container[str] = (),
     is_grouped: bool = True,
 ) -> None:
-    """Add a flag for each option of a dataclass, ``but`` for some, under the titles of their groups."""
+    """Add a flag for each option of a dataclass, except ``but``, under the titles of their groups."""
     hints = typing.get_type_hints(options)
     items = [item for item in fields(options) if item.metadata["help"] and item.name not in but]
     titles = dict.fromkeys(item.metadata["group"] for item in items) if is_grouped else {}
     places: dict[str, Any] = {title: parser.add_argument_group(title) for title in titles}
-    own = vars(options)["__annotations__"]  # shown before what is inherited
+    own = vars(options)["__annotations__"]  # these come before inherited ones
     for item in sorted(items, key=lambda item: item.name not in own):
         text = str(item.metadata["help"])
         if "(default" not in text:
             text += f" (default: {item.metadata.get('shown') or _shown(item.default)})"
-        # One that is not given is absent from the namespace, which tells it from a default.
+        # A flag that is not given is absent from the namespace, unlike one that is given its default.
         settings = {**_type_settings(hints[item.name]), "default": argparse.SUPPRESS}
         place = places.get(item.metadata["group"], parser)
         place.add_argument(f"--{item.name}", help=text.replace("%", "%%"), **settings)
@@ -305,7 +305,7 @@ def _shown(default: Any) -> str:
 
 
 def given_of(args: argparse.Namespace, options: type) -> dict[str, Any]:
-    """Return the fields of a dataclass that the user gave as flags."""
+    """Return the values of a dataclass's fields that the user gave as flags."""
     names = {item.name for item in fields(options)}
     return {name: value for name, value in vars(args).items() if name in names}
 
@@ -330,7 +330,7 @@ def _function(given: Callable[..., Any] | str) -> Callable[..., Any]:
 
 
 def _type_settings(hint: Any) -> dict[str, Any]:
-    """Return what argparse is told of a field's type, with or without ``| None``."""
+    """Return the settings of argparse for a field's type, with or without ``| None``."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] if is_union else [hint]
     if set(kinds) == {int, str}:
@@ -345,7 +345,7 @@ def _type_settings(hint: Any) -> dict[str, Any]:
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_STOP_AGAIN_S = 0.01  # longer than most finalizers; in a longer one it comes again
+_STOP_AGAIN_S = 0.01  # longer than most finalizers take; in a slower one it happens again
 _PR_SET_PDEATHSIG = 1
 
 
@@ -356,21 +356,21 @@ def raise_on_stop_signals() -> None:
         sys.unraisablehook = functools.partial(_stop_again, sys.unraisablehook)
     for number in STOP_SIGNALS:
         signal.signal(number, _stop)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # of a process started within stop_signals_wait
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # blocked in a child of stop_signals_wait
 
 
 @contextlib.contextmanager
 def stop_signals_wait(
     numbers: Iterable[signal.Signals] = STOP_SIGNALS, *, spawns: bool = False
 ) -> Iterator[None]:
-    """Let these signals wait, within ``with``. ``spawns``: multiprocessing starts a process there."""
-    # A child begins with them waiting: while it imports, one would end it with a traceback.
+    """Block these signals within ``with``. ``spawns``: multiprocessing starts a process there."""
+    # The child starts with them blocked. Otherwise one during its imports would end it with a traceback.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         if spawns:
             from multiprocessing import resource_tracker
 
-            resource_tracker.ensure_running()  # when it starts the tracker it unblocks SIGINT and SIGTERM
+            resource_tracker.ensure_running()  # which unblocks SIGINT and SIGTERM
             signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         yield
     finally:
@@ -378,19 +378,19 @@ def stop_signals_wait(
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel send this process TERM when its parent, by its id, dies, however that dies (Linux)."""
+    """Have the kernel send TERM to this process when its parent dies, whatever the cause (Linux only)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    # It died before.
+    # The parent may have died already.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def start_child(target: Callable[..., None], *args: Any) -> BaseProcess:
-    """Start ``target(*args)`` in a process of its own, which is stopped when this one ends."""
-    import multiprocessing  # 10 ms that most commands need not wait for
+    """Start ``target(*args)`` in a new process, which is stopped when this one ends."""
+    import multiprocessing  # takes 10 ms, and most commands do not need it
 
-    # Spawned: a fork would copy the threads of numpy and tokenizers half-alive.
+    # Spawn: a fork would copy the state of numpy's and tokenizers' threads, but not the threads.
     spawning = multiprocessing.get_context("spawn")
     process = spawning.Process(target=_run_child, args=(os.getpid(), target, args), daemon=True)
     with stop_signals_wait(spawns=True):
@@ -399,9 +399,9 @@ def start_child(target: Callable[..., None], *args: Any) -> BaseProcess:
 
 
 def call_in_child(function: Callable[..., T], *args: Any) -> T:
-    """Return ``function(*args)``, called in a process of its own, which ends with it.
+    """Call ``function(*args)`` in a new process, which ends with the call, and return its result.
 
-    Raises the ShardprepError that it raises, and ChildProcessError where the process ends without an answer.
+    Raises the ShardprepError that it raises, or ChildProcessError if the process ends without a result.
     """
     from multiprocessing import Pipe
 
@@ -412,7 +412,7 @@ def call_in_child(function: Callable[..., T], *args: Any) -> T:
         answer = ours.recv()
     except EOFError:
         process.join()
-        raise ChildProcessError(f"it ended with {process.exitcode} and without a word") from None
+        raise ChildProcessError(f"it ended with {process.exitcode} and without a result") from None
     finally:
         ours.close()
         process.terminate()
@@ -442,14 +442,14 @@ def _run_child(parent: int, target: Callable[..., None], args: tuple[Any, ...]) 
 
 def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler's signature
     for each in STOP_SIGNALS:
-        # Not SIG_IGN: a second signal that is on its way already would end in Python's own OSError.
+        # Not SIG_IGN: with it, a second signal that is already pending makes Python raise an OSError.
         signal.signal(each, lambda *_: None)
     name = signal.Signals(number).name
     raise Stopped(f"stopped by {name}; nothing unfinished is left, run this again to go on")
 
 
 def _stop_again(hook: Callable[[sys.UnraisableHookArgs], Any], unraisable: sys.UnraisableHookArgs, /) -> None:
-    """Be a sys.unraisablehook for a Stopped that Python could raise to nobody, as within ``__del__``."""
+    """Handle a Stopped that Python could not propagate, for example from ``__del__``."""
     stopped = unraisable.exc_value
     if not isinstance(stopped, Stopped):
         hook(unraisable)
@@ -458,6 +458,6 @@ def _stop_again(hook: Callable[[sys.UnraisableHookArgs], Any], unraisable: sys.U
     def raise_again(*_: object) -> NoReturn:
         raise Stopped(*stopped.args)
 
-    # Nor can this raise it, so an alarm does, when whatever was at work is over.
+    # This hook cannot propagate it either. An alarm raises it again once the finalizer is over.
     signal.signal(signal.SIGALRM, raise_again)
     signal.setitimer(signal.ITIMER_REAL, _STOP_AGAIN_S)

@@ -1,11 +1,12 @@
-"""What a command prints: lines, progress, numbers for people; and readers that go away.
+"""Printing: lines, progress bars and numbers for people.
 
-``say`` prints a line to standard error, ``print_lines`` to standard output, and nothing else in our packages
-prints. Both print control characters of what others wrote as escapes, so nothing foreign moves the cursor or
-begins a line of a log. After ``guard_streams`` the streams do the same to what libraries and tracebacks
-write, and outlast their reader: what nobody can read any more is dropped, and the work goes on.
+``say`` prints a line to standard error, ``print_lines`` to standard output; nothing else in our packages
+prints. Both escape control characters, so text from a file cannot move the cursor or begin a line of a log.
+After ``guard_streams`` the streams also escape what libraries and tracebacks write, and survive a reader that
+goes away: the output is dropped and the work continues.
 
-These lines are a command's answers, wanted at every level and without a prefix, so they are no ``logging``.
+These lines are the results of a command, wanted at every level and without a prefix, so they bypass
+``logging``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _MOST_COLUMNS = 79
 
 
 class _Terminal:
-    """Standard error for a bar, whose codes move the cursor. ``guard_streams`` would escape them."""
+    """Standard error for progress bars, without the escapes of ``guard_streams``."""
 
     def write(self, codes: str) -> None:
         if isinstance(sys.stderr, io.TextIOWrapper):
@@ -45,30 +46,30 @@ class _Terminal:
 
 
 _TERMINAL: Any = _Terminal()
-_bars: list[tqdm[NoReturn]] = []  # on the terminal now; ``say`` prints above it
+_bars: list[tqdm[NoReturn]] = []  # on the terminal; ``say`` prints above it
 
 
 class Progress:
-    """Counts up to a known total: input bytes, or what ``unit`` names (in the plural)."""
+    """Progress towards a known total, in bytes or in ``unit`` (a noun in the plural)."""
 
     def __init__(self, label: str, total: int, *, unit: str = "bytes") -> None:
         self._label, self._total, self._unit = label, total, unit
         self._done = 0
         self._counts: dict[str, int] = {}
-        self._began = self._spoke = time.monotonic()
+        self._began = self._last_line = time.monotonic()
         self._bar: tqdm[NoReturn] | None = None
-        # On a terminal a bar that goes when the total is reached, else a line every half minute.
+        # A terminal shows a bar until the total is reached. Elsewhere a line is printed every 30 s.
         if sys.stderr.isatty():
-            from tqdm import tqdm  # 0.03 s that a log's reader need not wait for
+            from tqdm import tqdm  # 0.03 s, which only a bar needs
 
             columns = min(_MOST_COLUMNS, shutil.get_terminal_size().columns - 1)
-            sign = "B" if unit == "bytes" else f" {unit}"
-            looks: Any = {"desc": label, "unit": sign, "unit_scale": True, "ncols": columns, "leave": False}
-            self._bar = tqdm(total=total, file=_TERMINAL, **looks)
+            suffix = "B" if unit == "bytes" else f" {unit}"
+            style: Any = {"desc": label, "unit": suffix, "unit_scale": True, "ncols": columns, "leave": False}
+            self._bar = tqdm(total=total, file=_TERMINAL, **style)
             _bars.append(self._bar)
 
     def add(self, num_done: int, counts: Mapping[str, int] | None = None) -> None:
-        """Count more as done, or less. ``counts``: other things done with it, whose speeds are told, too."""
+        """Add to the number done, which may be negative. ``counts``: other counts whose rates are shown."""
         self._done += num_done
         for name, number in (counts or {}).items():
             self._counts[name] = self._counts.get(name, 0) + number
@@ -78,18 +79,17 @@ class Progress:
             if self._done >= self._total and self._bar in _bars:
                 _bars.remove(self._bar)
                 self._bar.close()
-        elif now - self._spoke >= LOG_EVERY_S:
-            self._spoke = now
-            # How far it is, how fast, also in what else is counted, and how long it will still take.
+        elif now - self._last_line >= LOG_EVERY_S:
+            self._last_line = now
             elapsed_s, unit = now - self._began, self._unit
             rate = self._done / elapsed_s
-            of, speed = counted(self._total, unit.removesuffix("s")), f"{rate:.1f} {unit}/s"
+            total, rates = counted(self._total, unit.removesuffix("s")), f"{rate:.1f} {unit}/s"
             if unit == "bytes":
-                of, speed = short_bytes(self._total), f"{short_bytes(rate)}/s"
+                total, rates = short_bytes(self._total), f"{short_bytes(rate)}/s"
             for name, number in self._counts.items():
-                speed += f", {short_number(number / elapsed_s)} {name}/s"
+                rates += f", {short_number(number / elapsed_s)} {name}/s"
             left = f", {short_time((self._total - self._done) / rate)} left" if rate > 0 else ""
-            say(f"{self._label}: {self._done / max(1, self._total):.0%} of {of}, {speed}{left}")
+            say(f"{self._label}: {self._done / max(1, self._total):.0%} of {total}, {rates}{left}")
 
     @property
     def elapsed_s(self) -> float:
@@ -97,7 +97,7 @@ class Progress:
 
 
 def with_progress(label: str, items: Collection[T], *, unit: str = "shards") -> Iterator[T]:
-    """Yield items, and show how many are done: each is, once the next one is asked for."""
+    """Yield items and show progress. An item is done when the next one is requested."""
     progress = Progress(label, len(items), unit=unit)
     for item in items:
         yield item
@@ -105,7 +105,7 @@ def with_progress(label: str, items: Collection[T], *, unit: str = "shards") -> 
 
 
 def short_number(value: float) -> str:
-    """Return ``12.3 M`` for 12345678: three digits and a decimal prefix. 512 stays as it is."""
+    """Return ``12.3 M`` for 12345678: three digits and a decimal prefix; ``512`` for 512."""
     return " ".join(filter(None, _scaled(value)))
 
 
@@ -132,22 +132,22 @@ def counted(number: int, noun: str) -> str:
 
 
 def shards_text(ids: str) -> str:
-    """Return ``shard 0`` for 0, ``shards 3-7`` for 3-7, so that nobody takes the number for a count."""
+    """Return ``shard 0`` for 0, ``shards 3-7`` for 3-7: "3 shards" would be a count."""
     return f"shard{'' if ids.isdecimal() else 's'} {ids}"
 
 
-_MOST_NAMED = 12  # sources that have a line of their own
+_MOST_NAMED = 12  # sources, one per line
 
 
 def source_lines(sources: Mapping[str, Mapping[str, int]], *, all_in: str) -> list[str]:
-    """Return a line per source, most tokens first, if there are several; ``all_in`` has the others."""
+    """Return a line per source, most tokens first, if there are several. ``all_in``: where all are."""
     if len(sources) < 2:
         return []
     largest = sorted(sources.items(), key=lambda item: (-item[1]["num_tokens"], item[0]))
     lines = [
-        f"  {name}: {of['num_documents']:,} documents, {of['num_tokens']:,} tokens, "
-        f"{short_bytes(of['num_bytes'])}, {of['num_quarantined']:,} left out"
-        for name, of in largest[:_MOST_NAMED]
+        f"  {name}: {counts['num_documents']:,} documents, {counts['num_tokens']:,} tokens, "
+        f"{short_bytes(counts['num_bytes'])}, {counts['num_quarantined']:,} left out"
+        for name, counts in largest[:_MOST_NAMED]
     ]
     if (more := len(largest) - _MOST_NAMED) > 0:
         lines.append(f"  and {more} more sources: {all_in} has them all")
@@ -155,7 +155,7 @@ def source_lines(sources: Mapping[str, Mapping[str, int]], *, all_in: str) -> li
 
 
 def _scaled(value: float) -> tuple[str, str]:
-    """Return three digits of a number, and its decimal prefix."""
+    """Return a number with three digits, and its decimal prefix."""
     for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * size:
             scaled = value / size
@@ -163,16 +163,16 @@ def _scaled(value: float) -> tuple[str, str]:
     return f"{value:.0f}" if value == int(value) else f"{value:.3g}", ""
 
 
-# C0 without the line end, DEL and C1; what turns the direction of text; separators of lines and paragraphs;
-# halves of surrogate pairs, which a file's name may hold. Joiners and other marks without a width stay:
-# scripts and emoji need them, and no terminal acts on them.
+# C0 except the line feed, DEL and C1; marks that change the direction of text; separators of lines and
+# paragraphs; lone surrogates, which names of files may contain. Joiners and other zero-width marks are not
+# escaped: scripts and emoji need them, and terminals do not act on them.
 _CONTROLS = "\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
-_IN_A_TEXT, _IN_A_LINE = re.compile(f"[{_CONTROLS}]"), re.compile(f"[\n{_CONTROLS}]")
+_CONTROL_IN_TEXT, _CONTROL_IN_LINE = re.compile(f"[{_CONTROLS}]"), re.compile(f"[\n{_CONTROLS}]")
 
 
 def printable(line: str) -> str:
-    r"""Return the line with each control character as an escape of Python: ``\x1b``, ``\n``, ``\u202e``."""
-    return _IN_A_LINE.sub(_escape, line)
+    r"""Replace each control character of a line by its Python escape: ``\x1b``, ``\n``, ``\u202e``."""
+    return _CONTROL_IN_LINE.sub(_escape, line)
 
 
 def _escape(found: re.Match[str]) -> str:
@@ -189,23 +189,23 @@ def say(line: str) -> None:
 
 
 def print_lines(*lines: str) -> None:
-    """Print lines to standard output, where the answer of a command goes."""
+    """Print lines to standard output, where results go."""
     sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
     sys.stdout.flush()
 
 
 def draw(codes: str) -> None:
-    """Send a terminal the codes that draw a screen. Its lines are ``printable`` already."""
-    io.TextIOWrapper.write(sys.stdout, codes)  # type: ignore[arg-type]  # past what _Guarded escapes
+    """Write the codes that draw a screen on a terminal. The caller has made its lines ``printable``."""
+    io.TextIOWrapper.write(sys.stdout, codes)  # type: ignore[arg-type]  # bypasses the escapes of _Guarded
     sys.stdout.flush()
 
 
 def guard_streams() -> None:
-    """Make this process's streams drop what cannot be read, and print control characters as escapes.
+    """Make standard output and standard error escape control characters and survive a closed reader.
 
-    Of standard error every failure is dropped, a full disk, too: a log is not worth the work. Of standard
-    output only a closed pipe is: what was asked for must not be missing unseen, so another failure raises
-    ReadWriteError, once. A stream that was put in their place is left alone.
+    Every failure of standard error is ignored, even a full disk: a lost log must not end the work. On
+    standard output only a closed pipe is ignored. Any other failure raises ReadWriteError, once, because
+    results must not be lost silently. A stream that somebody replaced is left alone.
     """
     if sys.stdout is sys.__stdout__:
         sys.stdout = _guarded(sys.stdout, BrokenPipeError)
@@ -214,43 +214,43 @@ def guard_streams() -> None:
 
 
 def output_is_read() -> bool:
-    """Return whether standard output has a reader. For a command that would go on printing."""
+    """Return whether standard output still has a reader."""
     poll = select.poll()
-    poll.register(1, 0)  # errors are told unasked
+    poll.register(1, 0)  # errors are always reported
     return not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
-class _Outlasting(io.FileIO):
-    def __init__(self, descriptor: int, dropped: type[OSError]) -> None:
+class _TolerantFile(io.FileIO):
+    def __init__(self, descriptor: int, ignored: type[OSError]) -> None:
         super().__init__(descriptor, "w", closefd=False)
-        self._dropped = dropped
+        self._ignored = ignored
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
             return super().write(data)
-        except self._dropped:
+        except self._ignored:
             return memoryview(data).nbytes
         except OSError as error:
-            self._dropped = OSError  # once is enough: what is left in a buffer is written again at the end
+            self._ignored = OSError  # the rest of the buffer is written again at exit
             raise ReadWriteError(f"standard output cannot be written: {error.strerror}") from None
 
 
 class _Guarded(io.TextIOWrapper):
     def write(self, text: str, /) -> int:
-        super().write(_IN_A_TEXT.sub(_escape, text))
+        super().write(_CONTROL_IN_TEXT.sub(_escape, text))
         return len(text)
 
 
-def _guarded(stream: TextIO | None, dropped: type[OSError]) -> TextIO:
-    """Return a stream anew over its descriptor, the null device for one that was closed before the start."""
+def _guarded(stream: TextIO | None, ignored: type[OSError]) -> TextIO:
+    """Return a guarded stream over the same descriptor, or the null device for a closed stream."""
     if stream is None:
         return open(os.devnull, "w")  # noqa: PTH123 - a TextIO, which lives as long as the process
-    raw = _Outlasting(stream.fileno(), dropped)
+    raw = _TolerantFile(stream.fileno(), ignored)
     is_unbuffered = isinstance(stream.buffer, io.RawIOBase)  # python -u
     return _Guarded(
         raw if is_unbuffered else io.BufferedWriter(raw),
         encoding=stream.encoding,
-        errors="backslashreplace",  # of an encoding that does not have a letter
+        errors="backslashreplace",  # for letters that the encoding lacks
         line_buffering=bool(stream.line_buffering),
         write_through=is_unbuffered,
     )

@@ -1,6 +1,6 @@
-"""What can go wrong: one class per kind of violation, each with the exit code that it ends a command with.
+"""Errors: one class per kind, each with the exit code of a command that it ends.
 
-Catch ``ShardprepError`` for all of them; ``Stopped`` is no error.
+Catch ``ShardprepError`` to catch all of them. ``Stopped`` is not an error.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class ShardprepError(Exception):
     """Base of every error a user can cause or must act on.
 
     Args:
-        message: what is wrong, as a whole sentence; without one it is made of the fields.
+        message: what is wrong, as a whole sentence (default: built from the fields).
         path: the file or folder at fault.
-        found: what was found, a flag or an argument as it was given: ``--seq_len 7``, ``seq_len=7``.
-        expected: what was expected in its place.
-        remedy: the command, flag or argument to type, exactly as the message says it. A command that
-            ``message`` does not hold ends it: ``str(error)`` is ``"...; run: shardprep verify DATA"``.
+        found: what was found. A flag or an argument is shown as given: ``--seq_len 7``, ``seq_len=7``.
+        expected: what was expected instead.
+        remedy: the command, flag or argument to type. Unless the message contains it, it is appended:
+            ``str(error)`` is ``"...; run: shardprep verify DATA"``.
 
-    A program that catches the error reads the fields; they are None where there is nothing to say. They go
-    with the error into other processes.
+    A program that catches the error can read the fields; those that do not apply are None. Pickling keeps
+    them.
     """
 
     exit_code = 74
@@ -63,12 +63,12 @@ class ShardprepError(Exception):
         return f"{message}; run: {self.remedy}"
 
     def advise(self, advice: str) -> None:
-        """Add to the message what to do. The fields stay."""
+        """Append advice to the message. The fields do not change."""
         self.args = (f"{self}; {advice}",)
 
 
 def quoted(path: str | os.PathLike[str]) -> str:
-    """Return a path as a command to type needs it: quoted, and the same from any folder."""
+    """Return the absolute path, quoted for a shell."""
     return shlex.quote(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links
 
 
@@ -79,7 +79,7 @@ class UsageError(ShardprepError):
 
     @classmethod
     def of_value(cls, name: str, value: object, expected: str) -> UsageError:
-        """Return the error of a flag (``--seq_len``) or an argument (``seq_len``) that has a wrong value."""
+        """Build the error for a wrong value of a flag (``--seq_len``) or an argument (``seq_len``)."""
         found = f"{name} {value}" if name.startswith("--") else f"{name}={value!r}"
         return cls(f"{name} is {value!r}, expected {expected}", found=found, expected=expected)
 
@@ -103,35 +103,35 @@ class CannotWrite(ShardprepError):
 
 
 class ReadWriteError(ShardprepError):
-    """A read or a write failed on the way."""
+    """A read or a write failed."""
 
 
 class Stopped(BaseException):
-    """A signal ended the work before it was done; running it again goes on.
+    """A signal ended the work before it was done. Running the command again continues it.
 
-    No ShardprepError, nor even an Exception: it can be raised anywhere, and an ``except Exception``
-    around a library's call must not take it for that library's failure and go on.
+    It is not an Exception: it can be raised anywhere, and an ``except Exception`` around a call into a
+    library must not mistake it for an error of that library.
     """
 
     exit_code = 75
 
 
 class Refused(ShardprepError):
-    """Plan, options, tokenizer or version differ from what is on disk; a model does not suit the data."""
+    """Plan, options, tokenizer or version differ from what is on disk, or a model does not fit the data."""
 
     exit_code = 78
 
 
 class UnknownVersion(Refused):
-    """Written by a version of the format that this one does not know."""
+    """A file has a format version that this shardprep does not read."""
 
 
 class OtherPlan(Refused):
-    """Belongs to another plan than the one at hand."""
+    """A file belongs to another plan."""
 
 
 class OtherTokenizer(Refused):
-    """Made with another tokenizer than the one at hand."""
+    """Data or a model belongs to another tokenizer."""
 
 
 class MissingShard(NotFound):
@@ -139,7 +139,7 @@ class MissingShard(NotFound):
 
 
 class BrokenShard(BadInput):
-    """A shard's file is cut short, altered, or not what its manifest says."""
+    """A file is cut short, altered, or not what its manifest says."""
 
 
 class UnknownMember(BrokenShard):
@@ -147,6 +147,6 @@ class UnknownMember(BrokenShard):
 
 
 class LustreError(ShardprepError):
-    """``lfs`` refused, failed, did not answer, or did something else than asked."""
+    """``lfs`` refused, failed, did not answer, or did not do what it was told."""
 
     exit_code = 73

@@ -1,12 +1,12 @@
-"""The one module of file access: regular files are read safely, files and folders published whole.
+"""File access: read regular files safely, publish files and folders atomically.
 
-A FIFO or a device of the right name would make a reader wait for ever; it is an error here. Every error says
-which path it is about, and ``with_retries`` tries a read again where a file system may come back.
+A FIFO or a device in place of a file would make a reader wait for ever, so it is an error here. Every error
+names its path, and ``with_retries`` repeats a read while a file system may come back.
 
 ``PublishedFile`` and ``PublishedFolder`` appear whole or not at all: temporary name, fsync, rename.
-``publish`` takes the place of what has the name, ``publish_first`` leaves that alone and says so. The
-temporary name is unique to the attempt, ``.NAME.HOST-PID-HEX.tmp`` in the target's own folder: a rename never
-crosses file systems, and no lock is needed.
+``publish`` replaces what has the name; ``publish_first`` leaves it alone and returns False. The temporary
+name, ``.NAME.HOST-PID-HEX.tmp``, is unique to the attempt and in the target's folder, so a rename never
+crosses file systems and no lock is needed.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 NOT_THERE = (FileNotFoundError, NotADirectoryError)
 _KINDS = {"d": "a folder", "p": "a FIFO", "c": "a character device", "b": "a block device", "s": "a socket"}
 Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # a sha256
-MAX_LINE_BYTES = 128 << 20  # a record has at most 64 MiB, of which a line of a side file repeats a part
+MAX_LINE_BYTES = 128 << 20  # of a side file, which repeats a part of a record of at most 64 MiB
 
-RETRY_DELAYS_S = (0.5, 1, 2, 4, 8, 16)  # a client that Lustre evicted is back in seconds
-# What file systems over a network say while a server or the connection to it is gone, and what a system says
-# whose handles are all in use.
+RETRY_DELAYS_S = (0.5, 1, 2, 4, 8, 16)  # an evicted Lustre client is back within seconds
+# Errors of a network file system while its server cannot be reached, and of a process or a system that has no
+# file descriptors left.
 RETRIED = frozenset({
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EMFILE, errno.ENFILE
 })  # fmt: skip
@@ -63,8 +63,8 @@ class FileStamp:
     sha256: Digest
 
 
-class errors_named:  # noqa: N801 - it is called, and a generator would take as long as a stat
-    """Turn every OSError but "it is not there" into a ReadWriteError that names the path."""
+class errors_named:  # noqa: N801 - used like a function; a generator would take as long as a stat
+    """Turn every OSError except NOT_THERE into a ReadWriteError that names the path."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -81,7 +81,7 @@ class errors_named:  # noqa: N801 - it is called, and a generator would take as 
 
 
 def with_retries(what: str, attempt: Callable[[], T]) -> T:
-    """Return ``attempt()``, made again after each error that may go away. ``what`` failed, for messages."""
+    """Return ``attempt()``, repeated after errors that may go away. ``what``: what failed, for messages."""
     for delay_s in (*RETRY_DELAYS_S, None):
         try:
             return attempt()
@@ -91,7 +91,7 @@ def with_retries(what: str, attempt: Callable[[], T]) -> T:
 
 
 def wait_to_retry(what: str, error: Exception, delay_s: float | None) -> None:
-    """Sleep before ``what`` is tried again. Raise the error where it stays, or no try is left (None)."""
+    """Sleep before the next attempt. Raise the error if it is permanent, or if ``delay_s`` is None."""
     cause = error if isinstance(error, OSError) else error.__context__
     if isinstance(cause, OSError) and cause.errno in RETRIED and delay_s is not None:
         logger.warning("%s (%s); trying again in %s s", what, cause, delay_s)
@@ -104,10 +104,10 @@ def wait_to_retry(what: str, error: Exception, delay_s: float | None) -> None:
 
 
 def open_regular(path: Path | str) -> int:
-    """Return a handle for reading, for ``close_read``. Raises OSError, or BrokenShard for no regular file."""
+    """Return a descriptor for reading. Raises OSError, or BrokenShard if it is not a regular file."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would wait for a writer
     try:
-        _refuse_others(path, os.fstat(handle).st_mode)
+        _check_is_regular(path, os.fstat(handle).st_mode)
     except BaseException:
         close_read(handle)
         raise
@@ -115,12 +115,12 @@ def open_regular(path: Path | str) -> int:
 
 
 def close_read(handle: int) -> None:
-    """Close a handle that was only read from: what fails then loses nothing."""
+    """Close a descriptor that was only read from, and ignore errors: nothing can be lost."""
     with contextlib.suppress(OSError):
         os.close(handle)
 
 
-def _refuse_others(path: Path | str, mode: int) -> None:
+def _check_is_regular(path: Path | str, mode: int) -> None:
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.filemode(mode)[0], "a file of another kind")
         raise BrokenShard(path=path, found=kind, expected="a regular file; put the file itself there")
@@ -128,17 +128,17 @@ def _refuse_others(path: Path | str, mode: int) -> None:
 
 def refuse_fifos(folder: Path) -> None:
     """Check that a folder holds no FIFO, device or socket, which a library would wait for."""
-    # What cannot be looked at is left to those who open it.
+    # Entries that cannot be examined fail later, when they are opened.
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
                 mode = entry.stat().st_mode
                 if not stat.S_ISDIR(mode):
-                    _refuse_others(entry.path, mode)
+                    _check_is_regular(entry.path, mode)
 
 
 class ReadFile:
-    """A regular file, open for reads at any place, within ``with``. Reads raise OSError or BrokenShard."""
+    """A regular file, open for reads at any offset; a context manager. Reads raise OSError or BrokenShard."""
 
     _handle = -1
 
@@ -161,37 +161,38 @@ class ReadFile:
         close_read(handle)
 
     def status(self) -> os.stat_result:
-        """Return what the file system says of it now. Raises OSError."""
+        """Return its current status. Raises OSError."""
         return os.fstat(self._handle)
 
     def expect_scattered_reads(self) -> None:
-        """Tell the system not to read ahead."""
+        """Tell the kernel not to read ahead."""
         with contextlib.suppress(OSError):  # a hint
             os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_RANDOM)
 
     def mapped(self) -> mmap.mmap:
-        """Return all of it as memory, which outlives its closing. Raises OSError."""
+        """Map the whole file into memory. The map stays valid after ``close``. Raises OSError."""
         return mmap.mmap(self._handle, 0, prot=mmap.PROT_READ)
 
     def read_beginning(self, offset: int, num_bytes: int) -> bytes:
-        """Return the first of some bytes, or all, and none at the file's end. Raises OSError."""
-        # No more than there is: pread takes the memory before it reads.
+        """Return up to ``num_bytes`` from an offset, none at the end of the file. Raises OSError."""
+        # Limited to the file's size, because pread allocates before it reads.
         return os.pread(self._handle, min(num_bytes, max(self.status().st_size - offset, 0)), offset)
 
     def read_some(self, target: memoryview, offset: int) -> int:
-        """Read into ``target`` from a byte on, and return how many bytes, as reads may be short."""
+        """Read into ``target`` from an offset. Return the number of bytes, because reads may be short."""
         try:
             count = os.preadv(self._handle, [target], offset)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
         if not count:
-            raise BrokenShard(f"{self.path} ended at byte {offset} while it was read; was it replaced?")
+            found = f"it ended at byte {offset} while it was read; was it replaced?"
+            raise BrokenShard(path=self.path, found=found)
         return count
 
     def read(self, offset: int, num_bytes: int) -> bytearray:
-        """Return all of some bytes, compared with the file's size before any memory is taken."""
+        """Return exactly ``num_bytes`` from an offset. The file's size is checked before allocation."""
         if offset + num_bytes > self.num_bytes:
-            expected = f"bytes {offset} to {offset + num_bytes} in it, too; was it replaced?"
+            expected = f"to contain bytes {offset} to {offset + num_bytes}; was it replaced?"
             raise BrokenShard(path=self.path, found=f"{self.num_bytes} bytes", expected=expected)
         data = bytearray(num_bytes)
         view, done = memoryview(data), 0
@@ -201,16 +202,16 @@ class ReadFile:
 
 
 class HashedFile(ReadFile):
-    """A file that is read forward and hashed on the way, each byte once, but for what is asked for again."""
+    """A file that is hashed while it is read forward. Each byte is read once, unless requested again."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._digest = hashlib.sha256()
-        self._held = bytearray()  # what was hashed last
-        self._first = 0  # byte of the file where it begins
+        self._held = bytearray()  # the bytes hashed last
+        self._first = 0  # their offset in the file
 
     def read(self, offset: int, num_bytes: int) -> bytearray:
-        """Return all of some bytes, as ReadFile does."""
+        """Return bytes as ``ReadFile.read`` does."""
         end = offset + num_bytes
         if offset < self._first or end > self.num_bytes:
             return super().read(offset, num_bytes)
@@ -225,26 +226,26 @@ class HashedFile(ReadFile):
         return self._held[:num_bytes]
 
     def sha256(self) -> str:
-        """Return the hash, in hex, of the whole file, the rest of which is read."""
+        """Read the rest and return the hash of the whole file, in hex."""
         self.read(self.num_bytes, 0)
         return self._digest.hexdigest()
 
 
 def read_regular(path: Path, *, max_bytes: int) -> bytes:
-    """Return all bytes of a file, of which there may be ``max_bytes``.
+    """Return all bytes of a file, at most ``max_bytes``.
 
-    Raises FileNotFoundError or NotADirectoryError where it is not there, BrokenShard where it is no regular
-    file or too large, ReadWriteError where the file system fails.
+    Raises FileNotFoundError or NotADirectoryError if it does not exist, BrokenShard if it is not a regular
+    file or too large, and ReadWriteError if the file system fails.
     """
     return read_with_status(path, max_bytes=max_bytes)[0]
 
 
 def read_with_status(path: Path, *, max_bytes: int) -> tuple[bytes, os.stat_result]:
-    """Read as ``read_regular`` does. Also return what the file system says of the very file that was read."""
+    """Read as ``read_regular`` does, and also return the status of the file that was read."""
     with errors_named(path), ReadFile(path) as file:
         if file.num_bytes > max_bytes:
             raise BrokenShard(path=path, found=f"{file.num_bytes} bytes", expected=f"at most {max_bytes}")
-        # Without a second buffer: malloc would keep as much memory as that had, once it is freed.
+        # No second buffer: malloc would keep its memory after it is freed.
         data = file.read_beginning(0, file.num_bytes)
         if len(data) < file.num_bytes:  # a short read
             data = bytes(file.read(0, file.num_bytes))
@@ -252,7 +253,7 @@ def read_with_status(path: Path, *, max_bytes: int) -> tuple[bytes, os.stat_resu
 
 
 def read_beginning(path: Path, num_bytes: int) -> bytes:
-    """Return a file's first bytes, none where it is not there. Raises BrokenShard or ReadWriteError."""
+    """Return a file's first bytes, none if it does not exist. Raises BrokenShard or ReadWriteError."""
     try:
         with errors_named(path), ReadFile(path) as file:
             return file.read_beginning(0, num_bytes)
@@ -270,19 +271,19 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def stamp_file(path: Path) -> FileStamp:
-    """Return size and sha256 of a file, read in blocks of 4 MiB. Raises as ``read_regular`` does."""
+    """Return the size and sha256 of a file, read in blocks of 4 MiB. Raises as ``read_regular`` does."""
     with errors_named(path), HashedFile(path) as file:
         return FileStamp(num_bytes=file.num_bytes, sha256=file.sha256())
 
 
 def size_of_file(path: Path) -> int | None:
-    """Return a file's bytes, None where it is not there. Raises ReadWriteError where it cannot be known."""
+    """Return the size of a file in bytes, or None if it does not exist. Raises ReadWriteError."""
     status = _status_of(path)
     return None if status is None else status.st_size
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether a folder is there. Raises ReadWriteError where that cannot be known."""
+    """Return whether a path is a folder. Raises ReadWriteError."""
     status = _status_of(path)
     return status is not None and stat.S_ISDIR(status.st_mode)
 
@@ -296,12 +297,12 @@ def _status_of(path: Path) -> os.stat_result | None:
 
 
 def is_link(path: Path) -> bool:
-    """Return whether a link has this name. False where that cannot be known, as a read there fails, too."""
+    """Return whether a path is a symbolic link; False on an error, because a read there fails too."""
     return os.path.islink(path)  # noqa: PTH114 - Path's may raise OSError
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names in a folder, sorted, none where there is no such folder. Raises ReadWriteError."""
+    """Return the names in a folder, sorted; none if it does not exist. Raises ReadWriteError."""
     try:
         with errors_named(folder):
             return sorted(os.listdir(folder))  # noqa: PTH208 - 10^5 Paths take 1 s
@@ -310,7 +311,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def make_folder(path: Path, *, parents: bool = False) -> None:
-    """Make a folder unless it is there, so that its name outlasts a power cut. Raises CannotWrite."""
+    """Create a folder, if missing, and sync its parent. Raises CannotWrite or ReadWriteError."""
     if parents and not os.path.isdir(path.parent):  # noqa: PTH112 - Path's may raise OSError
         make_folder(path.parent, parents=True)
     try:
@@ -318,26 +319,27 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
     except OSError as error:
         if isinstance(error, FileExistsError) and os.path.isdir(path):  # noqa: PTH112
             return
-        raise CannotWrite(path=path, found=f"it cannot be made: {error.strerror}") from None
-    # A folder that may be written to and not be read, as some homes are, cannot be synced.
+        why = error.strerror
+        raise CannotWrite(f"{path} cannot be created: {why}", path=path, found=why) from None
+    # A folder with write but no read permission, as some home folders are, cannot be synced.
     if os.access(path.parent, os.R_OK):
         sync_folder(path.parent)
 
 
 def make_subfolder(folder: Path, name: str) -> Path:
-    """Make a folder inside of a data set, and return its path. Raises CannotWrite, also for a link there."""
+    """Create a folder in a data set and return its path. Raises as ``make_folder``, also for a link."""
     path = folder
     for part in name.split("/"):
         path /= part
         if is_link(path):
-            found = f"a link to {os.readlink(path)!r}, where files of the same names would be replaced"  # noqa: PTH115
+            found = f"a link to {os.readlink(path)!r}, where files of the same name would be replaced"  # noqa: PTH115
             raise CannotWrite(path=path, found=found, expected="a folder in its place")
         make_folder(path)
     return path
 
 
 def append_bytes(path: Path, data: bytes) -> None:
-    """Append to a file by one write, which is made if it is missing. Raises OSError, also for a link."""
+    """Append to a file by a single write; create it if missing. Raises OSError, also for a link."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     handle = os.open(path, flags, 0o666)
     try:
@@ -347,13 +349,13 @@ def append_bytes(path: Path, data: bytes) -> None:
 
 
 class PublishedFile:
-    """Collects bytes under a name unique to this attempt; ``publish`` gives them the real one.
+    """Writes a temporary file, which ``publish`` renames to ``path``.
 
-    The temporary file has mode ``0666 & ~umask``. Errors name the file and its file system's own reason:
-    CannotWrite at creation, ReadWriteError afterwards.
+    The temporary file has mode ``0666 & ~umask``. Errors name the file and the system's reason: CannotWrite
+    at creation, ReadWriteError afterwards.
 
-    Whole pieces bypass the page cache where the file system allows it (O_DIRECT): their pages would crowd
-    out the input's, and count against the job's memory. 200 MB cost 0.03 s of CPU, against 0.06 to 0.38.
+    Whole pieces bypass the page cache if the file system allows it (O_DIRECT): their pages would displace
+    those of the input, and count against the job's memory. 200 MB cost 0.03 s of CPU, against 0.06 to 0.38.
     """
 
     def __init__(self, path: Path) -> None:
@@ -362,15 +364,15 @@ class PublishedFile:
         self._digest = hashlib.sha256()
         self.temporary = _temporary_name(path)
         self._owner = os.getpid()
-        self._is_there = True  # perhaps; False once the temporary name is given up
+        self._may_exist = True  # whether the temporary file may have to be removed
         self._fd = -1
         try:
             self._fd = os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except OSError as error:
             raise _not_creatable(path, error) from None
-        with contextlib.suppress(OSError):  # not every file system can
+        with contextlib.suppress(OSError):  # not supported by every file system
             self._set_direct(os.O_DIRECT)
-        self._piece = mmap.mmap(-1, WRITE_BYTES)  # aligned to a page, as O_DIRECT wants
+        self._piece = mmap.mmap(-1, WRITE_BYTES)  # aligned to a page, as O_DIRECT requires
         self._num_held = 0
 
     def __enter__(self) -> Self:
@@ -380,12 +382,12 @@ class PublishedFile:
         self.discard()
 
     def __del__(self) -> None:
-        """Clean up if a signal arrives before anybody holds the object, though not in a fork, a copy."""
-        if getattr(self, "_is_there", False) and self._owner == os.getpid():
+        """Clean up if a signal arrived before the ``with`` began, but not in a forked copy."""
+        if getattr(self, "_may_exist", False) and self._owner == os.getpid():
             self.discard()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes. They reach the file in pieces of WRITE_BYTES."""
+        """Append bytes. They are written in pieces of WRITE_BYTES."""
         view = memoryview(data).cast("B")
         self.num_bytes += len(view)
         self._digest.update(view)
@@ -398,7 +400,7 @@ class PublishedFile:
                 self._write_out()
 
     def write_file(self, path: Path) -> None:
-        """Append all of another file. Raises OSError, and BrokenShard, where that cannot be read."""
+        """Append the contents of another file. Raises OSError or BrokenShard if it cannot be read."""
         with os.fdopen(open_regular(path), "rb", buffering=0) as file:
             while block := file.read(WRITE_BYTES):
                 self.write(block)
@@ -411,12 +413,12 @@ class PublishedFile:
                 try:
                     view = view[os.write(self._fd, view) :]
                 except OSError as error:
-                    # O_DIRECT may be refused late, and for what is not a whole number of blocks.
+                    # O_DIRECT may fail only here, and always does for a partial block.
                     if error.errno != errno.EINVAL or not self._set_direct(0):
                         raise
 
     def _set_direct(self, flag: int) -> bool:
-        """Write past the page cache from now on, or, with 0, through it. Return whether it was past it."""
+        """Set O_DIRECT, or clear it with 0. Return whether it was set."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT | flag)
         return bool(flags & os.O_DIRECT)
@@ -427,14 +429,14 @@ class PublishedFile:
             yield
         except OSError as error:
             why = f"{self.path} could not be {what} after {self.num_bytes} bytes: {error.strerror}"
-            todo = "nothing is lost: mend the cause (df, lfs df, quota) and run this again"
+            todo = "nothing is lost: fix the cause (df, lfs df, quota) and run this again"
             raise ReadWriteError(f"{why}; {todo}", path=self.path, found=error.strerror) from None
 
     def sync(self) -> FileStamp:
-        """Write out and fsync. The name is not yet given."""
+        """Write out, fsync and close the temporary file."""
         try:
             with self._errors("synced"):
-                self._set_direct(0)  # the last piece is not of a whole number of blocks
+                self._set_direct(0)  # the last piece may end in a partial block
                 self._write_out()
                 os.fsync(self._fd)
                 os.close(self._fd)
@@ -443,13 +445,13 @@ class PublishedFile:
         return FileStamp(num_bytes=self.num_bytes, sha256=self._digest.hexdigest())
 
     def publish(self) -> None:
-        """Give the synced file its name, in place of what has it."""
+        """Rename the synced file, replacing one of the same name."""
         with self._errors("renamed"):
             self.temporary.rename(self.path)
-        self._is_there = False
+        self._may_exist = False
 
     def publish_first(self) -> bool:
-        """Give the synced file its name unless that is taken. Return whether it was free."""
+        """Rename the synced file unless the name is taken. Return whether it was free."""
         try:
             with self._errors("linked"), contextlib.suppress(FileExistsError):
                 os.link(self.temporary, self.path)
@@ -459,17 +461,17 @@ class PublishedFile:
         return False
 
     def discard(self) -> None:
-        """Close and remove the temporary file, if it is there."""
+        """Close and remove the temporary file, if it exists."""
         if self._fd >= 0:
             close_read(self._fd)
             self._fd = -1
         with contextlib.suppress(OSError):
             self.temporary.unlink(missing_ok=True)
-            self._is_there = False
+            self._may_exist = False
 
 
 def publish_bytes(path: Path, content: bytes) -> None:
-    """Make ``path`` hold ``content`` by one rename, synced, with its folder. Raises as PublishedFile does."""
+    """Replace a file's content atomically, and sync it and its folder. Raises as PublishedFile does."""
     with PublishedFile(path) as file:
         file.write(content)
         file.sync()
@@ -478,11 +480,11 @@ def publish_bytes(path: Path, content: bytes) -> None:
 
 
 def publish_link(path: Path, source: Path) -> None:
-    """Make ``path`` another name of the file ``source``, or a copy, by one rename. No folder is synced."""
+    """Make ``path`` a hard link to ``source``, or else a copy, atomically. The folder is not synced."""
     temporary = _temporary_name(path)
     try:
         os.link(source, temporary)
-        temporary.rename(path)  # which does nothing where both are names of one file already
+        temporary.rename(path)  # does nothing if both are links to the same file already
     except OSError:
         with PublishedFile(path) as copy:
             copy.write_file(source)
@@ -493,7 +495,7 @@ def publish_link(path: Path, source: Path) -> None:
 
 
 class PublishedFolder:
-    """Holds files in ``temporary``, within ``with``; ``publish`` gives their folder the real name."""
+    """A temporary folder for files, within ``with``; ``publish`` renames it to ``path``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -507,11 +509,11 @@ class PublishedFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):  # rmtree lets some through that it was told to ignore
+        with contextlib.suppress(OSError):  # rmtree raises some errors despite ignore_errors
             shutil.rmtree(self.temporary, ignore_errors=True)
 
     def publish_first(self) -> bool:
-        """Sync, and give the folder its name unless a file or full folder has it. Return if it was free."""
+        """Sync and rename, unless a file or a non-empty folder has the name. Return whether it was free."""
         for folder, _, names in os.walk(self.temporary, topdown=False):
             for name in (*names, ""):
                 sync_folder(Path(folder, name))
@@ -526,7 +528,7 @@ class PublishedFolder:
         return True
 
     def publish(self) -> None:
-        """Sync, and give the folder its name, in place of what has it: that is removed first."""
+        """Sync and rename. A file or folder of the same name is removed first."""
         if not self.publish_first():
             with contextlib.suppress(OSError):
                 remove_tree(self.path)
@@ -544,7 +546,7 @@ def _not_creatable(path: Path, error: OSError) -> CannotWrite:
 
 
 def sync_folder(path: Path) -> None:
-    """Fsync a folder, so that its renames outlast a crash, or a file. Raises ReadWriteError."""
+    """Fsync a folder, so that its renames survive a crash, or a file. Raises ReadWriteError."""
     try:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -558,15 +560,15 @@ def sync_folder(path: Path) -> None:
 def remove_temporaries(
     folder: Path, *stems: str, older_than_s: float, subfolders: Sequence[str] = ()
 ) -> None:
-    """Remove what earlier attempts left of files with such stems, in a folder and some of its subfolders."""
-    # Whether one of them still lives cannot be known: losing its temporary file costs it the attempt.
-    begins = tuple(f".{stem}." for stem in stems)
+    """Remove temporary files of earlier attempts, by their stems, from a folder and some subfolders."""
+    # We cannot tell whether such an attempt is still running. If it is, it fails without its temporary file.
+    prefixes = tuple(f".{stem}." for stem in stems)
     for place in (folder, *(folder / name for name in subfolders)):
         names: list[str] = []
-        with contextlib.suppress(ReadWriteError):  # what cannot be listed is left for a later attempt
+        with contextlib.suppress(ReadWriteError):  # a later attempt tries again
             names = names_in(place) if place == folder or not is_link(place) else []
         for name in names:
-            if name.endswith(".tmp") and name.startswith(begins):
+            if name.endswith(".tmp") and name.startswith(prefixes):
                 with contextlib.suppress(OSError):
                     if time.time() - (place / name).stat().st_mtime >= older_than_s:
                         remove_tree(place / name)

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: their tokenizers' files, asked for once and not again and again."""
+"""Tokenizers of models on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _URL = re.compile(r"(?:https?|hf)://(?:huggingface\.co/|hf\.co/)?([\w-][\w.-]*/[
 
 
 def find_on_hub(model_id: str) -> tuple[Path, str]:
-    """Return the folder of a model's tokenizer in the hub's cache, and what transformers is to load."""
+    """Download a model's tokenizer. Return its folder in the cache, and what transformers is to load."""
     if os.path.isfile(model_id):  # noqa: PTH113 - Path.is_file() would raise
         folder = os.path.dirname(model_id) or "."  # noqa: PTH120
         expected = f"the folder of a tokenizer.json, here {folder}"
@@ -30,9 +30,9 @@ def find_on_hub(model_id: str) -> tuple[Path, str]:
         raise no_tokenizer(model_id, "there is no such folder")
     try:
         return Path(snapshot_download(model_id, allow_patterns=_FILES)), model_id
-    except Exception as error:  # of the network, of the hub, of the disk
+    except Exception as error:  # from the network, the hub or the disk
         reason = words_of_fault(error.__cause__ or error)
-    # By the model's name transformers would ask twelve more times, which takes 50 s: it gets the folder.
+    # transformers gets the folder: given the name, it would ask the hub twelve more times, in 50 s.
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if isinstance(found := try_to_load_from_cache(model_id, name), str):
             return Path(found).parent, str(Path(found).parent)
@@ -40,7 +40,7 @@ def find_on_hub(model_id: str) -> tuple[Path, str]:
 
 
 def no_tokenizer(model_id: str, reason: str) -> NotFound:
-    """Return the error of a model without a usable tokenizer, with what to type."""
+    """Build the error for a model without a usable tokenizer, with what to type."""
     expected = "a folder with a tokenizer.json"
     if not os.path.isdir(model_id) and _NAME.fullmatch(model_id):  # noqa: PTH112 - Path.is_dir() would raise
         expected += (
@@ -51,11 +51,11 @@ def no_tokenizer(model_id: str, reason: str) -> NotFound:
 
 
 def is_library_fault(error: BaseException) -> bool:
-    """Return whether a library may have raised this: an Exception, or a panic of Rust, which is none."""
+    """Return whether a library may have raised this: an Exception, or a Rust panic, which is not one."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def words_of_fault(error: BaseException) -> str:
-    """Return what a library says of its fault, in one short line."""
+    """Return a library's error message as one short line."""
     said = " ".join(str(error).split())[:300]
     return f"{type(error).__name__}: {said}" if isinstance(error, Exception) else f"it panicked: {said}"

@@ -1,11 +1,11 @@
-"""Flags, commands and arguments that went in version 0.1, and what to do instead: one line each.
+"""Flags, commands and arguments that version 0.1 removed, and what to use instead.
 
-Kept for one release, so that who used one of them is told. Nothing else depends on it.
+Kept for one release, for users of these. Nothing else depends on it.
 """
 
 from __future__ import annotations
 
-FLAGS = {  # by their names, or by command and name where another command has a flag of this name
+FLAGS = {  # by name, or by command and name if another command still has the flag
     **dict.fromkeys(
         ("--stripe_size", "--stripe_pool", "--count", "--size", "--pool", "--pfl", "--dom"),
         "one flag names the layout: --stripe N[,SIZE][,POOL], or --stripe '-c 8' as for lfs setstripe",
@@ -13,7 +13,7 @@ FLAGS = {  # by their names, or by command and name where another command has a 
     **dict.fromkeys(("--no-torch", "doctor --torch"), "doctor asks torch where there is a GPU"),
     **dict.fromkeys(
         ("doctor --input_dir", "doctor --num_shards"),
-        "shardprep plan --dry_run looks at the input and tells the cost",
+        "shardprep plan --dry_run examines the input and shows the cost",
     ),
     "--existing_files_keep_theirs": "new files alone: lfs setstripe ... DATA, see docs/lustre.md",
     **dict.fromkeys(
@@ -53,7 +53,7 @@ FLAGS = {  # by their names, or by command and name where another command has a 
 
 COMMANDS = {
     "withdraw": "blank DATA --ids FILE --output NEW makes a data set without these documents",
-    "rewrite": "blank DATA --ids FILE --output NEW, or plan anew with --exclude FILE",
+    "rewrite": "blank DATA --ids FILE --output NEW, or plan again with --exclude FILE",
     "restore": "bring files back with lfs hsm_restore, see docs/lustre.md",
 }
 

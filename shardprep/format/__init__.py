@@ -1,9 +1,9 @@
-"""The on-disk contract, all of it; docs/format.md says it in prose, each module its part of it.
+"""The on-disk format, as code; docs/format.md describes it in prose.
 
-Writer and reader both stand on this package, so it needs little: numpy, orjson and msgspec. All
-integers on disk are little-endian. A change of any byte that it describes is a new FORMAT_VERSION.
+The writer and the reader both use this package, so it needs little: numpy, orjson and msgspec. All integers
+on disk are little-endian. Any change of the bytes it describes needs a new FORMAT_VERSION.
 
-What reads a file raises NotFound or MissingShard where it is not there, BrokenShard where it is damaged,
-UnknownVersion or OtherPlan where it is of another version or plan, and ReadWriteError where the file system
-fails; what writes one raises CannotWrite or ReadWriteError. Docstrings name what is raised besides.
+Functions that read a file raise NotFound or MissingShard if it does not exist, BrokenShard if it is damaged,
+UnknownVersion or OtherPlan if it is of another version or plan, and ReadWriteError if the file system fails.
+Functions that write one raise CannotWrite or ReadWriteError. Docstrings name any other error.
 """

@@ -1,12 +1,12 @@
-"""shard-N.idx, where each sample of a shard lies; index.json, what each shard of a data set holds.
+"""shard-N.idx, the positions of samples in a shard; index.json, a summary of all shards of a data set.
 
-An idx is a file of records: 64 bytes of header, one record of fixed size per sample, and a crc32 for each 512
-records. It is read, never mapped: where a file system fails, a mapped page is a SIGBUS.
+An idx has a header of 64 bytes, a record of fixed size per sample, and a crc32 per 512 records. It is read,
+never mapped: if a file system fails, access to a mapped page ends in SIGBUS.
 
-ShardSamples reads a shard back: the token ids of its samples, whole or one by one, and their documents. They
-come in the order of the idx, some megabytes at a time, so a shard of any size takes little memory.
+ShardSamples reads the token ids of a shard's samples and their documents, in the order of the idx and a few
+megabytes at a time, so a shard of any size takes little memory.
 
-index.json is all manifests merged, so that a reader opens one file and not 10^5.
+index.json merges all manifests, so that a reader opens one file instead of 10^5.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from shardprep.format.manifest import Manifest, SourceCounts, manifest_ids, read
 from shardprep.format.names import Count, DatasetSpec, Text
 
 HEADER_BYTES = 64
-CHUNK_RECORDS = 512  # share a crc32, and are read together: of an idx 14 KB of documents, 20 KB of rows
+CHUNK_RECORDS = 512  # per crc32, and read together: 14 KB for documents, 20 KB for rows
 CHUNK_CRC = np.dtype("<u4")
 IDX_HEADER = np.dtype(
     [
         ("magic", "S8"),
         ("version", "<u4"),
-        ("kind", "<u4"),  # position in IDX_DTYPES
-        ("token_bytes", "<u4"),  # bytes of a token id; 0 where ids are JSON
+        ("kind", "<u4"),  # position of the key in IDX_DTYPES
+        ("token_bytes", "<u4"),  # bytes per token id; 0 for JSON
         ("seq_len", "<u4"),  # 0 unless packed
         ("shard_id", "<u4"),
         ("plan_id", "S32"),  # the first 32 hex digits
@@ -50,11 +50,11 @@ IDX_HEADER = np.dtype(
 )
 IDX_DOCUMENT = np.dtype(
     [
-        ("offset", "<u8"),  # byte in the tar where the sample's ids begin (past any npy header)
+        ("offset", "<u8"),  # byte in the tar where the sample's ids begin, after any npy header
         ("num_bytes", "<u4"),  # bytes of those ids
-        ("num_tokens", "<u4"),  # ids in it; in a packed row, without the padding
+        ("num_tokens", "<u4"),  # without padding
         ("source", "<u4"),  # position of the input file in plan.json
-        ("source_offset", "<u8"),  # byte where its document, or its row's first, begins there
+        ("source_offset", "<u8"),  # byte there where its (first) document begins
     ]
 )
 IDX_ROW = np.dtype(
@@ -66,58 +66,58 @@ IDX_ROW = np.dtype(
 )
 # mask_offset: byte in the tar of the row's part of loss_mask, a byte per token
 IDX_CHAT_ROW = np.dtype([*IDX_ROW.descr, ("mask_offset", "<u8")])
-# The type of a record, for each kind of samples; a new kind comes last.
+# Kind of samples -> dtype of a record. New kinds go last.
 IDX_DTYPES = {"json": IDX_DOCUMENT, "npy": IDX_DOCUMENT, "packed": IDX_ROW, "chat": IDX_CHAT_ROW}
-READ_BYTES = 4 << 20  # of ids at once, or one sample
-MAX_OFFSET = 2**62  # sums with it stay in an int64; who reads at it compares it with the tar's size
+READ_BYTES = 4 << 20  # of ids per read, unless a single sample has more
+MAX_OFFSET = 2**62  # so that sums stay in an int64; readers also compare offsets with the tar's size
 
 
 Records = npt.NDArray[np.void]  # of one of IDX_DTYPES
 
 
 class ChunkCrcs:
-    """The crc32 of each CHUNK_RECORDS records, taken while they are written one after another."""
+    """Computes the crc32 of each CHUNK_RECORDS records while they are written in order."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self._chunk_bytes = CHUNK_RECORDS * dtype.itemsize
         self._crcs: list[int] = []
-        self._rest = bytearray()  # of the last chunk, until it is full
+        self._rest = bytearray()  # the begin of an incomplete chunk
 
     def add(self, records: bytes) -> None:
-        """Take the next records, any number of them."""
+        """Add the next records, any number of them."""
         self._rest += records
         while len(self._rest) >= self._chunk_bytes:
             self._crcs.append(zlib.crc32(self._rest[: self._chunk_bytes]))
             del self._rest[: self._chunk_bytes]
 
     def table(self) -> bytes:
-        """Return what stands behind the records."""
+        """Return the bytes that follow the records in the file."""
         last = [zlib.crc32(self._rest)] if self._rest else []
         return np.array(self._crcs + last, CHUNK_CRC).tobytes()
 
 
 class IdxFile:
-    """The idx of a shard, open, its header and size checked; close ``file``. Reads raise OSError."""
+    """An open idx with a checked header and size. The caller closes ``file``."""
 
     def __init__(self, folder: Path, spec: DatasetSpec, shard_id: int) -> None:
-        """Open it, and compare its first 64 bytes."""
+        """Open it. Raises MissingShard, BrokenShard, UnknownVersion, OtherPlan or OSError."""
         self._folder, self._shard_id, self.dtype = folder, shard_id, IDX_DTYPES[spec.kind]
         path, header = names.idx_path(folder, shard_id), idx_header(spec, shard_id)
-        with ExitStack() as opened:  # an error that somebody keeps would keep it open
+        with ExitStack() as opened:  # closes the file on an error, which may be kept and refer to it
             try:
                 self.file = opened.enter_context(ReadFile(path))
             except NOT_THERE:
                 raise names.missing_file(path, shard_id, folder) from None
             found = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
             if len(found) < HEADER_BYTES or found[:8] != header[:8]:
-                raise self._wrong(errors.BrokenShard, f"no idx: it begins {found[:8]!r}", f"{header[:8]!r}")
+                raise self._wrong(errors.BrokenShard, f"not an idx: begins {found[:8]!r}", f"{header[:8]!r}")
             values, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (found, header))
             if (version := int(values["version"])) != names.FORMAT_VERSION:
                 raise names.unknown_version(path, version)
             for name in IDX_HEADER.names or ():
                 if values[name] != wanted[name]:
                     raise self._wrong(errors.OtherPlan, f"an idx for {name} {values[name]}", wanted[name])
-            # The size tells how many records there are: no two numbers of records make the same size.
+            # The size gives the number of records: each number of records has a different size.
             chunk_bytes = CHUNK_RECORDS * self.dtype.itemsize + CHUNK_CRC.itemsize
             num_bytes = self.file.num_bytes - HEADER_BYTES
             num_chunks, rest_bytes = divmod(num_bytes, chunk_bytes)
@@ -125,7 +125,7 @@ class IdxFile:
             self.num_samples = num_chunks * CHUNK_RECORDS + num_rest
             if self.file.num_bytes != idx_num_bytes(spec.kind, self.num_samples):
                 expected = f"records of {self.dtype.itemsize} bytes, with their crc32s"
-                found_size = f"cut short: {num_bytes} bytes behind the header"
+                found_size = f"cut short: {num_bytes} bytes after the header"
                 raise self._wrong(errors.BrokenShard, found_size, expected)
             self._is_checked = bytearray(-(-self.num_samples // CHUNK_RECORDS))  # of each chunk
             crcs_bytes = len(self._is_checked) * CHUNK_CRC.itemsize
@@ -134,9 +134,9 @@ class IdxFile:
             opened.pop_all()
 
     def read(self, rows: slice) -> Records:
-        """Read the records of some rows. Raises BrokenShard, OSError."""
-        # The first time with their chunks, whose crc32s are compared: 10 us for 20 KB of them, where reading
-        # the ids of as many rows takes 0.7 ms (one core, in the page cache).
+        """Read the records of some rows. Raises BrokenShard or OSError."""
+        # The first read of a chunk reads all of it and checks its crc32, which takes 10 us per 20 KB; reading
+        # the ids of as many rows takes 0.7 ms (one core, page cache).
         first, stop, size = rows.start, rows.stop, self.dtype.itemsize
         chunks = range(first // CHUNK_RECORDS, -(-stop // CHUNK_RECORDS))
         is_new = 0 in self._is_checked[chunks.start : chunks.stop]
@@ -148,9 +148,9 @@ class IdxFile:
             begin = chunk * CHUNK_RECORDS - first
             part, found = records[begin : begin + CHUNK_RECORDS], ""
             if zlib.crc32(part.tobytes()) != self._crcs[chunk]:
-                found = f"damaged: another crc32 of the records from {chunk * CHUNK_RECORDS} on"
+                found = f"damaged: wrong crc32 of the records from {chunk * CHUNK_RECORDS} on"
             elif (last := int(part["offset"].max())) > MAX_OFFSET:
-                found = f"a sample at byte {last} of a tar"
+                found = f"a sample at byte {last} of the tar"
             if found:
                 raise self._wrong(errors.BrokenShard, found)
             self._is_checked[chunk] = True
@@ -165,13 +165,13 @@ _Number = TypeVar("_Number", int, npt.NDArray[np.int64])
 
 
 def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
-    """Return the bytes of an idx: header, records and their crc32s. Of an array of numbers, an array."""
+    """Return the size of an idx in bytes: header, records and crc32s. Arrays are accepted."""
     num_chunks = -(-num_samples // CHUNK_RECORDS)
     return HEADER_BYTES + num_samples * IDX_DTYPES[kind].itemsize + num_chunks * CHUNK_CRC.itemsize
 
 
 def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> Records:
-    """Return a shard's whole idx: a structured array of IDX_DTYPES, one per sample."""
+    """Return a shard's idx as a structured array of one of IDX_DTYPES, a record per sample."""
     with errors_named(names.idx_path(folder, shard_id)):
         idx = IdxFile(folder, spec, shard_id)
         with idx.file:
@@ -179,10 +179,10 @@ def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> Records:
 
 
 def misplaced_samples(spec: DatasetSpec, records: Records, tar_bytes: int) -> npt.NDArray[np.bool_]:
-    """Return which samples cannot be where an idx places them in a tar of this size: bool[samples].
+    """Return which samples cannot be where the idx says, in a tar of this size: bool[samples].
 
-    Their ids, starts and masks must lie within the tar, with the bytes that they must have, and apart; what
-    belongs to a row stands near it. So whoever reads them takes memory by the tar's size at most.
+    Ids, starts and masks must be inside the tar, have the right size and not overlap, and those of a row must
+    be close to it. So reading them never takes more memory than the size of the tar.
     """
     tokens, size = records["num_tokens"].astype(np.int64), records["num_bytes"].astype(np.int64)
     offset = records["offset"].astype(np.int64)
@@ -194,13 +194,13 @@ def misplaced_samples(spec: DatasetSpec, records: Records, tar_bytes: int) -> np
     else:
         row_bytes, num_starts = spec.seq_len * spec.dtype.itemsize, records["num_starts"].astype(np.int64)
         wrong |= (size != row_bytes) | (tokens < 1) | (tokens > spec.seq_len) | (num_starts > spec.seq_len)
-        # A member has rows of about PACKED_MEMBER_BYTES, or one, and before them at most 9 bytes a token.
-        near = 16 * max(names.PACKED_MEMBER_BYTES, row_bytes) + (1 << 20)
+        # A member has rows of about PACKED_MEMBER_BYTES, or one row, after at most 9 bytes per token.
+        max_distance = 16 * max(names.PACKED_MEMBER_BYTES, row_bytes) + (1 << 20)
         places = [("starts_offset", 4 * num_starts)]
         places += [("mask_offset", np.full(len(records), spec.seq_len))] if spec.kind == "chat" else []
         for name, num_bytes in places:
             begin = records[name].astype(np.int64)
-            wrong |= (begin < 0) | (begin > tar_bytes - num_bytes) | (begin < offset - near)
+            wrong |= (begin < 0) | (begin > tar_bytes - num_bytes) | (begin < offset - max_distance)
     in_tar = np.argsort(offset, kind="stable")
     ends = offset[in_tar] + size[in_tar]
     overlaps = ends[:-1] > offset[in_tar][1:]
@@ -209,44 +209,41 @@ def misplaced_samples(spec: DatasetSpec, records: Records, tar_bytes: int) -> np
 
 
 def idx_header(spec: DatasetSpec, shard_id: int) -> bytes:
-    """Return the 64 bytes that begin an idx."""
-    token_bytes = 0 if spec.kind == "json" else spec.token_bytes
-    of_spec = ([*IDX_DTYPES].index(spec.kind), token_bytes, spec.seq_len)
-    fields = (b"shardidx", names.FORMAT_VERSION, *of_spec, shard_id, spec.plan_id[:32].encode(), 0)
-    return np.array([fields], IDX_HEADER).tobytes()
+    """Return the header of an idx: 64 bytes."""
+    kind, token_bytes = [*IDX_DTYPES].index(spec.kind), 0 if spec.kind == "json" else spec.token_bytes
+    of_shard = (spec.seq_len, shard_id, spec.plan_id[:32].encode(), 0)
+    return np.array([(b"shardidx", names.FORMAT_VERSION, kind, token_bytes, *of_shard)], IDX_HEADER).tobytes()
 
 
 def samples_holding(records: Records, place: tuple[int, int], num_train: int) -> list[int]:
-    """Return the samples of a shard that hold a document, the last one that begins at a place or before."""
-    # Rows for validation stand behind the ``num_train`` others; either side may hold it.
+    """Return the samples with the last document that begins at or before ``place``: (input, offset)."""
+    # Rows for validation follow the ``num_train`` others. The document may be on either side.
     is_in_rows = "num_starts" in (records.dtype.names or ())
     if is_in_rows and 0 < num_train < len(records):
-        behind = samples_holding(records[num_train:], place, 0)
-        before = samples_holding(records[:num_train], place, num_train)
-        return before + [num_train + number for number in behind]
+        train = samples_holding(records[:num_train], place, num_train)
+        validation = samples_holding(records[num_train:], place, 0)
+        return train + [num_train + number for number in validation]
     places = list(zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True))
     if is_in_rows and places != sorted(places):
-        raise errors.UsageError(
-            "rows of --pack best_fit hold documents in any order; look for a text in it instead"
-        )
+        raise errors.UsageError("rows of --pack best_fit have documents in any order; search for a text")
     nearest = max((item for item in places if item <= place), default=None)
-    # A row that begins in another input may hold all that a small one has.
+    # A row that begins in an earlier input may contain all of a small input.
     if nearest is None or (not is_in_rows and nearest[0] != place[0]):
         return []
     rows = [number for number, item in enumerate(places) if item == nearest]
     if is_in_rows and rows[0]:
-        rows.insert(0, rows[0] - 1)  # the document may begin in the row before
+        rows.insert(0, rows[0] - 1)  # the document may begin in the previous row
     return rows
 
 
 class ShardSamples:
-    """One shard, open for reading, or a part of its samples; within ``with``."""
+    """A shard, or a part of its samples, open for reading within ``with``."""
 
     def __init__(self, folder: Path, spec: DatasetSpec, shard_id: int, part: slice = slice(None)) -> None:
         self.spec = spec
         self.shard_id = shard_id
         records = read_idx(folder, spec, shard_id)
-        self.records = records[part]  # see IDX_DTYPES, one per sample
+        self.records = records[part]  # one of IDX_DTYPES per sample
         self.path = names.tar_path(folder, shard_id)
         self._remedy = names.remake_command(shard_id, folder)
         try:
@@ -257,7 +254,7 @@ class ShardSamples:
         wrong = misplaced_samples(spec, records, self._tar.num_bytes)
         if wrong.any():
             self._tar.close()
-            found = f"a tar of {self._tar.num_bytes} bytes, without sample {int(wrong.argmax())} of its idx"
+            found = f"a tar of {self._tar.num_bytes} bytes, too small for sample {int(wrong.argmax())}"
             raise errors.BrokenShard(path=self.path, found=found, remedy=self._remedy)
 
     def __enter__(self) -> ShardSamples:
@@ -267,7 +264,7 @@ class ShardSamples:
         self._tar.close()
 
     def _read(self, offset: int, num_bytes: int) -> bytearray:
-        """Read some bytes of the tar, again where a file system may come back."""
+        """Read bytes of the tar, with retries while a file system may come back."""
         return with_retries(f"{self.path} cannot be read", lambda: self._tar.read(offset, num_bytes))
 
     def ids(self, number: int) -> npt.NDArray[np.uint32]:
@@ -276,7 +273,7 @@ class ShardSamples:
         return ids[: int(self.records["num_tokens"][number])].astype(np.uint32)
 
     def starts(self, number: int) -> npt.NDArray[np.int64]:
-        """Return where in a sample documents begin, ascending: int64[documents], 0 for a document."""
+        """Return where documents begin in a sample, ascending: int64[documents]."""
         if not self.spec.has_rows:
             return np.zeros(1, np.int64)
         record = self.records[number]
@@ -284,7 +281,7 @@ class ShardSamples:
         return np.frombuffer(raw, "<u4").astype(np.int64) % self.spec.seq_len
 
     def loss_mask(self, number: int) -> npt.NDArray[np.bool_]:
-        """Return which ids of a sample the assistant wrote, bool[tokens]. Of what is no conversation, all."""
+        """Return which ids of a sample the assistant wrote, bool[tokens]; all ids unless it is chat."""
         record = self.records[number]
         if self.spec.record != "chat":
             return np.ones(int(record["num_tokens"]), np.bool_)
@@ -292,7 +289,7 @@ class ShardSamples:
         return np.frombuffer(raw, np.uint8).astype(np.bool_)
 
     def pieces(self) -> Iterator[npt.NDArray[np.uint32]]:
-        """Yield the ids of all samples in order, without padding, some at a time: uint32[tokens]."""
+        """Yield the ids of all samples in order, without padding, in pieces: uint32[tokens]."""
         first, seq_len = 0, self.spec.seq_len
         for ids in self._ids_of(self.records):
             if seq_len:
@@ -303,10 +300,10 @@ class ShardSamples:
             yield ids.astype(np.uint32)
 
     def document_lengths(self, *, rows_hold_wholes: bool) -> npt.NDArray[np.int64]:
-        """Return the tokens of the documents that ``pieces`` gives one after another: int64[documents].
+        """Return the number of tokens of each document, in the order of ``pieces``: int64[documents].
 
-        In packed rows a document that goes on in the next row is one, but not with ``rows_hold_wholes``
-        (``--pack best_fit``): the next row may hold others, so each piece of a longer one counts for itself.
+        In packed rows a document that continues in the next row counts once. With ``rows_hold_wholes``
+        (``--pack best_fit``) the next row may have other documents, so each piece counts separately.
         """
         lengths = self.records["num_tokens"].astype(np.int64)
         if not self.spec.has_rows or not len(lengths):
@@ -317,7 +314,7 @@ class ShardSamples:
         return np.diff(np.unique(np.concatenate(begins)), append=lengths.sum())
 
     def _ids_of(self, records: Records) -> Iterator[npt.NDArray[np.integer]]:
-        steps = np.diff(records["offset"].astype(np.int64))  # back, where samples for validation begin
+        steps = np.diff(records["offset"].astype(np.int64))  # negative where samples for validation begin
         try:
             for part in np.split(records, np.flatnonzero(steps <= 0) + 1):
                 yield from ids_of(self.spec, part, self._read)
@@ -329,7 +326,7 @@ class ShardSamples:
 def ids_of(
     spec: DatasetSpec, records: Records, read: Callable[[int, int], bytearray]
 ) -> Iterator[npt.NDArray[np.integer]]:
-    """Yield all ids of samples that stand one behind another, some at a time. ``read``: of the tar."""
+    """Yield the ids of samples with ascending offsets, in pieces. ``read(offset, size)`` reads the tar."""
     first, ends = 0, records["offset"] + records["num_bytes"]
     while first < len(records):
         begin = int(records["offset"][first])
@@ -343,17 +340,17 @@ def ids_of(
             texts = [raw[place : place + size] for place, size in zip(places.tolist(), sizes, strict=True)]
             lists = orjson.loads(b"[" + b",".join(texts) + b"]")
             if [*map(len, lists)] != group["num_tokens"].tolist():
-                raise ValueError("a list has another number of tokens than the idx says")
+                raise ValueError("the number of tokens differs from the idx")
             ids = list(chain.from_iterable(lists))
             if not {int}.issuperset(map(type, ids)) or (ids and min(ids) < 0):
-                raise ValueError("a list holds what is no token id")
+                raise ValueError("a list with values that are not token ids")
             yield np.array(ids, np.int64)
         else:
             size = spec.dtype.itemsize
             counts = group["num_bytes"].astype(np.int64) // size
             shifts = places // size - np.cumsum(counts) + counts
-            every = np.frombuffer(raw, spec.dtype, len(raw) // size)
-            yield np.take(every, np.repeat(shifts, counts) + np.arange(counts.sum()))
+            values = np.frombuffer(raw, spec.dtype, len(raw) // size)
+            yield np.take(values, np.repeat(shifts, counts) + np.arange(counts.sum()))
 
 
 MAX_INDEX_BYTES = 64 << 20  # one of 99,999 shards has 8 MB
@@ -365,33 +362,33 @@ _ShortHash = Annotated[str, Meta(pattern=rf"\A[0-9a-f]{{{_HASH_DIGITS}}}\Z")]
 
 @dataclass(frozen=True, kw_only=True)
 class _IndexFile:
-    """The values of index.json."""
+    """The content of index.json."""
 
     spec: DatasetSpec
     sources: dict[str, SourceCounts]
     columns: list[str]
-    shards: list[tuple[Count, Count, Count, Count, Count, Count, _ShortHash]]  # COLUMNS, and a hash
+    shards: list[tuple[Count, Count, Count, Count, Count, Count, _ShortHash]]  # COLUMNS, then a hash
     blanked: Text = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetIndex:
-    """The numbers of every shard of one data set; row N is shard N."""
+    """The counts of all shards of a data set; row N is shard N."""
 
     spec: DatasetSpec
     columns: npt.NDArray[np.int64]  # int64[num_shards, len(COLUMNS)]
-    # The first 16 hex digits. Of a shard with blanked documents those of the tar that it was made from: by
-    # them a state of the loader knows its shards, and blanking moves no sample.
+    # The first 16 hex digits, by which a state of the loader identifies shards. For a shard with blanked
+    # documents these are of the original tar, because blanking moves no sample.
     tar_sha256: tuple[str, ...]
-    sources: Mapping[str, SourceCounts] = field(default_factory=dict)  # of the whole data set, by name
-    blanked: str = ""  # shards of which documents are blanked: "0-2,5"
+    sources: Mapping[str, SourceCounts] = field(default_factory=dict)  # of the data set, by name
+    blanked: str = ""  # shards with blanked documents: "0-2,5"
 
     def column(self, name: str) -> npt.NDArray[np.int64]:
         """Return one of COLUMNS: int64[num_shards]."""
         return self.columns[:, COLUMNS.index(name)]
 
     def to_json(self) -> bytes:
-        """Return the bytes of index.json: about 70 per shard, no ``run``, so equal data gives equal bytes."""
+        """Return the content of index.json, about 70 bytes per shard. Equal shards give equal bytes."""
         rows = [[*row, sha] for row, sha in zip(self.columns.tolist(), self.tar_sha256, strict=True)]
         sources = {name: asdict(counts) for name, counts in self.sources.items()}
         content: dict[str, Any] = {"spec": asdict(self.spec), "sources": sources}
@@ -412,32 +409,32 @@ def _index_of(
     blanked: str,
     place_of: Callable[[int], tuple[Path, str]],
 ) -> DatasetIndex:
-    """Return the index of rows of COLUMNS and a hash. ``place_of``: names a row, for an error."""
+    """Build the index from rows of COLUMNS and a hash. ``place_of``: file and place of a row, for errors."""
     columns = np.array([row[:-1] for row in rows], np.int64)
     samples, documents, tokens, tar_bytes, idx_bytes, validation = columns.T
-    # The least bytes of a tar: two blocks a document, the ids of a row.
+    # A document takes at least two blocks of the tar, a row at least its ids.
     sample_bytes = spec.seq_len * spec.token_bytes if spec.has_rows else 2 * names.BLOCK_BYTES
     is_cut = (tar_bytes % names.BLOCK_BYTES != 0) | (tar_bytes < 2 * names.BLOCK_BYTES)
     wrong = {
         "num_samples": samples > names.MAX_SAMPLES,
-        "idx_bytes, by num_samples": idx_bytes != idx_num_bytes(spec.kind, samples),
-        "tar_bytes, in whole blocks": is_cut,
-        "tar_bytes, by num_samples": tar_bytes < samples.clip(0, names.MAX_SAMPLES) * sample_bytes,
-        "num_documents, by num_samples": (documents != samples) & (not spec.has_rows),
-        "num_tokens, by num_samples": (tokens > samples * spec.seq_len) & spec.has_rows,
+        "idx_bytes for num_samples": idx_bytes != idx_num_bytes(spec.kind, samples),
+        "tar_bytes in whole blocks": is_cut,
+        "tar_bytes for num_samples": tar_bytes < samples.clip(0, names.MAX_SAMPLES) * sample_bytes,
+        "num_documents for num_samples": (documents != samples) & (not spec.has_rows),
+        "num_tokens for num_samples": (tokens > samples * spec.seq_len) & spec.has_rows,
         "num_validation_samples": validation > (samples if spec.validation_fraction else 0),
     }
     for what, are_wrong in wrong.items():
         if are_wrong.any():
             row = int(are_wrong.argmax())
-            raise names.wrong_value(*place_of(row), columns[row].tolist(), f"other {what}")
+            raise names.wrong_value(*place_of(row), columns[row].tolist(), f"another {what}")
     hashes = tuple(row[-1] for row in rows)
     return DatasetIndex(spec=spec, columns=columns, tar_sha256=hashes, sources=sources, blanked=blanked)
 
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Stop collections where many objects are made: each goes through all there are, such as torch's."""
+    """Pause the collector while many objects are created: each run traverses all objects, also torch's."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -448,7 +445,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex:
-    """Merge the manifests of all shards of a folder, given in the order of their shards."""
+    """Merge the manifests of all shards of a folder, given in order. Raises OtherPlan or BrokenShard."""
     spec: DatasetSpec | None = None
     rows: list[tuple[Any, ...]] = []
     blanked: list[int] = []
@@ -457,7 +454,7 @@ def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex
         spec = spec or manifest.spec
         if manifest.spec != spec:
             path = names.manifest_path(folder, manifest.shard_id)
-            found, expected = f"plan {manifest.spec.plan_id[:12]}", f"{spec.plan_id[:12]}, as the others"
+            found, expected = f"plan {manifest.spec.plan_id[:12]}", f"{spec.plan_id[:12]}, like the others"
             remedy = names.remake_command(manifest.shard_id, folder)
             raise errors.OtherPlan(path=path, found=found, expected=expected, remedy=remedy)
         counts = manifest.counts
@@ -476,7 +473,7 @@ def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex
 
 
 def read_index(folder: Path) -> DatasetIndex:
-    """Return the index of a data set: index.json, or without one its manifests, merged in memory."""
+    """Return the index of a data set: index.json, or if there is none, its manifests merged in memory."""
     path = folder / names.INDEX_NAME
     try:
         with without_garbage_collection():
@@ -495,14 +492,14 @@ def read_index(folder: Path) -> DatasetIndex:
         raise
     remedy = f"shardprep run {errors.quoted(folder)}"
     if not present and size_of_file(folder / names.PLAN_NAME) is not None:
-        raise errors.NotFound(path=folder, found="a plan, but no shard yet", remedy=remedy)
+        raise errors.NotFound(path=folder, found="a plan without shards", remedy=remedy)
     if not present:
-        found = f"no data set: neither {names.INDEX_NAME} nor a shard's manifest"
+        found = f"not a data set: it has neither {names.INDEX_NAME} nor a manifest of a shard"
         raise errors.NotFound(path=folder, found=found)
     num_shards = read_manifest(folder, present[0]).spec.num_shards
     if present[-1] >= num_shards:
         path = names.manifest_path(folder, present[-1])
-        expected = f"shards 0 to {num_shards - 1}; move it, with its tar and idx, to its own data set"
+        expected = f"shards 0 to {num_shards - 1}; move it with its tar and idx to its own data set"
         raise errors.OtherPlan(path=path, found="a shard of another data set", expected=expected)
     if missing := sorted(set(range(num_shards)) - set(present)):
         found = f"{len(present)} of {num_shards} shards, without {names.id_ranges(missing)}"

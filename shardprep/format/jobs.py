@@ -1,18 +1,18 @@
-"""DATA/jobs: what was submitted, what was done, and the attempts at shards that are not done.
+"""DATA/jobs: submissions, a history of commands, and attempts at shards that are not done.
 
 ``jobs/NNNN.json`` is a submission: its job ids and the shards of every task. It is written once and never
-changed. Its number is the next one after those that its writer had read, taken by link: of two who submit at
-once one gets it. ``jobs/history.jsonl`` says what commands did.
+changed. Its number follows the submissions that its writer has read, and is claimed by a link: of two
+simultaneous submissions, one fails. ``jobs/history.jsonl`` lists what commands did.
 
-``jobs/attempts/`` has a record of each attempt that runs, or that left a shard unmade.
-``slurm/prep_array.sh`` writes that of a job's task, ``run`` its own. It is text::
+``jobs/attempts/`` has a record of each attempt that is running or that left a shard unmade.
+``slurm/prep_array.sh`` writes the record of a job's task, ``run`` its own. It is text::
 
-    begin               what the attempt was given, as NAME=VALUE lines, Slurm's own variables among them
+    begin               what the attempt was given: NAME=VALUE lines, including Slurm's variables
     {"shard": 3, ...}   a shard that failed, written by the worker
-    end                 how it ended; missing while the attempt runs, or where it was killed
+    end                 how it ended; missing while the attempt is running, or if it was killed
 
-An attempt that made all its shards removes its file, so a finished data set has none. A record names the
-folder that it was written in: that of a copied folder is left out.
+An attempt that made all its shards removes its record, so a finished data set has none. A record names the
+folder that it was written in, so that records in a copy of the folder are ignored.
 """
 
 from __future__ import annotations
@@ -44,32 +44,32 @@ from shardprep.format.names import Count, Text
 JOBS_FOLDER = "jobs"
 HISTORY_NAME = "history.jsonl"  # in jobs/
 _FORMAT = "shardprep-submission"
-_MAX_BYTES = 64 << 20  # the record of 99,999 shards has 2 MB
-_MAX_TIME_S = 253_402_300_799  # the end of the year 9999: a date can be written
+_MAX_BYTES = 64 << 20  # the submission of 99,999 shards has 2 MB
+_MAX_TIME_S = 253_402_300_799  # the end of the year 9999, the last that datetime supports
 _Time = Annotated[float, Meta(ge=0, le=_MAX_TIME_S)]  # seconds since 1970
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 ATTEMPTS_FOLDER = "jobs/attempts"
 LOGS_FOLDER = "jobs/logs"
-RECORD_VARIABLE = "SHARDPREP_ATTEMPT"  # the path of this process's record
+RECORD_VARIABLE = "SHARDPREP_ATTEMPT"  # contains the path of this process's record
 _MOST_REASON_CHARS = 2000
 _Number = Annotated[int, Meta(ge=-1, le=names.MOST)]
 _SLURM_NAME = re.compile(r"[0-9]{1,10}_[0-9]{1,10}\.r[0-9]{1,6}")  # JOB_INDEX.rRESTART
 _RUN_NAME = re.compile(r".+-[0-9]{1,10}\.[0-9]{1,16}")  # HOST-PID.TIME
 
-MEMORY_FIELDS = ("mem_gb", "mem_per_cpu_gb")  # they exclude each other
+MEMORY_FIELDS = ("mem_gb", "mem_per_cpu_gb")  # mutually exclusive
 _SET_BY_SUBMIT = {"--job-name", "--array", "--output", "--wrap", "--parsable", "--hold"}  # of sbatch
 _MOST = 10**9  # of CPUs, GB, minutes, tasks
 _of_nodes = functools.partial(option, group="partition, account and nodes")
 _of_task = functools.partial(option, group="resources of a task")
 _of_run = functools.partial(option, group="set-up, container and more options")
-# Fields that name commands, or that may hold options which do.
+# Fields that name commands, or may contain options that do.
 COMMANDS = ("setup", "container", "srun_args", "notify", "sbatch_args", "worker_args")
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """Resources of one task, and how many run at once. None leaves it to the site."""
+    """Resources of one task, and how many tasks run at once. None means the site's default."""
 
     partition: str | None = _of_nodes(None, "partition (default: the site's)")
     cpus_per_task: int | str = _of_task(
@@ -82,7 +82,7 @@ class JobRequest:
     time_min: int | None = _of_task(None, "time limit of a task (default: the partition's)")
     max_parallel: int = _of_task(50, "tasks that run at once (default: 50)")
     account: str | None = _of_nodes(None, "account to charge (default: the site's)")
-    qos: str | None = option(None)  # this and the next two: by SBATCH_QOS and so on
+    qos: str | None = option(None)  # set by SBATCH_QOS; the next two likewise
     constraint: str | None = option(None)
     exclude: str | None = option(None)
     setup: str | None = _of_run(
@@ -103,7 +103,7 @@ class JobRequest:
             if isinstance(value, int | float) and not 0 < value <= _MOST:
                 raise errors.UsageError.of_value(f"--{name}", value, f"more than 0 and at most {_MOST}")
             if isinstance(value, str) and (found := re.search(r"[\x00-\x1f\x7f]|[\ud800-\udfff]", value)):
-                expected = f"one without {found[0]!r}, which cannot stand in a job script"
+                expected = f"a value without {found[0]!r}, which a job script cannot contain"
                 raise errors.UsageError.of_value(f"--{name}", value[:200], expected)
         if self.num_cpus is None and self.cpus_per_task != "node":
             raise errors.UsageError.of_value("--cpus_per_task", self.cpus_per_task, "a number, or: node")
@@ -124,7 +124,7 @@ class JobRequest:
                 raise errors.UsageError(found=given, expected="options that submit does not set itself")
 
     def sbatch_options(self) -> list[str]:
-        """Return the options of sbatch. Later ones win: retry must be able to raise memory."""
+        """Return the options of sbatch. Of equal ones the last applies, so that retry can raise memory."""
         options = [*shlex.split(self.sbatch_args), "--nodes=1", "--ntasks=1"]
         options.append("--exclusive" if self.num_cpus is None else f"--cpus-per-task={self.num_cpus}")
         if self.mem_gb is not None:
@@ -140,49 +140,48 @@ class JobRequest:
 
     @property
     def num_cpus(self) -> int | None:
-        """Return the CPUs of a task, or None for those of a whole node, however many it has."""
+        """Return the CPUs of a task, or None for all CPUs of a node."""
         return self.cpus_per_task if isinstance(self.cpus_per_task, int) else None
 
     def changed(self, **changes: Any) -> JobRequest:
-        """Return a copy with other values. Memory of one kind replaces memory of the other kind."""
+        """Return a copy with changes. Memory of one kind replaces memory of the other kind."""
         return JobRequest(**with_changes(dataclasses.asdict(self), changes))
 
 
 def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of a request with changes. Memory of one kind replaces memory of the other kind."""
+    """Return fields of a request with changes, see ``JobRequest.changed``."""
     replaced = MEMORY_FIELDS if any(changes.get(name) is not None for name in MEMORY_FIELDS) else ()
     return {**{name: value for name, value in values.items() if name not in replaced}, **changes}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SentJob:
-    """A job as Slurm showed it when it took it; a controller that lost its state gives ids a second time."""
+    """A job as Slurm showed it after submission. A controller that lost its state may reuse ids."""
 
     job_id: Annotated[str, Meta(pattern=r"\A[0-9]{1,10}\Z")]
     name: Text
-    submit_time: Text  # of the controller's clock, UTC, 2026-11-22T01:52:04
+    submit_time: Text  # by the controller's clock, in UTC: 2026-11-22T01:52:04
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobArray(SentJob):
-    """A job array of a submission: task i makes the shards ``tasks[i]``."""
+    """A job array of a submission. Task i makes the shards ``tasks[i]``."""
 
     request: JobRequest
     tasks: Annotated[list[str], Meta(min_length=1)]
-    mem_mb: Count | None  # what Slurm made of the request; None where it limits nothing
+    mem_mb: Count | None  # the limit that Slurm derived from the request, or None
     time_min: Count | None
 
     def __post_init__(self) -> None:
-        if sum(map(len, self.shards_of_tasks())) > names.MAX_SHARDS:
-            raise ValueError(f"at most {names.MAX_SHARDS} shards")
+        names.ids_of_ranges(",".join(self.tasks))  # limits the sum over all tasks
 
     def shards_of_tasks(self) -> list[list[int]]:
-        return [names.ids_of_ranges(word, end=names.MAX_SHARDS + 1) for word in self.tasks]
+        return [names.ids_of_ranges(word) for word in self.tasks]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """What one ``submit`` or ``retry`` sent to Slurm."""
+    """What one ``submit`` or ``retry`` sent to Slurm: jobs/NNNN.json."""
 
     number: Count
     plan_id: Text
@@ -192,21 +191,21 @@ class Submission:
     arrays: Annotated[list[JobArray], Meta(min_length=1)]
     verify: SentJob
     identity: Text  # of the folder, see ``folder_identity``
-    # Whether this user wrote the record, and nobody else can write to it. It is not in the file.
+    # Whether this user wrote the file and no one else can write to it. Not stored in the file.
     is_own: bool = dataclasses.field(default=True, compare=False)
 
     @property
     def jobs(self) -> list[SentJob]:
-        """Return its jobs, verify last."""
+        """Return its jobs, the verify job last."""
         return [*self.arrays, self.verify]
 
 
 def read_submissions(folder: Path) -> list[Submission]:
-    """Return all submissions of a data set, oldest first."""
+    """Return all submissions of a data set, oldest first. Raises BrokenShard or ReadWriteError."""
     jobs = folder / JOBS_FOLDER
     listed = files.names_in(jobs)
     if not listed and files.size_of_file(jobs) is not None and not files.is_folder(jobs):
-        raise errors.ReadWriteError(path=jobs, found="no folder", expected="the folder of what was submitted")
+        raise errors.ReadWriteError(path=jobs, found="not a folder", expected="a folder of submissions")
     found = []
     for name in listed:
         if not re.fullmatch(r"[0-9]{4}\.json", name):
@@ -215,34 +214,34 @@ def read_submissions(folder: Path) -> list[Submission]:
         try:
             raw, status = files.read_with_status(path, max_bytes=_MAX_BYTES)
             submission = names.as_type(path, names.checked_object(path, raw, _FORMAT), Submission)
-        # Were one left out, its shards would be made a second time.
-        except files.NOT_THERE as error:  # a link to nothing, or taken away since it was listed
+        # None may be skipped: its shards would be made a second time.
+        except files.NOT_THERE as error:  # a dangling link, or removed since the listing
             raise errors.ReadWriteError(path=path, found=error.strerror, expected="a submission") from None
         except (errors.BrokenShard, errors.UnknownVersion, errors.UsageError) as error:
-            what = f"no whole submission of this version: {error}"
-            raise errors.BrokenShard(path=path, found=what, expected="one; move it away") from None
+            found_error = f"not a valid submission: {error}"
+            raise errors.BrokenShard(path=path, found=found_error, expected="one; move it away") from None
         is_own = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
         found.append(dataclasses.replace(submission, is_own=is_own))
     return found
 
 
 def user_name() -> str:
-    """Return the name of who runs this, as Slurm tells it: a number where the machine has no name for it."""
+    """Return the user's name as Slurm shows it: the uid if the machine has no name for it."""
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # no variable and no passwd entry, as in many containers; 3.13 raises OSError
+    except (KeyError, OSError):  # without a passwd entry, as in many containers; OSError since 3.13
         return str(os.getuid())
 
 
 def append_event(folder: Path, kind: str, **facts: Any) -> None:
-    """Append what a command did to DATA/jobs/history.jsonl. What fails is left out."""
+    """Append what a command did to DATA/jobs/history.jsonl. Errors are ignored."""
     line = json.dumps({"time": round(time.time(), 3), "event": kind, "user": user_name(), **facts})
-    with contextlib.suppress(errors.CannotWrite, OSError):
+    with contextlib.suppress(ShardprepError, OSError):
         files.append_bytes(files.make_subfolder(folder, JOBS_FOLDER) / HISTORY_NAME, f"{line}\n".encode())
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """Return what happened to a data set, oldest first, without lines that are cut short or not ours."""
+    """Return the history of a data set, oldest first, without invalid lines."""
     try:
         lines = files.read_regular(folder / JOBS_FOLDER / HISTORY_NAME, max_bytes=_MAX_BYTES).split(b"\n")
     except (*files.NOT_THERE, ShardprepError):
@@ -257,26 +256,26 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 
 def publish_submission(folder: Path, submission: Submission) -> None:
-    """Write it under its number."""
+    """Write a submission. Raises ReadWriteError if its number is taken, and CannotWrite."""
     jobs = folder / JOBS_FOLDER
     content = dataclasses.asdict(submission)
     del content["is_own"]
     with files.PublishedFile(jobs / f"{submission.number:04d}.json") as file:
         file.write(json.dumps(names.with_content_hash(_FORMAT, content), indent=2).encode() + b"\n")
         file.sync()
-        with contextlib.suppress(OSError):  # whatever the umask: it names commands that a retry runs
+        with contextlib.suppress(OSError):  # whatever the umask, because retry runs commands from it
             file.temporary.chmod(stat.S_IMODE(file.temporary.stat().st_mode) & ~_OTHERS_WRITE)
         if not file.publish_first():
-            why = "somebody else submitted at the same time; what this one sent was cancelled before it began"
-            raise errors.ReadWriteError(f"{file.path} was written meanwhile, as {why}", path=file.path)
+            why = "there was another submission at the same time; the jobs of this one were cancelled"
+            raise errors.ReadWriteError(f"{file.path} exists by now: {why}", path=file.path)
     files.sync_folder(jobs)
 
 
 class Failure(Struct, frozen=True, kw_only=True):
-    """A shard that was not made."""
+    """A shard that could not be made."""
 
     shard_id: _Number = field(name="shard")
-    exit_code: _Number  # of shardprep.errors; 128 + N where signal N killed the process
+    exit_code: _Number  # of shardprep.errors, or 128 + N if signal N killed the process
     reason: str
 
     @staticmethod
@@ -285,10 +284,10 @@ class Failure(Struct, frozen=True, kw_only=True):
 
 
 class AttemptRecord(Struct, kw_only=True):
-    """One attempt at some shards: the lines of its record; what was not measured is None, 0 or ""."""
+    """One attempt at some shards, from its record. Missing values are None, 0 or ""."""
 
     path: str = ""
-    shards: list[int] = field(name="shard_ids", default_factory=list)  # none for a verify job
+    shards: list[int] = field(name="shard_ids", default_factory=list)  # empty for a verify job
     failures: dict[int, Failure] = field(default_factory=dict)
     # begin
     plan_id: str
@@ -305,44 +304,44 @@ class AttemptRecord(Struct, kw_only=True):
     num_cpus: _Number = field(name="SLURM_CPUS_PER_TASK", default=0)
     mem_per_node_mb: _Number = field(name="SLURM_MEM_PER_NODE", default=0)
     mem_per_cpu_mb: _Number = field(name="SLURM_MEM_PER_CPU", default=0)
-    end_time: _Number = field(name="SLURM_JOB_END_TIME", default=0)  # told to a task from Slurm 24.11 on
+    end_time: _Number = field(name="SLURM_JOB_END_TIME", default=0)  # set from Slurm 24.11 on
     partition: str = field(name="SLURM_JOB_PARTITION", default="")
     account: str = field(name="SLURM_JOB_ACCOUNT", default="")
     qos: str = field(name="SLURM_JOB_QOS", default="")
-    pid: _Number = 0  # of a ``run`` outside of Slurm
+    pid: _Number = 0  # of a ``run`` outside Slurm
     pid_began: _Number = 0  # in clock ticks since the host's boot
     # end
     ended: _Time | None = field(name="end_time", default=None)
     exit_code: _Number = field(name="end_exit_code", default=0)
     killed_by: _Number = field(name="end_killed_by", default=0)  # the signal that ended the worker
-    stage: str = field(name="end_stage", default="")  # at which it ended: set-up, start, work
-    signal: str = field(name="end_signal", default="")  # that it was told to stop by
-    stopped: _Time | None = field(name="end_stopped", default=None)  # when it was told so
+    stage: str = field(name="end_stage", default="")  # in which it ended: set-up, start, work
+    signal: str = field(name="end_signal", default="")  # that asked it to stop
+    stopped: _Time | None = field(name="end_stopped", default=None)  # when that signal came
     shown_limit: str = field(name="end_limit", default="")  # time limit as squeue shows it, such as 1:00:00
     stopped_by: str = field(name="end_stopped_by", default="")  # what Slurm did to it, see ``slurm.state``
 
     @property
     def job_id(self) -> str:
-        """Return the job, of the array where it is one, or "" for a ``run`` outside of Slurm."""
+        """Return the id of the job or its array, or "" for a ``run`` outside Slurm."""
         return self.array_job_id or self.plain_job_id
 
     @property
     def key(self) -> tuple[str, int]:
-        """Return job and index, as Slurm's queue names the task."""
+        """Return job and index, which identify the task in Slurm's queue."""
         return self.job_id, self.index
 
     @property
     def mem_mb(self) -> int | None:
-        """Return the memory of the task, or None where Slurm limits nothing."""
+        """Return the memory of the task, or None without a limit."""
         return self.mem_per_cpu_mb * (self.num_cpus or 1) or self.mem_per_node_mb or None
 
     @property
     def time_limit(self) -> str:
-        """Return the time limit as Slurm writes it: ``1:00:00`` or, in minutes, ``60``."""
+        """Return the time limit as Slurm writes it: ``1:00:00``, or ``60`` in minutes."""
         return str(round((self.end_time - self.began) / 60)) if self.end_time else self.shown_limit
 
     def is_alive(self) -> bool | None:
-        """Return whether the process of a ``run`` still lives, or None where this host cannot see it."""
+        """Return whether the process of a ``run`` is alive, or None if it is not on this host."""
         if not self.pid or self.node != os.uname().nodename:
             return None
         return _start_ticks(self.pid) == self.pid_began
@@ -350,24 +349,24 @@ class AttemptRecord(Struct, kw_only=True):
 
 @dataclass(kw_only=True)
 class AttemptRecords:
-    """The records of a data set, those of other plans and of the folder that it was copied from left out."""
+    """The records of a data set, without those of another plan or of a folder that it was copied from."""
 
     own: list[AttemptRecord]  # oldest first
-    unreadable: list[str]  # what could not be read, and why
+    unreadable: list[str]  # messages about records that could not be read
 
 
 def folder_identity(folder: Path) -> str:
-    """Return what tells a folder from its copies: its inode and file system, as ``stat`` prints them."""
-    # A move within the file system keeps it, and all nodes see the same. Roots of file systems share inodes.
+    """Return an id that copies of the folder do not share: inode and file system, as ``stat`` prints them."""
+    # It survives a move within the file system and is equal on all nodes. Roots of file systems share inodes.
     try:
         number = os.statvfs(folder).f_fsid
         return f"{folder.stat().st_ino}.{(number & 0xFFFFFFFF) << 32 | number >> 32:x}"
     except OSError as error:
-        raise errors.ReadWriteError(f"{folder} cannot be looked at: {error.strerror}") from None
+        raise errors.ReadWriteError(f"{folder} cannot be read: {error.strerror}", path=folder) from None
 
 
 def read_attempts(folder: Path, plan_id: str, identity: str = "") -> AttemptRecords:
-    """Read all records: one open for each attempt that runs or failed. Broken lines are left out."""
+    """Read all records, one file per attempt that is running or failed. Invalid lines are ignored."""
     identity = identity or folder_identity(folder)
     logs = os.path.join(os.path.realpath(folder), LOGS_FOLDER)  # noqa: PTH118 - Path.resolve may raise
     records = AttemptRecords(own=[], unreadable=[])
@@ -382,7 +381,7 @@ def read_attempts(folder: Path, plan_id: str, identity: str = "") -> AttemptReco
         path = folder / ATTEMPTS_FOLDER / name
         try:
             content, status = files.read_with_status(path, max_bytes=_MAX_BYTES)
-        except FileNotFoundError:  # it made its shards since the folder was listed
+        except FileNotFoundError:  # all its shards were made since the listing
             continue
         except ShardprepError as error:
             records.unreadable.append(str(error))
@@ -390,7 +389,7 @@ def read_attempts(folder: Path, plan_id: str, identity: str = "") -> AttemptReco
         record = _record_of(path, content)
         if record is None or record.plan_id != plan_id or record.identity != identity:
             continue
-        if status.st_uid != os.geteuid():  # it may name any file of this user's
+        if status.st_uid != os.geteuid():  # it may name any file of this user
             log = "" if "\0" in record.log else os.path.realpath(record.log)
             if os.path.dirname(log) != logs:  # noqa: PTH120
                 record.log = ""
@@ -400,7 +399,7 @@ def read_attempts(folder: Path, plan_id: str, identity: str = "") -> AttemptReco
 
 
 def _record_of(path: Path, content: bytes) -> AttemptRecord | None:
-    """Return what a record says, or None. Where a job's number came again, its last beginning counts."""
+    """Parse a record, or return None. If a job id was reused, the last "begin" counts."""
     facts: dict[str, Any] = {}
     failures: dict[int, Failure] = {}
     prefix = ""
@@ -415,12 +414,12 @@ def _record_of(path: Path, content: bytes) -> AttemptRecord | None:
                 failure = msgspec.json.decode(line, type=Failure)
                 failures[failure.shard_id] = failure
         elif equals and value:
-            # The first value counts: who looked at an end while Slurm knew it, before a script that lived on.
+            # The first value counts: ``append_end`` may precede the end that a surviving script writes.
             facts.setdefault(prefix + name, value)
     try:
         record = msgspec.convert(facts, AttemptRecord, strict=False)
         if record.shard_ranges:
-            record.shards = names.ids_of_ranges(record.shard_ranges, end=names.MAX_SHARDS + 1)
+            record.shards = names.ids_of_ranges(record.shard_ranges)
     except (msgspec.MsgspecError, ValueError):
         return None
     record.path, record.failures = str(path), failures
@@ -428,7 +427,7 @@ def _record_of(path: Path, content: bytes) -> AttemptRecord | None:
 
 
 def append_failure(failure: Failure) -> None:
-    """Write a failed shard into the record of this process, where it has one. What fails is left out."""
+    """Append a failed shard to the record of this process, if it has one. Errors are ignored."""
     if path := os.environ.get(RECORD_VARIABLE):
         reason = failure.reason[:_MOST_REASON_CHARS].encode("utf-8", "replace").decode()
         line = msgspec.json.encode(msgspec.structs.replace(failure, reason=reason))
@@ -437,20 +436,20 @@ def append_failure(failure: Failure) -> None:
 
 
 def append_end(record: AttemptRecord) -> None:
-    """Write how Slurm says that an attempt ended, before Slurm forgets it. What fails is left out."""
+    """Append how an attempt ended according to Slurm, before Slurm forgets it. Errors are ignored."""
     end = _section("end", time=record.ended, stopped_by=record.stopped_by)
     with contextlib.suppress(OSError):
         files.append_bytes(Path(record.path), end)
 
 
 def _section(name: str, **facts: object) -> bytes:
-    """Return a section of a record: written at once, so that lines of several processes do not mix."""
+    """Return a section of a record, to be written at once so that processes do not mix their lines."""
     lines = [f"{key}={value}" for key, value in facts.items()]
     return "\n".join([name, *(line.replace("\n", "?") for line in lines), ""]).encode("utf-8", "replace")
 
 
 class RunRecord:
-    """The record of a ``run``; within ``with``. It does nothing where a job's script keeps one already."""
+    """Keeps the record of a ``run`` within ``with``, unless a job's script keeps one already."""
 
     def __init__(self, folder: Path, plan_id: str, shard_ids: Iterable[int], *, num_cpus: int) -> None:
         self._path: Path | None = None
@@ -469,10 +468,10 @@ class RunRecord:
             name = f"{job_id}_{index or 0}.r{restarts or 0}"
         else:
             facts |= {"pid": os.getpid(), "pid_began": _start_ticks(os.getpid())}
-            name = f"{host}-{os.getpid()}.{int(now * 1000)}"  # a process may run twice in a second
+            name = f"{host}-{os.getpid()}.{int(now * 1000)}"  # one process may call run twice in a second
         path = folder / ATTEMPTS_FOLDER / name
         for _ in range(2):  # another run may remove the empty folder in between
-            with contextlib.suppress(errors.CannotWrite, OSError):
+            with contextlib.suppress(ShardprepError, OSError):
                 files.make_subfolder(folder, ATTEMPTS_FOLDER)
                 files.append_bytes(path, _section("begin", **facts))
                 self._path = path
@@ -494,12 +493,12 @@ class RunRecord:
                 files.append_bytes(self._path, end)
                 return
             self._path.unlink()
-            self._path.parent.rmdir()  # the folders, where nothing else is in them
+            self._path.parent.rmdir()  # the folders, if they are empty
             self._path.parent.parent.rmdir()
 
 
 def _start_ticks(pid: int) -> int:
-    """Return when a process began, in clock ticks since boot, or -1 where there is no such process."""
+    """Return when a process began, in clock ticks since boot, or -1 if there is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

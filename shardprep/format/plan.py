@@ -1,16 +1,16 @@
-"""plan.json: which bytes of which input files are shard N, for which options and which tokenizer.
+"""plan.json: which bytes of which input files make shard N, with which options and which tokenizer.
 
-A field of ``PlanOptions`` or ``PrepConfig`` is a flag of ``plan``. Its ``option(...)`` says the default, the
-help, the group that it is listed in, and what plan.json keeps of it. The command line, the checks of values,
-plan.json, the plan's id, the messages about differences and docs/commands.md are made from these fields.
-The options of one process, which change no byte, are in ``preprocess/make/resources.py``.
+Each field of ``PlanOptions`` or ``PrepConfig`` with a help text is a flag of ``plan``. Its ``option(...)``
+declares the default, the help and further facts. The command line, the checks of values, plan.json, the
+plan's id, messages about differences and docs/commands.md are built from these fields. Options of a single
+process, which change no byte, are in ``preprocess/make/resources.py``.
 
-A plan is written once and never edited. Its id is a hash of what decides the bytes of the shards: two plans
-with one id make equal data sets.
+A plan is written once and never edited. Its id is a hash of everything that decides the bytes of the shards:
+plans with equal ids make equal data sets.
 
-The file is JSON. Its first line, closed by a brace, is the head: all but three tables, which may be long. The
-head says where the blocks of each table lie, and their hashes, so a task of a plan of 10^6 inputs reads the
-head and the blocks of its own shard.
+The file is JSON. Its first line, plus a closing brace, is the head: everything except three tables, which may
+be long. The head has the places and hashes of the tables' blocks, so a task of a plan with 10^6 inputs reads
+only the head and the blocks of its own shard.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardprep.files import Digest, FileStamp
 from shardprep.format import names
 from shardprep.format.names import Count, DatasetSpec, Record, Text, TokenFormat, TokenizerSpec
 
-# Which tokens the assistant wrote, given its characters; see docs/training_data.md.
+# How the assistant's tokens are found from its characters; see docs/training_data.md.
 MaskRule = Literal["", "overlap", "char_to_token", "characters"]
 EngineName = Literal["auto", "gigatoken", "tokenizers"]
 
@@ -51,20 +51,20 @@ _fields = partial(option, group="JSON lines and tables")
 _text = partial(option, group=TEXT)
 _tokens = partial(option, group=TOKENS)
 _samples = partial(option, group="samples")
-_NOT_TEXT = re.compile("[\0\ud800-\udfff]")  # a NUL, and what stands for a byte that is no UTF-8
+_NOT_TEXT = re.compile("[\0\ud800-\udfff]")  # a NUL, and surrogates, which stand for bytes that are not UTF-8
 ENGINE_HELP = "library that encodes; the token ids never depend on it"
 BAD_HELP = "fail a shard (exit code 65) when a larger share of its documents is unusable"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """The options that decide the bytes of the shards; plan.json keeps them.
+    """The options that decide the bytes of the shards. They are stored in plan.json.
 
-    Facts of an option, beside those of the command line:
-        is_in_id: False where the plan's id leaves it out, because it only finds inputs, which the id names.
-            Of the others the id has those that are not the default, so a new option changes no older id.
-        span: the least and the largest number; 0 stands for none.
-        records: those that it is for, where it is not for all.
+    Facts of an option, besides those of the command line:
+        is_in_id: whether the plan's id depends on it. Not if it only finds inputs, which the id contains.
+            Defaults are not in the id either, so a new option changes no existing id.
+        span: the smallest and the largest number; 0 means that it is not set.
+        records: the kinds of records that it applies to (default: all).
     """
 
     recursive: bool = _input(False, "also take the input files of subfolders")
@@ -131,19 +131,19 @@ class PlanOptions:
     keep_text: bool = _samples(
         None, "also store the text of each document", shown="on for documents", records=("documents",)
     )
-    # What planning finds out; no flags.
+    # Set by planning; these are not flags.
     transform_sha256: str = option("")  # of the function of --transform, and of its files
     chat_template: str = option("")  # its Jinja text
     chat_tokens: str = option("")  # the special tokens that a template may name, as JSON
-    chat_versions: str = option("")  # of the libraries that render it
-    chat_mask_rule: MaskRule = option("")  # of transformers at planning; characters without tags
-    own_eos: bool = option(False)  # the tokenizer ends each document with EOS by itself, so none is appended
-    excluded: str = option("")  # sha256 of DATA/excluded.keys, whose documents are left out: see --exclude
-    # Shards of which documents are blanked, "0-2,5"; not in the id, for blanking moves nothing.
+    chat_versions: str = option("")  # of the libraries that render the template
+    chat_mask_rule: MaskRule = option("")  # "characters" for a template without tags
+    own_eos: bool = option(False)  # the tokenizer itself ends each document with EOS, so none is appended
+    excluded: str = option("")  # sha256 of DATA/excluded.keys, the documents left out by --exclude
+    # Shards with blanked documents, "0-2,5". Not in the id, because blanking moves no document.
     blanked: str = option("", is_in_id=False)
 
     def __post_init__(self) -> None:
-        """Check the options and settle those that are None. A settled object passes unchanged."""
+        """Check the options and fill in those that are None. Idempotent."""
         if self.text_template and self.text_field:
             raise errors.UsageError(found="--text_field and --text_template", expected="one of the two")
         for item in fields(self):
@@ -155,13 +155,15 @@ class PlanOptions:
                 raise errors.UsageError.of_value(f"--{name}", value, f"{span[0]} to {span[1]}")
             is_given = value != item.default and bool(value or item.default)
             if is_given and self.record not in records:
-                # How a conversation reads, a template alone decides.
+                # Options of texts have no remedy for chat: there the template decides.
                 remedy = None if records == TEXTS else f"--record {records[0]}"
                 expected = f"--record {' or '.join(records)}, or no --{name}"
                 raise errors.UsageError(found=f"--{name}", expected=expected, remedy=remedy)
         if unknown := {name.strip() for name in self.split.split(",") if name} - {*SPLITS}:
-            expected = f"some of {', '.join(SPLITS)}, as which valid, dev and eval in names of files count"
+            expected = f"some of {', '.join(SPLITS)} (valid, dev, eval in names are understood)"
             raise errors.UsageError(found=f"--split {', '.join(sorted(unknown))}", expected=expected)
+        if self.blanked:
+            names.ids_of_ranges(self.blanked)
         has_rows, is_chat = self.has_rows, self.is_chat
         settled = {
             "encoding": _python_encoding(self.encoding),
@@ -180,7 +182,7 @@ class PlanOptions:
 
     @property
     def is_chat(self) -> bool:
-        """Return whether a document is a conversation, rendered by a chat template."""
+        """Return whether documents are conversations, rendered by a chat template."""
         return self.record == "chat"
 
     @property
@@ -190,21 +192,21 @@ class PlanOptions:
 
     @property
     def encodes_control_tokens(self) -> bool:
-        """Return whether control tokens written out in a text become such: a chat template's have to."""
+        """Return whether control tokens in a text are encoded as such, which chat templates need."""
         return self.allow_special_tokens or self.is_chat
 
     def side_files(self) -> list[str]:
-        """Return the files of a shard that only some options ask for, by their names in its manifest."""
+        """Return the optional files of a shard that these options ask for, by their keys in its manifest."""
         wanted = {"ids": self.id_field, "digests": self.digests}
         return [name for name, is_wanted in wanted.items() if is_wanted]
 
     def identity(self) -> dict[str, Any]:
-        """Return what of them the plan's id is a hash of."""
-        ours = {item.name for item in PLAN_FIELDS if item.metadata.get("is_in_id", True)}
-        return {name: value for name, value in self.unusual().items() if name in ours}
+        """Return the options that the plan's id is a hash of."""
+        in_id = {item.name for item in PLAN_FIELDS if item.metadata.get("is_in_id", True)}
+        return {name: value for name, value in self.unusual().items() if name in in_id}
 
     def unusual(self) -> dict[str, Any]:
-        """Return the options that are not as they are by default for such records."""
+        """Return the options that differ from the defaults for this kind of records."""
         usual = {**vars(PlanOptions(record=self.record)), "record": "documents"}
         return {name: value for name, value in vars(self).items() if value != usual[name]}
 
@@ -246,7 +248,7 @@ class PrepConfig(PlanOptions):
 
 
 def option_differences(planned: PlanOptions, now: PlanOptions, given: set[str] | None = None) -> list[str]:
-    """Return how options differ, in words. Of ``given`` only those that change bytes."""
+    """Describe how options differ. With ``given``, only those options, and only if they change bytes."""
     return [
         f"--{item.name} was {before}, now {after}"
         for item in PLAN_FIELDS
@@ -256,8 +258,8 @@ def option_differences(planned: PlanOptions, now: PlanOptions, given: set[str] |
 
 
 def flags_of(options: PlanOptions) -> list[str]:
-    """Return the words of a command line that give these options."""
-    # The length of rows is told even if it is the usual one.
+    """Return the flags that give these options."""
+    # --seq_len is named even if it is the default.
     given = options.unusual() | ({"seq_len": options.seq_len} if options.has_rows else {})
     words = []
     for item in PLAN_FIELDS:
@@ -272,12 +274,12 @@ def flags_of(options: PlanOptions) -> list[str]:
 
 
 def _python_encoding(name: str) -> str:
-    """Return Python's name of a codec. Raises UsageError where lines cannot be told apart as bytes."""
+    """Return Python's name of a codec. Raises UsageError if line ends cannot be found in its bytes."""
     ascii_bytes = bytes(range(128))
-    disguised = ("utf-16", "utf-32", "iso2022", "hz", "utf-7", "idna", "unicode-escape", "raw-unicode-escape")
+    no_ascii = ("utf-16", "utf-32", "iso2022", "hz", "utf-7", "idna", "unicode-escape", "raw-unicode-escape")
     try:
         known = codecs.lookup(name).name
-        if not known.startswith(disguised) and ascii_bytes.decode(known) == ascii_bytes.decode("ascii"):
+        if not known.startswith(no_ascii) and ascii_bytes.decode(known) == ascii_bytes.decode("ascii"):
             return known
     except (LookupError, ValueError, TypeError):  # a NUL in the name is a ValueError, too
         raise errors.UsageError.of_value("--encoding", name, "one such as utf-8 or cp949") from None
@@ -289,18 +291,18 @@ T = TypeVar("T")
 
 _FORMAT = "shardprep-plan"
 _ROWS_PER_BLOCK = 512
-_HEAD_BYTES = 64 << 10  # read at once
-_MAX_HEAD_BYTES = 64 << 20  # a plan of 10^6 inputs and 10^5 shards has 200 KB
+_HEAD_BYTES = 64 << 10  # of the first read
+_MAX_HEAD_BYTES = 64 << 20  # that of 10^6 inputs and 10^5 shards has 200 KB
 _MAX_BLOCK_BYTES = 16 << 20  # a path has at most 4 KiB
 
 
 def _leads_outside(name: str) -> bool:
-    """Return whether a path in a file may lead out of its folder, or is spelled oddly."""
+    """Return whether a path from a file may leave its folder: it has an empty part, "." or ".."."""
     return not {"", ".", ".."}.isdisjoint(name.split("/"))
 
 
 class InputFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """One file of the plan. ``mtime_ns`` is outside the plan id: a copy or a touch changes nothing."""
+    """An input file. ``mtime_ns`` is not in the plan's id: a copy or a touch changes nothing."""
 
     path: Text  # relative to the input folder, with /
     num_bytes: Count
@@ -308,63 +310,63 @@ class InputFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
     sha256: Digest  # of the first, middle and last 64 KiB
 
     def __post_init__(self) -> None:
-        if _leads_outside(self.path):  # what lies there may be a link, as planning takes links to files
+        if _leads_outside(self.path):  # links to files are allowed
             raise ValueError(f"path is {self.path!a}, expected the path of a file below the input folder")
 
 
 class Cut(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a shard begins, in the sorted inputs read as one, or where the last one ends."""
+    """Where a shard begins, or the last one ends, in the concatenation of the sorted inputs."""
 
     input_number: Count
     byte: Count  # of that input
-    text_start: Count = 0  # in a compressed input: its byte of the text
-    sha256: Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""  # of its input, if that was hashed
+    text_start: Count = 0  # byte of the decompressed text, in a compressed input
+    sha256: Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""  # of the shard's input, if hashed
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByteRange:
-    """A part of an input that belongs to one shard."""
+    """The part of an input that belongs to one shard."""
 
     input_number: int  # position of the file in the plan
     path: Path
     start: int  # byte
-    end: int  # byte, not included
+    end: int  # byte, exclusive
     kind: names.InputKind  # by the file's name
-    text_start: int = 0  # where the file is compressed: byte of its text at ``start``
-    planned: InputFile | None = None  # what the file was at planning; None: it is taken as it is
+    text_start: int = 0  # of a compressed file: byte of the text at ``start``
+    planned: InputFile | None = None  # the file at planning; None to accept any
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedShard:
-    """One shard of a plan: worked out once, and handed to whatever has to do with making it."""
+    """One shard of a plan, with all that is needed to make it."""
 
     shard_id: int
-    ranges: list[ByteRange]  # of the input, in order
-    num_bytes: int  # of the input
-    max_documents: int | None  # the shard's share of ``--limit``; None without it
-    sha256: str | None  # of its input, where the plan has it
+    ranges: list[ByteRange]  # of the inputs, in order
+    num_bytes: int  # of the inputs
+    max_documents: int | None  # its share of ``--limit``; None without a limit
+    sha256: str | None  # of its input, with ``--hash_inputs``
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Decisions:
-    """The fields that a Plan and the first line of plan.json share."""
+    """Fields of both ``Plan`` and the head of plan.json."""
 
     plan_id: Digest
     options: PlanOptions
     max_bad_fraction: Annotated[float, Meta(ge=0, le=1)]
     tokenizer: TokenizerSpec
-    tokenizer_files: dict[str, FileStamp]  # name -> of each file in DATA/tokenizer
-    probe: list[str]  # texts that tell engines apart, see engines.py
-    probe_sha256: Digest  # of their ids by the reference engine
-    fast_engine_is_equal: bool  # the fast engine gave the reference's ids on probe and sample
+    tokenizer_files: dict[str, FileStamp]  # files in DATA/tokenizer, by name
+    probe: list[str]  # texts on which engines may differ, see engines.py
+    probe_sha256: Digest  # of the ids of the probe, by the reference engine
+    fast_engine_is_equal: bool  # the fast engine gave equal ids for the probe and a sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(_Decisions):
-    """What plan.json holds. Frozen: a plan is never edited."""
+    """The content of plan.json."""
 
     input_dir: Path
-    # Of a plan that was read, Rows: a block of the file is read when one of its rows is asked for.
+    # In a plan that was read these are ``Rows``, which read a block of the file when a row is needed.
     inputs: Sequence[InputFile]
     cuts: Sequence[Cut]  # num_shards + 1, ascending
     left_out: Sequence[tuple[str, str]] = ()  # (reason, name), sorted: see InputListing
@@ -382,16 +384,16 @@ class Plan(_Decisions):
 
     @property
     def end_id(self) -> int | None:
-        """Return the token that is put behind each document: EOS where it is appended."""
+        """Return the id of the EOS token if it is appended to each document."""
         options = self.options
         return self.tokenizer.eos_token_id if options.append_eos and not options.own_eos else None
 
     def at(self, input_dir: Path | None) -> Plan:
-        """Return the same plan where its inputs lie in another folder by now (None: where they were)."""
+        """Return the plan with another input folder, for inputs that moved. None: the planned folder."""
         return self if input_dir is None else replace(self, input_dir=input_dir)
 
     def shard(self, shard_id: int) -> PlannedShard:
-        """Return what is to be known to make one shard. Raises NotFound for a shard past the plan's end."""
+        """Return one shard. Raises NotFound if the plan does not have it."""
         if not 0 <= shard_id < self.num_shards:
             last = self.num_shards - 1
             expected, remedy = f"0 to {last}, as a job array --array=0-{last}", f"--array=0-{last}"
@@ -409,7 +411,7 @@ class Plan(_Decisions):
         )
 
     def shard_bytes(self) -> list[int]:
-        """Return the input bytes of every shard. Reads all of the plan."""
+        """Return the input bytes of every shard. Reads the whole plan."""
         cuts = list(self.cuts)
         _check_cuts(cuts, self.inputs, are_all=True)
         before = [0, *itertools.accumulate(item.num_bytes for item in self.inputs)]
@@ -435,15 +437,15 @@ def ranges_between(input_dir: Path, inputs: Sequence[InputFile], begin: Cut, end
 
 
 def _check_cuts(cuts: Sequence[Cut], inputs: Sequence[InputFile], *, are_all: bool = False) -> None:
-    """Check that cuts ascend, lie in the inputs, and, if they are all of a plan, leave nothing out."""
+    """Check that cuts ascend and are inside the inputs. ``are_all``: that they also cover all inputs."""
     places = [(cut.input_number, cut.byte) for cut in cuts]
     end = (len(inputs), 0)
-    are_right = places == sorted(places) and places[-1] <= end
-    are_right = are_right and not any(
-        cut.byte > inputs[cut.input_number].num_bytes for cut in cuts if cut.byte
-    )
-    if not are_right or (are_all and (places[0], places[-1]) != ((0, 0), end)):
-        expected = f"places in {len(inputs)} inputs, ascending; plan into a new folder"
+    are_valid = places == sorted(places) and places[-1] <= end
+    if are_valid:
+        are_valid = all(cut.byte <= inputs[cut.input_number].num_bytes for cut in cuts if cut.byte)
+    if not are_valid or (are_all and (places[0], places[-1]) != ((0, 0), end)):
+        which = "all of" if are_all else "places in"
+        expected = f"{which} {len(inputs)} inputs, ascending; plan into a new folder"
         raise names.wrong_value(Path(names.PLAN_NAME), "cuts", f"{places[0]} to {places[-1]}", expected)
 
 
@@ -455,41 +457,41 @@ def is_one_file_a_shard(plan: Plan) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Table:
-    """Where the rows of a table lie in plan.json."""
+    """Where the rows of a table are in plan.json."""
 
     num_rows: Count
-    offset: Count  # of the first row, from the end of the head on
-    # Bytes and sha256 of each block of 512 rows; a comma and a line end stand between two blocks.
+    offset: Count  # of the first row, counted from the end of the head
+    # Bytes and sha256 of each block of 512 rows. A comma and a line end separate two blocks.
     blocks: list[tuple[Annotated[int, Meta(ge=0, le=_MAX_BLOCK_BYTES)], Digest]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Head(_Decisions):
-    """The values of the first line of plan.json."""
+    """The first line of plan.json."""
 
     input_dir: Text
-    inputs_sha256: Digest  # of what the plan's id has of them
+    inputs_sha256: Digest  # of the columns that the plan's id depends on
     cuts_sha256: Digest
     tables: dict[str, _Table]
 
 
-# The type of the rows of each table.
+# Table -> the type of its rows.
 _TABLES: dict[str, Any] = {"inputs": list[InputFile], "cuts": list[Cut], "left_out": list[tuple[str, str]]}
 
 
 class Rows(Sequence[T]):
-    """A table of a plan, each block of which is read when one of its rows is asked for, and then held."""
+    """A table of a plan. A block is read when one of its rows is first needed, and then kept."""
 
     def __init__(self, file: files.ReadFile, begin: int, table: _Table, kind: Any) -> None:
-        """Take the byte behind the head. Raises BrokenShard where rows and blocks do not agree."""
+        """``begin``: offset of the byte after the head. Raises BrokenShard if rows and blocks disagree."""
         self._file, self._table, self._kind = file, table, kind
         sizes = [num_bytes for num_bytes, _ in table.blocks]
         if len(sizes) != -(-table.num_rows // _ROWS_PER_BLOCK):
-            expected = f"those of {table.num_rows} rows"
+            expected = f"the blocks of {table.num_rows} rows"
             raise names.wrong_value(file.path, "tables", f"{len(sizes)} blocks", expected)
         steps = (size + len(b",\n") for size in sizes)
         self._offsets = list(itertools.accumulate(steps, initial=begin + table.offset))
-        self._held: dict[int, list[T]] = {}
+        self._blocks: dict[int, list[T]] = {}  # those read so far
 
     def __len__(self) -> int:
         return self._table.num_rows
@@ -498,13 +500,13 @@ class Rows(Sequence[T]):
         for number in range(len(self._table.blocks)):
             yield from self._block(number)
 
-    def __getitem__(self, key: Any) -> Any:  # of a number: nobody asks for a slice
+    def __getitem__(self, key: Any) -> Any:  # slices are not supported
         number, place = divmod(range(len(self))[key], _ROWS_PER_BLOCK)
         return self._block(number)[place]
 
     def _block(self, number: int) -> list[T]:
-        if number in self._held:
-            return self._held[number]
+        if number in self._blocks:
+            return self._blocks[number]
         path, begin = self._file.path, self._offsets[number]
         num_bytes, expected = self._table.blocks[number]
         num_rows = min(_ROWS_PER_BLOCK, len(self) - number * _ROWS_PER_BLOCK)
@@ -517,18 +519,18 @@ class Rows(Sequence[T]):
         with names.type_errors_named(path):
             rows: list[T] = msgspec.json.decode(b"[" + raw + b"]", type=self._kind)
         if len(rows) != num_rows:
-            raise errors.BrokenShard(path=path, found=f"{where} are {len(rows)} rows", expected=num_rows)
-        self._held[number] = rows
+            raise errors.BrokenShard(path=path, found=f"{where} have {len(rows)} rows", expected=num_rows)
+        self._blocks[number] = rows
         return rows
 
 
 def plan_id(plan: Plan) -> str:
-    """Return the sha256 of what decides the shards' bytes, such as no folder and no mtime of an input."""
+    """Return the sha256 of all that decides the shards' bytes: not the folder or the mtimes of inputs."""
     return _id_of(plan, *_hashes_of_tables(plan))
 
 
 def _hashes_of_tables(plan: Plan) -> tuple[str, str]:
-    """Return the hashes of what the id has of inputs and cuts."""
+    """Return the hashes of the columns of inputs and cuts that the plan's id depends on."""
     inputs, cuts = hashlib.sha256(), hashlib.sha256()
     for item in plan.inputs:
         inputs.update(msgspec.json.encode((item.path, item.num_bytes, item.sha256)))
@@ -545,7 +547,7 @@ def _id_of(plan: _Decisions, inputs_sha256: str, cuts_sha256: str) -> str:
 
 
 def publish_plan(plan: Plan, output_dir: Path) -> Plan:
-    """Freeze a plan as plan.json. Return the plan that is frozen there. Raises Refused for another."""
+    """Write plan.json, or return the plan that it has. Raises Refused if that is another plan."""
     tables: dict[str, Any] = {}
     body = bytearray()
     for name in _TABLES:
@@ -579,13 +581,13 @@ def publish_plan(plan: Plan, output_dir: Path) -> Plan:
 
 
 def refuse_another_plan(frozen: Plan, plan: Plan, output_dir: Path) -> None:
-    """Raise Refused if the plan of a folder is not this one, naming what differs."""
+    """Raise Refused if the plan of a folder is another one, and name the differences."""
     if frozen.plan_id == plan.plan_id:
         return
-    differing = option_differences(frozen.options, plan.options)
+    differences = option_differences(frozen.options, plan.options)
     if frozen.tokenizer.fingerprint != plan.tokenizer.fingerprint:
         now = plan.tokenizer.model_id
-        differing.append(f"the tokenizer was {frozen.tokenizer.model_id}, now {now}, with other ids")
+        differences.append(f"the tokenizer was {frozen.tokenizer.model_id}, now {now}, with other ids")
     old = {item.path: (item.num_bytes, item.sha256) for item in frozen.inputs}
     new = {item.path: (item.num_bytes, item.sha256) for item in plan.inputs}
     for what, paths in (
@@ -594,20 +596,20 @@ def refuse_another_plan(frozen: Plan, plan: Plan, output_dir: Path) -> None:
         ("changed", {path for path in old.keys() & new.keys() if old[path] != new[path]}),
     ):
         if paths:
-            differing.append(f"{len(paths)} input(s) {what}, such as {min(paths)}")
+            differences.append(f"{len(paths)} input(s) {what}, such as {min(paths)}")
     if frozen.num_shards != plan.num_shards:
-        differing.append(f"{frozen.num_shards} shards, now {plan.num_shards}")
+        differences.append(f"{frozen.num_shards} shards, now {plan.num_shards}")
     elif [cut.sha256 for cut in frozen.cuts] != [cut.sha256 for cut in plan.cuts]:
-        differing.append("the whole inputs' hashes differ, or one plan has none (--hash_inputs)")
-    unseen = "the cuts between shards, the tokenizer's special tokens or its library differ"
-    found, remedy = f"plan {frozen.plan_id[:12]}: {'; '.join(differing) or unseen}", "--output_dir NEW"
-    expected = f"{plan.plan_id[:12]}; a plan is never changed: for more data or other options plan into a "
-    expected += f"new folder ({remedy}), and give the loader a list of folders"
+        differences.append("the whole inputs' hashes differ, or one plan has none (--hash_inputs)")
+    others = "the cuts between shards, the tokenizer's special tokens or its library differ"
+    found, remedy = f"plan {frozen.plan_id[:12]}: {'; '.join(differences) or others}", "--output_dir NEW"
+    expected = f"{plan.plan_id[:12]}. A plan never changes: for more data or other options plan into a new "
+    expected += f"folder ({remedy}), and give the loader a list of folders"
     raise errors.Refused(path=output_dir, found=found, expected=expected, remedy=remedy)
 
 
 def read_plan(output_dir: Path) -> Plan | None:
-    """Return the plan of a data set, or None without one. Tables are read where they are used."""
+    """Return the plan of a data set, or None if it has none. Tables are read when they are used."""
     try:
         return _open_plan(output_dir / names.PLAN_NAME)
     except FileNotFoundError:
@@ -615,12 +617,12 @@ def read_plan(output_dir: Path) -> Plan | None:
     except NotADirectoryError:
         raise errors.NotFound(path=output_dir, found="a file", expected="the folder of a data set") from None
     except errors.BrokenShard as error:
-        error.advise("a plan is frozen: bring the file back as it was, or plan into a new folder")
+        error.advise("a plan never changes: restore the original file, or plan into a new folder")
         raise
 
 
 def need_plan(output_dir: Path) -> Plan:
-    """Return the plan of a data set. Without one the error has the command that makes it."""
+    """Return the plan of a data set. The NotFound of a folder without one has the command to plan."""
     plan = read_plan(output_dir)
     if plan is None:
         found = f"no {names.PLAN_NAME}" if files.is_folder(output_dir) else "no such folder"
@@ -634,13 +636,13 @@ def need_plan(output_dir: Path) -> Plan:
 
 
 def read_input_names(folder: Path) -> list[str]:
-    """Return the inputs of a data set's plan, relative to its input folder. An idx names them by position."""
-    return [item.path for item in _open_plan(folder / names.PLAN_NAME).inputs]
+    """Return the paths of a data set's inputs, in the input folder. An idx refers to their positions."""
+    return [item.path for item in need_plan(folder).inputs]
 
 
 def _open_plan(path: Path) -> Plan:
     with files.errors_named(path):
-        file = files.ReadFile(path)  # closed when nobody holds the plan or a table of it any more
+        file = files.ReadFile(path)  # closed when the plan and its tables are freed
         file.expect_scattered_reads()
         raw = file.read(0, min(file.num_bytes, _HEAD_BYTES))
         while b"\n" not in raw and len(raw) < min(file.num_bytes, _MAX_HEAD_BYTES):
@@ -649,19 +651,18 @@ def _open_plan(path: Path) -> Plan:
     data = names.checked_object(path, line if line.endswith(b"}") else line + b"}", _FORMAT)
     if isinstance(options := data.get("options"), dict):
         for name in options.keys() - {item.name for item in PLAN_FIELDS}:
-            value = options.pop(name)  # one that says no is nothing to us
-            if value not in (False, "", None):  # 0 is False
+            value = options.pop(name)  # ignored if it is off
+            if value not in (False, "", None):  # 0 equals False
                 found = f"options.{name!a} is {value!r:.60}"
-                expected = "an option known here: install the shardprep that planned this, or plan anew"
+                expected = "an option known here: install the shardprep that planned this, or plan again"
                 raise errors.UnknownVersion(path=path, found=found, expected=expected)
     try:
-        with names.type_errors_named(path, data):
-            head = msgspec.convert(data, _Head)
+        head = names.as_type(path, data, _Head)
     except errors.UsageError as error:
-        raise errors.BrokenShard(f"{path}: its options cannot be: {error}", path=path) from None
+        raise errors.BrokenShard(f"{path}: its options are invalid: {error}", path=path) from None
     found = _id_of(head, head.inputs_sha256, head.cuts_sha256)
     if head.plan_id != found:
-        raise names.wrong_value(path, "plan_id", head.plan_id, f"{found}, which options and tables give")
+        raise names.wrong_value(path, "plan_id", head.plan_id, f"{found}, computed from options and tables")
     if head.tables.keys() != _TABLES.keys():
         raise names.wrong_value(path, "tables", [*head.tables], f"{', '.join(_TABLES)}")
     num_shards = head.tables["cuts"].num_rows - 1
@@ -679,7 +680,7 @@ def _open_plan(path: Path) -> Plan:
 def check_tokenizer_files(output_dir: Path, planned: dict[str, FileStamp], wanted: str = "") -> bytes:
     """Check that DATA/tokenizer has the planned files and no others. Return the contents of file ``wanted``.
 
-    Hidden files do not count. Hashing Llama 3's files takes 18 ms of CPU.
+    Hidden files are ignored. Hashing Llama 3's files takes 18 ms of CPU.
     """
     folder, stamps, content = output_dir / names.TOKENIZER_DIR, dict[str, FileStamp](), b""
     for name in files.names_in(folder):
@@ -697,7 +698,7 @@ def check_tokenizer_files(output_dir: Path, planned: dict[str, FileStamp], wante
             "no such file" if stamp is None else f"{stamp.num_bytes} bytes of sha256 {stamp.sha256[:12]}"
             for stamp in (stamps.get(name), planned.get(name))
         )
-        expected += ", as planned; bring it back, or plan again with the same inputs, options and libraries"
+        expected += ", as planned; restore it, or plan again with the same inputs, options and libraries"
         kind = errors.OtherTokenizer if name in stamps else errors.NotFound
         raise kind(path=folder / name, found=found, expected=expected)
     return content

@@ -90,6 +90,8 @@ EDITS: dict[str, Edit] = {
     "an option that is no choice": in_plan('"doc":"line"', '"doc":"page"'),
     "an option of another type": in_plan('"recursive":false', '"recursive":[]'),
     "options that do not go together": in_plan('"seq_len":0', '"seq_len":7'),
+    "blanked shards that are no ids": in_plan('"blanked":""', '"blanked":"x"'),
+    "more blanked shards than can be": in_plan('"blanked":""', '"blanked":"0-99999"'),
     "a tokenizer's file outside": in_plan('"tokenizer_files":{"', '"tokenizer_files":{"../'),
     "more rows than blocks": in_plan('"num_rows":2', '"num_rows":2000'),
     "a cut behind the inputs": in_plan(',[2,0,0,""]]', ',[4,0,0,""]]'),

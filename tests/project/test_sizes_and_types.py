@@ -134,6 +134,25 @@ def test_a_side_file_of_one_endless_line_is_refused(tmp_path: Path) -> None:
     assert (found.how, found.code) == ("ended", 65)
 
 
+def test_ids_that_are_no_places_or_missing_are_refused_with_what_to_type(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.jsonl": [{"text": "a", "id": "i0"}]})
+    path = world.plan(num_shards=1, id_field="id").run().data_dir / "ids/shard-00000.jsonl"
+    names = tmp_path / "names"
+    names.write_text("i0\n")
+    for line in (b'[0,99999999999999999999,"i0"]\n', b'[-1,0,"i0"]\n', b""):
+        path.write_bytes(line) if line else path.unlink()
+        for words in (["peek", world.data_dir, "id:i0"], ["blank", world.data_dir, "--ids", names]):
+            options = {"output": tmp_path / "new"} if words[0] == "blank" else {}
+            ended = world.main(*words, **options).ends(65 if line else 66, path)
+            assert "&& shardprep --shard_id 0" in str(ended.error and ended.error.remedy)
+
+
+def test_shards_that_a_submission_names_again_and_again_take_no_memory(world: World) -> None:
+    path = Desk(data=world.data_dir, place=world.data_dir).submitted()
+    rewrite_json(path, **{"arrays.0.tasks": ["0-99998"] * 3000})
+    assert ended_in_words(world, "status") == {"status": 65}
+
+
 VALUES: tuple[Any, ...] = (
     3, None, "x", [], {}, [1], {"a": 1}, {"a": {}}, 2**70, -1, 1.5, True, float("nan"), "\ud800", [[]],
     {"a": {"shards": 3, "nodes": {}}}, {"a": {"shards": "0-", "nodes": {}}},

@@ -316,6 +316,10 @@ class FastTokenizer:
         stride, joined = max(1, len(between)), texts.joined
         if stride > 1:
             joined = (BETWEEN * stride).join(texts.each)
+        # A text that ends with all of BETWEEN but its last quote would take the first quote of the next one.
+        num_nul = np.count_nonzero(np.frombuffer(joined, np.uint8) == 0)
+        if num_nul != num_bounds * stride != joined.count(BETWEEN[:-1]):
+            return None
         ids = self._ids(BETWEEN * len(before) + joined + BETWEEN * len(after))
         places = np.flatnonzero(ids == self._separator_id)
         if len(places) != len(before) + num_bounds * stride + len(after):

@@ -1,16 +1,16 @@
-"""Conversations -> texts, by a model's chat template, and which parts of a text the assistant wrote.
+"""Render conversations as texts with a model's chat template, and find what the assistant wrote in them.
 
-transformers renders, so that texts are those of ``apply_chat_template``; in a process of its own and without
-torch. Both talk in lines of JSON. The process starts in about 2.5 s, renders about 3,000 short conversations
-per second, and is kept for the next shard.
+transformers renders them, so the texts are those of ``apply_chat_template``. It runs in a process of its own,
+without torch, which reads questions and writes answers as lines of JSON. The process starts in about 2.5 s,
+renders about 3,000 short conversations per second, and is kept for the next shard.
 
-The assistant's parts are what the template puts between ``{% generation %}`` and ``{% endgeneration %}``. A
-template without these tags is rendered up to each turn of the assistant, with the prompt for it, and again
-with the turn: what came behind the first text is the assistant's. Both must be beginnings of the whole text.
+The assistant's parts are those that the template puts between ``{% generation %}`` and ``{% endgeneration
+%}``. A template without these tags is rendered up to each answer, with the generation prompt, and again with
+the answer: what the second text has more is the assistant's. The whole text must begin with both.
 
-Templates come with models of other people. So the process has a limit of memory and, for each conversation,
-of CPU time. A conversation over these limits fails the attempt. It is not left out: how much time it takes
-depends on the node, and the bytes of a shard must not.
+Templates come with models of other people, so the process has a limit of memory and, for each conversation,
+of CPU time. A conversation over a limit fails the attempt. It is not left out, because its time depends on
+the node, and the bytes of a shard must not.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from shardprep.console import guard_streams
 from shardprep.errors import BadInput, ReadWriteError, Refused, UsageError
 from shardprep.format.plan import MaskRule
 
-# What a template is told that asks for today's date: equal inputs give equal bytes on any day.
+# Today's date, for templates that ask for it: equal inputs give equal bytes on any day.
 FIXED_DATE = datetime.datetime(2024, 7, 26)  # noqa: DTZ001  the one that Llama 3.1's template falls back on
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -47,11 +47,11 @@ _ENDS_WITHIN_S = 10.0
 _MOST_CPU_S = 20  # for one conversation; an ordinary one takes 0.0003 s, one of 4 MiB about 1 s
 _MOST_MEMORY_BYTES = 1 << 30  # beyond what importing transformers takes
 _OUT_OF_MEMORY = 99  # exit code of the process
-_MOST_RENDERED_CHARS = 16 << 20  # of one conversation; what is longer is left out
+_MOST_RENDERED_CHARS = 16 << 20  # of one conversation; a longer one is left out
 _MOST_BATCH_BYTES = 256 << 20  # of answers for a batch, which has 0.5 MiB of messages
-# Rendering takes quadratic time, so conversations of very many answers are left out. Work is answers x
-# (characters + _MESSAGE_CHARS for each message); this much takes 2 s: 700 short answers without tags, 8,000
-# with them.
+# Rendering takes quadratic time, so conversations with very many answers are left out. Their work is the
+# number of answers x (characters + _MESSAGE_CHARS per message). The limits are 2 s of work: 700 short answers
+# without tags, 8,000 with them.
 _MOST_WORK, _MOST_TAGGED_WORK = 1 << 28, 1 << 35
 _MESSAGE_CHARS = 256
 _PROBE = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A probe."}]
@@ -61,11 +61,11 @@ Spans = list[tuple[int, int]]  # characters [begin, end) of a text
 
 
 class ChatTemplate(NamedTuple):
-    """What decides how a conversation reads; all of it lies in the plan."""
+    """All that decides how a conversation is rendered. The plan contains it."""
 
     text: str  # Jinja
-    tokens: str  # JSON: "named", the special tokens by their names; "control", the text of each
-    allows_control_tokens: bool  # in what people wrote
+    tokens: str  # JSON: "named", the special tokens by name; "control", the texts of all control tokens
+    allows_control_tokens: bool  # in messages
 
 
 class Rendered(NamedTuple):
@@ -74,23 +74,23 @@ class Rendered(NamedTuple):
 
 
 class TooCostly(BadInput):
-    """A conversation took more memory or time to be rendered than is allowed."""
+    """A conversation took more memory or time to render than is allowed."""
 
     def __init__(self, number: int, what: str) -> None:
         super().__init__(f"the chat template {what}")
-        self.number = number  # of the conversation, in the order asked
+        self.number = number  # of the conversation in its batch
 
 
 def chat_versions() -> str:
-    from importlib.metadata import version  # 10 ms that a task of texts need not wait for
+    from importlib.metadata import version  # takes 10 ms, which tasks without conversations save
 
     return ", ".join(f"{name} {version(name)}" for name in ("transformers", "jinja2"))
 
 
 def check_chat_versions(planned: str) -> None:
-    """Raise Refused where another version would render conversations than at planning."""
+    """Raise Refused if the installed versions differ from those that planned."""
     if (found := chat_versions()) != planned:
-        expected = f"{planned}, as others may give another text: install these, or plan anew"
+        expected = f"{planned}, as another version may give another text: install these, or plan again"
         raise Refused(found=f"conversations rendered with {found}", expected=expected)
 
 
@@ -99,8 +99,8 @@ def chat_template_of(
 ) -> tuple[ChatTemplate, MaskRule]:
     """Return the template of a tokenizer's folder, or of a file, and the rule of its loss masks.
 
-    The rule is that of the installed transformers where the template has the tags. Raises UsageError where
-    there is no template, or it cannot render a conversation, Refused where the rule is unknown.
+    If the template has the tags, the rule is that of the installed transformers. Raises UsageError if there
+    is no template, or if it cannot render a conversation, and Refused if the rule is unknown.
     """
     (found,) = _asked({"folder": str(folder)}, 1)
     text = found["template"]
@@ -112,8 +112,8 @@ def chat_template_of(
             expected = "the file of a Jinja template, in UTF-8"
             raise UsageError(path=given, found=f"--chat_template_file ({why})", expected=expected) from None
     if not text:
-        todo = "take the model_id of its chat variant, or pass --chat_template_file with a Jinja template"
-        message = f"the tokenizer has no chat template, as those of base models; {todo}"
+        todo = "use the model_id of its chat variant, or pass --chat_template_file with a Jinja template"
+        message = f"the tokenizer has no chat template (base models have none); {todo}"
         raise UsageError(message, expected="chat template", remedy="--chat_template_file")
     template = ChatTemplate(text, json.dumps(found["tokens"], ensure_ascii=False), allows_control_tokens)
     mask_rule: MaskRule = found["mask_rule"] if _GENERATION.search(text) else "characters"
@@ -126,33 +126,33 @@ def chat_template_of(
         remedy = "pass a template without endless loops and huge texts as --chat_template_file"
         raise UsageError(f"{error}, for a question and its answer; {remedy}") from None
     if isinstance(rendered, UnusableText):
-        what = f"the chat template cannot be used: of a question and its answer, {rendered.detail}"
-        remedy = "mend a copy of it, perhaps by {% generation %} and {% endgeneration %} around answers"
+        what = f"the chat template cannot be used: for a question and its answer, {rendered.detail}"
+        remedy = "correct a copy of it, perhaps with {% generation %} and {% endgeneration %} around answers"
         raise UsageError(f"{what}; {remedy}, and pass --chat_template_file")
     return template, mask_rule
 
 
 def render_conversations(template: ChatTemplate, conversations: list[str]) -> list[Rendered | UnusableText]:
-    """Render conversations, lists of messages as JSON; of one that cannot be used, return why.
+    """Render conversations, given as JSON of their messages. Returns each one's text and spans, or why not.
 
-    Raises TooCostly where one takes too much memory or time, and ReadWriteError.
+    Raises TooCostly if one takes too much memory or time, and ReadWriteError.
     """
     answers = _asked({"template": template, "conversations": conversations}, len(conversations))
     return [UnusableText(**each) if isinstance(each, dict) else Rendered(*each) for each in answers]
 
 
-# The process that asks. ---------------------------------------------------------------------------------
+# The process that asks: a worker. -----------------------------------------------------------------------
 
 _LOCK = threading.Lock()
 
 
 def _asked(question: dict[str, Any], num_answers: int) -> list[Any]:
-    """Return what this process's renderer answers: lines of JSON to a line of JSON."""
+    """Send a question to this process's renderer, as a line of JSON, and return its answers."""
     answers: list[Any] = []
     num_bytes = 0
     with _LOCK:
         child = _renderer()
-        with contextlib.suppress(OSError, ValueError):  # it ended: of no line, or half of one
+        with contextlib.suppress(OSError, ValueError):  # if it ends, a line is missing or cut
             child.stdin.write(json.dumps(question).encode() + b"\n")
             child.stdin.flush()
             while len(answers) < num_answers and num_bytes <= _MOST_BATCH_BYTES:
@@ -164,22 +164,22 @@ def _asked(question: dict[str, Any], num_answers: int) -> list[Any]:
         code = _end(child)
         _renderer.cache_clear()
     if num_bytes > _MOST_BATCH_BYTES:
-        what = f"made more than {_MOST_BATCH_BYTES >> 20} MiB of text of {len(answers)} conversations"
+        what = f"made more than {_MOST_BATCH_BYTES >> 20} MiB of text from {len(answers)} conversations"
         raise TooCostly(len(answers) - 1, what)
     if code == -signal.SIGXCPU:
         raise TooCostly(len(answers), f"took more than {_MOST_CPU_S} s of CPU time")
     if code == _OUT_OF_MEMORY:
         raise TooCostly(len(answers), f"took more than {_MOST_MEMORY_BYTES >> 20} MiB of memory")
-    what = f"the process that renders chat templates ended with {code} and without a word"
+    what = f"the process that renders chat templates ended with exit code {code} and without a message"
     raise ReadWriteError(f"{what}; is there too little memory? Run this again")
 
 
 @functools.lru_cache(maxsize=1)
 def _renderer() -> Any:
-    """Return the one process that renders for this one; it ends with it."""
+    """Start the process that renders for this one, and return it. It ends when this process ends."""
     command = [sys.executable, "-c", _CODE, str(HOME)]
     environ = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-    environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would take address space
+    environ["TOKENIZERS_PARALLELISM"] = "false"  # threads would take address space
     with stop_signals_wait():
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
     atexit.register(_end, child)
@@ -187,13 +187,13 @@ def _renderer() -> Any:
 
 
 def _end(child: Any) -> int:
-    """End a renderer: it is asked nothing more. Returns its exit code."""
+    """End a renderer by closing its pipes, or by a signal after a while. Returns its exit code."""
     for pipe in (child.stdin, child.stdout):
         with contextlib.suppress(OSError):
             pipe.close()
     with contextlib.suppress(subprocess.TimeoutExpired):  # a template that does not end
         child.wait(_ENDS_WITHIN_S)
-    child.kill()  # which does nothing to one that ended
+    child.kill()  # does nothing if it has ended
     return int(child.wait())
 
 
@@ -201,31 +201,31 @@ def _end(child: Any) -> int:
 
 
 def serve() -> None:
-    """Answer questions, until the process that asks ends."""
+    """Answer questions until the process that asks ends."""
     asker = os.getppid()
 
-    def end_with_asker() -> None:  # also where that was killed, and a template does not end
+    def end_with_asker() -> None:  # also if it was killed while a template does not end
         while os.getppid() == asker:
             time.sleep(1)
         os._exit(1)
 
     threading.Thread(target=end_with_asker, daemon=True).start()
-    for number in STOP_SIGNALS:  # the end of who asks ends the input
+    for number in STOP_SIGNALS:  # the asking process handles them, and closes the input when it ends
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the kernel's end of a costly template leaves none
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dump when the CPU limit ends this process
     sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
-    # transformers walks through messages by functions that call themselves, some of them twice a level.
+    # transformers walks through messages with recursive functions, some of which take two calls per level.
     sys.setrecursionlimit(20 * MAX_JSON_DEPTH)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # what libraries print must not look like an answer
     guard_streams()
 
     def say(what: Any) -> None:
-        answers.write(json.dumps(what, default=str).encode() + b"\n")  # a token may be no str
+        answers.write(json.dumps(what, default=str).encode() + b"\n")  # a token may not be a str
         answers.flush()
 
-    def limit(which: int, most: int) -> None:  # which the kernel holds, whatever a template does
+    def limit(which: int, most: int) -> None:  # enforced by the kernel, whatever a template does
         _, hard = resource.getrlimit(which)
         resource.setrlimit(which, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
@@ -239,7 +239,7 @@ def serve() -> None:
             num_pages = int(Path("/proc/self/statm").read_text().split()[0])
             limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + _MOST_MEMORY_BYTES)
             for text in question["conversations"]:
-                # The kernel counts whole seconds.
+                # The kernel's limit has whole seconds, and counts from the start of the process.
                 limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + _MOST_CPU_S)
                 try:
                     say(renderer.answer(text))
@@ -259,8 +259,8 @@ def _tokenizer_facts(folder: str) -> dict[str, Any]:
         template = tokenizer.get_chat_template()
     added = sorted(tokenizer.added_tokens_decoder.items())
     control = [token.content for _, token in added if token.special]
-    # By which rule this transformers tells the assistant's tokens: it changed in 5.24. What tells both apart
-    # are a character of three tokens, 뷁, and a blank that no token has. Empty for a rule that is unknown.
+    # Find the rule by which this transformers marks the assistant's tokens: it changed in 5.24. A character
+    # of three tokens, 뷁, and a space that no token has tell the two apart. "" is an unknown rule.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytewise = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
     splits = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -280,22 +280,22 @@ def _tokenizer_facts(folder: str) -> dict[str, Any]:
 
 
 class _Unusable(Exception):
-    """``args``: those of UnusableText."""
+    """A conversation that is left out. ``args`` are those of UnusableText."""
 
 
 class _Renderer:
-    """Renders conversations by one template."""
+    """Renders conversations with one template."""
 
     def __init__(self, template: ChatTemplate) -> None:
         from transformers.utils import chat_template_utils
 
         class FixedDate(datetime.datetime):
-            # The ignored one: a subclass's now() has to return a FixedDate, which strftime does not need.
+            # mypy wants now() of a subclass to return a FixedDate, which strftime does not need.
             @classmethod
             def now(cls, tz: datetime.tzinfo | None = None) -> datetime.datetime:  # type: ignore[override]  # noqa: ARG003
                 return FIXED_DATE
 
-        chat_template_utils.datetime = FixedDate  # type: ignore[attr-defined]  # what strftime_now asks
+        chat_template_utils.datetime = FixedDate  # type: ignore[attr-defined]  # used by strftime_now
         tokens = json.loads(template.tokens)
         self._render: Callable[..., Any] = functools.partial(
             chat_template_utils.render_jinja_template, chat_template=template.text, **tokens["named"]
@@ -305,7 +305,7 @@ class _Renderer:
         self._control = re.compile("|".join(map(re.escape, control)) or "(?!)")
 
     def answer(self, conversation: str) -> tuple[str, Spans]:
-        """Return text and spans. Raises _Unusable."""
+        """Return the text of a conversation and the assistant's spans. Raises _Unusable."""
         messages = self._checked(json.loads(conversation))
         text, spans = self._text(messages, return_assistant_tokens_mask=self._is_tagged)
         for number, message in enumerate(messages):
@@ -344,16 +344,16 @@ class _Renderer:
             remedy = "; put {% generation %} into a copy of the template, which may have more"
             why = f"{what} take too long to render{'' if self._is_tagged else remedy}"
             raise _Unusable("too_many_answers", why)
-        # As apply_chat_template does: templates fail on a null, and tables have one for each other's keys.
+        # As apply_chat_template does: templates fail on nulls, and in tables all messages have the same keys.
         return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
     def _text(self, messages: list[dict[str, Any]], **options: Any) -> tuple[str, Spans]:
-        """Render messages: their text, and of a template with tags, where asked, the assistant's spans."""
+        """Render messages. Returns their text and, if the template marks them, the assistant's spans."""
         try:
             texts, spans = self._render(conversations=[messages], **options)
-        except MemoryError:  # says nothing of the conversation
+        except MemoryError:  # ends the process, see ``serve``
             raise
-        except Exception as error:  # whatever a template of others does
+        except Exception as error:  # a template may raise anything
             said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise _Unusable("template_error", f"the template raised {said}") from None
         text: str = texts[0]
@@ -364,7 +364,7 @@ class _Renderer:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Yield every text in a message, however deep, without the names of keys."""
+    """Yield all strings in a message, at any depth, but not the keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list)):

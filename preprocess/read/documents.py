@@ -1,11 +1,11 @@
-"""The parts of a shard -> its documents, in batches, and the questions that every input format answers.
+"""Read the documents of a shard in batches, and define the interface of the input formats.
 
-A file is opened once and read by position, and is looked at again at the end: one that was written to
-meanwhile is refused. Its stamp at planning is its size, its mtime and a hash of 3 x 64 KiB.
+A file is opened once and read by position. If it was written to in the meantime, it is refused at the end.
+Planning records its size, its mtime and a hash of 3 x 64 KiB.
 
-A part is a range of the file's own bytes, whatever the format: so each byte of the input is in exactly one
-shard. Where a part may begin is the format's to say: at a line, a row group, a frame; or at byte 0 alone.
-What the user asked to be done to texts is done here, for all formats alike.
+A part of a file is a range of its bytes, compressed or not, so each byte of the input is in exactly one
+shard. The format decides where a part may begin: at a line, a row group or a frame, or only at byte 0. The
+user's function, chat templates and exclusions are applied here, in the same way for all formats.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ if TYPE_CHECKING:
 Numbers = npt.NDArray[np.int64]
 Stretches = Sequence[tuple[int, int]]  # of a file: (byte, end), ascending
 BATCH_BYTES = 512 << 10  # of raw text in a batch; 128 KiB to 2 MiB take the same time
-# A batch of shorter lines, on average, is cut by their number: a million lines of one letter took 0.35 GB.
+# A batch has at most as many lines as if each had this size: a million lines of one letter took 0.35 GB.
 SHORT_LINE_BYTES = 32
-# What says that there is no such input; whatever else opening ends with may go away.
+# Errors that mean there is no such input. Any other error of opening a file may be temporary.
 _NO_SUCH_INPUT = frozenset({
     errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
     errno.ENXIO, errno.ENODEV,
 })  # fmt: skip
-_BRING_BACK = "bring the file back, or plan anew into a new folder"
+_BRING_BACK = "bring the file back, or plan into a new folder"
 _SAMPLE_BYTES = 64 << 10
-HASH_BYTES = 1 << 19  # read at once where bytes are only hashed, or only a line's end is looked for
-# Of a conversation's messages as JSON; rendering takes more than proportionally longer.
+_HASHED_BYTES = 512 << 10  # read at once, if bytes are only hashed
+# In the JSON of a conversation's messages. The time to render grows faster than their length.
 _MOST_MESSAGE_CHARS = 4 << 20
 _TOO_LONG = UnusableText("too_long", f"its messages have more than {_MOST_MESSAGE_CHARS} characters")
 _EXCLUDED = UnusableText("excluded", "--exclude names it")
@@ -66,7 +66,7 @@ _EXCLUDED = UnusableText("excluded", "--exclude names it")
 
 
 class Stamp(NamedTuple):
-    """What the file system says of a file: a write moves one of them, and so does a touch or a new link."""
+    """Size and times of a file. A write changes one of them, but so does ``touch`` or a new hard link."""
 
     num_bytes: int
     mtime_ns: int
@@ -79,10 +79,10 @@ class Stamp(NamedTuple):
 
 
 class OpenInput:
-    """A regular file, open for reading until nobody holds it any more: threads share it.
+    """A regular file that is open for reading; threads may share it.
 
-    All reads go to the one descriptor, so that a file put in its place meanwhile is never mixed with it. What
-    may go away is tried again. Raises ReadWriteError, NotFound for what is not there or no regular file.
+    All reads use one descriptor, so bytes of a file that replaces it are never mixed in. After a temporary
+    error a read is tried again. Raises NotFound if there is no such regular file, and ReadWriteError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,32 +96,32 @@ class OpenInput:
             if found is None:
                 raise
             if isinstance(cause, FileNotFoundError) and os.path.islink(path):  # noqa: PTH114 - it never raises
-                found = "a link to nothing"
+                found = "a broken link"
             expected = "a regular file that can be read; bring it back, or move it away"
             raise NotFound(path=path, found=found, expected=expected) from None
         self.stamp = self._status()
 
     def read(self, start: int, end: int) -> bytes:
-        """Return the bytes [start, end), fewer where the file ends before. Raises ReadWriteError."""
+        """Return the bytes [start, end), fewer if the file ends before. Raises ReadWriteError."""
         data, read = b"", self.file.read_beginning
         while (at := start + len(data)) < end:
             what = f"input {self.path} cannot be read at byte {at}"
             piece = with_retries(what, functools.partial(read, at, end - at))
             if not piece:
                 break
-            data += piece  # most often all of it: nothing is copied then
+            data += piece  # usually the whole range, in which case nothing is copied
         return data
 
     def read_all(self, start: int, end: int) -> bytes:
-        """Return the bytes [start, end). Raises ReadWriteError, also where the file ends before."""
+        """Return the bytes [start, end). Raises ReadWriteError, also if the file ends before."""
         data = self.read(start, end)
         if len(data) < end - start:
-            what = f"input {self.path} ended at byte {start + len(data)}, the plan says {end}"
+            what = f"input {self.path} ended at byte {start + len(data)}, expected {end} or more bytes"
             raise ReadWriteError(f"{what}; {_BRING_BACK}")
         return data
 
     def check_unchanged(self) -> None:
-        """Check that nobody wrote to the file since it was opened. Raises Refused, or ReadWriteError."""
+        """Check that the file did not change since it was opened. Raises Refused, or ReadWriteError."""
         found = self._status()
         if found != self.stamp:
             changed = f"a file that changed while it was read: {found}"
@@ -137,7 +137,7 @@ class OpenInput:
         return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
-# What git-lfs and git-annex leave in the place of a file that was not fetched, and what fetches it.
+# Beginnings of the pointers that git-lfs and git-annex leave in place of a file, and the command to fetch it.
 _POINTERS = {
     b"version https://git-lfs.github.com/spec/v1\n": "git lfs pull",
     b"/annex/objects/": "git annex get .",
@@ -146,7 +146,7 @@ MOST_POINTER_BYTES = 1024
 
 
 def what_fetches(data: bytes) -> str | None:
-    """Return the command that brings the content of which a whole file's ``data`` is a pointer, else None."""
+    """Return the command to fetch a file of which ``data`` is only a pointer, or None if it is not one."""
     for beginning, command in _POINTERS.items():
         if data.startswith(beginning) and len(data) <= MOST_POINTER_BYTES:
             return command
@@ -154,7 +154,7 @@ def what_fetches(data: bytes) -> str | None:
 
 
 def check_is_fetched(file: OpenInput) -> None:
-    """Raise BadInput where a file is only the pointer that a clone of a repository has in its place."""
+    """Raise BadInput if a file is only a pointer, as a clone of a repository has for a large file."""
     size = file.stamp.num_bytes
     if size <= MOST_POINTER_BYTES and (command := what_fetches(file.read(0, size))) is not None:
         expected = f"the file itself; run in its repository: {command}"
@@ -162,29 +162,29 @@ def check_is_fetched(file: OpenInput) -> None:
 
 
 def unreadable(file: OpenInput, why: str) -> BadInput:
-    """Return the error of an input that cannot be read as what its name says."""
-    message = f"input {file.path} {why}; bring a whole file, or move it away and plan anew"
+    """Build the error for an input that cannot be read as the format of its name."""
+    message = f"input {file.path} {why}; bring a whole file, or move it away and plan again"
     return BadInput(message, path=file.path, expected="a whole file")
 
 
 class RangeReader:
-    """Reads a range of bytes of a file, for one thread, and hashes each byte once, in order.
+    """Reads a range of bytes of a file, in one thread, and hashes each byte once, in order.
 
-    Raises NotFound where the file is gone, Refused where it is not as planned. Its sample is read again only
-    where its size or mtime differs: ``plan --hash_inputs`` sees other changes.
+    Raises NotFound if the file is gone, Refused if it is not the planned one. The sample is hashed again only
+    if size or mtime differ. To notice other changes, too, plan with ``--hash_inputs``.
     """
 
     def __init__(self, part: ByteRange, digest: hashlib._Hash | None) -> None:
         self.part = part
         self._digest = digest
-        self._num_hashed = part.start  # byte up to which the range is hashed
+        self._hashed_end = part.start  # all bytes of the range before this one are hashed
         planned = part.planned
         try:
             self.file = OpenInput(part.path)
         except NotFound as error:
             if planned is not None:
                 error.advise("if the raw folder moved, pass --input_dir")
-                error.remedy = "--input_dir"  # which the advice says
+                error.remedy = "--input_dir"
             raise
         size = self.file.stamp.num_bytes
         if planned is None or (size, self.file.stamp.mtime_ns) == (planned.num_bytes, planned.mtime_ns):
@@ -197,19 +197,19 @@ class RangeReader:
     def read(self, start: int, end: int) -> bytes:
         """Return the bytes [start, end). Raises ReadWriteError."""
         data = self.file.read_all(start, end)
-        if self._digest is not None and end > self._num_hashed:
-            self._digest.update(memoryview(data)[self._num_hashed - start :])
-            self._num_hashed = end
+        if self._digest is not None and end > self._hashed_end:
+            self._digest.update(memoryview(data)[self._hashed_end - start :])
+            self._hashed_end = end
         return data
 
     def hash_rest(self) -> None:
-        """Hash what was not read, if the range is hashed at all."""
-        while self._digest is not None and self._num_hashed < self.part.end:
-            self.read(self._num_hashed, min(self._num_hashed + HASH_BYTES, self.part.end))
+        """Read and hash the rest of the range, unless there is no digest."""
+        while self._digest is not None and self._hashed_end < self.part.end:
+            self.read(self._hashed_end, min(self._hashed_end + _HASHED_BYTES, self.part.end))
 
 
 def sample_sha256(file: OpenInput) -> str:
-    """sha256, in hex, of the first, middle and last 64 KiB, or of all. Raises ReadWriteError."""
+    """Return the sha256 of the first, middle and last 64 KiB, or of a small file. Raises ReadWriteError."""
     size = file.stamp.num_bytes
     if size <= 3 * _SAMPLE_BYTES:
         return hashlib.sha256(file.read(0, size)).hexdigest()
@@ -218,29 +218,29 @@ def sample_sha256(file: OpenInput) -> str:
 
 
 class Inspected(NamedTuple):
-    """What planning wants to know of a file."""
+    """What planning needs to know about a file."""
 
-    text_bytes: int  # about; shards are made even by it
-    is_whole: bool  # no part of it begins inside it
+    text_bytes: int  # estimated, to make even shards
+    is_whole: bool  # whether it can only be read whole
 
 
 class Start(NamedTuple):
     """A place where a part of a file may begin."""
 
     byte: int  # of the file
-    text_byte: int = 0  # of the text, where that is compressed; else 0
+    text_byte: int = 0  # of the decompressed text; 0 if the file is not compressed
 
 
-# Stands between two texts that are joined. None of its beginnings is an end of it, so it cannot overlap
-# itself. The quotes are those of two strings of JSON, which are joined as they are.
+# Separates joined texts. JSON strings are joined with what is between the quotes, and bring their own quotes.
+# Two occurrences can overlap in the quote alone.
 BETWEEN = b'"\0\1document\2"'
 
 
 class Texts:
-    """Texts of consecutive documents, as UTF-8: joined, and one by one where somebody asks for that.
+    """Texts of consecutive documents, as UTF-8: joined, and as a list that is made when it is first used.
 
-    They are given by ``each``, or by ``joined``, with BETWEEN between two of them and in none of them.
-    ``characters``: a string that has all their characters beyond ASCII, so that none need be decoded again.
+    They are given as ``each``, or as ``num_texts`` texts ``joined`` with BETWEEN. None contains BETWEEN.
+    ``characters``: a string with all their characters beyond ASCII, which saves decoding them again.
     """
 
     def __init__(
@@ -254,12 +254,12 @@ class Texts:
         self.joined, self.num_texts = joined, num_texts
         if each is not None:
             self.each, self.joined, self.num_texts = each, BETWEEN.join(each), len(each)
-        self.num_bytes = len(self.joined) - max(0, self.num_texts - 1) * len(BETWEEN)  # of the texts alone
+        self.num_bytes = len(self.joined) - max(0, self.num_texts - 1) * len(BETWEEN)  # without separators
         self.characters = characters
 
     @staticmethod
     def of_strings(texts: Iterable[str]) -> Texts:
-        """Return texts that are held as strings."""
+        """Encode strings."""
         return Texts([text.encode() for text in texts])
 
     @functools.cached_property
@@ -280,36 +280,36 @@ class Texts:
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """Consecutive lines or rows of a file: what each says, and where it lies."""
+    """Consecutive lines or rows of a file: their texts, and where they are in the file."""
 
-    texts: Texts | Sequence[bytes | UnusableText] = ()  # as UTF-8; of a list an empty one is no document
+    texts: Texts | Sequence[bytes | UnusableText] = ()  # as UTF-8; in a list an empty text is not a document
     starts: Numbers = field(default_factory=lambda: np.empty(0, np.int64))  # byte of the text, or row
-    sizes: Numbers = field(default_factory=lambda: np.empty(0, np.int64))  # bytes of each, or 1 for a row
-    num_bytes: int  # of the file, that these account for
-    columns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # what each tells beside its text
+    sizes: Numbers = field(default_factory=lambda: np.empty(0, np.int64))  # bytes of a line, 1 for a row
+    num_bytes: int  # bytes of the file that were read for these records
+    columns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # values beside the texts, by name
 
 
 class Format(Protocol):
-    """One format of input files. It keeps nothing of a file: every method may run in several threads."""
+    """A format of input files. It keeps no state, so that all methods may run in several threads."""
 
     def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
-        """Weigh a file for planning, with few reads. Raises BadInput where it cannot be of this format."""
+        """Estimate a file's text with few reads. Raises BadInput if it is not of this format."""
 
     def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:
-        """For each (byte, end) the first place at or behind ``byte`` where a part may begin.
+        """Return for each (byte, end) the first place at or after ``byte`` where a part may begin.
 
-        None where there is none before ``end``; the file's size where none follows. Raises BadInput.
+        It is the file's size if no place follows, else None if it is not before ``end``. Raises BadInput.
         """
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
         """Yield the records of a part in order, about ``batch_bytes`` of text at a time.
 
-        Their ``num_bytes`` sum up to the part's bytes. Raises BadInput, ReadWriteError.
+        Their ``num_bytes`` add up to the size of the part. Raises BadInput, ReadWriteError.
         """
 
 
 def starts_among(places: Iterable[Start], file: OpenInput, stretches: Stretches) -> list[Start | None]:
-    """Answer ``Format.starts`` for a file with these places, ascending; without any it is only read whole."""
+    """Return ``Format.starts`` of a file in which parts may begin at these places, ascending."""
     end_of_file, remaining, place = Start(file.stamp.num_bytes), iter(places), Start(0)
     found: list[Start | None] = []
     for byte, end in stretches:
@@ -320,7 +320,7 @@ def starts_among(places: Iterable[Start], file: OpenInput, stretches: Stretches)
 
 
 def texts_of(values: Iterable[str | UnusableText]) -> list[bytes | UnusableText]:
-    """Return the texts of records as UTF-8, none of white space alone; all others stay as they are."""
+    """Encode the texts of records. A blank text becomes empty, a text above the limit an UnusableText."""
     found: list[bytes | UnusableText] = []
     for value in values:
         if isinstance(value, UnusableText):
@@ -336,66 +336,66 @@ def texts_of(values: Iterable[str | UnusableText]) -> list[bytes | UnusableText]
 
 @dataclass(frozen=True, kw_only=True)
 class BadDocument:
-    """A document that is left out, as the quarantine file tells it."""
+    """A document that is left out: a line of the quarantine file."""
 
-    source: str  # path of its input in the input folder
+    source: str  # path of its input file, relative to the input folder
     source_offset: int
     num_bytes: int
     line: int
     reason: str
     detail: str
-    source_label: str = ""  # that its record names; "": the file's
+    source_label: str = ""  # source that its record names; "": the source of its file
 
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """A batch: consecutive documents of one input. Empty lines are left out but counted."""
+    """A batch: consecutive documents of one input. Empty lines are counted, but are not documents."""
 
     input_number: int  # position of the file in the plan
-    input_path: str  # in the input folder
-    texts: Texts  # each document as UTF-8; never empty
+    input_path: str  # relative to the input folder
+    texts: Texts  # of each document, never empty
     lines: Numbers  # int64[n]: line, or row, of each document in the shard, from 0
-    offsets: Numbers  # int64[n]: where each begins in the file, see docs/format.md
-    # What stands beside each text, by name: "id" and "source" of its record; of conversations "spans", the
-    # characters by the assistant, and "messages", the JSON that the text is rendered from.
+    offsets: Numbers  # int64[n]: where each document begins in the file, see docs/format.md
+    # Values beside the texts, by name: "id" and "source" of the record; of conversations "spans", the
+    # characters that the assistant wrote, and "messages", the JSON that the text was rendered from.
     columns: dict[str, list[Any]] = field(default_factory=dict)
-    first_line: int  # in the shard
+    first_line: int  # of the batch, in the shard
     num_lines: int
-    num_bytes: int  # of the file
+    num_bytes: int  # bytes of the file that were read for the batch
     bad: list[BadDocument] = field(default_factory=list)
 
     def only(self, numbers: Numbers, texts: Texts | None = None) -> Documents:
-        """Return some of the documents, with their texts or these; the counts stay."""
+        """Return some of the documents, with the given texts or their own. The counts do not change."""
         picked = numbers.tolist()
         columns = {name: [column[n] for n in picked] for name, column in self.columns.items()}
         texts, lines, offsets = texts or self.texts.only(picked), self.lines[numbers], self.offsets[numbers]
         return replace(self, texts=texts, lines=lines, offsets=offsets, columns=columns)
 
     def of_lines(self, first_line: int, end_line: int, *, num_bytes: int) -> Documents:
-        """Return the documents of some lines, which account for ``num_bytes`` of the input."""
+        """Return the documents of the lines [first_line, end_line), as a batch of ``num_bytes``."""
         first, end = np.searchsorted(self.lines, (first_line, end_line))
         some, num_lines = self.only(np.arange(first, end)), end_line - first_line
         bad = [each for each in self.bad if first_line <= each.line < end_line]
         return replace(some, bad=bad, first_line=first_line, num_lines=num_lines, num_bytes=num_bytes)
 
     def parts(self, most: int) -> Iterator[Documents]:
-        """Cut the batch into parts of at most ``most`` documents; the last one accounts for the bytes."""
+        """Cut the batch into batches of at most ``most`` documents. Only the last one counts the bytes."""
         end = self.first_line + self.num_lines
         borders = [self.first_line, *self.lines[most::most].tolist(), end]
         for first_line, end_line in itertools.pairwise(borders):
             yield self.of_lines(first_line, end_line, num_bytes=self.num_bytes if end_line == end else 0)
 
     def digests(self) -> npt.NDArray[np.void]:
-        """DIGEST[n]: what each document is known by, see shardprep/format/documents.py."""
+        """Return DIGEST[n]: a hash of each document, see shardprep/format/documents.py."""
         if "messages" in self.columns:
             return digests_of(canonical_conversation(each).encode() for each in self.columns["messages"])
         return digests_of(self.texts)
 
     def with_texts(self, texts: Iterable[bytes | UnusableText], sizes: Numbers | None = None) -> Documents:
-        """Return the documents with other texts, without those that have none.
+        """Replace the texts, and drop each document that has none.
 
-        An UnusableText says why; an empty one is not told. ``sizes``: bytes of each in the input, those of
-        their texts so far by default.
+        An UnusableText makes it a bad document; an empty text does not. ``sizes``: bytes of each document in
+        the input (default: of its text before).
         """
         kept, found, bad = list[int](), list[bytes](), [*self.bad]
         for number, text in enumerate(texts):
@@ -418,7 +418,7 @@ class Documents:
 
 
 class DocumentReader:
-    """Reads documents of inputs by the options of a plan, without those that it ``excluded``."""
+    """Reads the documents of inputs, as the options of a plan say, without those that are ``excluded``."""
 
     def __init__(
         self, options: PlanOptions, transform: Transform | None = None, excluded: DocumentNames | None = None
@@ -426,20 +426,20 @@ class DocumentReader:
         self.transform, self._excluded, self._fields = transform, excluded, text_fields_of(options)
         self._template: ChatTemplate | None = None
         if options.record == "chat":
-            from preprocess.read.chat import ChatTemplate  # 12 files that a task of texts need not open
+            from preprocess.read.chat import ChatTemplate  # opens 12 files, which other tasks do not need
 
             allows = options.allow_special_tokens
             self._template = ChatTemplate(options.chat_template, options.chat_tokens, allows)
 
     @staticmethod
     def of_plan(folder: Path, options: PlanOptions, transform_file: Path | None) -> DocumentReader:
-        """Load the user's function, and what is excluded. Raises as ``transform_of``, ``read_excluded``."""
+        """Load what a plan needs for this. Raises as ``transform_of`` and ``read_excluded``."""
         transform = transform_of(options, transform_file)
         excluded = read_excluded(folder, options.excluded) if options.excluded else None
         return DocumentReader(options, transform, excluded)
 
     def of_shard(self, shard: PlannedShard, batch_bytes: int = BATCH_BYTES) -> Iterator[Documents]:
-        """Yield the documents of a shard. Raises as ``of_ranges``, and Refused where its input changed."""
+        """Yield the documents of a shard. Raises as ``of_ranges``, and Refused if its input changed."""
         digest = None if shard.sha256 is None else hashlib.sha256()
         yield from self.of_ranges(shard.ranges, batch_bytes, digest, shard.max_documents)
         if digest is not None and digest.hexdigest() != shard.sha256:
@@ -457,18 +457,18 @@ class DocumentReader:
     ) -> Generator[Documents, None, None]:
         """Yield the documents of byte ranges in order, in batches of about ``batch_bytes``.
 
-        ``digest`` is told all bytes of the ranges, in order. Reading ends after ``max_documents``. Raises
-        NotFound, ReadWriteError, BadInput where a file is not of its format, Refused where one changed while
-        it was read, unless its bytes were hashed.
+        All bytes of the ranges are added to ``digest``, in order. Reading ends after ``max_documents``.
+        Raises NotFound, ReadWriteError, BadInput if a file is not of its format, Refused if it changed while
+        it was read, unless the digest shows that.
         """
         transform, template, excluded = self.transform, self._template, self._excluded
-        reasons: set[str] = set()  # of LeaveOut so far
+        reasons: set[str] = set()  # that LeaveOut was raised with so far
         num_left, bytes_left = max_documents, sum(part.end - part.start for part in ranges)
         for documents in read_records(ranges, self._fields, batch_bytes, digest):
             if transform is not None:
                 columns = dict(documents.columns)
-                records = columns.pop("record", None)  # of lines of text there are none
-                if records is None:
+                records = columns.pop("record", None)
+                if records is None:  # plain text
                     records = [{"text": text.decode()} for text in documents.texts]
                 given = zip(records, documents.offsets.tolist(), strict=True)
                 results = transform.texts(given, documents.input_path, reasons, is_chat=template is not None)
@@ -478,12 +478,12 @@ class DocumentReader:
             if excluded is not None:
                 ids = documents.columns.get("id")
                 found = excluded.of_documents(documents.input_path, documents.offsets, ids, documents.digests)
-                named = found.max(axis=0, initial=-1)
-                if named.max(initial=-1) >= 0:
-                    both = zip(documents.texts, named, strict=True)
-                    documents = documents.with_texts(text if of < 0 else _EXCLUDED for text, of in both)
+                is_named = found.max(axis=0, initial=-1) >= 0
+                if is_named.any():
+                    pairs = zip(documents.texts, is_named, strict=True)
+                    documents = documents.with_texts(_EXCLUDED if named else text for text, named in pairs)
             if num_left is not None and len(documents.lines) >= num_left:
-                # The last document of a trial: it accounts for all bytes behind it, too.
+                # The limit is reached. This batch also counts all bytes that are not read.
                 end_line = int(documents.lines[num_left - 1]) + 1 if num_left else documents.first_line
                 yield documents.of_lines(documents.first_line, end_line, num_bytes=bytes_left)
                 return
@@ -496,8 +496,8 @@ class DocumentReader:
 def read_records(
     ranges: list[ByteRange], fields: TextFields, batch_bytes: int, digest: hashlib._Hash | None = None
 ) -> Iterator[Documents]:
-    """Yield the documents as ``fields`` take them out of records: nothing is changed or rendered."""
-    line = 0  # of the shard
+    """Yield the documents with the texts that ``fields`` give, before any function or chat template."""
+    line = 0  # number in the shard
     for part in ranges:
         reader = RangeReader(part, digest)
         for records in format_of_kind(part.kind).read(reader, fields, batch_bytes):
@@ -518,14 +518,14 @@ def read_records(
             yield documents if isinstance(texts, Texts) else documents.with_texts(texts, records.sizes)
             line += num_lines
         reader.hash_rest()
-        # If every byte was hashed as it was read, the hash tells of a change, and a touch does no harm.
-        # Tables and compressed files are read in other places, too.
+        # If each byte was hashed as it was read, the hash shows every change, and a touch does no harm. But
+        # tables, and some compressed files, are also read outside of the range.
         if digest is None or not part.kind.is_in_bytes:
             reader.file.check_unchanged()
 
 
 def _rendered(documents: Documents, template: ChatTemplate) -> Documents:
-    """Render conversations, given as the JSON of their messages."""
+    """Render conversations. Their texts so far are the JSON of their messages."""
     from preprocess.read.chat import Rendered, TooCostly, render_conversations
 
     documents = documents.with_texts(
@@ -538,8 +538,8 @@ def _rendered(documents: Documents, template: ChatTemplate) -> Documents:
         found = render_conversations(template, asked)
     except TooCostly as error:
         place = place_text(documents.input_path, int(documents.offsets[error.number]))
-        what = f"{error}, for the conversation of {place}"
-        remedy = "change that conversation, or plan anew with another template as --chat_template_file"
+        what = f"{error}, for the conversation at {place}"
+        remedy = "change that conversation, or plan again with another template as --chat_template_file"
         raise BadInput(f"{what}; {remedy}") from None
     spans = [one.spans if isinstance(one, Rendered) else [] for one in found]
     documents = replace(documents, columns={**documents.columns, "messages": asked, "spans": spans})
@@ -547,7 +547,7 @@ def _rendered(documents: Documents, template: ChatTemplate) -> Documents:
 
 
 def format_of(name: str) -> Format:
-    """Return what reads a file of this name. Raises UsageError where a library is missing."""
+    """Return the format of a file by its name. Raises UsageError if a library for it is missing."""
     return format_of_kind(input_kind(name))
 
 

@@ -1,14 +1,14 @@
-r"""Files of lines, plain or compressed: blocks of whole lines, and in them plain text, or JSON.
+r"""Read files of lines, plain or compressed, as plain text or as JSON lines.
 
-Lines of plain text end at ``\n``, ``\r\n`` or ``\r``, as Python's text mode reads them; those of JSON at
-``\n``. Every encoding that is read has these ends as single bytes. Memory is bounded however long a line is.
+A file is read in blocks of whole lines. Lines of plain text end with ``\n``, ``\r\n`` or ``\r``, as in
+Python's text mode, and lines of JSON with ``\n``. All supported encodings write these line ends as single
+bytes. Memory is bounded, however long a line is.
 
-A frame of a compressed file may begin inside of a line. A part that begins at a frame leaves out what stands
-before its first line end, and reads past its own end up to the next line end: so each line is in one part.
-bgzip's blocks and zstd's seekable format say where frames begin; any other compressed file is read whole.
+A frame of a compressed file may begin in the middle of a line. A part that begins at a frame skips the bytes
+before its first line end, and reads past its own end up to the next line end. So each line is in exactly one
+part. bgzip blocks and zstd's seekable format tell where frames begin; other compressed files are read whole.
 
-A line of JSON is an object, and a field, or a template of fields, is the text. A block of lines is parsed at
-once. Only where one fails is each looked at by itself, and a bad one left out with a reason.
+Each line of JSON is an object. Its text is one field, or a template of several fields.
 """
 
 from __future__ import annotations
@@ -43,47 +43,47 @@ from shardprep.errors import BadInput, UsageError
 from shardprep.format.plan import ByteRange, PlanOptions
 
 Numbers = npt.NDArray[np.int64]
-LineTexts = tuple[Texts | Sequence[bytes | UnusableText], dict[str, list[Any]]]  # and columns beside them
-_FIRST_SCAN_BYTES, _MOST_SCAN_BYTES = 16 << 10, 1 << 20
-_TAIL_BYTES = 16 << 10
-_HEAD_TEXT_BYTES = 256 << 10  # of a compressed file, of which planning judges how much text there is
+LineTexts = tuple[Texts | Sequence[bytes | UnusableText], dict[str, list[Any]]]  # texts, columns by name
+_FIRST_SCAN_BYTES, _MOST_SCAN_BYTES = 16 << 10, 1 << 20  # read at once to find a line end
+_TAIL_BYTES = 16 << 10  # decompressed at once to find the end of a part's last line
+_HEAD_TEXT_BYTES = 256 << 10  # planning decompresses this much to estimate the size of a file's text
 _READ_BYTES = 128 << 10
-_XZ_BYTES = 1 << 30  # of memory that a stream may ask for; ``xz -9`` asks for 64 MiB
-_HEADER_BYTES = 18  # at hand when a member, stream or frame is opened
-_ZSTD_LONG = 27  # log2 of the largest window that zstd itself decompresses
-_MOST_TABLE_BYTES = 64 << 20
+_XZ_BYTES = 1 << 30  # of memory; ``xz -9`` needs 64 MiB
+_HEADER_BYTES = 18  # a decompressor is opened with at least this much data, or all that is left
+_ZSTD_LONG = 27  # log2 of the largest window that the zstd command accepts by default
+_MOST_TABLE_BYTES = 64 << 20  # of a seek table
 _BGZIP = (b"\x04", b"\x06\0")  # flags of a gzip header, and size of its extra field
-_MARK = b"\xef\xbb\xbf"
+_BOM = b"\xef\xbb\xbf"
 
 
 # Compressed files. -------------------------------------------------------------------------------------
 
 
-# Of a file's text: bytes, at most MOST_DOCUMENT_BYTES, and how many bytes of the file were read for them.
+# Pieces of a file's text, each of at most MOST_DOCUMENT_BYTES, with the number of file bytes read for it.
 Pieces = Iterator[tuple[bytes, int]]
 
 
 @dataclass(frozen=True)
 class Compression:
-    """One way to compress a file."""
+    """A compression format. A file has one or more members, also called streams (xz) or frames (zstd)."""
 
     name: str
-    magics: tuple[bytes, ...]
-    open: Callable[[bytes, int], Any]  # (data, zstd_long) -> bz2's interface, for one member, stream or frame
-    padding: bytes = b""  # that may stand behind the first member
-    # The places where a file says that it may be entered, the first one and the end among them.
+    magics: tuple[bytes, ...]  # a member begins with one of them
+    open: Callable[[bytes, int], Any]  # (data, zstd_long) -> decompressor of a member, with bz2's interface
+    padding: bytes = b""  # may follow a member
+    # Returns the places where decompression may begin, none if the file does not say.
     frames: Callable[[OpenInput], Iterable[Start]] = lambda _: ()
 
 
 class _GzipMember:
-    """zlib's decompressor with bz2's interface; isal's, which is twice as fast, where it is installed."""
+    """A decompressor of gzip with bz2's interface. It uses isal, if installed, which is twice as fast."""
 
     needs_input = True
 
     def __init__(self, data: bytes) -> None:
         library: Any = zlib
-        # isal takes a cut header for deflated data, and knows flags that zlib refuses. So it gets the usual
-        # headers alone: without optional fields, with a name that ends in this data, or of bgzip.
+        # isal takes an incomplete header for compressed data, and accepts flags that zlib rejects. So it gets
+        # only the usual headers: without optional fields, with a file name that ends in ``data``, or bgzip's.
         flags, is_whole_name = data[3:4], b"\0" in data[10:]
         if flags == b"\0" or (flags == b"\x08" and is_whole_name) or (flags, data[10:12]) == _BGZIP:
             with contextlib.suppress(ImportError):
@@ -107,7 +107,7 @@ class _GzipMember:
 
 
 def load_zstd() -> Any:
-    """Return Python's library of zstd. Raises UsageError, with what to install, where it is missing."""
+    """Return the zstd module. Raises UsageError, saying what to install, if it is missing."""
     try:
         if sys.version_info >= (3, 14):
             from compression import zstd
@@ -132,15 +132,15 @@ def decompressed(
     piece_bytes: int,
     zstd_long: int,
 ) -> Pieces:
-    """Yield the text of the file's bytes [span), whole members or frames, in pieces of about ``piece_bytes``.
+    """Decompress the bytes ``span`` of a file, which are whole members or frames.
 
-    None has more than twice as many. Raises BadInput, naming file and byte, for what is no such member, is
-    damaged or cut short, or stands behind the last one.
+    Yields pieces of about ``piece_bytes``, at most twice as many. Raises BadInput, with file and byte, if a
+    member is damaged or cut short, or if something else follows the last member.
     """
-    position = told = span[0]  # bytes of the file that were read, and that a piece accounts for
-    data, held, padding = b"", bytearray(), b""  # padding may stand before a member
+    position = told = span[0]  # end of the bytes that were read, and of those counted with earlier pieces
+    data, held, padding = b"", bytearray(), b""  # no padding before the first member
 
-    def more() -> bytes:
+    def read_more() -> bytes:
         nonlocal position
         block = read(position, min(position + _READ_BYTES, span[1]))
         position += len(block)
@@ -149,7 +149,7 @@ def decompressed(
     while True:
         data = data.lstrip(padding)
         while len(data) < _HEADER_BYTES and position < span[1]:
-            data = (data + more()).lstrip(padding)
+            data = (data + read_more()).lstrip(padding)
         if not data:
             break
         if not data.startswith(compression.magics):
@@ -159,19 +159,18 @@ def decompressed(
         padding = compression.padding
         stream = compression.open(data, zstd_long)
         while not stream.eof:
-            if stream.needs_input and not data and not (data := more()):
-                raise documents.unreadable(
-                    file, f"is cut short: no end of {compression.name} by byte {position}"
-                )
+            if stream.needs_input and not data and not (data := read_more()):
+                what = f"is cut short: incomplete {compression.name} data at byte {position}"
+                raise documents.unreadable(file, what)
             try:
                 text = stream.decompress(data, piece_bytes)
             except MemoryError:
                 raise
-            except Exception as error:  # each library has its own
+            except Exception as error:  # each library raises its own class
                 if compression.name == "zstd" and "too much memory" in str(error):
-                    found, flag = f"a larger window than allowed, before byte {position}", "--zstd_long 31"
-                    expected = f"128 MiB; plan with {flag}, which may take 2 GiB in each task, or unpack it: "
-                    expected += f"zstd -d --long=31 {file.path}"
+                    found, flag = f"a zstd window above the limit, before byte {position}", "--zstd_long 31"
+                    expected = f"at most 128 MiB; plan with {flag}, which may take 2 GiB in each task, or "
+                    expected += f"decompress it: zstd -d --long=31 {file.path}"
                     raise BadInput(path=file.path, found=found, expected=expected, remedy=flag) from None
                 what = f"cannot be decompressed as {compression.name} before byte {position} ({error})"
                 raise documents.unreadable(file, what) from None
@@ -184,13 +183,13 @@ def decompressed(
     yield bytes(held), span[1] - told
 
 
-# Magic, mtime, flags, system, 6, "BC", 2, bytes of the block less 1.
+# Magic and flags, mtime, extra flags and system, 6, "BC", 2, size of the block minus 1.
 _BGZF_HEADER = struct.Struct("<4sIBBH2sHH")
 _GZIP_WITH_EXTRA = b"\x1f\x8b\x08\x04"
 
 
 def _bgzf_blocks(file: OpenInput) -> Iterator[Start]:
-    """Read the header of every block, 22 bytes of 64 KiB; nothing where the first is none of bgzip's."""
+    """Yield where bgzip's blocks begin; nothing for other gzip files. Reads 22 bytes per block of 64 KiB."""
     position = text = 0
     header = file.read(0, _BGZF_HEADER.size)
     while len(header) == _BGZF_HEADER.size:
@@ -205,7 +204,10 @@ def _bgzf_blocks(file: OpenInput) -> Iterator[Start]:
 
 
 def _seek_table(file: OpenInput) -> list[Start]:
-    """The frames of zstd's seekable format and the last one's end; nothing for one, or no right table."""
+    """Return where the frames of a seekable zstd file begin, and where the last one ends.
+
+    Returns an empty list if the file has only one frame, or no valid seek table.
+    """
     size = file.stamp.num_bytes
     footer = file.read(size - 9, size) if size > 17 else b""
     if footer[5:] != struct.pack("<I", 0x8F92EAB1):
@@ -238,25 +240,31 @@ COMPRESSIONS = {
 
 
 class LineFormat:
-    """What formats of lines have in common; ``Format`` but for the text of a line."""
+    """Base of the formats of lines: a ``Format``, whose subclasses take the texts out of the lines."""
 
-    ends_with_cr = False  # whether a line ends at \r, and at \r\n, too
+    ends_with_cr = False  # whether \r and \r\n also end a line
 
     def __init__(self, suffix: str | None) -> None:
-        """``suffix`` of a compressed file. Raises UsageError where its library is missing."""
+        """Read files with this suffix of a compression, None for plain ones.
+
+        Raises UsageError if the library for it is missing.
+        """
         self.compression = COMPRESSIONS[suffix] if suffix else None
         if suffix == ".zst":
-            load_zstd()  # before any work
+            load_zstd()  # so that a missing library is an error before any work
 
-    def can_be_split(self, options: PlanOptions) -> bool:  # noqa: ARG002 - plain text's to say
-        """Return whether a part may begin at a line."""
+    def can_be_split(self, options: PlanOptions) -> bool:  # noqa: ARG002 - TextLines uses it
+        """Return whether a part may begin at any line, not only at the beginning of the file."""
         return True
 
     def check_beginning(self, file: OpenInput, text: bytes) -> None:
-        """Raise BadInput where the beginning of a file's text shows that it cannot be read."""
+        """Raise BadInput if the beginning of a file's text shows that it cannot be read."""
 
     def texts_of_lines(self, fields: TextFields, lines: bytes, starts: Numbers, at: int) -> LineTexts:
-        """Return the texts of lines, given where each starts in them; the first one is at byte ``at``."""
+        """Return the texts of ``lines``, each of which starts at one of ``starts`` in them, and the columns.
+
+        ``at``: byte of the file's text where the first line is.
+        """
         raise NotImplementedError
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
@@ -264,7 +272,7 @@ class LineFormat:
         return self.records_of(reader.part, pieces, fields, batch_bytes)
 
     def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
-        """Raises BadInput where it is of another kind, or its first frame asks for too much memory."""
+        """Raises BadInput for another kind of file, or if its first frame needs too much memory."""
         can_be_split, size = self.can_be_split(options), file.stamp.num_bytes
         if self.compression is None:
             return Inspected(text_bytes=size, is_whole=not can_be_split)
@@ -277,16 +285,17 @@ class LineFormat:
 
     def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:
         if self.compression is None and self.can_be_split(options):
-            file.file.expect_scattered_reads()  # reading ahead would read three times as much
+            file.file.expect_scattered_reads()  # the system's read-ahead would read three times as much
             found = (self.first_line_start(file, byte, end) for byte, end in stretches)
             return [None if byte is None else Start(byte) for byte in found]
         frames = self.compression.frames(file) if self.compression and self.can_be_split(options) else ()
         return documents.starts_among(frames, file, stretches)
 
     def text_of_part(self, reader: RangeReader, options: PlanOptions, piece_bytes: int) -> Pieces:
-        """Yield the text of a part, and of its last line what stands behind the part.
+        """Yield the text of a part, and the rest of its last line, which may be behind the part.
 
-        A line that begins where the part's text ends is the part's: the next part leaves its first line out.
+        A line that begins exactly at the end of the part's text belongs to this part: the next part skips its
+        own first line.
         """
         file, part, compression = reader.file, reader.part, self.compression
         if compression is None:
@@ -303,26 +312,27 @@ class LineFormat:
         others = decompressed(file, compression, file.read_all, behind, _TAIL_BYTES, options.zstd_long)
         for data, _ in self.whole_line_ends(others):
             end = self.first_end(data)
-            yield data[: end or len(data)], 0  # these bytes are of another part
+            yield data[: end or len(data)], 0  # bytes of the file that another part counts
             if end or (data and not has_line):
-                return  # nothing of a line without end is the part's
+                return  # without a line end in the part, no line begins in it
 
     def records_of(
         self, part: ByteRange, pieces: Pieces, fields: TextFields, batch_bytes: int, skipped: int = 0
     ) -> Iterator[Records]:
-        """Yield the records of the lines that begin in a part, given its text without ``skipped`` bytes."""
+        """Yield the records of a part, given its text without the first ``skipped`` bytes."""
         start = skipped + (part.start if self.compression is None else part.text_start)
         is_inside = self.compression is not None and part.start > 0
-        # Each line may become two headers and two blocks of a tar, 2 KiB however short it is. So as many are
-        # read at once as a batch's share of memory allows for (see resources.py).
-        most = max(1, batch_bytes // documents.SHORT_LINE_BYTES)
+        # However short a line is, it may take 2 KiB in the tar: two members with a header each. So the number
+        # of lines per batch is limited, too, to stay within a batch's share of memory (see resources.py).
+        most_lines = max(1, batch_bytes // documents.SHORT_LINE_BYTES)
         for block_start, size, data, num_bytes in self.blocks(pieces, start, is_inside):
             starts = np.zeros(1, np.int64) if data is None else self.line_starts(data)
             bounds = np.append(starts, size)
             if not len(starts):
                 yield Records(num_bytes=num_bytes)
-            for number in range(0, len(starts), most):
-                begins, sizes = starts[number : number + most], np.diff(bounds[number : number + most + 1])
+            for number in range(0, len(starts), most_lines):
+                begins = starts[number : number + most_lines]
+                sizes = np.diff(bounds[number : number + most_lines + 1])
                 texts: Texts | Sequence[bytes | UnusableText]
                 if data is None:
                     texts, columns = [too_long("the line")], dict[str, list[Any]]()
@@ -337,15 +347,17 @@ class LineFormat:
     def blocks(
         self, pieces: Pieces, start: int, is_inside: bool
     ) -> Iterator[tuple[int, int, bytes | None, int]]:
-        """Cut a stream that begins at byte ``start`` of the text into blocks of whole lines.
+        """Cut pieces of text into blocks of whole lines.
 
-        Yields (start, size, data, num_bytes): the first byte in the text; the size; the bytes, or None for
-        one line of more than MOST_DOCUMENT_BYTES; how many bytes of the file were read for it. The last block
-        has no lines: it counts what was read after the last line. If the stream begins inside of a line
-        (``is_inside``), what stands before its first line end is left out.
+        Yields (start, size, data, num_bytes) for each block: its first byte in the text, its size, its bytes,
+        and the number of file bytes read for it. A line of more than MOST_DOCUMENT_BYTES is a block of its
+        own, whose data is None. The last block may have size 0: it counts the file bytes after the last line.
+
+        ``start``: first byte of the pieces in the text. ``is_inside``: whether the pieces begin in the middle
+        of a line, which is skipped.
         """
-        begun: list[bytes] = []  # pieces of a line that goes on, held; none where it is too long
-        num_begun = num_bytes = 0
+        begun: list[bytes] = []  # pieces of an unfinished line; empty once it is too long
+        num_begun = num_bytes = 0  # bytes of the unfinished line; bytes of the file that no block counts yet
         for data, num_read in self.whole_line_ends(pieces):
             num_bytes += num_read
             if is_inside:
@@ -354,7 +366,7 @@ class LineFormat:
                 data = data[first:] if first else b""
             cut = self.last_end(data)
             if cut and num_begun + cut > MOST_DOCUMENT_BYTES:
-                # The line that goes on here may be too long, those behind it are not.
+                # Only the unfinished line can be too long. The lines after it are in one piece.
                 first = self.first_end(data)
                 size = num_begun + first
                 whole = b"".join([*begun, data[:first]]) if size <= MOST_DOCUMENT_BYTES else None
@@ -373,7 +385,7 @@ class LineFormat:
             yield start, num_begun, whole, num_bytes
 
     def whole_line_ends(self, pieces: Pieces) -> Pieces:
-        r"""Yield the same stream; a ``\r`` at the end of a piece is a whole line end."""
+        r"""Yield the same text, with no ``\r\n`` divided between two pieces."""
         kept = b""
         for data, num_bytes in pieces:
             joined = kept + data
@@ -383,39 +395,41 @@ class LineFormat:
             yield kept, 0
 
     def first_end(self, block: bytes) -> int:
-        r"""Return the number of bytes up to and with the first line end, or 0. A last ``\r`` is one."""
+        r"""Return the number of bytes through the first line end, or 0. A ``\r`` at the end counts as one."""
         newline = block.find(b"\n") + 1
         cr = block.find(b"\r", 0, newline or len(block)) + 1 if self.ends_with_cr else 0
         return newline if not cr or cr + 1 == newline else cr
 
     def last_end(self, block: bytes) -> int:
-        r"""Return the number of bytes up to and with the last line end, or 0. A last ``\r`` is one."""
+        r"""Return the number of bytes through the last line end, or 0. A ``\r`` at the end counts as one."""
         return max(block.rfind(b"\n"), block.rfind(b"\r") if self.ends_with_cr else -1) + 1
 
     def line_starts(self, block: bytes) -> Numbers:
-        """Return where each line of a block of whole lines starts in it."""
+        """Return int64[num_lines]: where each line of a block starts in it."""
         letters = np.frombuffer(block, np.uint8)
         is_end = letters == 10
         if self.ends_with_cr and b"\r" in block:
             is_cr = letters == 13
-            is_cr[:-1] &= ~is_end[1:]
+            is_cr[:-1] &= ~is_end[1:]  # of \r\n only the \n ends the line
             is_end |= is_cr
         starts = np.concatenate(([0], np.flatnonzero(is_end) + 1))
         return starts[:-1] if starts[-1] == len(block) else starts
 
     def first_line_start(self, file: OpenInput, offset: int, end: int) -> int | None:
-        """The first byte at or after ``offset`` where a line begins; the file's size where its rest has none.
+        """Return the first byte at or after ``offset`` where a line begins, or the file's size if none does.
 
-        None where none begins before ``end``; one behind it may be found all the same, and is right. It reads
-        16 KiB, for most lines end soon, then twice as much each time, up to 1 MiB.
+        The result may be None if no line begins before ``end``. Reads 16 KiB first, because most lines are
+        short, then twice as much each time, up to 1 MiB.
         """
-        if offset <= 0 or offset >= end:
-            return 0 if offset < end else None
+        if offset >= end:
+            return None
+        if offset <= 0:
+            return 0
         size = file.stamp.num_bytes
         position, num_bytes = offset - 1, _FIRST_SCAN_BYTES
         while position < end and (block := file.read(position, position + num_bytes)):
             if position + len(block) < size:
-                block = block.removesuffix(b"\r")  # perhaps half of a line end: it is read with what follows
+                block = block.removesuffix(b"\r")  # it may be half of \r\n: read it again with the next block
             if line_end := self.first_end(block):
                 return position + line_end
             position += len(block)
@@ -425,7 +439,7 @@ class LineFormat:
 
 # Plain text. --------------------------------------------------------------------------------------------
 
-# Which white space of ``str.strip`` ``bytes.strip`` leaves: by code point, all below 0x10000.
+# By UTF-16 code unit: whether it is white space that ``str.strip`` removes, but not ``bytes.strip``.
 _IS_WIDE_SPACE = np.zeros(0x10000, np.bool_)
 _IS_WIDE_SPACE[0x80:0x3001] = [chr(point).isspace() for point in range(0x80, 0x3001)]
 _IS_WIDE_SPACE[0x1C:0x20] = True
@@ -442,26 +456,25 @@ class TextLines(LineFormat):
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
         options = fields.options
-        pieces, num_mark_bytes = self.text_of_part(reader, options, batch_bytes), 0
+        pieces, num_bom_bytes = self.text_of_part(reader, options, batch_bytes), 0
         if options.encoding == "utf-8-sig" and reader.part.start == 0:
-            # Drop the byte order mark, which stands in the first piece.
             first, num_read = next(pieces, (b"", 0))
-            num_mark_bytes = len(_MARK) if first.startswith(_MARK) else 0
-            pieces = itertools.chain([(first[num_mark_bytes:], num_read)], pieces)
+            num_bom_bytes = len(_BOM) if first.startswith(_BOM) else 0
+            pieces = itertools.chain([(first[num_bom_bytes:], num_read)], pieces)
         if options.doc == "line":
-            yield from self.records_of(reader.part, pieces, fields, batch_bytes, num_mark_bytes)
+            yield from self.records_of(reader.part, pieces, fields, batch_bytes, num_bom_bytes)
             return
         held, size, num_bytes = bytearray(), 0, 0
         for data, num_read in pieces:
             size, num_bytes = size + len(data), num_bytes + num_read
             held += data if size <= MOST_DOCUMENT_BYTES else b""
         is_whole = size <= MOST_DOCUMENT_BYTES
-        text = _text_of(bytes(held), num_mark_bytes, options.encoding) if is_whole else too_long("its text")
-        starts, sizes = np.array([num_mark_bytes]), np.array([size])
+        text = _text_of(bytes(held), num_bom_bytes, options.encoding) if is_whole else too_long("its text")
+        starts, sizes = np.array([num_bom_bytes]), np.array([size])
         yield Records(texts=[text], starts=starts, sizes=sizes, num_bytes=num_bytes)
 
     def texts_of_lines(self, fields: TextFields, lines: bytes, starts: Numbers, at: int) -> LineTexts:
-        """Strip the lines. They nearly always are UTF-8; others are decoded one by one."""
+        """Strip the lines. If a line is not UTF-8, or has another encoding, decode them one by one."""
         codec = fields.options.encoding
         if codec.startswith("utf-8"):
             with contextlib.suppress(UnicodeDecodeError):
@@ -473,9 +486,9 @@ class TextLines(LineFormat):
 
 
 def _stripped(block: bytes, text: str) -> list[bytes]:
-    """Strip the lines of a block that is UTF-8, given as ``text``, too; behind the last end stands one more.
+    """Return the stripped lines of a UTF-8 block, and what follows its last line end.
 
-    bytes.strip does it, in half the time, where the block has no white space but that of ASCII.
+    ``text``: the block, decoded. ``bytes.strip`` takes half the time, if it knows all its white space.
     """
     if b"\r" not in block:
         code_units = np.frombuffer(text.encode("utf-16-le"), "<u2")
@@ -486,7 +499,7 @@ def _stripped(block: bytes, text: str) -> list[bytes]:
 
 def _text_of(data: bytes, at: int, codec: str) -> bytes | UnusableText:
     """Return the text of a document that begins at byte ``at``."""
-    codec = codec.removesuffix("-sig")  # the mark is dropped already
+    codec = codec.removesuffix("-sig")  # ``read`` has dropped the byte order mark
     try:
         text = data.decode(codec)
     except UnicodeDecodeError as error:
@@ -500,28 +513,38 @@ def _with_newlines(text: str) -> str:
 
 # JSON. ---------------------------------------------------------------------------------------------------
 
-# What is no bracket. A string that does not end goes up to the end: else each of its quotes would begin one.
+# Strings, and other text without brackets. A string that is not closed extends to the end of the line:
+# otherwise each later quote would begin a string of its own.
 _NO_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[^"\[\]{}]+', re.DOTALL)
 _HEAD_BYTES = 4 << 10
 _BLANK = b" \t\r\n"
 
 
 class JsonLines(LineFormat):
-    """``.jsonl``."""
+    """``.jsonl``: a document is the text of one object.
+
+    There are three ways to read a block of lines, and the first that works is taken:
+
+    1. ``_scanned_texts`` finds one field in all lines, without making Python objects of their other fields.
+    2. orjson parses all lines. This also works for templates, and for fields beside the text.
+    3. ``_record_of`` checks each line by itself. Only this one leaves out lines, each with a reason.
+
+    All give the same texts. In case of doubt the faster ways give up the whole block, which only costs time.
+    """
 
     def texts_of_lines(self, fields: TextFields, lines: bytes, starts: Numbers, at: int) -> LineTexts:
-        """Take the texts out of the lines, "" for a blank one."""
-        if at == 0 and lines.startswith(_MARK):
-            lines, starts = lines[len(_MARK) :], np.maximum(starts - len(_MARK), 0)
-        if (found := _joined_texts(lines, starts, fields)) is not None:
+        """Return the text of each line, "" for a blank one."""
+        if at == 0 and lines.startswith(_BOM):
+            lines, starts = lines[len(_BOM) :], np.maximum(starts - len(_BOM), 0)
+        if (found := _scanned_texts(lines, starts, fields)) is not None:
             return found, {}
         each = lines.split(b"\n")[: len(starts)]
         if not any(map(is_too_deep, each)) and _names_each_once(lines, len(each), fields):
-            # Most often: all lines are objects with the field, and nothing in them needs a second look.
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 records, name = list(map(orjson.loads, each)), fields.plain_name
                 texts = [record[name] for record in records] if name else list(map(fields.text, records))
                 others = _others(records, fields)
+                # If all texts are strings, no line is left out.
                 if {str}.issuperset(map(type, texts)) and all(map(_are_exact, others.values())):
                     return documents.texts_of(texts), fields.columns(others)
         pairs = [_record_of(line, fields) for line in each]
@@ -533,7 +556,7 @@ class JsonLines(LineFormat):
 
 
 class JsonFile(JsonLines):
-    """``.json``, which has often one list in it."""
+    """``.json``: JSON lines, too. Such a file often has one list instead, which is refused."""
 
     def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
         if self.compression is None:
@@ -541,16 +564,16 @@ class JsonFile(JsonLines):
         return super().inspect(file, options)
 
     def check_beginning(self, file: OpenInput, text: bytes) -> None:
-        if text.removeprefix(_MARK).lstrip(_BLANK).startswith(b"["):
+        if text.removeprefix(_BOM).lstrip(_BLANK).startswith(b"["):
             target = quoted(str(file.path).rpartition(".json")[0])
             remedy = f"jq -c '.[]' {quoted(file.path)} > {target}.jsonl"
-            expected = "an object in each line; convert it, unpacked if need be, and move it away"
+            expected = "an object in each line; convert it, decompressed if it is not, and move it away"
             raise BadInput(path=file.path, found="one list of JSON", expected=expected, remedy=remedy)
 
 
 @functools.cache
 def _decoder(name: str) -> Any:
-    """Return what decodes lines of objects: of each the value of one field, as it stands there."""
+    """Return a decoder of lines of objects, which takes one field of each as the bytes of its JSON value."""
     fields = [("text", msgspec.Raw, msgspec.field(name=name))]
     return msgspec.json.Decoder(msgspec.defstruct("Line", fields, gc=False))
 
@@ -558,123 +581,138 @@ def _decoder(name: str) -> Any:
 _TEXT = operator.attrgetter("text")
 _BETWEEN_QUOTES = documents.BETWEEN[1:-1]
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
-# The first byte of each white space, and so of characters that are none.
+# By byte: whether white space may begin with it. In UTF-8 other characters begin with some of these, too.
 _MAY_BE_SPACE = np.isin(np.arange(256), [*range(9, 14), *range(28, 33), 0xC2, 0xE1, 0xE2, 0xE3])
 
 
-def _joined_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | None:
-    """Return the texts of a block if each line is an object with one string of the field, none of them blank.
+def _scanned_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | None:
+    r"""Return the texts of a block of lines by a scan of its bytes, or None if it needs a closer look.
 
-    None where anything is in doubt: the caller then takes the slow path. msgspec finds the strings four
-    times as fast as orjson makes objects, but accepts what orjson refuses. So this looks for bytes that are
-    no UTF-8, infinite numbers, several objects in a line, one in several lines, and a field named twice.
+    This is the fast path. Each line must be an object with the field once, as a string that is not blank.
+    From ``{"n": 1, "text": "a"}`` and ``{"text": "b\"c"}`` msgspec takes the bytes ``"a"`` and ``"b\"c"``.
+    Without a backslash they are the text itself in quotes, and have only to be joined.
+
+    msgspec finds the values four times as fast as orjson makes objects, but it accepts lines that orjson
+    rejects. So this checks for invalid UTF-8, infinite numbers, several objects in a line, an object over
+    several lines, and a field that is named twice.
     """
     if fields.plain_name is None or fields.named:
         return None
+    # Each line begins with { and ends with }.
     if not block.startswith(b"{") or not block.endswith((b"}", b"}\n")):
         return None
     letters = np.frombuffer(block, np.uint8)
     if (letters[starts] != ord("{")).any() or (letters[starts[1:] - 2] != ord("}")).any():
         return None
-    escapes = np.flatnonzero(letters == ord("\\"))
-    may_spell = bool((letters[escapes + 1] == ord("u")).any())
-    is_opened = letters | 0x20 == ord("{")  # [ and { differ by this bit; each line is an object
-    may_be_deep = np.count_nonzero(is_opened) - len(starts) >= text_fields.MAX_JSON_DEPTH
-    if may_be_deep and np.add.reduceat(is_opened, starts, dtype=np.int64).max() > text_fields.MAX_JSON_DEPTH:
+    # No line has more brackets than the depth that is allowed. Those in strings are counted, too.
+    is_bracket = letters | 0x20 == ord("{")  # [ and { differ by this bit
+    may_be_deep = np.count_nonzero(is_bracket) - len(starts) >= text_fields.MAX_JSON_DEPTH
+    if may_be_deep and np.add.reduceat(is_bracket, starts, dtype=np.int64).max() > text_fields.MAX_JSON_DEPTH:
         return None
-    if not _names_each_once(block, len(starts), fields, may_spell=may_spell):
+    # No line names the field twice. Such a line is left out, and no parser reports it.
+    escapes = np.flatnonzero(letters == ord("\\"))
+    has_unicode_escapes = bool((letters[escapes + 1] == ord("u")).any())
+    if not _names_each_once(block, len(starts), fields, has_unicode_escapes):
         return None
     try:
+        # As many values as lines: no line has several objects, and no object has several lines.
         characters = block.decode()
-        strings = list(map(_TEXT, _decoder(fields.plain_name).decode_lines(block)))
-        if len(strings) != len(starts):
+        values = list(map(_TEXT, _decoder(fields.plain_name).decode_lines(block)))
+        if len(values) != len(starts):
             return None
-        for number in _lines_at(_perhaps_infinite(letters), starts):
+        # msgspec accepts infinite numbers in the fields that it skips. orjson raises ValueError.
+        for number in _lines_at(_places_of_large_numbers(letters), starts):
             orjson.loads(block[starts[number] : block.find(b"}\n", starts[number]) + 1 or len(block)])
-        # A string without escapes is its own text.
+        # Decode the values of lines with a backslash, all in one call.
         if escaped := _lines_at(escapes, starts):
-            texts = _unescaped([strings[number] for number in escaped]).split(_BETWEEN_QUOTES)
+            texts = _unescaped([values[number] for number in escaped]).split(_BETWEEN_QUOTES)
             for number, text in zip(escaped, texts, strict=True):
-                strings[number] = text
-        joined = _BETWEEN_QUOTES.join(strings)
+                values[number] = text
+        joined = _BETWEEN_QUOTES.join(values)
     except (UnicodeDecodeError, msgspec.MsgspecError, RecursionError, ValueError, TypeError):
         return None
+    # Each value must be in quotes, so that it is a string. The separators are found by their first byte, NUL.
+    # A text with a NUL of its own gives one separator too many.
     letters = np.frombuffer(joined, np.uint8)
-    # No text has the first byte of what stands between them.
-    bounds = np.flatnonzero(letters == 0)
-    begins, ends = np.append(0, bounds + len(_BETWEEN_QUOTES)), np.append(bounds - 1, len(joined) - 1)
-    if len(begins) != len(strings) or (letters[np.append(begins, ends)] != ord('"')).any():
+    separators = np.flatnonzero(letters == 0)
+    begins = np.append(0, separators + len(_BETWEEN_QUOTES))  # of each value: its opening and closing quote
+    ends = np.append(separators - 1, len(joined) - 1)
+    if len(begins) != len(values) or (letters[np.append(begins, ends)] != ord('"')).any():
         return None
+    # No text is blank. Only those that are empty, or may begin with white space, are decoded for this.
     may_be_blank = np.flatnonzero(_MAY_BE_SPACE[letters[begins + 1]] | (begins + 1 == ends))
     for begin, end in zip(begins[may_be_blank].tolist(), ends[may_be_blank].tolist(), strict=True):
         if not joined[begin + 1 : end].decode().strip():
             return None
     if len(joined) > MOST_DOCUMENT_BYTES:
-        return None
+        return None  # one of the texts may be too long
+    # With the quotes around it, each separator is BETWEEN.
     joined = joined[1:-1]
-    return Texts(joined=joined, num_texts=len(strings), characters=None if may_spell else characters)
+    return Texts(joined=joined, num_texts=len(values), characters=None if has_unicode_escapes else characters)
 
 
 def _unescaped(strings: list[bytes]) -> bytes:
-    """Return what strings of JSON say, in quotes, joined. Raises TypeError where one is no string."""
+    """Decode JSON strings. Returns the texts in quotes, joined. Raises TypeError if one is not a string."""
     return f'"{documents.BETWEEN.decode().join(orjson.loads(b"[%b]" % b",".join(strings)))}"'.encode()
 
 
 def _lines_at(places: Numbers, starts: Numbers) -> list[int]:
-    """Return the numbers of the lines that have some places, each once."""
+    """Return the numbers of the lines that contain some bytes of the block, each number once."""
     num_places = np.bincount(np.searchsorted(starts, places, side="right") - 1)
     numbers: list[int] = np.flatnonzero(num_places).tolist()  # np.unique would import numpy.ma, 10 ms
     return numbers
 
 
-def _perhaps_infinite(letters: npt.NDArray[np.uint8]) -> Numbers:
-    """Return places in numbers that may be infinite: of an exponent of 3 digits, or of some 200 digits."""
+def _places_of_large_numbers(letters: npt.NDArray[np.uint8]) -> Numbers:
+    """Return a byte of each number that may be infinite: it has about 200 digits, or an exponent of 3."""
     is_digit = letters - ord("0") < 10
     is_exponent = letters | 0x20 == ord("e")
     is_exponent[1:] &= is_digit[:-1]
     is_exponent[:-2] &= is_digit[2:]
     is_exponent[:-3] &= is_digit[3:]
     places = np.flatnonzero(is_exponent)
-    samples = is_digit[::64]  # three of them in a row
+    samples = is_digit[::64]  # an infinite number has over 300 digits, so at least three samples in a row
     return np.concatenate([places, 64 * np.flatnonzero(samples[:-2] & samples[1:-1] & samples[2:])])
 
 
 def _others(records: list[Any], fields: TextFields) -> dict[FieldPath, list[Any]]:
-    """Return the values of the fields beside the text."""
+    """Return the values of the fields beside the text, for each path one per record."""
     paths = fields.named.values()
     return {path: [text_fields.value_at(record, path) for record in records] for path in paths}
 
 
 def _are_exact(values: Sequence[Any]) -> bool:
-    """Return whether orjson's values are the file's: of an integer beyond 64 bits it makes a float."""
+    """Return whether orjson kept the values as they are: it turns integers beyond 64 bits into floats."""
     kinds = set(map(type, values))
     if float in kinds and any(abs(value) >= 2**63 for value in values if type(value) is float):
         return False
     return kinds.isdisjoint((list, dict))
 
 
-def _names_each_once(block: bytes, num_lines: int, fields: TextFields, may_spell: bool | None = None) -> bool:
-    """Return whether no line names a field of the text twice, if every line has all of them.
+def _names_each_once(
+    block: bytes, num_lines: int, fields: TextFields, has_unicode_escapes: bool | None = None
+) -> bool:
+    """Return whether no line names a field of the text twice, provided that every line has all of them.
 
-    Each line has each key at least once, so as many keys as lines means once per line. The first four bytes
-    of a key occur at least as often as the key: if they occur once per line, the key does.
+    Then each key occurs at least once per line, so as many keys as lines means exactly once. The first four
+    bytes of a key occur at least as often as the key: if they occur once per line, so does the key.
     """
     if isinstance(fields, (text_fields.MessageFields, text_fields.RecordFields)):
-        return False  # each line is looked at: what follows takes 20 times as long
+        return False  # each line is checked by itself: what follows takes 20 times as long
     name = fields.plain_name
-    # Without escapes a key is spelled in one way. Counting that takes a fifth of the search for all ways.
-    may_spell = b"\\u" in block if may_spell is None else may_spell
-    if name and name.isidentifier() and not may_spell:
+    # Without unicode escapes a key has one spelling. To count it takes a fifth of a search for all spellings.
+    has_unicode_escapes = b"\\u" in block if has_unicode_escapes is None else has_unicode_escapes
+    if name and name.isidentifier() and not has_unicode_escapes:
         key = b'"%b"' % name.encode()
-        if _num_beginning(block, key) == num_lines or block.count(key) == num_lines:
+        if _count_beginning(block, key) == num_lines or block.count(key) == num_lines:
             return True
     objects = {path[:end] for path in fields.text_paths for end in range(1, len(path) + 1)}
     times_of = Counter(path[-1] for path in objects)
     return all(len(_keys(name).findall(block)) == times * num_lines for name, times in times_of.items())
 
 
-def _num_beginning(block: bytes, word: bytes) -> int:
-    """Count where the first four bytes of a word stand in a block, in a third of bytes.count's time."""
+def _count_beginning(block: bytes, word: bytes) -> int:
+    """Count the occurrences of a word's first four bytes, in a third of the time of bytes.count."""
     if len(word) < 4:
         return block.count(word)
     shifted = (np.frombuffer(block, "<u4", (len(block) - k) // 4, k) for k in range(min(4, len(block))))
@@ -686,9 +724,9 @@ _SHORT_ESCAPES = dict(zip('"\\/\b\f\n\r\t', (b'"', b"\\", b"/", b"b", b"f", b"n"
 
 @functools.lru_cache(maxsize=256)
 def _keys(name: str) -> re.Pattern[bytes]:
-    """Find each key of this name with its colon, however JSON spells it; and few strings that look so."""
+    """Return a pattern of a key and its colon, in all spellings of JSON. A text may look like that, too."""
     pattern = b""
-    for character in name:  # as it is, and its escapes
+    for character in name:  # the character itself, or one of its escapes
         units = struct.iter_unpack(">H", character.encode("utf-16-be", "surrogatepass"))
         found = [b"".join(rb"\\u(?i:%04x)" % number for (number,) in units)]
         if character in _SHORT_ESCAPES:
@@ -696,14 +734,14 @@ def _keys(name: str) -> re.Pattern[bytes]:
         if character not in '"\\':
             found.append(re.escape(character.encode("utf-8", "surrogatepass")))
         pattern += b"(?:%b)" % b"|".join(found)
-    # The group is empty: so findall makes no object for each key.
+    # With the empty group findall returns empty matches, and makes no object for each key.
     return re.compile(b'"%b"(?::|[ \\t\\r]+:)()' % pattern)
 
 
 def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText]:
-    """Return the object of a line, and its text.
+    """Return the object of a line, and its text, or why the line is left out.
 
-    A line that names a field of the text twice is bad. Of any other key, the last value counts.
+    A line that names a field of the text twice is left out. Of any other key the last value counts.
     """
     if not line.strip(_BLANK):
         return None, ""
@@ -721,18 +759,18 @@ def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText
     if not is_exact:
         try:
             record = json.loads(line, object_pairs_hook=_Object)
-        except ValueError:  # a number of more digits than Python reads
+        except ValueError:  # an integer with more digits than Python converts
             return None, _TOO_DEEP
         if twice := next(_named_twice(record, fields), None):
             return record, UnusableText("bad_json", f"the key {twice} stands twice in one object")
     text = fields.text(record)
     if isinstance(fields, text_fields.RecordFields) and isinstance(text, str):
-        text = line.decode()  # of a record that is given whole
+        text = line.decode()
     return record, text
 
 
 class _Object(dict[str, Any]):
-    """An object of JSON that remembers which keys stand in it twice."""
+    """A JSON object that remembers which of its keys occur twice."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -742,7 +780,7 @@ class _Object(dict[str, Any]):
 
 
 def _named_twice(record: Any, fields: TextFields) -> Iterator[str]:
-    """Yield the names of the text's fields that stand twice in their object; of messages, of all in them."""
+    """Yield the keys of the text's fields that occur twice in their object, and any such key in messages."""
     for path in fields.text_paths:
         inner = record
         for name in path:
@@ -760,7 +798,7 @@ def _named_twice(record: Any, fields: TextFields) -> Iterator[str]:
 
 
 def why_not_json(line: bytes) -> UnusableText:
-    """Return why a line is not JSON, in words that no version of a library changes; bytes are of the line."""
+    """Return why a line is not JSON, in words that no version of a library changes."""
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
@@ -787,9 +825,9 @@ _TOO_DEEP = UnusableText(
 
 
 def is_too_deep(raw: bytes | bytearray) -> bool:
-    """Return whether JSON has objects and lists within each other more than MAX_JSON_DEPTH deep.
+    """Return whether objects and lists are nested more than MAX_JSON_DEPTH deep.
 
-    Takes 0.2 us for a line that has no more brackets than that, else as much for each bracket and string.
+    Takes 0.2 us for a line with at most so many brackets, otherwise as much for each bracket and string.
     """
     most = text_fields.MAX_JSON_DEPTH
     if len(raw) <= 2 * most or raw.count(b"[") + raw.count(b"{") <= most:

@@ -1,16 +1,16 @@
-"""Tables: Parquet, and Arrow as ``datasets`` keeps and saves it. Both through pyarrow, some rows at a time.
+"""Read tables with pyarrow, some rows at a time: Parquet, and Arrow as ``datasets`` caches and saves it.
 
-A part of a Parquet file begins at a row group, a part of an Arrow file at a record batch. An Arrow file is
-messages one after the other, and only their headers (flatbuffers: format/Message.fbs of Arrow) are read to
-find the record batches. A part is given to pyarrow as a stream of its own: the schema, the dictionaries
-before it, and the part's record batches. Streams may follow each other, and pyarrow reads the first alone.
+A part of a Parquet file begins at a row group, a part of an Arrow file at a record batch. An Arrow file is a
+sequence of messages, and only their headers are read to find the record batches (flatbuffers, see
+format/Message.fbs of Arrow). pyarrow gets a part as a stream: the schema, the dictionaries before the part,
+and its record batches. A file may have several streams, of which pyarrow itself would read only the first.
 
-pyarrow reads a record batch whole. A file with a large one is mapped instead, and its pages are let go with
-each batch of documents. The price: where a mapped page cannot be read, the system ends the process (SIGBUS).
+pyarrow reads a record batch whole. A file with a large one is mapped instead, and its pages are released
+after each batch of documents. The price: if a mapped page cannot be read, the process ends with SIGBUS.
 
-Values are those of JSON, by one rule for each type (docs/format.md, "Values of tables"); one that cannot be
-given is an UnusableText in its place. pyarrow's own ``to_pylist`` gives objects of pandas where that is
-installed, and ends at the first value that Python has no object for.
+Values become those of JSON, by one rule per type (docs/format.md, "Values of tables"). A value without one
+becomes an UnusableText. pyarrow's own ``to_pylist`` would return pandas objects if pandas is installed, and
+would fail at the first value that has no Python object.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from shardprep.errors import BadInput, ReadWriteError
 from shardprep.files import with_retries
 from shardprep.format.plan import PlanOptions
 
-# Arrays lie in libc's memory: in pyarrow's own pool a task holds 24 MB more, at equal CPU seconds.
+# With libc's memory pool a task takes 24 MB less than with pyarrow's own, and the same CPU time.
 arrow.set_memory_pool(arrow.system_memory_pool())
 
 _MOST_ROWS = 8192  # at a time
-_BUFFER_BYTES = 1 << 20  # read at once of a column, so that no row group is held whole
-_SIGNATURE_BYTES = 28  # behind the footer of a file whose columns are encrypted: a nonce and a tag
-# What pyarrow's errors are, and what its Python part raises for values that no writer writes. A damaged size
-# asks for more memory than there is.
+_BUFFER_BYTES = 1 << 20  # read at once of a column, so that no row group is in memory as a whole
+_SIGNATURE_BYTES = 28  # nonce and tag after the footer, in a file whose columns are encrypted
+# Base classes of pyarrow's errors, and errors that its Python code raises for damaged files. A damaged size
+# may ask for more memory than exists.
 _BUILT_IN_ERRORS = (ValueError, OSError, RuntimeError, LookupError, TypeError, OverflowError, MemoryError)
 
 
 class InputStream(io.RawIOBase):
-    """Spans of an open input, one after the other, as a file for pyarrow; of ``memory`` without a copy."""
+    """Spans of an input as one file for pyarrow. They are read from ``memory``, if given, without a copy."""
 
     def __init__(self, file: OpenInput, spans: Stretches, memory: mmap.mmap | None = None) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class InputStream(io.RawIOBase):
         self._spans = spans
         self._ends = [*itertools.accumulate(end - start for start, end in spans)]
         self._position = 0
-        self.error: ReadWriteError | None = None  # pyarrow hides it behind its own
+        self.error: ReadWriteError | None = None  # of a failed read: pyarrow raises its own error instead
 
     def readable(self) -> bool:
         return True
@@ -77,15 +77,15 @@ class InputStream(io.RawIOBase):
         return self._position
 
     def read(self, size: int | None = -1) -> Any:
-        """Return up to ``size`` bytes, or all that follow. Raises OSError."""
+        """Return up to ``size`` bytes, or all that are left. Raises OSError."""
         stop = self._ends[-1] if size is None or size < 0 else min(self._position + size, self._ends[-1])
         pieces = []
         while self._position < stop:
             number = bisect.bisect_right(self._ends, self._position)
-            behind = self._spans[number][1] - self._ends[number]  # from a place in the stream to the file's
+            shift = self._spans[number][1] - self._ends[number]  # from a position in the stream to the file's
             end = min(self._ends[number], stop)
             try:
-                pieces.append(self._read(self._position + behind, end + behind))
+                pieces.append(self._read(self._position + shift, end + shift))
             except ReadWriteError as error:
                 self.error = error
                 raise OSError(str(error)) from None
@@ -95,7 +95,7 @@ class InputStream(io.RawIOBase):
 
 @contextlib.contextmanager
 def refused_by_name(file: OpenInput, name: str, stream: InputStream) -> Iterator[None]:
-    """Where pyarrow raises inside: ReadWriteError for a failed read behind it, else BadInput."""
+    """Turn pyarrow's errors into ReadWriteError if a read failed, else into BadInput with the file's path."""
     try:
         yield
     except (*_BUILT_IN_ERRORS, arrow.ArrowException) as error:
@@ -109,10 +109,10 @@ def refused_by_name(file: OpenInput, name: str, stream: InputStream) -> Iterator
 
 
 class Parquet:
-    """``.parquet``: only the columns in use are read, some pages at a time."""
+    """``.parquet``. Only the columns in use are read, some pages at a time."""
 
     def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
-        """Raises BadInput where the footer is broken, or a column of the text is missing."""
+        """Raises BadInput if the footer is damaged, or if a column of the text is missing."""
         if not file.stamp.num_bytes:
             return Inspected(text_bytes=0, is_whole=True)
         table, stream, fields = self._open(file, text_fields.text_fields_of(options))
@@ -134,7 +134,7 @@ class Parquet:
         if not file.stamp.num_bytes:
             return
         table, stream, fields = self._open(file, fields)
-        told = part.start  # byte of the file up to which records accounted for it
+        counted_end = part.start  # end of the bytes that the records so far count
         with refused_by_name(file, "Parquet", stream):
             groups, first_row = _row_groups(table.metadata), 0
             ends = [*(start for start, _ in groups[1:]), part.end]
@@ -153,36 +153,36 @@ class Parquet:
                     use_threads=False,
                 ):
                     num_rows += batch.num_rows
-                    # The group's rows account for its bytes evenly.
+                    # Each row counts an equal share of the group's bytes.
                     up_to = start + (min(end, part.end) - start) * num_rows // max(1, expected)
-                    yield from _records(batch, up_to - told, first_row, fields, batch_bytes)
-                    told = up_to
+                    yield from _records(batch, up_to - counted_end, first_row, fields, batch_bytes)
+                    counted_end = up_to
                     first_row += batch.num_rows
                 if num_rows != expected:
                     raise ValueError(f"row group {numbers[0]} has {num_rows} rows, not {expected}")
-        if told < part.end:  # row groups without rows, or no row group
-            yield Records(num_bytes=part.end - told)
+        if counted_end < part.end:  # row groups without rows, or no row group
+            yield Records(num_bytes=part.end - counted_end)
 
     def _open(self, file: OpenInput, fields: TextFields) -> tuple[Any, InputStream, TextFields]:
-        """Return a pyarrow ParquetFile, what it reads from, and the fields in it. Raises BadInput."""
+        """Open a table. Returns a pyarrow ParquetFile, its stream, and the fields in it. Raises BadInput."""
         size = file.stamp.num_bytes
         stream = InputStream(file, [(0, size)])
         tail = file.read(max(0, size - 8), size)
-        encrypted = tail.endswith(b"PARE")  # and with it the footer
+        is_encrypted = tail.endswith(b"PARE")  # the footer, too
         with refused_by_name(file, "Parquet", stream):
-            if not encrypted:
+            if not is_encrypted:
                 table = parquet.ParquetFile(stream, buffer_size=_BUFFER_BYTES)
-                # pyarrow ends the process (SIGABRT) where metadata of an encrypted column is asked for.
+                # pyarrow would end the process (SIGABRT) when asked for the metadata of an encrypted column.
                 signed_bytes = table.metadata.serialized_size + _SIGNATURE_BYTES
-                encrypted = int.from_bytes(tail[:4], "little") == signed_bytes
-            if not encrypted:
+                is_encrypted = int.from_bytes(tail[:4], "little") == signed_bytes
+            if not is_encrypted:
                 return table, stream, _fields_in(file, table.schema_arrow, fields)
-        expected = "Parquet without encryption; write it so, or move it away, and plan anew"
+        expected = "Parquet without encryption; write it again, or move it away, and plan again"
         raise BadInput(path=file.path, found="an encrypted or a signed footer", expected=expected)
 
 
 def _row_groups(metadata: Any) -> list[tuple[int, list[int]]]:
-    """Where a part may begin, and the row groups there: one alone, or all where their bytes do not ascend."""
+    """Return where a part may begin, and the row groups there: one, or all if they are not in order."""
     starts = []
     for number in range(metadata.num_row_groups):
         column = metadata.row_group(number).column(0)
@@ -194,14 +194,14 @@ def _row_groups(metadata: Any) -> list[tuple[int, list[int]]]:
 
 
 def _text_bytes(metadata: Any, groups: Sequence[int], fields: TextFields) -> int:
-    """Return about how much text row groups have: their columns in use, decompressed."""
+    """Estimate the text of row groups by the decompressed size of the columns in use."""
     wanted = {".".join(path) for path in fields.paths}
     num_bytes = 0
     for number in groups:
         group = metadata.row_group(number)
         for place in range(group.num_columns):
             column = group.column(place)
-            # A field of a struct is a column, and so is all that is in it: a.b.list.element
+            # A field of a struct is a column, as is everything in it, such as a.b.list.element.
             if not wanted.isdisjoint(itertools.accumulate(column.path_in_schema.split("."), "{}.{}".format)):
                 num_bytes += column.total_uncompressed_size
     return num_bytes
@@ -215,7 +215,7 @@ _CONTINUES = b"\xff\xff\xff\xff"
 _HEAD_BYTES = 4 << 10
 _MOST_HEADER_BYTES = 64 << 20
 _MOST_PADDING_BYTES = 64
-_LARGE_BYTES = 16 << 20  # a larger record batch is not held whole
+_LARGE_BYTES = 16 << 20  # a file with a larger record batch is mapped
 
 
 class _Message(NamedTuple):
@@ -229,7 +229,7 @@ class Arrow:
     """``.arrow``: the stream format, and the file format."""
 
     def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
-        """Raises BadInput for another kind of file, or a missing column."""
+        """Raises BadInput for another kind of file, or if a column of the text is missing."""
         first = next(_messages_of(file), None)
         if first is not None:
             self._open(file, [first], text_fields.text_fields_of(options), None)
@@ -242,8 +242,8 @@ class Arrow:
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
         file, part = reader.file, reader.part
         reader.hash_rest()
-        first_row, told, is_large = 0, part.start, False
-        # Of each stream its schema, its dictionaries and the part's record batches.
+        first_row, counted_end, is_large = 0, part.start, False
+        # For each stream its schema, its dictionaries and the part's record batches.
         streams: list[list[_Message]] = []
         for message in itertools.takewhile(lambda each: each.start < part.end, _messages_of(file)):
             if message.kind == _SCHEMA:
@@ -263,20 +263,21 @@ class Arrow:
                 for message in batches:
                     batch = next(arrays, None)
                     if batch is None or batch.num_rows != message.num_rows:
-                        raise ValueError(f"a record batch of {message.num_rows} rows is not there")
-                    for records in _records(batch, message.end - told, first_row, fields_here, batch_bytes):
+                        raise ValueError(f"a record batch of {message.num_rows} rows is missing")
+                    num_bytes = message.end - counted_end
+                    for records in _records(batch, num_bytes, first_row, fields_here, batch_bytes):
                         yield records
                         if memory is not None:
                             memory.madvise(mmap.MADV_DONTNEED)
-                    told = message.end
+                    counted_end = message.end
                     first_row += batch.num_rows
-        if told < part.end:  # the mark of the end, and a footer
-            yield Records(num_bytes=part.end - told)
+        if counted_end < part.end:  # the end marker, and a footer
+            yield Records(num_bytes=part.end - counted_end)
 
     def _open(
         self, file: OpenInput, messages: Sequence[_Message], fields: TextFields, memory: mmap.mmap | None
     ) -> tuple[Any, InputStream, TextFields]:
-        """Return pyarrow's reader of messages' columns in use, what it reads from, and the fields there."""
+        """Return pyarrow's reader of some messages, for the columns in use, its stream, and the fields."""
         stream = InputStream(file, [(each.start, each.end) for each in messages], memory)
         with refused_by_name(file, "Arrow", stream):
             schema = ipc.open_stream(stream).schema
@@ -289,7 +290,7 @@ class Arrow:
 
 
 def _messages_of(file: OpenInput) -> Iterator[_Message]:
-    """Yield the messages of a file, in order; each of its streams begins with its schema. Raises BadInput."""
+    """Yield the messages of a file in order. Each stream begins with its schema. Raises BadInput."""
     size = file.stamp.num_bytes
     position, end, begins = 0, size, True
     is_file = file.read(0, len(_MAGIC)) == _MAGIC
@@ -301,10 +302,10 @@ def _messages_of(file: OpenInput) -> Iterator[_Message]:
     while position < end:
         message = _message_at(file, position, end)
         if begins != (message.kind == _SCHEMA):
-            raise _broken(file, f"a stream does not begin with its one schema, at byte {position}")
+            raise _broken(file, f"a schema is missing, or is not the first of its stream, at byte {position}")
         if message.kind != _END:
             yield message
-        # The mark of the end is optional: a stream may end with the file.
+        # The end marker is optional: a stream may end with the file.
         position, begins = message.end, message.kind == _END
         if is_file and begins:
             if end - position > _MOST_PADDING_BYTES or file.read(position, end).strip(b"\0"):
@@ -313,9 +314,9 @@ def _messages_of(file: OpenInput) -> Iterator[_Message]:
 
 
 def _message_at(file: OpenInput, position: int, file_end: int) -> _Message:
-    """Return the message that begins at a byte; the mark of the end is one, too. Raises BadInput."""
+    """Return the message that begins at a byte, which may be the end marker. Raises BadInput."""
     block = file.read(position, min(position + _HEAD_BYTES, file_end))
-    # Before Arrow 0.15 messages began with the size of their header alone.
+    # Before Arrow 0.15 a message began with the size of its header, without the marker.
     at = 4 if block.startswith(_CONTINUES) else 0
     header_bytes = int.from_bytes(block[at : at + 4], "little")
     begin = position + at + 4
@@ -332,7 +333,7 @@ def _message_at(file: OpenInput, position: int, file_end: int) -> _Message:
         kind = body_bytes = num_rows = -1
     end = begin + header_bytes + body_bytes
     if kind < 0 or end > file_end:
-        raise _broken(file, f"the message at byte {position} has no right header, or is cut short")
+        raise _broken(file, f"the message at byte {position} has an invalid header, or is cut short")
     return _Message(kind, position, end, num_rows)
 
 
@@ -341,13 +342,13 @@ def _broken(file: OpenInput, why: str) -> BadInput:
 
 
 def _header(data: bytes) -> tuple[int, int, int]:
-    """Return the kind of a message, the bytes of its body, and the rows of a record batch."""
+    """Return (kind, body_bytes, num_rows) of a message, given its header. Raises if that is invalid."""
 
     def at(place: int, code: str) -> int:
         return int(struct.unpack_from(code, data, place)[0])
 
     def field(table: int, number: int, code: str) -> tuple[int, int]:
-        """Return where a field of a flatbuffer's table lies, and its value; zeros where it is absent."""
+        """Return the place and the value of a field of a flatbuffer's table, two zeros if it is absent."""
         vtable, entry = table - at(table, "<i"), 4 + 2 * number
         offset = at(vtable + entry, "<H") if entry + 2 <= at(vtable, "<H") else 0
         return (table + offset, at(table + offset, code)) if offset else (0, 0)
@@ -370,9 +371,9 @@ def _header(data: bytes) -> tuple[int, int, int]:
 
 
 def _fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
-    """Find the fields in a table. A column's name may have dots, and goes before a nested field.
+    """Find the fields in a table. A column whose own name has dots takes precedence over a nested field.
 
-    Raises BadInput where the text has no column, one of another type, or two columns may be meant.
+    Raises BadInput if the text has no column, a column of another type, or more than one.
     """
     if isinstance(fields, text_fields.RecordFields):
         return text_fields.RecordFields(fields.options, schema.names)
@@ -390,7 +391,7 @@ def _fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
             problem = f"{str(found[0][1])[:200]} in the column {name}"
             expected = "lists of messages, or JSON" if is_chat else "strings"
         if problem:
-            expected += "; choose another --text_field, or move the file away, and plan anew"
+            expected += "; choose another --text_field, or move the file away, and plan again"
             raise BadInput(path=file.path, found=problem, expected=expected)
         if found:
             places[path] = found[0][0]
@@ -398,7 +399,7 @@ def _fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
 
 
 def _places_of(kind: Any, path: FieldPath) -> list[tuple[FieldPath, Any]]:
-    """Return where a table, or a struct, may have a field, and its type; a column of this very name alone."""
+    """Return where a table or a struct may have a field, and its type. An exact name is the only place."""
     if not isinstance(kind, (arrow.Schema, arrow.StructType)):
         return []
     inner = [(each.name, each.type) for each in map(kind.field, range(len(kind)))]
@@ -409,7 +410,7 @@ def _places_of(kind: Any, path: FieldPath) -> list[tuple[FieldPath, Any]]:
         for name, each in inner:
             if name == ".".join(path[:end]):
                 if types.is_null(each):
-                    found.append(((name,), each))  # all of it is null, and so is what would be in it
+                    found.append(((name,), each))  # all values are null, so those in them are, too
                 found += [((name, *rest), of_rest) for rest, of_rest in _places_of(each, path[end:])]
     return found
 
@@ -418,23 +419,23 @@ def _can_be_text(kind: Any, *, is_chat: bool) -> bool:
     stored, _ = _stored(kind)
     if types.is_dictionary(stored):
         stored = stored.value_type
-    # Of the stored types lists alone have a field of values.
+    # Among the stored types only lists have a value_field.
     return stored in _TEXT_OF or types.is_null(stored) or (is_chat and hasattr(stored, "value_field"))
 
 
 def _rows_at_once(num_rows: int, num_bytes: int, batch_bytes: int) -> int:
-    """Return how many rows have about ``batch_bytes``, given rows and bytes of some of them."""
+    """Return how many rows have about ``batch_bytes``, if ``num_rows`` have ``num_bytes``."""
     return max(1, min(_MOST_ROWS, batch_bytes * num_rows // max(1, num_bytes)))
 
 
 def _records(
     batch: Any, num_bytes: int, first_row: int, fields: TextFields, batch_bytes: int
 ) -> Iterator[Records]:
-    """Yield the records of a record batch, some rows at a time, for ``num_bytes`` of the file."""
+    """Yield the records of a record batch, some rows at a time. The first ones count ``num_bytes``."""
     columns = {path: _column(batch, path) for path in fields.paths}
     arrays = [column for column, _ in columns.values() if column is not None]
     most = _rows_at_once(batch.num_rows, sum(array.nbytes for array in arrays), 2 * batch_bytes)
-    # Of a dictionary nobody knows the bytes of some rows.
+    # The size of a slice of a dictionary array is unknown.
     arrays = [array for array in arrays if not types.is_dictionary(array.type)]
     first = 0
     while first < max(1, batch.num_rows):
@@ -456,9 +457,9 @@ def _records(
 
 
 def _column(batch: Any, path: FieldPath) -> tuple[Any, _Read]:
-    """Return the array of a field as it is stored, None for none, and what reads its values.
+    """Return the array of a field in its stored type, or None if there is none, and what reads its values.
 
-    Raises ValueError where it points at what is outside of it.
+    Raises ValueError if an offset or index in it is out of bounds.
     """
     if path[0] not in batch.schema.names:
         return None, _same
@@ -476,7 +477,7 @@ def _column(batch: Any, path: FieldPath) -> tuple[Any, _Read]:
 
 # Values. ------------------------------------------------------------------------------------------------
 
-# Returns the value of JSON of what pyarrow gives for a stored type, which is never None.
+# Returns the JSON value for pyarrow's value of a stored type, which is never None.
 _Read = Callable[[Any], Any]
 _NANOSECONDS = {"D": 86_400 * 10**9, "s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
 _FIRST_DAY, _LAST_DAY = np.array(["0001-01-01", "9999-12-31"], "M8[D]").astype(np.int64).tolist()
@@ -487,13 +488,13 @@ _TEXT_OF = {binary: text for text, binary in _BINARY_OF.items()}
 
 
 class _NoValue(Exception):
-    """Of a value, and so of all that it is a part of. ``args``: reason, and detail for people."""
+    """A value, and so each value that contains it, has none in JSON. ``args``: reason, detail for people."""
 
 
 def _json_values(array: Any, read: _Read) -> list[Any]:
-    """Return the values of an array as it is stored; an UnusableText where one has none."""
+    """Return the JSON values of an array in its stored type, an UnusableText for one that has none."""
     if types.is_dictionary(array.type) and "view" not in str(array.type.value_type):
-        array = array.dictionary.take(array.indices)  # in a thirtieth of the time; nothing is taken of views
+        array = array.dictionary.take(array.indices)  # a thirtieth of the time; not implemented for views
     if read is _text and array.type in _TEXT_OF:
         with contextlib.suppress(UnicodeDecodeError):  # nearly always all can be decoded
             return list(array.view(_TEXT_OF[array.type]).to_pylist())
@@ -511,10 +512,10 @@ def _json_values(array: Any, read: _Read) -> list[Any]:
 
 
 def _stored(kind: Any) -> tuple[Any, _Read]:
-    """Return the type of the same bytes without what they mean, and what reads a value of it.
+    """Return the plain type that stores a type, and what reads a value of it.
 
-    Strings are binary, times are integers. An array that is viewed so can be checked for what it points at,
-    whatever its values are, and pyarrow gives each of them, whatever else is installed.
+    Strings are stored as binary, and times as integers. In its stored type an array can be validated whatever
+    its values are, and pyarrow returns each value, whatever else is installed.
     """
     if isinstance(kind, arrow.BaseExtensionType):
         stored, read = _stored(kind.storage_type)
@@ -528,7 +529,7 @@ def _stored(kind: Any) -> tuple[Any, _Read]:
         stored, read = _stored(kind.value_type)
         return arrow.run_end_encoded(kind.run_end_type, stored), read
     if types.is_decimal(kind):
-        # All digits: Decimal rounds none where it is made from a text.
+        # Decimal keeps all digits of a text, while arithmetic would round.
         return arrow.binary(kind.bit_width // 8), lambda value: format(
             Decimal(f"{int.from_bytes(value, 'little', signed=True)}E{-kind.scale}"), "f"
         )
@@ -570,7 +571,7 @@ def _stored_struct(kind: Any) -> tuple[Any, _Read]:
             name: _or_none(of, part) for name, (_, of), part in zip(names, inner, value.values(), strict=True)
         }
 
-    # By numbers: pyarrow gives no object with two fields of one name.
+    # Fields are named by numbers, as pyarrow returns no object in which two fields have the same name.
     return arrow.struct([arrow.field(str(n), stored) for n, (stored, _) in enumerate(inner)]), read
 
 
@@ -604,9 +605,9 @@ _EXTENSIONS: dict[str, _Read] = {
 
 
 def _text_of_time(nanoseconds: int, kind: Any) -> str:
-    """Write a time, a duration, a date or a point in time as ISO 8601 does; of a zone in UTC.
+    """Format a time, a duration, a date or a timestamp as ISO 8601, in UTC if it has a time zone.
 
-    A fraction of a second has 6 digits, 9 where nanoseconds need them, and none for 0.
+    A fraction of a second has 6 digits, or 9 if it needs nanoseconds. It is left out if it is 0.
     """
     is_duration = types.is_duration(kind)
     sign = "-" if is_duration and nanoseconds < 0 else ""

@@ -1,12 +1,12 @@
-"""What of a record is the text: one field, several by a template, or what a function of the user's makes.
+"""Take the text out of a record: one field, several fields in a template, or the result of a user's function.
 
-``plan --transform FILE`` names the function, which every document goes through:
+``plan --transform FILE`` names the function, through which every document goes:
 
     def transform(record):             # the fields of the line or row (of .txt: text), input and place
         return record["text"].strip()  # a str, for --record chat a list of messages; None leaves it out
 
-What runs is the file that is named where the process starts, if its hash is the plan's; the copy in a data
-set is for people, and never runs.
+A task runs the file that its own ``--transform`` names, if it has the planned hash. The copy in the data set
+is for people, and never runs.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from shardprep.format.names import TRANSFORM_DIR
 from shardprep.format.plan import PlanOptions
 
 FieldPath = tuple[str, ...]
-# A longer document is left out by name. The same on all machines, so that all leave out the same documents.
+# A longer document is left out. The limit is the same on all machines, so that the bytes of a shard are, too.
 MOST_DOCUMENT_BYTES = 64 << 20
-# Lists and objects within each other. Python's own limit is what is left of its stack, another one in each
-# version; orjson's is 1,024.
+# Nesting of lists and objects. Python's own limit depends on its version and on the stack that is left;
+# orjson's is 1,024.
 MAX_JSON_DEPTH = 512
 _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
-_MAX_BYTES = 64 << 20  # of the function's file, or of a table of its own
-_MOST_REASONS = 100  # of LeaveOut, in a shard: its manifest names each
+_MAX_BYTES = 64 << 20  # of the function's file, and of each file that it uses
+_MOST_REASONS = 100  # of LeaveOut in a shard, because its manifest lists them
 _MOST_REASON_CHARS = 80
 
 
 @dataclass(frozen=True)
 class UnusableText:
-    """Why a record gives no text: a reason to count by, and a detail for people."""
+    """Why a record has no usable text: a reason, by which they are counted, and a detail for people."""
 
     reason: str  # see docs/format.md, "Documents left out"
     detail: str
@@ -61,26 +61,26 @@ def too_long(what: str) -> UnusableText:
 
 
 class TextFields:
-    """Takes the text, and what else is wanted, out of records. Field names have dots for nesting.
+    """Takes the text, and id and source if asked for, out of records. A dot in a name goes one level down.
 
-    Raises UsageError where the options' names are none, or the template: ``{input}\\n\\n{output}``.
+    Raises UsageError if the options have an invalid name or template.
     """
 
     def __init__(self, options: PlanOptions) -> None:
         self.options = options
         named = {"id": options.id_field, "source": options.source_field}
         self.named = {each: _path(name, f"--{each}_field") for each, name in named.items() if name}
-        self._literals: list[str] = []  # of a template: one before each field, and one behind the last
+        self._literals: list[str] = []  # of a template: the text before each field, and after the last one
         if options.text_template:
             self.text_paths, self._literals = _parsed_template(options.text_template)
         else:
             self.text_paths = [_path(options.text_field, "--text_field")]
-        # The one field of the text, where a look-up of it is all there is to do.
+        # Name of the text's field if it is a single one at the top level, else None.
         is_plain = not self._literals and len(self.text_paths[0]) == 1
         self.plain_name = self.text_paths[0][0] if is_plain else None
 
     def at(self, places: Mapping[FieldPath, FieldPath]) -> TextFields:
-        """Return these fields where a table has them; those that ``places`` does not name stay."""
+        """Return the fields with other paths, as a table has them; ``places`` maps each path that differs."""
         other = copy.copy(self)
         other.text_paths = [places.get(path, path) for path in self.text_paths]
         other.named = {each: places.get(path, path) for each, path in self.named.items()}
@@ -88,13 +88,13 @@ class TextFields:
 
     @property
     def paths(self) -> list[FieldPath]:
-        """All fields that have to be read, each once."""
+        """Return all fields that have to be read, each once."""
         return list(dict.fromkeys((*self.text_paths, *self.named.values())))
 
     def columns(self, values: Mapping[FieldPath, Sequence[Any]]) -> dict[str, list[str]]:
-        """What records tell beside their texts: "id" and "source" of each, where a field of it was named.
+        """Return the columns beside the texts: "id" and "source", each if the options name its field.
 
-        ``values``: those of the fields of ``named``.
+        ``values``: of the fields in ``named``, by path.
         """
         return {each: list(map(name_of, values[path])) for each, path in self.named.items()}
 
@@ -104,7 +104,7 @@ class TextFields:
         return self.text_of_values([value_at(record, path) for path in self.text_paths])
 
     def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:
-        """Return the text, given the value of each of ``text_paths``."""
+        """Return the text, given the values of ``text_paths``."""
         for path, value in zip(self.text_paths, values, strict=True):
             if type(value) is not str:
                 return unusable(path, value)
@@ -115,7 +115,7 @@ class TextFields:
 
 
 def _parsed_template(template: str) -> tuple[list[FieldPath], list[str]]:
-    """Return the fields of ``{input}\\n\\n{output}``, and the text before each and behind the last one."""
+    """Return the fields of a template like ``{input}\\n\\n{output}``, and the literals around them."""
     text = re.sub(r"\\[ntr\\]", lambda match: _ESCAPES[match[0]], template)
     paths, literals, why = list[FieldPath](), [""], ""
     try:
@@ -137,7 +137,7 @@ def _parsed_template(template: str) -> tuple[list[FieldPath], list[str]]:
 
 
 class MessageFields(TextFields):
-    """The same of conversations: the text is their list of messages as JSON, to be rendered later."""
+    """Takes conversations out of records. The text is the JSON of their messages, to be rendered later."""
 
     def __init__(self, options: PlanOptions) -> None:
         super().__init__(options)
@@ -148,22 +148,19 @@ class MessageFields(TextFields):
         (value,), (path,) = values, self.text_paths
         if value is _MISSING or value is None or isinstance(value, UnusableText):
             return unusable(path, value)
-        # Some tables have them as JSON, since messages may differ in their fields: all of the list, or each.
+        # In some tables the list, or each message, is a string of JSON, as messages may have other fields.
         value = _parsed_if_json(value)
         if not isinstance(value, list):
             return unusable(path, value, "a list")
         messages = list(map(_parsed_if_json, value))
         try:
             return json.dumps(messages, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        except (TypeError, ValueError) as error:  # a NaN of a table
+        except (TypeError, ValueError) as error:  # such as a NaN in a table
             return UnusableText("wrong_type", f"the field {'.'.join(path)} cannot be JSON ({error})")
 
 
 class RecordFields(TextFields):
-    """Takes whole records, for the function of ``--transform``: a column "record" beside the texts.
-
-    ``columns_of_table``: the names of a table's columns.
-    """
+    """Takes whole records, for the function of ``--transform``, as a column "record" beside the texts."""
 
     def __init__(self, options: PlanOptions, columns_of_table: Sequence[str] = ()) -> None:
         super().__init__(options)
@@ -171,24 +168,24 @@ class RecordFields(TextFields):
         self.plain_name = None
 
     def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:  # noqa: ARG002
-        return "a record"  # never encoded: what --transform returns takes its place
+        return "a record"  # a placeholder for the result of --transform
 
     def columns(self, values: Mapping[FieldPath, Sequence[Any]]) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {**super().columns(values)}
         if self.text_paths:
             names, found["record"] = [name for (name,) in self.text_paths], []
             for row in zip(*(values[path] for path in self.text_paths), strict=True):
-                # A value that cannot be read is null.
+                # A value that cannot be read becomes None.
                 read = (None if isinstance(value, UnusableText) else value for value in row)
                 found["record"].append(dict(zip(names, read, strict=True)))
         return found
 
 
 def from_json(text: str) -> Any:
-    """Return what a string says as JSON; UnusableText where it is none, or an object names a key twice."""
+    """Parse JSON. Returns UnusableText if it is invalid, or if an object has a key twice."""
     try:
-        orjson.loads(text)  # it knows no NaN and no half of a surrogate pair
-        return json.loads(text, object_pairs_hook=_object_of)  # of integers it loses no digit
+        orjson.loads(text)  # rejects NaN, and halves of surrogate pairs
+        return json.loads(text, object_pairs_hook=_object_of)  # keeps all digits of integers
     except (ValueError, RecursionError):
         return UnusableText("bad_json", "a string that should be JSON is not")
 
@@ -214,7 +211,7 @@ def _path(name: str, flag: str) -> FieldPath:
 
 
 def value_at(record: Any, path: FieldPath) -> Any:
-    """Return the value of a field, however deep; what ``unusable`` knows as missing where there is none."""
+    """Return the value of a field, or the marker of a missing one, which ``unusable`` knows."""
     for name in path:
         if not isinstance(record, dict) or name not in record:
             return _MISSING
@@ -234,7 +231,7 @@ def unusable(path: FieldPath, value: Any, expected: str = "a string") -> Unusabl
 
 
 def name_of(value: Any) -> str:
-    """Return an id or a source as text: strings as they are, other values as JSON; "" for none."""
+    """Return an id or a source as text: a string as it is, another value as JSON, "" for none."""
     if value is _MISSING or value is None or isinstance(value, UnusableText):
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -247,7 +244,7 @@ def _kind(value: Any) -> str:
 
 
 def text_fields_of(options: PlanOptions) -> TextFields:
-    """Return what of a record is the text. Raises UsageError where the names or the template are none."""
+    """Return what takes the text out of records. Raises UsageError if a name or the template is invalid."""
     if options.transform_sha256:
         return RecordFields(options)
     return MessageFields(options) if options.record == "chat" else TextFields(options)
@@ -257,12 +254,12 @@ def text_fields_of(options: PlanOptions) -> TextFields:
 
 
 class Transform:
-    """The user's function, loaded; of one process. Raises NotFound, UsageError, BadInput."""
+    """A user's function, loaded into this process."""
 
     def __init__(self, path: Path, files: str, planned_sha256: str | None = None) -> None:
-        """``files``: other files that it uses, by their names beside it: "words.txt,helpers.py".
+        """Load it. Raises NotFound, UsageError, and Refused before any code runs if the hash differs.
 
-        With a hash of planning, nothing but what was planned runs. Raises Refused for others.
+        ``files``: names of other files that it uses, in the folder of ``path``: "words.txt,helpers.py".
         """
         self.path = path
         self.contents: dict[str, bytes] = {}
@@ -273,31 +270,31 @@ class Transform:
                 self.contents[name] = read_regular(path.with_name(name), max_bytes=_MAX_BYTES)
             except NOT_THERE:
                 missing = path.with_name(name)
-                raise NotFound(f"{missing}, of --transform, is no file", path=missing) from None
+                raise NotFound(f"{missing}, of --transform, is not there", path=missing) from None
         hashes = {name: hashlib.sha256(raw).hexdigest() for name, raw in self.contents.items()}
-        function_hash = hashes.pop(path.name)  # whatever the file's name is
+        function_hash = hashes.pop(path.name)  # the name of the file does not count
         self.sha256 = hashlib.sha256(json.dumps([function_hash, hashes], sort_keys=True).encode()).hexdigest()
         if planned_sha256 not in (None, self.sha256):
-            expected = f"{str(planned_sha256)[:12]} of the planned function, of which DATA/{TRANSFORM_DIR}/ "
-            expected += "has a copy; bring it back, or plan into a new folder"
+            expected = f"{str(planned_sha256)[:12]} of the planned function; a copy is in "
+            expected += f"DATA/{TRANSFORM_DIR}/; bring it back, or plan into a new folder"
             raise Refused(path=path, found=f"sha256 {self.sha256[:12]}", expected=expected)
         self.cpu_s = 0.0  # so far, in the function
         module = types.ModuleType("shardprep_transform")
         module.__file__ = str(path)
         folder = path.resolve().parent
         if len(self.contents) > 1 and str(folder) not in sys.path:
-            sys.path.append(str(folder))  # behind all others: a file there hides no library
+            sys.path.append(str(folder))  # last, so that a file there hides no library
         before = {*sys.modules}
         try:
             exec(compile(self.contents[path.name], str(path), "exec"), vars(module))  # noqa: S102
         except (Exception, SystemExit) as error:  # sys.exit(0) would look like success
-            found = f"no function that can be loaded: {_words_of(error, path)}"
+            found = f"a function that cannot be loaded: {_words_of(error, path)}"
             raise UsageError(path=path, found=found, expected="transform(record)") from None
         for name in {*sys.modules} - before:
             imported = Path(getattr(sys.modules[name], "__file__", None) or "/")
             if imported.parent == folder and imported.name not in self.contents:
                 files = ",".join([*list(self.contents)[1:], imported.name])
-                message = f"{path} imports {imported.name}; so that it counts, add --transform_files {files}"
+                message = f"{path} imports {imported.name}; to plan it, too, add --transform_files {files}"
                 raise UsageError(message, path=imported, remedy="--transform_files")
         self._function: Any = vars(module).get("transform")
         if not callable(self._function):
@@ -306,10 +303,10 @@ class Transform:
     def texts(
         self, documents: Iterable[tuple[dict[str, Any], int]], name: str, reasons: set[str], *, is_chat: bool
     ) -> Iterator[bytes | UnusableText]:
-        """Yield the text of each document, of a chat its messages as JSON, or why it is left out.
+        """Yield the text of each document (of a chat, its messages as JSON), or why it is left out.
 
-        ``documents``: of each its record, and its place in the input ``name``. ``reasons``: those of LeaveOut
-        so far, in this shard.
+        ``documents``: (record, place in the input) of each. ``name``: of the input. ``reasons``: those of
+        LeaveOut so far in this shard; new ones are added.
         """
         began_s = time.thread_time()
         for record, place in documents:
@@ -319,7 +316,7 @@ class Transform:
             except LeaveOut as reason:
                 shown = "".join(char if char.isprintable() else " " for char in _text_of(reason))
                 words = " ".join(shown.split())[:_MOST_REASON_CHARS]
-                # A reason with a score in it would be another one for each document.
+                # A reason that contains a score would be different for each document.
                 if not words or (words not in reasons and len(reasons) >= _MOST_REASONS):
                     yield UnusableText("transform", words)
                 else:
@@ -332,30 +329,30 @@ class Transform:
         self.cpu_s += time.thread_time() - began_s
 
     def publish_copy(self, folder: Path) -> None:
-        """Keep the files in a data set, for people. Raises CannotWrite, ReadWriteError."""
+        """Copy the files into a data set, for people to read. Raises CannotWrite, ReadWriteError."""
         for name, raw in self.contents.items():
             publish_bytes(make_subfolder(folder, TRANSFORM_DIR) / name, raw)
 
 
 def transform_of(options: PlanOptions, path: Path | None) -> Transform | None:
-    """Load the function of a plan, None where it has none. ``path``: as --transform names it.
+    """Load the function of a plan from ``--transform``, ``path``. Returns None if the plan has none.
 
-    Raises Refused where that is not the function that was planned, UsageError where one of both is missing.
+    Raises Refused if it is not the planned function, UsageError if only one of plan and path has a function.
     """
     planned = options.transform_sha256
     if not planned and path is None:
         return None
     if path is None:
-        found = f"a plan whose documents go through a function (sha256 {planned[:12]}), and no file of it"
+        found = f"a plan with a function for documents (sha256 {planned[:12]}), but no file with it"
         raise UsageError(found=found, expected="--transform FILE", remedy="--transform FILE")
     if not planned:
-        expected = "none, as the plan has no function; or plan anew with it, into a new folder"
+        expected = "none, as the plan has no function; or plan with it into a new folder"
         raise UsageError(found=f"--transform {path}", expected=expected)
     return Transform(path, options.transform_files, planned)
 
 
 def _checked(result: object, *, is_chat: bool) -> bytes | UnusableText:
-    """Return a text, or messages as JSON; b"" for white space alone, which counts as an empty line."""
+    """Return what a function returned as a text, or as JSON of messages. A blank text becomes empty."""
     if result is None:
         return UnusableText("transform", "the function left it out")
     if isinstance(result, str) and not is_chat:
@@ -375,7 +372,7 @@ def _checked(result: object, *, is_chat: bool) -> bytes | UnusableText:
 
 
 def _words_of(error: BaseException, path: Path) -> str:
-    """Return what was raised, and the last line of the user's file that it came through."""
+    """Describe an exception, with the last line of the user's file in its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
     if isinstance(error, SyntaxError) and error.lineno:
@@ -387,5 +384,5 @@ def _words_of(error: BaseException, path: Path) -> str:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # an exception of the user's own, whose text fails
+    except Exception:  # a user's exception class, whose __str__ fails
         return ""

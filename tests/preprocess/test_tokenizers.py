@@ -456,7 +456,7 @@ def test_a_data_set_of_the_hub_is_told_how_to_be_fetched(hub: World, world: Worl
 TAKES_ALL = os.environ.get("LLAMA3_LINES") == "all"
 # What texts are made of: names of tokens, the separator between documents, code points of new Unicodes.
 PARTS = [EOS, BOS, "\0\1document\2", "\0\1docu", "ment\2", "<|", "|>", "end_of_text", "\u088f", "\U000323b0"]
-PARTS += ["a", " ", "가", "\n", "1", "'s", "\U0001f600", "é", "\u0301", "\r", "\u3000"]
+PARTS += ['"\0\1document\2', "a", " ", "가", "\n", "1", "'s", "\U0001f600", "é", "\u0301", "\r", "\u3000"]
 
 
 def hostile_records(step: int) -> list[dict[str, str]]:

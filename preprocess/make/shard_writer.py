@@ -34,15 +34,7 @@ from shardprep.format import manifest as manifests
 from shardprep.format import names
 from shardprep.format.documents import DIGEST, are_for_validation
 from shardprep.format.index import IDX_DOCUMENT, IDX_DTYPES, ChunkCrcs, Records, idx_header
-from shardprep.format.manifest import (
-    LENGTH_BITS,
-    Manifest,
-    RunFacts,
-    ShardCounts,
-    ValidationCounts,
-    done_manifest,
-    read_findings,
-)
+from shardprep.format.manifest import LENGTH_BITS, Manifest, RunFacts, ValidationCounts, done_manifest
 from shardprep.format.names import DatasetSpec
 from shardprep.format.plan import PlanOptions
 
@@ -50,7 +42,6 @@ _SIZE = slice(124, 135)  # of a tar header: eleven octal digits
 _CHECKSUM = slice(148, 154)  # six octal digits
 _SHIFTS = np.arange(30, -1, -3)  # to the bits of eleven octal digits
 
-Bytes = npt.NDArray[np.uint8]
 Digests = npt.NDArray[np.void]  # DIGEST[documents]
 _NO_DIGESTS = np.empty(0, DIGEST)
 _MAX_SOURCES = 1000  # per shard: its manifest lists them
@@ -168,7 +159,7 @@ def ustar_header(name: str, num_bytes: int) -> bytes:
     return member.tobuf(tarfile.USTAR_FORMAT)
 
 
-def document_headers(shard_id: int, lines: Numbers, field: str, num_bytes: Numbers) -> Bytes:
+def document_headers(shard_id: int, lines: Numbers, field: str, num_bytes: Numbers) -> npt.NDArray[np.uint8]:
     """Return the headers of one field of many documents: uint8[documents, 512].
 
     ``lines`` ascend. Headers for line numbers of more than eight digits, which are rare, are made one by one.
@@ -211,15 +202,13 @@ class JsonIds:
         self._widths = (2 + num_digits_of).astype(np.uint8)
 
     def lengths(self, batch: TokenBatch) -> Numbers:
-        """Return the bytes of each document's JSON text: int64[documents].
-
-        Raises OtherTokenizer for an id outside of the vocabulary: ``separated`` would clip it.
-        """
+        """Return int64[documents]: the bytes of each JSON text. Raises OtherTokenizer for an unknown id."""
+        # ``separated`` would clip it.
         is_unknown = batch.ids >= self._vocab_size
         if self._has_blanks:
             is_unknown &= batch.ids != names.BLANK
         if is_unknown.any():
-            found, expected = batch.ids[is_unknown][0], f"less than {self._vocab_size}; plan anew"
+            found, expected = batch.ids[is_unknown][0], f"less than {self._vocab_size}; plan again"
             raise OtherTokenizer(found=f"the tokenizer gives the id {found}", expected=expected)
         ends = np.zeros(len(batch.ids) + 1, np.int64)
         np.cumsum(self._widths.take(batch.ids, mode="clip"), out=ends[1:])
@@ -445,7 +434,7 @@ class RowMembers:
         if len(batch.digests):
             starts["digest"] = batch.digests
         if not (fraction := self._spec.validation_fraction):
-            yield from self._members(self._packers[0].append(tokens, starts))
+            yield from map(self._member, self._packers[0].append(tokens, starts))
             return
         is_training = ~are_for_validation(starts["digest"], fraction)
         numbers, ids, first = np.arange(len(starts)), tokens.documents(), 0
@@ -454,30 +443,28 @@ class RowMembers:
             self._num_held += len(ids[number])
             if self._num_held >= self._member_tokens:
                 here = is_training & (first <= numbers) & (numbers < number)
-                yield from self._members(self._packers[0].append(tokens.only(here), starts[here]))
+                yield from map(self._member, self._packers[0].append(tokens.only(here), starts[here]))
                 yield from self._release()
                 first = number
         here = is_training & (first <= numbers)
-        yield from self._members(self._packers[0].append(tokens.only(here), starts[here]))
+        yield from map(self._member, self._packers[0].append(tokens.only(here), starts[here]))
 
     def _release(self) -> Iterator[Piece]:
         """Pack the documents that are held for validation, and yield the members that they fill."""
         held, self._held, self._num_held = self._held, [], 0
         if held:
             tokens, starts = TokenBatch.of([ids for ids, _ in held]), [start for _, start in held]
-            groups = self._packers[1].append(tokens, np.concatenate(starts))
-            yield from self._members(groups, is_validation=True)
+            for group in self._packers[1].append(tokens, np.concatenate(starts)):
+                yield self._member(group, is_validation=True)
 
     def rest(self) -> Iterator[Piece]:
-        yield from self._members(self._packers[0].finish())
+        yield from map(self._member, self._packers[0].finish())
         if self._spec.validation_fraction:
             yield from self._release()
-            yield from self._members(self._packers[1].finish(), is_validation=True)
+            for group in self._packers[1].finish():
+                yield self._member(group, is_validation=True)
 
-    def _members(self, groups: Iterable[RowGroup], *, is_validation: bool = False) -> Iterator[Piece]:
-        return (self._member(group, is_validation) for group in groups)
-
-    def _member(self, group: RowGroup, is_validation: bool) -> Piece:
+    def _member(self, group: RowGroup, *, is_validation: bool = False) -> Piece:
         """Return the bytes of one member, with the idx records of its rows."""
         fields: dict[str, npt.NDArray[Any]] = {
             names.DOC_STARTS_FIELD: group.starts["position"].astype(np.uint32),
@@ -602,7 +589,7 @@ class Counting:
 
     def counts(
         self, num_samples: int, members: RowMembers | DocumentMembers, validation: ValidationCounts | None
-    ) -> tuple[ShardCounts, dict[str, manifests.TextCounts]]:
+    ) -> tuple[manifests.ShardCounts, dict[str, manifests.TextCounts]]:
         """Return the counts of the shard, and the counts of texts by source."""
         histogram = [0] * 64
         sources, texts = {}, {}
@@ -624,7 +611,7 @@ class Counting:
                 )
         while histogram and not histogram[-1]:
             histogram.pop()
-        counts = ShardCounts(
+        counts = manifests.ShardCounts(
             num_samples=num_samples,
             num_documents=self.num_documents,
             num_tokens=self.num_tokens,
@@ -642,10 +629,9 @@ class Counting:
 
 
 def _marks(folder: Path, shard_id: int) -> tuple[Path, Path]:
-    """Return the paths of two marks, which tell of other attempts at a shard without a listing of DATA.
+    """Return the paths of two marks, which show other attempts at a shard without a listing of DATA.
 
-    The first one exists during an attempt, and stays if that is killed. An attempt that finds it creates the
-    second one.
+    The first exists during an attempt, and stays if that is killed. Who finds it creates the second.
     """
     first, second = (folder / f".{names.shard_name(shard_id)}.{word}.tmp" for word in ("begun", "again"))
     return first, second
@@ -677,16 +663,14 @@ def remove_temporaries_of(shard_ids: Iterable[int], folder: Path, *, older_than_
 def finished_manifest(folder: Path, plan_id: str, shard_id: int) -> Manifest | None:
     """Return the manifest of a shard if it is done, and remove what other attempts at it left behind."""
     manifest = done_manifest(folder, shard_id, plan_id)
-    if manifest is not None:
-        sizes = map(files.size_of_file, _marks(folder, shard_id))
-        if any(size is not None for size in sizes):
-            remove_temporaries_of([shard_id], folder)
+    if manifest and any(files.size_of_file(mark) is not None for mark in _marks(folder, shard_id)):
+        remove_temporaries_of([shard_id], folder)
     return manifest
 
 
 def missing_shards(folder: Path, plan_id: str, shard_ids: Collection[int]) -> list[int]:
     """Return the shards that are not done. Remove what attempts at the others left, with one listing."""
-    findings = read_findings(folder, plan_id)
+    findings = manifests.read_findings(folder, plan_id)
     done = [number for number in shard_ids if done_manifest(folder, number, plan_id, findings)]
     if done:
         remove_temporaries_of(done, folder)

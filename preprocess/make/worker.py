@@ -47,7 +47,7 @@ _NUM_NAMED = 3  # inputs of a shard that the log names
 # The flag that is most likely wrong if documents are left out for a reason.
 _LIKELY_FLAG = dict.fromkeys(["no_field", "null_field", "wrong_type"], "--text_field")
 _LIKELY_FLAG["undecodable"] = "--encoding"
-_SLURM_FACTS = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CPUS_PER_TASK")
+_SLURM_NAMES = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CPUS_PER_TASK")
 
 Progressed = Callable[[int, dict[str, int]], None]  # called with bytes of input, and counts by noun
 
@@ -155,10 +155,9 @@ class Worker:
         try:
             return self.make_in(self.folder, shard, progress)
         except (ReadWriteError, CannotWrite):
-            manifest = finished_manifest(self.folder, self.plan.plan_id, shard.shard_id)
-            if manifest is None:
+            if (made := finished_manifest(self.folder, self.plan.plan_id, shard.shard_id)) is None:
                 raise
-            return manifest
+            return made
 
     def make_in(self, folder: Path, shard: PlannedShard, progress: Progressed = lambda *_: None) -> Manifest:
         """Make a shard in a folder. It counts only if this is the plan's folder."""
@@ -179,13 +178,13 @@ class Worker:
                 progress(batch.documents.num_bytes, {"documents": num_documents, "tokens": num_tokens})
                 del batch  # its part of the tar may have 11 MB: free them before the next batch
             self._check_bad_fraction(writer, shard.shard_id)
-            slurm_names = [f"SLURM_{name}" for name in _SLURM_FACTS]
+            slurm = {f"SLURM_{name}": os.environ.get(f"SLURM_{name}") for name in _SLURM_NAMES}
             facts = RunFacts(
                 engine=f"{self.engine.name} {self.engine.version}",
                 shardprep=shardprep.__version__,
                 python=platform.python_version(),
                 host=os.environ.get("SLURMD_NODENAME") or os.uname().nodename,
-                slurm={name: os.environ[name] for name in slurm_names if name in os.environ},
+                slurm={name: value for name, value in slurm.items() if value is not None},
                 num_cpus=self.num_cpus,
                 began=round(began, 3),
                 wall_s=round(time.time() - began, 3),

@@ -1,11 +1,11 @@
 """``python -m preprocess COMMAND``, or ``--shard_id N`` alone, which makes one shard (``task``).
 
-A command imports what it needs when it runs: ``--help`` takes 0.1 s, and a worker never loads the planner.
+Each command imports what it needs when it runs: ``--help`` takes 0.1 s, and a worker never loads the planner.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # Ctrl-C while Python still imports waits until the command can stop cleanly
+if __name__ == "__main__":  # Ctrl-C during the imports waits until the command can stop cleanly
     import signal
 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -29,7 +29,7 @@ from shardprep.format.plan import PrepConfig
 
 _HUB_NAME = re.compile(r"(?:(?:hf|https?):/+(?:huggingface\.co/+)?datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")
 _HUB = (
-    "a data set of the hub is brought to disk first: hf download NAME --repo-type dataset --local-dir RAW; "
+    "download a data set of the hub first: hf download NAME --repo-type dataset --local-dir RAW; "
     "then plan --input_dir RAW --recursive"
 )
 
@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
         words = ["shard", *words]  # --shard_id N alone makes a shard
     code = PROGRAM.run(words)
-    # The script of a job keeps a record of the attempt, see shardprep/format/jobs.py. A task that succeeded
-    # removes it, as no file stays for a shard that is done.
+    # A job's script records each attempt in a file, see shardprep/format/jobs.py. A successful task removes
+    # it, so that done shards have none.
     if code == 0 and (record := os.environ.get("SHARDPREP_ATTEMPT")):
         with contextlib.suppress(OSError):
             os.unlink(record)  # noqa: PTH108 - one call of the file system
@@ -55,11 +55,11 @@ def task(args: argparse.Namespace) -> int:
         given = given_of(args, PrepConfig)
         folder = given.setdefault("output_dir", PrepConfig.output_dir)
         cpus = resources.allowed_cpus(offset=args.shard_id)
-        num_cpus = resources.bind_to(cpus)  # planning, too, may start threads
+        num_cpus = resources.bind_to(cpus)  # before planning, which may start threads
         may_plan = not (args.planned or args.check_inputs)
         is_missing = may_plan and not os.path.lexists(folder / PLAN_NAME)
-        # A task of a job array usually gets --output_dir alone. The planner, whose import takes 0.2 s, is
-        # needed only to compare other flags with the plan, or to make a plan that is missing.
+        # A task of a job array usually gets only --output_dir. The planner, whose import takes 0.2 s, is
+        # needed only to compare other flags with the plan, or to make a missing plan.
         if is_missing or args.check_inputs or given.keys() != {"output_dir"}:
             from preprocess.plan.planning import plan_of_task
 
@@ -82,7 +82,7 @@ def _shard_flags(parser: argparse.ArgumentParser) -> None:
     add("--shard_id", metavar="N", type=int, required=True, help="number of the shard, from 0")
     text = "fail with exit code 66 if --output_dir has no plan, instead of making one"
     add("--planned", action="store_true", help=text)
-    text = "first check that --input_dir holds the planned inputs of all shards"
+    text = "first check that --input_dir has the planned inputs of all shards"
     add("--check_inputs", action="store_true", help=text)
     add_flags_of(parser, PrepConfig)
     others = {item.name for item in dataclasses.fields(PrepConfig)}
@@ -90,7 +90,7 @@ def _shard_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_data_set(args: argparse.Namespace) -> int:
-    """Plan: freeze which bytes are which shard, and say what it will cost and what to type next."""
+    """Decide which input bytes become which shard, and print the cost and the next command."""
     resources.check_address_space()
     from lustre import Need, space_lines
     from preprocess.plan.planning import make_plan
@@ -98,9 +98,9 @@ def plan_data_set(args: argparse.Namespace) -> int:
     given = given_of(args, PrepConfig)
     config = PrepConfig(**given)
     if config.transform and (fields := sorted({"text_field", "text_template"} & given.keys())):
-        raise UsageError(found=f"--{fields[0]} --transform", expected="one of them: either gives the text")
+        raise UsageError(found=f"--{fields[0]} --transform", expected="one of them: each gives the text")
     if (name := _HUB_NAME.fullmatch(str(config.input_dir))) and not os.path.lexists(config.input_dir):
-        message = f"--input_dir {config.input_dir} is no folder; {_HUB.replace('NAME', name[1])}"
+        message = f"--input_dir {config.input_dir} is not a folder; {_HUB.replace('NAME', name[1])}"
         raise NotFound(message, path=config.input_dir, remedy="hf download")
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
     how = {"num_shards": args.num_shards, "shard_bytes": shard_bytes}
@@ -108,7 +108,7 @@ def plan_data_set(args: argparse.Namespace) -> int:
     need = Need(num_bytes=output_bytes, num_shards=plan.num_shards)
     print_lines(*lines, *space_lines(config.output_dir, need))
     if args.dry_run:
-        print_lines("nothing was written, because of --dry_run: leave it out to make this plan")
+        print_lines("nothing was written because of --dry_run: leave it out to write this plan")
         return 0
     from shutil import which
 
@@ -127,8 +127,8 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
     shards.add_argument("--dry_run", action="store_true", help="print what would be planned, write nothing")
     add = parser.add_argument_group("Lustre layout of a new output folder").add_argument
     text = (
-        "auto: change nothing, print it. none: do not look at it. N[,SIZE][,POOL]: one stripe up to 64 MiB "
-        "of a file, N from there on, such as 8,4M. Or options of lfs setstripe: '-c 8' (default: auto)"
+        "auto: print it, change nothing. none: ignore it. N[,SIZE][,POOL]: one stripe for the first 64 MiB "
+        "of a file, then N, such as 8,4M. Or options of lfs setstripe, such as '-c 8' (default: auto)"
     )
     add("--stripe", metavar="LAYOUT", default="auto", help=text)
     add_flags_of(parser, PrepConfig)
@@ -153,14 +153,14 @@ def run(args: argparse.Namespace) -> int:
     if not todo:
         return 0
     if not os.access(folder, os.W_OK | os.X_OK):
-        expected = "one that you can; its owner can make the shards"
+        expected = "write permission; its owner can make the shards"
         raise CannotWrite(path=folder, found="a folder that you cannot write to", expected=expected)
     cpus = resources.allowed_cpus(offset=todo[0])
     assert settings.memory_gb is not None
     num_proc = args.num_proc
     if num_proc is None:
         num_proc = resources.environment_number("DATASET_NUM_PROC")
-    if num_proc is None:  # one per CPU, as far as the memory goes
+    if num_proc is None:  # one per CPU, if there is enough memory
         fitting = int(settings.memory_gb * 2**30) // (resources.PROCESS_BYTES + (100 << 20))
         num_proc = max(1, min(len(cpus), fitting))
     if num_proc < 1:
@@ -185,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
     if failures:
         ids = id_ranges(failure.shard_id for failure in failures)
         again = f"shardprep run {quoted(folder)} --shards {ids}"
-        say(f"error: failed: {shards_text(ids)}; do what the lines above say, then: {again}")
+        say(f"error: failed: {shards_text(ids)}; fix the errors above, then run: {again}")
         return failures[0].exit_code
     return 0
 
@@ -206,7 +206,7 @@ def _making_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def blank(args: argparse.Namespace) -> int:
-    """Take over the shards that hold none of the documents, make the others, and verify."""
+    """Link or copy the shards without any of the documents, make the others again, and verify."""
     from preprocess.blank import check_places, take_over
     from preprocess.verify import verify
 
@@ -214,7 +214,7 @@ def blank(args: argparse.Namespace) -> int:
     where = resources.InputSettings(**given_of(args, resources.InputSettings))
     plan, touched, are_all_found = take_over(folder, new, args.ids, where)
     num_taken = plan.num_shards - len(touched)
-    say(f"{num_taken} of {counted(plan.num_shards, 'shard')} hold none of them: taken as they are")
+    say(f"{num_taken} of {counted(plan.num_shards, 'shard')} have none of them: linked or copied")
     if code := run(args):
         return code
     check_places(folder, new, touched)
@@ -223,30 +223,30 @@ def blank(args: argparse.Namespace) -> int:
 
 def _blank_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Make a data set without some documents, in which all others keep their places: only the shards that "
-        "hold one of them are made again, of the input. A training run goes on with it."
+        "Make a copy of a data set without some documents. All others keep their places, so a training run "
+        "can continue with it. Only shards with one of the documents are made again, from the input."
     )
     add = parser.add_argument
     add("data_dir", metavar="DATA", type=Path, help="folder of the data set, complete")
     text = "list of the documents: ids of --id_field, or sha256:HEX of texts, one per line"
     add("--ids", metavar="FILE", type=Path, required=True, help=text)
-    text = "folder of the new data set; one on the same file system shares the other shards' files"
+    text = "folder of the new data set; on the same file system it shares the files of unchanged shards"
     add("--output", "--output_dir", metavar="NEW", dest="output_dir", type=Path, required=True, help=text)
     _making_flags(parser)
     parser.set_defaults(shards=None, fast=True, deep=None)
 
 
-_PACKED = "documents are packed into rows by --record packed --seq_len 8192"
-_LOADER_CUTS = "documents are kept whole here; the loader cuts: get_llama3_dataloader(..., max_length=2048)"
-_NO_VALUE = "a flag that is on or off takes no value: type --NAME or --no-NAME"
+_PACKED = "to pack documents into rows, use --record packed --seq_len 8192"
+_LOADER_CUTS = "documents stay whole here; the loader cuts them: get_llama3_dataloader(..., max_length=2048)"
+_NO_VALUE = "a flag that is on or off takes no value: use --NAME or --no-NAME"
 _ELSEWHERE = (  # command, its module, which is imported when it is called, and a line of help
     ("verify", "verify", "check all shards and write index.json"),
     ("doctor", "doctor", "check machine, tokenizer and folders before the work"),
     ("peek", "peek", "print decoded samples and where they came from"),
     ("export", "export", "write the token ids as Megatron, nanoGPT or Hugging Face files"),
-    ("overlap", "overlap", "find the documents that hold text of an evaluation"),
-    ("duplicates", "overlap", "find equal documents, and list those that go"),
-    ("clean", "verify", "remove what dead attempts left, and the logs of a verified data set"),
+    ("overlap", "overlap", "find the documents that contain text of an evaluation"),
+    ("duplicates", "overlap", "find equal documents, and list those to remove"),
+    ("clean", "verify", "remove files of dead attempts, and the logs of a verified data set"),
     ("train_tokenizer", "train_tokenizer", "train a byte-level BPE like Llama 3's"),
 )
 
@@ -268,7 +268,7 @@ PROGRAM = Program(
             "decide which input bytes belong to which shard, and write plan.json", _plan_flags, plan_data_set
         ),
         "run": Command("make the missing shards on this machine", _run_flags, run),
-        "blank": Command("make the data set anew with some documents blanked", _blank_flags, blank),
+        "blank": Command("make a copy of a data set without some documents", _blank_flags, blank),
         **{
             name: Command(summary, f"preprocess.{module}:{name}_flags", f"preprocess.{module}:{name}")
             for name, module, summary in _ELSEWHERE

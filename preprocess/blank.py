@@ -1,8 +1,8 @@
-"""``blank``: a data set without some documents, in which everything else keeps its place.
+"""``blank``: make a copy of a data set without some documents, in which all others keep their places.
 
-Only the shards that hold one of them are made again, of the input, as their plan says: where a blanked
-document's ids stood stand as many BLANKs, and its text, id and digest are gone. The other shards are second
-names of the same files, or copies. The new data set has the plan's id, so a training run goes on with it.
+Only the shards with one of these documents are made again, from the input, by the same plan. Each token id of
+a blanked document becomes BLANK; its text, id and digest are removed. Other shards are hard links or copies.
+The new data set has the same plan id, so a training run can continue with it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from shardprep.format.manifest import done_manifest, done_manifests, read_manife
 from shardprep.format.names import EXCLUDED_NAME, TOKENIZER_DIR, id_ranges, ids_of_ranges, manifest_path
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan, publish_plan, read_plan
 
-_MOST_TOLD = 20  # names that were not found
+_MAX_PRINTED = 20  # names that were not found
 
 
 def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> tuple[Plan, list[int], bool]:
-    """Begin the new data set: find the documents, publish its plan, and take over the untouched shards.
+    """Find the documents, publish the plan of the new data set, and link or copy the untouched shards.
 
-    Returns its plan, the shards that are to be made again, and whether each document that the list names was
-    found. Raises NotFound where none was, Refused where the new folder was begun otherwise, and what reading
-    and writing raise.
+    Returns the plan, the shards to make again, and whether all names of the list were found. Raises NotFound
+    if none was, Refused if the new folder was made for another list or data set, and the errors of reading
+    and writing.
     """
     plan = need_plan(folder)
-    check_tokenizer_files(folder, plan.tokenizer_files)  # which are copied
+    check_tokenizer_files(folder, plan.tokenizer_files)
     for _ in done_manifests(folder, plan.plan_id, range(plan.num_shards)):
-        pass
+        pass  # it raises for a shard that is not done
     names = documents.read_names(ids_file, id_field=plan.options.id_field)
     found = np.zeros(len(names.keys), np.bool_)
     reader = DocumentReader.of_plan(folder, plan.options, where.transform)
@@ -45,24 +45,24 @@ def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> 
     moved = plan.at(where.input_dir)
     for number in with_progress("looking for documents", range(plan.num_shards)):
         shard, manifest = moved.shard(number), read_manifest(folder, number)
-        parts = [np.empty((0, 2), np.int64)]  # of documents: number of the input, and where one begins in it
+        parts = [np.empty((0, 2), np.int64)]  # input number and offset of the documents that were found
         if "id" in names.kinds:
             kept = list(documents.kept_ids(folder, number))
             places = np.array([place for *place, _ in kept], np.int64).reshape(-1, 2)
-            of = names.find(documents.keys_of_ids(name for *_, name in kept))
-            parts.append(places[of >= 0])
-            found[of[of >= 0]] = True
-        # The input is read only where it may have what is named by its text or its place.
+            matches = names.find(documents.keys_of_ids(name for *_, name in kept))
+            parts.append(places[matches >= 0])
+            found[matches[matches >= 0]] = True
+        # Read the input only if it may have a document that is named by its text or its place.
         if names.may_be_in(folder, shard, manifest.digests):
             for batch in reader.of_shard(shard):
                 ids = batch.columns.get("id")
-                of = names.of_documents(batch.input_path, batch.offsets, ids, batch.digests)
-                found[of[of >= 0]] = True
-                offsets = batch.offsets[(of >= 0).any(axis=0)]
+                matches = names.of_documents(batch.input_path, batch.offsets, ids, batch.digests)
+                found[matches[matches >= 0]] = True
+                offsets = batch.offsets[(matches >= 0).any(axis=0)]
                 parts.append(np.stack([np.full_like(offsets, batch.input_number), offsets], axis=1))
-        if not sum(map(len, parts)):
+        if not any(map(len, parts)):
             continue
-        if manifest.made_from is not None:  # with what was blanked before
+        if manifest.made_from is not None:  # add what was blanked before
             before = documents.read_blanked(folder, plan.plan_id, number)
             parts.append(np.array([before.inputs, before.offsets]).T)
         inputs, offsets = np.unique(np.concatenate(parts), axis=0).T.tolist()
@@ -76,16 +76,17 @@ def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> 
     touched = sorted(blanked_in)
     if missing := int((~found).sum()):
         lines = documents.lines_of(ids_file, names, ~found, id_field=plan.options.id_field)
-        print_lines(*(f"not found: {line}" for line in itertools.islice(lines, _MOST_TOLD)))
+        print_lines(*(f"not found: {line}" for line in itertools.islice(lines, _MAX_PRINTED)))
         say(f"{missing} of {counted(len(found), 'name')} in {ids_file} were not found")
     if not touched:
-        expected = f"some of {folder}; nothing was made"
-        raise NotFound(path=ids_file, found="names of no document", expected=expected)
-    for number in ids_of_ranges(plan.options.blanked) if plan.options.blanked else ():
-        blanked_in.setdefault(number, documents.read_blanked(folder, plan.plan_id, number))
+        expected = f"names of documents in {folder}; nothing was made"
+        raise NotFound(path=ids_file, found="no document has one of these names", expected=expected)
+    if plan.options.blanked:
+        for number in ids_of_ranges(plan.options.blanked):
+            blanked_in.setdefault(number, documents.read_blanked(folder, plan.plan_id, number))
     blanked = id_ranges(blanked_in)
     planned = dataclasses.replace(plan, options=dataclasses.replace(plan.options, blanked=blanked))
-    # What the shards are made by is written, the plan last, unless an earlier attempt wrote the same.
+    # Write what a worker needs, the plan last. If an earlier attempt wrote it, it must be the same.
     if (begun := read_plan(new)) is None:
         make_folder(new, parents=True)
         for each in blanked_in.values():
@@ -96,9 +97,9 @@ def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> 
     elif (begun.plan_id, begun.options) != (planned.plan_id, planned.options) or any(
         documents.read_blanked(new, plan.plan_id, number) != each for number, each in blanked_in.items()
     ):
-        found_there = f"a data set that was not begun by blanking these documents of {folder}"
-        expected = "a new folder, as blanking goes on only with the list that it began with"
-        raise Refused(path=new, found=found_there, expected=expected)
+        other = f"a data set that was not started by blanking these documents of {folder}"
+        expected = "a new folder, as blanking continues only with the list it started with"
+        raise Refused(path=new, found=other, expected=expected)
     untouched = sorted({*range(plan.num_shards)} - {*touched})
     for number in with_progress("taking over", untouched):
         if done_manifest(new, number, plan.plan_id) is None:
@@ -108,7 +109,7 @@ def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> 
 
 
 def _take(folder: Path, new: Path, paths: Iterable[Path]) -> None:
-    """Give files of a data set a second name in another one, or copy them, one after another."""
+    """Make hard links or copies of files in another data set, in order."""
     for path in paths:
         target = new / path.relative_to(folder)
         make_folder(target.parent)
@@ -117,11 +118,11 @@ def _take(folder: Path, new: Path, paths: Iterable[Path]) -> None:
 
 
 def check_places(folder: Path, new: Path, shard_ids: Iterable[int]) -> None:
-    """Refuse shards that were made again and hold less or more than before, so that something moved."""
+    """Raise Refused if a shard that was made again has other counts than before, so documents moved."""
     for number in shard_ids:
         before, now = read_manifest(folder, number).counts, read_manifest(new, number).counts
         if before != now:
             names = [name for name, value in vars(now).items() if getattr(before, name) != value]
-            found = f"shard {number:05d}, made again, with other {', '.join(names)} than in {folder}"
-            expected = "the same: bring back input and libraries, remove this folder, and run this again"
+            found = f"shard {number:05d}, made again, has another {', another '.join(names)} than in {folder}"
+            expected = "the same: restore input and libraries, remove this folder, and run this again"
             raise Refused(path=new, found=found, expected=expected)

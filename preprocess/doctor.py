@@ -1,6 +1,6 @@
-"""``shardprep doctor``: look at machine, variables and tokenizer before the work; say what to do.
+"""``shardprep doctor``: check machine, environment and tokenizer before the work, and say what to do.
 
-A line per check: good, warning or bad. The tokenizer of a planned folder is loaded as its tasks will load it.
+Each check prints good, warning or bad. The tokenizer of a planned folder is loaded as its tasks load it.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ print(f"torch {torch.__version__}: {', '.join(gpus) or 'no GPU'}{bf16}")
 class Finding(NamedTuple):
     topic: str
     text: str
-    todo: str = ""  # nothing where all is good
-    exit_code: int = 0  # of what is bad
+    todo: str = ""  # empty if all is good
+    exit_code: int = 0  # not 0 if it is bad
 
     @property
     def level(self) -> str:
         return "bad" if self.exit_code else "warning" if self.todo else "good"
 
 
-def _of_machine(num_cpus: int) -> Iterator[Finding]:
+def _check_machine(num_cpus: int) -> Iterator[Finding]:
     """Compare what this process may use with what Slurm was asked for and what a worker needs."""
-    quotas = []  # CPUs' worth of time that the cgroups allow
+    quotas = []  # of the cgroups, in CPUs
     for path in resources.cgroup_files("cpu", "cpu.max", "cpu.cfs_quota_us"):
-        with suppress(OSError, ValueError, IndexError):  # "max" is no limit
+        with suppress(OSError, ValueError, IndexError):  # "max" means no limit
             words = path.read_text(encoding="ascii").split()
             if path.name == "cpu.cfs_quota_us":
                 words.append((path.parent / "cpu.cfs_period_us").read_text(encoding="ascii").strip())
@@ -63,16 +63,16 @@ def _of_machine(num_cpus: int) -> Iterator[Finding]:
     quota, asked = min(quotas, default=num_cpus), os.environ.get("SLURM_CPUS_PER_TASK", "")
     text, todo = f"{num_cpus} of the machine's {os.cpu_count()} CPUs may be used", ""
     if quota < num_cpus:
-        text += f", but the cgroup gives the time of {quota:.3g}: more processes only wait"
+        text += f", but the cgroup allows the time of {quota:.3g}: more processes would only wait"
         todo = f"run --num_proc {max(1, int(quota))}, or ask for more CPU time"
     elif asked.isdigit() and int(asked) > num_cpus:
         text += f": fewer than Slurm was asked for ({asked})"
-        todo = f"srun --cpus-per-task={asked}: srun does not take it over from sbatch"
+        todo = f"srun --cpus-per-task={asked}: srun does not inherit it from sbatch"
     yield Finding("cpus", text, todo)
     num_bytes, whose = min((number, name) for name, number in resources.memory_limits().items())
     text, todo = f"{short_bytes(num_bytes)}, by {whose}", ""
     if num_bytes < resources.LEAST_WORKER_BYTES:
-        text += f"; a worker needs about {short_bytes(resources.LEAST_WORKER_BYTES)}, and may be killed"
+        text += f"; a worker needs about {short_bytes(resources.LEAST_WORKER_BYTES)} and may be killed"
         todo = "ask for more memory: --mem of sbatch or srun"
     yield Finding("memory", text, todo)
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM")
@@ -83,19 +83,19 @@ def _of_machine(num_cpus: int) -> Iterator[Finding]:
     yield Finding("threads", f"{text}; tasks set their own, for training see --export", todo)
 
 
-def _of_versions() -> Iterator[Finding]:
-    """Tell the versions that are installed. What a task needs must be there. On a GPU torch is asked, too."""
+def _check_versions() -> Iterator[Finding]:
+    """Report the installed versions, and if there is a GPU, whether torch can use it."""
     found: dict[str, str] = {}
     for name in (*_NEEDED, "torch", "webdataset"):
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     if missing := ", ".join(name for name in _NEEDED if name not in found):
         todo = "install shardprep for this Python: pip install ."
-        yield Finding("versions", f"{missing} cannot be found", todo, UsageError.exit_code)
+        yield Finding("versions", f"{missing} not found", todo, UsageError.exit_code)
     there = ", ".join(f"{name} {number}" for name, number in found.items())
     yield Finding("versions", f"shardprep {__version__}, Python {platform.python_version()}, {there}")
     if "torch" in found and Path("/dev/nvidiactl").exists():
-        # In a process of its own, which a broken installation may end.
+        # In a child process, which a broken installation may crash.
         command = [sys.executable, "-W", "ignore", "-c", _ASK_TORCH]
         why, todo = f"no answer within {_TORCH_LIMIT_S:.0f} s", "look at nvidia-smi"
         with suppress(subprocess.TimeoutExpired):
@@ -108,8 +108,8 @@ def _of_versions() -> Iterator[Finding]:
         yield Finding("torch", f"torch cannot be used: {why}", todo, UsageError.exit_code)
 
 
-def _of_tokenizer(model_id: str | None, folder: Path | None, num_cpus: int) -> Iterator[Finding]:
-    """Load a tokenizer as planning does or, of a planned folder, as its tasks do. Raises ShardprepError."""
+def _check_tokenizer(model_id: str | None, folder: Path | None, num_cpus: int) -> Iterator[Finding]:
+    """Load a tokenizer as planning does, or that of a planned folder as tasks do. Raises ShardprepError."""
     if folder is not None:
         plan = need_plan(folder)
         settings = resources.WorkerSettings()
@@ -118,7 +118,7 @@ def _of_tokenizer(model_id: str | None, folder: Path | None, num_cpus: int) -> I
         name, ends = engine.name, document_ends_line(plan, engine, folder / TOKENIZER_DIR)
     elif model_id is not None:
         said: list[str] = []
-        with scratch_folder() as scratch:  # texts that tell engines apart
+        with scratch_folder() as scratch:  # plan the texts of the probe
             text = "\n".join(" ".join(text.splitlines()) for text in PROBE)
             (scratch / "probe.txt").write_text(text, encoding="utf-8")
             config = PrepConfig(input_dir=scratch, model_id=model_id)
@@ -131,26 +131,26 @@ def _of_tokenizer(model_id: str | None, folder: Path | None, num_cpus: int) -> I
     text = f"{spec.model_id}: {spec.vocab_size} ids, BOS {spec.bos_token_id}, EOS {spec.eos_token_id}, "
     text += f"PAD {spec.pad_token_id}; encoded by {name}; {ends}"
     is_shared = spec.pad_token_id is not None and spec.pad_token_id == spec.eos_token_id
-    todo = "give it a pad token of its own: other collators than this project's lose the labels of EOS"
+    todo = "give it a pad token of its own: collators other than this project's mask the labels of EOS"
     yield Finding("tokenizer", text.removesuffix("; "), todo if is_shared else "")
 
 
 def doctor_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Look at this machine, its variables and a tokenizer before the work begins. In a job: srun "
-        "shardprep doctor. Exit code: 0 all good, 1 warnings, else that of the first error."
+        "Check this machine, its environment and a tokenizer before the work. In a job: srun shardprep "
+        "doctor. Exit code: 0 if all is good, 1 after warnings, else that of the first error."
     )
-    text = "folder of a planned data set, whose tokenizer is looked at (default: none)"
+    text = "folder of a planned data set, whose tokenizer is checked (default: none)"
     parser.add_argument("--output_dir", type=Path, help=text)
     text = "folder of a tokenizer, or its name on the hub (default: none)"
     parser.add_argument("--model_id", help=text)
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="print the findings for programs")
-    how.add_argument("--export", action="store_true", help="print only variables, as lines to source")
+    how.add_argument("--json", action="store_true", help="print the findings as JSON")
+    how.add_argument("--export", action="store_true", help="print only variables, as lines for source")
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Print the findings. Return 0 where all is good, 1 for warnings, else the code of the first bad one."""
+    """Print the findings. Return 0 if all is good, 1 after warnings, else the code of the first bad one."""
     num_cpus = len(resources.allowed_cpus(offset=0))
     if args.export:
         ranks = os.environ.get("SLURM_NTASKS_PER_NODE") or os.environ.get("LOCAL_WORLD_SIZE") or "1"
@@ -163,13 +163,13 @@ def doctor(args: argparse.Namespace) -> int:
             f"export DATASET_NUM_PROC={num_cpus}  # processes of `shardprep run`",
         )
         return 0
-    # Versions first, since a GPU is asked about while nothing large is loaded here.
-    findings = [*_of_versions(), *_of_machine(num_cpus)]
+    # Versions first, so that torch is tried before anything large is loaded here.
+    findings = [*_check_versions(), *_check_machine(num_cpus)]
     topic = "memory"
     try:
         resources.check_address_space()
         topic = "tokenizer"
-        findings += _of_tokenizer(args.model_id, args.output_dir, num_cpus)
+        findings += _check_tokenizer(args.model_id, args.output_dir, num_cpus)
     except ShardprepError as error:
         findings.append(Finding(topic, str(error), exit_code=error.exit_code))
     levels = Counter(finding.level for finding in findings)

@@ -1,7 +1,7 @@
-"""``export``: the token ids in the layouts of Megatron, nanoGPT and Hugging Face datasets.
+"""``export``: write the token ids in the layouts of Megatron, nanoGPT and Hugging Face datasets.
 
-The files of a shard appear whole or not at all, so that an export that was stopped goes on with the shards
-that are missing; ``finish`` writes what names them all.
+The files of a shard appear whole or not at all, so a stopped export can be continued. ``finish`` writes the
+files that list all shards.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _SETTINGS = "export.json"
 
 
 class ExportedShard(NamedTuple):
-    """What is exported of a shard."""
+    """The exported ids of a shard."""
 
     documents: Numbers  # int64[documents]: tokens of each document
-    rows: Numbers  # int64[rows]: tokens of each stored row; where there are none, of each document
-    pieces: Iterator[Ids]  # uint32[tokens] arrays: all ids in order, some at a time
+    rows: Numbers  # int64[rows]: tokens of each packed row, or of each document if there are no rows
+    pieces: Iterator[Ids]  # all ids in order, as arrays uint32[tokens]
 
 
 class ExportLayout:
-    """What another tool reads. A shard becomes files that appear whole; the last one says that it is done."""
+    """The files that another tool reads. A shard is done once the last one of its files exists."""
 
-    last_name = ""  # of that file, given ``number`` of the shard and ``num_shards``
-    two_bytes_below, wide = 1 << 16, "<i4"  # vocabulary of which ids are uint16; else their type
+    last_name = ""  # of that file, with ``number`` of the shard and ``num_shards``
+    two_bytes_below, wide = 1 << 16, "<i4"  # ids of a smaller vocabulary are uint16, others of this type
 
     def __init__(self, folder: Path, vocab_size: int, num_tokens: list[int]) -> None:
-        """``num_tokens``: of each shard, EOS included."""
+        """``num_tokens`` are the tokens of each shard, added EOS included."""
         self.folder, self.num_tokens, num_shards = folder, num_tokens, len(num_tokens)
         self.dtype = np.dtype("<u2" if vocab_size < self.two_bytes_below else self.wide)
         names = (self.last_name.format(number=number, num_shards=num_shards) for number in range(num_shards))
@@ -54,7 +54,7 @@ class ExportLayout:
         return files.size_of_file(self.last_files[shard_id]) is not None
 
     def contents(self, path: Path, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
-        """Yield the path of each file of a shard, and its bytes in pieces. ``path``: of the last one."""
+        """Yield the path of each file of a shard, and its bytes in pieces. ``path`` is the last one's."""
         yield path, (ids.astype(self.dtype).tobytes() for ids in samples.pieces)
 
     def write(self, shard_id: int, samples: ExportedShard) -> None:
@@ -71,7 +71,7 @@ class ExportLayout:
         files.sync_folder(self.folder)
 
     def finish(self) -> str:
-        """Write what names all shards, and return how the tool opens them."""
+        """Write the files that list all shards, and return how the tool opens them."""
         raise NotImplementedError
 
 
@@ -104,7 +104,7 @@ class Megatron(ExportLayout):
 class NanoGpt(ExportLayout):
     """One flat train.bin of uint16 or uint32, which nanoGPT maps with np.memmap.
 
-    The ids of each shard lie in a file of their own until all are there: in the end they take twice the room.
+    Each shard is in a file of its own until all are done, so at the end the ids take twice the space.
     """
 
     last_name, two_bytes_below, wide = "shard-{number:05d}.bin.partial", (1 << 16) + 1, "<u4"
@@ -124,7 +124,7 @@ class NanoGpt(ExportLayout):
             files.sync_folder(self.folder)
         found, expected = files.size_of_file(target), sum(self.num_tokens) * self.dtype.itemsize
         if found != expected:
-            again = f"{expected}; remove the file and run this again"
+            again = f"{expected}; remove this file and run the export again"
             raise ReadWriteError(path=target, found=f"{found} bytes", expected=again)
         for path in self.last_files:
             with contextlib.suppress(OSError):
@@ -152,7 +152,7 @@ class HuggingFace(ExportLayout):
         yield schema.serialize().to_pybytes()
         ends = np.concatenate([[0], np.cumsum(samples.rows)])
         first = 0
-        for ids in samples.pieces:  # whole rows
+        for ids in samples.pieces:  # of whole rows
             stop = int(np.searchsorted(ends, ends[first] + len(ids), side="right"))
             offsets = (ends[first:stop] - ends[first]).astype(np.int32)
             lists = pa.ListArray.from_arrays(pa.array(offsets), pa.array(ids.astype(np.int32)))
@@ -177,8 +177,8 @@ LAYOUTS: dict[str, type[ExportLayout]] = {"megatron": Megatron, "nanogpt": NanoG
 
 def export_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Write the token ids of a data set in the layout of another tool. Run it again after it was stopped: "
-        "it goes on with the shards that are missing."
+        "Write the token ids of a data set in the layout of another tool. If it was stopped, run it again to "
+        "continue with the missing shards."
     )
     add = parser.add_argument
     add("data_dir", metavar="DATA", type=Path, help="folder of the data set, complete")
@@ -186,29 +186,28 @@ def export_flags(parser: argparse.ArgumentParser) -> None:
     add("--output_dir", type=Path, required=True, help="folder of the export")
     text = "one side of a data set that was planned with --validation_fraction (default: all documents)"
     add("--split", choices=("train", "validation"), help=text)
-    text = "put EOS behind documents that lack it (default for megatron and nanogpt)"
+    text = "add EOS to documents that lack it (default for megatron and nanogpt)"
     add("--put_eos", action=argparse.BooleanOptionalAction, help=text)
 
 
 def export(args: argparse.Namespace) -> int:
-    """Write what is missing of an export. Raises Refused where the folder has another one."""
+    """Write the missing files of an export. Raises Refused if the folder has another export."""
     folder: Path = args.output_dir
     plan = need_plan(args.data_dir)
     eos = _checked_eos(args, plan)
-    parts: list[slice] = []  # of each shard: which of its samples are exported
+    parts: list[slice] = []  # the exported samples of each shard, and their tokens
     num_tokens: list[int] = []
     for manifest in done_manifests(args.data_dir, plan.plan_id, range(plan.num_shards)):
         counts, held = manifest.counts, manifest.counts.held_out
         num_train = counts.num_samples - held.num_samples
-        num_all = counts.num_tokens + (eos is not None) * counts.num_documents
-        num_held = held.num_tokens + (eos is not None) * held.num_documents
-        sides = {
-            "train": (slice(num_train), num_all - num_held),
-            "validation": (slice(num_train, None), num_held),
-        }
-        part, num_of_part = sides.get(args.split, (slice(None), num_all))
+        part, num_part, num_documents = slice(None), counts.num_tokens, counts.num_documents
+        if args.split == "validation":
+            part, num_part, num_documents = slice(num_train, None), held.num_tokens, held.num_documents
+        elif args.split == "train":
+            part = slice(num_train)
+            num_part, num_documents = num_part - held.num_tokens, num_documents - held.num_documents
         parts.append(part)
-        num_tokens.append(num_of_part)
+        num_tokens.append(num_part if eos is None else num_part + num_documents)
     layout = LAYOUTS[args.to](folder, plan.tokenizer.vocab_size, num_tokens)
     side = {"split": args.split} if args.split else {}
     _claim(folder, {"to": args.to, "plan_id": plan.plan_id, "put_eos": eos, **side})
@@ -222,14 +221,14 @@ def export(args: argparse.Namespace) -> int:
                 pieces = _with_eos(samples.pieces(), stored, eos)
                 layout.write(shard_id, ExportedShard(documents, rows, pieces))
             except (CannotWrite, ReadWriteError):
-                # An equal export at the same time, that was faster, has removed this one's temporaries.
+                # An equal export that was faster may have removed this one's temporary files.
                 if not layout.is_done(shard_id):
                     raise
     try:
         opened_by = layout.finish()
-    except (CannotWrite, ReadWriteError, FileNotFoundError):  # likewise; what it made is there now
+    except (CannotWrite, ReadWriteError, FileNotFoundError):  # for the same reason; its files exist now
         opened_by = layout.finish()
-    with contextlib.suppress(OSError, ReadWriteError):  # of attempts that died; a living one finds all done
+    with contextlib.suppress(OSError, ReadWriteError):  # of dead attempts; a running one finds all done
         for name in filter(files.TEMPORARY_NAME.fullmatch, files.names_in(folder)):
             files.remove_tree(folder / name)
     sums = f"{counted(plan.num_shards, 'shard')}, {counted(sum(num_tokens), 'token')}"
@@ -238,7 +237,7 @@ def export(args: argparse.Namespace) -> int:
 
 
 def _with_eos(pieces: Iterator[Ids], lengths: Numbers, eos: int | None) -> Iterator[Ids]:
-    """Yield ids with EOS behind each document, of which ``lengths`` has the tokens. None puts none."""
+    """Yield ids with EOS, if given, after each document. ``lengths`` are the tokens of the documents."""
     if eos is None:
         yield from pieces
         return
@@ -250,17 +249,17 @@ def _with_eos(pieces: Iterator[Ids], lengths: Numbers, eos: int | None) -> Itera
 
 
 def _checked_eos(args: argparse.Namespace, plan: Plan) -> int | None:
-    """Return the id to put behind each document, or None. Refuse what another tool would read otherwise."""
+    """Return the id to add to each document, or None. Raises UsageError, Refused for what tools misread."""
     if plan.options.is_chat:
-        expected = "texts: no other tool's layout keeps a loss mask, so users' words would be trained on"
+        expected = "texts: the layouts of other tools have no loss mask, so users' words would be trained on"
         raise UsageError(path=args.data_dir, found="conversations", expected=expected)
     if plan.options.blanked:
-        found = "blanked documents, and no other tool knows what stands in their places"
-        expected, remedy = "none: plan the input anew without them", "shardprep plan --exclude FILE"
+        found = "blanked documents, whose ids no other tool knows"
+        expected, remedy = "none: plan the input again without them", "shardprep plan --exclude FILE"
         raise Refused(path=args.data_dir, found=found, expected=expected, remedy=remedy)
     folder = args.output_dir.absolute()
     if args.to == "megatron" and any(map(str.isspace, str(folder))):
-        expected = "a folder without it, as Megatron cuts the lists of its data sets there"
+        expected = "a path without it, as Megatron splits its list of data sets there"
         raise UsageError(path=folder, found="white space", expected=expected)
     if args.split and not plan.options.validation_fraction:
         remedy = "--validation_fraction"
@@ -268,30 +267,30 @@ def _checked_eos(args: argparse.Namespace, plan: Plan) -> int | None:
         raise UsageError(path=args.data_dir, found="--split", expected=expected, remedy=remedy)
     if plan.spec.has_rows and args.put_eos and not plan.options.append_eos:
         raise UsageError("--put_eos is for documents; these rows were packed with --no-append_eos")
-    # In a stream EOS alone tells documents apart.
+    # In a stream only EOS separates documents.
     is_wanted = args.to in ("megatron", "nanogpt") if args.put_eos is None else args.put_eos
     if not is_wanted or plan.options.append_eos or plan.spec.has_rows:
         return None
     if plan.tokenizer.eos_token_id is None:
-        raise UsageError("the tokenizer names no EOS to put behind documents; add --no-put_eos")
+        raise UsageError("the tokenizer has no EOS to add to documents; use --no-put_eos")
     return plan.tokenizer.eos_token_id
 
 
 def _claim(folder: Path, settings: dict[str, Any]) -> None:
-    """Say whose export the folder is, once. Raises Refused where it is another's."""
-    path, fresh = folder / _SETTINGS, "a fresh folder for --output_dir"
+    """Record the settings of the export in its folder. Raises Refused if the folder has another one."""
+    path, fresh = folder / _SETTINGS, "a new folder for --output_dir"
     files.make_folder(folder, parents=True)
     there = [name for name in files.names_in(folder) if not files.TEMPORARY_NAME.fullmatch(name)]
     if there and _SETTINGS not in there:
-        raise Refused(path=folder, found=f"{there[0]} and no {_SETTINGS}", expected=fresh)
+        raise Refused(path=folder, found=f"{there[0]} but no {_SETTINGS}", expected=fresh)
     if not there:
         try:
             with files.PublishedFile(path) as file:
                 file.write(json.dumps(settings).encode())
                 file.sync()
-                file.publish_first()  # of two exports at the same time the first one does
+                file.publish_first()  # of two exports at the same time one succeeds
         except CannotWrite:
-            # An equal export at the same time, that was faster, has removed this one's temporary file.
+            # An equal export that was faster may have removed this one's temporary file.
             if not path.exists():
                 raise
         files.sync_folder(folder)
@@ -299,4 +298,4 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
     with contextlib.suppress(ValueError, BrokenShard):
         found = load_json(files.read_regular(path, max_bytes=1 << 20))
     if found != settings:
-        raise Refused(path=folder, found=f"an export of {found!r:.200}", expected=f"{settings}; give {fresh}")
+        raise Refused(path=folder, found=f"an export of {found!r:.200}", expected=f"{settings}; use {fresh}")

@@ -1,19 +1,19 @@
-"""What must not be trained on: documents that hold text of an evaluation, and equal documents.
+"""Find documents not to train on: ``overlap`` finds text of an evaluation, ``duplicates`` equal documents.
 
-Both commands read the input, which tells texts as they were encoded, and where each document begins.
+Both commands read the input, since it has the texts as they were encoded, and the offsets of documents.
 
-``overlap``: a unit is a number: a token id, or the number of a word among those of the evaluation, 0 for any
-other word. So units are equal where their numbers are, and a hit is never a collision: hashes of n-grams only
-say where to look, and there all units are compared. Nearly all n-grams end at a table of bytes, 20 ns a unit.
-The hits of each shard become one file, which appears whole. Its name has a hash of what they depend on, so a
-second call makes what is missing. The call that finds the files of all shards merges them into the lists.
+``overlap`` compares units, which are numbers: token ids, or numbers of the evaluation's words, where any
+other word is 0. Hashes of n-grams only show where to look. There all units are compared, so a hit is never a
+hash collision. A table of booleans rejects nearly all n-grams, at 20 ns per unit. The hits of each shard are
+written to one file, atomically. Its name has a hash of all that they depend on, so a second call continues
+with the missing shards. The call that finds the files of all shards merges them into the lists.
 
-A word is what stands between white space, in lower case and the normal form NFKC, without punctuation,
-symbols and control characters. What is left empty is no word: "Don't  STOP !" has the words dont and stop.
+Words are separated by white space. They are in lower case and normal form NFKC, without punctuation, symbols
+and control characters, and empty ones do not count: "Don't  STOP !" has the words dont and stop.
 
-``duplicates``: of equal documents the first one stays, by the order of data sets, then of their inputs.
-Digests are compared in parts, by their first bits, so memory does not grow with the number of documents:
-1 GB, and 50 bytes for each group of equal ones. All digests are read once for each 8 million of them.
+``duplicates`` keeps the first of equal documents, by the order of data sets, then of their inputs. Digests
+are compared in parts, by their first bits, so memory does not grow with the number of documents: 1 GB, plus
+50 bytes per group of equal documents. All digests are read once for each 8 million of them.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from shardprep.format.documents import DocumentNames, blank_digests, name_of_pla
 from shardprep.format.manifest import done_manifests
 from shardprep.format.plan import Cut, Plan, PlanOptions, need_plan, ranges_between
 
-_BETWEEN = "\x1f"  # texts; to Python it is white space
+_SEPARATOR = "\x1f"  # between texts; Python counts it as white space
 _BASE = np.uint64(0x9FB21C651E98DF25)
-# Of an n-gram, places in an evaluation, and in a document, that are looked at. A text of more evaluation
-# documents is found in the first ones, and a text of one repeated word takes no time.
-_MOST_PLACES = 16
-_MOST_TEXT_CHARS = 2000  # of a hit
-_MOST_SHOWN = 50  # hits on the page
-# The options of plan that say how the files of an evaluation are read.
+# How many places of an n-gram are compared, in the evaluation and in a document. Text of more evaluation
+# documents is found in the first ones, and text that repeats one word takes no time.
+_MAX_PLACES = 16
+_MAX_TEXT_CHARS = 2000  # of a hit
+_MAX_SHOWN = 50  # hits on the page
+# Options of plan that say how to read the files of an evaluation.
 _READ_OPTIONS = ("recursive", "doc", "encoding", "text_field", "text_template")
-_PART_DOCUMENTS = 1 << 23  # whose digests are compared at once
+_PART_DOCUMENTS = 1 << 23  # digests that are compared at once
 _HALF = np.uint64(32)  # bits
 
 
@@ -69,8 +69,8 @@ class Rule(NamedTuple):
 
     unit: str  # words or tokens
     ngram: int
-    num_gaps: int = 0  # units behind the first n-gram of a shared run that may differ
-    min_share: float = 0.0  # of the evaluation document's units, that the document must hold
+    num_gaps: int = 0  # units after the first n-gram of a shared run that may differ
+    min_share: float = 0.0  # of the evaluation document's units, which the document must have
 
 
 RULES = {
@@ -84,7 +84,7 @@ RULES = {
 
 
 def _unblanked(plan: Plan, folder: Path, shard_id: int, reader: DocumentReader) -> Iterator[Documents]:
-    """Yield the documents of a shard's input that are not blanked. Raises what reading the input does."""
+    """Read the documents of a shard that are not blanked. Raises the errors of reading the input."""
     blanked = None
     if plan.options.blanked and shard_id in names.ids_of_ranges(plan.options.blanked):
         blanked = read_blanked(folder, plan.plan_id, shard_id)
@@ -100,31 +100,31 @@ def _unblanked(plan: Plan, folder: Path, shard_id: int, reader: DocumentReader) 
 
 def overlap_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Find the documents of a data set that hold text of an evaluation, and list them as 'plan --exclude' "
-        "and 'blank --ids' take it. Run it again after it was stopped: it goes on with what is missing. The "
-        "input is read: shards need not be made."
+        "Find the documents of a data set that contain text of an evaluation, and list them for 'plan "
+        "--exclude' and 'blank --ids'. If it was stopped, run it again to continue with the missing shards. "
+        "It reads the input, so shards need not be made."
     )
     add = parser.add_argument
     add("data_dir", metavar="DATA", type=Path, help="folder of the data set")
     text = "the evaluation: a file or folder of inputs as plan takes them, or a data set"
     add("--against", metavar="EVALS", type=Path, required=True, help=text)
     text = (
-        "what both must have. gpt3: 13 words in a row. palm: 8 tokens, and 70%% of the evaluation document "
-        "in all. llama: 10 tokens, and 4 behind them may differ (default: gpt3)"
+        "what both must share. gpt3: 13 words in a row. palm: 8 tokens in a row, and 70%% of the evaluation "
+        "document. llama: 10 tokens in a row, after which 4 may differ (default: gpt3)"
     )
     add("--rule", choices=tuple(RULES), default="gpt3", help=text)
     add("--ngram", metavar="N", type=int, help="words or tokens in a row (default: the rule's)")
-    add("--shards", metavar="IDS", help="look into these only, such as 0-9,12 (default: all)")
+    add("--shards", metavar="IDS", help="search only these, such as 0-9,12 (default: all)")
     text = "folder of the lists (default: DATA/overlap)"
     add("--output", "--output_dir", metavar="OUT", dest="output", type=Path, help=text)
     add_flags_of(parser, InputSettings, is_grouped=False)
     others = {item.name for item in dataclasses.fields(PlanOptions)} - {*_READ_OPTIONS}
-    group = parser.add_argument_group("how EVALS is read, as by plan")
+    group = parser.add_argument_group("how to read EVALS, as for plan")
     add_flags_of(group, PlanOptions, but=others, is_grouped=False)
 
 
 def overlap(args: argparse.Namespace) -> int:
-    """``overlap DATA --against EVALS``: make the files that are missing, and merge them if all are there."""
+    """Search the missing shards, and merge the hits once all shards are done. Return the exit code."""
     folder, where = args.data_dir, InputSettings(**given_of(args, InputSettings))
     plan = need_plan(folder).at(where.input_dir)
     chosen = names.chosen_shards(plan.num_shards, args.shards) or set(range(plan.num_shards))
@@ -138,8 +138,8 @@ def overlap(args: argparse.Namespace) -> int:
     paths = [out / f"{names.shard_name(number)}.{key}.jsonl" for number in range(plan.num_shards)]
 
     def missing() -> list[int]:
-        there = {*files.names_in(out)}
-        return [number for number, path in enumerate(paths) if path.name not in there]
+        existing = {*files.names_in(out)}
+        return [number for number, path in enumerate(paths) if path.name not in existing]
 
     todo = [number for number in missing() if number in chosen]
     if len(todo) < len(chosen):
@@ -155,7 +155,7 @@ def overlap(args: argparse.Namespace) -> int:
                 progress.add(documents.num_bytes)
             files.publish_bytes(paths[number], "".join(lines).encode("utf-8", "surrogatepass"))
     if left := names.id_ranges(missing()):
-        print_lines(f"not done yet: {shards_text(left)}; the call that does the last one writes the lists")
+        print_lines(f"not done yet: {shards_text(left)}; the call that finishes the last writes the lists")
     else:
         settings = {"evaluation": args.against, "plan_id": plan.plan_id, **rule._asdict()}
         _merge(out, paths, folder, settings)
@@ -165,14 +165,14 @@ def overlap(args: argparse.Namespace) -> int:
 def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, bytes]]:
     """Return FILE:BYTE and text of each document of an evaluation: a file, a folder or a data set.
 
-    ``options``: of plan, those that were given. Raises NotFound, UsageError, BadInput for no document.
+    ``options`` are the given options of plan. Raises NotFound, UsageError, or BadInput if it has no document.
     """
     if files.size_of_file(path) is None:
         raise NotFound(path=path, found="no such file or folder", expected="the documents of an evaluation")
     if files.size_of_file(path / names.PLAN_NAME) is not None:
         plan = need_plan(path)
         if options:
-            expected = "no such flag, as this is a data set, whose plan says how its input is read"
+            expected = "no such flag, as the plan of this data set says how to read its input"
             raise UsageError(path=path, found=f"--{min(options)}", expected=expected)
         reader = DocumentReader.of_plan(path, plan.options, None)
         shards = (_unblanked(plan, path, number, reader) for number in range(plan.num_shards))
@@ -194,12 +194,12 @@ def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, byt
         expected = "the documents of an evaluation; the field of their text is named by --text_field"
         raise BadInput(path=path, found=reasons, expected=expected)
     if bad:
-        say(f"warning: {bad.total():,} documents of the evaluation cannot be read ({reasons})")
+        say(f"warning: {counted(bad.total(), 'document')} of the evaluation left out ({reasons})")
     return evals
 
 
 class _Search:
-    """Finds hits, with 250 bytes a unit of the evaluation. Raises BadInput where that has no n-gram."""
+    """Finds hits. Takes 250 bytes per unit of the evaluation. Raises BadInput if that has no n-gram."""
 
     def __init__(self, folder: Path, plan: Plan, rule: Rule, evals: list[tuple[str, bytes]]) -> None:
         self._rule, self._eval_names = rule, [name for name, _ in evals]
@@ -212,25 +212,25 @@ class _Search:
         num_short, num_evals = int((lengths < rule.ngram).sum()), counted(len(lengths), "evaluation document")
         if num_short == len(lengths):
             found = f"at most {lengths.max()} {rule.unit} in {num_evals}"
-            raise BadInput(found=found, expected=f"{rule.ngram}, or a lesser --ngram", remedy="--ngram")
+            raise BadInput(found=found, expected=f"{rule.ngram}, or a smaller --ngram", remedy="--ngram")
         self._evals, self._eval_of = units, _document_of(units)
         hashes = self._hashes_of(units)
-        # An n-gram that goes on in the next document is none.
+        # N-grams do not continue in the next document.
         is_inside = self._eval_of[: len(hashes)] == self._eval_of[rule.ngram - 1 :]
-        self._places: dict[int, list[int]] = defaultdict(list)  # by hash, where an n-gram stands
+        self._places: dict[int, list[int]] = defaultdict(list)  # of n-grams, by hash
         for place in np.flatnonzero(is_inside).tolist():
             places = self._places[int(hashes[place])]
-            if len(places) < _MOST_PLACES:
+            if len(places) < _MAX_PLACES:
                 places.append(place)
         num_bits = max(16, (len(self._places) * 32).bit_length())  # one n-gram in 32 passes by chance
         self._shift = np.uint64(64 - num_bits)
         self._table = np.zeros(1 << num_bits, np.bool_)
         self._table[hashes[is_inside] >> self._shift] = True
-        short = f"{num_short} of fewer than {rule.ngram} {rule.unit} cannot be found"
+        short = f"{num_short:,} with fewer than {rule.ngram} {rule.unit} cannot be found"
         say(f"{num_evals}, {len(self._places):,} different n-grams; {short}")
 
     def _units_of(self, texts: Texts, *, may_add: bool = False) -> tuple[list[Any], TokenBatch]:
-        """Return the units of texts, themselves and as numbers. ``may_add``: give numbers to new words."""
+        """Return the units of texts, as they are and as numbers. ``may_add`` gives numbers to new words."""
         if self._rule.unit == "tokens":
             tokens = self._engine.encode(texts)
             return tokens.documents(), tokens
@@ -242,6 +242,7 @@ class _Search:
         return words, TokenBatch(ids=np.fromiter(numbers, np.uint32, int(offsets[-1])), offsets=offsets)
 
     def _hashes_of(self, units: TokenBatch) -> npt.NDArray[np.uint64]:
+        """Return the hash of the n-gram at each place."""
         count = max(0, len(units.ids) - self._rule.ngram + 1)
         numbers, hashes = units.ids.astype(np.uint64), np.zeros(count, np.uint64)
         for begin in range(self._rule.ngram):
@@ -250,7 +251,7 @@ class _Search:
         return hashes
 
     def _shared(self, units: TokenBatch) -> dict[tuple[int, int], set[int]]:
-        """Return, by document and evaluation document, place there less place here of n-grams of both."""
+        """Return the shifts (place there minus here) of shared n-grams by (document, evaluation document)."""
         hashes = self._hashes_of(units)
         places = np.flatnonzero(self._table[hashes >> self._shift])
         columns = places, _document_of(units)[places], hashes[places]
@@ -258,25 +259,25 @@ class _Search:
         times = Counter[tuple[int, int]]()
         for place, document, hashed in zip(*(column.tolist() for column in columns), strict=True):
             times[document, hashed] += 1
-            if times[document, hashed] <= _MOST_PLACES:
+            if times[document, hashed] <= _MAX_PLACES:
                 for eval_place in self._places.get(hashed, ()):
                     found[document, int(self._eval_of[eval_place])].add(eval_place - place)
         return found
 
     def hits_of(self, documents: Documents) -> Iterator[dict[str, Any]]:
-        """Yield the hits of a batch, as overlap.jsonl has them: pairs of documents that share an n-gram.
+        """Yield the hits of a batch, as in overlap.jsonl: pairs of documents that share an n-gram.
 
-        A shared run goes on behind its first n-gram over ``num_gaps`` units that differ, and ends with an
-        equal one. A pair with less than ``min_share`` of the evaluation document is left out.
+        A shared run may have ``num_gaps`` units that differ after its first n-gram, and ends with an equal
+        unit. Pairs with less than ``min_share`` of the evaluation document are left out.
         """
         rule, evals, (units_of, units) = self._rule, self._evals, self._units_of(documents.texts)
         for (number, eval_number), shifts in sorted(self._shared(units).items()):
             first, end = units.offsets[number : number + 2].tolist()
             eval_first, eval_end = evals.offsets[eval_number : eval_number + 2].tolist()
             is_held = np.zeros(eval_end - eval_first, np.bool_)
-            longest = (0, 0)  # units, and less where they begin: of equal ones the first counts
+            longest = (0, 0)  # length and negative begin of the longest run, the first of equally long ones
             for shift in shifts:
-                # All runs of this shift, also those with n-grams that were not looked at.
+                # Find all runs at this shift, also those with n-grams beyond _MAX_PLACES.
                 low, high = max(first, eval_first - shift), min(end, eval_end - shift)
                 is_equal = units.ids[low:high] == evals.ids[low + shift : high + shift]
                 edges = np.flatnonzero(np.diff(is_equal, prepend=False, append=False)).reshape(-1, 2)
@@ -302,7 +303,7 @@ class _Search:
                 "eval": self._eval_names[eval_number],
                 "share": round(float(is_held.mean()), 4),
                 "longest": num_units,
-                "text": text[:_MOST_TEXT_CHARS],
+                "text": text[:_MAX_TEXT_CHARS],
             }
 
 
@@ -312,15 +313,15 @@ def _document_of(units: TokenBatch) -> Numbers:
 
 
 def _words_of(texts: Iterable[str]) -> list[list[str]]:
-    """Return the words of each text. Takes 25 ns a character of English, 70 ns of Korean."""
-    # lower() is what NFKC and casefold() come to in ASCII, and takes a tenth of the time.
+    """Return the words of each text. Takes 25 ns per character of English, 70 ns of Korean."""
+    # For ASCII, lower() equals NFKC and casefold(), and takes a tenth of the time.
     normal = (
         text.lower() if text.isascii() else unicodedata.normalize("NFKC", text).casefold() for text in texts
     )
-    joined = _BETWEEN.join(text.replace(_BETWEEN, " ") for text in normal)
+    joined = _SEPARATOR.join(text.replace(_SEPARATOR, " ") for text in normal)
     chars = np.frombuffer(joined.encode("utf-32-le"), np.uint32)
     kept = chars[_is_kept()[chars]].tobytes().decode("utf-32-le")
-    return [text.split() for text in kept.split(_BETWEEN)]
+    return [text.split() for text in kept.split(_SEPARATOR)]
 
 
 @functools.lru_cache(maxsize=1)
@@ -331,7 +332,7 @@ def _is_kept() -> npt.NDArray[np.bool_]:
 
 
 def _merge(out: Path, paths: list[Path], data_dir: Path, settings: dict[str, Any]) -> None:
-    """Write the lists, of the files of all shards. Raises BrokenShard, ReadWriteError."""
+    """Merge the files of all shards into the lists and a page. Raises BrokenShard, ReadWriteError."""
     listed: dict[str, None] = {}  # in order, each once
     merged, names_path, last = out / "overlap.jsonl", out / "names.txt", ""
     evals, sources = Counter[str](), Counter[str]()
@@ -340,20 +341,21 @@ def _merge(out: Path, paths: list[Path], data_dir: Path, settings: dict[str, Any
             try:
                 for line in files.read_lines(path):
                     hit = json.loads(line)
-                    if hit["document"] != last:  # its hits follow each other
+                    if hit["document"] != last:  # its hits are consecutive
                         last = hit["document"]
                         sources[names.source_of_path(last)] += 1
                     evals[hit["eval"]] += 1
                     listed[f"sha256:{hit['sha256']}\n"] = None
                     file.write(line)
             except (ValueError, LookupError, TypeError):
-                raise BrokenShard(path=path, found="no hit", remedy=f"rm {quoted(path)}") from None
+                found, remedy = "a line that is not a hit", f"rm {quoted(path)}"
+                raise BrokenShard(path=path, found=found, remedy=remedy) from None
         file.sync()
         file.publish()
     files.publish_bytes(names_path, "".join(listed).encode())
     documents, of_evals = counted(sources.total(), "document"), counted(len(evals), "evaluation document")
-    found = f"{documents} hold text of {of_evals}: {counted(evals.total(), 'hit')}"
-    top = heapq.nlargest(_MOST_SHOWN, map(json.loads, files.read_lines(merged)), key=lambda hit: hit["share"])
+    found = f"{documents} with text of {of_evals}: {counted(evals.total(), 'hit')}"
+    top = heapq.nlargest(_MAX_SHOWN, map(json.loads, files.read_lines(merged)), key=lambda hit: hit["share"])
     columns = ("document", "eval", "share", "longest", "text")
     hits = [columns, *(tuple(str(hit[name])[:300] for name in columns) for hit in top)]
     page = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>Overlap with an evaluation</title>
@@ -362,20 +364,20 @@ td{{vertical-align:top;padding:.3em .6em;border-bottom:1px solid #ccc}}</style>
 <h1>Overlap with an evaluation</h1><p>{found}.
 <h2>Documents by source</h2>{_table(sources.most_common())}
 <h2>Largest overlaps</h2>{_table(hits)}
-<h2>Evaluation documents that are found most often</h2><p>What many documents hold may be a phrase that all
-use: look at the texts, and give a larger --ngram.{_table(evals.most_common(_MOST_SHOWN))}
+<h2>Evaluation documents that are found most often</h2><p>Text that is in many documents may be a common
+phrase: look at the texts, and try a larger --ngram.{_table(evals.most_common(_MAX_SHOWN))}
 <h2>Settings</h2>{_table(settings.items())}</html>
 """
     files.publish_bytes(out / "overlap.html", page.encode("utf-8", "surrogatepass"))
     print_lines(f"{found}; the lists and overlap.html are in {out}")
-    print_lines(*(f"  {source}: {count:,} documents" for source, count in sources.most_common()))
+    print_lines(*(f"  {source}: {counted(count, 'document')}" for source, count in sources.most_common()))
     if listed:
         blank = f"shardprep blank {quoted(data_dir)} --ids {quoted(names_path)} --output NEW"
-        print_lines(f"next: {blank}  # or plan anew: --exclude {quoted(names_path)}")
+        print_lines(f"next: {blank}  # or plan again with --exclude {quoted(names_path)}")
 
 
 def _table(rows: Iterable[Iterable[object]]) -> str:
-    """Return a table of HTML. Scripts in its texts do not run."""
+    """Return an HTML table with the cells escaped."""
     lines = ("<tr>" + "".join(f"<td>{escape(str(cell))}" for cell in row) + "\n" for row in rows)
     return f"<table>\n{''.join(lines)}</table>\n"
 
@@ -385,17 +387,16 @@ def _table(rows: Iterable[Iterable[object]]) -> str:
 
 def duplicates_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Find equal documents across the shards of one or several data sets, and write for each a list of "
-        "those that go, which 'plan --exclude' and 'blank --ids' take. The first one stays: by the order in "
-        "which the data sets are named, then of their inputs. Plans must keep digests. Of shards with copies "
-        "the input is read."
+        "Find equal documents in one or several data sets, and list those to remove from each data set, for "
+        "'plan --exclude' and 'blank --ids'. The first of equal documents is kept, by the order of the data "
+        "sets, then of their inputs. Plans must have --digests. Inputs of shards with duplicates are read."
     )
     add = parser.add_argument
     add("data_dirs", metavar="DATA", nargs="+", type=Path, help="folder of a data set, complete")
-    text = "list of what goes of the first data set; the second one's has .2 before the suffix, and so on"
+    text = "list for the first data set; the second one's has .2 before the suffix, and so on"
     add("--output", metavar="FILE", type=Path, required=True, help=text)
     add_flags_of(parser, InputSettings, is_grouped=False)
-    add("--json", action="store_true", help="print JSON for programs")
+    add("--json", action="store_true", help="print the totals as JSON")
 
 
 class _Shard(NamedTuple):
@@ -407,11 +408,11 @@ class _Shard(NamedTuple):
 
 
 def duplicates(args: argparse.Namespace) -> int:
-    """Find the documents that go, write the lists, and print the sums. Raises what reading and writing do."""
+    """Find the documents to remove, write the lists, and print the totals. Return the exit code."""
     plans, where = dict[str, Path](), InputSettings(**given_of(args, InputSettings))
     shards: list[_Shard] = []
     lists: dict[Path, files.PublishedFile] = {}  # by data set
-    going = Counter[tuple[Path, str]]()  # documents, by data set and source
+    removed = Counter[tuple[Path, str]]()  # documents, by data set and source
     with contextlib.ExitStack() as opened:
         for number, folder in enumerate(args.data_dirs, 1):
             plan = need_plan(folder)
@@ -419,19 +420,19 @@ def duplicates(args: argparse.Namespace) -> int:
                 same = f"{other} and {folder}, whose plan is the same"
                 raise UsageError(found=same, expected="each data set once")
             path = args.output if number == 1 else args.output.with_suffix(f".{number}{args.output.suffix}")
-            # Before the work, so that a folder that cannot be written to is told at once.
+            # Open the list now, so that an error of its folder comes before the work.
             lists[folder] = opened.enter_context(files.PublishedFile(path))
             reader = DocumentReader.of_plan(folder, plan.options, where.transform)
             for manifest in done_manifests(folder, plan.plan_id, range(plan.num_shards)):
                 if (stamp := manifest.digests) is None:
-                    expected = "a data set of plan --digests; plan anew with it, into a new folder"
+                    expected = "those of plan --digests; plan again with it, into a new folder"
                     raise UsageError(path=folder, found="no digests", expected=expected, remedy="--digests")
                 shards.append(_Shard(folder, plan.at(where.input_dir), reader, manifest.shard_id, stamp))
-        # Find the groups of equal documents, a part of the digests at a time.
+        # Find the groups of equal documents, one part of the digests at a time.
         num_all = sum(shard.stamp.num_bytes // names.DIGEST_BYTES for shard in shards)
         num_parts, blanks = 1 + num_all // _PART_DOCUMENTS, blank_digests(np.array([False, True]))
         keys, first_shards, num_documents, num_copies = [blanks[:0]], [np.zeros(0, np.int64)], 0, 0
-        has_copies = np.zeros(len(shards), np.bool_)  # by shard: documents that are not the first one
+        has_copies = np.zeros(len(shards), np.bool_)  # bool[shards]: whether it has documents to remove
         progress = Progress("comparing digests", num_parts * num_all, unit="documents")
         for part in range(num_parts):
             digests, counts = [], []
@@ -449,7 +450,7 @@ def duplicates(args: argparse.Namespace) -> int:
             keys.append(unique[count > 1])
             first_shards.append(shard_of[first[count > 1]])
             has_copies[np.delete(shard_of, first)] = True
-        # Parts ascend, and within them digests do.
+        # Digests ascend, across parts and within each.
         groups, first_shard = DocumentNames(keys=np.concatenate(keys)), np.concatenate(first_shards)
         for number in with_progress("writing the lists", np.flatnonzero(has_copies).tolist()):
             shard, kept = shards[number], set[int]()
@@ -463,28 +464,28 @@ def duplicates(args: argparse.Namespace) -> int:
                         continue
                     name = name_of_place(path, int(documents.offsets[document]))
                     lists[shard.folder].write(f"{name}\n".encode())
-                    going[shard.folder, names.source_of_path(path)] += 1
-        if going.total() != num_copies:
-            expected = f"{num_copies}: the input, the function and the libraries that made the data"
-            raise Refused(found=f"{going.total()} duplicates in the input", expected=expected)
+                    removed[shard.folder, names.source_of_path(path)] += 1
+        if removed.total() != num_copies:
+            expected = f"{num_copies} by the same input, --transform and libraries that made the data"
+            raise Refused(found=f"{removed.total()} duplicates in the input", expected=expected)
         for file in lists.values():
             file.sync()
             file.publish()
         files.sync_folder(args.output.parent)
-    told: list[dict[str, Any]] = []
+    data_sets: list[dict[str, Any]] = []
     for folder, file in lists.items():
-        sources = {source: count for (of, source), count in going.most_common() if of == folder}
-        told.append({"data_dir": str(folder), "list": str(file.path), "sources": sources})
+        sources = {source: count for (of, source), count in removed.most_common() if of == folder}
+        data_sets.append({"data_dir": str(folder), "list": str(file.path), "sources": sources})
     if args.json:
         sums = {"num_documents": num_documents, "num_groups": len(groups.keys), "num_duplicates": num_copies}
-        print_lines(json.dumps({**sums, "data_sets": told}))
+        print_lines(json.dumps({**sums, "data_sets": data_sets}))
         return 0
     total = counted(num_documents, "document")
-    print_lines(f"{num_copies:,} of {total} are copies of {len(groups.keys):,} others")
-    for each in told:
+    print_lines(f"{num_copies:,} of {total} are duplicates of {len(groups.keys):,} others")
+    for each in data_sets:
         count, folder, path = sum(each["sources"].values()), quoted(each["data_dir"]), quoted(each["list"])
-        print_lines(f"{folder}: {counted(count, 'document')}; list: {path}")
-        print_lines(*(f"  {source}: {of:,} documents" for source, of in each["sources"].items()))
+        print_lines(f"{folder}: {counted(count, 'document')} to remove; list: {path}")
+        print_lines(*(f"  {source}: {counted(num, 'document')}" for source, num in each["sources"].items()))
         if count:
             blank = f"shardprep blank {folder} --ids {path} --output NEW"
             print_lines(f"  next: shardprep plan --exclude {path} ...  # or: {blank}")

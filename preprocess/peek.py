@@ -1,7 +1,7 @@
-"""``shardprep peek``: samples of the shards, decoded, with their boundaries and where they came from.
+"""``shardprep peek``: print decoded samples of the shards, with document boundaries and origins.
 
-Ids are decoded by the data set's own tokenizer, piece by piece between the special tokens, which are shown by
-their names in brackets, as ⟦<|end_of_text|>⟧. Where not all tokens have labels, those that do stand in ⟪ ⟫.
+The data set's own tokenizer decodes the ids between special tokens, whose names are printed in brackets, as
+⟦<|end_of_text|>⟧. If only some tokens of a sample have labels, these tokens are printed in ⟪ ⟫.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Sample = tuple[int, int]  # shard, number in it
 
 
 def _decoder(folder: Path) -> Callable[[Ids, npt.NDArray[np.bool_]], str]:
-    """Return what makes text of ids, of which some have labels. Raises ReadWriteError without a tokenizer."""
+    """Return a function that decodes ids, given which have labels. Raises ReadWriteError, BrokenShard."""
     tokenizer = load_tokenizer(folder / names.TOKENIZER_DIR / names.TOKENIZER_FILE)
     added = tokenizer.get_added_tokens_decoder()
     name_of = {number: token.content for number, token in added.items() if token.special}
@@ -72,12 +72,12 @@ def peek_flags(parser: argparse.ArgumentParser) -> None:
     add("addresses", nargs="*", metavar="ADDRESS", help=text)
     add("--grep", help="only samples whose decoded text this regular expression finds (default: all)")
     add("--num", type=int, default=5, help="number of samples (default: 5)")
-    text = "characters to print of a document at most; 0: all (default: 400)"
+    text = "number of characters to print of each document; 0: all (default: 400)"
     add("--chars", type=int, default=400, help=text)
 
 
 def peek(args: argparse.Namespace) -> int:
-    """Print samples. Raises NotFound where none is there, UsageError."""
+    """Print samples. Raises NotFound if there are none, UsageError."""
     folder: Path = args.output_dir
     plan = need_plan(folder)
     for flag, value, least in (("--num", args.num, 1), ("--chars", args.chars, 0)):
@@ -88,7 +88,7 @@ def peek(args: argparse.Namespace) -> int:
     except re.error as error:
         found = f"--grep {args.grep!r} ({error})"
         raise UsageError(found=found, expected="a regular expression") from None
-    asked: dict[Sample, set[int]] = {}  # of each sample the documents that are asked for; none: all
+    asked: dict[Sample, set[int]] = {}  # the documents to print of each sample; an empty set means all
     for address in args.addresses:
         if args.grep:
             raise UsageError(found="--grep", expected="no such flag, as an address says which sample to show")
@@ -96,15 +96,14 @@ def peek(args: argparse.Namespace) -> int:
             asked.setdefault(sample, set()).update(() if document is None else (document,))
     samples: Iterable[Sample] = asked
     if not args.addresses:
-        nums = ((each, len(read_idx(folder, plan.spec, each))) for each in _made_shards(folder))
-        samples = ((each, number) for each, num_samples in nums for number in range(num_samples))
+        made = _made_shards(folder)
+        samples = ((each, n) for each in made for n in range(len(read_idx(folder, plan.spec, each))))
     text_of, num_shown = _decoder(folder), 0
     for shard_id, of_shard in itertools.groupby(samples, key=lambda sample: sample[0]):
         with ShardSamples(folder, plan.spec, shard_id) as shard:
             for _, number in of_shard:
                 ids, mask, begins = shard.ids(number), shard.loss_mask(number), shard.starts(number)
-                # Of a row, the end of one that began before it, if any, comes first. The tokenizer may drop
-                # a document wholly.
+                # A row may begin with the rest of a document. A document may have no tokens.
                 cuts = sorted({0, *begins.tolist(), len(ids)}) if len(ids) else [0, 0]
                 documents = [text_of(ids[a:b], mask[a:b]) for a, b in itertools.pairwise(cuts)]
                 if args.grep and not any(map(pattern.search, documents)):
@@ -118,13 +117,16 @@ def peek(args: argparse.Namespace) -> int:
                 if (num_shown == args.num and not args.addresses) or not output_is_read():
                     return 0
     if not num_shown and not args.addresses:
-        wanted = f"one with {args.grep!r}; give --grep another expression" if args.grep else "one"
+        wanted = f"one with {args.grep!r}; try another --grep" if args.grep else "one"
         raise NotFound(path=folder, found="no such sample", expected=wanted)
     return 0
 
 
 def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample, int | None]]:
-    """Yield the samples at an address, and the document if it names one; print why one was left out."""
+    """Yield the samples at an address, with the document if the address names one.
+
+    If the document was left out of its shard, print why, and yield nothing. Raises NotFound, UsageError.
+    """
     if in_shard := _IN_SHARD.fullmatch(address):
         shard_id, number = int(in_shard[1]), int(in_shard[2])
         if shard_id >= plan.num_shards:
@@ -132,7 +134,7 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
             raise UsageError(found=f"shard {shard_id} in {address}", expected=expected)
         if shard_id not in manifest_ids(folder):
             path, again = names.manifest_path(folder, shard_id), f"shardprep run {quoted(folder)}"
-            raise NotFound(path=path, found="missing: the shard is not made", remedy=again)
+            raise NotFound(path=path, found="missing: the shard is not made yet", remedy=again)
         if number >= (num_samples := len(read_idx(folder, plan.spec, shard_id))):
             raise NotFound(found=f"{address}, no sample", expected=f"samples 0 to {num_samples - 1}")
         yield (shard_id, number), int(in_shard[3]) if in_shard[3] else None
@@ -140,32 +142,32 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
     paths, made = [item.path for item in plan.inputs], _made_shards(folder)
     if address.startswith("id:") and address != "id:":
         if not plan.options.id_field:
-            found = "no ids of its documents, as its plan has no --id_field"
+            found = "no document ids, because its plan has no --id_field"
             raise UsageError(path=folder, found=found, expected="SHARD:SAMPLE or FILE:BYTE")
         wanted = address.removeprefix("id:")
         looked_at = with_progress("looking for an id", made)
         kept = (each for shard_id in looked_at for each in kept_ids(folder, shard_id))
         place = next(((number, byte) for number, byte, of in kept if of == wanted), (-1, 0))
         if not 0 <= place[0] < len(paths):
-            expected = "that of a document of a finished shard"
+            expected = "the id of a document in a finished shard"
             raise NotFound(path=folder, found=f"no id {wanted}", expected=expected)
         name = paths[place[0]]
     else:
         name, _, offset = address.rpartition(":")
         if not (name and offset.isdecimal() and len(offset) < 19):
             expected = f"{_KINDS}, such as 3:17"
-            raise UsageError(found=f"{address}, which is no address", expected=expected)
+            raise UsageError(found=f"{address}, which is not an address", expected=expected)
         if name not in paths:
             expected = f"a name such as {paths[0]}"
-            raise NotFound(found=f"{name}, which is no input of the plan", expected=expected)
+            raise NotFound(found=f"{name}, which is not an input of the plan", expected=expected)
         place = (paths.index(name), int(offset))
-        # Of other inputs a place counts decompressed bytes, or rows, and nobody has counted these.
+        # In other inputs a place is a decompressed byte or a row, whose number the plan does not have.
         num_bytes = plan.inputs[place[0]].num_bytes
         if names.input_kind(name).is_in_bytes and place[1] >= num_bytes:
             raise NotFound(path=name, found=place[1], expected=f"bytes 0 to {num_bytes - 1}")
     inputs_of = {number: [part.input_number for part in plan.shard(number).ranges] for number in made}
     shards = [number for number in made if place[0] in inputs_of[number]]
-    for shard_id in shards:  # perhaps it was left out
+    for shard_id in shards:  # it may have been left out
         with contextlib.suppress(*NOT_THERE, ShardprepError, ValueError, LookupError, TypeError):
             for entry in map(orjson.loads, read_lines(names.quarantine_path(folder, shard_id))):
                 if (entry["source"], entry["source_offset"]) == (name, place[1]):
@@ -173,7 +175,7 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
                     why = f"{entry['reason']}{size}: {entry['detail'][:_DETAIL_CHARS]}"
                     print_lines(f"{name}:{place[1]} was left out of shard {shard_id:05d} as {why}")
                     return
-    # A document is in the last shard in which one begins at the place or before.
+    # The document is in the last shard that has a document which begins at the place or before it.
     for shard_id in reversed(shards):
         records = read_idx(folder, plan.spec, shard_id)
         num_train = len(records) - read_manifest(folder, shard_id).counts.held_out.num_samples
@@ -194,7 +196,7 @@ def _made_shards(folder: Path) -> list[int]:
 def _print_sample(
     plan: Plan, samples: ShardSamples, number: int, documents: list[str], chars: int, only: set[int]
 ) -> None:
-    """Print a sample, of each document ``chars`` characters at most (0: all), ``only`` these (none: all)."""
+    """Print a sample: up to ``chars`` characters (0: all) of each document in ``only`` (empty: all)."""
     record, name = samples.records[number], "row" if plan.spec.has_rows else "document"
     begins_inside = len(documents) > len(samples.starts(number))
     num_tokens, num_trained = len(samples.ids(number)), int(samples.loss_mask(number).sum())

@@ -1,10 +1,10 @@
-"""``train_tokenizer``: a byte-level BPE like Llama 3's, from the inputs that ``plan`` takes.
+"""``train_tokenizer``: train a byte-level BPE like Llama 3's on the inputs that ``plan`` takes.
 
-All but its vocabulary is that of Llama 3.1, read off its tokenizer.json; a test compares the two. Of files
-beyond ``max_bytes`` in all a sample is taken, from places a few MiB apart.
+All but its vocabulary is as in Llama 3.1's tokenizer.json; a test compares the two. If the files have more
+than ``max_bytes`` in total, a sample is taken, from places a few MiB apart.
 
-Price, with tokenizers 0.23.3 on 2 cores and vocab_size 128,000: 20 MB of Korean reviews 0.76 GB and 14 s,
-16 MB of English paragraphs 0.16 GB and 3 s. Memory grows with the 0.77th power of the bytes.
+With tokenizers 0.23.3 on 2 cores and vocab_size 128,000, 20 MB of Korean reviews take 0.76 GB and 14 s, 16 MB
+of English paragraphs 0.16 GB and 3 s. Memory grows with the 0.77th power of the bytes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from shardprep.files import PublishedFolder, is_folder, make_folder, names_in, s
 from shardprep.format.names import place_text
 from shardprep.format.plan import PlanOptions
 
-PIECE_CHARS = 4096  # longer texts are cut: one word of a million letters would stall every merge
-_PLACE_BYTES = 1 << 20  # of text that is taken at each place
+PIECE_CHARS = 4096  # longer texts are cut: one word of a million letters would slow down every merge
+_PLACE_BYTES = 1 << 20  # of text taken at each place
 _MIN_NUM_PLACES = 256
-_MIN_MAX_BYTES = 1_000_000  # below it the samples would be shorter than lines
+_MIN_MAX_BYTES = 1_000_000  # with less, samples would be shorter than lines
 _PLAN_OPTIONS = ("recursive", "encoding", "text_field", "text_template")
 
-# Llama 3.1's special tokens, by position; the others are reserved ones. Read off its tokenizer.json.
+# Llama 3.1's special tokens by position, from its tokenizer.json. The others are reserved.
 _BOS, _EOS, _PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>"
 _ROLES = ("step_id", "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag", "image")
 _NAMED = {0: _BOS, 1: _EOS, 4: _PAD} | {5 + number: f"<|{name}|>" for number, name in enumerate(_ROLES)}
@@ -55,18 +55,18 @@ def train_tokenizer(args: argparse.Namespace) -> int:
     folder = args.output_dir.resolve()
     expected = "a new or empty folder, as a tokenizer is never overwritten; give --output_dir another one"
     if names := names_in(folder):
-        raise Refused(path=folder, found=f"a folder that holds {names[0]}", expected=expected)
+        raise Refused(path=folder, found=f"a folder that has {names[0]}", expected=expected)
     if size_of_file(folder) is not None and not is_folder(folder):
         raise CannotWrite(path=folder, found="a file", expected=expected)
     options = PlanOptions(**{name: value for name, value in vars(args).items() if name in _PLAN_OPTIONS})
     input_dir: Path = args.input_dir
     paths = find_inputs(input_dir, options).paths
     inputs = [item.file for item in stamp_inputs(input_dir, paths, options)]
-    num_texts = num_bytes = 0  # of the text that is taken
-    num_bad, first_bad = Counter[str](), ""  # documents left out, by reason
+    num_texts = num_bytes = 0  # of the training text
+    num_bad, first_bad = Counter[str](), ""  # documents left out by reason, and the place of the first
 
     def texts() -> Iterator[list[str]]:
-        """Yield lists of stripped texts, documents or pieces of long ones."""
+        """Yield lists of stripped texts: documents, or pieces of long documents."""
         nonlocal num_texts, num_bytes, first_bad
         progress = Progress("reading", min(sum(item.num_bytes for item in inputs), max_bytes))
         num_places = max(_MIN_NUM_PLACES, max_bytes // _PLACE_BYTES)
@@ -84,9 +84,9 @@ def train_tokenizer(args: argparse.Namespace) -> int:
             num_texts, num_bytes = num_texts + num_kept, ends[num_kept]
             yield pieces[:num_kept]
             progress.add(batch.num_bytes)
-        say("all text is read, its pairs are merged")
+        say("all text is read; merging pairs")
 
-    # Llama 3's pipeline, its vocabulary filled from the text.
+    # Llama 3's pipeline with an empty vocabulary.
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
     words = pre_tokenizers.Split(Regex(LLAMA3_REGEX), behavior="isolated", invert=False)
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=False)
@@ -102,25 +102,25 @@ def train_tokenizer(args: argparse.Namespace) -> int:
         try:
             tokenizer.train_from_iterator(texts(), trainer)
             trained.set_result(None)
-        except BaseException as error:  # raised again below
+        except BaseException as error:
             trained.set_exception(error)
 
     make_folder(folder.parent, parents=True)
     with PublishedFolder(folder) as unfinished:
-        # In a thread: tokenizers answers Ctrl-C only after its last merge.
+        # In a thread, because tokenizers reacts to Ctrl-C only after its last merge.
         threading.Thread(target=train, daemon=True).start()
-        trained.result()
+        trained.result()  # or the error of the thread
         read = f"{num_bytes:,} bytes of text in {counted(len(inputs), 'file')}, {counted(num_texts, 'text')}"
         if num_bad:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in num_bad.most_common())
             num_all = counted(num_bad.total(), "document")
             read += f"; left out {num_all} ({reasons}; the first in {first_bad})"
         if not num_texts:
-            some = "some to train on; are --encoding and --text_field right?"
+            some = "text to train on; are --encoding and --text_field right?"
             raise BadInput(path=input_dir, found=read, expected=some)
         say(f"read {read}, long documents in pieces")
         num_base = tokenizer.get_vocab_size()
-        # Llama 3.1's special tokens stand behind the base vocabulary, and BOS begins what is encoded.
+        # Llama 3.1's special tokens follow the base vocabulary, and encoded texts begin with BOS.
         reserved = (f"<|reserved_special_token_{number}|>" for number in range(256))
         names = [_NAMED.get(position) or next(reserved) for position in range(256)]
         tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
@@ -134,10 +134,10 @@ def train_tokenizer(args: argparse.Namespace) -> int:
         content["tokenizer_config.json"] = json.dumps(config, indent=2) + "\n"
         write_files({name: text.encode() for name, text in content.items()}, unfinished.temporary)
         if not unfinished.publish_first():
-            raise Refused(path=folder, found="a folder that was made meanwhile", expected=expected)
+            raise Refused(path=folder, found="a folder that was created meanwhile", expected=expected)
     if num_base < vocab_size:
-        what = f"the text yields {num_base:,} base tokens, not the {vocab_size:,} asked for"
-        say(f"{what}: no other pair comes twice; more text gives more")
+        what = f"the text yields {num_base:,} base tokens instead of {vocab_size:,}"
+        say(f"{what}, as no other pair occurs twice; more text gives more tokens")
     say(f"{folder}: {num_base + 256:,} tokens ({num_base:,} base, 256 special, BOS is {num_base})")
     return 0
 
@@ -146,7 +146,7 @@ def train_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--input_dir", metavar="PATH", type=Path, required=True, help="folder of inputs, as plan takes them")
     add("--output_dir", metavar="PATH", type=Path, required=True, help="new or empty folder of the tokenizer")
-    text = "number of base tokens; 256 special tokens follow"
+    text = "number of base tokens; 256 special tokens are added"
     add("--vocab_size", metavar="N", type=int, default=128_000, help=text)
     text = "text to train on, sampled evenly over the input; 256M takes about 5 GB of memory"
     add("--max_bytes", metavar="SIZE", default="256M", help=text)

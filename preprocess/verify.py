@@ -1,14 +1,13 @@
-"""``verify``: prove a data set whole and write index.json. ``clean``: remove what dead attempts left.
+"""``verify``: check a data set and write index.json. ``clean``: remove what dead attempts left behind.
 
-The fast tier compares manifests, sizes and coverage. The full one reads every byte back, once: hashes, places
-and every token id, at 4 to 20 s of CPU per gigabyte (one core; the most for JSON). ``--deep`` also makes some
-shards again, with the reference engine and the worker's own path, in a temporary folder. So shards are found
-that agree with their manifest and not with their input, unless this version reads that wrongly again.
+``verify --fast`` compares manifests, sizes and coverage. Without it every byte is also read, once, to check
+hashes, places and all token ids: 4 to 20 s of CPU per gigabyte (one core; most for JSON). ``--deep`` also
+makes some shards again, in a temporary folder, with the reference engine and the worker's code. This finds
+shards that agree with their manifest but not with their input, unless this version has the same fault.
 
-Whether the attempt that a temporary file is of lives on another node cannot be known, so ``clean`` removes
-two kinds alone: those of shards that are done, which no attempt needs, and those that nobody has written to
-for 24 hours. An attempt that lives on for longer without a write is lost (74), never data. Of a verified data
-set the logs of tasks go, too.
+``clean`` cannot know whether an attempt on another node still writes a temporary file. So it removes only
+files of shards that are done, which no attempt needs, and files that were not written to for 24 hours. An
+attempt that pauses for longer fails (74), but no data is lost. It also removes logs of a verified data set.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from shardprep.format.plan import Plan, check_tokenizer_files, need_plan, read_p
 
 Records = npt.NDArray[np.void]
 _NUM_THREADS = 4  # hashing releases the interpreter's lock
-_MOST_TOLD = 5  # problems of one kind that are printed
+_MAX_PRINTED = 5  # problems of one kind
 _TASK_LOG = re.compile(r"[0-9]+_[0-9]+\.log")
 _OF_SHARD = re.compile(r"\.shard-(\d{5})\.")
-_MADE_AGAIN = ("tar", "idx", "ids", "digests")  # quarantine/ has words of a library's version
-Problems = dict[int, errors.ShardprepError]  # shards that are missing or broken, and how to mend them
+_COMPARED = ("tar", "idx", "ids", "digests")  # by --deep; quarantine/ depends on the versions of libraries
+Problems = dict[int, errors.ShardprepError]  # by shard
 
 
 def verify_flags(parser: argparse.ArgumentParser) -> None:
@@ -56,11 +55,11 @@ def verify_flags(parser: argparse.ArgumentParser) -> None:
     tier.add_argument("--fast", action="store_true", help=text)
     text = "also make N shards again with the engine tokenizers, and compare (default: 0; without N: 3)"
     tier.add_argument("--deep", nargs="?", type=int, const=3, metavar="N", help=text)
-    add_flags_of(parser, InputSettings, is_grouped=False)  # which --deep reads
+    add_flags_of(parser.add_argument_group("for --deep"), InputSettings, is_grouped=False)
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Check all shards, write index.json, or tell what is wrong. Return the exit code."""
+    """Check all shards, then write index.json or report the problems. Return the exit code."""
     if args.deep is not None and args.deep < 1:
         raise errors.UsageError.of_value("--deep", args.deep, "a number of shards from 1")
     folder: Path = args.output_dir
@@ -72,20 +71,19 @@ def verify(args: argparse.Namespace) -> int:
     known = {} if args.deep is not None else standing
     manifests, problems = _check_shards(folder, plan, is_fast=args.fast, standing=known)
     if problems:
-        return _tell_problems(folder, plan, problems, check)
+        return _report_problems(folder, plan, problems, check)
     index = merge_manifests(folder, manifests)
     if args.deep is not None and (problems := _make_again(folder, plan, args, again=standing)):
-        return _tell_problems(folder, plan, problems, "deep")
+        return _report_problems(folder, plan, problems, "deep")
     path, content, wrote = folder / names.INDEX_NAME, index.to_json(), "wrote"
     try:
         files.publish_bytes(path, content)
-    except errors.CannotWrite as error:  # a colleague's folder, say, which may be read and not be written to
-        wrote = ""
+    except errors.CannotWrite as error:  # for example a read-only folder of a colleague
+        existing, wrote = b"", "found the same in"
         with contextlib.suppress(*files.NOT_THERE, errors.BrokenShard):
-            if files.read_regular(path, max_bytes=len(content)) == content:
-                wrote = "the same stands in"
-        if not wrote:
-            error.advise(f"all shards are right, and {names.INDEX_NAME} is not written")
+            existing = files.read_regular(path, max_bytes=len(content))
+        if existing != content:
+            error.advise(f"all shards are right, but {names.INDEX_NAME} was not written")
             raise
     sums = (counted(int(index.column(f"num_{noun}s").sum()), noun) for noun in ("sample", "token"))
     print_lines(f"verified {counted(plan.num_shards, 'shard')}: {', '.join(sums)}; {wrote} {path}")
@@ -93,7 +91,7 @@ def verify(args: argparse.Namespace) -> int:
     print_lines(*source_lines(counts, all_in=names.INDEX_NAME))
     with contextlib.suppress(OSError):
         (folder / manifest.FINDINGS_NAME).unlink()
-    for record in read_attempts(folder, plan.plan_id).own:  # of attempts whose shards were made by others
+    for record in read_attempts(folder, plan.plan_id).own:  # of attempts whose shards others made
         if record.ended is not None:
             with contextlib.suppress(OSError):
                 os.unlink(record.path)  # noqa: PTH108
@@ -101,12 +99,12 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: Iterable[int]) -> Problems:
-    """Return the shards that come out otherwise when they are made again.
+    """Make some shards again, and return the problems of those that differ.
 
-    ``args.deep`` shards that have input are chosen, the same ones for a plan each time; those of ``again``
-    come on top. Raises what loading a Worker raises.
+    ``args.deep`` shards with input are chosen, the same ones for a plan each time, in addition to ``again``.
+    Raises the errors of loading a Worker.
     """
-    from preprocess.make.worker import Worker  # with the libraries of a worker
+    from preprocess.make.worker import Worker  # it imports the libraries of a worker
 
     num_cpus = bind_to(allowed_cpus(offset=0))
     full = [shard_id for shard_id, size in enumerate(plan.shard_bytes()) if size]
@@ -118,44 +116,44 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
     problems: Problems = {}
     for shard_id in with_progress("making shards again", chosen):
         try:
-            # Of no shard's name: whoever finishes a shard removes the temporaries of its name.
+            # It must not have a shard's name: an attempt at this shard would remove it as a temporary file.
             with files.PublishedFolder(folder / "verify") as scratch:
                 made = worker.make_in(scratch.temporary, worker.plan.shard(shard_id))
             found = read_manifest(folder, shard_id)
-            others = [name for name in _MADE_AGAIN if getattr(found, name) != getattr(made, name)]
+            others = [name for name in _COMPARED if getattr(found, name) != getattr(made, name)]
             differing = [str(names.VOUCHED_PATHS[name](Path(), shard_id)) for name in others]
             for name, count in vars(found.counts).items():
                 if (now := getattr(made.counts, name)) != count:
                     differing.append(f"{name} ({now} in place of {count})")
             if differing:
-                message = f"of its input the reference engine makes another {', another '.join(differing)}"
+                message = f"from its input the reference engine makes another {', another '.join(differing)}"
                 remedy = f"{names.remake_command(shard_id, folder)} --engine tokenizers"
                 raise errors.BrokenShard(message, remedy=remedy)
         except errors.ShardprepError as error:
             problems[shard_id] = error
     if not problems:
         shards = f"{counted(len(chosen), 'shard')} ({names.id_ranges(chosen)})"
-        print_lines(f"the reference engine makes the same of the input of {shards}, byte for byte")
+        print_lines(f"the reference engine makes the same bytes from the input of {shards}")
     return problems
 
 
-def _tell_problems(folder: Path, plan: Plan, problems: Problems, check: Check) -> int:
-    """Say what is wrong, write it down for the other commands, and return the exit code."""
+def _report_problems(folder: Path, plan: Plan, problems: Problems, check: Check) -> int:
+    """Print the problems, record them for other commands, and return the exit code."""
     for kind in dict.fromkeys(map(type, problems.values())):
         same = [shard_id for shard_id, error in problems.items() if type(error) is kind]
-        for shard_id in same[:_MOST_TOLD]:
+        for shard_id in same[:_MAX_PRINTED]:
             say(f"error: shard {shard_id:05d}: {problems[shard_id]}")
-        if ids := names.id_ranges(same[_MOST_TOLD:]):
+        if ids := names.id_ranges(same[_MAX_PRINTED:]):
             again = f"shardprep run {errors.quoted(folder)} makes what is missing"
-            say(f"error: {shards_text(ids)}: likewise; {again}")
-    # What is wrong with a shard goes before what could not be read, of which nothing is known.
+            say(f"error: {shards_text(ids)}: the same; {again}")
+    # A shard that is wrong comes before one that could not be read, about which nothing is known.
     wrong = {shard_id: error for shard_id, error in problems.items() if isinstance(error, manifest.OF_SHARD)}
     not_read = problems.keys() - wrong.keys()
     try:
         manifest.publish_findings(folder, plan.plan_id, wrong, check, not_read)
     except errors.ShardprepError as error:
         say(f"warning: other commands will not know this: {error}")
-    unknown = "could not be compared, and nothing is said of them"
+    unknown = "could not be checked, so nothing is known about them"
     for some, what in ((wrong, "are not right"), (not_read, unknown)):
         if some:
             ids = names.id_ranges(some)
@@ -166,48 +164,48 @@ def _tell_problems(folder: Path, plan: Plan, problems: Problems, check: Check) -
 def _check_shards(
     folder: Path, plan: Plan, *, is_fast: bool, standing: Mapping[int, Finding]
 ) -> tuple[list[Manifest], Problems]:
-    """Return the manifests of the shards that are right, and what is wrong with the others.
+    """Return the manifests of the shards that are right, and the problems of the others.
 
-    ``standing``: what a more thorough verify found, which this one cannot take back. A shard that cannot be
-    read is tried again, and then a problem of ReadWriteError, which says nothing of the shard.
+    ``standing`` are findings of a more thorough verify, which this one cannot clear. A shard that cannot be
+    read is tried again. Then its problem is a ReadWriteError, which says nothing about the shard.
     """
     sizes = plan.shard_bytes()
-    is_away = threading.Event()  # the file system, so that not every shard waits until it is back
+    is_failing = threading.Event()  # the file system: then not every shard waits for it again
 
     def read(shard_id: int) -> Manifest:
         shard = manifest.check_shard(folder, shard_id, plan.plan_id)
         manifest.check_sizes(folder, shard)
-        # It was made of exactly the bytes that the plan gives it, for this spec.
+        # It must be made for this spec, and from exactly the bytes that the plan assigns to it.
         name, num_bytes = f"shard {shard_id:05d}", shard.counts.input_bytes
         if shard.spec != plan.spec:
             raise errors.OtherPlan(f"the manifest of {name} describes another data set than plan.json")
         if num_bytes != sizes[shard_id]:
-            what = f"was made of {num_bytes} input bytes, planned are {sizes[shard_id]}"
+            what = f"was made from {num_bytes} input bytes, but the plan has {sizes[shard_id]}"
             raise errors.BrokenShard(f"{name} {what}")
         for what in ("ids", "digests"):
             if (is_there := getattr(shard, what) is not None) != (what in plan.options.side_files()):
-                has = "some" if is_there else "no"
-                raise errors.BrokenShard(f"the manifest of {name} has {has} {what}, other than the plan")
+                has = "has" if is_there else "has no"
+                raise errors.BrokenShard(f"the manifest of {name} {has} {what}, unlike the plan")
         if not is_fast:  # every byte of the tar is read once
             path = names.tar_path(folder, shard_id)
             with files.errors_named(path), files.HashedFile(path) as tar:
                 try:
                     _check_ids(shard, tar, _check_idx(folder, plan, shard))
-                finally:  # a wrong hash is told in place of what follows from it
+                finally:  # a wrong hash is reported instead of what follows from it
                     manifest.check_hashes(folder, shard, tar.sha256())
         manifest.refuse_found(folder, standing, [shard_id])
         return shard
 
     def check(shard_id: int) -> Manifest | errors.ShardprepError:
         try:
-            if is_away.is_set():
+            if is_failing.is_set():
                 return read(shard_id)
             return files.with_retries(f"shard {shard_id:05d} cannot be read", partial(read, shard_id))
         except errors.ShardprepError as error:
             if isinstance(error, (errors.BrokenShard, errors.OtherPlan)) and error.remedy is None:
                 error.remedy = names.remake_command(shard_id, folder)
             if isinstance(error.__context__, OSError) and error.__context__.errno in files.RETRIED:
-                is_away.set()
+                is_failing.set()
             return error
         except OSError as error:
             return errors.ReadWriteError(f"{error.filename}: {error.strerror}")
@@ -220,15 +218,15 @@ def _check_shards(
 
 
 def _check_idx(folder: Path, plan: Plan, shard: Manifest) -> Records:
-    """Check that an idx agrees with manifest, plan and size of the tar, and return its records."""
+    """Check that an idx agrees with the manifest, the plan and the tar's size. Return its records."""
     shard_id, counts, name = shard.shard_id, shard.counts, f"the idx of shard {shard.shard_id:05d}"
     records = read_idx(folder, plan.spec, shard_id)
-    # Ids, starts and masks lie within the tar, with the bytes that they must have.
+    # Ids, starts and masks must be inside the tar and have the right size.
     misplaced = misplaced_samples(shard.spec, records, shard.tar.num_bytes)
     if misplaced.any():
         where = f"where it cannot be in a tar of {shard.tar.num_bytes} bytes"
         raise errors.BrokenShard(f"{name} places sample {int(misplaced.argmax())} {where}")
-    # The rows for validation, which come last, and the digests are as many as is said.
+    # The counts must agree. Samples for validation come last.
     num_tokens, validation = records["num_tokens"].astype(np.int64), counts.held_out
     num_train = counts.num_samples - validation.num_samples
     begin_in = records["num_starts"] if plan.spec.has_rows else np.ones(len(records), np.int64)
@@ -244,30 +242,32 @@ def _check_idx(folder: Path, plan: Plan, shard: Manifest) -> Records:
         if found != expected:
             raise errors.BrokenShard(f"{name} has {found} {what}, its manifest says {expected}")
     if len(records):
-        begin, stop = plan.cuts[shard_id], plan.cuts[shard_id + 1]
-        (first, start), (last, end) = (begin.input_number, begin.byte), (stop.input_number, stop.byte)
+        begin, end = plan.cuts[shard_id], plan.cuts[shard_id + 1]
         places = [*zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True)]
         in_order = plan.options.pack == "best_fit" or all(
             side == sorted(side) for side in (places[:num_train], places[num_train:])
         )
-        # A row, or a byte of a compressed file's text, cannot be compared with a boundary.
+        # Rows, and bytes of decompressed text, cannot be compared with the file's bytes in the plan.
         in_bytes = [
-            number == len(plan.inputs) or names.input_kind(plan.inputs[number].path).is_in_bytes
-            for number in (first, last)
+            cut.input_number == len(plan.inputs)
+            or names.input_kind(plan.inputs[cut.input_number].path).is_in_bytes
+            for cut in (begin, end)
         ]
-        before = (first, start if in_bytes[0] else 0)
-        behind = (last, end) if not end or in_bytes[1] else (last + 1, 0)
-        if not in_order or min(places) < before or max(places) >= behind:
+        first = (begin.input_number, begin.byte if in_bytes[0] else 0)
+        stop = (end.input_number, end.byte)
+        if end.byte and not in_bytes[1]:
+            stop = (end.input_number + 1, 0)
+        if not in_order or min(places) < first or max(places) >= stop:
             raise errors.BrokenShard(f"{name} names sources outside of its part of the plan")
     return records
 
 
 def _check_ids(shard: Manifest, tar: files.HashedFile, records: Records) -> None:
-    """Check that every id is in the vocabulary or blank, each JSON list has its tokens, the tar its end.
+    """Check that ids are in the vocabulary or blank, JSON lists have their lengths, and the tar its end.
 
     A million tokens take 126 ms of CPU as JSON, 8 ms packed (one core).
     """
-    # In the tar they stand as in the idx, but for samples for validation.
+    # The tar has the order of the idx, except for samples for validation.
     spec, vocab_size = shard.spec, shard.spec.tokenizer.vocab_size
     records = records[np.argsort(records["offset"], kind="stable")]
     try:
@@ -289,13 +289,13 @@ def clean_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def clean(args: argparse.Namespace) -> int:
-    """Remove what attempts that died left in a data set's folder, and nothing else. Return the exit code.
+    """Remove what dead attempts left in a data set's folder, and nothing else. Return the exit code.
 
-    Raises NotFound, ReadWriteError, CannotWrite where some could not be removed; all others are gone by then.
+    Raises NotFound, ReadWriteError, or CannotWrite if some could not be removed after all others were.
     """
     folder: Path = args.output_dir
     plan = read_plan(folder)
-    # Temporaries in the folders of a data set and, where that is verified, the logs of its tasks.
+    # Find temporary files in all folders and, if the data set is verified, the logs of its tasks.
     paths: list[Path] = []
     subfolders = (names.QUARANTINE_DIR, names.IDS_DIR, names.DIGESTS_DIR, "jobs")
     for place in (folder, *(folder / name for name in subfolders)):
@@ -317,7 +317,7 @@ def clean(args: argparse.Namespace) -> int:
                 stats += [Path(place, name).lstat() for place, _, inside in os.walk(path) for name in inside]
             num_bytes = sum(each.st_size for each in stats if not stat.S_ISDIR(each.st_mode))
             age_s = time.time() - max(each.st_mtime for each in stats)
-            # Of a shard that is not done it may be what will mend the shard.
+            # If the shard is not done, an attempt may still be writing the file.
             match, is_done = _OF_SHARD.match(path.name), False
             if plan is not None and match is not None and int(match[1]) < plan.num_shards:
                 with contextlib.suppress(errors.ShardprepError, OSError):
@@ -327,10 +327,10 @@ def clean(args: argparse.Namespace) -> int:
                 continue
             if not args.dry_run:
                 files.remove_tree(path)
-                if path.is_dir() and not path.is_symlink():  # of a folder it removes what it can
-                    path.rmdir()  # and this says why not all
+                if path.is_dir() and not path.is_symlink():  # something in it could not be removed
+                    path.rmdir()  # raises the reason
         except FileNotFoundError:
-            continue  # another one cleans, too
+            continue  # another process removed it
         except OSError as error:
             failed = f"{path} cannot be removed: {error.strerror}"
             say(f"error: {failed}")
@@ -339,8 +339,8 @@ def clean(args: argparse.Namespace) -> int:
         print_lines(f"{verb} {path} ({short_bytes(num_bytes)})")
     print_lines(f"{verb} {counted(len(removed), 'file')}, {short_bytes(sum(removed))}")
     if num_kept:
-        when = "they go when these are done, or 24 hours after the last write"
+        when = "run this again once these are done, or 24 hours after the last write"
         print_lines(f"kept {num_kept} of shards that are not done, as attempts may still write them; {when}")
     if failed:
-        raise errors.CannotWrite(f"{failed}; ask the owner of what is left", path=folder)
+        raise errors.CannotWrite(f"{failed}; ask the owner to remove it", path=folder)
     return 0

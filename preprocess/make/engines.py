@@ -1,9 +1,9 @@
-"""Documents -> flat token ids, by the fastest engine that gives the ids of the reference.
+"""Encode documents as flat token ids, with the fastest engine that gives the ids of the reference.
 
 The reference is ``tokenizers``. ``gigatoken`` reads the same tokenizer.json, loads sooner, and is about
-7 times faster on Korean and 40 times on English (one core, Llama 3). It is used only where its ids were seen
-to be equal: at planning on ``gate_texts`` and a sample of the corpus, and by each worker on the probe. A text
-with a code point that newer Unicode tables may class anew goes to the reference.
+7 times faster on Korean and 40 times on English (one core, Llama 3). It is used only after its ids proved
+equal: planning compares ``gate_texts`` and a sample of the corpus, and each worker compares the probe. A text
+with a code point that newer Unicode versions may classify differently always goes to the reference.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TokenBatch:
 
     @staticmethod
     def of(ids: Sequence[Ids]) -> TokenBatch:
-        """Join documents given one by one."""
+        """Build a batch from the ids of each document."""
         offsets = np.zeros(len(ids) + 1, np.int64)
         np.cumsum([len(item) for item in ids], out=offsets[1:])
         return TokenBatch(ids=np.concatenate(ids) if ids else np.empty(0, np.uint32), offsets=offsets)
@@ -56,16 +56,16 @@ class TokenBatch:
         return [self.ids[begin:end] for begin, end in itertools.pairwise(self.offsets.tolist())]
 
     def only(self, is_wanted: npt.NDArray[np.bool_]) -> TokenBatch:
-        """Return some of the documents: bool[documents]."""
+        """Return a batch of the wanted documents; ``is_wanted`` is bool[documents]."""
         lengths = np.diff(self.offsets)
         offsets = np.concatenate([[0], np.cumsum(lengths[is_wanted])])
         return TokenBatch(ids=self.ids[np.repeat(is_wanted, lengths)], offsets=offsets)
 
 
-NO_LOSS = np.uint32(1 << 31)  # set in an id of a conversation that the assistant did not write
+NO_LOSS = np.uint32(1 << 31)  # this bit is set in ids of a conversation that the assistant did not write
 Spans = Sequence[tuple[int, int]]  # characters [begin, end) of a text
-FEW_BYTES = 1 << 18  # of text: the reference encodes it in 0.05 s, comparing the engines takes 1 s
-Encode = Callable[[Texts, bool], TokenBatch]  # called with whether BOS and the like are added, too
+FEW_BYTES = 1 << 18  # the reference encodes this much text in 0.05 s; comparing the engines takes 1 s
+Encode = Callable[[Texts, bool], TokenBatch]  # the flag says whether to add BOS and other special tokens
 EncodeChat = Callable[[Texts, Sequence[Spans], MaskRule], TokenBatch]
 
 
@@ -75,19 +75,19 @@ class Engine:
 
     name: str  # gigatoken or tokenizers
     encode_with: Encode
-    encode_chat: EncodeChat | None = None  # bare, with NO_LOSS in the ids outside of spans of characters
+    encode_chat: EncodeChat | None = None  # without special tokens, and with NO_LOSS in ids outside the spans
     adds_special_tokens: bool = True
 
     @property
     def version(self) -> str:
         module = sys.modules[self.name]
-        # gigatoken has none, but a folder beside it is named so. importlib.metadata opens 30 files for it.
+        # For gigatoken it is in the name of the .dist-info folder. importlib.metadata would open 30 files.
         site = Path(str(module.__file__)).parent.parent
         names = (folder.name.removesuffix(".dist-info") for folder in site.glob(f"{self.name}-*.dist-info"))
         return str(getattr(module, "__version__", "") or next(names, "").partition("-")[2])
 
     def bare(self) -> Engine:
-        """Return an engine that puts nothing around a text."""
+        """Return this engine without special tokens around a text."""
         return replace(self, adds_special_tokens=False)
 
     def encode(self, texts: Texts) -> TokenBatch:
@@ -96,12 +96,12 @@ class Engine:
     def encode_documents(
         self, documents: Documents, *, end_id: int | None = None, mask_rule: MaskRule = ""
     ) -> TokenBatch:
-        """Encode a batch, each document ended by ``end_id``.
+        """Encode a batch, and end each document with ``end_id``.
 
-        Of conversations ``mask_rule`` tells which tokens the assistant wrote; all other ids carry NO_LOSS.
+        For conversations, ``mask_rule`` decides which tokens the assistant wrote; other ids get NO_LOSS.
         """
         if "spans" in documents.columns:
-            assert self.encode_chat is not None  # load_engine took the one that has it
+            assert self.encode_chat is not None  # for conversations load_engine returns the reference
             return self.encode_chat(documents.texts, documents.columns["spans"], mask_rule)
         tokens = self.encode(documents.texts)
         if end_id is None:
@@ -113,27 +113,27 @@ class Engine:
 
 
 def load_tokenizer(path: Path, content: bytes | None = None) -> Any:
-    """Return a ``tokenizers.Tokenizer`` of a tokenizer.json, whose ``content`` is read unless it is given.
+    """Load a ``tokenizers.Tokenizer`` from a tokenizer.json, or from its ``content`` if that was read already.
 
-    Raises ReadWriteError, and BrokenShard if it is not a regular file.
+    Raises ReadWriteError, or BrokenShard if it is not a regular file.
     """
     from tokenizers import Tokenizer
 
-    if content is None:  # read here, because Rust cannot open each path that Python can
+    if content is None:  # read it here: Rust cannot open every path, such as one in another encoding
         content = read_regular(path, max_bytes=MAX_TOKENIZER_BYTES)
     try:
         return Tokenizer.from_buffer(content)
     except BaseException as error:
         if not is_library_fault(error):
             raise
-        message = f"{path} cannot be loaded: {error}; bring the folder back as it was"
+        message = f"{path} cannot be loaded: {error}; restore the folder as it was"
         raise ReadWriteError(message) from error
 
 
 def reference_engine(tokenizer: Any, *, allow_special_tokens: bool, name: str) -> Engine:
-    """Return the reference of a ``tokenizers.Tokenizer``; its settings are changed.
+    """Return the reference engine of a ``tokenizers.Tokenizer``, whose settings this changes.
 
-    Strings of control tokens stay text unless they are allowed. ``name`` of the tokenizer, for errors.
+    A control token's string in a text stays text unless ``allow_special_tokens``. Errors show ``name``.
     """
     tokenizer.encode_special_tokens = not allow_special_tokens
     tokenizer.no_truncation()
@@ -156,31 +156,31 @@ def reference_engine(tokenizer: Any, *, allow_special_tokens: bool, name: str) -
 
 
 def _encodings(encode: Callable[[list[str]], list[Any]], texts: list[str], name: str) -> list[Any]:
-    """Call ``encode`` of tokenizers. Raises BadInput, naming the text, where it fails on one."""
+    """Call ``encode``. Raises BadInput that names the first text on which it fails."""
     try:
         return encode(texts)
     except BaseException as error:
         if not is_library_fault(error):
             raise
-        if len(texts) > 1:  # one of them fails alone, too
+        if len(texts) > 1:  # find the text that fails
             return [encoding for text in texts for encoding in _encodings(encode, [text], name)]
         what = f"the text that begins {texts[0][:40]!r} ({words_of_fault(error)})"
-        remedy = "plan with a mended copy of its folder: its tokenizer.json may lack an unknown token"
+        remedy = "plan with a corrected copy of its folder: its tokenizer.json may lack an unknown token"
         raise BadInput(f"the tokenizer of {name} cannot encode {what}; {remedy}") from None
 
 
 def _are_written(encoding: Any, spans: Spans, mask_rule: MaskRule) -> npt.NDArray[np.bool_]:
-    """Return which tokens the assistant wrote, by the spans of what it wrote: bool[tokens].
+    """Return which tokens the assistant wrote: bool[tokens]. ``spans`` are its text, ascending, not empty.
 
-    ``characters``: those with a character of a span; spans are ascending and not empty.
+    ``characters``: a token counts if it has a character of a span.
 
-    ``overlap``: the same, as transformers has it since 5.24. It leaves a span behind at the first token that
-    begins at or after its end. So a token is compared with the first span that ends after all begins so far,
-    which matters where offsets or spans are not in order, as with a ByteLevel that trims offsets.
+    ``overlap``: the same as in transformers since 5.24, which leaves a span at the first token that begins at
+    or after the span's end. So a token is compared with the first span that ends after all token begins so
+    far. This matters if offsets or spans are not in order, as with a ByteLevel that trims offsets.
 
-    ``char_to_token``: those between the tokens of a span's first and last character, as transformers had it
-    before, faults included: a last character of several tokens counts by its first one, a dropped first
-    character ends the search, and a dropped last one, or the first token, goes on to the end of the text.
+    ``char_to_token``: the tokens from a span's first to its last character, as in transformers before 5.24,
+    faults included. If the last character has several tokens, only the first one counts. A dropped first
+    character ends the search. If the last character is dropped or in token 0, the span has no end.
     """
     if mask_rule == "char_to_token":
         is_between = np.zeros(len(encoding), np.bool_)
@@ -192,23 +192,24 @@ def _are_written(encoding: Any, spans: Spans, mask_rule: MaskRule) -> npt.NDArra
             is_between[first : last + 1 if last else None] = True
         return is_between
     begins, ends = np.array(spans, np.int64).reshape(-1, 2).T
-    # The character where each token begins, and that behind its last one: 80 ns per token.
+    # Offsets [begin, end) of each token, in characters: 80 ns per token.
     flat = itertools.chain.from_iterable(encoding.offsets)
     token_begins, token_ends = np.fromiter(flat, np.int64, 2 * len(encoding)).reshape(-1, 2).T
     if mask_rule == "overlap":
         token_begins, ends = np.maximum.accumulate(token_begins), np.maximum.accumulate(ends)
-    number = np.searchsorted(ends, token_begins, side="right")  # of the first span that ends behind it
-    # A token behind the last span is compared with one that begins nowhere.
+    number = np.searchsorted(ends, token_begins, side="right")  # the first span that ends after the begin
+    # Tokens after the last span are compared with a span at infinity.
     is_written: npt.NDArray[np.bool_] = token_ends > np.append(begins, np.iinfo(np.int64).max)[number]
     return is_written
 
 
 def without_unused_merges(tokenizer: dict[str, Any]) -> bytes | None:
-    """Return a tokenizer.json of the same ids with fewer merges; None where there are none to leave out.
+    """Return a tokenizer.json without the merges that are never used, or None if all are used.
 
-    One that was converted from ranks, as Llama 3's, has a merge for each way to cut a token in two: 280,147
-    for 128,000 tokens. BPE joins the bytes of a token in one order, whatever stands around them. So only the
-    merge that ends this order is ever used, and without the others gigatoken loads in two thirds of the time.
+    A file that was converted from ranks, like Llama 3's, has a merge for each way to split a token in two:
+    280,147 for 128,000 tokens. BPE joins the bytes of a token in one order, whatever surrounds them, so only
+    the last merge of this order is ever used. Without the others gigatoken gives the same ids, and loads in
+    two thirds of the time.
     """
     model = tokenizer["model"]
     merges = model.get("merges") or []
@@ -216,13 +217,13 @@ def without_unused_merges(tokenizer: dict[str, Any]) -> bytes | None:
     if model["type"] != "BPE" or has_parts or len(merges) <= len(model["vocab"]):
         return None
     rank_of = dict(zip(map(tuple, merges), range(len(merges)), strict=True))
-    if len(rank_of) < len(merges):  # which of two equal ones counts is the library's to say
+    if len(rank_of) < len(merges):  # libraries may differ in which of two equal merges counts
         return None
     never = len(merges)
     num_cuts = Counter(map("".join, merges))
     used = [rank for rank, pair in enumerate(merges) if num_cuts["".join(pair)] == 1]
     for token in [token for token, number in num_cuts.items() if number > 1]:
-        # Join its parts as BPE does: always the two of the least rank, of equal ones the first.
+        # Join the parts as BPE does: the pair of the lowest rank first, the leftmost of equal ranks.
         parts = list(token)
         ranks = [rank_of.get(pair, never) for pair in itertools.pairwise(parts)]
         while (least := min(ranks)) < never:
@@ -240,21 +241,21 @@ def without_unused_merges(tokenizer: dict[str, Any]) -> bytes | None:
         return None
     head = {name: value for name, value in tokenizer.items() if name != "model"}
     kept = orjson.dumps({**model, "merges": [merges[rank] for rank in sorted(used)]})
-    return orjson.dumps(head)[:-1] + b',"model": ' + kept + b"}"  # as ``split_tokenizer`` finds it
+    return orjson.dumps(head)[:-1] + b',"model": ' + kept + b"}"  # ``split_tokenizer`` looks for this form
 
 
 class FastTokenizer:
-    """gigatoken with one tokenizer.json. May be used by several threads.
+    """gigatoken with one tokenizer.json. Several threads may use it.
 
-    A batch is encoded as one text. Separators between the documents, an added token, tell where these begin,
-    and make room for BOS and EOS. Control tokens that are to stay text are left out of the added tokens.
+    A batch is encoded as one text. An added token separates the documents: it shows where they begin, and its
+    ids are replaced by BOS and EOS. Control tokens that must stay text are not added tokens here.
 
-    gigatoken remembers every word that it has met, 3 to 7 bytes per byte of new text: it is loaded anew where
-    the process has grown by _MOST_HELD.
+    gigatoken caches every word that it has seen, 3 to 7 bytes per byte of new text. So it is loaded again
+    when the process has grown by _MAX_GROWTH_BYTES.
     """
 
-    _MOST_HELD = 160 << 20  # bytes of this process
-    _LEAST_TEXT = 32 << 20  # bytes between two loads: a process that grows by other causes pays 0.01 s per MB
+    _MAX_GROWTH_BYTES = 160 << 20
+    _MIN_TEXT_BYTES = 32 << 20  # between two loads: a process that grows for other reasons pays 0.01 s per MB
 
     def __init__(self, tokenizer_json: bytes, allow_special_tokens: bool) -> None:
         head, model = split_tokenizer(tokenizer_json)
@@ -263,9 +264,9 @@ class FastTokenizer:
         token = next((token for token in added if token["special"]), None)
         if token is None:
             raise ValueError("it has no control token")
-        # An id that no text has, unless control tokens are allowed: then a text may name it.
+        # No text has this id, unless control tokens are allowed and a text names this one.
         self._separator_id = token["id"]
-        self._names = (BETWEEN, token["content"].encode())
+        self._separators = (BETWEEN, token["content"].encode())
         kept = added if allow_special_tokens else [token for token in added if not token["special"]]
         separator = {**token, "content": BETWEEN.decode()}
         self._json = orjson.dumps({**head, "added_tokens": [*kept, separator]})[:-1] + b"," + model
@@ -275,30 +276,31 @@ class FastTokenizer:
     def _load(self) -> None:
         from gigatoken.gigatoken_rs import load_hf_json
 
-        self._backend: Any = None  # what is remembered goes before new memory is taken
+        self._backend: Any = None  # frees the cache before new memory is taken
         self._backend = load_hf_json(self._json)
-        self._resident, self._num_bytes = _resident_bytes(), 0
+        self._resident_bytes, self._num_bytes = _resident_bytes(), 0
 
     def _ids(self, text: bytes) -> Ids:
         from gigatoken.gigatoken_rs import BytesSource, PadTruncate
 
         with self._lock:
             self._num_bytes += len(text)
-            if self._num_bytes > self._LEAST_TEXT and _resident_bytes() - self._resident > self._MOST_HELD:
+            is_due = self._num_bytes > self._MIN_TEXT_BYTES
+            if is_due and _resident_bytes() - self._resident_bytes > self._MAX_GROWTH_BYTES:
                 self._load()
             backend = self._backend
-        # encode() would hold Python's lock, and for a list of texts import the library "awkward" (0.1 s).
-        # parallel=True serves several threads at once.
+        # encode() would hold the interpreter's lock, and would import "awkward" for a list of texts (0.1 s).
+        # With parallel=True several threads are served at once.
         rows, _ = backend.encode_batch_padded(BytesSource(text), PadTruncate(0), parallel=True)
         return rows[0]
 
     def encode(self, reference: Callable[[], Engine], texts: Texts, add_special_tokens: bool) -> TokenBatch:
-        """Return the ids of some texts; those that gigatoken might read otherwise go to the reference."""
+        """Encode texts. Those that gigatoken might encode differently go to the reference."""
         unsure = texts_with_new_code_points(texts)
         if not unsure:
             if (tokens := self._encode_joined(texts, add_special_tokens)) is not None:
                 return tokens
-            unsure = [n for n, text in enumerate(texts) if any(name in text for name in self._names)]
+            unsure = [n for n, text in enumerate(texts) if any(each in text for each in self._separators)]
             unsure = unsure or list(range(len(texts)))
         slow = reference().encode_with(texts.only(unsure), add_special_tokens)
         documents = dict(zip(unsure, slow.documents(), strict=True))
@@ -308,7 +310,7 @@ class FastTokenizer:
         return TokenBatch.of([documents[n] for n in range(len(texts))])
 
     def _encode_joined(self, texts: Texts, add_special_tokens: bool) -> TokenBatch | None:
-        """Return the ids of some texts; None where a text holds a separator or its like."""
+        """Encode texts as one. Return None if the separators in it are not those between the texts."""
         if not texts:
             return TokenBatch.of([])
         before, after = (self._before, self._after) if add_special_tokens else ([], [])
@@ -332,19 +334,19 @@ class FastTokenizer:
         return TokenBatch(ids=ids, offsets=np.concatenate([[0], starts, [len(ids)]]))
 
 
-# One is kept, so that a process which plans and then works loads it once: 0.3 s for Llama 3's.
+# One is kept, so that a process that plans and then makes shards loads it once: 0.3 s for Llama 3's.
 _fast_tokenizer = functools.lru_cache(maxsize=1)(FastTokenizer)
 
 
 def _resident_bytes() -> int:
-    with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - a Path takes as long again
+    with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - a Path would double the time
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def split_tokenizer(tokenizer_json: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return a tokenizer.json without its model, and the bytes from there on: ``"model": {...}}``.
+    """Split a tokenizer.json into what precedes the model, parsed, and the bytes ``"model": {...}}``.
 
-    ``tokenizers`` writes the model last, and most of the file is it, so that nothing else need be parsed.
+    ``tokenizers`` writes the model last, and it is most of the file: then it need not be parsed.
     """
     model = tokenizer_json[max(0, tokenizer_json.find(b'"model": {')) :]
     head = tokenizer_json[: -len(model)].rstrip().rstrip(b",") + b"}"
@@ -357,7 +359,7 @@ def split_tokenizer(tokenizer_json: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def ids_around(processor: dict[str, Any] | None) -> tuple[list[int], list[int]]:
-    """Return what a post-processor puts before and after each text. Raises ValueError where it does more."""
+    """Return the ids that a post-processor puts around a text. Raises ValueError if it does more."""
     if processor is None or (kind := processor["type"]) == "ByteLevel":
         return [], []
     if kind == "Sequence":
@@ -377,9 +379,9 @@ def ids_around(processor: dict[str, Any] | None) -> tuple[list[int], list[int]]:
     return list(itertools.chain(*ids[:text])), list(itertools.chain(*ids[text:]))
 
 
-# Code points that versions of Unicode after 14 may class as letters or digits, so that engines of different
-# ages disagree. Below U+10000: those that this Python does not assign, and _ASSIGNED_SINCE_14 (by Unicode 15
-# to 18), without _NEVER_ASSIGNED (U+0378 is among these, as the probe has it). Above: all but _SURE_ABOVE.
+# Code points that Unicode versions after 14 may classify as letters or digits, so engines of different ages
+# may disagree. Below U+10000: what this Python does not assign and _ASSIGNED_SINCE_14 (by Unicode 15 to 18),
+# without _NEVER_ASSIGNED (U+0378 is in it because the probe has it). Above: everything but _SURE_ABOVE.
 _ASSIGNED_SINCE_14 = (
     "558 58b-58c 5c8-5c9 88f 897 b53-b54 c5c cdc cf3 ece 1acf-1af0 1b4e-1b4f 1b7f 1c89-1c8a 208f 209d-209f "
     "20c1-20c4 2427-2429 2b96 2e60-2e63 2ffc-2fff 31e4-31e5 31ef a7cb-a7cf a7d2 a7d4 a7da-a7dd a7e2 a7f1 "
@@ -394,7 +396,7 @@ _SURE_ABOVE = (
 
 @functools.cache
 def is_new_code_point() -> npt.NDArray[np.bool_]:
-    """bool[0x110000]: whether engines may class a code point differently. Takes 10 ms, once."""
+    """Return whether engines may classify a code point differently: bool[0x110000]. Takes 10 ms, once."""
     is_new = np.ones(0x110000, np.bool_)
     is_new[:0x10000] = [unicodedata.category(point) == "Cn" for point in map(chr, range(0x10000))]
     for given in _ASSIGNED_SINCE_14.split():
@@ -407,7 +409,7 @@ def is_new_code_point() -> npt.NDArray[np.bool_]:
 
 
 def texts_with_new_code_points(texts: Texts) -> list[int]:
-    """Return the numbers of the texts that hold a code point of ``is_new_code_point``: 1 ns per character."""
+    """Return the indices of texts that have a code point of ``is_new_code_point``: 1 ns per character."""
     is_beyond_ascii = np.frombuffer(texts.joined, np.int8) < 0
     num_beyond = np.count_nonzero(is_beyond_ascii)
     if not num_beyond:
@@ -417,7 +419,7 @@ def texts_with_new_code_points(texts: Texts) -> list[int]:
     else:
         characters = texts.characters or texts.joined.decode()
     units = np.frombuffer(characters.encode("utf-16-le"), "<u2")
-    # Comparing takes a tenth of a look-up, and of Korean most characters are syllables, from U+AC00 on.
+    # Most Korean characters are syllables, from U+AC00 on: a comparison takes a tenth of a look-up.
     others = units[(units >= 0x80) & (units - np.uint16(0xAC00) >= 11172)]
     if not _is_unsure_unit().take(others).any():
         return []
@@ -431,7 +433,7 @@ def texts_with_new_code_points(texts: Texts) -> list[int]:
 
 @functools.cache
 def _is_unsure_unit() -> npt.NDArray[np.bool_]:
-    """bool[0x10000]: whether a unit of UTF-16 is, or is half of, such a code point."""
+    """Return whether a UTF-16 unit may be such a code point or half of one: bool[0x10000]."""
     is_unsure = is_new_code_point()[:0x10000].copy()
     is_unsure[0xD800:0xE000] = True
     return is_unsure
@@ -440,10 +442,10 @@ def _is_unsure_unit() -> npt.NDArray[np.bool_]:
 def equal_fast_engine(
     content: bytes, path: Path, texts: Texts, expected_sha256: str, *, allow_special_tokens: bool
 ) -> Engine | str:
-    """Return gigatoken, if it gives the expected ids for some texts, or else why it cannot be used.
+    """Return gigatoken if it gives the expected ids for ``texts``, else the reason why it cannot be used.
 
-    ``content``: of the tokenizer.json that it loads. ``path``: of the one that the reference loads, if a text
-    needs it. Raises ReadWriteError if that cannot be read, which says nothing of the engine.
+    gigatoken loads ``content``, a tokenizer.json. The reference loads ``path`` once a text needs it. Raises
+    ReadWriteError if that file cannot be read, which says nothing about the engine.
     """
 
     @functools.cache
@@ -465,7 +467,7 @@ def equal_fast_engine(
     return "its ids differ from those of tokenizers"
 
 
-# Text that tells engines apart: spacing, digits, contractions, case folding, scripts, combining
+# Texts on which engines may differ: spacing, digits, contractions, case folding, scripts, combining
 # marks, jamo, joiners, unassigned and private code points, line ends, long runs.
 PROBE = (
     "",
@@ -488,19 +490,19 @@ PROBE = (
 
 
 def probe_texts(tokenizer: dict[str, Any]) -> list[str]:
-    """Return PROBE, and the first and last added tokens of a tokenizer.json standing in text."""
+    """Return PROBE, and texts that have the first and last added tokens of a tokenizer.json in them."""
     contents = [token["content"] for token in tokenizer.get("added_tokens") or []]
     chosen = list(dict.fromkeys(contents[:8] + contents[-8:]))
     return [*PROBE, *(f"a {text} b{text}{text}\n{text}" for text in chosen)]
 
 
 def gate_texts(tokenizer_json: bytes) -> list[str]:
-    """Return texts on which planning compares the engines: 1 s of the reference for Llama 3's tokenizer.
+    """Return the texts on which planning compares the engines. The reference needs 1 s (Llama 3's tokenizer).
 
-    Every code point by itself; all pairs of classes; every added token; long runs; what is known to differ.
+    They have all code points, all pairs of character classes, added tokens, long runs, known differences.
     """
     points = np.flatnonzero(~is_new_code_point())
-    points = points[((points < 0xD800) | (points > 0xDFFF)) & (points < 0xF0100)]  # the rest are private
+    points = points[((points < 0xD800) | (points > 0xDFFF)) & (points < 0xF0100)]  # private use comes after
     is_ideograph = (points >= 0x3400) & (points < 0xA000) | (points >= 0xAC00) & (points < 0xD800)
     is_ideograph |= points >= 0x20000
     alone = [f"{c}\n \n" for c in map(chr, points[is_ideograph].tolist())]
@@ -519,7 +521,7 @@ def gate_texts(tokenizer_json: bytes) -> list[str]:
 
 
 def ids_sha256(batches: Iterable[TokenBatch]) -> str:
-    """sha256, in hex, of ids and document lengths."""
+    """Return the sha256, in hex, of ids and document lengths."""
     digest = hashlib.sha256()
     for batch in batches:
         digest.update(batch.ids.astype("<u4").tobytes())

@@ -1,7 +1,7 @@
-"""What a task may use: its CPUs, its memory, and the settings of one process, which change no byte.
+"""The CPUs and memory that a task may use, and the settings of a worker, which do not change the output.
 
-Both come from Slurm's variables first, then from what the kernel allows: the affinity mask, and the limits
-of the cgroups and of ``ulimit -v``.
+CPUs and memory follow from Slurm's variables and from what the kernel allows: the affinity mask, and the
+limits of cgroups and ``ulimit -v``.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from shardprep.errors import UsageError
 from shardprep.format.plan import BAD_HELP, ENGINE_HELP, INPUT, TEXT, TOKENS, EngineName
 
 SMALLEST_BATCH_BYTES = 64 << 10
-PROCESS_BYTES = 300 << 20  # a worker of Llama 3's vocabulary before its first document
-_ADDRESS_BYTES = 700 << 20  # of address space that a worker takes and does not fill; 200 fail now and then
-_M_ARENA_MAX = -8  # of glibc's malloc.h
+PROCESS_BYTES = 300 << 20  # of a worker with Llama 3's vocabulary, before its first document
+_ADDRESS_BYTES = 700 << 20  # address space that a worker reserves and does not use; with 200 some fail
+_M_ARENA_MAX = -8  # from glibc's malloc.h
 _NUM_HEAPS = 2
-MEMORY_PER_BATCH_BYTE = 200  # text, ids and tar blocks of three batches at once
+MEMORY_PER_BATCH_BYTE = 200  # for text, ids and tar blocks of three batches at once
 
 
 def allowed_cpus(*, offset: int) -> list[int]:
-    """Return the CPUs to use: of the affinity mask the ``offset``-th run of SLURM_CPUS_PER_TASK, or all.
+    """Return the CPUs to use: the ``offset``-th group of SLURM_CPUS_PER_TASK in the affinity mask, or all.
 
-    Where Slurm counts CPUs without binding tasks to them, the mask is the whole node.
+    The mask is the whole node if Slurm counts CPUs but does not bind tasks to them.
     """
     cpus = sorted(os.sched_getaffinity(0))
     given = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    number = int(given) if given.isdigit() else 0
-    if not 0 < number < len(cpus):
+    num_cpus = int(given) if given.isdigit() else 0
+    if not 0 < num_cpus < len(cpus):
         return cpus
-    start = offset * number % len(cpus)
-    return sorted((cpus * 2)[start : start + number])
+    start = offset * num_cpus % len(cpus)
+    return sorted((cpus * 2)[start : start + num_cpus])
 
 
 def bind_to(cpus: list[int]) -> int:
-    """Bind this process, before an engine is loaded, and the threads it will start; returns how many CPUs.
+    """Bind this process and its future threads to CPUs, before an engine is loaded. Return their number.
 
-    The engines size their thread pools by the affinity mask, unless variables say otherwise, which stand in
-    many a shell for training; so they are set.
+    The engines size their thread pools by the affinity mask unless variables say otherwise. Shells for
+    training often set these, so they are set here.
     """
-    # Threads take memory from two of glibc's heaps. By default each has its own: 60 MB more on one core.
+    # All threads share two heaps of glibc. By default each has its own: 60 MB more on one core.
     if (set_option := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         set_option(_M_ARENA_MAX, _NUM_HEAPS)
     os.sched_setaffinity(0, cpus)
-    os.environ["RAYON_NUM_THREADS"] = str(len(cpus))  # it goes before RAYON_RS_NUM_CPUS
+    os.environ["RAYON_NUM_THREADS"] = str(len(cpus))  # it takes precedence over RAYON_RS_NUM_CPUS
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     return len(cpus)
 
@@ -60,28 +60,28 @@ LEAST_WORKER_BYTES = PROCESS_BYTES + SMALLEST_BATCH_BYTES * MEMORY_PER_BATCH_BYT
 
 
 def memory_note(memory_gb: float | None, num_processes: int = 1) -> str | None:
-    """Return what to say where a worker will need more memory than it may have, else None."""
+    """Return a warning if a worker will need more memory than it may use, else None."""
     least = LEAST_WORKER_BYTES / 2**30
     if memory_gb is None or memory_gb >= least:
         return None
     each = "" if num_processes == 1 else f" for each of {num_processes} processes"
-    needs = f"a worker needs about {least:.2f} GB with a vocabulary as large as Llama 3's"
-    remedy = "give it more (--memory_gb, sbatch --mem), or take fewer processes (--num_proc)"
-    return f"{needs}, and there are {memory_gb:.2f} GB{each}; it may be killed: {remedy}"
+    needs = f"a worker needs about {least:.2f} GB with a vocabulary of Llama 3's size"
+    remedy = "give it more (--memory_gb, sbatch --mem), or use fewer processes (--num_proc)"
+    return f"{needs}, but {memory_gb:.2f} GB are available{each}; it may be killed: {remedy}"
 
 
 def memory_limits() -> dict[str, int]:
-    """Return the bytes of memory that this job may use, by whose limit it is; of the cgroups the least."""
+    """Return the limits on this job's memory in bytes, by who sets them; for cgroups the lowest one."""
     limits = {"the machine": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
     per_node, per_cpu = (os.environ.get(f"SLURM_MEM_PER_{each}", "") for each in ("NODE", "CPU"))
     cpus = os.environ.get("SLURM_CPUS_ON_NODE") or os.environ.get("SLURM_CPUS_PER_TASK") or "1"
     if per_node.isdigit() and int(per_node):
         limits["Slurm"] = int(per_node) << 20
-    elif per_cpu.isdigit() and int(per_cpu) and cpus.isdigit():  # of --mem-per-cpu, or DefMemPerCPU
+    elif per_cpu.isdigit() and int(per_cpu) and cpus.isdigit():  # from --mem-per-cpu or DefMemPerCPU
         limits["Slurm"] = int(per_cpu) * int(cpus) << 20
     found = []
     for path in cgroup_files("memory", "memory.max", "memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+        with contextlib.suppress(OSError, ValueError):  # "max" means no limit
             found.append(int(path.read_text(encoding="ascii")))
     if (address_bytes := _address_limit()) is not None:
         limits["ulimit -v"] = max(address_bytes - _ADDRESS_BYTES, 0)
@@ -94,15 +94,15 @@ def _address_limit() -> int | None:
 
 
 def check_address_space() -> None:
-    """Raise UsageError where ``ulimit -v`` is so low that an engine would abort in the middle of its work."""
+    """Raise UsageError if ``ulimit -v`` is so low that an engine would abort during the work."""
     given, least = _address_limit(), LEAST_WORKER_BYTES + _ADDRESS_BYTES
     if given is not None and given < least:
-        what = f"ulimit -v allows {given >> 10} KiB of address space, and a worker needs {least >> 10}"
-        raise UsageError(f"{what}; type ulimit -v unlimited first, in the job's script, too")
+        what = f"ulimit -v allows {given >> 10} KiB of address space, but a worker needs {least >> 10}"
+        raise UsageError(f"{what}; run ulimit -v unlimited first, also in the job's script")
 
 
 def cgroup_files(controller: str, limit: str, old_limit: str) -> list[Path]:
-    """Where a limit of this process's cgroup and of those above it stands: ``old_limit`` in version 1."""
+    """Return the files of a limit in this process's cgroup and its parents; ``old_limit`` in version 1."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -123,13 +123,13 @@ def cgroup_files(controller: str, limit: str, old_limit: str) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class InputSettings:
-    """Where the input of a plan is by now. Each field is a flag of the commands that read it."""
+    """Where the input of a plan is now. Each field is a flag of the commands that read it."""
 
     input_dir: Path | None = option(
         None, "folder of the raw input files, if they moved", shown="the plan's", group=INPUT
     )
     transform: Path | None = option(
-        None, "the file of the plan's --transform, wherever it is now; no other one runs", group=TEXT
+        None, "the file of the plan's --transform, unchanged; required if the plan has one", group=TEXT
     )
 
 
@@ -143,7 +143,7 @@ class WorkerSettings(InputSettings):
         None, "memory of a process, in GiB", shown="the limit of Slurm and the cgroup", group="resources"
     )
 
-    max_batch_documents: int | None = option(None)  # from DATASET_BATCH_SIZE; no flag
+    max_batch_documents: int | None = option(None)  # from DATASET_BATCH_SIZE; not a flag
 
     def __post_init__(self) -> None:
         if self.memory_gb is not None and not 0 < self.memory_gb < math.inf:
@@ -151,15 +151,15 @@ class WorkerSettings(InputSettings):
 
 
 def environment_number(name: str) -> int | None:
-    """Return a positive whole number of the environment, None where it is not set. Raises UsageError."""
+    """Return an environment variable that is a positive integer, None if it is not set. Raises UsageError."""
     text = os.environ.get(name, "")
     if text and not (text.isdigit() and int(text)):
-        raise UsageError.of_value(name, text, "a whole number of 1 or more in the environment")
+        raise UsageError.of_value(name, text, "an integer of 1 or more in the environment")
     return int(text) if text else None
 
 
 def worker_settings(given: dict[str, Any]) -> WorkerSettings:
-    """Return the worker's options: ``given``, or of DATASET_[WRITER_]BATCH_SIZE, or the defaults."""
+    """Return the worker's options: ``given``, else from DATASET_[WRITER_]BATCH_SIZE, else the defaults."""
     numbers = map(environment_number, ("DATASET_BATCH_SIZE", "DATASET_WRITER_BATCH_SIZE"))
     settings = {"memory_gb": min(memory_limits().values()) / 2**30, **given}
     return WorkerSettings(max_batch_documents=min(filter(None, numbers), default=None), **settings)

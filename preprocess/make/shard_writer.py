@@ -1,11 +1,11 @@
-"""One shard on disk: documents and their ids -> a tar, its idx and quarantine file, and last its manifest.
+"""Write one shard: documents and their ids become a tar, its idx, a quarantine file and, last, a manifest.
 
-A data set has one of two forms: a sample per document, or groups of packed rows of seq_len tokens, each of
-which becomes one member. The groups depend on the documents alone, never on how these were batched. The tar
-equals the one of webdataset's TarWriter, to the byte. Nothing here loops over tokens.
+A data set has one of two forms: a sample per document, or packed rows of seq_len tokens, of which a group
+becomes one member. The groups depend on the documents alone, not on how they are batched. The tar has the
+same bytes as from webdataset's TarWriter. No Python code here loops over tokens.
 
-Files have temporary names until all of them are synced, once, at the end: six files at most (tar, idx,
-quarantine, ids, digests, manifest), and their folders.
+Files have temporary names until all of them are synced, once, at the end: at most six files (tar, idx,
+quarantine, ids, digests, manifest) and their folders.
 """
 
 from __future__ import annotations
@@ -34,54 +34,45 @@ from shardprep.format import manifest as manifests
 from shardprep.format import names
 from shardprep.format.documents import DIGEST, are_for_validation
 from shardprep.format.index import IDX_DOCUMENT, IDX_DTYPES, ChunkCrcs, Records, idx_header
-from shardprep.format.manifest import (
-    LENGTH_BITS,
-    Manifest,
-    RunFacts,
-    ShardCounts,
-    ValidationCounts,
-    done_manifest,
-    read_findings,
-)
+from shardprep.format.manifest import LENGTH_BITS, Manifest, RunFacts, ValidationCounts, done_manifest
 from shardprep.format.names import DatasetSpec
 from shardprep.format.plan import PlanOptions
 
-_SIZE = slice(124, 135)  # eleven octal digits
+_SIZE = slice(124, 135)  # of a tar header: eleven octal digits
 _CHECKSUM = slice(148, 154)  # six octal digits
-_SHIFTS = np.arange(30, -1, -3)  # of the bits of eleven octal digits
+_SHIFTS = np.arange(30, -1, -3)  # to the bits of eleven octal digits
 
-Bytes = npt.NDArray[np.uint8]
 Digests = npt.NDArray[np.void]  # DIGEST[documents]
 _NO_DIGESTS = np.empty(0, DIGEST)
-_MOST_SOURCES = 1000  # of one shard: its manifest names each
-_MOST_LENGTHS = 64 << (LENGTH_BITS - 1)
+_MAX_SOURCES = 1000  # per shard: its manifest lists them
+_NUM_LENGTHS = 64 << (LENGTH_BITS - 1)  # that TextCounts can tell apart
 
 
 class Piece(NamedTuple):
-    """Consecutive bytes of the tar, with idx records and digests of the samples that end in them.
+    """Consecutive bytes of the tar, with the idx records and digests of the samples that end in them.
 
-    All samples are for training, or all are for validation.
+    The samples are all for training, or all for validation.
     """
 
     data: bytes | memoryview
     records: Records
-    digests: Digests = _NO_DIGESTS  # of the documents that begin in the samples, if any are kept
+    digests: Digests = _NO_DIGESTS  # of the documents that begin in the samples, if digests are kept
     is_validation: bool = False
 
 
 class Batch(NamedTuple):
-    """Encoded documents, with their members of the tar as far as these depend on no other batch."""
+    """Encoded documents, and their members of the tar if these depend on this batch alone."""
 
     documents: Documents
     tokens: TokenBatch
-    digests: Digests  # DIGEST[documents], or none where they are not kept
-    piece: Piece | None  # members, as if the tar began with them; None for rows, which are formed in order
+    digests: Digests  # DIGEST[documents], or empty if digests are not kept
+    piece: Piece | None  # members, with offsets from 0; None for rows, which are packed in order
 
 
 class DocumentMembers:
-    """A sample per document: its ``text.txt``, if that is kept, and its ``token_ids``."""
+    """One sample per document: its ``text.txt``, if texts are kept, and its ``token_ids``."""
 
-    num_padding = num_split = 0  # tokens, and documents that lie in several rows
+    num_padding = num_split = 0  # as of RowMembers
 
     def __init__(self, spec: DatasetSpec, shard_id: int, options: PlanOptions) -> None:
         self._spec, self._shard_id, self._options = spec, shard_id, options
@@ -92,9 +83,9 @@ class DocumentMembers:
         self._npy_header_bytes = 0 if self._json else len(names.npy_header(spec.dtype, (1,)))
 
     def lay_out(self, documents: Documents, tokens: TokenBatch, digests: Digests) -> Piece:
-        """Return the members of a batch, as if the tar began with them. Runs in a thread.
+        """Return the members of a batch, with offsets from 0. Runs in a thread.
 
-        Raises BadInput for a member larger than the idx can say.
+        Raises BadInput if a member is too large for the idx.
         """
         lengths, dtype = np.diff(tokens.offsets), self._spec.dtype
         ids: Sequence[bytes | memoryview]
@@ -111,20 +102,20 @@ class DocumentMembers:
         if self._options.keep_text:
             texts = documents.texts.each
             fields.insert(0, (names.TEXT_FIELD, np.fromiter(map(len, texts), np.int64, len(texts)), texts))
-        sizes = np.stack([of_field for _, of_field, _ in fields], axis=1)
+        sizes = np.stack([num_bytes for _, num_bytes, _ in fields], axis=1)
         if (largest := sizes.max(initial=0)) > names.MAX_MEMBER_BYTES:
             found = f"a document of {documents.input_path} whose member has {largest} bytes"
             expected = f"at most {names.MAX_MEMBER_BYTES}; use --record packed, or split the document"
             raise BadInput(found=found, expected=expected)
-        # Where each payload begins, behind its header, and ends, in whole blocks: int64[documents, fields].
+        # Each payload follows its header and fills whole blocks: int64[documents, fields].
         padded = -(-sizes // names.BLOCK_BYTES) * names.BLOCK_BYTES
         ends = np.cumsum(padded + names.BLOCK_BYTES).reshape(padded.shape)
         starts = ends - padded
         buffer = np.zeros(int(ends[-1, -1]) if len(ends) else 0, np.uint8)
-        for (name, of_field, payloads), begins in zip(fields, starts.T, strict=True):
-            headers = document_headers(self._shard_id, documents.lines, name, of_field)
+        for (name, num_bytes, payloads), begins in zip(fields, starts.T, strict=True):
+            headers = document_headers(self._shard_id, documents.lines, name, num_bytes)
             buffer.reshape(-1, names.BLOCK_BYTES)[begins // names.BLOCK_BYTES - 1] = headers
-            # A loop of slices, 0.15 us each, beats a scatter at 4 ns per byte.
+            # A loop over slices, at 0.15 us each, beats a scatter at 4 ns per byte.
             view = buffer.data
             for begin, payload in zip(begins.tolist(), payloads, strict=True):
                 view[begin : begin + len(payload)] = payload
@@ -141,24 +132,23 @@ class DocumentMembers:
         return Piece(buffer.data, records, digests)
 
     def pieces(self, batch: Batch) -> Iterator[Piece]:
-        """Yield pieces of the tar, with the idx records of the samples that they complete, in turn."""
+        """Yield pieces of the tar in order, with the idx records of the samples that they complete."""
         piece = batch.piece
-        assert piece is not None  # ``lay_out`` gave one
+        assert piece is not None  # it is from ``lay_out``
         piece.records["offset"] += self._tar_bytes
         self._tar_bytes += len(piece.data)
         if not (fraction := self._spec.validation_fraction):
             yield piece
             return
-        # The bytes of the tar stay in the order of the input, with the records for training. Those for
-        # validation follow without bytes, because they come last in the idx.
+        # All bytes go with the records for training, so the tar has the order of the input. The records for
+        # validation follow without bytes: they come last in the idx.
         is_validation = are_for_validation(piece.digests, fraction)
-        for side, data in ((False, piece.data), (True, b"")):
-            here = is_validation == side
-            if len(data) or here.any():
-                yield Piece(data, piece.records[here], piece.digests[here], side)
+        yield Piece(piece.data, piece.records[~is_validation], piece.digests[~is_validation])
+        if is_validation.any():
+            yield Piece(b"", piece.records[is_validation], piece.digests[is_validation], is_validation=True)
 
     def rest(self) -> Iterator[Piece]:
-        """Yield what is held, at the end of the shard."""
+        """Yield what is left at the end of the shard: nothing, as each batch is complete."""
         return iter(())
 
 
@@ -169,10 +159,10 @@ def ustar_header(name: str, num_bytes: int) -> bytes:
     return member.tobuf(tarfile.USTAR_FORMAT)
 
 
-def document_headers(shard_id: int, lines: Numbers, field: str, num_bytes: Numbers) -> Bytes:
+def document_headers(shard_id: int, lines: Numbers, field: str, num_bytes: Numbers) -> npt.NDArray[np.uint8]:
     """Return the headers of one field of many documents: uint8[documents, 512].
 
-    ``lines`` ascend. Line numbers of more than eight digits, which are rare, are written one by one.
+    ``lines`` ascend. Headers for line numbers of more than eight digits, which are rare, are made one by one.
     """
     if len(lines) and lines[-1] >= 10**8:
         sizes = zip(lines.tolist(), num_bytes.tolist(), strict=True)
@@ -194,17 +184,17 @@ def document_headers(shard_id: int, lines: Numbers, field: str, num_bytes: Numbe
 
 
 class JsonIds:
-    """Writes ids as ``json.dumps`` does, ``[128000, 9906]``: the bytes of webdataset's TarWriter.
+    """Writes ids as ``json.dumps`` does, ``[128000, 9906]``, for the same bytes as webdataset's TarWriter.
 
-    A table holds ``, 9906`` of every id, padded with zero bytes to a fixed width: a batch is one look-up and
-    one pass that drops the zeros. numpy looks up in a tenth of the time where it may clip. Making the table
-    takes 12 ms for 128,256 tokens.
+    A table has the text ``, 9906`` of every id, padded with zero bytes to a fixed width. A batch takes one
+    look-up, and one pass that drops the zeros. The look-up clips ids, which takes numpy a tenth of the time
+    of checking them. The table takes 12 ms for 128,256 tokens.
     """
 
     def __init__(self, vocab_size: int, *, has_blanks: bool = False) -> None:
         numbers, self._vocab_size, self._has_blanks = np.arange(vocab_size), vocab_size, has_blanks
         if has_blanks:
-            numbers = np.append(numbers, names.BLANK)  # the last row, where clipping leads to
+            numbers = np.append(numbers, names.BLANK)  # it is clipped to this last row
         num_digits = 6 if vocab_size <= 10**6 and not has_blanks else 14
         texts = np.char.add(b", ", numbers.astype(f"S{num_digits}"))
         self._table: npt.NDArray[np.void] = texts.view(f"V{texts.itemsize}")
@@ -212,13 +202,13 @@ class JsonIds:
         self._widths = (2 + num_digits_of).astype(np.uint8)
 
     def lengths(self, batch: TokenBatch) -> Numbers:
-        """int64[documents]: bytes of each document's JSON text. Raises OtherTokenizer for an unknown id."""
-        # Such an id would be clipped, which only BLANK may be.
+        """Return int64[documents]: the bytes of each JSON text. Raises OtherTokenizer for an unknown id."""
+        # ``separated`` would clip it.
         is_unknown = batch.ids >= self._vocab_size
         if self._has_blanks:
             is_unknown &= batch.ids != names.BLANK
         if is_unknown.any():
-            found, expected = batch.ids[is_unknown][0], f"less than {self._vocab_size}; plan anew"
+            found, expected = batch.ids[is_unknown][0], f"less than {self._vocab_size}; plan again"
             raise OtherTokenizer(found=f"the tokenizer gives the id {found}", expected=expected)
         ends = np.zeros(len(batch.ids) + 1, np.int64)
         np.cumsum(self._widths.take(batch.ids, mode="clip"), out=ends[1:])
@@ -226,18 +216,18 @@ class JsonIds:
         return np.maximum(np.diff(ends[batch.offsets]), 2)
 
     def separated(self, ids: Ids) -> bytearray:
-        """Return all ids, each with ``, `` before it."""
+        """Return the text of all ids, each with ``, `` before it."""
         wide = bytearray(len(ids) * self._table.itemsize)
         self._table.take(ids, out=np.frombuffer(wide, self._table.dtype), mode="clip")
         return wide.translate(None, b"\0")
 
 
-json_ids = functools.cache(JsonIds)  # one table for a vocabulary
+json_ids = functools.cache(JsonIds)  # one table per vocabulary
 
 
 # Rows. -------------------------------------------------------------------------------------------------
 
-# A document: where it begins, in tokens, the input that it came from, and its digest, zeros without one.
+# Where a document begins: position in tokens, input number, byte in the input. And its digest, or zeros.
 START = np.dtype([("position", "<i8"), ("source", "<u4"), ("source_offset", "<u8"), ("digest", DIGEST)])
 Starts = npt.NDArray[np.void]  # START[documents]
 
@@ -247,46 +237,46 @@ class RowGroup:
     """The rows of one member."""
 
     rows: npt.NDArray[Any]  # token ids [num_rows, seq_len], of row_dtype, padded
-    row_tokens: npt.NDArray[np.uint32]  # uint32[num_rows]: tokens that are no padding
-    starts: Starts  # START of the documents that begin here, by position in rows.ravel()
-    firsts: Starts  # START[num_rows] of the document of each row's first token
+    row_tokens: npt.NDArray[np.uint32]  # uint32[num_rows]: tokens of each row without padding
+    starts: Starts  # of the documents that begin in the group, by position in rows.ravel()
+    firsts: Starts  # START[num_rows]: the document of each row's first token
 
 
 class Packer:
-    """Takes documents in order and yields row groups as they fill."""
+    """Packs documents into rows, in order."""
 
     def __init__(self, spec: DatasetSpec) -> None:
-        self.seq_len, self.num_split = spec.seq_len, 0  # documents that do not lie whole in one row
+        self.seq_len = spec.seq_len
+        self.num_split = 0  # documents that are not whole in one row
         self.group_rows = max(1, names.PACKED_MEMBER_BYTES // (spec.seq_len * spec.dtype.itemsize))
-        # Ids of conversations carry NO_LOSS while they are packed.
-        is_chat = spec.record == "chat"
+        is_chat = spec.record == "chat"  # then ids carry NO_LOSS while they are packed
         self.dtype = np.dtype(np.uint32) if is_chat else spec.dtype
         self.pad_id = (spec.tokenizer.pad_token_id or 0) | (int(NO_LOSS) if is_chat else 0)
 
     def append(self, tokens: TokenBatch, starts: Starts) -> Iterator[RowGroup]:
-        """Take documents, with START[documents] that names their provenance."""
+        """Add documents, whose origins are in ``starts``, and yield the groups that they fill."""
         raise NotImplementedError
 
     def finish(self) -> Iterator[RowGroup]:
-        """Yield what is left."""
+        """Yield the groups of what is left."""
         raise NotImplementedError
 
 
 class ConcatRows(Packer):
-    """Joins all documents and cuts at every seq_len-th token (``--pack concat``).
+    """Joins all documents and cuts them into rows of seq_len tokens (``--pack concat``).
 
-    No padding but in the shard's last row; documents are cut at row ends.
+    Documents are cut at row ends. Only the shard's last row has padding.
     """
 
     def __init__(self, spec: DatasetSpec) -> None:
         super().__init__(spec)
         self._ids: Ids = np.empty(0, np.uint32)  # not yet in a group
-        self._starts: Starts = np.empty(0, START)  # of the documents in them
-        self._open = np.zeros(1, START)  # the document that the next group begins in
+        self._starts: Starts = np.empty(0, START)  # of the documents that begin in them
+        self._open = np.zeros(1, START)  # of the document in which the next group begins
 
     def append(self, tokens: TokenBatch, starts: Starts) -> Iterator[RowGroup]:
         has_tokens = np.diff(tokens.offsets) > 0
-        # Places in the rows that are held: the groups before are whole rows.
+        # Positions in the held tokens, which begin at a row's begin: groups are whole rows.
         first = tokens.offsets[:-1][has_tokens] + len(self._ids)
         last = tokens.offsets[1:][has_tokens] + len(self._ids) - 1
         self.num_split += int((first // self.seq_len != last // self.seq_len).sum())
@@ -303,7 +293,7 @@ class ConcatRows(Packer):
             yield self._take(len(self._ids))
 
     def _take(self, num_tokens: int) -> RowGroup:
-        """Return a group of the first ``num_tokens`` tokens held."""
+        """Return a group of the first ``num_tokens`` held tokens."""
         seq_len, num_here = self.seq_len, np.searchsorted(self._starts["position"], num_tokens)
         ids, self._ids = self._ids[:num_tokens], self._ids[num_tokens:]
         starts, self._starts = self._starts[:num_here], self._starts[num_here:].copy()
@@ -325,21 +315,21 @@ Provenance = tuple[int, int, bytes]  # input number, byte in it, and digest
 
 @dataclass(kw_only=True)
 class _Row:
-    """A row that is filled."""
+    """A row that is being filled."""
 
     ids: Ids
-    first: Provenance  # of the first token
+    first: Provenance  # of the first token's document
     num_tokens: int = 0
     starts: list[tuple[int, Provenance]] = field(default_factory=list)  # where documents begin
 
 
 class BestFitRows(Packer):
-    """Keeps documents whole where they fit into a row (``--pack best_fit``).
+    """Keeps documents whole if they fit into a row (``--pack best_fit``).
 
     Each document goes into the open row in which it leaves the least space, as in Ding et al. 2024, "Fewer
-    Truncations Improve Language Modeling", but over a window of open rows, so that memory is bounded; the
-    fullest row is closed when another must be opened. A document longer than a row fills rows of its own, and
-    its rest opens one. The price: padding, and about 1.5 us of Python per document.
+    Truncations Improve Language Modeling". To bound memory, the number of open rows is limited: the fullest
+    one is closed when another must be opened. A document longer than a row fills rows of its own, and its
+    rest opens another one. The price is padding, and about 1.5 us of Python per document.
     """
 
     _OPEN_BYTES = 8 << 20
@@ -348,7 +338,7 @@ class BestFitRows(Packer):
         super().__init__(spec)
         self._most_open = min(1024, max(16, self._OPEN_BYTES // (spec.seq_len * spec.dtype.itemsize)))
         self._open: list[tuple[int, int, _Row]] = []  # space, turn, row; ascending
-        self._turn = 0  # of equal spaces the one that is there longest comes first
+        self._turn = 0  # among rows of equal space the oldest comes first
         self._closed: list[_Row] = []
 
     def append(self, tokens: TokenBatch, starts: Starts) -> Iterator[RowGroup]:
@@ -360,7 +350,7 @@ class BestFitRows(Packer):
             self.num_split += end - begin > seq_len
             for first in range(begin, end, seq_len):
                 part = ids[first : min(first + seq_len, end)]
-                # What goes on from another row always opens one.
+                # The next part of a long document always opens a row.
                 place = bisect.bisect_left(self._open, (len(part),)) if first == begin else len(self._open)
                 if place < len(self._open):
                     _, _, row = self._open.pop(place)
@@ -400,27 +390,27 @@ class BestFitRows(Packer):
             )
 
 
-# By --pack; a record whose rows are formed in a way of its own, by its name.
+# By --pack, or by the name of a record that has a packer of its own.
 _PACKERS: dict[str, Callable[[DatasetSpec], Packer]] = {"concat": ConcatRows, "best_fit": BestFitRows}
 
 
 def packer_of(spec: DatasetSpec, pack: str) -> Packer:
-    """Return what forms the rows of a data set."""
+    """Return a new packer for the rows of a data set."""
     return _PACKERS.get(spec.record, _PACKERS[pack])(spec)
 
 
 class RowMembers:
-    """Packed rows: many rows per member, the places where documents begin beside it.
+    """Packed rows: many rows per member, and beside it the positions where documents begin.
 
-    One packer forms the rows for training, another one those for validation, if any: no row holds both.
+    Rows for training and rows for validation have a packer each, so no row has documents of both.
     """
 
     def __init__(self, spec: DatasetSpec, shard_id: int, options: PlanOptions) -> None:
         self._spec, self._shard_id = spec, shard_id
         self._packers = [packer_of(spec, options.pack) for _ in range(2 if spec.validation_fraction else 1)]
         self._member_tokens = self._packers[0].group_rows * spec.seq_len
-        self._held: list[tuple[Ids, Starts]] = []  # of each document for validation that is not yet packed
-        self._num_held = 0  # tokens in them
+        self._held: list[tuple[Ids, Starts]] = []  # documents for validation that are not packed yet
+        self._num_held = 0  # their tokens
         self._num_rows = 0
         self._tar_bytes = 0
         self.num_padding = 0
@@ -430,13 +420,13 @@ class RowMembers:
         return sum(packer.num_split for packer in self._packers)
 
     def lay_out(self, documents: Documents, tokens: TokenBatch, digests: Digests) -> None:
-        """Do nothing: rows are formed in their turn."""
+        """Do nothing: rows are packed in order."""
 
     def pieces(self, batch: Batch) -> Iterator[Piece]:
-        """Yield the members that documents fill.
+        """Yield the members that a batch fills.
 
-        Those for validation are held until they fill a member, so that the order of members follows from the
-        documents alone, however they are batched, and consecutive ones for training are packed together.
+        Documents for validation are held until they fill a member. So the order of members depends on the
+        documents alone, not on batches, and consecutive documents for training are packed together.
         """
         documents, tokens = batch.documents, batch.tokens
         starts = np.zeros(len(documents.lines), START)
@@ -444,7 +434,7 @@ class RowMembers:
         if len(batch.digests):
             starts["digest"] = batch.digests
         if not (fraction := self._spec.validation_fraction):
-            yield from self._members(self._packers[0].append(tokens, starts))
+            yield from map(self._member, self._packers[0].append(tokens, starts))
             return
         is_training = ~are_for_validation(starts["digest"], fraction)
         numbers, ids, first = np.arange(len(starts)), tokens.documents(), 0
@@ -453,31 +443,29 @@ class RowMembers:
             self._num_held += len(ids[number])
             if self._num_held >= self._member_tokens:
                 here = is_training & (first <= numbers) & (numbers < number)
-                yield from self._members(self._packers[0].append(tokens.only(here), starts[here]))
+                yield from map(self._member, self._packers[0].append(tokens.only(here), starts[here]))
                 yield from self._release()
                 first = number
         here = is_training & (first <= numbers)
-        yield from self._members(self._packers[0].append(tokens.only(here), starts[here]))
+        yield from map(self._member, self._packers[0].append(tokens.only(here), starts[here]))
 
     def _release(self) -> Iterator[Piece]:
-        """Yield the members that the documents held for validation fill."""
+        """Pack the documents that are held for validation, and yield the members that they fill."""
         held, self._held, self._num_held = self._held, [], 0
         if held:
             tokens, starts = TokenBatch.of([ids for ids, _ in held]), [start for _, start in held]
-            groups = self._packers[1].append(tokens, np.concatenate(starts))
-            yield from self._members(groups, is_validation=True)
+            for group in self._packers[1].append(tokens, np.concatenate(starts)):
+                yield self._member(group, is_validation=True)
 
     def rest(self) -> Iterator[Piece]:
-        yield from self._members(self._packers[0].finish())
+        yield from map(self._member, self._packers[0].finish())
         if self._spec.validation_fraction:
             yield from self._release()
-            yield from self._members(self._packers[1].finish(), is_validation=True)
+            for group in self._packers[1].finish():
+                yield self._member(group, is_validation=True)
 
-    def _members(self, groups: Iterable[RowGroup], *, is_validation: bool = False) -> Iterator[Piece]:
-        return (self._member(group, is_validation) for group in groups)
-
-    def _member(self, group: RowGroup, is_validation: bool) -> Piece:
-        """Return one member: its bytes, and the idx records of its rows."""
+    def _member(self, group: RowGroup, *, is_validation: bool = False) -> Piece:
+        """Return the bytes of one member, with the idx records of its rows."""
         fields: dict[str, npt.NDArray[Any]] = {
             names.DOC_STARTS_FIELD: group.starts["position"].astype(np.uint32),
             names.ROW_IDS_FIELD: group.rows,
@@ -491,7 +479,7 @@ class RowMembers:
         pieces: list[bytes | memoryview] = []
         end = self._tar_bytes
         payloads = {}  # byte in the tar where each field's numbers begin
-        key = f"rows_{self._shard_id}_{self._num_rows:08d}"  # for the first of them
+        key = f"rows_{self._shard_id}_{self._num_rows:08d}"  # the number of the first row
         for name, array in sorted(fields.items()):
             header = names.npy_header(array.dtype, array.shape)
             num_bytes = len(header) + array.nbytes
@@ -523,27 +511,27 @@ class RowMembers:
 
 
 class _Source:
-    """What one source gave."""
+    """The counts of one source."""
 
     def __init__(self) -> None:
         self.num_quarantined = 0
-        self.num_bytes = 0  # of the input files; where records name the source, of their texts
+        self.num_bytes = 0  # of the input files, or of the texts if records name the source
         self.num_text_bytes = self.num_chars = 0
-        self._lengths = np.zeros((2, _MOST_LENGTHS), np.int64)  # documents and tokens
+        self._lengths = np.zeros((2, _NUM_LENGTHS), np.int64)  # documents and tokens
 
     def add(self, texts: Texts, num_tokens: Numbers, num_bytes: int) -> None:
         self.num_bytes += num_bytes
         self.num_text_bytes += texts.num_bytes
-        # The bytes of UTF-8 that go on with a character are 10xxxxxx.
+        # Continuation bytes of UTF-8 are 10xxxxxx.
         is_inside = np.frombuffer(texts.joined, np.int8) < -64
         self.num_chars += texts.num_bytes - int(np.count_nonzero(is_inside))
         dropped = np.maximum(np.frexp(num_tokens)[1] - LENGTH_BITS, 0)
         place = (dropped << (LENGTH_BITS - 1)) + (num_tokens >> dropped)
-        self._lengths[0] += np.bincount(place, minlength=_MOST_LENGTHS)
-        self._lengths[1] += np.bincount(place, num_tokens, _MOST_LENGTHS).astype(np.int64)
+        self._lengths[0] += np.bincount(place, minlength=_NUM_LENGTHS)
+        self._lengths[1] += np.bincount(place, num_tokens, _NUM_LENGTHS).astype(np.int64)
 
     def lengths(self) -> dict[int, list[int]]:
-        """Return documents and tokens by length, see TextCounts."""
+        """Return documents and tokens by length, as TextCounts has them."""
         found = {}
         for place in np.flatnonzero(self._lengths[0]).tolist():
             dropped = max((place >> (LENGTH_BITS - 1)) - 1, 0)
@@ -563,46 +551,46 @@ class Counting:
 
     @property
     def bad_fraction(self) -> float:
-        """Share of the documents so far that could not be used; those that the user left out do not count."""
+        """The share of unusable documents so far, without those that the user chose to leave out."""
         num_bad = sum(not names.is_chosen(bad.reason) for bad in self.bad)
         return num_bad / max(1, num_bad + self.num_documents)
 
     @property
     def bad_reasons(self) -> set[str]:
-        """Why documents were left out."""
+        """The reasons why documents were left out."""
         return {bad.reason for bad in self.bad}
 
     def add(self, documents: Documents, num_tokens: Numbers) -> None:
         """Count a batch, given the tokens of each document. Raises BadInput for too many sources."""
-        of_file = names.source_of_path(documents.input_path)
+        file_source = names.source_of_path(documents.input_path)
         self.num_documents += len(documents.lines)
         self.num_tokens += int(num_tokens.sum())
         self._num_lines += documents.num_lines
         self._input_bytes += documents.num_bytes
         if "source" not in documents.columns:
-            self._source(of_file).add(documents.texts, num_tokens, documents.num_bytes)
-        places = defaultdict[str, list[int]](list)
-        for place, name in enumerate(documents.columns.get("source", ())):
-            places[name or of_file].append(place)
-        for name, of_source in places.items():
-            texts = documents.texts.only(of_source)
-            self._source(name).add(texts, num_tokens[of_source], texts.num_bytes)
+            self._source(file_source).add(documents.texts, num_tokens, documents.num_bytes)
+        numbers_of = defaultdict[str, list[int]](list)  # documents of each source that records name
+        for number, name in enumerate(documents.columns.get("source", ())):
+            numbers_of[name or file_source].append(number)
+        for name, numbers in numbers_of.items():
+            texts = documents.texts.only(numbers)
+            self._source(name).add(texts, num_tokens[numbers], texts.num_bytes)
         self.bad += documents.bad
         for bad in documents.bad:
-            self._source(bad.source_label or of_file).num_quarantined += 1
+            self._source(bad.source_label or file_source).num_quarantined += 1
 
     def _source(self, name: str) -> _Source:
         source = self._sources[name]
-        if len(self._sources) > _MOST_SOURCES:
-            found = f"documents of more than {_MOST_SOURCES} sources in shard {self._shard_id:05d}, such as "
+        if len(self._sources) > _MAX_SOURCES:
+            found = f"documents of more than {_MAX_SOURCES} sources in shard {self._shard_id:05d}, such as "
             expected = "a --source_field with fewer values, or none"
             raise BadInput(found=f"{found}{name[:60]!r}", expected=expected)
         return source
 
     def counts(
         self, num_samples: int, members: RowMembers | DocumentMembers, validation: ValidationCounts | None
-    ) -> tuple[ShardCounts, dict[str, manifests.TextCounts]]:
-        """Return the counts of the shard, and those of the texts of each source that has any."""
+    ) -> tuple[manifests.ShardCounts, dict[str, manifests.TextCounts]]:
+        """Return the counts of the shard, and the counts of texts by source."""
         histogram = [0] * 64
         sources, texts = {}, {}
         for name, source in sorted(self._sources.items()):
@@ -623,7 +611,7 @@ class Counting:
                 )
         while histogram and not histogram[-1]:
             histogram.pop()
-        counts = ShardCounts(
+        counts = manifests.ShardCounts(
             num_samples=num_samples,
             num_documents=self.num_documents,
             num_tokens=self.num_tokens,
@@ -641,16 +629,16 @@ class Counting:
 
 
 def _marks(folder: Path, shard_id: int) -> tuple[Path, Path]:
-    """Return two files whose names are known, so that no task lists DATA to find what other attempts left.
+    """Return the paths of two marks, which show other attempts at a shard without a listing of DATA.
 
-    The first stands while an attempt works, and stays where one was killed. Who finds it makes the second.
+    The first exists during an attempt, and stays if that is killed. Who finds it creates the second.
     """
     first, second = (folder / f".{names.shard_name(shard_id)}.{word}.tmp" for word in ("begun", "again"))
     return first, second
 
 
 def _make_mark(mark: Path) -> bool:
-    """Make a mark. Return False if it was there, True also if none can be made: the tar will say why."""
+    """Create a mark. Return False if it exists. If it cannot be created, the tar's error will say why."""
     try:
         mark.touch(exist_ok=False)
     except OSError as error:
@@ -659,32 +647,30 @@ def _make_mark(mark: Path) -> bool:
 
 
 def _unlink(marks: list[Path]) -> None:
-    """Remove the mark of an attempt that ends; also where a second signal cuts its clearing up short."""
+    """Remove the marks of an attempt. A finalizer does it, in case a second signal interrupts the cleanup."""
     for mark in marks:
         with contextlib.suppress(OSError):
             mark.unlink()
 
 
 def remove_temporaries_of(shard_ids: Iterable[int], folder: Path, *, older_than_s: float = 0) -> None:
-    """Remove what attempts at some shards left, by one look at the folder."""
+    """Remove what attempts at some shards left behind, with one listing of the folder."""
     subfolders = [names.QUARANTINE_DIR, names.IDS_DIR, names.DIGESTS_DIR]
     stems = map(names.shard_name, shard_ids)
     files.remove_temporaries(folder, *stems, older_than_s=older_than_s, subfolders=subfolders)
 
 
 def finished_manifest(folder: Path, plan_id: str, shard_id: int) -> Manifest | None:
-    """Return the manifest of a shard if it is done, and then remove what other attempts at it left."""
+    """Return the manifest of a shard if it is done, and remove what other attempts at it left behind."""
     manifest = done_manifest(folder, shard_id, plan_id)
-    if manifest is not None:
-        sizes = map(files.size_of_file, _marks(folder, shard_id))
-        if any(size is not None for size in sizes):
-            remove_temporaries_of([shard_id], folder)
+    if manifest and any(files.size_of_file(mark) is not None for mark in _marks(folder, shard_id)):
+        remove_temporaries_of([shard_id], folder)
     return manifest
 
 
 def missing_shards(folder: Path, plan_id: str, shard_ids: Collection[int]) -> list[int]:
-    """Return the shards that are not done. Remove what attempts at the others left, by one listing."""
-    findings = read_findings(folder, plan_id)
+    """Return the shards that are not done. Remove what attempts at the others left, with one listing."""
+    findings = manifests.read_findings(folder, plan_id)
     done = [number for number in shard_ids if done_manifest(folder, number, plan_id, findings)]
     if done:
         remove_temporaries_of(done, folder)
@@ -692,24 +678,24 @@ def missing_shards(folder: Path, plan_id: str, shard_ids: Collection[int]) -> li
 
 
 class ShardWriter:
-    """Writes one shard. Within ``with``; only ``commit`` makes it count, and a failure leaves nothing."""
+    """Writes one shard, as a context manager. Only ``commit`` publishes it; a failure leaves nothing."""
 
     def __init__(self, folder: Path, spec: DatasetSpec, options: PlanOptions, shard_id: int) -> None:
-        """``folder``: where the files appear, the plan's or another one."""
+        """Write into ``folder``, the plan's or another one."""
         self._folder, self._spec, self._options, self._shard_id = folder, spec, options, shard_id
         members = RowMembers if spec.has_rows else DocumentMembers
         self._members: RowMembers | DocumentMembers = members(spec, shard_id, options)
         self.counting = Counting(shard_id)
         self._num_samples = 0
         self._crcs = ChunkCrcs(IDX_DTYPES[spec.kind])
-        self._side_files: dict[str, files.PublishedFile] = {}  # ids and digests, where they are kept
-        self._validation: list[Piece] = []  # whose records and digests come behind all others
+        self._side_files: dict[str, files.PublishedFile] = {}  # ids and digests, if they are kept
+        self._validation: list[Piece] = []  # their records and digests come after all others
         self._files = contextlib.ExitStack()
 
     def __enter__(self) -> ShardWriter:
         folder, shard_id = self._folder, self._shard_id
         begun, self._again = _marks(folder, shard_id)
-        ours = [begun]  # held before it is made: a signal may come in between
+        ours = [begun]  # before it is created: a signal may come in between
         with self._files as opened:
             opened.callback(weakref.finalize(self, _unlink, ours))
             self._found_no_mark = _make_mark(begun)
@@ -736,9 +722,9 @@ class ShardWriter:
         return self._files.enter_context(files.PublishedFile(path))
 
     def lay_out(self, documents: Documents, tokens: TokenBatch, digests: Digests | None = None) -> Batch:
-        """Lay a batch out as far as no other batch matters, so in a thread. Raises BadInput.
+        """Lay out what depends on this batch alone. Runs in a thread. Raises BadInput, OtherTokenizer.
 
-        Without ``digests`` they are those of the documents, where these are kept.
+        ``digests`` default to those of the documents, if digests are kept.
         """
         if digests is None:
             digests = documents.digests() if self._options.digests else _NO_DIGESTS
@@ -748,7 +734,7 @@ class ShardWriter:
         """Add documents, in the order of the input."""
         self.counting.add(batch.documents, np.diff(batch.tokens.offsets))
         if "ids" in self._side_files:
-            # A line of JSON for each document: its input, its place there, its id; lines of text have none.
+            # One line of JSON per document: input number, place in it, id. Lines of text have no id.
             documents = batch.documents
             ids = documents.columns.get("id") or [""] * len(documents.lines)
             lines = [
@@ -764,10 +750,10 @@ class ShardWriter:
             if piece.is_validation:
                 self._validation.append(piece._replace(data=b""))
             else:
-                self._note(piece)
+                self._write_records(piece)
 
-    def _note(self, piece: Piece) -> None:
-        """Write what is said of a piece's samples beside the tar."""
+    def _write_records(self, piece: Piece) -> None:
+        """Write the idx records and digests of a piece."""
         if len(piece.records):
             raw = piece.records.tobytes()
             self._idx.write(raw)
@@ -777,10 +763,10 @@ class ShardWriter:
             self._side_files["digests"].write(piece.digests.tobytes())
 
     def commit(self, run: RunFacts, *, made_from: str | None = None) -> Manifest:
-        """Publish the shard: last its manifest, with ``run`` and ``made_from`` in it."""
+        """Publish the files of the shard. The manifest, which has ``run`` and ``made_from``, is the last."""
         self._write(self._members.rest())
         for piece in self._validation:
-            self._note(piece)
+            self._write_records(piece)
         self._tar.write(names.TAR_END)
         self._idx.write(self._crcs.table())
         written = {"tar": self._tar, "idx": self._idx, **self._side_files}
@@ -809,7 +795,7 @@ class ShardWriter:
         return manifest
 
     def quarantine(self) -> files.PublishedFile | None:
-        """Return the unpublished quarantine file, where documents were left out."""
+        """Write a quarantine file if documents were left out, and return it before it is published."""
         if not self.counting.bad:
             return None
         file = self._file(names.quarantine_path(self._folder, self._shard_id))

@@ -1,9 +1,9 @@
-"""Makes one shard: open the plan, load the engine, make the shard, tell what was made.
+"""Make one shard: open the plan, load the engine, make the shard, report the result.
 
-``make_shard`` -> ``Worker.run_shard`` -> ``Worker.make_in``. One thread reads the next batch of documents, a
-few encode batches and lay out their members, and the main thread writes them in the order of the input.
+``make_shard`` calls ``Worker.run_shard``, and that ``Worker.make_in``. One thread reads the next batch of
+documents, a few threads encode batches and lay out their members, and the main thread writes them in order.
 
-``run_shards`` makes several shards on this machine: each process loads the tokenizer once and is given one
+``run_shards`` makes several shards on this machine. Each process loads the tokenizer once, and makes one
 shard after the other.
 """
 
@@ -43,26 +43,26 @@ if TYPE_CHECKING:  # a task of one shard does without them
     from shardprep.format.jobs import Failure
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
-_NUM_NAMED = 3  # inputs that are named, of a shard
-# What a user gave wrongly, most likely, where documents are left out for these reasons.
-_OTHER_FLAG = dict.fromkeys(["no_field", "null_field", "wrong_type"], "--text_field")
-_OTHER_FLAG["undecodable"] = "--encoding"
-_SLURM_FACTS = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CPUS_PER_TASK")
+_NUM_NAMED = 3  # inputs of a shard that the log names
+# The flag that is most likely wrong if documents are left out for a reason.
+_LIKELY_FLAG = dict.fromkeys(["no_field", "null_field", "wrong_type"], "--text_field")
+_LIKELY_FLAG["undecodable"] = "--encoding"
+_SLURM_NAMES = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CPUS_PER_TASK")
 
-Progressed = Callable[[int, dict[str, int]], None]  # called with bytes of input, and what else was done
+Progressed = Callable[[int, dict[str, int]], None]  # called with bytes of input, and counts by noun
 
 
 def make_shard(
     folder: Path, shard_id: int, settings: WorkerSettings, num_cpus: int, memory_note: str | None
 ) -> int:
-    """Make one shard of a folder's plan, on the CPUs that this process is bound to. Return the exit code."""
-    # Open: the way ends here where the shard is done.
+    """Make one shard of a folder's plan on the CPUs of this process. Return the exit code."""
+    # Open: this ends here if the shard is done.
     plan = need_plan(folder).at(settings.input_dir)
     shard = plan.shard(shard_id)
     if finished_manifest(folder, plan.plan_id, shard_id):
         say(f"shard {shard_id:05d} is done already")
         return 0
-    # Load: the tokenizer's files are the plan's, and its ids those of planning.
+    # Load: check the tokenizer's files and ids against the plan.
     say(part_line(plan, shard))
     if memory_note:
         say(f"note: {memory_note}")
@@ -71,19 +71,19 @@ def make_shard(
     # Make.
     progress = Progress(f"shard {shard_id:05d}", shard.num_bytes)
     manifest = worker.run_shard(shard, progress.add)
-    # Tell: all that was made is in the manifest.
+    # Tell: the manifest has all facts.
     say(done_line(manifest, folder))
     return 0
 
 
 def part_line(plan: Plan, shard: PlannedShard) -> str:
-    """Say which part of the input a shard is made of: the files, and from where to where in them."""
+    """Return a log line that names the files, and the bytes of them, that a shard is made from."""
     parts = []
     for part in shard.ranges:
         item = plan.inputs[part.input_number]
         parts.append(item.path)
         if (part.start, part.end) != (0, item.num_bytes):
-            # So that nobody takes them for the places of documents, which may be rows, or bytes of the text.
+            # "file bytes" are not the places of documents, which are rows or bytes of decompressed text.
             unit = "bytes" if part.kind.is_in_bytes else "file bytes"
             parts[-1] += f" {unit} {part.start} to {part.end}"
     if len(parts) > _NUM_NAMED:
@@ -93,7 +93,7 @@ def part_line(plan: Plan, shard: PlannedShard) -> str:
 
 
 def done_line(manifest: Manifest, folder: Path) -> str:
-    """Say what a shard holds, how fast it was made, and at what price."""
+    """Return a log line with the counts of a finished shard, its speed and its cost."""
     run, counts, shard_id = manifest.run, manifest.counts, manifest.shard_id
     facts = [amounts_line(counts.input_bytes, counts.num_documents, counts.num_tokens, run.wall_s)]
     if left_out := sum(counts.quarantined.values()):
@@ -107,14 +107,14 @@ def done_line(manifest: Manifest, folder: Path) -> str:
 
 
 def amounts_line(num_bytes: int, num_documents: int, num_tokens: int, wall_s: float) -> str:
-    """Say what was made in some time, and how fast."""
+    """Return counts of what was made in some time, with rates per second."""
     amounts = f"{counted(num_documents, 'document')}, {counted(num_tokens, 'token')} in {wall_s:.1f} s"
     wall_s = max(wall_s, 1e-3)
     return f"{amounts} ({short_bytes(num_bytes / wall_s)}/s, {short_number(num_tokens / wall_s)} tokens/s)"
 
 
 class Worker:
-    """What a process needs to make shards of one plan: the plan, its folder, a loaded engine."""
+    """Makes shards of one plan, with an engine that is loaded once."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Worker:
         num_cpus: int,
         warn: Callable[[str], None],
     ) -> None:
-        """Load the plan's tokenizer. Raises OtherTokenizer where it changed."""
+        """Load the plan's tokenizer. Raises OtherTokenizer if it changed."""
         self.plan, self.folder, self.settings, self.num_cpus = plan, folder, settings, num_cpus
         self._reader = DocumentReader.of_plan(folder, plan.options, settings.transform)
         if plan.options.is_chat:
@@ -134,16 +134,16 @@ class Worker:
             check_chat_versions(plan.options.chat_versions)
         wanted: EngineName = "tokenizers" if plan.options.is_chat else settings.engine
         self.engine = load_engine(plan, folder, wanted, warn)
-        # Where memory is short, batches are smaller, and fewer are laid out at once: three take 0.6 GB.
+        # With little memory, batches are smaller and fewer are laid out at once: three take 0.6 GB.
         memory_bytes = math.inf if settings.memory_gb is None else settings.memory_gb * 2**30
         text_bytes = (memory_bytes - resources.PROCESS_BYTES) / resources.MEMORY_PER_BATCH_BYTE
         self._batch_bytes = int(min(BATCH_BYTES, max(resources.SMALLEST_BATCH_BYTES, text_bytes)))
-        # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
+        # Each thread takes a batch. Even two cores have two, so that one encodes while the other prepares.
         most = min(_MOST_MAKERS, num_cpus, max(2, num_cpus // 2))
         self._num_makers = int(max(1, min(most, text_bytes / BATCH_BYTES)))
 
     def means_line(self) -> str:
-        """Say what shards are made with."""
+        """Return a log line with the engine, CPUs, batch size and memory limit."""
         engine, memory_gb = self.engine, self.settings.memory_gb
         memory = "no memory limit" if memory_gb is None else f"memory limit {memory_gb:.2f} GiB"
         slower = "" if engine.name == "gigatoken" or self.plan.options.is_chat else ", the slower engine"
@@ -152,27 +152,26 @@ class Worker:
         return f"{engine.name} {engine.version}{slower}, {cpus}, {batches}, {memory}"
 
     def run_shard(self, shard: PlannedShard, progress: Progressed) -> Manifest:
-        """Make a shard of ``plan``; ``progress`` is told the work of each batch.
+        """Make a shard of ``plan``, and report each batch to ``progress``.
 
-        Raises BadInput where too many documents are undecodable, and what reading and writing raise. Where
-        another attempt made the shard meanwhile, and so removed this one's files, its manifest is returned.
+        If another attempt finished the shard meanwhile, and so removed this one's files, return its manifest.
+        Raises BadInput for too many unusable documents, and the errors of reading and writing.
         """
         try:
             return self.make_in(self.folder, shard, progress)
         except (ReadWriteError, CannotWrite):
-            manifest = finished_manifest(self.folder, self.plan.plan_id, shard.shard_id)
-            if manifest is None:
+            if (made := finished_manifest(self.folder, self.plan.plan_id, shard.shard_id)) is None:
                 raise
-            return manifest
+            return made
 
     def make_in(self, folder: Path, shard: PlannedShard, progress: Progressed = lambda *_: None) -> Manifest:
-        """Make a shard in a folder: in another one than the plan's it counts for nothing."""
+        """Make a shard in a folder. It counts only if this is the plan's folder."""
         began, cpu_began = time.time(), time.process_time()
         plan, options, transform = self.plan, self.plan.options, self._reader.transform
         transform_began_s = transform.cpu_s if transform else 0.0
-        most = self.settings.max_batch_documents
-        batches = self._reader.of_shard(shard, self._batch_bytes)
-        documents = (part for batch in batches for part in (batch.parts(most) if most else [batch]))
+        documents = self._reader.of_shard(shard, self._batch_bytes)
+        if (most := self.settings.max_batch_documents) is not None:
+            documents = (part for batch in documents for part in batch.parts(most))
         writer, blanked = ShardWriter(folder, plan.spec, options, shard.shard_id), None
         if options.blanked and shard.shard_id in names.ids_of_ranges(options.blanked):
             blanked = read_blanked(self.folder, plan.plan_id, shard.shard_id)
@@ -182,15 +181,15 @@ class Worker:
                 writer.append(batch)
                 num_documents, num_tokens = len(batch.documents.lines), len(batch.tokens.ids)
                 progress(batch.documents.num_bytes, {"documents": num_documents, "tokens": num_tokens})
-                del batch  # a tar's share of it may be 11 MB, which else wait for the next one
+                del batch  # its part of the tar may have 11 MB: free them before the next batch
             self._check_bad_fraction(writer, shard.shard_id)
-            slurm_names = [f"SLURM_{name}" for name in _SLURM_FACTS]
+            slurm = {f"SLURM_{name}": os.environ.get(f"SLURM_{name}") for name in _SLURM_NAMES}
             facts = RunFacts(
                 engine=f"{self.engine.name} {self.engine.version}",
                 shardprep=shardprep.__version__,
                 python=platform.python_version(),
                 host=os.environ.get("SLURMD_NODENAME") or os.uname().nodename,
-                slurm={name: os.environ[name] for name in slurm_names if name in os.environ},
+                slurm={name: value for name, value in slurm.items() if value is not None},
                 num_cpus=self.num_cpus,
                 began=round(began, 3),
                 wall_s=round(time.time() - began, 3),
@@ -203,16 +202,16 @@ class Worker:
     def _encode_and_lay_out(
         self, writer: ShardWriter, blanked: BlankedDocuments | None, documents: Documents
     ) -> Batch:
-        """Make a batch ready to be written. Runs in a thread: depends on no other batch."""
+        """Prepare a batch for writing. Runs in a thread: depends on no other batch."""
         plan, mask_rule = self.plan, self.plan.options.chat_mask_rule
         tokens = self.engine.encode_documents(documents, end_id=plan.end_id, mask_rule=mask_rule)
         if blanked is None:
             return writer.lay_out(documents, tokens)
-        # Each id of a blanked document becomes BLANK; its text, id and digest go. The documents are counted
-        # as they were, so the counts equal those of the shard that this one is made from.
+        # The token ids of a blanked document become BLANK; its text, id and digest are removed. All documents
+        # are counted as before, so the counts equal those of the shard that this one replaces.
         is_blanked = blanked.are_at(documents.input_number, documents.offsets)
         blank_ids = np.uint32(names.BLANK)
-        if plan.options.is_chat:  # the loss mask stays as it is
+        if plan.options.is_chat:  # keep the loss mask
             blank_ids = (tokens.ids & engines.NO_LOSS) | blank_ids
         ids = np.where(np.repeat(is_blanked, np.diff(tokens.offsets)), blank_ids, tokens.ids)
         digests = None
@@ -230,6 +229,7 @@ class Worker:
         return batch._replace(documents=replace(documents, columns=columns))
 
     def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
+        """Raise BadInput if too many documents were left out; the quarantine file lists them."""
         limit, counting = self.settings.max_bad_fraction, writer.counting
         limit = self.plan.max_bad_fraction if limit is None else limit
         if counting.bad_fraction <= limit or (quarantine := writer.quarantine()) is None:
@@ -237,24 +237,24 @@ class Worker:
         quarantine.sync()
         quarantine.publish()
         first = next(bad for bad in counting.bad if not names.is_chosen(bad.reason))
-        flags = sorted({_OTHER_FLAG[reason] for reason in counting.bad_reasons & {*_OTHER_FLAG}})
-        hint = f"Is it another {' or '.join(flags)}? " if flags else ""
+        flags = sorted({_LIKELY_FLAG[reason] for reason in counting.bad_reasons & {*_LIKELY_FLAG}})
+        hint = f"Is {' or '.join(flags)} wrong? " if flags else ""
         accepting = f"--max_bad_fraction {min(int(counting.bad_fraction * 100) + 1, 100) / 100:g}"
         found, expected = f"{counting.bad_fraction:.2%}", f"{limit:.2%}"
         message = (
-            f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({found}) are left out "
-            f"({', '.join(sorted(counting.bad_reasons))}), the limit is {expected}; {quarantine.path} names "
-            f"them, the first so: {first.detail}. {hint}Otherwise mend the input and plan anew, or accept "
-            f"them: {accepting}"
+            f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({found}) left out "
+            f"({', '.join(sorted(counting.bad_reasons))}), the limit is {expected}; {quarantine.path} lists "
+            f"them, first: {first.detail}. {hint}Otherwise correct the input and plan again, or accept them: "
+            f"{accepting}"
         )
         raise BadInput(message, path=quarantine.path, found=found, expected=expected, remedy=accepting)
 
 
 def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[str], None]) -> Engine:
-    """Return the engine of a worker, once it has given the reference's ids for the plan's probe.
+    """Return an engine that gives the planned ids for the plan's probe.
 
-    Raises OtherTokenizer if the tokenizer's files changed, or even the reference gives other ids, and
-    UsageError if ``wanted`` cannot be had.
+    Raises OtherTokenizer if the tokenizer's files changed, or if even the reference gives other ids.
+    Raises UsageError if ``wanted`` cannot be used.
     """
     path = folder / names.TOKENIZER_DIR / names.TOKENIZER_FILE
     options, probe, expected = plan.options, Texts.of_strings(plan.probe), plan.probe_sha256
@@ -268,7 +268,7 @@ def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[st
             return fast if options.add_special_tokens else fast.bare()
         if wanted != "auto":
             raise UsageError(f"--engine {wanted} fails for {path}: {fast}; use --engine auto")
-        warn(f"gigatoken cannot be used for this tokenizer ({fast}); going on with tokenizers, slower")
+        warn(f"gigatoken cannot be used for this tokenizer ({fast}); using tokenizers, which is slower")
     content = check_tokenizer_files(folder, plan.tokenizer_files, names.TOKENIZER_FILE)
     tokenizer = engines.load_tokenizer(path, content)
     engine = engines.reference_engine(tokenizer, allow_special_tokens=allow, name=str(path))
@@ -276,16 +276,16 @@ def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[st
     if found != expected:
         what = f"other ids ({found[:12]}, expected {expected[:12]}) than at planning"
         what = f"tokenizers {engine.version} encodes the plan's probe to {what}"
-        raise OtherTokenizer(f"{what}; install the version that planned, or plan anew")
+        raise OtherTokenizer(f"{what}; install the version of planning, or plan again")
     return engine if options.add_special_tokens else engine.bare()
 
 
 def _made_in_order(
     make: Callable[[Documents], Batch], items: Iterator[Documents], num_makers: int
 ) -> Generator[Batch, None, None]:
-    """Yield what ``make`` makes of each item, in order.
+    """Call ``make`` on each item in threads, and yield the results in order.
 
-    One thread reads the next item meanwhile: reads of files and decompression release Python's lock. At most
+    Another thread reads the next item: file reads and decompression release the interpreter's lock. At most
     ``num_makers`` + 2 items are submitted and not yet yielded, which bounds the memory.
     """
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(num_makers) as makers:
@@ -304,29 +304,29 @@ def _made_in_order(
 
 
 class _Process:
-    """A worker process and the shard it is at."""
+    """A worker process, and the shard that it is making."""
 
     shard_id = -1
     pipe: Any = None
     _child: Any = None
 
-    def __init__(self, *given: Any) -> None:
-        self._given = given  # to _serve
+    def __init__(self, *args: Any) -> None:
+        self._args = args  # of _serve
 
-    def give(self, shard_id: int) -> None:
-        """Let a shard be made, in a new process where there is none."""
+    def send(self, shard_id: int) -> None:
+        """Have a shard made. Start the process if there is none."""
         from multiprocessing import Pipe
 
         self.shard_id = shard_id
         if self._child is None:
             self.pipe, theirs = Pipe()
-            self._child = start_child(_serve, *self._given, theirs)
+            self._child = start_child(_serve, *self._args, theirs)
             theirs.close()
-        with contextlib.suppress(BrokenPipeError):  # it died idle; the end of its pipe tells
+        with contextlib.suppress(BrokenPipeError):  # it died while idle: ``receive`` finds the pipe's end
             self.pipe.send(shard_id)
 
     def receive(self) -> Any:
-        """Return what Progressed is called with, a Manifest or Failure of the shard, or a line for people."""
+        """Return the next event: arguments of Progressed, a Manifest, a Failure, or a line to print."""
         from shardprep.format.jobs import Failure
 
         try:
@@ -337,7 +337,7 @@ class _Process:
             return Failure.of(self.shard_id, ReadWriteError(f"its process was {how}"))
 
     def end(self, *, at_once: bool = False) -> int:
-        """Wait for a process that has nothing more to do, or died. Return its exit code."""
+        """Let the process end, by SIGTERM if ``at_once``, and return its exit code."""
         child, self._child = self._child, None
         if child is None:
             return 0
@@ -357,10 +357,10 @@ def run_shards(
     *,
     is_verbose: bool,
 ) -> tuple[list[Manifest], list[Failure]]:
-    """Make shards in one process for each of ``cpus_of``, its CPUs; returns what was made, and what failed.
+    """Make shards in several processes; ``cpus_of`` has the CPUs of each. Return manifests and failures.
 
-    A failure does not stop the others. It is printed, and written into the attempt's record for ``status``.
-    A process that dies takes its shard with it, and a new one goes on with the rest. On Stopped the processes
+    A failure does not stop the other shards. It is printed, and added to the attempt's record for ``status``.
+    If a process dies, its shard has failed, and a new process makes the next one. On Stopped the processes
     are stopped, too, and clean up.
     """
     from multiprocessing.connection import wait
@@ -374,7 +374,7 @@ def run_shards(
     processes = [_Process(folder, settings, cpus, is_verbose) for cpus in cpus_of[: len(todo)]]
     try:
         for process in processes:
-            process.give(todo.popleft())
+            process.send(todo.popleft())
         busy = {process.pipe: process for process in processes}
         while busy:
             for pipe in wait(list(busy)):
@@ -384,7 +384,7 @@ def run_shards(
                     progress.add(*event)
                     continue
                 if isinstance(event, str):
-                    if event not in notes:  # each process says it
+                    if event not in notes:  # each process sends it
                         say(event)
                     notes.add(event)
                     continue
@@ -398,7 +398,7 @@ def run_shards(
                         say(done_line(event, folder))
                 del busy[pipe]
                 if todo:
-                    process.give(todo.popleft())
+                    process.send(todo.popleft())
                     busy[process.pipe] = process
                 else:
                     process.end()
@@ -409,7 +409,7 @@ def run_shards(
 
 
 def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: bool, pipe: Any) -> None:
-    """Make the shards that come in, in a worker process; progress and outcomes go out."""
+    """Make the shards whose ids come through the pipe, and send events back. Runs in a worker process."""
     from shardprep.format.jobs import Failure
 
     worker, shard_id = None, -1

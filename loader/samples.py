@@ -219,14 +219,14 @@ class JoinedRows(Samples):
     def ends(self, reader: ShardReader, number: int) -> Int64s:
         """Return the cumulative tokens of a shard's documents, including EOS: int64[documents + 1]."""
         shard = reader.opened(number)
-        if "stream" not in shard.sums:
+        if "stream" not in shard.cached:
             ends = np.concatenate([[0], np.cumsum(self._lengths_with_eos(reader, number))])
             expected = int(self.first_token[number + 1] - self.first_token[number])
             if int(ends[-1]) != expected:
                 found = f"an idx that counts {int(ends[-1])} tokens"
                 raise BrokenShard(path=shard.tar.path, found=found, expected=expected, remedy=shard.remedy)
-            shard.sums["stream"] = ends
-        return shard.sums["stream"]
+            shard.cached["stream"] = ends
+        return shard.cached["stream"]
 
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:
         rows, inverse = np.unique(samples, return_inverse=True)

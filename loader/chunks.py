@@ -193,7 +193,7 @@ class Chunk:
         """Concatenate the samples of chunks of the same ticks, without copying ids."""
         if len(chunks) == 1:
             return chunks[0]
-        documents = [chunk.documents for chunk in chunks if chunk.documents is not None]  # of all or none
+        documents = [chunk.documents for chunk in chunks if chunk.documents is not None]  # all or none
         return replace(
             chunks[0],
             lengths=np.concatenate([chunk.lengths for chunk in chunks]),
@@ -226,7 +226,7 @@ def parse_id_lists(texts: list[memoryview]) -> tuple[Int64s, Int32s] | None:
     has_numbers = sizes > 2
     is_behind = text == _COMMA
     is_behind[ends - 1] = has_numbers
-    behind = np.flatnonzero(is_behind)  # the byte behind each number: a comma or a closing bracket
+    behind = np.flatnonzero(is_behind)  # the byte after each number: a comma or a closing bracket
     num_commas = len(behind) - np.count_nonzero(has_numbers)
     num_spaces = np.count_nonzero(text.take(behind + 1) == _SPACE)
     if num_spaces not in (0, num_commas):
@@ -339,7 +339,6 @@ def check_vocab(data: SampleBytes, rows: Int64s, ids: Integers, lengths: Integer
 
 # How a process reads the ticks of its slots.
 
-
 Window = Callable[[int, int], Chunk]  # (first, end) -> those ticks, decoded from the samples that were read
 
 
@@ -365,7 +364,7 @@ class RunReader:
         for number in count(epoch) if endless else (epoch,):
             first_tick = number * run.ticks_per_epoch
             at = first_tick + (tick if number == epoch else 0)
-            end = first_tick + run.ticks_in(number)  # the ticks behind it are not used
+            end = first_tick + run.ticks_in(number)  # the ticks after it are not used
             while at < end:
                 only = run.only_source_at(at)
                 if only is not None:

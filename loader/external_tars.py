@@ -280,7 +280,7 @@ def _packed_records(samples: list[_Sample]) -> tuple[Records, int]:
         forms.add((seq_len, dtype, has_mask))
         if len(forms) > 1 or not num_rows or not 0 < row_bytes < 2**32:
             found = f"rows of {[num_rows, seq_len]} and {'a' if has_mask else 'no'} {LOSS_MASK_FIELD}"
-            raise sample.broken(IDS_FIELD, found, "one or more rows, with the length, type and mask of others")
+            raise sample.broken(IDS_FIELD, found, "one or more rows of the length, type and mask of others")
         row = np.arange(num_rows)
         records = np.zeros(num_rows, _RECORD)
         records["offset"] = first + row * row_bytes

@@ -14,8 +14,6 @@ Epoch 0 of N = 10 samples with L = 4, g = 1, blocks and windows of 2 samples and
 * Permute each slot's window: 3 4, 6 5, 1 2 and 0 9. So the ticks are [3, 6, 1, 0] and [4, 5, 2, 9].
 
 Rank 1 of 2 has slots 2 and 3: [1, 0] and [2, 9]. Epoch 1 has the ticks [9, 6, 5, 3] and [8, 7, 4, 2].
-
-The random numbers come from our own hash, because numpy's streams may change between its versions.
 """
 
 from __future__ import annotations
@@ -194,7 +192,7 @@ def share(slots: range, part: int, num_parts: int) -> range:
     return range(first, slots.start + len(slots) * (part + 1) // num_parts)
 
 
-# Random numbers.
+# Random numbers: from our own hash, because numpy's streams may change between its versions.
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -41,8 +41,7 @@ class OpenShard:
     def __init__(self, source: DatasetShards, row: int) -> None:
         """Open one shard of a source. Raises MissingShard, BrokenShard or OSError."""
         path, shard_id = source.path_of(row), int(source.shard_ids[row])
-        self.source = source
-        self._shard_id = shard_id
+        self.source, self._shard_id = source, shard_id
         self.cached: dict[str, Int64s] = {}  # numbers computed from the idx, until the shard is closed
         self.dtype: int | None = None  # index in TOKEN_DTYPES for all ids; None: the records have it
         self._records: Any = source.records  # rows as in the idx, one per sample; None: read from the idx
@@ -228,8 +227,8 @@ class ShardReader:
     def num_tokens_of(self, number: int) -> Int64s:
         """Return the tokens of each sample of a shard, -1 if they were not counted."""
         if "num_tokens" not in self.opened(number).cached:
-            first, end = self._shards.first_sample[number : number + 2].tolist()
-            begin, end = (int(self._shards.records_of(each, number)) for each in (first, end))
+            bounds = self._shards.first_sample[number : number + 2]
+            begin, end = self._shards.records_of(bounds, number).tolist()
             cuts = [*range(begin, end, _IDX_ROWS), end]
             parts = [self._records(number, slice(*cut))["num_tokens"] for cut in pairwise(cuts)]
             self.opened(number).cached["num_tokens"] = np.concatenate([np.empty(0, np.int64), *parts])

@@ -63,8 +63,6 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A source of a run."""
-
     name: str
     data: str  # fingerprint of its shards, 16 hex digits
     order: Order
@@ -336,13 +334,13 @@ class Run:
     # Amendments.
 
     def in_order_of(self, sources: Sequence[Source]) -> Run:
-        """Return this run with its sources in the order of others, so that shares are rounded as theirs."""
+        """Return this run with its sources in the order of others, so that shares are rounded alike."""
         places = {source.name: number for number, source in enumerate(sources)}
         ordered = sorted(self.sources, key=lambda source: places.get(source.name, len(places)))
         return replace(self, sources=tuple(ordered))
 
     def held_from(self, step: int) -> list[Stage]:
-        """Return the stages from a step on, without those that change nothing. Weights are rounded shares."""
+        """Return the stages from a step on that change anything, with rounded weights above 0."""
         found: list[Stage] = []
         for stage in self.stages:
             of_sources = zip(self.sources, self.shares(stage.weights), strict=True)
@@ -363,9 +361,9 @@ class Run:
         added in the plan's order. The plan must have this run's L, and ``step`` must be above 0.
         """
         tick = self.tick_of(Position(step))
-        begun = self.round_at(tick)
-        is_begun = begun.first < tick
-        free_tick = begun.end if is_begun else tick  # the first tick whose round has not begun
+        current = self.round_at(tick)
+        has_begun = current.first < tick
+        free_tick = current.end if has_begun else tick  # the first tick whose round has not begun
         border = step
         while self.tick_of(Position(border)) < free_tick:
             border += 1
@@ -373,7 +371,7 @@ class Run:
             run = self._up_to(border, plan)
             # Other sizes can move the beginning of a step: smaller steps may still fit into an epoch. Earlier
             # steps must not move, and a round that has begun must not end at another tick.
-            round_stays = not is_begun or run.round_at(tick)[:2] == begun[:2]
+            round_stays = not has_begun or run.round_at(tick)[:2] == current[:2]
             step_stays = run.tick_of(Position(step)) == tick
             if round_stays and step_stays and run.tick_of(Position(border)) >= free_tick:
                 return run, border
@@ -451,8 +449,7 @@ class _State:
 def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: int) -> dict[str, Any]:
     """Return the state at a position. ``num_left``: steps that the loop skipped by leaving epochs early.
 
-    All states have the same keys and no dicts in lists: torch.distributed.checkpoint loads the keys of a new
-    loader's state.
+    All states have the same keys, and no dicts in lists, as torch.distributed.checkpoint requires.
     """
     epoch = run.epoch_of(position.step)
     sources, stages = [], []
@@ -496,8 +493,7 @@ def go_on(
     position = _position_of(saved, run, layout)
     step, known = position.step, {source.name: source.samples for source in plan.sources}
     plan = _in_ticks_of(run, plan)
-    # The state may precede the border of an amendment that is already in the arguments, and that its run
-    # contains. So compare the steps after all amendments.
+    # An amendment in the state may begin later and be in the arguments already: compare the steps after it.
     since = max([step, *(stage.step for stage in run.stages if stage.is_amended)])
     saved_stages = run.held_from(since)
     planned_stages = plan.in_order_of(run.sources).held_from(since)
@@ -516,9 +512,9 @@ def go_on(
         if is_new:
             return as_planned
         run, border = run.amended(step, plan)
-    for held in run.held_from(step):
-        for name in held.weights.keys() - known.keys():
-            found = f"sources {list(known)}, but the run has samples of {name} from step {held.step} on"
+    for stage in run.held_from(step):
+        for name in stage.weights.keys() - known.keys():
+            found = f"sources {list(known)}, but the run has samples of {name} from step {stage.step} on"
             expected = f"{name} in input_shards as well, without a weight if you want to drop it"
             raise OtherRun(found=found, expected=expected)
     sources = [replace(source, samples=known.get(source.name)) for source in run.sources]
@@ -582,16 +578,15 @@ def _check_fingerprint(saved: _State, plan: Run) -> None:
 
 def _check_data(saved: _State, plan: Run) -> None:
     """Raise OtherRun if the data of a source is not the state's."""
-    here = {source.name: (source.data, source.order.num_samples) for source in plan.sources}
+    planned = {source.name: source for source in plan.sources}
     for row in saved.sources:
-        then = (row.data, row.num_samples)
-        now = here.get(row.name, then)
-        if now != then:
+        source = planned.get(row.name)
+        if source and (row.data, row.num_samples) != (source.data, source.order.num_samples):
+            found = f"the source {row.name} in the state has data {row.data}, {row.num_samples:,} samples"
             remedy = f'{{"{row.name}": ..., "{row.name}_2": NEW}}'
-            found, expected = (f"data {data}, {num_samples:,} samples" for data, num_samples in (then, now))
-            found = f"the source {row.name} has other data in the state: {found}"
-            advice = "A source must keep its folders and their order; add others as another source"
-            expected = f"{expected}. {advice}, {remedy}, with weights for both and amend=True"
+            advice = f"Keep its folders and their order; add others as another source, {remedy}"
+            expected = f"data {source.data}, {source.order.num_samples:,} samples. {advice}"
+            expected += ", with weights for both and amend=True"
             raise OtherRun(found=found, expected=expected, remedy=remedy)
 
 
@@ -613,8 +608,7 @@ def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:
             sources.append(Source(name=row.name, data=row.data, order=order, added_at=row.added_at))
         for step, global_batch_size, shares, is_amended in saved.stages:
             if shares is not None:
-                of_names = zip(sources, shares, strict=False)
-                weights = {source.name: share / CYCLE for source, share in of_names}
+                weights = {source.name: share / CYCLE for source, share in zip(sources, shares, strict=False)}
             stage = Stage(step=step, global_batch_size=global_batch_size, weights=weights)
             stages.append(replace(stage, begins_round=shares is not None, is_amended=is_amended))
         num_batches = size // (layout["batch_size"] * layout["world_size"])
@@ -633,8 +627,7 @@ def _position_of(saved: _State, run: Run, layout: Mapping[str, int]) -> Position
         raise _damaged_state(f"step is {saved.step} of epoch {saved.epoch}", f"a step below {num_steps}")
     position = Position(run.first_step(saved.epoch) + saved.step, saved.num_micro)
     if saved.num_micro >= (num_batches := run.batches_in_step(position.step)):
-        found = f"a state after {saved.num_micro} batches of a step"
-        raise UsageError(found=found, expected=f"less than {num_batches}")
+        raise UsageError(found=f"a state after {saved.num_micro} batches", expected=f"below {num_batches}")
     return position
 
 

@@ -1,8 +1,8 @@
-"""Token ids of samples: decoded from their bytes, and held in chunks, as workers send them.
+"""Decode the token ids of samples, and arrange them in chunks, which workers send.
 
 JSON lists are parsed by a few passes of numpy over the text of many samples, without a Python object per
-number: 21 ns per token and 0.2 us per document, where orjson and array take 54 ns and 0.4 us. What is not
-surely a list of small numbers is left to msgspec, and to its errors. Packed rows stay where they lie.
+number: 21 ns per token and 0.2 us per document, against 54 ns and 0.4 us with orjson and array. Any other
+text is left to msgspec, which names the error. Packed rows stay in the buffer into which they were read.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from loader.reading import SampleBytes, ShardReader
 from loader.run import Round, Run, Source
 from shardprep.format.names import BLANK
 
-IGNORED = -100  # a label that cross_entropy leaves out
-NO_LABEL = np.int32(-(2**31))  # set in an id that is seen and not learnt: no id is below 0 else
-ID_BITS = 2**31 - 1  # the id without it
+IGNORED = -100  # the label that cross_entropy ignores
+NO_LABEL = np.int32(-(2**31))  # a flag in ids that are inputs but not labels; other ids are never negative
+ID_BITS = 2**31 - 1  # the bits of the id without this flag
 
-ORIGIN = ("row", "place", "source", "shard", "sample", "document")  # what a batch tells of a document
+ORIGIN = ("row", "place", "source", "shard", "sample", "document")  # columns of a batch's ``origins``
 
 Ids = npt.NDArray[np.signedinteger[Any]]
 Integers = npt.NDArray[np.integer[Any]]
@@ -37,39 +37,39 @@ Integers = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class Ragged:
-    """Numbers, or rows of them, of each sample of a chunk, where they lie: at a place of one of some arrays.
+    """The numbers, or rows of numbers, of each sample of a chunk, as slices of one or more arrays.
 
-    They are gathered when their tick is asked for: a tick's 64 KiB stay in the cache, a chunk's 1 MiB do not.
+    They are gathered when their tick is needed: a tick's 64 KiB stay in the cache, a chunk's 1 MiB do not.
     """
 
     flats: list[Integers]
-    flat_of: Integers  # [samples per tick, ticks]: which of these arrays
-    begins: Int64s  # [samples per tick, ticks]
-    counts: Integers  # [samples per tick, ticks]: how many numbers
-    width: int = 0  # numbers of each sample where all have equally many, else 0
-    is_joined: bool = False  # samples stand one after another, one tick after another, and nothing else does
+    flat_of: Integers  # [samples per tick, ticks]: index of the sample's array in flats
+    begins: Int64s  # [samples per tick, ticks]: where the sample begins in this array
+    counts: Integers  # [samples per tick, ticks]: how many numbers it has
+    width: int = 0  # numbers per sample if all samples have equally many, else 0
+    is_joined: bool = False  # whether there is one array, and only of these samples, tick by tick
 
     @staticmethod
     def of_joined(flat: Integers, counts: Integers, width: int = 0) -> Ragged:
-        """Return samples that stand one after another, one tick after another."""
+        """Return samples that follow each other in one array, tick by tick."""
         by_tick = counts.T
         begins = np.cumsum(by_tick, dtype=np.int64).reshape(by_tick.shape).T - counts
         return Ragged([flat], np.zeros(counts.shape, np.int32), begins, counts, width, is_joined=True)
 
     @staticmethod
     def of_rows(flat: Integers, begins: Int64s, width: int) -> Ragged:
-        """Return rows of one width that begin anywhere in an array: int64[samples per tick, ticks]."""
+        """Return rows of one width from an array. ``begins``: int64[samples per tick, ticks]."""
         return Ragged([flat], np.zeros(begins.shape, np.int32), begins, np.full(begins.shape, width), width)
 
     @staticmethod
     def empty(shape: tuple[int, int], width: int = 0) -> Ragged:
-        """Return one whose samples are ``put`` there later."""
+        """Return a Ragged whose samples are ``put`` into it later."""
         flat_of, begins, counts = np.zeros((3, *shape), np.int64)
         return Ragged([], flat_of, begins, counts, width)
 
     @staticmethod
     def stacked(parts: list[Ragged]) -> Ragged:
-        """Return the samples of some chunks of equally many ticks, one under another."""
+        """Concatenate the samples of each tick. All parts have equally many ticks."""
         ends = np.cumsum([len(part.counts) for part in parts])
         stacked = Ragged.empty((int(ends[-1]), parts[0].counts.shape[1]), parts[0].width)
         for part, end in zip(parts, ends, strict=True):
@@ -77,37 +77,37 @@ class Ragged:
         return stacked
 
     def put(self, places: Any, other: Ragged) -> None:
-        """Let the samples at some places lie where those of another chunk lie."""
+        """Set the samples at some places to those of another chunk, without copying them."""
         self.flat_of[places] = len(self.flats) + other.flat_of
         self.begins[places] = other.begins
         self.counts[places] = other.counts
         self.flats.extend(other.flats)
 
     def ticks(self, part: slice) -> Ragged:
-        """Return some ticks of one that was put together."""
+        """Return some ticks, without copying their samples."""
         flat_of, begins, counts = self.flat_of[:, part], self.begins[:, part], self.counts[:, part]
         return Ragged(self.flats, flat_of, begins, counts, self.width)
 
     def joined(self) -> Ragged:
-        """Return a copy, int32, whose samples stand one after another, one tick after another."""
+        """Return an int32 copy in which samples follow each other, tick by tick."""
         if self.is_joined:
             return self
         flat = self._gathered((slice(None), slice(None))).astype(np.int32, copy=False)
         return Ragged.of_joined(flat.reshape(-1) if self.width else flat, self.counts, self.width)
 
     def of(self, tick: int, first: int, end: int) -> Integers:
-        """Return some samples of a tick, as rows or one after another: a copy, or a part of the array."""
+        """Return some samples of a tick, as rows or one after another: a copy or a view."""
         if self.is_joined:
             last = self.begins[end - 1, tick] + self.counts[end - 1, tick]
             found = self.flats[0][self.begins[first, tick] : last]
-        elif self.width and len(self.flats) == 1:  # most batches of rows: without the other two tables
+        elif self.width and len(self.flats) == 1:  # most batches of rows, without the other two tables
             return self._windows[self.begins[first:end, tick]]
         else:
             found = self._gathered((slice(first, end), tick))
         return found.reshape(-1, self.width) if self.width else found
 
     def _gathered(self, places: Any) -> Integers:
-        """Return the numbers of the samples at some places, one after another, tick after tick."""
+        """Return the numbers of the samples at some places, one after another, tick by tick."""
         flat_of, begins, counts = (each[places].T for each in (self.flat_of, self.begins, self.counts))
         if self.width and len(self.flats) == 1:
             return self._windows[begins]
@@ -120,14 +120,14 @@ class Ragged:
 
 
 class Edges(NamedTuple):
-    """Where documents, and the padding of rows, begin in a flattened batch; each row begins one."""
+    """The places in a flattened batch at which a row, a document or the padding of a row begins."""
 
     begins: Int64s  # int64[edges], ascending
-    sizes: Int64s  # int64[edges]: places up to the next one
+    sizes: Int64s  # int64[edges]: places up to the next edge
 
     @staticmethod
     def of_rows(starts: Integers, num_starts: Integers, lengths: Integers, width: int) -> Edges:
-        """Find the edges of rows, whose documents begin at these places. ``lengths``: tokens of each row."""
+        """Find the edges of rows. ``starts``: document starts in their rows; ``lengths``: tokens per row."""
         row_begins = np.arange(len(lengths), dtype=np.int64) * width
         short = np.flatnonzero(lengths < width)
         begins = np.repeat(row_begins, num_starts) + starts
@@ -142,9 +142,9 @@ class Chunk:
     """Some consecutive ticks of some slots."""
 
     lengths: Int32s  # int32[samples per tick, ticks], tokens of each sample
-    ids: Ragged  # of rows of one width whole rows, their padding included
-    num_cut: int = 0  # tokens left out behind max_length
-    # Of each document where it begins in its sample, [1], or ORIGIN, [6], whose rows are not known yet.
+    ids: Ragged  # rows of one width are whole, including their padding
+    num_cut: int = 0  # tokens that max_length cut off
+    # A row per document: [1], its place in its sample, or [6], ORIGIN, in which "row" is filled in later.
     documents: Ragged | None = None
 
     @property
@@ -153,7 +153,7 @@ class Chunk:
 
     @property
     def num_samples(self) -> int:
-        """Return the samples of a tick."""
+        """Return the samples per tick."""
         return len(self.lengths)
 
     @cached_property
@@ -163,7 +163,7 @@ class Chunk:
         return shortest
 
     def edges_of(self, tick: int, first: int, end: int, width: int) -> Edges:
-        """Return where documents begin in some samples of a tick, as a batch of their own of some width."""
+        """Return the edges of some samples of a tick, in a batch of these samples with rows of ``width``."""
         if not self.ids.width:  # each sample is one document
             no_starts = np.zeros(0, np.int32), np.zeros(end - first, np.int64)
             return Edges.of_rows(*no_starts, self.lengths[first:end, tick], width)
@@ -174,7 +174,7 @@ class Chunk:
 
     @cached_property
     def _edges(self) -> tuple[Edges, list[int]]:
-        """Return the edges of all rows, tick after tick, 15 ns each, and each row's first edge."""
+        """Return the edges of all rows, tick by tick, and each row's first edge. An edge takes 15 ns."""
         assert self.documents is not None
         documents = self.documents.joined()
         counts, (numbers,) = documents.counts.T.reshape(-1), documents.flats
@@ -185,15 +185,15 @@ class Chunk:
         return edges, bounds.tolist()
 
     def joined(self) -> Chunk:
-        """Return a chunk that lies in no window: what a worker sends."""
+        """Return the chunk without references to its window, as a worker sends it."""
         return replace(self, ids=self.ids.joined(), documents=self.documents and self.documents.joined())
 
     @staticmethod
     def stacked(chunks: list[Chunk]) -> Chunk:
-        """Return chunks of the same ticks as one, with their samples one under another. Copies no ids."""
+        """Concatenate the samples of chunks of the same ticks, without copying ids."""
         if len(chunks) == 1:
             return chunks[0]
-        documents = [chunk.documents for chunk in chunks if chunk.documents is not None]  # of all, or of none
+        documents = [chunk.documents for chunk in chunks if chunk.documents is not None]  # all or none
         return replace(
             chunks[0],
             lengths=np.concatenate([chunk.lengths for chunk in chunks]),
@@ -205,16 +205,16 @@ class Chunk:
 
 # From bytes to ids
 
-DECODE_BYTES = 128 * 1024  # of text at once, so that all arrays stay in the cache
+DECODE_BYTES = 128 * 1024  # of text at a time, so that all arrays stay in the cache
 _MAX_DIGITS = 8
 _OPEN, _CLOSE, _COMMA, _SPACE, _ZERO = b"[], 0"
 _PAD = bytes(8)
 
 
 def parse_id_lists(texts: list[memoryview]) -> tuple[Int64s, Int32s] | None:
-    """Parse ``[1, 22]`` and the like to (numbers in each, int64[len(texts)], and all of them, int32).
+    """Parse texts like ``[1, 22]`` to (numbers per text, int64[len(texts)], and all numbers, int32).
 
-    None where a text is anything but that. Behind all commas of the texts stands one space, or behind none.
+    Return None if a text has another form. A space must follow either every comma of all texts, or none.
     """
     joined = b"".join([*texts, _PAD, _PAD])
     text = np.frombuffer(joined, np.uint8)
@@ -226,30 +226,30 @@ def parse_id_lists(texts: list[memoryview]) -> tuple[Int64s, Int32s] | None:
     has_numbers = sizes > 2
     is_behind = text == _COMMA
     is_behind[ends - 1] = has_numbers
-    behind = np.flatnonzero(is_behind)  # of each number the byte behind it: a comma, or its list's bracket
+    behind = np.flatnonzero(is_behind)  # the byte after each number: a comma or a closing bracket
     num_commas = len(behind) - np.count_nonzero(has_numbers)
     num_spaces = np.count_nonzero(text.take(behind + 1) == _SPACE)
     if num_spaces not in (0, num_commas):
         return None
     until = np.searchsorted(behind, ends)
     counts = np.diff(until, prepend=0)
-    first = np.empty_like(behind)  # of each number its first byte
+    first = np.empty_like(behind)  # the first byte of each number
     np.add(behind[:-1], 2 if num_spaces else 1, out=first[1:])
     first[(until - counts)[has_numbers]] = starts[has_numbers] + 1
     digits = behind - first
     if digits.size and not 1 <= int(digits.min()) <= int(digits.max()) <= _MAX_DIGITS:
         return None
-    # Every other byte is known by now, so where all digits are within the numbers nothing else is.
+    # All bytes outside of numbers are known by now. So if there are enough digits, numbers are only digits.
     if np.count_nonzero(text - np.uint8(_ZERO) < 10) != int(digits.sum()):
         return None
     return counts, _numbers(joined, first, digits)
 
 
 def _numbers(joined: bytes, first: Int64s, digits: Int64s) -> Int32s:
-    """Return the numbers that begin at the bytes ``first``. The arrays are used up.
+    """Return the numbers that begin at the bytes ``first``. Overwrites ``digits``.
 
-    The eight bytes from a first digit on are one integer, put together of two whole words; what follows the
-    number is shifted out of it, and three multiplications add the digits up.
+    The eight bytes from a first digit on are combined from two words into one integer. The bytes that follow
+    the number are shifted out, and three multiplications combine the digits.
     """
     words = np.frombuffer(joined, "<u8", len(joined) // 8)
     shift = ((first & 7) << 3).view(np.uint64)
@@ -257,7 +257,7 @@ def _numbers(joined: bytes, first: Int64s, digits: Int64s) -> Int32s:
     value = words.take(word) >> shift
     word += 1
     rest = words.take(word)
-    rest <<= np.subtract(np.uint64(64), shift, out=shift)  # by 64 bits: nothing is left
+    rest <<= np.subtract(np.uint64(64), shift, out=shift)  # a shift by 64 bits leaves 0
     value |= rest
     digits -= _MAX_DIGITS
     digits *= -8
@@ -275,14 +275,14 @@ def _numbers(joined: bytes, first: Int64s, digits: Int64s) -> Int32s:
 
 
 def places_of(begin: Int64s, lengths: Int64s) -> Int64s:
-    """Return ``begin[0], begin[0] + 1 ...``: all places of some stretches, one after another."""
+    """Return all places of some stretches, one after another: ``begin[0], begin[0] + 1 ...``."""
     within = np.arange(int(lengths.sum()), dtype=np.int64)
     within += np.repeat(begin - (np.cumsum(lengths) - lengths), lengths)
     return within
 
 
 def decode_samples(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
-    """Return (lengths int64[len(rows)], the ids of all, int32), decoded in parts of DECODE_BYTES."""
+    """Decode samples to (lengths, int64[len(rows)], and all ids, int32), in parts of DECODE_BYTES."""
     memory = data.buffer.data
     parts: list[tuple[Int64s, Int32s]] = []
     cuts = np.cumsum(data.num_bytes[rows]) // DECODE_BYTES
@@ -291,20 +291,20 @@ def decode_samples(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
         if (data.dtype[part] == JSON).all():
             spans = zip(data.start[part].tolist(), data.num_bytes[part].tolist(), strict=True)
             found = parse_id_lists([memory[start : start + size] for start, size in spans])
-        parts.append(_one_by_one(data, part) if found is None else found)
+        parts.append(_decode_one_by_one(data, part) if found is None else found)
     lengths, ids = (np.concatenate(each) for each in zip(*parts, strict=True))
     expected = data.num_tokens[rows]
     wrong = np.flatnonzero((lengths != expected) & (expected >= 0))
     if wrong.size:
         row = int(wrong[0])
-        raise data.broken(int(rows[row]), f"{lengths[row]} ids where its idx says {expected[row]}")
+        raise data.broken(int(rows[row]), f"{lengths[row]} ids, but its idx says {expected[row]}")
     return lengths, ids
 
 
 _ID_LISTS = Decoder(list[Annotated[int, Meta(ge=-(2**31), lt=2**31)]])
 
 
-def _one_by_one(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
+def _decode_one_by_one(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
     parts: list[Int32s] = []
     for row in rows.tolist():
         start, num_bytes = int(data.start[row]), int(data.num_bytes[row])
@@ -324,7 +324,7 @@ def _one_by_one(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
 
 
 def check_vocab(data: SampleBytes, rows: Int64s, ids: Integers, lengths: Integers, vocab_size: int) -> None:
-    """Raise BrokenShard for an id that no embedding of ``vocab_size`` rows has."""
+    """Raise BrokenShard for an id outside of ``range(vocab_size)``, except BLANK of blanked documents."""
     if not ids.size or 0 <= ids.min() <= ids.max() < vocab_size:
         return
     wrong = (ids < 0) | (ids >= vocab_size)
@@ -339,12 +339,11 @@ def check_vocab(data: SampleBytes, rows: Int64s, ids: Integers, lengths: Integer
 
 # How a process reads the ticks of its slots.
 
-
-Window = Callable[[int, int], Chunk]  # decodes the ticks from one up to another of the samples that were read
+Window = Callable[[int, int], Chunk]  # (first, end) -> those ticks, decoded from the samples that were read
 
 
 class RunReader:
-    """The ticks of a run, in a process that reads some of the slots. It keeps shards open until ``close``."""
+    """Reads the ticks of a run for some of its slots. Shards stay open until ``close``."""
 
     def __init__(self, run: Run, slots: range) -> None:
         self._run, self._slots = run, slots
@@ -355,9 +354,9 @@ class RunReader:
             source.close()
 
     def chunks(self, epoch: int, tick: int, chunk_ticks: int, *, endless: bool) -> Iterator[Chunk]:
-        """Yield the ticks of an epoch from one on, and of later epochs if it is endless.
+        """Yield the ticks of an epoch from ``tick`` on, and those of later epochs if ``endless``.
 
-        A chunk has up to ``chunk_ticks``, and ends where a window, a round or an epoch ends.
+        A chunk has up to ``chunk_ticks`` ticks, and ends where a window, a round or an epoch ends.
         """
         run = self._run
         of_round: Round | None = None
@@ -365,7 +364,7 @@ class RunReader:
         for number in count(epoch) if endless else (epoch,):
             first_tick = number * run.ticks_per_epoch
             at = first_tick + (tick if number == epoch else 0)
-            end = first_tick + run.ticks_in(number)  # behind it ticks may be left that no step fits into
+            end = first_tick + run.ticks_in(number)  # the ticks after it are not used
             while at < end:
                 only = run.only_source_at(at)
                 if only is not None:
@@ -374,10 +373,10 @@ class RunReader:
                     chunk = self._sources[source].chunk(source_tick, most)
                     at += chunk.num_ticks
                     yield chunk
-                    del chunk  # it may hold its window; the next one is read now
+                    del chunk  # it may reference its window, and the next one is read now
                     continue
                 if laid_out is None or of_round is None or not of_round.first <= at < of_round.end:
-                    laid_out, of_round = None, run.round_at(at)  # likewise
+                    laid_out, of_round = None, run.round_at(at)  # first free the last round, too
                     laid_out = self._lay_out(of_round)
                 first, at = at, min(at + chunk_ticks, of_round.end, end)
                 ticks = slice(first - of_round.first, at - of_round.first)
@@ -385,14 +384,14 @@ class RunReader:
                 yield replace(
                     laid_out,
                     lengths=laid_out.lengths[:, ticks],
-                    # Documents are joined here, which costs less than tick by tick.
+                    # Joining documents here costs less than tick by tick.
                     ids=ids if run.row_tokens else ids.joined(),
                     documents=documents and documents.ticks(ticks),
                 )
-                laid_out = replace(laid_out, num_cut=0)  # the first chunk has counted them
+                laid_out = replace(laid_out, num_cut=0)  # the round's first chunk has reported them
 
     def _lay_out(self, of_round: Round) -> Chunk:
-        """Read a round: each slot takes the next ticks of a source where its pattern has that source."""
+        """Read a round: each slot takes a source's next samples at the ticks of the source in its pattern."""
         run = self._run
         pattern = np.repeat(run.pattern(of_round, self._slots), run.order.group, axis=0)
         lengths, num_cut = np.empty(pattern.shape, np.int32), 0
@@ -400,7 +399,7 @@ class RunReader:
         documents = Ragged.empty(pattern.shape)
         rows = np.arange(len(pattern))[:, None]
         for number in np.unique(of_round.sources).tolist():
-            columns = np.nonzero(pattern == number)[1].reshape(len(pattern), -1)  # of each row, ascending
+            columns = np.nonzero(pattern == number)[1].reshape(len(pattern), -1)  # ascending in each row
             done, num_ticks = 0, columns.shape[1]
             while done < num_ticks:
                 tick = int(of_round.taken[number]) + done
@@ -415,34 +414,34 @@ class RunReader:
                 if chunk.documents is not None:
                     documents.put(places, chunk.documents)
                 del chunk
-        told = documents if documents.flats else None
-        return Chunk(lengths=lengths, ids=ids, num_cut=num_cut, documents=told)
+        found = documents if documents.flats else None
+        return Chunk(lengths=lengths, ids=ids, num_cut=num_cut, documents=found)
 
 
 class _SourceReader:
-    """The ticks of one source, window by window."""
+    """Reads the ticks of one source, window by window."""
 
     def __init__(self, source: Source, number: int, slots: range) -> None:
         self._order, self._samples, self._number, self._slots = source.order, source.samples, number, slots
-        # Opens files as it reads them; its slots tell which part of the shards this process opens first.
+        # It opens shards when it reads them. The slots decide which part of the shards it opens first.
         shards: Any = source.samples and source.samples.shards
         self._reader = ShardReader(shards, slots.start, source.order.num_slots)
         self._window: Window | None = None
-        self._place = (0, 0, 0)  # of the window: epoch, first tick and end
+        self._place = (0, 0, 0)  # epoch, first tick and end of the window
 
     def close(self) -> None:
         self._window = None
         self._reader.close()
 
     def chunk(self, tick: int, most: int) -> Chunk:
-        """Return the source's ticks from one on, through its epochs: ``most``, or what its window has."""
+        """Return up to ``most`` ticks of the source from one window. ``tick`` counts through its epochs."""
         epoch, tick = divmod(tick, self._order.ticks_per_epoch)
         window_epoch, first, end = self._place
         if self._window is None or epoch != window_epoch or not first <= tick < end:
-            # A whole window is read at once: a part of it would be many small reads.
+            # Read a whole window at once: its parts would need many small reads.
             self._window = None
             samples, reader = self._samples, self._reader
-            assert samples is not None, "a loader is refused a run whose sources it lacks"
+            assert samples is not None, "go_on refuses a run that needs other sources"
             first, end = next(self._order.windows(tick))
             self._place = epoch, first, end
             num_tokens = partial(samples.num_tokens, reader)
@@ -451,7 +450,7 @@ class _SourceReader:
         stop = min(tick + most, end)
         chunk = self._window(tick - first, stop - first)
         if stop == end:
-            self._window = None  # before the next one is read: half the memory
+            self._window = None  # freed before the next one is read, which halves the memory
         if chunk.documents is not None and chunk.documents.flats[0].shape[1] > 1:
             chunk.documents.flats[0][:, ORIGIN.index("source")] = self._number
         return chunk

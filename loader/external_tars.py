@@ -1,9 +1,9 @@
-"""Tars that others wrote: one scan of their headers makes the records that an idx would have.
+"""Tars of other tools: one scan of their headers makes the records that an idx would have.
 
-The bytes of a tar are read, not mapped: a failing page of a map would end the process with SIGBUS. Keys are
-formed as webdataset forms them: a member's name up to its first dot is the key, the rest is the field, and
-members of one sample stand together. Where lengths are needed beforehand a scan reads everything once, at
-about 1 GB/s. Tars of our packed rows are known by their two-dimensional ids, see docs/format.md.
+Tars are read, not mapped: a failed page of a map would end the process with SIGBUS. Keys are those of
+webdataset: a member's name up to its first dot is the key, the rest is the field, and the members of a sample
+follow each other. If lengths are needed beforehand, the scan reads all data once, at about 1 GB/s. Tars of
+our packed rows are recognized by their two-dimensional ids, see docs/format.md.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from shardprep.errors import BrokenShard, UnknownMember
 from shardprep.files import open_regular
 from shardprep.format.names import BLOCK_BYTES, DOC_STARTS_FIELD, LOSS_MASK_FIELD, ROW_TOKENS_FIELD
 
-_BUFFER_BYTES = 64 << 10  # read at once: headers of small members lie near each other
-_MOST_EXTENDED_BYTES = 1 << 20  # of a long name or PAX records; a path has 4,096 at most
+_BUFFER_BYTES = 64 << 10  # read at a time: headers of small members are close to each other
+_MOST_EXTENDED_BYTES = 1 << 20  # of a long name or PAX records; a path has at most 4,096
 _PIECE_BYTES = 1 << 20
 _ZERO_BLOCK = bytes(BLOCK_BYTES)
-_KINDS = set(tarfile.SUPPORTED_TYPES) - {tarfile.GNUTYPE_SPARSE}  # others could hold a part of a sample
+_KINDS = set(tarfile.SUPPORTED_TYPES) - {tarfile.GNUTYPE_SPARSE}  # others may contain a part of a sample
 # A header of a file, or of PAX records, in which every number is octal and the name has no prefix.
 _PLAIN_HEADER = re.compile(
     rb"(?s)(?P<name>.{100})"
@@ -43,19 +43,19 @@ _TIME = re.compile(rb"(\d\d) [acm]time=[\d.]+\n")
 
 
 class TarBytes(io.BufferedReader):
-    """The bytes of a tar, at any place, and as tarfile asks for them. Use it in ``with``."""
+    """A tar that is read at any byte, also by tarfile. Use it in ``with``."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(open_regular(path)), _BUFFER_BYTES)
         self.path, self.num_bytes = path, os.fstat(self.fileno()).st_size
 
     def at(self, first: int, end: int) -> bytes:
-        """Return the bytes from one up to another, or to the end that the file has."""
+        """Return the bytes ``[first, end)``, fewer if the file ends before."""
         self.seek(min(first, self.num_bytes))
         return super().read(max(min(end, self.num_bytes) - first, 0))
 
     def read(self, num_bytes: int | None = -1, /) -> bytes:
-        """Read a header, or what one says of the next member, as tarfile asks."""
+        """Read for tarfile: a header, or a long name or PAX records of the next member."""
         if num_bytes is None or not 0 <= num_bytes <= _MOST_EXTENDED_BYTES:
             found = f"a long name of {num_bytes or 0:,} bytes at byte {self.tell() - BLOCK_BYTES}"
             raise self.broken(found, f"at most {_MOST_EXTENDED_BYTES:,} bytes")
@@ -66,8 +66,8 @@ class TarBytes(io.BufferedReader):
 
 
 def tar_members(tar: TarBytes) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, first byte and end of the data) of every regular file that Python's tarfile finds."""
-    # tarfile looks for members as soon as it has a file, so it gets the tar behind that.
+    """Yield (name, first byte, end) of the data of each regular file that Python's tarfile finds."""
+    # tarfile reads the first member of the file that it is created with, so it gets the tar later.
     archive = tarfile.TarFile(fileobj=io.BytesIO(2 * _ZERO_BLOCK), encoding="utf-8", errors="surrogateescape")
     archive.fileobj = tar
     header = position = 0
@@ -79,24 +79,24 @@ def tar_members(tar: TarBytes) -> Iterator[tuple[str, int, int]]:
         if name is not None and end <= tar.num_bytes:
             yield name, first, end
     if position + 2 * BLOCK_BYTES > tar.num_bytes:
-        expected = "a whole tar, closed by two zero blocks; write or copy it again"
-        found = f"cut short at byte {tar.num_bytes}, in the member at byte {header} or behind it"
+        expected = "a complete tar, which ends with two zero blocks; write or copy it again"
+        found = f"cut short at byte {tar.num_bytes}, in the member at byte {header} or after it"
         raise tar.broken(found, expected)
     for begin in range(position, tar.num_bytes, _PIECE_BYTES):
         if tar.at(begin, begin + _PIECE_BYTES).strip(b"\0"):
-            found = f"goes on behind its end at byte {position}, and samples would be lost"
-            raise tar.broken(found, "one tar; of tars joined with cat, unpack and pack them again")
+            found = f"more data after its end at byte {position}, whose samples would be lost"
+            raise tar.broken(found, "one tar; if tars were joined with cat, unpack and pack them again")
 
 
 def _plain_member(tar: TarBytes, position: int) -> tuple[str, int, int] | None:
-    """Read a header that says nothing unusual. None where tarfile has to look, which takes 10 times as long.
+    """Read an ordinary header. Return None if tarfile must read it, which takes 10 times as long.
 
-    webdataset writes PAX records before each header, of a time alone, which are passed over.
+    webdataset writes PAX records with only a time before each header. They are skipped.
     """
     for _ in range(2):
         block = tar.at(position, position + BLOCK_BYTES)
         header = _PLAIN_HEADER.fullmatch(block)
-        counted = sum(block) - sum(block[148:156]) + 8 * ord(" ")  # the checksum counts as blanks
+        counted = sum(block) - sum(block[148:156]) + 8 * ord(" ")  # the checksum's own bytes count as spaces
         if header is None or int(header["checksum"], 8) != counted:
             return None
         first, num_bytes = position + BLOCK_BYTES, int(header["size"], 8)
@@ -111,28 +111,28 @@ def _plain_member(tar: TarBytes, position: int) -> tuple[str, int, int] | None:
 
 
 def _unusual_member(tar: TarBytes, archive: tarfile.TarFile, position: int) -> tuple[str | None, int, int]:
-    """Let tarfile read a header. Return the name (None: no regular file), first byte and end of the data."""
+    """Read a header by tarfile. Return the name, or None if it is no regular file, and the data's range."""
     try:
         tar.seek(position)
         member = tarfile.TarInfo.fromtarfile(archive)
     except (tarfile.TarError, ValueError) as error:
         if tar.at(0, 2) == b"\x1f\x8b" or tar.at(0, 4) == b"\x28\xb5\x2f\xfd":
-            raise tar.broken("compressed", "a tar; decompress it, as the loader reads at random") from None
-        found = f"no tar, or a damaged one: no header with its checksum at byte {position} ({error})"
-        raise tar.broken(found, "a whole tar; write or copy it again") from None
-    # tarfile takes a size in PAX records that is no number for 0.
+            raise tar.broken("compressed", "a tar that can be read at random; decompress it") from None
+        found = f"not a tar, or a damaged one: no valid header at byte {position} ({error})"
+        raise tar.broken(found, "a complete tar; write or copy it again") from None
+    # If the size in PAX records is not a number, tarfile takes it for 0.
     said = member.pax_headers.get("size", str(member.size))
     if said != str(member.size):
         raise tar.broken(f"PAX records at byte {position} with a size of {said!r}", "a number")
     if member.type not in _KINDS or member.issparse() or member.size < 0:
         kind = member.type.decode("latin1")
-        found = f"a member of kind {kind!r} and {member.size} bytes at byte {position}"
+        found = f"a member of kind {kind!r} with {member.size} bytes at byte {position}"
         raise tar.broken(found, "files, folders and links; unpack others and pack them again")
     name, num_bytes = (member.name, member.size) if member.isreg() else (None, 0)
     return name, member.offset_data, member.offset_data + num_bytes
 
 
-# What numpy writes before an array of integers in C order, and nothing else.
+# Exactly the headers that numpy writes for arrays of integers in C order.
 _NPY_HEADER = re.compile(
     rb"(?s)\x93NUMPY\x01\0..\{ *'descr': *'([<|>=][iu][1248])' *, *'fortran_order': *False *, "
     rb"*'shape': *\( *((?:\d{1,15} *, *)*(?:\d{1,15})?) *\) *,? *\}[ \n\0]*"
@@ -142,35 +142,35 @@ _HEADER_BYTES = 4096
 IDS_FIELD = "token_ids.npy"
 JSON_FIELD = "token_ids.json"
 _ROW_FIELDS = {IDS_FIELD, DOC_STARTS_FIELD, ROW_TOKENS_FIELD, LOSS_MASK_FIELD}
-# How the ids of a sample lie, by the number of this table: as JSON text, or as integers.
+# Types of ids, which records name by their index here: JSON text or integers.
 _WIDTHS = ("i1", "u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", ">i2", ">u2", ">i4", ">u4", ">i8", ">u8")
 TOKEN_DTYPES: tuple[np.dtype[Any] | None, ...] = (None, *map(np.dtype, _WIDTHS))
 JSON = 0
-# Columns as in an idx, and what its manifest says of all samples of a shard.
+# The columns of an idx, and values that its manifest has for all samples of a shard.
 _RECORD = np.dtype(
     [
         ("offset", np.int64),  # byte in the tar where the ids begin
         ("num_bytes", np.int64),
-        ("num_tokens", np.int64),  # -1 where they were not counted
+        ("num_tokens", np.int64),  # -1 if they were not counted
         ("starts_offset", np.int64),  # of packed rows; else 0
         ("num_starts", np.int64),
         ("mask_offset", np.int64),  # of rows with a loss mask; else 0
-        ("dtype", np.int8),  # its number in TOKEN_DTYPES
-        ("last_id", np.int64),  # -1 where tokens were not counted, or there are none
+        ("dtype", np.int8),  # index in TOKEN_DTYPES
+        ("last_id", np.int64),  # -1 if tokens were not counted or there are none
     ]
 )
 Records = npt.NDArray[np.void]
 _KEY_AND_FIELD = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # webdataset's base_plus_ext
 _META = re.compile(r"__[^/]*__($|/)")  # webdataset skips such names
 _MOST_DIGITS = 10  # of an id
-_KEYS = "what stands before a name's first dot is the sample's key, and keys must differ"
+_KEYS = "a name up to its first dot is the sample's key, and keys must differ"
 _FINGERPRINTED = 16  # samples whose bytes enter a tar's fingerprint
 
 
 def scan_tar(path: Path, *, count_tokens: bool = False) -> tuple[Records, int, str, int]:
-    """Return the records of a tar, the tokens of its packed rows or 0, a hash of it, and its bytes.
+    """Return the records of a tar, the tokens per packed row or 0, a hash of the tar, and its bytes.
 
-    With ``count_tokens`` all data is read. Raises BrokenShard, UnknownMember or OSError.
+    With ``count_tokens`` it reads all data. Raises BrokenShard, UnknownMember or OSError.
     """
     with TarBytes(path) as tar:
         samples = _samples(tar)
@@ -188,7 +188,7 @@ def scan_tar(path: Path, *, count_tokens: bool = False) -> tuple[Records, int, s
 
 
 def _samples(tar: TarBytes) -> list[_Sample]:
-    """Return the samples of a tar, whose members stand together. Raises BrokenShard."""
+    """Return the samples of a tar. The members of a sample follow each other. Raises BrokenShard."""
     found: list[_Sample] = []
     for name, first, end in tar_members(tar):
         match = _KEY_AND_FIELD.match(name)
@@ -213,7 +213,7 @@ class _Sample(NamedTuple):
     def array(
         self, field: str, dtypes: tuple[str, ...], num_dimensions: int
     ) -> tuple[np.dtype[Any], tuple[int, ...], int]:
-        """Return type and shape of a .npy member, and the byte of the tar where its numbers begin."""
+        """Return the type and shape of a .npy member, and the byte of the tar where its numbers begin."""
         first, end = self.fields[field]
         raw = self.tar.at(first, min(end, first + _HEADER_BYTES))
         header_bytes = 10 + int.from_bytes(raw[8:10], "little")
@@ -239,18 +239,18 @@ class _Sample(NamedTuple):
         return self.tar.broken(f"{field} of sample {self.key!r} has {found}", expected)
 
     def wrong_fields(self, expected: str, kind: type[BrokenShard] = UnknownMember) -> BrokenShard:
-        """Return the error to raise for other members than expected: one left out could change training."""
+        """Return the error for unexpected members. To ignore one could change training."""
         return self.tar.broken(f"sample {self.key!r} has {', '.join(sorted(self.fields))}", expected, kind)
 
 
 def _document_record(sample: _Sample, *, count_tokens: bool) -> tuple[int, ...]:
     """Return the _RECORD of a document. Raises BrokenShard or UnknownMember."""
     if LOSS_MASK_FIELD in sample.fields:
-        raise sample.wrong_fields(f"no {LOSS_MASK_FIELD} but of packed rows")
+        raise sample.wrong_fields(f"{LOSS_MASK_FIELD} only for packed rows")
     num_tokens = last_id = -1
     if JSON_FIELD in sample.fields:
         first, end = sample.fields[JSON_FIELD]
-        if count_tokens:  # 2 us a document of 30 tokens; what is no list of ids is found when it is decoded
+        if count_tokens:  # 2 us per document of 30 tokens; decoding finds text that is not a list of ids
             raw = sample.tar.at(first, end)
             last = raw.rpartition(b",")[2].strip(b"[] \t\r\n")
             num_tokens = raw.count(b",") + 1 if last else 0
@@ -268,7 +268,7 @@ def _document_record(sample: _Sample, *, count_tokens: bool) -> tuple[int, ...]:
 
 
 def _packed_records(samples: list[_Sample]) -> tuple[Records, int]:
-    """Return the _RECORD of each row, and the tokens of a row. No ids are read. Raises BrokenShard."""
+    """Return the _RECORD of each row, and the tokens per row. Reads no ids. Raises BrokenShard."""
     parts: list[Records] = []
     forms = set()
     for sample in samples:
@@ -279,8 +279,8 @@ def _packed_records(samples: list[_Sample]) -> tuple[Records, int]:
         has_mask, row_bytes = LOSS_MASK_FIELD in sample.fields, seq_len * dtype.itemsize
         forms.add((seq_len, dtype, has_mask))
         if len(forms) > 1 or not num_rows or not 0 < row_bytes < 2**32:
-            mask = f"{'a' if has_mask else 'no'} {LOSS_MASK_FIELD}"
-            raise sample.broken(IDS_FIELD, f"rows of {[num_rows, seq_len]} and {mask}", "rows as before it")
+            found = f"rows of {[num_rows, seq_len]} and {'a' if has_mask else 'no'} {LOSS_MASK_FIELD}"
+            raise sample.broken(IDS_FIELD, found, "one or more rows of the length, type and mask of others")
         row = np.arange(num_rows)
         records = np.zeros(num_rows, _RECORD)
         records["offset"] = first + row * row_bytes

@@ -1,15 +1,19 @@
-"""The sampling order of one source: which sample comes when, and in which slot. Pure arithmetic.
+"""The sampling order of one source: the samples that each slot delivers at each tick. Pure arithmetic.
 
-A source is N samples. A **tick** takes L of them; a training step is one tick, or several. A **slot** is one
-of V = L / g equal parts of an epoch's shuffled sequence: a tick takes the next g samples of each slot, and an
-epoch has R = N // L ticks (g is 1 unless samples are grouped by length). Ranks and workers only share out the
-slots, so tick k is the same ordered set of samples on any number of them. run.py puts sources together.
+A source has N samples. A **tick** takes L of them; a training step is one or more ticks. The shuffled
+sequence of an epoch is divided into V = L / g equal parts, the **slots**. A tick takes the next g samples of
+every slot, so an epoch has R = N // L ticks. g is 1 unless samples are grouped by length. Ranks and workers
+only divide the slots among them, so tick k is the same ordered set of samples for any number of ranks and
+workers. run.py combines sources.
 
-Say 10 samples, L = 4, g = 1, blocks and windows of 2, seed 0. Epoch 0 is the ticks [3, 6, 1, 0] and
-[4, 5, 2, 9]; it leaves out 7 and 8. Rank 1 of 2 has the slots 2 and 3, so [1, 0] and [2, 9]. Slot 0 walks
-through 3 and 4. Epoch 1 is [9, 6, 5, 3] and [8, 7, 4, 2].
+Epoch 0 of N = 10 samples with L = 4, g = 1, blocks and windows of 2 samples and seed 0, step by step:
 
-Random numbers come from a hash of our own, because numpy's streams may differ between its versions.
+* Rotate by ``hash_ints(0, 0, _ROTATE) % 10``, which is 9: 9 0 1 2 3 4 5 6 7 8.
+* Cut into blocks and permute them: 3 4 | 5 6 | 1 2 | 9 0 | 7 8.
+* Give each of the V = 4 slots R = 2 samples: slot 0 has 3 4, slot 3 has 9 0. 7 and 8 are left out.
+* Permute each slot's window: 3 4, 6 5, 1 2 and 0 9. So the ticks are [3, 6, 1, 0] and [4, 5, 2, 9].
+
+Rank 1 of 2 has slots 2 and 3: [1, 0] and [2, 9]. Epoch 1 has the ticks [9, 6, 5, 3] and [8, 7, 4, 2].
 """
 
 from __future__ import annotations
@@ -28,79 +32,81 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 Int32s: TypeAlias = npt.NDArray[np.int32]
 
 ORDER_VERSION = 2
-BLOCK_BYTES = (128 << 10, 512 << 10)  # of a shard, at least and at most: the unit of reading
-WINDOWS_BYTES = 128 << 20  # of all slots together, where blocks of the least size allow it
-# Blocks grow with the number of slots, so that all ranks together open no more shards.
+BLOCK_BYTES = (128 << 10, 512 << 10)  # least and most bytes of a block, the unit of reading
+WINDOWS_BYTES = 128 << 20  # windows of all slots together, if blocks of the least size are small enough
+# Blocks also grow with the number of slots, so that more ranks together do not open more shards.
 SLOT_BLOCK_BYTES, MOST_BLOCK_BYTES = 512, 1 << 20
-BLOCKS_PER_SLOT = 16  # at least, where there are samples enough: with fewer, slots would hardly mix
-GROUPED_SAMPLES = 8192  # of a window that is sorted by length: padding falls with it, memory rises
+BLOCKS_PER_SLOT = 16  # at least, if there are enough samples: with fewer, slots would hardly mix
+GROUPED_SAMPLES = 8192  # of a window sorted by length, at most: more mean less padding and more memory
 GROUPED_BYTES = 64 << 20  # of such a window, at most
-_ROTATE, _BLOCKS, _WINDOWS, _SLICES, _OFFSET = 1, 2, 3, 4, 5  # what a hash is for
-_TABLE_SIZE = 4096  # up to which all of a permutation is worked out at once
+_ROTATE, _BLOCKS, _WINDOWS, _SLICES, _OFFSET = 1, 2, 3, 4, 5  # purposes of a hash
+_TABLE_SIZE = 4096  # largest permutation that is computed as a whole
 
 NumTokens = Callable[[Int64s], Int64s]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """The sampling order of one source. Raises UsageError where N < L.
+    """The sampling order of one source. Raises UsageError if N < L.
 
-    1. The source is rotated by hash(seed, epoch) mod N, so each epoch leaves out other samples.
-    2. It is cut into blocks of K samples, the unit of reading. Blocks are permuted; the short last one stays.
-    3. In a slot, windows of M blocks are permuted sample by sample. Grouped by length, they are sorted by it
-       and cut into slices of g, which all slots walk in the same order: a tick is of one length.
+    1. Rotate the samples by hash(seed, epoch) mod N, so that each epoch leaves out other samples.
+    2. Cut them into blocks of K samples, the unit of reading. Permute the blocks except a short last one.
+    3. Cut each slot into windows of M blocks, and permute the samples of each window. With grouping, sort
+       each window by length and cut it into slices of g samples. All slots take these slices in the same
+       random order, so the samples of a tick have similar lengths.
 
-    The price: no uniform permutation. What is mixed at any time is the V M blocks of the windows, which are
-    in memory: 128 MiB of all ranks up to L = 256. Above that, blocks grow with L up to 1 MiB, so that a step
-    of all ranks begins as many blocks, and opens as many shards, as at L = 256. Each place of the global
-    batch then holds 2 KiB times L, and 4 MiB from L = 2,048 on. Without ``shuffle`` tick k is samples
-    ``[k L, (k+1) L)``.
+    The price: this is not a uniform permutation. At any time the V M blocks of the current windows are mixed.
+    They are in memory: 128 MiB for all ranks together up to L = 256. Above that, blocks grow with L up to
+    1 MiB, so a step of all ranks begins as many blocks, and opens as many shards, as at L = 256. Each place
+    of the global batch then takes 2 KiB times L, and 4 MiB from L = 2,048 on.
+
+    Without ``shuffle``, tick k is samples ``[k L, (k+1) L)``.
     """
 
     num_samples: int  # N
     tick_samples: int  # L
     block_samples: int  # K
-    window_samples: int  # M K, of a slot
+    window_samples: int  # M K, per slot
     seed: int
     shuffle: bool = True
-    group: int = 1  # g: samples of similar length side by side; 1 for any length
-    keeps_tail: bool = False  # the last tick is filled up with samples that stand in it already
+    group: int = 1  # g: neighbouring samples of similar length; 1: not grouped
+    keeps_tail: bool = False  # fill up the last tick with repeated samples; leave none out
 
     def __post_init__(self) -> None:
         if self.num_samples < self.tick_samples and not self.keeps_tail:
             found = f"a data set of {self.num_samples:,} samples"
-            raise UsageError(found=found, expected=f"{self.tick_samples:,}, one batch for every rank")
+            raise UsageError(found=found, expected=f"at least {self.tick_samples:,}, a batch for each rank")
         if self.tick_samples % self.group:
             expected = f"a group_by_length that divides the global batch of {self.tick_samples}"
-            raise UsageError(found=f"groups of {self.group} samples of like length", expected=expected)
+            raise UsageError(found=f"groups of {self.group} samples of similar length", expected=expected)
         if self.group > 1 and not self.shuffle:
-            raise UsageError("group_by_length reorders samples, shuffle=False forbids it; leave one out")
+            raise UsageError("group_by_length reorders samples, which shuffle=False forbids; use only one")
 
     @property
     def num_slots(self) -> int:
-        """Return V: what ranks and workers share out."""
+        """Return V. Ranks and workers divide the slots among them."""
         return self.tick_samples // self.group
 
     @property
     def ticks_per_epoch(self) -> int:
-        """Return R: also the samples that a slot of one delivers in an epoch."""
+        """Return R, which is also the samples per slot and epoch if g is 1."""
         return (self.num_samples + self.num_fillers) // self.tick_samples
 
     @property
     def num_left_out(self) -> int:
-        """Return the samples that an epoch leaves out, fewer than a tick."""
+        """Count the samples that an epoch leaves out: fewer than a tick."""
         return 0 if self.keeps_tail else self.num_samples % self.tick_samples
 
     @property
     def num_fillers(self) -> int:
-        """Return the places of the last tick that hold a sample again, where the tail is kept."""
+        """Count the places of the last tick that repeat a sample, if the tail is kept."""
         return -self.num_samples % self.tick_samples if self.keeps_tail else 0
 
     def is_filler(self, tick: int, slots: range) -> npt.NDArray[np.bool_] | None:
-        """Return which of these slots hold a sample again at a tick, bool[len(slots)], or None for none.
+        """Return which of these slots repeat a sample at a tick: bool[len(slots)], or None if none does.
 
-        Fillers are spread evenly: each part of n places has at least ``n * real // L`` samples. So every
-        batch of every rank has one where there are as many samples as batches.
+        Repeats are spread evenly: any n consecutive places have at least ``n * real // L`` new samples. So
+        every batch of every rank has a new one if there are at least as many samples as batches.
         """
         if not self.num_fillers or tick + 1 < self.ticks_per_epoch:
             return None
@@ -108,11 +114,11 @@ class Order:
         return np.arange(slots.start, slots.stop) * num_real % self.tick_samples >= num_real
 
     def offset(self, epoch: int, count: int) -> int:
-        """Return the token below ``count`` at which an epoch's rows begin, if they are cut from a stream."""
+        """Return where an epoch's rows begin in a stream of ``count`` tokens, if they are cut from one."""
         return hash_ints(self.seed, epoch, _OFFSET) % count if self.shuffle else 0
 
     def windows(self, first_tick: int) -> Iterator[tuple[int, int]]:
-        """Yield (first tick, end) of the windows of all slots, from the one that holds ``first_tick``."""
+        """Yield (first tick, end) of each window, beginning with the one that contains ``first_tick``."""
         size = max(self.window_samples // self.group, 1)
         for start in range(first_tick // size * size, self.ticks_per_epoch, size):
             yield start, min(start + size, self.ticks_per_epoch)
@@ -120,10 +126,10 @@ class Order:
     def samples_of(
         self, epoch: int, slots: range, start: int, end: int, num_tokens: NumTokens | None = None
     ) -> Int64s:
-        """Return the samples that slots deliver in one window, as ``windows`` cuts them.
+        """Return the samples that slots deliver in a window from ``windows``.
 
-        int64[len(slots) * group, end - start]: row = place in the tick, column = tick. ``num_tokens`` tells
-        samples' lengths, int64[n] -> int64[n]; needed where they are grouped.
+        The shape is int64[len(slots) * group, end - start]: a row per place in the tick, a column per tick.
+        ``num_tokens`` returns the lengths of samples, int64[n] -> int64[n]. It is required with grouping.
         """
         slot = np.arange(slots.start, slots.stop, dtype=np.int64)[:, None]
         if not self.shuffle:
@@ -147,9 +153,9 @@ class Order:
         return slices.swapaxes(1, 2).reshape(len(slots) * self.group, end - start)
 
     def samples_at(self, epoch: int, positions: Int64s) -> Int64s:
-        """Return the samples at positions of an epoch's shuffled sequence of blocks, in the same shape.
+        """Return the samples at positions in an epoch's sequence of permuted blocks, in the same shape.
 
-        Positions from ``n block_samples`` up to the next such number are consecutive samples, mod N.
+        The positions from ``n K`` up to ``(n + 1) K`` are consecutive samples mod N.
         """
         block_samples = self.block_samples
         num_blocks = self.num_samples // block_samples  # without the short last one
@@ -164,11 +170,11 @@ class Order:
 
 
 def choose_windows(*, num_samples: int, num_bytes: int, tick_samples: int, group: int = 1) -> tuple[int, int]:
-    """Choose K and M K: samples of a block and of a slot's window. M is 16 for L up to 64, 4 from 256 on.
+    """Choose K and M K, the samples per block and per window. M is 16 for L up to 64, and 4 from 256 on.
 
-    A run keeps those that it began with, also where a later version would choose others.
+    A run keeps the sizes that it began with, even if a later version would choose others.
     """
-    slots = max(tick_samples // group, 1)  # Order refuses a group that is larger
+    slots = max(tick_samples // group, 1)  # Order refuses larger groups later
     blocks = min(max(1024 // slots, 4), 16)
     block_bytes = min(max(WINDOWS_BYTES // (slots * blocks), BLOCK_BYTES[0]), BLOCK_BYTES[1])
     block_bytes = max(block_bytes, min(SLOT_BLOCK_BYTES * slots, MOST_BLOCK_BYTES))
@@ -181,12 +187,12 @@ def choose_windows(*, num_samples: int, num_bytes: int, tick_samples: int, group
 
 
 def share(slots: range, part: int, num_parts: int) -> range:
-    """Return one of ``num_parts`` consecutive parts of some slots, whose sizes differ by one at most."""
+    """Return one of ``num_parts`` consecutive parts of some slots. Their sizes differ by at most one."""
     first = slots.start + len(slots) * part // num_parts
     return range(first, slots.start + len(slots) * (part + 1) // num_parts)
 
 
-# Random numbers.
+# Random numbers: from our own hash, because numpy's streams may change between its versions.
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -196,7 +202,7 @@ FEISTEL_ROUNDS = 6
 
 
 def hash_ints(*values: int) -> int:
-    """Hash a row of integers to 64 bits: splitmix64, chained."""
+    """Hash a sequence of integers to 64 bits by chained splitmix64."""
     state = 0
     for value in values:
         state = ((state + _GOLDEN ^ value) + _GOLDEN) & _MASK
@@ -207,7 +213,7 @@ def hash_ints(*values: int) -> int:
 
 
 def hash_array(key: npt.NDArray[np.uint64] | int, values: Int64s) -> npt.NDArray[np.uint64]:
-    """Hash every value under a key by splitmix64: uint64, in the shape that the two broadcast to."""
+    """Hash each value with a key by splitmix64: uint64, in the shape to which the two broadcast."""
     state = np.asarray(key, np.uint64) ^ values.astype(np.uint64)
     state = state + np.uint64(_GOLDEN)
     state = (state ^ state >> np.uint64(30)) * np.uint64(_FIRST)
@@ -216,14 +222,14 @@ def hash_array(key: npt.NDArray[np.uint64] | int, values: Int64s) -> npt.NDArray
 
 
 def permute(positions: Int64s, count: int, key: int) -> Int64s:
-    """Send positions through a keyed permutation of ``range(count)``, in the same shape.
+    """Apply a keyed permutation of ``range(count)`` to positions, in the same shape.
 
-    It is a Feistel network over the next power of four, repeated until it lands below ``count`` (fewer than
-    four times on average), so nothing of size ``count`` is held unless it is small.
+    It applies a Feistel network over the next power of four until the value is below ``count``, fewer than
+    four times on average. So it needs no table of ``count`` numbers, unless ``count`` is small.
     """
     if count < 2:
         return positions.copy()
-    half = ((count - 1).bit_length() + 1) // 2  # of the bits of a value
+    half = ((count - 1).bit_length() + 1) // 2  # half the bits of a value
     if count <= _TABLE_SIZE:
         return _permutation(count, half, key)[positions]
     found = _feistel(positions.reshape(-1), half, key)
@@ -236,8 +242,8 @@ def permute(positions: Int64s, count: int, key: int) -> Int64s:
 
 @lru_cache(maxsize=8)
 def _permutation(count: int, half: int, key: int) -> Int64s:
-    """Compute a small permutation, int64[count]. Cached: all windows of an epoch use the same."""
-    # The whole network once: to send few values on again and again would take five times as long.
+    """Compute a small permutation, int64[count]. It is cached, since all windows of an epoch use it."""
+    # Apply the network to all values at once: repeating it for ever fewer values takes five times as long.
     whole = _feistel(np.arange(1 << 2 * half), half, key)
     found = whole[:count].copy()
     while (walking := np.flatnonzero(found >= count)).size:
@@ -246,7 +252,7 @@ def _permutation(count: int, half: int, key: int) -> Int64s:
 
 
 def _feistel(values: Int64s, half: int, key: int) -> Int64s:
-    """Apply the network once to values of ``2 half`` bits: int64[n] -> int64[n]."""
+    """Apply the network once to values of ``2 * half`` bits: int64[n] -> int64[n]."""
     mask = (1 << half) - 1
     left, right = values >> half, values & mask
     for round_ in range(FEISTEL_ROUNDS):

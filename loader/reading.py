@@ -1,10 +1,10 @@
 """Open shards, and read the bytes of any set of samples: neighbours in one read, each byte once.
 
-Opening checks sizes and headers. A small idx is read at once, of a large one only the parts that are asked
-for. What fails is tried again.
+Opening checks sizes and headers. A small idx is read at opening. Of a large idx, only the parts that are
+needed are read. Reads that fail are tried again.
 
-A process begins with a shard of its own, see ``opening_order``, since many that began with the same would be
-as slow as the one storage target (OST) that holds it. Batches do not depend on this order.
+Each process begins with a different shard, see ``opening_order``. If many began with the same shard, they
+would be as slow as the one storage target (OST) that stores it. Batches do not depend on this order.
 """
 
 from __future__ import annotations
@@ -32,29 +32,28 @@ from shardprep.format.names import rerun_command
 T = TypeVar("T")
 
 MAX_OPEN_SHARDS = 128
-HELD_IDX_BYTES = 256 << 10  # an idx up to this is read at opening, else what is asked for
+HELD_IDX_BYTES = 256 << 10  # an idx up to this size is read at opening, a larger one in parts
 
 
 class OpenShard:
-    """One tar, open for reading. Its samples' records are in memory, or to be read from its open idx."""
+    """A tar, open for reading. The records of its samples are in memory, or are read from its open idx."""
 
     def __init__(self, source: DatasetShards, row: int) -> None:
         """Open one shard of a source. Raises MissingShard, BrokenShard or OSError."""
         path, shard_id = source.path_of(row), int(source.shard_ids[row])
-        self.source = source
-        self._shard_id = shard_id
-        self.sums: dict[str, Int64s] = {}  # what its readers keep with it
-        self.dtype: int | None = None  # how all ids lie, by its number in TOKEN_DTYPES; None: by the records
-        self._records: Any = source.records  # columns as in the idx, a row per sample; None: in the idx
+        self.source, self._shard_id = source, shard_id
+        self.cached: dict[str, Int64s] = {}  # numbers computed from the idx, until the shard is closed
+        self.dtype: int | None = None  # index in TOKEN_DTYPES for all ids; None: the records have it
+        self._records: Any = source.records  # rows as in the idx, one per sample; None: read from the idx
         self._idx: IdxFile | None = None
-        with contextlib.ExitStack() as opened:  # closes what is open where something fails
+        with contextlib.ExitStack() as opened:  # closes the files if something fails
             try:
                 self.tar = opened.enter_context(ReadFile(path))
             except NOT_THERE:
                 raise MissingShard(f"{path} is missing", path=path, remedy=self.remedy) from None
             expected = int(source.tar_bytes[row])
             if self.tar.num_bytes != expected:
-                changed = "" if source.records is None else ", other than when it was scanned"
+                changed = "" if source.records is None else " (changed since the scan)"
                 found = f"{self.tar.num_bytes} bytes{changed}"
                 raise BrokenShard(path=path, found=found, expected=expected, remedy=self.remedy)
             if self._records is None:
@@ -72,7 +71,7 @@ class OpenShard:
 
     @property
     def remedy(self) -> str | None:
-        """Return the command that makes it again; None: others wrote it."""
+        """Return the command that makes the shard again, or None for a tar of another tool."""
         return None if self.source.scanned_tar else rerun_command(self._shard_id, self.source.folder)
 
     def close(self) -> None:
@@ -81,54 +80,54 @@ class OpenShard:
             self._idx.file.close()
 
     def records_of(self, rows: slice | Int64s) -> Any:
-        """Return columns of the idx for some samples, ascending. Of a large idx, those alone are read."""
+        """Return the idx rows of some samples, in ascending order. Of a large idx, only these are read."""
         if self._idx is None:
             return self._records[rows] if isinstance(rows, slice) else self._records.take(rows)
         if isinstance(rows, slice):
             return self._idx.read(rows)
-        bounds = [*_first_of_parts(np.diff(rows) != 1).tolist(), len(rows)]  # of consecutive ones
+        bounds = [*_first_of_parts(np.diff(rows) != 1).tolist(), len(rows)]  # of consecutive rows
         parts = (slice(int(rows[first]), int(rows[end - 1]) + 1) for first, end in pairwise(bounds))
         return np.concatenate([self._idx.read(part) for part in parts])
 
 
 _ALIGN_BYTES = 64
 _TOKEN_BYTES = np.array([0 if dtype is None else dtype.itemsize for dtype in TOKEN_DTYPES])  # 0: JSON text
-_SHARDS_AT_ONCE = 16  # whose samples are looked at together, and that must be open together
-_MOST_AT_ONCE_BYTES = 1 << 30  # of memory, before the sizes that an index says were compared
-_MOST_GAP_BYTES = 64 << 10  # between samples that are read at once: other members, or the other side's
-_IDX_ROWS = 1 << 16  # read at a time where a whole column of the idx is wanted
+_SHARDS_AT_ONCE = 16  # shards whose samples are read together; all of them are open at the same time
+_MOST_AT_ONCE_BYTES = 1 << 30  # of memory, before the sizes in an index have been checked
+_MOST_GAP_BYTES = 64 << 10  # between samples in one read: other members, or samples of the other split
+_IDX_ROWS = 1 << 16  # read at a time if a whole column of the idx is needed
 
 
 class SampleBytes(NamedTuple):
-    """Undecoded samples in one buffer; the arrays have a row per sample, in the order asked for."""
+    """Undecoded samples in one buffer. The arrays have a row per sample, in the requested order."""
 
     shards: ShardSet
     buffer: npt.NDArray[np.uint8]
     sample: Int64s
     start: Int64s  # byte in the buffer
     num_bytes: Int64s
-    num_tokens: Int64s  # -1 where only decoding tells
-    dtype: Int64s  # how the ids lie, by its number in TOKEN_DTYPES
+    num_tokens: Int64s  # -1 if unknown before decoding
+    dtype: Int64s  # of the ids, as index in TOKEN_DTYPES
     starts_at: Int64s  # byte in the buffer of a packed row's document starts, uint32 each
-    num_starts: Int64s  # 0 unless asked for
-    mask_at: Int64s  # byte in the buffer of a row's loss mask, a byte per token; -1 without
+    num_starts: Int64s  # 0 unless requested
+    mask_at: Int64s  # byte in the buffer of a row's loss mask, one byte per token; -1 if it has none
 
     def broken(self, row: int, found: str) -> BrokenShard:
-        """Return the error to raise for a sample whose bytes are no token ids."""
+        """Return the error for a sample whose bytes are not valid token ids."""
         sample = self.sample[row]
         shard = int(self.shards.shard_of(sample))
         source, place = self.shards.locate(shard)
-        found = f"sample {self.shards.records_of(sample, shard)} that holds {found}"
+        found = f"sample {self.shards.records_of(sample, shard)} contains {found}"
         return BrokenShard(path=source.path_of(place), found=found)
 
 
-_NUM_COLUMNS = len(SampleBytes._fields) - 3  # that reading fills in
+_NUM_COLUMNS = len(SampleBytes._fields) - 3  # arrays that reading fills in
 
 
 class ShardReader:
-    """Reads samples of the shards that its process has open. It is reader ``number`` of ``num_readers``.
+    """Reads samples of any shards. It is reader ``number`` of ``num_readers``.
 
-    The latest shards stay open: MAX_OPEN_SHARDS, but an eighth of the process's handles at most.
+    The last used shards stay open: MAX_OPEN_SHARDS, but at most an eighth of the process's file descriptors.
     """
 
     def __init__(self, shards: ShardSet, number: int = 0, num_readers: int = 1) -> None:
@@ -140,7 +139,7 @@ class ShardReader:
         self._used = 0
 
     def opened(self, number: int) -> OpenShard:
-        """Return a shard, counted through all sources. It is opened if it is not."""
+        """Return a shard, counted through all sources, and open it if necessary."""
         shard = self._open.get(number)
         if shard is not None:
             self._open.move_to_end(number)
@@ -158,11 +157,11 @@ class ShardReader:
             self._open.popitem()[1].close()
 
     def _records(self, number: int, rows: slice | Int64s) -> Any:
-        """Return columns of a shard's idx for some samples, ascending."""
+        """Return the rows of a shard's idx for some samples, in ascending order."""
         return self._retried(number, "idx", "", lambda shard: shard.records_of(rows))
 
     def _fill(self, number: int, offset: int, target: memoryview) -> None:
-        """Read bytes of a shard's tar, all of them."""
+        """Fill ``target`` with the bytes of a shard's tar from ``offset`` on."""
 
         def read(shard: OpenShard) -> None:
             done = 0
@@ -172,7 +171,7 @@ class ShardReader:
         self._retried(number, "tar", f" at byte {offset}", read)
 
     def _retried(self, number: int, suffix: str, where: str, read: Callable[[OpenShard], T]) -> T:
-        """Read from a shard, again after an error that may go away, with its files opened anew."""
+        """Read from a shard. After an error that may be temporary, open its files again and retry."""
         for delay_s in (*RETRY_DELAYS_S, None):
             shard = self.opened(number)
             try:
@@ -186,7 +185,7 @@ class ShardReader:
     def read(self, samples: Int64s, *, starts: bool = False) -> SampleBytes:
         """Return the bytes of some samples: int64[n] -> n rows in the same order.
 
-        ``starts``: where documents begin in packed rows, too. The next ``read`` overwrites the buffer.
+        ``starts``: also read where documents begin in packed rows. The next ``read`` overwrites the buffer.
         """
         order = np.argsort(samples)
         shard = self._shards.shard_of(samples[order])
@@ -197,15 +196,15 @@ class ShardReader:
         row = self._shards.records_of(ordered, shard)
         table = np.zeros((_NUM_COLUMNS, len(samples)), np.int64)
         self._used = 0
-        if not len(self._buffer):  # all of it at once: what is not touched costs nothing, what is copied does
+        if not len(self._buffer):  # at full size: untouched memory costs nothing, but growing would copy it
             num_bytes = len(samples) * self._shards.tar_bytes // self._shards.num_samples
             self._buffer = np.empty(min(num_bytes, _MOST_AT_ONCE_BYTES), np.uint8)
-        first = _first_of_parts(shard[1:] != shard[:-1])[: len(shard)]  # none, where there are no samples
+        first = _first_of_parts(shard[1:] != shard[:-1])[: len(shard)]  # none without samples
         for bounds in pairwise([*first[:: min(_SHARDS_AT_ONCE, self._max_open)].tolist(), len(shard)]):
             part = slice(*bounds)
             found = SampleBytes(self._shards, self._buffer, ordered[part], *table[:, part])
             self._read_shards(shard[part], row[part], found, starts=starts)
-        # Whether ids have the bytes of their number, and no row is too long. Part by part it would cost 6 %.
+        # Check the size of ids and of rows. To check it part by part would cost 6 %.
         whole = SampleBytes(self._shards, self._buffer, ordered, *table)
         row_tokens, token_bytes = self._shards.row_tokens, _TOKEN_BYTES[whole.dtype]
         wrong = (token_bytes > 0) & (whole.num_bytes != (row_tokens or whole.num_tokens) * token_bytes)
@@ -217,7 +216,7 @@ class ShardReader:
         return SampleBytes(self._shards, self._buffer, samples, *table.take(back, axis=1))
 
     def num_tokens(self, samples: Int64s) -> Int64s:
-        """Return the tokens of some samples, by the idx alone: int64[n] -> int64[n]."""
+        """Return the tokens of some samples, from the idx alone: int64[n] -> int64[n]."""
         shard = self._shards.shard_of(samples)
         found = np.empty(len(samples), np.int64)
         for number in self.opening_order(np.unique(shard)).tolist():
@@ -226,27 +225,27 @@ class ShardReader:
         return found
 
     def num_tokens_of(self, number: int) -> Int64s:
-        """Return the tokens of each sample of a shard, -1 where they were not counted."""
-        if "num_tokens" not in self.opened(number).sums:
-            first, end = self._shards.first_sample[number : number + 2].tolist()
-            begin, end = (int(self._shards.records_of(each, number)) for each in (first, end))
+        """Return the tokens of each sample of a shard, -1 if they were not counted."""
+        if "num_tokens" not in self.opened(number).cached:
+            bounds = self._shards.first_sample[number : number + 2]
+            begin, end = self._shards.records_of(bounds, number).tolist()
             cuts = [*range(begin, end, _IDX_ROWS), end]
             parts = [self._records(number, slice(*cut))["num_tokens"] for cut in pairwise(cuts)]
-            self.opened(number).sums["num_tokens"] = np.concatenate([np.empty(0, np.int64), *parts])
-        return self.opened(number).sums["num_tokens"]
+            self.opened(number).cached["num_tokens"] = np.concatenate([np.empty(0, np.int64), *parts])
+        return self.opened(number).cached["num_tokens"]
 
     def opening_order(self, shards: Int64s) -> Int64s:
-        """Rotate shards, ascending, so that each process begins in another part: int64[n] -> int64[n]."""
+        """Rotate ascending shards, so that each process begins with another part: int64[n] -> int64[n]."""
         return np.roll(shards, -self._num_before(len(shards)))
 
     def _num_before(self, num_shards: int) -> int:
-        """Return how many of some shards this process opens last."""
+        """Return how many of the first shards this process opens last."""
         return num_shards * self._number // self._num_readers
 
     def _read_shards(self, shard_of: Int64s, row: Int64s, found: SampleBytes, *, starts: bool) -> None:
-        """Read samples of some shards and fill their columns. ``row``: where each stands in its shard.
+        """Read samples of some shards and fill in their columns. ``row``: the record of each in its shard.
 
-        Bytes outside of a tar, or of two samples, are refused before memory is taken for them.
+        Samples outside of a tar and overlapping samples are refused before memory is allocated for them.
         """
         is_border = shard_of[1:] != shard_of[:-1]
         offset, starts_offset, mask_offset, limit = np.zeros((4, len(row)), np.int64)
@@ -263,12 +262,12 @@ class ShardReader:
             if starts:
                 starts_offset[here] = records["starts_offset"]
                 found.num_starts[here] = records["num_starts"]
-            if shard.source.spec.record == "chat":  # rows say which of their tokens have a label
+            if shard.source.spec.record == "chat":  # its rows have a loss mask
                 mask_offset[here] = records["mask_offset"]
                 has_mask[here] = True
         is_held_out = row >= self._shards.first_held_out[shard_of]
-        is_border |= is_held_out[1:] != is_held_out[:-1]  # either side has the order of the tar
-        is_behind = ~is_border & (row[1:] > row[:-1])  # a source may deliver one several times
+        is_border |= is_held_out[1:] != is_held_out[:-1]  # each split is in the order of the tar
+        is_behind = ~is_border & (row[1:] > row[:-1])  # a sample may be requested several times
         is_cut = is_border | (row[1:] - row[:-1] != 1)
         wanted = [(offset, found.num_bytes, found.start)]
         if starts:
@@ -281,7 +280,7 @@ class ShardReader:
             wrong = (begins < 0) | (ends > limit)
             wrong[1:] |= is_behind & (gap < 0)
             self._check(shard_of, wrong)
-            # What lies one behind another is read at once, rows and their starts at multiples of 4 bytes.
+            # Samples that follow each other are read at once, if rows and starts are at multiples of 4 bytes.
             is_apart = is_cut | (gap < 0) | (gap > _MOST_GAP_BYTES)
             if self._shards.row_tokens:
                 is_apart |= gap % 4 > 0
@@ -301,15 +300,15 @@ class ShardReader:
         found.mask_at[~has_mask] = -1
 
     def _check(self, shard_of: Int64s, wrong: npt.NDArray[np.bool_]) -> None:
-        """Raise BrokenShard where samples are wrong: their idx cannot be that of its tar."""
+        """Raise BrokenShard if samples are wrong: their idx cannot belong to the tar."""
         if wrong.any():
             tar = self.opened(int(shard_of[wrong.argmax()])).tar
-            found = "an idx that places samples outside of it, in each other, or with a wrong size"
-            expected = f"places apart in {tar.num_bytes} bytes"
+            found = "its idx places samples outside of the tar, over each other, or with a wrong size"
+            expected = f"separate places in {tar.num_bytes} bytes"
             remedy = f"shardprep verify {quoted(tar.path.parent)}"
             raise BrokenShard(path=tar.path, found=found, expected=expected, remedy=remedy)
 
 
 def _first_of_parts(is_cut: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
-    """Return the first place of each part of n places, cut between some: bool[n - 1] -> intp[parts]."""
+    """Return where the parts of n places begin, by the cuts between places: bool[n - 1] -> intp[parts]."""
     return np.concatenate([[0], np.flatnonzero(is_cut) + 1])

@@ -1,23 +1,23 @@
-"""A run of training: its sources, its stages, which samples each step takes, and its state.
+"""A run of training: its sources, its stages, the samples of each step, and its state.
 
-A run has one source or several, each with an order of its own (order.py). A **tick** takes L samples, one for
-each of its L places; a training **step** is one tick or several. A **stage** sets the
-weights of the sources and the global batch size from a step on. Everything else follows from the stages:
+A run has one or more sources, each with its own order (order.py). A **tick** takes L samples, one for each of
+its L places; a training **step** is one or more ticks. A **stage** sets the weights of the sources and the
+global batch size from a step on. Everything else follows from the stages:
 
-* An epoch has R ticks: as many as one epoch of each source that the run began with, together. It ends where
-  the next step would not fit, and the ticks that are left are not used. Ticks are counted through all epochs,
-  unused ones included, so tick t of a run with one source is always tick t % R of that source's epoch t // R.
-* Weights are rounded to **shares**, whole ticks of a cycle of 65,536, and these are evenly spread. So how
-  many ticks a source has had before tick t follows from t alone.
-* A **round** is 64 ticks, in which every slot takes equally many samples of a source, each slot in an order
-  of its own. Rounds are counted from the tick at which shares begin to hold, and the last round before other
-  shares is laid out to end where it ends. At the end of a round all slots stand at the same place in each
-  source, which is why an amendment begins there: nothing is repeated, nothing is lost.
+* An epoch has R ticks: the sum of one epoch of each source that the run began with. It ends when the next
+  step does not fit, and the remaining ticks are not used. Ticks are counted through all epochs, including
+  unused ones. So with one source, tick t of the run is always tick t % R of the source's epoch t // R.
+* Weights are rounded to **shares**, the ticks of each source in a cycle of 65,536 ticks. The ticks of a
+  source are evenly spread, so the number of its ticks before tick t follows from t alone.
+* In a **round** of 64 ticks every slot takes equally many samples of a source, but in its own order. Rounds
+  are counted from the tick at which the shares take effect, and the last round before other shares ends
+  where those begin. At the end of a round, all slots are at the same place in each source. That is why an
+  amendment begins there: no sample is repeated or lost.
 
-Say L is 12, and the only source has 700 samples: R is 58. With steps of 5 ticks an epoch is 11 steps, and its
-last 3 ticks are not used: step 11 is the first one of epoch 1, which begins at tick 58.
+Example: L is 12 and the only source has 700 samples, so R is 58. With steps of 5 ticks, an epoch has 11 steps
+and leaves its last 3 ticks unused. Step 11 is the first step of epoch 1, which begins at tick 58.
 
-The price: each source has windows of its own, and one of less than 1/64 of the ticks is in some rounds only.
+The price: each source has its own windows, and one with less than 1/64 of the ticks is not in every round.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
 
 ROUND = 64  # ticks
 CYCLE = 1 << 16  # ticks
-_PATTERN, _SEED = 6, 7  # what a hash is for, beside those of order.py
-_NEVER = 1 << 62  # the step, and the tick, at which the last stage ends
+_PATTERN, _SEED = 6, 7  # purposes of a hash, besides those in order.py
+_NEVER = 1 << 62  # the step and the tick at which the last stage ends
 
 
 class Position(NamedTuple):
-    """Where a run stands: steps through all epochs, and batches of a rank in the next one."""
+    """A place in a run: completed steps of all epochs, and batches of each rank in the next step."""
 
-    # No frozen dataclass: a new position for every batch takes 0.4 us, there 1.2.
+    # A position is made for every batch: 0.4 us as a NamedTuple, 1.2 us as a frozen dataclass.
     step: int = 0
     num_micro: int = 0
 
     def after(self, num_batches: int) -> Position:
-        """Return the position one batch later, in a step of ``num_batches``."""
+        """Return the position one batch later, in a step of ``num_batches`` batches per rank."""
         if self.num_micro + 1 < num_batches:
             return Position(self.step, self.num_micro + 1)
         return Position(self.step + 1)
@@ -63,13 +63,11 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A source of a run: its name, its data and its order."""
-
     name: str
     data: str  # fingerprint of its shards, 16 hex digits
     order: Order
     added_at: int = 0  # the step at which an amendment added it; 0: the run began with it
-    # What to read; None where this loader was not given it, since the run has dropped it.
+    # None if the run has dropped the source and this loader was not given its shards.
     samples: Samples | None = field(default=None, compare=False, repr=False)
 
 
@@ -79,9 +77,9 @@ class Stage:
 
     step: int
     global_batch_size: int
-    weights: Mapping[str, float]  # parts of the samples by the source's name, 1 in all
-    begins_round: bool = True  # False: the weights are the last stage's, whose round goes on
-    is_amended: bool = False  # an amendment begins here
+    weights: Mapping[str, float]  # each source's share of the samples, by its name; the sum is 1
+    begins_round: bool = True  # False: the weights are those of the stage before, and its round continues
+    is_amended: bool = False  # whether an amendment begins here
 
     def __str__(self) -> str:
         weights = [f"{name} {weight:.4g}" for name, weight in self.weights.items()]
@@ -89,12 +87,12 @@ class Stage:
 
 
 class _Stretch(NamedTuple):
-    """Steps of equal size: the rest of an epoch, or all epochs from the beginning of one on."""
+    """Steps of equal size: the rest of an epoch, or whole epochs from the beginning of one on."""
 
-    step: int  # the first one
-    epoch: int  # in which it begins
-    tick: int  # of that epoch, at which it begins
-    size: int  # ticks of a step
+    step: int  # the first step
+    epoch: int  # of the first step
+    tick: int  # of that epoch, at which the first step begins
+    size: int  # ticks per step
     num_steps: int  # from that tick to the end of the epoch
 
 
@@ -102,9 +100,9 @@ class _Mix(NamedTuple):
     """Consecutive ticks with the same shares."""
 
     first: int
-    end: int  # _NEVER for the last ones
+    end: int  # _NEVER for the last mix
     shares: tuple[int, ...]  # of all sources
-    taken: Int64s  # ticks of each source before it
+    taken: Int64s  # ticks of each source before this mix
 
     def taken_before(self, tick: int) -> Int64s:
         """Count the ticks of each source before a tick of this mix: int64[sources]."""
@@ -118,19 +116,19 @@ class Round(NamedTuple):
 
     first: int
     end: int
-    sources: Int64s  # number of the source of each tick, before slots shuffle them
+    sources: Int64s  # number of the source of each tick, before each slot shuffles them
     taken: Int64s  # ticks of each source before the round
 
 
 def source_seed(seed: int, number: int) -> int:
-    """Return the seed of a source's order, by its number among all sources that the run has had."""
+    """Return the seed of a source's order. ``number`` counts all sources that the run has had."""
     return hash_ints(seed, _SEED, number)
 
 
 @lru_cache(maxsize=16)
 def spread(shares: tuple[int, ...]) -> Int64s:
     """Return the source of each tick of a cycle: int64[CYCLE]."""
-    # The n-th tick of a source stands at (n + 1/2) / its share of the cycle.
+    # The n-th tick of a source is placed at (n + 1/2) / share of the cycle.
     counts = np.array(shares, np.int64)
     source = np.repeat(np.arange(len(counts)), counts)
     number = np.arange(CYCLE) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -139,24 +137,24 @@ def spread(shares: tuple[int, ...]) -> Int64s:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Which samples each step of a run takes. Raises UsageError where a step is more than an epoch."""
+    """The samples of each step, from sources and stages. Raises UsageError if a step exceeds an epoch."""
 
     sources: tuple[Source, ...]
     stages: tuple[Stage, ...]  # ascending from step 0
     batches_per_tick: int  # of each rank
     seed: int = 0
-    is_mixture: bool = False  # sources are named, and have seeds of their own
-    settings: Mapping[str, Any] = field(default_factory=dict)  # what else a sample depends on
+    is_mixture: bool = False  # sources have names and their own seeds
+    settings: Mapping[str, Any] = field(default_factory=dict)  # other settings that determine the samples
 
     def __post_init__(self) -> None:
         largest = max(stage.global_batch_size for stage in self.stages)
         if largest > (most := self.ticks_per_epoch * self.tick_samples):
             found = f"a global batch of {largest} samples"
-            raise UsageError(found=found, expected=f"at most those of an epoch, {most}")
+            raise UsageError(found=found, expected=f"at most {most}, the samples of an epoch")
 
     @property
     def order(self) -> Order:
-        """Return the order of the first source: all have its L, group, shuffle and tail."""
+        """Return the order of the first source. All sources have its L, group, shuffle and keeps_tail."""
         return self.sources[0].order
 
     @property
@@ -180,12 +178,12 @@ class Run:
 
     @cached_property
     def row_tokens(self) -> int:
-        """Return the tokens of every sample where all are rows of one length, else 0."""
+        """Return the tokens per sample if all samples are rows of one length, else 0."""
         return self.samples[0].row_tokens
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Return what determines the order beside sources and stages."""
+        """Return the settings that determine the order, besides sources and stages."""
         return {
             "order_version": ORDER_VERSION,
             "seed": self.seed,
@@ -212,9 +210,9 @@ class Run:
                     continue
                 found.append(_Stretch(step, epoch, tick, size, num_steps))
                 if tick == 0 and end == _NEVER:
-                    break  # all epochs from here on are alike
-                # From the beginning of an epoch on there may be many epochs up to the end of the stage. The
-                # next stage begins behind the last step, maybe in the same epoch.
+                    break  # all epochs from here on have the same steps
+                # A stretch that starts at the beginning of an epoch covers all epochs of this stage. The next
+                # stage begins after its last step, possibly in the middle of an epoch.
                 num_taken = min(num_steps, end - step) if tick else end - step
                 epoch += (num_taken - 1) // num_steps
                 tick += ((num_taken - 1) % num_steps + 1) * size
@@ -222,13 +220,13 @@ class Run:
         return found
 
     def _stretch(self, step: int) -> _Stretch:
-        last = self._stretches[-1]  # asked for each step of training
+        last = self._stretches[-1]  # the usual case, in each training step
         if step >= last.step:
             return last
         return self._stretches[bisect_right(self._stretches, step, key=lambda each: each.step) - 1]
 
     def epoch_and_tick(self, position: Position) -> tuple[int, int]:
-        """Return the epoch of a position, and the ticks of that epoch before it."""
+        """Return the epoch of a position, and the number of ticks of that epoch before it."""
         stretch = self._stretch(position.step)
         num_epochs, within = divmod(position.step - stretch.step, stretch.num_steps)
         tick = stretch.tick + within * stretch.size + position.num_micro // self.batches_per_tick
@@ -245,7 +243,7 @@ class Run:
         return self.batches_per_tick * self.ticks_in_step(step)
 
     def first_step(self, epoch: int) -> int:
-        # An epoch begins where a stretch does, or a whole number of epochs behind one that begins an epoch.
+        # An epoch begins with a stretch, or a whole number of epochs after a stretch that begins an epoch.
         stretch = next(each for each in reversed(self._stretches) if not each.tick and each.epoch <= epoch)
         return stretch.step + (epoch - stretch.epoch) * stretch.num_steps
 
@@ -253,25 +251,25 @@ class Run:
         return self.first_step(epoch + 1) - self.first_step(epoch)
 
     def ticks_in(self, epoch: int) -> int:
-        """Count the ticks that an epoch uses: all of them unless the steps do not fit."""
+        """Count the ticks that an epoch uses: all of them if its steps fill it exactly."""
         last = self.first_step(epoch + 1) - 1
         return self.epoch_and_tick(Position(last))[1] + self.ticks_in_step(last)
 
     def batches_before(self, position: Position) -> int:
-        """Count the batches of a rank in the position's epoch before it."""
+        """Count the batches of a rank before a position, in the position's epoch."""
         tick = self.epoch_and_tick(position)[1]
         return tick * self.batches_per_tick + position.num_micro % self.batches_per_tick
 
     def tick_of(self, position: Position) -> int:
-        """Count the ticks before a position through all epochs, unused ones included."""
+        """Count the ticks before a position through all epochs, including unused ticks."""
         epoch, tick = self.epoch_and_tick(position)
         return epoch * self.ticks_per_epoch + tick
 
     # Rounds.
 
     def shares(self, weights: Mapping[str, float]) -> tuple[int, ...]:
-        """Return the ticks of each source in a cycle, which depend on the order of the sources."""
-        # Sums are rounded, so that the shares make a whole cycle.
+        """Return the ticks of each source in a cycle. Their rounding depends on the order of the sources."""
+        # Round cumulative sums, so that the shares add up to a whole cycle.
         sums = [0.0, *accumulate(weights.get(source.name, 0.0) for source in self.sources)]
         return tuple(np.diff(np.rint(np.array(sums) * CYCLE).astype(np.int64)).tolist())
 
@@ -290,7 +288,7 @@ class Run:
         return self._mixes[bisect_right(self._mixes, tick, key=lambda mix: mix.first) - 1]
 
     def round_at(self, tick: int) -> Round:
-        """Return the round that holds a tick. The last one before other shares ends where these begin."""
+        """Return the round that contains a tick. It ends early where other shares begin."""
         mix = self._mix_at(tick)
         first = tick - (tick - mix.first) % ROUND
         end = min(first + ROUND, mix.end)
@@ -298,7 +296,7 @@ class Run:
         return Round(first, end, spread(mix.shares)[within : within + end - first], mix.taken_before(first))
 
     def only_source_at(self, tick: int) -> tuple[int, int, int] | None:
-        """Return the only source from a tick on, its ticks before, and where that ends; None of several."""
+        """Return (source, its ticks before, end) if one source has all ticks from ``tick`` to ``end``."""
         mix = self._mix_at(tick)
         if CYCLE not in mix.shares:
             return None
@@ -312,14 +310,14 @@ class Run:
         return of_round.sources[np.argsort(hashes, axis=1, kind="stable")]
 
     def _samples_before(self, tick: int) -> Int64s:
-        """Count the samples of each source before a tick, unused ticks included: int64[sources]."""
+        """Count the samples of each source before a tick, including unused ticks: int64[sources]."""
         of_round = self.round_at(tick)
         pattern = self.pattern(of_round, range(self.order.num_slots))[:, : tick - of_round.first]
         within = np.bincount(pattern.reshape(-1), minlength=len(self.sources)) * self.order.group
         return of_round.taken * self.tick_samples + within
 
     def source_samples(self, position: Position) -> dict[str, int]:
-        """Count the samples of each source that were delivered before a position, all ranks together."""
+        """Count the samples of each source that all ranks together have delivered before a position."""
         counts = self._samples_before(self.tick_of(position))
         for epoch in range(self.epoch_of(position.step)):
             end = (epoch + 1) * self.ticks_per_epoch
@@ -328,7 +326,7 @@ class Run:
         return dict(zip((source.name for source in self.sources), counts.tolist(), strict=True))
 
     def source_epochs(self, position: Position) -> dict[str, float]:
-        """Return where each source stands, in its epochs: 1.5 is the middle of its second."""
+        """Return the epochs of each source before a position: 1.5 is the middle of its second epoch."""
         sizes = [source.order.ticks_per_epoch * self.tick_samples for source in self.sources]
         epochs = (self._samples_before(self.tick_of(position)) / sizes).tolist()
         return dict(zip((source.name for source in self.sources), epochs, strict=True))
@@ -336,13 +334,13 @@ class Run:
     # Amendments.
 
     def in_order_of(self, sources: Sequence[Source]) -> Run:
-        """Return this run with its sources in the order of others, by which shares are rounded."""
+        """Return this run with its sources in the order of others, so that shares are rounded alike."""
         places = {source.name: number for number, source in enumerate(sources)}
         ordered = sorted(self.sources, key=lambda source: places.get(source.name, len(places)))
         return replace(self, sources=tuple(ordered))
 
     def held_from(self, step: int) -> list[Stage]:
-        """Return the stages from a step on, each unlike the one before it, with rounded weights above 0."""
+        """Return the stages from a step on that change anything, with rounded weights above 0."""
         found: list[Stage] = []
         for stage in self.stages:
             of_sources = zip(self.sources, self.shares(stage.weights), strict=True)
@@ -358,29 +356,29 @@ class Run:
     def amended(self, step: int, plan: Run) -> tuple[Run, int]:
         """Return this run, continued by a plan from the next border on, and the step of that border.
 
-        The border is the first step, from ``step`` on, before which each round that has begun is over. An
-        amendment that has not begun is replaced, and its sources are gone: the plan's are added in its order.
-        The plan has this run's L, and ``step`` is above 0.
+        The border is the first step from ``step`` on at which every round that has begun is complete. An
+        amendment that has not begun is replaced, and the sources that it added are removed. New sources are
+        added in the plan's order. The plan must have this run's L, and ``step`` must be above 0.
         """
         tick = self.tick_of(Position(step))
-        begun = self.round_at(tick)
-        is_begun = begun.first < tick
-        free_tick = begun.end if is_begun else tick  # from which on no round has begun
+        current = self.round_at(tick)
+        has_begun = current.first < tick
+        free_tick = current.end if has_begun else tick  # the first tick whose round has not begun
         border = step
         while self.tick_of(Position(border)) < free_tick:
             border += 1
         while True:
             run = self._up_to(border, plan)
-            # With other sizes a step may begin elsewhere: smaller ones may fit into the end of an epoch. The
-            # past must stay, and a round that has begun must end where it was laid out to end.
-            round_stays = not is_begun or run.round_at(tick)[:2] == begun[:2]
+            # Other sizes can move the beginning of a step: smaller steps may still fit into an epoch. Earlier
+            # steps must not move, and a round that has begun must not end at another tick.
+            round_stays = not has_begun or run.round_at(tick)[:2] == current[:2]
             step_stays = run.tick_of(Position(step)) == tick
             if round_stays and step_stays and run.tick_of(Position(border)) >= free_tick:
                 return run, border
             border += 1
 
     def _up_to(self, step: int, plan: Run) -> Run:
-        """Return this run up to a step, and the plan from there on."""
+        """Return this run up to a step, followed by the plan."""
         sources = [source for source in self.sources if source.added_at < step]
         known = {source.name for source in sources}
         for source in plan.sources:
@@ -390,7 +388,7 @@ class Run:
         plan = plan.in_order_of(sources)
         stages = [stage for stage in self.stages if stage.step < step]
         before = self.held_from(step - 1)[0]
-        # The round before a change of shares was laid out to end there, so another one must begin there.
+        # The round before a change of shares ends at that step, so a new round must begin there.
         begins_round = any(stage.step == step and stage.begins_round for stage in self.stages)
         for held in plan.held_from(step):
             goes_on = held.weights == before.weights and not (begins_round and held.step == step)
@@ -400,21 +398,21 @@ class Run:
         return replace(self, sources=tuple(sources), stages=tuple(stages))
 
 
-# The state that a checkpoint keeps, and how a loader goes on behind one.
+# The state in a checkpoint, and how a loader resumes from it.
 #
-# A state has a position and the run that led there: its sources and its stages, as lists of plain values. The
-# loader's arguments describe a run, too: its plan. If both are equal from the position on, the loader goes on
-# with the state's run. Else it says what differs, or, with amend, follows the plan from the next border on.
+# A state has a position and the run that led to it: sources and stages, as lists of plain values. The
+# arguments of the loader describe a run, too: the plan. If both are equal from the position on, the loader
+# resumes the state's run. Otherwise it raises an error or, with amend, follows the plan from the next border.
 
 STATE_FORMAT, STATE_VERSION = "shardprep-loader-state", 4
-MAX_EPOCH = 2**31 - 1  # workers are told the epoch in an int64
+MAX_EPOCH = 2**31 - 1  # so that ticks, counted through all epochs, fit into an int64
 _Count = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
 _Number = Annotated[int, Meta(ge=1, le=2**62)]
-_SIZES = ("num_samples", "block_samples", "window_samples")  # of a source, as Order names them, too
+_SIZES = ("num_samples", "block_samples", "window_samples")  # fields of both Order and _SourceRow
 
 
 class OtherRun(Refused):
-    """A loader's state is of other data, or of another order."""
+    """A loader's state has other data or another order."""
 
 
 class _SourceRow(NamedTuple):
@@ -429,13 +427,13 @@ class _SourceRow(NamedTuple):
 class _StageRow(NamedTuple):
     step: _Count
     global_batch_size: _Number
-    shares: list[_Count] | None  # ticks of each source in a cycle; None: as before
+    shares: list[_Count] | None  # ticks of each source in a cycle; None: unchanged
     is_amended: bool
 
 
 @dataclass(frozen=True)
 class _State:
-    """The values of a state, but for its format and version."""
+    """The values of a state, without its format and version."""
 
     epoch: _Count
     step: _Count
@@ -449,9 +447,9 @@ class _State:
 
 
 def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: int) -> dict[str, Any]:
-    """Return the state of a position. ``num_left``: steps of epochs that the loop left.
+    """Return the state at a position. ``num_left``: steps that the loop skipped by leaving epochs early.
 
-    All have the same keys, and no dicts in lists: torch.distributed.checkpoint reads a fresh state's keys.
+    All states have the same keys, and no dicts in lists, as torch.distributed.checkpoint requires.
     """
     epoch = run.epoch_of(position.step)
     sources, stages = [], []
@@ -479,14 +477,14 @@ def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: 
 def go_on(
     plan: Run, state: Mapping[str, Any], layout: Mapping[str, int], *, amend: bool
 ) -> tuple[Run, Position, int, int | None]:
-    """Return what a loader with a plan delivers behind a state, or raise what differs.
+    """Resume a loader with a plan from a state, or raise an error that names the difference.
 
-    It is the run, the position, the steps that the loop left out, and the step at which an amendment begins.
+    Returns the run, the position, ``num_left`` of the state, and the step at which an amendment begins.
     """
-    saved = _read(state)
+    saved = _read_state(state)
     _check_fingerprint(saved, plan)
     _check_data(saved, plan)
-    # Where no sample was delivered, another plan begins, also in ticks of another size.
+    # Before the first sample an amendment replaces the whole run, which may have another L.
     is_new = not (saved.epoch or saved.step or saved.num_micro)
     as_planned = plan, Position(), saved.num_left, 0
     if amend and is_new and saved.tick_samples != plan.tick_samples:
@@ -495,53 +493,54 @@ def go_on(
     position = _position_of(saved, run, layout)
     step, known = position.step, {source.name: source.samples for source in plan.sources}
     plan = _in_ticks_of(run, plan)
-    # The arguments may be of after an amendment, and the state of before it: compare the steps behind it.
+    # An amendment in the state may begin later and be in the arguments already: compare the steps after it.
     since = max([step, *(stage.step for stage in run.stages if stage.is_amended)])
-    then, now = run.held_from(since), plan.in_order_of(run.sources).held_from(since)
+    saved_stages = run.held_from(since)
+    planned_stages = plan.in_order_of(run.sources).held_from(since)
     border = None
-    if then != now:
-        found, expected = ("; ".join(map(str, stages)) for stages in (then, now))
+    if saved_stages != planned_stages:
         if not amend or run.is_validation:
-            found = f"the state, of step {step}, is of another run: {found}"
+            was, wanted = "; ".join(map(str, saved_stages)), "; ".join(map(str, planned_stages))
             remedy = None if run.is_validation else "amend=True"
-            advice = f"{remedy}, to change the run from the next border on, or " if remedy else ""
-            expected = f"{expected}; pass {advice}the arguments of the run"
+            advice = f"{remedy} to change the run from the next border on, or " if remedy else ""
+            found = f"the state of step {step} belongs to another run: {was}"
+            expected = f"{wanted}; pass {advice}the arguments of that run"
             raise OtherRun(found=found, expected=expected, remedy=remedy)
         if position.num_micro:
-            found = f"amend=True for a state inside of a step, after {position.num_micro} batches"
+            found = f"amend=True with a state from within a step, after {position.num_micro} batches"
             raise UsageError(found=found, expected="a state that was saved after the optimizer's step")
         if is_new:
             return as_planned
         run, border = run.amended(step, plan)
-    for held in run.held_from(step):
-        for name in held.weights.keys() - known.keys():
-            found = f"sources {list(known)}, in a run that has samples of {name} from step {held.step} on"
-            expected = f"{name} in input_shards, too, without a weight if it is to be dropped"
+    for stage in run.held_from(step):
+        for name in stage.weights.keys() - known.keys():
+            found = f"sources {list(known)}, but the run has samples of {name} from step {stage.step} on"
+            expected = f"{name} in input_shards as well, without a weight if you want to drop it"
             raise OtherRun(found=found, expected=expected)
     sources = [replace(source, samples=known.get(source.name)) for source in run.sources]
     return replace(run, sources=tuple(sources)), position, saved.num_left, border
 
 
-def _read(state: Mapping[str, Any]) -> _State:
-    """Return the values of a state. Raises UsageError, BrokenShard or UnknownVersion."""
+def _read_state(state: Mapping[str, Any]) -> _State:
+    """Check a state and return its values. Raises UsageError, BrokenShard or UnknownVersion."""
     if not isinstance(state, Mapping):
         found, remedy = f"the state is {state!r:.80}", "loader.load_state_dict(torch.load(PATH))"
-        raise UsageError(found=found, expected="what state_dict() returned", remedy=remedy)
+        raise UsageError(found=found, expected="a dict that state_dict() returned", remedy=remedy)
     if state.get("format") != STATE_FORMAT:
         found, remedy = f"the state's format is {state.get('format')!r:.80}", "state_dict()"
         raise BrokenShard(found=found, expected=f"{STATE_FORMAT}, as {remedy} returns it", remedy=remedy)
     if state.get("version") != STATE_VERSION:
         found = f"the state has version {state.get('version')!r:.80}"
-        expected = f"{STATE_VERSION}; go on with the shardprep that saved it, or start without the state"
+        expected = f"{STATE_VERSION}; resume with the shardprep that saved it, or start without the state"
         raise UnknownVersion(found=found, expected=expected)
     known = {name: state[name] for name in _State.__annotations__ if name in state}
     try:
         saved = as_type(Path("state"), known, _State)
     except BrokenShard as error:
-        raise _damaged(error.found, error.expected) from None
+        raise _damaged_state(error.found, error.expected) from None
     names, added = [row.name for row in saved.sources], [row.added_at for row in saved.sources]
     steps, shares = [row.step for row in saved.stages], [row.shares for row in saved.stages]
-    is_of_run = (
+    is_consistent = (
         len(set(names)) == len(names)
         and added[0] == 0
         and added == sorted(added)
@@ -551,53 +550,53 @@ def _read(state: Mapping[str, Any]) -> _State:
         and all(each is None or (len(each) <= len(names) and sum(each) == CYCLE) for each in shares)
         and not any(row.global_batch_size % saved.tick_samples for row in saved.stages)
     )
-    if not is_of_run:
-        raise _damaged("sources and stages", "some that a run can have")
+    if not is_consistent:
+        raise _damaged_state("sources and stages do not fit together", "sources and stages of one run")
     return saved
 
 
-def _damaged(found: object, expected: object) -> BrokenShard:
-    return BrokenShard(found=f"the state is damaged: its {found}", expected=f"{expected}; take another one")
+def _damaged_state(found: object, expected: object) -> BrokenShard:
+    return BrokenShard(found=f"the state is damaged: its {found}", expected=f"{expected}; use another state")
 
 
 def _check_fingerprint(saved: _State, plan: Run) -> None:
-    """Raise OtherRun, OtherTokenizer or UnknownVersion for a state of another fingerprint."""
-    then, here = dict(saved.fingerprint), plan.fingerprint
-    if not plan.is_mixture:  # no source can be added: its only data is part of what it is
-        then["data"], here["data"] = saved.sources[0].data, plan.sources[0].data
-    differing = [name for name in {**here, **then} if then.get(name) != here.get(name)]
+    """Raise OtherRun, OtherTokenizer or UnknownVersion if the state's fingerprint is not the plan's."""
+    old, new = dict(saved.fingerprint), plan.fingerprint
+    if not plan.is_mixture:  # it cannot get more sources, so its data is as fixed as its settings
+        old["data"], new["data"] = saved.sources[0].data, plan.sources[0].data
+    differing = [name for name in {**new, **old} if old.get(name) != new.get(name)]
     if not differing:
         return
-    found, wanted = ("; ".join(f"{name} {of.get(name)!r:.20}" for name in differing) for of in (then, here))
+    found = "; ".join(f"{name} {old.get(name)!r:.20}" for name in differing)
+    wanted = "; ".join(f"{name} {new.get(name)!r:.20}" for name in differing)
     error: type[Refused] = OtherTokenizer if differing == ["tokenizer"] else OtherRun
     if "order_version" in differing:
         error = UnknownVersion
-    expected = f"{wanted}; go on with the loader and the shardprep that saved it, or start without it"
-    raise error(found=f"the state is of another run: {found}", expected=expected)
+    advice = "resume with the shardprep and the arguments of that run, or start without the state"
+    raise error(found=f"the state belongs to another run: {found}", expected=f"{wanted}; {advice}")
 
 
 def _check_data(saved: _State, plan: Run) -> None:
-    """Raise OtherRun where a source is other data than in the state."""
-    here = {source.name: (source.data, source.order.num_samples) for source in plan.sources}
+    """Raise OtherRun if the data of a source is not the state's."""
+    planned = {source.name: source for source in plan.sources}
     for row in saved.sources:
-        then = (row.data, row.num_samples)
-        now = here.get(row.name, then)
-        if now != then:
+        source = planned.get(row.name)
+        if source and (row.data, row.num_samples) != (source.data, source.order.num_samples):
+            found = f"the source {row.name} in the state has data {row.data}, {row.num_samples:,} samples"
             remedy = f'{{"{row.name}": ..., "{row.name}_2": NEW}}'
-            found, expected = (f"data {data}, {num_samples:,} samples" for data, num_samples in (then, now))
-            found = f"the source {row.name} is other data in the state: {found}"
-            advice = "A source keeps its folders, in their order; add others as a source of their own"
-            expected = f"{expected}. {advice}, {remedy}, with weights for both and amend=True"
+            advice = f"Keep its folders and their order; add others as another source, {remedy}"
+            expected = f"data {source.data}, {source.order.num_samples:,} samples. {advice}"
+            expected += ", with weights for both and amend=True"
             raise OtherRun(found=found, expected=expected, remedy=remedy)
 
 
 def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:
-    """Return the run of a state, in equal batches of this loader. Raises BrokenShard or OtherRun."""
+    """Return the run of a state, divided into this loader's batches. Raises BrokenShard or OtherRun."""
     size = saved.tick_samples
     try:
         check_batch(size, plan.order.group, **layout)
     except UsageError as error:
-        found = f"{error.found} in the state, whose order takes {size} samples at once"
+        found = f"{error.found} in the state, whose order takes {size} samples at a time"
         raise OtherRun(found=found, expected=error.expected) from None
     sources, stages = [], []
     weights: dict[str, float] = {}
@@ -609,24 +608,23 @@ def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:
             sources.append(Source(name=row.name, data=row.data, order=order, added_at=row.added_at))
         for step, global_batch_size, shares, is_amended in saved.stages:
             if shares is not None:
-                of_names = zip(sources, shares, strict=False)
-                weights = {source.name: share / CYCLE for source, share in of_names}
+                weights = {source.name: share / CYCLE for source, share in zip(sources, shares, strict=False)}
             stage = Stage(step=step, global_batch_size=global_batch_size, weights=weights)
             stages.append(replace(stage, begins_round=shares is not None, is_amended=is_amended))
         num_batches = size // (layout["batch_size"] * layout["world_size"])
         return replace(plan, sources=tuple(sources), stages=tuple(stages), batches_per_tick=num_batches)
-    except UsageError as error:  # of orders and sizes that no run has
+    except UsageError as error:  # impossible orders or sizes
         raise BrokenShard(f"the state is damaged: {error}") from None
 
 
 def _position_of(saved: _State, run: Run, layout: Mapping[str, int]) -> Position:
-    """Return the position of a state. Raises BrokenShard or UsageError where it does not fit the run."""
+    """Return the position of a state. Raises BrokenShard or UsageError if it does not fit the run."""
     if saved.num_micro and saved.layout != layout:
-        found = f"a state inside of a step, after {saved.num_micro} batches of {saved.layout}"
-        expected = f"one of after the optimizer's step, or a loader of these batches, not {dict(layout)}"
+        found = f"a state from within a step, after {saved.num_micro} batches with {saved.layout}"
+        expected = f"a state saved after the optimizer's step, or those sizes, not {dict(layout)}"
         raise UsageError(found=found, expected=expected)
     if saved.step >= (num_steps := run.steps_in(saved.epoch)):
-        raise _damaged(f"step is {saved.step} of epoch {saved.epoch}", f"a step below {num_steps}")
+        raise _damaged_state(f"step is {saved.step} of epoch {saved.epoch}", f"a step below {num_steps}")
     position = Position(run.first_step(saved.epoch) + saved.step, saved.num_micro)
     if saved.num_micro >= (num_batches := run.batches_in_step(position.step)):
         raise UsageError(found=f"a state after {saved.num_micro} batches", expected=f"below {num_batches}")
@@ -634,12 +632,12 @@ def _position_of(saved: _State, run: Run, layout: Mapping[str, int]) -> Position
 
 
 def _in_ticks_of(run: Run, plan: Run) -> Run:
-    """Return a plan with the ticks of a run. Raises OtherRun where its sizes are no multiples of them."""
+    """Return a plan in the ticks of a run. Raises OtherRun if its sizes are not multiples of L."""
     size = run.tick_samples
     for stage in plan.stages:
         if stage.global_batch_size % size:
             found = f"global_batch_size={stage.global_batch_size} from step {stage.step} on"
-            expected = f"a multiple of {size}, which the order of the state takes at once"
+            expected = f"a multiple of {size}, which the state's order takes at a time"
             raise OtherRun(found=found, expected=expected)
     sources = []
     for source in plan.sources:
@@ -650,7 +648,7 @@ def _in_ticks_of(run: Run, plan: Run) -> Run:
 
 
 def whole_number(name: str, value: object, *, least: int) -> int:
-    """Return the value as an int. Raises UsageError for what is none, or less than ``least``."""
+    """Return the value as an int. Raises UsageError unless it is a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise UsageError.of_value(name, value, f"a whole number of at least {least}")
     if (number := index(value)) < least:
@@ -659,7 +657,7 @@ def whole_number(name: str, value: object, *, least: int) -> int:
 
 
 def check_batch(global_batch_size: int, group: int, *, batch_size: int, world_size: int) -> None:
-    """Raise UsageError unless a global batch is equally many batches and slots of each rank."""
+    """Raise UsageError unless a global batch gives each rank equally many batches and slots."""
     if global_batch_size % (step_samples := batch_size * world_size):
         expected = f"a multiple of batch_size {batch_size} x {world_size} ranks, {step_samples}"
         raise UsageError.of_value("global_batch_size", global_batch_size, expected)
@@ -670,7 +668,7 @@ def check_batch(global_batch_size: int, group: int, *, batch_size: int, world_si
 
 
 def sizes_of_order(samples: Samples, tick_samples: int, group: int) -> dict[str, Any]:
-    """Return the sizes in a source's order, by their names in Order."""
+    """Choose the sizes of a source's order, by their names in Order."""
     sizes = {"num_samples": samples.num_samples, "tick_samples": tick_samples}
     block, window = choose_windows(**sizes, num_bytes=samples.shards.tar_bytes, group=group)
     return {**sizes, "block_samples": block, "window_samples": window}

@@ -1,8 +1,8 @@
-"""The samples of each source, and the run that the loader's arguments make of them.
+"""The samples of each source, and the run that the loader's arguments describe.
 
-A sample is a stored document (``Samples``), a packed row, or a row that is joined at load (``seq_len``).
-``make_samples`` chooses by the user's rules; each kind numbers its samples, and reads the windows that a
-worker asks for. ``make_run`` puts sources together: order, weights, sizes of global batches.
+A sample is a stored document (``Samples``), a packed row (``PackedRows``), or a row that is packed at load
+time (``JoinedRows``). ``make_samples`` chooses the kind. Each kind numbers its samples and reads the windows
+that a worker needs. ``make_run`` combines the sources, weights and global batch sizes.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from shardprep.format.names import BLANK
 Weights: TypeAlias = "Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]"
 Sizes: TypeAlias = "int | Sequence[tuple[int, int]]"
 WeightsIn = Literal["tokens", "samples"]
-_MOST_COUNTED = 1 << 20  # samples whose lengths tell the mean of a source
+_MOST_COUNTED = 1 << 20  # samples from which the mean length of a source is computed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Stored documents, one per sample. A process opens a reader once, and passes it to each call."""
+    """Stored documents, one per sample. Each process opens one reader and passes it to every call."""
 
     shards: ShardSet
-    row_tokens: int = 0  # of every sample where all are rows
-    vocab_size: int | None = None  # checked where it is given: ids that others made
-    starts: bool = False  # whether chunks say where documents begin in rows
-    origins: bool = False  # and where each document comes from
+    row_tokens: int = 0  # tokens per sample if all samples are rows, else 0
+    vocab_size: int | None = None  # larger ids are refused; given for shards of other tools
+    starts: bool = False  # whether chunks contain the places where documents begin in rows
+    origins: bool = False  # whether chunks also contain the origin of each document
     max_length: int | None = None
 
     @property
     def offsets(self) -> int:
-        """Return the number of offsets, of which ``read`` gets one for each epoch."""
+        """Return the number of possible offsets. ``read`` gets one of them for each epoch."""
         return 1
 
     @property
@@ -56,18 +56,18 @@ class Samples:
 
     @property
     def mean_tokens(self) -> float:
-        """Return the tokens of a sample, roughly."""
+        """Return the approximate mean of the tokens per sample."""
         mean = self.row_tokens or self.shards.mean_tokens
         return mean if self.max_length is None else min(mean, self.max_length)
 
     def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
-        """Return the tokens of documents, int64[n], by the idx alone: int64[n]."""
+        """Return the tokens of each document, from the idx alone: int64[n] -> int64[n]."""
         lengths = reader.num_tokens(samples)
         return lengths if self.max_length is None else lengths.clip(max=self.max_length)
 
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:  # noqa: ARG002
-        """Read samples, int64[samples per tick, ticks]. The window ends with the reader's next ``read``."""
-        # Tick after tick, as chunks have them.
+        """Read samples, int64[samples per tick, ticks]. The reader's next ``read`` invalidates the window."""
+        # Tick by tick, as in chunks.
         data = reader.read(samples.T.reshape(-1), starts=self.starts)
         return partial(self._chunk_of, data, len(samples))
 
@@ -82,9 +82,9 @@ class Samples:
         return self._with_documents(chunk, none + 1, none, none, data.sample[by_tick])
 
     def _decode(self, data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s, int]:
-        """Decode samples, and check ids that others made. Ids of blanked documents are BLANK.
+        """Decode samples, and check the ids of other tools. Ids of blanked documents become BLANK.
 
-        Returns the lengths, int64[samples], the ids of all, and how many were left out behind ``max_length``.
+        Returns the lengths, int64[samples], all ids, and the number of ids that ``max_length`` cut off.
         """
         lengths, ids = decode_samples(data, rows)
         num_cut = 0
@@ -102,12 +102,15 @@ class Samples:
     def _with_documents(
         self, chunk: Chunk, counts: Int64s, places: Integers, numbers: Int64s, samples: Int64s
     ) -> Chunk:
-        """Say where documents begin, tick by tick: each sample has ``counts`` of them, at these places in it,
-        with these numbers there, in these samples. One that goes on from another row is at place 0."""
+        """Add the documents of a chunk's samples, tick by tick. ``counts``: documents per sample.
+
+        The other arrays have a value per document: its place in the sample, its number in the stored record,
+        and that record's sample. A document that continues from another row is at place 0.
+        """
         columns = [places]
         if self.origins:
             shard = self.shards.shard_of(samples)
-            later = np.zeros_like(shard)  # row and source are put in later
+            later = np.zeros_like(shard)  # the row and the source are filled in later
             columns = [later, places, later, shard, self.shards.records_of(samples, shard), numbers]
         numbers = np.stack(columns, axis=1).astype(np.int32)
         return replace(chunk, documents=Ragged.of_joined(numbers, counts.reshape(chunk.lengths.T.shape).T))
@@ -115,25 +118,25 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRows(Samples):
-    """Rows of one length that ``plan`` packed. They are read where they lie, when their tick is asked for."""
+    """Rows of one length that ``plan`` packed. Ids stay in the reader's buffer until their tick is needed."""
 
     def _chunk_of(self, data: SampleBytes, tick_samples: int, first: int, end: int) -> Chunk:
         by_tick = np.arange(first * tick_samples, end * tick_samples)
         rows = by_tick.reshape(-1, tick_samples).T
         is_other = data.dtype != data.dtype[0]
         if is_other.any():
-            raise data.broken(int(is_other.argmax()), "ids of another width than those of other rows")
+            raise data.broken(int(is_other.argmax()), "ids of another width than other rows")
         dtype = np.dtype("<i4" if TOKEN_DTYPES[data.dtype[0]] == np.dtype("<u4") else "<u2")
         flat = data.buffer[: len(data.buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
         ids = Ragged.of_rows(flat, data.start[rows] // dtype.itemsize, self.row_tokens)
-        if self.shards.blank_id not in (None, BLANK):  # ids of two bytes have another number for it
+        if self.shards.blank_id not in (None, BLANK):  # 2-byte ids have another value for it
             ids = ids.joined()
             ids.flats[0][ids.flats[0] == self.shards.blank_id] = BLANK
         if self.vocab_size is not None:
             full = np.full(rows.size, self.row_tokens, np.int32)
             check_vocab(data, by_tick, ids.joined().flats[0], full, self.vocab_size)
         mask_at = data.mask_at[by_tick]
-        if (mask_at >= 0).any():  # some rows have loss masks, and these leave ids out
+        if (mask_at >= 0).any():  # some rows have a loss mask
             ids = ids.joined()
             has_no_label = sliding_window_view(data.buffer, self.row_tokens)[mask_at] == 0
             has_no_label[mask_at < 0] = False
@@ -141,42 +144,42 @@ class PackedRows(Samples):
         chunk = Chunk(lengths=data.num_tokens[rows].astype(np.int32), ids=ids)
         if not self.starts:
             return chunk
-        # All rows at once: 5 ns per start, against 2 us per row.
+        # All rows at once take 5 ns per start; one by one they would take 2 us per row.
         num_starts = data.num_starts[by_tick]
         starts = data.buffer[: len(data.buffer) // 4 * 4].view("<u4")
         starts = starts[places_of(data.starts_at[by_tick] // 4, num_starts)] % self.row_tokens
-        # A row in which no document begins at its first token goes on with one of another row.
-        goes_on = np.ones(len(by_tick), np.bool_)
-        goes_on[np.repeat(np.arange(len(by_tick)), num_starts)[starts == 0]] = False
-        counts = num_starts + goes_on
-        places = np.insert(starts, (np.cumsum(num_starts) - num_starts)[goes_on], 0)
+        # A row in which no document begins at the first token continues a document of another row.
+        is_continued = np.ones(len(by_tick), np.bool_)
+        is_continued[np.repeat(np.arange(len(by_tick)), num_starts)[starts == 0]] = False
+        counts = num_starts + is_continued
+        places = np.insert(starts, (np.cumsum(num_starts) - num_starts)[is_continued], 0)
         numbers = places_of(np.zeros_like(counts), counts)
         return self._with_documents(chunk, counts, places, numbers, np.repeat(data.sample[by_tick], counts))
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedRows(Samples):
-    """Packing at load: all documents are joined to one stream of tokens, which is cut into full rows.
+    """Rows packed at load time: all documents are joined into one stream of tokens and cut into full rows.
 
-    Row x of S tokens is ``[(offset + x S) mod T, + S)`` of the stream, found through the sums of the idx. An
-    EOS is put behind documents that lack it, and counts. The price: an epoch leaves out T mod S tokens,
-    others each epoch, and a worker decodes a whole window at once: 4 bytes per token.
+    Row x of S tokens begins at token ``(offset + x S) mod T`` of the stream, which is found from the lengths
+    in the idx. Documents that lack an EOS get one. The price: an epoch leaves out T mod S tokens, different
+    ones each time, and a worker decodes a whole window at once, at 4 bytes per token.
     """
 
     eos_token_id: int | None
-    keeps_tail: bool = False  # the tokens that fill no row are a row that is not full
+    keeps_tail: bool = False  # the remaining tokens become a row that is not full
 
     def __post_init__(self) -> None:
         have_eos = all(source.records is None and source.spec.append_eos for source in self.shards.sources)
         if self.eos_token_id is None and not have_eos:
-            found = "shards without EOS behind documents, and a tokenizer that has none"
-            raise UsageError(found=found, expected="--append_eos of plan, or an eos_token of the tokenizer")
+            found = "shards without EOS after documents, and a tokenizer without EOS"
+            raise UsageError(found=found, expected="--append_eos in plan, or a tokenizer with an eos_token")
         if self.num_samples == 0:
             raise UsageError(found=f"seq_len={self.row_tokens}", expected=f"at most {self.offsets:,} tokens")
 
     @property
     def offsets(self) -> int:
-        """Return T, the tokens of the stream. An epoch's rows begin at any of them."""
+        """Return T, the tokens of the stream. The rows of an epoch may begin at any of them."""
         return int(self.first_token[-1])
 
     @property
@@ -186,7 +189,7 @@ class JoinedRows(Samples):
 
     @cached_property
     def first_token(self) -> Int64s:
-        """Return where each shard begins in the stream: int64[shards + 1]."""
+        """Return the token at which each shard begins in the stream, and T: int64[shards + 1]."""
         sizes = np.zeros(self.shards.num_shards, np.int64)
         reader = ShardReader(self.shards)
         for source, first in zip(self.shards.sources, self.shards.source_first, strict=False):
@@ -194,44 +197,44 @@ class JoinedRows(Samples):
             if source.records is None and self.shards.split is None:
                 sizes[shards] = source.num_tokens + source.num_samples * (not source.spec.append_eos)
                 continue
-            for number in reader.opening_order(shards).tolist():  # 0.1 ms each
-                sizes[number] = self._num_with_eos(reader, number).sum()
+            for number in shards.tolist():  # 0.1 ms each
+                sizes[number] = self._lengths_with_eos(reader, number).sum()
         reader.close()
         return np.concatenate([[0], np.cumsum(sizes)])
 
-    def _puts_eos(self, number: int, documents: Int64s) -> npt.NDArray[np.bool_]:
-        """Return whether an EOS is put behind each of some documents of a shard: bool[documents]."""
+    def _lacks_eos(self, number: int, documents: Int64s) -> npt.NDArray[np.bool_]:
+        """Return which of some documents of a shard lack an EOS: bool[documents]."""
         source, _ = self.shards.locate(number)
         if source.records is None:
             return np.full(len(documents), not source.spec.append_eos)
         last_id: Int64s = source.records["last_id"][self.shards.records_of(documents, number)]
         return last_id != self.eos_token_id
 
-    def _num_with_eos(self, reader: ShardReader, number: int) -> Int64s:
-        """Return the tokens of each document of a shard, EOS included: int64[documents]."""
+    def _lengths_with_eos(self, reader: ShardReader, number: int) -> Int64s:
+        """Return the tokens of each document of a shard, including EOS: int64[documents]."""
         documents = np.arange(*self.shards.first_sample[number : number + 2])
-        return reader.num_tokens_of(number) + self._puts_eos(number, documents)
+        return reader.num_tokens_of(number) + self._lacks_eos(number, documents)
 
     def ends(self, reader: ShardReader, number: int) -> Int64s:
-        """Return the sums of a shard's tokens, EOS included: int64[documents + 1]."""
+        """Return the cumulative tokens of a shard's documents, including EOS: int64[documents + 1]."""
         shard = reader.opened(number)
-        if "stream" not in shard.sums:
-            ends = np.concatenate([[0], np.cumsum(self._num_with_eos(reader, number))])
+        if "stream" not in shard.cached:
+            ends = np.concatenate([[0], np.cumsum(self._lengths_with_eos(reader, number))])
             expected = int(self.first_token[number + 1] - self.first_token[number])
             if int(ends[-1]) != expected:
                 found = f"an idx that counts {int(ends[-1])} tokens"
                 raise BrokenShard(path=shard.tar.path, found=found, expected=expected, remedy=shard.remedy)
-            shard.sums["stream"] = ends
-        return shard.sums["stream"]
+            shard.cached["stream"] = ends
+        return shard.cached["stream"]
 
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:
         rows, inverse = np.unique(samples, return_inverse=True)
         begins = (offset + rows * self.row_tokens) % self.offsets
         at = np.empty(len(rows), np.int64)  # where each row begins in the decoded documents
         documents: list[Int64s] = []
-        puts_eos: list[npt.NDArray[np.bool_]] = []
+        lacks_eos: list[npt.NDArray[np.bool_]] = []
         num_decoded = 0
-        # Consecutive rows are one stretch of the stream. Each process begins with another one.
+        # Consecutive rows are one stretch of the stream. Each process begins with a different stretch.
         bounds = np.array([0, *(np.flatnonzero(np.diff(rows) != 1) + 1), len(rows)])
         for stretch in reader.opening_order(np.arange(len(bounds) - 1)).tolist():
             first, end = bounds[stretch : stretch + 2].tolist()
@@ -244,21 +247,21 @@ class JoinedRows(Samples):
                 ends = self.ends(reader, number)
                 low = int(np.searchsorted(ends, begin, side="right")) - 1
                 high = int(np.searchsorted(ends, begin + num_taken, side="left"))
-                if stretch_at is None:  # maybe inside of a document
+                if stretch_at is None:  # possibly inside a document
                     stretch_at = num_decoded + begin - int(ends[low])
                     at[first:end] = stretch_at + np.arange(end - first) * self.row_tokens
                 documents.append(np.arange(low, high) + self.shards.first_sample[number])
-                puts_eos.append(self._puts_eos(number, documents[-1]))
+                lacks_eos.append(self._lacks_eos(number, documents[-1]))
                 num_decoded += int(ends[high] - ends[low])
                 token, num_left = (token + num_taken) % self.offsets, num_left - num_taken
         asked = np.concatenate(documents)
         counts, ids, _ = self._decode(reader.read(asked), np.arange(len(asked)))
-        puts, ends = np.concatenate(puts_eos), np.cumsum(counts)
-        if puts.any():
+        lacks, ends = np.concatenate(lacks_eos), np.cumsum(counts)
+        if lacks.any():
             eos = np.full(len(ends), self.eos_token_id, np.int32)
-            if self.shards.blank_id is not None and len(ids):  # behind a blanked document it is blanked, too
+            if self.shards.blank_id is not None and len(ids):  # the EOS of a blanked document is blank, too
                 eos[(counts > 0) & (ids[ends - 1] == BLANK)] = BLANK
-            ids, counts = np.insert(ids, ends[puts], eos[puts]), counts + puts
+            ids, counts = np.insert(ids, ends[lacks], eos[lacks]), counts + lacks
         starts = np.cumsum(counts) - counts
         has_tokens = counts > 0
         last = self.offsets - (self.num_samples - 1) * self.row_tokens  # tokens of the last row
@@ -292,21 +295,21 @@ def make_samples(
     starts: bool,
     **others: Any,
 ) -> Samples:
-    """Return the samples of some shards, if the arguments fit them. ``others``: fields of Samples."""
+    """Choose the kind of samples, if the arguments suit the shards. ``others``: fields of Samples."""
     for_documents = "group_by_length" if group > 1 else ""
     if max_length is not None:
         for_documents = f"max_length={max_length}"
     if seq_len is not None and for_documents:
-        found = f"seq_len={seq_len}, to pack documents, and {for_documents}, to pad them"
-        raise UsageError(found=found, expected="one of the two")
+        found = f"seq_len={seq_len}, which packs documents, and {for_documents}, which pads them"
+        raise UsageError(found=found, expected="only one of the two")
     row_tokens = shards.row_tokens
     if shards.has_rows and not row_tokens:
-        expected = "documents alone, or rows of one length: load them apart"
-        raise UsageError(found="packed rows beside documents, or beside other rows", expected=expected)
+        expected = "only documents, or only rows of one length; use a loader for each"
+        raise UsageError(found="packed rows mixed with documents or with other rows", expected=expected)
     if row_tokens:
         given = for_documents if seq_len in (None, row_tokens) else f"seq_len={seq_len}"
         if given:
-            expected = f"packed rows of {row_tokens} tokens without it, or prepared with another --seq_len"
+            expected = f"no such argument for packed rows of {row_tokens} tokens; plan others with --seq_len"
             raise UsageError(found=given, expected=expected, remedy="--seq_len")
         return PackedRows(shards=shards, row_tokens=row_tokens, starts=starts, **others)
     if seq_len is None:
@@ -315,17 +318,17 @@ def make_samples(
     return JoinedRows(shards=shards, row_tokens=seq_len, **others)
 
 
-# The run that the arguments say.
+# The run that the arguments describe.
 
 
 def _stages(name: str, value: Any) -> Sequence[tuple[int, Any]]:
-    """Return pairs of a step and what holds from it on. Raises UsageError unless steps ascend from 0."""
+    """Return pairs of a step and the value from it on. Raises UsageError unless steps ascend from 0."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         return [(0, value)]
     try:
         stages = [(whole_number(name, step, least=0), held) for step, held in value]
     except (TypeError, ValueError):
-        raise UsageError.of_value(name, value, "pairs of a step and what holds from it on") from None
+        raise UsageError.of_value(name, value, "pairs of a step and the value from it on") from None
     steps = [step for step, _ in stages]
     if steps[:1] != [0] or steps != sorted(set(steps)):
         raise UsageError(found=f"{name} {steps}", expected="whole numbers that ascend from 0")
@@ -335,7 +338,7 @@ def _stages(name: str, value: Any) -> Sequence[tuple[int, Any]]:
 def choose_sizes(
     global_batch_size: Sizes | None, group_by_length: bool | int, *, batch_size: int, world_size: int
 ) -> tuple[int, int, list[tuple[int, int]]]:
-    """Return L, of which all sizes are multiples, the samples of a group, and the sizes by step."""
+    """Return L, which divides all sizes, the samples per group, and the sizes by step."""
     name = "global_batch_size"
     stages = _stages(name, batch_size * world_size if global_batch_size is None else global_batch_size)
     sizes = [(step, whole_number(name, size, least=1)) for step, size in stages]
@@ -347,15 +350,15 @@ def choose_sizes(
 
 
 def check_mixing(input_shards: object, weights: Weights | None, *, is_validation: bool) -> None:
-    """Raise UsageError unless several sources have names and weights, or one has neither."""
+    """Raise UsageError unless named sources have weights, and a source without a name has none."""
     if not isinstance(input_shards, Mapping):
         if weights is not None:
             remedy = 'input_shards={"web": ..., "code": ...}'
-            raise UsageError(found="weights of no named sources", expected=remedy, remedy=remedy)
+            raise UsageError(found="weights without named sources", expected=remedy, remedy=remedy)
     elif is_validation:
-        raise UsageError(found='split="validation" of several sources', expected="one loader for each source")
+        raise UsageError(found='split="validation" with named sources', expected="one loader for each source")
     elif weights is None:
-        raise UsageError(found="input_shards that names sources", expected="weights=, for each a weight")
+        raise UsageError(found="named sources without weights", expected="weights= with a weight for each")
 
 
 def make_run(
@@ -371,7 +374,7 @@ def make_run(
     keeps_tail: bool,
     **others: Any,
 ) -> Run:
-    """Return the run that the arguments say. ``others``: fields of Run. Raises UsageError."""
+    """Return the run that the arguments describe. ``others``: fields of Run. Raises UsageError."""
     is_mixture = weights is not None
     sources = []
     for number, (name, of_source) in enumerate(samples.items()):
@@ -403,29 +406,31 @@ def make_run(
 
 
 def _shares(weights: object, means: Mapping[str, float]) -> dict[str, float]:
-    """Return the share of samples of each source. ``means``: tokens of a sample, or 1."""
+    """Return each source's share of the samples. ``means``: tokens per sample; 1 for weights in samples."""
     given = dict(weights) if isinstance(weights, Mapping) else {}
     values = [given.get(name, 0.0) for name in means]
     are_numbers = all(isinstance(value, Real) and 0 <= float(value) < float("inf") for value in values)
     if given.keys() - means.keys() or not are_numbers or not sum(values) > 0:
         expected = f"a dict of non-negative numbers for {', '.join(means)}, not all zero"
         raise UsageError.of_value("weights", weights, expected)
-    of_samples = []
+    parts = []
     for mean, value in zip(means.values(), values, strict=True):
-        # Exactly, and 0.1 as 1/10: weights in equal proportions are equal shares to the last digit.
+        # Exact fractions, with 0.1 as 1/10, so that proportional weights give equal shares to the last digit.
         exact = Fraction(int(value) if isinstance(value, Integral) else str(float(value)))
-        of_samples.append(exact / Fraction(mean))
-    shares = {name: float(value / sum(of_samples)) for name, value in zip(means, of_samples, strict=True)}
+        parts.append(exact / Fraction(mean))
+    shares = {name: float(part / sum(parts)) for name, part in zip(means, parts, strict=True)}
     for name, share in shares.items():
         if 0 < share < 1 / CYCLE:
-            raise UsageError(found=f"so small a weight of {name}", expected=f"one of {CYCLE} samples, or 0")
+            found = f"a weight that gives {name} {share:.2g} of the samples"
+            raise UsageError(found=found, expected=f"at least one of {CYCLE} samples, or 0")
     return shares
 
 
 def _mean_tokens(samples: Samples) -> float:
-    """Return the tokens of a sample, by the manifests or by a million samples, evenly chosen."""
+    """Return the mean tokens per sample, from the manifests or from a million evenly spaced samples."""
     shards = samples.shards
-    is_whole = samples.mean_tokens == shards.mean_tokens  # where no sample is cut
+    # A max_length above the mean is ignored here: counting what it cuts would open all shards.
+    is_whole = samples.mean_tokens == shards.mean_tokens
     if samples.row_tokens or (is_whole and not shards.has_external and shards.split is None):
         return float(samples.mean_tokens)
     num_chosen = min(samples.num_samples, _MOST_COUNTED)

@@ -1,7 +1,7 @@
-"""The shards of a run: found by what ``input_shards`` names, their samples numbered as one sequence.
+"""The shards of a run: find what ``input_shards`` names, and number the samples as one sequence.
 
-A folder is a whole data set. Shards of our data sets are known by manifest or index.json and opened when they
-are needed; tars that others wrote are scanned here, once.
+A folder is a whole data set. Shards of our data sets are known from a manifest or index.json, and opened when
+they are needed. Tars of other tools are scanned here, once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SplitName = Literal["train", "validation"]
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetShards:
-    """All or some shards of one data set, or one tar that others wrote; the arrays have a row per shard."""
+    """All or some shards of one data set, or one tar of another tool. The arrays have a row per shard."""
 
     folder: Path
     spec: names.DatasetSpec
@@ -57,44 +57,44 @@ class DatasetShards:
     num_tokens: Int64s
     tar_bytes: Int64s
     tar_sha256: npt.NDArray[np.str_]  # the first 16 hex digits
-    num_validation: Int64s  # samples; all of them where the plan has no fraction for it
-    has_blanks: bool = False  # documents of some shards are blanked
-    scanned_tar: Path | None = None  # the one tar, where others wrote it
-    records: Any = None  # of its samples, in place of an idx
+    num_validation: Int64s  # samples for validation; all samples if the plan holds none out
+    has_blanks: bool = False  # whether some documents are blanked
+    scanned_tar: Path | None = None  # the tar of another tool
+    records: Any = None  # of the samples in this tar, instead of an idx
 
     def path_of(self, row: int) -> Path:
-        """Return the tar of a shard."""
+        """Return the path of a shard's tar."""
         return self.scanned_tar or names.tar_path(self.folder, int(self.shard_ids[row]))
 
     @property
     def fingerprint(self) -> str:
-        """Hash plan, shards and content. A data set may move: its folder is outside it."""
+        """Hash the plan, the shards and their content, but not the folder: a data set may be moved."""
         ids, hashes = self.shard_ids.astype("<i8").tobytes(), ",".join(self.tar_sha256.tolist())
         return hashlib.sha256(b"|".join([self.spec.plan_id.encode(), ids, hashes.encode()])).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a document lies."""
+    """Where a document is stored."""
 
-    source: str  # its name; "all" where one set is read
+    source: str  # name of its source; "all" if sources have no names
     tar: Path
     sample: int  # its number in the tar, from 0
     document: int  # its number in a packed row, from 0; 0 for a document that is a sample
-    place: str  # file and byte of the input; of a packed row, of its first token; "": unknown
-    address: str  # for ``shardprep peek DATA``, as "3:17:2"; "" in tars of other tools
+    place: str  # file and byte of the input; for a packed row, of its first token; "" if unknown
+    address: str  # for ``shardprep peek DATA``, such as "3:17:2"; "" for tars of other tools
 
 
-# A loop may ask for each document of each batch.
+# A loop may look up each document of each batch.
 _input_names = lru_cache(maxsize=4)(read_input_names)
 _records = lru_cache(maxsize=16)(read_idx)
 
 
 class ShardSet:
-    """Shards in the order they were named; sample g is counted through all of them.
+    """Shards in the order in which they were named. Samples are numbered through all of them.
 
-    A *record* is a sample as its shard counts it. Of a split, training has the first records of each shard
-    and validation the last ones, so for training nothing moves.
+    A *record* is the number of a sample in its shard. With a split, training has the first records of each
+    shard and validation the last ones, so training samples have the same records as without a split.
     """
 
     def __init__(self, sources: Iterable[DatasetShards], split: SplitName | None = None) -> None:
@@ -104,16 +104,16 @@ class ShardSet:
         # Shard s is row s - source_first[i] of source i.
         self.source_first = np.cumsum([0, *(len(source.num_samples) for source in self.sources)])
         self.num_records = np.concatenate([source.num_samples for source in self.sources])
-        # Whether some plan holds documents out; of the others all samples are on either side.
+        # Whether some plan holds documents out. All samples of other data sets are for validation.
         is_planned = [source.spec.validation_fraction > 0 for source in self.sources]
         self.has_planned = any(is_planned)
         if split == "train" and not all(is_planned):
             path = next((each.folder for each in self.datasets if not each.spec.validation_fraction), None)
             remedy = "--validation_fraction"
-            expected = f"data sets that were planned with {remedy}; plan one with it, or leave split out"
+            expected = f"data sets that were planned with {remedy}; plan the data with it, or omit split"
             raise UsageError(path=path, found='split="train"', expected=expected, remedy=remedy)
         self.split = split if self.has_planned else None  # None: the samples of both sides
-        # Where samples for validation begin in each shard.
+        # The first record for validation in each shard.
         held_out = np.concatenate([source.num_validation for source in self.sources])
         self.first_held_out = self.num_records - held_out
         counts, self._first_of_side = self.num_records, np.zeros(len(self.num_records), np.int64)
@@ -124,16 +124,16 @@ class ShardSet:
         self.first_sample = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_shards = len(counts)
         self.num_samples = int(self.first_sample[-1])
-        lengths = {source.spec.seq_len for source in self.sources}  # 0 of documents
+        lengths = {source.spec.seq_len for source in self.sources}  # 0 for documents
         self.has_rows = any(lengths)  # whether some samples are packed rows
-        # Tokens of every sample where all are packed rows of one length, else 0.
+        # Tokens per sample if all samples are packed rows of one length, else 0.
         self.row_tokens = lengths.pop() if len(lengths) == 1 else 0
         self.has_masks = any(source.spec.record == "chat" for source in self.sources)
         num_tokens = sum(int(source.num_tokens.sum()) for source in self.sources)
-        self.mean_tokens = max(num_tokens / max(int(self.num_records.sum()), 1), 1.0)  # of a sample, roughly
+        self.mean_tokens = max(num_tokens / max(int(self.num_records.sum()), 1), 1.0)  # approximate
 
     def records_of(self, samples: Int64s, shard: Int64s | int) -> Int64s:
-        """Return where samples stand in their shards: int64[n] -> int64[n]."""
+        """Return the records of samples in their shards: int64[n] -> int64[n]."""
         return samples - self.first_sample[shard] + self._first_of_side[shard]
 
     def shard_of(self, samples: Int64s) -> Int64s:
@@ -146,16 +146,16 @@ class ShardSet:
         return self.sources[number], shard - int(self.source_first[number])
 
     def origin(self, name: str, shard: int, sample: int, document: int) -> Origin:
-        """Return the origin that numbers of ``batch["origins"]`` stand for. Raises UsageError."""
+        """Return the origin that a row of ``batch["origins"]`` describes. Raises UsageError."""
         if not 0 <= shard < self.num_shards or not 0 <= sample < self.num_records[shard]:
-            expected = f"columns 2 to 5 of origins: one of {self.num_shards:,} shards, and of its samples"
+            expected = f"columns 2 to 5 of origins: one of {self.num_shards:,} shards and one of its samples"
             raise UsageError(found=f"shard {shard}, sample {sample} of {name}", expected=expected)
         data, row = self.locate(shard)
         place = address = ""
         if data.records is None:
             shard_id = int(data.shard_ids[row])
             address = f"{shard_id}:{sample}:{document}" if data.spec.has_rows else f"{shard_id}:{sample}"
-            with contextlib.suppress(NotFound, *NOT_THERE):  # a copy without its idx or its plan
+            with contextlib.suppress(NotFound, *NOT_THERE):  # a copy may lack its idx or its plan
                 record = _records(data.folder, data.spec, shard_id)[sample]
                 name_of = names.name_of_input(_input_names(data.folder), int(record["source"]))
                 place = names.place_text(name_of, int(record["source_offset"]))
@@ -164,23 +164,23 @@ class ShardSet:
 
     @property
     def split_words(self) -> str:
-        """Say which side this is and by which rule, or "" where no document is held out."""
+        """Describe the split in words, or return "" if no document is held out."""
         if self.split is None:
-            words = "split: none, with the documents that the plan holds out for validation"
+            words = "split: none, including the documents that the plan holds out for validation"
             return words if self.has_planned else ""
         fractions = dict.fromkeys(data.spec.validation_fraction for data in self.datasets)
         rules = ", ".join(f"{fraction:g}" for fraction in fractions if fraction)
-        return f"split: {self.split}, by plan, {rules} of the documents by their content"
+        return f"split: {self.split}; the plan holds out {rules} of the documents by their content"
 
     @property
     def blank_id(self) -> int | None:
-        """Return what binary ids of blanked documents are; None where no document is blanked."""
+        """Return the binary id of blanked documents, or None if no document is blanked."""
         sizes = (data.spec.tokenizer.vocab_size for data in self.sources if data.has_blanks)
         return next(map(names.blank_id, sizes), None)
 
     @property
     def tar_bytes(self) -> int:
-        """Return the bytes of all tars, of a split its part as by the number of samples."""
+        """Return the bytes of all tars; for a split, in proportion to its number of samples."""
         num_bytes = sum(int(np.sum(source.tar_bytes)) for source in self.sources)
         return num_bytes * self.num_samples // max(int(self.num_records.sum()), 1)
 
@@ -190,13 +190,13 @@ class ShardSet:
         return hashlib.sha256("".join(source.fingerprint for source in self.sources).encode()).hexdigest()
 
 
-# What the user names
+# Finding what ``input_shards`` names
 
 
 def find_sources(
     sources: Mapping[str, InputShards], *, cache_dir: Any, count_tokens: bool, split: SplitName | None
 ) -> dict[str, ShardSet]:
-    """Find the shards of each named source. ``count_tokens``: tars without an idx are read once."""
+    """Find the shards of each named source. ``count_tokens``: read tars without an idx once, completely."""
     if not sources or not all(isinstance(name, str) and name for name in sources):
         raise UsageError(found=f"input_shards={list(sources)}", expected="names with shards for each")
     found = {}
@@ -205,13 +205,13 @@ def find_sources(
         shards = found[name] = ShardSet(_shards_of(paths, count_tokens=count_tokens), split)
         if shards.num_samples == 0:
             side = "" if shards.split is None else f" for {shards.split}"
-            raise UsageError(found=f"no sample{side} in {input_shards!r}", expected="one at least")
+            raise UsageError(found=f"no sample{side} in {input_shards!r}", expected="at least one")
     _check_sources([dataset for shards in found.values() for dataset in shards.datasets])
     return found
 
 
 def _find_paths(input_shards: InputShards, cache_dir: Any) -> list[str]:
-    """Return every absolute path that was named, patterns expanded, in the order given: 0.4 s for 100,000."""
+    """Return absolute paths in the order given, with patterns expanded. 100,000 paths take 0.4 s."""
     named: Any = input_shards
     if isinstance(named, (str, bytes, os.PathLike)) or not isinstance(named, Iterable):
         named = [input_shards]
@@ -235,27 +235,27 @@ def _find_paths(input_shards: InputShards, cache_dir: Any) -> list[str]:
 
 
 def _expand(name: str) -> list[str]:
-    """Return the paths that a name stands for: itself, where it is no pattern, or is there."""
+    """Expand a name to paths. A name that exists is a path, even if it looks like a pattern."""
     whole = os.path.abspath(name)  # noqa: PTH100  Path.resolve would follow links
     if _PATTERN.search(name) is None or Path(whole).exists():
         return [whole]
     found: list[str] = []
     for pattern in _expand_braces(whole):
         if not glob.has_magic(pattern) or Path(pattern).exists():
-            found.append(pattern)  # of 100,000 shards each would be a request, so they are looked for later
+            found.append(pattern)  # checked later, since 100,000 shards would be as many requests here
             continue
         matches = sorted(map(str, Path("/").glob(pattern[1:])))
         if not matches:
-            raise _nothing_at(pattern)
+            raise _not_found(pattern)
         found += matches
     return found
 
 
 def _expand_braces(pattern: str) -> list[str]:
-    """Expand ``a{0..2}{x,y}`` as a shell does, the last brace fastest. Each name comes once."""
+    """Expand ``a{0..2}{x,y}`` as a shell does, the last brace fastest, without duplicates."""
     try:
         expanded = list(dict.fromkeys(braceexpand(pattern, escape=False)))
-    except ValueError:  # unbalanced: a single brace is part of a name
+    except ValueError:  # an unbalanced brace is part of a name
         return [pattern]
     if left := _BRACES.search(expanded[0]):
         raise UsageError(path=pattern, found=f"braces {left[0]}", expected="{00000..00009} or {a,b}")
@@ -263,9 +263,9 @@ def _expand_braces(pattern: str) -> list[str]:
 
 
 def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
-    """Return what the paths name: folders and tars of others in their order, then shards named one by one."""
+    """Return the shards at some paths: folders and other tools' tars first, then shards named one by one."""
     found: list[DatasetShards] = []
-    named: dict[str, list[int]] = {}  # folder of one of our data sets -> shards of it that were named
+    named: dict[str, list[int]] = {}  # folder of a data set -> its shards that were named
     is_ours: dict[str, bool] = {}  # folder -> whether it is a data set: looked up once for 100,000 shards
 
     def read(path: str) -> list[DatasetShards]:
@@ -278,24 +278,24 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
                 named.setdefault(folder, []).append(shard_id)
                 return []
         if size_of_file(Path(path)) is None:
-            raise _nothing_at(path)
+            raise _not_found(path)
         if name == names.INDEX_NAME:
             return [_dataset(Path(folder))]
         if name.endswith(".tar"):
             return [_tar_of_others(Path(path), count_tokens=count_tokens)]
         if not is_folder(Path(path)):
             expected = f"a tar, a folder or an {names.INDEX_NAME}; decompress .tar.gz files first"
-            raise UsageError(path=path, found="none of what can be loaded", expected=expected)
+            raise UsageError(path=path, found="a file that cannot be loaded", expected=expected)
         if _is_dataset(Path(path)) or manifests.manifest_ids(Path(path)):
             return [_dataset(Path(path))]
         inside = names_in(Path(path))
         if compressed := next(filter(_COMPRESSED_TAR.search, inside), None):
-            expected = "a tar; decompress it, or name the others"
+            expected = "a tar; decompress it, or name only the tars to read"
             raise UsageError(path=Path(path, compressed), found="compressed", expected=expected)
         tars = [Path(path, name) for name in inside if name.endswith(".tar")]
         if not tars:
             remedy = f"shardprep plan --input_dir {quoted(path)} --output_dir DATA --model_id MODEL"
-            expected = f"an {names.INDEX_NAME}, manifests or tars; if these are raw texts"
+            expected = f"an {names.INDEX_NAME}, manifests or tars; if these are texts to prepare"
             raise NotFound(path=path, found="no shards", expected=expected, remedy=remedy)
         return [_tar_of_others(tar, count_tokens=count_tokens) for tar in tars]
 
@@ -303,20 +303,20 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
         found += with_retries(f"{path} cannot be read", partial(read, path))
     for folder, ids in named.items():
         found.append(with_retries(f"{folder} cannot be read", partial(_dataset, Path(folder), ids)))
-        with contextlib.suppress(ReadWriteError):  # a folder may be entered that may not be listed
+        with contextlib.suppress(ReadWriteError):  # some folders can be read but not listed
             inside = set(names_in(Path(folder)))
             for wanted in (names.tar_path(Path(folder), shard_id) for shard_id in ids):
                 if wanted.name not in inside:
-                    raise _nothing_at(str(wanted))
+                    raise _not_found(str(wanted))
     return found
 
 
 def _tar_of_others(path: Path, *, count_tokens: bool) -> DatasetShards:
-    """Scan a tar. Its path is outside of its fingerprint, which hashes sizes, places and some ids."""
+    """Scan a tar of another tool. Its fingerprint hashes sizes, places and some ids, but not its path."""
     records, row_tokens, sha256, num_bytes = scan_tar(path, count_tokens=count_tokens)
     record: Literal["packed", "chat"] = "chat" if records["mask_offset"].any() else "packed"
     counted = records["num_tokens"]
-    # Tokens that were not counted are guessed, 4 bytes each.
+    # Estimate uncounted tokens as 4 bytes each.
     num_tokens = int(counted.sum()) if (counted >= 0).all() else num_bytes // 4
     special_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     spec = names.DatasetSpec(
@@ -326,7 +326,7 @@ def _tar_of_others(path: Path, *, count_tokens: bool) -> DatasetShards:
         token_format="npy" if row_tokens else "json",
         seq_len=row_tokens,
         append_eos=False,
-        # Nobody knows the tokenizer.
+        # The tokenizer is unknown.
         tokenizer=names.TokenizerSpec(model_id="", fingerprint="", vocab_size=2**31, **special_ids),
     )
     return DatasetShards(
@@ -343,12 +343,12 @@ def _tar_of_others(path: Path, *, count_tokens: bool) -> DatasetShards:
     )
 
 
-def _nothing_at(path: str) -> NotFound:
+def _not_found(path: str) -> NotFound:
     return NotFound(path=path, found="no such file or folder", expected=NAMEABLE)
 
 
 def _has_index(folder: Path) -> bool:
-    """Return whether there is an index.json of ours: others write files of that name, too."""
+    """Return whether a folder has our index.json. Other tools also write files of that name."""
     return _INDEX_START.match(read_beginning(folder / names.INDEX_NAME, 200)) is not None
 
 
@@ -357,9 +357,9 @@ def _is_dataset(folder: Path) -> bool:
 
 
 def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
-    """Read a data set, or the shards of it that were named one by one. The others need not be there.
+    """Read a data set, or only those shards of it that were named. The others need not exist.
 
-    With an index.json that is four opens; sizes of files are compared when they are opened.
+    With an index.json this opens four files. The sizes of other files are checked when they are opened.
     """
     if shard_ids is None or _has_index(folder):
         index = read_index(folder)
@@ -389,7 +389,7 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
 
 
 def _check_sources(datasets: list[DatasetShards]) -> None:
-    """Refuse data sets of different tokenizers, and one named twice, whose shards would be seen twice."""
+    """Refuse data sets of different tokenizers, and data sets named twice, whose samples would repeat."""
     for folder, count in Counter(dataset.folder for dataset in datasets).items():
         if count > 1:
             found = "named twice: in two sources, or as a folder and by its shards"

@@ -82,11 +82,10 @@ class TokenLoader(DataLoader[Batch]):
     ``split="validation"`` restarts at each ``iter()``. Only the newest iterator may be used. ``close()``, or
     a ``with`` block, stops the workers.
 
-    ``state_dict()`` counts the batches that were delivered, not those that workers read ahead. After
-    ``load_state_dict()`` the next ``iter()`` yields the rest of that epoch, on any number of ranks and
-    workers. accelerate counts batches: set ``accelerator.step = 0`` after a ``load_state`` that changes the
-    number of accumulated batches. A copy (``copy.deepcopy``, pickle) continues at the position of the
-    original, with its own workers and files.
+    ``state_dict()`` counts delivered batches, not those that workers read ahead. ``load_state_dict()`` makes
+    the next ``iter()`` yield the rest of that epoch, on any number of ranks and workers. accelerate counts
+    batches: set ``accelerator.step = 0`` after a ``load_state`` that changes the number of accumulated ones.
+    A copy (``copy.deepcopy``, pickle) continues at the original's position, with its own workers and files.
     """
 
     # accelerate checks these. It then neither distributes samples itself nor skips batches by reading them.
@@ -185,15 +184,10 @@ class TokenLoader(DataLoader[Batch]):
 
             loss = model(**batch.to(device), num_items_in_batch=loader.labels_per_rank(device)).loss
 
-        All ranks must call it. The first call in a step all-reduces one number, without a device
-        synchronization. After a resume inside a step it counts the rest of the step only.
-
-        Args:
-            device: of the result; the group's backend must be able to send from it.
-            group: the data-parallel process group. Default: all processes.
-
-        Raises:
-            UsageError: before the first batch, without labels, or with several ranks and no process group.
+        All ranks must call it. The first call in a step all-reduces one number, without waiting for the
+        device. After a resume inside a step it counts only the rest of the step. ``device``: of the result,
+        supported by the backend of ``group``, which defaults to all processes. Raises UsageError without
+        labels, or for several ranks without a process group.
         """
         step = self._step
         if step.labels_per_rank is not None:
@@ -281,17 +275,13 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """Return the source names, in the order of their numbers in ``batch["origins"]``.
-
-        Without a mixture: ``("all",)``.
-        """
+        """Return the source names by number, as in ``batch["origins"]``: ``("all",)`` without a mixture."""
         return tuple(source.name for source in self.run.sources)
 
     def origin(self, source: int, shard: int, sample: int, document: int = 0) -> Origin:
         """Return where a document of ``batch["origins"]`` comes from: its tar, and its input file and byte.
 
-        Example: ``loader.origin(*batch["origins"][0, 2:].tolist())``. Raises UsageError for a number that
-        the loader's data does not have.
+        ``loader.origin(*batch["origins"][0, 2:].tolist())``. Raises UsageError for unknown numbers.
         """
         sources = self.run.sources
         samples = sources[source].samples if 0 <= source < len(sources) else None
@@ -365,12 +355,8 @@ class TokenLoader(DataLoader[Batch]):
         """Make the next ``iter()`` continue after a saved state. Reads no data.
 
         A loader made with ``amend=True`` accepts a state with other weights, sources or sizes, and logs the
-        step at which its own take effect.
-
-        Raises:
-            Refused: the state is of other data, another order (OtherRun), tokenizer or version.
-            UsageError: the state was saved inside a step, and batches or sizes have changed since.
-            BrokenShard: the state is damaged.
+        step at which its own take effect. Raises Refused (OtherRun, OtherTokenizer, UnknownVersion),
+        UsageError or BrokenShard.
         """
         run, position, num_left, amended_at = go_on(self._plan, state, self._layout, amend=self.can_amend)
         self._newest += 1
@@ -498,8 +484,6 @@ def _warn_of_accumulation(num_batches: int) -> None:
         logger.warning(f"{said}; pass global_batch_size=batch_size x ranks x {num_steps}")
 
 
-# get_llama3_dataloader and the checks of its arguments.
-
 Padding = Literal["longest", "max_length"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _MINIMUM = {"pad_to_multiple_of": 0, "num_workers": 0, "rank": 0, "seed": -(1 << 63)}  # of others: 1
@@ -597,17 +581,15 @@ def get_llama3_dataloader(
             model_id: folder or hub name of the model whose tokenizer made tars that shardprep did not write.
                 A data set has its own tokenizer, and another one is refused.
             cache_dir: folder for copies of the tars that URLs name. URLs need it.
-            split: ``"validation"`` selects the documents that ``plan --validation_fraction`` chose (all if
-                the data set was planned without it), ``"train"`` the others. Default: all. A validation
-                loader yields each document once, always in the same order. Samples whose labels are all
-                -100 fill its last global batch.
+            split: ``"validation"`` selects the documents that ``plan --validation_fraction`` held out (all
+                if it was not set), ``"train"`` the others. A validation loader yields each document once, in
+                the same order each epoch. Samples whose labels are all -100 fill its last global batch.
 
         What a batch is:
             batch_size: samples per batch on each rank.
-            global_batch_size: samples per optimizer step, over all ranks and accumulated batches; or pairs of
-                step and size, ``[(0, 256), (1000, 512)]``, which change ``loader.num_accumulated``. Sizes are
-                multiples of batch_size x world_size, the default. They determine the order: keep them when
-                the number of ranks changes.
+            global_batch_size: samples per optimizer step, over all ranks and accumulated batches; or sizes by
+                step, ``[(0, 256), (1000, 512)]``, which change ``loader.num_accumulated``. It determines the
+                order: keep it when the number of ranks changes. Default: batch_size x world_size.
             group_by_length: put documents of similar length next to each other, in groups of this many
                 samples; True: of ``batch_size``. Keep the number when you change ``batch_size``.
             padding: ``"longest"`` pads to the longest sample of a batch, ``"max_length"`` to ``max_length``.
@@ -619,20 +601,17 @@ def get_llama3_dataloader(
 
         Order and mixing:
             seed: of the shuffle. Equal seeds give equal global batches on any number of ranks and workers.
-            shuffle: if False, global batch k is the samples ``[k L, (k + 1) L)`` in the order of the shards,
-                where L is ``global_batch_size``.
-            weights: share of each source in a mixture, ``{"web": 0.7, "code": 0.3}``, or pairs of step and
-                shares, ``[(0, {...}), (80_000, {...})]``. Each source has its own epochs, see
-                ``loader.source_epochs``.
+            shuffle: if False, global batch k is samples ``[k L, (k + 1) L)``, L being ``global_batch_size``.
+            weights: share of each source, ``{"web": 0.7, "code": 0.3}``, or shares by step, ``[(0, {...}),
+                (80_000, {...})]``. Each source has its own epochs, see ``loader.source_epochs``.
             weights_in: unit of the weights: ``"samples"`` or ``"tokens"``, by each source's mean length.
-            amend: accept a state with other weights, sources or global batch sizes, which is otherwise
-                refused. The new ones take effect at the next border, at most 64 steps later. Keep a source
-                that you drop in ``input_shards`` until then, without a weight. Sizes must be multiples of the
-                run's first size.
+            amend: accept a state of other weights, sources or global batch sizes, which is otherwise refused.
+                The loader's own take effect at the next border, at most 64 steps later. Until then keep a
+                source that you drop in ``input_shards``, without a weight. Sizes must be multiples of the
+                run's first.
 
         Packing and labels:
-            seq_len: pack documents into full rows of this many tokens, with EOS between documents. Default:
-                do not pack; rows that ``plan`` packed keep their length.
+            seq_len: pack documents into full rows of this many tokens, with EOS between documents.
             boundaries: keep attention inside each document of packed rows. ``"transformers"`` gives the
                 fields that ``model(**batch)`` of a transformers model needs for it, without
                 ``attention_mask``; ``check_boundaries(model, batch)`` checks that your model uses them. For
@@ -641,8 +620,7 @@ def get_llama3_dataloader(
             targets: with ``"same"`` labels equal the ids, for models that shift them, like transformers'.
                 With ``"shifted"`` ``labels[:, t]`` is the token after ``input_ids[:, t]``, for loops like
                 those of Megatron, nanoGPT and torchtitan; plan packed rows with a ``--seq_len`` one larger.
-            max_length: truncate documents that are not packed to this many tokens; ``loader.metrics`` counts
-                the tokens that are cut.
+            max_length: truncate unpacked documents to this many tokens; ``loader.metrics`` counts the rest.
 
         Processes and workers:
             num_workers: reading processes per rank; 0: the training process reads. At most
@@ -650,9 +628,8 @@ def get_llama3_dataloader(
             prefetch_factor: chunks of up to 1 MiB that each worker reads ahead. Default: 2.
             pin_memory: copy batches into pinned memory. Default: True if CUDA is available.
             persistent_workers: keep workers between epochs; they read ahead into the next one.
-            rank: data-parallel rank, with ``world_size``. Default: from torch.distributed, else the launcher,
-                else 0 of 1. With a DeviceMesh: ``rank=mesh["dp"].get_local_rank(),
-                world_size=mesh["dp"].size()``.
+            rank: data-parallel rank, with ``world_size``. Default: torch.distributed's or the launcher's. For
+                a DeviceMesh: ``rank=mesh["dp"].get_local_rank(), world_size=mesh["dp"].size()``.
             world_size: number of data-parallel ranks.
 
     Returns:
@@ -661,12 +638,9 @@ def get_llama3_dataloader(
         ``collate_fn`` may return anything.
 
     Raises:
-        UsageError: an argument is wrong, or does not fit the data.
-        NotFound, MissingShard, BrokenShard, UnknownVersion: the data is missing, incomplete, damaged or of
-            another version.
-        OtherTokenizer: ``model_id`` has another tokenizer than the data set.
-        ReadWriteError, CannotWrite: a read, or a copy to ``cache_dir``, failed.
-        TypeError: an argument is unknown. The errors above are ShardprepErrors, which say what to do.
+        TypeError: an argument is unknown.
+        ShardprepError: UsageError for a wrong value; NotFound, MissingShard, BrokenShard or UnknownVersion
+            for the data; OtherTokenizer for ``model_id``; ReadWriteError or CannotWrite for the disk.
     """
     is_validation = split == "validation"
     who = find_process_rank(rank, world_size)

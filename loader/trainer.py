@@ -32,21 +32,19 @@ else:
 
 
 class LoaderMixin(_Trainer):
-    """Makes Trainer, or a subclass of it, train on a TokenLoader: ``class MyTrainer(LoaderMixin, Trainer)``.
+    """Makes Trainer, or a subclass of it, train on a TokenLoader.
 
     Create the TrainingArguments before the loader: they start the process group. ``max_steps`` are trained
     over as many epochs as needed; ``num_train_epochs`` are epochs of the loader, also if it starts inside
-    one. Loaders with ``origins=True`` log the mean loss of each source, ``loss/NAME`` and ``eval_loss/NAME``.
+    one. With ``origins=True`` the mean loss of each source is logged: ``loss/NAME`` and ``eval_loss/NAME``.
 
     Args:
-        train_loader: the loader to train on. Its batch sizes must be those of the TrainingArguments.
+        train_loader: a loader whose global batches are the steps of the TrainingArguments.
         eval_loader: a loader with ``split="validation"``, or several by name. ``eval_loss``, or
             ``eval_NAME_loss``, is the mean over all labels, equal on every number of ranks.
         check_boundaries: if the loader has ``boundaries``, run ``loader.check_boundaries`` in the first step.
 
-    Raises:
-        UsageError: a step of Trainer would not be one global batch, or ``targets="shifted"``, since Trainer's
-            loss shifts labels itself.
+    Raises UsageError if sizes differ, or for ``targets="shifted"``, since Trainer's loss shifts labels.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

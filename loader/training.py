@@ -27,8 +27,6 @@ from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
-# Threads, precision and padding (docs/training_speed.md).
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
@@ -96,9 +94,6 @@ def set_up_training(
     return setup
 
 
-# Mean losses of a validation set and of each source.
-
-
 class _LossSums:
     """Sums of losses and counts of labels on this rank."""
 
@@ -117,12 +112,8 @@ class _LossSums:
 def source_ids(origins: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Return the source number of each token of a batch: int64[batch, seq].
 
-    Values in padding have no meaning. If you add it to the batch, ``deal_rows_evenly`` and
-    ``split_for_context_parallel`` distribute it with the other fields.
-
-    Args:
-        origins: ``batch["origins"]``, int64[documents, 6].
-        shape: of ``batch["labels"]``.
+    ``origins`` is ``batch["origins"]``, int64[documents, 6], and ``shape`` that of the labels. Values in
+    padding have no meaning. In the batch, ``deal_rows_evenly`` and ``split_for_context_parallel`` keep it.
     """
     width = shape[1]
     kept = origins[origins[:, 1] < width]
@@ -144,9 +135,7 @@ class LossMean(_LossSums):
 
     def add(self, loss: torch.Tensor, labels: torch.Tensor) -> None:
         """Add a batch. ``loss`` is the mean over the labels, int64[batch, seq], that are not -100.
-
-        A batch without such labels, whose loss is NaN in transformers, adds nothing.
-        """
+        Without such labels, where transformers returns NaN, it adds nothing."""
         num_labels = int((labels[:, self._first :] != IGNORED).sum())
         if num_labels:
             sums = [loss.detach().mean().double() * num_labels, loss.new_tensor(num_labels).double()]
@@ -163,10 +152,8 @@ class SourceLosses(_LossSums):
         losses = SourceLosses.of_loader(loader)  # made with origins=True
         origins = batch.pop("origins")
         losses.add(model(**batch).logits, batch["labels"], origins)
-        print(losses.means(reset=True))  # {"web": 2.31, "books": 2.87}
 
-    ``names``: of the sources, by number. ``targets``: as for the loader. A label counts for the document of
-    the token that predicts it.
+    ``targets``: as for the loader. A label counts for the document of the token that predicts it.
     """
 
     def __init__(self, names: tuple[str, ...], targets: Targets = "same") -> None:
@@ -195,10 +182,8 @@ class SourceLosses(_LossSums):
         self._sums = self._sums.to(losses.device).index_add(1, sources.to(losses.device).flatten(), values)
 
     def means(self, *, reset: bool = False) -> dict[str, float]:
-        """Return each source's mean loss over the labels of all ranks; NaN for a source without labels.
-
-        All ranks must call it. ``reset``: start again from zero.
-        """
+        """Return each source's mean loss over the labels of all ranks, NaN without labels. All ranks must
+        call it. ``reset``: count from 0 again."""
         means = self._all_means()
         if reset:
             self._sums.zero_()
@@ -234,23 +219,17 @@ def evaluation_loss(model: Any, loader: TokenLoader) -> float:
     return losses.mean()
 
 
-# Exchange of rows, so that attention costs about the same on all ranks.
-
-
 def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) -> list[Batch]:
     """Exchange the rows of a step between ranks, so that attention costs about the same on all of them.
 
-    Attention inside documents costs the sum of their squared lengths; the ranks distribute the rows by this
-    cost. The step keeps the same rows. Each rank puts its most expensive rows first, so that the n-th batches
-    of all ranks cost about the same, too.
+    Attention inside documents costs the sum of their squared lengths. The step keeps its rows; the ranks
+    distribute them by this cost. Each rank puts its most expensive rows first, so that the n-th batches of
+    all ranks cost about the same, too. Returns as many batches, with the same fields and shape.
 
     Args:
         batches: this rank's batches of one step. Every field is int64[batch, seq], one of them
             ``segment_ids`` or ``position_ids``, on a device that the group's backend can send from.
         group: the data-parallel process group. All its ranks must call this with equally many batches.
-
-    Returns:
-        As many batches, with the same fields and shape.
 
     Raises:
         UsageError: a field has another type or shape, or no field says where documents begin.
@@ -272,8 +251,7 @@ def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) ->
     works = [torch.empty(len(rows), dtype=torch.int64, device=rows.device) for _ in range(size)]
     dist.all_gather(works, torch.cat(own_work), group=group)
     work = torch.cat(works).cpu().numpy()
-    # Go through the rows by decreasing work, one for each rank at a time. The largest one of these goes to
-    # the rank with the least work so far.
+    # Assign one row per rank at a time, by decreasing work; the first goes to the rank with the least work.
     owners, totals = np.empty(len(work), np.int64), np.zeros(size, np.int64)
     for next_rows in np.argsort(-work, kind="stable").reshape(-1, size):
         ranks = np.argsort(totals, kind="stable")
@@ -289,8 +267,6 @@ def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) ->
     parts = (part.unbind(1) for part in received.split(shape[0]))
     return [Batch(zip(names, map(torch.Tensor.contiguous, fields), strict=True)) for fields in parts]
 
-
-# The part of a batch that one context-parallel rank computes (docs/training_own_loop.md).
 
 _OF_WHOLE_DOCUMENTS = ("cu_seqlens", "max_seqlen")  # not split: kernels need the edges of whole documents
 
@@ -318,16 +294,14 @@ def split_for_context_parallel(
             document may be padded; for masks made from ``position_ids`` and ``segment_ids``.
 
     Returns:
-        The fields of the batch, split, and ``place_ids``, which say where each token was.
-
+        The fields of the batch, split, and ``place_ids``, the places that the tokens had.
         By row, fields are [batch, seq / size]; seq must be a multiple of 2 size. ``place_ids``,
         int64[seq / size], are places in a row. ``cu_seqlens`` are not changed.
-
         By document, fields are [1, tokens], equally many on all ranks, without the padding of rows.
-        ``place_ids`` int64[tokens] are places in the flattened batch, -1 in padding. ``position_ids`` count
-        from 0 in each document; ``segment_ids`` number the documents of the batch from 1, 0 in padding.
-        ``cu_seqlens`` and ``cu_seqlens_padded``, int32[documents + 1], are the edges of whole documents
-        without and with padding; ``max_seqlen`` is the length of the longest document with padding.
+        ``place_ids``, int64[tokens], are places in the flattened batch, -1 in padding. ``position_ids`` count
+        from 0 in each document, ``segment_ids`` number the documents from 1, 0 in padding. ``cu_seqlens`` and
+        ``cu_seqlens_padded``, int32[documents + 1], are the edges of whole documents without and with
+        padding, ``max_seqlen`` is the greatest length with padding.
 
     Raises:
         UsageError: a field or a row cannot be split, labels are not shifted, or documents are not known.

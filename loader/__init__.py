@@ -55,7 +55,7 @@ __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch (seconds) when something is first used, and transformers for CausalLMCollator alone."""
+    """Import a name at its first use. torch takes seconds; only CausalLMCollator needs transformers."""
     if name not in _MODULES:
         raise AttributeError(f"module 'loader' has no attribute {name!r}; it has {', '.join(__all__)}")
     try:

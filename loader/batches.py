@@ -1,4 +1,4 @@
-"""Chunks of the workers -> the tensors of a batch: widths, padding, labels, masks, fields."""
+"""Makes batches from the workers' chunks: width, padding, labels, masks and other fields."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Lengths = npt.NDArray[np.integer[Any]]  # [batch]: tokens of each sample
 Collate = Callable[[list[Any]], Any]
 Targets = Literal["same", "shifted"]
 
-PAD_TOKEN = "<|finetune_right_pad_id|>"  # Llama 3.1 and later keep it for this
+PAD_TOKEN = "<|finetune_right_pad_id|>"  # of Llama 3.1 and later
 _RESERVED = re.compile(r"<\|reserved_special_token_\d+\|>")
 
 
 class Batch(dict[str, torch.Tensor]):
-    """The tensors of a batch by name, used like a BatchEncoding. The loader's arguments say which there are.
+    """A dict of the tensors of a batch, used like a BatchEncoding. The loader's arguments select the fields.
 
-    ``input_ids``, ``labels`` (-100 where nothing is to be learnt) and ``attention_mask`` (0 in padding) are
-    int64[batch, seq]; so are ``position_ids`` and ``segment_ids``, which ``boundary_fields`` explains with
-    the edges of documents. ``origins``: int64[documents, 6]: row, place, source, shard, sample, document.
+    ``input_ids``, ``labels`` (-100: not trained on) and ``attention_mask`` (0 in padding) are int64[batch,
+    seq]. So are ``position_ids`` and ``segment_ids``; ``boundary_fields`` explains these and ``cu_seqlens``.
+    ``origins`` is int64[documents, 6], with columns row, place, source, shard, sample, document.
     """
 
     def __getattr__(self, name: str) -> torch.Tensor:
@@ -45,7 +45,7 @@ class Batch(dict[str, torch.Tensor]):
         raise KeyError(f"the batch has {', '.join(self)}, but no {name}")
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Batch:
-        """Move all tensors to a device. Returns the batch itself, as BatchEncoding's ``to`` does."""
+        """Move all tensors to a device, and return the same batch, like BatchEncoding's ``to``."""
         for name, value in self.items():
             if hasattr(value, "to"):
                 self[name] = value.to(device=device, non_blocking=non_blocking)
@@ -54,7 +54,7 @@ class Batch(dict[str, torch.Tensor]):
 
 @dataclass(frozen=True, kw_only=True)
 class PadToken:
-    """The id that fills a batch to the right, and why it is this one."""
+    """The token that pads batches, and why it was chosen."""
 
     token: str
     token_id: int
@@ -62,14 +62,14 @@ class PadToken:
 
 
 def choose_pad_token(tokenizer: Any) -> PadToken:
-    """Return a token that the tokenizer has: its pad token, Llama's, the first reserved one, or EOS."""
+    """Return the tokenizer's pad token, else Llama's, else the first reserved token, else EOS."""
     added = tokenizer.get_added_vocab()
     reserved = min((token for token in added if _RESERVED.fullmatch(token)), key=added.get, default="")
-    why_eos = "EOS, for want of another; the attention mask tells it from a real one"
+    why_eos = "EOS, as there is no other; the attention mask distinguishes it from a real EOS"
     for token, token_id, reason in (
         (tokenizer.pad_token, tokenizer.pad_token_id, "the tokenizer's own pad token"),
-        (PAD_TOKEN, added.get(PAD_TOKEN), "the tokenizer names none, and has this one"),
-        (reserved, added.get(reserved), "the first reserved token; no text has it"),
+        (PAD_TOKEN, added.get(PAD_TOKEN), "Llama's pad token; the tokenizer names none"),
+        (reserved, added.get(reserved), "the first reserved token, which no text contains"),
         (tokenizer.eos_token, tokenizer.eos_token_id, why_eos),
     ):
         if token_id is not None:
@@ -78,32 +78,32 @@ def choose_pad_token(tokenizer: Any) -> PadToken:
 
 
 def log_pad_token(pad: PadToken, eos_token_id: int | None) -> None:
-    """Say which token pads: a warning where it is EOS."""
+    """Log which token pads, as a warning if it is EOS."""
     said = f"padding with {pad.token} (id {pad.token_id}): {pad.reason}"
     if pad.token_id != eos_token_id:
         logger.info(said)
         return
-    advice = "give the tokenizer a pad token of its own, for a loss that leaves padding out by its id"
-    logger.warning(f"{said}. Labels of a real EOS are kept here; {advice}")
+    advice = "if your loss ignores padding by its id, give the tokenizer a pad token of its own"
+    logger.warning(f"{said}. The loader keeps the labels of a real EOS; {advice}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedBatches:
-    """Makes int64[batch, seq] ``input_ids``, ``attention_mask`` and ``labels``, padded to the right.
+    """Makes ``input_ids``, ``attention_mask`` and ``labels``, int64[batch, seq], padded to the right.
 
-    Equal to those of transformers' DataCollatorForLanguageModeling, but that a real EOS keeps its label where
-    EOS is the pad token. An (8, 2048) batch costs 0.02 ms, there 4.7.
+    They equal those of transformers' DataCollatorForLanguageModeling, except that a real EOS keeps its label
+    if EOS is the pad token. An (8, 2048) batch takes 0.02 ms; transformers takes 4.7 ms.
     """
 
     pad: PadToken
     pad_to_multiple_of: int | None = None
-    pad_to_length: int | None = None  # one width for all batches, instead of the longest sample's
-    num_beyond: int = 0  # places that a batch loses again, and that the multiple leaves out
-    has_masks: bool = False  # ids may carry NO_LABEL
-    has_blanks: bool = False  # or be BLANK
+    pad_to_length: int | None = None  # width of all batches, instead of the longest sample's
+    num_beyond: int = 0  # last places that are cut off later; the multiple does not count them
+    has_masks: bool = False  # ids may contain NO_LABEL
+    has_blanks: bool = False  # ids may be BLANK
 
     def of_documents(self, joined: Integers, lengths: Lengths) -> Batch:
-        """Pad samples, whose ids stand one after another, to the longest, or as the fields say."""
+        """Return a padded batch of samples whose ids are joined one after another."""
         multiple = self.pad_to_multiple_of or 1
         widest = max(int(lengths.max()), self.pad_to_length or 0) - self.num_beyond
         width = max(-(-widest // multiple) * multiple, 1) + self.num_beyond
@@ -113,26 +113,26 @@ class PaddedBatches:
         return self._batch(ids, is_real.astype(np.int64), np.where(is_real, ids, IGNORED))
 
     def of_rows(self, rows: Integers, lengths: Lengths | None) -> Batch:
-        """Collate [batch, seq] rows, of which the first ``lengths`` ids are real (None: all)."""
-        ids, labels = rows.astype(np.int64), rows.astype(np.int64)  # copying ids takes 3 times as long
+        """Return a batch of rows [batch, seq], of which the first ``lengths`` ids are real (None: all)."""
+        ids, labels = rows.astype(np.int64), rows.astype(np.int64)  # ids.copy() takes 3 times as long
         if self.has_masks:
             ids &= ID_BITS
             labels[labels < 0] = IGNORED
         attention_mask = np.empty_like(ids)
-        attention_mask.fill(1)  # 14 us less than ones_like, of 110 for a batch
+        attention_mask.fill(1)  # saves 14 of 110 us per batch over ones_like
         if lengths is not None:
             padding = np.arange(ids.shape[1]) >= lengths[:, None]
             ids[padding], labels[padding], attention_mask[padding] = self.pad.token_id, IGNORED, 0
         return self._batch(ids, attention_mask, labels)
 
     def _batch(self, ids: Ids, attention_mask: Ids, labels: Ids) -> Batch:
-        """Return the arrays as tensors, with blanked documents as padding where they stand."""
+        """Return the arrays as tensors, with blanked documents turned into padding."""
         if self.has_blanks:
             is_blank = ids == BLANK
             ids[is_blank], attention_mask[is_blank], labels[is_blank] = self.pad.token_id, 0, IGNORED
-            # A token behind a blanked one has no label: its prediction would be made at a place of padding.
+            # The token after a blanked one would be predicted from padding, so it has no label.
             labels[:, 1:][is_blank[:, :-1]] = IGNORED
-            # Attention over nothing may give NaN.
+            # Attention over no token may give NaN, so keep one in a row that is all padding.
             attention_mask[~attention_mask.any(axis=1), 0] = 1
         return Batch(
             input_ids=torch.from_numpy(ids),
@@ -142,11 +142,11 @@ class PaddedBatches:
 
 
 def padded_batches(collate_fn: Collate | None, tokenizer: Any, **options: Any) -> PaddedBatches:
-    """Return what pads for a collate_fn, or for none. ``options``: fields of PaddedBatches."""
+    """Return the PaddedBatches for a collate_fn, or for None. ``options``: fields of PaddedBatches."""
     batches = getattr(collate_fn, "batches", None)  # of a CausalLMCollator
     if isinstance(batches, PaddedBatches):
         return replace(batches, has_masks=options["has_masks"], has_blanks=options["has_blanks"])
-    # Before a collate_fn gets samples their padding is cut off again, but where it stands for blanks.
+    # Samples for a collate_fn lose their padding again, so any id will do, unless it replaces blanks.
     if collate_fn is not None and not options["has_blanks"]:
         return PaddedBatches(pad=PadToken(token="", token_id=0, reason="of a collate_fn"), **options)
     pad = choose_pad_token(tokenizer)
@@ -157,25 +157,25 @@ def padded_batches(collate_fn: Collate | None, tokenizer: Any, **options: Any) -
 
 @dataclass(kw_only=True)
 class LoaderMetrics:
-    """Counts since the loader was made, or since ``reset``; of this rank alone. 2 us per batch."""
+    """Counts of this rank since the loader was made, or since ``reset``. Counting takes 2 us per batch."""
 
     num_batches: int = 0
     num_tokens: int = 0  # without padding
     num_padding: int = 0
-    num_cut_tokens: int = 0  # left out behind max_length; counted when their chunk arrives
-    wait_s: float = 0.0  # the consumer waited for workers; without workers: read and decoded itself
+    num_cut_tokens: int = 0  # after max_length; counted when their chunk arrives
+    wait_s: float = 0.0  # seconds of waiting for workers, or without workers of reading and decoding
 
     @property
     def padding_share(self) -> float:
-        """Return the share of padding in all that was delivered, 0 to 1."""
+        """Return the share of padding in all delivered tokens, 0 to 1."""
         return self.num_padding / max(self.num_tokens + self.num_padding, 1)
 
     def reset(self) -> None:
-        """Count from 0 again, as for each logging interval."""
+        """Count from 0 again, for example at the start of each logging interval."""
         vars(self).update(vars(LoaderMetrics()))
 
     def count(self, num_tokens: int, num_padding: int) -> None:
-        """Count a batch that is delivered."""
+        """Count a delivered batch."""
         self.num_batches += 1
         self.num_tokens += num_tokens
         self.num_padding += num_padding
@@ -187,12 +187,12 @@ class StepBatches:
 
     batch_size: int
     padded: PaddedBatches
-    collate_fn: Collate | None = None  # called with ids as lists, where it is not the loader's own
+    collate_fn: Collate | None = None
     boundaries: tuple[str, ...] = ()
-    shifts_targets: bool = False  # labels stand where the token before them stands
-    origins: bool = False  # whether batches say where their documents come from
-    may_lack_labels: bool = field(init=False)  # of tokens that are no padding
-    is_own: bool = field(init=False)  # no collate_fn is called, nor a CausalLMCollator
+    shifts_targets: bool = False  # labels[:, t] is the token after input_ids[:, t]
+    origins: bool = False  # whether batches have the field
+    may_lack_labels: bool = field(init=False)  # whether tokens other than padding may have no label
+    is_own: bool = field(init=False)  # no collate_fn is called; a CausalLMCollator makes the same batches
     _has_warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -200,14 +200,14 @@ class StepBatches:
         self.is_own = self.collate_fn is None or type(self.collate_fn).__module__ == "loader.collator"
         for name, is_wanted in (("origins", self.origins), ("boundaries", self.boundaries)):
             if is_wanted and not self.is_own:
-                raise UsageError(f"{name} are for the loader's own batches; leave out collate_fn or {name}")
+                raise UsageError(f"{name}= does not work with a collate_fn; leave out one of the two")
 
     def of_tick(
         self, chunk: Chunk, tick: int, first_batch: int, is_filler: npt.NDArray[np.bool_] | None = None
     ) -> Iterator[tuple[Any, tuple[int, int]]]:
-        """Yield the batches of one tick from one of them on, each with its numbers of tokens and of padding.
+        """Yield the batches of a tick from ``first_batch`` on, each with its counts of tokens and padding.
 
-        ``is_filler``: which samples of the tick fill a last batch up, if any do: they have no labels.
+        ``is_filler``: bool[samples of the tick]: samples that only fill the last batch, without labels.
         """
         is_full = chunk.ids.width > 0 and chunk.shortest[tick] == chunk.ids.width  # no padding
         for first in range(first_batch * self.batch_size, chunk.num_samples, self.batch_size):
@@ -231,7 +231,7 @@ class StepBatches:
             if self.origins and chunk.documents is not None:
                 origins = chunk.documents.of(tick, first, end).astype(np.int64)
                 origins[:, 0] = np.repeat(np.arange(end - first), chunk.documents.counts[first:end, tick])
-                # Of shifted targets a document that begins at the place which is lost is not in the batch.
+                # With shifted targets the last place is cut off, and with it a document that begins there.
                 batch["origins"] = torch.from_numpy(origins[origins[:, 1] < batch["labels"].shape[1]])
             if is_filler is not None and is_filler[first:end].any():
                 blank_labels(batch, is_filler[first:end])
@@ -243,11 +243,11 @@ class StepBatches:
             yield batch, (num_tokens, max(num_places - num_tokens, 0))
 
     def _add_boundaries(self, fields: Batch, edges: Edges, lengths: Lengths | None) -> None:
-        """Add the fields of ``boundaries``. The first id of a document is no label."""
+        """Add the fields of ``boundaries``, and remove the label of each document's first token."""
         num_rows, width = fields["input_ids"].shape
         fields["labels"].numpy().reshape(-1)[edges.begins] = IGNORED
         if self.shifts_targets:
-            # Each row loses its last place: a document that begins there, or the end of a longer one.
+            # The last place of each row is cut off: a whole document of one token, or the end of one.
             row, within = np.divmod(edges.begins, width)
             is_kept, is_last = within < width - 1, within + edges.sizes == width
             width -= 1
@@ -255,10 +255,10 @@ class StepBatches:
             lengths = None if lengths is None else np.minimum(lengths, width)
         fields.update(boundary_fields(self.boundaries, edges, (num_rows, width), lengths))
         if "transformers" in self.boundaries:
-            del fields["attention_mask"]  # where there is one, transformers looks for no documents
+            del fields["attention_mask"]  # with one, transformers would ignore the boundaries
 
     def _collated(self, batch: Batch, lengths: Lengths | None) -> Any:
-        """Return what ``collate_fn`` makes; its samples have labels where masks or blanks take some away."""
+        """Return ``collate_fn``'s batch. Samples have ``labels`` only if masks or blanks may remove some."""
         ids, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
         sizes = [ids.shape[1]] * len(ids) if lengths is None else lengths.tolist()
         samples = [{"input_ids": row[:size].tolist()} for row, size in zip(ids, sizes, strict=True)]
@@ -269,22 +269,22 @@ class StepBatches:
         return self.collate_fn(samples)
 
     def _warn_of_no_labels(self, batch: Any) -> None:
-        """Warn, once for a loader, of a batch of which a model has nothing to predict."""
+        """Log a warning, once per loader, for a batch without any label."""
         labels = _tensor_of(batch, "labels")
         if labels is None or labels.ndim != 2:
             return
-        # Nothing stands before the first token of a row, that could predict it.
+        # A model that shifts labels does not predict the first token of a row.
         if (labels if self.shifts_targets else labels[:, 1:]).eq(IGNORED).all() and not self._has_warned:
             self._has_warned = True
-            said = "a batch has no label left: they are blanked, of no assistant, or of one token a document"
-            logger.warning(f"{said}. A mean over labels is NaN there: divide a sum by at least 1")
+            said = "a batch has no label left: documents are blanked, of one token, or without an assistant"
+            logger.warning(f"{said}. A mean over its labels is NaN: divide a sum by at least 1")
 
 
 def blank_labels(batch: Any, is_filler: npt.NDArray[np.bool_]) -> None:
-    """Take the labels of some rows of a batch away: they fill a last batch up, and count for no loss."""
+    """Set the labels of rows that only fill the last batch to -100, so that they do not count."""
     labels = _tensor_of(batch, "labels")
     if labels is None or len(labels) != len(is_filler):
-        found = "the last batch of a validation set, filled up with samples that must have labels of -100"
+        found = "the last batch of a validation set, which is filled with samples whose labels must be -100"
         rows = 'a collate_fn that makes a tensor "labels" with a row for each sample'
         expected = f"{rows}, or a global_batch_size that divides the number of samples"
         raise UsageError(found=found, expected=expected)
@@ -292,6 +292,6 @@ def blank_labels(batch: Any, is_filler: npt.NDArray[np.bool_]) -> None:
 
 
 def _tensor_of(batch: Any, name: str) -> torch.Tensor | None:
-    """Return a tensor of a batch, if it has that: a user's own batch may be anything."""
+    """Return a tensor of a batch, or None: the batch of a collate_fn may be of any type."""
     found = batch.get(name) if hasattr(batch, "get") else None
     return found if isinstance(found, torch.Tensor) else None

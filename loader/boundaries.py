@@ -1,6 +1,6 @@
-"""Where documents begin in packed rows, and whether a model heeds it (docs/training_attention.md).
+"""Document boundaries in packed rows, and whether a model respects them (docs/training_attention.md).
 
-A transformers model ignores ``position_ids`` beside a 2-D ``attention_mask``, or with a cache.
+In transformers a 2-D ``attention_mask`` or a cache makes a model ignore ``position_ids``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostNumber(int):
-    """A number in a batch. ``to`` returns it: kernels want it on the CPU, no tensor on the GPU."""
+    """A number in a batch. ``to`` returns it unchanged, since kernels need it on the CPU as an int."""
 
     def to(self, *_: Any, **__: Any) -> HostNumber:
         return self
@@ -44,27 +44,29 @@ def boundary_names(boundaries: Boundary | Sequence[Boundary]) -> tuple[str, ...]
     if unknown := [name for name in names if name not in get_args(Boundary)]:
         raise UsageError(found=f"boundaries={unknown}", expected=f"some of {', '.join(get_args(Boundary))}")
     if set(names) == {"position_ids"}:
-        said = "boundaries='position_ids' keeps no document apart beside an attention_mask, or with a cache"
+        said = "boundaries='position_ids' has no effect on a model that gets an attention_mask or a cache"
         logger.warning(f"{said}; for model(**batch) of transformers pass boundaries='transformers'")
     return names
 
 
 @lru_cache(maxsize=4)
 def _places(number: int) -> Int64s:
-    """Return 0, 1 .. ``number`` - 1, which nobody may write to."""
+    """Return 0, 1, ..., ``number`` - 1. The array is cached: do not write to it."""
     return np.arange(number)
 
 
 def boundary_fields(
     names: tuple[str, ...], edges: Edges, shape: tuple[int, int], lengths: npt.NDArray[Any] | None
 ) -> dict[str, Any]:
-    """Make what ``boundaries=`` asks for. 20 us for an (8, 2048) batch.
+    """Return the fields that ``boundaries=`` names, in 20 us for an (8, 2048) batch.
 
-    ``position_ids`` int64[batch, seq] count from 0 in each document, ``segment_ids`` from 1 in each row, 0 in
-    padding. ``cu_seqlens`` int32[documents + 1] are edges in the flattened batch, also of padding.
+    ``position_ids``, int64[batch, seq], count from 0 in each document. ``segment_ids``, int64[batch, seq],
+    number the documents of each row from 1; padding is 0. ``cu_seqlens``, int32[documents + 1], are the edges
+    of documents and of padding in the flattened batch; ``max_seqlen`` is the greatest length, an int. The
+    fields of ``"transformers"`` are ``position_ids``, and these edges and lengths by transformers' names.
 
     Args:
-        names: of ``Boundary``.
+        names: one or several of ``Boundary``.
         edges: where documents, and padding, begin.
         shape: of the batch.
         lengths: tokens of each row; None: all rows are full.
@@ -95,12 +97,12 @@ def boundary_fields(
 
 
 def sdpa_mask(batch: Mapping[str, Any], *, window: int | None = None) -> torch.Tensor:
-    """Return bool[batch, 1, seq, seq]: which places see which, causal and inside of a document.
+    """Return the causal mask inside documents, bool[batch, 1, seq, seq]: True where a query sees a key.
 
-    For a model of your own and a batch with ``segment_ids``, on its device: batch x seq x seq bytes.
-    ``window``: how many tokens a token sees, itself included. For transformers models call
-    ``mask_documents``: they take such a mask as it is, which switches the windows of their layers off. Raises
-    UsageError without segment_ids.
+    For a model of your own and a batch with ``segment_ids``. The mask is on the batch's device and takes
+    batch x seq x seq bytes. ``window``: how many tokens a token sees, itself included. Raises UsageError
+    without segment_ids. For transformers models call ``mask_documents`` instead: they use a given mask
+    unchanged, without the windows of their layers.
     """
     sees, (rows, seq_len) = _mask_function(batch, window), batch["segment_ids"].shape
     places = torch.arange(seq_len, device=batch["segment_ids"].device)
@@ -109,9 +111,9 @@ def sdpa_mask(batch: Mapping[str, Any], *, window: int | None = None) -> torch.T
 
 
 def block_mask(batch: Mapping[str, Any], *, window: int | None = None) -> BlockMask:
-    """Return the same as a BlockMask, for ``flex_attention``: a few bytes for each 128 x 128 places.
+    """Return the mask of ``sdpa_mask`` as a BlockMask for ``flex_attention``.
 
-    Raises UsageError without segment_ids.
+    It takes a few bytes per 128 x 128 places. Raises UsageError without segment_ids.
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -123,7 +125,7 @@ def block_mask(batch: Mapping[str, Any], *, window: int | None = None) -> BlockM
 def _mask_function(batch: Mapping[str, Any], window: int | None) -> Callable[..., torch.Tensor]:
     segments = batch.get("segment_ids")
     if not isinstance(segments, torch.Tensor):
-        expected = 'segment_ids among them; make the loader with boundaries="segment_ids"'
+        expected = 'segment_ids; make the loader with boundaries="segment_ids"'
         raise UsageError(found=f"a batch of {sorted(batch)}", expected=expected)
 
     def sees(row: torch.Tensor, _: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -134,22 +136,22 @@ def _mask_function(batch: Mapping[str, Any], window: int | None) -> Callable[...
 
 
 def mask_documents(model: Any) -> RemovableHandle:
-    """Give a transformers model the masks of packed rows that it does not make by itself.
+    """Add the masks of packed rows to the calls of a transformers model that does not make them itself.
 
-    Call it once, before training, for the families that docs/training_attention.md lists (gpt_oss, opt ...):
+    Call it once before training, for the families that docs/training_attention.md lists (gpt_oss, opt ...):
 
         mask_documents(model)
         loss = model(**batch).loss  # a batch with boundaries="transformers"
 
-    A batch with ``position_ids`` and without ``attention_mask`` then gets the mask that transformers makes
-    for other families: one for each kind of layers, with their windows, for the attention of the model.
-    That is batch x seq x seq values for sdpa and eager, a BlockMask for flex, and nothing for
-    FlashAttention. ``check_boundaries`` says whether it suffices: not for layers without attention (Mamba,
-    convolutions). ``remove()`` of what is returned undoes it.
+    A call with ``position_ids`` and without ``attention_mask`` then gets the mask that transformers makes for
+    other families: one per kind of layer, with its window, in the form that the model's attention needs. That
+    is batch x seq x seq values for sdpa and eager, a BlockMask for flex, and nothing for FlashAttention.
+    ``check_boundaries`` checks whether it helps: not with layers without attention (Mamba, convolutions).
+    Returns a handle whose ``remove()`` undoes it. Raises UsageError for a model of another library.
     """
     model = _unwrapped(model)
     if not hasattr(getattr(model, "config", None), "get_text_config"):
-        raise UsageError(f"the model is a {type(model).__name__}, expected one of transformers")
+        raise UsageError(f"the model is a {type(model).__name__}, expected a transformers model")
 
     def add_mask(_: Any, args: tuple[Any, ...], fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if fields.get("attention_mask") is None and fields.get("position_ids") is not None:
@@ -161,7 +163,7 @@ def mask_documents(model: Any) -> RemovableHandle:
 
 
 def _transformers_masks(model: Any, position_ids: torch.Tensor) -> Any:
-    """Return what transformers makes of ``position_ids``: a mask, or a dict of them by kind of layer."""
+    """Return transformers' mask for these ``position_ids``, or a dict of masks by kind of layer."""
     from transformers.masking_utils import create_masks_for_generate
 
     make = getattr(model, "create_masks_for_generate", create_masks_for_generate)
@@ -171,54 +173,53 @@ def _transformers_masks(model: Any, position_ids: torch.Tensor) -> Any:
 
 
 def _unwrapped(model: Any) -> Any:
-    """Return the model inside of DistributedDataParallel, FSDP, DeepSpeed's engine or torch.compile."""
+    """Return the model inside DistributedDataParallel, FSDP, DeepSpeed's engine or torch.compile."""
     while isinstance(inner := getattr(model, "module", getattr(model, "_orig_mod", None)), torch.nn.Module):
         model = inner
     return model
 
 
-# Parts of the logits' spread. What other tokens do not reach repeats bit for bit, but a mixture of experts
-# multiplies matrices of other sizes when other tokens change, so last bits differ, in bfloat16 by percents.
+# Parts of the logits' spread. Logits that do not depend on the changed tokens repeat bit for bit. But experts
+# then multiply matrices of other sizes, which changes their last bits, in bfloat16 by percents.
 NOISE, NOISE_OF_EXPERTS = 1e-4, 0.02
 _ONE_DOCUMENT = "no row of the batch has two documents; pass another batch, or make longer rows"
-_NOTHING_BEFORE = "a token's logits do not depend on the tokens before it; check it after the first steps"
+_NOTHING_BEFORE = "no token's logits depend on the tokens before it; check again after the first steps"
 
 
 def check_boundaries(model: Any, batch: Mapping[str, Any], *, noise: float | None = None) -> None:
-    """Raise Refused (exit code 78) if a document of a packed batch changes what the model makes of another.
+    """Raise Refused (exit code 78) if a document of a packed batch changes the logits of another document.
 
         check_boundaries(model, loader.peek().to(device))
 
-    It changes all tokens of every second document and compares the logits of the documents between them,
-    then the other way round: three forward passes without gradients, under the autocast that holds. Training
-    mode and random state stay as they were. Where the batch has a 4-D ``attention_mask`` or a BlockMask, a
-    fourth pass compares it with the masks that ``mask_documents`` gives, which have the windows of each
-    layer. ``loader.trainer.LoaderMixin`` calls it by itself.
+    It changes all tokens of every second document and compares the logits of the documents between them, then
+    the other way round: three forward passes without gradients, under the current autocast. Training mode and
+    random state do not change. If the batch has a 4-D ``attention_mask`` or a BlockMask, a fourth pass
+    compares it with the masks of ``mask_documents``. ``loader.trainer.LoaderMixin`` calls this itself.
 
-    With torch.distributed all ranks must call it, each with its batch; all raise if one finds something.
-    It does not see mistakes that no other document changes, such as wrong positions. Experts that drop
-    tokens beyond a capacity, and 8-bit products with one scale for all tokens, do couple documents.
+    With torch.distributed all ranks must call it, each with its batch; all raise if one finds a leak. Errors
+    that do not involve another document, such as wrong positions, are not found. Experts that drop tokens
+    beyond a capacity, and 8-bit products with one scale for all tokens, do couple documents.
 
     Args:
         model: a transformers model, wrapped (DDP, FSDP, torch.compile) or not, or any function that takes
-            the fields of the batch by name and returns logits[batch, seq, vocabulary], or has them.
-        batch: what the model gets, on its device, with a mask of yours if you add one; ``labels`` are left
-            out. Documents are found by ``segment_ids``, ``position_ids`` or ``cu_seqlens``.
-        noise: logits may move by this part of their standard deviation. Default: 0.0001, or 0.02 for a model
-            with experts, since their sums are rounded in another way when other tokens change.
+            the fields of the batch by name and returns logits[batch, seq, vocabulary] or an object with them.
+        batch: the model's arguments, on its device, with your own mask if you add one; ``labels`` are not
+            passed. ``segment_ids``, ``position_ids`` or ``cu_seqlens`` tell the documents apart.
+        noise: how far logits may move, as a part of their standard deviation. Default: 0.0001, or 0.02 for a
+            model with experts, whose sums are rounded differently when other tokens change.
 
     Raises:
-        Refused: documents leak, or a mask switches windows off. It says how much, and what to do.
-        UsageError: no row has two documents that are known, or no token's logits depend on those before.
+        Refused: documents leak, or a mask disables windows. The message says how much, and what to do.
+        UsageError: no row has two known documents, or no token's logits depend on earlier tokens.
     """
     if reason := why_unchecked(model, batch, noise):
         raise UsageError(f"the boundaries could not be checked: {reason}", found=reason)
 
 
 def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents: Any = None) -> str:
-    """Check as ``check_boundaries`` does, but return why where no rank could check anything, else "".
+    """Do the work of ``check_boundaries``. Returns why no rank could check anything, or "" after a check.
 
-    ``documents``: the batch that says where documents begin, if another one.
+    ``documents``: the batch with the document boundaries, if ``batch`` has none.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -227,7 +228,7 @@ def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents:
         noise = NOISE_OF_EXPERTS if any("expert" in name for name, _ in parts) else NOISE
     fields = {name: value for name, value in batch.items() if name not in ("labels", "origins")}
     if "input_ids" not in fields:
-        raise UsageError(f"the model gets {sorted(fields)} by name, expected input_ids among them")
+        raise UsageError(f"the model gets {sorted(fields)} by name, expected input_ids, too")
     ids = fields["input_ids"]
     numbers = document_numbers(batch if documents is None else documents).to(ids.device)
     has_two = bool(((numbers[:, 1:] != numbers[:, :-1]) & (numbers[:, 1:] >= 0)).any())
@@ -240,8 +241,8 @@ def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents:
     places = torch.arange(numbers.shape[1], device=numbers.device).expand(numbers.shape)
     is_start = numbers.diff(dim=1, prepend=numbers[:, :1] - 1) != 0
     positions = places - torch.where(is_start, places, 0).cummax(1).values  # of tokens in their documents
-    # The second token of a document stays, unless it is the last one, too: its logits must move when the
-    # first one changes, or the model looks at no token before another.
+    # The second token of a document is not changed, unless it is also the last. Its logits must move when the
+    # first token changes; otherwise the model does not use earlier tokens at all.
     stays = is_real & (positions == 1) & (positions.roll(-1, 1) == 2)
     inner = _unwrapped(model)
     num_moved, most, looks_back, num_other = 0, 0.0, False, 0
@@ -252,7 +253,7 @@ def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents:
         def moved_by(**changed: Any) -> torch.Tensor:
             return (_some_logits(model, {**fields, **changed}) - before).abs().amax(-1) / spread
 
-        # Documents that stand side by side are of different halves.
+        # Neighboring documents are in different halves.
         for half in (is_real & (numbers % 2 == 0), numbers % 2 == 1):
             moved = moved_by(input_ids=torch.where(half & ~stays, other_ids, ids))
             others = moved[(is_real & ~half).to(moved.device)]
@@ -263,7 +264,7 @@ def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents:
         mask = fields.get("attention_mask")
         is_made = isinstance(mask, BlockMask | dict) or (isinstance(mask, torch.Tensor) and mask.ndim == 4)
         if is_made and hasattr(getattr(inner, "config", None), "get_text_config"):
-            # A transformers model takes such a mask as it is.
+            # A transformers model uses such a mask unchanged.
             moved = moved_by(attention_mask=_transformers_masks(inner, positions))
             num_other = int((~(moved <= noise))[is_real.to(moved.device)].sum())
     found = before.new_tensor([has_two, looks_back, num_moved, most, num_other])
@@ -278,14 +279,14 @@ def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents:
             f"documents of a packed row see each other in {name} (attention {attention}): when others "
             f"changed, the logits of {int(num_leaks)} of {num_tokens} tokens moved, by up to {most:.2%} of "
             'their spread. Make the loader with boundaries="transformers" and pass its batches without an '
-            f"attention_mask, or call {remedy} once before training, or take another attn_implementation. "
-            "If none of them helps, leave out seq_len= and boundaries=",
+            f"attention_mask, or call {remedy} once before training, or choose another attn_implementation. "
+            "If none of these helps, leave out seq_len= and boundaries=",
         )
     if num_other:
         raise Refused(
-            f"the attention_mask of the batch is not that of {name}: with the model's own {int(num_other)} "
-            f"of {num_tokens} tokens have other logits, as it changes the windows of layers. Pass batches of "
-            f'boundaries="transformers" without one, and call {remedy} once before training',
+            f"the attention_mask of the batch is not the one of {name}, whose layers may have windows: with "
+            f"the model's mask {int(num_other)} of {num_tokens} tokens have other logits. Pass batches of "
+            f'boundaries="transformers" without a mask, and call {remedy} once before training',
             remedy=remedy,
         )
     if not has_several:
@@ -294,7 +295,7 @@ def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents:
 
 
 def document_numbers(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Number the documents through the batch from 0, padding -1 where it is known: int64[batch, seq]."""
+    """Number the documents of the whole batch from 0: int64[batch, seq]. Known padding is -1."""
     starts = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
     segments, edges = batch.get("segment_ids"), batch.get("cu_seqlens", batch.get("cu_seq_lens_q"))
     if segments is not None:
@@ -316,7 +317,7 @@ def document_numbers(batch: Mapping[str, Any]) -> torch.Tensor:
 
 @contextmanager
 def _evaluated(model: Any) -> Iterator[None]:
-    """Switch gradients and dropout off, and leave all as it was."""
+    """Disable gradients and dropout, and restore the training mode of each module at the end."""
     modes = [(part, part.training) for part in model.modules()] if isinstance(model, torch.nn.Module) else []
     try:
         for part, _ in modes:
@@ -329,7 +330,7 @@ def _evaluated(model: Any) -> Iterator[None]:
 
 
 def _some_logits(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
-    """Return every n-th column of the logits, float32[batch, seq, up to 1023]: all would take gigabytes."""
+    """Return every n-th logit, float32[batch, seq, at most 1023], since all of them take gigabytes."""
     device = batch["input_ids"].device
     is_cpu = device.type == "cpu"
     with torch.random.fork_rng([] if is_cpu else [device], device_type="cuda" if is_cpu else device.type):
@@ -337,6 +338,6 @@ def _some_logits(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
     logits = getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor) or logits.shape[:2] != batch["input_ids"].shape:
         words = f"logits for each of the tokens {tuple(batch['input_ids'].shape)}; pass a function of the"
-        expected = f"{words} batch's fields that returns them (to LoaderMixin check_boundaries=False)"
+        expected = f"{words} batch's fields that returns them (or check_boundaries=False to LoaderMixin)"
         raise UsageError(found=f"a model that returned {type(output).__name__}", expected=expected)
     return logits[..., :: max(logits.shape[-1] // 512, 1)].to(torch.float32, copy=True)

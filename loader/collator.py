@@ -1,4 +1,4 @@
-"""transformers' DataCollatorForLanguageModeling with the loader's batches: what ``loader.collate_fn`` is."""
+"""``CausalLMCollator``: a DataCollatorForLanguageModeling that makes the loader's batches."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ _FIELDS = {"input_ids", "attention_mask", "special_tokens_mask", "labels"}
 
 @dataclass
 class CausalLMCollator(DataCollatorForLanguageModeling):
-    """DataCollatorForLanguageModeling with ``mlm=False``, padding to the right, labels of real EOS kept.
+    """DataCollatorForLanguageModeling with ``mlm=False``, padding to the right, and labels of a real EOS.
 
-    Given to the loader as ``collate_fn`` it is not called: batches are made from arrays then, too.
+    ``CausalLMCollator(tokenizer)([[1, 2, 3], [4]])`` returns fields of int64[2, 3]. As the loader's
+    ``collate_fn`` it is not called: the loader makes the same batches from arrays.
     """
 
     mlm: bool = False
-    pad_to_length: int | None = None  # one width for all batches, instead of the longest sample's
+    pad_to_length: int | None = None  # width of all batches, instead of the longest sample's
     pad: PadToken = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[no-untyped-call]  # of transformers
         if self.mlm:
-            raise UsageError("mlm=True is not for a causal model; pass your own collate_fn for it")
+            raise UsageError("mlm=True does not fit a causal model; pass your own collate_fn for it")
         self.pad = choose_pad_token(self.tokenizer)
         log_pad_token(self.pad, self.tokenizer.eos_token_id)
 
     @property
     def batches(self) -> PaddedBatches:
-        """Return what makes the tensors."""
+        """Return the PaddedBatches that makes the tensors."""
         multiple = self.pad_to_multiple_of
         return PaddedBatches(pad=self.pad, pad_to_multiple_of=multiple, pad_to_length=self.pad_to_length)
 
     def torch_call(self, examples: list[Any]) -> BatchEncoding:  # type: ignore[override]
-        """Collate samples as transformers gives them: ids, or dicts with ``input_ids`` (and ``labels``)."""
+        """Collate samples: lists of ids, or dicts with ``input_ids`` and optionally ``labels``."""
         given = [each if isinstance(each, Mapping) else {"input_ids": each} for each in examples]
         if unknown := {name for fields in given for name in fields} - _FIELDS:
             raise UsageError(f"samples have {sorted(unknown)}, expected input_ids; pass your own collate_fn")
@@ -56,5 +57,5 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
         return BatchEncoding(batch)
 
     def numpy_call(self, examples: list[Any]) -> BatchEncoding:  # type: ignore[override]
-        """Collate as ``torch_call`` does, into numpy arrays."""
+        """Collate like ``torch_call``, but return numpy arrays."""
         return BatchEncoding({name: tensor.numpy() for name, tensor in self.torch_call(examples).items()})

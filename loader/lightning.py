@@ -1,4 +1,4 @@
-"""A TokenLoader inside of Lightning's Trainer.
+"""A TokenLoader in Lightning's Trainer.
 
 trainer = lightning.Trainer(max_steps=1000, use_distributed_sampler=False, callbacks=[LoaderCallback()])
 """
@@ -12,15 +12,15 @@ from typing import Any
 from loader.dataloader import TokenLoader
 from shardprep.errors import UsageError
 
-# The library has two names.
+# The library can be installed under two names.
 _library: Any = import_module("lightning.pytorch" if find_spec("lightning") else "pytorch_lightning")
 
 
 class LoaderCallback(_library.Callback):
-    """Lets each checkpoint be of the optimizer's last step, wherever inside of a step it is saved.
+    """Makes each checkpoint belong to the optimizer's last step, even if it is saved inside the next one.
 
-    Lightning saves inside of a step where Slurm requeues the job, where an exception ends the training, and
-    by ``train_time_interval`` of ModelCheckpoint. It keeps no gradients, so the step begins again.
+    Lightning saves inside a step when Slurm requeues the job, when an exception ends the training, and by
+    ``train_time_interval`` of ModelCheckpoint. It saves no gradients, so a resumed run repeats that step.
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
@@ -33,13 +33,13 @@ class LoaderCallback(_library.Callback):
         self._global_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Count what an optimizer trained that is none of torch's, as DeepSpeed's."""
+        """Mark the step of an optimizer without hooks, such as DeepSpeed's, as trained."""
         if trainer.global_step != self._global_step:
             _loader_of(trainer).mark_trained()
             self._global_step = trainer.global_step
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
-        """Let Lightning's counts be of the step that the loader's state is of."""
+        """Set Lightning's counts of batches to the step of the loader's state."""
         if not trainer.training:
             return
         loader, loops = _loader_of(trainer), checkpoint["loops"]["fit_loop"]
@@ -47,14 +47,14 @@ class LoaderCallback(_library.Callback):
         current, total = batches["current"], batches["total"]
         trained = loader.progress.to_save
         if trained == loader.progress.delivered:
-            # Between the optimizer's step and Lightning's own counts, as at the end of a batch.
+            # The optimizer's step is done, but Lightning may not have counted it: count it as completed.
             step = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
             for counts in (step["total"], step["current"]):
                 counts["completed"] = counts["ready"]
             for counts in (current, total):
                 counts["processed"] = counts["ready"]
             return
-        # The next batch is the first of a step, and Lightning tells by its number where the step ends.
+        # The next batch is the first of a step. Lightning computes from its number where the step ends.
         if difference := loader.run.batches_before(trained) - current["completed"]:
             for counts in (current, total):
                 counts.update(dict.fromkeys(counts, counts["completed"] + difference))

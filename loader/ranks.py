@@ -1,9 +1,9 @@
-"""The rank of this process; and ``ensure_prepared``: a training job whose rank 0 makes its data set first.
+"""The rank of this process, and ``ensure_prepared``, with which a training job makes its data set first.
 
-Rank 0 plans, makes the shards and verifies them, in processes of its own. The other ranks wait for index.json
-and compare plan and inputs with their own arguments. Ranks coordinate through the file system only: where
-rank 0 fails, it writes ``.NAME.failed.json`` beside the data set's folder. Two jobs at once waste time alone,
-since shards are equal bytes and done ones are skipped.
+Rank 0 plans, makes and verifies the shards in child processes. The other ranks wait for index.json, and
+compare the plan and the inputs with their own arguments. Ranks coordinate through the file system only: if
+rank 0 fails, it writes ``.NAME.failed.json`` next to the data set's folder. Two jobs at once only waste time,
+since they write equal bytes and skip shards that are done.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.files import publish_bytes, read_regular, size_of_file
 from shardprep.format.names import INDEX_NAME, PLAN_NAME
 
-# The rank, the number of ranks, and who sets them. They win over Slurm's: mpirun starts one srun task a node.
+# The variables of rank and world size. They take precedence over Slurm's: mpirun starts a srun task per node.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "torchrun sets them"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun sets them"),
     ("PMI_RANK", "PMI_SIZE", "mpiexec sets them"),
 )
-# Slurm numbers the steps that are no srun of the user (batch script, interactive shell) from here.
+# From here Slurm numbers the steps that the user did not start by srun (batch script, interactive shell).
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _OR_PASSED = "or rank= and world_size="
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessRank:
-    """Rank and world size of data parallelism, and who said so.
+    """Data-parallel rank and world size, and where they come from.
 
-    Ranks that share data (tensor or pipeline parallelism) pass the same data-parallel rank.
+    Processes that share data (tensor or pipeline parallelism) have the same data-parallel rank.
     """
 
     rank: int
     world_size: int
-    source: str
-    is_passed: bool = False  # by the caller, so nothing else is asked
+    source: str  # such as "RANK/WORLD_SIZE", for messages
+    is_passed: bool = False  # by the caller, so it takes precedence
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -61,30 +61,31 @@ class ProcessRank:
 def find_process_rank(
     rank: int | None = None, world_size: int | None = None, environ: Mapping[str, str] | None = None
 ) -> ProcessRank:
-    """Return the rank that was passed, else torch.distributed's, else the launcher's, else 0 of 1.
+    """Return the rank from the arguments, else torch.distributed, else the launcher, else rank 0 of 1.
 
-    Launchers: RANK/WORLD_SIZE (torchrun), OMPI_COMM_WORLD_*, PMI_* (MPICH, Intel MPI), an srun step. Call it
-    in the process that trains. Raises UsageError where half of a pair is given, or a value is no number.
+    Call it in the process that trains. Launchers set RANK and WORLD_SIZE (torchrun), OMPI_COMM_WORLD_*, PMI_*
+    (MPICH, Intel MPI), or the variables of an srun step; ``environ`` replaces os.environ. Raises UsageError
+    if only one of rank and world size is given, or a variable is not a number.
     """
     if rank is not None or world_size is not None:
         if rank is None or world_size is None:
             raise UsageError(found=f"rank={rank} and world_size={world_size}", expected="both or neither")
         return ProcessRank(rank=rank, world_size=world_size, source="arguments", is_passed=True)
-    found = _found(os.environ if environ is None else environ)
+    found = _rank_from(os.environ if environ is None else environ)
     return found or ProcessRank(rank=0, world_size=1, source="nothing set: one process")
 
 
 def check_process_rank(who: ProcessRank) -> None:
-    """Raise UsageError where this process has become another rank: all would get the same batches."""
-    now = None if who.is_passed else _found(os.environ)
+    """Raise UsageError if this process now has another rank, since ranks would get the same batches."""
+    now = None if who.is_passed else _rank_from(os.environ)
     if now is not None and (now.rank, now.world_size) != (who.rank, who.world_size):
-        expected = f"one that each rank makes, after init_process_group, {_OR_PASSED}"
+        expected = f"a loader made in each rank, after init_process_group, {_OR_PASSED}"
         raise UsageError(found=f"a loader of {who}, in the process of {now}", expected=expected)
 
 
-def _found(environ: Mapping[str, str]) -> ProcessRank | None:
-    """Return what torch.distributed or a launcher says, or None."""
-    dist = sys.modules.get("torch.distributed")  # never imported here: not in use then
+def _rank_from(environ: Mapping[str, str]) -> ProcessRank | None:
+    """Return the rank from torch.distributed or a launcher, or None if there is neither."""
+    dist = sys.modules.get("torch.distributed")  # not imported: not in use
     if dist is not None and dist.is_available() and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
         return ProcessRank(rank=rank, world_size=world_size, source="torch.distributed")
@@ -105,7 +106,7 @@ def _found(environ: Mapping[str, str]) -> ProcessRank | None:
             return None
         if rank_name not in environ:
             found = f"{size_name}={environ[size_name]} without {rank_name}"
-            raise UsageError(found=found, expected=f"a training that srun starts, {_OR_PASSED}")
+            raise UsageError(found=found, expected=f"a training job that srun starts, {_OR_PASSED}")
     rank, world_size = _number(environ, rank_name), _number(environ, size_name)
     return ProcessRank(rank=rank, world_size=world_size, source=f"{rank_name}/{size_name}")
 
@@ -113,15 +114,15 @@ def _found(environ: Mapping[str, str]) -> ProcessRank | None:
 def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
     """Return whether srun started this process as one of its tasks.
 
-    A batch script and salloc's shell are alone. Variables without a job id were handed into a container.
+    A batch script and salloc's shell are single processes. Without a job id, a container got the variables.
     """
     for name in ("SLURM_STEP_ID", "SLURM_STEPID"):
         if name in environ:
             return _number(environ, name) < _FIRST_SPECIAL_STEP
     in_job = "SLURM_JOB_ID" in environ or "SLURM_JOBID" in environ
     if in_job and environ.get("SLURM_PROCID", "0") != "0":
-        found = f"SLURM_PROCID={environ['SLURM_PROCID']} without SLURM_STEP_ID, so task 0 would be alone"
-        raise UsageError(found=found, expected=f"SLURM_STEP_ID handed in, too, {_OR_PASSED}")
+        found = f"SLURM_PROCID={environ['SLURM_PROCID']} without SLURM_STEP_ID, so task 0 looks like a script"
+        raise UsageError(found=found, expected=f"both in the environment, {_OR_PASSED}")
     return not in_job and "SLURM_PROCID" in environ
 
 
@@ -132,17 +133,17 @@ def _number(environ: Mapping[str, str], name: str) -> int:
         raise UsageError.of_value(name, environ[name], "a whole number") from None
 
 
-# A data set that the job makes.
+# Making the data set in the training job.
 
-_SAY_EVERY_S = 60.0  # that this rank waits
+_SAY_EVERY_S = 60.0
 _LOOK_EVERY_S = 0.5
-_LAUNCH = (  # the same in all processes of one start of a job, others in the next one
+_LAUNCH = (  # together they identify one start of a job: equal in all its processes
     "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
 )  # fmt: skip
-# Options of ``plan`` alone: they change no byte of a document, so the other commands do not have them.
-_FOR_PLAN = ("num_shards", "shard_bytes", "stripe", "hash_inputs")
-_ERROR_LINE = re.compile(r"(?:shardprep \w+: )?error: (.+)")  # argparse puts the command before it
+# Options of ``plan`` that no other command has, since they do not change a document's bytes.
+_PLAN_ONLY = ("num_shards", "shard_bytes", "stripe", "hash_inputs")
+_ERROR_LINE = re.compile(r"(?:shardprep \w+: )?error: (.+)")  # argparse puts the command first
 
 
 def ensure_prepared(
@@ -156,19 +157,25 @@ def ensure_prepared(
     world_size: int | None = None,
     **options: Any,
 ) -> str:
-    """Make and verify a data set in ``output_dir``, unless it is there, and return that folder.
+    """Make and verify a data set in ``output_dir`` unless it exists, and return that folder.
 
-    Every rank calls it, before the process group is made (its timeout is short) or after. Rank 0 runs
-    ``shardprep plan``, ``run`` and ``verify``, which go on where an earlier attempt ended. The launcher must
-    end the other ranks when rank 0 is killed, as srun and torchrun do.
+    All ranks must call it, before or after the process group is created (whose timeout is short). Rank 0 runs
+    ``shardprep plan``, ``run`` and ``verify``, which continue an earlier attempt; the others wait. The
+    launcher must end the other ranks if rank 0 is killed, as srun and torchrun do.
 
-    ``options``: flags of ``shardprep plan`` by name, such as ``num_shards=64, record="packed"``.
-    ``num_proc``: processes that make shards; default: one per CPU that rank 0 may use. ``limit_s``: how long
-    a rank waits at most. ``rank``, ``world_size``: as for the loader.
+        data = ensure_prepared("DATA", input_dir="RAW", model_id="MODEL", num_shards=64)
+        loader = get_llama3_dataloader(data, batch_size=8)
 
-    Raises on every rank what made rank 0 fail, or Refused where ``output_dir`` was planned with other options
-    or ``input_dir`` no longer holds the planned files: by name, size, and a sample of each file whose mtime
-    differs. Raises ReadWriteError where the limit is over.
+    Args:
+        num_proc: processes that make shards. Default: one per CPU that rank 0 may use.
+        limit_s: seconds that a rank waits at most. Default: 24 hours.
+        options: more flags of ``shardprep plan`` by name, such as ``num_shards=64, record="packed"``.
+
+    Raises:
+        Refused: ``output_dir`` was planned with other options, or ``input_dir`` has changed since: names,
+            sizes, or a sample of each file whose mtime differs.
+        ReadWriteError: the limit is over.
+        ShardprepError: rank 0 failed; all ranks raise its error.
     """
     if not limit_s > 0:
         raise UsageError.of_value("limit_s", limit_s, "more than 0")
@@ -196,28 +203,28 @@ def ensure_prepared(
         if who.world_size > 1:
             code = getattr(error, "exit_code", ReadWriteError.exit_code)
             failure = {"launch": launch, "exit_code": code, "error": str(error) or type(error).__name__}
-            with contextlib.suppress(ShardprepError, OSError):  # the error itself is of more weight
+            with contextlib.suppress(ShardprepError, OSError):  # must not hide the error itself
                 publish_bytes(note, json.dumps(failure).encode())
         raise
     return os.fspath(output_dir)
 
 
 def _compare(given: Mapping[str, Any]) -> None:
-    """Raise Refused where the data set was planned with other options or from other inputs."""
-    options = {name: value for name, value in given.items() if name not in _FOR_PLAN}
-    _run("shard", options, "--shard_id=0", "--check_inputs")  # shard 0 is done: it compares and ends
+    """Raise Refused if the data set was planned with other options or from other inputs."""
+    options = {name: value for name, value in given.items() if name not in _PLAN_ONLY}
+    _run("shard", options, "--shard_id=0", "--check_inputs")  # shard 0 is done, so this only compares
 
 
 def _wait_for_index(folder: Path, note: Path, launch: str, limit_s: float, rank: int) -> None:
-    """Wait until rank 0 has verified the data set. Raises its error, if it fails in this start of the job."""
+    """Wait until rank 0 has verified the data set. Raises its error if it fails in this start of the job."""
     began = time.monotonic()
     next_line_s = 0.0
     while size_of_file(folder / INDEX_NAME) is None:
         failure: Exception | None = None
-        # No note, or a damaged one, says nothing.
+        # A missing or damaged note is ignored.
         with contextlib.suppress(ShardprepError, OSError, ValueError, LookupError, TypeError, RecursionError):
             said = json.loads(read_regular(note, max_bytes=1 << 20))
-            if said["launch"] == launch:  # else it is of another start of the job
+            if said["launch"] == launch:  # else another start of the job wrote it
                 message = f"rank 0 could not prepare {folder}: {said['error']}"
                 failure = _error_of(int(said["exit_code"]), message)
         if failure is not None:
@@ -228,18 +235,18 @@ def _wait_for_index(folder: Path, note: Path, launch: str, limit_s: float, rank:
             expected = "ensure_prepared in every rank; see the log of rank 0"
             raise ReadWriteError(path=folder, found=found, expected=expected)
         if waited_s >= next_line_s:
-            say(f"rank {rank}: waiting for rank 0 to prepare {folder}, for {waited_s:.0f} s by now")
+            say(f"rank {rank}: waiting for rank 0 to prepare {folder}, {waited_s:.0f} s so far")
             next_line_s = waited_s + _SAY_EVERY_S
         time.sleep(min(_LOOK_EVERY_S, limit_s / 4))
 
 
 def _error_of(exit_code: int, message: str) -> ShardprepError:
-    """Return the error that ends a command with an exit code: the first, which is the most general one."""
+    """Return an error of the class that has this exit code: the first one, which is the most general."""
     kinds = {kind.exit_code: kind for kind in reversed(ShardprepError.__subclasses__())}
     return kinds.get(exit_code, ReadWriteError)(message)
 
 
-# Ours come before a preprocess.py in the current folder. The process dies with the one that started it.
+# Our packages take precedence over a preprocess.py in the current folder. The child dies with its parent.
 _CODE = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
     "from shardprep.command_line import die_with_parent; die_with_parent(int(sys.argv.pop(1))); "
@@ -248,7 +255,7 @@ _CODE = (
 
 
 def _run(name: str, given: Mapping[str, Any], *words: str) -> None:
-    """Run one command. Its lines go to this process's standard error. Raises the error that it ended with."""
+    """Run one command, and pass its lines on to standard error. Raises the error that it ended with."""
     flags = []
     for option, value in given.items():
         if isinstance(value, bool):

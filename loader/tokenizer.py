@@ -1,7 +1,7 @@
-"""The tokenizer that belongs to the shards, and whether ``model_id`` agrees with it.
+"""The tokenizer of the shards, and the check that ``model_id`` has the same one.
 
-Batches need only an id that pads and the EOS, which the data set's files tell. transformers, which takes
-longer than all else, comes when somebody asks for its object.
+Batches need only the ids of padding and EOS, which the data set's files contain. transformers takes longer to
+load than everything else, so it is imported only when its tokenizer object is needed.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR, TokenizerS
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_MAX_FILE_BYTES = 256 << 20  # the largest tokenizers known have 40 MB
+_MAX_FILE_BYTES = 256 << 20  # the largest known tokenizers take 40 MB
 
 
 @dataclass(kw_only=True)
 class LoaderTokenizer:
-    """What batches need of a tokenizer, by transformers' names; ``loaded`` is transformers' object."""
+    """The attributes of a tokenizer that batches need, by transformers' names."""
 
     eos_token: str | None
     eos_token_id: int | None
     pad_token: str | None
     pad_token_id: int | None
     added_vocab: Mapping[str, int]
-    fingerprint: str  # of what made the ids
-    vocab_size: int  # added tokens included
-    given: Any = None  # transformers' object, else loaded from a data set's folder
-    own: tuple[Path, TokenizerSpec] | None = None
-    pads_with: str | None = None  # token that becomes its pad token
+    fingerprint: str  # of the tokenizer that made the ids
+    vocab_size: int  # including added tokens
+    given: Any = None  # transformers' object; None: load it from ``own``
+    own: tuple[Path, TokenizerSpec] | None = None  # the data set's copy
+    pads_with: str | None = None  # token that becomes the pad token of ``loaded``
 
     @staticmethod
     def of_loaded(tokenizer: Any, fingerprint: str | None = None) -> LoaderTokenizer:
-        """Describe one that transformers loaded. ``fingerprint``: of the manifests, where there are some."""
+        """Describe a tokenizer that transformers loaded. ``fingerprint``: of the manifests, if known."""
         names = ("eos_token", "eos_token_id", "pad_token", "pad_token_id")
         return LoaderTokenizer(
             **{name: getattr(tokenizer, name) for name in names},
@@ -55,12 +55,12 @@ class LoaderTokenizer:
         )
 
     def get_added_vocab(self) -> Mapping[str, int]:
-        """Return the ids of the tokens beside the vocabulary."""
+        """Return the ids of the added tokens."""
         return self.added_vocab
 
     @cached_property
     def loaded(self) -> Any:
-        """Return transformers' tokenizer, as ``TokenLoader.tokenizer``. Raises what that raises."""
+        """Return transformers' tokenizer object. Raises OtherTokenizer, NotFound or ReadWriteError."""
         tokenizer = _load_own(*self.own) if self.own else self.given
         if self.pads_with is not None:
             tokenizer.pad_token = self.pads_with
@@ -68,7 +68,7 @@ class LoaderTokenizer:
 
 
 def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) -> LoaderTokenizer:
-    """Return the data set's own tokenizer, which needs no network, else that of ``model_id``."""
+    """Return the data set's own tokenizer, which needs no network, else the tokenizer of ``model_id``."""
     datasets = shards.datasets
     model_id = None if model_id is None else os.fspath(model_id)
     if shards.has_external and model_id is None:
@@ -82,13 +82,13 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
     if own is None:
         if model_id is None:
             remedy = f"model_id={spec.model_id!r}"
-            expected = f"a copy of it from where the shards were made, or {remedy}"
+            expected = f"a copy of the folder from where the shards were made, or {remedy}"
             path = datasets[0].folder / TOKENIZER_DIR
             raise NotFound(path=path, found="missing", expected=expected, remedy=remedy)
         given = _load(model_id)
         if model_id != spec.model_id:
             _check_same(datasets[0], model_id, given)
-        for name in _SPECIAL_IDS:  # which a fingerprint leaves out
+        for name in _SPECIAL_IDS:  # not part of the fingerprint
             token_id = getattr(spec, name)
             if token_id is not None and getattr(given, name) != token_id:
                 setattr(given, name.removesuffix("_id"), given.convert_ids_to_tokens(token_id))
@@ -98,7 +98,7 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
     if tokenizer is None:
         tokenizer = LoaderTokenizer.of_loaded(_load_own(folder, own.spec.tokenizer), spec.fingerprint)
     if model_id is not None and model_id != spec.model_id:
-        # A folder that holds the very file need not be loaded. Path.is_dir would raise where isdir is False.
+        # A folder with the same file need not be loaded. os.path.isdir never raises, unlike Path.is_dir.
         given_file = Path(model_id, "tokenizer.json")
         if not os.path.isdir(model_id) or _content(given_file) != _content(folder / "tokenizer.json"):  # noqa: PTH112
             _check_same(datasets[0], model_id, _load(model_id))
@@ -106,11 +106,11 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
 
 
 def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
-    """Return a data set's tokenizer in 0.5 s (Llama 3's), or None where transformers finds what is wrong."""
+    """Read a data set's tokenizer, Llama 3's in 0.5 s. Return None in case of doubt: transformers decides."""
     raw = _content(folder / "tokenizer.json")
-    if raw is None or _content(folder / "added_tokens.json") is not None:  # of transformers 4: more tokens
+    if raw is None or _content(folder / "added_tokens.json") is not None:  # transformers 4: more tokens
         return None
-    with without_garbage_collection():  # 280,000 merges
+    with without_garbage_collection():  # 280,000 merges are as many lists
         try:
             data = orjson.loads(raw)
             config = orjson.loads(_content(folder / "tokenizer_config.json") or b"{}")
@@ -122,7 +122,7 @@ def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
                     return None
             if fingerprint_of(data) != spec.fingerprint:
                 return None
-            del data  # or the next collection takes 25 ms to go through it
+            del data  # otherwise the next garbage collection traverses it, in 25 ms
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
     return LoaderTokenizer(
@@ -145,13 +145,13 @@ def _content(path: Path) -> bytes | None:
 
 
 def _load_own(folder: Path, spec: TokenizerSpec) -> Any:
-    """Load the tokenizer in a data set's folder, and compare it: transformers says of no damage."""
+    """Load a data set's tokenizer and compare it with the manifests, as transformers reports no damage."""
     tokenizer = _load(str(folder))
     pairs = [(name, getattr(tokenizer, name), getattr(spec, name)) for name in _SPECIAL_IDS]
     pairs.append(("fingerprint", _fingerprint(tokenizer)[:12], spec.fingerprint[:12]))
     wrong = [f"{name} {found}, not {expected}" for name, found, expected in pairs if found != expected]
     if wrong:
-        expected = f"the tokenizer that made the shards, {spec.model_id!r}; copy the folder anew from there"
+        expected = f"the tokenizer that made the shards, {spec.model_id!r}; copy the folder from there again"
         raise OtherTokenizer(path=folder, found="; ".join(wrong), expected=expected)
     return tokenizer
 
@@ -160,7 +160,7 @@ def _check_same(dataset: DatasetShards, model_id: str, given: Any) -> None:
     fingerprint, own = _fingerprint(given), dataset.spec.tokenizer
     if fingerprint != own.fingerprint:
         found = f"model_id={model_id!r}, a tokenizer with fingerprint {fingerprint[:12]}"
-        expected = f"{own.model_id!r} with {own.fingerprint[:12]}, or no model_id: it has a tokenizer"
+        expected = f"{own.model_id!r} with {own.fingerprint[:12]}, or no model_id: the data set has its own"
         raise OtherTokenizer(path=dataset.folder, found=found, expected=expected)
 
 
@@ -173,11 +173,11 @@ def _load(name: str) -> Any:
     """Load a tokenizer by transformers from a folder, or by its name on the hub."""
     from transformers import AutoTokenizer
 
-    is_folder = os.path.isdir(name)  # noqa: PTH112  False, not an error, where it cannot be looked at
+    is_folder = os.path.isdir(name)  # noqa: PTH112  returns False where Path.is_dir raises
     if is_folder:
         if not is_text(name):
             raise UsageError(f"the name of {name!a} is not UTF-8, as tokenizers needs it; rename the folder")
-        # transformers waits for a FIFO for ever, and goes on after an error: open what it may read.
+        # transformers waits for a FIFO forever and ignores read errors, so open the files here first.
         for folder in (Path(name), Path(name, CHAT_TEMPLATES_DIR)):
             refuse_fifos(folder)
         for path in (Path(name, "tokenizer.json"), Path(name, "tokenizer_config.json")):
@@ -187,6 +187,6 @@ def _load(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source, local_files_only=is_local, trust_remote_code=False)
     except BaseException as error:
-        if not is_library_fault(error):  # of transformers, of the hub's client, of tokenizers
+        if not is_library_fault(error):
             raise
         raise no_tokenizer(name, words_of_fault(error)) from None

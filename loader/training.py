@@ -1,6 +1,6 @@
-"""What a training loop takes beside batches: a setup, mean losses by label, rows dealt or cut for ranks.
+"""Helpers for training loops: setup, mean losses per label, even work, context parallelism.
 
-A mean of the losses of batches would depend on how samples are batched, so losses are counted by labels.
+Losses are weighted by labels, since a mean of batch means depends on how samples are batched.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
-# Threads, precision and padding (docs/training_speed.md).
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
-    """The settings of ``set_up_training``."""
+    """The settings that ``set_up_training`` made."""
 
     bf16: bool
     num_threads: int  # of torch in this process
@@ -40,7 +38,7 @@ class TrainingSetup:
     model_options: Mapping[str, Any]  # for from_pretrained, or a model's configuration
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of the forward pass: bfloat16 where it was asked for."""
+        """Return the context manager for the forward pass: bfloat16 if ``bf16``, else no change."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.autocast(device, torch.bfloat16, enabled=self.bf16)
 
@@ -48,31 +46,36 @@ class TrainingSetup:
 def set_up_training(
     loader: TokenLoader | Any, *, bf16: bool = False, tf32: bool = True, num_threads: int | None = None
 ) -> TrainingSetup:
-    """Set threads, precision and padding for this process and those it starts.
+    """Set threads, precision and padding for this process and its child processes.
 
-    Rank 0 logs them at INFO. Raises UsageError for ``bf16`` where the GPU has none.
+    Sets OMP_NUM_THREADS, MKL_NUM_THREADS and TOKENIZERS_PARALLELISM unless they are set. Rank 0 logs the
+    settings at INFO. Raises UsageError for ``bf16`` on a GPU without bfloat16.
+
+        setup = set_up_training(loader, bf16=True)
+        model = AutoModelForCausalLM.from_pretrained("MODEL", **setup.model_options)
+        with setup.autocast():
+            loss = model(**batch).loss
 
     Args:
-        loader: a TokenLoader, or a tokenizer of transformers, which then pads to the right.
-        bf16: ``autocast`` computes in bfloat16; weights stay float32.
-        tf32: float32 matrix products in TF32 where there is CUDA.
-        num_threads: of torch in this process. Default: OMP_NUM_THREADS unless it is torchrun's guess, else
-            this process's share of the CPUs, less one a worker. Sets OMP_NUM_THREADS, MKL_NUM_THREADS and
-            TOKENIZERS_PARALLELISM where you have not.
+        loader: a TokenLoader or a transformers tokenizer. The tokenizer then pads to the right.
+        bf16: let ``autocast`` compute in bfloat16; weights stay float32.
+        tf32: compute float32 matrix products in TF32 on CUDA.
+        num_threads: torch's threads in this process. Default: OMP_NUM_THREADS, unless torchrun set it to 1;
+            else this process's share of the CPUs, minus one for each worker.
     """
     if bf16 and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
-        raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16; leave bf16 out, tf32 stays")
+        raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16; leave out bf16, keep tf32")
     is_loader = isinstance(loader, TokenLoader)
     tokenizer: Any = loader.tokenizer if is_loader else loader
     pad = choose_pad_token(tokenizer)
     tokenizer.padding_side, tokenizer.pad_token = "right", pad.token
-    if not is_loader:  # the collator of a loader has said it
+    if not is_loader:  # a loader has already logged it
         log_pad_token(pad, tokenizer.eos_token_id)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if num_threads is None:
         given = os.environ.get("OMP_NUM_THREADS", "")
         is_guess = given == "1" and "TORCHELASTIC_RUN_ID" in os.environ  # torchrun sets it for several ranks
-        # torchrun's ranks see all CPUs of the node; srun's their own.
+        # Ranks of torchrun see all CPUs of the node; ranks of srun see only their own.
         num_ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
         num_workers = loader.num_workers if is_loader else 0
         num_threads = max(len(os.sched_getaffinity(0)) // num_ranks - num_workers, 1)
@@ -83,7 +86,7 @@ def set_up_training(
     torch.set_num_threads(num_threads)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, str(num_threads))
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a fork beside its threads may hang
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a fork while its threads run may hang
     options = {"attn_implementation": "sdpa"}
     setup = TrainingSetup(bf16=bf16, num_threads=num_threads, pad=pad, model_options=options)
     if not is_loader or loader.process_rank.rank == 0:
@@ -91,18 +94,15 @@ def set_up_training(
     return setup
 
 
-# Mean losses: of a validation set, and of each source.
-
-
 class _LossSums:
-    """Sums of losses, and counts of labels, of this rank."""
+    """Sums of losses and counts of labels on this rank."""
 
     def __init__(self, num_means: int, targets: Targets) -> None:
-        self._first = int(targets == "same")  # the model shifts labels, so the first of a row does not count
+        self._first = int(targets == "same")  # a model that shifts labels ignores the first one of a row
         self._sums = torch.zeros(2, num_means, dtype=torch.float64)
 
     def _all_means(self) -> list[float]:
-        """Return the means over the labels of all ranks, NaN where there are none."""
+        """Return the means over the labels of all ranks; NaN without labels."""
         sums = self._sums.clone()
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(sums)
@@ -110,9 +110,10 @@ class _LossSums:
 
 
 def source_ids(origins: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return the source of each place of a batch, int64[batch, seq], by its ``origins``.
+    """Return the source number of each token of a batch: int64[batch, seq].
 
-    Padding has any source. Put into the batch, it goes along where rows or places are dealt to ranks.
+    ``origins`` is ``batch["origins"]``, int64[documents, 6], and ``shape`` that of the labels. Values in
+    padding have no meaning. In the batch, ``deal_rows_evenly`` and ``split_for_context_parallel`` keep it.
     """
     width = shape[1]
     kept = origins[origins[:, 1] < width]
@@ -122,36 +123,37 @@ def source_ids(origins: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 class LossMean(_LossSums):
-    """Adds up this rank's losses, weighted by their labels. ``mean()`` is of all ranks."""
+    """Sums this rank's batch losses, weighted by their labels; ``mean()`` covers all ranks."""
 
     def __init__(self, targets: Targets = "same") -> None:
         super().__init__(1, targets)
 
     @staticmethod
     def of_loader(loader: TokenLoader) -> LossMean:
-        """Return one for the batches of a loader."""
+        """Return a LossMean for the batches of a loader."""
         return LossMean(_targets_of(loader))
 
     def add(self, loss: torch.Tensor, labels: torch.Tensor) -> None:
-        """Count a batch: ``loss`` is the mean over the labels int64[batch, seq] that are not -100. A batch
-        without such labels, whose loss is NaN in transformers, counts nothing."""
+        """Add a batch. ``loss`` is the mean over the labels, int64[batch, seq], that are not -100.
+        Without such labels, where transformers returns NaN, it adds nothing."""
         num_labels = int((labels[:, self._first :] != IGNORED).sum())
         if num_labels:
             sums = [loss.detach().mean().double() * num_labels, loss.new_tensor(num_labels).double()]
             self._sums = self._sums.to(loss.device) + torch.stack(sums)[:, None]
 
     def mean(self) -> float:
-        """Return the mean over all labels of all ranks, which must all call it. It is NaN without labels."""
+        """Return the mean over the labels of all ranks, NaN without labels. All ranks must call it."""
         return self._all_means()[0]
 
 
 class SourceLosses(_LossSums):
-    """Adds up this rank's losses by source. ``means()`` are of all ranks.
+    """Sums this rank's losses by source; ``means()`` covers all ranks.
 
-        losses = SourceLosses.of_loader(loader)
-        losses.add(model(**batch).logits, labels, origins)
+        losses = SourceLosses.of_loader(loader)  # made with origins=True
+        origins = batch.pop("origins")
+        losses.add(model(**batch).logits, batch["labels"], origins)
 
-    ``targets``: as for the loader. A label counts for the document that holds the predicting token.
+    ``targets``: as for the loader. A label counts for the document of the token that predicts it.
     """
 
     def __init__(self, names: tuple[str, ...], targets: Targets = "same") -> None:
@@ -160,13 +162,13 @@ class SourceLosses(_LossSums):
 
     @staticmethod
     def of_loader(loader: TokenLoader) -> SourceLosses:
-        """Return one for the batches of a loader."""
+        """Return a SourceLosses for the batches of a loader."""
         return SourceLosses(loader.source_names, _targets_of(loader))
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor, origins: torch.Tensor) -> None:
-        """Count a batch: logits[batch, seq, vocabulary], int64[batch, seq] and int64[documents, 6]."""
+        """Add a batch: logits[batch, seq, vocabulary], int64[batch, seq] and int64[documents, 6]."""
         logits, labels = logits[:, : logits.shape[1] - self._first], labels[:, self._first :]
-        with torch.no_grad():  # a row at a time: float32 of all logits may not fit beside the step's own
+        with torch.no_grad():  # row by row: a float32 copy of all logits may not fit into memory
             losses = [
                 cross_entropy(of_row.float(), wanted.to(of_row.device), reduction="none")
                 for of_row, wanted in zip(logits, labels, strict=True)
@@ -174,14 +176,14 @@ class SourceLosses(_LossSums):
         self.add_losses(torch.stack(losses), labels, source_ids(origins, labels.shape))
 
     def add_losses(self, losses: torch.Tensor, labels: torch.Tensor, sources: torch.Tensor) -> None:
-        """Count losses by labels and ``source_ids``, [batch, seq], at the places where they are predicted."""
+        """Add losses, labels and ``source_ids``, [batch, seq], at the places that predict the labels."""
         counts = (labels != IGNORED).to(losses.device)
         values = torch.stack([losses.detach().double() * counts, counts.double()]).flatten(1)
         self._sums = self._sums.to(losses.device).index_add(1, sources.to(losses.device).flatten(), values)
 
     def means(self, *, reset: bool = False) -> dict[str, float]:
-        """Return the mean loss of each source over the labels of all ranks, which must all call it: NaN where
-        there are none. ``reset``: count from 0 again."""
+        """Return each source's mean loss over the labels of all ranks, NaN without labels. All ranks must
+        call it. ``reset``: count from 0 again."""
         means = self._all_means()
         if reset:
             self._sums.zero_()
@@ -195,13 +197,14 @@ def _targets_of(loader: TokenLoader) -> Targets:
 def evaluation_loss(model: Any, loader: TokenLoader) -> float:
     """Return the mean loss over all labels of a validation loader, on all ranks.
 
-    All of them must call it, and it takes one epoch of ``loader``. ``model(**batch).loss`` must be the mean
-    over the labels of a batch. Raises UsageError for ``targets="shifted"`` and a model of transformers.
+    All ranks must call it. It iterates one epoch of ``loader`` in evaluation mode without gradients.
+    ``model(**batch).loss`` must be the mean over the labels of a batch. Raises UsageError if the loader has
+    ``targets="shifted"`` and the model is of transformers.
     """
-    inner = getattr(model, "module", model)  # of DDP
-    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # of PEFT
+    inner = getattr(model, "module", model)  # inside DDP
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # inside PEFT
     if loader.step_batches.shifts_targets and type(inner).__module__.startswith("transformers."):
-        found = f'targets="shifted" of the loader, and {type(inner).__name__}, which shifts labels itself'
+        found = f'a loader with targets="shifted" for {type(inner).__name__}, which shifts labels itself'
         raise UsageError(found=found, expected='targets="same"')
     losses = LossMean.of_loader(loader)
     device, was_training = next(model.parameters()).device, model.training
@@ -216,30 +219,27 @@ def evaluation_loss(model: Any, loader: TokenLoader) -> float:
     return losses.mean()
 
 
-# Rows dealt to the ranks so that attention costs all of them about the same.
-
-
 def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) -> list[Batch]:
-    """Exchange rows with the other ranks, and return as many batches of the same shape.
+    """Exchange the rows of a step between ranks, so that attention costs about the same on all of them.
 
-    Attention inside documents costs the sum of their squared lengths. The ranks deal the rows of a step so
-    that the sums are about even; the step's rows stay the same set. A rank's most expensive rows come first,
-    so that the n-th batches of all ranks cost about the same, too.
+    Attention inside documents costs the sum of their squared lengths. The step keeps its rows; the ranks
+    distribute them by this cost. Each rank puts its most expensive rows first, so that the n-th batches of
+    all ranks cost about the same, too. Returns as many batches, with the same fields and shape.
 
     Args:
-        batches: of this rank in one step, with tensors int64[batch, seq] alone, ``segment_ids`` or
-            ``position_ids`` among them; on the device that the group's backend sends from.
-        group: the data-parallel process group. All of its ranks call this with equally many batches.
+        batches: this rank's batches of one step. Every field is int64[batch, seq], one of them
+            ``segment_ids`` or ``position_ids``, on a device that the group's backend can send from.
+        group: the data-parallel process group. All its ranks must call this with equally many batches.
 
     Raises:
-        UsageError: a field is no such tensor, or nothing says where documents begin.
+        UsageError: a field has another type or shape, or no field says where documents begin.
     """
     shape, names = batches[0]["input_ids"].shape, list(batches[0])
     for name in names:
         value = batches[0][name]
         if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (shape, torch.int64):
             expected = f"an int64 tensor of {list(shape)}; of boundaries 'position_ids' or 'segment_ids'"
-            raise UsageError(found=f"{name}, which cannot be dealt by rows", expected=expected)
+            raise UsageError(found=f"{name}, which cannot be exchanged by rows", expected=expected)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     rows = torch.cat([torch.stack([batch[name] for name in names], 1) for batch in batches])
     own_work = []
@@ -251,25 +251,24 @@ def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) ->
     works = [torch.empty(len(rows), dtype=torch.int64, device=rows.device) for _ in range(size)]
     dist.all_gather(works, torch.cat(own_work), group=group)
     work = torch.cat(works).cpu().numpy()
-    # From the most work on, the next rows go to a rank each, the largest to the one with the least.
+    # Assign one row per rank at a time, by decreasing work; the first goes to the rank with the least work.
     owners, totals = np.empty(len(work), np.int64), np.zeros(size, np.int64)
-    for of_each_rank in np.argsort(-work, kind="stable").reshape(-1, size):
+    for next_rows in np.argsort(-work, kind="stable").reshape(-1, size):
         ranks = np.argsort(totals, kind="stable")
-        owners[of_each_rank] = ranks
-        totals[ranks] += work[of_each_rank]
-    # Rows go out ordered by their owners, and so come in as they are numbered: rank after rank.
+        owners[next_rows] = ranks
+        totals[ranks] += work[next_rows]
+    # Each rank sends its rows sorted by owner, so they arrive in the order of their numbers.
     to, own = owners[rank * len(rows) : (rank + 1) * len(rows)], np.flatnonzero(owners == rank)
-    num_sent, num_got = (np.bincount(each, minlength=size).tolist() for each in (to, own // len(rows)))
-    dealt, outgoing = torch.empty_like(rows), rows[np.argsort(to, kind="stable")]
-    dist.all_to_all_single(dealt, outgoing, num_got, num_sent, group=group)
-    dealt = dealt[np.argsort(-work[own], kind="stable")]
-    parts = (part.unbind(1) for part in dealt.split(shape[0]))
+    num_sent = np.bincount(to, minlength=size).tolist()
+    num_received = np.bincount(own // len(rows), minlength=size).tolist()
+    received, outgoing = torch.empty_like(rows), rows[np.argsort(to, kind="stable")]
+    dist.all_to_all_single(received, outgoing, num_received, num_sent, group=group)
+    received = received[np.argsort(-work[own], kind="stable")]
+    parts = (part.unbind(1) for part in received.split(shape[0]))
     return [Batch(zip(names, map(torch.Tensor.contiguous, fields), strict=True)) for fields in parts]
 
 
-# The part of a batch that one rank of context parallelism computes (docs/training_own_loop.md).
-
-_OF_THE_WHOLE = ("cu_seqlens", "max_seqlen")  # kernels want the edges of whole documents
+_OF_WHOLE_DOCUMENTS = ("cu_seqlens", "max_seqlen")  # not split: kernels need the edges of whole documents
 
 
 def split_for_context_parallel(
@@ -280,38 +279,41 @@ def split_for_context_parallel(
     by: Literal["row", "document"] = "row",
     pad_documents: bool = True,
 ) -> dict[str, Any]:
-    """Return the places of a batch that one of ``size`` ranks of context parallelism computes.
+    """Return the part of a batch that one of ``size`` context-parallel ranks computes.
 
-    A sequence is cut into 2 size parts, and rank r takes part r and part 2 size - 1 - r: with causal
-    attention all ranks have the same work. Labels must be ``targets="shifted"``.
+    Each sequence is cut into 2 size parts, and rank r takes part r and part 2 size - 1 - r, which gives all
+    ranks the same work under causal attention. The loader must have ``targets="shifted"``.
 
     Args:
-        batch: what the loader gives, the same on all ranks of the group.
-        rank: of this process in its group of context parallelism.
+        batch: a batch of the loader, the same on all ranks of the group.
+        rank: of this process in the context-parallel group.
         size: number of ranks in that group.
-        by: ``"row"``: each row is a sequence, of a multiple of 2 size places. ``place_ids``
-            int64[seq / size] say where each place stood in its row; ``cu_seqlens`` stay as they are. For
-            attention that does not heed documents. ``"document"``: each document is a sequence, and the
-            part is one row, [1, tokens], equally long on all ranks, without the padding of rows.
-            ``place_ids`` int64[tokens] are places in the flattened batch, -1 in padding;
-            ``position_ids`` count in each document, ``segment_ids`` documents in the batch from 1, 0 in
-            padding; ``cu_seqlens`` and ``cu_seqlens_padded`` int32[documents + 1] are the edges of whole
-            documents without and with padding, ``max_seqlen`` the longest with padding.
-        pad_documents: pad each document to a multiple of 2 size, as ring attention over ``cu_seqlens``
-            needs. False: parts of a document differ by a token, and only the last one may be padded. For
-            masks made of ``position_ids`` and ``segment_ids``.
+        by: what a sequence is: ``"row"``, for attention that ignores documents, or ``"document"``.
+        pad_documents: pad each document to a multiple of 2 size tokens, as ring attention over
+            ``cu_seqlens`` needs. False: parts of a document differ by at most a token, and only the last
+            document may be padded; for masks made from ``position_ids`` and ``segment_ids``.
+
+    Returns:
+        The fields of the batch, split, and ``place_ids``, the places that the tokens had.
+        By row, fields are [batch, seq / size]; seq must be a multiple of 2 size. ``place_ids``,
+        int64[seq / size], are places in a row. ``cu_seqlens`` are not changed.
+        By document, fields are [1, tokens], equally many on all ranks, without the padding of rows.
+        ``place_ids``, int64[tokens], are places in the flattened batch, -1 in padding. ``position_ids`` count
+        from 0 in each document, ``segment_ids`` number the documents from 1, 0 in padding. ``cu_seqlens`` and
+        ``cu_seqlens_padded``, int32[documents + 1], are the edges of whole documents without and with
+        padding, ``max_seqlen`` is the greatest length with padding.
 
     Raises:
-        UsageError: rows cannot be cut so, nothing says where documents begin, or labels are not shifted.
+        UsageError: a field or a row cannot be split, labels are not shifted, or documents are not known.
     """
     ids = batch.get("input_ids") if hasattr(batch, "get") else None
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-        raise UsageError("the batch has no input_ids of [batch, seq]; pass what the loader gives")
+        raise UsageError("the batch has no input_ids of [batch, seq]; pass a batch of the loader")
     if not 0 <= rank < size:
         raise UsageError(found=f"rank {rank} of {size}", expected="0 <= rank < size")
     if by not in ("row", "document"):
         raise UsageError.of_value("by", by, "'row' or 'document'")
-    fields = {name: value for name, value in batch.items() if name not in _OF_THE_WHOLE}
+    fields = {name: value for name, value in batch.items() if name not in _OF_WHOLE_DOCUMENTS}
     for name, value in fields.items():
         if not isinstance(value, torch.Tensor) or value.shape != ids.shape:
             expected = f"a tensor of {list(ids.shape)}; boundaries other than 'transformers'"
@@ -319,17 +321,17 @@ def split_for_context_parallel(
     if (labels := fields.get("labels")) is not None:
         is_ignored = labels == IGNORED
         if not is_ignored.all() and (is_ignored | (labels == ids)).all():
-            found = "labels that are the tokens themselves, where the next token may be on another rank"
+            found = "labels that equal input_ids, although the next token may be on another rank"
             raise UsageError(found=found, expected='a loader with targets="shifted"')
     if by == "document":
         return _split_documents(batch, fields, rank, size, multiple=2 * size if pad_documents else 1)
     width, num_parts = ids.shape[1], 2 * size
     if width % num_parts:
-        found = f"rows of {width} tokens, to be cut into {num_parts} equal parts for {size} ranks"
+        found = f"rows of {width} tokens, which {size} ranks would cut into {num_parts} equal parts"
         expected = f"a seq_len, or a pad_to_multiple_of, that is a multiple of {num_parts}; or by='document'"
         raise UsageError(found=found, expected=expected)
     places = torch.from_numpy(_places_of_rank(np.array([width]), rank, size)[1])
-    whole = {name: batch[name] for name in _OF_THE_WHOLE if name in batch}
+    whole = {name: batch[name] for name in _OF_WHOLE_DOCUMENTS if name in batch}
     parts = {name: value.index_select(1, places.to(value.device)) for name, value in fields.items()}
     return {"place_ids": places, **whole, **parts}
 
@@ -366,10 +368,11 @@ def _split_documents(
 
 
 def _places_of_rank(lengths: Int64s, rank: int, size: int) -> tuple[Int64s, Int64s]:
-    """Return the sequence of each of the rank's places, and its place in it: each head, then each tail.
+    """Return the sequence numbers of a rank's places, and the places in their sequences.
 
-    All ranks get equally many places if the lengths sum to a multiple of ``size``: what a sequence has over
-    2 size equal parts is dealt a place each, on from the rank where the sequence before it stopped.
+    Of each sequence come the rank's part from the front and then its part from the end. All ranks get equally
+    many places if the lengths sum to a multiple of ``size``: the remainder of a sequence after 2 size equal
+    parts goes to the ranks one place each, starting after the rank at which the previous sequence stopped.
     """
     each, over = np.divmod(lengths, 2 * size)
     end = np.cumsum(over)

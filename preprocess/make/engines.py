@@ -113,7 +113,7 @@ class Engine:
 
 
 def load_tokenizer(path: Path, content: bytes | None = None) -> Any:
-    """Load a ``tokenizers.Tokenizer`` from a tokenizer.json, or from its ``content`` if that was read already.
+    """Load a ``tokenizers.Tokenizer`` of a tokenizer.json, or of its ``content`` if that was read already.
 
     Raises ReadWriteError, or BrokenShard if it is not a regular file.
     """

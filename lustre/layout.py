@@ -179,12 +179,11 @@ def parse_stripe(text: str) -> Layout:
     count = int(match[1]) if match else 0
     size, pool = (match[2], match[3]) if match else (None, None)
     stripe_bytes = 0 if count == 1 else DEFAULT_STRIPE_BYTES
+    is_size = True
     if size:
         stripe_bytes = parse_size(size, "--stripe", such_as="4194304, 4M or 2G")
+        is_size = stripe_bytes > 0 and stripe_bytes % (64 << 10) == 0 and SMALL_FILE_BYTES % stripe_bytes == 0
     is_count = count == ALL_OSTS or 1 <= count <= MAX_STRIPE_COUNT
-    is_size = not size or (
-        stripe_bytes and not stripe_bytes % (64 << 10) and not SMALL_FILE_BYTES % stripe_bytes
-    )
     if not (is_count and is_size) or pool in {"inherit", "ignore"}:  # reserved by Lustre
         raise UsageError.of_value("--stripe", text, _NUMBERS_TEXT)
     one = Component(stripe_count=1, stripe_bytes=stripe_bytes, pool=pool or "")
@@ -330,8 +329,7 @@ def stripe_line(folder: Path, stripe: str, *, is_planned: bool = False, dry_run:
     if reason := why_not_usable(folder):
         return f"{name}: nothing to do, {reason}"
     if is_planned:
-        why = "is planned already, and files keep their layouts"
-        return f"{name}: not changed, because {folder} {why}; plan into a fresh folder"
+        return f"{name}: not changed: {folder} is planned, and files keep their layout; plan into a fresh one"
     if dry_run and size_of_file(folder) is None:
         return f"{name}: would create {folder}; would run: {setstripe_command(folder, wanted)}"
     return f"{name}: {set_directory_layout(folder, wanted, dry_run=dry_run)}"

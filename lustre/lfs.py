@@ -75,9 +75,8 @@ def why_not_usable(path: Path) -> str | None:
 
 def existing_part(path: Path) -> Path:
     """Return ``path`` if it exists, or else its nearest parent that does."""
-    return next(
-        place for place in (path.absolute(), *path.absolute().parents) if size_of_file(place) is not None
-    )
+    places = (path.absolute(), *path.absolute().parents)
+    return next(place for place in places if size_of_file(place) is not None)
 
 
 class LfsResult(NamedTuple):
@@ -187,8 +186,8 @@ class Targets:
             used, free = sum(each.used_bytes for each in targets), sum(each.free_bytes for each in targets)
             inodes = [each.free_inodes for each in targets if each.free_inodes is not None]
             num_inodes = short_number(sum(inodes)) if inodes else f"unknown ({self.why_no_inodes})"
-            full = f"{used / max(1, used + free):.0%} full"
-            lines.append(f"{counted(len(targets), kind)}, {full}; free inodes: {num_inodes}")
+            used_part = used / max(1, used + free)
+            lines.append(f"{counted(len(targets), kind)}, {used_part:.0%} full; free inodes: {num_inodes}")
             for target in targets:
                 trouble += [f"{target.name} {_FLAGS[flag]}" for flag in target.flags if flag in _FLAGS]
                 if target.fill >= NEARLY_FULL and "S" not in target.flags:

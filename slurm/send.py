@@ -2,9 +2,9 @@
 
 All checks are made and all scripts are rendered before anything is sent, so ``--dry_run`` prints exactly what
 would be sent. A submission has two phases, so that no job runs without a record: the jobs are submitted held,
-their record is written to DATA/jobs, and then they are released. If the command is killed in between, held
-jobs are left, which do nothing. If two submissions run at once, only one can write its record; the other one
-cancels its jobs and reports it. If Slurm refuses so many tasks, half as many are tried.
+their record is written to DATA/jobs, and then they are released. A kill in between leaves held jobs, which do
+nothing. Of two submissions at once only one can write its record; the other one cancels its jobs and fails.
+If Slurm refuses so many tasks, half as many are tried.
 
 A script is ``prep_array.sh`` with another head, which contains the table array index -> shards. Slurm keeps a
 copy of the script from submission on, so later changes of files do not affect waiting tasks. Limits of
@@ -54,7 +54,7 @@ Groups = list[tuple[JobRequest, list[int]]]  # shards to send, grouped by the re
 # Slurm's messages for more jobs than MaxArraySize, a QOS or an account allows. A QOS that forbids the size or
 # time of a job has the same message: fewer tasks are then refused, too, and it is shown.
 _TOO_MANY = re.compile(r"accounting/QOS policy|array specification|submit limit|SubmitJob", re.IGNORECASE)
-_CONTROLS = "sends failed shards again until the data set is verified (--until_done)"
+_CONTROLLER_TEXT = "sends failed shards again until the data set is verified (--until_done)"
 _VERIFIED_BYTES_PER_S = 5e6  # bytes of input, on one slow core
 
 
@@ -87,12 +87,14 @@ def with_variables(flags: Mapping[str, Any]) -> dict[str, Any]:
         if not text or name in flags:
             continue
         value: Any = text
-        if name in ("time_min", *job_files.MEMORY_FIELDS):
-            value = states.minutes_of(text) if name == "time_min" else (states.megabytes_of(text) or 0) / 1024
-            if not value:
-                such_as = "60 or 2:00:00" if name == "time_min" else "4000 or 4G"
-                expected = f"a value such as {such_as}; unset it, or give the flag --{name} too"
-                raise UsageError.of_value(variable, text[:60], expected)
+        such_as = ""
+        if name == "time_min":
+            value, such_as = states.minutes_of(text), "60 or 2:00:00"
+        elif name in job_files.MEMORY_FIELDS:
+            value, such_as = (states.megabytes_of(text) or 0) / 1024, "4000 or 4G"
+        if not value:
+            expected = f"a value such as {such_as}; unset it, or give the flag --{name} too"
+            raise UsageError.of_value(variable, text[:60], expected)
         found[name] = value
     given = job_files.with_changes(found, flags)
     if given.get("setup"):
@@ -117,7 +119,8 @@ def _missing_shards(args: argparse.Namespace, request: JobRequest) -> tuple[Data
         missing, unseen = sorted([*missing, *unseen]), []
     if unseen:
         why = state.why_not_visible()
-        say(f"left out: {len(unseen)} shards may run unseen ({why}); if not: --shards {id_ranges(unseen)}")
+        ids = id_ranges(unseen)
+        say(f"left out: {shards_text(ids)} may be running ({why}); if not: --shards {ids}")
     if wanted is not None:
         missing = [shard_id for shard_id in missing if shard_id in wanted]
     if missing and not lustre.why_not_usable(state.folder):
@@ -177,8 +180,7 @@ def _send_held(
         rendered.append((asked, tasks, script))
     # The controller notifies at the very end, so the verify job does not.
     quiet = request.changed(notify=None) if args.until_done else request
-    last_request = _with_time_of_verify(state, quiet, site)
-    # In the order of submission.
+    last_request = _with_verify_time(state, quiet, site)
     scripts = [script for _, _, script in rendered]
     scripts.append(verify_script(folder, name + states.VERIFY, state.plan.num_shards, last_request))
     if args.until_done:
@@ -233,7 +235,7 @@ def _send_held(
     return submission, controller
 
 
-def _with_time_of_verify(state: DatasetState, request: JobRequest, site: Site | None) -> JobRequest:
+def _with_verify_time(state: DatasetState, request: JobRequest, site: Site | None) -> JobRequest:
     """Return the request with a time limit for verifying all bytes, not just those of one task."""
     if request.time_min is None:
         return request
@@ -242,10 +244,7 @@ def _with_time_of_verify(state: DatasetState, request: JobRequest, site: Site | 
 
 
 def send_groups(args: argparse.Namespace, state: DatasetState, groups: Groups) -> int:
-    """Submit, record and release the jobs, in as many tasks as Slurm takes. Return the exit code.
-
-    Raises ReadWriteError, SlurmRefused, SlurmAway.
-    """
+    """Submit, record and release jobs. Raises ReadWriteError, SlurmRefused, SlurmAway."""
     most_tasks = max(len(shard_ids) for _, shard_ids in groups)
     while True:
         try:
@@ -270,11 +269,11 @@ def send_groups(args: argparse.Namespace, state: DatasetState, groups: Groups) -
             way_on = "Somebody cancelled the jobs before they began; look at the status, then submit again"
             remedy = f"shardprep status {quoted(state.folder)}"
         raise type(error)(path=error.path, found=f"{error.found}. {way_on}", remedy=remedy) from None
-    _tell(args, state, submission, controller)
+    _announce(args, state, submission, controller)
     return wait_for_jobs(args.output_dir) if args.wait else 0
 
 
-def _tell(args: argparse.Namespace, state: DatasetState, submission: Submission, controller: str) -> None:
+def _announce(args: argparse.Namespace, state: DatasetState, submission: Submission, controller: str) -> None:
     """Append the submission to the history, and print its jobs."""
     shards_of = {each.job_id: list(itertools.chain(*each.shards_of_tasks())) for each in submission.arrays}
     sent = set(itertools.chain(*shards_of.values()))
@@ -301,7 +300,7 @@ def _tell(args: argparse.Namespace, state: DatasetState, submission: Submission,
         if before := _other_controllers(state):  # two controllers would send failed shards twice
             with contextlib.suppress(ShardprepError):
                 run_slurm("scancel", *before)
-        print_lines(f"job {controller}: {_CONTROLS}")
+        print_lines(f"job {controller}: {_CONTROLLER_TEXT}")
     if not args.wait:
         print_lines(f"next: shardprep status {quoted(args.output_dir)} --watch")
 
@@ -316,7 +315,7 @@ def _controller(args: argparse.Namespace, state: DatasetState, request: JobReque
         if getattr(args, name, None) is not None:
             flags += [f"--{name}", getattr(args, name)]
     command = [sys.executable, "-m", "slurm", "retry", state.folder, "--until_done", *flags]
-    request = _with_time_of_verify(state, request, site)  # the controller may verify, too
+    request = _with_verify_time(state, request, site)  # the controller may verify, too
     small = request.changed(cpus_per_task=1, mem_gb=1.0, mem_per_cpu_gb=None, max_parallel=1)
     name = f"{states.names_begin(state.folder, state.plan.plan_id)}{state.next_number}{states.CONTROL}"
     lines = _head(state.folder, name, "control-%j", small)
@@ -334,7 +333,7 @@ def leave_controller(args: argparse.Namespace, state: DatasetState, request: Job
     after = [f"--dependency=afterany:{':'.join(job_ids)}"] if job_ids else []
     job_id = submit_script(_controller(args, state, request, find_site(request.partition)), *after)
     job_files.append_event(state.folder, args.command, jobs=job_ids, controller=job_id)
-    print_lines(f"job {job_id}: {_CONTROLS}")
+    print_lines(f"job {job_id}: {_CONTROLLER_TEXT}")
 
 
 def _other_controllers(state: DatasetState) -> list[str]:
@@ -345,8 +344,7 @@ def _other_controllers(state: DatasetState) -> list[str]:
 def submit_script(script: str, *options: str) -> str:
     """Submit a script and return its job id, from the last line: a site's sbatch may print a banner first.
 
-    Raises SlurmAway if there is no id. Slurm may still have taken the job: it is held, and ``cancel`` finds
-    it by its name.
+    Raises SlurmAway without an id. Slurm may still have taken the job: it is held, and has its name.
     """
     try:
         said = run_slurm("sbatch", "--parsable", *options, text=script).stdout
@@ -517,7 +515,7 @@ def _head(folder: Path, name: str, log: str, request: JobRequest, *options: str)
         raise UsageError(path=folder, found="a backslash in its name", expected=expected)
     output = f"--output={str(folder).replace('%', '%%')}/{job_files.LOGS_FOLDER}/{log}.log"
     options = ("--open-mode=append", f"--job-name={name}", *options, output, *request.sbatch_options())
-    return ["#!/bin/bash", *(f"#SBATCH {_quoted(each)}" for each in options)]
+    return ["#!/bin/bash", *(f"#SBATCH {_quoted_for_sbatch(each)}" for each in options)]
 
 
 def _script(head: Sequence[str], request: JobRequest, body: Sequence[str]) -> str:
@@ -542,7 +540,7 @@ def _script(head: Sequence[str], request: JobRequest, body: Sequence[str]) -> st
     return text
 
 
-def _quoted(option: str) -> str:
+def _quoted_for_sbatch(option: str) -> str:
     """Quote an option for an #SBATCH line, where quotes cannot be joined as in a shell. Raises UsageError."""
     if found := re.search(r"[\x00-\x1f\x7f]", option):
         expected = f"no {found[0]!r}, which is not possible in an #SBATCH line; rename the folder"
@@ -630,8 +628,7 @@ class MakeShards:
     def _stop(self) -> None:
         """Send the worker SIGTERM, as Slurm would, and wait until it has cleaned up.
 
-        Runs in a signal handler while ``__call__`` waits for the same process and holds Popen's lock, so it
-        uses no method of Popen.
+        A signal handler calls this while ``__call__`` holds Popen's lock, so it uses no method of Popen.
         """
         if self._worker is None:
             return
@@ -667,21 +664,21 @@ def _retry(args: argparse.Namespace) -> int:
     state = states.ask_patiently(find) if args.until_done else find()  # no person is there to ask again
     groups = shards_to_retry(args, state, changes)
     if args.until_done and not args.dry_run:
-        request = _trusted(state, _base_request(state), changes)
+        request = _with_own_changes(state, _base_request(state), changes)
         if not groups and not state.ids("running", "pending"):
-            return _end(state, _why_not_verified(args, state), request)
+            return _finish(state, _why_not_verified(args, state), request)
         if args.round > _MOST_ROUNDS:
             missing = shards_text(id_ranges(state.ids("failed", "not submitted")))
             rounds = counted(_MOST_ROUNDS, "round")
-            return _end(state, f"not made after {rounds}: {missing}", request)
+            return _finish(state, f"not made after {rounds}: {missing}", request)
         if not groups:
             leave_controller(args, state, request)
             return 0
     if groups:
         return send_groups(args, state, groups)
     num_left = len(state.ids("failed"))
-    left_words = f"{counted(num_left, 'shard')} left as {'it is' if num_left == 1 else 'they are'}, "
-    print_lines(f"nothing to retry: {left_words if num_left else ''}{state.summary}")
+    left = f"{counted(num_left, 'failed shard')} left out, " if num_left else ""
+    print_lines(f"nothing to retry: {left}{state.summary}")
     if args.wait and not args.dry_run:
         return wait_for_jobs(args.output_dir)
     return ReadWriteError.exit_code if num_left else 0
@@ -708,10 +705,10 @@ def shards_to_retry(args: argparse.Namespace, state: DatasetState, changes: dict
     if not again:
         return []
     base = _base_request(state)
-    max_mem_mb = find_site(_trusted(state, base, changes).partition).max_mem_mb
+    max_mem_mb = find_site(_with_own_changes(state, base, changes).partition).max_mem_mb
     groups: dict[JobRequest, list[int]] = {}
     for shard in again:
-        request = _trusted(state, _request_after(shard, base, max_mem_mb), changes)
+        request = _with_own_changes(state, _request_after(shard, base, max_mem_mb), changes)
         groups.setdefault(request, []).append(shard.shard_id)
     for request in groups:
         check_folder(state.folder, request)
@@ -742,7 +739,7 @@ def _without_dependency(request: JobRequest) -> JobRequest:
     return request.changed(sbatch_args=shlex.join(words))
 
 
-def _trusted(state: DatasetState, request: JobRequest, changes: dict[str, Any]) -> JobRequest:
+def _with_own_changes(state: DatasetState, request: JobRequest, changes: dict[str, Any]) -> JobRequest:
     """Return a recorded request with the user's changes.
 
     Raises Refused for a command that only another user's record contains, because it would run as this user.
@@ -755,11 +752,11 @@ def _trusted(state: DatasetState, request: JobRequest, changes: dict[str, Any]) 
             foreign[name] = value
     if foreign:
         numbers = ", ".join(f"{each.number:04d}.json" for each in state.submissions if not each.is_own)
-        words = shlex.join(f"--{name}={value}" for name, value in foreign.items())
+        flags = shlex.join(f"--{name}={value}" for name, value in foreign.items())
         found = f"commands in records in jobs/ that another user wrote, or can write to ({numbers})"
-        leave_out = f"leave one out by --{next(iter(foreign))}=''"
-        expected = f"that you read them and name them yourself, because they run as you; {leave_out}"
-        remedy = f"shardprep retry {quoted(state.folder)} {words}"
+        omit = f"omit one with --{next(iter(foreign))}=''"
+        expected = f"that you read them and name them yourself, because they run as you; {omit}"
+        remedy = f"shardprep retry {quoted(state.folder)} {flags}"
         raise Refused(path=state.folder, found=found, expected=expected, remedy=remedy)
     return request.changed(**changes)
 
@@ -780,8 +777,7 @@ def _request_after(shard: Shard, base: JobRequest, max_mem_mb: int | None) -> Jo
         else:
             request = request.changed(mem_per_cpu_gb=round(mem_gb / (request.num_cpus or 1), 3))
     if cause == states.TIMEOUT and last:
-        # It may have run longer than its limit: `scontrol update timelimit=` can raise that of a running job.
-        # The limit of a plain sbatch task is not recorded.
+        # `scontrol update timelimit=` may have raised the limit. That of a plain sbatch task is not recorded.
         limit_min, ran_min = (array and array.time_min) or 0, round(last.elapsed_s / 60)
         if ran_min - limit_min <= _LATE_KILL_MIN:
             ran_min = limit_min or ran_min
@@ -811,7 +807,7 @@ def _why_not_verified(args: argparse.Namespace, state: DatasetState) -> str:
     return "; ".join(words) or "shards are missing, and jobs that are not visible here may be making them"
 
 
-def _end(state: DatasetState, why: str, request: JobRequest) -> int:
+def _finish(state: DatasetState, why: str, request: JobRequest) -> int:
     """End --until_done: write the report, or say why a person must help; then run --notify."""
     folder, code = state.folder, ReadWriteError.exit_code if why else 0
     if why:

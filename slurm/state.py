@@ -2,15 +2,15 @@
 
 Manifests say which shards are done. For the others, the records of attempts say who tried and how it ended,
 and Slurm says which jobs wait and run. Slurm's reason for an end counts if the record has none, or if only
-Slurm can know it: memory, the time limit, a node failure, a preemption. squeue shows it for some minutes
-(MinJobAge), the log keeps it. Whichever command sees it first writes it into the record.
+Slurm can know it: memory, time limit, node failure, preemption. squeue shows it for some minutes (MinJobAge),
+the log keeps it, and the first command that sees it writes it into the record.
 
 Slurm's commands are started only here. squeue is asked for the jobs of a user, because slurmctld answers a
 list of ids with its whole job table. Times are in UTC. A job belongs to a submission if its id, user and
-submit time are in the record: a controller that lost its state gives old ids to other jobs. A job that Slurm
-started again has a later submit time, and then its name must agree, too; otherwise a person may have renamed
-it. Jobs of ``sbatch slurm/prep_array.sh DATA`` are known from the records of their tasks, once one has begun.
-The absence of a job proves nothing if jobs may be hidden.
+submit time are in the record: a controller that lost its state gives old ids to other jobs. A requeued job
+has a later submit time, and must have the same name; otherwise a user may have renamed it. Jobs of plain
+``sbatch slurm/prep_array.sh DATA`` are known from the records of their tasks, once one has begun. The absence
+of a job proves nothing if jobs may be hidden.
 """
 
 from __future__ import annotations
@@ -496,24 +496,24 @@ _OF_LOG = (
     (r"\*\*\* STEP .* CANCELLED AT", STEP_STOPPED),
     ("srun: error: Unable to (confirm allocation|create step)", SRUN_FAILED),  # with exit code 1
 )
-_AGAIN = "retry sends it again"
+_RESENT = "retry sends it again"
 # Cause -> what to do. A person must help first if retry alone would fail in the same way.
 _REMEDIES = {
     **dict.fromkeys(
-        (CANCELLED, PREEMPTED, REQUEUED, "DEADLINE", STOPPED, STEP_STOPPED, VANISHED, NO_MANIFEST), _AGAIN
+        (CANCELLED, PREEMPTED, REQUEUED, "DEADLINE", STOPPED, STEP_STOPPED, VANISHED, NO_MANIFEST), _RESENT
     ),
     OUT_OF_MEMORY: "retry asks for twice the memory",
     TIMEOUT: "retry asks for twice the time",
-    NODE_FAIL: f"{_AGAIN}; to leave out a node: export SBATCH_EXCLUDE=NODE",
-    SRUN_FAILED: f"{_AGAIN}; if it fails again, look at --srun_args and at srun's messages in the log",
+    NODE_FAIL: f"{_RESENT}; to leave out a node: export SBATCH_EXCLUDE=NODE",
+    SRUN_FAILED: f"{_RESENT}; if it fails again, look at --srun_args and at srun's messages in the log",
     SETUP: "correct what its message names (--setup, --worker_args); then retry",
     SETUP_ENDED: "correct the file of --setup (SHARDPREP_SETUP), which must not exit; then retry",
     BAD_INPUT: "retry does not send it again: correct the input and plan again, or accept the loss",
     _OF_EXIT_CODE[66]: "bring the input back, or name its new folder: --worker_args '--input_dir RAW'",
     _OF_EXIT_CODE[73]: "check permissions, quota and free space of the folder (df, lfs quota); then retry",
-    _OF_EXIT_CODE[74]: f"{_AGAIN}; if it fails again, check the file system that its message names",
+    _OF_EXIT_CODE[74]: f"{_RESENT}; if it fails again, check the file system that its message names",
     _OF_EXIT_CODE[78]: "bring back what its message names, or plan into a new folder; then retry",
-    "killed by signal 9": f"{_AGAIN}; it is often memory: retry --mem_gb",
+    "killed by signal 9": f"{_RESENT}; it is often memory: retry --mem_gb",
     NO_LOG: "check permissions and quota of the folder of its log; then retry",
 }
 _WARNED_S = 900  # a USR1 in the last 15 min before the time limit is the warning of sbatch --signal
@@ -524,7 +524,7 @@ _BEGINS = re.compile(r"^(?=shardprep: node \S+: .* begins$)", re.MULTILINE)
 
 def remedy_of(cause: str) -> str:
     """Return what to do about a cause, as a clause without a full stop."""
-    return _REMEDIES.get(cause, f"look at its log; {_AGAIN}")
+    return _REMEDIES.get(cause, f"look at its log; {_RESENT}")
 
 
 def cause_of_record(record: AttemptRecord, shard_id: int) -> str:
@@ -584,8 +584,7 @@ def is_unexplained(record: AttemptRecord) -> bool:
 def cause_in_log(record: AttemptRecord, num_later: int) -> str:
     """Return the cause that Slurm wrote into an attempt's log, or "".
 
-    If Slurm starts the task again, it appends to the same log, unless prep_array.sh moves that away.
-    ``num_later`` is the number of starts after this attempt.
+    Later starts of the task, ``num_later`` of them, append to the same log, unless prep_array.sh moved it.
     """
     path = Path(record.log)
     moved = path.with_name(f"{path.stem}.before-restart-{record.num_restarts + 1}.log")
@@ -616,8 +615,7 @@ def last_lines(log: str, number: int = 3) -> list[str]:
 # Attempts and shards. ----------------------------------------------------------------------------------
 
 _MOST_ATTEMPTS = 3  # that fail in the same way
-# If attempts differ, a shard has the first of these states.
-_PRECEDENCE: tuple[StateName, ...] = ("running", "pending", "not visible", "failed")
+_PRECEDENCE: tuple[StateName, ...] = ("running", "pending", "not visible", "failed")  # if attempts differ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -738,8 +736,7 @@ def find_state(
     """Combine manifests, records and Slurm's queue. Raises BrokenShard, ReadWriteError, SlurmAway.
 
     If Slurm does not answer and ``needs_slurm`` is False, shards that may be in a job are ``not visible``.
-    Manifests of shards that are done in an earlier state ``before`` are not read again. ``see``: as for
-    ``find_made_shards``.
+    Shards done in an earlier state ``before`` are not read again. ``see`` is passed to ``find_made_shards``.
     """
     identity, unreadable = job_files.folder_identity(folder), list[str]()
     try:
@@ -767,7 +764,7 @@ def find_state(
             if needs_slurm:
                 raise
             ids = {job.job_id for it in submissions for job in it.jobs} | {it.job_id for it in open_records}
-            queue = Queue(hidden=dict.fromkeys(ids, "Slurm gives no answer"), away=str(error))
+            queue = Queue(hidden=dict.fromkeys(ids, "Slurm does not answer"), away=str(error))
     # Read records and manifests after asking Slurm: a task that it shows as ended has written them by then.
     listed = {each.path for each in records.own}
     now = job_files.read_attempts(folder, plan.plan_id, identity)
@@ -778,10 +775,8 @@ def find_state(
         found = find_made_shards(folder, plan.spec, known=known, see=see)
 
     nothing: StateName = "not visible" if records.unreadable else "not submitted"
-    shards = [
-        Shard(shard_id=shard_id, state="done" if shard_id in found.done else nothing)
-        for shard_id in range(plan.num_shards)
-    ]
+    every = range(plan.num_shards)
+    shards = [Shard(shard_id=each, state="done" if each in found.done else nothing) for each in every]
     _add_attempts(shards, submissions, records.own, queue, folder)
     return DatasetState(
         folder=folder,
@@ -802,11 +797,9 @@ def _add_ends(records: Sequence[AttemptRecord], queue: Queue) -> None:
     last_restart: dict[tuple[str, int], int] = {}
     for record in records:
         last_restart[record.key] = max(record.num_restarts, last_restart.get(record.key, 0))
-    for record in records:
+    for record in (each for each in records if not each.stopped_by):
         job = _job_of(record, tasks)
         stopped_by, ended = "", record.began
-        if record.stopped_by:
-            continue
         if job and (job.state in OF_STATE or (job.state == CANCELLED and record.ended is None)):
             stopped_by, ended = OF_STATE.get(job.state, CANCELLED), record.began + job.elapsed_s
         elif is_unexplained(record) and record.log and not queue.away and not (job and job.is_live):

@@ -40,8 +40,7 @@ from slurm.state import DatasetState, Shard, StateName, last_lines, log_tail, me
 
 STATUS_VERSION = 4  # of --json: increased when a field is removed or changes its meaning
 POLL_S = 5.0
-# In the message of a worker that left out too many documents.
-_NEEDED_BAD_FRACTION = r"--max_bad_fraction ([0-9.]+)"
+_NEEDED_BAD_FRACTION = r"--max_bad_fraction ([0-9.]+)"  # in the message about too many bad documents
 # Events of --until_done: the last one in the history says whether a controller should exist.
 _CONTROLLER_EVENTS = {"submit", "retry", "cancel", "finished", "stopped"}
 _MOST_FAILURES = 8  # shown with the last lines of their logs
@@ -79,14 +78,14 @@ def wait_for_jobs(folder: Path) -> int:
         fresh = set(state.ids("done")) - done
         done |= fresh
         progress.add(sum(sizes[shard_id] for shard_id in fresh))
-        if not state.jobs_to_wait_for() or _waits_for_a_person(state):
+        if not state.jobs_to_wait_for() or _needs_a_person(state):
             break
         time.sleep(POLL_S)
     print_lines(*status_lines(status_data(state)))
     return 0 if state.is_verified else ReadWriteError.exit_code
 
 
-def _waits_for_a_person(state: DatasetState) -> bool:
+def _needs_a_person(state: DatasetState) -> bool:
     """Return whether all live jobs wait, and none of them will start without a person's help."""
     jobs = [job for job in state.queue.jobs.values() if job.is_live]
     # Verify jobs and controllers wait for the other jobs.
@@ -161,7 +160,7 @@ def status_data(state: DatasetState) -> dict[str, Any]:
         "why_not_visible": state.why_not_visible(),
         "history": history,
         "sources": {name: asdict(of) for name, of in sources.items()},
-        **_speed(state, waits),
+        **_progress(state, waits),
     }
 
 
@@ -227,8 +226,7 @@ def _accepting_args(state: DatasetState) -> str:
     failed = state.failed_by_cause().get(states.BAD_INPUT, [])
     needed: list[float] = []
     for shard in failed:
-        message = shard.attempts[-1].message(shard.shard_id)
-        needed += map(float, re.findall(_NEEDED_BAD_FRACTION, message))
+        needed += map(float, re.findall(_NEEDED_BAD_FRACTION, shard.attempts[-1].message(shard.shard_id)))
     if not needed:
         return ""  # the input is bad in another way
     array = next((each.attempts[-1].array for each in failed), None)
@@ -268,7 +266,7 @@ def _lost_controller(state: DatasetState, history: Sequence[dict[str, Any]]) -> 
     return "" if job_id in state.queue.controllers else job_id
 
 
-def _speed(state: DatasetState, waits: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _progress(state: DatasetState, waits: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return tokens, tokens per second since the newest submission, and the time left by input bytes."""
     made = list(state.made.done.values())
     num_tokens = sum(each.counts.num_tokens for each in made)
@@ -493,7 +491,7 @@ def report_data(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str,
         "per_shard": _per_shard(state, manifests),
         "work": _work(state),
         "slurm_away": status["slurm_away"] if status["has_jobs"] else "",
-        "again": _again(folder, plan, manifests),
+        "again": _how_to_repeat(folder, plan, manifests),
     }
 
 
@@ -517,12 +515,12 @@ def _sources(manifests: Sequence[Manifest]) -> list[dict[str, Any]]:
     sources = []
     for name in counts if len(counts) != 2 else ["all"]:
         sums = _sums(counts[name])
-        text = _text_numbers(texts[name], sums["num_tokens"])
+        text = _text_statistics(texts[name], sums["num_tokens"])
         sources.append({"name": name.strip(), "is_all": name == "all", **sums, **text})
     return sorted(sources, key=lambda each: (not each["is_all"], -each["num_tokens"], each["name"]))
 
 
-def _text_numbers(texts: Sequence[TextCounts], num_tokens: int) -> dict[str, Any]:
+def _text_statistics(texts: Sequence[TextCounts], num_tokens: int) -> dict[str, Any]:
     """Return the size of texts in UTF-8, and percentiles of document lengths, up to 12 % too high."""
     num_bytes = sum(each.num_bytes for each in texts)
     of_length: Counter[int] = Counter()
@@ -568,7 +566,7 @@ def _work(state: DatasetState) -> dict[str, Any]:
     }
 
 
-def _again(folder: Path, plan: Plan, manifests: Sequence[Manifest]) -> dict[str, Any]:
+def _how_to_repeat(folder: Path, plan: Plan, manifests: Sequence[Manifest]) -> dict[str, Any]:
     """Return the commands that make the same data set again, and the versions that made this one.
 
     The commands use the tokenizer and the chat template that are stored in the data set.

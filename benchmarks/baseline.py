@@ -1,7 +1,7 @@
-"""The script that shardprep replaces: one text file -> one tar, a document a line.
+"""The script that shardprep replaces: one text file -> one tar, one document per line.
 
-It is the reference for what the defaults must give (tests/preprocess/test_tokenizers.py compares member by
-member) and the baseline of the benchmarks. Do not tune it.
+It is the reference for the default options (tests/preprocess/test_tokenizers.py compares member by member),
+and the baseline of the benchmarks. Do not tune it.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""The text and the tokenizer that contenders share, laid out in a scratch folder.
+"""Write the text and the tokenizer that all contenders use into a scratch folder.
 
-With the corpora beside the checkout (../shared, or $SHARDPREP_TEST_SHARED): Korean reviews, English
-paragraphs, Llama 3's tokenizer. Without them: the text of examples/sample_text.py, repeated, and a
-tokenizer trained on it; repetition flatters every cache, so such figures compare only with each other.
+If the corpora are beside the checkout (../shared, or $SHARDPREP_TEST_SHARED), these are Korean reviews,
+English paragraphs and Llama 3's tokenizer. Otherwise it is the text of examples/sample_text.py, repeated, and
+a tokenizer trained on it. Repetition helps every cache, so compare such figures only with each other.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ BASELINE_BYTES = 2_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """One text, a document a line: each folder holds documents.txt and documents.jsonl."""
+    """A text with one document per line. Each folder contains documents.txt and documents.jsonl."""
 
     label: str
     folder: Path
     num_bytes: int
-    baseline_folder: Path  # the same, or its beginning where the baseline would take minutes
+    baseline_folder: Path  # the same, or only its beginning if the baseline would take minutes
     baseline_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkText:
-    """Everything that a run reads."""
+    """The input of a run."""
 
     corpora: list[Corpus]
-    ten_documents: Path  # of the first corpus: what a run costs before it works
+    ten_documents: Path  # of the first corpus, to measure the start of a run
     tokenizer: Path
-    peer_tokenizer: Path  # the same, and files that single peers want beside it
+    peer_tokenizer: Path  # the same, with additional files that some peers need
     caption: str
 
 
 def shared_folder() -> Path | None:
-    """Where the real corpora and tokenizer lie, if they do."""
+    """Return the folder of the real corpora and tokenizer, or None."""
     folder = Path(os.environ.get("SHARDPREP_TEST_SHARED", ROOT.parent / "shared"))
     return folder if (folder / "corpora").is_dir() and (folder / "tokenizers/llama3").is_dir() else None
 
@@ -114,7 +114,7 @@ def _write_documents(folder: Path, lines: list[str]) -> Path:
 
 
 def _up_to(lines: Iterator[str], num_bytes: int) -> Iterator[str]:
-    """Whole lines until they hold ``num_bytes``."""
+    """Yield whole lines of at most ``num_bytes`` in total."""
     held = 0
     for line in lines:
         held += len(line.encode())
@@ -134,7 +134,7 @@ def _xz_lines(path: Path) -> Iterator[str]:
 
 
 def _python_lines() -> Iterator[str]:
-    """The .py files of the standard library, a document a line: the shortest documents, 10 tokens."""
+    """Yield the lines of the standard library's .py files: the shortest documents, with about 10 tokens."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         if "site-packages" not in path.parts:
@@ -160,12 +160,12 @@ def _repeated(paths: list[Path]) -> Iterator[str]:
 
 
 def _peer_tokenizer(tokenizer: Path, folder: Path) -> Path:
-    """The tokenizer for every version of transformers, and what dolma needs: merges as strings, ids."""
+    """Write the tokenizer for all versions of transformers, and, for dolma, merges as strings and ids."""
     folder.mkdir(parents=True)
     (folder / "tokenizer.json").symlink_to((tokenizer / "tokenizer.json").resolve())
     config = json.loads((tokenizer / "tokenizer_config.json").read_text(encoding="utf-8"))
     names = {name: config[name] for name in ("bos_token", "eos_token", "model_max_length") if name in config}
-    names["tokenizer_class"] = "PreTrainedTokenizerFast"  # MosaicML wants a transformers before 5
+    names["tokenizer_class"] = "PreTrainedTokenizerFast"  # MosaicML needs transformers before version 5
     (folder / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
     data = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))
     data["model"]["merges"] = [

@@ -1,4 +1,4 @@
-"""Who is measured, and the command line of each."""
+"""The contenders that are measured, and the command line of each."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ _RECORDS = {DOCUMENTS: [], PACKED: ["--record", "packed", "--seq_len", "2048"]}
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """``command`` is given a folder of documents and an output folder that ``clear`` has made cold."""
+    """One contender. ``command`` gets a folder of documents and an output folder that ``clear`` emptied."""
 
     key: str
     label: str
     writes: str
     command: Callable[[Path, Path], list[str | Path]]
-    num_runs: int = 1  # a repeat
+    num_runs: int = 1  # per repeat
 
     def folder_of(self, corpus: Corpus) -> tuple[Path, int]:
-        """What it reads, and the bytes of that: the baseline gets the beginning of a slow corpus."""
+        """Return its input and the bytes of it. The baseline gets only the beginning of a slow corpus."""
         if self.key == BASELINE:
             return corpus.baseline_folder, corpus.baseline_bytes
         return corpus.folder, corpus.num_bytes
 
     def watch(self, output: Path) -> Watch | None:
-        """For ours, a second of start-up and a tenth of work: from the tar's first name to the manifest."""
+        """Return a watch for ours, which starts for a second and works for a tenth: from tar to manifest."""
         if self.key not in _RECORDS:
             return None
         return Watch(folder=output, first=".shard-00000.tar.", last="shard-00000.json")
 
     def clear(self, documents: Path, output: Path, text: BenchmarkText) -> None:
-        """Remove an earlier run's output. Ours is planned here, once and not timed, as a user would."""
+        """Remove the output of an earlier run. Ours is planned here, once, and this is not timed."""
         if self.key in _RECORDS:
             if not (output / "plan.json").exists():
                 plan(documents, output, text.tokenizer, _RECORDS[self.key])
@@ -62,7 +62,7 @@ class Contender:
 
 
 def plan(documents: Path, output: Path, tokenizer: Path, options: list[str]) -> None:
-    """``python -m preprocess plan`` of one folder: one file, one shard; of a corpus its .txt alone."""
+    """Run ``python -m preprocess plan`` on the .txt of a folder: one file, one shard."""
     if (documents / "documents.jsonl").exists() and (documents / "documents.txt").exists():
         alone = documents.with_name(f"{documents.name}_text")
         alone.mkdir(exist_ok=True)
@@ -79,7 +79,7 @@ def plan(documents: Path, output: Path, tokenizer: Path, options: list[str]) -> 
 
 
 def contenders(text: BenchmarkText, wanted: list[str]) -> tuple[list[Contender], dict[str, str]]:
-    """The baseline, the peers whose environments stand, and ours; and why others are left out."""
+    """Return the baseline, the peers whose environments exist, and ours; and why others are left out."""
 
     def baseline(documents: Path, output: Path) -> list[str | Path]:
         script: list[str | Path] = [sys.executable, ROOT / "benchmarks/baseline.py", "--shard_id", "0"]

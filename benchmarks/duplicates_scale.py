@@ -1,6 +1,6 @@
-"""``PYTHONPATH=. python benchmarks/duplicates_scale.py [MILLIONS]``: the price of ``shardprep duplicates``.
+"""``PYTHONPATH=. python benchmarks/duplicates_scale.py [MILLIONS]``: measure ``shardprep duplicates``.
 
-A million documents of some 100 bytes, one in ten of them twice.
+The documents have some 100 bytes, and one in ten occurs twice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.world import World
 
 
 def lay_out(folder: Path, num_documents: int) -> None:
-    """Make a data set of so many documents, of which one in ten is a copy."""
+    """Make a data set of ``num_documents``, of which one in ten is a copy."""
     words = "some words that stand in each of the documents and make it as long as a short one is mostly"
     texts = [f"document {number} has {words}" for number in range(num_documents - num_documents // 10)]
     texts += random.Random(0).sample(texts, num_documents // 10)
@@ -28,7 +28,7 @@ def lay_out(folder: Path, num_documents: int) -> None:
 def main() -> None:
     num_documents = int(float(sys.argv[1] if len(sys.argv) > 1 else 1) * 1_000_000)
     with tempfile.TemporaryDirectory() as name, ProcessPoolExecutor(1) as other:
-        # In another process, as a child's peak memory can never be below its parent's at the fork.
+        # In another process, because a child's peak memory is at least its parent's at the fork.
         other.submit(lay_out, Path(name), num_documents).result()
         words = ["duplicates", f"{name}/data", "--output", f"{name}/names.txt", "--json"]
         log = Path(name, "log")

@@ -1,13 +1,13 @@
-"""What the loader costs a training step on one GPU: a Llama in bf16 on packed rows, 4 minutes at most.
+"""Measure what the loader costs a training step on one GPU, with a Llama in bf16 on packed rows.
 
     python benchmarks/gpu_check.py                       # a GPU; 600 M parameters
-    python benchmarks/gpu_check.py --tiny                # seconds, on a CPU, too: tests run it
+    python benchmarks/gpu_check.py --tiny                # takes seconds, also on a CPU; tests run it
 
-Prints six tables: the share of the time that a step waits for data with 0, 2 and 4 workers; copies of a
-batch to the device from pinned and from other memory; attention inside documents, with SDPA and with flash
-attention if it is installed: whether tokens leak between documents, and its speed; memory; the loader alone;
-the precisions of set_up_training with weights in float32, and SDPA beside eager attention.
-Without --data shards are made first, from examples/sample_text.py, with a tokenizer that is trained on it.
+It takes 4 minutes at most, and prints six tables: the share of time that a step waits for data, with 0, 2 and
+4 workers; copies of a batch to the device, from pinned and other memory; attention within documents, with SDPA
+and, if installed, flash attention: whether tokens leak between documents, and its speed; memory; the loader
+alone; and the precisions that set_up_training sets, with SDPA beside eager attention. Without --data it first
+makes shards of examples/sample_text.py with a tokenizer trained on it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def make_data(folder: Path, args: argparse.Namespace) -> Path:
-    """Turn sample text into packed rows with the commands that a user types."""
+    """Make packed rows of sample text with the commands that a user types."""
 
     def command(*words: Any) -> None:
         subprocess.run([sys.executable, *map(str, words)], check=True, capture_output=True, cwd=ROOT)
@@ -112,7 +112,7 @@ def endless(loader: Any) -> Iterator[Any]:
 def train(
     loader: Any, model: Any, device: torch.device, seconds: float, autocast: Any = nullcontext
 ) -> tuple[int, float]:
-    """Train for some seconds; return the number of steps and the seconds that they took."""
+    """Train for some seconds. Return the number of steps and the seconds that they took."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     num_steps, began_s = 0, 0.0
     for number, batch in enumerate(endless(loader)):
@@ -125,7 +125,7 @@ def train(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        synchronize(device)  # so that waiting for the loader is not hidden behind the device's work
+        synchronize(device)  # otherwise work on the device would hide waits for the loader
         num_steps = number + 1 - WARM_UP_STEPS
         if num_steps > 0 and time.perf_counter() - began_s >= seconds:
             break
@@ -143,7 +143,7 @@ def tell_stalls(args: argparse.Namespace, data: Path, model: Any, device: torch.
 
 
 def tell_copies(args: argparse.Namespace, data: Path, device: torch.device) -> None:
-    """Time copies of one batch; on a CPU nothing is copied, and the table says so."""
+    """Time copies of one batch. On a CPU nothing is copied, and the table says so."""
     print("\n| memory of the batch | us per copy to the device |\n|---|---|")
     for is_pinned in (False, True):
         if device.type == "cpu":
@@ -231,13 +231,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, help="rows of your own (default: sample text, made first)")
+    parser.add_argument("--data", type=Path, help="your own rows (default: made from sample text)")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short rows, also on a CPU")
     parser.add_argument("--batch_size", type=int, help="rows (default: 8; tiny: 2)")
     parser.add_argument(
-        "--seq_len", type=int, help="tokens of a row; of --data, theirs (default: 2048; tiny: 64)"
+        "--seq_len", type=int, help="tokens per row; must fit --data (default: 2048; tiny: 64)"
     )
-    parser.add_argument("--seconds", type=float, help="of each measurement (default: 12; tiny: 0.2)")
+    parser.add_argument("--seconds", type=float, help="per measurement (default: 12; tiny: 0.2)")
     args = parser.parse_args()
     args.text_mb = 1 if args.tiny else 60
     args.batch_size = args.batch_size or (2 if args.tiny else 8)

@@ -1,9 +1,9 @@
-"""CPU seconds of packed shards from each input format, beside those from .txt, in turn.
+"""Measure the CPU seconds of packed shards from each input format, relative to .txt.
 
     python benchmarks/input_formats.py [--mb 20] [--repeats 3]
 
-One process on one core; the CPU time is that of making the shard, start-up apart, as its manifest says. Every
-file holds the same documents. Memory is the largest of a run.
+One process runs on one core, and the formats take turns. The CPU time is that of making the shard without
+start-up, from its manifest. All files contain the same documents. Memory is the peak over the runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PACKED = ["--record", "packed", "--seq_len", "2048"]
 
 
 def write_formats(texts: list[str], folder: Path) -> dict[str, Path]:
-    """A folder for each format, with one file in it."""
+    """Write a folder with one file for each format."""
     lines = b"".join(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n" for text in texts)
     table = pyarrow.table({"text": texts})
     found = {}

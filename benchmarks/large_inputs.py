@@ -1,8 +1,8 @@
-"""Write text again and again into one member, one row group or one record batch of an input file.
+"""Write a text repeatedly into one member, one row group or one record batch of an input file.
 
     python benchmarks/large_inputs.py TEXT NUM_BYTES PATH    # .txt, .jsonl[.gz|.zst|.xz], .parquet or .arrow
 
-A process of its own, because what these writers hold would count in the memory of those who are measured.
+This runs as its own process, so that the memory of these writers does not count in measurements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORMS = (".txt", ".jsonl.gz", ".jsonl.zst", ".jsonl.xz", ".parquet", ".arrow")
 
 
 def write_large_input(text: Path, num_bytes: int, path: Path) -> None:
-    """``num_bytes`` of text, about, in the format that the name of ``path`` says."""
+    """Write about ``num_bytes`` of text in the format given by the name of ``path``."""
     lines = text.read_bytes()
     repeats = num_bytes // len(lines)
     suffix = path.name[path.name.index(".") :]
@@ -55,7 +55,7 @@ def _write_compressed(texts: list[str], repeats: int, path: Path) -> None:
 
 
 def _compressed(data: bytes, repeats: int, suffix: str) -> Iterator[bytes]:
-    """One member; the fast levels, for the reader's memory does not depend on them but for zstd's window."""
+    """Yield one compressed member. Fast levels suffice: only zstd's window changes the reader's memory."""
     compressor: Any
     if suffix == ".zst":
         compressor = zstandard.ZstdCompressor(level=3).compressobj()

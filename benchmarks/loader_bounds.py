@@ -1,10 +1,10 @@
-"""Where the limit of the loader is: what each stage costs alone, per 16,384 tokens, beside what is reached.
+"""Measure the lower bound of each stage of the loader, alone, per 16,384 tokens.
 
     python benchmarks/loader_bounds.py DATA [DATA ...]
 
-DATA is a data set of packed rows or of documents with JSON ids; the page cache holds its first shard. Printed
-is a line of JSON: by folder, then by stage, microseconds of CPU per batch of 8 rows of 2,048 tokens, or per
-as many tokens of documents. ``make bench_loader`` prints them beside what is reached.
+DATA is a data set of packed rows, or of documents with JSON ids, whose first shard is in the page cache. This
+prints a line of JSON: folder -> stage -> microseconds of CPU per batch of 8 rows of 2,048 tokens, or per as
+many tokens of documents. ``make bench_loader`` prints them beside the speed that the loader reaches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NUM_BATCHES = 300
 
 
 def bounds_us(folder: Path) -> dict[str, float]:
-    """Microseconds of CPU of each stage, per BATCH_TOKENS."""
+    """Return the microseconds of CPU of each stage, per BATCH_TOKENS."""
     spec = read_index(folder).spec
     records = read_idx(folder, spec, 0)
     fd = os.open(tar_path(folder, 0), os.O_RDONLY)
@@ -48,7 +48,7 @@ def bounds_us(folder: Path) -> dict[str, float]:
 
 
 def _rows(fd: int, records: np.ndarray) -> dict[str, float]:
-    """Rows are read one by one, in an order that jumps."""
+    """Read rows one by one, in random order."""
     row_bytes = int(records["num_bytes"][0])
     chosen = np.random.default_rng(1).integers(len(records), size=_NUM_ROWS)
     places = records["offset"][chosen].tolist()
@@ -56,7 +56,7 @@ def _rows(fd: int, records: np.ndarray) -> dict[str, float]:
 
 
 def _documents(fd: int, records: np.ndarray) -> dict[str, float]:
-    """The ids of consecutive documents are read with all that lies between them, and parsed."""
+    """Read the ids of consecutive documents in one call, with the bytes between them, and parse them."""
     ends = np.cumsum(records["num_bytes"])
     held = records[: int(np.searchsorted(ends, DECODE_BYTES))]
     begin = int(held["offset"][0])
@@ -72,7 +72,7 @@ def _documents(fd: int, records: np.ndarray) -> dict[str, float]:
 
 
 def _each_us(call: Callable[[], object]) -> float:
-    """Microseconds of CPU per call."""
+    """Return the microseconds of CPU per call."""
     call()
     began = time.process_time()
     for _ in range(_NUM_BATCHES):

@@ -1,4 +1,4 @@
-"""Whose loaders are measured: the rows of each table."""
+"""The loaders that are measured: the rows of each table."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ BASELINE = "baseline"  # webdataset, JSON, transformers' collator
 
 @dataclass(frozen=True, kw_only=True)
 class Loader:
-    """One row of a table."""
+    """A row of a table."""
 
     label: str
-    script: str  # of loader_peers/
-    peer: str | None = None  # whose environment; None: this one
-    data: str = ""  # a folder that is there already, else it is prepared from the rows
+    script: str  # in loader_peers/
+    peer: str | None = None  # which has its own environment; None: this one
+    data: str = ""  # a folder that exists already; "": the script prepares it from the rows
     environ: dict[str, str] = field(default_factory=dict)
 
     @property
     def folder(self) -> str:
-        """The name of its data set's folder."""
+        """Return the name of the folder of its data set."""
         return self.data or "-".join([self.script, *self.environ.values()])
 
 
@@ -58,7 +58,7 @@ ROWS = [
 
 
 def document_loaders(corpus: str) -> list[Loader]:
-    """The baseline and ours on the same tars: batch 32, documents cut at 2,048 tokens."""
+    """Return the baseline and ours on the same tars: batch 32, documents cut at 2,048 tokens."""
     limits = {"batch_size": 32, "max_length": 2048}
     return [
         Loader(

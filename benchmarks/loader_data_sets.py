@@ -1,4 +1,4 @@
-"""What the loaders read: documents and packed rows as ``preprocess`` makes them, and the rows as an array."""
+"""Make the loaders' input: documents and packed rows of ``preprocess``, and the rows as an array."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCH_TOKENS = 8 * 2048  # of a batch of packed rows
 
 @dataclass(frozen=True, kw_only=True)
 class DataSets:
-    """Folders in ``scratch``: packed (rows of 2,048), documents-NAME a corpus, and rows.npy."""
+    """Folders in ``scratch``: packed (rows of 2,048), documents-NAME for each corpus, and rows.npy."""
 
     scratch: Path
     corpora: list[str]  # their names
@@ -28,21 +28,21 @@ class DataSets:
 
     @property
     def rows(self) -> Path:
-        """uint32[rows, 2048]: what every peer puts into its own format."""
+        """Return the file of uint32[rows, 2048], which every peer converts to its own format."""
         return self.scratch / "rows.npy"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LimitData:
-    """Data sets: a folder of rows, the same rows LARGE_COPIES times, and folders of documents by corpus."""
+    """A folder of rows, the same rows LARGE_COPIES times, and a folder of documents for each corpus."""
 
     rows: Path
-    large: list[Path]  # so large that windows are a small part of it
-    documents: dict[str, Path]  # and "mixed", all corpora in one folder
+    large: list[Path]  # windows are a small part of it
+    documents: dict[str, Path]  # by corpus, and "mixed" with all corpora in one folder
 
 
 def make_limit_data(scratch: Path, num_bytes: int) -> LimitData:
-    """``make_data_sets``, and more of them; the large one is links, so that it stays in the page cache."""
+    """Call ``make_data_sets`` and add more; the large one consists of links, to stay in the page cache."""
     data = make_data_sets(scratch, num_bytes)
     names = [*data.corpora, "mixed"]
     texts = {name: (scratch / f"raw-documents-{name}" / f"{name}.txt").resolve() for name in data.corpora}
@@ -55,9 +55,9 @@ def make_limit_data(scratch: Path, num_bytes: int) -> LimitData:
 
 
 def make_data_sets(scratch: Path, num_bytes: int) -> DataSets:
-    """Lay out ``num_bytes`` of each text and preprocess it; leaves the tokenizer in BENCH_TOKENIZER.
+    """Write and preprocess ``num_bytes`` of each text. Sets BENCH_TOKENIZER to the tokenizer's folder.
 
-    Half a minute for 10 MB: nine short commands, each of which imports what it needs.
+    10 MB take half a minute, because of the imports of nine short commands.
     """
     text = lay_out(scratch, num_bytes)
     os.environ["BENCH_TOKENIZER"] = str(text.tokenizer)
@@ -77,7 +77,7 @@ def make_data_sets(scratch: Path, num_bytes: int) -> DataSets:
 
 
 def preprocess(tokenizer: Path, texts: dict[str, Path], out: Path, *options: str) -> None:
-    """A data set of some texts: plan, run and verify, as a user would."""
+    """Make a data set of some texts with plan, run and verify."""
     raw = out.parent / f"raw-{out.name}"
     raw.mkdir()
     for name, path in texts.items():

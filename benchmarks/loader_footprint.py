@@ -1,7 +1,7 @@
-"""What a loader takes: to its first batch, time and memory to open 99,999 shards, memory over ten epochs.
+"""Measure a loader's time to its first batch, time and memory to open 99,999 shards, memory over ten epochs.
 
-Used by loader_limits.py. ``python benchmarks/loader_footprint.py FOLDER`` opens one data set in a fresh
-process and prints seconds and bytes as JSON.
+loader_limits.py uses this. ``python benchmarks/loader_footprint.py FOLDER`` opens one data set in a fresh
+process, and prints seconds and bytes as JSON.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from shardprep.format.names import tar_path
 
 NUM_SHARDS = 99_999
 TAR_BYTES = 2_000_000_000 // 512 * 512
-_READINGS, _APART_S = 10, 0.05  # workers read ahead meanwhile: the least reading counts
+_READINGS, _APART_S = 10, 0.05  # the minimum counts, because workers read ahead meanwhile
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """``get_llama3_dataloader`` of a folder in a fresh process that has imported torch and transformers."""
+    """The cost of ``get_llama3_dataloader`` in a fresh process that has imported torch and transformers."""
 
     seconds: float
-    peak_bytes: int  # above what the imports took
+    peak_bytes: int  # above the memory of the imports
     num_samples: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Of a loader's process and its workers together.
+    """Memory and handles of a loader's process and its workers together.
 
-    Resident memory, with what they share counted in each. Private memory moves where nothing is kept: 45 MiB
-    a process at some epoch, likely when a full garbage collection first writes to pages shared by the fork.
+    Resident memory counts shared pages once per process. Private memory would jump without a leak: by 45 MiB
+    per process at some epoch, likely when a full garbage collection first writes to pages shared by the fork.
     """
 
     resident_bytes: int
@@ -53,9 +53,9 @@ class Footprint:
 
 
 def make_index(model: Path, folder: Path) -> None:
-    """An index.json of NUM_SHARDS shards of 2 GB, with spec and tokenizer of the data set ``model``.
+    """Write an index.json of NUM_SHARDS shards of 2 GB, with spec and tokenizer of the data set ``model``.
 
-    The tars are sparse: opening a data set looks at their sizes and reads the index alone.
+    The tars are sparse: to open a data set, the loader only compares their sizes and reads the index.
     """
     spec = dataclasses.replace(read_index(model).spec, num_shards=NUM_SHARDS)
     number = np.arange(NUM_SHARDS)
@@ -72,7 +72,7 @@ def make_index(model: Path, folder: Path) -> None:
 
 
 def opening(folder: Path) -> Opening:
-    """Open ``folder`` in a process of its own."""
+    """Open ``folder`` in a new process."""
     command = [sys.executable, __file__, str(folder)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=True)
@@ -90,7 +90,7 @@ print(imported, time.process_time() - imported)
 
 
 def first_batch(folder: Path) -> tuple[float, float]:
-    """CPU seconds of a fresh process until torch is imported, and from there to a loader's first batch."""
+    """Return the CPU seconds of a fresh process to import torch, and from there to the first batch."""
     command = [sys.executable, "-P", "-c", _FIRST_BATCH, str(folder)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
@@ -99,7 +99,7 @@ def first_batch(folder: Path) -> tuple[float, float]:
 
 
 def open_here(folder: str) -> Opening:
-    """Open ``folder`` in this process, which has imported little so far."""
+    """Open ``folder`` in this process, which has imported little before."""
     import torch  # noqa: F401
     import transformers
 
@@ -121,7 +121,7 @@ def open_here(folder: str) -> Opening:
 def footprints(
     folder: Path, options: Mapping[str, Any], epochs: tuple[int, ...], *, batch_size: int = 8
 ) -> list[Footprint]:
-    """Of a loader with two persistent workers, after each of ``epochs``, ascending."""
+    """Return the footprint of a loader with two persistent workers after each of ``epochs``, ascending."""
     from loader import get_llama3_dataloader
 
     before = set(multiprocessing.active_children())
@@ -148,7 +148,7 @@ def _footprint(processes: list[int]) -> Footprint:
 
 
 def peak_bytes_of(work: Callable[[], object]) -> int:
-    """What this process takes at most, above what it had, while it does something."""
+    """Return by how many bytes ``work`` raises the peak memory of this process."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before = _status_bytes("VmRSS")
@@ -157,7 +157,7 @@ def peak_bytes_of(work: Callable[[], object]) -> int:
 
 
 def _status_bytes(name: str) -> int:
-    """A figure of /proc/self/status, which has it in KiB."""
+    """Return a number of KiB in /proc/self/status as bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 

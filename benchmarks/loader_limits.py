@@ -1,10 +1,10 @@
-"""What the loader promises in numbers, each measured and printed beside the limit.
+"""Measure the numbers that the loader promises, and print each beside its limit.
 
     python benchmarks/loader_limits.py [--mb 10] [--core N] [--only resume,first,...]
 
-Resuming, first batch, opening, memory over epochs, bytes read, padding, mixing, weights of sources and what
-mixing and origins cost. The first three and the last two are times, taken on one core; the others do not
-depend on the machine or its load. Seven minutes; exits 0 whatever it finds.
+Measured are: resuming, first batch, opening, memory over epochs, bytes read, padding, mixing, weights of
+sources, and the cost of mixing and of origins. The first three and the last two are times on one core; the
+others do not depend on the machine or its load. It takes seven minutes, and always exits with 0.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line of the table."""
+    """A line of the table."""
 
     what: str
     measured: str
@@ -64,7 +64,7 @@ class Finding:
 
 @contextmanager
 def pinned(core: int) -> Iterator[None]:
-    """This process and those it starts on one core."""
+    """Pin this process and its children to one core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
@@ -74,12 +74,12 @@ def pinned(core: int) -> Iterator[None]:
 
 
 def resume_delays(given: LimitData, core: int) -> Iterator[Finding]:
-    """load_state_dict to the first batch, less a fresh loader's first batch; no workers, warm cache.
+    """Measure load_state_dict to the first batch, minus a fresh loader's first batch.
 
-    Fresh: the median of NUM_FRESH loaders. Resumed: one loader, sent to random steps, as a job that
-    goes back does; its memory is there already. NUM_FRESH loaders more are sent to a step each when they
-    are fresh, for the medians and the longest of both. CPU time of one core, which is the wall time
-    where nothing else runs.
+    There are no workers, and the cache is warm. Fresh: the median of NUM_FRESH loaders. Resumed: one loader
+    that is moved to random steps, with its memory already allocated. Another NUM_FRESH loaders resume once
+    each when they are fresh; median and maximum are shown of both. Times are CPU time of one core, which is
+    the wall time if nothing else runs.
     """
     korean = next(iter(given.documents.values()))
     cases = {"packed rows, batch 8": (given.large, {"batch_size": BATCH})}
@@ -111,7 +111,7 @@ def resume_delays(given: LimitData, core: int) -> Iterator[Finding]:
 
 
 def _ms(times_s: list[float]) -> str:
-    """The median and the longest."""
+    """Format median and maximum."""
     return f"{statistics.median(times_s) * 1e3:.0f}, {max(times_s) * 1e3:.0f}"
 
 
@@ -123,7 +123,7 @@ def _first_batch_s(loader: Any, step: int) -> float:
 
 
 def first_batches(given: LimitData, core: int) -> Iterator[Finding]:
-    """From ``python`` to a first batch of packed rows, 8 shards, above ``import torch``: CPU seconds."""
+    """Measure CPU seconds from ``import torch`` to a first batch of packed rows of 8 shards."""
     with pinned(core):
         runs = [first_batch(given.rows) for _ in range(NUM_FRESH)]
     torch_s, above_s = zip(*runs, strict=True)
@@ -138,7 +138,7 @@ def first_batches(given: LimitData, core: int) -> Iterator[Finding]:
 
 
 def opening_of_many_shards(given: LimitData, core: int) -> Iterator[Finding]:
-    """get_llama3_dataloader of 99,999 shards, and of eight: its time, and its memory above the imports."""
+    """Measure time and memory, without imports, of get_llama3_dataloader for 99,999 and for 8 shards."""
     folder = given.rows.parent / "many"
     make_index(given.rows, folder)
     with pinned(core):
@@ -162,7 +162,7 @@ def opening_of_many_shards(given: LimitData, core: int) -> Iterator[Finding]:
 
 
 def growth_over_epochs(given: LimitData, _core: int) -> Iterator[Finding]:
-    """Memory and handles of the process and two persistent workers, after epochs 2 and 10."""
+    """Measure memory and handles of the process and two persistent workers after epochs 2 and 10."""
     korean = next(iter(given.documents.values()))
     cases = {"packed rows": (given.rows, {}), "packed at load": (korean, {"seq_len": 2048})}
     for label, (folder, options) in cases.items():
@@ -183,11 +183,11 @@ def growth_over_epochs(given: LimitData, _core: int) -> Iterator[Finding]:
 
 
 def bytes_read(given: LimitData, _core: int) -> Iterator[Finding]:
-    """Bytes that all workers of a rank read in an epoch over bytes of ids that it delivered.
+    """Measure the bytes that a rank's workers read in an epoch over the bytes of ids that it delivered.
 
-    Read is what /proc/PID/io calls rchar: all that a worker's read calls returned, whoever made them, so
-    tars, idx files and the few bytes on torch's queues; memory maps would be missed, and there are none.
-    Of what is above 1, three quarters are the idx files' beginnings, as these shards have 2 MB.
+    Bytes read are rchar of /proc/PID/io: the results of all read calls of a worker, for tars, idx files and
+    torch's queues. It does not include memory maps, but there are none. Three quarters of the part above 1
+    are the beginnings of idx files, because these shards have only 2 MB.
     """
     token_bytes = read_index(given.rows).spec.dtype.itemsize
     ratios = []
@@ -201,7 +201,7 @@ def bytes_read(given: LimitData, _core: int) -> Iterator[Finding]:
         with get_llama3_dataloader(given.large, BATCH, **options) as loader:
             read = 0
             for number, _ in enumerate(loader, start=1):
-                if number == len(loader):  # the workers have read all of the epoch, and are still there
+                if number == len(loader):  # the workers have read the whole epoch, and are still alive
                     workers = multiprocessing.active_children()
                     read = sum(_rchar(int(worker.pid or 0)) for worker in workers)
             ratios.append(read / (loader.metrics.num_tokens * token_bytes))
@@ -220,7 +220,7 @@ def _rchar(pid: int) -> int:
 
 
 def useful_tokens(given: LimitData, _core: int) -> Iterator[Finding]:
-    """Tokens that are no padding, of all places of an epoch's batches."""
+    """Measure the share of tokens in an epoch's batches that are not padding."""
     cases = [("packed rows", given.rows, {"batch_size": BATCH}, 0.99)]
     limits = dict(zip(given.documents, (0.97, 0.95, 0.88), strict=True))
     for name, folder in given.documents.items():
@@ -237,7 +237,7 @@ def useful_tokens(given: LimitData, _core: int) -> Iterator[Finding]:
 
 
 def mixing(_given: LimitData, _core: int) -> Iterator[Finding]:
-    """Shards sorted by 20 sources: variance of a source's share, over a full permutation's."""
+    """Measure the variance of a source's share over a full permutation's, for shards of 20 sorted sources."""
     limits = {1: 1.2, 64: 6.0}
     for span, ratio in source_variances(64, tuple(limits)).items():
         yield Finding(
@@ -249,7 +249,7 @@ def mixing(_given: LimitData, _core: int) -> Iterator[Finding]:
 
 
 def weights(given: LimitData, _core: int) -> Iterator[Finding]:
-    """Two named sources, .7 and .3 of the tokens: shares, worlds, resumes, and how a share varies."""
+    """Measure two named sources with .7 and .3 of the tokens: shares, worlds, resumes and variance."""
     pair = dict(itertools.islice(given.documents.items(), 2))
     first, other = pair
     share = mixed_tokens(pair, {first: 0.7, other: 0.3}, MIXED_STEPS)
@@ -277,11 +277,11 @@ def weights(given: LimitData, _core: int) -> Iterator[Finding]:
 
 
 def mixing_cost(given: LimitData, core: int) -> Iterator[Finding]:
-    """What a batch of two sources costs more than one of each alone, in turns on one core."""
+    """Measure what a batch of two sources costs more than one of each alone, in turns on one core."""
     half = len(given.large) // 2
     packed = {"one": given.large[:half], "other": given.large[half:]}
     documents = dict(itertools.islice(given.documents.items(), 2))
-    # A turn reads several windows of packed rows: one more or less would decide it.
+    # Enough batches for several windows of packed rows, or one window more or less would decide the result.
     cases: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
         "packed rows, batch 8": (packed, {"batch_size": BATCH}, 4096),
         **{name: (documents, options, 300) for name, options in MODES.items()},
@@ -299,7 +299,7 @@ def mixing_cost(given: LimitData, core: int) -> Iterator[Finding]:
 
 
 def origins_cost(given: LimitData, core: int) -> Iterator[Finding]:
-    """What a batch that says where its documents come from costs more, in turns on one core."""
+    """Measure what the origins of documents in a batch cost, in turns on one core."""
     documents = next(iter(given.documents.values()))
     packed: dict[str, Any] = {"batch_size": BATCH}
     cases: dict[str, tuple[Any, dict[str, Any]]] = {

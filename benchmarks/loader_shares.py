@@ -1,4 +1,4 @@
-"""Shares: of an epoch's places the useful tokens, of a step's samples or tokens those of one source."""
+"""Compute shares: of useful tokens in an epoch, and of one source's samples or tokens in a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_SOURCES, SOURCE_SAMPLES, SAMPLE_BYTES = 20, 25_600, 8192
 
 
 def useful_share(folder: Path, options: Mapping[str, Any]) -> float:
-    """Tokens that are no padding, of all places of the first epoch's batches: 0 to 1."""
+    """Return the share, 0 to 1, of tokens in the first epoch's batches that are not padding."""
     with get_llama3_dataloader(folder, num_workers=0, **options) as loader:
         for _ in loader:
             pass
@@ -34,10 +34,10 @@ def source_variances(
     source_samples: int = SOURCE_SAMPLES,
     blocks: tuple[int, int] | None = None,
 ) -> dict[int, float]:
-    """Shards sorted by NUM_SOURCES: by span of steps, the variance of a source's share over a permutation's.
+    """Return span of steps -> variance of a source's share relative to a permutation, for sorted shards.
 
-    By the order alone, no data are read; a span's shares are those of all consecutive spans of an epoch.
-    ``blocks``: samples of a block and of a window, where they are not the loader's choice.
+    Shards are sorted by NUM_SOURCES. Only the order is computed, and no data are read. The variance is over
+    all consecutive spans of an epoch. ``blocks``: samples per block and per window (default: the loader's).
     """
     num_samples = NUM_SOURCES * source_samples
     block, window = blocks or choose_windows(
@@ -64,9 +64,9 @@ def source_variances(
 
 
 def weighted_variances(weight: float, global_batch_size: int, spans: tuple[int, ...]) -> dict[int, float]:
-    """Two sources, one of this weight: by span of steps, the variance of its share over a full shuffle's.
+    """Return span of steps -> variance of a source's share relative to a full shuffle, for two sources.
 
-    By the mixture alone; a span's shares are those of all consecutive spans of 1,000 rounds.
+    Only the mixture is computed. The variance is over all consecutive spans of 1,000 rounds.
     """
     order = Order(
         num_samples=10**6, tick_samples=global_batch_size, block_samples=10, window_samples=100, seed=1
@@ -93,9 +93,9 @@ def weighted_variances(weight: float, global_batch_size: int, spans: tuple[int, 
 
 
 def mixed_tokens(folders: Mapping[str, Path], weights: Mapping[str, float], num_steps: int) -> float:
-    """The share of the first source's tokens in a run of some steps: 0 to 1.
+    """Return the share, 0 to 1, of the first source's tokens in a run of some steps.
 
-    Documents of the first source are known by their ids: its tokens are counted of a run that has no other.
+    Documents of the first source are recognized by their ids, from a run that has no other source.
     """
     options: dict[str, Any] = {"num_workers": 0, "global_batch_size": 64, "weights": weights}
     with get_llama3_dataloader(folders, 64, **options) as loader:
@@ -122,7 +122,7 @@ def mixed_tokens(folders: Mapping[str, Path], weights: Mapping[str, float], num_
 def mixing_costs(
     sources: Mapping[str, Any], options: Mapping[str, Any], num_turns: int, num_batches: int
 ) -> list[float]:
-    """CPU of a batch mixed .7 and .3 by samples, over as much of each source's own batches; of each turn."""
+    """Return for each turn the CPU time of batches mixed .7 and .3 over that of unmixed batches."""
     weights = dict(zip(sources, (0.7, 0.3), strict=True))
     loaders = [get_llama3_dataloader(data, num_workers=0, **options) for data in sources.values()]
     loaders.append(
@@ -145,7 +145,7 @@ def mixing_costs(
 
 
 def steps_of(loader: TokenLoader, num_steps: int) -> Iterator[list[bytes]]:
-    """The documents of each step, as bytes, through as many epochs as it takes; without accumulation."""
+    """Yield the documents of each step as bytes, over any number of epochs, without accumulation."""
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
     for batch in itertools.islice(batches, num_steps):
         lengths = batch["attention_mask"].sum(1).tolist()
@@ -157,9 +157,9 @@ def steps_of(loader: TokenLoader, num_steps: int) -> Iterator[list[bytes]]:
 def mixed_differences(
     folders: Mapping[str, Path], worlds: tuple[int, ...], num_steps: int, num_resumes: int
 ) -> dict[str, int]:
-    """Steps that differ from those of one rank, by world; and of resumes at random steps.
+    """Count the steps that differ from those of one rank, by world, and for resumes at random steps.
 
-    The schedule changes in the middle. Documents, global batch 64, no workers; ranks one after another.
+    The schedule changes in the middle. Documents, global batch 64, no workers, one rank after the other.
     """
     names = list(folders)
     options: dict[str, Any] = {

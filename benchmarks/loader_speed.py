@@ -1,12 +1,12 @@
-"""Loaders on the same tokens, one pinned core, no workers: prints the tables that README shows.
+"""Compare loaders on the same tokens, on one pinned core without workers, and print the README's tables.
 
     python benchmarks/loader_speed.py [--quick] [--seconds 3] [--rounds 5] [--only NAME,NAME]
 
-A table of rows of (8, 2048) int64 ids and labels, every loader from its own format; and a table a
-corpus of documents as the baseline reads them, tokens that are no padding. Millions of tokens per CPU
-second, files in the page cache; the loaders of a table take turns, so that the machine's noise meets
-all of them, and ratios are of one round's turns. Each table is printed when it is measured. Peers whose
-environment stands are measured (make bench_loader builds them in .bench), the others named with the reason.
+One table is for rows, (8, 2048) int64 ids and labels, which each loader reads from its own format. There is
+another one per corpus for documents as the baseline reads them, where padding does not count. Numbers are
+millions of tokens per CPU second, with the files in the page cache. The loaders take turns, so that noise
+affects all of them; ratios are within one round. Each table is printed once it is measured. Peers need an
+environment (make bench_loader builds them in .bench); the others are listed with the reason.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from stage_bounds import bounds_table
 
 
 def speed(turn: Turn) -> float:
-    """Millions of tokens, without padding, per CPU second."""
+    """Return millions of tokens per CPU second, without padding."""
     return float(turn["tokens"] / turn["cpu_s"] / 1e6)
 
 
 def spread(values: list[float], digits: int) -> str:
-    """``median (least-most)``."""
+    """Format as ``median (minimum-maximum)``."""
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 def ratios(turns: dict[str, list[Turn]], label: str, other: str) -> list[float]:
-    """How many times as fast ``label`` was as ``other``, round by round."""
+    """Return the speed of ``label`` over that of ``other``, for each round."""
     return [speed(mine) / speed(theirs) for mine, theirs in zip(turns[label], turns[other], strict=True)]
 
 
 def table(turns: dict[str, list[Turn]]) -> str:
-    """A row per loader, and how many times as fast as the baseline, where that was measured."""
+    """Return a row per loader, with its speed relative to the baseline if that was measured."""
     lines = [
         "| loader | Mtok per CPU second (range) | times the baseline | useful tokens | peak MiB |",
         "|---|---|---|---|---|",
@@ -62,7 +62,7 @@ def table(turns: dict[str, list[Turn]]) -> str:
 
 
 def packed_ratios(turns: dict[str, list[Turn]]) -> list[str]:
-    """The packed row against litdata and the baseline, with the spread over the rounds."""
+    """Compare our packed rows with litdata and the baseline, with the spread over the rounds."""
     return [
         f"shardprep, packed / {other}: {spread(ratios(turns, PACKED, other), digits)}, round by round"
         for other, digits in ((LITDATA, 2), (BASELINE, 0))
@@ -71,7 +71,7 @@ def packed_ratios(turns: dict[str, list[Turn]]) -> list[str]:
 
 
 def limits(turns: dict[str, list[Turn]], data: DataSets) -> str:
-    """Each stage's bound alone beside what is reached, for packed rows and documents packed at load."""
+    """Return each stage's bound beside the speed reached, for packed rows and documents packed at load."""
     folders = {PACKED: "packed"}
     folders |= {f"{name}: shardprep, packed at load": f"documents-{name}" for name in data.corpora}
     labels = [label for label in folders if label in turns]
@@ -87,7 +87,7 @@ def limits(turns: dict[str, list[Turn]], data: DataSets) -> str:
 
 
 def split_by_environment(loaders: list[Loader]) -> tuple[list[Loader], dict[str, str]]:
-    """Those that can run, and why the others cannot."""
+    """Return the loaders that can run, and why the others cannot."""
     ready, left_out = [], {}
     for loader in loaders:
         reason = missing_reason(loader.peer) if loader.peer else None

@@ -1,7 +1,7 @@
-"""Loaders that take turns on one core: the seconds of each round, so that noise meets all of them.
+"""Run loaders in turns on one core, so that noise affects all of them, and return the seconds of each round.
 
-Each loader is one process for the whole table; it waits for its turn between two rounds. That saves the
-imports, five seconds a loader and round, for the memory of all of them at once: 5 GB for thirteen.
+Each loader is one process for the whole table, which waits between its turns. This saves five seconds of
+imports per loader and round, and takes the memory of all of them at once: 5 GB for thirteen.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from loader_data_sets import DataSets
 from peer_environments import peer_python
 
 SCRIPTS = Path(__file__).resolve().parent / "loader_peers"
-TURN_LIMIT_S = 300  # of a turn; the first one makes the data. A peer that hangs is left out
+TURN_LIMIT_S = 300  # per turn, including the data in the first one; a peer that hangs is left out
 _ENVIRON = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 Turn = dict[str, float]  # see loader_peers/measure.py
 
 
 class LoaderFailed(Exception):
-    """It ended, or took too long; the message is its last words."""
+    """A loader ended or took too long. The message is its last output."""
 
 
 class RunningLoader:
-    """A loader's process on one core, behind its first batch; its data are made where they are missing."""
+    """A loader's process on one core, after its first batch. It makes its data if they are missing."""
 
     def __init__(self, loader: Loader, data: DataSets, core: int) -> None:
         python = sys.executable if loader.peer is None else str(peer_python(loader.peer))
@@ -55,7 +55,7 @@ class RunningLoader:
             raise
 
     def turn(self, seconds: float) -> Turn:
-        """Let it count tokens for so long. Raises LoaderFailed."""
+        """Let it count tokens for some seconds. Raises LoaderFailed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         timer = threading.Timer(TURN_LIMIT_S, self._process.kill)
@@ -75,7 +75,7 @@ class RunningLoader:
         raise LoaderFailed(words or f"it said nothing, and ended or took more than {TURN_LIMIT_S} s")
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.kill()
         self._process.communicate()
 
@@ -83,12 +83,12 @@ class RunningLoader:
 def take_turns(
     loaders: list[Loader], data: DataSets, *, seconds: float, num_rounds: int, core: int
 ) -> tuple[dict[str, list[Turn]], dict[str, str]]:
-    """``num_rounds`` turns of every loader by label; and why others have none."""
+    """Return ``num_rounds`` turns of each loader by label, and why others failed."""
     running: dict[str, RunningLoader] = {}
     turns: dict[str, list[Turn]] = {}
     failed: dict[str, str] = {}
     try:
-        for number in range(num_rounds + 1):  # the first one starts them
+        for number in range(num_rounds + 1):  # the first round starts them
             for loader in loaders:
                 if loader.label in failed:
                     continue

@@ -1,11 +1,11 @@
-"""Rows of 8k to 1M tokens: what packing leaves unused and costs, and what a loader of such rows holds.
+"""Measure rows of 8k to 1M tokens: padding and CPU time of packing, and the memory of loaders.
 
     python benchmarks/long_rows.py [--tokens 70_000_000] [--repeats 5]
 
-Packing: lengths of documents are drawn as web pages', source files' and books' are distributed, as many as a
-shard of 256 MB of text has; the ids do not matter. "Whole shard" is what best fit over all documents at
-once, the longest first, would leave: what bounded memory costs is the difference. CPU seconds are those of
-the packer alone, the ways in turn. Loader: one rank with two workers, batches of one row.
+Packing: document lengths are drawn from the distributions of web pages, source files and books, for a shard
+of 256 MB of text; the ids do not matter. "Whole shard" is best fit over all documents at once, the longest
+first; the difference is the cost of bounded memory. CPU seconds are those of the packer alone, and the
+packers take turns. Loader: one rank with two workers, batches of one row.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Lengths = npt.NDArray[np.int64]
 SEQ_LENS = (8192, 32_768, 131_072, 1_048_576)
 WAYS = ("concat", "best_fit")
 _PEAK_TOKENS = 20_000_000
-_BATCH_TOKENS = 1 << 20  # handed to a packer at once
-# Of each kind of text: median and spread of the lognormal lengths, in tokens.
+_BATCH_TOKENS = 1 << 20  # passed to a packer at once
+# Kind of text -> median and spread of the lognormal lengths, in tokens.
 KINDS = {"web": (400, 1.35), "code": (1200, 1.5), "books": (80_000, 0.9)}
 _TOKENIZER = TokenizerSpec(
     model_id="none",
@@ -51,7 +51,7 @@ _TOKENIZER = TokenizerSpec(
 
 
 def lengths_of(kind: str, num_tokens: int) -> Lengths:
-    """Lengths of documents with ``num_tokens`` together, the same ones each time."""
+    """Return document lengths that sum to ``num_tokens``, the same each time."""
     median, spread = KINDS[kind]
     drawn = np.random.default_rng(0).lognormal(np.log(median), spread, num_tokens // median)
     lengths = np.maximum(8, drawn).astype(np.int64)
@@ -71,7 +71,7 @@ def spec_of(seq_len: int) -> DatasetSpec:
 
 
 def pack(lengths: Lengths, seq_len: int, way: str) -> tuple[float, int, int]:
-    """CPU seconds and rows of a packer, and documents that it splits."""
+    """Return the CPU seconds and rows of a packer, and the documents that it splits."""
     packer = packer_of(spec_of(seq_len), way)
     ids = np.zeros(int(lengths.max()) + _BATCH_TOKENS, np.uint32)
     num_rows, cpu_s = 0, 0.0
@@ -92,7 +92,7 @@ def _batches(lengths: Lengths) -> Iterator[Lengths]:
 
 
 def rows_of_whole_shard(lengths: Lengths, seq_len: int) -> int:
-    """Rows of best fit over all documents, and the rests of those longer than a row, longest first."""
+    """Return the rows of best fit over all documents, with the remainders of long ones, longest first."""
     rests = lengths % seq_len
     num_rows, spaces = int((lengths // seq_len).sum()), list[int]()
     for length in np.sort(rests[rests > 0])[::-1].tolist():
@@ -107,7 +107,7 @@ def rows_of_whole_shard(lengths: Lengths, seq_len: int) -> int:
 
 
 def packing_lines(num_tokens: int, repeats: int) -> Iterator[str]:
-    """The table of packing."""
+    """Return the table of packing."""
     yield "| documents | row | useful: concat | best_fit | whole shard | split: concat | best_fit |"
     yield "|---|---|---|---|---|---|---|"
     costs: list[tuple[str, int, list[float], list[float], list[int]]] = []
@@ -140,7 +140,7 @@ def packing_lines(num_tokens: int, repeats: int) -> Iterator[str]:
 
 
 def peak_mib(kind: str, seq_len: int, way: str) -> int:
-    """What a packer takes at most, in a process that has packed nothing yet."""
+    """Return the peak memory of a packer in a process that has packed nothing before."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
         return fresh.submit(_peak_mib_here, kind, seq_len, way).result()
 
@@ -151,7 +151,7 @@ def _peak_mib_here(kind: str, seq_len: int, way: str) -> int:
 
 
 def loader_lines(num_bytes: int) -> Iterator[str]:
-    """The table of what loaders hold."""
+    """Return the table of the memory of loaders."""
     yield "| row | rows | resident MiB of the process and two workers: epoch 1 | epoch 3 |"
     yield "|---|---|---|---|"
     with tempfile.TemporaryDirectory(prefix="shardprep-bench-") as name:

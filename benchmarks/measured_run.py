@@ -1,4 +1,4 @@
-"""One command on one core, or some: its CPU seconds, with those of every child, and its peak memory."""
+"""Run a command on one or more cores, and measure its CPU seconds, with all children, and peak memory."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ _ENVIRON = {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What one run took."""
+    """The cost of a run."""
 
-    cpu_s: float  # user and system, of the process and the children it waited for
+    cpu_s: float  # user and system, of the process and its children
     wall_s: float
     max_rss_bytes: int  # of the largest process
     start_cpu_s: float | None = None  # until the first file of a Watch
-    work_cpu_s: float | None = None  # from there to its last
+    work_cpu_s: float | None = None  # from there to the last file
 
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """A run's work lies between the appearance of two files: its process's CPU clock is read at each.
+    """Measure a run's work as the CPU time between the appearance of two files.
 
-    For runs whose start-up is many times their work, so that a difference of two runs is noise. It
-    looks every half millisecond from another core.
+    This is for runs with much more start-up than work, where the difference of two runs would be noise. The
+    folder is checked every half millisecond from another core.
     """
 
     folder: Path
-    first: str  # beginnings of names
+    first: str  # prefix of a name
     last: str
 
     def cpu_s(self, pid: int) -> tuple[float, float] | None:
-        """Start and work; looks until ``last`` is there. None where the process ended before."""
-        clock = (~pid << 3) | 2  # Linux's clock id of all threads of a process, see clock_getcpuclockid
+        """Return CPU seconds of start and work once ``last`` exists, or None if the process ends before."""
+        clock = (~pid << 3) | 2  # id of the clock of all threads of a process, see clock_getcpuclockid
         began: float | None = None
         while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             names = os.listdir(self.folder)  # noqa: PTH208 - iterdir would double the time between looks
@@ -53,11 +53,11 @@ class Watch:
 
 
 class RunFailed(Exception):
-    """The command ended with another code than 0."""
+    """The command exited with a code other than 0."""
 
 
 class NotSeen(Exception):
-    """A Watch missed a file: its process was kept from a core for longer than the work took."""
+    """A Watch missed a file, because it got no core for longer than the work took."""
 
 
 def run_pinned(
@@ -65,8 +65,8 @@ def run_pinned(
 ) -> Usage:
     """Run a command on the last ``num_cores`` cores, offline, without Slurm's variables.
 
-    Raises RunFailed with its last words, NotSeen where ``watch`` missed a file. A child's peak
-    memory can never be below its parent's at the fork: the caller must stay small.
+    Raises RunFailed with its last output, or NotSeen if ``watch`` missed a file. The caller must stay small,
+    because a child's peak memory is at least its parent's at the fork.
     """
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_PASSED_ON)}
     cores = sorted(os.sched_getaffinity(0))[-num_cores:]
@@ -99,7 +99,7 @@ def run_pinned(
 
 
 def machine_line() -> str:
-    """CPU model, cores and Python, for the line under a table."""
+    """Return CPU model, cores and Python, for the line below a table."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next(
         (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU"

@@ -1,10 +1,10 @@
-"""2,000 evaluation items planted in a million documents: what ``shardprep overlap`` finds of each kind.
+"""Plant 2,000 evaluation items in a million documents, and count what ``shardprep overlap`` finds.
 
     python benchmarks/overlap_recall.py [--documents 1000000] [--items 2000] [--folder /tmp/planted]
 
-Documents are the corpora's lines; the items are other lines, so what else is found is in the corpora: each
-such pair is checked anew, by sets of n-grams that share no code with the product. Half of the items are
-Korean. CPU seconds are those of the whole command, on one core.
+Documents are lines of the corpora, and items are other lines, so other hits are in the corpora themselves:
+each such pair is checked with sets of n-grams that share no code with the product. Half of the items are
+Korean. CPU seconds are those of the whole command on one core.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def lay_out(folder: Path, num_documents: int, num_items: int) -> dict[str, tuple[int, str]]:
-    """Write raw/, evals.jsonl and data/; return the item and the kind of each planted text, by digest."""
+    """Write raw/, evals.jsonl and data/. Return item and kind of each planted text, by digest."""
     chooser = random.Random(0)
     if shared_folder() is None:
         sys.exit("the corpora are not here: made-up text would hold every item many times")
@@ -80,7 +80,7 @@ def lay_out(folder: Path, num_documents: int, num_items: int) -> dict[str, tuple
             if number in at:
                 kind, planted = changed[at[number]]
                 before = text
-                while kind == "over row edges" and len(before) < 6 * SEQ_LEN:  # of at least a row's tokens
+                while kind == "over row edges" and len(before) < 6 * SEQ_LEN:  # at least the tokens of a row
                     before += " " + next(fillers)
                 text = f"{before} {planted} {next(fillers)}"
                 kinds[digest(text)] = at[number], kind
@@ -97,7 +97,7 @@ def lay_out(folder: Path, num_documents: int, num_items: int) -> dict[str, tuple
 
 
 def plant(chooser: random.Random, item: str, turn: int, language: str) -> tuple[str, str]:
-    """Return a kind, and the item changed as it says."""
+    """Return a kind, and the item changed accordingly."""
     words = item.split()
     first = chooser.randrange(1 + len(words) // 3)
     part = " ".join(words[first : first + max(15, len(words) // 2)])
@@ -118,7 +118,7 @@ def plant(chooser: random.Random, item: str, turn: int, language: str) -> tuple[
 
 
 def filler_texts(chooser: random.Random, sources: dict[str, Iterator[str]]) -> Iterator[str]:
-    """Yield the other lines of the corpora; where they end, sentences of them in another order."""
+    """Yield the other lines of the corpora, and after these their sentences in another order."""
     lines = [line for source in sources.values() for line in source]
     chooser.shuffle(lines)
     yield from lines
@@ -129,13 +129,13 @@ def filler_texts(chooser: random.Random, sources: dict[str, Iterator[str]]) -> I
 
 
 def run(folder: Path, *words: object) -> Usage:
-    """Run one of our commands on one core."""
+    """Run a command of shardprep on one core."""
     command = [sys.executable, "-m", "shardprep", *map(str, words)]
     return run_pinned(command, cwd=folder, log=folder / "log")
 
 
 def report(folder: Path, rule: str, kinds: dict[str, tuple[int, str]]) -> None:
-    """Search, and print what was found."""
+    """Search, and print the hits."""
     out = folder / rule
     words = ["overlap", folder / "data", "--against", folder / "evals.jsonl", "--rule", rule, "--output", out]
     usage = run(folder, *words)
@@ -163,7 +163,7 @@ def report(folder: Path, rule: str, kinds: dict[str, tuple[int, str]]) -> None:
 
 
 def wrong_pairs(folder: Path, rule: str, items: list[str], pairs: list[tuple[str, int]]) -> int:
-    """Count the pairs that share no n-gram, by the raw text."""
+    """Count the pairs whose raw texts share no n-gram."""
     wanted, texts = {sha256 for sha256, _ in pairs}, {}
     with (folder / "raw" / "a.jsonl").open(encoding="utf-8") as file:
         for line in file:

@@ -1,9 +1,9 @@
-"""A run that blanks what ``shardprep overlap`` finds at step 500 goes on exactly, for 500 steps.
+"""Check that a run that blanks the hits of ``shardprep overlap`` at step 500 goes on exactly, for 500 steps.
 
     PYTHONPATH=. python benchmarks/overlap_run.py [STEPS]
 
-Compared are all batches with those of the run on the data as it was, in which what was found is padding; and
-the steps that ``where --blanked`` names with the batches.
+All batches are compared with those of a run on the original data, with the hits replaced by padding. The
+steps that ``where --blanked`` lists are compared with the batches, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from loader import TokenLoader
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import World, open_loader
 
-# The words of the evaluation, which no other text has, and the id of padding; of 200.
+# The words of the evaluation, which no other text has, and the id of padding, out of 200.
 FIRST, LAST, PADDING = 100, 197, 198
 
 
@@ -34,18 +34,18 @@ def endless(loader: TokenLoader) -> Iterator[Any]:
 
 
 def as_padding(batch: Any) -> dict[str, torch.Tensor]:
-    """Return a batch with padding in place of words of the evaluation, from which nothing is learnt."""
+    """Return a batch with padding in place of words of the evaluation, and without labels there."""
     is_gone = (batch["input_ids"] >= FIRST) & (batch["input_ids"] <= LAST)
-    is_behind = torch.zeros_like(is_gone)  # what would be predicted from a place that is gone
+    is_behind = torch.zeros_like(is_gone)  # tokens predicted from a removed one
     is_behind[:, 1:] = is_gone[:, :-1]
     labels = batch["labels"].masked_fill(is_gone | is_behind, -100)
     return {"input_ids": batch["input_ids"].masked_fill(is_gone, PADDING), "labels": labels}
 
 
 def go_on_without_hits(folder: Path, num_steps: int, **form: Any) -> dict[str, int]:
-    """Blank what ``overlap`` finds after some steps of a run, go on for as many, and compare.
+    """Blank the hits of ``overlap`` after some steps of a run, go on for as many steps, and compare.
 
-    Which places of a batch are of the evaluation is told by its words. Returns counts.
+    The evaluation's places in a batch are recognized by its words. Returns counts.
     """
     chooser, num_evals = random.Random(5), num_steps // 2
 

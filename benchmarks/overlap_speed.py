@@ -1,12 +1,12 @@
-"""``shardprep overlap`` beside datatrove's and dolma's decontamination with the same rule, on one core.
+"""Compare ``shardprep overlap`` with the decontamination of datatrove and dolma on one core.
 
     python benchmarks/peer_environments.py datatrove dolma
     python benchmarks/overlap_speed.py [--documents 100000] [--repeats 3]
 
-The rule is 13 words in a row, against 2,000 items, half of them Korean; words stand between white space. All
-read the same JSON lines, we those of a plan. CPU seconds and peak memory are those of whole processes,
-loading included. The last columns say how many documents each names, and how many of the documents with a
-planted item are among them.
+The rule is 13 consecutive words, separated by white space, against 2,000 items, half of them Korean. All read
+the same JSON lines; shardprep reads them through a plan. CPU seconds and peak memory are those of whole
+processes, with loading. The last columns are the documents that each one reports, and how many of the
+documents with a planted item are among them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="shardprep-overlap-") as scratch:
         folder = Path(scratch)
         kinds = lay_out(folder, args.documents, 2000)
-        raw = folder / "documents" / "a.jsonl"  # dolma wants a folder of this name, and ids
+        raw = folder / "documents" / "a.jsonl"  # dolma needs a folder of this name, and ids
         raw.parent.mkdir()
         texts = [json.loads(line)["text"] for line in (folder / "raw" / "a.jsonl").open(encoding="utf-8")]
         with raw.open("w", encoding="utf-8") as file:

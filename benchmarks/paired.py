@@ -1,11 +1,11 @@
-"""Compare two checkouts: CPU seconds and peak memory of each job, in turn on one core.
+"""Compare CPU seconds and peak memory of two checkouts, job by job, in turns on one core.
 
     python benchmarks/paired.py OLD NEW [--mb 20] [--turns 5] [--only shard,rows] [--corpora korean,english]
 
-Each checkout runs with its .venv/bin/python, or else with this Python. A row is the median (least-most) of
-the ratios NEW / OLD, and the medians of CPU seconds and peak memory. In a turn both checkouts do the job,
-one right after the other; in every second turn the other one begins. Of the loader the batches are counted,
-without imports. On a busy machine a ratio within 3 % of 1 is noise.
+Each checkout runs with its .venv/bin/python, or else with this Python. A row has the median and range of the
+ratios NEW / OLD, and the medians of CPU seconds and peak memory. In each turn both checkouts run the job one
+after the other, and they alternate in going first. For the loader only batches are measured, without imports.
+On a busy machine a ratio within 3 % of 1 is noise.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ LOADS: dict[str, tuple[str, int, dict[str, object]]] = {  # record, number of ba
     "documents, padded": ("documents", 10_000, {}),
     "documents, packed at load": ("documents", 5_000, {"seq_len": 2048}),
 }
-# Prints the CPU seconds of some batches, of as many epochs as it takes, without the first five. A collection
-# of all that torch has made takes 90 ms, and comes after a number of allocations: so it is done before.
+# Prints the CPU seconds of some batches, over any number of epochs, without the first five. A full garbage
+# collection takes 90 ms with torch, so it is done before.
 _LOAD = """
 import gc, itertools, json, sys, time
 from loader import get_llama3_dataloader
@@ -51,7 +51,7 @@ Cost = tuple[float, int]  # CPU seconds, peak memory in bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Checkout:
-    """One side of the comparison, with data sets and a cache of its own."""
+    """One side of the comparison, with its own data sets and cache."""
 
     root: Path
     scratch: Path
@@ -62,7 +62,7 @@ class Checkout:
         """Run this checkout's Python on one core."""
         self.scratch.mkdir(exist_ok=True)
         python = self.root / ".venv/bin/python"
-        # Without byte code the checkout whose files are newer would compile them each time.
+        # Write byte code, or the checkout with the newer files would compile them each time.
         environ = [
             "-u",
             "PYTHONDONTWRITEBYTECODE",
@@ -74,7 +74,7 @@ class Checkout:
         return usage.cpu_s, usage.max_rss_bytes
 
     def plan(self, corpus: str, record: str, name: str = "planned", *, is_known: bool = True) -> Cost:
-        """Plan a corpus into two shards, with a tokenizer that is known from an earlier plan or not."""
+        """Plan a corpus into two shards, with or without the tokenizer in the cache."""
         folder = self.scratch / name
         for gone in (folder,) if is_known else (folder, self.scratch / "cache"):
             shutil.rmtree(gone, ignore_errors=True)
@@ -83,7 +83,7 @@ class Checkout:
         return self.run("-m", "preprocess", "plan", *flags)
 
     def data(self, corpus: str, record: str) -> Path:
-        """Return a data set that is made and verified."""
+        """Return a data set, made and verified."""
         folder = self.scratch / f"{corpus}_{record}"
         if not (folder / "index.json").exists():
             self.plan(corpus, record, folder.name)
@@ -92,7 +92,7 @@ class Checkout:
         return folder
 
     def shard(self, corpus: str, record: str) -> Cost:
-        """Make the first shard anew."""
+        """Make the first shard again."""
         folder = self.data(corpus, record)
         for path in folder.glob("shard-00000*"):
             path.unlink()
@@ -151,7 +151,7 @@ def main() -> int:
             for turn in range(args.turns + 1):
                 costs = {side.root: job(side) for side in (sides if turn % 2 else sides[::-1])}
                 turns.append([costs[side.root] for side in sides])
-            del turns[0]  # it made the data sets and the byte code
+            del turns[0]  # this turn also made the data sets and the byte code
             ratios = [new[0] / old[0] for old, new in turns]
             cells = [f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"]
             for what, unit, digits in ((0, 1, 2), (1, 1e6, 0)):

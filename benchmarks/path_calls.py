@@ -1,12 +1,12 @@
-"""Count the calls on paths that one task makes, by what the path belongs to.
+"""Count the calls on paths that a task makes, by owner of the path.
 
     python benchmarks/path_calls.py [--python ENV/bin/python] [--list]
 
-Each such call (stat, open, rename and the like) is a request to the metadata server where the path lies on
-a parallel file system, unless the node has the answer: of the paths asked for again and again it often has.
-The task makes one shard of Korean reviews in a scratch folder, in the environment of --python (default: this
-one), started as slurm/prep_array.sh starts it. A first task, not counted, writes byte code.
-It needs strace. Counts depend on no load; --list prints each path instead.
+On a parallel file system each such call (stat, open, rename and the like) is a request to the metadata
+server, unless the node has the answer in its cache, as it often has for repeated paths. The task makes one
+shard of Korean reviews in a scratch folder, in the environment of --python (default: this one), started as in
+slurm/prep_array.sh. A first task, which is not counted, writes byte code. This needs strace. Counts do not
+depend on the load. --list prints each path instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmark_text import lay_out
 from contenders import plan
 
 _CALL = re.compile(r'^\d+ +(\w+)\((?:(?:AT_FDCWD|\d+)<([^>]*)>, )?"([^"]+)"')
-# As slurm/prep_array.sh starts it: Python does not look for modules in the working folder.
+# As in slurm/prep_array.sh: Python does not look for modules in the working folder.
 _START = (
     "import sys; sys.path.remove(''); import runpy;"
     "runpy.run_module('preprocess', run_name='__main__', alter_sys=True)"
@@ -33,7 +33,7 @@ KINDS = ("data", "shardprep", "libraries", "Python", "the system")
 
 
 def calls_of_task(python: Path, output: Path, scratch: Path) -> list[tuple[str, str]]:
-    """Run the task under strace; return the name and the path of each call on a path."""
+    """Run the task under strace, and return name and path of each call on a path."""
     log = scratch / "strace.log"
     traced: list[str | Path] = ["strace", "-f", "-qq", "-y", "-e", "trace=%file", "-o", log]
     task: list[str | Path] = [python, "-c", _START, "--shard_id", "0", "--output_dir", output]
@@ -47,7 +47,7 @@ def calls_of_task(python: Path, output: Path, scratch: Path) -> list[tuple[str, 
 
 
 def kinds_of_paths(python: Path, scratch: Path) -> dict[str, str]:
-    """Return what each beginning of a path belongs to; the longest beginning wins."""
+    """Return prefix of a path -> its owner. The longest prefix counts."""
     done = subprocess.run([python, "-c", _WHERE], cwd=scratch, capture_output=True, text=True, check=True)
     environment, base, ours = done.stdout.splitlines()
     packages = Path(ours).parent.parent

@@ -1,9 +1,9 @@
-"""Builds one virtual environment a peer, so that their dependencies cannot meet: .bench/PEER.
+"""Build a virtual environment for each peer in .bench/PEER, because their dependencies conflict.
 
-    python benchmarks/peer_environments.py [PEER ...]        # default: those of preprocessing's benchmark
+    python benchmarks/peer_environments.py [PEER ...]        # default: the peers of bench_preprocess
 
-An environment that stands already is kept; one that cannot be built is left out with its reason,
-and everything that pip said lies in .bench/PEER.log. The folder ignores itself for git.
+An existing environment is kept. If one cannot be built, it is left out with the reason; pip's output is in
+.bench/PEER.log. Git ignores the folder.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 
 CACHE = Path(__file__).resolve().parent.parent / ".bench"
 BUILD_LIMIT_S = 1200
-# The exact version, and before the rest: an unpinned torch may bring gigabytes of CUDA.
+# Pinned, and installed first: an unpinned torch may bring gigabytes of CUDA.
 TORCH = "torch==2.13.0"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A library of others: what its table row is called, and what pip installs for it."""
+    """A library of others: the label of its table row, and its packages for pip."""
 
     label: str
     requirements: tuple[str, ...]
@@ -55,7 +55,7 @@ PEERS = {
     ),
 }
 
-# Whom the loader's benchmark measures besides; preprocessing has no use for them.
+# More peers, only for the loader's benchmark.
 LOADER_PEERS = {
     "loader_hf_datasets": Peer(label="HF datasets 5.2", requirements=("datasets==5.2.*",), needs_torch=True),
     "grain": Peer(label="Grain 0.2.18", requirements=("grain==0.2.18", "array-record"), needs_torch=True),
@@ -67,12 +67,12 @@ _ALL = PEERS | LOADER_PEERS
 
 
 def peer_python(name: str) -> Path:
-    """The interpreter of a peer's environment, whether or not that stands."""
+    """Return the interpreter of a peer's environment, which may not exist."""
     return CACHE / name / "bin" / "python"
 
 
 def missing_reason(name: str) -> str | None:
-    """Why a peer cannot run, or None where its environment stands."""
+    """Return why a peer cannot run, or None if its environment exists."""
     if _stamp(name).exists() and _stamp(name).read_text() == _wanted(name):
         return None
     reason = CACHE / name / "failed"
@@ -80,7 +80,7 @@ def missing_reason(name: str) -> str | None:
 
 
 def build(name: str) -> str | None:
-    """Build a peer's environment unless it stands; returns why that failed, or None."""
+    """Build a peer's environment unless it exists. Return why this failed, or None."""
     if missing_reason(name) is None:
         return None
     CACHE.mkdir(exist_ok=True)

@@ -1,15 +1,15 @@
-"""What a person waits for before the first document: planning, and the plain form without a plan.
+"""Measure what a person waits for before the first document: planning, and the plain form without a plan.
 
     python benchmarks/planning_speed.py [--repeats 5] [--mb 6]
     python benchmarks/planning_speed.py --num_inputs 3000 300000
 
-One core, in turn: the baseline, the plain form (``--shard_id 0`` without a plan), and ``plan``, each
-with an empty cache of tokenizers and with one that knows this one; on a file of two lines, and on ``--mb`` of
-English. CPU seconds and peak memory of the whole process: median (least-most), and how many times faster
-than the baseline in the same turn. The bare load of each engine, which cannot be saved, stands beside.
+The baseline, the plain form (``--shard_id 0`` without a plan), and ``plan`` take turns on one core, with an
+empty cache of tokenizers and with this tokenizer in it; on a file of two lines, and on ``--mb`` of English.
+Shown are CPU seconds and peak memory of the whole process: median and range, and the speed relative to the
+baseline in the same turn. The load of each engine, which cannot be avoided, is shown, too.
 
-``--num_inputs`` measures something else: a task and ``status`` of plans with as many inputs, 30 a shard. Only
-the inputs of the task's shard exist. The bytes read are those of the whole process, libraries included.
+``--num_inputs`` measures a task and ``status`` instead, for plans with this many inputs, 30 per shard. Only
+the inputs of the task's shard exist. The bytes read are those of the whole process, with libraries.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BARE = {
 
 
 def runs(tokenizer: Path, raw: Path, scratch: Path) -> Iterator[tuple[str, Callable[[], Usage]]]:
-    """Name and call of each thing measured; each call begins with its output folder gone."""
+    """Return name -> call of each measurement. Each call starts without an output folder."""
     output, log, cache = scratch / "output", scratch / "log", scratch / "cache"
     flags: list[str | Path] = ["--input_dir", raw, "--output_dir", output, "--model_id", tokenizer]
     plain: list[str | Path] = ["-m", "preprocess", "--shard_id", "0", *flags]
@@ -64,7 +64,7 @@ def runs(tokenizer: Path, raw: Path, scratch: Path) -> Iterator[tuple[str, Calla
 
 
 def table(title: str, found: dict[str, list[Usage]]) -> str:
-    """A row a run."""
+    """Return a row per run."""
     lines = [f"| {title} | CPU s | times the baseline | peak MB |", "|---|---|---|---|"]
     first = [usage.cpu_s for usage in found[BASELINE]]
     for name, usages in found.items():
@@ -87,7 +87,7 @@ _BYTES_READ = (
 
 
 def enlarge_plan(data: Path, num_inputs: int) -> int:
-    """Give a plan of one shard that many inputs, most of them names alone; returns plan.json's bytes."""
+    """Add inputs to a plan of one shard, most of them just names. Return the bytes of plan.json."""
     plan = need_plan(data)
     first, num_shards = plan.inputs[0], num_inputs // _INPUTS_PER_SHARD
     names = [f"crawl-2026-{number % 100:02d}/part-{number:07d}.txt" for number in range(num_inputs)]
@@ -104,7 +104,7 @@ def enlarge_plan(data: Path, num_inputs: int) -> int:
 
 
 def print_tasks(nums_inputs: list[int], repeats: int, scratch: Path) -> None:
-    """A row for a task and for ``status`` of each size."""
+    """Print a row for a task and for ``status`` of each size."""
     text, raw, log = lay_out(scratch, 100_000), scratch / "raw", scratch / "log"
     raw.mkdir()
     for number in range(_INPUTS_PER_SHARD):

@@ -1,17 +1,16 @@
-"""`make bench_preprocess`: the baseline, the peers and shardprep on the same text, one core.
+"""`make bench_preprocess`: compare the baseline, the peers and shardprep on the same text and one core.
 
-Each run is a fresh process pinned to one core, its output deleted before, the input in the page
-cache. Counted are user and system CPU seconds of the process and its children, less the median of
-the same contender's runs over ten documents (its start-up, in a column of its own): others' load on
-the machine moves CPU seconds less than wall time. For shardprep that difference would be noise (a
-second of start-up, a tenth of work), so its process's CPU clock is read when its tar appears under
-its first name and when its manifest does: reading, encoding, writing, fsync and commit. Contenders
-take turns, so that a slow minute meets all of them; a cell is the median and, in brackets, the
-least and the most. The baseline reads 2 MB of the corpora with short lines, not 10: it takes
-as long per MB at either size. Python lines are half as many bytes as the other corpora.
+Each run is a fresh process, pinned to one core. Its output is deleted before, and the input is in the page
+cache. Numbers are user and system CPU seconds of the process and its children, because load on the machine
+changes these less than wall time. The median of the same contender's runs over ten documents, its start-up,
+is subtracted and has its own column. For shardprep this difference would be noise (a second of start-up, a
+tenth of work), so the CPU clock of its process is read when its temporary tar appears and when its manifest
+does: reading, encoding, writing, fsync and commit. Contenders take turns, so that a slow minute affects all
+of them. A cell is the median with the range in brackets. The baseline reads 2 MB of the corpora with short
+lines, not 10: it takes the same time per MB. Python lines have half the bytes of the other corpora.
 
-Below the table stands where the limit is: what each stage of ours costs alone (stage_bounds.py), in turn with
-the runs, beside what a shard costs.
+Below the table are lower bounds: what each of our stages costs alone (stage_bounds.py), in turn with the
+runs, beside the cost of a shard.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ START = "start"
 OURS = (DOCUMENTS, PACKED)
 MAX_SPREAD = 1.3
 Runs = dict[tuple[str, str], list[Usage]]  # (contender, corpus label or START) -> its runs
-Bounds = dict[tuple[str, str], list[dict[str, float]]]  # likewise, of ours: CPU s per MB of each stage alone
+Bounds = dict[tuple[str, str], list[dict[str, float]]]  # same keys, ours only: CPU s per MB of each stage
 
 
 def measure(
     text: BenchmarkText, rivals: list[Contender], num_repeats: int, scratch: Path
 ) -> tuple[Runs, Bounds, dict[str, str]]:
-    """Run everyone in turn; whoever fails is left out from then on, with its last words.
+    """Run the contenders in turn. One that fails is left out from then on, with its last output.
 
-    A first round over ten documents is not counted: it compiles what was installed a moment ago.
+    A first round over ten documents is not counted, because it compiles byte code.
     """
     runs: Runs = defaultdict(list)
     bounds: Bounds = defaultdict(list)
@@ -66,7 +65,7 @@ def measure(
                         watch=rival.watch(output) if corpus else None,
                     )
                 except NotSeen:
-                    continue  # one figure less
+                    continue  # one measurement less
                 except RunFailed as error:
                     if rival.key not in PEERS:
                         raise SystemExit(f"{rival.label} failed: {error}") from None
@@ -83,7 +82,7 @@ def measure(
 
 
 def stages_alone(folder: Path, num_bytes: int, scratch: Path) -> dict[str, float]:
-    """CPU s per MB of each stage, over the documents of a data set that was made just now."""
+    """Return CPU s per MB of each stage over the documents of a data set that was just made."""
     log = scratch / "log"
     run_pinned([sys.executable, ROOT / "benchmarks/stage_bounds.py", folder], cwd=scratch, log=log)
     seconds = json.loads(log.read_text().splitlines()[-1])[str(folder)]
@@ -91,7 +90,7 @@ def stages_alone(folder: Path, num_bytes: int, scratch: Path) -> dict[str, float
 
 
 def seconds_per_mb(rival: Contender, text: BenchmarkText, runs: Runs) -> dict[str, list[float]]:
-    """CPU s per MB of each run, by corpus, start-up excluded, sorted."""
+    """Return sorted CPU s per MB of each run by corpus, without start-up."""
     start = statistics.median(usage.cpu_s for usage in runs[rival.key, START])
     return {
         corpus.label: sorted(
@@ -104,7 +103,7 @@ def seconds_per_mb(rival: Contender, text: BenchmarkText, runs: Runs) -> dict[st
 
 
 def table(rivals: list[Contender], text: BenchmarkText, runs: Runs) -> str:
-    """The Markdown table, and the line of ratios below it."""
+    """Return the Markdown table, and the line of ratios below it."""
     costs = {rival.key: seconds_per_mb(rival, text, runs) for rival in rivals}
     medians = {key: {name: statistics.median(of) for name, of in cost.items()} for key, cost in costs.items()}
     labels = [corpus.label for corpus in text.corpora]
@@ -135,7 +134,7 @@ def table(rivals: list[Contender], text: BenchmarkText, runs: Runs) -> str:
 
 
 def limits(text: BenchmarkText, rivals: list[Contender], runs: Runs, bounds: Bounds) -> str:
-    """A table per form of record: each stage's bound beside what is reached."""
+    """Return a table per kind of record: each stage's bound beside the cost reached."""
     labels = [corpus.label for corpus in text.corpora]
     tables = []
     for rival in rivals:
@@ -148,7 +147,7 @@ def limits(text: BenchmarkText, rivals: list[Contender], runs: Runs, bounds: Bou
 
 
 def too_noisy(rivals: list[Contender], text: BenchmarkText, runs: Runs) -> list[str]:
-    """Cells whose most is over MAX_SPREAD times their least: others' load, not a figure to publish."""
+    """Return the cells with a maximum above MAX_SPREAD times the minimum, which are not fit to publish."""
     return [
         f"{rival.key} {label} ({of[0]:.4f}-{of[-1]:.4f})"
         for rival in rivals
@@ -158,7 +157,7 @@ def too_noisy(rivals: list[Contender], text: BenchmarkText, runs: Runs) -> list[
 
 
 def caption(text: BenchmarkText, num_repeats: int) -> str:
-    """What was measured where, below the table."""
+    """Return the line below the table: what was measured, and where."""
     sizes = ", ".join(f"{corpus.label} {corpus.num_bytes / 1e6:.1f} MB" for corpus in text.corpora)
     return (
         f"{machine_line()}. {sizes}; a document a line; {text.caption}. Median of {num_repeats} "

@@ -1,12 +1,12 @@
-"""The ratios of a benchmark's table as a picture: rows of bars, in one column or more, as an SVG.
+"""Draw the ratios of a benchmark's table as an SVG with rows of bars, in one or more columns.
 
     python benchmarks/ratio_picture.py FILE FOLDER
 
-FILE holds what `make bench_preprocess` or `make bench_loader` printed; docs/speed.md holds both tables.
+FILE contains the output of `make bench_preprocess` or `make bench_loader`; docs/speed.md has both tables.
 Each table becomes FOLDER/preprocess_speed.svg or FOLDER/loader_speed.svg.
 
-The picture has its own background, light or dark as the reader's screen, and no script. Bars of a column are
-on one linear scale that begins at 0; each has its number beside it.
+The picture has its own background, light or dark like the reader's screen, and no script. The bars of a
+column have one linear scale that begins at 0, and each one has its number beside it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-WIDTH = 880  # px, about what GitHub gives a README
-_GAP, _NUMBER = 14, 62  # px: between columns, of a number beside its bar
-_CHARACTER, _LONGEST = 7.4, 48  # px of a bold character, and the most of them in a label
+WIDTH = 880  # px, about the width of a README on GitHub
+_GAP, _NUMBER = 14, 62  # px between columns, and px for the number beside a bar
+_CHARACTER, _LONGEST = 7.4, 48  # px of a bold character, and the longest label in characters
 _TOP, _ROW, _BAR, _BOTTOM = 66, 26, 16, 34
 _STYLE = """
   .back { fill: #ffffff; stroke: #d0d7de } text { fill: #1f2328; font: 13px system-ui, sans-serif }
@@ -36,7 +36,7 @@ _STYLE = """
 
 @dataclass(frozen=True, kw_only=True)
 class Bars:
-    """One row: a bar per column, None where nothing was measured."""
+    """A row with one bar per column, None if nothing was measured."""
 
     label: str
     values: Sequence[float | None]
@@ -44,7 +44,7 @@ class Bars:
 
 
 def picture(title: str, columns: Sequence[str], rows: Sequence[Bars], *, foot: str) -> str:
-    """The SVG. ``columns`` are the heads; each row has a value per column. Raises ValueError otherwise."""
+    """Return the SVG. ``columns`` are the heads. Raises ValueError for a row without a value per column."""
     if not rows or not columns or any(len(row.values) != len(columns) for row in rows):
         raise ValueError(f"{len(columns)} columns, and rows of {[len(row.values) for row in rows]} values")
     height = _TOP + _ROW * len(rows) + _BOTTOM
@@ -70,16 +70,16 @@ def picture(title: str, columns: Sequence[str], rows: Sequence[Bars], *, foot: s
 
 
 def ratios_of_table(text: str, head: str) -> tuple[list[str], list[Bars]]:
-    """Columns and rows of the first Markdown table in ``text`` whose first line has ``head``.
+    """Return columns and rows of the first Markdown table in ``text`` whose first line contains ``head``.
 
-    Ratios are cells that end in ``1.2x``, and those of a column whose name begins with ``times``; no other
-    columns are drawn. Names in bold are ours. Raises ValueError where there is no such table.
+    Ratios are cells that end like ``1.2x``, and those of a column whose name begins with ``times``. Other
+    columns are not drawn. Names in bold are ours. Raises ValueError without such a table.
     """
     lines = iter(text.splitlines())
     names = next((_cells(line) for line in lines if line.startswith("|") and head in line), None)
     if names is None:
         raise ValueError(f"no table whose first line has {head!r}")
-    next(lines)  # the line below the names
+    next(lines)  # the line below the head
     body = []
     for line in lines:
         if not line.startswith("|"):
@@ -128,7 +128,7 @@ def _column(left: float, width: float, values: list[float | None], rows: Sequenc
 
 
 def number_text(value: float) -> str:
-    """``1.3x``; from 10 on without a decimal."""
+    """Format as ``1.3x``, from 10 on without a decimal."""
     return f"{value:.1f}x" if value < 9.95 else f"{value:.0f}x"
 
 
@@ -142,7 +142,7 @@ def _text(x: float, y: float, text: str, kind: str, *, anchor: str = "start") ->
     return f'<text x="{x:.1f}" y="{y:.1f}"{named}{where}>{escape(text)}</text>'
 
 
-TABLES = {  # name of the picture: its table's head, title, foot
+TABLES = {  # name of the picture -> head of its table, title, foot
     "preprocess_speed": (
         "CPU s per MB, one core |",
         "Text to shards: how many times the baseline's speed",
@@ -157,7 +157,7 @@ TABLES = {  # name of the picture: its table's head, title, foot
 
 
 def pictures(text: str) -> dict[str, str]:
-    """The SVG of each of TABLES that ``text`` holds, by name."""
+    """Return the SVG of each of TABLES that ``text`` contains, by name."""
     found = {}
     for name, (head, title, foot) in TABLES.items():
         if any(line.startswith("|") and head in line for line in text.splitlines()):

@@ -1,13 +1,13 @@
-"""What ranks ask of a parallel file system per step: reads, their bytes, opens, calls of the metadata server.
+"""Count what ranks ask of a parallel file system per step: reads, bytes, opens, calls of the metadata server.
 
     python benchmarks/reads.py [--worlds 1 8 64 512 4096] [--batch_size 8] [--num_workers 4]
     python benchmarks/reads.py --mixing
 
-Counted by arithmetic from the loader's own sampling order, so the numbers depend on no machine. A few
-workers are followed through some windows as ``ShardReader`` reads them: the latest 128 shards stay open,
-samples that are neighbours in a shard are one read, a small idx is read at opening and of a large one the
-chunks asked for. An open is one call of the metadata server, and its close another. Sizes of files come with
-their opens, and names of folders stay in the client's cache.
+The counts are computed from the loader's sampling order, so they do not depend on the machine. A few workers
+are followed through some windows, as ``ShardReader`` reads them: the latest 128 shards stay open, adjacent
+samples of a shard are one read, a small idx is read when the shard is opened, and a large one by chunks. An
+open is one call of the metadata server, and its close another one. File sizes come with the open, and names
+of folders stay in the client's cache.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from shardprep.format.index import CHUNK_CRC, CHUNK_RECORDS, HEADER_BYTES, IDX_D
 
 SPANS = (1, 16, 64, 256)  # batches over which shares are counted
 NUM_FOLLOWED = 4  # workers
-NUM_WINDOWS = 40  # of each; the first one is the start of the job, and is left out
+NUM_WINDOWS = 40  # per worker; the first one is the start of the job, and is left out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
     """A data set of equal shards."""
 
-    kind: str  # as an idx names it
+    kind: str  # of the idx
     num_shards: int
     shard_samples: int
     sample_bytes: int
 
     @property
     def num_samples(self) -> int:
-        """Of all shards."""
+        """Return the samples of all shards."""
         return self.num_shards * self.shard_samples
 
     def describe(self) -> str:
-        """For the table's head."""
+        """Return a description for the table's head."""
         sample = "packed rows" if self.kind == "packed" else "documents"
         return (
             f"{self.num_shards:,} shards of {self.shard_samples:,} {sample} of {self.sample_bytes:,} bytes "
@@ -65,11 +65,11 @@ DATA_SETS = (
 
 
 class Worker:
-    """What one worker reads and opens."""
+    """The reads and opens of one worker."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
-        self._open: OrderedDict[int, set[int]] = OrderedDict()  # of each shard the chunks of its idx in hand
+        self._open: OrderedDict[int, set[int]] = OrderedDict()  # shard -> chunks of its idx that were read
         self.calls: Counter[str] = Counter()
 
     def read(self, samples: npt.NDArray[np.int64]) -> None:
@@ -111,7 +111,7 @@ class Worker:
 def counted(
     shards: Shards, order: Order, world: int, num_workers: int
 ) -> tuple[Counter[str], Counter[str], int]:
-    """Calls of the followed workers for their first window, and from then on; and the latter's steps."""
+    """Return the calls of the followed workers in their first window and later, and the later steps."""
     count, at_start, later, steps = world * num_workers, Counter[str](), Counter[str](), 0
     for number in np.unique(np.linspace(0, count - 1, NUM_FOLLOWED).astype(int)).tolist():
         worker, slots = Worker(shards), share(range(order.num_slots), number, count)
@@ -127,7 +127,7 @@ def counted(
 
 
 def row(shards: Shards, world: int, batch_size: int, num_workers: int) -> dict[str, str]:
-    """A line of the table."""
+    """Return a line of the table."""
     block, window = choose_windows(
         num_samples=shards.num_samples,
         num_bytes=shards.num_samples * shards.sample_bytes,
@@ -162,7 +162,7 @@ def row(shards: Shards, world: int, batch_size: int, num_workers: int) -> dict[s
 
 
 def mixing_table() -> str:
-    """How much one source's share of some batches varies, as a part of it."""
+    """Return the table of the relative variation of one source's share of some batches."""
     small = 128 << 10
     lines = [f"| rows of a batch, blocks | {' | '.join(f'{span} batches' for span in SPANS)} |"]
     lines.append("|---" * (1 + len(SPANS)) + "|")

@@ -1,10 +1,10 @@
-"""Round trips of each command on a file system far away: counted, per file or shard, and what they cost.
+"""Count the round trips of each command to a remote file system, per file or shard, and what they cost.
 
     python benchmarks/round_trips.py [--num_files 2000] [--num_shards 20] [--ms 0] [--tail_ms 20]
 
-Every call that would go over the network (open, stat, read, write, fsync, rename, unlink) on the raw folder
-and the data set is counted by slow_files.c, which also makes it wait if --ms is given: 0.2 is a quiet Lustre,
-5 a busy one. It needs gcc. Counts are exact and do not depend on this machine; wall seconds do.
+slow_files.c counts every call on the raw folder and the data set that would go over the network (open, stat,
+read, write, fsync, rename, unlink), and delays it if --ms is given: 0.2 is a quiet Lustre, 5 a busy one. It
+needs gcc. Counts are exact and do not depend on this machine; wall seconds do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WORLD = (
 
 
 class FarAway:
-    """Runs commands whose files under a folder are far away."""
+    """Run commands for which the files under a folder are remote."""
 
     def __init__(self, root: Path, scratch: Path, *, ms: float, tail_ms: float) -> None:
         self._counts = scratch / "counts"
@@ -57,7 +57,7 @@ class FarAway:
         }
 
     def run(self, *words: str | Path | int) -> tuple[Counter[str], float]:
-        """Calls by kind, of the command and its children, and wall seconds. Ends where the command fails."""
+        """Return calls by kind, of the command and its children, and wall seconds. Exits if it fails."""
         self._counts.write_text("")
         began = time.monotonic()
         done = subprocess.run(
@@ -74,7 +74,7 @@ class FarAway:
 
 
 def row(name: str, per: str, number: int, found: Counter[str], wall_s: float) -> str:
-    """Calls per ``number`` of what ``per`` names."""
+    """Return a row of calls per unit, of which there are ``number``; ``per`` is its name."""
     cells = [f"{found[kind] / number:.3g}" for kind in KINDS]
     return f"| {name} | {per} | {' | '.join(cells)} | {wall_s:.1f} |"
 

@@ -1,11 +1,11 @@
-"""Sizes that real data sets have: 100,000 inputs, one input of 50 GB, 99,999 shards.
+"""Measure sizes of real data sets: 100,000 inputs, one input of 50 GB, 99,999 shards.
 
     python benchmarks/scale.py [FOLDER] [--files 100000] [--gb 50] [--shards 99999] [--quick]
 
-Plans and a fast verify run as a user would, on one core; inputs and shards are made up and removed
-again. The 50 GB are holes with a block of text lines every 256 KiB (0.8 GB on disk); shards are
-sparse files of 2 GB with manifests as the worker writes them. FOLDER needs 2 GB (default: the
-system's scratch folder), and room for 400,000 names.
+Plans and a fast verify run on one core. Inputs and shards are artificial, and are removed afterwards: the
+50 GB are holes with a block of text lines every 256 KiB (0.8 GB on disk), and shards are sparse files of 2 GB
+with manifests like those of the worker. FOLDER (default: the system's scratch folder) needs 2 GB and room for
+400,000 names.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ TAR_BYTES = 2_000_000_000 // 512 * 512
 
 
 def make_small_files(folder: Path, num_files: int) -> None:
-    """One line each, in one folder."""
+    """Write files of one line each in one folder."""
     folder.mkdir()
     for number in range(num_files):
         (folder / f"{number:06d}.txt").write_bytes(b"document %d of many\n" % number)
 
 
 def make_sparse_file(folder: Path, num_bytes: int) -> None:
-    """Holes, and a block of whole lines every SPACING_BYTES."""
+    """Write holes, and a block of whole lines every SPACING_BYTES."""
     folder.mkdir()
     text = b"\n" + BLOCK * (4000 // len(BLOCK))
     fd = os.open(folder / "huge.txt", os.O_WRONLY | os.O_CREAT)
@@ -53,7 +53,7 @@ def make_sparse_file(folder: Path, num_bytes: int) -> None:
 
 
 def make_shards(folder: Path, plan: Plan) -> None:
-    """A sparse tar, a sparse idx and a manifest for every shard of ``plan``, sizes as of real ones."""
+    """Write a sparse tar, a sparse idx and a manifest of realistic sizes for every shard of ``plan``."""
     for shard_id, input_bytes in enumerate(plan.shard_bytes()):
         manifest = Manifest(
             spec=plan.spec,
@@ -89,7 +89,7 @@ def make_shards(folder: Path, plan: Plan) -> None:
 
 
 def report(what: str, command: list[str | Path], scratch: Path, package: str = "preprocess") -> None:
-    """Run ``python -m preprocess`` with these arguments and print what it took."""
+    """Run ``python -m preprocess`` with these arguments, and print its cost."""
     usage = run_pinned([sys.executable, "-m", package, *command], cwd=ROOT, log=scratch / "log")
     print(
         f"| {what} | {usage.wall_s:.1f} | {usage.cpu_s:.1f} | {usage.max_rss_bytes / 1e6:.0f} |", flush=True

@@ -1,11 +1,11 @@
-"""How each cost of a loader grows with shards, samples, ranks and workers; nothing of that size is made.
+"""Compute how the costs of a loader grow with shards, samples, ranks and workers, without making such data.
 
     python benchmarks/scale_growth.py [--quick]
 
-The index is built and read at each size; order and opens follow from arithmetic alone. Up to 99,999 shards
-of 100,000 rows of 2,048 tokens, 4,096 ranks with 8 workers each, and one idx of 1,000,000 documents. Times
-are CPU seconds of one core, memory is what the call left allocated; opens do not depend on the machine. The
-costs of commands at such sizes are in scale.py, of a loader on disk in loader_limits.py.
+The index is built and read at each size; order and opens are computed. The largest size is 99,999 shards of
+100,000 rows of 2,048 tokens, 4,096 ranks with 8 workers each, and one idx of 1,000,000 documents. Times are
+CPU seconds of one core, memory is what the call leaves allocated, and opens do not depend on the machine.
+scale.py measures commands at such sizes, and loader_limits.py a loader on disk.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from shardprep.format.index import (
 from shardprep.format.names import DatasetSpec, TokenizerSpec, idx_path
 
 ROW_TOKENS, ROW_BYTES = 2048, 4 * 2048
-ROWS = 100_000  # of a shard: 0.8 GB
-SIZES = ((1_000, 64), (10_000, 512), (99_999, 4_096))  # shards, ranks
+ROWS = 100_000  # per shard: 0.8 GB
+SIZES = ((1_000, 64), (10_000, 512), (99_999, 4_096))  # (shards, ranks)
 WORKERS, BATCH = 8, 8
-WINDOWS = 40  # that are followed of a worker
+WINDOWS = 40  # windows followed per worker
 NUM_FOLLOWED = 4
 
 
 def spec_of(num_shards: int, *, is_packed: bool) -> DatasetSpec:
-    """As a plan for Llama 3 has it."""
+    """Return the spec of a plan for Llama 3."""
     return DatasetSpec(
         plan_id="0123456789abcdef" * 4,
         num_shards=num_shards,
@@ -68,7 +68,7 @@ def spec_of(num_shards: int, *, is_packed: bool) -> DatasetSpec:
 
 
 def taken(work: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What ``work`` gives, its CPU seconds, and in another run the MB that it left allocated."""
+    """Return the result of ``work``, its CPU seconds, and the MB that it leaves allocated in another run."""
     began = time.process_time()
     result = work()
     cpu_s = time.process_time() - began
@@ -81,7 +81,7 @@ def taken(work: Callable[[], Any]) -> tuple[Any, float, float]:
 
 
 def index_of(folder: Path, num_shards: int) -> int:
-    """Write an index.json; its bytes."""
+    """Write an index.json and return its bytes."""
     spec = spec_of(num_shards, is_packed=True)
     number = np.arange(num_shards)
     rows = np.full(num_shards, ROWS)
@@ -95,7 +95,7 @@ def index_of(folder: Path, num_shards: int) -> int:
 
 
 def shards_of(folder: Path) -> ShardSet:
-    """All shards of an index, as the loader holds them."""
+    """Return all shards of an index, as in the loader."""
     index = read_index(folder)
     source = DatasetShards(
         folder=folder,
@@ -111,9 +111,9 @@ def shards_of(folder: Path) -> ShardSet:
 
 
 def opens_of(order: Order, shards: ShardSet, num_workers: int) -> tuple[float, float]:
-    """Shards that a worker opens for its first window, and all workers for a step from then on.
+    """Return the shards that a worker opens for its first window, and that all workers open per later step.
 
-    Some workers are followed; each keeps the latest MAX_OPEN_SHARDS open, as ShardReader does.
+    Only some workers are followed. Each keeps the latest MAX_OPEN_SHARDS open, like ShardReader.
     """
     first, per_step = [], []
     for worker in range(0, num_workers, max(num_workers // NUM_FOLLOWED, 1)):
@@ -137,7 +137,7 @@ def opens_of(order: Order, shards: ShardSet, num_workers: int) -> tuple[float, f
 
 
 def large_idx(folder: Path, num_documents: int) -> tuple[float, float, int]:
-    """Of an idx of so many documents: CPU ms to open it and read a block of 16, and all; its bytes."""
+    """Return CPU ms to open a large idx and read a block of 16, and to read all of it; and its bytes."""
     spec = spec_of(1, is_packed=False)
     dtype = np.dtype([("all", "V28")])
     crcs, records = ChunkCrcs(dtype), np.zeros(num_documents, dtype).tobytes()

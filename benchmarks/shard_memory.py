@@ -1,11 +1,11 @@
-"""The most memory that a task holds: for a shard of a gigabyte, for one line of 200 MB, for each format.
+"""Measure the peak memory of a task: for a shard of a gigabyte, for one line of 200 MB, for each format.
 
     python benchmarks/shard_memory.py [FOLDER] [--quick] [--form .parquet ...]
 
-A task is `python -m preprocess --shard_id 0` on one core. Its memory must depend neither on the shard's
-size nor on a line's, nor on the size of a row group, a record batch or a compressed member: the files of
-formats hold a gigabyte in one. The large files are the corpora's text, repeated; the line is the same text
-with blanks for line ends. FOLDER (default: the system's scratch folder) needs 8 GB, with --quick 1 GB.
+A task is `python -m preprocess --shard_id 0` on one core. Its memory must not depend on the size of the
+shard, a line, a row group, a record batch or a compressed member: files of other formats have a gigabyte in
+one of these. Large files repeat the text of the corpora; the long line is the same text with blanks in place
+of line ends. FOLDER (default: the system's scratch folder) needs 8 GB, or 1 GB with --quick.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RECORDS = {"documents": [], "packed": ["--record", "packed", "--seq_len", "2048"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One input file, to be made into one shard."""
+    """One input file, which becomes one shard."""
 
     label: str
     corpus: Corpus
@@ -47,7 +47,7 @@ class Case:
 
 
 def cases(corpora: list[Corpus], num_bytes: int, line_bytes: int, forms: list[str]) -> list[Case]:
-    """Small and large, so that growth would show. Documents of short lines would take 20 times the space."""
+    """Return small and large cases, to show growth. Short documents would need 20 times the space."""
     korean, english = corpora[:2]
     sizes = [("shard", num_bytes // 10, False), ("shard", num_bytes, False), ("line", line_bytes, True)]
     plain = [
@@ -63,7 +63,7 @@ def cases(corpora: list[Corpus], num_bytes: int, line_bytes: int, forms: list[st
 
 
 def write_input(path: Path, case: Case) -> None:
-    """The corpus again and again, up to the case's size."""
+    """Write the corpus repeatedly, up to the size of the case."""
     text = case.corpus.folder / "documents.txt"
     path.parent.mkdir()
     if case.is_one_line:
@@ -77,7 +77,7 @@ def write_input(path: Path, case: Case) -> None:
 
 
 def make_shard(case: Case, tokenizer: Path, folder: Path) -> tuple[int, Usage]:
-    """Input bytes, and what the task took. Removes what it made: the next one needs the space."""
+    """Run a task, and return its input bytes and cost. Removes the shard to make room for the next one."""
     raw, output = folder / "raw", folder / "output"
     path = raw / f"documents{case.form}"
     write_input(path, case)

@@ -1,13 +1,12 @@
-"""What is done to tasks on a real Slurm, and what ``shardprep status`` calls it.
+"""Disturb tasks on a real Slurm, and check the cause that ``shardprep status`` shows.
 
-    python benchmarks/slurm_causes.py            as root, some six minutes; it starts a cluster of its own
+    python benchmarks/slurm_causes.py            as root, some six minutes; it starts its own cluster
 
-Tasks run out of memory and time, are killed, cancelled, preempted, held and suspended; a node is killed under
-its Python, DATA/jobs is emptied, the folder of the logs is full. Printed is a table
-of what was done, what status said, and whether that is right. Then one ``retry`` mends what is missing, and
-the shards are compared with those of an undisturbed run. Another data set of forty shards is submitted by two
-terminals at once, at MaxArraySize 7; while it runs, slurmctld is killed three times. Exit code 1 where
-something is not right.
+Tasks run out of memory and time, are killed, cancelled, preempted, held and suspended; a node is killed while
+its Python goes on, DATA/jobs is emptied, and the folder of the logs is full. This prints a table of what was
+done, what status said, and whether it is right. Then one ``retry`` makes the missing shards, and these are
+compared with those of an undisturbed run. Two terminals submit another data set of forty shards at once, at
+MaxArraySize 7; while it runs, slurmctld is killed three times. The exit code is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class Site:
         return found
 
     def submit(self, data: Path, shards: str, partition: str, *flags: object) -> str:
-        """The id of the array."""
+        """Submit, and return the id of the array."""
         words = ("--shards", shards, "--partition", partition, "--cpus_per_task", 1, *flags)
         said = self.slurm("submit", data, *words)
         return str(re.findall(r"^job (\d+):", said, re.MULTILINE)[0])
@@ -165,7 +164,7 @@ def make_inputs(site: Site, *folders: Path) -> None:
 
 
 def disturb(site: Site, data: Path) -> None:
-    """Shards 0-9 of one data set, a fault each; 9 has none."""
+    """Disturb shards 0-8 of a data set, each in another way; shard 9 is left alone."""
     site.arm("memory", 0)
     site.arm("sleep", 1, 2, 5, 6)
     site.arm("kill", 3)
@@ -207,7 +206,7 @@ def disturb(site: Site, data: Path) -> None:
 
 
 def causes(site: Site, data: Path) -> dict[int, str]:
-    """Shard -> why its last task did not make it."""
+    """Return shard -> why its last task did not make it."""
     return {item["shard"]: item["cause"] for item in site.status(data)["failures"]}
 
 
@@ -232,7 +231,7 @@ def look(site: Site, data: Path) -> None:
 
 
 def forty_shards(site: Site) -> None:
-    """Two terminals, MaxArraySize 7; slurmctld killed three times."""
+    """Submit from two terminals at MaxArraySize 7, and kill slurmctld three times."""
     raw, data, undisturbed = (site.folder / name for name in ("raw40", "forty", "forty_undisturbed"))
     raw.mkdir()
     for number in range(40):
@@ -271,14 +270,14 @@ def forty_shards(site: Site) -> None:
 
 
 def controllers_killed(site: Site, data: Path) -> None:
-    """Each time while a shard waits or runs; what was made before stays as it is."""
+    """Kill slurmctld while a shard waits or runs. Finished shards must not change."""
     made: dict[str, tuple[int, int]] = {}
     wrongly: list[str] = []
     num_unseen = 0
     sent_s = time.time()
 
     def has_more() -> bool:
-        """Not before slurmctld has saved the array: one that is killed earlier forgets it."""
+        """Return whether to kill it now, but not before it has saved the array, which it would forget."""
         saved_s = (site.folder / "c" / "state" / "job_state").stat().st_mtime
         return len(stamps(data)) > len(made) + 1 and saved_s > sent_s + 1
 
@@ -349,7 +348,7 @@ def contents(data: Path) -> dict[str, bytes]:
 
 
 def stamps(data: Path) -> dict[str, tuple[int, int]]:
-    """A file that is made again is another one."""
+    """Return stamps of the shards' files, which differ if a file was made again."""
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in data.glob("shard-*.tar")}
 
 

@@ -1,10 +1,10 @@
-"""Where the limit of preprocessing is: what each stage costs alone, at least, beside what a shard costs.
+"""Measure the lower bound of each stage of preprocessing, alone, beside the cost of a shard.
 
     python benchmarks/stage_bounds.py DATA [DATA ...]
 
-DATA is a data set of this project, planned and made. Printed is a line of JSON: by folder, then by stage, CPU
-seconds of this process, each stage once and alone over the same documents. ``make bench_preprocess`` runs it
-in turn with the workers and prints both.
+DATA is a finished data set. This prints a line of JSON: folder -> stage -> CPU seconds of this process, for
+each stage once and alone, over the same documents. ``make bench_preprocess`` runs it in turn with the
+workers, and prints both.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from shardprep.format.plan import need_plan
 
 READ, ENCODE, JSON_IDS = "bytes to lines of str", "engine alone", "ids as JSON alone"
 COPY, HASH, DISK, TMPFS = "one copy of the tar", "sha256 of the tar", "tar to disk, synced", "tar to tmpfs"
-BOUNDS = (READ, ENCODE, JSON_IDS, COPY, HASH, DISK)  # what a shard cannot do without; tmpfs is beside disk
+BOUNDS = (READ, ENCODE, JSON_IDS, COPY, HASH, DISK)  # needed for every shard; tmpfs is an alternative to disk
 _TMPFS = Path("/dev/shm")
 
 
 def stage_seconds(folder: Path) -> dict[str, float]:
-    """CPU seconds of each stage over all shards of a data set."""
+    """Return the CPU seconds of each stage over all shards of a data set."""
     plan, settings = need_plan(folder), WorkerSettings()
     paths = {part.path for shard_id in range(plan.num_shards) for part in plan.shard(shard_id).ranges}
     found = {READ: cpu_s(lambda: [path.read_bytes().decode().split("\n") for path in paths])}
@@ -49,7 +49,7 @@ def stage_seconds(folder: Path) -> dict[str, float]:
     tar = b"".join(path.read_bytes() for path in sorted(folder.glob("shard-*.tar")))
     found[HASH] = cpu_s(lambda: hashlib.sha256(tar).digest())
     piece = mmap.mmap(-1, WRITE_BYTES)
-    piece[:] = bytes(WRITE_BYTES)  # its pages are there before the clock runs
+    piece[:] = bytes(WRITE_BYTES)  # allocate its pages before the measurement
     found[COPY] = cpu_s(lambda: _copy(tar, piece))
     found[DISK] = cpu_s(lambda: _write(folder, tar, piece, os.O_DIRECT))
     if os.access(_TMPFS, os.W_OK):
@@ -58,7 +58,7 @@ def stage_seconds(folder: Path) -> dict[str, float]:
 
 
 def _batches(worker: Worker) -> list[Documents]:
-    """The worker's own batches."""
+    """Return the batches of the worker."""
     return [
         documents
         for shard_id in range(worker.plan.num_shards)
@@ -67,7 +67,7 @@ def _batches(worker: Worker) -> list[Documents]:
 
 
 def cpu_s(call: Callable[[], object]) -> float:
-    """CPU seconds of one call."""
+    """Return the CPU seconds of one call."""
     began = time.process_time()
     call()
     return time.process_time() - began
@@ -81,7 +81,7 @@ def _copy(data: bytes, piece: mmap.mmap) -> None:
 
 
 def _write(folder: Path, data: bytes, piece: mmap.mmap, flags: int) -> None:
-    """Write as many bytes in whole pieces, past the page cache where ``flags`` say so, and sync."""
+    """Write the size of ``data`` in whole pieces, with O_DIRECT if ``flags`` have it, and sync."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=".bounds-") as name:
         path = Path(name) / "data"
         try:
@@ -102,9 +102,9 @@ def bounds_table(
     *,
     digits: int = 4,
 ) -> str:
-    """A row per stage, their sum, what is reached, and the sum's share of that; a column per label.
+    """Return a table: a row per stage, their sum, the cost reached, and the sum's share of it.
 
-    ``bounds`` and ``reached`` are in the unit that the title names.
+    There is a column per label. ``bounds`` and ``reached`` are in the unit of the title.
     """
     stages = [stage for stage in (*BOUNDS, TMPFS) if any(stage in of for of in bounds)]
     stages += [stage for of in bounds for stage in of if stage not in stages]
@@ -122,7 +122,7 @@ def bounds_table(
 
 
 def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The median of each stage over some runs."""
+    """Return the median of each stage over several runs."""
     return {stage: statistics.median(run[stage] for run in runs) for stage in runs[0]}
 
 

@@ -1,11 +1,11 @@
-"""CPU seconds of a task: by stage, and beside another checkout and Megatron-LM's fast path.
+"""Measure the CPU seconds of a task by stage, and compare another checkout and Megatron-LM's fast path.
 
     python benchmarks/task_stages.py [--other CHECKOUT] [--pairs 3] [--times 4] [--only korean]
 
-The input is JSON lines: the corpora, ``--times`` over and twice as often (4: 105 MB of Korean reviews, 70 MB
-of English paragraphs), and the task makes rows of 2,048 tokens, on one core. Printed are CPU seconds, and
-this checkout's over those of the others, which take turns. The slope is what the second half takes, without
-any start. Then follows each stage alone, in one thread, over the smaller input.
+The input is JSON lines: the corpora, repeated ``--times`` and twice as often (4: 105 MB of Korean reviews,
+70 MB of English paragraphs). The task makes rows of 2,048 tokens on one core, and the checkouts take turns.
+Shown are CPU seconds, and those of this checkout over those of the others. The slope is the cost of the
+second half, without any start. Then each stage is measured alone, in one thread, over the smaller input.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def stages_of(data: Path) -> dict[str, float]:
 
 
 class Bench:
-    """Runs tasks of some checkouts over one input."""
+    """Run tasks of several checkouts over one input."""
 
     def __init__(self, scratch: Path, text: BenchmarkText) -> None:
         self._scratch, self._text = scratch, text
 
     def raw(self, corpus: str, times: int) -> Path:
-        """Write a corpus so many times over, and return its folder."""
+        """Write a corpus several times, and return its folder."""
         folder = self._scratch / "raw" / corpus / str(times)
         if not folder.exists():
             folder.mkdir(parents=True)
@@ -84,7 +84,7 @@ class Bench:
         return folder
 
     def task(self, who: str, corpus: str, times: int, form: str) -> Usage:
-        """Run a task of the checkout ``who``, or the fast path, anew."""
+        """Run a task of the checkout ``who``, or the fast path, from the beginning."""
         raw = self.raw(corpus, times)
         if who == FAST_PATH:
             output = self._scratch / "fast"
@@ -166,7 +166,7 @@ def main() -> int:
 def compare(
     bench: Bench, rivals: list[str], corpus: str, form: str, times: int, num_pairs: int
 ) -> dict[tuple[str, int], list[Usage]]:
-    """Run all in turn, over the input and twice as much: by who and how often the corpus is in it."""
+    """Run all in turn over the input, once and twice, by checkout and number of copies of the corpus."""
     usages: dict[tuple[str, int], list[Usage]] = {}
     for turn in range(num_pairs):
         for size in (times, 2 * times):
@@ -176,7 +176,7 @@ def compare(
 
 
 def table(rivals: list[str], usages: dict[tuple[str, int], list[Usage]], times: int) -> str:
-    """Return a row for each: CPU seconds of both sizes and of the slope, ours over theirs, and memory."""
+    """Return a row per checkout: CPU seconds of both sizes and the slope, our ratio to it, and memory."""
 
     def seconds(who: str) -> list[list[float]]:
         small, large = ([usage.cpu_s for usage in usages[who, size]] for size in (times, 2 * times))

@@ -1,12 +1,12 @@
-"""Three cleaning recipes as ``--transform``, beside datatrove's filters with the same rules.
+"""Compare three cleaning recipes as ``--transform`` with datatrove's filters of the same rules.
 
     python benchmarks/peer_environments.py datatrove
     python benchmarks/transform_recipes.py [--mb 20] [--repeats 3]
 
-JSON lines to tokens, filtered on the way: ours plans and makes one shard of packed rows, datatrove's reader,
-filters and tokenizer write their stream. CPU seconds of whole processes on one core; "filter" is what the
-run takes more than the same one without a filter (for ours: the identity as a function stands in a line
-of its own). Which documents are kept is compared by their texts.
+JSON lines are filtered and tokenized: shardprep plans and makes one shard of packed rows, and datatrove's
+reader, filters and tokenizer write their stream. Shown are CPU seconds of whole processes on one core.
+"filter" is the difference to the same run without a filter; the identity function of ours has its own line.
+The texts of kept documents are compared.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def _pages(documents: Path, folder: Path) -> Path:
-    """Documents of several lines, some of them twice: sentences of the English paragraphs."""
+    """Yield documents of several lines, some repeated, made of sentences of the English paragraphs."""
     folder.mkdir()
     lines = []
     with (documents / "documents.jsonl").open(encoding="utf-8") as file:
@@ -102,7 +102,7 @@ def _command(*words: object) -> list[str]:
 def _ours(
     folder: Path, documents: Path, tokenizer: Path, function: Path | None, *, record: str = "packed"
 ) -> float:
-    """CPU seconds of plan and shard."""
+    """Return the CPU seconds of plan and shard."""
     data, flags = folder / "ours", [] if function is None else ["--transform", function]
     shutil.rmtree(data, ignore_errors=True)
     raw = folder / "raw"
@@ -138,7 +138,7 @@ def _theirs(folder: Path, documents: Path, tokenizer: Path, recipe: str, kind: s
 
 
 def _kept(folder: Path, documents: Path, text: BenchmarkText, function: Path, recipe: str) -> tuple[int, int]:
-    """How many both keep, and of how many; ends the benchmark where they keep different documents."""
+    """Return how many documents both keep, and of how many. Exits if they keep different ones."""
     import webdataset
 
     _ours(folder, documents, text.tokenizer, function, record="documents")

@@ -1,12 +1,11 @@
-"""What a second core brings one task, beside a second task.
+"""Compare a second core for one task with a second task.
 
     python benchmarks/two_cores.py [--repeats 3] [--copies 4]
 
-A task makes one shard of a whole corpus: with one core, with two, and as two tasks side by side, each with a
-core and a data set of its own. Printed are the shards per second of each, as a multiple of those of one task
-with one core, and CPU seconds per shard, all of whole processes. --copies repeats the text, so that the start
-weighs less. As root the tasks get their cores before all other processes (SCHED_RR): else the load of the
-machine is in the figures.
+A task makes one shard of a whole corpus: with one core, with two cores, and as two parallel tasks, each with
+its own core and data set. Shown are shards per second relative to one task with one core, and CPU seconds per
+shard, of whole processes. --copies repeats the text, so that the start matters less. As root the tasks run
+before all other processes (SCHED_RR). Otherwise the load of the machine changes the results.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ CASES = ("one core", "two cores", "two tasks")
 
 
 def run_tasks(folders: list[Path], cores: list[set[int]]) -> tuple[float, float]:
-    """Make the shard of each folder, side by side. Return wall seconds of all and CPU seconds per shard."""
+    """Make the shards of all folders in parallel. Return the wall seconds and CPU seconds per shard."""
     for folder in folders:
         for path in folder.glob("shard-*"):
             path.unlink()

@@ -1,11 +1,11 @@
-"""What it costs to write a shard past the page cache (O_DIRECT) or through it.
+"""Compare writing a shard with O_DIRECT and through the page cache.
 
     python benchmarks/writer.py [FOLDER] [--mb 200] [--repeats 7]
 
-Each round writes the same bytes both ways, in pieces of 4 MiB, fsync included, and removes the file;
-the order changes every round, because the first to touch fresh page-cache pages pays for them, dearly
-in virtual machines. FOLDER is where (default: the system's scratch folder); try it on the file system
-of the shards. Without O_DIRECT there (tmpfs) it says so.
+Each round writes the same bytes both ways, in pieces of 4 MiB with fsync, and removes the file. The order
+alternates, because the first one to touch fresh pages of the page cache pays for them, which is expensive in
+virtual machines. FOLDER (default: the system's scratch folder) should be on the file system of the shards. If
+it has no O_DIRECT (tmpfs), this is printed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FLAGS = {"page cache": 0, "O_DIRECT": os.O_DIRECT}
 
 
 def write(path: Path, flags: int, source: memoryview, num_pieces: int) -> tuple[float, float]:
-    """Fill the piece from ``source`` and write it, as PublishedFile does; CPU and wall seconds."""
+    """Write ``source`` by pieces as PublishedFile does. Return CPU and wall seconds."""
     piece = mmap.mmap(-1, WRITE_BYTES)
     cpu, wall = time.process_time(), time.monotonic()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o666)

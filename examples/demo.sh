@@ -1,15 +1,15 @@
 #!/bin/bash
-# The whole way on one machine, in ./demo_data: text -> tokenizer -> plan -> shards -> verify -> a batch.
-# `make demo` runs it with the project's virtual environment; each step is printed as you would type it.
+# Run all steps on one machine, in ./demo_data: text -> tokenizer -> plan -> shards -> verify -> a batch.
+# `make demo` runs this in the project's virtual environment. Each step is printed as you would type it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 data=demo_data
 marker=$data/.made_by_demo
-export HF_HUB_OFFLINE=1 # to show that it needs no hub; with a model's name instead of a folder, leave it out
+export HF_HUB_OFFLINE=1 # the demo needs no hub; leave this out if you use a model's name instead of a folder
 
 if [ -e "$data" ] && [ ! -e "$marker" ]; then
-  echo "demo: ./$data is here and was not made by this demo; move it away, then run this again" >&2
+  echo "demo: ./$data exists and was not made by this demo; move it away, then run this again" >&2
   exit 73
 fi
 rm -rf "$data"
@@ -23,27 +23,27 @@ step() {
 }
 
 started=$SECONDS
-say "1. Raw text: Korean and English, one document a line."
+say "1. Raw text: Korean and English, one document per line."
 step python examples/sample_text.py $data/raw
 
-say "2. A small tokenizer like Llama 3's. (You would give --model_id meta-llama/Meta-Llama-3-8B below instead.)"
+say "2. A small tokenizer like Llama 3's. (For real data, use --model_id meta-llama/Meta-Llama-3-8B below instead.)"
 step python -m preprocess train_tokenizer --input_dir $data/raw --vocab_size 1500 --output_dir $data/tokenizer
 
-say "3. The plan: which bytes are which shard. Made once, then frozen."
+say "3. The plan: the byte ranges of each shard. It is made once and never changes."
 step python -m preprocess plan --input_dir $data/raw --output_dir $data/shards --model_id $data/tokenizer --num_shards 4
 
-say "4. The shards, here on this machine; on a cluster a job array makes them."
+say "4. The shards, made on this machine; on a cluster a job array makes them."
 step python -m preprocess run $data/shards
 
-say "5. The proof: every shard is there, whole, and together they cover the input once."
+say "5. Verify: every shard exists and is whole, and together they cover the input exactly once."
 step python -m preprocess verify $data/shards
 
-say "6. What training sees."
+say "6. The batches that training gets."
 step python -m loader $data/shards --batch_size 4 --num_workers 0
 
 cat <<END
 
-The demo took $((SECONDS - started)) s. Everything it made is in ./$data.
+The demo took $((SECONDS - started)) s. All its files are in ./$data.
 
 # Next, on a Slurm cluster (in this checkout, with .venv active: source .venv/bin/activate)
 \$ python -m preprocess plan --input_dir RAW --output_dir DATA --model_id meta-llama/Meta-Llama-3-8B --num_shards 100

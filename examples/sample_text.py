@@ -1,15 +1,15 @@
-"""Write a small raw text set, Korean and English, one document a line: python examples/sample_text.py FOLDER
+"""Write sample text, Korean and English, one document per line: python examples/sample_text.py FOLDER
 
-Six files, about 450 KB, the same bytes each time. The sentences were written for this project and
-are put together at random; documents have from one sentence to a hundred, as real text has.
+Six files, about 450 KB, the same bytes each time. The sentences were written for this project and are
+combined at random. Documents have one to a hundred sentences, as in real text.
 """
 
 import argparse
 import random
 from pathlib import Path
 
-NUM_FILES = 3  # a language
-NUM_DOCUMENTS = 140  # a file
+NUM_FILES = 3  # per language
+NUM_DOCUMENTS = 140  # per file
 
 ENGLISH = [
     "The {adjective} {thing} in {place} was built {time}, and nobody has repaired it since.",
@@ -74,7 +74,7 @@ KOREAN_WORDS = {
 
 
 def document(rng: random.Random, sentences: list[str], words: dict[str, str]) -> str:
-    """One line of text; most documents are short, a few are very long."""
+    """Return one line of text. Most documents are short, a few are very long."""
     num_sentences = min(100, 1 + int(rng.paretovariate(0.9)))
     return " ".join(
         rng.choice(sentences).format(
@@ -90,14 +90,14 @@ def write_sample_text(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for language, sentences, words in (("en", ENGLISH, ENGLISH_WORDS), ("ko", KOREAN, KOREAN_WORDS)):
         for number in range(NUM_FILES):
-            rng = random.Random(f"{language} {number}")  # noqa: S311 - equal text each time is the point
+            rng = random.Random(f"{language} {number}")  # noqa: S311 - the text must be the same each time
             lines = [document(rng, sentences, words) + "\n" for _ in range(NUM_DOCUMENTS)]
             (folder / f"{language}_{number}.txt").write_text("".join(lines), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="where the files go")
+    parser.add_argument("folder", type=Path, help="folder for the files")
     folder = parser.parse_args().folder
     write_sample_text(folder)
     for path in sorted(folder.glob("*.txt")):

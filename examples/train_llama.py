@@ -1,15 +1,18 @@
-"""A small Llama trained by DDP on a data set of shardprep, in a way that survives time limits.
+"""Train a small Llama with DDP on a data set of shardprep, across time limits.
 
     python examples/train_llama.py DATA CHECKPOINTS --num_steps 1000                  one process
     sbatch --nodes=2 slurm/train_ddp.sh examples/train_llama.py DATA CHECKPOINTS ...  two nodes
 
-The loop shows the five things that a resumable run needs: the loader's state is saved with the
-optimizer's step; a checkpoint appears by rename; all ranks begin with the same one; a wish to stop is
-agreed on by all ranks; the global batch, not the batch of a rank, is fixed. On another number of ranks it
-goes on with the same batches.
+The loop shows the five things that a resumable run needs:
 
-Each --log_every steps it says how it is: loss, tokens/s of all ranks, the share of the time that they waited
-for the loader, and where in the data it is. CHECKPOINTS/log.jsonl has the loss of every step.
+* save the loader's state together with the optimizer's step;
+* publish a checkpoint by rename;
+* start all ranks from the same checkpoint;
+* stop all ranks at the same step;
+* fix the global batch size, not that of a rank: the run can go on with another number of ranks.
+
+Every --log_every steps it prints the loss, tokens per second of all ranks, the share of the time that they
+waited for the loader, and the position in the data. CHECKPOINTS/log.jsonl has the loss of every step.
 
 Exit codes: 0 trained; 75 stopped after a checkpoint, run it again. Change the model in ``make_model``.
 """
@@ -43,9 +46,9 @@ _stop_asked = False
 
 def main() -> int:
     args = parse_args()
-    for number in (signal.SIGUSR1, signal.SIGTERM):  # TERM is what a preemption sends
+    for number in (signal.SIGUSR1, signal.SIGTERM):  # a preemption sends TERM
         signal.signal(number, ask_to_stop)
-    who = find_process_rank()  # from torchrun's or srun's variables
+    who = find_process_rank()  # from the variables of torchrun or srun
     torch.manual_seed(args.seed)
     device = choose_device()
     if who.world_size > 1:
@@ -64,7 +67,7 @@ def main() -> int:
     )
     setup = set_up_training(loader, bf16=args.bf16, num_threads=args.num_threads)
     model = make_model(loader.tokenizer, args, setup.model_options)
-    model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of it has other types than torch
+    model.to(device)  # type: ignore[arg-type]  # the wrapper of transformers has wrong types
     run = Run(args, loader, model, device, setup)
     run.load_newest(who.rank)
     if who.rank == 0:
@@ -79,10 +82,10 @@ def main() -> int:
 
 
 def end_at_once(code: int) -> NoReturn:
-    """End the process without the interpreter's own end, in which DDP and gloo may wait for each other.
+    """End the process without the interpreter's shutdown, where DDP and gloo may deadlock.
 
-    What is left of DDP ends gloo's group there with the GIL held, and a thread of gloo that lets its last
-    work go may want the GIL: pytorch/pytorch#56297, seen with torch 2.13.
+    During the shutdown DDP destroys gloo's group while it holds the GIL, which a thread of gloo may need to
+    release its last work: pytorch/pytorch#56297, seen with torch 2.13.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -90,7 +93,7 @@ def end_at_once(code: int) -> NoReturn:
 
 
 def train(run: Run, args: argparse.Namespace) -> bool:
-    """Train to the last step; False where it was stopped on the way."""
+    """Train to the last step. Return False if the run was asked to stop before."""
     rank, world_size = run.loader.process_rank.rank, run.loader.process_rank.world_size
     num_micro = args.global_batch_size // (args.batch_size * world_size)
     batches = endless(run.loader)
@@ -116,7 +119,7 @@ def train(run: Run, args: argparse.Namespace) -> bool:
 
 
 class Run:
-    """What goes on in a later job: the model, its optimizer, the step, and the loader's place."""
+    """The state that a checkpoint stores: the model, the optimizer, the step, and the loader's position."""
 
     def __init__(
         self,
@@ -133,9 +136,9 @@ class Run:
         self.step = 0
 
     def optimizer_step(self, micro_batches: list[dict[str, torch.Tensor]], world_size: int) -> float:
-        """One step on a global batch; returns its mean loss a token.
+        """Train one step on a global batch, and return its mean loss per token.
 
-        Tokens of all ranks are counted first, so that the gradient, too, is the same for every split.
+        Count the tokens of all ranks first, so that the gradient does not depend on the number of ranks.
         """
         num_targets = sum((batch["labels"][:, 1:] != -100).sum() for batch in micro_batches)
         num_tokens, loss_sum = total(float(num_targets), self.device), 0.0
@@ -143,7 +146,7 @@ class Run:
             batch = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
             targets = batch.pop("labels")[:, 1:].flatten()
             with self.setup.autocast():
-                logits = self.trained(**batch).logits  # position_ids and the others keep documents apart
+                logits = self.trained(**batch).logits  # position_ids etc. separate documents
             loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="sum")
             (loss * world_size / num_tokens).backward()  # DDP averages over the ranks
             loss_sum += loss.item()
@@ -153,15 +156,15 @@ class Run:
         return total(loss_sum, self.device) / num_tokens
 
     def save(self) -> None:
-        """A checkpoint appears whole or not at all; the two newest are kept."""
+        """Save a checkpoint, which appears whole or not at all, and delete all but the two newest."""
         path = self.path_of(self.step)
-        # also unlike that of a process that lives on where a node was lost
+        # A process of an earlier run, on a node that Slurm lost, may still write its own file.
         temporary = path.with_suffix(f".{os.uname().nodename}-{os.getpid()}.tmp")
         state = {
             "step": self.step,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "loader": self.loader.state_at(self.step),  # of the step trained, whatever was read ahead
+            "loader": self.loader.state_at(self.step),  # of the trained step, not of what was read ahead
         }
         with temporary.open("wb") as file:
             torch.save(state, file)
@@ -172,10 +175,10 @@ class Run:
             old.unlink()
 
     def load_newest(self, rank: int) -> None:
-        """Go on from the newest checkpoint that rank 0 can read, if there is one.
+        """Load the newest checkpoint that rank 0 can read, if there is one.
 
-        Rank 0 chooses for all: where one rank cannot read a file that another one can, the ranks would go on
-        from different steps.
+        Rank 0 chooses for all ranks. Otherwise they would start from different steps if only some of them can
+        read a file.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         state = self.newest_state() if rank == 0 else None
@@ -192,13 +195,13 @@ class Run:
         self.step = step[0]
 
     def newest_state(self) -> dict[str, Any] | None:
-        """The newest checkpoint that can be read: a disk that failed may have cut the last one."""
+        """Return the newest checkpoint that can be read: a disk failure may have damaged the last one."""
         found = sorted(self.folder.glob("step-*.pt"), reverse=True)
         for path in found:
             try:
                 return self.read(path)
             except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
-                print(f"warning: {path} cannot be read ({error}): trying the one before it", flush=True)
+                print(f"warning: {path} cannot be read ({error}): trying an older one", flush=True)
         if found:
             raise SystemExit(f"error: no checkpoint in {self.folder} can be read; move them away")
         return None
@@ -212,14 +215,14 @@ class Run:
 
 
 class Health:
-    """How the run is, since the last time it was asked."""
+    """Loss, speed and position of the run since the last line."""
 
     def __init__(self, run: Run, world_size: int) -> None:
         self.run, self.world_size = run, world_size
         self.began_s = time.perf_counter()
 
     def line(self, loss: float) -> str:
-        """All ranks must ask for it: they add up what they did."""
+        """Return a line to print. All ranks must call this, because it sums over them."""
         now_s, metrics = time.perf_counter(), self.run.loader.metrics
         took_s, self.began_s = now_s - self.began_s, now_s
         num_tokens = total(float(metrics.num_tokens), self.run.device)
@@ -234,7 +237,7 @@ class Health:
 
 
 def make_model(tokenizer: Any, args: argparse.Namespace, options: Mapping[str, Any]) -> LlamaForCausalLM:
-    """A Llama of the tokenizer's vocabulary, with random weights."""
+    """Return a Llama with the tokenizer's vocabulary and random weights."""
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -253,7 +256,7 @@ def make_model(tokenizer: Any, args: argparse.Namespace, options: Mapping[str, A
 
 
 def endless(loader: Any) -> Any:
-    """Batches of this epoch, the next, and so on."""
+    """Yield the batches of this epoch, the next one, and so on."""
     while True:
         yield from loader
 
@@ -264,13 +267,13 @@ def ask_to_stop(*_: object) -> None:
 
 
 def stop_wanted(rank: int) -> bool:
-    """By a signal, or by the file that train_ddp.sh makes: that one passes containers and torchrun."""
+    """Return whether a signal or the file of train_ddp.sh asks to stop. The file also works in containers."""
     file = os.environ.get("SHARDPREP_STOP_FILE")
     return _stop_asked or (rank == 0 and bool(file) and Path(str(file)).exists())
 
 
 def total(value: float, device: torch.device) -> float:
-    """Sum over the ranks."""
+    """Return the sum over all ranks."""
     if not dist.is_initialized():
         return value
     tensor = torch.tensor(value, dtype=torch.float64, device=device)
@@ -289,7 +292,7 @@ def choose_device() -> torch.device:
 def log_step(
     args: argparse.Namespace, step: int, loss: float, micro_batches: list[dict[str, torch.Tensor]], rank: int
 ) -> None:
-    """A line per step: the loss and, with --log_batches, a hash of the global batch's samples in order."""
+    """Log a step: its loss and, with --log_batches, a hash of the samples of the global batch in order."""
     digest = None
     if args.log_batches:
         rows = [row.tolist() for batch in micro_batches for row in batch["input_ids"]]
@@ -309,19 +312,19 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("data", help="folder of a verified data set")
     parser.add_argument("checkpoint_dir", type=Path)
     parser.add_argument("--num_steps", type=int, default=100)
-    parser.add_argument("--global_batch_size", type=int, default=8, help="of the optimizer's step; keep it")
-    parser.add_argument("--batch_size", type=int, default=2, help="of a rank at once")
-    parser.add_argument("--seq_len", type=int, default=1024, help="tokens of a packed row (default: 1024)")
+    parser.add_argument("--global_batch_size", type=int, default=8, help="samples per step; never change it")
+    parser.add_argument("--batch_size", type=int, default=2, help="samples per rank and backward pass")
+    parser.add_argument("--seq_len", type=int, default=1024, help="tokens per packed row (default: 1024)")
     parser.add_argument("--hidden_size", type=int, default=64)
     parser.add_argument("--num_layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--save_every", type=int, default=50)
-    parser.add_argument("--log_every", type=int, default=10, help="steps from one line to the next")
+    parser.add_argument("--log_every", type=int, default=10, help="steps between two lines")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_workers", type=int, default=2)
-    parser.add_argument("--num_threads", type=int, default=None, help="of a rank (default: its CPUs')")
+    parser.add_argument("--num_threads", type=int, default=None, help="threads per rank (default: its CPUs)")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16; weights stay float32")
-    parser.add_argument("--step_sleep_s", type=float, default=0.0, help="to watch it")
+    parser.add_argument("--step_sleep_s", type=float, default=0.0, help="slow down, to watch it")
     parser.add_argument("--log_batches", action="store_true", help="log a hash of every global batch")
     return parser.parse_args()
 

@@ -1,7 +1,7 @@
-"""Shows the layout that new files on Lustre will get, and sets it for a folder without harm to any file.
+"""Show the layout that new files on Lustre get, and set it for a folder without harm to any file.
 
-The one rule: ``lfs setstripe`` is run on existing directories only. From Lustre 2.16 on, where
-``llite.*.enable_setstripe_gid`` is set (LU-17628), it can empty a file and exit 0.
+``lfs setstripe`` is run only on existing directories. From Lustre 2.16 on it can empty an existing file and
+exit with 0, where ``llite.*.enable_setstripe_gid`` is set (LU-17628).
 """
 
 from lustre.layout import parse_stripe, stripe_line

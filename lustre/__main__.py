@@ -1,8 +1,8 @@
-"""``python -m lustre``: show what new files will get, and apply a layout to a folder."""
+"""``python -m lustre``: show the layout that new files get, and apply a layout to a folder."""
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # Ctrl-C while Python still imports waits until the command can stop cleanly
+if __name__ == "__main__":  # Ctrl-C during the imports waits until the command can stop cleanly
     import signal
 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -22,7 +22,7 @@ from shardprep.console import counted, print_lines, quoted
 from shardprep.errors import LustreError, NotFound, ShardprepError
 from shardprep.files import is_folder, names_in, size_of_file
 
-NUM_LOOKED_AT = 64  # finished shards, spread evenly: each is a call of lfs
+MAX_LOOKED_AT = 64  # finished shards, spread evenly; each one takes a call of lfs
 _SHARD = re.compile(r"shard-\d{5}\.tar")
 
 
@@ -32,14 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Print what new files get, how full the servers are, where shards lie. Raises NotFound, LustreError.
+    """Print the layout of new files, how full the servers are, and the OSTs of shards.
 
-    Only the layout must be told; whatever else lfs does not tell is a line that says so.
+    Raises NotFound, and LustreError if the layout is unknown. Other unknown facts are printed as such.
     """
     path = args.path
     if size_of_file(path) is None:
         remedy = f"shardprep lustre show {quoted(existing_part(path))}"
-        found = "not there; a new folder will copy the layout of the one above it"
+        found = "does not exist; a new folder will inherit the layout of its parent"
         raise NotFound(path=path, found=found, remedy=remedy)
     mount = file_system_of(path)
     lines = [f"{path}: {mount.fs_type} at {mount.mount_point} ({mount.source})"] if mount else []
@@ -58,37 +58,37 @@ def show(args: argparse.Namespace) -> int:
     try:
         lines += _shard_lines(path)
     except ShardprepError as error:
-        lines.append(f"where its shards lie cannot be told: {error}")
+        lines.append(f"the OSTs of its shards are unknown: {error}")
     print_lines(*lines)
     return 0
 
 
 def _shard_lines(folder: Path) -> list[str]:
-    """Ask lfs where finished tars of a folder (not below it) lie, and warn if one OST has most of them."""
+    """Ask lfs for the OSTs of finished tars in a folder itself, and warn if one OST has most of them."""
     names = [name for name in names_in(folder) if _SHARD.fullmatch(name)] if is_folder(folder) else []
     if not names:
         return []
-    looked_at = names[:: -(-len(names) // NUM_LOOKED_AT)]
+    looked_at = names[:: -(-len(names) // MAX_LOOKED_AT)]
     texts, osts = Counter[str](), Counter[int]()
     for name in looked_at:
         layout = layouts.read_layout(folder / name)
-        # Without the OSTs, which differ from file to file.
+        # Leave out the OSTs, which differ between files.
         parts = tuple(replace(part, start_ost=layouts.ANY_OST, osts=()) for part in layout.components)
         texts[replace(layout, components=parts).text()] += 1
         osts.update({ost for part in layout.components for ost in part.osts})
     shards = f"{counted(len(looked_at), 'shard')} looked at"
     lines = [f"{number} of {shards} have {text}" for text, number in texts.most_common()]
     for ost, number in osts.most_common(1):
-        lines.append(f"they lie on {counted(len(osts), 'OST')}; OST {ost} has most: {number}")
-        # Servers take turns: an OST with so many is one that somebody named.
+        lines.append(f"they are on {counted(len(osts), 'OST')}; OST {ost} has most: {number}")
+        # Lustre spreads files over OSTs, so a fixed start is the likely cause.
         if number > max(4, 2 * len(looked_at) / 3) and count_osts(folder) > 2:
             how = "`lfs migrate -c 1 FILE` moves a shard while nothing reads it"
-            lines.append(f"warning: OST {ost} will serve most reads: did somebody name a start? {how}")
+            lines.append(f"warning: OST {ost} will serve most reads: was a start OST set (-i, -o)? {how}")
     return lines
 
 
 def apply(args: argparse.Namespace) -> int:
-    """Give a fresh, empty folder the named layout."""
+    """Set the layout of a fresh, empty folder."""
     stripe = layouts.parse_stripe(args.stripe)
     if reason := why_not_usable(args.path):
         print_lines(f"nothing to do: {reason}")
@@ -102,11 +102,11 @@ def _show_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _apply_flags(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "A file is never changed, nor a folder that holds anything but jobs/ and logs/."
+    parser.epilog = "Never changes a file, nor a folder that contains anything but jobs/ and logs/."
     parser.add_argument("path", type=Path, metavar="PATH", help="a folder; need not be on Lustre")
     text = (
-        "N[,SIZE][,POOL]: one stripe up to 64 MiB of a file and N from there on (-1: on every OST), such as "
-        "8,4M; or options of lfs setstripe as typed, such as '-c 8' (required)"
+        "N[,SIZE][,POOL]: one stripe for the first 64 MiB of a file and N stripes after them (-1: on every "
+        "OST), such as 8,4M; or options of lfs setstripe, such as '-c 8' (required)"
     )
     parser.add_argument("--stripe", metavar="LAYOUT", required=True, help=text)
     parser.add_argument("--dry_run", action="store_true", help="check everything, set nothing")

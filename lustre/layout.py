@@ -1,9 +1,8 @@
-"""Layouts: what ``lfs getstripe -y`` prints, what a user asks ``lfs setstripe`` for, and setting it.
+"""Layouts: parse ``lfs getstripe -y``, parse what a user asks for, and set it with ``lfs setstripe``.
 
-A layout is told in the options that ``lfs setstripe`` takes: ``-E 64M -c 1 -S 4M -E -1 -c 8 -S 4M``. It is
-set for a fresh, empty folder alone. A file is refused, since lfs can empty it, and so is a folder that holds
-anything: its files would keep their layouts. lfs may exit 0 although it did something else: the layout is
-read back.
+A layout is shown as options of ``lfs setstripe``: ``-E 64M -c 1 -S 4M -E -1 -c 8 -S 4M``. It is set only for
+a fresh, empty folder. A file is refused, because lfs can empty it. A folder with files is refused, because
+these would keep their layouts. lfs may exit with 0 and do something else, so the layout is read back.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from shardprep.console import counted, quoted
 from shardprep.errors import LustreError, ShardprepError, UsageError
 from shardprep.files import is_folder, names_in, size_of_file
 
-ALL_OSTS = -1  # as a stripe count; -N of 2.17: N stripes on every OST
-ANY_OST = -1  # as the place to start: the server chooses
-NO_POOL = "none"  # asks for no pool, where "" keeps that of the folder; Lustre reserves the name
-SMALL_FILE_BYTES = 64 << 20  # files up to this size get one stripe of a layout that a number asks for
-MAX_STRIPE_COUNT = 2000  # of lfs
-DEFAULT_STRIPE_BYTES = 4 << 20  # Lustre's own from 2.16 on, and what the shards are written in
-# `- lcme_id:   1` of 2.17, `    lcme_id:   1` of 2.15: one key a line in both, indented as they like.
+ALL_OSTS = -1  # as a stripe count; from 2.17 on -N means N stripes on every OST
+ANY_OST = -1  # as the first OST: the server chooses
+NO_POOL = "none"  # asks for no pool, while "" keeps the folder's; the name is reserved by Lustre
+SMALL_FILE_BYTES = 64 << 20  # with a layout given as a number, files up to this size get one stripe
+MAX_STRIPE_COUNT = 2000  # limit of lfs
+DEFAULT_STRIPE_BYTES = 4 << 20  # Lustre's default from 2.16 on, and the size of our writes
+# `- lcme_id:   1` in 2.17, `    lcme_id:   1` in 2.15: both have one key per line, indented differently.
 _KEY_VALUE = re.compile(r"^[ \t-]*([\w.]+):[ \t]*(\S*)[ \t\r]*$", re.MULTILINE)
 
 
 def size_text(num_bytes: int) -> str:
-    """Return a size as lfs reads it: ``4M``."""
+    """Format a size for lfs: ``4M``."""
     for unit, size in (("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
         if num_bytes and num_bytes % size == 0:
             return f"{num_bytes // size}{unit}"
@@ -43,17 +42,17 @@ def size_text(num_bytes: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Component:
-    """How the bytes of one extent of a file are spread. A plain layout is one component for all bytes."""
+    """The striping of one extent of a file. A plain layout is one component for all bytes."""
 
     start_bytes: int = 0
     end_bytes: int | None = None  # None: to the end of the file
     stripe_count: int
-    stripe_bytes: int = 0  # 0: not told, or not asked for
-    extension_bytes: int = 0  # of a self-extending layout: the extent grows by so much
-    pattern: str = "raid0"  # mdt: the data lies on the metadata server; "" or "0": inherited
+    stripe_bytes: int = 0  # 0: unknown, or the default
+    extension_bytes: int = 0  # of a self-extending layout: the extent grows by this size
+    pattern: str = "raid0"  # mdt: data on the metadata server; "" or "0": inherited
     pool: str = ""
     start_ost: int = ANY_OST
-    osts: tuple[int, ...] = ()  # of a file: those of its stripes; of a folder: those named for its files
+    osts: tuple[int, ...] = ()  # of a file: its OSTs; of a folder: the OSTs chosen for new files
 
     @property
     def is_on_mdt(self) -> bool:
@@ -61,16 +60,16 @@ class Component:
 
     @property
     def is_overstriped(self) -> bool:
-        """Return whether one OST may have several stripes."""
+        """Return whether one OST may get several stripes."""
         return "overstriped" in self.pattern or self.stripe_count < ALL_OSTS
 
     @property
     def has_fixed_place(self) -> bool:
-        """Return whether somebody put the stripes on certain OSTs."""
+        """Return whether the stripes are bound to certain OSTs."""
         return bool(self.osts) or (self.start_ost != ANY_OST and not self.is_on_mdt)
 
     def options(self) -> list[str]:
-        """Return the options of ``lfs setstripe`` without the extent's end."""
+        """Return the options of ``lfs setstripe``, except for the end of the extent."""
         if self.is_on_mdt:
             return ["-L", "mdt"]
         if self.extension_bytes:
@@ -89,20 +88,20 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The layout of a file, or the default that a directory gives to new ones."""
+    """The layout of a file, or a directory's default for new files."""
 
-    components: tuple[Component, ...]  # those of a mirror follow those of the one before
+    components: tuple[Component, ...]  # mirror by mirror
     is_composite: bool = False
     num_mirrors: int = 1
-    typed: tuple[str, ...] = ()  # options of lfs setstripe as a user typed them: ``components`` is empty
+    typed: tuple[str, ...] = ()  # options of lfs setstripe as the user typed them; ``components`` is empty
 
     @property
     def is_inherited(self) -> bool:
-        """Return whether a directory surely has no default of its own: lfs may print the root's for it."""
+        """Return whether a directory is known to have no default of its own. lfs may print the root's."""
         return not self.is_composite and self.components[0].pattern in {"", "0"}
 
     def options(self) -> list[str]:
-        """Return the options of ``lfs setstripe`` that make it."""
+        """Return the options of ``lfs setstripe`` for this layout."""
         words = list(self.typed)
         for part in self.components:
             if self.num_mirrors > 1 and part.start_bytes == 0:
@@ -113,19 +112,19 @@ class Layout:
         return words
 
     def text(self) -> str:
-        """Return the options as one text, for a person."""
+        """Return the options as one string for people."""
         return " ".join(self.options())
 
 
 def read_layout(path: Path) -> Layout:
-    """Read the layout of a file on Lustre, or what a directory gives to new files. Raises LustreError."""
+    """Read the layout of a file on Lustre, or a directory's default for new files. Raises LustreError."""
     options = ["-d", "-y"] if is_folder(path) else ["-y"]
     result = run_lfs("getstripe", *options, path)
     output = result.checked("look at the path, and at `lfs check servers`")
     if output.rstrip().endswith("has no stripe info"):
-        expected = "a layout; a link has none (look at what it points to), nor a file never written to"
+        expected = "a layout; a link (look at its target) or a file never written to has none"
         raise LustreError(found=output.strip()[-200:], expected=expected)
-    # What stands before the first component, and each component.
+    # Split into the head and one text per component.
     head, *texts = re.split(r"^[ \t-]*lcme_id:.*$", output, flags=re.MULTILINE)
     try:
         parts = tuple(_component(text) for text in texts or [head])
@@ -138,9 +137,9 @@ def read_layout(path: Path) -> Layout:
 
 
 def _component(text: str) -> Component:
-    """Read a component. An empty number (a client without Lustre's parameters) is not told."""
+    """Parse a component. A number that is empty, as on a client without Lustre's parameters, is unknown."""
     pairs = _KEY_VALUE.findall(text)
-    # The first value wins: an object further down does not change a component.
+    # The first value of a key counts: later ones belong to objects of the component.
     values = {key.removeprefix("lmm_").removeprefix("lcme_"): value for key, value in reversed(pairs)}
     pattern, end = values.get("pattern", ""), values.get("extent.e_end", "EOF")
     return Component(
@@ -162,17 +161,17 @@ _NUMBERS_TEXT = (
     f"SIZE: a multiple of 64K that divides {size_text(SMALL_FILE_BYTES)}; POOL: its name without the file "
     f"system's, or {NO_POOL}), or the options of lfs setstripe, such as '-E 1G -c 1 -E -1 -c 8'"
 )
-# Each has one value. lfs knows more options, which clear a layout, or read one from a file.
+# Options with one value. lfs has more, but these clear a layout, or read one from a file.
 _SHORT = "c:C:S:i:o:p:E:L:z:N:"
 _LONG = "stripe-count= overstripe-count= stripe-size= stripe-index= ost= pool= component-end= layout= "
 _LONG += "extension-size= mirror-count="
 
 
 def parse_stripe(text: str) -> Layout:
-    """Read ``N[,SIZE][,POOL]``, or options as ``lfs setstripe`` takes them, which are handed on as typed.
+    """Parse ``N[,SIZE][,POOL]``, or options of ``lfs setstripe``, which are passed on as typed.
 
-    A number N above 1 becomes a progressive layout, one stripe up to 64 MiB and N from there on: a plain one
-    of N stripes would give each small file of a data set N objects. Raises UsageError.
+    N above 1 becomes a progressive layout with one stripe for the first 64 MiB and N stripes after them: with
+    N plain stripes each small file of a data set would have N objects. Raises UsageError.
     """
     if text.startswith("-") and not re.match(r"-1(,|$)", text):
         return Layout(components=(), typed=_typed_options(text))
@@ -180,13 +179,12 @@ def parse_stripe(text: str) -> Layout:
     count = int(match[1]) if match else 0
     size, pool = (match[2], match[3]) if match else (None, None)
     stripe_bytes = 0 if count == 1 else DEFAULT_STRIPE_BYTES
+    is_size = True
     if size:
         stripe_bytes = parse_size(size, "--stripe", such_as="4194304, 4M or 2G")
+        is_size = stripe_bytes > 0 and stripe_bytes % (64 << 10) == 0 and SMALL_FILE_BYTES % stripe_bytes == 0
     is_count = count == ALL_OSTS or 1 <= count <= MAX_STRIPE_COUNT
-    is_size = not size or (
-        stripe_bytes and not stripe_bytes % (64 << 10) and not SMALL_FILE_BYTES % stripe_bytes
-    )
-    if not (is_count and is_size) or pool in {"inherit", "ignore"}:  # names that Lustre reserves
+    if not (is_count and is_size) or pool in {"inherit", "ignore"}:  # reserved by Lustre
         raise UsageError.of_value("--stripe", text, _NUMBERS_TEXT)
     one = Component(stripe_count=1, stripe_bytes=stripe_bytes, pool=pool or "")
     if count == 1:
@@ -197,7 +195,7 @@ def parse_stripe(text: str) -> Layout:
 
 
 def _typed_options(text: str) -> tuple[str, ...]:
-    """Return the words as lfs gets them, and refuse one that it would take for a path, or that clears."""
+    """Split the options into words. Raises UsageError for a path, or an option that does not set a layout."""
     try:
         words = shlex.split(text)
         options, paths = getopt.getopt(words, _SHORT, _LONG.split())
@@ -207,29 +205,29 @@ def _typed_options(text: str) -> tuple[str, ...]:
     if paths or not all(value for _, value in options):
         raise UsageError.of_value("--stripe", text, "options of lfs setstripe with their values, and no path")
     ends = [value.lower() for name, value in options if name in {"-E", "--component-end"}]
-    if ends and ends[-1] not in {"-1", "eof"}:  # lfs would take it, and writes past that would fail
+    if ends and ends[-1] not in {"-1", "eof"}:  # lfs would accept it, but writes past the end would fail
         raise UsageError.of_value("--stripe", text, "a last component that ends with the file: -E -1")
     return tuple(words)
 
 
-_OWN_FOLDERS = frozenset({"jobs", "logs"})  # hold no shard: a folder with these alone counts as empty
-_KEEPER = re.compile(r"\.layout-\d+-[0-9a-f]{8}\.tmp")  # what a kill left of a call
-_WAY_ON = (
-    "look at `lfs df`, `lfs quota -u $USER` and `lfs check servers`; its owner can set it, on a node that "
-    "mounts the file system for writing; or keep what the site gives"
+_OWN_FOLDERS = frozenset({"jobs", "logs"})  # contain no shards: a folder with only these counts as empty
+_KEEPER = re.compile(r"\.layout-\d+-[0-9a-f]{8}\.tmp")  # left by a call that was killed
+_WHAT_TO_DO = (
+    "look at `lfs df`, `lfs quota -u $USER` and `lfs check servers`; the owner of the folder can set the "
+    "layout, on a node that mounts the file system for writing; or keep the site's layout"
 )
 
 
 def set_directory_layout(folder: Path, stripe: Layout, *, dry_run: bool = False) -> str:
-    """Make new files in ``folder``, on Lustre, get a layout. ``dry_run`` checks and sets nothing.
+    """Set the layout of new files in ``folder`` on Lustre, and return a line to print.
 
-    Returns a line about it. Raises LustreError, also where the layout is another one afterwards.
+    ``dry_run`` only checks. Raises LustreError, also if the folder has another layout afterwards.
     """
     if size_of_file(folder) is None:
         remedy = f"mkdir -p {quoted(folder)}"
-        raise LustreError(path=folder, found="not there", expected="an empty directory", remedy=remedy)
-    if not is_folder(folder):  # a file's layout is never changed here, since lfs can empty the file
-        expected = "an empty directory; create a fresh one and copy the file into it"
+        raise LustreError(path=folder, found="does not exist", expected="an empty directory", remedy=remedy)
+    if not is_folder(folder):  # never change the layout of a file, because lfs can empty the file
+        expected = "an empty directory; create one and copy the file into it"
         raise LustreError(path=folder, found="a file", expected=expected)
     before = read_layout(folder)
     notes: list[str] = []
@@ -238,48 +236,48 @@ def set_directory_layout(folder: Path, stripe: Layout, *, dry_run: bool = False)
         stripe = _with_pool(stripe, before, folder)
         num_osts = count_osts(folder, stripe.components[0].pool)
         if 0 < num_osts < (most := stripe.components[-1].stripe_count):
-            notes.append(f"asked for {most}, which is more than the {counted(num_osts, 'OST')} here")
+            notes.append(f"{most} stripes are more than the {counted(num_osts, 'OST')} here")
         if not before.is_inherited and is_as_asked(stripe, before, num_osts):
             return "; ".join([f"{folder} has it already; new files get {before.text()}", *notes])
     command = setstripe_command(folder, stripe)
     for name in names_in(folder):
         if name not in _OWN_FOLDERS and not _KEEPER.fullmatch(name):
             expected = "an empty directory, as files keep their layout; to change it for new files only"
-            raise LustreError(path=folder, found=f"holds {name}", expected=expected, remedy=command)
+            raise LustreError(path=folder, found=f"contains {name}", expected=expected, remedy=command)
     if dry_run:
         return "; ".join([f"new files get {before.text()}; would run: {command}", *notes])
-    # After EACCES lfs 2.16 and later remove an empty folder: a file in it keeps it.
+    # From 2.16 on, lfs removes an empty folder after EACCES. A file in it prevents that.
     keeper = folder / f".layout-{os.getpid()}-{secrets.token_hex(4)}.tmp"
     try:
         keeper.touch(exist_ok=False)
     except OSError as error:
-        expected = f"a folder in which you can make files; {_WAY_ON}"
+        expected = f"a folder in which you can create files; {_WHAT_TO_DO}"
         raise LustreError(path=folder, found=error.strerror, expected=expected) from None
     try:
         result = run_lfs("setstripe", *stripe.options(), folder)
     finally:
         with contextlib.suppress(OSError):
             keeper.unlink()
-    result.checked(_WAY_ON)
+    result.checked(_WHAT_TO_DO)
     after = read_layout(folder)
     if not stripe.typed and not is_as_asked(stripe, after, num_osts):
-        found = f"`{command}` exited 0, but new files get {after.text()}"
-        expected = f"{stripe.text()}; ask the site whether it restricts layouts, or keep what it gives"
+        found = f"`{command}` exited with 0, but new files get {after.text()}"
+        expected = f"{stripe.text()}; ask the site whether it restricts layouts, or keep this layout"
         raise LustreError(path=folder, found=found, expected=expected)
     return "; ".join([f"{folder}: {new_files_text(folder, after)}, before {before.text()}", *notes])
 
 
 def setstripe_command(folder: Path, stripe: Layout) -> str:
-    """Return what is run, for a shell."""
+    """Return the command to run, quoted for a shell."""
     return shlex.join(["lfs", "setstripe", *stripe.options(), str(folder.absolute())])
 
 
 def _with_pool(wanted: Layout, before: Layout, folder: Path) -> Layout:
-    """Return a layout by numbers with the folder's pool, which lfs would drop. Raises LustreError."""
+    """Add the folder's pool to a layout given as numbers, because lfs would drop it. Raises LustreError."""
     pools = {part.pool for part in before.components}
     if before.num_mirrors > 1 or len(pools) > 1 or any(part.is_on_mdt for part in before.components):
-        found = f"new files get {before.text()}, of which numbers would drop a part"
-        expected = "a whole layout as for lfs setstripe, such as --stripe '-c 8'"
+        found = f"new files get {before.text()}, and numbers would drop a part of this"
+        expected = "a whole layout in options of lfs setstripe, such as --stripe '-c 8'"
         raise LustreError(path=folder, found=found, expected=expected, remedy="--stripe '-c 8'")
     pool = wanted.components[0].pool or pools.pop()
     parts = tuple(replace(part, pool="" if pool == NO_POOL else pool) for part in wanted.components)
@@ -287,10 +285,10 @@ def _with_pool(wanted: Layout, before: Layout, folder: Path) -> Layout:
 
 
 def is_as_asked(wanted: Layout, found: Layout, num_osts: int) -> bool:
-    """Return whether ``found`` is what ``wanted`` asks for. What that leaves open is not compared.
+    """Return whether ``found`` is the layout ``wanted``. Parts that ``wanted`` leaves open are not compared.
 
-    Fewer stripes are taken, since OSTs may be fewer and sites cap the number, but 1 only where there is one
-    OST. A place to start, which fills one OST with every file, is never asked for.
+    Fewer stripes are accepted, because there may be fewer OSTs and sites limit the number; but 1 stripe only
+    with one OST. A fixed start is never accepted: it would fill one OST with every file.
     """
     if wanted.is_composite != found.is_composite or len(wanted.components) != len(found.components):
         return False
@@ -311,47 +309,46 @@ def is_as_asked(wanted: Layout, found: Layout, num_osts: int) -> bool:
 
 
 def stripe_line(folder: Path, stripe: str, *, is_planned: bool = False, dry_run: bool = False) -> str:
-    """Do what ``plan --stripe`` asks for the directory ``folder``, and return one line to print.
+    """Apply ``plan --stripe`` to the directory ``folder``, and return one line to print.
 
     ``auto`` and ``none`` change nothing and never fail. Raises LustreError, UsageError.
     """
     name = f"stripe {stripe}"
     if stripe == "none":
-        return f"{name}: the layout is left as it is"
+        return f"{name}: the layout is not changed"
     if stripe == "auto":
         try:
             if reason := why_not_usable(folder):
                 return f"{name}: nothing to do, {reason}"
             there = existing_part(folder)
             layout = read_layout(there)
-            return f"{name}: left as it is; {new_files_text(there, layout)} ({origin_text(there, layout)})"
+            return f"{name}: not changed; {new_files_text(there, layout)} ({origin_text(there, layout)})"
         except (ShardprepError, OSError) as error:
-            return f"{name}: left as it is; what new files get cannot be told: {error}"
+            return f"{name}: not changed; the layout of new files is unknown: {error}"
     wanted = parse_stripe(stripe)
     if reason := why_not_usable(folder):
         return f"{name}: nothing to do, {reason}"
     if is_planned:
-        why = "is planned, and its files keep their layouts"
-        return f"{name}: left as it is, as {folder} {why}; plan into a fresh folder"
+        return f"{name}: not changed: {folder} is planned, and files keep their layout; plan into a fresh one"
     if dry_run and size_of_file(folder) is None:
-        return f"{name}: {folder} would be made; would run: {setstripe_command(folder, wanted)}"
+        return f"{name}: would create {folder}; would run: {setstripe_command(folder, wanted)}"
     return f"{name}: {set_directory_layout(folder, wanted, dry_run=dry_run)}"
 
 
 def origin_text(folder: Path, layout: Layout) -> str:
-    """Say whose choice the layout of a folder is, as far as lfs tells."""
+    """Return where the layout of a folder comes from, as far as lfs reports it."""
     if layout.is_inherited:
-        return "inherited, it has no default of its own"
+        return "inherited; the folder has no default of its own"
     with contextlib.suppress(LustreError):
         if layout == read_layout(Path(lustre_mount(folder).mount_point)):
-            return "the file system's default; lfs does not tell whether the folder has it of its own, too"
+            return "the file system's default; lfs does not report whether the folder has its own, too"
     return "its own default"
 
 
 def new_files_text(folder: Path, layout: Layout) -> str:
-    """Say what a layout of a folder gives to new files, and what is wrong with it."""
+    """Describe the layout that new files of a folder get, with a warning if it binds them to an OST."""
     if not any(part.has_fixed_place for part in layout.components):
         return f"new files get {layout.text()}"
     remedy = f"lfs setstripe -c {layout.components[-1].stripe_count or 1} {quoted(folder)}"
-    why = "all begin on an OST that somebody named, and would fill it"
-    return f"warning: new files get {layout.text()}: {why}; to end that: {remedy}"
+    why = "all of them start on the same OST, and would fill it"
+    return f"warning: new files get {layout.text()}: {why}; to change that: {remedy}"

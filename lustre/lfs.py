@@ -1,6 +1,6 @@
-"""Which file system a path stands on, safe calls of ``lfs``, its targets, and whether a data set will fit.
+"""Find the file system of a path, call ``lfs`` safely, read targets, and check whether a data set will fit.
 
-What lfs does not tell is said to be unknown; nothing about space ever fails a command.
+What lfs does not report is shown as unknown. A lack of space, or of numbers about it, never fails a command.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from shardprep.errors import LustreError, ShardprepError
 from shardprep.files import size_of_file
 
 TIMEOUT_S = 30.0  # a healthy server answers within milliseconds
-DF_TIMEOUT_S = 10.0  # an OST that hangs makes df wait; nobody needs its answer that much
+DF_TIMEOUT_S = 10.0  # `lfs df` waits for an OST that hangs, and its numbers are only for information
 _ESCAPED = re.compile(r"\\([0-7]{3})")  # the kernel writes blank, tab, newline and backslash in octal
 
 
 class Mount(NamedTuple):
     """One mounted file system."""
 
-    source: str  # its device or server
+    source: str  # device or server
     mount_point: str
     fs_type: str
 
 
 def file_system_of(path: Path) -> Mount | None:
-    """Return the mount that holds ``path``, which need not exist yet: the longest, of these the last."""
+    """Return the mount of ``path``, which need not exist. Of several mounts at one point the last counts."""
     found: Mount | None = None
     real_path = os.path.realpath(path)
     for line in read_mounts_table().splitlines():
@@ -48,7 +48,7 @@ def file_system_of(path: Path) -> Mount | None:
 
 
 def read_mounts_table() -> str:
-    """Read the kernel's table as this process sees it. Without /proc it is empty."""
+    """Return the kernel's table of mounts for this process, or "" without /proc."""
     try:
         return Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
@@ -56,7 +56,7 @@ def read_mounts_table() -> str:
 
 
 def lustre_mount(path: Path) -> Mount:
-    """Return the Lustre mount that holds ``path``. Raises LustreError where there is none."""
+    """Return the Lustre mount of ``path``. Raises LustreError if it is on another file system."""
     mount = file_system_of(path)
     if mount is None or mount.fs_type != "lustre":
         where = mount.fs_type if mount else "an unknown file system"
@@ -65,7 +65,7 @@ def lustre_mount(path: Path) -> Mount:
 
 
 def why_not_usable(path: Path) -> str | None:
-    """Say why ``lfs`` can do nothing for ``path``, or return None."""
+    """Return why ``lfs`` cannot be used for ``path``, or None if it can."""
     try:
         lustre_mount(path)
     except LustreError as error:
@@ -74,14 +74,13 @@ def why_not_usable(path: Path) -> str | None:
 
 
 def existing_part(path: Path) -> Path:
-    """Return ``path`` itself or, where it is not there yet, the nearest folder above it that is."""
-    return next(
-        place for place in (path.absolute(), *path.absolute().parents) if size_of_file(place) is not None
-    )
+    """Return ``path`` if it exists, or else its nearest parent that does."""
+    places = (path.absolute(), *path.absolute().parents)
+    return next(place for place in places if size_of_file(place) is not None)
 
 
 class LfsResult(NamedTuple):
-    """What one call answered. Of one failure the exit codes differ by version: the texts say which it is."""
+    """The result of a call. Exit codes differ between versions of lfs, so its messages identify a failure."""
 
     arguments: Sequence[str]
     exit_code: int
@@ -90,23 +89,23 @@ class LfsResult(NamedTuple):
 
     @property
     def failure(self) -> str:
-        """Return how it failed, in lfs's own words: on standard error, or in 2.17 on standard output."""
+        """Describe the failure with the message of lfs, from standard error, or standard output in 2.17."""
         words = (self.stderr.strip() or self.stdout.strip() or "no message").splitlines()
         code = self.exit_code
         how = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
         return f"`lfs {' '.join(self.arguments)}` {how}: {' / '.join(words[:2])}"
 
     def checked(self, what_to_do: str = "look at `lfs check servers`") -> str:
-        """Return standard output. Raises LustreError with lfs's own words where it failed."""
+        """Return standard output. Raises LustreError with the message of lfs if the call failed."""
         if self.exit_code:
             raise LustreError(f"{self.failure}; {what_to_do}", found=f"exit code {self.exit_code}")
         return self.stdout
 
 
 def run_lfs(command: str, *arguments: Path | str) -> LfsResult:
-    """Run ``lfs``. A Path becomes absolute and without links, of which lfs would say they have no layout.
+    """Run ``lfs``. Paths are made absolute and links are resolved, because a link has no layout.
 
-    Raises LustreError where it cannot be started, or gives no answer in time.
+    Raises LustreError if lfs cannot be started or does not answer in time.
     """
     words = [command, *(os.path.realpath(each) if isinstance(each, Path) else each for each in arguments)]
     pipe, environment = subprocess.PIPE, {**os.environ, "LC_ALL": "C"}
@@ -115,27 +114,27 @@ def run_lfs(command: str, *arguments: Path | str) -> LfsResult:
             ["lfs", *words], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment
         )
     except (OSError, ValueError) as error:  # ValueError: a null byte in a path
-        expected = "Lustre's lfs for this machine; load the client's module, or use a node that has it"
+        expected = "an lfs for this machine; load the module of the Lustre client, or use a node that has it"
         raise LustreError(found=f"lfs cannot be started ({error})", expected=expected) from None
     timeout_s = DF_TIMEOUT_S if command == "df" else TIMEOUT_S
     try:
         outputs = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel is left behind
+        with contextlib.suppress(subprocess.TimeoutExpired):  # if it hangs in the kernel, leave it behind
             process.wait(timeout=0.2)
-        found = f"`lfs {' '.join(words)}` gave no answer in {timeout_s:g} s"
+        found = f"`lfs {' '.join(words)}` did not answer in {timeout_s:g} s"
         expected = "milliseconds; a server may be down: look at `lfs check servers`"
         raise LustreError(found=found, expected=expected) from None
-    # Decoded here: a text stream would turn a carriage return in a file's name into a line end.
+    # Decoded here, because a text stream would turn a carriage return in a file name into a newline.
     out, err = (each.decode("utf-8", "surrogateescape") for each in outputs)
     return LfsResult(words, process.returncode, out, err)
 
 
-NEARLY_FULL = 0.9  # our own number: Lustre has none; a write to a full OST fails, whatever the others have
-UNKNOWN = 0  # as a number of OSTs: lfs does not tell
+NEARLY_FULL = 0.9  # our choice, Lustre defines none; a write to a full OST fails even if others have space
+UNKNOWN = 0  # a number of OSTs that lfs does not report
 _FLAGS = {  # of `lfs df`
-    "S": "is out of space: a file that goes there fails",
+    "S": "is out of space: writes to it fail",
     "I": "is out of inodes: it takes no new file",
     "D": "is degraded",
     "N": "is closed to new files",
@@ -151,17 +150,17 @@ _MEMBER = re.compile(r"^\S+-OST[0-9a-f]{4}_UUID", re.MULTILINE)
 
 
 class Target(NamedTuple):
-    """One OST or MDT as ``lfs df`` has it."""
+    """An OST or MDT as ``lfs df`` shows it."""
 
     name: str  # OST 2
     used_bytes: int
     free_bytes: int
-    free_inodes: int | None  # None: not told
+    free_inodes: int | None  # None: unknown
     flags: str  # keys of _FLAGS
 
     @property
     def fill(self) -> float:
-        """Return the used part, 0 to 1, of what is used or free for users."""
+        """Return the used fraction, 0 to 1, of the space available to users."""
         return self.used_bytes / max(1, self.used_bytes + self.free_bytes)
 
     @property
@@ -171,24 +170,24 @@ class Target(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class Targets:
-    """What ``lfs df`` told: targets that answered, and by name what is wrong with the others."""
+    """Targets that answered ``lfs df``, and what is wrong with the others."""
 
-    answered: dict[str, list[Target]]  # of OST and MDT
-    silent: dict[str, str] = field(default_factory=dict)
+    answered: dict[str, list[Target]]  # "OST" or "MDT" -> targets
+    silent: dict[str, str] = field(default_factory=dict)  # name -> trouble
     why_no_inodes: str = ""
 
     def lines(self) -> list[str]:
-        """Return a line for OSTs and one for MDTs, and a warning for every target in trouble."""
+        """Return a line for the OSTs, one for the MDTs, and a warning for each target in trouble."""
         lines, trouble = [], []
         for kind, targets in self.answered.items():
             if not targets:
-                lines.append(f"how full {kind}s are is unknown: lfs df names none")
+                lines.append(f"how full the {kind}s are is unknown: lfs df lists none")
                 continue
             used, free = sum(each.used_bytes for each in targets), sum(each.free_bytes for each in targets)
             inodes = [each.free_inodes for each in targets if each.free_inodes is not None]
-            told = short_number(sum(inodes)) if inodes else f"unknown ({self.why_no_inodes})"
-            full = f"{used / max(1, used + free):.0%} full"
-            lines.append(f"{counted(len(targets), kind)}, {full}; free inodes: {told}")
+            num_inodes = short_number(sum(inodes)) if inodes else f"unknown ({self.why_no_inodes})"
+            used_part = used / max(1, used + free)
+            lines.append(f"{counted(len(targets), kind)}, {used_part:.0%} full; free inodes: {num_inodes}")
             for target in targets:
                 trouble += [f"{target.name} {_FLAGS[flag]}" for flag in target.flags if flag in _FLAGS]
                 if target.fill >= NEARLY_FULL and "S" not in target.flags:
@@ -198,12 +197,12 @@ class Targets:
 
 
 def read_targets(path: Path) -> Targets:
-    """Ask for the targets of the Lustre of ``path`` by two calls. Raises LustreError where it names none.
+    """Read the targets of the file system of ``path`` by two calls of lfs. Raises LustreError without any.
 
-    An OST that is down makes ``lfs df`` exit with its error although it names all others: these are read.
+    If an OST is down, ``lfs df`` exits with an error but still lists the others, which are read.
     """
     place = Path(lustre_mount(path).mount_point)
-    blocks = run_lfs("df", "-v", place)  # -v: with inactive ones
+    blocks = run_lfs("df", "-v", place)  # -v: inactive ones, too
     found = Targets(answered={"OST": [], "MDT": []})
     inodes = ""
     try:
@@ -219,9 +218,9 @@ def read_targets(path: Path) -> Targets:
             flags += "I"
         target = Target(f"{kind} {index}", int(used) << 10, int(free) << 10, left, flags)
         found.answered[kind].append(target)
-    for kind, index, said in _DF_TROUBLE.findall(blocks.stdout):
-        is_inactive = said.strip() == "inactive device"
-        words = "is inactive" if is_inactive else f"does not answer: {said.strip()}"
+    for kind, index, message in _DF_TROUBLE.findall(blocks.stdout):
+        is_inactive = message.strip() == "inactive device"
+        words = "is inactive" if is_inactive else f"does not answer: {message.strip()}"
         found.silent[f"{kind} {int(index, 16)}"] = f"{words}: files with a stripe there cannot be read now"
     if not (any(found.answered.values()) or found.silent):
         raise LustreError(f"{blocks.failure}; look at `lfs check servers`")
@@ -231,14 +230,14 @@ def read_targets(path: Path) -> Targets:
 def count_osts(path: Path, pool: str = "") -> int:
     """Return the number of OSTs of the file system or of a pool, or UNKNOWN.
 
-    Raises LustreError for a pool that is not there or has no OST: lfs may take it, and the first write fails.
+    Raises LustreError for a pool that does not exist or is empty: lfs may accept it, but writes would fail.
     """
     if not pool:
         try:
             return len(read_targets(path).answered["OST"])
-        except LustreError:  # nothing but a note depends on it
+        except LustreError:  # only a note depends on the number
             return UNKNOWN
-    # Pools go by the ``name`` of ``10.0.0.1@tcp:/name/folder``.
+    # A pool's full name begins with the file system's: ``name`` of ``10.0.0.1@tcp:/name/folder``.
     fs_name = lustre_mount(path).source.rpartition(":/")[2].split("/")[0]
     prefix = f"{fs_name}."
     words = run_lfs("pool_list", fs_name).checked().split()
@@ -251,19 +250,19 @@ def count_osts(path: Path, pool: str = "") -> int:
 
 
 class Need(NamedTuple):
-    """What will be written: ``num_bytes`` in all, and three files for each shard."""
+    """The space that is needed: ``num_bytes`` in total, and three files per shard."""
 
     num_bytes: int
     num_shards: int
 
 
 class Room(NamedTuple):
-    """What one limit leaves."""
+    """What one limit leaves, in bytes or files."""
 
     name: str
     num_left: int | None  # None: unknown, and the note says why
-    note: str = ""  # how sure the figure is, or when the limit will bite
-    is_of_files: bool = False  # else of bytes
+    note: str = ""  # how accurate the number is, or when the limit takes effect
+    is_of_files: bool = False
 
 
 def _files_text(number: int) -> str:
@@ -271,9 +270,9 @@ def _files_text(number: int) -> str:
 
 
 def space_lines(folder: Path, need: Need) -> list[str]:
-    """Return a line of what is needed and left, and a warning for each limit that is too small.
+    """Return a line with the space needed and left, and a warning for each limit that is too small.
 
-    Returns nothing off Lustre and without lfs. Never raises.
+    Returns [] off Lustre or without lfs. Never raises.
     """
     try:
         if why_not_usable(folder):
@@ -282,23 +281,23 @@ def space_lines(folder: Path, need: Need) -> list[str]:
     except (ShardprepError, OSError) as error:
         return [f"note: whether it will fit is unknown: {error}"]
     needed = f"about {short_bytes(need.num_bytes)} in {_files_text(3 * need.num_shards)}"
-    told, warnings = [], []
+    lefts, warnings = [], []
     for room in rooms:
         note = f" ({room.note})" if room.note else ""
         if room.num_left is None:
-            told.append(f"{room.name}: unknown{note}")
+            lefts.append(f"{room.name}: unknown{note}")
             continue
         is_short = room.num_left < (3 * need.num_shards if room.is_of_files else need.num_bytes)
         left = _files_text(room.num_left) if room.is_of_files else short_bytes(room.num_left)
         left = f"{room.name}: {left} left"
-        told.append(left + note)
+        lefts.append(left + note)
         if is_short:
             warnings.append(f"warning: it will not fit: {left}, and it needs {needed}")
-    return [f"it needs {needed}; {'; '.join(told)}", *warnings]
+    return [f"it needs {needed}; {'; '.join(lefts)}", *warnings]
 
 
 def _read_rooms(folder: Path) -> list[Room]:
-    """Return what targets and the user's quota leave for an existing folder, by three calls of lfs."""
+    """Return what targets and the user's quota leave in an existing folder, by three calls of lfs."""
     try:
         targets = read_targets(folder)
     except LustreError as error:
@@ -307,17 +306,17 @@ def _read_rooms(folder: Path) -> list[Room]:
         osts = [ost for ost in targets.answered["OST"] if ost.takes_files]
         silent = f"{counted(len(targets.silent), 'target')} did not answer" if targets.silent else ""
         rooms = [Room(counted(len(osts), "OST"), sum(ost.free_bytes for ost in osts), silent)]
-        # A file needs an inode of an MDT and an object of an OST: the fewer count.
+        # A file needs an inode on an MDT and an object on an OST, so the smaller number counts.
         kinds = targets.answered.values()
-        is_told = all(each and all(target.free_inodes is not None for target in each) for each in kinds)
+        is_known = all(each and all(target.free_inodes is not None for target in each) for each in kinds)
         free = [sum(target.free_inodes or 0 for target in each if target.takes_files) for each in kinds]
-        num_left, note = (min(free), "") if is_told else (None, targets.why_no_inodes)
+        num_left, note = (min(free), "") if is_known else (None, targets.why_no_inodes)
         rooms.append(Room("inodes of MDTs and OSTs", num_left, note, is_of_files=True))
-    if os.getuid() == 0:  # no quota binds root
+    if os.getuid() == 0:  # quotas do not limit root
         return rooms
     try:
         result = run_lfs("quota", "-u", str(os.getuid()), Path(lustre_mount(folder).mount_point))
-        if result.exit_code in {0, 5}:  # 5: some figures are inaccurate, and stand in brackets
+        if result.exit_code in {0, 5}:  # 5: some numbers are inaccurate, and in brackets
             return [*rooms, *parse_quota(result.stdout)]
         return rooms if "not enabled" in result.stderr else [*rooms, Room("your quota", None, result.failure)]
     except (LustreError, ValueError) as error:
@@ -325,10 +324,10 @@ def _read_rooms(folder: Path) -> list[Room]:
 
 
 def parse_quota(output: str) -> list[Room]:
-    """Read what ``lfs quota`` leaves of bytes and files, where there is a limit. Raises ValueError.
+    """Parse ``lfs quota`` into what the limits on bytes and files leave. Raises ValueError.
 
-    Below the heads stand: file system, KiB used (``*`` if too many), soft and hard limit, grace, and the same
-    of files. A long mount point has its own line; an inaccurate number stands in brackets.
+    The columns are: file system; KiB used (with ``*`` if over the limit), soft limit, hard limit, grace; and
+    the same four for files. A long mount point has its own line. Inaccurate numbers are in brackets.
     """
     number = r"\[?(\d+)\]?\*?"
     figures = rf"{number}\s+{number}\s+{number}\s+(\S+)"  # used, soft, hard, grace
@@ -344,7 +343,7 @@ def parse_quota(output: str) -> list[Room]:
         left, note = max(0, limit - int(used)), inaccurate
         if int(soft) and int(used) > int(soft):
             note = f"over the soft limit: writes fail in {grace}"
-            if grace in {"expired", "none"}:  # the latter in 2.15: every write fails, whatever the hard limit
-                left, note = 0, "over the soft limit, and its time of grace is over"
+            if grace in {"expired", "none"}:  # "none" in 2.15: every write fails, whatever the hard limit
+                left, note = 0, "over the soft limit, and the grace period is over"
         rooms.append(Room("your quota", left if is_of_files else left << 10, note, bool(is_of_files)))
     return rooms

@@ -1,6 +1,6 @@
-"""Slurm jobs: ``prep_array.sh`` makes shards as a job array, ``python -m slurm`` submits and mends.
+"""Slurm jobs: ``prep_array.sh`` makes shards as a job array; ``python -m slurm`` submits and retries them.
 
-Nothing else of this project imports it.
+No other package of this project imports this one.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ __all__ = ["submit_with_submitit"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what submits by submitit when it is used: ``--help`` does not need it."""
+    """Import ``submit_with_submitit`` at its first use, because ``--help`` does not need it."""
     if name == "submit_with_submitit":
         from slurm.send import submit_with_submitit
 

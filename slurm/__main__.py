@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # Ctrl-C while Python still imports waits until the command can stop cleanly
+if __name__ == "__main__":  # Ctrl-C during the imports waits until the command can stop cleanly
     import signal
 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -24,19 +24,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
     def real_path(text: str) -> Path:
-        return Path(os.path.realpath(text))  # Path.resolve raises where links go round
+        return Path(os.path.realpath(text))  # Path.resolve raises on a loop of links
 
     parser.add_argument("output_dir", metavar="DATA", type=real_path, help="folder of the data set")
 
 
 def _add_cancel(parser: argparse.ArgumentParser) -> None:
     _add_folder(parser)
-    parser.add_argument("--shards", help="only the tasks of these, such as 0-9,12 (default: all)")
+    parser.add_argument("--shards", help="only the tasks of these shards, such as 0-9,12 (default: all)")
 
 
 def _add_logs(parser: argparse.ArgumentParser) -> None:
     _add_folder(parser)
-    parser.add_argument("shard_id", type=int, help="which shard, from 0")
+    parser.add_argument("shard_id", type=int, help="number of the shard, from 0")
 
 
 def _add_submit(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +44,9 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
     add_flags_of(parser, JobRequest)
     shards = "shards per task (default: 1, more if the site's limits require it)"
     parser.add_argument("--shards_per_task", type=int, help=shards)
-    text = "only these, such as 0-9,12, however often they failed (default: all)"
+    text = "submit only these shards, such as 0-9,12, however often they failed (default: all)"
     parser.add_argument("--shards", help=text)
-    parser.add_argument("--dry_run", action="store_true", help="print the job scripts, submit nothing")
+    parser.add_argument("--dry_run", action="store_true", help="print the job scripts and submit nothing")
     parser.add_argument("--wait", action="store_true", help="show progress until all jobs have ended")
     text = "leave a small job on the cluster that submits failed shards again and then writes a report"
     parser.add_argument("--until_done", action="store_true", help=text)
@@ -66,8 +66,8 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "What a data set holds, how it was made and how to make it again: a page for a browser, without "
-        "scripts or network. Reads every manifest, and no shard."
+        "Write an HTML page: what a data set contains, how it was made, and how to make it again. The page "
+        "has no scripts and needs no network. Reads every manifest, but no shard."
     )
     parser.add_argument("output_dir", metavar="DATA", type=Path, help="folder of the data set")
     text = "write this file (default: report.html in the current folder; with --json: print)"
@@ -75,12 +75,12 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="JSON for programs, see docs/report_json.md")
 
 
-# Modules are named, not imported: what a command needs is loaded when it is called.
+# Modules are named, not imported, so that a command loads only what it needs.
 _COMMANDS = (
     ("submit", "submit the missing shards, and a verify job after them", _add_submit, "send"),
     ("retry", "submit failed shards again, with more memory or time if it was short", _add_retry, "send"),
     ("status", "show the state of every shard, and why shards failed", _add_status, "status"),
-    ("report", "write a page of the data set: what it holds, how to make it again", _add_report, "status"),
+    ("report", "write an HTML page: what the data set contains, how to make it again", _add_report, "status"),
     ("cancel", "cancel every job of this data set that waits or runs", _add_cancel, "send"),
     ("logs", "show the attempts at one shard and the ends of their logs", _add_logs, "status"),
 )

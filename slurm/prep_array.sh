@@ -1,21 +1,21 @@
 #!/bin/bash
-# One shard a task of a job array: task N makes shard N of the data set in DATA.
+# Make shards of a data set with a job array: task N makes shard N.
 #
 #   sbatch slurm/prep_array.sh                                     shards 0-9 into /data/processed
-#   sbatch --array=0-99 slurm/prep_array.sh DATA [worker's flags]  shards 0-99 of the plan in DATA
+#   sbatch --array=0-99 slurm/prep_array.sh DATA [worker flags]    shards 0-99 of the plan in DATA
 #
-# `--partition=amx-part` or SBATCH_PARTITION chooses a partition, `--array=0-99%20` runs 20 tasks at once, and
-# `--signal=B:USR1@60` gives tasks a minute before the time limit instead of KillWait (30 s).
+# `--partition=amx-part` or SBATCH_PARTITION chooses a partition. `--array=0-99%20` runs 20 tasks at once.
+# `--signal=B:USR1@60` gives tasks a minute to stop before the time limit, instead of KillWait (30 s) after it.
 #
 #   SHARDPREP_SETUP       a file to source first: modules, conda, a virtual environment
 #   SHARDPREP_PYTHON      the interpreter (default: python, or else python3, where the worker runs)
-#   SHARDPREP_SRUN_ARGS   more arguments of srun, split at blanks: --container-image=... (pyxis)
-#   SHARDPREP_EXEC        put before the interpreter, split at blanks: apptainer exec image.sif
+#   SHARDPREP_SRUN_ARGS   more options of srun, split at blanks: --container-image=... (pyxis)
+#   SHARDPREP_EXEC        a command to put before the interpreter, split at blanks: apptainer exec image.sif
 #
-# It ends with the worker's exit code (docs/reference.md): 0 done; 75 stopped, run me again. Only missing shards
-# are made, so the same line again mends whatever went wrong. It never requeues itself.
+# The exit code is the worker's (docs/reference.md): 0 done, 75 stopped, run it again. If tasks fail, type the same
+# line again: it makes only the missing shards. The script never requeues itself.
 #
-# `shardprep submit DATA` sends this script with another head, see --dry_run.
+# `shardprep submit DATA` sends this script with another head; --dry_run prints it.
 #
 #SBATCH --job-name=shardprep
 #SBATCH --array=0-9
@@ -23,8 +23,8 @@
 #SBATCH --ntasks=1
 #SBATCH --cpus-per-task=8
 #SBATCH --open-mode=append
-# Not logs/...: Slurm makes no folder, and a task whose log cannot be opened dies without a word. The log begins
-# in the folder of submission, and is moved to logs/ below.
+# Not logs/...: Slurm creates no folders, and a task whose log cannot be opened dies without a message. The log is
+# created in the folder of submission, and moved to logs/ below.
 #SBATCH --output=shardprep-%A_%a.log
 set -euo pipefail
 
@@ -33,32 +33,32 @@ say() { echo "shardprep: node $node: $*" >&2; }
 refuse() { say "$@"; exit 2; }
 
 if [[ -z ${SLURM_JOB_ID:-} || -z ${SLURM_ARRAY_TASK_ID:-}${shardprep_what:-} ]]; then
-  script=$(realpath -- "$0") # in a job it is Slurm's own copy
+  script=$(realpath -- "$0") # in a job this is Slurm's copy
   [[ $0 != */slurm_script ]] || script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
   (($#)) || set -- DATA
-  refuse "not a task of a job array, so no shard to make; type: sbatch --array=0-9 $script$(printf ' %q' "$@")"
+  refuse "not a task of a job array, so there is no shard to make; type: sbatch --array=0-9 $script$(printf ' %q' "$@")"
 fi
 
-# The log moves by rename: what Slurm itself still writes (time limit, memory) goes along. A restart must not overwrite
-# what the run before left.
+# Move the log by rename, so that later messages of Slurm itself (time limit, memory) still reach it. A restart must
+# not overwrite the log of the run before.
 log=shardprep-$task.log
-if [[ $log -ef /proc/self/fd/1 ]]; then # else --output= was given: the user knows better
+if [[ $log -ef /proc/self/fd/1 ]]; then # otherwise the user gave --output=
   if mkdir -p logs && [[ $(stat -Lc %d logs) = $(stat -c %d .) ]]; then
     [[ ! -e logs/$log ]] || mv "logs/$log" "logs/${log%.log}.before-restart-${SLURM_RESTART_COUNT:-0}.log"
     mv "$log" "logs/$log"
   else
-    say "logs/ cannot be made, or is on another file system: the log stays in $PWD/$log"
+    say "logs/ cannot be created, or is on another file system: the log stays at $PWD/$log"
   fi
 fi
 
-# A folder that is named has a plan; without one, the worker plans.
+# A folder given as an argument must have a plan. For the default folder the worker makes one.
 place=(--output_dir /data/processed)
 if (($#)) && [[ $1 != -* ]]; then place=(--output_dir "$1" --planned); shift; fi
 [[ -n ${shardprep_what:-} ]] || shardprep_command=(--shard_id "$SLURM_ARRAY_TASK_ID" "${place[@]}")
 what=${shardprep_what:-shard ${SLURM_ARRAY_TASK_ID:-}}
 
-# The record of this attempt, for `shardprep status`: what Slurm told this task, and how it ended. The worker removes it
-# when all is made. Whatever goes wrong with it, the work goes on.
+# Write a record of this attempt for `shardprep status`: what Slurm told this task, and how it ended. The worker removes
+# the record once all shards are made. Errors with the record never stop the work.
 unset SHARDPREP_ATTEMPT
 record="" stage="set-up" killed_by="" stop_signal="" stopped=""
 begin_record() {
@@ -68,7 +68,7 @@ begin_record() {
   [[ ! -f /proc/$$/fd/1 ]] || log=$(readlink "/proc/$$/fd/1")
   [[ $root = /* ]] || root=$PWD/$root
   folder=$root/jobs/attempts record=$root/jobs/attempts/$task.r${SLURM_RESTART_COUNT:-0}
-  # A link in a data set of somebody else may lead to a file of this user's.
+  # A link in another user's data set could lead to a file of this user.
   [[ ! -L $root/jobs && ! -L $folder && ! -L $record ]] &&
     { print_begin >>"$record" || { mkdir -p "$folder" && print_begin >>"$record"; }; } || record=""
 } 2>/dev/null
@@ -83,12 +83,12 @@ print_begin() {
 end_record() {
   local code=$1
   set +e
-  [[ -n $record ]] || { ((code)) && begin_record; } # the worker may have made the plan meanwhile
-  # A worker that ends with 0 has removed it: no look, and srun alone may say 0 where its node failed.
+  [[ -n $record ]] || { ((code)) && begin_record; } # the worker may have made the plan by now
+  # After exit code 0 the worker has removed the record, unless its node failed: srun may exit with 0 then, too.
   [[ $code$stage != 0work && -f $record && ! -L $record ]] || return
   { printf '%s\n' end "time=$(date +%s)" "exit_code=$code" "stage=$stage" "killed_by=$killed_by" \
       "signal=$stop_signal" "stopped=$stopped"
-    # Before 24.11 a task is not told its time limit, which a retry asks for again.
+    # Before Slurm 24.11 a task is not told its time limit. A retry needs it.
     [[ -n ${SLURM_JOB_END_TIME:-} || $code = 0 ]] ||
       echo "limit=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%l)"
   } >>"$record"
@@ -96,39 +96,39 @@ end_record() {
 trap 'end_record $?' EXIT
 begin_record
 ((${SLURM_NTASKS:-1} == 1 && ${SLURM_JOB_NUM_NODES:-1} == 1)) ||
-  refuse "${SLURM_NTASKS:-1} tasks on ${SLURM_JOB_NUM_NODES:-1} nodes: each would make the same $what;" \
-    "leave out --ntasks and --nodes, and use more array indices and --cpus-per-task"
+  refuse "${SLURM_NTASKS:-1} tasks on ${SLURM_JOB_NUM_NODES:-1} nodes would all make the same $what;" \
+    "leave out --ntasks and --nodes, and use more array indices or --cpus-per-task"
 
-# On scancel, preemption and time limit Slurm itself sends the worker TERM; `--signal=B:` reaches this shell alone.
-# Either way the worker is told by USR1, which srun passes on: given TERM, srun kills the task at once, and its
-# temporary file would stay.
+# On scancel, preemption and time limit Slurm itself sends the worker TERM; `--signal=B:` reaches only this shell.
+# In both cases this shell sends USR1 to srun, which forwards it to the worker. After TERM srun would kill the worker
+# at once, and its temporary file would stay.
 srun_pid="" num_signals=0
 # shellcheck disable=SC2317  # the traps call it
 pass_on() {
   num_signals=$((num_signals + 1)) stop_signal=$1 stopped=${stopped:-$(date +%s)}
-  say "$1, telling $what to stop"
+  say "got $1, stopping $what"
   [[ -n $srun_pid ]] || exit 75
   kill -USR1 "$srun_pid" 2>/dev/null || true
 }
 trap 'pass_on TERM' TERM
 trap 'pass_on USR1' USR1
 
-# A function hides this script's arguments from the file; few such files bear -eu.
+# A function, so that the file does not see this script's arguments. Few such files work under -eu.
 source_setup() {
   [[ -r $SHARDPREP_SETUP && -f $SHARDPREP_SETUP ]] ||
-    refuse "SHARDPREP_SETUP=$SHARDPREP_SETUP is no readable file (seen from $PWD); mend the path or unset it"
+    refuse "SHARDPREP_SETUP=$SHARDPREP_SETUP is not a readable file (from $PWD); correct the path or unset it"
   set +euo pipefail
   # shellcheck source=/dev/null
   source "$(realpath -- "$SHARDPREP_SETUP")" || say "$SHARDPREP_SETUP ended with status $?"
   set -euo pipefail
 }
 [[ -z ${SHARDPREP_SETUP:-} ]] || source_setup
-trap 'end_record $?' EXIT # the file may have set another one
+trap 'end_record $?' EXIT # the file may have set its own trap
 stage=start
 read -ra srun_args <<<"${SHARDPREP_SRUN_ARGS:-}"
 read -ra container <<<"${SHARDPREP_EXEC:-}"
 
-# These two run where the worker will: inside srun and the container.
+# The next two scripts run where the worker will run: inside srun and the container.
 # shellcheck disable=SC2016  # srun's shell expands it
 launch='python=$1 start=$2; shift 2
 [ -n "$python" ] || python=$(command -v python || command -v python3) || python=python3
@@ -136,7 +136,7 @@ command -v "$python" >/dev/null || {
   echo "shardprep: node ${SLURMD_NODENAME:-$(uname -n)}: no $python here;" \
     "set SHARDPREP_PYTHON, or SHARDPREP_SETUP to a file that activates its environment" >&2; exit 2; }
 exec "$python" -c "$start" "$@"'
-# The current folder is looked into last: it may have a preprocess.py, or a random.py. An old Python must read this.
+# The current folder, which may contain a preprocess.py, comes last on sys.path. An old Python must parse this code.
 start='import sys
 from importlib.util import find_spec
 sys.path[:] = [place for place in sys.path if place]
@@ -144,42 +144,42 @@ if not find_spec("preprocess"):
     sys.path.append("")
 found = find_spec("preprocess")
 missing = [name for name in ("numpy", "orjson", "tokenizers", "tqdm") if not find_spec(name)]
-# To look for preprocess.plan runs preprocess: not if that is a script.
+# find_spec("preprocess.plan") runs preprocess, which must not be a script of the user.
 if not (found and found.submodule_search_locations and find_spec("preprocess.plan")):
     missing.insert(0, "preprocess.plan")
 if missing or sys.version_info < (3, 10):
     import os, platform
     where = found.origin or list(found.submodule_search_locations)[0] if found else "nowhere"
-    sys.stderr.write("shardprep: node %s: python %s (%s) is no Python 3.10 with shardprep: not found: %s; preprocess is "
-        "found at: %s; install shardprep for this python, or set SHARDPREP_PYTHON, or SHARDPREP_SETUP to a file that "
-        "activates its environment\n" % (os.environ.get("SLURMD_NODENAME") or platform.node(), sys.executable,
+    sys.stderr.write("shardprep: node %s: python %s (%s) is not a Python 3.10+ with shardprep: not found: %s; "
+        "preprocess is at: %s; install shardprep for this python, or set SHARDPREP_PYTHON, or SHARDPREP_SETUP to a "
+        "file that activates its environment\n" % (os.environ.get("SLURMD_NODENAME") or platform.node(), sys.executable,
         platform.python_version(), ", ".join(missing) or "-", where))
     sys.exit(2)
 import runpy
 runpy.run_module("preprocess", run_name="__main__", alter_sys=True)'
 
-# What srun would take for options of its own, left by an allocation in which sbatch was typed. Of memory only one kind
-# is this job's: without any, the step gets what the job has.
+# Unset variables that srun would read as options, left from an allocation in which sbatch was typed. Only one of the
+# two for memory can be this job's. Without either, the step gets the memory of the job.
 unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}" "${!SLURM_STEP@}" SLURM_DISTRIBUTION SLURM_EXACT SLURM_OVERLAP
 [[ -z ${SLURM_MEM_PER_CPU:-} || -z ${SLURM_MEM_PER_NODE:-} ]] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE
 
-[[ -z $record ]] || export SHARDPREP_ATTEMPT=$record # behind the set-up: only the worker may remove it
-# srun does not inherit --cpus-per-task. --export=ALL: also after `sbatch --export=NONE`.
+[[ -z $record ]] || export SHARDPREP_ATTEMPT=$record # after the set-up: only the worker may remove the record
+# srun does not inherit --cpus-per-task. --export=ALL is needed after `sbatch --export=NONE`.
 srun --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL ${srun_args[@]+"${srun_args[@]}"} \
   ${container[@]+"${container[@]}"} sh -c "$launch" sh "${SHARDPREP_PYTHON:-}" "$start" \
   "${shardprep_command[@]}" "$@" &
 srun_pid=$! stage=work
 
-# A trapped signal ends `wait` before its time; only a wait that none ended has the worker's exit code.
+# A trapped signal interrupts `wait`. Only a `wait` without such a signal returns the worker's exit code.
 until seen=$num_signals rc=0; wait "$srun_pid" || rc=$?; ((num_signals == seen)); do :; done
-if ((rc == 255)); then # the worker has no such code
-  say "$what did not start: srun failed, its words are above"
+if ((rc == 255)); then # not a code of the worker
+  say "$what did not start: srun failed, see its messages above"
   rc=75 stage=start
-elif ((rc >= 128)); then # killed by a signal, and Slurm mangles such codes. What was not finished does not count.
+elif ((rc >= 128)); then # killed by a signal; Slurm mangles such codes
   why="by signal $((rc - 128)) (9 is often memory: try a larger --mem)"
   ((num_signals == 0)) || why="before it could clean up"
   ((num_signals)) || killed_by=$((rc - 128))
-  say "$what was killed $why; the same sbatch line makes it again"
+  say "$what was killed $why; type the same sbatch line to make it again"
   rc=75
 fi
 if ((rc)) || [[ -n ${shardprep_what:-} ]]; then say "$what ended with exit code $rc"; fi

@@ -1,18 +1,18 @@
-"""``submit``, ``retry`` and ``cancel``: which shards go to Slurm, in which tasks, and their way there.
+"""``submit``, ``retry`` and ``cancel``: choose shards, divide them into tasks, and send these to Slurm.
 
-First everything is checked and every script is rendered: what ``--dry_run`` prints is what is sent. A
-submission has two phases, so that no job runs unrecorded: its jobs are submitted held, their record is
-written to DATA/jobs, then they are released. If it is killed in between, there are held jobs that do nothing.
-Of two submissions at once only one gets its record written; the other one cancels its jobs and says so. Where
-Slurm takes no more tasks at once, it is tried again with half as many.
+All checks are made and all scripts are rendered before anything is sent, so ``--dry_run`` prints exactly what
+would be sent. A submission has two phases, so that no job runs without a record: the jobs are submitted held,
+their record is written to DATA/jobs, and then they are released. A kill in between leaves held jobs, which do
+nothing. Of two submissions at once only one can write its record; the other one cancels its jobs and fails.
+If Slurm refuses so many tasks, half as many are tried.
 
-A script is ``prep_array.sh`` with another head, which holds the table array index -> shards. Slurm keeps a
-script from submission on, so no later file can change what a waiting task will do. Limits of accounts and QOS
-are not read: Slurm refuses what is beyond them, or says why a job waits.
+A script is ``prep_array.sh`` with another head, which contains the table array index -> shards. Slurm keeps a
+copy of the script from submission on, so later changes of files do not affect waiting tasks. Limits of
+accounts and QOS are not read: Slurm refuses jobs beyond them, or gives the reason why they wait.
 
-``submit --until_done`` leaves a small job on the cluster. When the arrays and their verify job have ended, it
-runs ``retry --until_done``: that writes the report of a verified data set; or it sends what failed, with a
-controller of its own behind it; or it stops with a sentence where only people can help.
+``submit --until_done`` leaves a small job, the controller, on the cluster. When the arrays and their verify
+job have ended, it runs ``retry --until_done``. This writes the report of a verified data set, or sends failed
+shards again with another controller behind them, or stops and says what only a person can fix.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from slurm import state as states
 from slurm.state import DatasetState, Shard, SlurmAway, SlurmMissing, SlurmRefused, run_slurm
 from slurm.status import wait_for_jobs
 
-Groups = list[tuple[JobRequest, list[int]]]  # shards to send, by what their tasks ask for
+Groups = list[tuple[JobRequest, list[int]]]  # shards to send, grouped by the request of their tasks
 
-# Slurm's words for more jobs than MaxArraySize, a QOS or an account allows, and for a size or time that a QOS
-# forbids: then fewer tasks are refused, too, and its words are shown.
+# Slurm's messages for more jobs than MaxArraySize, a QOS or an account allows. A QOS that forbids the size or
+# time of a job has the same message: fewer tasks are then refused, too, and it is shown.
 _TOO_MANY = re.compile(r"accounting/QOS policy|array specification|submit limit|SubmitJob", re.IGNORECASE)
-_CONTROLS = "sends again what fails, until all is verified (--until_done)"
-_VERIFIED_BYTES_PER_S = 5e6  # of the input, on one slow core
+_CONTROLLER_TEXT = "sends failed shards again until the data set is verified (--until_done)"
+_VERIFIED_BYTES_PER_S = 5e6  # bytes of input, on one slow core
 
 
 def submit(args: argparse.Namespace) -> int:
@@ -80,19 +80,21 @@ def submit(args: argparse.Namespace) -> int:
 
 
 def with_variables(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that the user gave by flags, or else by variables of sbatch and prep_array.sh."""
+    """Return the request's fields given by flags, or else by variables of sbatch and prep_array.sh."""
     found: dict[str, Any] = {}
     for name, variable in states.REQUEST_VARIABLES.items():
         text = os.environ.get(variable)
         if not text or name in flags:
             continue
         value: Any = text
-        if name in ("time_min", *job_files.MEMORY_FIELDS):
-            value = states.minutes_of(text) if name == "time_min" else (states.megabytes_of(text) or 0) / 1024
-            if not value:
-                such_as = "60 or 2:00:00" if name == "time_min" else "4000 or 4G"
-                expected = f"a value such as {such_as}; unset it, or give the flag --{name} too"
-                raise UsageError.of_value(variable, text[:60], expected)
+        such_as = ""
+        if name == "time_min":
+            value, such_as = states.minutes_of(text), "60 or 2:00:00"
+        elif name in job_files.MEMORY_FIELDS:
+            value, such_as = (states.megabytes_of(text) or 0) / 1024, "4000 or 4G"
+        if not value:
+            expected = f"a value such as {such_as}; unset it, or give the flag --{name} too"
+            raise UsageError.of_value(variable, text[:60], expected)
         found[name] = value
     given = job_files.with_changes(found, flags)
     if given.get("setup"):
@@ -101,15 +103,15 @@ def with_variables(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _missing_shards(args: argparse.Namespace, request: JobRequest) -> tuple[DatasetState, list[int]]:
-    """Check the folder, and choose the missing shards that are not queued.
+    """Check the folder, and return its state and the missing shards that are not queued.
 
-    Shards that --shards names are sent also where it cannot be seen whether they run.
+    Shards named by --shards are included even if it is not visible whether they run.
     """
     plan = check_folder(args.output_dir, request)
     wanted = chosen_shards(plan.num_shards, args.shards)
     state = states.find_state(args.output_dir, plan, needs_slurm=not args.dry_run)
     if state.queue.away:
-        say(f"warning: {state.queue.away}. What is queued, and what this site allows, is left out")
+        say(f"warning: {state.queue.away}. The queue and the site's limits are not taken into account")
     check_queue(state, wanted)
     missing = state.ids("failed", "not submitted")
     unseen = state.ids("not visible")
@@ -117,11 +119,12 @@ def _missing_shards(args: argparse.Namespace, request: JobRequest) -> tuple[Data
         missing, unseen = sorted([*missing, *unseen]), []
     if unseen:
         why = state.why_not_visible()
-        say(f"left out: {len(unseen)} shards may run unseen ({why}); if not: --shards {id_ranges(unseen)}")
+        ids = id_ranges(unseen)
+        say(f"left out: {shards_text(ids)} may be running ({why}); if not: --shards {ids}")
     if wanted is not None:
         missing = [shard_id for shard_id in missing if shard_id in wanted]
     if missing and not lustre.why_not_usable(state.folder):
-        # What they need, by the shards that are done.
+        # Estimate the size of the tars from that of finished ones.
         done, sizes = state.made.done.values(), plan.shard_bytes()
         num_bytes = sum(sizes[shard_id] for shard_id in missing)
         if input_bytes := sum(each.counts.input_bytes for each in done):
@@ -133,32 +136,32 @@ def _missing_shards(args: argparse.Namespace, request: JobRequest) -> tuple[Data
 
 
 def check_queue(state: DatasetState, wanted: set[int] | None) -> None:
-    """Say which of the wanted shards (None: all) are queued already, and are not sent again.
+    """Report which of the wanted shards (None: all) are not sent because they are queued already.
 
-    Raises SlurmRefused for jobs of which nobody can say what they make: it would be made twice.
+    Raises SlurmRefused if jobs without a record are queued: their shards would be made twice.
     """
     if state.queue.unrecorded:
         jobs = ", ".join(state.queue.unrecorded)
-        found = f"jobs {jobs} wait or run, and no file in {job_files.JOBS_FOLDER}/ says what they make"
+        found = f"jobs {jobs} wait or run, but no record in {job_files.JOBS_FOLDER}/ names their shards"
         expected = "no such jobs; another command may be sending them now: wait, or end them"
         remedy = f"shardprep cancel {quoted(state.folder)}"
         raise SlurmRefused(path=state.folder, found=found, expected=expected, remedy=remedy)
     if queued := [each for each in state.ids("running", "pending") if wanted is None or each in wanted]:
         named = shards_text(id_ranges(queued))
-        say(f"left out, as they wait or run (one that was cancelled may end just now): {named}")
+        say(f"left out, because they wait or run (or are just being cancelled): {named}")
 
 
 def _send_held(
     args: argparse.Namespace, state: DatasetState, groups: Groups, most_tasks: int
 ) -> tuple[Submission, str] | None:
-    """Submit all, held, in ``most_tasks`` tasks at most; return the written record and the controller's id.
+    """Submit all jobs held, and return the written record and the controller's job id ("" without one).
 
-    Returns None for --dry_run, which prints the scripts. If a step before the record fails, what was
-    submitted is cancelled again. Raises ReadWriteError, SlurmRefused, SlurmAway.
+    Each array has at most ``most_tasks`` tasks. --dry_run prints the scripts and returns None. If a step
+    before the record fails, the submitted jobs are cancelled. Raises ReadWriteError, SlurmRefused, SlurmAway.
     """
     folder, request = state.folder, groups[0][0]
     name = f"{states.names_begin(folder, state.plan.plan_id)}{state.next_number}"
-    rendered: list[tuple[JobRequest, list[str], str]] = []  # request, tasks, script
+    rendered: list[tuple[JobRequest, list[str], str]] = []  # (request, tasks, script)
     site = None
     for asked, shard_ids in groups:
         per_task, most = args.shards_per_task, most_tasks
@@ -175,10 +178,9 @@ def _send_held(
         if site:
             check_script(asked, script, site)
         rendered.append((asked, tasks, script))
-    # The controller notifies, when all is over.
+    # The controller notifies at the very end, so the verify job does not.
     quiet = request.changed(notify=None) if args.until_done else request
-    last_request = _with_time_of_verify(state, quiet, site)
-    # In the order in which they are sent.
+    last_request = _with_verify_time(state, quiet, site)
     scripts = [script for _, _, script in rendered]
     scripts.append(verify_script(folder, name + states.VERIFY, state.plan.num_shards, last_request))
     if args.until_done:
@@ -216,7 +218,7 @@ def _send_held(
         )
         controller = ""
         if args.until_done:
-            # Before the release: a limit of jobs that leaves no room for it is met in time.
+            # Submitted before the release, so that a limit on jobs is noticed before any shard is made.
             controller = submit_script(scripts[-1], f"--dependency=afterany:{':'.join(job_ids)}")
             job_ids.append(controller)
         job_files.publish_submission(folder, submission)
@@ -225,7 +227,7 @@ def _send_held(
             with contextlib.suppress(ShardprepError):
                 run_slurm("scancel", *job_ids)
         raise
-    # For people: Slurm has copies of its own, and forgets them.
+    # Kept for people to read: Slurm deletes its own copies.
     for job_id, script in zip(job_ids, scripts, strict=True):
         with contextlib.suppress(ShardprepError):
             path = folder / job_files.JOBS_FOLDER / f"{submission.number:04d}-{job_id}.sh"
@@ -233,8 +235,8 @@ def _send_held(
     return submission, controller
 
 
-def _with_time_of_verify(state: DatasetState, request: JobRequest, site: Site | None) -> JobRequest:
-    """Return a request with the time limit of a verify job: of all bytes, where a task's is for a shard."""
+def _with_verify_time(state: DatasetState, request: JobRequest, site: Site | None) -> JobRequest:
+    """Return the request with a time limit for verifying all bytes, not just those of one task."""
     if request.time_min is None:
         return request
     wanted = request.time_min + math.ceil(sum(state.plan.shard_bytes()) / _VERIFIED_BYTES_PER_S / 60)
@@ -242,7 +244,7 @@ def _with_time_of_verify(state: DatasetState, request: JobRequest, site: Site | 
 
 
 def send_groups(args: argparse.Namespace, state: DatasetState, groups: Groups) -> int:
-    """Send shards, in as many tasks as Slurm takes. Raises ReadWriteError, SlurmRefused, SlurmAway."""
+    """Submit, record and release jobs. Raises ReadWriteError, SlurmRefused, SlurmAway."""
     most_tasks = max(len(shard_ids) for _, shard_ids in groups)
     while True:
         try:
@@ -255,10 +257,10 @@ def send_groups(args: argparse.Namespace, state: DatasetState, groups: Groups) -
     if sent is None:
         return 0
     submission, controller = sent
-    # Only now that they are recorded the jobs may begin; a slurmctld that gives no answer is asked again.
+    # The jobs may begin only now that they are recorded. A slurmctld that does not answer is asked again.
     ids = ",".join(job.job_id for job in submission.jobs)
     try:
-        for job in submission.jobs:  # one by one: of several some may be released, and begin
+        for job in submission.jobs:  # one by one: a call with several ids may release only some of them
             states.ask_patiently(partial(run_slurm, "scontrol", "release", job.job_id))
     except (SlurmAway, SlurmRefused) as error:
         way_on = "The jobs are recorded and held; fix the cause, then release them"
@@ -267,12 +269,12 @@ def send_groups(args: argparse.Namespace, state: DatasetState, groups: Groups) -
             way_on = "Somebody cancelled the jobs before they began; look at the status, then submit again"
             remedy = f"shardprep status {quoted(state.folder)}"
         raise type(error)(path=error.path, found=f"{error.found}. {way_on}", remedy=remedy) from None
-    _tell(args, state, submission, controller)
+    _announce(args, state, submission, controller)
     return wait_for_jobs(args.output_dir) if args.wait else 0
 
 
-def _tell(args: argparse.Namespace, state: DatasetState, submission: Submission, controller: str) -> None:
-    """Write what was sent into the history, and say it."""
+def _announce(args: argparse.Namespace, state: DatasetState, submission: Submission, controller: str) -> None:
+    """Append the submission to the history, and print its jobs."""
     shards_of = {each.job_id: list(itertools.chain(*each.shards_of_tasks())) for each in submission.arrays}
     sent = set(itertools.chain(*shards_of.values()))
     causes = {}
@@ -295,25 +297,25 @@ def _tell(args: argparse.Namespace, state: DatasetState, submission: Submission,
         print_lines(f"job {array.job_id}: {tasks}, {mem}, {limit}, for {shards_text(id_ranges(ids))}")
     print_lines(f"job {submission.verify.job_id}: verify, when they have ended")
     if controller:
-        if before := _other_controllers(state):  # two would both send what fails
+        if before := _other_controllers(state):  # two controllers would send failed shards twice
             with contextlib.suppress(ShardprepError):
                 run_slurm("scancel", *before)
-        print_lines(f"job {controller}: {_CONTROLS}")
+        print_lines(f"job {controller}: {_CONTROLLER_TEXT}")
     if not args.wait:
         print_lines(f"next: shardprep status {quoted(args.output_dir)} --watch")
 
 
 def _controller(args: argparse.Namespace, state: DatasetState, request: JobRequest, site: Site | None) -> str:
-    """Return the script of the job that looks at what became of the others, and goes on: --until_done.
+    """Return the script of the controller job of --until_done.
 
-    It needs Slurm's commands, and so it runs in no container.
+    It runs outside of any container, because it needs Slurm's commands.
     """
     flags = ["--round", args.round + 1 if args.command == "retry" else 1]
     for name in ("shards", "shards_per_task"):
         if getattr(args, name, None) is not None:
             flags += [f"--{name}", getattr(args, name)]
     command = [sys.executable, "-m", "slurm", "retry", state.folder, "--until_done", *flags]
-    request = _with_time_of_verify(state, request, site)  # it may verify, too
+    request = _with_verify_time(state, request, site)  # the controller may verify, too
     small = request.changed(cpus_per_task=1, mem_gb=1.0, mem_per_cpu_gb=None, max_parallel=1)
     name = f"{states.names_begin(state.folder, state.plan.plan_id)}{state.next_number}{states.CONTROL}"
     lines = _head(state.folder, name, "control-%j", small)
@@ -323,15 +325,15 @@ def _controller(args: argparse.Namespace, state: DatasetState, request: JobReque
 
 
 def leave_controller(args: argparse.Namespace, state: DatasetState, request: JobRequest) -> None:
-    """Leave a controller behind the jobs that wait or run, where there is none."""
+    """Submit a controller that starts after the queued jobs, unless there is one already."""
     if others := _other_controllers(state):
-        print_lines(f"job {others[0]} waits already to send again what fails (--until_done)")
+        print_lines(f"job {others[0]} already waits to send failed shards again (--until_done)")
         return
     job_ids = [each for each in state.jobs_to_wait_for() if each not in state.queue.controllers]
     after = [f"--dependency=afterany:{':'.join(job_ids)}"] if job_ids else []
     job_id = submit_script(_controller(args, state, request, find_site(request.partition)), *after)
     job_files.append_event(state.folder, args.command, jobs=job_ids, controller=job_id)
-    print_lines(f"job {job_id}: {_CONTROLS}")
+    print_lines(f"job {job_id}: {_CONTROLLER_TEXT}")
 
 
 def _other_controllers(state: DatasetState) -> list[str]:
@@ -340,9 +342,9 @@ def _other_controllers(state: DatasetState) -> list[str]:
 
 
 def submit_script(script: str, *options: str) -> str:
-    """Return the id of a new job, on the last line: a site's sbatch may print a banner before it.
+    """Submit a script and return its job id, from the last line: a site's sbatch may print a banner first.
 
-    Where none is there, Slurm may have taken the job all the same: it waits, held, and cancel finds its name.
+    Raises SlurmAway without an id. Slurm may still have taken the job: it is held, and has its name.
     """
     try:
         said = run_slurm("sbatch", "--parsable", *options, text=script).stdout
@@ -358,13 +360,13 @@ def submit_script(script: str, *options: str) -> str:
 
 
 def parse_job(text: str) -> dict[str, Any]:
-    """Return the fields of JobArray, and the user, of ``scontrol --oneliner show job``. Raises ValueError."""
+    """Return the user and the JobArray fields from ``scontrol --oneliner show job``. Raises ValueError."""
     named = re.search(r"\bJobName=(.*?) UserId=([^\s(]+)\(", text)
     fields = r"\b(MinMemoryNode|MinMemoryCPU|NumCPUs|TimeLimit|SubmitTime)=(\S+)"
     values = dict(re.findall(fields, text))
     mem_mb = states.megabytes_of(values.get("MinMemoryNode") or values.get("MinMemoryCPU") or "0")
     if not named or mem_mb is None or "SubmitTime" not in values:
-        raise ValueError("no job's name, user, time of submission and memory")
+        raise ValueError("no job name, user, submit time or memory")
     if "MinMemoryCPU" in values:
         mem_mb = int(mem_mb) * int(values.get("NumCPUs", "1").split("-")[0])
     return {
@@ -382,46 +384,45 @@ _NODES_AWAY = re.compile("drain|down|maint|fail|reboot|unk|power|reserved", re.I
 
 
 def check_folder(folder: Path, request: JobRequest) -> Plan:
-    """Return the plan, once folder, tokenizer, set-up file and input are as tasks need them."""
+    """Check folder, tokenizer, set-up file and input as tasks need them, and return the plan."""
     plan = need_plan(folder)
     check_tokenizer_files(folder, plan.tokenizer_files)
     for place in (folder, folder / job_files.JOBS_FOLDER, folder / job_files.LOGS_FOLDER):
-        if place != folder and is_link(place):  # records, and Slurm's logs, would go where it leads
+        if place != folder and is_link(place):  # records and Slurm's logs would go to its target
             raise CannotWrite(path=place, found="a link", expected="a folder in its place")
         if os.path.lexists(place) and not (os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)):  # noqa: PTH112 - Path's may raise
-            todo = f"for a group's data set its owner can type: chmod -R g+rwX {quoted(folder)}"
-            found, expected = "no folder that you can write to", f"one; {todo}"
-            raise CannotWrite(path=place, found=found, expected=expected)
+            todo = f"to share it with your group, its owner can type: chmod -R g+rwX {quoted(folder)}"
+            raise CannotWrite(path=place, found="not a folder that you can write to", expected=f"one; {todo}")
     if request.setup and not (os.path.isabs(request.setup) and os.path.isfile(request.setup)):  # noqa: PTH113, PTH117 - Path's may raise OSError
-        expected = "the path of a file that tasks shall source"
+        expected = "the path of a file for tasks to source"
         raise UsageError(path=request.setup, found=f"--setup {request.setup}", expected=expected)
     if not os.path.isdir(plan.input_dir) and "--input_dir" not in request.worker_args:  # noqa: PTH112 - as above
         todo = "Has the input moved? --worker_args '--input_dir NEW'"
-        say(f"warning: {plan.input_dir} is not seen here; tasks on nodes without it end with 66. {todo}")
+        say(f"warning: no {plan.input_dir} on this host; tasks on nodes without it exit with 66. {todo}")
     return plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What a submission is fitted to: the largest array, and the partition's largest node."""
+    """Limits that a submission must fit: the largest array, and the nodes of the partition."""
 
     cluster: str
-    max_array_size: int  # it bounds the index, which is why arrays of ours begin at 0
+    max_array_size: int  # bounds the index, so our arrays begin at 0
     nodes: list[tuple[str, int, int]]  # (state, MB, CPUs), of the named or the default partition
-    max_mem_mb: int | None
+    max_mem_mb: int | None  # of the largest node
     max_cpus: int | None
-    max_time_min: int | None  # of a job in it; None for no limit
+    max_time_min: int | None  # of a job in the partition; None: no limit
 
 
 def find_site(partition: str | None) -> Site:
-    """Ask the controller. Raises what ``slurm_answer`` raises."""
+    """Ask the controller for the limits. Raises as ``slurm_answer`` does."""
     config = states.read_config()
 
     def parse(text: str) -> Site:
         nodes, limit = [], None
         for line in text.splitlines():
             name, state, mem, cpus, time = line.split("|")
-            # sinfo marks the default partition; a request may name several, separated by commas.
+            # sinfo marks the default partition with "*". A request may name several, separated by commas.
             is_asked = name.endswith("*") if partition is None else name.rstrip("*") in partition.split(",")
             if is_asked:
                 nodes.append((state, int(mem.rstrip("+")), int(cpus.rstrip("+"))))
@@ -439,7 +440,7 @@ def find_site(partition: str | None) -> Site:
 
 
 def tasks_of_shards(shard_ids: Sequence[int], max_tasks: int, shards_per_task: int | None) -> list[str]:
-    """Return what each task makes, such as ``17`` or ``0-5``, at least ``shards_per_task`` (1) shards."""
+    """Divide shards into tasks of at least ``shards_per_task`` (1) shards, such as ``17`` or ``0-5``."""
     wanted = -(-len(shard_ids) // (shards_per_task or 1))
     num_tasks = max(1, min(wanted, max_tasks))
     bounds = [len(shard_ids) * number // num_tasks for number in range(num_tasks + 1)]
@@ -447,7 +448,7 @@ def tasks_of_shards(shard_ids: Sequence[int], max_tasks: int, shards_per_task: i
 
 
 def check_script(request: JobRequest, script: str, site: Site) -> None:
-    """Have Slurm test the script. Raises SlurmRefused."""
+    """Test the script with ``sbatch --test-only``. Raises SlurmRefused."""
     try:
         run_slurm("sbatch", "--test-only", text=script)
     except SlurmRefused as error:
@@ -464,7 +465,7 @@ def check_script(request: JobRequest, script: str, site: Site) -> None:
 
 
 def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequest) -> str:
-    """Return the script of an array whose task i makes the shards ``tasks[i]``, such as ``17`` or ``0-5``."""
+    """Render the script of an array whose task i makes the shards ``tasks[i]``, such as ``17`` or ``0-5``."""
     array = f"--array=0-{len(tasks) - 1}%{min(request.max_parallel, len(tasks))}"
     place, flags = shlex.quote(str(folder)), shlex.join(shlex.split(request.worker_args))
     lines = [
@@ -476,7 +477,7 @@ def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequ
         f'  shardprep_command=(run {place} --shards "$shards" {flags})',
         'else shardprep_what="shard $shards"',
         f'  shardprep_command=(--shard_id "$shards" --planned --output_dir {place} {flags}); fi',
-        "# The array's indices are not the shards' numbers, so the worker must not compare them.",
+        "# Array indices are not shard numbers, so the worker must not compare them.",
         "unset SLURM_ARRAY_TASK_COUNT",
     ]
     if request.num_cpus is None:
@@ -485,7 +486,7 @@ def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequ
 
 
 def verify_script(folder: Path, name: str, num_shards: int, request: JobRequest) -> str:
-    """Return the script of the job that runs ``verify DATA`` when the arrays have ended, however they did."""
+    """Render the script of the job that runs ``verify DATA`` after the arrays, whether they failed or not."""
     small = request.changed(cpus_per_task=min(4, request.num_cpus or 4), max_parallel=1)
     place = shlex.quote(str(folder))
     lines = [
@@ -497,7 +498,7 @@ def verify_script(folder: Path, name: str, num_shards: int, request: JobRequest)
     return _script(_head(folder, name, "verify-%j", small), small, [*lines, _VERIFY_END])
 
 
-# What prep_array.sh calls at its end: a line to grep, and whom to tell.
+# prep_array.sh calls this at its end. It prints a line to grep for, and runs --notify.
 _VERIFY_END = """shardprep_end() {
   export SHARDPREP_RESULT=verified SHARDPREP_EXIT_CODE=$1
   (($1 == 0)) || SHARDPREP_RESULT="not verified:"
@@ -508,22 +509,22 @@ _VERIFY_END = """shardprep_end() {
 
 
 def _head(folder: Path, name: str, log: str, request: JobRequest, *options: str) -> list[str]:
-    """Return the first lines of a script: the shell and the options of sbatch."""
+    """Render the first lines of a script: the shell and the options of sbatch."""
     if "\\" in str(folder):
-        expected = "none: with one, Slurm puts no job's number into a log's name; rename the folder"
+        expected = "none: Slurm would not put the job id into log names; rename the folder"
         raise UsageError(path=folder, found="a backslash in its name", expected=expected)
     output = f"--output={str(folder).replace('%', '%%')}/{job_files.LOGS_FOLDER}/{log}.log"
     options = ("--open-mode=append", f"--job-name={name}", *options, output, *request.sbatch_options())
-    return ["#!/bin/bash", *(f"#SBATCH {_quoted(each)}" for each in options)]
+    return ["#!/bin/bash", *(f"#SBATCH {_quoted_for_sbatch(each)}" for each in options)]
 
 
 def _script(head: Sequence[str], request: JobRequest, body: Sequence[str]) -> str:
-    """Return ``prep_array.sh`` from its first command on, behind another head."""
+    """Render ``prep_array.sh`` with another head."""
     prep_array = (Path(__file__).parent / "prep_array.sh").read_text(encoding="utf-8")
     first = "set -euo pipefail\n"
     names = {each: name for each, name in states.REQUEST_VARIABLES.items() if name.startswith("SHARDPREP_")}
     settings = {name: getattr(request, each) or "" for each, name in names.items()}
-    # A container or a set-up file brings a Python of its own.
+    # A container or a set-up file has its own Python.
     python = os.environ.get("SHARDPREP_PYTHON") or ("" if any(settings.values()) else sys.executable)
     settings = {"SHARDPREP_PYTHON": python, **settings}
     lines = [
@@ -539,10 +540,10 @@ def _script(head: Sequence[str], request: JobRequest, body: Sequence[str]) -> st
     return text
 
 
-def _quoted(option: str) -> str:
-    """Quote as sbatch reads it, which knows no shell's way of joining quotes. Raises UsageError."""
+def _quoted_for_sbatch(option: str) -> str:
+    """Quote an option for an #SBATCH line, where quotes cannot be joined as in a shell. Raises UsageError."""
     if found := re.search(r"[\x00-\x1f\x7f]", option):
-        expected = f"no {found[0]!r}, which cannot stand in a line of #SBATCH; rename the folder"
+        expected = f"no {found[0]!r}, which is not possible in an #SBATCH line; rename the folder"
         raise UsageError(found=repr(option), expected=expected)
     if not re.search(r"[\s'\"#\\]", option):
         return option
@@ -551,11 +552,11 @@ def _quoted(option: str) -> str:
     return f'{name}="{escaped}"' if equals else f'"{escaped}"'
 
 
-# Jobs by submitit. A job's ``result()`` is the manifests of its shards, and raises where one was not made.
-# Before a time limit or a preemption submitit asks a job for its ``checkpoint()``: the worker is stopped,
-# cleans up, and the same shards are sent again; those that are done are skipped.
-_STOP_S = 60.0  # for a worker to remove what it has not finished; submitit kills 90 s after its signal
-# ``python -m preprocess``, but with the current folder, which may have a preprocess.py, behind all packages.
+# Jobs by submitit. ``result()`` of a job returns the manifests of its shards, or raises if one was not made.
+# Before a time limit or a preemption submitit calls ``checkpoint()``: the worker stops and cleans up, and the
+# same shards are sent again. Finished ones are skipped.
+_STOP_S = 60.0  # a worker's time to remove unfinished files; submitit kills the job 90 s after its signal
+# ``python -m preprocess``, but the current folder, which may contain a preprocess.py, comes last on sys.path.
 _WORKER = (
     "import sys, runpy; from importlib.util import find_spec; "
     "sys.path[:] = [place for place in sys.path if place]; find_spec('preprocess') or sys.path.append(''); "
@@ -564,16 +565,16 @@ _WORKER = (
 
 
 class ShardsFailed(ReadWriteError):
-    """A job's worker ended with an error. The job's own log has its words."""
+    """A job's worker exited with an error. Its messages are in the job's log."""
 
 
 def submit_with_submitit(
     output_dir: str | Path, executor: Any, *, shards_per_task: int | None = None
 ) -> list[Any]:
-    """Submit the missing shards to a submitit executor, as one ``map_array``, and return its jobs.
+    """Submit the missing shards to a submitit executor as one ``map_array``, and return its jobs.
 
-    ``shards_per_task`` (default 1) is raised where Slurm's MaxArraySize asks for it. The result of a job is
-    the list of its shards' manifests; it raises ShardsFailed. ``verify`` is left to the caller. Raises
+    ``shards_per_task`` (default 1) is increased if Slurm's MaxArraySize requires it. ``result()`` of a job
+    returns the manifests of its shards, or raises ShardsFailed. Run ``verify`` yourself afterwards. Raises
     NotFound, UsageError or ReadWriteError.
     """
     if shards_per_task is not None and shards_per_task < 1:
@@ -585,7 +586,7 @@ def submit_with_submitit(
         return []
     most_tasks = len(missing)
     if "slurm" in getattr(executor, "cluster", type(executor).__name__).lower():
-        with contextlib.suppress(SlurmAway):  # submitit's own test executors; sbatch itself still decides
+        with contextlib.suppress(SlurmAway):  # no Slurm here: sbatch itself will check the size
             most_tasks = int(states.read_config()["MaxArraySize"])
     parts = tasks_of_shards(missing, most_tasks, shards_per_task)
     jobs: list[Any] = executor.map_array(MakeShards(), [str(folder)] * len(parts), parts)
@@ -593,9 +594,9 @@ def submit_with_submitit(
 
 
 class MakeShards:
-    """Body of a job. The worker is a process of its own, so that nothing of submitit's is in it."""
+    """The body of a job. It runs the worker as a process, separate from submitit."""
 
-    _worker: subprocess.Popen[bytes] | None = None  # while it runs: it cannot be pickled
+    _worker: subprocess.Popen[bytes] | None = None  # only while it runs, because it cannot be pickled
 
     def __call__(self, folder: str, shards: str) -> list[Manifest]:
         """Make these shards and return their manifests. Raises ShardsFailed."""
@@ -613,21 +614,21 @@ class MakeShards:
             self._worker = None
         if code:
             found = f"shards {shards} were not all made: the worker ended with exit code {code}"
-            expected = "0; its words are in this job's log; submit again what is missing"
+            expected = "0; see its messages in the job's log, then submit the missing shards again"
             raise ShardsFailed(path=folder, found=found, expected=expected)
         return [read_manifest(Path(folder), shard_id) for shard_id in ids_of_ranges(shards, end=MAX_SHARDS)]
 
     def checkpoint(self, folder: str, shards: str) -> Any:
-        """Stop the worker, and have submitit send the same shards again."""
+        """Stop the worker, and return the same call for submitit to submit again."""
         from submitit.helpers import DelayedSubmission
 
         self._stop()
         return DelayedSubmission(MakeShards(), folder, shards)
 
     def _stop(self) -> None:
-        """End the worker as a signal of Slurm's would, and wait until it has cleaned up.
+        """Send the worker SIGTERM, as Slurm would, and wait until it has cleaned up.
 
-        It runs in a signal's handler, while ``__call__`` waits for the same process with a lock of Popen's.
+        A signal handler calls this while ``__call__`` holds Popen's lock, so it uses no method of Popen.
         """
         if self._worker is None:
             return
@@ -641,14 +642,14 @@ class MakeShards:
                 time.sleep(0.05)
 
 
-# retry, also by the job of --until_done. ---------------------------------------------------------------
+# retry, also run by the controller of --until_done. -----------------------------------------------------
 
-_MOST_ROUNDS = 5  # of --until_done: times that what failed is sent again
-_LATE_KILL_MIN = 2  # Slurm looks at limits every half minute, and then waits for the task to end
+_MOST_ROUNDS = 5  # times that --until_done sends failed shards again
+_LATE_KILL_MIN = 2  # Slurm checks time limits every 30 s, and then waits for the task to end
 
 
 def retry(args: argparse.Namespace) -> int:
-    """Send again what failed, each as its failure asks: ``retry DATA``."""
+    """Send failed shards again, with more memory or time if that ran out: ``retry DATA``."""
     try:
         return _retry(args)
     except ShardprepError as error:
@@ -660,31 +661,31 @@ def retry(args: argparse.Namespace) -> int:
 def _retry(args: argparse.Namespace) -> int:
     changes = with_variables(given_of(args, JobRequest))
     find = partial(states.find_state, args.output_dir, need_plan(args.output_dir))
-    state = states.ask_patiently(find) if args.until_done else find()  # nobody else would ask again
+    state = states.ask_patiently(find) if args.until_done else find()  # no person is there to ask again
     groups = shards_to_retry(args, state, changes)
     if args.until_done and not args.dry_run:
-        request = _trusted(state, _base_request(state), changes)
+        request = _with_own_changes(state, _base_request(state), changes)
         if not groups and not state.ids("running", "pending"):
-            return _end(state, _why_not_verified(args, state), request)
+            return _finish(state, _why_not_verified(args, state), request)
         if args.round > _MOST_ROUNDS:
             missing = shards_text(id_ranges(state.ids("failed", "not submitted")))
             rounds = counted(_MOST_ROUNDS, "round")
-            return _end(state, f"not made after {rounds}: {missing}", request)
+            return _finish(state, f"not made after {rounds}: {missing}", request)
         if not groups:
             leave_controller(args, state, request)
             return 0
     if groups:
         return send_groups(args, state, groups)
     num_left = len(state.ids("failed"))
-    left_words = f"{counted(num_left, 'shard')} left as {'it is' if num_left == 1 else 'they are'}, "
-    print_lines(f"nothing to retry: {left_words if num_left else ''}{state.summary}")
+    left = f"{counted(num_left, 'failed shard')} left out, " if num_left else ""
+    print_lines(f"nothing to retry: {left}{state.summary}")
     if args.wait and not args.dry_run:
         return wait_for_jobs(args.output_dir)
     return ReadWriteError.exit_code if num_left else 0
 
 
 def shards_to_retry(args: argparse.Namespace, state: DatasetState, changes: dict[str, Any]) -> Groups:
-    """Return what is missing and not queued, by what its failures ask for. The user's ``changes`` win."""
+    """Return the missing shards that are not queued, grouped by request. The user's ``changes`` win."""
     shard_ids = chosen_shards(state.plan.num_shards, args.shards)
     check_queue(state, shard_ids)
     is_tried = state.submissions or any(shard.attempts for shard in state.shards)
@@ -692,7 +693,7 @@ def shards_to_retry(args: argparse.Namespace, state: DatasetState, changes: dict
         remedy = f"shardprep submit {quoted(state.folder)}"
         raise NotFound(path=state.folder, found="nothing was submitted yet", remedy=remedy)
     wanted = [shard for shard in state.shards if shard_ids is None or shard.shard_id in shard_ids]
-    # A controller has the shards of the first submission, which nobody names anew.
+    # A controller passes on the --shards of the first submission; that does not count as naming them again.
     is_named = shard_ids is not None and not args.until_done
     again = []
     for shard in wanted:
@@ -704,10 +705,10 @@ def shards_to_retry(args: argparse.Namespace, state: DatasetState, changes: dict
     if not again:
         return []
     base = _base_request(state)
-    max_mem_mb = find_site(_trusted(state, base, changes).partition).max_mem_mb
+    max_mem_mb = find_site(_with_own_changes(state, base, changes).partition).max_mem_mb
     groups: dict[JobRequest, list[int]] = {}
     for shard in again:
-        request = _trusted(state, _request_after(shard, base, max_mem_mb), changes)
+        request = _with_own_changes(state, _request_after(shard, base, max_mem_mb), changes)
         groups.setdefault(request, []).append(shard.shard_id)
     for request in groups:
         check_folder(state.folder, request)
@@ -715,7 +716,7 @@ def shards_to_retry(args: argparse.Namespace, state: DatasetState, changes: dict
 
 
 def _base_request(state: DatasetState) -> JobRequest:
-    """Return the newest submission's request, or else what a plain task had."""
+    """Return the request of the newest submission, or else the resources of a plain sbatch task."""
     if state.submissions:
         return _without_dependency(state.submissions[-1].arrays[0].request)
     plain = [each for each in state.records.own if each.job_id and each.num_cpus]
@@ -733,15 +734,15 @@ def _base_request(state: DatasetState) -> JobRequest:
 
 
 def _without_dependency(request: JobRequest) -> JobRequest:
-    """Return a request that waits for no job of its user's own: Slurm may have forgotten it."""
+    """Remove the user's own --dependency from a request: Slurm may have forgotten that job."""
     words = [each for each in shlex.split(request.sbatch_args) if not each.startswith("--dependency=")]
     return request.changed(sbatch_args=shlex.join(words))
 
 
-def _trusted(state: DatasetState, request: JobRequest, changes: dict[str, Any]) -> JobRequest:
+def _with_own_changes(state: DatasetState, request: JobRequest, changes: dict[str, Any]) -> JobRequest:
     """Return a recorded request with the user's changes.
 
-    Raises Refused for a command that only a record of somebody else names: it would run as the user's.
+    Raises Refused for a command that only another user's record contains, because it would run as this user.
     """
     own = [array.request for each in state.submissions if each.is_own for array in each.arrays]
     foreign = {}
@@ -751,19 +752,19 @@ def _trusted(state: DatasetState, request: JobRequest, changes: dict[str, Any]) 
             foreign[name] = value
     if foreign:
         numbers = ", ".join(f"{each.number:04d}.json" for each in state.submissions if not each.is_own)
-        words = shlex.join(f"--{name}={value}" for name, value in foreign.items())
+        flags = shlex.join(f"--{name}={value}" for name, value in foreign.items())
         found = f"commands in records in jobs/ that another user wrote, or can write to ({numbers})"
-        leave_out = f"leave one out by --{next(iter(foreign))}=''"
-        expected = f"that you read them and name them yourself, as they run as yours; {leave_out}"
-        remedy = f"shardprep retry {quoted(state.folder)} {words}"
+        omit = f"omit one with --{next(iter(foreign))}=''"
+        expected = f"that you read them and name them yourself, because they run as you; {omit}"
+        remedy = f"shardprep retry {quoted(state.folder)} {flags}"
         raise Refused(path=state.folder, found=found, expected=expected, remedy=remedy)
     return request.changed(**changes)
 
 
 def _request_after(shard: Shard, base: JobRequest, max_mem_mb: int | None) -> JobRequest:
-    """Return the last attempt's request with what its failure asks for: twice the memory, or twice the time.
+    """Return the request of the last attempt, with twice the memory or time if that ran out.
 
-    ``max_mem_mb``: of the largest node; None if not known.
+    ``max_mem_mb`` is the memory of the largest node, or None if it is unknown.
     """
     last = shard.attempts[-1] if shard.attempts else None
     array, record, cause = (last.array, last.record, shard.cause) if last else (None, None, None)
@@ -776,24 +777,24 @@ def _request_after(shard: Shard, base: JobRequest, max_mem_mb: int | None) -> Jo
         else:
             request = request.changed(mem_per_cpu_gb=round(mem_gb / (request.num_cpus or 1), 3))
     if cause == states.TIMEOUT and last:
-        # Somebody may have given it more meanwhile (scontrol update timelimit=); a plain task told no limit.
-        given, had = (array and array.time_min) or 0, round(last.elapsed_s / 60)
-        if had - given <= _LATE_KILL_MIN:
-            had = given or had
-        request = request.changed(time_min=max(2 * had, 2))
+        # `scontrol update timelimit=` may have raised the limit. That of a plain sbatch task is not recorded.
+        limit_min, ran_min = (array and array.time_min) or 0, round(last.elapsed_s / 60)
+        if ran_min - limit_min <= _LATE_KILL_MIN:
+            ran_min = limit_min or ran_min
+        request = request.changed(time_min=max(2 * ran_min, 2))
     return request
 
 
 def _why_not_verified(args: argparse.Namespace, state: DatasetState) -> str:
-    """Verify if all shards are made, and return why the data set is not verified, or ""."""
+    """Run verify if all shards are made. Return why the data set is not verified, or ""."""
     if state.is_verified:
         return ""
     missing = set(range(state.plan.num_shards)) - state.made.done.keys()
     if not missing:
         command = [sys.executable, "-m", "preprocess", "verify", str(state.folder)]
-        # From a folder of ours: Python imports modules of the current one, which may be the data set.
+        # Run in a folder of ours, because Python imports modules from the current one, perhaps the data set.
         code = subprocess.run(command, cwd=HOME, check=False).returncode
-        return "verify fails, its words are in this log" if code else ""
+        return "verify failed; its messages are in this log" if code else ""
     words = []
     for cause, shards in state.failed_by_cause().items():
         why = states.reason_to_leave(shards[0], {}) or "left out"
@@ -802,12 +803,12 @@ def _why_not_verified(args: argparse.Namespace, state: DatasetState) -> str:
     wanted = chosen_shards(state.plan.num_shards, args.shards)
     if wanted is not None and not missing & wanted:
         others = shards_text(id_ranges(missing))
-        words.append(f"made are {shards_text(args.shards)}, as asked for; {others} are not")
-    return "; ".join(words) or "shards are missing that may run where it cannot be seen"
+        words.append(f"{shards_text(args.shards)} are made, as asked for; {others} are not")
+    return "; ".join(words) or "shards are missing, and jobs that are not visible here may be making them"
 
 
-def _end(state: DatasetState, why: str, request: JobRequest) -> int:
-    """End --until_done: write the report, or say why only a person can go on, and run --notify."""
+def _finish(state: DatasetState, why: str, request: JobRequest) -> int:
+    """End --until_done: write the report, or say why a person must help; then run --notify."""
     folder, code = state.folder, ReadWriteError.exit_code if why else 0
     if why:
         job_files.append_event(folder, "stopped", why=why)
@@ -828,26 +829,26 @@ def _end(state: DatasetState, why: str, request: JobRequest) -> int:
 
 
 def cancel(args: argparse.Namespace) -> int:
-    """Cancel every job of a data set that waits or runs: ``cancel DATA``. Shards that are done stay done."""
+    """Cancel every waiting or running job of a data set: ``cancel DATA``. Finished shards stay."""
     state = states.find_state(args.output_dir, need_plan(args.output_dir))
     queue = state.queue
     if args.shards is None:
-        # Controllers first, as one would send again what is cancelled.
+        # Controllers first: one that runs would send the cancelled shards again.
         jobs = [*queue.controllers, *queue.unrecorded, *state.live_job_ids()]
     else:
         jobs = _tasks_of_shards(args, state)
     if jobs:
-        # Said before scancel ends this process, too, and with it whatever it would still print.
+        # Printed first, because scancel may end this process, too.
         job_id = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID", "")
         task = f"{job_id}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
         if here := next((each for each in (job_id, task) if each in jobs), None):
-            say(f"warning: this runs in job {here}, which is one of {', '.join(jobs)}, and ends with it")
+            say(f"warning: this command runs in job {here}, which it cancels, too: {', '.join(jobs)}")
         try:
             run_slurm("scancel", *jobs)
         except SlurmRefused as error:
             if "denied" not in str(error):
                 raise
-            # scancel has ended this user's jobs all the same. Controllers and unrecorded jobs are theirs.
+            # scancel has still cancelled this user's jobs, which controllers and unrecorded jobs always are.
             user_of = {job.job_id: job.user for job in queue.jobs.values()}
             owners = {each: user_of.get(each.partition("_")[0], user_name()) for each in jobs}
             if own := [each for each in jobs if owners[each] == user_name()]:
@@ -859,22 +860,22 @@ def cancel(args: argparse.Namespace) -> int:
         job_files.append_event(args.output_dir, "cancel", jobs=jobs, shards=args.shards)
     if queue.foreign and args.shards is None:
         ids = " ".join(queue.foreign)
-        say(f"left alone: jobs of the folder that this one was copied from; to end them: scancel {ids}")
-    nothing = "nothing is queued" if args.shards is None else "none of them is queued"
+        say(f"left alone: jobs of the folder that this one was copied from; to cancel them: scancel {ids}")
+    nothing = "nothing is queued" if args.shards is None else "none of these shards is queued"
     print_lines(f"cancelled: {', '.join(jobs)}" if jobs else f"{nothing}; {state.summary}")
     if unseen := state.ids("not visible"):
         named_ids = shards_text(id_ranges(unseen))
-        say(f"warning: {state.why_not_visible()}; {named_ids} may wait or run all the same")
+        say(f"warning: {state.why_not_visible()}; {named_ids} may still wait or run")
     return 0
 
 
 def _tasks_of_shards(args: argparse.Namespace, state: DatasetState) -> list[str]:
-    """Return the tasks that make the shards of --shards, and no others in them. Raises UsageError."""
+    """Return the tasks that make the shards of --shards. Raises UsageError if a task makes others, too."""
     wanted = chosen_shards(state.plan.num_shards, args.shards) or set()
     attempts = [each for shard_id in wanted for each in state.shards[shard_id].attempts if each.job]
     chosen = {each.task: each for each in attempts if each.state in ("running", "pending")}
     for task, each in chosen.items():
         if not wanted.issuperset(each.shards):
-            expected = f"all that task {task} makes: {shards_text(id_ranges(each.shards))}"
+            expected = f"all shards of task {task}: {shards_text(id_ranges(each.shards))}"
             raise UsageError(found=f"--shards {args.shards}", expected=expected)
     return sorted(chosen, key=lambda task: tuple(map(int, task.split("_"))))

@@ -1,16 +1,16 @@
-"""Where every shard of a data set stands, who tried to make it, and how that ended: the one gatherer.
+"""Find the state of every shard of a data set, the attempts at it, and how they ended.
 
-Manifests say what is done. Of the other shards the attempts' records say who tried and how it ended, and
-Slurm says what waits and runs. Slurm is believed of an end where the record has none, or where Slurm alone
-can know: memory, the time limit, a node, a preemption. squeue tells it for some minutes (MinJobAge), the log
-later. Who looks first writes it into the record.
+Manifests say which shards are done. For the others, the records of attempts say who tried and how it ended,
+and Slurm says which jobs wait and run. Slurm's reason for an end counts if the record has none, or if only
+Slurm can know it: memory, time limit, node failure, preemption. squeue shows it for some minutes (MinJobAge),
+the log keeps it, and the first command that sees it writes it into the record.
 
-Slurm's own commands are started here alone. squeue is asked for the jobs of a user: asked for ids, slurmctld
-sends all that it has. Times are in UTC. A job is a submission's if id, user and time of submission are those
-of the record: a controller that lost its state gives old ids to other jobs. A job that Slurm started again
-has a later time, and then the name decides; else a person may have renamed it. ``sbatch slurm/prep_array.sh
-DATA`` is known by the records of its tasks, once one has begun. Nothing may be concluded from the absence of
-jobs that cannot be seen.
+Slurm's commands are started only here. squeue is asked for the jobs of a user, because slurmctld answers a
+list of ids with its whole job table. Times are in UTC. A job belongs to a submission if its id, user and
+submit time are in the record: a controller that lost its state gives old ids to other jobs. A requeued job
+has a later submit time, and must have the same name; otherwise a user may have renamed it. Jobs of plain
+``sbatch slurm/prep_array.sh DATA`` are known from the records of their tasks, once one has begun. The absence
+of a job proves nothing if jobs may be hidden.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ StateName = Literal["done", "running", "pending", "failed", "not submitted", "no
 
 # Slurm's own commands. ---------------------------------------------------------------------------------
 
-# sbatch's variables beat the script's own #SBATCH lines; JobRequest has read those that users set.
+# sbatch's variables override the #SBATCH lines of a script. Those of users are in the JobRequest already.
 _DROPPED = ("SQUEUE_", "SACCT_", "SBATCH_JOB_NAME", "SBATCH_ARRAY", "SBATCH_OUTPUT", "SBATCH_WAIT")
-# Inside an allocation Slurm has set some 50 SLURM_* that describe it; sbatch and srun read several of them as
-# options (SLURM_MEM_PER_CPU excludes --mem, SLURM_CPU_BIND breaks a step). These say how Slurm is reached.
+# Inside an allocation Slurm sets some 50 SLURM_* variables that describe it. sbatch and srun read several of
+# them as options: SLURM_MEM_PER_CPU excludes --mem, SLURM_CPU_BIND breaks a step. These ones locate Slurm.
 _KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
-# Field of a JobRequest -> the variable of sbatch, or of prep_array.sh, that sets it.
+# Field of a JobRequest -> the variable of sbatch or prep_array.sh that sets it.
 REQUEST_VARIABLES = {
     **{name: f"SBATCH_{name.upper()}" for name in ("partition", "account", "qos", "constraint", "exclude")},
     "time_min": "SBATCH_TIMELIMIT",
@@ -57,41 +57,41 @@ REQUEST_VARIABLES = {
     "container": "SHARDPREP_EXEC",
     "srun_args": "SHARDPREP_SRUN_ARGS",
 }
-# Slurm's own words for a controller that is down, too slow or not configured, or whose accounts are slow.
+# Slurm's messages for a controller that is down, too slow or not configured, or whose accounting is slow.
 _AWAY = re.compile(
     r"contact slurm controller|timed out|configuration source|Zero Bytes|connection fail|"
     r"can't be reached now|Munge|authentication|not available right now",
     re.IGNORECASE,
 )
 _IS_IT_UP = {"expected": "a controller that is up", "remedy": "scontrol ping"}
-# What munge takes for an expired credential, a client is told in the words "Zero Bytes" alone.
-_CLOCKS = "a controller that is up, and a clock of this host that is right to 5 min (date)"
+# "Zero Bytes" is all that a client is told if munge takes its credential for an expired one.
+_CLOCKS = "a controller that is up, and a clock here that is right to 5 min (date)"
 _DELAYS_S = (5, 10, 20, 40, *[60] * 56)  # about an hour
 
 
 class SlurmRefused(UsageError):
-    """Slurm will not run this as it was asked for. Its own words are in the message."""
+    """Slurm refused a request. Its own message is included."""
 
 
 class SlurmAway(ReadWriteError):
-    """Slurm gives no answer: its controller is down or slow, or cannot be reached from here."""
+    """Slurm did not answer: its controller is down, slow, or not reachable from this host."""
 
 
 class SlurmMissing(SlurmAway):
-    """Slurm's commands are not installed here."""
+    """Slurm's commands are not installed on this host."""
 
     exit_code = NotFound.exit_code
 
 
 def slurm_answer(parse: Callable[[str], T], *command: str) -> T:
-    """Return what ``parse`` makes of the output of a command that only asks.
+    """Run a command that changes nothing, and return its output as parsed by ``parse``.
 
-    Raises what ``run_slurm`` raises, and SlurmAway where the output is cut short or one of several servers
-    gave no answer.
+    Raises as ``run_slurm`` does, and SlurmAway if the output is cut short or one of several servers did not
+    answer.
     """
     done = run_slurm(*command)
     if _AWAY.search(done.stderr):
-        found = f"{' '.join(command[:3])} answered in part: {' '.join(done.stderr.split())}"
+        found = f"{' '.join(command[:3])} gave a partial answer: {' '.join(done.stderr.split())}"
         raise SlurmAway(found=found, **_IS_IT_UP)
     try:
         return parse(done.stdout)
@@ -101,13 +101,13 @@ def slurm_answer(parse: Callable[[str], T], *command: str) -> T:
 
 
 def run_slurm(*command: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a Slurm command whose input is ``text``. Raises SlurmRefused, SlurmMissing, SlurmAway."""
+    """Run a Slurm command with ``text`` as its input. Raises SlurmRefused, SlurmMissing, SlurmAway."""
     clusters = os.environ.get("SLURM_CLUSTERS", "")
     if "," in clusters or clusters == "all":
-        expected = "one cluster, to which a submission goes and where status looks"
+        expected = "one cluster, for submissions and for status"
         raise UsageError.of_value("SLURM_CLUSTERS", clusters, expected)
-    # Without what changes a question or its answer's form, and what describes an allocation. Times come in
-    # UTC, as two who look may be in two time zones; jobs keep the zone of who submits.
+    # Drop variables that change a command's options or output, or that describe an allocation. Ask for times
+    # in UTC, because users may be in several time zones; jobs keep the time zone of their user.
     dropped = (*_DROPPED, "SBATCH_MEM", *REQUEST_VARIABLES.values(), "SLURM_")
     kept = (name for name in os.environ if name in _KEPT or not name.startswith(dropped))
     environ = {name: os.environ[name] for name in kept}
@@ -125,22 +125,22 @@ def run_slurm(*command: str, text: str | None = None) -> subprocess.CompletedPro
             env=environ,
         )
     except OSError as error:
-        found = f"it cannot be run here ({error.strerror})"
+        found = f"cannot be run here ({error.strerror})"
         expected = "a login node of the cluster; or make the shards on this machine"
         raise SlurmMissing(path=command[0], found=found, expected=expected) from None
     except subprocess.TimeoutExpired:
         raise SlurmAway(found=f"{command[0]} did not answer in 120 s", **_IS_IT_UP) from None
     if done.returncode:
         words = " ".join((done.stderr or done.stdout).split())
-        if _AWAY.search(words) and "known by database" not in words:  # that is a wrong SLURM_CLUSTERS
+        if _AWAY.search(words) and "known by database" not in words:  # the latter is a wrong SLURM_CLUSTERS
             hint = {**_IS_IT_UP, "expected": _CLOCKS} if "Zero Bytes" in words else _IS_IT_UP
-            raise SlurmAway(found=f"{command[0]} gets no answer: {words}", **hint)
-        raise SlurmRefused(found=f"{command[0]} refuses: {words}")
+            raise SlurmAway(found=f"{command[0]} got no answer: {words}", **hint)
+        raise SlurmRefused(found=f"{command[0]} refused: {words}")
     return done
 
 
 def seconds_of(text: str) -> int | None:
-    """Return the seconds of a time of Slurm's (``60`` minutes, ``2:03``, ``1-02:03:04``), or None."""
+    """Parse a time of Slurm (``60`` minutes, ``2:03``, ``1-02:03:04``) into seconds, or return None."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?(?:\.\d+)?", text)
     if not match:
         return None
@@ -151,23 +151,23 @@ def seconds_of(text: str) -> int | None:
 
 
 def minutes_of(text: str) -> int | None:
-    """Return the minutes of a time of Slurm's, rounded up as Slurm does, or None for UNLIMITED."""
+    """Parse a time of Slurm into minutes, rounded up as Slurm does, or return None for UNLIMITED."""
     seconds = seconds_of(text)
     return None if seconds is None else math.ceil(seconds / 60)
 
 
 def megabytes_of(text: str) -> float | None:
-    """Return the MB of a size of Slurm's, such as ``300`` or ``1.50G``, or None for UNLIMITED."""
+    """Parse a size of Slurm, such as ``300`` or ``1.50G``, into MB, or return None for UNLIMITED."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTP]?)B?", text, re.IGNORECASE)
     return float(match[1]) * 1024.0 ** "KMGTP".index(match[2].upper() or "M") / 1024 if match else None
 
 
 def read_config() -> dict[str, str]:
-    """Return ``scontrol show config`` as name -> value. Raises what ``slurm_answer`` raises."""
+    """Return ``scontrol show config`` as name -> value. Raises as ``slurm_answer`` does."""
 
     def parse(text: str) -> dict[str, str]:
         config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", text, re.MULTILINE))
-        if not re.fullmatch(r"[0-9]{1,10}", config.get("MaxArraySize", "")):  # cut short before it
+        if not re.fullmatch(r"[0-9]{1,10}", config.get("MaxArraySize", "")):  # the output was cut short
             raise ValueError("no MaxArraySize")
         return config
 
@@ -175,14 +175,14 @@ def read_config() -> dict[str, str]:
 
 
 def ask_patiently(question: Callable[[], T]) -> T:
-    """Return the answer, asking again for about an hour: a controller that restarts is back in a minute."""
+    """Call ``question`` until Slurm answers, for about an hour: a restarting controller takes a minute."""
     for delay_s in _DELAYS_S:
         try:
             return question()
         except SlurmMissing:
             raise
         except SlurmAway as error:
-            say(f"{error}; asking again in {delay_s} s. What runs goes on meanwhile")
+            say(f"{error}; asking again in {delay_s} s. Running jobs are not affected")
             sleep(delay_s)
     return question()
 
@@ -190,69 +190,69 @@ def ask_patiently(question: Callable[[], T]) -> T:
 # What squeue shows. ------------------------------------------------------------------------------------
 
 JOB_NAME = "shardprep"
-VERIFY, CONTROL = "-verify", "-control"  # end the names of such jobs
+VERIFY, CONTROL = "-verify", "-control"  # suffixes of the names of such jobs
 _WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
 _WAITING |= {"RESV_DEL_HOLD"}
-# All others run: what a later Slurm calls by a new word must not be taken for an end, and sent twice.
+# All other states count as running: a new state of a later Slurm must not cause shards to be sent twice.
 _ENDED = frozenset({"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL"})
 _ENDED |= {"DEADLINE", "OUT_OF_MEMORY", "LAUNCH_FAILED"}
 _TIME = "%Y-%m-%dT%H:%M:%S"
 _SUSPENDED = frozenset({"SUSPENDED", "STOPPED"})
-LOG_NOT_OPENED = 128 + 53  # Slurm's own number for a task whose log could not be opened; no such signal
-PLAIN = -1  # number of no submission: index N makes shard N
+LOG_NOT_OPENED = 128 + 53  # a task whose log could not be opened; Slurm reports "signal" 53
+PLAIN = -1  # in place of a submission's number, for plain sbatch: index N makes shard N
 _CLOCKS_DIFFER_S = 600
 
-# Slurm's reason -> what it means, and what only a person can do: let it go on (release), send it anew, as it
-# never runs as it is (cancel), or ask an administrator (ask). The first that fits counts.
+# Pattern of Slurm's reason, its meaning, and what a person must do: release the job, cancel it (and submit
+# again, because it can never run) or ask an administrator. The first match counts.
 _LESS = "cancel, and ask for less"
 _REASONS = (
-    ("Resources", "the next free nodes are for it", ""),
-    ("Priority", "other jobs go before it", ""),
-    ("JobArrayTaskLimit", "as many run at once as --max_parallel allows", ""),
+    ("Resources", "it gets the next free nodes", ""),
+    ("Priority", "other jobs have a higher priority", ""),
+    ("JobArrayTaskLimit", "as many tasks run as --max_parallel allows", ""),
     ("JobHeldAdmin", "held by an administrator; ask them", "ask"),
-    ("launch failed requeued held", "held, as its node could not start it (a prolog failed?)", "release"),
+    ("launch failed requeued held", "held; its node could not start it (a prolog failed?)", "release"),
     ("JobHeld|job requeued in held|JobHoldMax|ReservationDel", "held until it is released", "release"),
-    ("suspended", "an administrator stopped it, or Slurm did for other jobs; ask if it lasts", "ask"),
-    ("BeginTime", "its start time has not come; one that was started again waits a little", ""),
-    ("DependencyNever", "the job that it waits for failed: cancel, and submit anew", "cancel"),
+    ("suspended", "suspended by an administrator, or by Slurm for other jobs; ask if it lasts", "ask"),
+    ("BeginTime", "its start time has not come; a requeued job waits a little first", ""),
+    ("DependencyNever", "the job that it waits for failed: cancel, and submit again", "cancel"),
     ("Dependency", "it waits for another job", ""),
     ("ReqNodeNotAvail|Nodes required", "the nodes that it needs are down, drained or reserved; sinfo -R", ""),
     ("PartitionDown|PartitionInactive", "the partition is down or inactive; ask an administrator", ""),
-    ("PartitionTimeLimit", f"the partition allows no job so long: {_LESS} --time_min", "cancel"),
-    ("PartitionNodeLimit|PartitionConfig", f"no node of the partition is so large: {_LESS}", "cancel"),
-    ("BadConstraints", "no node has what is asked for: cancel, and change SBATCH_CONSTRAINT", "cancel"),
+    ("PartitionTimeLimit", f"its time limit is above the partition's: {_LESS} --time_min", "cancel"),
+    ("PartitionNodeLimit|PartitionConfig", f"no node of the partition is large enough: {_LESS}", "cancel"),
+    ("BadConstraints", "no node meets its constraints: cancel, and change SBATCH_CONSTRAINT", "cancel"),
     ("Reservation", "its reservation has not begun", ""),
     ("Invalid(Account|QOS)|(Account|QOS)NotAllowed", "change --account or SBATCH_QOS", "cancel"),
-    (r"(Assoc|QOS)\w*(PerJob|MaxWall)", f"the account or QOS allows no job so large: {_LESS}", "cancel"),
-    (r"(Assoc|QOS)Grp\w*RunMin", "the account or QOS has as much running as it allows", ""),
+    (r"(Assoc|QOS)\w*(PerJob|MaxWall)", f"it is above a limit of the account or QOS: {_LESS}", "cancel"),
+    (r"(Assoc|QOS)Grp\w*RunMin", "the account or QOS runs as much as it allows", ""),
     (r"(Assoc|QOS)Grp\w*Minutes", "no hours are left: cancel, and change --account or SBATCH_QOS", "cancel"),
     ("Assoc|QOS|MaxMem", "a limit of the account, the QOS or of memory is reached", ""),
 )
 
 
 def meaning_of(reason: str) -> tuple[str, str]:
-    """Return what a reason means, and ``release``, ``cancel`` or ``ask`` if it needs a person."""
+    """Return the meaning of a reason, and ``release``, ``cancel`` or ``ask`` if a person must act."""
     return next(((means, who) for words, means, who in _REASONS if re.match(words, reason)), ("", ""))
 
 
 def names_begin(folder: Path, plan_id: str) -> str:
-    """Return what the names of all jobs of a data set begin with, before the number of the submission."""
+    """Return the prefix of the names of a data set's jobs; the number of the submission follows it."""
     return f"{JOB_NAME}-{plan_id[:12]}-{job_files.folder_identity(folder)}-"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job, or the last start of a task of an array, as squeue shows it."""
+    """A job, or the last start of an array's task, as squeue shows it."""
 
     job_id: str
-    index: int  # 0 for a job that is no array
+    index: int  # 0 for a job that is not an array
     name: str
     user: str
-    submit_time: str  # of the controller's clock, UTC, 2026-11-22T01:52:04
+    submit_time: str  # by the controller's clock, in UTC: 2026-11-22T01:52:04
     state: str  # Slurm's: RUNNING, FAILED, OUT_OF_MEMORY, ...
     num_restarts: int = 0
     reason: str = ""
-    start_time: str = ""  # local; where it waits: when the scheduler expects it to start, if it says so
+    start_time: str = ""  # local; while the job waits, when the scheduler expects it to start, or ""
     exit_code: int = 0
     node: str = ""
     elapsed_s: int = 0
@@ -268,7 +268,7 @@ class Job:
 
     @property
     def waits_for(self) -> str:
-        """Return Slurm's reason for which it waits, or "suspended", or ""."""
+        """Return Slurm's reason for waiting, or "suspended", or ""."""
         return self.reason if self.is_waiting else "suspended" if self.state in _SUSPENDED else ""
 
     @property
@@ -282,10 +282,10 @@ class Job:
 
 
 def _exit_code(text: str) -> int:
-    """Return a shell's exit code, of ``65:0`` (squeue from 23.02 on) or ``16640`` (as wait() has it)."""
+    """Parse ``65:0`` (squeue from 23.02 on) or the wait status ``16640`` into a shell's exit code."""
     match = re.fullmatch(r"([0-9]{0,10})(?::([0-9]{1,3}))?", text)
     if not match:
-        raise ValueError(f"an exit code of {text[:40]!r}")
+        raise ValueError(f"exit code {text[:40]!r}")
     code, killed_by = int(match[1] or 0), int(match[2] or 0)
     if match[2] is None:
         code, killed_by = code >> 8, code & 0x7F
@@ -295,14 +295,14 @@ def _exit_code(text: str) -> int:
 
 
 def _local_time(text: str) -> str:
-    """Return a time of Slurm's, ``2026-11-22T01:52:04`` in UTC, in the local time zone, or ""."""
+    """Convert a time of Slurm in UTC, ``2026-11-22T01:52:04``, to the local time zone, or return ""."""
     try:
         return datetime.strptime(f"{text}+0000", f"{_TIME}%z").astimezone().strftime(_TIME)
     except ValueError:
         return ""
 
 
-# What squeue is asked for -> the field of Job.
+# Field of squeue --Format -> field of Job.
 _FIELDS = {
     "ArrayJobID": "job_id", "ArrayTaskID": "index", "State": "state", "Reason": "reason",
     "exit_code": "exit_code", "NodeList": "node", "TimeUsed": "elapsed_s", "JobID": "", "UserName": "user",
@@ -312,7 +312,7 @@ _FIELDS = {
 
 
 def parse_queue(text: str) -> list[Job]:
-    """Return the jobs of squeue's lines, one for each task that waits. Raises ValueError."""
+    """Parse squeue's lines into jobs, one for each waiting task. Raises ValueError."""
     jobs = []
     for line in text.splitlines():
         values = line.split("|", len(_FIELDS))
@@ -321,7 +321,7 @@ def parse_queue(text: str) -> list[Job]:
         facts: dict[str, Any] = dict(zip(_FIELDS.values(), values, strict=False))
         del facts[""]
         if not re.fullmatch(r"[0-9]{1,10}", facts["job_id"]):
-            raise ValueError(f"a job id of {facts['job_id'][:40]!r}")
+            raise ValueError(f"job id {facts['job_id'][:40]!r}")
         facts["state"] = facts["state"].split(" ")[0]  # CANCELLED by 0
         facts["num_restarts"] = int(facts["num_restarts"])
         facts["start_time"] = _local_time(facts["start_time"])
@@ -333,7 +333,7 @@ def parse_queue(text: str) -> list[Job]:
 
 
 def _indices(text: str) -> list[int]:
-    """Return [3, 4, 5, 9] of ``[3-5,9%2]``, [0] for a job that is no array."""
+    """Parse ``[3-5,9%2]`` into [3, 4, 5, 9]. A job that is not an array gives [0]."""
     if text in ("", "N/A"):
         return [0]
     parts = text.strip("[]").partition("%")[0].split(",")
@@ -342,32 +342,32 @@ def _indices(text: str) -> list[int]:
 
 
 def jobs_of_user(user: str) -> list[Job]:
-    """Return what squeue shows of a user's jobs. Raises SlurmAway, also where it refuses to answer."""
+    """Return a user's jobs as squeue shows them. Raises SlurmAway, also if squeue refuses to answer."""
     layout = ",".join(f"{name}:|" for name in _FIELDS)
     command = ("squeue", "--noheader", f"--user={user}", "--states=all", "--Format", layout)
     try:
         return slurm_answer(parse_queue, *command)
     except SlurmRefused as error:
-        if "Invalid user" in str(error):  # who submitted has left
+        if "Invalid user" in str(error):  # the account of whoever submitted was deleted
             return []
         raise SlurmAway(found=error.found) from None
 
 
 @dataclass(kw_only=True)
 class Queue:
-    """What Slurm shows of a data set's jobs."""
+    """The jobs of a data set, as Slurm shows them."""
 
-    # By number of the submission (or PLAIN), job id and index in the array.
+    # (number of the submission or PLAIN, job id, index in the array) -> job
     jobs: dict[tuple[int, str, int], Job] = field(default_factory=dict)
-    hidden: dict[str, str] = field(default_factory=dict)  # id of a job that is not shown -> why not
-    controllers: list[str] = field(default_factory=list)  # jobs of submit --until_done
-    unrecorded: list[str] = field(default_factory=list)  # jobs of ours that wait or run, and no record names
-    foreign: list[str] = field(default_factory=list)  # live ones of the folder that this was copied from
-    away: str = ""  # why Slurm gave no answer
+    hidden: dict[str, str] = field(default_factory=dict)  # id of a job that is not visible -> why not
+    controllers: list[str] = field(default_factory=list)  # ids of jobs of --until_done
+    unrecorded: list[str] = field(default_factory=list)  # ids of this user's live jobs without a record
+    foreign: list[str] = field(default_factory=list)  # live jobs of the folder that this one was copied from
+    away: str = ""  # why Slurm did not answer
     config: dict[str, str] = field(default_factory=dict)  # of the controller
 
     def tasks(self) -> dict[tuple[str, int], Job]:
-        """Return job and index, as a record names its task -> the last start of the task."""
+        """Return (job id, index), the key of a record, -> the last start of the task."""
         return {job.key: job for job in self.jobs.values()}
 
 
@@ -379,9 +379,9 @@ def find_queue(
     open_records: Sequence[AttemptRecord],
     config: dict[str, str],
 ) -> Queue:
-    """Ask squeue once for each user whose jobs may be the data set's. ``config``: as read before, or {}.
+    """Ask squeue for the jobs of each user who may have jobs for the data set. Raises SlurmAway.
 
-    ``copied``: submissions of the folder that this one was copied from. Raises SlurmAway.
+    ``copied`` are submissions of the folder that this one was copied from. ``config``: as read before, or {}.
     """
     me = user_name()
     recorded = {job.job_id for sent in submissions for job in sent.jobs}
@@ -398,31 +398,31 @@ def find_queue(
     for sent in copied:
         queue.foreign += [job.job_id for job in _jobs_of(sent, shown) if job.is_live]
 
-    # Tasks of plain sbatch: those of records without an end, and this user's others of an array that began.
+    # Tasks of plain sbatch: those with an open record, and this user's other tasks of the same arrays.
     began = {(each.job_id, each.user): each.began for each in plain.values()}
     own_keys = {each.key for each in own}
     for job in shown:
         record = plain.get(job.key)
         is_plain = record is not None and record.user == job.user
         if not is_plain and job.key in own_keys:
-            # Whether tasks of the same array have begun for this data set, after it was submitted.
+            # A task of this array must have begun for this data set after the array was submitted.
             moment = began.get((job.job_id, job.user), 0) + _CLOCKS_DIFFER_S
             is_plain = job.submit_time <= datetime.fromtimestamp(moment, timezone.utc).strftime(_TIME)
         if is_plain:
             queue.jobs[PLAIN, job.job_id, job.index] = job
 
-    # Jobs that cannot be seen from here, whatever has become of them.
+    # Jobs that are not visible from here, so that their end is unknown.
     hides_users = re.search(r"\b(jobs|all)\b", config.get("PrivateData", ""))
     seen_users = {me, *(job.user for job in shown)}
     sent_jobs = [(job.job_id, sent.user, sent.cluster) for sent in submissions for job in sent.jobs]
     for job_id, user, cluster in [*sent_jobs, *((each.job_id, each.user, "") for each in plain.values())]:
         if cluster not in ("", config.get("ClusterName", "")):
             command = f"SLURM_CLUSTERS={cluster} shardprep status {quoted(folder)}"
-            queue.hidden[job_id] = f"jobs of cluster {cluster} are seen by: {command}"
+            queue.hidden[job_id] = f"for jobs of cluster {cluster}, type: {command}"
         elif hides_users and user not in seen_users:
-            queue.hidden[job_id] = f"this site shows the jobs of {user} to {user} alone"
+            queue.hidden[job_id] = f"this site shows the jobs of {user} only to {user}"
 
-    # Jobs of ours that no record names, by their names.
+    # Jobs without a record are recognized by their names.
     known = {job_id for number, job_id, _ in queue.jobs if number == PLAIN}
     begin = names_begin(folder, plan_id)
     of_original = tuple(f"{JOB_NAME}-{plan_id[:12]}-{each.identity}-" for each in copied)
@@ -438,7 +438,7 @@ def find_queue(
 
 
 def _jobs_of(submission: Submission, jobs: Iterable[Job]) -> list[Job]:
-    """Return the jobs that are of a submission."""
+    """Return the jobs that belong to a submission."""
     own = {job.job_id: job for job in submission.jobs}
     found = []
     for job in jobs:
@@ -447,7 +447,7 @@ def _jobs_of(submission: Submission, jobs: Iterable[Job]) -> list[Job]:
             continue
         is_same_time = job.submit_time == sent.submit_time
         is_later = job.num_restarts > 0 and job.submit_time > sent.submit_time
-        # A person may have changed the name, but calls no job as another submission's.
+        # A user may have renamed the job, but not to a name of another submission.
         is_renamed = is_same_time and not job.name.startswith(f"{JOB_NAME}-")
         if (job.name == sent.name and (is_same_time or is_later)) or is_renamed:
             found.append(job)
@@ -482,10 +482,10 @@ _OF_EXIT_CODE = {
     75: STOPPED,
     78: "refused: plan, options or tokenizer differ (78)",
 }
-# States of Slurm that tell more than the worker or the script can know.
+# States of Slurm that say more than the worker or the script can know.
 OF_STATE = {name: name for name in (OUT_OF_MEMORY, TIMEOUT, NODE_FAIL, PREEMPTED, "DEADLINE")}
 OF_STATE["BOOT_FAIL"] = NODE_FAIL
-# What Slurm writes into a task's log about its end -> the cause. Slurm itself forgets it sooner.
+# What Slurm writes into a task's log about its end -> the cause. The log outlives squeue's answer.
 _OF_LOG = (
     (r"oom[-_]kill|: Out Of Memory|exceeded (job )?memory limit", OUT_OF_MEMORY),
     ("DUE TO TIME LIMIT", TIMEOUT),
@@ -496,39 +496,39 @@ _OF_LOG = (
     (r"\*\*\* STEP .* CANCELLED AT", STEP_STOPPED),
     ("srun: error: Unable to (confirm allocation|create step)", SRUN_FAILED),  # with exit code 1
 )
-_AGAIN = "retry sends it again"
-# Cause -> what to do. Only people can help where retry alone would fail the same way.
+_RESENT = "retry sends it again"
+# Cause -> what to do. A person must help first if retry alone would fail in the same way.
 _REMEDIES = {
     **dict.fromkeys(
-        (CANCELLED, PREEMPTED, REQUEUED, "DEADLINE", STOPPED, STEP_STOPPED, VANISHED, NO_MANIFEST), _AGAIN
+        (CANCELLED, PREEMPTED, REQUEUED, "DEADLINE", STOPPED, STEP_STOPPED, VANISHED, NO_MANIFEST), _RESENT
     ),
     OUT_OF_MEMORY: "retry asks for twice the memory",
     TIMEOUT: "retry asks for twice the time",
-    NODE_FAIL: f"{_AGAIN}; to leave out a node: export SBATCH_EXCLUDE=NODE",
-    SRUN_FAILED: f"{_AGAIN}; where it fails again, look at --srun_args and at srun's words in the log",
+    NODE_FAIL: f"{_RESENT}; to leave out a node: export SBATCH_EXCLUDE=NODE",
+    SRUN_FAILED: f"{_RESENT}; if it fails again, look at --srun_args and at srun's messages in the log",
     SETUP: "correct what its message names (--setup, --worker_args); then retry",
     SETUP_ENDED: "correct the file of --setup (SHARDPREP_SETUP), which must not exit; then retry",
-    BAD_INPUT: "retry does not send it again: correct the input and plan anew, or accept what is left out",
+    BAD_INPUT: "retry does not send it again: correct the input and plan again, or accept the loss",
     _OF_EXIT_CODE[66]: "bring the input back, or name its new folder: --worker_args '--input_dir RAW'",
-    _OF_EXIT_CODE[73]: "look at permissions, quota and free space of the folder (df, lfs quota); then retry",
-    _OF_EXIT_CODE[74]: f"{_AGAIN}; where it fails again, look at the file system that its message names",
+    _OF_EXIT_CODE[73]: "check permissions, quota and free space of the folder (df, lfs quota); then retry",
+    _OF_EXIT_CODE[74]: f"{_RESENT}; if it fails again, check the file system that its message names",
     _OF_EXIT_CODE[78]: "bring back what its message names, or plan into a new folder; then retry",
-    "killed by signal 9": f"{_AGAIN}; it is often memory: retry --mem_gb",
-    NO_LOG: "look at the folder of its log (permissions, quota); then retry",
+    "killed by signal 9": f"{_RESENT}; it is often memory: retry --mem_gb",
+    NO_LOG: "check permissions and quota of the folder of its log; then retry",
 }
-_WARNED_S = 900  # so long before its time limit a USR1 is the warning that sbatch --signal asked for
+_WARNED_S = 900  # a USR1 in the last 15 min before the time limit is the warning of sbatch --signal
 _TAIL_BYTES = 16 << 10
 _NOISE = re.compile(r"^(shardprep: node \S+: .*(begins|ended with exit code \d+)|\s*)$")
 _BEGINS = re.compile(r"^(?=shardprep: node \S+: .* begins$)", re.MULTILINE)
 
 
 def remedy_of(cause: str) -> str:
-    """Return what to do about a cause, in a sentence without an end."""
-    return _REMEDIES.get(cause, f"look at its log; {_AGAIN}")
+    """Return what to do about a cause, as a clause without a full stop."""
+    return _REMEDIES.get(cause, f"look at its log; {_RESENT}")
 
 
 def cause_of_record(record: AttemptRecord, shard_id: int) -> str:
-    """Return why an attempt that has ended, or was killed, did not make a shard."""
+    """Return why an attempt that ended or was killed did not make a shard."""
     if failure := record.failures.get(shard_id):
         killed = re.search(r"was killed by signal (\d+)", failure.reason)
         if killed and record.stopped_by == OUT_OF_MEMORY:
@@ -552,7 +552,7 @@ def cause_of_record(record: AttemptRecord, shard_id: int) -> str:
 
 
 def cause_of_job(job: Job) -> str | None:
-    """Return why a task without a record ended, or None if it was cancelled or Slurm does not say."""
+    """Return why a task without a record ended, or None if it was cancelled or Slurm does not know."""
     if job.exit_code == LOG_NOT_OPENED:
         return NO_LOG
     if job.state in ("FAILED", "COMPLETED"):
@@ -561,17 +561,17 @@ def cause_of_job(job: Job) -> str | None:
 
 
 def cause_of_exit(code: int) -> str:
-    """Return what an exit code says."""
+    """Return the cause that an exit code stands for."""
     if code > 128:
         return f"killed by signal {code - 128}"
     return _OF_EXIT_CODE.get(code, f"exit code {code}")
 
 
 def is_unexplained(record: AttemptRecord) -> bool:
-    """Return whether the record of a task does not say why it ended: it was stopped or killed.
+    """Return whether a task's record leaves open why it ended, because it was stopped or killed.
 
-    A wrapper of Python, or a container, whose process is killed may end with any code: only one of
-    shardprep's own, but for 75, says why.
+    A container or a wrapper of Python may exit with any code when its process is killed. So only shardprep's
+    own codes except 75 explain an end.
     """
     if not record.job_id or record.stopped_by:
         return False
@@ -582,9 +582,9 @@ def is_unexplained(record: AttemptRecord) -> bool:
 
 
 def cause_in_log(record: AttemptRecord, num_later: int) -> str:
-    """Return what Slurm did to an attempt by its log, or "". ``num_later``: how many starts came after it.
+    """Return the cause that Slurm wrote into an attempt's log, or "".
 
-    A log goes on when Slurm starts a task again, or prep_array.sh moves it away.
+    Later starts of the task, ``num_later`` of them, append to the same log, unless prep_array.sh moved it.
     """
     path = Path(record.log)
     moved = path.with_name(f"{path.stem}.before-restart-{record.num_restarts + 1}.log")
@@ -593,45 +593,46 @@ def cause_in_log(record: AttemptRecord, num_later: int) -> str:
 
 
 def log_tail(path: Path, num_later: int = 0) -> str:
-    """Return what an attempt wrote to a log, or "". ``num_later``: how many starts came after it."""
+    """Return the end of a log before the last ``num_later`` starts of its task, or ""."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
             parts = _BEGINS.split(file.read().decode("utf-8", "replace"))
-    except (OSError, ValueError, ShardprepError):  # ValueError: a NUL in its name
+    except (OSError, ValueError, ShardprepError):  # ValueError: a NUL in the name
         return ""
     return parts[-1 - num_later] if num_later < len(parts) else ""
 
 
 def last_lines(log: str, number: int = 3) -> list[str]:
-    """Return the last lines of a log that tell a person something. Those of srun count only if it failed."""
+    """Return the last informative lines of a log. Lines of srun are left out unless it failed."""
     lines = [line.rpartition("\r")[2].rstrip() for line in log.split("\n")]
     lines = [line for line in lines if not _NOISE.match(line)]
-    others = [line for line in lines if not line.startswith(("srun: ", "slurmstepd"))]
-    return (others if others and "srun failed" not in log else lines)[-number:]
+    if "srun failed" not in log:
+        lines = [line for line in lines if not line.startswith(("srun: ", "slurmstepd"))] or lines
+    return lines[-number:]
 
 
 # Attempts and shards. ----------------------------------------------------------------------------------
 
-_MOST_ATTEMPTS = 3  # that end in the same way
-_LIVE: tuple[StateName, ...] = ("running", "pending", "not visible", "failed")  # which wins over which
+_MOST_ATTEMPTS = 3  # that fail in the same way
+_PRECEDENCE: tuple[StateName, ...] = ("running", "pending", "not visible", "failed")  # if attempts differ
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """An attempt at some shards: a task of Slurm that waits, runs or ended, or a run on a machine."""
+    """An attempt at some shards: a task of Slurm that waits, runs or ended, or a ``run`` on one machine."""
 
     state: StateName
     task: str  # JOB_INDEX, as Slurm writes it, or HOST-PID of a run
     shards: Sequence[int]
-    submitted: float  # seconds since 1970; where no submission sent it, when it began
+    submitted: float  # seconds since 1970; without a submission, when the attempt began
     log: str = ""
     record: AttemptRecord | None = None
     job: Job | None = None  # the same start of the same task, as Slurm shows it
     array: JobArray | None = None  # of the submission; None for plain sbatch and run
 
     def cause(self, shard_id: int) -> str | None:
-        """Return why it did not make a shard, or None while it goes on."""
+        """Return why it did not make a shard, or None if it has not failed."""
         if self.state != "failed":
             return None
         if self.record:
@@ -639,7 +640,7 @@ class Attempt:
         return cause_of_job(self.job) if self.job else None
 
     def message(self, shard_id: int) -> str:
-        """Return the worker's own words of a shard."""
+        """Return the worker's error message for a shard, or ""."""
         failure = self.record.failures.get(shard_id) if self.record else None
         return failure.reason if failure else ""
 
@@ -649,12 +650,12 @@ class Attempt:
 
     @property
     def ended(self) -> float:
-        """Return when it ended, or else began, or 0 if that is not known."""
+        """Return when it ended, or else when it began, or 0 if neither is known."""
         return (self.record.ended or self.record.began) if self.record else 0.0
 
     @property
     def elapsed_s(self) -> int:
-        """Return for how long it ran, as far as it is known."""
+        """Return how long it has run, or 0 if that is not known."""
         if self.record and self.record.ended is not None:
             return round(self.record.ended - self.record.began)
         return self.job.elapsed_s if self.job else 0
@@ -662,12 +663,12 @@ class Attempt:
 
 @dataclass(kw_only=True)
 class Shard:
-    """Where a shard stands, and the attempts at it, oldest first."""
+    """The state of a shard, and the attempts at it, oldest first."""
 
     shard_id: int
     state: StateName
     attempts: list[Attempt] = field(default_factory=list)
-    without_record: str = ""  # a task that was to make it, ended, and left no record: JOB_INDEX
+    without_record: str = ""  # JOB_INDEX of a task for it that ended and left no record
 
     @property
     def cause(self) -> str | None:
@@ -705,20 +706,20 @@ class DatasetState:
         return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
     def why_not_visible(self) -> str:
-        """Return why it cannot be seen what some jobs do."""
+        """Return why the state of some jobs or runs is not known here."""
         runs = {
-            f"a run on {each.node} (process {each.pid}) has not said that it ended; look there"
+            f"a run on {each.node} (process {each.pid}) may still be running; look there"
             for each in self.records.own
             if each.ended is None and each.pid and each.is_alive() is None
         }
         return "; ".join(sorted({*self.queue.hidden.values(), *runs, *self.records.unreadable}))
 
     def live_job_ids(self) -> list[str]:
-        """Return the jobs of ours that wait or run, verify jobs included."""
+        """Return the recorded jobs that wait or run, verify jobs included."""
         return sorted({job_id for (_, job_id, _), job in self.queue.jobs.items() if job.is_live}, key=int)
 
     def jobs_to_wait_for(self) -> list[str]:
-        """Return the jobs after which nothing changes: not the verify jobs of earlier submissions."""
+        """Return all live jobs except the verify jobs of earlier submissions, which change nothing."""
         obsolete = {each.verify.job_id for each in self.submissions[:-1]}
         live = (*self.live_job_ids(), *self.queue.unrecorded, *self.queue.controllers)
         return [each for each in live if each not in obsolete]
@@ -732,11 +733,10 @@ def find_state(
     before: DatasetState | None = None,
     see: Callable[[Manifest], None] | None = None,
 ) -> DatasetState:
-    """Join manifests, records and what Slurm shows. Raises SlurmAway, unless ``needs_slurm`` is False.
+    """Combine manifests, records and Slurm's queue. Raises BrokenShard, ReadWriteError, SlurmAway.
 
-    What no manifest or record proves is ``not visible`` then. ``before``: what was found a moment ago; what
-    was done then is not read again. ``see``: as for ``find_made_shards``. Raises BrokenShard and
-    ReadWriteError of files, too.
+    If Slurm does not answer and ``needs_slurm`` is False, shards that may be in a job are ``not visible``.
+    Shards done in an earlier state ``before`` are not read again. ``see`` is passed to ``find_made_shards``.
     """
     identity, unreadable = job_files.folder_identity(folder), list[str]()
     try:
@@ -746,14 +746,14 @@ def find_state(
             raise
         sent, unreadable = [], [str(error)]
     submissions = [each for each in sent if each.identity == identity]
-    copied = [each for each in sent if each.identity != identity]  # with the folder, from another one
+    copied = [each for each in sent if each.identity != identity]  # this folder is a copy of another one
 
     known = before.made if before else None
     records = job_files.read_attempts(folder, plan.plan_id, identity)
     open_records = [each for each in records.own if each.ended is None and each.job_id]
     found, queue = None, Queue()
     asks = bool(sent or open_records)
-    if not asks:  # tasks of plain sbatch may wait, unless all is done
+    if not asks:  # tasks of plain sbatch may wait, unless all shards are done
         found = find_made_shards(folder, plan.spec, known=known, see=see)
         asks = len(found.done) < plan.num_shards and shutil.which("squeue") is not None
     if asks:
@@ -764,8 +764,8 @@ def find_state(
             if needs_slurm:
                 raise
             ids = {job.job_id for it in submissions for job in it.jobs} | {it.job_id for it in open_records}
-            queue = Queue(hidden=dict.fromkeys(ids, "Slurm gives no answer"), away=str(error))
-    # Looked at last: what Slurm says has ended has its manifest, or the end of its record, by then.
+            queue = Queue(hidden=dict.fromkeys(ids, "Slurm does not answer"), away=str(error))
+    # Read records and manifests after asking Slurm: a task that it shows as ended has written them by then.
     listed = {each.path for each in records.own}
     now = job_files.read_attempts(folder, plan.plan_id, identity)
     records.own = [each for each in now.own if each.path in listed]
@@ -775,10 +775,8 @@ def find_state(
         found = find_made_shards(folder, plan.spec, known=known, see=see)
 
     nothing: StateName = "not visible" if records.unreadable else "not submitted"
-    shards = [
-        Shard(shard_id=shard_id, state="done" if shard_id in found.done else nothing)
-        for shard_id in range(plan.num_shards)
-    ]
+    every = range(plan.num_shards)
+    shards = [Shard(shard_id=each, state="done" if each in found.done else nothing) for each in every]
     _add_attempts(shards, submissions, records.own, queue, folder)
     return DatasetState(
         folder=folder,
@@ -794,16 +792,14 @@ def find_state(
 
 
 def _add_ends(records: Sequence[AttemptRecord], queue: Queue) -> None:
-    """Add what Slurm alone knows of an end: squeue tells it for some minutes, the log's last lines later."""
+    """Add ends that only Slurm knows, from squeue for some minutes, and later from the end of the log."""
     tasks = queue.tasks()
     last_restart: dict[tuple[str, int], int] = {}
     for record in records:
         last_restart[record.key] = max(record.num_restarts, last_restart.get(record.key, 0))
-    for record in records:
+    for record in (each for each in records if not each.stopped_by):
         job = _job_of(record, tasks)
         stopped_by, ended = "", record.began
-        if record.stopped_by:
-            continue
         if job and (job.state in OF_STATE or (job.state == CANCELLED and record.ended is None)):
             stopped_by, ended = OF_STATE.get(job.state, CANCELLED), record.began + job.elapsed_s
         elif is_unexplained(record) and record.log and not queue.away and not (job and job.is_live):
@@ -816,7 +812,7 @@ def _add_ends(records: Sequence[AttemptRecord], queue: Queue) -> None:
 
 
 def _job_of(record: AttemptRecord, tasks: dict[tuple[str, int], Job]) -> Job | None:
-    """Return what Slurm says of an attempt: squeue shows the last start of a task alone."""
+    """Return an attempt's job. squeue shows only the last start of a task, so earlier ones have none."""
     job = tasks.get(record.key)
     return job if job and job.num_restarts == record.num_restarts else None
 
@@ -828,13 +824,13 @@ def _add_attempts(
     queue: Queue,
     folder: Path,
 ) -> None:
-    """Add the attempts at each shard that is not done, oldest first, and what they make of its state."""
+    """Add the attempts at each shard that is not done, oldest first, and set its state by them."""
     tasks = queue.tasks()
     arrays = {array.job_id: (each.submitted, array) for each in submissions for array in each.arrays}
     found: list[Attempt] = []
     for record in records:
         job = _job_of(record, tasks)
-        # A submission is later than the one before, whatever the nodes' clocks say.
+        # Order attempts by submission, because the clocks of nodes may differ.
         submitted, array = arrays.get(record.job_id, (record.began, None))
         found.append(
             Attempt(
@@ -849,18 +845,20 @@ def _add_attempts(
             )
         )
 
-    # Tasks of which no record tells: they wait, have just begun, or never could begin.
-    told = {record.key for record in records}
-    starts_told = {(*record.key, record.num_restarts) for record in records}
+    # Tasks without a record: they wait, have just begun, or could not begin.
+    recorded = {record.key for record in records}
+    recorded_starts = {(*record.key, record.num_restarts) for record in records}
 
-    def is_told(job: Job | None, key: tuple[str, int]) -> bool:
-        return (*key, job.num_restarts) in starts_told if job and job.is_live else key in told
+    def has_record(job: Job | None, key: tuple[str, int]) -> bool:
+        if job and job.is_live:
+            return (*key, job.num_restarts) in recorded_starts
+        return key in recorded
 
     for submission in submissions:
         for array in submission.arrays:
             for index, shard_ids in enumerate(array.shards_of_tasks()):
                 job = queue.jobs.get((submission.number, array.job_id, index))
-                if is_told(job, (array.job_id, index)):
+                if has_record(job, (array.job_id, index)):
                     continue
                 task = f"{array.job_id}_{index}"
                 if job and (job.is_live or cause_of_job(job)):
@@ -884,7 +882,7 @@ def _add_attempts(
                     )
                 )
     for (number, job_id, index), job in queue.jobs.items():
-        if number == PLAIN and job.is_live and not is_told(job, job.key):
+        if number == PLAIN and job.is_live and not has_record(job, job.key):
             task, state = f"{job_id}_{index}", job.state_of_shards
             found.append(Attempt(state=state, task=task, shards=[index], submitted=math.inf, job=job))
 
@@ -894,7 +892,7 @@ def _add_attempts(
                 shards[shard_id].attempts.append(attempt)
     for shard in shards:
         states = {each.state for each in shard.attempts}
-        shard.state = next((state for state in _LIVE if state in states), shard.state)
+        shard.state = next((state for state in _PRECEDENCE if state in states), shard.state)
         if shard.state != "not submitted":
             shard.without_record = ""
 
@@ -902,7 +900,7 @@ def _add_attempts(
 def _state_of_record(record: AttemptRecord, job: Job | None, *, is_hidden: bool) -> StateName:
     if record.ended is not None:
         return "failed"
-    if record.pid:  # of ``run``
+    if record.pid:  # a ``run`` on one machine
         is_alive = record.is_alive()
         return "not visible" if is_alive is None else "running" if is_alive else "failed"
     if job is None:
@@ -911,9 +909,10 @@ def _state_of_record(record: AttemptRecord, job: Job | None, *, is_hidden: bool)
 
 
 def reason_to_leave(shard: Shard, changes: dict[str, Any], *, is_named: bool = False) -> str | None:
-    """Return why a shard is not tried again: it failed the same way too often, or must fail the same way.
+    """Return why a shard is not tried again, or None if it is.
 
-    ``changes`` of the request make it another way; one that a person named is tried however often it failed.
+    Shards of bad input are left unless ``changes`` have other worker_args. Those that failed in the same way
+    three times are left unless ``changes`` differ from their request or a person named them.
     """
     if shard.state != "failed":
         return None

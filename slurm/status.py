@@ -1,7 +1,7 @@
-"""``status``, ``logs`` and ``report``: where every shard is, and what a data set holds, as data or text.
+"""``status``, ``logs`` and ``report``: the state of every shard, and the contents of a data set.
 
-``report`` is a page: what a data set holds, how it was made and how to make it again. It reads every manifest
-and no shard: 10,000 take some 5 s of CPU.
+``report`` writes a page: what a data set contains, how it was made and how to make it again. It reads every
+manifest and no shard: 10,000 take some 5 s of CPU.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from shardprep.format.plan import Plan, PrepConfig, flags_of, is_one_file_a_shar
 from slurm import state as states
 from slurm.state import DatasetState, Shard, StateName, last_lines, log_tail, meaning_of
 
-STATUS_VERSION = 4  # of --json: it grows where a field goes or changes its meaning
+STATUS_VERSION = 4  # of --json: increased when a field is removed or changes its meaning
 POLL_S = 5.0
-_ACCEPTING = r"--max_bad_fraction ([0-9.]+)"  # of the message of a worker that left out too many documents
-# Of --until_done: the last of these in the history says whether a controller should be there.
-_ENDS_OF_CONTROLLERS = {"submit", "retry", "cancel", "finished", "stopped"}
+_NEEDED_BAD_FRACTION = r"--max_bad_fraction ([0-9.]+)"  # in the message about too many bad documents
+# Events of --until_done: the last one in the history says whether a controller should exist.
+_CONTROLLER_EVENTS = {"submit", "retry", "cancel", "finished", "stopped"}
 _MOST_FAILURES = 8  # shown with the last lines of their logs
 _MOST_EVENTS = 5  # of the history
 
 
 def status(args: argparse.Namespace) -> int:
-    """Tell where every shard is, and why what failed did: ``status DATA``."""
+    """Print the state of every shard, and why shards failed: ``status DATA``."""
     plan, state = need_plan(args.output_dir), None
     while True:
         state = states.find_state(args.output_dir, plan, needs_slurm=False, before=state)
         data = status_data(state)
         lines = [json.dumps(data)] if args.json else status_lines(data)
         is_hidden = state.queue.away and state.ids("not visible")
-        goes_on = state.live_job_ids() or state.ids("running") or is_hidden  # running: by ``run`` alone, too
+        goes_on = state.live_job_ids() or state.ids("running") or is_hidden  # ``run`` alone also counts
         if args.watch and not args.json and sys.stdout.isatty():
-            last = "Ctrl-C ends this look, the jobs go on" if goes_on else lines[-1]
+            last = "Ctrl-C stops watching; the jobs go on" if goes_on else lines[-1]
             console.draw("\033[H\033[2J")
-            print_lines(*lines[:-1], last)  # where they are too many, what scrolls away is their beginning
+            print_lines(*lines[:-1], last)  # if they exceed the screen, the first ones scroll away
         else:
             print_lines(*lines)
         if not args.watch or not goes_on or not console.output_is_read():
@@ -68,7 +68,7 @@ def status(args: argparse.Namespace) -> int:
 
 
 def wait_for_jobs(folder: Path) -> int:
-    """Show a bar until a data set's jobs have ended or wait for a person. Returns 0 if it is verified."""
+    """Show progress until all jobs have ended or wait for a person. Return 0 if the data set is verified."""
     plan = need_plan(folder)
     state: DatasetState | None = None
     sizes, done = plan.shard_bytes(), set[int]()
@@ -78,23 +78,23 @@ def wait_for_jobs(folder: Path) -> int:
         fresh = set(state.ids("done")) - done
         done |= fresh
         progress.add(sum(sizes[shard_id] for shard_id in fresh))
-        if not state.jobs_to_wait_for() or _waits_for_a_person(state):
+        if not state.jobs_to_wait_for() or _needs_a_person(state):
             break
         time.sleep(POLL_S)
     print_lines(*status_lines(status_data(state)))
     return 0 if state.is_verified else ReadWriteError.exit_code
 
 
-def _waits_for_a_person(state: DatasetState) -> bool:
-    """Return whether jobs wait that never begin by themselves, and no other goes on."""
+def _needs_a_person(state: DatasetState) -> bool:
+    """Return whether all live jobs wait, and none of them will start without a person's help."""
     jobs = [job for job in state.queue.jobs.values() if job.is_live]
-    # Verify jobs and controllers wait for the others.
+    # Verify jobs and controllers wait for the other jobs.
     reasons = [job.reason for job in jobs if not re.match("Dependency$|None$", job.reason)]
     return bool(reasons) and all(job.is_waiting for job in jobs) and all(meaning_of(it)[1] for it in reasons)
 
 
 def logs(args: argparse.Namespace) -> int:
-    """Show the attempts at one shard, newest last, with the ends of their logs: ``logs DATA N``."""
+    """Print the attempts at one shard, newest last, with the ends of their logs: ``logs DATA N``."""
     plan, shard_id = need_plan(args.output_dir), args.shard_id
     if not 0 <= shard_id < plan.num_shards:
         expected = f"0 to {plan.num_shards - 1}, as the plan has {plan.num_shards} shards"
@@ -120,7 +120,7 @@ def logs(args: argparse.Namespace) -> int:
 
 
 def status_data(state: DatasetState) -> dict[str, Any]:
-    """Return everything that ``status`` says, as plain data: docs/status_json.md."""
+    """Return everything that ``status`` prints as plain data, described in docs/status_json.md."""
     failed = [shard for shard in state.shards if shard.state == "failed"]
     by_cause = state.failed_by_cause()
     queue, history = state.queue, read_events(state.folder)
@@ -160,12 +160,12 @@ def status_data(state: DatasetState) -> dict[str, Any]:
         "why_not_visible": state.why_not_visible(),
         "history": history,
         "sources": {name: asdict(of) for name, of in sources.items()},
-        **_speed(state, waits),
+        **_progress(state, waits),
     }
 
 
 def _failures(failed: Sequence[Shard]) -> list[dict[str, Any]]:
-    """Return the last attempt at each failed shard, with the end of its log for the newest few."""
+    """Return the last attempt at each failed shard. The newest few include the end of their log."""
     newest = sorted(failed, key=lambda shard: shard.attempts[-1].ended, reverse=True)[:_MOST_FAILURES]
     failures = []
     for shard in failed:
@@ -181,20 +181,21 @@ def _failures(failed: Sequence[Shard]) -> list[dict[str, Any]]:
 
 
 def _restarts(state: DatasetState) -> dict[str, int]:
-    """Count the attempts of tasks that Slurm started again afterwards, by how they ended."""
+    """Count the attempts after which Slurm started the task again, by how they ended."""
     own = [each for each in state.records.own if each.job_id and each.shards]
     last = {each.key: each for each in own}
     found: Counter[str] = Counter()
     for each in own:
         made = [state.made.done.get(shard_id) for shard_id in each.shards]
-        if last[each.key] is not each or all(of and of.run.job_id == each.job_id for of in made):
+        # A later attempt has a record, or it made the shards and removed its record.
+        if last[each.key] is not each or all(it and it.run.job_id == each.job_id for it in made):
             cause = states.cause_of_record(each, each.shards[0])
             found[f"{cause} on {each.node}" if cause == states.NODE_FAIL else cause] += 1
     return dict(found)
 
 
 def _unexplained(state: DatasetState) -> str:
-    """Return the command that may tell how tasks ended of which no record does, or ""."""
+    """Return a sacct command for tasks whose end is not in any record, or ""."""
     tasks = {shard.without_record for shard in state.shards if shard.without_record}
     for shard in state.shards:
         if shard.cause == states.VANISHED and (record := shard.attempts[-1].record) and record.job_id:
@@ -206,7 +207,7 @@ def _unexplained(state: DatasetState) -> str:
 
 
 def _verify_trouble(state: DatasetState) -> str:
-    """Return why the newest verify job did not or never will verify, or ""."""
+    """Return why the newest verify job did not verify the data set or never will, or ""."""
     if not state.submissions or state.is_verified or state.queue.away:
         return ""
     last = state.submissions[-1]
@@ -221,20 +222,20 @@ def _verify_trouble(state: DatasetState) -> str:
 
 
 def _accepting_args(state: DatasetState) -> str:
-    """Return the worker's arguments that let shards of bad input leave out what they must, or ""."""
+    """Return worker_args with a --max_bad_fraction that accepts all failed shards of bad input, or ""."""
     failed = state.failed_by_cause().get(states.BAD_INPUT, [])
-    enough: list[float] = []  # for each shard, as its worker said
+    needed: list[float] = []
     for shard in failed:
-        enough += map(float, re.findall(_ACCEPTING, shard.attempts[-1].message(shard.shard_id)))
-    if not enough:
-        return ""  # its input is bad in another way
+        needed += map(float, re.findall(_NEEDED_BAD_FRACTION, shard.attempts[-1].message(shard.shard_id)))
+    if not needed:
+        return ""  # the input is bad in another way
     array = next((each.attempts[-1].array for each in failed), None)
-    args = array.request.worker_args if array else ""  # of a flag that stands twice the later one counts
-    return f"{args} --max_bad_fraction {max(enough):g}".strip()
+    args = array.request.worker_args if array else ""  # if it has this flag, too, the later one counts
+    return f"{args} --max_bad_fraction {max(needed):g}".strip()
 
 
 def _waits_for(state: DatasetState) -> list[dict[str, Any]]:
-    """Return what shards wait for, in Slurm's word and in ours, and what a person must type, if so."""
+    """Return the reasons for which jobs wait, their meaning, and the command to type if one is needed."""
     shards_of: dict[str, list[int]] = {}
     for shard in state.shards:
         if shard.state in ("pending", "running"):
@@ -246,7 +247,7 @@ def _waits_for(state: DatasetState) -> list[dict[str, Any]]:
         means, who = meaning_of(reason)
         jobs = [job for job in state.queue.jobs.values() if job.waits_for == reason]
         ids = ",".join(sorted({job.job_id for job in jobs}, key=int))
-        # Where a person must do something first, it does not matter what Slurm expects.
+        # If a person must act first, the start that Slurm expects does not matter.
         starts = "" if who else min((job.start_time for job in jobs if job.start_time), default="")
         cancel = f"shardprep cancel {quoted(state.folder)}"
         to_type = {"release": f"scontrol release {ids}", "cancel": cancel}.get(who, "")
@@ -256,17 +257,17 @@ def _waits_for(state: DatasetState) -> list[dict[str, Any]]:
 
 
 def _lost_controller(state: DatasetState, history: Sequence[dict[str, Any]]) -> str:
-    """Return the job of --until_done that is gone and has not said why it stopped, or ""."""
-    ends = [each for each in history if each["event"] in _ENDS_OF_CONTROLLERS and not each.get("shards")]
-    last = ends[-1] if ends else {}
+    """Return the id of a controller that is gone without an event that says why, or ""."""
+    events = [each for each in history if each["event"] in _CONTROLLER_EVENTS and not each.get("shards")]
+    last = events[-1] if events else {}
     if not state.submissions or state.queue.away or last.get("user") != user_name():
-        return ""  # of the folder that this one was copied from, or of a colleague
+        return ""  # the event is of the folder that this one was copied from, or of another user
     job_id = str(last.get("controller", ""))
     return "" if job_id in state.queue.controllers else job_id
 
 
-def _speed(state: DatasetState, waits: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return tokens, the speed since the newest submission, and the time left by input bytes."""
+def _progress(state: DatasetState, waits: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return tokens, tokens per second since the newest submission, and the time left by input bytes."""
     made = list(state.made.done.values())
     num_tokens = sum(each.counts.num_tokens for each in made)
     numbers: dict[str, Any] = {"num_tokens": num_tokens, "tokens_per_s": None, "left_s": None}
@@ -284,14 +285,14 @@ def _speed(state: DatasetState, waits: Sequence[dict[str, Any]]) -> dict[str, An
 
     running = [shard.attempts[-1].elapsed_s for shard in state.shards if shard.state == "running"]
     is_stuck = not running or any(meaning_of(each["reason"])[1] for each in waits)
-    # A task that takes much longer than any so far: nobody knows how long.
+    # If a task takes much longer than any before, no estimate is possible.
     is_late = max(running, default=0) > 30 + 2 * max(each.run.wall_s for each in recent)
     num_bytes = sum(each.counts.input_bytes for each in recent)
     if is_stuck or is_late or not num_bytes:
         return numbers
-    sizes = state.plan.shard_bytes()  # it reads every part of the plan
+    sizes = state.plan.shard_bytes()  # reads the whole table of the plan
     left_s = [round(sum(sizes[shard_id] for shard_id in queued) * took_s / num_bytes)]
-    for each in waits:  # what begins later is not made earlier
+    for each in waits:  # shards are not made before their job starts
         if each["starts"]:
             starts = time.mktime(time.strptime(each["starts"], "%Y-%m-%dT%H:%M:%S"))
             left_s.append(round(starts - time.time()))
@@ -300,7 +301,7 @@ def _speed(state: DatasetState, waits: Sequence[dict[str, Any]]) -> dict[str, An
 
 
 def status_lines(data: dict[str, Any]) -> list[str]:
-    """Return the lines for people: totals, then what goes on, then what failed, and what to type next."""
+    """Return the lines for people: totals, queued shards, failures, and the command to type next."""
     total, done = data["num_shards"], data["num_done"]
     speed = "" if not data["tokens_per_s"] else f", {data['tokens_per_s']:,} tokens/s"
     left = "" if data["left_s"] is None else f", about {console.short_time(data['left_s'])} left"
@@ -320,7 +321,7 @@ def status_lines(data: dict[str, Any]) -> list[str]:
     if data["not_visible"]:
         lines.append(f"  not visible: {shards_text(data['not_visible'])} ({data['why_not_visible']})")
     if data["slurm_away"]:
-        lines.append(f"  what waits and runs is not known: {data['slurm_away']}")
+        lines.append(f"  which jobs wait or run is not known: {data['slurm_away']}")
     lines += [f"  {note}" for note in notes(data)]
 
     for cause, ids in data["causes"].items():
@@ -340,60 +341,60 @@ def status_lines(data: dict[str, Any]) -> list[str]:
     if (more := len(data["failures"]) - _MOST_FAILURES) > 0:
         lines.append(f"  and {more} more failures: --json has them all")
 
-    lines += [f"  job {each} sends again what fails (--until_done)" for each in data["controller_jobs"]]
+    lines += [f"  job {each} sends failed shards again (--until_done)" for each in data["controller_jobs"]]
     for event in data["history"][-_MOST_EVENTS:] if len(data["history"]) > 1 else []:
         when = time.strftime("%m-%d %H:%M", time.localtime(event["time"]))
         words = [f"  {when} {event['event']}"]
-        told = {name: event[name] for name in ("round", "causes", "why", "report", "jobs") if event.get(name)}
-        words += [f"{name} {it if isinstance(it, str) else json.dumps(it)}" for name, it in told.items()]
+        said = {name: event[name] for name in ("round", "causes", "why", "report", "jobs") if event.get(name)}
+        words += [f"{name} {it if isinstance(it, str) else json.dumps(it)}" for name, it in said.items()]
         lines.append(", ".join(words))
     return [*lines, next_line(data)]
 
 
-_NOTES = {  # field -> what it says to people, most pressing first
-    "unrecorded_jobs": "jobs that no record names: {}: a submission goes on, or was cut short",
-    "wrong": "found wrong by verify: {}; not done, to be made anew",
+_NOTES = {  # field -> text for people, most urgent first
+    "unrecorded_jobs": "jobs without a record: {}: a submission is running, or was interrupted",
+    "wrong": "found wrong by verify: {}; not done, to be made again",
     "verify_trouble": "the verify job {}",
     "not_begun": "ended before they began: {} (cancelled, or Slurm could not start them)",
-    "foreign_jobs": "jobs of the folder that this one was copied from; to end them: scancel {}",
-    "controller_lost": "job {0} of --until_done is gone and did not say why (killed, its time limit, or the "
+    "foreign_jobs": "jobs of the folder that this one was copied from; to cancel them: scancel {}",
+    "controller_lost": "job {0} of --until_done is gone without a message (killed, its time limit, or the "
     "folder was moved); its log: {1}/jobs/logs/control-{0}.log; to go on: shardprep retry {1} --until_done",
-    "unexplained": "no record says how these ended; Slurm's accounts may, where there are any: {}",
+    "unexplained": "no record says how these ended; Slurm's accounting, if the site has it, may: {}",
 }
 
 
 def notes(data: dict[str, Any]) -> list[str]:
-    """Return what somebody should look at, a text each."""
+    """Return a text for each thing that a person should look at."""
     found, folder = [], shlex.quote(data["folder"])
     for name, text in _NOTES.items():
         if value := data[name]:
             words = value if isinstance(value, str) else " ".join(value)
             of_shards = name in ("wrong", "not_begun")
             found.append(text.format(shards_text(words) if of_shards else words, folder))
-    mend = f"its owner can type: chmod -R a+rX {folder}"
+    remedy = f"its owner can type: chmod -R a+rX {folder}"
     hidden = [why.partition("; its owner can type:")[0] for why in data["unreadable"]]
-    return [*found, *(f"not known: {why}; {mend}" for why in hidden[:2])]
+    return [*found, *(f"not known: {why}; {remedy}" for why in hidden[:2])]
 
 
 def next_line(data: dict[str, Any]) -> str:
-    """Return what to type next: a command that the program would not refuse, from any folder."""
+    """Return the command to type next. It works from any folder, and would not be refused."""
     folder = shlex.quote(data["folder"])
     if data["slurm_away"] and data["has_jobs"]:
-        return f"next: the same again, when Slurm answers: shardprep status {folder}"
+        return f"next: when Slurm answers again: shardprep status {folder}"
     stuck = [each["to_type"] for each in data["waits_for"] if each["to_type"]]
     if stuck and not data["running"] and data["can_write"]:
         return f"next: {stuck[0]}"
     if data["running"] or data["pending"]:
         return f"next: shardprep status {folder} --watch"
     if not data["can_write"] and not data["verified"]:
-        return f"next: its owner goes on, as you may not write into {folder}"
+        return f"next: ask its owner to go on, because you cannot write into {folder}"
     if data["unrecorded_jobs"]:
-        return f"next: wait for the end of the jobs that no record names, or: shardprep cancel {folder}"
+        return f"next: wait for the end of the jobs without a record, or: shardprep cancel {folder}"
     if data["not_visible"]:
         again = f"shardprep submit {folder} --shards {data['not_visible']}"
-        return f"next: look where they can be seen; if they do not run: {again}"
-    # What makes failed shards again; what only people can help with is said by its cause's remedy.
-    args = data["accepting_args"]  # of shards of bad input
+        return f"next: look where these jobs are visible; if they do not run: {again}"
+    # Failed shards that retry does not send have their remedy beside their cause.
+    args = data["accepting_args"]  # for shards of bad input
     has_answer = data["has_slurm"] and not data["slurm_away"]
     if data["failed"] and not has_answer:
         flags = f" {args}" if args and not data["can_retry"] else ""
@@ -404,18 +405,18 @@ def next_line(data: dict[str, Any]) -> str:
         return f"next: shardprep retry {folder} --worker_args {shlex.quote(args)}"
     if data["failed"]:
         again = f"shardprep retry {folder} --shards {data['failed']}"
-        is_mended = data["causes"].keys() <= {states.OUT_OF_MEMORY, states.TIMEOUT}  # retry asks for more
-        return f"next: {again}" if is_mended else f"next: correct the cause, then: {again}"
+        is_fixed = data["causes"].keys() <= {states.OUT_OF_MEMORY, states.TIMEOUT}  # retry asks for more
+        return f"next: {again}" if is_fixed else f"next: correct the cause, then: {again}"
     if data["not_submitted"]:
         return f"next: shardprep {'submit' if has_answer else 'run'} {folder}"
     if data["other_plan"] or not data["verified"]:
         return f"next: shardprep verify {folder}"
-    return f"verified: {data['folder']}/index.json is there"
+    return f"verified: {data['folder']}/index.json exists"
 
 
 # The report. -------------------------------------------------------------------------------------------
 
-REPORT_VERSION = 4  # it grows where a field goes or changes its meaning
+REPORT_VERSION = 4  # increased when a field is removed or changes its meaning
 _MAPPINGS = {"quarantined", "length_histogram", "sources", "validation"}
 _NUMBERS = [item.name for item in dataclasses.fields(ShardCounts) if item.name not in _MAPPINGS]
 _OPTIONS = ("record", "token_format", "seq_len", "validation_fraction")
@@ -430,7 +431,7 @@ def report(args: argparse.Namespace) -> int:
     progress = console.Progress("reading manifests", plan.num_shards, unit="shards")
 
     def keep(manifest: Manifest) -> None:
-        progress.add(manifest.shard_id not in manifests)  # find_state may look a second time
+        progress.add(manifest.shard_id not in manifests)  # find_state may read a manifest twice
         manifests[manifest.shard_id] = manifest
 
     state = states.find_state(folder, plan, needs_slurm=False, see=keep)
@@ -447,7 +448,7 @@ def report(args: argparse.Namespace) -> int:
 
 
 def report_data(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """Return everything that the report says, as plain data: docs/report_json.md."""
+    """Return everything that the report contains as plain data, described in docs/report_json.md."""
     plan, folder = state.plan, state.folder
     status = status_data(state)
     counts = [each.counts for each in manifests]
@@ -490,12 +491,12 @@ def report_data(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str,
         "per_shard": _per_shard(state, manifests),
         "work": _work(state),
         "slurm_away": status["slurm_away"] if status["has_jobs"] else "",
-        "again": _again(folder, plan, manifests),
+        "again": _how_to_repeat(folder, plan, manifests),
     }
 
 
 def _sums(counts: Iterable[Any]) -> dict[str, int]:
-    """Add up the numbers of several counts, by their names."""
+    """Add up several counts, field by field."""
     found: Counter[str] = Counter()
     for each in counts:
         found.update({name: value for name, value in vars(each).items() if isinstance(value, int)})
@@ -503,24 +504,24 @@ def _sums(counts: Iterable[Any]) -> dict[str, int]:
 
 
 def _sources(manifests: Sequence[Manifest]) -> list[dict[str, Any]]:
-    """Return what each source gave, most tokens first. Several sources have their sum in front."""
+    """Return the counts of each source, most tokens first. If there are several, their sum comes first."""
     counts, texts = defaultdict[str, list[Any]](list), defaultdict[str, list[TextCounts]](list)
     for manifest in manifests:
         of_shard = manifest.run.texts or {}
         for name, each in manifest.counts.sources.items():
-            for key in ("all", f" {name}"):  # no source's name begins so
+            for key in ("all", f" {name}"):  # no source's name begins with a blank
                 counts[key].append(each)
                 texts[key] += [of_shard[name]] if name in of_shard else []
     sources = []
     for name in counts if len(counts) != 2 else ["all"]:
         sums = _sums(counts[name])
-        text = _text_numbers(texts[name], sums["num_tokens"])
+        text = _text_statistics(texts[name], sums["num_tokens"])
         sources.append({"name": name.strip(), "is_all": name == "all", **sums, **text})
     return sorted(sources, key=lambda each: (not each["is_all"], -each["num_tokens"], each["name"]))
 
 
-def _text_numbers(texts: Sequence[TextCounts], num_tokens: int) -> dict[str, Any]:
-    """Return the size of texts as UTF-8, and how long documents are: up to 12 % too high."""
+def _text_statistics(texts: Sequence[TextCounts], num_tokens: int) -> dict[str, Any]:
+    """Return the size of texts in UTF-8, and percentiles of document lengths, up to 12 % too high."""
     num_bytes = sum(each.num_bytes for each in texts)
     of_length: Counter[int] = Counter()
     for each in texts:
@@ -536,7 +537,7 @@ def _text_numbers(texts: Sequence[TextCounts], num_tokens: int) -> dict[str, Any
 
 
 def _per_shard(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str, dict[str, float]]:
-    """Return the least, the median and the most of sizes, times and memory."""
+    """Return minimum, median and maximum of sizes, times and memory over shards."""
     made = state.made.done.values()
     values: dict[str, list[float]] = {
         "tar_bytes": [each.tar.num_bytes for each in manifests],
@@ -544,11 +545,11 @@ def _per_shard(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str, 
         "wall_s": [each.run.wall_s for each in made],
         "max_rss_bytes": [each.run.max_rss_bytes for each in made],
     }
-    numbers = {}
-    for name, of in values.items():
-        if of:
-            numbers[name] = {"least": min(of), "median": statistics.median(of), "most": max(of)}
-    return numbers
+    return {
+        name: {"least": min(of), "median": statistics.median(of), "most": max(of)}
+        for name, of in values.items()
+        if of
+    }
 
 
 def _work(state: DatasetState) -> dict[str, Any]:
@@ -565,10 +566,10 @@ def _work(state: DatasetState) -> dict[str, Any]:
     }
 
 
-def _again(folder: Path, plan: Plan, manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """Return the commands that make the same data set, and the versions that made this one.
+def _how_to_repeat(folder: Path, plan: Plan, manifests: Sequence[Manifest]) -> dict[str, Any]:
+    """Return the commands that make the same data set again, and the versions that made this one.
 
-    Tokenizer and chat template are those that the data set keeps.
+    The commands use the tokenizer and the chat template that are stored in the data set.
     """
     command = ["shardprep", "plan", "--input_dir", os.path.abspath(plan.input_dir), "--output_dir", "NEW"]  # noqa: PTH100
     command += ["--model_id", str(folder / TOKENIZER_DIR)]
@@ -599,7 +600,7 @@ def _again(folder: Path, plan: Plan, manifests: Sequence[Manifest]) -> dict[str,
 
 
 def _without_secrets(value: Any) -> Any:
-    """Return the same without user names, passwords and keys in URLs, wherever they stand."""
+    """Replace user names, passwords and keys in all URLs by ``***``."""
     if isinstance(value, dict):
         return {_without_secrets(key): _without_secrets(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -610,8 +611,8 @@ def _without_secrets(value: Any) -> Any:
 
 
 def page_lines(data: Mapping[str, Any]) -> list[str]:
-    """Return the lines of report.html.j2, filled in."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # JSON needs none
+    """Render report.html.j2 into lines."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # not needed for --json
 
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -637,6 +638,6 @@ def page_lines(data: Mapping[str, Any]) -> list[str]:
 
 
 def _short_ids(ids: str) -> str:
-    """Return a list of ids such as ``0-2, 5``, cut where it is long."""
+    """Format ids such as ``0-2,5`` for the page: ``0-2, 5``, with long lists cut."""
     shown = ids if len(ids) <= 150 else ids[: ids.rindex(",", 0, 150)] + ",..."
     return shown.replace(",", ", ")

@@ -1,23 +1,23 @@
 #!/bin/bash
-# DDP training on any number of nodes; before the time limit it saves, and goes on in a new run: docs/cluster.md.
+# Run DDP training on any number of nodes. Before the time limit it saves, and is requeued: docs/cluster.md.
 #
 #   sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=8 --time=12:00:00 \
 #       slurm/train_ddp.sh examples/train_llama.py DATA CHECKPOINTS [its flags]
 #
-# The program puts whole checkpoints into CHECKPOINTS, by rename. It is asked to stop by the file SHARDPREP_STOP_FILE.
-# It saves and exits 75, and the job is requeued, at most SHARDPREP_MAX_REQUEUES (20) times, never without a newer
+# The program must put whole checkpoints into CHECKPOINTS, by rename. When the file SHARDPREP_STOP_FILE appears, it must
+# save and exit with 75. The job is then requeued, at most SHARDPREP_MAX_REQUEUES (20) times, but never without a newer
 # checkpoint, and never after `scancel`.
 #
-#   SHARDPREP_LAUNCHER      srun (default): one task a process, from --ntasks-per-node.
-#                           torchrun: one task a node, SHARDPREP_PROCS processes in it (default: its GPUs, or 1)
+#   SHARDPREP_LAUNCHER      srun (default): one task per process, from --ntasks-per-node.
+#                           torchrun: one task per node with SHARDPREP_PROCS processes (default: its GPUs, or 1)
 #   SHARDPREP_SETUP         a file to source first: modules, conda, a virtual environment
-#   SHARDPREP_PYTHON        the interpreter (python)
-#   SHARDPREP_SRUN_ARGS     more arguments of srun: --container-image=... (pyxis)
-#   SHARDPREP_EXEC          put before the interpreter: apptainer exec --nv image.sif
-#   MASTER_ADDR, MASTER_PORT   where the ranks meet (the first node, a port made of the job's id)
+#   SHARDPREP_PYTHON        the interpreter (default: python)
+#   SHARDPREP_SRUN_ARGS     more options of srun: --container-image=... (pyxis)
+#   SHARDPREP_EXEC          a command to put before the interpreter: apptainer exec --nv image.sif
+#   MASTER_ADDR, MASTER_PORT   where the ranks meet (default: the first node, a port derived from the job id)
 #
-# Ends with the exit code of the first rank that failed, under torchrun of its last start: 0 trained. A rank
-# that a signal killed counts as 75, because Slurm mangles codes from 128 on; the log names the signal.
+# The exit code is 0 if training finished, or else that of the first rank that failed, under torchrun in its last start.
+# A rank killed by a signal counts as 75, because Slurm mangles codes from 128 on; the log names the signal.
 #
 #SBATCH --job-name=train
 #SBATCH --requeue
@@ -32,10 +32,10 @@ if (($# < 3)) || [[ -z ${SLURM_JOB_ID:-} || $3 = -* ]]; then
   exit 2
 fi
 checkpoints=$3
-[[ -r $1 ]] || { say "there is no program $1 (seen from $PWD)"; exit 2; }
+[[ -r $1 ]] || { say "no program $1 (from $PWD)"; exit 2; }
 mkdir -p "$checkpoints"
 
-source_setup() { # few such files bear -eu, and none should see this script's arguments
+source_setup() { # a function, so that the file does not see this script's arguments; few work under -eu
   set +euo pipefail
   # shellcheck source=/dev/null
   source "$(realpath -- "$SHARDPREP_SETUP")" || say "$SHARDPREP_SETUP ended with status $?"
@@ -46,13 +46,13 @@ read -ra srun_args <<<"${SHARDPREP_SRUN_ARGS:-}"
 read -ra container <<<"${SHARDPREP_EXEC:-}"
 python=${SHARDPREP_PYTHON:-python}
 
-# A file, not a signal: it reaches the ranks through srun, torchrun and containers alike. One of each run: where
-# a node was lost, processes of the run before may live on.
+# A file, because a signal does not reach the ranks through srun, torchrun and containers alike. Each run has its own:
+# after the loss of a node, processes of the run before may still be alive.
 run=${SLURM_RESTART_COUNT:-0} place=$(realpath -- "$checkpoints")
 stop_file() { echo "$place/.stop-$SLURM_JOB_ID-$1"; }
 SHARDPREP_STOP_FILE=$(stop_file "$run")
-# The first rank that fails leaves its code here: srun itself gives the highest, that of a rank that it killed,
-# and torchrun always 1.
+# The first rank that fails writes its exit code here. srun returns the highest code, which may be that of a rank that
+# it killed, and torchrun always returns 1.
 SHARDPREP_CODE_FILE=$place/.code-$SLURM_JOB_ID-$run
 clean_up() {
   for ((n = 0; n <= run; n++)); do rm -f "$(stop_file "$n")" "$place/.code-$SLURM_JOB_ID-$n"-*; done
@@ -63,13 +63,13 @@ num_signals=0
 # shellcheck disable=SC2317  # the trap calls it
 ask_to_stop() {
   num_signals=$((num_signals + 1))
-  say "asked to stop: saving first"
+  say "asked to stop; waiting for the program to save"
   touch "$SHARDPREP_STOP_FILE"
 }
 trap ask_to_stop USR1 TERM
 trap clean_up EXIT
 if ((run > ${SHARDPREP_MAX_REQUEUES:-20})); then
-  say "started again $run times already (SHARDPREP_MAX_REQUEUES): not again"
+  say "started again $run times, more than SHARDPREP_MAX_REQUEUES: not again"
   exit 75
 fi
 
@@ -82,8 +82,8 @@ newest() {
 }
 before=$(newest)
 
-# A signal is the program's business, not this shell's. A rank that stopped because it was asked to has not
-# failed: torchrun would start it again.
+# The rank's shell ignores signals, which are for the program. A rank that stopped on request exits with 0 under
+# torchrun, which would start it again otherwise.
 # shellcheck disable=SC2016  # the rank's own shell expands it
 keep_code='trap : TERM USR1; rc=0; "$@" || rc=$?
   ((rc == 0)) || (set -C; echo "$rc ${RANK:-0} ${SLURMD_NODENAME:-}" \
@@ -91,12 +91,12 @@ keep_code='trap : TERM USR1; rc=0; "$@" || rc=$?
   [[ -z ${TORCHELASTIC_RUN_ID:-} || $rc != 75 || ! -e $SHARDPREP_STOP_FILE ]] || rc=0
   exit "$rc"'
 common=(--export=ALL --kill-on-bad-exit=1)
-# srun does not take this one from the job by itself. What the job did not set stays unset: --cpus-per-task=1
-# would take most CPUs of an exclusive node away from the ranks.
+# srun does not inherit --cpus-per-task. Leave it unset if the job has none: --cpus-per-task=1 would take most CPUs of
+# an exclusive node away from the ranks.
 cpus=${SLURM_CPUS_PER_TASK:-}
 case ${SHARDPREP_LAUNCHER:-srun} in
   srun)
-    # counted anew: with another number of nodes SLURM_NTASKS is still the old one
+    # If the number of nodes was changed, SLURM_NTASKS still has the old value.
     ntasks=${SLURM_NTASKS:-1}
     [[ -z ${SLURM_NTASKS_PER_NODE:-} ]] || ntasks=$((SLURM_JOB_NUM_NODES * SLURM_NTASKS_PER_NODE))
     common+=(--ntasks="$ntasks" ${cpus:+--cpus-per-task="$cpus"})
@@ -106,7 +106,7 @@ case ${SHARDPREP_LAUNCHER:-srun} in
     command=("$python" -u)
     ;;
   torchrun)
-    # its one task on a node gets the CPUs of all tasks that the job has there
+    # The one task on each node gets the CPUs of all tasks that the job has there.
     common+=(--ntasks-per-node=1 --ntasks="$SLURM_JOB_NUM_NODES"
       ${cpus:+--cpus-per-task="$((cpus * ${SLURM_NTASKS_PER_NODE:-1}))"})
     procs=${SHARDPREP_PROCS:-${SLURM_GPUS_ON_NODE:-1}}
@@ -122,13 +122,13 @@ esac
 srun "${common[@]}" ${srun_args[@]+"${srun_args[@]}"} ${container[@]+"${container[@]}"} \
   bash -c "$launch" bash "${command[@]}" "$@" &
 srun_pid=$!
-# Only a `wait` that no trapped signal ended has the program's exit code.
+# A trapped signal interrupts `wait`. Only a `wait` without such a signal returns the program's exit code.
 until seen=$num_signals rc=0; wait "$srun_pid" || rc=$?; ((num_signals == seen)); do :; done
 
 code_file=$(find "$place" -maxdepth 1 -name "${SHARDPREP_CODE_FILE##*/}-*" | sort -V | tail -n 1)
 if [[ -s $code_file ]]; then
   read -r first_rc first_rank first_node <"$code_file"
-  # 0 all the same: torchrun's next start went well, unless there was none because the ranks stopped
+  # With rc 0, torchrun started the ranks again and they succeeded, unless they stopped on request.
   if ((rc != 0)) || [[ $first_rc = 75 && -e $SHARDPREP_STOP_FILE ]]; then
     rc=$first_rc
     ((rc < 128)) || say "rank $first_rank on $first_node was killed by signal $((rc - 128))"
@@ -141,19 +141,19 @@ if answer=$(squeue --noheader --jobs="$SLURM_JOB_ID" --Format=State:30,RestartCn
   read -r state runs <<<"$answer" || true
 fi
 if [[ ${runs:-$run} != "$run" ]]; then
-  say "Slurm has given up this run and begun another one: this one ends"
+  say "Slurm gave up this run and started another one: this one ends"
 elif [[ $state != RUNNING && $state != unknown ]]; then
-  say "the job is $state: Slurm decides whether it begins again"
-elif [[ ! -e $SHARDPREP_STOP_FILE ]] && ((rc != 75 && rc != 128 + 15)); then # a preemption may tell ranks alone
+  say "the job is $state: Slurm decides whether it starts again"
+elif [[ ! -e $SHARDPREP_STOP_FILE ]] && ((rc != 75 && rc != 128 + 15)); then # a preemption may signal only the ranks
   say "the program ended with exit code $rc without being asked to stop: not requeued"
 elif [[ $(newest) = "$before" ]]; then
   say "stopped with exit code $rc, but no newer checkpoint than '${before#* }' in $checkpoints: not requeued"
 elif ((run >= ${SHARDPREP_MAX_REQUEUES:-20})); then
-  say "requeued $run times already (SHARDPREP_MAX_REQUEUES): not again"
+  say "requeued $run times, the most that SHARDPREP_MAX_REQUEUES allows: not again"
 else
   say "saved $(newest | cut -d ' ' -f 2); requeueing"
   clean_up
-  trap - TERM # by which Slurm ends this script
+  trap - TERM # with TERM Slurm ends this script
   if scontrol requeue "$SLURM_JOB_ID"; then sleep 60; fi
   say "scontrol requeue failed; submit the same line again"
 fi

@@ -1,4 +1,4 @@
-"""Today's training script: webdataset, ids as JSON, transformers' collator. Rows of 2,048, or documents."""
+"""The training script before shardprep: webdataset, JSON ids, transformers' collator; rows or documents."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Energon: a webdataset of raw uint32 rows, a cooker that makes tensors of them, get_loader."""
+"""Energon: a webdataset of raw uint32 rows, a cooker that turns them into tensors, get_loader."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ from megatron.energon import (
 
 @edataclass
 class Row(Sample):
-    """One row of ids."""
+    """A row of ids."""
 
     ids: torch.Tensor
 
@@ -35,7 +35,7 @@ def cook(sample):
 
 
 class RowEncoder(DefaultTaskEncoder):
-    """Crude samples to rows; batches are stacked by Energon."""
+    """Turn crude samples into rows. Energon stacks the batches."""
 
     cookers = (Cooker(cook),)
 

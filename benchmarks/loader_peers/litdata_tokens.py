@@ -1,4 +1,4 @@
-"""litdata: TokensLoader, shuffled, as its README for language models has it."""
+"""litdata: TokensLoader, shuffled, as in its README for language models."""
 
 import sys
 from functools import partial

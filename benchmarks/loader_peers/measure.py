@@ -1,8 +1,8 @@
-"""What all loaders are driven by: ``PEER.py DATA ROWS.npy``, which makes DATA of the rows unless it is there.
+"""Drive a loader: ``PEER.py DATA ROWS.npy``, which first makes DATA of the rows unless it exists.
 
-The first batch is skipped. Then each line of its standard input is a number of seconds: so long it counts
-tokens, then prints one line of JSON: tokens, CPU and wall seconds of the process, and its peak memory. The
-loop only counts, so batches stay hot in cache.
+The first batch is skipped. Then each line of standard input is a number of seconds for which it counts
+tokens. It answers with a line of JSON: tokens, CPU and wall seconds of the process, and its peak memory. The
+loop only counts, so batches stay in the CPU cache.
 """
 
 import json
@@ -18,11 +18,11 @@ BATCH, SEQ_LEN, NUM_SHARDS = 8, 2048, 8
 
 
 def run(prepare: Callable, batches: Callable) -> None:
-    """Do what the command line says. ``prepare(rows, out)``; ``batches(out)`` never ends."""
+    """Run the command line with ``prepare(rows, out)`` and ``batches(out)``, which never ends."""
     data, rows = map(Path, sys.argv[1:])
     if not data.exists():
         data.mkdir()
-        # A process of its own, so that its memory is not in the peak.
+        # In a separate process, so that its memory does not count in the peak.
         child = multiprocessing.get_context("fork").Process(
             target=prepare, args=(np.load(rows, mmap_mode="r"), data)
         )
@@ -39,7 +39,7 @@ def run(prepare: Callable, batches: Callable) -> None:
 
 
 def turn(stream: Iterator, seconds: float) -> dict[str, float]:
-    """Tokens that are no padding, and what they cost."""
+    """Count tokens that are not padding, and their cost."""
     cpu, wall, tokens, padding = time.process_time(), time.perf_counter(), 0, 0
     while time.perf_counter() - wall < seconds:
         real, places = count(next(stream))
@@ -54,13 +54,13 @@ def turn(stream: Iterator, seconds: float) -> dict[str, float]:
 
 
 def peak_bytes() -> int:
-    """Of this program alone; ru_maxrss would begin at what the benchmark itself held."""
+    """Return the peak of this program. ru_maxrss would begin at the memory of the benchmark."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def count(batch) -> tuple[int, int]:
-    """Tokens with and without padding of a batch with labels."""
+    """Return the tokens of a batch with labels, without and with padding."""
     ids, labels = batch["input_ids"], batch["labels"]
     assert ids.shape == labels.shape
     assert str(ids.dtype) == str(labels.dtype) == "torch.int64"
@@ -71,11 +71,11 @@ def count(batch) -> tuple[int, int]:
 
 
 def with_labels(ids) -> dict:
-    """int64[batch, seq] -> ids and labels, as every training loop makes them."""
+    """Return int64[batch, seq] as ids and labels, like every training loop."""
     return {"input_ids": ids, "labels": ids.clone()}
 
 
 def epochs(loader) -> Iterator:
-    """Again and again."""
+    """Yield the batches of endless epochs."""
     while True:
         yield from loader

@@ -1,7 +1,7 @@
 """Megatron-core: GPTDataset over an IndexedDataset, through the builder that its pretraining uses.
 
-BENCH_DOCUMENT_TOKENS is the length of its documents: a row is joined from as many as it takes. Its own
-shuffle; without the attention mask, which its attention kernels make themselves.
+BENCH_DOCUMENT_TOKENS is the length of its documents, which are joined into rows. It uses its own shuffle, and
+no attention mask, which its attention kernels make themselves.
 """
 
 import os
@@ -14,7 +14,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from torch.utils.data import DataLoader
 
-# What the data set asks of a tokenizer; no id of the text is one of these.
+# The tokenizer attributes that the data set needs. No id of the text is one of these.
 TOKENIZER = SimpleNamespace(
     eod=128_254, pad=128_255, vocab_size=128_256, unique_identifiers={"name": "bench"}
 )

@@ -1,4 +1,4 @@
-"""MosaicML streaming: an ndarray column, as llm-foundry has it; local, shuffled."""
+"""MosaicML streaming: an ndarray column, as in llm-foundry; local, shuffled."""
 
 import sys
 import types
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import transformers  # noqa: F401  before the stubs: it asks whether torchvision is installed
 
-# streaming imports torchvision for its vision data sets, and there may be no CPU build of that.
+# streaming imports torchvision for its vision data sets, and this may have no CPU build.
 CLASSES = {
     "torchvision": (),
     "torchvision.datasets": ("VisionDataset",),

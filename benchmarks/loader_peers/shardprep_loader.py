@@ -1,4 +1,4 @@
-"""Ours: get_llama3_dataloader as shipped, but without workers. BENCH_OPTIONS holds further arguments."""
+"""shardprep: get_llama3_dataloader with defaults, but without workers. BENCH_OPTIONS has more arguments."""
 
 import json
 import os

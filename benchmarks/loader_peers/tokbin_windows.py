@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 
 def prepare(rows, out):
-    # It takes no ids: texts of the rows give nearly the same.
+    # It accepts no ids, but the texts of the rows give nearly the same ones.
     tokenizer = tokenizers.Tokenizer.from_file(f"{os.environ['BENCH_TOKENIZER']}/tokenizer.json")
     texts = (tokenizer.decode(row.tolist()) for row in rows)
     config = WriterConfig(eos_token="<|end_of_text|>")

@@ -1,4 +1,4 @@
-"""webdataset with a raw uint32 member per row: the fastest a sample per member can be."""
+"""webdataset with a raw uint32 member per row: the fastest form with a sample per member."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""datatrove's own example: JSON lines -> a uint32 stream, EOS after each document (and then no BOS)."""
+"""datatrove's example: JSON lines -> a uint32 stream, EOS after each document (and then no BOS)."""
 
 import json
 import sys

@@ -14,7 +14,7 @@ from datatrove.utils.text import ngrams, simplify_text
 
 
 class Spaces:
-    """Words are what stands between white space, which is our rule; its own way is spaCy, which is slower."""
+    """Split words at white space, which is our rule. datatrove's default is spaCy, which is slower."""
 
     def word_tokenize(self, text: str) -> list[str]:
         """Return the words of a text."""
@@ -22,14 +22,14 @@ class Spaces:
 
 
 def main(documents: str, evals: str, output: str) -> None:
-    """Write the documents that are removed to ``output``/removed."""
+    """Write the removed documents to ``output``/removed."""
     index = Path(output) / "index"
     index.mkdir(parents=True)
     config = NGramsDecontConfig(n_grams=13)
     removed = JsonlWriter(f"{output}/removed", compression=None)
     n_grams.load_word_tokenizer = lambda _: Spaces()
     step = NGramsDecontFilter(str(index), config, exclusion_writer=removed)
-    # As NGramsDecontIndexer does it, which wants lighteval and a task of its own.
+    # As in NGramsDecontIndexer, which needs lighteval and a separate task.
     hashes = set()
     for line in Path(evals).read_text(encoding="utf-8").splitlines():
         tokens = step.tokenizer.word_tokenize(simplify_text(json.loads(line)["text"], config.norm_config))

@@ -1,4 +1,4 @@
-"""datatrove's filters before its tokenizer. Words are what stands between white space, as in our recipes."""
+"""datatrove's filters before its tokenizer. Words are separated by white space, as in our recipes."""
 
 import json
 import re
@@ -23,7 +23,7 @@ HANGUL = re.compile("[\uac00-\ud7a3]")
 
 
 def is_korean(document) -> bool:
-    """Whether a review has some length, and is Korean by half."""
+    """Return whether a review has a minimum length, and half of it is Korean."""
     text = document.text
     return len(text) >= 20 and len(HANGUL.findall(text)) >= 0.5 * len(text)
 

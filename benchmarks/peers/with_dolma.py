@@ -8,7 +8,7 @@ from dolma.cli.__main__ import main as dolma
 
 
 def main(documents: str, tokenizer: str, output: str) -> None:
-    """Run ``dolma tokens``. Its tokenizers 0.19 knows merges as strings only, hence the other file."""
+    """Run ``dolma tokens``. It has its own tokenizer file, as tokenizers 0.19 needs merges as strings."""
     folder = Path(tokenizer)
     eos_token = json.loads((folder / "tokenizer_config.json").read_text())["eos_token"]
     added = json.loads((folder / "special_ids.json").read_text())

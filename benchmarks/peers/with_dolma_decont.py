@@ -8,7 +8,7 @@ from dolma.cli.__main__ import main as dolma
 
 
 def main(documents: str, evals: str, output: str, num_ngrams: str) -> None:
-    """Mark the paragraphs of JSON lines that share 13 words with an evaluation, below ``output``."""
+    """Mark the paragraphs of JSON lines that share 13 words with an evaluation, in ``output``."""
     root = Path(output)
     with_ids = root / "evals" / "documents" / "evals.jsonl"
     with_ids.parent.mkdir(parents=True)

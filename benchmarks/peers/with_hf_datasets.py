@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 
 def main(documents: str, tokenizer_folder: str, output: str) -> None:
-    """Tokenize ``documents``/documents.jsonl; the library's cache lies in ``output``, so that it is cold."""
+    """Tokenize ``documents``/documents.jsonl with the library's cache in ``output``, so that it is cold."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
 
     def tokenize(batch: dict) -> dict:

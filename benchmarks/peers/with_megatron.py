@@ -1,7 +1,7 @@
 """Megatron-core's IndexedDatasetBuilder, fed as its tools/preprocess_data.py does: lines -> .bin and .idx.
 
-The tool itself is in the repository only; its tokenizer worker encodes a document at a time, BOS by
-the tokenizer, EOS (eod) appended, and so does this loop.
+The tool itself is only in the repository. Its tokenizer worker encodes one document at a time, with BOS from
+the tokenizer and EOS (eod) appended, and so does this loop.
 """
 
 import sys

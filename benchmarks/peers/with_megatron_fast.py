@@ -1,10 +1,10 @@
-"""Megatron-LM's fast path, ``tools/preprocess_data_fast.py`` of August 2026, which no wheel contains.
+"""Megatron-LM's fast path, ``tools/preprocess_data_fast.py`` of August 2026, which is not in any wheel.
 
     python with_megatron_fast.py DOCUMENTS TOKENIZER OUTPUT
 
-Like it: gigatoken reads and encodes the whole .jsonl, its tokens are one array in memory, and a ``.bin`` of
-int32 with an ``.idx`` of lengths is written. Left out, in its favour: the imports of Megatron and torch, and
-the processes that it starts.
+As in the tool, gigatoken reads and encodes the whole .jsonl, the tokens are one array in memory, and a
+``.bin`` of int32 and an ``.idx`` of lengths are written. In its favour, the imports of Megatron and torch and
+the processes that it starts are left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import gigatoken as gt
 import numpy as np
 
 _INDEX_HEADER = b"MMIDIDX\x00\x00"
-_INT32 = 4  # its code of a dtype
+_INT32 = 4  # its code for the dtype
 
 
 def main(documents: Path, tokenizer: Path, output: Path) -> None:

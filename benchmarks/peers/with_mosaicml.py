@@ -1,4 +1,4 @@
-"""MosaicML's MDSWriter as llm-foundry drives it: lines -> rows of 2,048 int32 ids, BOS and EOS inside."""
+"""MosaicML's MDSWriter as in llm-foundry: lines -> rows of 2,048 int32 ids, BOS and EOS inside."""
 
 import sys
 import types
@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
 
-# streaming imports torchvision for its vision data sets, and there may be no CPU build of that. After
-# transformers, which asks whether torchvision is installed and takes a stub for the real one.
+# streaming imports torchvision for its vision data sets, and this may have no CPU build. The stub must come
+# after the import of transformers, which would take it for the real torchvision.
 CLASSES = {
     "torchvision": (),
     "torchvision.datasets": ("VisionDataset",),

@@ -1,4 +1,4 @@
-"""FineWeb's own rules (Penedo et al. 2024, section 3.6): ends of lines, short lines, repeated lines."""
+"""FineWeb's rules (Penedo et al. 2024, section 3.6): ends of lines, short lines, repeated lines."""
 
 from shardprep import LeaveOut
 

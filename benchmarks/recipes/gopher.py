@@ -1,4 +1,4 @@
-"""Gopher's rules for the quality of a text (Rae et al. 2021, table A1), on words between white space."""
+"""Gopher's rules for text quality (Rae et al. 2021, table A1), with words separated by white space."""
 
 import string
 import unicodedata

@@ -1,4 +1,4 @@
-"""Korean reviews of some length, without addresses of the web or a letter ten times in a row."""
+"""Keep Korean reviews with a minimum length, without URLs and without a letter ten times in a row."""
 
 import re
 

@@ -285,7 +285,7 @@ def test_show_and_auto_tell_what_new_files_get_and_whose_choice_it_is(
     lines = [stripe_line(on_lustre.folder, stripe) for stripe in ("auto", "none")]
     for told in (text, lines[0]):
         assert re.search(shown, told), told
-    assert all("left as it is" in line for line in lines), lines
+    assert all("not changed" in line for line in lines), lines
     assert len(on_lustre.setstripe_calls()) == num_calls
 
 
@@ -298,12 +298,12 @@ def test_show_tells_the_layout_of_a_file_how_shards_lie_and_an_ost_with_most(on_
     layouts, first_ost = ({str(path): it for path in shards} for it in ([RAID], 5))
     on_lustre.give(layouts={**layouts, str(file): PFL}, first_ost=dict(zip(layouts, range(8), strict=True)))
     assert "-E 256M -c 1" in show(file).out
-    lie = ("8 of 8 shards looked at have -c 1 -S 4M\n", "they lie on 8 OSTs; OST 0 has most: 1")
+    lie = ("8 of 8 shards looked at have -c 1 -S 4M\n", "they are on 8 OSTs; OST 0 has most: 1")
     assert "warning" not in show(on_lustre.folder).ends(0, *lie).text
     on_lustre.give(first_ost=first_ost)
     show(on_lustre.folder).ends(0, "warning: OST 5")
     on_lustre.give(no_layout=[str(shards[3])])
-    show(on_lustre.folder).ends(0, "cannot be told")
+    show(on_lustre.folder).ends(0, "are unknown")
 
 
 def test_show_warns_of_full_or_closed_targets_and_notes_a_df_that_hangs(on_lustre: FakeLustre) -> None:

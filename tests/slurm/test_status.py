@@ -104,7 +104,7 @@ def submitted(**request: Any) -> Step:
     return did("submitted", array(request={**request, "exclude": "n1"}, **granted))
 
 
-HOST, AGAIN = socket.gethostname(), "the same again, when Slurm answers: shardprep status DATA"
+HOST, AGAIN = socket.gethostname(), "when Slurm answers again: shardprep status DATA"
 MOST_MADE = did("make_done", 0, 1, 2, 3)
 TOO_LARGE = did("record", "1_0", ended(75, stopped_by="OUT_OF_MEMORY"))
 OF_OTHER_CLUSTER = (did("submitted", cluster="other"), did("record", "1_2"))
@@ -183,7 +183,7 @@ CASES = {
         next="shardprep status DATA --watch"),
     "what is not visible is sent by its number alone": Case(
         status={"not_visible": "0-4"}, given=OF_OTHER_CLUSTER, sends=ALL,
-        next="look where they can be seen; if they do not run: shardprep submit DATA --shards 0-4"),
+        next="look where these jobs are visible; if they do not run: shardprep submit DATA --shards 0-4"),
     **{
         f"Slurm {version}": Case(
             # Job 3 is another's, and of bad input nothing is sent again.
@@ -216,7 +216,7 @@ CASES = {
     "a folder to quote": Case(given=[in_a_folder_with_a_blank], next="shardprep submit DATA", sends=ALL),
     "nobody may write": Case(
         given=[lambda desk: desk.patch.setattr(os, "access", lambda *_, **__: False)],  # root may everywhere
-        next="its owner goes on, as you may not write into DATA", ends=73),
+        next="ask its owner to go on, because you cannot write into DATA", ends=73),
     "the same cause three times": Case(
         given=[MOST_MADE, *failures(4, *[ended(74)] * 3)], sends="4",
         next="correct the cause, then: shardprep retry DATA --shards 4"),

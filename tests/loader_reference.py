@@ -22,7 +22,6 @@ from loader import get_llama3_dataloader  # or: from shardprep import get_llama3
 ```
 
 You may pass `input_shards`, `batch_size` and `model_id` by position; pass all others by name.
-`seq_len` is the width of packed rows, `max_length` a limit for documents that are not packed.
 
 ## Arguments of get_llama3_dataloader
 """

@@ -101,7 +101,7 @@ def section_of(title: str, text: str, explained: dict[str, str]) -> str:
         missing = [name for name in own if name not in flags]
         listed = ", ".join(flags)
         if len(missing) < len(flags):
-            listed = f"all flags but {', '.join(missing)}" if missing else "all flags"
+            listed = f"all flags except {', '.join(missing)}" if missing else "all flags"
         section += f"\nThe same as for `{other}`: {listed}.\n"
     return section
 

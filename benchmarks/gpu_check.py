@@ -3,11 +3,11 @@
     python benchmarks/gpu_check.py                       # a GPU; 600 M parameters
     python benchmarks/gpu_check.py --tiny                # takes seconds, also on a CPU; tests run it
 
-It takes 4 minutes at most, and prints six tables: the share of time that a step waits for data, with 0, 2 and
-4 workers; copies of a batch to the device, from pinned and other memory; attention within documents, with SDPA
-and, if installed, flash attention: whether tokens leak between documents, and its speed; memory; the loader
-alone; and the precisions that set_up_training sets, with SDPA beside eager attention. Without --data it first
-makes shards of examples/sample_text.py with a tokenizer trained on it.
+It takes 4 minutes at most, and prints six tables: the share of time that a step waits for data, with 0, 2
+and 4 workers; copies of a batch to the device, from pinned and other memory; attention within documents, with
+SDPA and, if installed, flash attention: whether tokens leak between documents, and its speed; memory; the
+loader alone; and the precisions that set_up_training sets, with SDPA beside eager attention. Without --data it
+first makes shards of examples/sample_text.py with a tokenizer trained on it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""``python -m tests.loader_reference`` writes docs/loader.md of what the loader's code declares.
-
-The signature and docstring of ``get_llama3_dataloader`` are the declaration; of the other names it is theirs.
-"""
+"""``python -m tests.loader_reference`` generates docs/loader.md from the loader's docstrings."""
 
 from __future__ import annotations
 
@@ -17,22 +14,21 @@ PAGE = ROOT / "docs" / "loader.md"
 HEAD = """\
 # Loader reference
 
-Each argument of `get_llama3_dataloader` and each member of the loader that it returns;
-[training.md](training.md) says how to use them. `python -m tests.loader_reference` writes this page.
+The arguments of `get_llama3_dataloader` and the members of the loader that it returns;
+[training.md](training.md) shows how to use them. `python -m tests.loader_reference` generates this page.
 
 ```python
 from loader import get_llama3_dataloader  # or: from shardprep import get_llama3_dataloader
 ```
 
-Pass `input_shards`, `batch_size` and `model_id` by position, all others by name. `seq_len` is the width of
-packed rows, `max_length` a limit for documents that are not packed.
+You may pass `input_shards`, `batch_size` and `model_id` by position; pass all others by name.
 
 ## Arguments of get_llama3_dataloader
 """
 
 
 def page() -> str:
-    """What docs/loader.md must say."""
+    """Return the text of docs/loader.md."""
     lines = [HEAD]
     parameters = inspect.signature(loader.get_llama3_dataloader).parameters
     for group, arguments in arguments_by_group().items():
@@ -63,7 +59,7 @@ def page() -> str:
 
 
 def arguments_by_group() -> dict[str, dict[str, str]]:
-    """The arguments that the docstring explains: group -> name -> text."""
+    """Return the arguments that the docstring explains: group -> name -> text."""
     groups: dict[str, dict[str, str]] = {}
     docstring = inspect.getdoc(loader.get_llama3_dataloader) or ""
     text = docstring.partition("\nArgs:\n")[2].partition("\nReturns:\n")[0]
@@ -76,7 +72,7 @@ def arguments_by_group() -> dict[str, dict[str, str]]:
 
 
 def _first_paragraph(item: Any) -> str:
-    """What a member or a name is; of what it does the verb stays."""
+    """Return the first paragraph of a docstring, without a leading "Return"."""
     text = (inspect.getdoc(item) or "").partition("\n\n")[0].removeprefix("Return ")
     return " ".join(text.replace("``", "`").split())
 

@@ -6,7 +6,7 @@
 It takes 4 minutes at most, and prints six tables: the share of time that a step waits for data, with 0, 2
 and 4 workers; copies of a batch to the device, from pinned and other memory; attention within documents, with
 SDPA and, if installed, flash attention: whether tokens leak between documents, and its speed; memory; the
-loader alone; and the precisions that set_up_training sets, with SDPA beside eager attention. Without --data it
+loader alone; and the precisions that set_up_training sets, with SDPA and eager attention. Without --data it
 first makes shards of examples/sample_text.py with a tokenizer trained on it.
 """
 

@@ -77,7 +77,7 @@ def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> 
     if missing := int((~found).sum()):
         lines = documents.lines_of(ids_file, names, ~found, id_field=plan.options.id_field)
         print_lines(*(f"not found: {line}" for line in itertools.islice(lines, _MAX_PRINTED)))
-        say(f"{missing} of {counted(len(found), 'name')} in {ids_file} were not found")
+        say(f"not found: {missing} of {counted(len(found), 'name')} in {ids_file}")
     if not touched:
         expected = f"names of documents in {folder}; nothing was made"
         raise NotFound(path=ids_file, found="no document has one of these names", expected=expected)

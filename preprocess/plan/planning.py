@@ -283,7 +283,8 @@ def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> N
     except errors.NotFound as error:
         if names_alone:
             raise
-        differing = [str(error)]
+        where = "" if error.path == str(input_dir) else f"{error.path}: "
+        differing = [f"{where}{error.found or error}"]
     if differing:
         more = f" and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
         expected = f"the {counted(len(planned), 'planned input file')}: bring them back, or put new ones "

@@ -370,7 +370,7 @@ def stop_signals_wait(
         if spawns:
             from multiprocessing import resource_tracker
 
-            resource_tracker.ensure_running()  # which unblocks SIGINT and SIGTERM
+            resource_tracker.ensure_running()  # if it starts the tracker, it unblocks SIGINT and SIGTERM
             signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         yield
     finally:

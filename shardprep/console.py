@@ -5,8 +5,7 @@ prints. Both escape control characters, so text from a file cannot move the curs
 After ``guard_streams`` the streams also escape what libraries and tracebacks write, and survive a reader that
 goes away: the output is dropped and the work continues.
 
-These lines are the results of a command, wanted at every level and without a prefix, so they bypass
-``logging``.
+These lines are results, wanted at every level and without a prefix, so they do not use ``logging``.
 """
 
 from __future__ import annotations
@@ -128,7 +127,9 @@ def short_time(seconds: float) -> str:
 
 def counted(number: int, noun: str) -> str:
     """Return ``1 shard``, ``2,500 shards``, ``3 batches``."""
-    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
+    if number != 1:
+        noun += "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{number:,} {noun}"
 
 
 def shards_text(ids: str) -> str:
@@ -159,7 +160,8 @@ def _scaled(value: float) -> tuple[str, str]:
     for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * size:
             scaled = value / size
-            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f}", prefix
+            num_decimals = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
+            return f"{scaled:.{num_decimals}f}", prefix
     return f"{value:.0f}" if value == int(value) else f"{value:.3g}", ""
 
 

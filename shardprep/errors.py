@@ -31,8 +31,7 @@ class ShardprepError(Exception):
         remedy: the command, flag or argument to type. Unless the message contains it, it is appended:
             ``str(error)`` is ``"...; run: shardprep verify DATA"``.
 
-    A program that catches the error can read the fields; those that do not apply are None. Pickling keeps
-    them.
+    Programs can read the fields. Those that do not apply are None. Pickling keeps them.
     """
 
     exit_code = 74

@@ -44,8 +44,7 @@ Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # a sha256
 MAX_LINE_BYTES = 128 << 20  # of a side file, which repeats a part of a record of at most 64 MiB
 
 RETRY_DELAYS_S = (0.5, 1, 2, 4, 8, 16)  # an evicted Lustre client is back within seconds
-# Errors of a network file system while its server cannot be reached, and of a process or a system that has no
-# file descriptors left.
+# Errors of a network file system that cannot reach its server, and of too many open files.
 RETRIED = frozenset({
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EMFILE, errno.ENFILE
 })  # fmt: skip
@@ -127,7 +126,7 @@ def _check_is_regular(path: Path | str, mode: int) -> None:
 
 
 def refuse_fifos(folder: Path) -> None:
-    """Check that a folder holds no FIFO, device or socket, which a library would wait for."""
+    """Check that a folder contains no FIFO, device or socket, which a library would wait for."""
     # Entries that cannot be examined fail later, when they are opened.
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -221,6 +220,7 @@ class HashedFile(ReadFile):
             block = super().read(num_hashed, min(WRITE_BYTES, self.num_bytes - num_hashed))
             self._digest.update(block)
             self._held = self._held + block if self._held else block
+        # Keep the bytes from ``offset`` on, because the next read may begin there.
         del self._held[: offset - self._first]
         self._first = offset
         return self._held[:num_bytes]

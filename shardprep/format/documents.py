@@ -136,10 +136,7 @@ def name_of_place(path: str, offset: int) -> str:
 
 
 def read_names(path: Path, *, id_field: str) -> DocumentNames:
-    """Read a user's list; a million lines take 1 s and 50 MB. ``id_field``: of the plan, or "".
-
-    Raises BadInput for a wrong line or too many lines, and UsageError for an id without ``id_field``.
-    """
+    """Read a user's list; a million lines take 1 s and 50 MB. Raises BadInput, NotFound or UsageError."""
     keys, kinds = bytearray(), set[NameKind]()
     for _, key, kind in _names_in(path, id_field):
         keys += key
@@ -219,7 +216,7 @@ def kept_ids(folder: Path, shard_id: int) -> Iterator[tuple[int, int, str]]:
             yield _KEPT_ID.decode(line)
     except files.NOT_THERE:
         raise names.missing_file(path, shard_id, folder) from None
-    except ValueError:  # msgspec's errors are ValueErrors
+    except (msgspec.MsgspecError, ValueError):
         remedy = names.remake_command(shard_id, folder)
         raise BrokenShard(path=path, found=f"the line {line[:60]!r}", remedy=remedy) from None
 

@@ -74,8 +74,8 @@ class JobRequest:
     partition: str | None = _of_nodes(None, "partition (default: the site's)")
     cpus_per_task: int | str = _of_task(
         1,
-        "CPUs of a task (default: 1; more tasks are faster than more CPUs); node: all of a node that no "
-        "other job is on",
+        "CPUs of a task (default: 1; more tasks are faster than more CPUs); node: a whole node, without "
+        "other jobs",
     )
     mem_gb: float | None = _of_task(None, "memory of a task (default: the site's)")
     mem_per_cpu_gb: float | None = _of_task(None, "memory per CPU of a task, for sites that require it")
@@ -87,13 +87,13 @@ class JobRequest:
     exclude: str | None = option(None)
     setup: str | None = _of_run(
         None,
-        "a file that tasks source first: modules, conda, a virtual environment; with more than some hundred "
-        "tasks, examples/environment_on_node.sh",
+        "a file that tasks source first: modules, conda, a virtual environment; for hundreds of tasks use "
+        "examples/environment_on_node.sh",
     )
-    container: str | None = _of_run(None, "put before Python, such as 'apptainer exec image.sif'")
+    container: str | None = _of_run(None, "command to run Python in, such as 'apptainer exec image.sif'")
     srun_args: str | None = _of_run(None, "more options of srun, such as --container-image=... (pyxis)")
     notify: str | None = _of_run(
-        None, "a command that the verify job runs at its end; SHARDPREP_RESULT says how it ended"
+        None, "a command that the verify job runs at its end; SHARDPREP_RESULT has the result"
     )
     sbatch_args: str = _of_run("", "more options of sbatch, quoted as one word")
     worker_args: str = _of_run("", "more flags of the worker, such as '--max_bad_fraction 0.05'")
@@ -218,8 +218,8 @@ def read_submissions(folder: Path) -> list[Submission]:
         except files.NOT_THERE as error:  # a dangling link, or removed since the listing
             raise errors.ReadWriteError(path=path, found=error.strerror, expected="a submission") from None
         except (errors.BrokenShard, errors.UnknownVersion, errors.UsageError) as error:
-            found_error = f"not a valid submission: {error}"
-            raise errors.BrokenShard(path=path, found=found_error, expected="one; move it away") from None
+            problem = f"not a valid submission: {error}"
+            raise errors.BrokenShard(path=path, found=problem, expected="one; move it away") from None
         is_own = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
         found.append(dataclasses.replace(submission, is_own=is_own))
     return found
@@ -454,17 +454,16 @@ class RunRecord:
     def __init__(self, folder: Path, plan_id: str, shard_ids: Iterable[int], *, num_cpus: int) -> None:
         self._path: Path | None = None
         self.exit_code = 0
-        environ = os.environ
-        if environ.get(RECORD_VARIABLE):
+        if os.environ.get(RECORD_VARIABLE):
             return
         now, host = time.time(), os.uname().nodename
         facts: dict[str, object] = {"plan_id": plan_id, "identity": folder_identity(folder)}
         facts |= {"shards": names.id_ranges(shard_ids), "time": round(now, 3)}
         facts |= {"SLURMD_NODENAME": host, "SLURM_CPUS_PER_TASK": num_cpus}
-        job_id = environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID", "")
+        job_id = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID", "")
         if job_id.isdigit():
-            facts |= {name: value for name, value in environ.items() if re.match("SLURMD?_", name)}
-            index, restarts = environ.get("SLURM_ARRAY_TASK_ID"), environ.get("SLURM_RESTART_COUNT")
+            facts |= {name: value for name, value in os.environ.items() if re.match("SLURMD?_", name)}
+            index, restarts = os.environ.get("SLURM_ARRAY_TASK_ID"), os.environ.get("SLURM_RESTART_COUNT")
             name = f"{job_id}_{index or 0}.r{restarts or 0}"
         else:
             facts |= {"pid": os.getpid(), "pid_began": _start_ticks(os.getpid())}
@@ -475,7 +474,7 @@ class RunRecord:
                 files.make_subfolder(folder, ATTEMPTS_FOLDER)
                 files.append_bytes(path, _section("begin", **facts))
                 self._path = path
-                environ[RECORD_VARIABLE] = str(path)
+                os.environ[RECORD_VARIABLE] = str(path)
                 return
 
     def __enter__(self) -> RunRecord:

@@ -216,8 +216,8 @@ def check_sizes(folder: Path, manifest: Manifest, which: Iterable[str] = tuple(n
             raise names.missing_file(path, manifest.shard_id, folder)
         if found != stamp.num_bytes:
             remedy = names.rerun_command(manifest.shard_id, folder)
-            expected = stamp.num_bytes
-            raise errors.BrokenShard(path=path, found=f"{found} bytes", expected=expected, remedy=remedy)
+            size = f"{found} bytes"
+            raise errors.BrokenShard(path=path, found=size, expected=stamp.num_bytes, remedy=remedy)
 
 
 def check_hashes(folder: Path, manifest: Manifest, tar_sha256: str) -> None:
@@ -359,7 +359,9 @@ def is_verified(folder: Path, spec: DatasetSpec, made: MadeShards) -> bool:
         data = msgspec.json.decode(raw)
         rows = [(row[2], row[3]) for row in data["shards"]]
         plan_id = data["spec"]["plan_id"]
-    except (*files.NOT_THERE, errors.BrokenShard, ValueError, RecursionError, LookupError, TypeError):
+    except (*files.NOT_THERE, errors.BrokenShard):
+        return False
+    except (msgspec.MsgspecError, ValueError, RecursionError, LookupError, TypeError):  # not an index
         return False
     counts = [(each.counts.num_tokens, each.tar.num_bytes) for each in made.done.values()]
     return bool(plan_id == spec.plan_id) and rows == counts
@@ -388,10 +390,7 @@ def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
 def standing_findings(
     folder: Path, plan_id: str, check: Check, not_read: Collection[int] = ()
 ) -> dict[int, Finding]:
-    """Return the findings that a verify of this thoroughness cannot clear.
-
-    These are the findings of a more thorough verify, and those of shards ``not_read``.
-    """
+    """Return the findings that this verify cannot clear: of a more thorough one, or of shards not read."""
     try:
         found = read_findings(folder, plan_id)
     except errors.BrokenShard:
@@ -416,12 +415,8 @@ def publish_findings(
         if digest := _manifest_sha256(folder, shard_id):
             # The file cannot contain lone surrogates and NULs.
             message = str(wrong[shard_id])[:_MOST_MESSAGE_CHARS].encode(errors="replace").decode()
-            findings[shard_id] = Finding(
-                shard=shard_id,
-                message=message.replace("\0", "?"),
-                manifest_sha256=digest,
-                check=check,
-            )
+            message = message.replace("\0", "?")
+            findings[shard_id] = Finding(shard=shard_id, message=message, manifest_sha256=digest, check=check)
     if findings:
         content = {"plan_id": plan_id, "findings": [asdict(findings[number]) for number in sorted(findings)]}
         raw = msgspec.json.encode(names.with_content_hash(_FINDINGS_FORMAT, content)) + b"\n"

@@ -2,10 +2,9 @@
 
 Shard ids are written as ``sbatch --array`` and ``--shards`` take them: ``0-2,5,7-9``.
 
-Each JSON file has a ``format``, a ``version`` and a ``content_sha256``, the hash of its other values, so bits
-that flipped on a disk are noticed, and so are edits by hand. The fields of a dataclass define the type and
-the bounds of each value; msgspec checks them. An error names the file, the place in it, what was found and
-what was expected.
+Each JSON file has a ``format``, a ``version`` and a ``content_sha256``, the hash of its other values, which
+detects flipped bits and edits by hand. The fields of a dataclass define the type and the bounds of each
+value; msgspec checks them. An error names the file, the place in it, what was found and what was expected.
 """
 
 from __future__ import annotations
@@ -91,8 +90,7 @@ def is_chosen(reason: str) -> bool:
 
 def source_of_path(path: str) -> str:
     """Return the source of an input: the first folder of its path in the input folder, or "."."""
-    folder, slash, _ = path.partition("/")
-    return folder if slash else "."
+    return path.partition("/")[0] if "/" in path else "."
 
 
 def document_key(shard_id: int, line: int) -> str:
@@ -161,17 +159,14 @@ def chosen_shards(num_shards: int, text: str | None) -> set[int] | None:
         raise UsageError.of_value("--shards", text[:60], expected) from None
 
 
-# docs/architecture.md ("An input format") says what else a new line of INPUT_FORMATS needs.
-
-
 class InputFormat(NamedTuple):
-    """A format of input files. docs/inputs.md describes its documents and where a shard may begin."""
+    """A format of input files, see docs/inputs.md. docs/architecture.md, "An input format", adds one."""
 
     suffixes: tuple[str, ...]  # lower case, the usual one first
     reader: str  # module and class in preprocess/read, "lines:JsonLines"
     unit: Literal["byte", "row"] = "byte"  # of an offset: a byte of the (decompressed) file, or a row
     can_be_compressed: bool = False
-    has_fields: bool = True  # records with named fields, or plain text
+    has_fields: bool = True  # whether records have named fields; False for plain text
     library: str = ""  # needed by the reader, from the extra [columns]
 
 
@@ -183,8 +178,7 @@ INPUT_FORMATS = (
     InputFormat((".arrow", ".ipc", ".feather"), "tables:Arrow", unit="row", library="pyarrow"),
 )
 PLAIN_TEXT = INPUT_FORMATS[0]  # also for files of `--also` with an unknown suffix
-# Suffix of a compression -> the usual suffix.
-COMPRESSION_SUFFIXES = {
+COMPRESSION_SUFFIXES = {  # suffix -> the usual suffix of the same compression
     ".gz": ".gz", ".gzip": ".gz", ".zst": ".zst", ".zstd": ".zst", ".xz": ".xz", ".bz2": ".bz2"
 }  # fmt: skip
 _BY_SUFFIX = {suffix: each for each in INPUT_FORMATS for suffix in each.suffixes}
@@ -263,7 +257,7 @@ def blank_id(vocab_size: int) -> int:
 
 
 def fingerprint_of(data: dict[str, Any]) -> str:
-    """Return the sha256, in hex, of the parts of a parsed ``tokenizer.json`` that decide ids."""
+    """Return the sha256, in hex, of what decides ids in a parsed ``tokenizer.json``, in any key order."""
     kept = {name: data.get(name) for name in _KEYS_OF_IDS}
     model = kept["model"] or {}
     merges, vocab = model.get("merges"), model.get("vocab")
@@ -276,7 +270,6 @@ def fingerprint_of(data: dict[str, Any]) -> str:
 
 
 T = TypeVar("T")
-
 FORMAT_VERSION = 3  # of all files in this package
 CONTENT_HASH = "content_sha256"
 RUN = "run"  # the part that may vary between equal files; it has a hash of its own
@@ -310,7 +303,7 @@ def with_content_hash(
 
 
 def read_file(path: Path, file_format: str, kind: type[T], *, max_bytes: int) -> T:
-    """Read a JSON file of the format as a dataclass. Raises as ``read_regular`` and ``checked_object`` do."""
+    """Read a JSON file as a dataclass. Raises FileNotFoundError for the caller to explain."""
     return as_type(path, checked_object(path, read_regular(path, max_bytes=max_bytes), file_format), kind)
 
 
@@ -353,9 +346,7 @@ def type_errors_named(path: Path, data: Any = ...) -> Iterator[None]:
             yield
     except (UnicodeEncodeError, UnicodeDecodeError) as error:  # a lone surrogate, which JSON can escape
         raise BrokenShard(path=path, found=_shown(error.object), expected="text in UTF-8") from None
-    except msgspec.DecodeError as error:
-        if not isinstance(error, msgspec.ValidationError):
-            raise BrokenShard(path=path, found=str(error), expected="JSON") from None
+    except msgspec.ValidationError as error:
         what, _, place = str(error).removesuffix("`").partition(" - at `$")
         found = data
         for name, number in _STEP.findall(place):
@@ -367,6 +358,8 @@ def type_errors_named(path: Path, data: Any = ...) -> Iterator[None]:
         for name, words in _WORDS.items():
             expected = re.sub(rf"`{name}( \| null)?`", rf"{words}\1", expected)
         raise wrong_value(path, place.removeprefix("."), found, expected) from None
+    except msgspec.DecodeError as error:
+        raise BrokenShard(path=path, found=str(error), expected="JSON") from None
 
 
 def as_type(path: Path, data: Any, kind: type[T]) -> T:

@@ -82,7 +82,7 @@ class PlanOptions:
     encoding: str = _input("utf-8", "encoding of .txt; utf-8-sig drops a leading byte order mark")
     zstd_long: int = _input(
         0,
-        "read .zst files of `zstd --long=N`, N up to 31; a task then holds 2^N bytes",
+        "read .zst files of `zstd --long=N`, N up to 31; a task then needs 2^N bytes",
         is_in_id=False,
         span=(10, 31),
         shown="27",
@@ -99,7 +99,7 @@ class PlanOptions:
     source_field: str = _fields(
         "", "field of a document's source, for counts per source", shown="the first subfolder"
     )
-    transform_files: str = _text("", "files beside --transform that it uses: 'words.txt,helpers.py'")
+    transform_files: str = _text("", "files next to --transform that it uses: 'words.txt,helpers.py'")
     limit: int = _text(
         0,
         "for a trial: take at most this many documents in total, spread evenly over shards",
@@ -108,15 +108,15 @@ class PlanOptions:
     digests: bool = _text(False, "keep a hash of each document in DATA/digests; equal text has an equal hash")
     validation_fraction: float = _text(
         0.0,
-        "hold out this part of the documents for validation, chosen by their hashes; adds --digests",
+        "hold out this fraction of documents for validation, chosen by their hashes; adds --digests",
         span=(names.LEAST_FRACTION, names.MOST_FRACTION),
     )
     append_eos: bool = _tokens(None, "end documents with the EOS token", records=TEXTS, shown="on for packed")
     add_special_tokens: bool = _tokens(
-        True, "put around each document what the tokenizer does, such as BOS", records=TEXTS
+        True, "add the tokenizer's special tokens, such as BOS, to each document", records=TEXTS
     )
     allow_special_tokens: bool = _tokens(
-        False, "let '<|end_of_text|>' and the like in a text become control tokens"
+        False, "encode '<|end_of_text|>' and the like in a text as control tokens"
     )
     record: Record = _samples(
         "documents",
@@ -153,7 +153,7 @@ class PlanOptions:
                 raise errors.UsageError(f"--{name} is {value!r}, expected UTF-8 without a NUL")
             if span and value and not span[0] <= value <= span[1]:
                 raise errors.UsageError.of_value(f"--{name}", value, f"{span[0]} to {span[1]}")
-            is_given = value != item.default and bool(value or item.default)
+            is_given = value != item.default and bool(value or item.default)  # not False, 0 or "" for None
             if is_given and self.record not in records:
                 # Options of texts have no remedy for chat: there the template decides.
                 remedy = None if records == TEXTS else f"--record {records[0]}"
@@ -165,16 +165,20 @@ class PlanOptions:
         if self.blanked:
             names.ids_of_ranges(self.blanked)
         has_rows, is_chat = self.has_rows, self.is_chat
-        settled = {
-            "encoding": _python_encoding(self.encoding),
-            "seq_len": 0 if not has_rows else 8192 if self.seq_len is None else self.seq_len,
-            "token_format": "npy" if has_rows else self.token_format,
-            "digests": self.digests or self.validation_fraction > 0,
-            "keep_text": not has_rows if self.keep_text is None else self.keep_text,
-            "append_eos": has_rows and not is_chat if self.append_eos is None else self.append_eos,
-        }
-        if self.text_field is None or self.text_template:
-            settled["text_field"] = "" if self.text_template else "messages" if is_chat else "text"
+        settled: dict[str, Any] = {"encoding": _python_encoding(self.encoding)}
+        settled["digests"] = self.digests or self.validation_fraction > 0
+        if has_rows:
+            settled["token_format"] = "npy"
+        if self.seq_len is None:
+            settled["seq_len"] = 8192 if has_rows else 0
+        if self.keep_text is None:
+            settled["keep_text"] = not has_rows
+        if self.append_eos is None:
+            settled["append_eos"] = has_rows and not is_chat
+        if self.text_template:
+            settled["text_field"] = ""
+        elif self.text_field is None:
+            settled["text_field"] = "messages" if is_chat else "text"
         for name, value in settled.items():
             object.__setattr__(self, name, value)
         if has_rows and not 1 <= self.seq_len <= names.MAX_SEQ_LEN:
@@ -219,9 +223,7 @@ class PrepConfig(PlanOptions):
     """All options of ``plan``."""
 
     input_dir: Path = _input(Path("/data/raw"), "folder of the raw input files")
-    hash_inputs: bool = _input(
-        False, "hash the whole input when planning, so that workers detect any change of it"
-    )
+    hash_inputs: bool = _input(False, "hash the whole input when planning, so that workers detect any change")
     model_id: str = _tokens("meta-llama/Meta-Llama-3-8B", "folder of a tokenizer, or its name on the hub")
     chat_template_file: Path | None = _tokens(
         None, "with --record chat, Jinja template to use", records=("chat",), shown="the tokenizer's own"
@@ -232,7 +234,7 @@ class PrepConfig(PlanOptions):
         None, "Python file whose function transform(record) returns the text, or None to leave it out"
     )
     exclude: Path | None = _text(
-        None, "list of documents to leave out: ids of --id_field, or sha256:HEX of texts, one per line"
+        None, "list of documents to leave out, one per line: ids of --id_field, or sha256:HEX of texts"
     )
     output_dir: Path = option(Path("/data/processed"), "folder of the data set", group="output")
 
@@ -249,12 +251,13 @@ class PrepConfig(PlanOptions):
 
 def option_differences(planned: PlanOptions, now: PlanOptions, given: set[str] | None = None) -> list[str]:
     """Describe how options differ. With ``given``, only those options, and only if they change bytes."""
-    return [
-        f"--{item.name} was {before}, now {after}"
-        for item in PLAN_FIELDS
-        if (before := getattr(planned, item.name)) != (after := getattr(now, item.name))
-        and (given is None or (item.name in given and item.metadata.get("is_in_id", True)))
-    ]
+    differences = []
+    for item in PLAN_FIELDS:
+        before, after = getattr(planned, item.name), getattr(now, item.name)
+        is_compared = given is None or (item.name in given and item.metadata.get("is_in_id", True))
+        if is_compared and before != after:
+            differences.append(f"--{item.name} was {before}, now {after}")
+    return differences
 
 
 def flags_of(options: PlanOptions) -> list[str]:
@@ -288,7 +291,6 @@ def _python_encoding(name: str) -> str:
 
 
 T = TypeVar("T")
-
 _FORMAT = "shardprep-plan"
 _ROWS_PER_BLOCK = 512
 _HEAD_BYTES = 64 << 10  # of the first read
@@ -628,6 +630,7 @@ def need_plan(output_dir: Path) -> Plan:
         found = f"no {names.PLAN_NAME}" if files.is_folder(output_dir) else "no such folder"
         raw, made = "RAW", errors.quoted(output_dir)
         listed = files.names_in(output_dir)
+        # With raw inputs in it, the folder is probably meant to be planned.
         if any(map(names.known_input_kind, listed)) and not any(name.startswith("shard-") for name in listed):
             raw, made = made, errors.quoted(f"{os.path.abspath(output_dir)}_shards")  # noqa: PTH100 - as in quoted
         remedy = f"shardprep plan --input_dir {raw} --output_dir {made} --model_id MODEL --num_shards N"

@@ -1,12 +1,12 @@
-"""The inputs of a plan: what of the input folder is taken, and how it is cut into shards.
+"""List the inputs of a plan, and cut them into shards.
 
-Each name is taken, or left out for a reason that plan.json keeps. What other tools leave beside their data is
-left out by its name, as pyarrow.dataset, Spark and ``datasets`` leave it out. Files are opened only where two
-names make it likely that they hold the same text.
+Each name in the input folder is taken, or left out for a reason that plan.json records. Files that other
+tools write beside their data are left out by name, as pyarrow.dataset, Spark and ``datasets`` do. Files are
+opened only if two names suggest that they have the same text.
 
-A shard is a stretch of the inputs read as one, in the order of the plan. Files that cannot be cut (compressed
-ones, mostly) come last, grouped so that the shards are even. Of the input only samples and the places between
-shards are read: so planning takes seconds for terabytes.
+The inputs, in the order of the plan, are one sequence of bytes, and a shard is a range of it. Files that
+cannot be cut (mostly compressed ones) come last, in groups that make the shards even. Only samples of the
+input, and the places between shards, are read, so planning takes seconds for terabytes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shardprep.format.names import MAX_SHARDS, input_kind, known_input_kind, kno
 from shardprep.format.plan import SPLITS, Cut, InputFile, PlanOptions, PrepConfig, ranges_between
 
 _UNKNOWN = "unknown suffix"
-# Reasons to leave a name out, as plan.json has them, for which a user can do something, and what.
+# What a user can do about names that are left out, by the reason in plan.json.
 _REMEDIES = {
     _UNKNOWN: "; --also '{pattern}' takes such files, as plain text",
     "file of a repository": "; --also '{pattern}' takes it",
@@ -48,14 +48,14 @@ _REMEDIES = {
     "note of Iceberg": "; files of old snapshots are taken, too: export the table if rows were replaced",
     "hidden": "; rename what is an input",
     "begins with _": ", as Spark does; --also '{pattern}' takes it",
-    "folder": "; for what it holds add --recursive",
-    "link to a folder": "; for what it holds add --recursive --follow_links",
-    "compressed form of a file that is taken": "; rename it if it holds something else",
+    "folder": "; --recursive takes the files in it",
+    "link to a folder": "; --recursive --follow_links takes the files in it",
+    "compressed form of a file that is taken": "; rename it if its text is different",
     "other split": "; --split chooses",
 }
 _NUM_SHOWN = 3  # names per reason
 _NOTES_OF_DATASETS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
-# What ``Dataset.map`` and the like leave: the rows once more, as they were before, or after.
+# Written by ``Dataset.map`` and the like: the rows again, before or after a change.
 _CACHE_OF_DATASETS = re.compile(r"cache-[\w-]+\.arrow")
 _REPOSITORY_NAME = re.compile(
     r"((readme|requirements)([-_.].+)?|(licen[cs]e|third[-_]party[-_]notices?)([-.].+)?|copying|copyright"
@@ -67,16 +67,16 @@ _SPLIT_WORDS = {
     "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
     "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
 }  # fmt: skip
-_COMPARED_BYTES = 64 << 10  # of text, where two files may hold the same
+_COMPARED_BYTES = 64 << 10  # of the text of two files that may be equal
 _DELTA_LOG = "_delta_log"
 
 
 def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
-    """Say of each name in a folder whether it is an input, and why not.
+    """List all names in a folder: the inputs, and those that are left out, with the reason.
 
-    A folder is taken once: links to folders are followed behind all others, in the order of their paths, and
-    one that leads to a folder that is taken already is left out; so is another name of a file that is taken.
-    Raises NotFound, UsageError, and BadInput for a Delta table.
+    Each folder and file is taken once: a link to a folder that is taken, or a second name of a file, is left
+    out. Links to folders are followed last, in the order of their paths. Raises NotFound, UsageError, and
+    BadInput for a Delta table whose current files are unknown.
     """
     listing = InputListing(input_dir, options)
     try:
@@ -98,28 +98,28 @@ def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
         listing.leave_out(path, "other split")
     listing.left_out = {reason: sorted(listing.left_out[reason]) for reason in sorted(listing.left_out)}
     if not listing.taken:
-        nothing = f"--input_dir {input_dir} holds no .txt file, nor any other input ({known_suffixes()})"
+        nothing = f"--input_dir {input_dir} has no .txt file, nor any other input ({known_suffixes()})"
         message = "; ".join([nothing, *left_out_lines(listing.left_out)])
         raise NotFound(message, path=input_dir, expected=known_suffixes())
     for each in map(str, (input_dir.resolve(), *listing.paths)):  # as a plan has them
         if each.encode(errors="ignore").decode() != each:
-            found = f"an input of the name {os.fsencode(each)!r}"
-            raise UsageError(path=input_dir, found=found, expected="one in UTF-8: rename it")
+            found = f"an input with the name {os.fsencode(each)!r}"
+            raise UsageError(path=input_dir, found=found, expected="a name in UTF-8: rename it")
     return listing
 
 
 class InputListing:
-    """Every name in the input folder: taken, or left out, or below a folder that is left out."""
+    """The names in the input folder. Those below a folder that is left out are not listed."""
 
     def __init__(self, input_dir: Path, options: PlanOptions) -> None:
-        # Paths are relative to the folder.
-        self.taken: dict[str, tuple[bool, tuple[int, int]]] = {}  # path -> is it a link; device and inode
+        # Paths are relative to the input folder.
+        self.taken: dict[str, tuple[bool, tuple[int, int]]] = {}  # path -> (is_link, (device, inode))
         self.left_out: dict[str, list[str]] = {}  # by reason
         self.follows_links = False  # whether a link to a folder was followed
-        self.used_patterns: set[str] = set()  # of --also, that took something
+        self.used_patterns: set[str] = set()  # patterns of --also that matched a name
         self.delta_tables: list[str] = []
         self._input_dir = input_dir
-        # As in a shell, a hidden name needs a pattern that begins with a dot; one with _ in front likewise.
+        # As in a shell, only a pattern that begins with a dot matches a hidden name. The same holds for _.
         self._also = {
             text: re.compile(("" if text[0] in "._" else "(?![._])") + fnmatch.translate(text.lower()))
             for text in filter(None, map(str.strip, options.also.split(",")))
@@ -131,15 +131,15 @@ class InputListing:
         return [Path(self._input_dir, path) for path in sorted(self.taken, key=lambda path: path.split("/"))]
 
     def look_through(self, options: PlanOptions) -> None:
-        """Take the files of all folders, and leave out the other names. Raises OSError."""
+        """List the folder and, if asked for, its subfolders. Raises OSError."""
         follow_links = options.recursive and options.follow_links
-        folders, links = [""], list[str]()  # to look into; the links are a heap
+        folders, links = [""], list[str]()  # folders to list; ``links`` is a heap
         seen: set[tuple[int, int]] = set()
         while folders or links:
             is_link = not folders
             folder = heapq.heappop(links) if is_link else folders.pop()
             place = self._input_dir / folder
-            status = os.stat(place)  # noqa: PTH116 - as os.scandir, it names the file in its error
+            status = os.stat(place)  # noqa: PTH116 - like os.scandir, it names the file in its error
             if follow_links:
                 if (status.st_dev, status.st_ino) in seen:
                     self.leave_out(folder, "folder that is taken already")
@@ -158,12 +158,12 @@ class InputListing:
                     elif (reason == "hidden" and is_folder) or (reason and not self._is_also(entry.name)):
                         self.leave_out(path, reason)
                     elif is_file:
-                        # The number of a regular file is in its folder; its status would be a round trip.
-                        place_of = (status.st_dev, entry.inode())
+                        # The folder lists the inode numbers of its files; a status would be a round trip.
+                        file_id = (status.st_dev, entry.inode())
                         if entry.is_symlink():
-                            with contextlib.suppress(OSError):  # one to nothing: opening it will say so
-                                place_of = (entry.stat().st_dev, entry.stat().st_ino)
-                        self.taken[path] = (entry.is_symlink(), place_of)
+                            with contextlib.suppress(OSError):  # a broken link is an error when it is opened
+                                file_id = (entry.stat().st_dev, entry.stat().st_ino)
+                        self.taken[path] = (entry.is_symlink(), file_id)
                     elif entry.is_symlink() and not follow_links:
                         self.leave_out(path, "link to a folder")
                     elif not options.recursive:
@@ -179,15 +179,15 @@ class InputListing:
         return bool(matching)
 
     def leave_out_same_files(self) -> None:
-        """Take a file once: not by a link to it, nor by a second name, nor in a compressed form, too."""
+        """Leave out links to, other names of, and compressed forms of files that are taken."""
         first_names: dict[tuple[int, int], str] = {}
         for path in sorted(self.taken, key=lambda path: (self.taken[path][0], path.split("/"))):
             first = first_names.setdefault(self.taken[path][1], path)
-            # Some file systems number files anew in each folder's listing.
+            # Some file systems give other inode numbers in each listing, so an equal number proves nothing.
             if first != path and (self._input_dir / first).samefile(self._input_dir / path):
                 self.leave_out(path, "file that is taken by another name")
         first_forms: dict[str, str] = {}
-        # A plain one goes before all others: shards may begin inside of it.
+        # A plain file comes first, because shards may begin inside it.
         for path in sorted(self.taken, key=lambda path: (bool(input_kind(path).compression), path)):
             plain = path.rpartition(".")[0] if input_kind(path).compression else path
             first = first_forms.setdefault(plain, path)
@@ -204,7 +204,7 @@ class InputListing:
 
 
 def _files_of_delta_table(folder: Path) -> set[str]:
-    """Return the data files of a table as it is now, relative to its folder. Raises BadInput."""
+    """Return the data files of a Delta table's current version, relative to its folder. Raises BadInput."""
     log, first, why = folder / _DELTA_LOG, 0, ""
     commits = {int(path.stem): path for path in log.glob("*.json") if re.fullmatch(r"\d{20}", path.stem)}
     vectors: dict[str, Any] = {}  # data file -> its deletion vector, if it has one
@@ -230,21 +230,21 @@ def _files_of_delta_table(folder: Path) -> set[str]:
                 elif removed := action.get("remove"):
                     vectors.pop(removed["path"], None)
         if deleted := [path for path, vector in vectors.items() if vector is not None]:
-            why = f"rows of {deleted[0]} are deleted by a deletion vector"
+            why = f"a deletion vector deletes rows of {deleted[0]}"
     except ImportError:
         raise UsageError(needs("the checkpoint of a Delta table", "pyarrow")) from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         why = f"{path.name}: {error}"
     if why:
-        found = f"a Delta table whose files do not tell its rows ({why})"
-        expected = "a folder of its current rows, as deltalake's DeltaTable(...).to_pyarrow_table() gives"
+        found = f"a Delta table whose current files cannot be determined ({why})"
+        expected = "its current rows, written from deltalake's DeltaTable(...).to_pyarrow_table()"
         raise BadInput(path=folder, found=found, expected=expected)
     return {unquote(path) for path in vectors}
 
 
 def _is_file_or_folder(entry: os.DirEntry[str]) -> tuple[bool, bool]:
-    """Return whether an entry is a regular file, or leads to one or to nothing, and whether to a folder."""
-    if not entry.is_symlink() and entry.is_file():  # as most are, known without a round trip
+    """Return (is_file, is_folder) of an entry, or of its link's target. A broken link counts as a file."""
+    if not entry.is_symlink() and entry.is_file():  # known without a round trip, as for most entries
         return True, False
     try:
         mode = entry.stat().st_mode
@@ -256,7 +256,7 @@ def _is_file_or_folder(entry: os.DirEntry[str]) -> tuple[bool, bool]:
 
 
 def _why_left_out(name: str, *, is_file: bool) -> str:
-    """Return why nothing of this name is an input, nor holds any, or "" where it may."""
+    """Return why a file or folder of this name is left out, "" if it is not."""
     if name.startswith("."):
         return "AppleDouble" if is_file and name.startswith("._") else "hidden"
     if name.startswith("_") and "=" not in name:  # a partition may have such a name: _year=2026
@@ -275,7 +275,7 @@ def _why_left_out(name: str, *, is_file: bool) -> str:
 
 
 def _beginning_of_text(path: Path) -> bytes | None:
-    """Return the first bytes of a file's text, or None where it cannot be read: planning will say why."""
+    """Return the beginning of a file's text, or None if it cannot be read: opening it later says why."""
     try:
         file = OpenInput(path)
         if not (compression := input_kind(path.name).compression):
@@ -288,8 +288,8 @@ def _beginning_of_text(path: Path) -> bytes | None:
 
 
 def split_of(path: str) -> str:
-    """Return the split that a name tells, as ``datasets`` reads it: wiki.valid.txt, test/a.jsonl; or ""."""
-    # The nearest of its folders tells it where the file's own name does not.
+    """Return the split of a path, as ``datasets`` finds it (wiki.valid.txt, test/a.jsonl), "" for none."""
+    # The name of the file comes first, then its folders, beginning with the nearest.
     *folders, name = path.lower().split("/")
     stem = name.removesuffix(f".{name.rpartition('.')[2]}") if "." in name else name
     if input_kind(path).compression:
@@ -303,7 +303,7 @@ def split_of(path: str) -> str:
 
 
 def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a line per reason: how many names, the first of them, and how they could be taken."""
+    """Return a line per reason: how many names are left out, the first ones, and how to take them."""
     lines = []
     for reason, names in left_out.items():
         first = Path(names[0])
@@ -315,36 +315,38 @@ def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 NUM_THREADS = 16  # opening or reading a file is a round trip on a network file system
-_MOST_AT_ONCE = 64  # files or boundaries per turn of a thread
+_MOST_AT_ONCE = 64  # files or boundaries per task of a thread
 
 
 class Weighed(NamedTuple):
-    """An input, and what its format says of it."""
+    """An input file, and what its format found in it."""
 
     file: InputFile
-    text_bytes: int  # about
-    is_whole: bool  # it can only be read whole
+    text_bytes: int  # estimated
+    is_whole: bool  # whether it can only be read whole
 
 
 def stamp_inputs(input_dir: Path, paths: list[Path], options: PlanOptions) -> list[Weighed]:
-    """Return size, mtime and sampled hash of each file, and what its format says."""
-    for path in paths:  # threads that import parts of pyarrow at once fail
+    """Return size, mtime and sampled hash of each file, and what its format found in it."""
+    for path in paths:  # import pyarrow before the threads start, which would fail if several imported it
         documents.format_of(path.name)
     root = str(input_dir / "_")[:-1]
 
     def stamp(path: Path) -> Weighed:
         file = OpenInput(path)
-        documents.check_is_fetched(file)
-        name, now, sha256 = str(path).removeprefix(root), file.stamp, documents.sample_sha256(file)
-        stamped = InputFile(path=name, num_bytes=now.num_bytes, mtime_ns=now.mtime_ns, sha256=sha256)
+        size = file.stamp.num_bytes
+        if size <= documents.MOST_POINTER_BYTES and (command := documents.what_fetches(file.read(0, size))):
+            expected = f"the file itself; run in its repository: {command}"
+            raise BadInput(path=path, found="a pointer to a file that was not fetched", expected=expected)
+        name, sha256 = str(path).removeprefix(root), documents.sample_sha256(file)
+        stamped = InputFile(path=name, num_bytes=size, mtime_ns=file.stamp.mtime_ns, sha256=sha256)
         return Weighed(stamped, *documents.format_of(path.name).inspect(file, options))
 
-    # Several a turn: a future of each of a million files would take 1 GB.
+    # Several files per task: a million futures would take 1 GB.
     num_files = max(1, min(_MOST_AT_ONCE, -(-len(paths) // (4 * NUM_THREADS))))
-    turns = [paths[first : first + num_files] for first in range(0, len(paths), num_files)]
+    tasks = [paths[first : first + num_files] for first in range(0, len(paths), num_files)]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        found = pool.map(lambda turn: [stamp(path) for path in turn], turns)
-        stamped = itertools.chain.from_iterable(found)
+        stamped = itertools.chain.from_iterable(pool.map(lambda task: [stamp(path) for path in task], tasks))
         every = zip(with_progress("looking at the inputs", paths, unit="files"), stamped, strict=True)
         return [weighed for _, weighed in every]
 
@@ -356,14 +358,14 @@ def divide_inputs(
     shard_bytes: int | None,
     say: Callable[[str], None],
 ) -> tuple[list[InputFile], list[Cut]]:
-    """Stamp the inputs, and divide them into shards: even ones, by number or bytes, or one per file.
+    """Stamp the inputs, and divide them into even shards, by number or bytes, or into one shard per file.
 
-    Returns them in the order in which they are read, and where each shard begins (num_shards + 1).
+    Returns the inputs in the order of reading, and the num_shards + 1 cuts between shards.
     """
     paths = listing.paths
     for path in paths if config.is_chat else ():
         if not input_kind(path.name).format.has_fields:
-            expected = "JSON lines and tables, out of which --record chat reads messages; move it away"
+            expected = "JSON lines and tables, from which --record chat reads messages; move it away"
             raise UsageError(path=path, found="text", expected=expected)
     weighed = stamp_inputs(config.input_dir, paths, config)
     inputs = [item.file for item in weighed]
@@ -372,18 +374,20 @@ def divide_inputs(
     say(f"{counted(len(paths), 'input file')} in {config.input_dir}{are_empty}")
     for line in left_out_lines(listing.left_out):
         say(line)
-    num_of = Counter(split_of(item.path) for item in inputs)
-    named = [name for name in SPLITS if num_of[name]]
+    num_files = Counter(split_of(item.path) for item in inputs)
+    named = [name for name in SPLITS if num_files[name]]
     if len(named) > 1 and not config.split:
-        shown = ", ".join(f"{name or 'no split'} {counted(n, 'file')}" for name, n in num_of.most_common())
-        say(f"warning: splits by their names: {shown}; all are taken: --split {named[0]} takes one alone")
+        shown = ", ".join(f"{name or 'no split'} {counted(n, 'file')}" for name, n in num_files.most_common())
+        say(f"warning: splits by their names: {shown}; all are taken: --split {named[0]} takes only this one")
     first_paths: dict[tuple[int, str], str] = {}
-    pairs = [(item.path, first_paths.setdefault((item.num_bytes, item.sha256), item.path)) for item in inputs]
-    equal = [pair for pair, item in zip(pairs, inputs, strict=True) if item.num_bytes and pair[0] != pair[1]]
+    equal: list[str] = []  # pairs of paths
+    for each in inputs:
+        first = first_paths.setdefault((each.num_bytes, each.sha256), each.path)
+        if each.num_bytes and first != each.path:
+            equal.append(f"{each.path} and {first}")
     if equal:
-        found = f"{counted(len(equal), 'input file')} with the size and the samples of another one"
-        which = f"such as {equal[0][0]} and {equal[0][1]}"
-        say(f"warning: {found}, {which}; all are taken: move them away if they are copies")
+        found = f"{counted(len(equal), 'input file')} with the same size and samples as another"
+        say(f"warning: {found}, such as {equal[0]}; all are taken: move them away if they are copies")
     for name, value in (("num_shards", num_shards), ("shard_bytes", shard_bytes)):
         if value is not None and value < 1:
             raise UsageError.of_value(f"--{name}", value, "at least 1")
@@ -397,7 +401,7 @@ def divide_inputs(
         raise UsageError(found=f"{number} shards", expected=expected, remedy=remedy)
     if num_shards is None and shard_bytes is None:
         return inputs, [Cut(number, 0) for number in range(len(inputs) + 1)]
-    # Whole files are put into shards by their size, but for plain text, whose order was promised.
+    # Files that are read whole are grouped by size, except for plain text, whose order was promised.
     whole: list[Weighed] = []
     cut: list[Weighed] = []
     for item in weighed:
@@ -416,14 +420,14 @@ def divide_inputs(
 
 
 def _groups_of(inputs: list[Weighed], whole: list[Weighed], num_shards: int) -> list[list[Weighed]]:
-    """Group files of about equal text: the largest first, each into the group with the least."""
+    """Put files into groups of about equal text: the largest file first, each into the smallest group."""
     total = sum(item.text_bytes for item in inputs)
     share = sum(item.text_bytes for item in whole) / max(1, total)
     most = num_shards if len(whole) == len(inputs) else num_shards - 1
     num_groups = min(len(whole), most, max(1, round(num_shards * share)))
     if not num_groups:
         return []
-    heap: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(num_groups)]
+    heap: list[tuple[int, int, list[int]]] = [(0, n, []) for n in range(num_groups)]  # (bytes, n, files)
     by_size = sorted(range(len(whole)), key=lambda each: (-whole[each].text_bytes, whole[each].file.path))
     for number in by_size:
         size, which, group = heap[0]
@@ -434,21 +438,21 @@ def _groups_of(inputs: list[Weighed], whole: list[Weighed], num_shards: int) -> 
 
 
 def _even_cuts(input_dir: Path, inputs: list[Weighed], num_shards: int, options: PlanOptions) -> list[Cut]:
-    """Return where shards of even text begin, and where the last one ends."""
-    ends = [0, *itertools.accumulate(item.text_bytes for item in inputs)]  # of text, behind each file
+    """Return where shards with even text begin, and where the last one ends."""
+    ends = [0, *itertools.accumulate(item.text_bytes for item in inputs)]  # bytes of text through each file
     targets = [ends[-1] * number // num_shards for number in range(1, num_shards)]
     if not ends[-1]:
         return [Cut(0, 0), *[Cut(len(inputs), 0)] * num_shards]
     cuts: list[Cut] = []
     if all(item.is_whole for item in inputs):
-        for target in targets:  # each at the nearest end of a file
+        for target in targets:  # cut at the nearest end of a file
             number = bisect.bisect_right(ends, target)
             is_nearer_before = target - ends[number - 1] <= ends[number] - target
             cuts.append(Cut(number - is_nearer_before, 0))
         return [Cut(0, 0), *cuts, Cut(len(inputs), 0)]
-    # For each target the first place at or behind it where a part may begin, up to the next target. Where
-    # none is, the next one's is taken: so no byte is read twice.
-    stretches: list[tuple[int, int, int]] = []  # (input, first byte, end): where a place is looked for
+    # Cut at the first place at or after a target where a part may begin, if it is before the next target. If
+    # none is, cut where the next target does. So no byte is searched twice.
+    stretches: list[tuple[int, int, int]] = []  # to search for a place: (input number, first byte, end)
     for target, following in itertools.pairwise([*targets, ends[-1]]):
         number = bisect.bisect_right(ends, target) - 1
         begin, text_bytes = ends[number], ends[number + 1] - ends[number]
@@ -456,16 +460,16 @@ def _even_cuts(input_dir: Path, inputs: list[Weighed], num_shards: int, options:
         first, end = ((each - begin) * num_bytes // text_bytes for each in (target, following))
         stretches.append((number, first, end if following <= ends[number + 1] else sys.maxsize))
 
-    def starts(turn: list[tuple[int, int, int]]) -> list[Start | None]:
+    def starts(task: list[tuple[int, int, int]]) -> list[Start | None]:
         found: list[Start | None] = []
-        for number, group in itertools.groupby(turn, key=lambda stretch: stretch[0]):
+        for number, group in itertools.groupby(task, key=lambda stretch: stretch[0]):
             file = OpenInput(input_dir / inputs[number].file.path)
             found += documents.format_of(file.path.name).starts(file, [each[1:] for each in group], options)
         return found
 
-    turns = [stretches[n : n + _MOST_AT_ONCE] for n in range(0, len(stretches), _MOST_AT_ONCE)]
+    tasks = [stretches[n : n + _MOST_AT_ONCE] for n in range(0, len(stretches), _MOST_AT_ONCE)]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        found = list(itertools.chain.from_iterable(pool.map(starts, turns)))
+        found = list(itertools.chain.from_iterable(pool.map(starts, tasks)))
     cuts.append(Cut(len(inputs), 0))
     for (number, _, _), start in zip(reversed(stretches), reversed(found), strict=True):
         if start is not None:
@@ -489,38 +493,38 @@ def sample_documents(
     most_files: int = sys.maxsize,
     transform: Transform | None = None,
 ) -> Iterator[Documents]:
-    """Yield about ``num_bytes`` of text, evenly from each place. What one place lacks the next one gives.
+    """Yield about ``num_bytes`` of text, the same amount from each place; the next place makes up for less.
 
-    Inputs of fewer bytes are read whole, if they are no more than ``most_files``. Of a file that can be read
-    from its beginning alone (gzip), it is the head. No document comes twice, and a very long one comes whole.
+    Smaller inputs are read whole, unless there are more than ``most_files``. A file that can only be read
+    from its beginning (gzip) gives its head. No document is sampled twice, and a long one is not cut.
     """
     ends = list(itertools.accumulate((item.num_bytes for item in inputs), initial=0))
-    places, number = [Cut(0, 0)], 0  # ascending; several may be one
-    has_all = ends[-1] <= num_bytes and (len(inputs) <= most_files or not ends[-1])
-    for turn in range(1, 1 if has_all else num_places):
-        # Each lies elsewhere in its stretch: at its beginning, equal files would show their heads alone.
-        target = int(ends[-1] * (turn + (0.5 + turn * _GOLDEN_RATIO) % 1) / num_places)
+    places, number = [Cut(0, 0)], 0  # ascending, several may be equal
+    is_whole = ends[-1] <= num_bytes and (len(inputs) <= most_files or not ends[-1])
+    for stretch in range(1, 1 if is_whole else num_places):
+        # The place varies within each stretch: a fixed one might always be at the head of a file.
+        target = int(ends[-1] * (stretch + (0.5 + stretch * _GOLDEN_RATIO) % 1) / num_places)
         while ends[number + 1] <= target:
             number += 1
         file, byte = OpenInput(input_dir / inputs[number].path), target - ends[number]
         (start,) = documents.format_of(file.path.name).starts(file, [(byte, sys.maxsize)], options)
         if start is not None and start.byte < inputs[number].num_bytes:
             places.append(Cut(number, start.byte, start.text_byte))
-        elif len(places) > 1 and places[-1].input_number == number:  # none follows in this file
+        elif len(places) > 1 and places[-1].input_number == number:  # no place follows in this file
             places.append(places[-1])
         else:
             places.append(Cut(number, 0))
-    each, files_each = num_bytes // len(places), max(1, most_files // len(places))
+    bytes_each, files_each = num_bytes // len(places), max(1, most_files // len(places))
     allowed = taken = 0
     for place, following in itertools.pairwise([*places, Cut(len(inputs), 0)]):
-        allowed += each
+        allowed += bytes_each
         if taken >= allowed:
             continue
-        # As the files are now: whether they are as they were planned is asked by those who make shards.
+        # The files are not compared with their stamps: workers do that.
         ranges = ranges_between(input_dir, inputs, place, following)
         parts = (dataclasses.replace(part, planned=None) for part in ranges if part.start < part.end)
         some = list(itertools.islice(parts, files_each))
-        batch_bytes = max(1, min(documents.BATCH_BYTES, each))
+        batch_bytes = max(1, min(documents.BATCH_BYTES, bytes_each))
         found = documents.DocumentReader(options, transform).of_ranges(some, batch_bytes)
         with contextlib.closing(found):
             for batch in found:

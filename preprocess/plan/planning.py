@@ -1,10 +1,10 @@
-"""``plan``: list the inputs, divide them into shards, resolve the tokenizer, measure, freeze the plan.
+"""Make a plan: list the inputs, divide them into shards, resolve the tokenizer, estimate the cost, freeze it.
 
-Also the plan that ``--shard_id N`` works by: the one in its folder, checked against the flags, or a new one.
+``--shard_id N`` also gets its plan here: the one in its folder, compared with the flags, or a new one.
 
-What is measured and tried is a sample, 2 MiB from 8 places. It goes through the stages of a worker, whose CPU
-seconds are scaled up. A sample without one usable record stops planning. A user's function must give the same
-texts again, also in another process, where the order of a set differs.
+The estimate comes from a sample of 2 MiB, from 8 places. It goes through the stages of a worker, and its CPU
+time is scaled up. If no record of the sample is usable, planning fails. A user's function must return the
+same texts a second time, and in another process, where the order of a set is different.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from shardprep.format.manifest import RunFacts
 from shardprep.format.plan import Cut, InputFile, Plan, PlannedShard, PlanOptions, PrepConfig, ranges_between
 
 Say = Callable[[str], None]
-# A task waits for another's plan for about as long as its own would take: 3 s and more for many files.
+# A task waits for the plan of another task about as long as its own would take: 3 s, or more for many files.
 _LEAST_WAIT_S = 3.0
-_STAMPED_PER_S = 2000
+_FILES_STAMPED_PER_S = 2000
 _LOOK_EVERY_S = 0.2
 _CLAIM_NAME = f".{names.PLAN_NAME}.claimed.tmp"
-_NUM_NAMED = 3  # inputs that differ
+_NUM_NAMED = 3  # names of inputs that differ, in an error
 
 
 def make_plan(
@@ -62,18 +62,18 @@ def make_plan(
 ) -> tuple[Plan, list[str], int]:
     """Plan a data set and, unless ``dry_run``, freeze plan and tokenizer in its folder.
 
-    Shards are even ones, of a number or of a size of input bytes, or without either one per file.
-    ``stripe`` is what ``plan --stripe`` takes: the Lustre layout of a folder without a plan yet. Where the
-    folder has a plan already, the new one is compared with it and never written. ``say`` gets what differs
-    from the usual, as it is found. Returns the plan, lines about its cost, and its bytes on disk. Raises
-    Refused where they differ, NotFound, BadInput, UsageError, CannotWrite or LustreError.
+    Shards are even, by their number or by bytes of input; without either, each file is a shard. ``stripe`` is
+    the Lustre layout of a folder without a plan, as ``plan --stripe`` takes it. A plan that is already in the
+    folder stays, and the new one is only compared with it. ``say`` gets lines to print during the work, such
+    as warnings. Returns the plan, lines about its cost, and its bytes on disk. Raises Refused if the folder
+    has another plan, NotFound, BadInput, UsageError, CannotWrite or LustreError.
     """
     if stripe not in {"auto", "none"}:
-        lustre.parse_stripe(stripe)  # an impossible one is told first
+        lustre.parse_stripe(stripe)
     made, raw = config.output_dir.resolve(), config.input_dir.resolve()
     if made == raw or (config.recursive and made.is_relative_to(raw)):
         found = "--input_dir" if made == raw else f"it lies in --input_dir {raw}, where --recursive looks"
-        expected = "a folder outside of the raw text, as plan.json would be an input"
+        expected = "a folder outside of the raw text, because plan.json would be an input"
         raise errors.UsageError(path=config.output_dir, found=found, expected=expected)
     transform, excluded = None, b""
     if config.transform is not None:
@@ -82,11 +82,13 @@ def make_plan(
     if config.exclude is not None:
         excluded = read_names(config.exclude, id_field=config.id_field).keys.tobytes()
         config = dataclasses.replace(config, excluded=hashlib.sha256(excluded).hexdigest())
+    # List the inputs, and divide them into shards.
     listing = find_inputs(config.input_dir, config)
     found_out: dict[str, Any] = {"also": ",".join(sorted(listing.used_patterns))}
     found_out["follow_links"] = listing.follows_links
     inputs, cuts = divide_inputs(config, listing, num_shards, shard_bytes, say)
-    # The reference masks conversations, and encodes little text before the engines are compared.
+    # Resolve the tokenizer. Only the reference can mask conversations, and it encodes little text sooner than
+    # engines can be compared.
     num_bytes = FEW_BYTES if config.engine == "gigatoken" else sum(item.num_bytes for item in inputs)
     tries_fast = not config.is_chat and config.engine != "tokenizers" and num_bytes >= FEW_BYTES
     with scratch_folder() as scratch:
@@ -108,8 +110,9 @@ def make_plan(
             found_out |= {"chat_versions": chat.chat_versions(), "chat_mask_rule": mask_rule}
         elif config.add_special_tokens:
             _, after = added_ids(resolved.reference)
-            if after[-1:] == [resolved.spec.eos_token_id]:  # it ends each document so by itself
+            if after[-1:] == [resolved.spec.eos_token_id]:  # the tokenizer itself ends each document with EOS
                 found_out |= {"append_eos": True, "own_eos": True}
+        # Make the plan. Its id covers all that decides the bytes of the shards.
         given = {item.name: getattr(config, item.name) for item in plans.PLAN_FIELDS}
         plan = Plan(
             plan_id="",
@@ -125,25 +128,25 @@ def make_plan(
             cuts=cuts,
             left_out=[(reason, name) for reason, lost in listing.left_out.items() for name in lost],
         )
-        if config.hash_inputs:  # reads all of the input, about a second per core and gigabyte
+        if config.hash_inputs:  # reads the whole input: about 1 s of a core per gigabyte
             with ThreadPoolExecutor(NUM_THREADS) as pool:
                 hashes = [*pool.map(_sha256_of_input, map(plan.shard, range(plan.num_shards))), ""]
             pairs = zip(cuts, hashes, strict=True)
             hashed = [msgspec.structs.replace(cut, sha256=sha256) for cut, sha256 in pairs]
             plan = dataclasses.replace(plan, cuts=hashed)
         plan = dataclasses.replace(plan, plan_id=plans.plan_id(plan))
+        # Measure a sample, with the user's function and the engine that the workers will use.
         if transform is not None:
             check_transform(plan, transform, say)
         engine = resolved.reference
         if tries_fast:
-            # It must give the reference's ids on the probe, on a sample of the input and at the gate.
-            every = [text.encode() for text in resolved.probe]
+            # The fast engine must give equal ids for the probe, for a sample of the input and at the gate.
+            sample = [text.encode() for text in resolved.probe]
             for documents in sample_of_plan(plan, 1 << 18, transform):
-                every += documents.texts
-            texts, saved = Texts(every), resolved.saved
+                sample += documents.texts
+            texts, saved, path = Texts(sample), resolved.saved, scratch / names.TOKENIZER_FILE
             sha256 = ids_sha256([engine.encode(texts)])
             content = saved.get(names.FAST_TOKENIZER_FILE, saved[names.TOKENIZER_FILE])
-            path = scratch / names.TOKENIZER_FILE
             fast = equal_fast_engine(content, path, texts, sha256, allow_special_tokens=allow)
             if isinstance(fast, Engine) and not resolved.passes_gate(fast):
                 fast = "its ids differ from those of tokenizers"
@@ -154,24 +157,25 @@ def make_plan(
         if line := document_ends_line(plan, resolved.reference, scratch):
             say(line)
         if not (plan.options.has_rows or plan.options.append_eos):
-            todo = "add --append_eos, or train with seq_len=, which puts EOS behind each document"
+            todo = "add --append_eos, or train with seq_len=, which puts EOS after each document"
             if resolved.spec.eos_token_id is None:
                 todo = "name the eos_token in the tokenizer_config.json of a copy of the model's folder"
             say(f"note: documents end without EOS, so a fine-tuned model never learns to stop; {todo}")
         engine = engine if plan.options.add_special_tokens else engine.bare()
         lines, output_bytes = measure(plan, engine, transform)
+        # Freeze the plan, or compare it with the one in the folder.
         if not dry_run:
             try:
                 files.make_folder(config.output_dir, parents=True)
             except errors.CannotWrite as error:
-                found, expected = f"it cannot be made: {error.found}", "a folder that you can write to"
-                raise errors.CannotWrite(path=config.output_dir, found=found, expected=expected) from None
-            stems = (names.PLAN_NAME, names.INDEX_NAME, names.TOKENIZER_DIR)  # of what dead attempts left
+                error.path, error.expected = str(config.output_dir), "a folder that you can write to"
+                raise
+            stems = (names.PLAN_NAME, names.INDEX_NAME, names.TOKENIZER_DIR)  # left by attempts that died
             files.remove_temporaries(config.output_dir, *stems, older_than_s=files.STALE_AFTER_S)
         frozen = plans.read_plan(config.output_dir)
         if frozen is not None:
             plans.refuse_another_plan(frozen, plan, config.output_dir)
-        # Where nothing was asked, nothing is said off Lustre and of a planned folder.
+        # "auto" says nothing about a planned folder, and about a folder that is not on Lustre.
         is_quiet = stripe == "auto" and (frozen or lustre.why_not_usable(config.output_dir))
         if stripe != "none" and not is_quiet:
             say(lustre.stripe_line(config.output_dir, stripe, is_planned=bool(frozen), dry_run=dry_run))
@@ -180,7 +184,7 @@ def make_plan(
         if frozen is None:
             resolved.publish(config.output_dir, resolved.files)
         frozen = plans.publish_plan(plan, config.output_dir)
-        # Again: another planner may have put its own files there meanwhile, or they were damaged since.
+        # Again, because another planner may have put its own files there, or they may be damaged.
         resolved.publish(config.output_dir, frozen.tokenizer_files)
         if transform is not None:
             transform.publish_copy(config.output_dir)
@@ -199,22 +203,21 @@ def _sha256_of_input(shard: PlannedShard) -> str:
 
 
 def plan_of_task(given: dict[str, Any], *, may_plan: bool, checks_inputs: bool) -> None:
-    """Check the plan in ``output_dir`` against what the user gave, or make one of a shard per file."""
+    """Compare the plan in ``output_dir`` with the flags of a task, or make one with a shard per file."""
     folder: Path = given["output_dir"]
     plan = plans.read_plan(folder) if may_plan else plans.need_plan(folder)
     if plan is not None and checks_inputs:
         check_inputs(plan, given.get("input_dir", PrepConfig.input_dir))
     if plan is None:
-        # Shard N is the N-th of the .txt files, README.txt and the like included.
+        # Shard N is the N-th .txt file, and files like README.txt count, too.
         config = PrepConfig(**{**given, "also": ",".join(filter(None, ["*.txt", given.get("also")]))})
         say(f"no plan in {folder}: planning one shard per file of {config.input_dir}")
-        # Of several tasks one plans and the others wait a little; in the end the first to publish wins.
         plan = _plan_once(config)
     base = {item.name: getattr(plan.options, item.name) for item in plans.PLAN_FIELDS}
     if given.get("record", plan.options.record) != plan.options.record:
-        base = {}  # seq_len and keep_text of the one record are no options of the other
-    for name in ("text_field", "text_template") if "text_field" in given or "text_template" in given else ():
-        base.pop(name, None)
+        base = {}  # options of the planned record, such as seq_len, may not exist for the given one
+    if {"text_field", "text_template"} & given.keys():  # each replaces the other
+        base = {name: value for name, value in base.items() if name not in ("text_field", "text_template")}
     if differing := plans.option_differences(plan.options, PrepConfig(**{**base, **given}), set(given)):
         found, expected = "; ".join(differing), "its plan's options, or a new --output_dir"
         raise errors.Refused(path=folder, found=found, expected=expected, remedy="--output_dir")
@@ -225,7 +228,7 @@ def plan_of_task(given: dict[str, Any], *, may_plan: bool, checks_inputs: bool) 
             raw = files.read_regular(path, max_bytes=names.MAX_TOKENIZER_BYTES)
             fingerprint = names.fingerprint_of(names.load_json(raw))
         if fingerprint != plan.tokenizer.fingerprint:
-            found = f"--model_id {model_id}, whose tokenizer.json is another, or cannot be compared"
+            found = f"--model_id {model_id}, whose tokenizer.json differs, or cannot be compared"
             expected = f"{plan.tokenizer.model_id}: leave --model_id out, or use a new --output_dir"
             raise errors.OtherTokenizer(path=folder, found=found, expected=expected, remedy="--output_dir")
     if "input_dir" in given and plans.is_one_file_a_shard(plan):
@@ -233,8 +236,8 @@ def plan_of_task(given: dict[str, Any], *, may_plan: bool, checks_inputs: bool) 
 
 
 def _plan_once(config: PrepConfig) -> Plan:
-    """Return the plan that another task is making, if it comes soon, else one's own."""
-    # A file tells who plans. It is no lock: nothing is wrong without it.
+    """Return the plan of another task that is planning, if it comes soon, else plan."""
+    # A file shows that a task is planning. It is not a lock: if several tasks plan, the first plan counts.
     folder, claim = config.output_dir, config.output_dir / _CLAIM_NAME
     is_ours = is_new_folder = False
     with contextlib.suppress(OSError):  # planning will say what is wrong with the folder
@@ -248,7 +251,7 @@ def _plan_once(config: PrepConfig) -> Plan:
         if not is_ours and files.size_of_file(claim) is not None:
             say("another task is planning: waiting for its plan")
             num_files = len(find_inputs(config.input_dir, config).paths)
-            until = time.monotonic() + _LEAST_WAIT_S + num_files / _STAMPED_PER_S
+            until = time.monotonic() + _LEAST_WAIT_S + num_files / _FILES_STAMPED_PER_S
             while plan is None and files.size_of_file(claim) is not None and time.monotonic() < until:
                 time.sleep(_LOOK_EVERY_S)
                 plan = plans.read_plan(folder)
@@ -258,11 +261,11 @@ def _plan_once(config: PrepConfig) -> Plan:
             if is_ours:
                 claim.unlink()
             if is_new_folder:
-                folder.rmdir()  # which does nothing to a folder that holds something
+                folder.rmdir()  # fails if the folder is not empty
 
 
 def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> None:
-    """Refuse a folder that no longer holds the planned inputs, or with ``names_alone`` its names."""
+    """Raise Refused if a folder no longer has the planned inputs, or with ``names_alone`` their names."""
     planned = {item.path: item for item in plan.inputs}
 
     def change_of(item: InputFile) -> str:
@@ -287,40 +290,36 @@ def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> N
         differing = [f"{where}{error.found or error}"]
     if differing:
         more = f" and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
-        expected = f"the {counted(len(planned), 'planned input file')}: bring them back, or put new ones "
-        expected += "into a folder and an --output_dir of their own, and give the loader a list of folders"
+        expected = f"the {counted(len(planned), 'planned input file')}: bring them back, or plan new ones in "
+        expected += "a folder of their own, with another --output_dir, and give the loader a list of folders"
         found_now = "; ".join(differing[:_NUM_NAMED]) + more
         raise errors.Refused(path=input_dir, found=found_now, expected=expected, remedy="--output_dir")
 
 
-_NUM_PLACES, _SAMPLE_BYTES = 8, 2 << 20  # that are sampled of the input
-_NUM_SHOWN = 20  # fields
-_FUNCTION_BYTES = 1 << 18  # that a function is tried on
-_STARTUP_S = 3.0  # a task's Python and tokenizer, generously
-_LONG_SHARD_S = 600.0  # on one core
-_MANY_SHARDS = 1000  # more of them, each smaller than half of _SHARD_BYTES, are spoken of
-_SHARD_BYTES = 256 << 20  # of input: minutes of one core
+_NUM_PLACES, _SAMPLE_BYTES = 8, 2 << 20  # of the input that is sampled
+_NUM_SHOWN = 20  # names of fields, in an error
+_FUNCTION_BYTES = 1 << 18  # of the input that a user's function is tried on
+_STARTUP_S = 3.0  # for a task's Python and tokenizer, a generous estimate
+_LONG_SHARD_S = 600.0  # on one core: a longer shard is warned of
+_MANY_SHARDS = 1000  # as many, smaller than half of _SHARD_BYTES on average, are warned of
+_SHARD_BYTES = 256 << 20  # of input, which takes minutes on one core
 
 
 def sample_of_plan(plan: Plan, num_bytes: int, transform: Transform | None) -> Iterator[Documents]:
-    """Yield documents of about this much of a plan's input, from evenly spread places."""
-    # To open a file is a round trip on a network file system.
+    """Yield the documents of about ``num_bytes`` of a plan's input, from evenly spread places."""
+    # Few files are opened, as each is a round trip on a network file system.
     how: dict[str, Any] = {"num_places": _NUM_PLACES, "most_files": 2 * _NUM_PLACES, "transform": transform}
     return sample_documents(plan.input_dir, plan.inputs, plan.options, num_bytes=num_bytes, **how)
 
 
 def measure(plan: Plan, engine: Engine, transform: Transform | None) -> tuple[list[str], int]:
-    """Run a sample through the worker's own stages into a scratch folder, and scale its CPU seconds up.
-
-    Returns what to print, and the bytes that the shards will take on disk.
-    """
-    num_bytes = 0
-    found: dict[str, bool] = {}  # by column, such as "id" and "source": whether a record has a value for it
+    """Estimate the cost by a sample in a worker's stages. Returns lines to print, and the bytes on disk."""
+    num_bytes, mask_rule = 0, plan.options.chat_mask_rule
+    found: dict[str, bool] = {}  # whether any record has a value, by column, such as "id" and "source"
     with scratch_folder() as folder, ShardWriter(folder, plan.spec, plan.options, 0) as writer:
         began = time.process_time()
         for documents in sample_of_plan(plan, _SAMPLE_BYTES, transform):
-            rule = plan.options.chat_mask_rule
-            tokens = engine.encode_documents(documents, end_id=plan.end_id, mask_rule=rule)
+            tokens = engine.encode_documents(documents, end_id=plan.end_id, mask_rule=mask_rule)
             writer.append(writer.lay_out(documents, tokens))
             num_bytes += documents.num_bytes
             for name, column in documents.columns.items():
@@ -340,12 +339,12 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None) -> tuple[li
         warnings.append(f"no record of a sample has a value for {', '.join(unseen)}; check the spelling")
     sizes, num_shards, num_bytes = plan.shard_bytes(), plan.num_shards, max(1, num_bytes)
     num_documents = counting.num_documents * sum(sizes) / num_bytes
-    taken = min(1.0, (plan.options.limit or num_documents) / max(1.0, num_documents))  # of a trial
-    scale = sum(sizes) / num_bytes * taken
+    fraction = min(1.0, (plan.options.limit or num_documents) / max(1.0, num_documents))  # 1 without --limit
+    scale = sum(sizes) / num_bytes * fraction
     stamps = (manifest.tar, manifest.idx, manifest.digests, manifest.ids)
     output_bytes = round(sum(stamp.num_bytes for stamp in stamps if stamp) * scale)
     core_hours = (cpu_s * scale + _STARTUP_S * num_shards) / 3600
-    longest_s = cpu_s * taken * max(sizes) / num_bytes + _STARTUP_S  # on one core
+    longest_s = cpu_s * fraction * max(sizes) / num_bytes + _STARTUP_S  # on one core
     if longest_s > _LONG_SHARD_S:
         more = round(num_shards * longest_s / _LONG_SHARD_S) + 1
         warnings.append(f"a shard will take {longest_s / 60:.0f} minutes on one core; --num_shards {more}?")
@@ -364,13 +363,13 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None) -> tuple[li
 
 
 def _check_fields(plan: Plan, counting: Counting) -> None:
-    """Raise BadInput where no record of the sample has the field of the text, naming the fields it has."""
+    """Raise BadInput, with the fields that were found, if no record of the sample has the text's field."""
     is_other_field = counting.bad_reasons and counting.bad_reasons <= {"no_field", "wrong_type"}
     if counting.num_documents or not is_other_field or plan.max_bad_fraction == 1:
         return
     options = plan.options
-    num_chars: Counter[str] = Counter()  # of texts, by field; 0 for other values
-    flags: list[str] = []
+    num_chars: Counter[str] = Counter()  # characters in the strings of each field
+    flags: list[str] = []  # that would take the text, the best one first
 
     def look_at(record: dict[str, Any], place: str = "") -> None:
         for name, value in record.items():
@@ -388,33 +387,32 @@ def _check_fields(plan: Plan, counting: Counting) -> None:
         look_at(record)
     if not num_chars:
         return
-    wanted = options.text_template or options.text_field
     flags += [f"--text_field {name}" for name, number in num_chars.most_common(1) if number]
     flags = list(dict.fromkeys(flags)) or ["--text_field NAME"]
     fields = ", ".join(printable(name) for name in list(num_chars)[:_NUM_SHOWN])
     kind = "a list of messages" if options.is_chat else "a string"
-    found = f"records in a sample that have the fields {fields}"
-    expected = f"{wanted!r} as {kind}; plan with {', or '.join(flags)}"
+    found = f"a sample of records with the fields {fields}"
+    expected = f"{(options.text_template or options.text_field)!r} as {kind}; plan with {', or '.join(flags)}"
     raise errors.BadInput(path=plan.input_dir, found=found, expected=expected, remedy=flags[0])
 
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Make an empty folder under TMPDIR for the time of a ``with``. Raises CannotWrite."""
+    """Create an empty folder under TMPDIR, and remove it at the end of the block. Raises CannotWrite."""
     try:
         folder = Path(tempfile.mkdtemp(prefix="shardprep-"))
     except OSError as error:
-        found = f"no scratch folder can be made: {error.strerror}"
-        raise errors.CannotWrite(found=found, expected="one with some space; let TMPDIR name it") from None
+        found = f"no scratch folder can be created: {error.strerror}"
+        raise errors.CannotWrite(found=found, expected="a folder with some space in TMPDIR") from None
     try:
         yield folder
     finally:
-        with contextlib.suppress(OSError):  # rmtree ignores no error of close()
+        with contextlib.suppress(OSError):  # rmtree does not ignore errors of close()
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _try(plan: Plan, path: Path, transform: Transform | None = None) -> tuple[str, int, list[str]]:
-    """Put a sample through a function. Return the texts' hash, the documents' number, and why some failed."""
+    """Put a sample through a function. Returns a hash of the texts, the number of documents, and failures."""
     transform = transform or Transform(path, plan.options.transform_files)
     digest, num_documents, failures = hashlib.sha256(), 0, list[str]()
     for documents in sample_of_plan(plan, _FUNCTION_BYTES, transform):
@@ -426,8 +424,8 @@ def _try(plan: Plan, path: Path, transform: Transform | None = None) -> tuple[st
 
 
 def check_transform(plan: Plan, transform: Transform, say: Callable[[str], None]) -> None:
-    """Try the function on a sample of the input."""
-    try:  # first in another process: what ends a process ends that one
+    """Check that a function works on a sample, with equal texts each time. Raises UsageError or BadInput."""
+    try:  # first in another process, in case the function ends its process
         texts_elsewhere, _, _ = call_in_child(_try, plan, transform.path)
     except ChildProcessError as error:
         found = f"a function that ended the process that tried it: {error}"
@@ -435,14 +433,14 @@ def check_transform(plan: Plan, transform: Transform, say: Callable[[str], None]
     texts, num_documents, failures = _try(plan, transform.path, transform)
     if failures:
         found = f"--transform {transform.path} fails for {len(failures)} of {num_documents} sampled documents"
-        message = f"{found}, first so: {failures[0]}"
+        message = f"{found}, first with: {failures[0]}"
         if len(failures) == num_documents:
             raise errors.BadInput(message, path=transform.path)
         say(f"warning: {message}")
     texts_again, _, _ = _try(plan, transform.path, transform)
     if {texts_again, texts_elsewhere} != {texts}:
         where = "the second time" if texts_again != texts else "in another process"
-        expected = "the same text for the same record, whatever the time, chance and other documents"
+        expected = "the same text for the same record, independent of time, chance and other documents"
         raise errors.UsageError(path=transform.path, found=f"other texts {where}", expected=expected)
 
 
@@ -475,7 +473,7 @@ _SHAPES = {
 
 
 def template_warnings(template: chat.ChatTemplate) -> Iterator[str]:
-    """Yield why conversations of some shapes cannot be rendered, and which lose text."""
+    """Yield warnings about shapes of conversations that a template cannot render, or whose text it drops."""
     shapes = dict(_SHAPES)
     if "tool_calls" not in template.text:
         del shapes["tool calls"]

@@ -1,13 +1,13 @@
-"""The tokenizer of a plan: the files that tasks read with the hub off, and what planning must know of it.
+"""Resolve the tokenizer of a plan: write the files that tasks read without the hub, and inspect it.
 
-What counts is the tokenizer that training will load, by transformers: what that changes about a
-tokenizer.json (a token added in the configuration, say) is in the files written here. Of most tokenizers it
-changes nothing, and ``plain_files`` shows it by the files alone. For all others transformers loads and saves,
-in a process of its own and without torch, which it imports where it is installed: 3 s and 200 MB for nothing.
+Training loads the tokenizer with transformers, so the files written here have what transformers changes about
+a tokenizer.json, such as a token of the configuration. For most tokenizers it changes nothing, which
+``plain_files`` finds out from the files. Others are loaded and saved by transformers, in a process of its own
+without torch, whose import would take 3 s and 200 MB for nothing.
 
-What was found is kept for the next plan, in ``$XDG_CACHE_HOME/shardprep/tokenizers``, by the content of the
-model's files and the versions of the libraries. Of Llama 3's tokenizer that saves 1 s of 2.6. A damaged entry
-counts as none, and a cache that cannot be written is done without.
+The result is cached for the next plan in ``$XDG_CACHE_HOME/shardprep/tokenizers``, by the content of the
+model's files and the versions of the libraries. For Llama 3's tokenizer this saves 1 s of 2.6 s. A damaged
+entry is ignored, as is a cache that cannot be written.
 """
 
 from __future__ import annotations
@@ -44,34 +44,34 @@ SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
 MODEL_CONFIG = "config.json"
 _COPIED = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "chat_template.jinja")
-_MAX_FOUND_BYTES = 2 * names.MAX_TOKENIZER_BYTES  # of an entry of the cache
+_MAX_ENTRY_BYTES = 2 * names.MAX_TOKENIZER_BYTES  # of an entry of the cache
 
-Files = dict[Annotated[str, msgspec.Meta(pattern=r"\A[\w.-]+\Z")], bytes]  # by name in the folder
+Files = dict[Annotated[str, msgspec.Meta(pattern=r"\A[\w.-]+\Z")], bytes]  # contents by name
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFacts:
-    """What planning must know of a tokenizer, as the cache keeps it."""
+    """What planning needs to know about a tokenizer: an entry of the cache."""
 
-    spec: TokenizerSpec  # what shards will remember of it
+    spec: TokenizerSpec  # what the manifests of shards say about it
     probe: list[str]
-    probe_sha256: Digest  # of the reference's ids
-    saved: Files  # those that tasks and training will load
+    probe_sha256: Digest  # of the ids of the probe
+    saved: Files  # files that tasks and training load
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedTokenizer(TokenizerFacts):
-    """A tokenizer whose files are in ``folder``, too."""
+    """A tokenizer whose files were also written to ``folder``."""
 
     files: dict[str, FileStamp]
     folder: Path
-    kept: Path | None  # its entry of the cache
-    reference: engines.Engine  # of ``tokenizers``
+    cache_entry: Path | None
+    reference: engines.Engine  # ``tokenizers``
 
     def passes_gate(self, fast: engines.Engine) -> bool:
-        """Return whether an engine gives the reference's ids on ``gate_texts``: 2 s for Llama 3's."""
-        # That it does is kept for the next plan, as an empty file.
-        verdict = self.kept and self.kept.with_suffix(f".{fast.name}")
+        """Return whether an engine gives the reference's ids for ``gate_texts``. Takes 2 s for Llama 3's."""
+        # An empty file beside the cache's entry says that it does.
+        verdict = self.cache_entry and self.cache_entry.with_suffix(f".{fast.name}")
         with contextlib.suppress(ShardprepError):
             if verdict and files.size_of_file(verdict) is not None:
                 return True
@@ -84,7 +84,7 @@ class ResolvedTokenizer(TokenizerFacts):
         return is_equal
 
     def publish(self, output_dir: Path, planned: dict[str, FileStamp]) -> None:
-        """Make ``output_dir/tokenizer`` hold this tokenizer, unless it holds the planned files."""
+        """Write this tokenizer to ``output_dir/tokenizer``, unless the planned files are there."""
         target = output_dir / TOKENIZER_DIR
 
         def is_there() -> bool:
@@ -94,11 +94,10 @@ class ResolvedTokenizer(TokenizerFacts):
                 return False
             return True
 
-        # Equal files are kept, so that planners that race agree.
-        if is_there():
+        if is_there():  # possibly written by another planner
             return
         if self.files != planned:
-            expected = "those planned: use the transformers and tokenizers that planned, or a new folder"
+            expected = "the planned ones: use the planned transformers and tokenizers, or a new folder"
             raise errors.OtherTokenizer(path=target, found="damaged files", expected=expected)
         with files.PublishedFolder(target) as folder:
             write_files(self.saved, folder.temporary)
@@ -109,26 +108,26 @@ class ResolvedTokenizer(TokenizerFacts):
 def resolve_tokenizer(
     model_id: str, folder: Path, *, allow_special_tokens: bool, for_fast_engine: bool = False
 ) -> ResolvedTokenizer:
-    """Write the files of a model's tokenizer, and nothing else of the model, into the empty ``folder``."""
+    """Find a model's tokenizer, and write its files, but no others of the model, to the empty ``folder``."""
     for each in (Path(model_id), Path(model_id, CHAT_TEMPLATES_DIR)):
         files.refuse_fifos(each)
     source, name = Path(model_id), model_id
     if not os.path.isdir(model_id):  # noqa: PTH112 - Path.is_dir() would raise what the file system says
         source, name = find_on_hub(model_id)
-    given, kept, facts = read_files(source), None, None
+    given, entry, facts = read_files(source), None, None
     if given is not None:
         versions = [shardprep.__version__, *map(version, ("tokenizers", "gigatoken", "transformers"))]
         depends_on = versions, allow_special_tokens, for_fast_engine, sorted(_stamps_of(given).items())
         home = os.environ.get("XDG_CACHE_HOME", "")
         cache = home if home.startswith("/") else os.path.expanduser("~/.cache")  # noqa: PTH111
         key = hashlib.sha256(repr(depends_on).encode()).hexdigest()
-        kept = Path(cache, "shardprep", "tokenizers", key)
-        # An entry is the facts behind their hash. One that is not whole counts as none.
+        entry = Path(cache, "shardprep", "tokenizers", key)
+        # An entry is a sha256 and the facts. If they do not fit, it is ignored.
         with contextlib.suppress(*files.NOT_THERE, ShardprepError, msgspec.MsgspecError):
-            entry = memoryview(files.read_regular(kept, max_bytes=_MAX_FOUND_BYTES))
-            if hashlib.sha256(entry[32:]).digest() == entry[:32]:
-                facts = msgspec.msgpack.decode(entry[32:], type=TokenizerFacts)
-            del entry  # 20 MB of Llama 3's
+            raw = memoryview(files.read_regular(entry, max_bytes=_MAX_ENTRY_BYTES))
+            if hashlib.sha256(raw[32:]).digest() == raw[:32]:
+                facts = msgspec.msgpack.decode(raw[32:], type=TokenizerFacts)
+            del raw  # 20 MB for Llama 3's
     if facts is not None:
         tokenizer = Tokenizer.from_str(facts.saved[TOKENIZER_FILE].decode())
     elif given is not None and (plain := plain_files(given)) is not None:
@@ -139,7 +138,7 @@ def resolve_tokenizer(
     if facts is None:
         data = _json_object(saved, TOKENIZER_FILE)
         if dropout := (data.get("model") or {}).get("dropout"):
-            found = f"model.dropout {dropout}, so a text has other ids each time"
+            found = f"model.dropout {dropout}, which gives a text other ids each time"
             raise errors.UsageError(path=model_id, found=found, expected="null, in a copy of the folder")
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         named = special_tokens_of(_json_object(saved, TOKENIZER_CONFIG))
@@ -151,27 +150,26 @@ def resolve_tokenizer(
         probe = engines.probe_texts(data)
         probe_sha256 = engines.ids_sha256([engine.encode(Texts.of_strings(probe))])
         facts = TokenizerFacts(spec=spec, probe=probe, probe_sha256=probe_sha256, saved=saved)
-        if kept is not None:
-            raw = msgspec.msgpack.encode(facts)
+        if entry is not None:
+            content = msgspec.msgpack.encode(facts)
             with contextlib.suppress(OSError, ShardprepError):
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                files.publish_bytes(kept, hashlib.sha256(raw).digest() + raw)
+                entry.parent.mkdir(parents=True, exist_ok=True)
+                files.publish_bytes(entry, hashlib.sha256(content).digest() + content)
     write_files(facts.saved, folder)
-    fields = {**vars(facts), "spec": replace(facts.spec, model_id=model_id)}
-    stamps = _stamps_of(facts.saved)
-    return ResolvedTokenizer(folder=folder, files=stamps, kept=kept, reference=engine, **fields)
+    fields = {**vars(facts), "spec": replace(facts.spec, model_id=model_id), "files": _stamps_of(facts.saved)}
+    return ResolvedTokenizer(folder=folder, cache_entry=entry, reference=engine, **fields)
 
 
 def _saved_by_transformers(name: str, folder: Path, given: Files | None) -> tuple[Files, Tokenizer]:
-    """Return the files that transformers saves, once they say what those of the model say."""
+    """Let transformers load and save a tokenizer. Returns the saved files, and the tokenizer in them."""
     try:
         call_in_child(save_tokenizer, name, folder)
     except ChildProcessError as error:
-        found = f"no answer of the process that loads it: {error}; run this again"
+        found = f"no answer from the process that loads it: {error}; run this again"
         raise errors.ReadWriteError(path=name, found=found) from None
     paths = [folder / each for each in files.names_in(folder)]
     saved = {path.name: files.read_regular(path, max_bytes=names.MAX_TOKENIZER_BYTES) for path in paths}
-    # What transformers cannot read of a configuration, it goes without, unsaid.
+    # transformers silently ignores a part of a configuration that it cannot read.
     wanted, left = (
         special_tokens_of(_json_object(each, TOKENIZER_CONFIG)) for each in (given or saved, saved)
     )
@@ -197,7 +195,7 @@ def write_files(contents: Files, folder: Path) -> None:
 
 
 def read_files(folder: Path) -> Files | None:
-    """Return what decides a tokenizer's ids in a model's folder, or None where more than these files does."""
+    """Read the files of a model that decide its tokenizer's ids, or return None if others do, too."""
     if files.is_folder(folder / CHAT_TEMPLATES_DIR):
         return None
     found = {}
@@ -210,8 +208,8 @@ def read_files(folder: Path) -> Files | None:
     return found if TOKENIZER_FILE in found else None
 
 
-# What transformers 5 is known to do with a configuration of these classes, these keys and these models: it
-# takes tokenizer.json as it is. Keys that are not here may change ids, or nobody has looked.
+# With these classes, keys and models in the configuration, transformers 5 takes tokenizer.json as it is.
+# Other keys may change ids, or have not been tested.
 _PLAIN_TRANSFORMERS = "5."
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _PLAIN_MODELS = (None, "llama")
@@ -222,7 +220,7 @@ _PLAIN_KEYS = {
     "clean_up_tokenization_spaces", "is_local", "local_files_only", "model_input_names", "model_max_length",
     "name_or_path", "padding_side", "truncation_side",
 }  # fmt: skip
-# What a user sees of a tokenizer and what changes no ids: kept of a configuration, and of a class's defaults.
+# Settings that change no ids but that a user sees. They are kept, from the configuration or the class.
 _SHOWN_KEYS = ("chat_control_tokens", "processor_class", "response_schema", "response_template")
 _SHOWN_ATTRIBUTES = (
     "clean_up_tokenization_spaces", "model_input_names", "model_max_length", "padding_side",
@@ -231,7 +229,7 @@ _SHOWN_ATTRIBUTES = (
 
 
 def plain_files(given: Files) -> tuple[Files, Tokenizer] | None:
-    """Return the files that transformers would save, and the tokenizer, or None where it might change ids."""
+    """Return the files that transformers would save, and the tokenizer, or None if it might change ids."""
     try:
         data, config, model, named = (
             _json_object(given, name)
@@ -259,16 +257,16 @@ def plain_files(given: Files) -> tuple[Files, Tokenizer] | None:
     except BaseException as error:
         if not is_library_fault(error):
             raise
-        return None  # transformers will say what is wrong
+        return None  # transformers will report what is wrong
     if data.get("post_processor") is None:
         tokenizer.post_processor = processors.TemplateProcessing("$A:0", "$A:0 $B:1", special_tokens=[])
     copied = {name: given[name] for name in _COPIED if name in given}
-    # Written anew by tokenizers, as transformers does.
+    # Like transformers, let tokenizers write the file.
     return {TOKENIZER_FILE: tokenizer.to_str(pretty=True).encode(), **copied}, tokenizer
 
 
 def _json_object(contents: Files, name: str) -> dict[str, Any]:
-    """Return a JSON file's object, an empty one for a file that is not there."""
+    """Parse a file with a JSON object, which is empty if there is no such file. Raises BrokenShard."""
     try:
         data = orjson.loads(contents.get(name, b"{}"))
     except ValueError as error:
@@ -279,12 +277,11 @@ def _json_object(contents: Files, name: str) -> dict[str, Any]:
 
 
 def save_tokenizer(model_id: str, folder: Path) -> None:
-    """Write a model's tokenizer into ``folder``, so that it loads from there as it is.
+    """Save a model's tokenizer with transformers, so that it loads from ``folder`` unchanged.
 
-    transformers builds the tokenizers of many classes anew from the vocabulary, by keys such as ``legacy``,
-    each time it loads them. Of its own saved files it may make another one. So the configuration that is kept
-    names the class that takes tokenizer.json as it is, and what else a user sees of a tokenizer. torch is not
-    imported, not even later in this process.
+    transformers may load another tokenizer from the files that it saved, because it builds those of many
+    classes from the vocabulary each time. So the saved configuration names the class that takes
+    tokenizer.json as it is, and has only settings that a user sees. torch cannot be imported afterwards.
     """
     sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
     tokenizer = _auto_tokenizer(model_id)
@@ -294,24 +291,24 @@ def save_tokenizer(model_id: str, folder: Path) -> None:
         raise errors.UsageError(path=model_id, found=f"a slow tokenizer ({kind})", expected=expected)
     path = folder / TOKENIZER_CONFIG
     try:
-        # Several chat templates would stand in a folder of their own; in tokenizer_config.json all do.
+        # Save several chat templates in tokenizer_config.json, not in a folder of their own.
         several = isinstance(getattr(tokenizer, "chat_template", None), dict)
         tokenizer.save_pretrained(str(folder), **({"save_jinja_files": False} if several else {}))
         config = json.loads(path.read_bytes())
         kept = {*_PLAIN_KEYS, *_SHOWN_KEYS, *tokenizer.special_tokens_map}
         config = {name: config[name] for name in config if name in kept}
-        # A class may have defaults of its own, which the plain class does not know.
+        # The plain class does not know defaults that this class may have.
         config |= {name: getattr(tokenizer, name) for name in _SHOWN_ATTRIBUTES}
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
-    except Exception as error:  # tokenizers' own writer raises a bare one
+    except Exception as error:  # tokenizers raises an Exception itself, of no other class
         found, expected = f"its files cannot be written: {error}", "some space (df; TMPDIR)"
         raise errors.CannotWrite(path=folder, found=found, expected=expected) from None
-    # The saved files must load as the tokenizer, and encode as it does.
+    # The saved files must load as the same tokenizer, and encode the same ids.
     wrong = ""
     if _auto_tokenizer(str(folder)).backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
-        wrong = "of whose saved files transformers makes another tokenizer"
-    # As transformers takes control tokens; the shards may take them otherwise.
+        wrong = "whose saved files transformers loads as another tokenizer"
+    # Control tokens are allowed here as by transformers, whatever the plan says.
     allow, saved = not tokenizer.split_special_tokens, engines.load_tokenizer(folder / TOKENIZER_FILE)
     engine = engines.reference_engine(saved, allow_special_tokens=allow, name=model_id)
     ids = [document.tolist() for document in engine.encode(Texts.of_strings(engines.PROBE)).documents()]
@@ -338,26 +335,26 @@ def _auto_tokenizer(model_id: str) -> Any:
         reason = words_of_fault(error)
         models = sorted(path for path in Path(model_id).glob("*.model") if path.is_file())
         if models and not (Path(model_id) / TOKENIZER_FILE).exists():
-            # transformers takes each such vocabulary for one of tiktoken, whose lines are text.
+            # transformers takes any such vocabulary for one of tiktoken, which has lines of text.
             line = files.read_beginning(models[0], 1000).partition(b"\n")[0]
             is_tiktoken = re.fullmatch(rb"[A-Za-z0-9+/=]+ [0-9]+\s*", line)
             libraries = "tiktoken" if is_tiktoken else "sentencepiece protobuf"
-            reason = f"{models[0].name} alone; to let transformers convert it: pip install {libraries}"
+            reason = f"only {models[0].name}; to let transformers convert it: pip install {libraries}"
         raise no_tokenizer(model_id, reason) from None
-    if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():  # as transformers 5.0 makes one up
+    if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():  # transformers 5.0 makes one up
         raise no_tokenizer(model_id, f"{type(tokenizer).__name__} without a vocabulary: a file is missing")
     return tokenizer
 
 
 def special_tokens_of(config: dict[str, Any]) -> dict[str, str | None]:
-    """Return BOS, EOS and pad as a tokenizer_config.json names them, None for each that it does not."""
+    """Return the BOS, EOS and pad token of a tokenizer_config.json, None for each that it does not name."""
     tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token")}
     return {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
 
 
 def added_ids(engine: engines.Engine) -> tuple[list[int], list[int]]:
-    """Return the ids that a tokenizer puts before and behind each text, by what it does to one."""
-    for text in map(Texts.of_strings, zip(("a", *engines.PROBE))):  # a small vocabulary may drop some wholly
+    """Return the ids that a tokenizer puts before and after a text, found by encoding one."""
+    for text in map(Texts.of_strings, zip(("a", *engines.PROBE))):  # a small vocabulary may drop some texts
         around, bare = engine.encode(text).ids.tolist(), engine.bare().encode(text).ids.tolist()
         for begin in range(len(around) - len(bare) + 1):
             if bare and around[begin : begin + len(bare)] == bare:
@@ -366,7 +363,7 @@ def added_ids(engine: engines.Engine) -> tuple[list[int], list[int]]:
 
 
 def document_ends_line(plan: Plan, engine: engines.Engine, folder: Path) -> str:
-    """Say which tokens documents of a plan begin and end with. ``folder``: of the tokenizer's files."""
+    """Say with which tokens documents begin and end. ``folder``: with the tokenizer's files."""
     if plan.options.is_chat:
         return ""
     before, after = added_ids(engine) if plan.options.add_special_tokens else ([], [])

@@ -8,9 +8,8 @@ The assistant's parts are those that the template puts between ``{% generation %
 %}``. A template without these tags is rendered up to each answer, with the generation prompt, and again with
 the answer: what the second text has more is the assistant's. The whole text must begin with both.
 
-Templates come with models of other people, so the process has a limit of memory and, for each conversation,
-of CPU time. A conversation over a limit fails the attempt. It is not left out, because its time depends on
-the node, and the bytes of a shard must not.
+Templates are code of other people, so the process has a limit of memory and, per conversation, of CPU time.
+A conversation over a limit fails the attempt. It is not left out, as its time depends on the node.
 """
 
 from __future__ import annotations
@@ -133,10 +132,7 @@ def chat_template_of(
 
 
 def render_conversations(template: ChatTemplate, conversations: list[str]) -> list[Rendered | UnusableText]:
-    """Render conversations, given as JSON of their messages. Returns each one's text and spans, or why not.
-
-    Raises TooCostly if one takes too much memory or time, and ReadWriteError.
-    """
+    """Render conversations, given as JSON, or return why not. Raises TooCostly and ReadWriteError."""
     answers = _asked({"template": template, "conversations": conversations}, len(conversations))
     return [UnusableText(**each) if isinstance(each, dict) else Rendered(*each) for each in answers]
 

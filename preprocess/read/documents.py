@@ -3,9 +3,9 @@
 A file is opened once and read by position. If it was written to in the meantime, it is refused at the end.
 Planning records its size, its mtime and a hash of 3 x 64 KiB.
 
-A part of a file is a range of its bytes, compressed or not, so each byte of the input is in exactly one
-shard. The format decides where a part may begin: at a line, a row group or a frame, or only at byte 0. The
-user's function, chat templates and exclusions are applied here, in the same way for all formats.
+A part of a file is a range of its bytes as they are on disk, so each byte of the input is in one shard. The
+format decides where a part may begin: at a line, a row group or a frame, or only at byte 0. The user's
+function, chat templates and exclusions are applied here, in the same way for all formats.
 """
 
 from __future__ import annotations
@@ -24,15 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.read.text_fields import (
-    MOST_DOCUMENT_BYTES,
-    TextFields,
-    Transform,
-    UnusableText,
-    text_fields_of,
-    too_long,
-    transform_of,
-)
+from preprocess.read import text_fields
+from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, TextFields, Transform, UnusableText
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, BrokenShard, NotFound, ReadWriteError, Refused, UsageError
 from shardprep.files import ReadFile, with_retries
@@ -73,7 +66,6 @@ class Stamp(NamedTuple):
     ctime_ns: int
 
     def __str__(self) -> str:
-        """Return the size and the times, in UTC, for a message."""
         mtime, ctime = (np.datetime64(time_ns, "ns") for time_ns in self[1:])
         return f"{self.num_bytes} bytes, mtime {mtime}Z, ctime {ctime}Z"
 
@@ -125,8 +117,7 @@ class OpenInput:
         found = self._status()
         if found != self.stamp:
             changed = f"a file that changed while it was read: {found}"
-            expected = f"{self.stamp}; run this again once nobody writes to it, or plan into a new folder "
-            expected += "if its text changed"
+            expected = f"{self.stamp}; run this again once nobody writes to it, or plan into a new folder"
             raise Refused(path=self.path, found=changed, expected=expected)
 
     def _status(self) -> Stamp:
@@ -151,14 +142,6 @@ def what_fetches(data: bytes) -> str | None:
         if data.startswith(beginning) and len(data) <= MOST_POINTER_BYTES:
             return command
     return None
-
-
-def check_is_fetched(file: OpenInput) -> None:
-    """Raise BadInput if a file is only a pointer, as a clone of a repository has for a large file."""
-    size = file.stamp.num_bytes
-    if size <= MOST_POINTER_BYTES and (command := what_fetches(file.read(0, size))) is not None:
-        expected = f"the file itself; run in its repository: {command}"
-        raise BadInput(path=file.path, found="a pointer to a file that was not fetched", expected=expected)
 
 
 def unreadable(file: OpenInput, why: str) -> BadInput:
@@ -232,14 +215,14 @@ class Start(NamedTuple):
 
 
 # Separates joined texts. JSON strings are joined with what is between the quotes, and bring their own quotes.
-# Two occurrences can overlap in the quote alone.
+# Two occurrences can overlap only in a quote.
 BETWEEN = b'"\0\1document\2"'
 
 
 class Texts:
     """Texts of consecutive documents, as UTF-8: joined, and as a list that is made when it is first used.
 
-    They are given as ``each``, or as ``num_texts`` texts ``joined`` with BETWEEN. None contains BETWEEN.
+    They are given as ``each``, or ``joined`` with BETWEEN, if none of the ``num_texts`` texts contains it.
     ``characters``: a string with all their characters beyond ASCII, which saves decoding them again.
     """
 
@@ -327,7 +310,7 @@ def texts_of(values: Iterable[str | UnusableText]) -> list[bytes | UnusableText]
             found.append(value)
         else:
             text = b"" if value.isspace() else value.encode()
-            found.append(text if len(text) <= MOST_DOCUMENT_BYTES else too_long("its text"))
+            found.append(text if len(text) <= MOST_DOCUMENT_BYTES else text_fields.too_long("its text"))
     return found
 
 
@@ -392,10 +375,9 @@ class Documents:
         return digests_of(self.texts)
 
     def with_texts(self, texts: Iterable[bytes | UnusableText], sizes: Numbers | None = None) -> Documents:
-        """Replace the texts, and drop each document that has none.
+        """Replace the texts, and drop each document without one. With an UnusableText it is a bad document.
 
-        An UnusableText makes it a bad document; an empty text does not. ``sizes``: bytes of each document in
-        the input (default: of its text before).
+        ``sizes``: bytes of each document in the input (default: of its text before).
         """
         kept, found, bad = list[int](), list[bytes](), [*self.bad]
         for number, text in enumerate(texts):
@@ -423,7 +405,8 @@ class DocumentReader:
     def __init__(
         self, options: PlanOptions, transform: Transform | None = None, excluded: DocumentNames | None = None
     ) -> None:
-        self.transform, self._excluded, self._fields = transform, excluded, text_fields_of(options)
+        self.transform, self._excluded = transform, excluded
+        self._fields = text_fields.text_fields_of(options)
         self._template: ChatTemplate | None = None
         if options.record == "chat":
             from preprocess.read.chat import ChatTemplate  # opens 12 files, which other tasks do not need
@@ -434,7 +417,7 @@ class DocumentReader:
     @staticmethod
     def of_plan(folder: Path, options: PlanOptions, transform_file: Path | None) -> DocumentReader:
         """Load what a plan needs for this. Raises as ``transform_of`` and ``read_excluded``."""
-        transform = transform_of(options, transform_file)
+        transform = text_fields.transform_of(options, transform_file)
         excluded = read_excluded(folder, options.excluded) if options.excluded else None
         return DocumentReader(options, transform, excluded)
 
@@ -445,8 +428,7 @@ class DocumentReader:
         if digest is not None and digest.hexdigest() != shard.sha256:
             names = ", ".join(str(part.path) for part in shard.ranges[:3])
             found = f"other input bytes of shard {shard.shard_id:05d}, with sha256 {digest.hexdigest()[:12]}"
-            expected = f"{str(shard.sha256)[:12]} as planned; {_BRING_BACK}"
-            raise Refused(path=names, found=found, expected=expected)
+            raise Refused(path=names, found=found, expected=f"{str(shard.sha256)[:12]}; {_BRING_BACK}")
 
     def of_ranges(
         self,

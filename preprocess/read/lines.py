@@ -1,14 +1,11 @@
-r"""Read files of lines, plain or compressed, as plain text or as JSON lines.
+r"""Read files of lines, plain or compressed, as plain text or as JSON lines, in blocks of whole lines.
 
-A file is read in blocks of whole lines. Lines of plain text end with ``\n``, ``\r\n`` or ``\r``, as in
-Python's text mode, and lines of JSON with ``\n``. All supported encodings write these line ends as single
-bytes. Memory is bounded, however long a line is.
+Lines of plain text end with ``\n``, ``\r\n`` or ``\r``, as in Python's text mode, and lines of JSON with
+``\n``. All supported encodings write these as single bytes. Memory is bounded, however long a line is.
 
 A frame of a compressed file may begin in the middle of a line. A part that begins at a frame skips the bytes
 before its first line end, and reads past its own end up to the next line end. So each line is in exactly one
-part. bgzip blocks and zstd's seekable format tell where frames begin; other compressed files are read whole.
-
-Each line of JSON is an object. Its text is one field, or a template of several fields.
+part. bgzip blocks and zstd's seekable format say where frames begin; other compressed files are read whole.
 """
 
 from __future__ import annotations
@@ -57,7 +54,6 @@ _BOM = b"\xef\xbb\xbf"
 
 
 # Compressed files. -------------------------------------------------------------------------------------
-
 
 # Pieces of a file's text, each of at most MOST_DOCUMENT_BYTES, with the number of file bytes read for it.
 Pieces = Iterator[tuple[bytes, int]]
@@ -137,7 +133,7 @@ def decompressed(
     Yields pieces of about ``piece_bytes``, at most twice as many. Raises BadInput, with file and byte, if a
     member is damaged or cut short, or if something else follows the last member.
     """
-    position = told = span[0]  # end of the bytes that were read, and of those counted with earlier pieces
+    position = counted_end = span[0]  # end of the bytes that were read, and of those that a piece counts
     data, held, padding = b"", bytearray(), b""  # no padding before the first member
 
     def read_more() -> bytes:
@@ -154,7 +150,7 @@ def decompressed(
             break
         if not data.startswith(compression.magics):
             found = f"{data[:8]!r} at byte {position - len(data)}"
-            expected = f"{compression.magics[0]!r} of {compression.name}; rename or move it, and plan anew"
+            expected = f"{compression.magics[0]!r} of {compression.name}; rename or move it, and plan again"
             raise BadInput(path=file.path, found=found, expected=expected)
         padding = compression.padding
         stream = compression.open(data, zstd_long)
@@ -177,10 +173,10 @@ def decompressed(
             data = b""
             held += text
             if len(held) >= piece_bytes:
-                yield bytes(held), position - told
-                told, held = position, bytearray()
+                yield bytes(held), position - counted_end
+                counted_end, held = position, bytearray()
         data = stream.unused_data
-    yield bytes(held), span[1] - told
+    yield bytes(held), span[1] - counted_end
 
 
 # Magic and flags, mtime, extra flags and system, 6, "BC", 2, size of the block minus 1.
@@ -204,10 +200,7 @@ def _bgzf_blocks(file: OpenInput) -> Iterator[Start]:
 
 
 def _seek_table(file: OpenInput) -> list[Start]:
-    """Return where the frames of a seekable zstd file begin, and where the last one ends.
-
-    Returns an empty list if the file has only one frame, or no valid seek table.
-    """
+    """Return where the frames of a seekable zstd file begin and end, [] for one frame or no valid table."""
     size = file.stamp.num_bytes
     footer = file.read(size - 9, size) if size > 17 else b""
     if footer[5:] != struct.pack("<I", 0x8F92EAB1):
@@ -245,10 +238,7 @@ class LineFormat:
     ends_with_cr = False  # whether \r and \r\n also end a line
 
     def __init__(self, suffix: str | None) -> None:
-        """Read files with this suffix of a compression, None for plain ones.
-
-        Raises UsageError if the library for it is missing.
-        """
+        """``suffix``: of a compressed file. Raises UsageError if a library for it is missing."""
         self.compression = COMPRESSIONS[suffix] if suffix else None
         if suffix == ".zst":
             load_zstd()  # so that a missing library is an error before any work
@@ -261,10 +251,7 @@ class LineFormat:
         """Raise BadInput if the beginning of a file's text shows that it cannot be read."""
 
     def texts_of_lines(self, fields: TextFields, lines: bytes, starts: Numbers, at: int) -> LineTexts:
-        """Return the texts of ``lines``, each of which starts at one of ``starts`` in them, and the columns.
-
-        ``at``: byte of the file's text where the first line is.
-        """
+        """Return texts and columns. Lines start at ``starts`` in ``lines``, these at ``at`` in the text."""
         raise NotImplementedError
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
@@ -272,7 +259,7 @@ class LineFormat:
         return self.records_of(reader.part, pieces, fields, batch_bytes)
 
     def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
-        """Raises BadInput for another kind of file, or if its first frame needs too much memory."""
+        """Estimate the text. Raises BadInput for another kind of file, or if it takes too much memory."""
         can_be_split, size = self.can_be_split(options), file.stamp.num_bytes
         if self.compression is None:
             return Inspected(text_bytes=size, is_whole=not can_be_split)
@@ -292,10 +279,9 @@ class LineFormat:
         return documents.starts_among(frames, file, stretches)
 
     def text_of_part(self, reader: RangeReader, options: PlanOptions, piece_bytes: int) -> Pieces:
-        """Yield the text of a part, and the rest of its last line, which may be behind the part.
+        """Yield the text of a part, through the end of its last line, which may be after the part.
 
-        A line that begins exactly at the end of the part's text belongs to this part: the next part skips its
-        own first line.
+        A line that begins exactly at the end belongs to this part, as the next part skips its first line.
         """
         file, part, compression = reader.file, reader.part, self.compression
         if compression is None:
@@ -303,13 +289,13 @@ class LineFormat:
                 end = min(start + piece_bytes, part.end)
                 yield reader.read(start, end), end - start
             return
-        has_line, span, behind = part.start == 0, (part.start, part.end), (part.end, file.stamp.num_bytes)
+        has_line, span, rest = part.start == 0, (part.start, part.end), (part.end, file.stamp.num_bytes)
         for piece in decompressed(file, compression, reader.read, span, piece_bytes, options.zstd_long):
             has_line = has_line or self.first_end(piece[0]) > 0
             yield piece
         if part.end == file.stamp.num_bytes:
             return
-        others = decompressed(file, compression, file.read_all, behind, _TAIL_BYTES, options.zstd_long)
+        others = decompressed(file, compression, file.read_all, rest, _TAIL_BYTES, options.zstd_long)
         for data, _ in self.whole_line_ends(others):
             end = self.first_end(data)
             yield data[: end or len(data)], 0  # bytes of the file that another part counts
@@ -333,14 +319,12 @@ class LineFormat:
             for number in range(0, len(starts), most_lines):
                 begins = starts[number : number + most_lines]
                 sizes = np.diff(bounds[number : number + most_lines + 1])
-                texts: Texts | Sequence[bytes | UnusableText]
-                if data is None:
-                    texts, columns = [too_long("the line")], dict[str, list[Any]]()
-                else:
+                found: LineTexts = ([too_long("the line")], {})
+                if data is not None:
                     first = int(begins[0])
                     lines = data[first : first + int(sizes.sum())]
-                    texts, columns = self.texts_of_lines(fields, lines, begins - first, block_start + first)
-                at = begins + block_start
+                    found = self.texts_of_lines(fields, lines, begins - first, block_start + first)
+                (texts, columns), at = found, begins + block_start
                 yield Records(texts=texts, starts=at, sizes=sizes, num_bytes=num_bytes, columns=columns)
                 num_bytes = 0
 
@@ -352,9 +336,7 @@ class LineFormat:
         Yields (start, size, data, num_bytes) for each block: its first byte in the text, its size, its bytes,
         and the number of file bytes read for it. A line of more than MOST_DOCUMENT_BYTES is a block of its
         own, whose data is None. The last block may have size 0: it counts the file bytes after the last line.
-
-        ``start``: first byte of the pieces in the text. ``is_inside``: whether the pieces begin in the middle
-        of a line, which is skipped.
+        The pieces begin at byte ``start`` of the text. If this ``is_inside`` a line, its rest is skipped.
         """
         begun: list[bytes] = []  # pieces of an unfinished line; empty once it is too long
         num_begun = num_bytes = 0  # bytes of the unfinished line; bytes of the file that no block counts yet
@@ -418,8 +400,7 @@ class LineFormat:
     def first_line_start(self, file: OpenInput, offset: int, end: int) -> int | None:
         """Return the first byte at or after ``offset`` where a line begins, or the file's size if none does.
 
-        The result may be None if no line begins before ``end``. Reads 16 KiB first, because most lines are
-        short, then twice as much each time, up to 1 MiB.
+        May be None if not before ``end``. Reads 16 KiB first, then twice as much each time, up to 1 MiB.
         """
         if offset >= end:
             return None
@@ -451,7 +432,6 @@ class TextLines(LineFormat):
     ends_with_cr = True
 
     def can_be_split(self, options: PlanOptions) -> bool:
-        """Return False where a document is a whole file."""
         return options.doc == "line"
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
@@ -521,9 +501,7 @@ _BLANK = b" \t\r\n"
 
 
 class JsonLines(LineFormat):
-    """``.jsonl``: a document is the text of one object.
-
-    There are three ways to read a block of lines, and the first that works is taken:
+    """``.jsonl``: a document is the text of one object. A block of lines is read in the first way that works:
 
     1. ``_scanned_texts`` finds one field in all lines, without making Python objects of their other fields.
     2. orjson parses all lines. This also works for templates, and for fields beside the text.
@@ -539,7 +517,7 @@ class JsonLines(LineFormat):
         if (found := _scanned_texts(lines, starts, fields)) is not None:
             return found, {}
         each = lines.split(b"\n")[: len(starts)]
-        if not any(map(is_too_deep, each)) and _names_each_once(lines, len(each), fields):
+        if not any(map(is_too_deep, each)) and _names_each_once(lines, len(each), fields, b"\\u" in lines):
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 records, name = list(map(orjson.loads, each)), fields.plain_name
                 texts = [record[name] for record in records] if name else list(map(fields.text, records))
@@ -604,7 +582,7 @@ def _scanned_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts |
     letters = np.frombuffer(block, np.uint8)
     if (letters[starts] != ord("{")).any() or (letters[starts[1:] - 2] != ord("}")).any():
         return None
-    # No line has more brackets than the depth that is allowed. Those in strings are counted, too.
+    # No line opens more brackets than may be nested. Those in strings count, too.
     is_bracket = letters | 0x20 == ord("{")  # [ and { differ by this bit
     may_be_deep = np.count_nonzero(is_bracket) - len(starts) >= text_fields.MAX_JSON_DEPTH
     if may_be_deep and np.add.reduceat(is_bracket, starts, dtype=np.int64).max() > text_fields.MAX_JSON_DEPTH:
@@ -689,9 +667,7 @@ def _are_exact(values: Sequence[Any]) -> bool:
     return kinds.isdisjoint((list, dict))
 
 
-def _names_each_once(
-    block: bytes, num_lines: int, fields: TextFields, has_unicode_escapes: bool | None = None
-) -> bool:
+def _names_each_once(block: bytes, num_lines: int, fields: TextFields, has_unicode_escapes: bool) -> bool:
     """Return whether no line names a field of the text twice, provided that every line has all of them.
 
     Then each key occurs at least once per line, so as many keys as lines means exactly once. The first four
@@ -701,7 +677,6 @@ def _names_each_once(
         return False  # each line is checked by itself: what follows takes 20 times as long
     name = fields.plain_name
     # Without unicode escapes a key has one spelling. To count it takes a fifth of a search for all spellings.
-    has_unicode_escapes = b"\\u" in block if has_unicode_escapes is None else has_unicode_escapes
     if name and name.isidentifier() and not has_unicode_escapes:
         key = b'"%b"' % name.encode()
         if _count_beginning(block, key) == num_lines or block.count(key) == num_lines:
@@ -741,7 +716,7 @@ def _keys(name: str) -> re.Pattern[bytes]:
 def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText]:
     """Return the object of a line, and its text, or why the line is left out.
 
-    A line that names a field of the text twice is left out. Of any other key the last value counts.
+    A line that names a field of the text twice is left out. For other keys the last value counts.
     """
     if not line.strip(_BLANK):
         return None, ""
@@ -755,7 +730,7 @@ def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText
         is_exact = _LONG_NUMBER.search(line) is None
     else:
         others = [text_fields.value_at(record, path) for path in fields.named.values()]
-        is_exact = _names_each_once(line, 1, fields) and _are_exact(others)
+        is_exact = _names_each_once(line, 1, fields, b"\\u" in line) and _are_exact(others)
     if not is_exact:
         try:
             record = json.loads(line, object_pairs_hook=_Object)
@@ -827,7 +802,7 @@ _TOO_DEEP = UnusableText(
 def is_too_deep(raw: bytes | bytearray) -> bool:
     """Return whether objects and lists are nested more than MAX_JSON_DEPTH deep.
 
-    Takes 0.2 us for a line with at most so many brackets, otherwise as much for each bracket and string.
+    Takes 0.2 us for a line with no more brackets than that, otherwise as much per bracket and string.
     """
     most = text_fields.MAX_JSON_DEPTH
     if len(raw) <= 2 * most or raw.count(b"[") + raw.count(b"{") <= most:

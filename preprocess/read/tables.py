@@ -1,16 +1,16 @@
 """Read tables with pyarrow, some rows at a time: Parquet, and Arrow as ``datasets`` caches and saves it.
 
 A part of a Parquet file begins at a row group, a part of an Arrow file at a record batch. An Arrow file is a
-sequence of messages, and only their headers are read to find the record batches (flatbuffers, see
-format/Message.fbs of Arrow). pyarrow gets a part as a stream: the schema, the dictionaries before the part,
-and its record batches. A file may have several streams, of which pyarrow itself would read only the first.
+sequence of messages, whose headers (flatbuffers: format/Message.fbs of Arrow) are read to find the batches.
+pyarrow gets a part as a stream: the schema, the dictionaries before the part, and its record batches. A file
+may have several streams, of which pyarrow itself reads only the first.
 
 pyarrow reads a record batch whole. A file with a large one is mapped instead, and its pages are released
 after each batch of documents. The price: if a mapped page cannot be read, the process ends with SIGBUS.
 
-Values become those of JSON, by one rule per type (docs/format.md, "Values of tables"). A value without one
-becomes an UnusableText. pyarrow's own ``to_pylist`` would return pandas objects if pandas is installed, and
-would fail at the first value that has no Python object.
+Values become those of JSON, by one rule per type (docs/format.md, "Values of tables"); a value without one
+becomes an UnusableText. pyarrow's own ``to_pylist`` returns objects of pandas if that is installed, and fails
+at the first value that has no Python object.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ arrow.set_memory_pool(arrow.system_memory_pool())
 _MOST_ROWS = 8192  # at a time
 _BUFFER_BYTES = 1 << 20  # read at once of a column, so that no row group is in memory as a whole
 _SIGNATURE_BYTES = 28  # nonce and tag after the footer, in a file whose columns are encrypted
-# Base classes of pyarrow's errors, and errors that its Python code raises for damaged files. A damaged size
-# may ask for more memory than exists.
+# Bases of pyarrow's errors, and what its Python code raises for damaged files, such as for a huge size.
 _BUILT_IN_ERRORS = (ValueError, OSError, RuntimeError, LookupError, TypeError, OverflowError, MemoryError)
 
 
@@ -112,7 +111,7 @@ class Parquet:
     """``.parquet``. Only the columns in use are read, some pages at a time."""
 
     def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
-        """Raises BadInput if the footer is damaged, or if a column of the text is missing."""
+        """Estimate the text. Raises BadInput if the footer is damaged, or a column of the text is missing."""
         if not file.stamp.num_bytes:
             return Inspected(text_bytes=0, is_whole=True)
         table, stream, fields = self._open(file, text_fields.text_fields_of(options))
@@ -229,7 +228,7 @@ class Arrow:
     """``.arrow``: the stream format, and the file format."""
 
     def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
-        """Raises BadInput for another kind of file, or if a column of the text is missing."""
+        """Estimate the text. Raises BadInput for another kind of file, or if a column of it is missing."""
         first = next(_messages_of(file), None)
         if first is not None:
             self._open(file, [first], text_fields.text_fields_of(options), None)
@@ -354,11 +353,9 @@ def _header(data: bytes) -> tuple[int, int, int]:
         return (table + offset, at(table + offset, code)) if offset else (0, 0)
 
     root, num_rows = at(0, "<I"), 0
-    (_, kind), (inner, offset), (_, body_bytes) = (
-        field(root, 1, "<B"),
-        field(root, 2, "<I"),
-        field(root, 3, "<q"),
-    )
+    _, kind = field(root, 1, "<B")
+    inner, offset = field(root, 2, "<I")
+    _, body_bytes = field(root, 3, "<q")
     if kind == _BATCH and inner:
         _, num_rows = field(inner + offset, 0, "<q")
     is_known = kind in (_SCHEMA, _DICTIONARY) or (kind == _BATCH and inner)

@@ -36,8 +36,7 @@ from shardprep.format.plan import PlanOptions
 FieldPath = tuple[str, ...]
 # A longer document is left out. The limit is the same on all machines, so that the bytes of a shard are, too.
 MOST_DOCUMENT_BYTES = 64 << 20
-# Nesting of lists and objects. Python's own limit depends on its version and on the stack that is left;
-# orjson's is 1,024.
+# Levels of lists and objects. Python's own limit depends on its version and stack; orjson's is 1,024.
 MAX_JSON_DEPTH = 512
 _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
 _MAX_BYTES = 64 << 20  # of the function's file, and of each file that it uses

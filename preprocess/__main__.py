@@ -166,9 +166,8 @@ def run(args: argparse.Namespace) -> int:
     if num_proc < 1:
         raise UsageError.of_value("--num_proc", num_proc, "1 or more")
     num_proc = min(num_proc, len(todo))
-    memory_gb = settings.memory_gb / num_proc
-    settings = dataclasses.replace(settings, memory_gb=memory_gb)
-    if note := resources.memory_note(memory_gb, num_proc):
+    settings = dataclasses.replace(settings, memory_gb=settings.memory_gb / num_proc)
+    if note := resources.memory_note(settings.memory_gb, num_proc):
         say(f"note: {note}")
     cpus_of = [cpus[number::num_proc] or cpus for number in range(num_proc)]
     sizes = plan.shard_bytes()

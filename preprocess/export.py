@@ -44,8 +44,7 @@ class ExportLayout:
     two_bytes_below, wide = 1 << 16, "<i4"  # ids of a smaller vocabulary are uint16, others of this type
 
     def __init__(self, folder: Path, vocab_size: int, num_tokens: list[int]) -> None:
-        """``num_tokens`` are the tokens of each shard, added EOS included."""
-        self.folder, self.num_tokens, num_shards = folder, num_tokens, len(num_tokens)
+        self.folder, self.num_tokens, num_shards = folder, num_tokens, len(num_tokens)  # added EOS included
         self.dtype = np.dtype("<u2" if vocab_size < self.two_bytes_below else self.wide)
         names = (self.last_name.format(number=number, num_shards=num_shards) for number in range(num_shards))
         self.last_files = [folder / name for name in names]

@@ -348,8 +348,7 @@ def _merge(out: Path, paths: list[Path], data_dir: Path, settings: dict[str, Any
                     listed[f"sha256:{hit['sha256']}\n"] = None
                     file.write(line)
             except (ValueError, LookupError, TypeError):
-                found, remedy = "a line that is not a hit", f"rm {quoted(path)}"
-                raise BrokenShard(path=path, found=found, remedy=remedy) from None
+                raise BrokenShard(path=path, found="not a hit", remedy=f"rm {quoted(path)}") from None
         file.sync()
         file.publish()
     files.publish_bytes(names_path, "".join(listed).encode())

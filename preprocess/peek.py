@@ -27,7 +27,6 @@ from shardprep.format.index import ShardSamples, read_idx, samples_holding
 from shardprep.format.manifest import manifest_ids, read_manifest
 from shardprep.format.plan import Plan, need_plan
 
-_KINDS = "SHARD:SAMPLE, SHARD:ROW:DOCUMENT, FILE:BYTE or id:ID"
 _IN_SHARD = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?::([0-9]{1,9}))?")
 _DETAIL_CHARS = 300
 Sample = tuple[int, int]  # shard, number in it
@@ -155,7 +154,7 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
     else:
         name, _, offset = address.rpartition(":")
         if not (name and offset.isdecimal() and len(offset) < 19):
-            expected = f"{_KINDS}, such as 3:17"
+            expected = "SHARD:SAMPLE, SHARD:ROW:DOCUMENT, FILE:BYTE or id:ID, such as 3:17"
             raise UsageError(found=f"{address}, which is not an address", expected=expected)
         if name not in paths:
             expected = f"a name such as {paths[0]}"

@@ -248,14 +248,10 @@ def _check_idx(folder: Path, plan: Plan, shard: Manifest) -> Records:
             side == sorted(side) for side in (places[:num_train], places[num_train:])
         )
         # Rows, and bytes of decompressed text, cannot be compared with the file's bytes in the plan.
-        in_bytes = [
-            cut.input_number == len(plan.inputs)
-            or names.input_kind(plan.inputs[cut.input_number].path).is_in_bytes
-            for cut in (begin, end)
-        ]
-        first = (begin.input_number, begin.byte if in_bytes[0] else 0)
-        stop = (end.input_number, end.byte)
-        if end.byte and not in_bytes[1]:
+        first, stop = (begin.input_number, begin.byte), (end.input_number, end.byte)
+        if begin.byte and not names.input_kind(plan.inputs[begin.input_number].path).is_in_bytes:
+            first = (begin.input_number, 0)
+        if end.byte and not names.input_kind(plan.inputs[end.input_number].path).is_in_bytes:
             stop = (end.input_number + 1, 0)
         if not in_order or min(places) < first or max(places) >= stop:
             raise errors.BrokenShard(f"{name} names sources outside of its part of the plan")

@@ -278,15 +278,14 @@ class FastTokenizer:
 
         self._backend: Any = None  # frees the cache before new memory is taken
         self._backend = load_hf_json(self._json)
-        self._resident_bytes, self._num_bytes = _resident_bytes(), 0
+        self._max_resident_bytes, self._num_bytes = _resident_bytes() + self._MAX_GROWTH_BYTES, 0
 
     def _ids(self, text: bytes) -> Ids:
         from gigatoken.gigatoken_rs import BytesSource, PadTruncate
 
         with self._lock:
             self._num_bytes += len(text)
-            is_due = self._num_bytes > self._MIN_TEXT_BYTES
-            if is_due and _resident_bytes() - self._resident_bytes > self._MAX_GROWTH_BYTES:
+            if self._num_bytes > self._MIN_TEXT_BYTES and _resident_bytes() > self._max_resident_bytes:
                 self._load()
             backend = self._backend
         # encode() would hold the interpreter's lock, and would import "awkward" for a list of texts (0.1 s).

@@ -142,7 +142,6 @@ class WorkerSettings(InputSettings):
     memory_gb: float | None = option(
         None, "memory of a process, in GiB", shown="the limit of Slurm and the cgroup", group="resources"
     )
-
     max_batch_documents: int | None = option(None)  # from DATASET_BATCH_SIZE; not a flag
 
     def __post_init__(self) -> None:

@@ -203,7 +203,6 @@ class JsonIds:
 
     def lengths(self, batch: TokenBatch) -> Numbers:
         """Return int64[documents]: the bytes of each JSON text. Raises OtherTokenizer for an unknown id."""
-        # ``separated`` would clip it.
         is_unknown = batch.ids >= self._vocab_size
         if self._has_blanks:
             is_unknown &= batch.ids != names.BLANK
@@ -246,8 +245,7 @@ class Packer:
     """Packs documents into rows, in order."""
 
     def __init__(self, spec: DatasetSpec) -> None:
-        self.seq_len = spec.seq_len
-        self.num_split = 0  # documents that are not whole in one row
+        self.seq_len, self.num_split = spec.seq_len, 0  # documents that are not whole in one row
         self.group_rows = max(1, names.PACKED_MEMBER_BYTES // (spec.seq_len * spec.dtype.itemsize))
         is_chat = spec.record == "chat"  # then ids carry NO_LOSS while they are packed
         self.dtype = np.dtype(np.uint32) if is_chat else spec.dtype
@@ -276,7 +274,7 @@ class ConcatRows(Packer):
 
     def append(self, tokens: TokenBatch, starts: Starts) -> Iterator[RowGroup]:
         has_tokens = np.diff(tokens.offsets) > 0
-        # Positions in the held tokens, which begin at a row's begin: groups are whole rows.
+        # Positions in the held tokens, the first of which begins a row.
         first = tokens.offsets[:-1][has_tokens] + len(self._ids)
         last = tokens.offsets[1:][has_tokens] + len(self._ids) - 1
         self.num_split += int((first // self.seq_len != last // self.seq_len).sum())
@@ -631,7 +629,7 @@ class Counting:
 def _marks(folder: Path, shard_id: int) -> tuple[Path, Path]:
     """Return the paths of two marks, which show other attempts at a shard without a listing of DATA.
 
-    The first exists during an attempt, and stays if that is killed. Who finds it creates the second.
+    The first exists during an attempt, and stays if that is killed. An attempt that finds it adds the second.
     """
     first, second = (folder / f".{names.shard_name(shard_id)}.{word}.tmp" for word in ("begun", "again"))
     return first, second
@@ -754,12 +752,11 @@ class ShardWriter:
 
     def _write_records(self, piece: Piece) -> None:
         """Write the idx records and digests of a piece."""
-        if len(piece.records):
-            raw = piece.records.tobytes()
-            self._idx.write(raw)
-            self._crcs.add(raw)
-            self._num_samples += len(piece.records)
-        if "digests" in self._side_files and len(piece.digests):
+        raw = piece.records.tobytes()
+        self._idx.write(raw)
+        self._crcs.add(raw)
+        self._num_samples += len(piece.records)
+        if "digests" in self._side_files:
             self._side_files["digests"].write(piece.digests.tobytes())
 
     def commit(self, run: RunFacts, *, made_from: str | None = None) -> Manifest:

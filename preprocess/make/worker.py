@@ -47,7 +47,7 @@ _NUM_NAMED = 3  # inputs of a shard that the log names
 # The flag that is most likely wrong if documents are left out for a reason.
 _LIKELY_FLAG = dict.fromkeys(["no_field", "null_field", "wrong_type"], "--text_field")
 _LIKELY_FLAG["undecodable"] = "--encoding"
-_SLURM_NAMES = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CPUS_PER_TASK")
+_SLURM_FACTS = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CPUS_PER_TASK")
 
 Progressed = Callable[[int, dict[str, int]], None]  # called with bytes of input, and counts by noun
 
@@ -97,7 +97,7 @@ def done_line(manifest: Manifest, folder: Path) -> str:
     run, counts, shard_id = manifest.run, manifest.counts, manifest.shard_id
     facts = [amounts_line(counts.input_bytes, counts.num_documents, counts.num_tokens, run.wall_s)]
     if left_out := sum(counts.quarantined.values()):
-        facts.append(f"{left_out} documents were left out: {names.quarantine_path(folder, shard_id)}")
+        facts.append(f"{counted(left_out, 'document')} left out: {names.quarantine_path(folder, shard_id)}")
     facts.append(f"{run.cpu_s:.1f} s of CPU")
     if run.transform_cpu_s:
         facts.append(f"{run.transform_cpu_s:.1f} of them in --transform")
@@ -183,13 +183,13 @@ class Worker:
                 progress(batch.documents.num_bytes, {"documents": num_documents, "tokens": num_tokens})
                 del batch  # its part of the tar may have 11 MB: free them before the next batch
             self._check_bad_fraction(writer, shard.shard_id)
-            slurm = {f"SLURM_{name}": os.environ.get(f"SLURM_{name}") for name in _SLURM_NAMES}
+            slurm_names = [f"SLURM_{name}" for name in _SLURM_FACTS]
             facts = RunFacts(
                 engine=f"{self.engine.name} {self.engine.version}",
                 shardprep=shardprep.__version__,
                 python=platform.python_version(),
                 host=os.environ.get("SLURMD_NODENAME") or os.uname().nodename,
-                slurm={name: value for name, value in slurm.items() if value is not None},
+                slurm={name: os.environ[name] for name in slurm_names if name in os.environ},
                 num_cpus=self.num_cpus,
                 began=round(began, 3),
                 wall_s=round(time.time() - began, 3),

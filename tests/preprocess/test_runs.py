@@ -397,7 +397,7 @@ def test_beside_a_gpu_doctor_says_what_torch_finds_or_why_it_fails(
     monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl" or exists(path))
     monkeypatch.setattr("preprocess.doctor._TORCH_LIMIT_S", 5.0)
     finding = findings(PYTHONPATH=str(tmp_path))["torch"]
-    assert (finding["exit_code"], told in finding["text"]) == (code, True), finding
+    assert (int(finding["exit_code"]), told in finding["text"]) == (code, True), finding
 
 
 CGROUPS = Path("/sys/fs/cgroup")

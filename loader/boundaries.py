@@ -44,8 +44,8 @@ def boundary_names(boundaries: Boundary | Sequence[Boundary]) -> tuple[str, ...]
     if unknown := [name for name in names if name not in get_args(Boundary)]:
         raise UsageError(found=f"boundaries={unknown}", expected=f"some of {', '.join(get_args(Boundary))}")
     if set(names) == {"position_ids"}:
-        said = "boundaries='position_ids' has no effect on a model that gets an attention_mask or a cache"
-        logger.warning(f"{said}; for model(**batch) of transformers pass boundaries='transformers'")
+        problem = "boundaries='position_ids' has no effect on a model that gets an attention_mask or a cache"
+        logger.warning(f"{problem}; for model(**batch) of transformers pass boundaries='transformers'")
     return names
 
 

@@ -223,10 +223,10 @@ def _wait_for_index(folder: Path, note: Path, launch: str, limit_s: float, rank:
         failure: Exception | None = None
         # A missing or damaged note is ignored.
         with contextlib.suppress(ShardprepError, OSError, ValueError, LookupError, TypeError, RecursionError):
-            said = json.loads(read_regular(note, max_bytes=1 << 20))
-            if said["launch"] == launch:  # else another start of the job wrote it
-                message = f"rank 0 could not prepare {folder}: {said['error']}"
-                failure = _error_of(int(said["exit_code"]), message)
+            content = json.loads(read_regular(note, max_bytes=1 << 20))
+            if content["launch"] == launch:  # else another start of the job wrote it
+                message = f"rank 0 could not prepare {folder}: {content['error']}"
+                failure = _error_of(int(content["exit_code"]), message)
         if failure is not None:
             raise failure
         waited_s = time.monotonic() - began

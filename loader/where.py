@@ -85,14 +85,14 @@ def where(args: argparse.Namespace) -> int:
 def _documents(loader: TokenLoader, world_size: int) -> Iterator[dict[str, Any]]:
     """Yield the documents of the next step, by their ranks in training. The loader reads as one rank."""
     batch_size = loader.step_batches.batch_size
-    of_rank = loader.run.tick_samples // world_size
+    rank_samples = loader.run.tick_samples // world_size
     for number, batch in enumerate(loader):
         tick, first = divmod(number * batch_size, loader.run.tick_samples)
         for row, token, *numbers in batch["origins"].tolist():
-            rank, place = divmod(first + row, of_rank)
+            rank, place = divmod(first + row, rank_samples)
             yield {
                 "rank": rank,
-                "batch": (tick * of_rank + place) // batch_size,
+                "batch": (tick * rank_samples + place) // batch_size,
                 "row": place % batch_size,
                 "token": token,  # of the row, at which the document begins or continues
                 **asdict(loader.origin(*numbers)),

@@ -607,8 +607,7 @@ def get_llama3_dataloader(
             weights_in: unit of the weights: ``"samples"`` or ``"tokens"``, by each source's mean length.
             amend: accept a state of other weights, sources or global batch sizes, which is otherwise refused.
                 The loader's own take effect at the next border, at most 64 steps later. Until then keep a
-                source that you drop in ``input_shards``, without a weight. Sizes must be multiples of the
-                run's first.
+                dropped source in ``input_shards``, without a weight. Sizes: multiples of the run's first.
 
         Packing and labels:
             seq_len: pack documents into full rows of this many tokens, with EOS between documents.

@@ -27,7 +27,7 @@ from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.files import publish_bytes, read_regular, size_of_file
 from shardprep.format.names import INDEX_NAME, PLAN_NAME
 
-# The variables of rank and world size. They take precedence over Slurm's: mpirun starts a srun task per node.
+# Variables of rank and world size. They come before Slurm's, since mpirun starts one srun task per node.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "torchrun sets them"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun sets them"),
@@ -174,8 +174,7 @@ def ensure_prepared(
     Raises:
         Refused: ``output_dir`` was planned with other options, or ``input_dir`` has changed since: names,
             sizes, or a sample of each file whose mtime differs.
-        ReadWriteError: the limit is over.
-        ShardprepError: rank 0 failed; all ranks raise its error.
+        ShardprepError: rank 0 failed, and all ranks raise its error; or ``limit_s`` is over (ReadWriteError).
     """
     if not limit_s > 0:
         raise UsageError.of_value("limit_s", limit_s, "more than 0")

@@ -73,7 +73,8 @@ def where(args: argparse.Namespace) -> int:
         answer = {"step": step, "epoch": at["epoch"], "step_of_epoch": at["step"], "documents": documents}
         print_lines(json.dumps(answer, default=str))
         return 0
-    print_lines(f"step {step}: step {at['step']} of epoch {at['epoch']}, {len(documents)} documents")
+    num_documents = counted(len(documents), "document")
+    print_lines(f"step {step}: step {at['step']} of epoch {at['epoch']}, {num_documents}")
     for each in documents:
         source = "" if each["source"] == "all" else f"{each['source']} "
         address = each["address"] or f"{each['tar']} sample {each['sample']}"
@@ -138,8 +139,7 @@ def find_state(path: Path) -> dict[str, Any]:
             return dict(part)
         if isinstance(part, (Mapping, list, tuple)):
             parts += part.values() if isinstance(part, Mapping) else part
-    expected = "a checkpoint in which loader.state_dict() was saved"
-    raise NotFound(path=path, found="no state of the loader", expected=expected)
+    raise NotFound(path=path, found="no state of the loader", expected="what loader.state_dict() returned")
 
 
 def _loader_options(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -79,12 +79,12 @@ def choose_pad_token(tokenizer: Any) -> PadToken:
 
 def log_pad_token(pad: PadToken, eos_token_id: int | None) -> None:
     """Log which token pads, as a warning if it is EOS."""
-    said = f"padding with {pad.token} (id {pad.token_id}): {pad.reason}"
+    message = f"padding with {pad.token} (id {pad.token_id}): {pad.reason}"
     if pad.token_id != eos_token_id:
-        logger.info(said)
+        logger.info(message)
         return
     advice = "if your loss ignores padding by its id, give the tokenizer a pad token of its own"
-    logger.warning(f"{said}. The loader keeps the labels of a real EOS; {advice}")
+    logger.warning(f"{message}. The loader keeps the labels of a real EOS; {advice}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,8 +276,8 @@ class StepBatches:
         # A model that shifts labels does not predict the first token of a row.
         if (labels if self.shifts_targets else labels[:, 1:]).eq(IGNORED).all() and not self._has_warned:
             self._has_warned = True
-            said = "a batch has no label left: documents are blanked, of one token, or without an assistant"
-            logger.warning(f"{said}. A mean over its labels is NaN: divide a sum by at least 1")
+            problem = "a batch has no label left: documents blanked, of one token, or without an assistant"
+            logger.warning(f"{problem}. A mean over its labels is NaN: divide a sum by at least 1")
 
 
 def blank_labels(batch: Any, is_filler: npt.NDArray[np.bool_]) -> None:

@@ -44,8 +44,8 @@ def boundary_names(boundaries: Boundary | Sequence[Boundary]) -> tuple[str, ...]
     if unknown := [name for name in names if name not in get_args(Boundary)]:
         raise UsageError(found=f"boundaries={unknown}", expected=f"some of {', '.join(get_args(Boundary))}")
     if set(names) == {"position_ids"}:
-        said = "boundaries='position_ids' has no effect on a model that gets an attention_mask or a cache"
-        logger.warning(f"{said}; for model(**batch) of transformers pass boundaries='transformers'")
+        problem = "boundaries='position_ids' has no effect on a model that gets an attention_mask or a cache"
+        logger.warning(f"{problem}; for model(**batch) of transformers pass boundaries='transformers'")
     return names
 
 
@@ -243,9 +243,9 @@ def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents:
     positions = places - torch.where(is_start, places, 0).cummax(1).values  # of tokens in their documents
     # The second token of a document is not changed, unless it is also the last. Its logits must move when the
     # first token changes; otherwise the model does not use earlier tokens at all.
-    stays = is_real & (positions == 1) & (positions.roll(-1, 1) == 2)
+    is_kept = is_real & (positions == 1) & (positions.roll(-1, 1) == 2)
     inner = _unwrapped(model)
-    num_moved, most, looks_back, num_other = 0, 0.0, False, 0
+    num_moved, largest, looks_back, num_changed = 0, 0.0, False, 0
     with _evaluated(model):
         before = _some_logits(model, fields)
         spread = before.std(-1).clamp_min(torch.finfo(before.dtype).tiny)
@@ -255,37 +255,37 @@ def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents:
 
         # Neighboring documents are in different halves.
         for half in (is_real & (numbers % 2 == 0), numbers % 2 == 1):
-            moved = moved_by(input_ids=torch.where(half & ~stays, other_ids, ids))
+            moved = moved_by(input_ids=torch.where(half & ~is_kept, other_ids, ids))
             others = moved[(is_real & ~half).to(moved.device)]
             if has_two and len(others):
                 num_moved += int((~(others <= noise)).sum())
-                most = max(most, float(others.amax()))
-            looks_back |= bool((moved[(half & stays).to(moved.device)] > noise).any())
+                largest = max(largest, float(others.amax()))
+            looks_back |= bool((moved[(half & is_kept).to(moved.device)] > noise).any())
         mask = fields.get("attention_mask")
-        is_made = isinstance(mask, BlockMask | dict) or (isinstance(mask, torch.Tensor) and mask.ndim == 4)
-        if is_made and hasattr(getattr(inner, "config", None), "get_text_config"):
+        has_mask = isinstance(mask, BlockMask | dict) or (isinstance(mask, torch.Tensor) and mask.ndim == 4)
+        if has_mask and hasattr(getattr(inner, "config", None), "get_text_config"):
             # A transformers model uses such a mask unchanged.
             moved = moved_by(attention_mask=_transformers_masks(inner, positions))
-            num_other = int((~(moved <= noise))[is_real.to(moved.device)].sum())
-    found = before.new_tensor([has_two, looks_back, num_moved, most, num_other])
+            num_changed = int((~(moved <= noise))[is_real.to(moved.device)].sum())
+    found = before.new_tensor([has_two, looks_back, num_moved, largest, num_changed])
     if is_distributed:
         dist.all_reduce(found, dist.ReduceOp.MAX)
-    has_several, does_look_back, num_leaks, most, num_other = found.tolist()
+    has_several, does_look_back, num_leaks, largest, num_changed = found.tolist()
     name, num_tokens = type(inner).__name__, int(is_real.sum())
     remedy = "loader.mask_documents(model)"
     if num_leaks:
         attention = getattr(getattr(inner, "config", None), "_attn_implementation", "of its own")
         raise Refused(
             f"documents of a packed row see each other in {name} (attention {attention}): when others "
-            f"changed, the logits of {int(num_leaks)} of {num_tokens} tokens moved, by up to {most:.2%} of "
+            f"changed, logits of {int(num_leaks)} of {num_tokens} tokens moved, by up to {largest:.2%} of "
             'their spread. Make the loader with boundaries="transformers" and pass its batches without an '
             f"attention_mask, or call {remedy} once before training, or choose another attn_implementation. "
             "If none of these helps, leave out seq_len= and boundaries=",
         )
-    if num_other:
+    if num_changed:
         raise Refused(
             f"the attention_mask of the batch is not the one of {name}, whose layers may have windows: with "
-            f"the model's mask {int(num_other)} of {num_tokens} tokens have other logits. Pass batches of "
+            f"the model's mask {int(num_changed)} of {num_tokens} tokens have other logits. Pass batches of "
             f'boundaries="transformers" without a mask, and call {remedy} once before training',
             remedy=remedy,
         )

@@ -225,7 +225,7 @@ def _copy_our_shard(root: str, shard_id: int, folder: Path) -> Path | None:
 def _copy_unless_there(url: str, target: Path, stamp: FileStamp | None = None, **options: Any) -> None:
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(target.lstat().st_mode):  # such as a link that somebody planted
-            raise BrokenShard(path=target, found="not a regular file", expected="one; remove this")
+            raise BrokenShard(path=target, found="not a regular file", expected="a copy; remove it")
         return
     _publish(_blocks(url), target, _shown(url), stamp, **options)
 

@@ -135,7 +135,7 @@ class TokenLoader(DataLoader[Batch]):
         return BatchStream(run, slots, self.step_batches, metrics, endless, workers)
 
     def __len__(self) -> int:
-        """Return the batches of the next epoch on each rank. A resumed epoch yields ``first_batch`` fewer."""
+        """Return each rank's number of batches in the next epoch. A resumed one has ``first_batch`` fewer."""
         return self.run.ticks_in(self.run.epoch_of(self._next_position.step)) * self.run.batches_per_tick
 
     @property
@@ -149,7 +149,7 @@ class TokenLoader(DataLoader[Batch]):
     def tokenizer(self) -> Any:
         """Return transformers' tokenizer, the same object each time. Loading Llama 3's takes 3 s.
 
-        Raises OtherTokenizer if the loaded tokenizer is not the manifests', NotFound or ReadWriteError.
+        Raises OtherTokenizer if it differs from the manifests' tokenizer, NotFound or ReadWriteError.
         """
         return self.loader_tokenizer.loaded
 
@@ -230,7 +230,7 @@ class TokenLoader(DataLoader[Batch]):
         run, now = self.run, self.progress.delivered
         epochs, weights = run.source_epochs(now), run.held_from(now.step)[0].weights
         read = {source.name: source.samples for source in run.sources if source.samples is not None}
-        tokens_of = {name: weights.get(name, 0) * samples.mean_tokens for name, samples in read.items()}
+        tokens = {name: weights.get(name, 0) * samples.mean_tokens for name, samples in read.items()}
         max_length = run.settings["max_length"]
         sample = f"a document, of at most {max_length} tokens" if max_length else "a document of any length"
         if run.row_tokens:
@@ -251,8 +251,8 @@ class TokenLoader(DataLoader[Batch]):
         for source in run.sources:
             name, share_text, num_tokens = source.name, "dropped", ""
             if name in read:
-                of_tokens = tokens_of[name] / (sum(tokens_of.values()) or 1)
-                share_text = f"{weights.get(name, 0):.1%} of samples, {of_tokens:.1%} of tokens"
+                token_share = tokens[name] / (sum(tokens.values()) or 1)
+                share_text = f"{weights.get(name, 0):.1%} of samples, {token_share:.1%} of tokens"
                 num_tokens = f" of about {read[name].mean_tokens:.3g} tokens"
             lines.append(
                 f"source {name}: {share_text}; {epochs[name]:.2f} epochs so far; "
@@ -281,7 +281,7 @@ class TokenLoader(DataLoader[Batch]):
     def origin(self, source: int, shard: int, sample: int, document: int = 0) -> Origin:
         """Return where a document of ``batch["origins"]`` comes from: its tar, and its input file and byte.
 
-        ``loader.origin(*batch["origins"][0, 2:].tolist())``. Raises UsageError for unknown numbers.
+        Example: ``loader.origin(*batch["origins"][0, 2:].tolist())``. Raises UsageError for unknown numbers.
         """
         sources = self.run.sources
         samples = sources[source].samples if 0 <= source < len(sources) else None
@@ -391,8 +391,8 @@ class TokenLoader(DataLoader[Batch]):
             expected = 'range(loader.state_dict()["epoch"], num_epochs), or a loader without the state'
             raise UsageError(found=found, expected=expected)
         if now.delivered == Position():
-            said = f"set_epoch({epoch}) before the first batch starts at the first step of that epoch"
-            logger.warning(f"{said}. To resume inside the epoch, call load_state_dict first")
+            problem = f"set_epoch({epoch}) before the first batch starts at the first step of that epoch"
+            logger.warning(f"{problem}. To resume inside the epoch, call load_state_dict first")
         first, before = self.run.first_step(epoch), now.delivered.step
         self._move_to(Position(first), num_left=now.num_left + first - before, left_at=before - now.num_left)
         self._newest += 1  # an older iterator would count its batches for the new epoch
@@ -480,8 +480,8 @@ def _warn_of_accumulation(num_batches: int) -> None:
         return
     num_steps = accelerate.GradientState().num_steps
     if num_steps not in (1, num_batches):
-        said = f"accelerate accumulates {num_steps} batches, but a global batch has {num_batches} per rank"
-        logger.warning(f"{said}; pass global_batch_size=batch_size x ranks x {num_steps}")
+        problem = f"accelerate accumulates {num_steps} batches, but a global batch has {num_batches} per rank"
+        logger.warning(f"{problem}; pass global_batch_size=batch_size x ranks x {num_steps}")
 
 
 Padding = Literal["longest", "max_length"]
@@ -600,15 +600,14 @@ def get_llama3_dataloader(
                 document, which ``loader.origin`` resolves. Remove it before ``model(**batch)``.
 
         Order and mixing:
-            seed: of the shuffle. Equal seeds give equal global batches on any number of ranks and workers.
+            seed: equal seeds give equal global batches, on any number of ranks and workers.
             shuffle: if False, global batch k is samples ``[k L, (k + 1) L)``, L being ``global_batch_size``.
             weights: share of each source, ``{"web": 0.7, "code": 0.3}``, or shares by step, ``[(0, {...}),
                 (80_000, {...})]``. Each source has its own epochs, see ``loader.source_epochs``.
             weights_in: unit of the weights: ``"samples"`` or ``"tokens"``, by each source's mean length.
             amend: accept a state of other weights, sources or global batch sizes, which is otherwise refused.
                 The loader's own take effect at the next border, at most 64 steps later. Until then keep a
-                source that you drop in ``input_shards``, without a weight. Sizes must be multiples of the
-                run's first.
+                dropped source in ``input_shards``, without a weight. Sizes: multiples of the run's first.
 
         Packing and labels:
             seq_len: pack documents into full rows of this many tokens, with EOS between documents.
@@ -662,27 +661,27 @@ def get_llama3_dataloader(
     check_mixing(input_shards, weights, is_validation=is_validation)
     if padding == "max_length" and max_length is None:
         raise UsageError(found=f"padding={padding!r}", expected="max_length=, the length to pad to")
-    shards_of = find_sources(
+    shards_by_source = find_sources(
         input_shards if isinstance(input_shards, Mapping) else {"all": input_shards},
         cache_dir=cache_dir,
         count_tokens=seq_len is not None or group > 1 or (weights is not None and weights_in == "tokens"),
         split=split,
     )
-    shards = ShardSet([part for of_source in shards_of.values() for part in of_source.sources], split)
+    shards = ShardSet([part for each in shards_by_source.values() for part in each.sources], split)
     tokenizer = choose_tokenizer(shards, model_id)
     samples = {
         name: make_samples(
-            of_source,
+            source_shards,
             seq_len=seq_len,
             max_length=max_length,
             group=group,
             eos_token_id=tokenizer.eos_token_id,
-            vocab_size=tokenizer.vocab_size if of_source.has_external else None,
+            vocab_size=tokenizer.vocab_size if source_shards.has_external else None,
             starts=bool(fields) or origins,
             keeps_tail=is_validation,
             origins=origins,
         )
-        for name, of_source in shards_of.items()
+        for name, source_shards in shards_by_source.items()
     }
     run = make_run(
         samples,
@@ -706,8 +705,8 @@ def get_llama3_dataloader(
         found = f"prefetch_factor={prefetch_factor}, but no workers that could read ahead"
         raise UsageError(found=found, expected="num_workers of at least 1", remedy="num_workers")
     if num_workers > (num_slots := run.order.num_slots // who.world_size):
-        said = f"num_workers={num_workers}, but only {num_slots} can share a rank's part of a global batch"
-        logger.warning(f"{said}: no more are started. A larger global_batch_size gives work to more")
+        problem = f"num_workers={num_workers}, but only {num_slots} can share a rank's part of a global batch"
+        logger.warning(f"{problem}: no more are started. A larger global_batch_size gives work to more")
         num_workers = num_slots
     padded = padded_batches(
         collate_fn,
@@ -743,6 +742,6 @@ def get_llama3_dataloader(
         logger.info(loader.describe())
         has_end = all(data.spec.append_eos or data.spec.has_rows for data in shards.datasets)
         if not (has_end or seq_len is not None or is_validation or tokenizer.eos_token_id is None):
-            said = "documents end without EOS, so a model fine-tuned on them never learns to stop"
-            logger.warning(f"{said}; pass seq_len=, or plan the data with --append_eos")
+            problem = "documents end without EOS, so a model fine-tuned on them never learns to stop"
+            logger.warning(f"{problem}; pass seq_len=, or plan the data with --append_eos")
     return loader

@@ -27,7 +27,7 @@ from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.files import publish_bytes, read_regular, size_of_file
 from shardprep.format.names import INDEX_NAME, PLAN_NAME
 
-# The variables of rank and world size. They take precedence over Slurm's: mpirun starts a srun task per node.
+# Variables of rank and world size. They come before Slurm's, since mpirun starts one srun task per node.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "torchrun sets them"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun sets them"),
@@ -174,8 +174,7 @@ def ensure_prepared(
     Raises:
         Refused: ``output_dir`` was planned with other options, or ``input_dir`` has changed since: names,
             sizes, or a sample of each file whose mtime differs.
-        ReadWriteError: the limit is over.
-        ShardprepError: rank 0 failed; all ranks raise its error.
+        ShardprepError: rank 0 failed, and all ranks raise its error; or ``limit_s`` is over (ReadWriteError).
     """
     if not limit_s > 0:
         raise UsageError.of_value("limit_s", limit_s, "more than 0")
@@ -223,10 +222,10 @@ def _wait_for_index(folder: Path, note: Path, launch: str, limit_s: float, rank:
         failure: Exception | None = None
         # A missing or damaged note is ignored.
         with contextlib.suppress(ShardprepError, OSError, ValueError, LookupError, TypeError, RecursionError):
-            said = json.loads(read_regular(note, max_bytes=1 << 20))
-            if said["launch"] == launch:  # else another start of the job wrote it
-                message = f"rank 0 could not prepare {folder}: {said['error']}"
-                failure = _error_of(int(said["exit_code"]), message)
+            content = json.loads(read_regular(note, max_bytes=1 << 20))
+            if content["launch"] == launch:  # else another start of the job wrote it
+                message = f"rank 0 could not prepare {folder}: {content['error']}"
+                failure = _error_of(int(content["exit_code"]), message)
         if failure is not None:
             raise failure
         waited_s = time.monotonic() - began

@@ -90,7 +90,7 @@ class LoaderMixin(_Trainer):
             for loader in loaders:
                 self._refuse_shifted(loader)
         self._epochs = LoaderEpochs(train_loader)
-        self._losses = _Losses.of(train_loader)
+        self._losses = _Losses.for_loader(train_loader)
         fields = train_loader.step_batches.boundaries
         self._is_unchecked = bool(check_boundaries and fields and train_loader.run.row_tokens)
         if len(train_loader.run.stages) == 1 and not train_loader.can_amend:  # else sizes depend on the state
@@ -146,7 +146,7 @@ class LoaderMixin(_Trainer):
         if not isinstance(dataloader, TokenLoader):
             return super().evaluation_loop(dataloader, *args, **kwargs)
         mean = LossMean.of_loader(dataloader)
-        training, self._losses = self._losses, _Losses.of(dataloader, mean)
+        training, self._losses = self._losses, _Losses.for_loader(dataloader, mean)
         losses = self._losses
         try:
             output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
@@ -168,7 +168,7 @@ class LoaderMixin(_Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Compute the loss, and add it to the sums by source and, in evaluation, to the mean over labels."""
-        loader, mean, of_sources = self._losses
+        loader, mean, by_source = self._losses
         self._refuse_shifted(loader)
         origins, labels = inputs.pop("origins", None), inputs.get("labels")
         with_outputs = return_outputs or origins is not None
@@ -178,8 +178,8 @@ class LoaderMixin(_Trainer):
         loss, outputs = computed if with_outputs else (computed, {})
         if mean is not None:
             mean.add(loss, labels)
-        if origins is not None and of_sources is not None:
-            of_sources.add(outputs["logits"], labels, origins)
+        if origins is not None and by_source is not None:
+            by_source.add(outputs["logits"], labels, origins)
         return (loss, outputs) if return_outputs else loss
 
 
@@ -188,16 +188,16 @@ class _Losses(NamedTuple):
 
     loader: TokenLoader
     mean: LossMean | None  # over all labels; None in training
-    of_sources: SourceLosses | None  # None without origins
+    by_source: SourceLosses | None  # None without origins
 
     @staticmethod
-    def of(loader: TokenLoader, mean: LossMean | None = None) -> _Losses:
+    def for_loader(loader: TokenLoader, mean: LossMean | None = None) -> _Losses:
         has_origins = loader.step_batches.origins
         return _Losses(loader, mean, SourceLosses.of_loader(loader) if has_origins else None)
 
     def source_means(self, prefix: str) -> dict[str, float]:
         """Return the means by ``PREFIX/SOURCE`` for sources that have labels, and reset the sums."""
-        means = self.of_sources.means(reset=True) if self.of_sources else {}
+        means = self.by_source.means(reset=True) if self.by_source else {}
         return {f"{prefix}/{name}": mean for name, mean in means.items() if not math.isnan(mean)}
 
 

@@ -170,8 +170,8 @@ class SourceLosses(_LossSums):
         logits, labels = logits[:, : logits.shape[1] - self._first], labels[:, self._first :]
         with torch.no_grad():  # row by row: a float32 copy of all logits may not fit into memory
             losses = [
-                cross_entropy(of_row.float(), wanted.to(of_row.device), reduction="none")
-                for of_row, wanted in zip(logits, labels, strict=True)
+                cross_entropy(row_logits.float(), row_labels.to(row_logits.device), reduction="none")
+                for row_logits, row_labels in zip(logits, labels, strict=True)
             ]
         self.add_losses(torch.stack(losses), labels, source_ids(origins, labels.shape))
 
@@ -258,10 +258,10 @@ def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) ->
         owners[next_rows] = ranks
         totals[ranks] += work[next_rows]
     # Each rank sends its rows sorted by owner, so they arrive in the order of their numbers.
-    to, own = owners[rank * len(rows) : (rank + 1) * len(rows)], np.flatnonzero(owners == rank)
-    num_sent = np.bincount(to, minlength=size).tolist()
+    new_owners, own = owners[rank * len(rows) : (rank + 1) * len(rows)], np.flatnonzero(owners == rank)
+    num_sent = np.bincount(new_owners, minlength=size).tolist()
     num_received = np.bincount(own // len(rows), minlength=size).tolist()
-    received, outgoing = torch.empty_like(rows), rows[np.argsort(to, kind="stable")]
+    received, outgoing = torch.empty_like(rows), rows[np.argsort(new_owners, kind="stable")]
     dist.all_to_all_single(received, outgoing, num_received, num_sent, group=group)
     received = received[np.argsort(-work[own], kind="stable")]
     parts = (part.unbind(1) for part in received.split(shape[0]))
@@ -381,7 +381,7 @@ def _places_of_rank(lengths: Int64s, rank: int, size: int) -> tuple[Int64s, Int6
     sizes = each + np.concatenate([extra > 0, (extra > 1)[::-1]])  # [2 size, sequences]
     begins = np.cumsum(sizes, axis=0) - sizes
     own = [rank, 2 * size - 1 - rank]
-    of_part, begin = sizes[own].T.flatten(), begins[own].T.flatten()
-    sequence = np.repeat(np.arange(len(lengths)).repeat(2), of_part)
-    first = np.cumsum(of_part) - of_part
-    return sequence, np.arange(len(sequence)) + np.repeat(begin - first, of_part)
+    part_sizes, begin = sizes[own].T.flatten(), begins[own].T.flatten()
+    sequence = np.repeat(np.arange(len(lengths)).repeat(2), part_sizes)
+    first = np.cumsum(part_sizes) - part_sizes
+    return sequence, np.arange(len(sequence)) + np.repeat(begin - first, part_sizes)

@@ -73,7 +73,8 @@ def where(args: argparse.Namespace) -> int:
         answer = {"step": step, "epoch": at["epoch"], "step_of_epoch": at["step"], "documents": documents}
         print_lines(json.dumps(answer, default=str))
         return 0
-    print_lines(f"step {step}: step {at['step']} of epoch {at['epoch']}, {len(documents)} documents")
+    num_documents = counted(len(documents), "document")
+    print_lines(f"step {step}: step {at['step']} of epoch {at['epoch']}, {num_documents}")
     for each in documents:
         source = "" if each["source"] == "all" else f"{each['source']} "
         address = each["address"] or f"{each['tar']} sample {each['sample']}"
@@ -85,14 +86,14 @@ def where(args: argparse.Namespace) -> int:
 def _documents(loader: TokenLoader, world_size: int) -> Iterator[dict[str, Any]]:
     """Yield the documents of the next step, by their ranks in training. The loader reads as one rank."""
     batch_size = loader.step_batches.batch_size
-    of_rank = loader.run.tick_samples // world_size
+    rank_samples = loader.run.tick_samples // world_size
     for number, batch in enumerate(loader):
         tick, first = divmod(number * batch_size, loader.run.tick_samples)
         for row, token, *numbers in batch["origins"].tolist():
-            rank, place = divmod(first + row, of_rank)
+            rank, place = divmod(first + row, rank_samples)
             yield {
                 "rank": rank,
-                "batch": (tick * of_rank + place) // batch_size,
+                "batch": (tick * rank_samples + place) // batch_size,
                 "row": place % batch_size,
                 "token": token,  # of the row, at which the document begins or continues
                 **asdict(loader.origin(*numbers)),
@@ -138,8 +139,7 @@ def find_state(path: Path) -> dict[str, Any]:
             return dict(part)
         if isinstance(part, (Mapping, list, tuple)):
             parts += part.values() if isinstance(part, Mapping) else part
-    expected = "a checkpoint in which loader.state_dict() was saved"
-    raise NotFound(path=path, found="no state of the loader", expected=expected)
+    raise NotFound(path=path, found="no state of the loader", expected="what loader.state_dict() returned")
 
 
 def _loader_options(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -116,7 +116,7 @@ trap 'pass_on USR1' USR1
 # A function, so that the file does not see this script's arguments. Few such files work under -eu.
 source_setup() {
   [[ -r $SHARDPREP_SETUP && -f $SHARDPREP_SETUP ]] ||
-    refuse "SHARDPREP_SETUP=$SHARDPREP_SETUP is not a readable file (from $PWD); correct the path or unset it"
+    refuse "SHARDPREP_SETUP=$SHARDPREP_SETUP is not a readable file (in $PWD); correct the path or unset it"
   set +euo pipefail
   # shellcheck source=/dev/null
   source "$(realpath -- "$SHARDPREP_SETUP")" || say "$SHARDPREP_SETUP ended with status $?"

@@ -60,7 +60,7 @@ clean_up() {
 clean_up
 ((run == 0)) || touch "$(stop_file $((run - 1)))"
 num_signals=0
-# shellcheck disable=SC2317  # the trap calls it
+# shellcheck disable=SC2317,SC2329  # a trap calls it
 ask_to_stop() {
   num_signals=$((num_signals + 1))
   say "asked to stop; waiting for the program to save"

@@ -49,13 +49,13 @@ def main() -> int:
         model = make_model(args, device, "sdpa")
         num_parameters = sum(each.numel() for each in model.parameters())
         print(f"{num_parameters / 1e6:,.0f} M parameters, {next(model.parameters()).dtype}\n")
-        tell_stalls(args, data, model, device)
-        tell_copies(args, data, device)
+        print_stalls(args, data, model, device)
+        print_copies(args, data, device)
         del model
-        tell_attention(args, data, device)
-        tell_memory(device)
-        tell_loader_alone(args, data)
-        tell_precision(args, data, device)
+        print_attention(args, data, device)
+        print_memory(device)
+        print_loader_alone(args, data)
+        print_precision(args, data, device)
     return 0
 
 
@@ -132,7 +132,7 @@ def train(
     return num_steps, time.perf_counter() - began_s
 
 
-def tell_stalls(args: argparse.Namespace, data: Path, model: Any, device: torch.device) -> None:
+def print_stalls(args: argparse.Namespace, data: Path, model: Any, device: torch.device) -> None:
     print("| workers | ms per step | waits for data | tokens per second |\n|---|---|---|---|")
     for num_workers in WORKERS:
         with open_loader(args, data, num_workers=num_workers, boundaries="transformers") as loader:
@@ -142,7 +142,7 @@ def tell_stalls(args: argparse.Namespace, data: Path, model: Any, device: torch.
         print(f"| {num_workers} | {took_s / num_steps * 1e3:.1f} | {share:.2%} | {tokens:,.0f} |", flush=True)
 
 
-def tell_copies(args: argparse.Namespace, data: Path, device: torch.device) -> None:
+def print_copies(args: argparse.Namespace, data: Path, device: torch.device) -> None:
     """Time copies of one batch. On a CPU nothing is copied, and the table says so."""
     print("\n| memory of the batch | us per copy to the device |\n|---|---|")
     for is_pinned in (False, True):
@@ -163,7 +163,7 @@ def tell_copies(args: argparse.Namespace, data: Path, device: torch.device) -> N
         print(f"| {'pinned' if is_pinned else 'other'} | {took_us:.0f} |", flush=True)
 
 
-def tell_attention(args: argparse.Namespace, data: Path, device: torch.device) -> None:
+def print_attention(args: argparse.Namespace, data: Path, device: torch.device) -> None:
     print("\n| attention | documents kept apart | ms per step | without boundaries |\n|---|---|---|---|")
     for attention in ATTENTIONS:
         if attention == "flash_attention_2" and (device.type == "cpu" or not find_spec("flash_attn")):
@@ -183,7 +183,7 @@ def tell_attention(args: argparse.Namespace, data: Path, device: torch.device) -
         print(f"| {attention} | {apart} | {times} |", flush=True)
 
 
-def tell_memory(device: torch.device) -> None:
+def print_memory(device: torch.device) -> None:
     print("\n| memory | MB |\n|---|---|")
     if device.type == "cuda":
         print(f"| GPU, most at once | {torch.cuda.max_memory_allocated() / 1e6:,.0f} |")
@@ -191,7 +191,7 @@ def tell_memory(device: torch.device) -> None:
         print(f"| {name}, most at once | {resource.getrusage(who).ru_maxrss / 1e3:,.0f} |")
 
 
-def tell_loader_alone(args: argparse.Namespace, data: Path) -> None:
+def print_loader_alone(args: argparse.Namespace, data: Path) -> None:
     print("\n| the loader alone, workers | tokens per second |\n|---|---|")
     for num_workers in WORKERS:
         with open_loader(args, data, num_workers=num_workers, boundaries="transformers") as loader:
@@ -206,7 +206,7 @@ def tell_loader_alone(args: argparse.Namespace, data: Path) -> None:
         print(f"| {num_workers} | {tokens:,.0f} |", flush=True)
 
 
-def tell_precision(args: argparse.Namespace, data: Path, device: torch.device) -> None:
+def print_precision(args: argparse.Namespace, data: Path, device: torch.device) -> None:
     """Time steps of a model with weights in float32, by what set_up_training sets."""
     print("\n| weights in float32, products in | attention | ms per step |\n|---|---|---|")
     for name, attention, options in (

@@ -76,12 +76,7 @@ class Journey:
 
     @property
     def num_returns(self) -> int:
-        seen: set[str] = set()
-        count = 0
-        for _, callee in self.hops:
-            count += callee in seen
-            seen.add(callee)
-        return count
+        return len(self.hops) - len(self.modules)
 
 
 def _module_of(frame: FrameType) -> str | None:
@@ -146,15 +141,11 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     with tempfile.TemporaryDirectory() as folder:
         for name, journey in journeys(Path(folder)):
-            counts = (
-                f"{len(journey.modules)} modules, {len(journey.hops)} hops ({journey.num_ends} end there), "
-                f"{journey.num_returns} returns"
-            )
-            print(f"{name}: {counts}")
+            print(f"{name}: {len(journey.modules)} modules, {len(journey.hops)} hops ", end="")
+            print(f"({journey.num_ends} end there), {journey.num_returns} returns")
             if "-v" in sys.argv:
-                print(
-                    "\n".join(f"    {caller or 'the caller'} -> {callee}" for caller, callee in journey.hops)
-                )
+                for caller, callee in journey.hops:
+                    print(f"    {caller or 'the caller'} -> {callee}")
     total = [0, 0, 0]
     for package, *numbers in sizes():
         total = [a + b for a, b in zip(total, numbers, strict=True)]

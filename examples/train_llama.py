@@ -3,11 +3,10 @@
     python examples/train_llama.py DATA CHECKPOINTS --num_steps 1000                  one process
     sbatch --nodes=2 slurm/train_ddp.sh examples/train_llama.py DATA CHECKPOINTS ...  two nodes
 
-The loop shows the five things that a resumable run needs:
+The loop shows what a resumable run needs:
 
 * save the loader's state together with the optimizer's step;
-* publish a checkpoint by rename;
-* start all ranks from the same checkpoint;
+* publish a checkpoint by rename, and start all ranks from the same one;
 * stop all ranks at the same step;
 * fix the global batch size, not that of a rank: the run can go on with another number of ranks.
 

@@ -97,7 +97,7 @@ class Layout:
 
     @property
     def is_inherited(self) -> bool:
-        """Return whether a directory is known to have no default of its own. lfs may print the root's."""
+        """Return whether a directory surely has no default. Otherwise lfs may have printed the root's."""
         return not self.is_composite and self.components[0].pattern in {"", "0"}
 
     def options(self) -> list[str]:
@@ -242,7 +242,7 @@ def set_directory_layout(folder: Path, stripe: Layout, *, dry_run: bool = False)
     command = setstripe_command(folder, stripe)
     for name in names_in(folder):
         if name not in _OWN_FOLDERS and not _KEEPER.fullmatch(name):
-            expected = "an empty directory, as files keep their layout; to change it for new files only"
+            expected = "an empty directory, as files keep their layout; use one, or set it for new files only"
             raise LustreError(path=folder, found=f"contains {name}", expected=expected, remedy=command)
     if dry_run:
         return "; ".join([f"new files get {before.text()}; would run: {command}", *notes])

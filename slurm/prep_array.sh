@@ -79,7 +79,7 @@ print_begin() {
     "identity=${shardprep_identity:-$(stat -Lc %i "$root").$(stat -fLc %i "$root")}" "time=$(date +%s)" \
     "log=${log//$'\n'/?}"
 }
-# shellcheck disable=SC2317  # the trap calls it
+# shellcheck disable=SC2317,SC2329  # a trap calls it
 end_record() {
   local code=$1
   set +e
@@ -103,7 +103,7 @@ begin_record
 # In both cases this shell sends USR1 to srun, which forwards it to the worker. After TERM srun would kill the worker
 # at once, and its temporary file would stay.
 srun_pid="" num_signals=0
-# shellcheck disable=SC2317  # the traps call it
+# shellcheck disable=SC2317,SC2329  # a trap calls it
 pass_on() {
   num_signals=$((num_signals + 1)) stop_signal=$1 stopped=${stopped:-$(date +%s)}
   say "got $1, stopping $what"
@@ -116,7 +116,7 @@ trap 'pass_on USR1' USR1
 # A function, so that the file does not see this script's arguments. Few such files work under -eu.
 source_setup() {
   [[ -r $SHARDPREP_SETUP && -f $SHARDPREP_SETUP ]] ||
-    refuse "SHARDPREP_SETUP=$SHARDPREP_SETUP is not a readable file (from $PWD); correct the path or unset it"
+    refuse "SHARDPREP_SETUP=$SHARDPREP_SETUP is not a readable file (in $PWD); correct the path or unset it"
   set +euo pipefail
   # shellcheck source=/dev/null
   source "$(realpath -- "$SHARDPREP_SETUP")" || say "$SHARDPREP_SETUP ended with status $?"

@@ -337,8 +337,7 @@ def leave_controller(args: argparse.Namespace, state: DatasetState, request: Job
 
 
 def _other_controllers(state: DatasetState) -> list[str]:
-    own = os.environ.get("SLURM_JOB_ID")
-    return [each for each in state.queue.controllers if each != own]
+    return [each for each in state.queue.controllers if each != os.environ.get("SLURM_JOB_ID")]
 
 
 def submit_script(script: str, *options: str) -> str:

@@ -646,11 +646,12 @@ class Attempt:
 
     @property
     def node(self) -> str:
-        return self.record.node if self.record else self.job.node if self.job else ""
+        known = self.record or self.job
+        return known.node if known else ""
 
     @property
     def ended(self) -> float:
-        """Return when it ended, or else when it began, or 0 if neither is known."""
+        """Return when it ended, or else began, or 0 if neither is known."""
         return (self.record.ended or self.record.began) if self.record else 0.0
 
     @property
@@ -752,11 +753,11 @@ def find_state(
     records = job_files.read_attempts(folder, plan.plan_id, identity)
     open_records = [each for each in records.own if each.ended is None and each.job_id]
     found, queue = None, Queue()
-    asks = bool(sent or open_records)
-    if not asks:  # tasks of plain sbatch may wait, unless all shards are done
+    asks_slurm = bool(sent or open_records)
+    if not asks_slurm:  # tasks of plain sbatch may wait, unless all shards are done
         found = find_made_shards(folder, plan.spec, known=known, see=see)
-        asks = len(found.done) < plan.num_shards and shutil.which("squeue") is not None
-    if asks:
+        asks_slurm = len(found.done) < plan.num_shards and shutil.which("squeue") is not None
+    if asks_slurm:
         config = before.queue.config if before else {}
         try:
             queue = find_queue(folder, plan.plan_id, submissions, copied, open_records, config)
@@ -774,9 +775,9 @@ def find_state(
     if found is None or queue.jobs:
         found = find_made_shards(folder, plan.spec, known=known, see=see)
 
-    nothing: StateName = "not visible" if records.unreadable else "not submitted"
+    undone: StateName = "not visible" if records.unreadable else "not submitted"
     every = range(plan.num_shards)
-    shards = [Shard(shard_id=each, state="done" if each in found.done else nothing) for each in every]
+    shards = [Shard(shard_id=each, state="done" if each in found.done else undone) for each in every]
     _add_attempts(shards, submissions, records.own, queue, folder)
     return DatasetState(
         folder=folder,
@@ -845,7 +846,7 @@ def _add_attempts(
             )
         )
 
-    # Tasks without a record: they wait, have just begun, or could not begin.
+    # Tasks without a record wait, have just begun, or could not begin.
     recorded = {record.key for record in records}
     recorded_starts = {(*record.key, record.num_restarts) for record in records}
 
@@ -865,7 +866,7 @@ def _add_attempts(
                     state = job.state_of_shards
                 elif job is None and array.job_id in queue.hidden:
                     state = "not visible"
-                else:
+                else:  # it ended without a record, and Slurm does not know why
                     for shard_id in shard_ids:
                         if shard_id < len(shards):
                             shards[shard_id].without_record = task
@@ -918,11 +919,11 @@ def reason_to_leave(shard: Shard, changes: dict[str, Any], *, is_named: bool = F
         return None
     cause, array = shard.cause, shard.attempts[-1].array
     causes = [each.cause(shard.shard_id) for each in reversed(shard.attempts)]
-    same = len(list(itertools.takewhile(lambda each: each == cause, causes)))
+    num_same = len(list(itertools.takewhile(lambda each: each == cause, causes)))
     before = array.request if array else JobRequest()
     changed = {name for name, value in changes.items() if getattr(before, name) != value}
     if cause == BAD_INPUT and "worker_args" not in changed:
         return "the same input fails in the same way"
-    if same >= _MOST_ATTEMPTS and not changed and not is_named:
-        return f"failed the same way {same} times"
+    if num_same >= _MOST_ATTEMPTS and not changed and not is_named:
+        return f"failed in the same way {num_same} times"
     return None

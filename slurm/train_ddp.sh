@@ -1,11 +1,11 @@
 #!/bin/bash
-# Run DDP training on any number of nodes. Before the time limit it saves, and is requeued: docs/cluster.md.
+# Run DDP training on any number of nodes. A job is requeued before its time limit ends it: see docs/cluster.md.
 #
 #   sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=8 --time=12:00:00 \
 #       slurm/train_ddp.sh examples/train_llama.py DATA CHECKPOINTS [its flags]
 #
-# The program must put whole checkpoints into CHECKPOINTS, by rename. When the file SHARDPREP_STOP_FILE appears, it must
-# save and exit with 75. The job is then requeued, at most SHARDPREP_MAX_REQUEUES (20) times, but never without a newer
+# The program must put whole checkpoints into CHECKPOINTS by rename. When the file SHARDPREP_STOP_FILE appears, it must
+# save and exit with 75. The job is then requeued, at most SHARDPREP_MAX_REQUEUES (20) times, only with a newer
 # checkpoint, and never after `scancel`.
 #
 #   SHARDPREP_LAUNCHER      srun (default): one task per process, from --ntasks-per-node.
@@ -32,7 +32,7 @@ if (($# < 3)) || [[ -z ${SLURM_JOB_ID:-} || $3 = -* ]]; then
   exit 2
 fi
 checkpoints=$3
-[[ -r $1 ]] || { say "no program $1 (from $PWD)"; exit 2; }
+[[ -r $1 ]] || { say "no program $1 (relative to $PWD)"; exit 2; }
 mkdir -p "$checkpoints"
 
 source_setup() { # a function, so that the file does not see this script's arguments; few work under -eu
@@ -60,7 +60,7 @@ clean_up() {
 clean_up
 ((run == 0)) || touch "$(stop_file $((run - 1)))"
 num_signals=0
-# shellcheck disable=SC2317  # the trap calls it
+# shellcheck disable=SC2317,SC2329  # a trap calls it
 ask_to_stop() {
   num_signals=$((num_signals + 1))
   say "asked to stop; waiting for the program to save"

@@ -1,7 +1,4 @@
-"""``python -m tests.loader_reference`` writes docs/loader.md of what the loader's code declares.
-
-The signature and docstring of ``get_llama3_dataloader`` are the declaration; of the other names it is theirs.
-"""
+"""``python -m tests.loader_reference`` writes docs/loader.md from the loader's signatures and docstrings."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ packed rows, `max_length` a limit for documents that are not packed.
 
 
 def page() -> str:
-    """What docs/loader.md must say."""
+    """Return the contents of docs/loader.md."""
     lines = [HEAD]
     parameters = inspect.signature(loader.get_llama3_dataloader).parameters
     for group, arguments in arguments_by_group().items():
@@ -63,7 +60,7 @@ def page() -> str:
 
 
 def arguments_by_group() -> dict[str, dict[str, str]]:
-    """The arguments that the docstring explains: group -> name -> text."""
+    """Return the arguments in the docstring of ``get_llama3_dataloader``, as group -> name -> text."""
     groups: dict[str, dict[str, str]] = {}
     docstring = inspect.getdoc(loader.get_llama3_dataloader) or ""
     text = docstring.partition("\nArgs:\n")[2].partition("\nReturns:\n")[0]
@@ -76,7 +73,7 @@ def arguments_by_group() -> dict[str, dict[str, str]]:
 
 
 def _first_paragraph(item: Any) -> str:
-    """What a member or a name is; of what it does the verb stays."""
+    """Return the first paragraph of a docstring, without a leading "Return"."""
     text = (inspect.getdoc(item) or "").partition("\n\n")[0].removeprefix("Return ")
     return " ".join(text.replace("``", "`").split())
 

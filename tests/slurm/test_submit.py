@@ -19,8 +19,9 @@ import pytest
 from shardprep.errors import ReadWriteError, UsageError
 from slurm import submit_with_submitit
 from tests.children import run_child
+from tests.forged import rewrite_plan
 from tests.slurm.fake_slurm import ALL, JOB, WHEN, Desk, array, squeue_line
-from tests.world import call_main
+from tests.world import World, call_main
 
 pytestmark = pytest.mark.processes
 
@@ -274,12 +275,13 @@ def test_of_two_submits_at_once_the_second_cancels_its_jobs(desk: Desk) -> None:
 
 
 def test_the_verify_job_waits_for_all_and_has_time_for_all_bytes(desk: Desk) -> None:
+    *_, (name, size, *_) = World(desk.tmp).plan_json()["inputs"]
+    rewrite_plan(desk.data / "plan.json", f'["{name}",{size},', f'["{name}",14990000000,')
     desk.slurm("submit", "--sbatch_args", "--dependency=afterok:99")
     assert "#SBATCH --dependency=afterok:99\n" in desk.sent()[0]
     assert "--dependency=afterany:1" in desk.calls("sbatch")[-1]
     desk.slurm("retry")
     assert "afterok:99" not in desk.sent()[2], "which may be gone by then"
-    desk.patch.setattr("shardprep.format.plan.Plan.shard_bytes", lambda _: [3 * 10**9] * 5)
     shown = desk.slurm("submit", "--time_min", 2, "--until_done", "--dry_run")
     assert re.findall("^#SBATCH --time=(.*)$", shown, re.MULTILINE) == ["2", "52", "52"]
     desk.answers("sinfo", "cpu*|idle|4000|4|30:00\n")

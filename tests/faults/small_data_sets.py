@@ -78,7 +78,7 @@ _IMPORTED_AHEAD = ["isal.igzip_lib", "tokenizers.trainers", "transformers.models
 
 
 def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[int, Any]]:
-    """Return a command as a function for ``ForkedRun``. Its value is a digest of what the command delivers."""
+    """Return a command as a function for ``ForkedRun``. Its value is a digest of what it delivers."""
     data = place / "data"
     delivers: dict[str, Callable[[], object]] = {
         "state": lambda: (place / "state").write_text(json.dumps(open_loader(data, 2, seed=3).state_at(2))),

@@ -211,6 +211,11 @@ def commands_of(page: Page) -> list[str]:
     return [command for command in found if command and not command.startswith("#")]
 
 
+def test_each_command_that_cannot_run_is_on_some_page() -> None:
+    shown = [command for page in PAGES for command in commands_of(page)]
+    assert [begin for begin in NOT_RUN if not any(each.startswith(begin) for each in shown)] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_commands_of_a_page_run_as_they_stand_in_an_empty_folder(desk: Desk, page: Page) -> None:
     desk.folder = desk.folder.with_name("desk")  # without white space, as Megatron wants it

@@ -213,7 +213,7 @@ def test_grouping_reduces_padding_and_mixes_batches_of_all_lengths(tmp_path: Pat
     assert 20 < sum(map(operator.lt, widths, widths[1:])) < 60, "batches are not sorted by length"
 
 
-def test_a_batch_without_targets_is_warned_of_once(
+def test_batches_without_targets_are_warned_of_once(
     numbered: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Documents of one token have no target."""

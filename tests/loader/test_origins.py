@@ -231,9 +231,7 @@ def test_where_names_the_documents_of_a_step_on_two_ranks(
     assert num_rows == (3 * L if isinstance(options.get("global_batch_size"), list) else L)
 
 
-def test_where_refuses_files_without_a_valid_state_and_steps_that_do_not_exist(
-    data: Path, tmp_path: Path
-) -> None:
+def test_where_refuses_files_without_a_state_and_invalid_steps(data: Path, tmp_path: Path) -> None:
     torch.save({"model": 1}, tmp_path / "a.pt")
     (tmp_path / "b.pt").write_bytes(b"not a file of torch")
     with load(data, "mixed") as loader:
@@ -292,9 +290,7 @@ RUNS["amended"] = [(names, {"amend": True, "max_length": 9, **options}) for name
 
 @pytest.mark.processes
 @pytest.mark.parametrize("run", RUNS)
-def test_where_blanked_lists_the_steps_that_saw_blanked_documents(
-    blanked: Path, tmp_path: Path, run: str
-) -> None:
+def test_where_blanked_lists_steps_with_blanked_documents(blanked: Path, tmp_path: Path, run: str) -> None:
     state: Any = None
     expected: Steps = {}
     for number, (form, options) in enumerate(RUNS[run], 1):

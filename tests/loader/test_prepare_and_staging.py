@@ -110,7 +110,7 @@ def test_other_options_and_other_inputs_are_refused_on_every_rank(
             prepared(rank)
 
 
-def test_a_rank_waits_only_until_its_limit(
+def test_a_rank_waits_until_limit_s(
     planned: World, prepared: Prepare, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with refuses(ReadWriteError, path=planned.data_dir):
@@ -199,7 +199,7 @@ def test_a_broken_shard_is_not_staged_and_the_others_are(
         open_loader(node)
 
 
-def test_stage_to_a_disk_without_room_ends_with_73_before_copying(
+def test_stage_to_a_small_disk_ends_with_73(
     sets: DataSets, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.mkdir()

@@ -298,7 +298,7 @@ def session(number: int) -> list[int]:
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_workers_ignore_signals_and_end_with_their_training_process(
+def test_workers_end_only_with_their_training_process(
     training: Command, short_folder: Path, method: str
 ) -> None:
     """From their first moment on, also while they import."""

@@ -107,9 +107,7 @@ def test_neither_making_nor_loading_locks_a_file(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("options", [{}, {"seq_len": SEQ_LEN}])
-def test_a_shard_is_opened_once_and_each_rank_begins_with_another_one(
-    sets: DataSets, options: dict[str, Any]
-) -> None:
+def test_a_shard_is_opened_once_and_ranks_begin_with_others(sets: DataSets, options: dict[str, Any]) -> None:
     """Also after jumps. Files are closed with the loader, or when it is garbage-collected."""
     data, orders = sets["documents"], []  # made before the count begins
     gc.collect()

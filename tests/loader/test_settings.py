@@ -79,9 +79,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("options", "found", "expected"), WRONG, ids=[str(options) for options, *_ in WRONG])
-def test_an_invalid_argument_is_named(
-    numbered: Path, options: dict[str, Any], found: str, expected: str
-) -> None:
+def test_a_wrong_value_is_named(numbered: Path, options: dict[str, Any], found: str, expected: str) -> None:
     given: dict[str, Any] = {"input_shards": numbered, "batch_size": 2, "model_id": numbered, **options}
     with refuses(UsageError, found=found, expected=expected, args="" if found else [*options][-1]):
         get_llama3_dataloader(**{"num_workers": 0, **given})
@@ -236,9 +234,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_tokenizer_of_a_data_set_that_differs_from_the_manifests_is_refused(
-    data: Path, change: str
-) -> None:
+def test_a_tokenizer_that_differs_from_the_manifests_is_refused(data: Path, change: str) -> None:
     """transformers silently loads an altered file, or another one if it cannot read a file."""
     CHANGES[change](data / "tokenizer")
     with pytest.raises(OtherTokenizer) as raised:

@@ -260,7 +260,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("options", "fields"), REFUSED)
-def test_a_state_of_another_run_is_refused(
+def test_states_of_other_runs_are_refused(
     sources: Sources, options: dict[str, Any], fields: dict[str, str]
 ) -> None:
     state = state_at(sources, 70, **MIXED)

@@ -132,9 +132,7 @@ def test_an_amended_training_trains_all_its_steps(data: Path, numbered: Path, tm
     assert (steps, len(seen)) == (6, 12)
 
 
-def test_trainer_refuses_a_batch_size_that_changes_and_a_state_inside_a_step(
-    data: Path, tmp_path: Path
-) -> None:
+def test_trainer_refuses_changing_batch_sizes_and_states_inside_a_step(data: Path, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"global_batch_size": [(0, 8), (4, 16)]}
     trainer, seen = trainer_of(load(data, **sizes), tmp_path, max_steps=5)
     with refuses(UsageError):
@@ -222,9 +220,7 @@ def test_trainer_checks_boundaries_once_with_the_models_actual_inputs(
     assert (num_passes > 0) == (expected != "unchecked")
 
 
-def test_a_gradient_accumulation_that_differs_from_the_loaders_is_warned_of(
-    data: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_gradient_accumulation_is_warned_of(data: Path, caplog: pytest.LogCaptureFixture) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
     for global_batch_size, num_warnings in ((32, 0), (8, 1)):

@@ -243,9 +243,7 @@ def status(world: World) -> tuple[str, bool]:
     return state["done"], state["verified"]
 
 
-def test_a_finding_remains_until_an_equally_thorough_verify_finds_the_shard_intact(
-    whole: Whole, tmp_path: Path
-) -> None:
+def test_a_finding_remains_until_an_equal_verify_finds_the_shard_intact(whole: Whole, tmp_path: Path) -> None:
     world = whole("json").copy(tmp_path)
     first, second = (path_of(world, "tar", number) for number in (0, 1))
     intact = [path.read_bytes() for path in (first, second)]
@@ -266,9 +264,7 @@ def test_a_finding_remains_until_an_equally_thorough_verify_finds_the_shard_inta
     assert status(world) == ("0-2", True)
 
 
-def test_status_calls_a_set_verified_if_all_shards_are_made_and_verify_found_nothing(
-    whole: Whole, tmp_path: Path
-) -> None:
+def test_a_set_is_verified_if_all_shards_are_made_and_intact(whole: Whole, tmp_path: Path) -> None:
     world = World(tmp_path, raw_dir=whole("json").raw_dir).plan(num_shards=3)
     index, tar, manifest = world.data_dir / "index.json", path_of(world, "tar"), path_of(world, "json")
     assert status(world) == ("", False)
@@ -319,9 +315,7 @@ def test_a_verified_set_keeps_only_the_records_of_runs_that_may_still_be_running
     assert [*ended.parent.iterdir()] == [running]
 
 
-def test_a_blanked_shard_names_the_tar_that_it_was_made_from_and_verifies(
-    whole: Whole, tmp_path: Path
-) -> None:
+def test_a_blanked_shard_names_its_original_tar_and_verifies(whole: Whole, tmp_path: Path) -> None:
     (tmp_path / "names").write_text("at:a.txt:0\n")
     new = whole("packed").blanked(tmp_path / "names", tmp_path / "new").verify()
     old = hashlib.sha256(path_of(whole("packed"), "tar", 0).read_bytes()).hexdigest()
@@ -362,9 +356,7 @@ def test_each_file_is_synced_before_it_is_renamed_and_the_manifest_is_renamed_la
 
 
 @pytest.mark.processes
-def test_temporaries_of_killed_attempts_are_removed_by_the_next_attempt_at_their_shard(
-    whole: Whole, tmp_path: Path
-) -> None:
+def test_temporaries_of_killed_attempts_are_removed_by_the_next_attempt(whole: Whole, tmp_path: Path) -> None:
     world = World(tmp_path, raw_dir=whole("json").raw_dir).plan(num_shards=1)
 
     def kill_at_the_first_rename() -> None:

@@ -73,9 +73,7 @@ CASES: dict[str, tuple[Callable[[], bytes], dict[str, str]]] = {
 
 @pytest.mark.parametrize("num_shards", [1, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_documents_are_those_that_an_independent_reader_finds(
-    tmp_path: Path, name: str, num_shards: int
-) -> None:
+def test_documents_equal_those_of_an_independent_reader(tmp_path: Path, name: str, num_shards: int) -> None:
     write, options = CASES[name]
     world = World(tmp_path).raw({name: write()})
     world.make(num_shards=num_shards, max_bad_fraction=1, **options)

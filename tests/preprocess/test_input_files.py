@@ -344,9 +344,7 @@ def ids_of(world: World) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_column_with_a_dot_in_its_name_takes_precedence_over_a_nested_field(
-    tmp_path: Path, suffix: str
-) -> None:
+def test_a_column_with_a_dot_in_its_name_precedes_a_nested_field(tmp_path: Path, suffix: str) -> None:
     nested = pa.array([{"b": f"nested {n}", "c.d": f"deep {n}"} for n in range(7)])
     named = pa.table({"a": nested, "a.b": [f"named {n}" for n in range(7)], "n": range(7)})
     files = {f"x.{suffix}": named, f"y.{suffix}": named.drop_columns(["a.b"])}
@@ -506,9 +504,7 @@ def text_column(kind: str) -> pa.Array:
 
 @pytest.mark.parametrize("is_large", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("suffix", ["stream.arrow", "file.arrow"])
-def test_texts_of_each_column_type_are_read_and_bad_ones_are_left_out(
-    tmp_path: Path, suffix: str, is_large: bool
-) -> None:
+def test_texts_of_each_column_type_are_read(tmp_path: Path, suffix: str, is_large: bool) -> None:
     """``is_large``: another column makes a record batch larger than 16 MiB, so that it is read in parts."""
     kinds = ["dictionary", "large_string", "string"]
     kinds += ["binary_view", "string_view"] * hasattr(pa, "string_view")

@@ -158,9 +158,7 @@ def megatron_sequences(out: Path, shard_id: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", EXPORTED)
-def test_exports_have_all_documents_for_megatron_and_one_stream_for_nanogpt(
-    worlds: Worlds, tmp_path: Path, name: str
-) -> None:
+def test_megatron_has_documents_and_nanogpt_their_stream(worlds: Worlds, tmp_path: Path, name: str) -> None:
     out, stream = exported(worlds[name], "megatron", tmp_path / "out"), stream_of(worlds[name])
     sequences = list(chain(*(megatron_sequences(out, shard_id) for shard_id in range(3))))
     assert list(chain(*sequences)) == stream

@@ -172,9 +172,7 @@ def test_overlap_finds_exactly_the_pairs_that_brute_force_finds(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_hit_has_the_place_id_hash_and_text_of_its_document(
-    worlds: Worlds, evals: Path, tmp_path: Path, form: str
-) -> None:
+def test_a_hit_names_a_document_and_its_text(worlds: Worlds, evals: Path, tmp_path: Path, form: str) -> None:
     world, out = worlds[form], tmp_path / "out"
     raw = (world.raw_dir / "a.jsonl").read_bytes()
     hits = search(world, evals, out)
@@ -201,9 +199,7 @@ def test_an_evaluation_may_be_a_data_set(worlds: Worlds, evals: Path, tmp_path: 
     assert [{**hit, "eval": ""} for hit in of_file] == [{**hit, "eval": ""} for hit in of_set]
 
 
-def test_job_arrays_and_later_calls_make_only_missing_lists(
-    worlds: Worlds, evals: Path, tmp_path: Path
-) -> None:
+def test_arrays_and_later_calls_make_only_missing_lists(worlds: Worlds, evals: Path, tmp_path: Path) -> None:
     world, one, many = worlds["documents"], tmp_path / "one", tmp_path / "many"
     hits = search(world, evals, one)
     for shard_id in (2, 0, 1):

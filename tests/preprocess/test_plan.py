@@ -103,9 +103,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_options_are_frozen_and_a_different_plan_names_the_option(
-    world: World, options: dict[str, Any]
-) -> None:
+def test_options_are_frozen_and_another_plan_names_its_option(world: World, options: dict[str, Any]) -> None:
     all_options = {"num_shards": 3, "max_bad_fraction": 1, **options}
     before = (world.plan(**all_options).data_dir / "plan.json").read_bytes()
     world.plan(**all_options)
@@ -160,9 +158,7 @@ def test_of_plans_at_the_same_time_one_wins_and_different_ones_are_refused(world
 @pytest.mark.parametrize(
     "options", [{}, {"record": "packed", "seq_len": 64}, {"record": "packed", "seq_len": 64, "digests": True}]
 )
-def test_the_estimates_of_tokens_and_disk_usage_are_within_10_percent(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_estimates_of_tokens_and_disk_are_within_10_percent(tmp_path: Path, options: dict[str, Any]) -> None:
     world = World(tmp_path).raw({f"{n}.txt": hostile_text(400, seed=n, most_words=40) for n in range(3)})
     out = world.try_plan(num_shards=3, dry_run=True, **options).out
     assert not world.data_dir.exists(), "a dry run writes nothing"
@@ -202,9 +198,7 @@ def test_a_change_in_each_of_the_three_sampled_parts_changes_the_plan(tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_shards", "options"), [(1, {"doc": "file"}), (3, {"encoding": "utf-8-sig"})])
-def test_with_hash_inputs_any_change_is_refused(
-    tmp_path: Path, options: dict[str, Any], num_shards: int
-) -> None:
+def test_hash_inputs_refuses_any_change(tmp_path: Path, options: dict[str, Any], num_shards: int) -> None:
     world = write_lines(World(tmp_path)).plan(num_shards=num_shards, hash_inputs=True, **options)
     path = world.raw_dir / "a.txt"
     stamp = path.stat()
@@ -221,7 +215,7 @@ def test_with_hash_inputs_any_change_is_refused(
     world.main("blank", world.data_dir, ids=tmp_path / "names.txt", output=tmp_path / "new").ends(78, "a.txt")
 
 
-def test_an_input_that_changes_while_it_is_read_is_refused(
+def test_an_input_that_changes_during_a_task_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(tmp_path).raw({"a.txt": "a line of a text that is long\n" * 60_000}).plan(num_shards=1)
@@ -258,9 +252,7 @@ def test_tasks_that_start_together_without_a_plan_make_one_plan(world: World) ->
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_task_waits_for_the_plan_of_another_task(
-    world: World, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
+def test_a_task_waits_for_anothers_plan(world: World, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     """Not longer than planning itself would take, and not after the other task failed."""
     world.data_dir.mkdir()
     claim = world.data_dir / CLAIM
@@ -358,9 +350,7 @@ def test_plan_prints_what_it_leaves_out_and_plan_json_lists_all_of_it(odd_world:
         assert any(flag in line for line in lines), "flags that would include them"
 
 
-def test_flags_include_more_files_and_are_not_in_the_plan_if_they_add_none(
-    odd_world: World, tmp_path: Path
-) -> None:
+def test_flags_that_add_no_files_are_not_in_the_plan(odd_world: World, tmp_path: Path) -> None:
     flags = {"follow_links": True, "also": "*.md, readme*, _u*"}
     planned(odd_world.raw({"_u.txt": "as Spark names what is no data\n"}), **flags)
     inputs = ["README.txt", "_u.txt", "a.txt", "b/c.txt", "linked/e.txt", "more.md", "notes.md"]
@@ -373,9 +363,7 @@ def test_flags_include_more_files_and_are_not_in_the_plan_if_they_add_none(
     assert (options["also"], options["follow_links"]) == ("", False)
 
 
-def test_sockets_and_files_with_unprintable_names_are_left_out(
-    odd_world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sockets_and_unprintable_names_are_named(odd_world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(odd_world.raw_dir)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("s.txt")
@@ -397,9 +385,7 @@ POINTERS = {
 
 
 @pytest.mark.parametrize("command", POINTERS)
-def test_a_pointer_file_is_refused_with_the_command_that_fetches_the_input(
-    tmp_path: Path, command: str
-) -> None:
+def test_a_pointer_file_is_refused_with_the_command_that_fetches_it(tmp_path: Path, command: str) -> None:
     for name in ("b.txt", "b.jsonl", "b.parquet", "b.arrow", "b.txt.zst"):
         world = World(tmp_path / name).raw({"a.txt": "a document\n", name: POINTERS[command]})
         world.try_plan().ends(65, world.raw_dir / name, command)
@@ -415,7 +401,7 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize(("ending", "num"), [("gz", 30), ("gz", 5000), ("zst", 5000)])
-def test_a_compressed_copy_is_left_out_and_an_equal_file_is_warned_of(
+def test_a_compressed_copy_is_left_out_and_an_equal_file_is_named(
     tmp_path: Path, ending: str, num: int
 ) -> None:
     data = json_lines([f"document {n}" for n in range(num)])

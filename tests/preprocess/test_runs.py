@@ -172,9 +172,7 @@ def done(world: World) -> list[int]:
 
 
 @pytest.mark.processes
-def test_run_makes_missing_shards_with_the_requested_number_of_processes(
-    world: World, tmp_path: Path
-) -> None:
+def test_run_makes_missing_shards_with_num_proc_processes(world: World, tmp_path: Path) -> None:
     expected = world.copy(tmp_path / "expected").run().contents()
     made = world.run(1, 3).data_dir / "shard-00001.tar"
     (world.data_dir / "shard-00003.idx").unlink()
@@ -213,9 +211,7 @@ def run_again(ended: Ended, *flags: str) -> Ended:
 
 
 @pytest.mark.processes
-def test_a_killed_process_fails_one_shard_which_the_printed_command_makes(
-    world: World, tmp_path: Path
-) -> None:
+def test_a_killed_process_fails_one_shard_and_a_remedy_is_printed(world: World, tmp_path: Path) -> None:
     hold = Hold(tmp_path / "held", "open", r"/\.shard-\d+\.idx\.")
     command = shardprep("run", world.data_dir, "--num_proc", 2)
     with child(command, env=environ_of_children(**hold.environ()), stderr=-2) as run:

@@ -338,9 +338,7 @@ SOME = ["안녕", "words", "한", "more words", "글"]
 
 @pytest.mark.parametrize("options", [{}, {"record": "packed", "seq_len": 8, "append_eos": False}], ids=str)
 @pytest.mark.parametrize("texts", [SOME, SOME[::2], []], ids=["some", "all", "no documents"])
-def test_documents_without_ids_are_kept_and_reported(
-    world: World, texts: list[str], options: dict[str, Any]
-) -> None:
+def test_documents_without_ids_are_kept(world: World, texts: list[str], options: dict[str, Any]) -> None:
     """The tokenizer drops everything except ASCII, and adds no special tokens."""
     path = world.tokenizer / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
@@ -437,9 +435,7 @@ def test_a_model_on_the_hub_is_downloaded_once(hub: World, world: World, tmp_pat
 
 
 @pytest.mark.processes
-def test_the_error_for_a_data_set_on_the_hub_has_the_command_to_download_it(
-    hub: World, world: World, tmp_path: Path
-) -> None:
+def test_a_data_set_on_the_hub_is_refused_with_a_command(hub: World, world: World, tmp_path: Path) -> None:
     lines = b"".join(b'{"input": "question %d", "output": "answer"}\n' % number for number in range(20))
     add_repository(hub, "datasets/some/questions", {"README.md": b"# card", "data/train.jsonl": lines})
     model = tmp_path / "model of mine"
@@ -630,9 +626,7 @@ def test_plan_compares_engines_on_all_code_points_once_and_one_wrong_id_decides(
 
 
 @pytest.mark.slow
-def test_a_reference_engine_whose_ids_differ_from_the_plans_is_refused(
-    planned: World, tmp_path: Path
-) -> None:
+def test_a_reference_engine_with_other_ids_than_the_plan_is_refused(planned: World, tmp_path: Path) -> None:
     """As if another version of tokenizers had planned: the probe's hash in plan.json differs."""
     world = planned.copy(tmp_path)
     probe = world.plan_json()["probe_sha256"]

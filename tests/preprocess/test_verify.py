@@ -86,9 +86,7 @@ def test_every_broken_shard_is_named_and_fast_checks_only_sizes(world: World, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("named", ["ids/shard-00003.jsonl", "digests/shard-00003.digests", "num_lines"])
-def test_verify_deep_finds_a_shard_that_is_consistent_but_differs_from_the_input(
-    world: World, named: str
-) -> None:
+def test_verify_deep_finds_a_consistent_shard_that_differs_from_the_input(world: World, named: str) -> None:
     """tests/oracle/test_done.py does this with a tar."""
     changes: dict[str, Any] = {"counts.num_lines": 9999}
     if "/" in named:
@@ -131,9 +129,7 @@ def left(folder: Path, name: str, hours: float) -> Path:
     return path
 
 
-def test_clean_removes_temporaries_of_done_shards_and_those_older_than_a_day(
-    one_done: World, tmp_path: Path
-) -> None:
+def test_clean_removes_temporaries_of_done_shards_and_old_ones(one_done: World, tmp_path: Path) -> None:
     data = one_done.data_dir
     (data / "shard-00002.tar").write_bytes(b"cut")
     gone = [left(data, *each) for each in GONE]

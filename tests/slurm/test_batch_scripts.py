@@ -261,7 +261,7 @@ def test_with_torchrun_on_two_nodes_ranks_resume_from_the_newest_readable_checkp
     assert "rank 0 of 2 (RANK/WORLD_SIZE), from step 2" in train_log(train_site, job)
 
 
-def test_submit_and_retry_make_a_data_set_on_a_cluster_without_accounts(
+def test_submit_and_retry_work_without_accounts(
     train_site: Cluster, sample_dir: Path, tmp_path: Path
 ) -> None:
     """The first attempt does not find the moved input; the retry gets its new folder."""

@@ -47,7 +47,7 @@ Step = Callable[[Desk], object]  # ``did`` makes one of a method of the desk
 class Case(NamedTuple):
     """The output of squeue and the files of the folder, and what follows.
 
-    In ``queue``, HERE is the name of this folder's jobs, and PLAN the begin of its plan id. DATA is the folder.
+    In ``queue``, HERE is the name of this folder's jobs, and PLAN begins its plan id. DATA is the folder.
     """
 
     queue: str = ""

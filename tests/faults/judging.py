@@ -45,7 +45,7 @@ class Failure(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What happens to one run: at its ``at``-th call to the operating system, before, or meanwhile."""
+    """A disturbance of one run: at its ``at``-th call to the operating system, before, or meanwhile."""
 
     words: str
     mode: Mode = "count"

@@ -147,7 +147,7 @@ def hits(shares: Mapping[str, float], num_faults: int) -> Iterator[tuple[Hit, in
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """What a command delivers, which files it leaves, and its calls, without a fault."""
+    """The output, files and calls of a command that runs without a fault."""
 
     value: Any
     files: Mapping[str, str]

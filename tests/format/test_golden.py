@@ -45,9 +45,7 @@ def make(world: World, name: str) -> World:
 
 
 @pytest.mark.parametrize("name", DATA_SETS)
-def test_plan_and_tasks_write_the_golden_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_commands_write_the_golden_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(GOLDEN)  # the plan has the relative path of the tokenizer
     world, pinned = make(golden(name, tmp_path), name), golden(name)
     assert world.plan_json()["plan_id"] == pinned.plan_json()["plan_id"]

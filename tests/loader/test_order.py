@@ -121,7 +121,7 @@ def test_packed_at_load_the_validation_side_keeps_the_last_short_row(sets: DataS
 def test_validation_delivers_each_sample_once_in_one_order_and_spreads_the_last_ones_over_all_batches(
     tmp_path: Path, world: int, batch_size: int, accumulated: int, workers: int
 ) -> None:
-    """Of 53 samples, the last global batch of 16 has 5 for up to 4 batches, and that of 15 has 8 for 15."""
+    """With 53 samples, the last global batch of 16 has 5 for up to 4 batches, and that of 15 has 8 for 15."""
     save_word_tokenizer(tmp_path, 100)
     write_numbered_tars(tmp_path, 53, 1, ids_of=lambda number: [number, 99])
     size = world * batch_size * accumulated

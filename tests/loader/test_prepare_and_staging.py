@@ -199,9 +199,7 @@ def test_a_broken_shard_is_not_staged_and_the_others_are(
         open_loader(node)
 
 
-def test_stage_to_a_small_disk_ends_with_73(
-    sets: DataSets, node: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_disk_ends_stage_with_73(sets: DataSets, node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node.mkdir()
     small, real = SimpleNamespace(f_bavail=16, f_frsize=4096), os.statvfs
     monkeypatch.setattr(os, "statvfs", lambda path: small if Path(path) == node else real(path))

@@ -74,7 +74,7 @@ def test_a_loader_made_before_the_process_group_refuses_to_run(seen: Seen) -> No
 
 
 def test_losses_by_source_are_means_over_the_labels_of_all_ranks(seen: Seen) -> None:
-    """As in one process; tests/loader/test_origins.py compares these with plain sums."""
+    """The means equal those in one process, which tests/loader/test_origins.py checks."""
     ranks = seen["losses by source"]
     losses = SourceLosses(("web", "code"))
     for kept in chain(*(rank["kept"] for rank in ranks)):
@@ -298,9 +298,7 @@ def session(number: int) -> list[int]:
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_workers_end_only_with_their_training_process(
-    training: Command, short_folder: Path, method: str
-) -> None:
+def test_workers_end_only_with_their_training(training: Command, short_folder: Path, method: str) -> None:
     """From their first moment on, also while they import."""
     with child(training(method, "outlive")) as process:
         out: Any = process.stdout

@@ -538,9 +538,7 @@ class CallsOfLfs:
         return self.answers[key]
 
 
-def test_a_broken_call_of_lfs_fails_no_command_except_show_and_apply(
-    on_lustre: FakeLustre, tmp_path: Path
-) -> None:
+def test_a_broken_lfs_fails_no_command_except_show_and_apply(on_lustre: FakeLustre, tmp_path: Path) -> None:
     folder, template, calls = on_lustre.folder, tmp_path / "template", CallsOfLfs()
     names = {**vars(subprocess), "Popen": calls.popen}
     on_lustre.patch.setattr("lustre.lfs.subprocess", SimpleNamespace(**names))

@@ -381,7 +381,7 @@ ROWS = [
     row("lustre show $TMP/nowhere", 66, "$TMP/nowhere", remedy="shardprep lustre show $TMP"),
     row("lustre apply $TMP --stripe 0", 2, found="--stripe 0", expected="N[,SIZE][,POOL]"),
     row("plann", 2, found="'plann'", remedy="plan", is_text_alone=True),
-    # What a loader is to read.
+    # Input of a loader.
     row(load("$TMP/nowhere"), NotFound, "$TMP/nowhere", expected="a folder, an index.json, tars"),
     row(load("$RAW"), NotFound, "$RAW",
         remedy="shardprep plan --input_dir $RAW --output_dir DATA --model_id MODEL"),

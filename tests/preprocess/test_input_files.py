@@ -365,7 +365,7 @@ NOT_NESTED: dict[str, tuple[pa.Array, str]] = {  # a column, and the id that its
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_nested_text_field_must_be_in_a_struct_of_strings(tmp_path: Path, suffix: str) -> None:
-    """As an id field, other columns give a number or no id."""
+    """If used as the id field, such a column gives a number or no id."""
     every = World(tmp_path)
     for kind, (column, _) in NOT_NESTED.items():
         file = {f"{kind}.{suffix}": table_bytes({"a": column, "text": ["t"]}, suffix)}

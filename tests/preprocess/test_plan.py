@@ -215,9 +215,7 @@ def test_hash_inputs_refuses_any_change(tmp_path: Path, options: dict[str, Any],
     world.main("blank", world.data_dir, ids=tmp_path / "names.txt", output=tmp_path / "new").ends(78, "a.txt")
 
 
-def test_an_input_that_changes_during_a_task_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_input_changed_during_a_task_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(tmp_path).raw({"a.txt": "a line of a text that is long\n" * 60_000}).plan(num_shards=1)
     path, pread, reads = world.raw_dir / "a.txt", os.pread, list[int]()
 
@@ -401,9 +399,7 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize(("ending", "num"), [("gz", 30), ("gz", 5000), ("zst", 5000)])
-def test_a_compressed_copy_is_left_out_and_an_equal_file_is_named(
-    tmp_path: Path, ending: str, num: int
-) -> None:
+def test_compressed_copies_are_left_out_and_equal_files_named(tmp_path: Path, ending: str, num: int) -> None:
     data = json_lines([f"document {n}" for n in range(num)])
     packed, none = PACKED[ending](data), {"d.jsonl": b"", "e.jsonl": b""}
     world = World(tmp_path).raw({"a.jsonl": data, f"a.jsonl.{ending}": packed, f"b.jsonl.{ending}": packed})

@@ -61,9 +61,7 @@ def cpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], list[set[int]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_shards_have_equal_bytes_whatever_makes_them(
-    raw_dir: Path, tmp_path: Path, cpus: Any, form: str
-) -> None:
+def test_shards_are_equal_whatever_makes_them(raw_dir: Path, tmp_path: Path, cpus: Any, form: str) -> None:
     cpus({*range(8)})
     options = {**FORMS[form], "max_bad_fraction": 1}
     if form == "whole files":

@@ -147,7 +147,7 @@ def transform(record):
     assert world.try_shard(0, transform=function_file).code == 78
 
 
-# What is wrong with the function, and the exit code of plan, or of the shard if plan accepts it.
+# A wrong function -> the exit code of plan, or of the shard if plan accepts it.
 WRONG: dict[str, tuple[str, int]] = {
     "is missing": ("", 2),
     "is not a function": ("transform = 3", 2),

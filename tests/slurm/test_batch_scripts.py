@@ -261,9 +261,7 @@ def test_with_torchrun_on_two_nodes_ranks_resume_from_the_newest_readable_checkp
     assert "rank 0 of 2 (RANK/WORLD_SIZE), from step 2" in train_log(train_site, job)
 
 
-def test_submit_and_retry_work_without_accounts(
-    train_site: Cluster, sample_dir: Path, tmp_path: Path
-) -> None:
+def test_submit_and_retry_need_no_accounts(train_site: Cluster, sample_dir: Path, tmp_path: Path) -> None:
     """The first attempt does not find the moved input; the retry gets its new folder."""
     raw, data, site = tmp_path / "raw", tmp_path / "O", train_site
     shutil.copytree(sample_dir, raw)

@@ -171,9 +171,7 @@ def test_until_done_recovers_from_every_kind_of_failure(site: Cluster, seven: Se
     assert seven.contents() == undisturbed.plan(num_shards=None, max_bad_fraction=0.6).run().contents()
 
 
-def test_a_limit_of_nodes_is_refused_and_one_of_the_qos_makes_larger_tasks(
-    site: Cluster, seven: Seven
-) -> None:
+def test_a_limit_of_nodes_is_refused_and_one_of_a_qos_makes_larger_tasks(site: Cluster, seven: Seven) -> None:
     """The limit leaves room for the controller."""
     refusals = {
         ("--cpus_per_task", 40): "--cpus-per-task=40",

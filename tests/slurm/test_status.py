@@ -318,7 +318,7 @@ BAD = (65, "1 document cannot be decoded")
 
 
 class Row(NamedTuple):
-    """What is left of a task that ended, and its cause by status."""
+    """The traces of a task that ended, and the cause that status prints."""
 
     cause: str
     record: list[str | tuple[int, str]] | None = None  # None: no record; []: one without an end

@@ -136,7 +136,7 @@ def test_a_mask_passes_if_the_model_really_applies_it(sets: DataSets, attention:
             mask_of({field: each[field]})
 
 
-# What check_boundaries finds
+# Findings of check_boundaries
 
 
 @pytest.mark.slow

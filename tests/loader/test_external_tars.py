@@ -80,7 +80,7 @@ def test_every_way_to_name_shards_gives_the_same_batches(
 
 
 def test_a_cut_or_concatenated_tar_is_refused(tmp_path: Path, model: str) -> None:
-    """webdataset accepts it."""
+    """webdataset accepts such a tar."""
     path = write_tar(tmp_path / "a.tar", [{"token_ids.json": [number] * 300} for number in range(4)])
     whole = path.read_bytes()
     with tarfile.open(path) as tar:
@@ -174,10 +174,10 @@ def some_tar(chance: random.Random) -> bytes:
 
 
 def altered(raw: bytes, chance: random.Random) -> bytes:
-    """Something changed: a byte, a field with its checksum made right, a block left out, put in or moved."""
+    """Return the tar with a byte or a field changed, or with a block removed or inserted."""
     blocks = [raw[at : at + 512] for at in range(0, len(raw), 512)]
     headers = [number for number, block in enumerate(blocks) if block[257:262] == b"ustar"]
-    fields: list[tuple[int, list[bytes]]] = [  # by their first bytes
+    fields: list[tuple[int, list[bytes]]] = [  # (offset, new values)
         (SIZE, [*(b"%011o\0" % size for size in (0, 1, 512, 513, 1024, 1 << 30)), *SIZES]),
         (KIND, [b"0", b"\0", b"1", b"5", b"7", b"L", b"K", b"x", b"g", b"S", b"X", b"q"]),
         (MAGIC, [b"ustar  \0", bytes(8), b"ustar\x0000", b"xstar\x0000"]),
@@ -297,10 +297,8 @@ def test_what_is_no_ids_is_refused(tmp_path: Path, model: str, fault: str) -> No
     form, name, raw = WRONG_IDS[fault]
     good = GOOD[form]
     path = write_tar(tmp_path / "a.tar", [good, good])
-    assert (
-        read(path, model)
-        == 2 * {"text": [[1]], "array": [[1, 2, 3]], "rows": [[0, 1, 2, 3], [4, 5, 6]]}[form]
-    )
+    expected = {"text": [[1]], "array": [[1, 2, 3]], "rows": [[0, 1, 2, 3], [4, 5, 6]]}[form]
+    assert read(path, model) == 2 * expected
     write_tar(path, [{**good, name: raw}, good])
     for seq_len in (None, 4 if form == "rows" else 2):
         with refuses(BrokenShard, path=path):
@@ -333,7 +331,7 @@ def test_packing_adds_a_missing_eos_to_arrays_and_lists(tmp_path: Path, model: s
 )  # fmt: skip
 @example(["[1,2", "3]"], False)
 @example(["[1]]", "[[2]"], False)
-def test_what_is_read_as_a_list_of_ids_is_what_json_reads(model: str, texts: list[str], is_row: bool) -> None:
+def test_an_accepted_list_has_the_ids_that_json_reads(model: str, texts: list[str], is_row: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = write_tar(Path(folder, "a.tar"), [{"token_ids.json": text.encode()} for text in texts])
         try:

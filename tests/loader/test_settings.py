@@ -284,10 +284,10 @@ def test_a_loader_loads_its_tokenizer_by_transformers_on_first_access(
     assert (batch["input_ids"][batch["attention_mask"] == 0] == tokenizer.pad_token_id).all()
 
 
-# What it logs
+# Logs
 
 
-def said(caplog: pytest.LogCaptureFixture, data: Path, **options: Any) -> list[tuple[int, str]]:
+def logged(caplog: pytest.LogCaptureFixture, data: Path, **options: Any) -> list[tuple[int, str]]:
     """Return (level, message) of the records that making a loader logs."""
     caplog.clear()
     with caplog.at_level(logging.INFO, "loader"):
@@ -300,8 +300,8 @@ def test_only_rank_0_logs_the_settings_of_a_loader(caplog: pytest.LogCaptureFixt
     with open_loader(sets["documents"], rank=0, **options) as loader:
         described = loader.describe()
         assert repr(loader) in described
-    assert (logging.INFO, described) in said(caplog, sets["documents"], rank=0, **options)
-    assert not [text for _, text in said(caplog, sets["documents"], rank=1, **options) if "\n" in text]
+    assert (logging.INFO, described) in logged(caplog, sets["documents"], rank=0, **options)
+    assert not [text for _, text in logged(caplog, sets["documents"], rank=1, **options) if "\n" in text]
 
 
 # append_eos, the tokenizer's template, arguments of the loader; number of warnings of plan and of the loader.
@@ -330,7 +330,7 @@ def test_plan_and_rank_0_warn_if_training_documents_get_no_eos(
     planned = world.try_plan(num_shards=1, append_eos=append_eos or None)
     assert planned.text.count("--append_eos") == of_plan
     world.run(0).verify()
-    levels = [level for level, _ in said(caplog, world.data_dir, **options)]
+    levels = [level for level, _ in logged(caplog, world.data_dir, **options)]
     assert levels.count(logging.WARNING) == of_loader
 
 

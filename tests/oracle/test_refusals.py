@@ -148,7 +148,7 @@ def row(use: Use | str, ends: Any, path: str | None = None, **facts: Any) -> Ref
 
 def change(path: Path, new: Any) -> None:
     """Change a file: None removes it (or a folder), text and bytes replace it, a dict changes JSON values and
-    updates the hash, a function maps its content, and a tuple copies a shard's files or makes a link."""
+    updates the hash, a function transforms its content, and a tuple copies a shard or makes a link."""
     match new:
         case None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -1,9 +1,8 @@
-"""Which families of transformers' language models keep the documents of a packed row apart.
+"""Find out which families of transformers' language models keep the documents of a packed row apart.
 
-Each one is made with two small layers and random weights. The logits of each document in a packed batch of
-the loader are compared with those that the model gives for the document alone, and ``check_boundaries`` must
-say the same. tests/loader/test_boundaries.py compares a part of the table of docs/training_attention.md, and
-with ``FAMILIES=all`` all of it, in 5 minutes.
+Each model has two small layers with random weights. The logits of each document in a packed batch are
+compared with those of the document alone, and ``check_boundaries`` must agree. test_boundaries.py checks a
+part of the table in docs/training_attention.md, and with ``FAMILIES=all`` all of it, in 5 minutes.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tests.world import open_loader
 PAGE = ROOT / "docs" / "training_attention.md"
 VOCABULARY, SEQ_LEN, WINDOW = 200, 48, 8
 
-# Small sizes, under all names that families have for them. Windows are shorter than documents.
+# Small sizes for all names that families use. Windows are shorter than documents.
 _NUMBERS = {
     "hidden_size d_model n_embd n_embed intermediate_size ffn_dim n_inner ffn_hidden_size": 32,
     "decoder_ffn_dim shared_intermediate_size linear_num_heads": 32,
@@ -60,12 +59,12 @@ _OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "zaya": {"num_experts_per_tok": 1},
 }
-# Attention whose heads of keys are as many as those of queries.
+# Families with latent attention, which have as many key heads as query heads.
 _LATENT = (
     "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots3_note_text glm4_moe_lite glm_moe_dsa minicpm3 "
     "sarvam_mla youtu"
 )
-_FIRST_LAYER = {  # before one of full_attention, where the defaults for two layers have no such pair
+_FIRST_LAYER = {  # type of the first layer, followed by full_attention; two default layers lack the pair
     "afmoe cohere2 cohere2_moe exaone4 gemma3_text ministral olmo3": "sliding_attention",
     "granitemoehybrid qwen3_next qwen3_5_text qwen3_5_moe_text": "linear_attention",
     "lfm2 lfm2_moe": "conv",
@@ -81,7 +80,10 @@ VERDICTS = {
 
 
 def small_model(family: str, attention: str) -> Any:
-    """A model whose tokens depend on each other much, as trained ones do. ValueError: no such attention."""
+    """Return a model whose tokens depend strongly on each other, like a trained one.
+
+    Raises ValueError if the family does not have this attention.
+    """
     kind = CONFIG_MAPPING[family]
     known = {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {})}
     sizes = {name: value for name, value in _SMALL.items() if name in known}
@@ -104,7 +106,7 @@ def small_model(family: str, attention: str) -> Any:
 
 
 def packed_batch(folder: Path) -> Any:
-    """A batch of the loader with ``boundaries="transformers"``, and ``segment_ids`` for the judge."""
+    """Return a batch of a loader for transformers, and with ``segment_ids`` for ``num_wrong``."""
     save_word_tokenizer(folder, VOCABULARY)
     rng = np.random.default_rng(1)
     write_numbered_tars(
@@ -118,9 +120,9 @@ def packed_batch(folder: Path) -> Any:
 
 @torch.no_grad()
 def num_wrong(model: Any, batch: Mapping[str, Any], logits: Any = None) -> int:
-    """Tokens of the packed rows whose logits are not those of their document alone.
+    """Return the number of tokens of packed rows whose logits differ from those of their document alone.
 
-    ``logits``: of the batch, where the model has other attention by now.
+    ``logits``: those of the batch, if the model's attention has changed since.
     """
     segments = batch["segment_ids"]
     logits = model(**fields_of(batch)).logits if logits is None else logits
@@ -138,7 +140,7 @@ def fields_of(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def verdict(family: str, batch: Mapping[str, Any]) -> str:
-    """A key of VERDICTS, which is one for all attentions of the family."""
+    """Return the key of VERDICTS for a family, which must be the same for all its attentions."""
     kind: Any = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[family]]
     attentions = ["eager", "sdpa"] if kind._supports_sdpa else ["eager"]
     found = {attention: _verdict(family, attention, batch) for attention in attentions}
@@ -147,10 +149,10 @@ def verdict(family: str, batch: Mapping[str, Any]) -> str:
 
 
 def _verdict(family: str, attention: str, batch: Mapping[str, Any]) -> str:
-    """A key of VERDICTS; that ``check_boundaries`` sees it, too, is asserted."""
+    """Return a key of VERDICTS, and assert that ``check_boundaries`` agrees."""
     model = small_model(family, attention)
     unpacked = {"input_ids": batch["input_ids"], "segment_ids": batch["segment_ids"], "use_cache": False}
-    assert num_wrong(model, unpacked), f"{family}: documents would not notice each other"
+    assert num_wrong(model, unpacked), f"{family}: documents do not influence each other"
     for masked in (False, True):
         try:
             if masked:
@@ -174,7 +176,7 @@ def _verdict(family: str, attention: str, batch: Mapping[str, Any]) -> str:
 
 
 def verdicts_of_page() -> dict[str, str]:
-    """The families of the page and their verdicts; to try another one, write it into any row."""
+    """Return family -> verdict of the page. To test another family, write it into any row."""
     found = {}
     for verdict, title in VERDICTS.items():
         (names,) = re.findall(rf"^\| {re.escape(title)} \| (.*) \|$", PAGE.read_text("utf-8"), re.MULTILINE)

@@ -30,7 +30,7 @@ _WORDS = [
 def conversations(
     num: int, seed: int = 0, text_of: Callable[[random.Random, int], str] | None = None
 ) -> list[list[Message]]:
-    """Conversations of a few turns of Korean, English and emoji, each answer after its question."""
+    """Return conversations of a few turns in Korean, English and emoji."""
     chooser, found = random.Random(seed), list[list[Message]]()
     text_of = text_of or (lambda chooser, most: " ".join(chooser.choices(_WORDS, k=chooser.randint(1, most))))
     for _ in range(num):
@@ -41,7 +41,7 @@ def conversations(
     return found
 
 
-# What makes masks go wrong: tokenizers, templates, and conversations.
+# Tokenizers, templates and conversations for which loss masks are difficult.
 
 BOS, EOT, THINK = "<|bos|>", "<|eot|>", "<think>"
 SPECIAL = [BOS, EOT, "<|pad|>", "<unk>"]
@@ -57,7 +57,7 @@ _TEMPLATE = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(B
 _OF_BERT = processors.BertProcessing((EOT, 1), (BOS, 0))
 _OF_ROBERTA = processors.RobertaProcessing((EOT, 1), (BOS, 0))
 
-# Model, pre-tokenizer, normalizer, post-processor.
+# Name -> model, pre-tokenizer, normalizer, post-processor.
 TOKENIZERS: dict[str, tuple[str, Any, Any, Any]] = {
     "bytes": ("bytes", _NO_SPACE, None, _WHOLE),
     "bytes, space in front": ("bytes", _SPACE, None, _WHOLE),
@@ -131,7 +131,7 @@ TEMPLATES = {
         _LOOP + _TURN + _OPEN + THINK + "\n{{ m['content'] | replace('o', '<b>o</b>') }}\n</think>" + _CLOSE
         + "{{ m.get('tool_calls') | tojson }}" + _REST
     ),
-    # transformers counts from the beginning of what it has written, so such blocks are told elsewhere.
+    # transformers counts positions in the text written so far, so it reports such blocks elsewhere.
     "in a variable": (
         _LOOP + "{% set text %}" + _OPEN + "{{ m['content'] }}" + _CLOSE + "{% endset %}" + _TURN
         + "{{ text }}" + _REST
@@ -159,7 +159,7 @@ _UNKNOWN = {"unk_token": "<unk>"}
 _SUFFIX = {"end_of_word_suffix": "</w>"}
 _ALPHABET = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
 _WITH_BYTES = {"limit_alphabet": 80, "special_tokens": [*SPECIAL, *_BYTE_PIECES]}
-# What makes a model, and the class and the options of its trainer.
+# Kind -> constructor of a model, and class and options of its trainer.
 _MODELS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any]]] = {
     "bytes": (models.BPE, trainers.BpeTrainer, _ALPHABET),
     "alphabet": (models.BPE, trainers.BpeTrainer, {**_ALPHABET, "vocab_size": 0}),
@@ -175,7 +175,7 @@ _MODELS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any]]] = {
 
 
 def save_tokenizer(name: str, folder: Path) -> Path:
-    """Train one of TOKENIZERS and save it as a model's folder."""
+    """Train one of TOKENIZERS and save it into a folder."""
     kind, pre, normalizer, post = TOKENIZERS[name]
     model, trainer, options = _MODELS[kind]
     tokenizer = Tokenizer(model())
@@ -185,7 +185,7 @@ def save_tokenizer(name: str, folder: Path) -> Path:
         tokenizer.normalizer = normalizer
     settings = {"vocab_size": 500, "show_progress": False, "special_tokens": SPECIAL, **options}
     tokenizer.train_from_iterator([_text(random.Random(n), 12) for n in range(60)], trainer(**settings))
-    if kind == "fallback":  # bytes were learned as if they were special, so that they have ids
+    if kind == "fallback":  # byte tokens were special in training only, so that they have ids
         head = json.loads(tokenizer.to_str())
         head["added_tokens"] = [token for token in head["added_tokens"] if token["content"] in SPECIAL]
         tokenizer = Tokenizer.from_str(json.dumps(head))
@@ -206,7 +206,7 @@ def _text(chooser: random.Random, most: int) -> str:
 
 
 def odd_conversations(num: int, seed: int) -> list[list[Message]]:
-    """Conversations of Korean, composed or not, emoji, tags inside words, empty and blank answers, tools."""
+    """Return conversations with decomposed Korean, emoji, tags in words, empty answers and tool calls."""
     chooser, found = random.Random(seed), conversations(num, seed, _text)
     for chat in found:
         if chooser.random() < 0.4:

@@ -1,4 +1,4 @@
-"""Where this checkout is, and what lies beside it."""
+"""Paths of this checkout and of what is beside it."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
 SLURM_STARTER = ROOT / "tests" / "slurm_cluster.sh"
-# The Llama 3 tokenizer and the corpora, which are no part of the project; tests without them are skipped.
+# The Llama 3 tokenizer and the corpora, which are not part of the project. Tests that need them may skip.
 SHARED = Path(os.environ.get("SHARDPREP_TEST_SHARED") or ROOT.parent / "shared")

@@ -1,4 +1,4 @@
-"""Processes that tests start. Where one ends otherwise than expected, the failure shows what it printed."""
+"""Start processes from tests. If one fails unexpectedly, the assertion shows its output."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Command = Sequence[str | os.PathLike[str]]
 
 
 def shardprep(*words: object) -> list[str]:
-    """Return the command line of ``shardprep WORDS`` in a process of its own."""
+    """Return the command line that runs ``shardprep WORDS`` in a process of its own."""
     return [sys.executable, "-m", "shardprep", *map(str, words)]
 
 
 def environ_of_children(**variables: str) -> dict[str, str]:
-    """Return an environment outside of Slurm and without a network, with these variables."""
+    """Return this environment without Slurm's variables and without the hub, plus these variables."""
     kept = {name: os.environ[name] for name in os.environ if not name.startswith(("SLURM_", "DATASET_"))}
     return {**kept, "HF_HUB_OFFLINE": "1", **variables}
 
@@ -33,9 +33,9 @@ def environ_of_children(**variables: str) -> dict[str, str]:
 def run_child(
     command: Command, *, code: int | None = 0, stdin: str | None = None, **settings: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, and fail with all that it printed where it ends with another exit code.
+    """Run a command to its end. If its exit code is not ``code``, fail with everything that it printed.
 
-    ``code=None`` takes any. ``stdin`` is written to it; ``settings`` are Popen's. Its streams are kept apart.
+    ``code=None`` accepts any exit code. ``stdin`` is its input, and ``settings`` go to Popen.
     """
     __tracebackhide__ = True
     source = subprocess.DEVNULL if stdin is None else subprocess.PIPE
@@ -46,7 +46,7 @@ def run_child(
 
 
 def end_of(process: subprocess.Popen[str], *, code: int | None = 0) -> str:
-    """Wait for a child and return what it printed and was not yet read; fail as ``run_child`` does."""
+    """Wait for a child and return the rest of its output. Fails as ``run_child`` does."""
     __tracebackhide__ = True
     return "".join(_communicate(process, code))
 
@@ -60,7 +60,7 @@ def _communicate(
         ending = f"it ended with {process.returncode}, expected {code}"
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, signal.SIGABRT)  # faulthandler says where it hangs
+            os.killpg(process.pid, signal.SIGABRT)  # faulthandler prints where it hangs
             process.wait(5)
         _kill_group(process)
         out, err = process.communicate()
@@ -74,9 +74,9 @@ def _communicate(
 
 @contextlib.contextmanager
 def child(command: Command, **settings: Any) -> Iterator[subprocess.Popen[str]]:
-    """A running process in a session of its own; within ``with`` it lives, then all of its group are killed.
+    """Start a process in a session of its own. On exit, its whole process group is killed.
 
-    Its standard output is a pipe of text. Standard error goes to pytest, which shows it where the test fails.
+    Standard output is a text pipe. Standard error goes to pytest, which shows it if the test fails.
     """
     process = subprocess.Popen(
         list(command),
@@ -87,7 +87,7 @@ def child(command: Command, **settings: Any) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
     finally:
-        if process.returncode is None:  # else its id may be another's by now
+        if process.returncode is None:  # otherwise its id may belong to another process by now
             _kill_group(process)
         process.communicate()
 
@@ -95,11 +95,11 @@ def child(command: Command, **settings: Any) -> Iterator[subprocess.Popen[str]]:
 def _kill_group(process: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.kill()  # where it was given no session of its own
+    process.kill()  # in case it has no session of its own
 
 
 def is_living(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -107,7 +107,7 @@ def is_living(pid: int) -> bool:
 
 
 def free_port() -> int:
-    """A port nobody listens on, below those that the kernel gives to clients, so that it stays free."""
+    """Return an unused port below the kernel's ephemeral range, so that it stays free."""
     for port in range(10000 + os.getpid() % 8000, 20000):
         with socket.socket() as server, contextlib.suppress(OSError):
             server.bind(("127.0.0.1", port))

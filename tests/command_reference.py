@@ -1,4 +1,4 @@
-"""``python -m tests.command_reference`` generates docs/commands.md from what the commands declare."""
+"""``python -m tests.command_reference`` writes docs/commands.md from the help of the commands."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ EXPLAINED_IN = {  # command -> the section that shows how to use it
 
 
 def page() -> str:
+    """Return the contents of docs/commands.md."""
     codes = "".join(f"| {code} | {meaning} |\n" for code, meaning in EXIT_CODES.items())
-    explained: dict[str, str] = {}  # a flag with its help -> the command that explains it
+    explained: dict[str, str] = {}  # a flag with its help -> the first command that has it
     sections = [section_of(title, text, explained) for title, text in helps()]
     return HEAD + codes + "".join(sections)
 
@@ -67,7 +68,10 @@ def helps() -> Iterator[tuple[str, str]]:
 
 
 def section_of(title: str, text: str, explained: dict[str, str]) -> str:
-    """Format a command's help, without flags explained earlier and defaults that say nothing."""
+    """Return the section of a command: its help without defaults of off or none, and without repeated flags.
+
+    ``explained`` has the flags of earlier sections and is updated.
+    """
     text = re.sub(r"\s+\(default:\s+(off|none)\)", "", text)
     text = re.sub(
         r"^  --(\w+), --no-\1\s+", lambda m: f"  --[no-]{m[1]}".ljust(27) + " ", text, flags=re.MULTILINE
@@ -75,7 +79,7 @@ def section_of(title: str, text: str, explained: dict[str, str]) -> str:
     usage, description, *groups = re.split(r"\n\n", text.rstrip("\n"))
     words = " ".join(usage.split()).removeprefix("usage: shardprep ").removesuffix(" [flags]")
     what = " ".join(description.split())
-    if title in EXPLAINED_IN:  # the first sentence is enough: the linked page says the rest
+    if title in EXPLAINED_IN:  # keep the first sentence; the linked page has the rest
         what = re.split(r"(?<=\.) (?=[A-Z])", what)[0]
         what += f" See [{EXPLAINED_IN[title].partition('#')[0]}]({EXPLAINED_IN[title]})."
     section = f"\n## {words}\n\n{textwrap.fill(what, 120, break_on_hyphens=False, break_long_words=False)}"
@@ -91,7 +95,7 @@ def section_of(title: str, text: str, explained: dict[str, str]) -> str:
                 shown.append(entry)
             elif words in explained and words.startswith("-"):
                 repeated[explained[words]].append(name_of(words))
-        # argparse's own headings say nothing about the flags below them
+        # argparse's default headings say nothing about the flags below them.
         heads = [] if head in ("options:", "positional arguments:") else [head]
         if shown or not entries:
             kept.append("\n".join([*heads, *shown]))
@@ -107,7 +111,7 @@ def section_of(title: str, text: str, explained: dict[str, str]) -> str:
 
 
 def name_of(words: str) -> str:
-    """Return the long name of a flag, given its entry in a help."""
+    """Return the long name of a flag from its entry in a help."""
     return f"`{re.findall(r'--[a-z_]+', words.replace('[no-]', ''))[0]}`"
 
 

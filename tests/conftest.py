@@ -1,4 +1,4 @@
-"""What several test modules share: a small tokenizer, sample text, and the commands in and out of process."""
+"""Fixtures that several test modules share, the layers of tests, and what this run of tests changes."""
 
 from __future__ import annotations
 
@@ -24,52 +24,50 @@ from tests.children import run_child
 from tests.world import call_main, flags_of
 
 LAYERS_OVER_QUICK = ("slow", "processes", "slurm")
-# Modules begin in this order, or the longest would end last. The two on clusters mostly wait.
+# These modules start first, in this order, so that no long one starts last. The two on clusters mostly wait.
 LONGEST = (
     "slurm_operations batch_scripts faults wheel processes context_parallel tokenizers input_files "
     "submit streams lustre runs law transform trainer packing external_tars"
 )
-# Time decides no property test: the machine may be busy.
+# No property test has a deadline, because the machine may be busy.
 hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("untimed")
-_quick_tests: list[pytest.Item] = []  # that run now
+_running_quick_tests: list[pytest.Item] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="only tests that start no process and take no time")
-    parser.addoption(
-        "--frameworks", action="store_true", help="only tests of frameworks, and none is skipped"
-    )
+    parser.addoption("--quick", action="store_true", help="only fast tests that start no process")
+    parser.addoption("--frameworks", action="store_true", help="only tests of frameworks; none may skip")
 
 
 def pytest_configure() -> None:
-    """Refuse each process that a test of the quick layer starts: it is of another layer."""
+    """Fail a test of the quick layer that starts a process: it needs a mark."""
     events = {"os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}
 
     def refuse(name: str, args: tuple[Any, ...]) -> None:
-        asked = (("scontrol",), ("sinfo",), ("squeue",))  # by plan, status and report, where there are any
-        if _quick_tests and name in events and args[:1] not in asked:
+        of_slurm = (("scontrol",), ("sinfo",), ("squeue",))  # plan, status and report call them if installed
+        if _running_quick_tests and name in events and args[:1] not in of_slurm:
             pytest.fail(f"it started a process; mark it with @pytest.mark.processes: {name} {args!s:.200}")
 
     sys.addaudithook(refuse)
-    spawn = multiprocessing.util.spawnv_passfds  # of multiprocessing's spawn, which no event tells
+    spawn = multiprocessing.util.spawnv_passfds  # multiprocessing's spawn raises no audit event
     multiprocessing.util.spawnv_passfds = lambda *args: (refuse("os.exec", args), spawn(*args))[1]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     if not any(map(item.get_closest_marker, LAYERS_OVER_QUICK)):
-        _quick_tests.append(item)
+        _running_quick_tests.append(item)
     try:
         yield
     finally:
-        _quick_tests.clear()
+        _running_quick_tests.clear()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A module that is wholly of another layer is not even imported: some take seconds of CPU time."""
+    """Do not import modules that belong to another layer as a whole: some imports take seconds."""
     layers = list(LAYERS_OVER_QUICK) if config.getoption("--quick") else []
     if not config.getoption("--frameworks"):
         layers.append("frameworks")
@@ -80,7 +78,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests of the layer that is asked for, those of the longest modules first."""
+    """Keep the tests of the selected layer, the longest modules first."""
     slow = {item for item in items if any(map(item.get_closest_marker, LAYERS_OVER_QUICK))}
     ranks = {f"test_{name}": number for number, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
@@ -95,14 +93,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keep collections of garbage away from all that was imported: they took a fifth of the CPU time."""
+    """Exclude everything imported so far from garbage collection, which took a fifth of the CPU time."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Where frameworks are asked for, one that is missing is a failure."""
+    """With --frameworks, turn a skip for a missing framework into a failure."""
     report = yield
     if report.skipped and item.config.getoption("--frameworks") and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
@@ -111,7 +109,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where tests run side by side, those of a module stay together."""
+    """Run the tests of a module in one process when several processes test."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByModule(LoadScopeScheduling):
@@ -119,7 +117,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return nodeid.partition("::")[0]
 
         def _reschedule(self, node: Any) -> None:
-            """Give a module to who has one test left; two may take a minute in which nobody else gets it."""
+            """Assign a module to a node with one test left: two may take a minute while others are idle."""
             if not self.workqueue or self._pending_of(self.assigned_work[node]) < 2:
                 super()._reschedule(node)
 
@@ -128,7 +126,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Planning's cache is of this run alone, neither what an earlier one left nor the user's own."""
+    """Give this run of tests a cache of its own for ``plan``, and no access to the hub."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("HF_HUB_OFFLINE", "1")
@@ -137,17 +135,17 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_waits_that_no_test_sees() -> Iterator[None]:
-    """What libraries do again for every command in this process, a quarter of the time of small tests.
+    """Skip work that libraries repeat for each command in this process: a quarter of the time of small tests.
 
-    Processes that tests start do it all, and tests/faults/power_loss.py replays power cuts from the calls.
+    Processes that tests start do all of it, and tests/faults/power_loss.py tests the calls of fsync.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: os.fstat(fd) and None)
-        # 6 ms a call, and what is installed stays so; a test may put another ``distribution`` in its place.
+        # A lookup takes 6 ms. The cache is keyed by ``distribution``, which some tests replace.
         version_by = functools.cache(lambda distribution, name: distribution(name).version)
         metadata = importlib.metadata
         patch.setattr(metadata, "version", lambda name: version_by(metadata.distribution, name))
-        # argparse looks for translations of itself 8 times a parser, and there are none
+        # argparse looks for translations of its messages 8 times per parser, and there are none.
         patch.setattr(argparse, "_", str)
         yield
 
@@ -162,7 +160,7 @@ def sample_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model_dir(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer that was trained on the sample text."""
+    """A tokenizer trained on the sample text."""
     folder = tmp_path_factory.mktemp("model") / "tokenizer"
     words = {"input_dir": sample_dir, "vocab_size": 600, "output_dir": folder}
     call_main("train_tokenizer", *flags_of(words)).ends(0)
@@ -171,7 +169,7 @@ def model_dir(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built and installed beside the libraries of this environment, without a network."""
+    """The wheel, built and installed into a folder of its own, without its dependencies or a network."""
     folder = tmp_path_factory.mktemp("wheel")
     run_child([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)])
     (wheel,) = folder.glob("*.whl")
@@ -182,7 +180,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
-    """The folder with the Llama 3 tokenizer and the corpora, which are no part of the project."""
+    """The folder with the Llama 3 tokenizer and the corpora, which are not part of the project."""
     wanted = ("tokenizers/llama3/tokenizer.json", "corpora/ko_reviews.txt.xz", "corpora/en_paragraphs.txt.xz")
     for path in (SHARED / name for name in wanted):
         if not path.is_file():

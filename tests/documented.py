@@ -1,4 +1,4 @@
-"""The examples of our pages, to be run as they are shown."""
+"""Read the examples of the documentation, to run them as shown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.checkout import ROOT
 
 
 def examples_of(page: str, section: str = "") -> list[str]:
-    """The Python examples of a page, README.md or one of docs/, or of one of its sections."""
+    """Return the Python examples of README.md or a page of docs/, or of one section of it."""
     path = ROOT / page if page == "README.md" else ROOT / "docs" / page
     text = path.read_text(encoding="utf-8")
     if section:
@@ -18,5 +18,5 @@ def examples_of(page: str, section: str = "") -> list[str]:
 
 
 def example(page: str, section: str, number: int) -> Any:
-    """The code of the n-th example of a section of docs/PAGE, from 0."""
+    """Compile an example of a section of docs/PAGE; ``number`` counts from 0."""
     return compile(examples_of(page, section)[number], page, "exec")

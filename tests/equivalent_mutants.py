@@ -1,22 +1,22 @@
-"""Changes that no test can notice: by file, a text of a line, the text in its place, and the reason."""
+"""Changes that no test can notice: file -> (text of a line, replacement, reason)."""
 
 from __future__ import annotations
 
-LIMIT = "a limit of files or of memory that no promise names"
-MEMORY = "memory alone"
-READS = "samples are read in other parts; what is read stays the same"
-SPEED = "time alone"
-MESSAGE = "words of a message"
-CHOICE = "a run writes its choice into its state, and keeps it"
+LIMIT = "changes a limit of files or memory that is not a promise"
+MEMORY = "changes only the use of memory"
+READS = "changes how reads are divided, but not what is read"
+SPEED = "changes only the speed"
+MESSAGE = "changes only a message"
+CHOICE = "a run stores its choice in its state and keeps it"
 BORDER = "a round begins there anyway"
 
 _DIGITS = "1 <= int(digits.min()) <= int(digits.max()) <= _MAX_DIGITS"
 
 EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
     "loader/order.py": [
-        ("keeps_tail: bool = False", "keeps_tail: bool = True", "every caller says it"),
+        ("keeps_tail: bool = False", "keeps_tail: bool = True", "every caller passes it"),
         ("filling = block_bytes * num_samples // max(num_bytes, 1)",
-         "filling = block_bytes * num_samples // max(num_bytes, (2))", "a tar has 1,024 bytes at least"),
+         "filling = block_bytes * num_samples // max(num_bytes, (2))", "a tar has at least 1,024 bytes"),
         ("GROUPED_BYTES = 64", "GROUPED_BYTES = (65)", CHOICE),
         ("BLOCK_BYTES[0]", "BLOCK_BYTES[(1)]", CHOICE),
         ("BLOCKS_PER_SLOT = 16", "BLOCKS_PER_SLOT = (17)", CHOICE),
@@ -27,12 +27,12 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("_NEVER = 1 << 62", "_NEVER = 1 << (63)", LIMIT),
         ("stage.step == step and stage.begins_round", "(stage.step == step or stage.begins_round)", BORDER),
         ("begins_round and held.step == step", "(begins_round or held.step == step)", BORDER),
-        ("np.cumsum(counts) - counts,", "(np.cumsum(counts) + counts),", "all places move by as much"),
+        ("np.cumsum(counts) - counts,", "(np.cumsum(counts) + counts),", "moves all places equally"),
     ],
     "loader/chunks.py": [
         ("0 <= ids.min() <= ids.max() < vocab_size", "(0 <= ids.min() < ids.max() < vocab_size)", SPEED),
         ("0 <= ids.min() <= ids.max() < vocab_size", "(0 < ids.min() <= ids.max() < vocab_size)", SPEED),
-        ("prepend=-1) >", "prepend=-(2)) >", "any number below 0 stands before the first begin, which is 0"),
+        ("prepend=-1) >", "prepend=-(2)) >", "any negative number is below the first begin, which is 0"),
         ("not in (0, num_commas)", "not in ((1), num_commas)", SPEED),
         ("else 1, out=first", "else (2), out=first", SPEED),
         ("_PAD = bytes(8)", "_PAD = bytes((9))", MEMORY),
@@ -45,18 +45,18 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("text[ends - 1]", "text[(ends + 1)]", SPEED),
         (_DIGITS, "(1 <= int(digits.min()) <= int(digits.max()) < _MAX_DIGITS)", SPEED),
         ("DECODE_BYTES = 128 * 1024", "DECODE_BYTES = 128 * (1025)", LIMIT),
-        ("ids.max()) < 2**31", "ids.max()) < 2**(32)", "no vocabulary has these ids, either"),
+        ("ids.max()) < 2**31", "ids.max()) < 2**(32)", "no vocabulary has such ids"),
         ("data.dtype[part] == JSON", "(data.dtype[part] != JSON)", SPEED),
         ("has_numbers = sizes > 2", "has_numbers = (sizes >= 2)", SPEED),
         ("of_round.first <= at < of_round.end", "(of_round.first < at < of_round.end)", SPEED),
         ("run.row_tokens", "(not (run.row_tokens))", SPEED),
         ("laid_out is None", "(laid_out is not None)", SPEED),
-        ("self._place = (0, 0,", "self._place = (0, (1),", "no tick is in that window, either"),
+        ("self._place = (0, 0,", "self._place = (0, (1),", "no tick is in that window"),
     ],
     "loader/reading.py": [
-        ("is_apart |= gap % 4 > 0", "pass", "no tar has arrays of ids at another place than a multiple of 4"),
+        ("is_apart |= gap % 4 > 0", "pass", "in every tar, arrays of ids are at multiples of 4"),
         ("[0] // 8, 1)", "[0] // (9), 1)", LIMIT),
-        ("number: int = 0", "number: int = (1)", "who gives no number reads alone"),
+        ("number: int = 0", "number: int = (1)", "a reader without a number is the only one"),
         ("row[:-1] != 1", "row[:-1] != (2)", READS),
         ("gap % 4 > 0", "(gap % 4 >= 0)", READS),
         ("(gap > _MOST_GAP_BYTES)", "((gap >= _MOST_GAP_BYTES))", READS),
@@ -72,21 +72,21 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("not len(self._buffer)", "(len(self._buffer))", MEMORY),
         ("_MOST_AT_ONCE_BYTES = 1 << 30", "_MOST_AT_ONCE_BYTES = 1 << (31)", LIMIT),
         ("self._buffer = np.empty(min(num_bytes, _MOST_AT_ONCE_BYTES), np.uint8)", "pass", SPEED),
-        ("opened.enter_context(idx.file)", "pass", "it is closed when its object goes"),
+        ("opened.enter_context(idx.file)", "pass", "the file closes when its object is freed"),
     ],
     "preprocess/make/shard_writer.py": [
-        ("(numbers < number)", "((numbers <= number))", "that document is held out"),
-        ("self._turn = 0", "self._turn = (1)", "turns are compared with each other alone"),
+        ("(numbers < number)", "((numbers <= number))", "that document is for validation"),
+        ("self._turn = 0", "self._turn = (1)", "turns are compared only with each other"),
         ("spec.validation_fraction else 1", "spec.validation_fraction else (2)", MEMORY),
-        ("lines[-1] >= 10**8", "lines[-1] >= (11)**8", "a shard of 10^8 lines"),
+        ("lines[-1] >= 10**8", "lines[-1] >= (11)**8", "needs a shard of 10^8 lines"),
         ("if len(lines) and lines[-1] >= 10**8", "if (not (len(lines) and lines[-1] >= 10 ** 8))", SPEED),
-        ("len(self._closed) >= self.group_rows", "(len(self._closed) > self.group_rows)", "the same, later"),
+        ("len(self._closed) >= self.group_rows", "(len(self._closed) > self.group_rows)", "happens later"),
         ("self._num_held = 0", "self._num_held = (1)", MEMORY),
-        ("np.arange(30, -1,", "np.arange(30, -(2),", "the last number is 0 either way"),
-        ("histogram = [0] * 64", "histogram = [0] * (65)", "zeros at the end are left out"),
+        ("np.arange(30, -1,", "np.arange(30, -(2),", "the last number is 0 in both cases"),
+        ("histogram = [0] * 64", "histogram = [0] * (65)", "trailing zeros are dropped"),
         ("not self._found_no_mark or", "(self._found_no_mark) or", SPEED),
         ("64 << (LENGTH_BITS - 1)", "64 << (LENGTH_BITS - (2))", LIMIT),
-        ("(0, *row.first)", "((1), *row.first)", "nobody asks at which place of a row its first document is"),
+        ("(0, *row.first)", "((1), *row.first)", "the place of a row's first document is not used"),
     ],
     "shardprep/format/manifest.py": [
         ("_MAX_FINDINGS_BYTES = 256", "_MAX_FINDINGS_BYTES = (257)", LIMIT),

@@ -1,8 +1,8 @@
-"""Training by the examples of docs/training_NAME.md, of frameworks, in one process or in real process groups.
+"""Train by the examples of docs/training_NAME.md, in one process or in real process groups.
 
     python -m tests.framework_pages NUMBERED OUT
 
-The libraries are imported once, then the ranks of each run are forked (tests/ranks.py).
+The libraries are imported once, and the ranks of each run are forked (tests/ranks.py).
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ NEEDS = {  # docs/training_NAME.md -> what it needs
     "fsdp2": "torch.distributed.fsdp", "deepspeed": "deepspeed",
 }  # fmt: skip
 GLOBAL_BATCH = 8
-STEPS = 107 // GLOBAL_BATCH  # of an epoch of 107 samples
-STOP, LATER, END = 7, STEPS + 2, STEPS + 9  # inside of the first epoch, and of the second
-# Of a page: ranks, samples of a batch, and the first and last step. The three last have one checkpoint.
+STEPS = 107 // GLOBAL_BATCH  # per epoch of 107 samples
+STOP, LATER, END = 7, STEPS + 2, STEPS + 9  # the first is in epoch 0, the others in epoch 1
+# Run of a page: (ranks, samples per batch, first step, last step). The last three share one checkpoint.
 PAGE_RUNS = {"whole": (1, 1, 0, END), "stopped": (2, 2, 0, STOP), "resumed": (1, 8, STOP, LATER),
              "again": (2, 4, LATER, END)}  # fmt: skip
-kept: list[Any] = []  # where DDP ends it holds the GIL and waits for gloo, which may want it
+kept: list[Any] = []  # objects that must not be freed: DDP's destructor may deadlock on the GIL with gloo
 
 
 class SmallModel(nn.Module):
-    """Takes what a model of transformers takes, and gives the sum of losses over num_items_in_batch."""
+    """A model with the interface of transformers. Its loss is the sum of losses over num_items_in_batch."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.loss_type = "ForCausalLM"  # Trainer counts labels by it
         self.embedding, self.head = nn.Embedding(200, 8), nn.Linear(8, 200)
-        self.seen: list[list[int]] = []  # the first ids of each batch that is trained
+        self.seen: list[list[int]] = []  # first ids of each training batch
         self.register_forward_pre_hook(self._look, with_kwargs=True)
 
     def _look(self, _: object, __: object, fields: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ class SmallModel(nn.Module):
 
 
 def train_by_hand(data: Path, num_steps: int, num_warm_up: int = 0) -> SmallModel:
-    """Return a model that got each global batch as one batch, by a mean over its labels."""
+    """Train a model on each global batch as one batch, with the mean loss over its labels."""
     model, loader = SmallModel(), open_loader(data, GLOBAL_BATCH, model_id=data)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step, batch in enumerate(islice(chain.from_iterable(repeat(loader)), num_steps)):
@@ -82,7 +82,7 @@ def train_by_hand(data: Path, num_steps: int, num_warm_up: int = 0) -> SmallMode
 
 
 def code_of(page: str, number: int = 0) -> str:
-    """One of a page's examples; with a document a row, of which gradients by hand are easily written down."""
+    """Return an example of a page, changed to one document per row, which is simple to train by hand."""
     code = examples_of(f"training_{page}.md")[number]
     return re.sub(r'\s*seq_len=2048,\s*boundaries="transformers",?', "", code)
 
@@ -98,10 +98,10 @@ def run_page(
     num_workers: int = 0,
     **more: Any,
 ) -> None:
-    """Train by a page's example, which goes on from a checkpoint that is there.
+    """Train by a page's example, which resumes from an existing checkpoint.
 
-    ``names`` has DATA, model and rank; what the example defines comes to it while it runs. ``more`` are
-    arguments of the framework's trainer.
+    ``names`` has DATA, model and rank, and gets the names that the example defines. ``more`` are arguments of
+    the framework's trainer.
     """
     code = re.sub(r"num_workers=2,\s*", "", code_of(page))
     given = f"global_batch_size=8, model_id=DATA, num_workers={num_workers}"
@@ -124,7 +124,7 @@ def run_page(
     if "RANK" in os.environ:
         arguments["trainer"]["ddp_backend"] = "gloo"
     config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    # DeepSpeed's default clips gradients, which the hand does not.
+    # By default DeepSpeed clips gradients, which train_by_hand does not.
     config |= {"gradient_accumulation_steps": accumulated, "gradient_clipping": 0}
     names |= {"CHECKPOINT": checkpoint, "num_steps": num_steps, "num_ranks": num_ranks, "device": "cpu"}
     names |= {"optimizer": torch.optim.SGD(names["model"].parameters(), lr=0.1), "config": config}
@@ -141,16 +141,16 @@ def lightning_arguments(num_ranks: int, folder: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# What ranks do
+# Functions of ranks
 
 
 def train_by_page(rank: int, run: Run, out: Path) -> Any:
-    """Return the first ids of each batch, and the weights in the end."""
+    """Train, and return the first ids of each batch and the final weights."""
     if run["page"] in ("own_loop", "fsdp2", "deepspeed"):
         torch.distributed.init_process_group("gloo")
     model = SmallModel()
     names: dict[str, Any] = {"DATA": run["data"], "model": model, "rank": rank}
-    if run["page"] == "own_loop":  # whose steps go side by side: no rank may find the other's checkpoint
+    if run["page"] == "own_loop":  # DDP keeps ranks in step, so that none finds the other's new checkpoint
         names["model"] = DistributedDataParallel(model)
     run_page(
         run["page"], names, checkpoint=f"{out}/{run['checkpoint']}", num_steps=run["last"],
@@ -165,7 +165,7 @@ def train_by_page(rank: int, run: Run, out: Path) -> Any:
 
 
 def evaluate(_: int, run: Run, out: Path) -> Any:
-    """Return the loss on the validation set by Trainer, by our function, and by the page of Lightning."""
+    """Return the validation loss of Trainer, of evaluation_loss, and of the example for Lightning."""
     model, data = SmallModel(), run["data"]
     quiet: Any = {"use_cpu": True, "ddp_backend": "gloo", "report_to": [], "disable_tqdm": True}
     args = TrainingArguments(f"{out}/e", per_device_train_batch_size=2, **quiet)
@@ -186,7 +186,7 @@ def evaluate(_: int, run: Run, out: Path) -> Any:
 
 
 def check_wrapped_models(rank: int, run: Run, _: Path) -> Any:
-    """Return whether all ranks say the same of a model, if one has something to check."""
+    """Return the verdicts of check_boundaries, also if only one rank has several documents to check."""
     options = {"model_id": run["data"], "seq_len": 16, "boundaries": "transformers"}
     packed: Any = open_loader(run["data"], 4, **options).peek()
     one = {**packed, "position_ids": torch.arange(16).expand(4, 16)}
@@ -212,7 +212,7 @@ def check_wrapped_models(rank: int, run: Run, _: Path) -> Any:
 
 
 def runs_of(page: str) -> list[Run]:
-    """With all batches of a step accumulated, and on ranks side by side."""
+    """Return the runs of a page, on one rank with accumulation and on several ranks."""
     runs: list[Run] = []
     for name, (world, batch_size, _, last) in PAGE_RUNS.items():
         run = {"page": page, "name": f"{page} {name}", "world": world, "batch_size": batch_size, "last": last}
@@ -220,7 +220,7 @@ def runs_of(page: str) -> list[Run]:
     return runs
 
 
-EVALUATIONS: list[Run] = [  # of one model on other ranks, in batches of other sizes
+EVALUATIONS: list[Run] = [  # one model on several world sizes and batch sizes
     {"name": f"loss {world}x{size}", "world": world, "batch_size": size}
     for world, size in ((1, 8), (1, 1), (2, 3), (4, 16))
 ]

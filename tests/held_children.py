@@ -1,4 +1,4 @@
-"""Commands that stand still in the middle of their work, so that a test meets them there at any load."""
+"""Pause commands at a chosen call, so that a test reaches that point under any load."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _PLACE = Path(__file__).parent / "held"
 
 
 class Hold:
-    """A point at which processes stop: a call of ``call`` for a file whose path matches ``path``.
+    """A point at which processes pause: a call of ``call`` for a file whose path matches ``path``.
 
-    ``call`` is "open", or a function of os that takes a descriptor: write, fsync, readv. All Python processes
-    that inherit ``environ()`` stop there once, and still heed their signals; ``release`` lets them go on.
-    Where a thread stops, a process that a signal ends waits for it: release it then, too.
+    ``call`` is "open", or a function of os that takes a descriptor: write, fsync, readv. Each Python process
+    that inherits ``environ()`` pauses there once and still handles signals; ``release`` resumes all of them.
+    If a thread is paused, a process that exits on a signal waits for it, so call ``release`` then, too.
     """
 
     def __init__(self, folder: Path, call: str, path: str) -> None:
@@ -25,16 +25,16 @@ class Hold:
         self._settings = {"HOLD_FOLDER": str(self._folder), "HOLD_CALL": call, "HOLD_PATH": path}
 
     def environ(self, number: int = 1) -> dict[str, str]:
-        """Variables of a process that is to stop at its ``number``-th such call."""
+        """Return the variables for a process that should pause at its ``number``-th such call."""
         places = [str(_PLACE), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {**self._settings, "HOLD_NUMBER": str(number), "PYTHONPATH": os.pathsep.join(places)}
 
     def pids(self) -> list[int]:
-        """The processes that stand there, or did before they were let go or ended."""
+        """Return the ids of all processes that have paused there so far."""
         return sorted(int(path.name) for path in self._folder.iterdir() if path.name != "go")
 
     def wait(self, num_held: int, *processes: subprocess.Popen[str]) -> list[int]:
-        """Wait until so many stand there and return their ids; fail where one of ``processes`` ends."""
+        """Wait until ``num_held`` processes have paused, and return their ids. Fails if a process exits."""
 
         def are_held() -> bool:
             for process in processes:
@@ -45,5 +45,5 @@ class Hold:
         return self.pids()
 
     def release(self) -> None:
-        """Let all go on, and those that come later pass."""
+        """Resume all processes, and do not pause later ones."""
         (self._folder / "go").touch()

@@ -1,4 +1,4 @@
-"""Writers of input formats; of seekable zstd and bgzip's blocks, which no library at hand writes, too."""
+"""Write input formats, including seekable zstd and bgzip, which none of the installed libraries writes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ import zstandard
 
 
 def json_lines(texts: Iterable[str]) -> bytes:
-    """A line of JSON for each text, with an id."""
+    """Return a JSON line with an id for each text."""
     rows = [{"id": f"d{number}", "text": text} for number, text in enumerate(texts)]
     return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
 
 
 def table_bytes(table: Any, suffix: str, rows: int = 3, **options: Any) -> bytes:
-    """A table, or its columns or rows, as parquet, stream.arrow or file.arrow of these rows in a group."""
+    """Return a table (or columns, or rows) as parquet, stream.arrow or file.arrow with ``rows`` per group."""
     if not isinstance(table, pyarrow.Table):
         table = pyarrow.Table.from_pylist(table) if isinstance(table, list) else pyarrow.table(table)
     sink = io.BytesIO()
@@ -37,14 +37,14 @@ def table_bytes(table: Any, suffix: str, rows: int = 3, **options: Any) -> bytes
     opened = pyarrow.ipc.new_file if suffix.startswith("file") else pyarrow.ipc.new_stream
     with opened(sink, table.schema, **options) as writer:
         for start in range(0, max(1, len(table)), rows):
-            # Each with a dictionary of its own: a stream replaces it, or adds to it.
+            # Each batch has a dictionary of its own: a stream replaces the last one, or adds to it.
             chunk = table.slice(start, rows)
             writer.write_table(chunk if suffix.startswith("file") else chunk.unify_dictionaries())
     return sink.getvalue()
 
 
 def pieces_of(data: bytes, sizes: Iterable[int]) -> list[bytes]:
-    """The data in pieces of these sizes, again and again; no size is 0."""
+    """Split data into pieces of these sizes, which repeat and must not be 0."""
     pieces, position, size = [], 0, itertools.cycle(list(sizes))
     while position < len(data):
         pieces.append(data[position : position + next(size)])
@@ -53,7 +53,7 @@ def pieces_of(data: bytes, sizes: Iterable[int]) -> list[bytes]:
 
 
 def seekable_zstd(data: bytes, sizes: Iterable[int]) -> bytes:
-    """zstd's seekable format: frames of these sizes of text, and a table of them at the end."""
+    """Compress data in zstd's seekable format: frames of these uncompressed sizes and a table at the end."""
     frames, table = [], b""
     for piece in pieces_of(data, sizes):
         frames.append(zstandard.ZstdCompressor().compress(piece))
@@ -63,7 +63,7 @@ def seekable_zstd(data: bytes, sizes: Iterable[int]) -> bytes:
 
 
 def zstd_of_blocks(data: bytes, sizes: Iterable[int]) -> bytes:
-    """One frame in blocks of these sizes of text: a decompressor gives them one by one."""
+    """Compress data to one zstd frame with blocks of these uncompressed sizes."""
     packer = zstandard.ZstdCompressor(level=1).compressobj()
     blocks = [
         packer.compress(piece) + packer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
@@ -73,7 +73,7 @@ def zstd_of_blocks(data: bytes, sizes: Iterable[int]) -> bytes:
 
 
 def bgzip(data: bytes, sizes: Iterable[int]) -> bytes:
-    """What bgzip writes: gzip members that say their size, and an empty one at the end."""
+    """Compress data as bgzip does: gzip members that state their size, and an empty one at the end."""
     members = []
     for piece in [*pieces_of(data, sizes), b""]:
         deflate = zlib.compressobj(6, zlib.DEFLATED, -15)
@@ -85,9 +85,9 @@ def bgzip(data: bytes, sizes: Iterable[int]) -> bytes:
 
 
 def write_every_format(folder: Path) -> None:
-    """Write what ``a.txt`` in the folder says, and a record without text, in each format.
+    """Write the lines of ``a.txt`` in the folder, and a record without text, in each format.
 
-    Shards may be cut inside of most of these files.
+    Shards may begin inside most of these files.
     """
     text = (folder / "a.txt").read_bytes()
     rows = [{"text": each} for each in [*text.decode().splitlines(), None]]

@@ -1,4 +1,4 @@
-"""``python -m tests.loader_reference`` generates docs/loader.md from the loader's docstrings."""
+"""``python -m tests.loader_reference`` writes docs/loader.md from the loader's signatures and docstrings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ You may pass `input_shards`, `batch_size` and `model_id` by position; pass all o
 
 
 def page() -> str:
-    """Return the text of docs/loader.md."""
+    """Return the contents of docs/loader.md."""
     lines = [HEAD]
     parameters = inspect.signature(loader.get_llama3_dataloader).parameters
     for group, arguments in arguments_by_group().items():
@@ -59,7 +59,7 @@ def page() -> str:
 
 
 def arguments_by_group() -> dict[str, dict[str, str]]:
-    """Return the arguments that the docstring explains: group -> name -> text."""
+    """Return the arguments in the docstring of ``get_llama3_dataloader``, as group -> name -> text."""
     groups: dict[str, dict[str, str]] = {}
     docstring = inspect.getdoc(loader.get_llama3_dataloader) or ""
     text = docstring.partition("\nArgs:\n")[2].partition("\nReturns:\n")[0]

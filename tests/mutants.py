@@ -1,14 +1,14 @@
-"""``python -m tests.mutants``: break the product in many small ways, and see whether the oracle notices.
+"""``python -m tests.mutants``: break the product in many small ways, and check whether the oracle notices.
 
-A mutant is one change of one file: a comparison swapped, a constant one higher, ``+`` for ``-``, ``and`` for
-``or``, a condition negated, a statement removed. They are made from the source as it is, chosen by a seed.
-For each of them a process that has imported the libraries already is forked, which loads the changed module
-and runs the files of tests that ran the changed line: first the tests that caught its neighbours, then the
-oracle, then the tests of the rooms. The first failing test kills the mutant. Standing still, or taking far
-longer than all these tests, kills it, too.
+A mutant is one change of one file: a comparison swapped, a constant incremented, ``+`` for ``-``, ``and`` for
+``or``, a condition negated, a statement removed. Mutants are made from the current source and chosen by a
+seed. For each one, a process with the libraries already imported is forked. It loads the changed module and
+runs the test files that run the changed line: first the tests that killed other mutants of the file, then the
+oracle, then the tests of the packages. The first failing test kills the mutant. A hang, or a run far longer
+than all these tests, kills it, too.
 
-Survivors are printed as a diff; the end is the share of them. ``equivalent_mutants.py`` lists changes that no
-test can notice, each with its reason. ``--by_hand`` tries the changes of BY_HAND, which break promises.
+Survivors are printed as a diff, and their share at the end. ``equivalent_mutants.py`` lists changes that no
+test can notice, each with a reason. ``--by_hand`` tries the changes of BY_HAND, which break promises.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from typing import Any
 from tests.checkout import ROOT
 from tests.equivalent_mutants import EQUIVALENT
 
-# What is broken: the order of samples, how they are read and laid out, how shards are made, which are done.
+# Files to break: the order of samples, how they are read and laid out, how shards are made, which are done.
 TARGETS = (
     "loader/order.py",
     "loader/run.py",
@@ -63,12 +63,12 @@ LIBRARIES = (
     "hypothesis.stateful", "numpy", "orjson", "pyarrow", "pytest", "tokenizers", "torch", "torch.utils.data",
     "transformers", "webdataset", "coverage", "_pytest.assertion.rewrite",
 )  # fmt: skip
-STANDS_STILL_S = 120  # one test, of which none takes 6 s
-LIMITS = {  # 240 s for all tests, which take 60 s of CPU time
+HANG_S = 120  # for one test, each of which takes less than 6 s
+LIMITS = {  # 240 s of CPU time for all tests, which take 60 s
     resource.RLIMIT_CPU: 240, resource.RLIMIT_AS: 12 << 30, resource.RLIMIT_FSIZE: 1 << 30,
 }  # fmt: skip
 
-# Promises, and changes by hand that break them: a file, a text in it, and the text in its place.
+# Changes by hand: a promise that is broken, a file, a text in it, and its replacement.
 BY_HAND = [
     ("labels are the ids of their places", "loader/batches.py",
      "np.where(is_real, ids, IGNORED)", "np.where(is_real, np.roll(ids, -1, 1), IGNORED)"),
@@ -99,12 +99,13 @@ BY_HAND = [
      "size_at, shares_at = dict(sizes), ", "size_at, shares_at = dict(sizes[:2]), "),
 ]  # fmt: skip
 
-# Not part of what the product promises: what it says, and how fast it is.
+# Names that are not mutated: functions for messages, arguments for speed, checks of the program itself
+# (strict of zip), the function that chooses which file is opened first, and methods that release resources.
 SAYING = {"say", "warning", "progress"}
 SPEED = {"copy", "max_workers", "maxsize", "timeout"}
-GUARDS = {"strict"}  # of zip(): what it would catch is no wrong input, but a wrong program
-QUIET = {"opening_order"}  # functions: which file is opened first
-RELEASING = {"close", "flush"}  # what memory and files are given back by
+GUARDS = {"strict"}
+QUIET = {"opening_order"}
+RELEASING = {"close", "flush"}
 SWAPS: dict[type[ast.AST], Any] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
@@ -114,7 +115,7 @@ SWAPS: dict[type[ast.AST], Any] = {
     ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
 FORK = multiprocessing.get_context("fork")
-KILLS = Counter[tuple[str, str]]()  # by file and test: the mutants caught in this process
+KILLS = Counter[tuple[str, str]]()  # (file, test) -> number of mutants killed in this process
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,9 @@ class Mutant:
 
     path: str
     line_numbers: range
-    was: str  # the changed lines, on one line
+    was: str  # the changed lines, joined to one line
     made: str
-    source: str  # of the whole file, changed
+    source: str  # the whole changed file
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line_numbers[0]}\n    - {self.was}\n    + {self.made}"
@@ -137,7 +138,7 @@ def mutants_of(path: str) -> list[Mutant]:
     line_starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
     found = []
     nodes: list[ast.AST] = [ast.parse(source)]
-    for node in nodes:  # which grows
+    for node in nodes:  # the list grows
         parts = parts_of(node)
         if parts is None:
             continue
@@ -157,8 +158,7 @@ def mutants_of(path: str) -> list[Mutant]:
 
 
 def mutants_by_hand() -> list[Mutant]:
-    """Return the mutants of BY_HAND. SystemExit where a text is not found: write it for the file that has its
-    work now."""
+    """Return the mutants of BY_HAND. Raises SystemExit if a text is not found; then update the table."""
     found = []
     for promise, path, old, new in BY_HAND:
         source = (ROOT / path).read_text(encoding="utf-8")
@@ -171,12 +171,12 @@ def mutants_by_hand() -> list[Mutant]:
 
 
 def parts_of(node: ast.AST) -> Iterable[ast.AST] | None:
-    """Return the parts of a node that have something to change; None: nor has the node itself."""
+    """Return the parts of a node that may be changed, or None if the node must not be changed at all."""
     match node:
         case ast.FunctionDef(name=name, args=arguments, body=body):
             parts = [*arguments.defaults, *filter(None, arguments.kw_defaults), *body]
             return None if name in QUIET else parts
-        case ast.ClassDef(body=body):  # its decorators are no logic
+        case ast.ClassDef(body=body):  # without decorators
             return body
         case ast.AnnAssign(value=value):
             return [] if value is None else [value]
@@ -185,7 +185,7 @@ def parts_of(node: ast.AST) -> Iterable[ast.AST] | None:
             if name in SAYING or name.endswith("Error") or ast.unparse(function) == "progress.add":
                 return None
             if name == "reshape":
-                return [function]  # numpy takes any number below 0 for the length that is left
+                return [function]  # for numpy any negative number means the remaining length
             return [function, *values, *(each.value for each in keywords if each.arg not in SPEED | GUARDS)]
         case ast.Expr(value=ast.Call() as call):
             return None if name_of(call.func) in RELEASING or parts_of(call) is None else [call]
@@ -197,7 +197,7 @@ def parts_of(node: ast.AST) -> Iterable[ast.AST] | None:
 
 
 def changes_of(node: ast.AST) -> Iterator[tuple[Any, str]]:
-    """Yield what can be changed of a node itself: it or its condition, and the text in its place."""
+    """Yield (node, replacement) for each change of a node itself or of its condition."""
     match node:
         case ast.Compare(left=left, ops=operators, comparators=others):
             for number, operator in enumerate(operators):
@@ -215,7 +215,7 @@ def changes_of(node: ast.AST) -> Iterator[tuple[Any, str]]:
         case ast.Constant(value=int() | float() as value):
             yield node, f"({value + 1})"
         case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
-            if isinstance(test, (ast.Name, ast.Attribute, ast.Call, ast.BoolOp)):  # others are swapped
+            if isinstance(test, (ast.Name, ast.Attribute, ast.Call, ast.BoolOp)):  # others get swaps
                 yield test, f"(not ({ast.unparse(test)}))"
         case ast.Assign(targets=targets):
             if all(isinstance(target, (ast.Attribute, ast.Subscript)) for target in targets):
@@ -230,7 +230,7 @@ def name_of(function: Any) -> str:
 
 
 def equivalents_of(mutant: Mutant) -> list[tuple[str, str, str]]:
-    """Return the entries of EQUIVALENT that are this mutant."""
+    """Return the entries of EQUIVALENT that describe this mutant."""
     return [
         each
         for each in EQUIVALENT.get(mutant.path, ())
@@ -239,7 +239,7 @@ def equivalents_of(mutant: Mutant) -> list[tuple[str, str, str]]:
 
 
 def import_libraries() -> None:
-    """Import what the oracle needs, but for the product: forked processes have it already."""
+    """Import the libraries of the oracle, but not the product, for forked processes."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
     for name in LIBRARIES:
@@ -247,7 +247,7 @@ def import_libraries() -> None:
 
 
 def import_changed(path: str, source: str) -> None:
-    """Let one module of the product be imported from changed source, in a process that has not done it."""
+    """Make a module of the product load from changed source. It must not be imported yet."""
     own_code = SourceFileLoader.get_code
 
     def get_code(loader: SourceFileLoader, fullname: str) -> Any:
@@ -259,7 +259,7 @@ def import_changed(path: str, source: str) -> None:
 
 
 def run_pytest(folder: Path, tests: Iterable[str], plugin: object = None) -> int:
-    """Run tests in this process, with all they write below a folder."""
+    """Run tests in this process, with all their files below a folder."""
     import hypothesis
     import pytest
 
@@ -267,11 +267,11 @@ def run_pytest(folder: Path, tests: Iterable[str], plugin: object = None) -> int
         os.environ[name] = str(folder)
     tempfile.tempdir = None
     os.chdir(folder)
-    # What fails is enough; the smallest case that fails is not asked for.
+    # A failure is enough, so do not shrink it.
     phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
     hypothesis.settings.register_profile("mutants", deadline=None, phases=phases, database=None)
     words = [
-        f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}", f"--timeout={STANDS_STILL_S}",
+        f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}", f"--timeout={HANG_S}",
         "--exitfirst", "--quiet", "--tb=short",
         "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={folder / 'tests'}",
         "--hypothesis-profile=mutants",
@@ -280,7 +280,7 @@ def run_pytest(folder: Path, tests: Iterable[str], plugin: object = None) -> int
 
 
 def run_forked(folder: Path, work: Callable[[], int]) -> tuple[int, str]:
-    """Work in a forked process; returns its exit code, below 0 for a signal, and what it printed."""
+    """Call ``work`` in a fork. Returns its exit code (negative for a signal) and its output."""
 
     def start() -> None:
         os.setsid()
@@ -292,14 +292,14 @@ def run_forked(folder: Path, work: Callable[[], int]) -> tuple[int, str]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         code = work()
         sys.stdout.flush()
-        os._exit(code)  # no thread is waited for
+        os._exit(code)  # without waiting for threads
 
     folder.mkdir(parents=True)
     process = FORK.Process(target=start)
     process.start()
     try:
         process.join()
-    finally:  # end all that it has started, and it as well
+    finally:  # kill it and all its children
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid or 0, signal.SIGKILL)
         process.join()
@@ -307,7 +307,7 @@ def run_forked(folder: Path, work: Callable[[], int]) -> tuple[int, str]:
 
 
 def lines_run_by(test_file: str, paths: Iterable[str], folder: Path) -> dict[str, set[int]]:
-    """Return the lines of each path that a file of tests runs. SystemExit where it is not green."""
+    """Return the lines of each path that a test file runs. Raises SystemExit if a test fails."""
     import coverage
 
     def work() -> int:
@@ -328,7 +328,7 @@ def lines_run_by(test_file: str, paths: Iterable[str], folder: Path) -> dict[str
 
 
 def ending_of(mutant: Mutant, files: Sequence[str], folder: Path) -> str:
-    """Try a mutant by files of tests; returns what ended it, or nothing if it survived."""
+    """Run test files on a mutant. Returns what killed it, or "" if it survived."""
 
     def sort_items(items: list[Any]) -> None:
         items.sort(key=lambda item: -KILLS[mutant.path, item.nodeid.partition("[")[0]])
@@ -349,13 +349,13 @@ def ending_of(mutant: Mutant, files: Sequence[str], folder: Path) -> str:
 
 
 def survivors_of(mutants: Sequence[Mutant], folder: Path, num_processes: int) -> list[Mutant]:
-    """Try mutants, some side by side; print how each ended, and return those that no test noticed."""
+    """Try mutants in parallel, print how each ended, and return those that survived."""
     paths = {mutant.path for mutant in mutants}
     lines = {file: lines_run_by(file, paths, folder / file) for file in TESTS}
     survivors, files = [], []
     for mutant in mutants:
         some = [file for file in TESTS if lines[file][mutant.path].intersection(mutant.line_numbers)]
-        files.append(some or TESTS)  # of a line that no file runs: it may be run in workers, unseen
+        files.append(some or TESTS)  # a line that no file runs may run in workers, which are not measured
     folders = [folder / str(number) for number in range(len(mutants))]
     with ProcessPoolExecutor(num_processes, FORK) as pool:
         endings = pool.map(ending_of, mutants, files, folders)
@@ -367,15 +367,15 @@ def survivors_of(mutants: Sequence[Mutant], folder: Path, num_processes: int) ->
 
 
 def main() -> int:
-    """Return 0 where at most 5 % survived, of those by hand none."""
+    """Return 0 if at most 5 % of the mutants survived, or with --by_hand none, else 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.splitlines()[0])
-    parser.add_argument("--num", type=int, default=200, help="mutants to try (default: 200)")
-    parser.add_argument("--seed", type=int, default=0, help="which ones (default: 0)")
-    parser.add_argument("--only", default="", help="of places with this in them: loader/order.py:84")
-    parser.add_argument("--by_hand", action="store_true", help="those that break a promise; none may survive")
-    parser.add_argument("--processes", type=int, default=2, help="side by side (default: 2)")
+    parser.add_argument("--num", type=int, default=200, help="number of mutants (default: 200)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of their choice (default: 0)")
+    parser.add_argument("--only", default="", help="places that contain this, such as loader/order.py:84")
+    parser.add_argument("--by_hand", action="store_true", help="try BY_HAND, of which none may survive")
+    parser.add_argument("--processes", type=int, default=2, help="number of processes (default: 2)")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # processes of mutants are ended, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that processes of mutants end, too
     every = [each for path in TARGETS for each in mutants_of(path) if not equivalents_of(each)]
     found = [each for each in every if args.only in f"{each.path}:{each.line_numbers[0]}"]
     chosen = random.Random(args.seed).sample(found, min(args.num, len(found)))

@@ -1,8 +1,8 @@
-"""Reads raw input slowly and simply, as docs/inputs.md and docs/format.md say: the oracle of inputs.
+"""Read raw input slowly and simply, as docs/inputs.md and docs/format.md describe it: the oracle for inputs.
 
-It shares no code with the packages. The standard library opens and decompresses a file, Python decodes it by
-lines, ``json`` parses it, and pyarrow gives whole rows. A file is read from its beginning to its end:
-the shards of a plan, one behind the other, must hold what the whole files hold.
+It shares no code with the packages. The standard library decompresses a file, Python decodes its lines,
+``json`` parses them, and pyarrow reads whole rows. A file is read from beginning to end, and the shards of a
+plan together must have the same documents.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _MISSING = object()
 class PlainRecord:
     """One line, row or file of the input: its text, or why it gives none."""
 
-    offset: int  # where it begins in its file, as docs/format.md counts places
-    text: str = ""  # "": it is empty, or left out; a conversation is its messages in JSON
-    reason: str = ""  # why it is left out as bad
+    offset: int  # its place in the file, as docs/format.md counts places
+    text: str = ""  # "" if it is empty or left out; a conversation as JSON
+    reason: str = ""  # why it is left out
     id: str = ""  # of ``id_field``
 
 
 class _LeftOutError(Exception):
-    """A record gives no text; the argument is the reason, or "" if it is empty."""
+    """A record has no text; the argument is the reason, or "" if the record is empty."""
 
 
 def plain_records(
@@ -57,7 +57,7 @@ def plain_records(
     record: str = "documents",
     id_field: str = "",
 ) -> Iterator[PlainRecord]:
-    """Yield every line, row or file of an input in order, the empty and the bad ones included.
+    """Yield every line, row or file of an input in order, including empty and bad ones.
 
     The options are those of ``plan``.
     """
@@ -109,13 +109,13 @@ _OPENERS: dict[str, Callable[[Path], Any]] = {
 
 
 def _in_text(data: bytes, doc: str, encoding: str, *, is_held: bool) -> Iterator[PlainRecord]:
-    # Of bytes, splitlines takes LF, CR and CRLF for line ends, and nothing else.
+    # For bytes, splitlines knows only LF, CR and CRLF as line ends.
     lines = [data] if doc == "file" else data.splitlines(keepends=True)
     begin = 0
     if encoding == "utf-8-sig" and data.startswith(codecs.BOM_UTF8):
         begin, lines[0] = 3, lines[0][3:]
         if data == codecs.BOM_UTF8 and doc == "line":
-            return  # a file that is nothing else
+            return  # the file is only a byte order mark
     for line in lines:
         is_too_long = is_held and len(line) > _MOST_HELD_BYTES
         try:
@@ -127,20 +127,22 @@ def _in_text(data: bytes, doc: str, encoding: str, *, is_held: bool) -> Iterator
         begin += len(line)
 
 
-Values = Iterator[tuple[int, Callable[..., Any]]]  # of a record: its place, and what gives a value at a path
+Values = Iterator[tuple[int, Callable[..., Any]]]  # per record: its place, and a getter for values by path
 
 
 def _in_json(data: bytes, *, is_chat: bool) -> Values:
     offset = 0
-    for line in io.BytesIO(data):  # of bytes: a line ends with LF alone
+    for line in io.BytesIO(data):  # for bytes, only LF ends a line
         text = line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line
         yield offset, functools.partial(_in_object, text, is_chat=is_chat)
         offset += len(line)
 
 
 def _in_object(line: bytes, path: Sequence[str], *, is_text: bool, is_chat: bool) -> Any:
-    """Return the value at a path of a line of JSON. A key of a text, or in messages, has to stand once; of
-    another the last value counts."""
+    """Return the value at a path of a JSON line.
+
+    Keys of a text and keys in messages must be unique. Of other repeated keys the last value counts.
+    """
     value = _parse(line)
     for name in path:
         if not isinstance(value, dict) or name not in value:
@@ -153,7 +155,7 @@ def _in_object(line: bytes, path: Sequence[str], *, is_text: bool, is_chat: bool
 
 @functools.lru_cache(maxsize=1)
 def _parse(line: bytes) -> dict[str, list[Any]]:
-    """Return the object of a line of JSON, with all values of each key in every object."""
+    """Parse the object of a JSON line. In every object, a key maps to the list of its values."""
 
     def collect(pairs: list[tuple[str, Any]]) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {}
@@ -186,14 +188,14 @@ def _parse(line: bytes) -> dict[str, list[Any]]:
 
 
 def _finite(text: str) -> float:
-    """Raises ValueError for a number that is too large, for NaN and for Infinity."""
+    """Convert a number. Raises ValueError if it is too large, NaN or Infinity."""
     if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is no number of JSON")
+        raise ValueError(f"{text} is not a number in JSON")
     return number
 
 
 def _with_last_values(value: Any, *, is_once: bool) -> Any:
-    """Return a value of JSON with one value for each key. ``is_once``: it has to have no other."""
+    """Return a JSON value with the last value of each key. ``is_once``: repeated keys are an error."""
     if isinstance(value, list):
         return [_with_last_values(each, is_once=is_once) for each in value]
     if not isinstance(value, dict):
@@ -212,8 +214,10 @@ def _in_tables(tables: Iterator[Any]) -> Values:
 
 
 def _in_row(table: Any, number: int, path: Sequence[str], *, is_text: bool) -> Any:
-    """Return a value of a table's row, however deep in its structs; null where what it stands in is null.
-    What cannot be decoded is an error in a text, and no id."""
+    """Return a value of a table's row, at any depth of structs, or None if a struct above it is null.
+
+    Undecodable bytes are an error in a text, and count as missing in an id.
+    """
     names = [name] if (name := ".".join(path)) in table.column_names else path
     if names[0] not in table.column_names:
         return _MISSING
@@ -250,13 +254,13 @@ def _arrow(path: Path) -> Iterator[Any]:
         batches = list(ipc.open_stream(path))
     for batch in batches:
         for column in batch.columns:
-            if column.type == pyarrow.string():  # pyarrow follows a damaged offset to wherever it leads
+            if column.type == pyarrow.string():  # otherwise pyarrow follows damaged offsets anywhere
                 column.view(pyarrow.binary()).validate(full=True)
         yield pyarrow.Table.from_batches([batch])
 
 
 def _parts_of(template: str) -> tuple[list[str], list[list[str]]]:
-    """Return the texts around the fields of a template, and the paths of these fields."""
+    """Split a template into the texts around its fields and the paths of the fields."""
     letters = {"n": "\n", "t": "\t", "r": "\r"}
     unescaped = re.sub(r"\\([ntr\\])", lambda m: letters.get(m[1], m[1]), template)
     literals, paths = [""], []
@@ -275,7 +279,7 @@ def _text_of(value: Any, *, is_chat: bool) -> str:
         raise _LeftOutError("wrong_type")
     if not is_chat:
         return str(value)
-    try:  # a time of a table is a string
+    try:  # times in tables become strings
         iso = operator.methodcaller("isoformat")
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=iso)
     except (AttributeError, TypeError, ValueError):
@@ -283,7 +287,7 @@ def _text_of(value: Any, *, is_chat: bool) -> str:
 
 
 def _name(value: Any) -> str:
-    """Return an id: a string as it is, another value as JSON, nothing where there is none."""
+    """Return an id: strings unchanged, other values as JSON, "" for a missing value."""
     if isinstance(value, str):
         return value
     try:

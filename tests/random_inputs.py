@@ -1,5 +1,7 @@
-"""Random inputs: files of every format, with what tests/plain_reader.py takes out of each, and folders, with
-what a listing has to say of each name in them. ``RANDOM_FILES=5000`` makes so many files of each format."""
+"""Random input files of every format and random folders, with independent checks of how they are read.
+
+tests/plain_reader.py reads the files. ``RANDOM_FILES=5000`` tests 5,000 files of each format.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ ODD_LINES = [  # of JSON
     b'{"text": "\\u0000 \\n both"}\r', b'{"text": "\\\\", "n": 18446744073709551616}',
     b'{"text": "a", "n": 1e999}', b'{"text": "a", "n": NaN}',
 ]  # fmt: skip
-# The texts that were taken of an input, None where it was refused, and how many were left out.
+# The texts of an input (None if it was refused) and the number of records left out.
 Found = tuple[list[str] | None, int]
 
 
@@ -55,12 +57,12 @@ def random_texts(rng: random.Random) -> list[str]:
     letters = rng.choice(["ab ", 'abc 한글\n"\\', "a\u00e9\u2028\t😀\r\n\0"])
     lengths = [0, 1, 5, 40, rng.choice([100, 100, 100, *[400] * 6, 5000])]
     sizes = rng.choices(lengths, k=rng.randrange(rng.choice([6, 6, 12, 40])))
-    # Random bytes that each stand for a letter: choosing 5,000 letters one by one took half of the time.
+    # Map random bytes to letters: choosing 5,000 letters one by one took half of the time.
     return [rng.randbytes(size).decode("latin-1").translate((letters * 256)[:256]) for size in sizes]
 
 
 def file_name(form: str, seed: int) -> str:
-    """``jsonl.frames.zst`` -> ``000007.frames.jsonl.zst``."""
+    """Return a file name for a form: ``000007.frames.jsonl.zst`` for ``jsonl.frames.zst``."""
     stem, *rest = form.split(".")
     if form.endswith(("arrow", "parquet")):
         return f"{seed:06d}.{form}"
@@ -90,14 +92,14 @@ def _line(stem: str, text: str, rng: random.Random) -> bytes:
 
 
 def _damaged(data: bytes, rng: random.Random) -> bytes:
-    """Cut anywhere, or with one bit flipped."""
+    """Return the data cut at a random place, or with one bit flipped."""
     at = rng.randrange(len(data))
     flipped = data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
     return rng.choice([data[:at], flipped])
 
 
 def independent(path: Path) -> Found:
-    """Return what the plain reader takes out of a file."""
+    """Read a file with the plain reader."""
     try:
         records = [*plain_records(path)]
     except Exception:
@@ -106,9 +108,9 @@ def independent(path: Path) -> Found:
 
 
 def ours(world: World, seed: int) -> tuple[list[str] | None, Counter[str]]:
-    """What this project takes out of a folder, at whatever places it is cut; bad records by their file.
+    """Return the texts that this project reads from a folder, and the number of bad records by file.
 
-    Every byte is accounted for: ``verify`` compares what shards have read with the sizes of the files.
+    The number of shards is random. ``verify`` checks that the shards have read every byte.
     """
     rng = random.Random(seed)
     environ = rng.choice([{}, {"DATASET_BATCH_SIZE": "1"}, {"DATASET_BATCH_SIZE": "7"}])
@@ -119,17 +121,18 @@ def ours(world: World, seed: int) -> tuple[list[str] | None, Counter[str]]:
     if ended.code == 65:
         return None, Counter()
     ended.ends(0)
-    told, names = world.lines("quarantine"), world.inputs()
-    places = [(names.index(line["source"]), line["source_offset"]) for line in told]
+    left_out, names = world.lines("quarantine"), world.inputs()
+    places = [(names.index(line["source"]), line["source_offset"]) for line in left_out]
     assert places == sorted(places), "places ascend"
-    return world.texts(), Counter(line["source"] for line in told)
+    return world.texts(), Counter(line["source"] for line in left_out)
 
 
 def compare(form: str, seeds: Sequence[int], folder: Path) -> list[str]:
-    """``equal``, ``refused`` (a damaged file, by us; the other reader may take it), or ``WRONG`` and which.
+    """Compare both readers on one random file per seed, and return a result for each.
 
-    ``aborted``: a damaged file for which pyarrow ends the process. Whole files are read together, and each by
-    itself only where they differ.
+    A result is "equal", "WRONG: ...", or for a damaged file "refused" (by this project; the plain reader may
+    accept it) or "aborted" (pyarrow aborts the process). Intact files are read together, and one by one only
+    if that result differs.
     """
     results, whole = [], dict[str, Found]()
     together = World(folder / "together")
@@ -156,7 +159,7 @@ def _of_damaged(form: str, path: Path, world: World, whole: bytes) -> str:
     texts, bad = ours(world, len(whole))
     if texts is None:
         return "refused"
-    if expected[0] is None:  # by rows, not all of a header is looked at
+    if expected[0] is None:  # reading by rows does not check all of a header
         path.write_bytes(whole)
         expected = independent(path)
     return "equal" if (texts, bad.total()) == expected else f"WRONG: {path.name}, which is damaged"
@@ -164,7 +167,7 @@ def _of_damaged(form: str, path: Path, world: World, whole: bytes) -> str:
 
 def _of_whole(whole: Mapping[str, Found], world: World, seed: int) -> list[str]:
     texts, bad = ours(world, seed)
-    names = [*whole] if texts is None else world.inputs()  # whose order is not that of their names
+    names = [*whole] if texts is None else world.inputs()  # the plan's order differs from that of the names
     expected = [text for name in names for text in whole[name][0] or []]
     num_bad = {name: of_file for name, (_, of_file) in whole.items() if of_file}
     if (texts, bad) == (expected, num_bad) or (texts is None and not expected):
@@ -176,18 +179,18 @@ def _of_whole(whole: Mapping[str, Found], world: World, seed: int) -> list[str]:
         alone = World(world.data_dir / name)
         shutil.copy(world.raw_dir / name, alone.raw_dir)
         results += _of_whole({name: whole[name]}, alone, seed)
-    return results if {*results} != {"equal"} else ["WRONG: only where they are read together"]
+    return results if {*results} != {"equal"} else ["WRONG: only when they are read together"]
 
 
 def _ends_pyarrow(path: Path) -> bool:
-    """Whether a look at the columns of a Parquet file's footer ends the process that looks.
+    """Return whether reading the column metadata of a Parquet file aborts the process.
 
-    pyarrow 26 lets an exception of C++ through there, where a column's statistics are damaged.
+    pyarrow 26 does not catch a C++ exception there if a column's statistics are damaged.
     """
 
     def look() -> None:
         faulthandler.disable()
-        os.close(2)  # what C++ would say
+        os.close(2)  # hide the message of C++
         metadata = pyarrow.parquet.ParquetFile(path).metadata
         for group in range(metadata.num_row_groups):
             for column in range(metadata.num_columns):
@@ -199,7 +202,7 @@ def _ends_pyarrow(path: Path) -> bool:
     return process.exitcode == -signal.SIGABRT
 
 
-# Names of files, and why one is left out; "": it is an input.
+# File name -> why it is left out, or "" if it is an input.
 NAMES = {
     "a.txt": "", "B.JSONL": "", "c.ndjson.ZSTD": "", "_k=v.parquet": "", "가 나.text": "", "state.txt": "",
     "license_plates.txt": "", "line\nend.jsonl": "", "[x].json.bz2": "",
@@ -210,7 +213,7 @@ NAMES = {
     "v1.metadata.json": "note of Iceberg",
 }  # fmt: skip
 FOLDERS = {"sub": "", "b=1": "", "data.v1": "", ".git": "hidden", "_old": "begins with _"}
-# Patterns of --also, and the names of NAMES that they take besides.
+# Pattern of --also -> the names of NAMES that it adds.
 PATTERNS = {
     "": (), "*.md": ("notes.md",), "*.MD,readme*": ("notes.md", "README.ko.txt"), ".m*": (".m.jsonl",),
     "_d*,*.csv": ("_d.json", "x.csv"),
@@ -218,7 +221,7 @@ PATTERNS = {
 
 
 def random_folder(root: Path, rng: random.Random) -> None:
-    """Fill the empty folder ``root``. All files are empty, which each input format allows."""
+    """Fill the empty folder ``root`` with empty files, which every input format allows."""
     folders = [root]
     elsewhere = [root.with_name(f"{root.name} {number}") for number in range(2)]
     for file in elsewhere:
@@ -250,9 +253,10 @@ def check_listing(
     follow_links: bool,
     also: str,
 ) -> None:
-    """Compare a listing with an independent one: paths that were taken, and reasons with the others.
+    """Compare a listing with an independent one.
 
-    Where nothing was taken, nothing needs to be told.
+    ``taken`` are the inputs and ``told`` the (reason, name) of what was left out; without inputs it may be
+    empty.
     """
 
     def reason_of(path: Path) -> str:
@@ -264,7 +268,7 @@ def check_listing(
             return "FIFO, socket or device"
         return "" if path.name in PATTERNS[also] else NAMES[path.name]
 
-    def place(name: str) -> Path:  # in the real path of its folder, which may be met through links
+    def place(name: str) -> Path:  # with the real path of its folder, which may be reached through links
         return (root / name).parent.resolve() / Path(name).name
 
     folders, waiting = set[Path](), [root.resolve()]
@@ -281,7 +285,7 @@ def check_listing(
             else:
                 files.setdefault(path.resolve(), set()).add(path)
         folders.add(folder)
-    # Of several names of one file one is taken, and that of the file itself before links to it.
+    # If a file has several names, exactly one is taken: the file itself, rather than a link to it.
     of_taken = {*map(place, taken)}
     assert len(of_taken) == len(taken) == len(files), files
     for file, names in files.items():

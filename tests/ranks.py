@@ -1,8 +1,8 @@
-"""Ranks of real process groups: what they get, and what examples of docs/training_own_loop.md do on them.
+"""Run loaders and examples of docs/training_own_loop.md on ranks of real process groups.
 
     python -m tests.ranks NUMBERED ROWS OUT
 
-``NUMBERED`` are numbered tars, ``ROWS`` packed ones. Rank r of a run saves what it saw as OUT/RUN-r.pt.
+``NUMBERED`` is a folder of numbered tars, ``ROWS`` a packed data set. Rank r of a run writes OUT/RUN-r.pt.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from tests.documented import example
 from tests.world import open_loader
 
 PAGE = "training_own_loop.md"
-STEPS, STOP = 13, 17  # of an epoch of 107 samples in global batches of 8; in the second epoch
+STEPS, STOP = 13, 17  # an epoch has 107 samples, so 13 global batches of 8; STOP is in the second epoch
 NUM_STEPS, ROWS_OF_STEP = 3, 16  # of packed rows
-Run = dict[str, Any]  # name, what a rank does, number of ranks, and more that these need
+Run = dict[str, Any]  # name, function of a rank ("how"), number of ranks ("world"), and its arguments
 
 
 class Seen:
-    """What the ranks of runs saw."""
+    """Results of the ranks of all runs."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
 
     def __getitem__(self, name: str) -> list[Any]:
-        """By rank. Fails, with all that the run's ranks printed, where one did not end well."""
+        """Return the results of a run by rank. If a rank failed, fail with the output of all ranks."""
         logs = sorted(self.out.glob(f"{name}-?.log"))
         for error in self.out.glob(f"{name}.error"):
             raise AssertionError("\n--- next rank\n".join(path.read_text() for path in [error, *logs]))
-        assert logs, f"no rank of {name} began"
+        assert logs, f"no rank of {name} started"
         return [torch.load(path.with_suffix(".pt")) for path in logs]
 
 
 def start_ranks(runs: Sequence[Run], out: Path) -> None:
-    """Do the runs one after the other; the ranks of each are forks of this process.
+    """Execute the runs one after the other; the ranks of each are forks of this process.
 
-    They are in a process group. Those of a run that ``is_launched`` make it, by the variables of a launcher.
+    The ranks are in a process group. If a run ``is_launched``, they get a launcher's variables and create it.
     """
     for run in runs:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -88,7 +88,7 @@ def global_batches(_: int, run: Run, out: Path) -> Any:
     parts = []
     while loader.num_steps_delivered < run["last"]:
         for batch in loader:
-            dist.all_reduce(torch.ones(1))  # hangs, and fails after the limit, where ranks are uneven
+            dist.all_reduce(torch.ones(1))  # hangs until the time limit if ranks get unequal batches
             parts.append(batch["input_ids"][:, 0].tolist())
             if loader.num_steps_delivered == run["last"]:
                 break
@@ -98,7 +98,7 @@ def global_batches(_: int, run: Run, out: Path) -> Any:
 
 def made_before_the_group(_: int, run: Run, __: Path) -> Any:
     refused = []
-    for loader in (run["early"], pickle.loads(pickle.dumps(run["early"]))):  # handed on by a fork, by a spawn
+    for loader in (run["early"], pickle.loads(pickle.dumps(run["early"]))):  # inherited by fork, by spawn
         try:
             iter(loader)
         except UsageError:
@@ -120,9 +120,9 @@ def losses_by_source(_: int, run: Run, __: Path) -> Any:
 
 
 def split_and_join(rank: int, run: Run, _: Path) -> Any:
-    """Split a batch over a group of four ranks and two groups of two, and join it again.
+    """Split a batch over two groups of two ranks and one of four, and join it again.
 
-    What a model gives for a token is told here by its id and its position.
+    A token's id and position stand for its logits.
     """
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     options: Any = {"targets": "shifted", "boundaries": ("position_ids", "segment_ids")}
@@ -142,23 +142,23 @@ def split_and_join(rank: int, run: Run, _: Path) -> Any:
 
 
 def work_of(segments: torch.Tensor) -> torch.Tensor:
-    """The sum of the squared lengths of each row's documents."""
+    """Return the sum of the squared document lengths of each row."""
     lengths = torch.stack([(segments == number).sum(-1) for number in range(1, int(segments.max()) + 1)])
     return (lengths**2).sum(0)
 
 
 def deal_rows(_: int, run: Run, __: Path) -> Any:
-    """Compare the rows of each step, and the work of each batch, with those that the loaders give."""
+    """Check that dealt steps have the loaders' rows, and that their work is more even."""
     options: Any = {"global_batch_size": ROWS_OF_STEP, "boundaries": "segment_ids", "seed": 3}
     loader, again = (open_loader(run["rows"], 2, **options) for _ in range(2))
     num_batches = ROWS_OF_STEP // run["world"] // 2  # of a rank in a step
     read, got = [*islice(again, NUM_STEPS * num_batches)], list[Any]()
 
-    def stop_behind_the_last_step() -> None:
+    def stop_after_the_last_step() -> None:
         if len(got) == len(read):
             raise EOFError
 
-    optimizer = SimpleNamespace(step=lambda: None, zero_grad=stop_behind_the_last_step)
+    optimizer = SimpleNamespace(step=lambda: None, zero_grad=stop_after_the_last_step)
     names = {"loader": loader, "device": "cpu", "dp_group": dist.group.WORLD, "optimizer": optimizer}
     with contextlib.suppress(EOFError):
         exec(example(PAGE, "## Even work", 0), names | {"train": got.append})

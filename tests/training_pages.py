@@ -1,9 +1,9 @@
-"""Run the pages' examples of training, one page after the other, in a folder with all that they name.
+"""Run the training examples of the docs in a folder that has everything they name.
 
     python -m tests.training_pages
 
-Those of frameworks and of several ranks run elsewhere (RUN_ELSEWHERE). Here their imports and arguments are
-checked.
+Examples of frameworks and of several ranks run elsewhere (RUN_ELSEWHERE). Here only their imports and
+arguments are checked.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ RUN_ELSEWHERE = {
     "training_deepspeed.md": {0}, "training_fsdp2.md": {0}, "training_lightning.md": {0, 1},
     "seeing.md": {0},  # tests/project/test_wheel.py
     "cluster.md": {0},
-    "format.md": {0},  # webdataset's own; tests/format/
+    "format.md": {0},  # plain webdataset; tests/format/
 }  # fmt: skip
 
 
 class QuickModel(torch.nn.Module):
-    """Answers as a model of transformers does, at once."""
+    """Return outputs like a model of transformers, without computing anything."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,9 +48,9 @@ class QuickModel(torch.nn.Module):
 
 def main() -> None:
     torch.set_num_threads(1)
-    if not importlib.util.find_spec("lightning"):  # its page is only compared with our arguments here
+    if not importlib.util.find_spec("lightning"):  # only the arguments on its page are checked here
         sys.modules.setdefault("pytorch_lightning", cast(Any, SimpleNamespace(Callback=object)))
-    assert not str(loader_package.__file__).startswith(str(ROOT)), "of the wheel, not of the checkout"
+    assert not str(loader_package.__file__).startswith(str(ROOT)), "must be the wheel, not the checkout"
     checked = examples = 0
     pages = ["training_data.md", *sorted(path.name for path in (ROOT / "docs").glob("*.md")), "README.md"]
     for page in dict.fromkeys(pages):
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def names_for(page: str) -> dict[str, Any]:
-    """What docs/training.md leaves to the reader's script."""
+    """Return the names that a page expects the reader's script to define."""
     quick = page in ("README.md", "training.md", "training_own_loop.md")
     model = QuickModel() if quick else AutoModelForCausalLM.from_pretrained("MODEL")
     data = "sources/web" if page == "training_speed.md" else "DATA"
@@ -87,7 +87,7 @@ def run(place: str, text: str, names: dict[str, Any]) -> None:
 
 
 def check_arguments(text: str) -> int:
-    """Compare what an example imports and calls of ours with what there is; returns the number of calls."""
+    """Check that what an example imports and calls of ours exists. Returns the number of calls."""
     tree = ast.parse(text)
     a_loader = loader_package.get_llama3_dataloader("sources/web", batch_size=8, num_workers=0)
     ours: dict[str, Any] = {"get_llama3_dataloader": loader_package.get_llama3_dataloader}
@@ -102,7 +102,7 @@ def check_arguments(text: str) -> int:
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func)
-        if called in ours and called != "LeaveOut":  # an exception takes anything
+        if called in ours and called != "LeaveOut":  # an exception takes any arguments
             given = {keyword.arg: None for keyword in node.keywords if keyword.arg}
             inspect.signature(ours[called]).bind_partial(*node.args, **given)
             num_calls += 1

@@ -1,12 +1,12 @@
-"""Python processes that have imported the large libraries already: forks of one process that did it once.
+"""Python processes with large libraries already imported: forks of a server that imported them once.
 
     with WarmPython(tmp_path, ["torch", "loader"], environ) as warm:
         warm.install(folder)             # folder/python and folder/shardprep, for scripts that call them
         run_child([warm.python, "-m", "shardprep", "verify", data])
 
-``import torch`` takes 3 s of CPU time; a fork takes some 0.03 s. The command gets its caller's arguments,
-folder, environment and streams. PYTHONPATH, signals and the start of Python itself are the server's: what a
-test is about must be none of these.
+``import torch`` takes 3 s of CPU time; a fork takes about 0.03 s. The command gets its caller's arguments,
+folder, environment and streams. PYTHONPATH, signals and the startup of Python are the server's, so do not use
+it for tests of these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# It stands for python; -S -E: without site-packages it starts in 0.02 s.
+# The script that replaces python. Without site-packages (-S -E) it starts in 0.02 s.
 _CLIENT = """#!{python} -SE
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
@@ -38,12 +38,12 @@ with socket.socket(socket.AF_UNIX) as server:
     socket.send_fds(server, [len(asked).to_bytes(8, "big")], [0, 1, 2])
     server.sendall(asked)
     code = server.recv(1)
-sys.exit(code[0] if code else 137)  # none: it was killed
+sys.exit(code[0] if code else 137)  # no exit code: it was killed
 """
 
 
 class WarmPython(contextlib.AbstractContextManager["WarmPython"]):
-    """A server below ``folder``, with these modules imported; ``environ`` is its environment."""
+    """A server with these modules imported and this environment. Its socket is in ``folder``."""
 
     def __init__(self, folder: Path, modules: Sequence[str], environ: Mapping[str, str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,16 +52,16 @@ class WarmPython(contextlib.AbstractContextManager["WarmPython"]):
         self.install(folder)
         self._server = subprocess.Popen(
             [sys.executable, __file__, self._address, *modules],
-            cwd=folder,  # so that no package of the current folder takes the place of PYTHONPATH's
+            cwd=folder,  # so that no package in the current folder shadows one of PYTHONPATH
             env={**environ, "PYTHONUNBUFFERED": ""},
-            stdin=subprocess.PIPE,  # it ends when this is closed, however its starter ends
+            stdin=subprocess.PIPE,  # the server exits when this closes, however this process ends
             stdout=subprocess.PIPE,
         )
         assert self._server.stdout is not None
-        assert self._server.stdout.readline() == b"ready\n", "the server could not import what it should"
+        assert self._server.stdout.readline() == b"ready\n", "the server could not import its modules"
 
     def install(self, folder: Path) -> None:
-        """Make ``python`` and ``shardprep`` in a folder of PATH."""
+        """Write ``python`` and ``shardprep``, which run in forks of the server, into a folder."""
         for name, words in (("python", []), ("shardprep", ["-m", "shardprep"])):
             client = _CLIENT.format(python=sys.executable, address=self._address, words=words)
             (folder / name).write_text(client)
@@ -72,15 +72,15 @@ class WarmPython(contextlib.AbstractContextManager["WarmPython"]):
 
 
 def serve(address: str, modules: Sequence[str]) -> None:
-    """Import the modules, then fork for each command until standard input ends."""
+    """Import the modules, then fork for each command until standard input closes."""
     for name in modules:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a collection in a fork would copy all pages
+    gc.freeze()  # garbage collection in a fork would copy all pages
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not waited for
     print("ready", flush=True)
     while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         connection, _ = listener.accept()
@@ -113,7 +113,7 @@ def _answer(connection: socket.socket) -> None:
 
 
 def _run(words: list[str]) -> int:
-    """Do what ``python WORDS`` does, to the end of its threads and exit functions; the exit code."""
+    """Do what ``python WORDS`` does, including its threads and exit functions, and return the exit code."""
     code: object = 0
     sys.path[0] = ""  # the current folder, as with -c and -m
     try:
@@ -146,5 +146,5 @@ def _run(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[0] = ""  # in place of this folder
+    sys.path[0] = ""  # instead of this folder
     serve(sys.argv[1], sys.argv[2:])

@@ -1,4 +1,4 @@
-"""Tokenizers whose word ``w7`` has the id 7, for tests that make the ids themselves."""
+"""Tokenizers whose word ``w7`` has the id 7, for tests that choose the ids."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast
 def save_word_tokenizer(
     folder: Path, num_words: int, *, splits: bool = False, chat_template: str | None = None
 ) -> str:
-    """Save one with ``num_words`` ids, of which the last two are pad and EOS; returns the folder's name.
+    """Save a tokenizer with ``num_words`` ids, the last two being pad and EOS, and return the folder's name.
 
-    ``splits``: texts at white space. Else a text is one word.
+    ``splits``: split a text at white space. By default a text is one word.
     """
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(num_words)}, "w0"))
     if splits:

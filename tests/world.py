@@ -1,11 +1,11 @@
-"""Raw text, a plan, shards and batches, driven by ``main()`` of the commands and by ``loader`` alone.
+"""Drive the product from raw text to batches, through ``main()`` of the commands and ``loader`` only.
 
     world = World(tmp_path).raw({"ko.txt": hostile_text(200), "en.jsonl": [{"text": "a"}, {"text": "b"}]})
-    world.plan(num_shards=3).run().verify()                  # each fails with the command's own words
-    ended = world.main("peek", world.data_dir, "00000:3")    # an exit code and what was printed
+    world.plan(num_shards=3).run().verify()                  # a failing step shows the command's message
+    ended = world.main("peek", world.data_dir, "00000:3")    # exit code and output
     samples = world.samples(boundaries="segment_ids")
 
-Nothing here knows how the packages are divided. Tests that stand on this module alone survive a rebuild.
+This module does not depend on how the packages are structured, so tests that use only it survive refactoring.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _WORDS = (
     "the", "kettle", "sings", "and", "nobody's", "listening", "12345", "to", "a", "store", "of", "Red",
     "도서관", "겨울은", "바닷가", "마을의", "창가", "자리에서", "읽는다", "합니다", "🙂",
     "👩\u200d👩\u200d👧", "☕️", "é", "e\u0301",
-    "\u1112\u1161\u11ab\u1100\u1173\u11af",  # Hangul as NFD writes it
+    "\u1112\u1161\u11ab\u1100\u1173\u11af",  # Hangul in NFD
     "\x00", "\x1b[2J", "\x85", "\u2028", "\u200b", "\ufeff", "\t", "\u3000", '"\\', "</s>",
     EOS, BOS, "<|pad", TURN, "<|reserved_special_token_0|>", "한<|end_of_text|>글",
 )  # fmt: skip
 _LINE_ENDS = ("\n", "\n", "\n", "\r\n", "\r")
 
 Sample = dict[str, list[int]]
-"""Fields of one sample of a batch. Padding is cut off, unless the batch has no attention_mask."""
+"""Fields of one sample of a batch, without padding if the batch has an attention_mask."""
 GlobalBatch = list[Sample]
 
 
@@ -70,27 +70,30 @@ class Ended:
     code: int
     out: str  # standard output
     err: str  # standard error
-    error: ShardprepError | None = None  # the one that it told, the first of several
+    error: ShardprepError | None = None  # the first error that it reported
 
     @property
     def text(self) -> str:
-        """All that it printed."""
+        """Standard output, then standard error."""
         return self.out + self.err
 
     def ends(self, code: int, *named: object) -> Ended:
-        """Return this, which has to end with ``code`` and to name these: on standard error, but for 0."""
+        """Assert the exit code and that the output contains ``named``, and return self.
+
+        If ``code`` is not 0, only standard error is searched.
+        """
         __tracebackhide__ = True
         assert self.code == code, f"exit code {self.code}: {self.text}"
         for each in named:
-            assert str(each) in (self.err if code else self.text), f"{each} is not named: {self.text}"
+            assert str(each) in (self.err if code else self.text), f"{each} is not in: {self.text}"
         return self
 
 
 @functools.cache
 def tokenizer_dir() -> Path:
-    """A folder with a small byte-level BPE like Llama 3's, of this process; never write to it.
+    """Return this process's folder with a small byte-level BPE tokenizer like Llama 3's. Never write to it.
 
-    Its vocabulary is spelled out, not trained, so that all versions of ``tokenizers`` give the same ids.
+    The vocabulary is hard-coded, not trained, so that all versions of ``tokenizers`` give the same ids.
     """
     folder = Path(tempfile.mkdtemp(prefix="shardprep-world-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -99,15 +102,15 @@ def tokenizer_dir() -> Path:
 
 
 def save_tokenizer(folder: Path, chat_template: str | None = None, *, without: str = "") -> Path:
-    """Write tokenizer.json and tokenizer_config.json into a folder, which it makes; returns the folder.
+    """Create a folder with tokenizer.json and tokenizer_config.json, and return it.
 
-    ``without``: a token that the configuration does not name.
+    ``without``: a special token to leave out of the configuration, such as "eos_token".
     """
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     vocab = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges: list[tuple[str, str]] = []
     for word in _MERGED:
-        # One letter after the other joins what stands before it: "t" + "h", "th" + "e".
+        # Each merge appends one letter: "t" + "h", "th" + "e".
         spelled = letters.pre_tokenize_str(word)[0][0]
         for end in range(2, len(spelled) + 1):
             if spelled[:end] not in vocab:
@@ -134,14 +137,14 @@ def save_tokenizer(folder: Path, chat_template: str | None = None, *, without: s
 
 
 def hostile_texts(num_texts: int, seed: int = 0, most_words: int = 12) -> list[str]:
-    """Korean, English, emoji, decomposed Hangul, control characters, names of special tokens.
+    """Return texts with Korean, English, emoji, decomposed Hangul, control characters and special tokens.
 
-    Some are empty or blank, and one is 50 times as long as the others. No text holds a line end.
+    Some are empty or blank, and one is 50 times as long as the others. No text contains a line end.
     """
     chooser = random.Random(seed)
 
     def below(number: int) -> int:
-        return int(chooser.random() * number)  # Python promises random() alone to stay what it is
+        return int(chooser.random() * number)  # Python guarantees the same sequence for random() only
 
     texts = []
     for number in range(num_texts):
@@ -153,14 +156,14 @@ def hostile_texts(num_texts: int, seed: int = 0, most_words: int = 12) -> list[s
 
 
 def hostile_text(num_lines: int, seed: int = 0, most_words: int = 12) -> str:
-    """Lines of ``hostile_texts`` with every line end, and no line end behind the last one."""
+    """Return ``hostile_texts`` as lines with all kinds of line ends; the last line has none."""
     texts = hostile_texts(num_lines, seed, most_words)
     ends = [_LINE_ENDS[number % len(_LINE_ENDS)] for number in range(num_lines - 1)]
     return "".join(text + end for text, end in zip(texts, [*ends, ""], strict=True))
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
-    """``{"record": "packed", "keep_text": False}`` -> ``--record=packed --no-keep_text``."""
+    """Convert ``{"record": "packed", "keep_text": False}`` to ``--record=packed --no-keep_text``."""
     flags = []
     for name, value in options.items():
         if value is True or value is False:
@@ -171,21 +174,21 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
 
 
 def call_main(*words: object, environ: Mapping[str, str] | None = None) -> Ended:
-    """Run ``shardprep WORDS`` in this process, outside of Slurm; put back what a command changes in it.
+    """Run ``shardprep WORDS`` in this process, outside Slurm, and restore what the command changed in it.
 
-    ``environ``: variables that it finds besides.
+    ``environ``: more environment variables.
     """
     out, err = io.StringIO(), io.StringIO()
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     cpus = os.sched_getaffinity(0)
-    made: list[ShardprepError] = []
+    created: list[ShardprepError] = []
     init = ShardprepError.__init__
 
-    def note(self: ShardprepError, *args: Any, **fields: Any) -> None:
+    def record(self: ShardprepError, *args: Any, **fields: Any) -> None:
         init(self, *args, **fields)
-        made.append(self)
+        created.append(self)
 
-    with mock.patch.dict(os.environ), mock.patch.object(ShardprepError, "__init__", note):
+    with mock.patch.dict(os.environ), mock.patch.object(ShardprepError, "__init__", record):
         for name in [name for name in os.environ if name.startswith(("SLURM_", "DATASET_"))]:
             del os.environ[name]
         os.environ.update(environ or {})
@@ -199,15 +202,15 @@ def call_main(*words: object, environ: Mapping[str, str] | None = None) -> Ended
             for number, handler in handlers.items():
                 if handler is not None and signal.getsignal(number) is not handler:
                     signal.signal(number, handler)
-    # A command tells an error on standard error, and returns its exit code.
-    told = [error for error in made if str(error) in err.getvalue()]
-    told.sort(key=lambda error: (err.getvalue().index(str(error)), -len(str(error))))
-    return Ended(code or 0, out.getvalue(), err.getvalue(), told[0] if told else None)
+    # main() prints an error and returns its exit code. Of the errors in the output, keep the first one.
+    printed = [error for error in created if str(error) in err.getvalue()]
+    printed.sort(key=lambda error: (err.getvalue().index(str(error)), -len(str(error))))
+    return Ended(code or 0, out.getvalue(), err.getvalue(), printed[0] if printed else None)
 
 
 @contextlib.contextmanager
 def refuses(kind: type[ShardprepError], **fields: object) -> Iterator[None]:
-    """Expect an error of exactly this class. ``path`` is its path; in other fields these texts stand."""
+    """Expect an error of exactly this class. ``path`` must be equal; other fields must contain the text."""
     raised = None
     try:
         yield
@@ -220,22 +223,23 @@ def refuses(kind: type[ShardprepError], **fields: object) -> Iterator[None]:
 
 
 def open_loader(data: Any, batch_size: int = 4, **arguments: Any) -> TokenLoader:
-    """Return a loader; without workers, if ``num_workers`` asks for none."""
+    """Return a loader, by default without workers."""
     return shards_to_batches.get_llama3_dataloader(data, batch_size, **{"num_workers": 0, **arguments})
 
 
 def epoch_of(data: Any, batch_size: int = 4, **arguments: Any) -> list[list[Sample]]:
-    """Return the samples of each batch of a loader's next epoch."""
+    """Return the samples of each batch of one epoch."""
     with open_loader(data, batch_size, **arguments) as loader:
         return [samples_of(batch) for batch in loader]
 
 
 class World:
-    """A folder of raw files, and the data set that is made of them; all below ``folder``.
+    """A folder of raw files and the data set that is made from them, both below ``folder``.
 
     Args:
         tokenizer: folder of the tokenizer. Default: ``tokenizer_dir()``.
-        raw_dir, data_dir: where raw files and data set stand. Default: ``folder/raw`` and ``folder/data``.
+        raw_dir: folder of the raw files. Default: ``folder/raw``.
+        data_dir: folder of the data set. Default: ``folder/data``.
     """
 
     def __init__(
@@ -253,7 +257,7 @@ class World:
         self.raw_dir.mkdir(parents=True, exist_ok=True)
 
     def raw(self, files: Mapping[str, str | bytes | Iterable[Any]]) -> World:
-        """Write raw files: text, bytes, or records that become lines of JSON."""
+        """Write raw files from text, bytes, or records (written as JSON lines)."""
         for name, content in files.items():
             path = self.raw_dir / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -266,36 +270,36 @@ class World:
         return self
 
     def main(self, *words: object, environ: Any = None, **options: Any) -> Ended:
-        """Run ``shardprep WORDS --OPTIONS`` in this process; any exit code is fine."""
+        """Run ``shardprep WORDS --OPTIONS`` in this process, whatever its exit code."""
         return call_main(*words, *flags_of(options), environ=environ)
 
     def words_of_plan(self, **options: Any) -> list[str]:
-        """Return the flags by which ``data_dir`` is planned from ``raw_dir``."""
+        """Return the flags of ``plan`` that plan ``data_dir`` from ``raw_dir``."""
         folders = {"input_dir": self.raw_dir, "output_dir": self.data_dir, "model_id": self.tokenizer}
         return flags_of({**folders, **options})
 
     def try_plan(self, **options: Any) -> Ended:
-        """Plan ``data_dir`` from ``raw_dir``; any exit code is fine."""
+        """Plan ``data_dir`` from ``raw_dir``, whatever the exit code."""
         return self.main("plan", *self.words_of_plan(**options))
 
     def try_shard(self, shard_id: int = 0, **options: Any) -> Ended:
-        """Make a shard as a task does; any exit code is fine."""
+        """Make a shard as an array task does, whatever the exit code."""
         return self.main("shard", shard_id=shard_id, output_dir=self.data_dir, **options)
 
     def plan(self, *, num_shards: int | None = 2, **options: Any) -> World:
-        """Plan ``data_dir`` from ``raw_dir``; AssertionError unless the command ends with 0."""
+        """Plan ``data_dir`` from ``raw_dir``. Raises AssertionError unless the exit code is 0."""
         self.try_plan(num_shards=num_shards, **options).ends(0)
         self.num_shards = len(self.plan_json()["cuts"]) - 1
         return self
 
     def run(self, *shard_ids: int, **options: Any) -> World:
-        """Make shards, all or these, each by the command of a job array's task, in this process."""
+        """Make these shards (default: all) in this process, each with the command of an array task."""
         for shard_id in shard_ids or range(self.num_shards):
             self.try_shard(shard_id, planned=True, **options).ends(0)
         return self
 
     def verify(self, **options: Any) -> World:
-        """Verify the data set; AssertionError unless the command ends with 0."""
+        """Verify the data set. Raises AssertionError unless the exit code is 0."""
         self.main("verify", self.data_dir, **options).ends(0)
         return self
 
@@ -304,10 +308,10 @@ class World:
         return self.plan(**options).run().verify()
 
     def blanked(self, ids: Path, folder: Path, **options: Any) -> World:
-        """Return a world of what ``blank`` makes in ``folder``; AssertionError unless it ends with 0.
+        """Return a world with the data set that ``blank`` makes in ``folder``.
 
-        A first call can start no process, so that tasks make the shards that it began, here, and a second
-        call ends it.
+        To stay in this process, a first call of ``blank`` cannot start workers and fails. Then tasks make the
+        shards, and a second call finishes. Raises AssertionError unless the exit code is 0.
         """
         new = World(folder.parent, tokenizer=self.tokenizer, raw_dir=self.raw_dir, data_dir=folder)
         words = ["blank", self.data_dir, "--ids", ids, "--output", folder, *flags_of(options)]
@@ -318,7 +322,7 @@ class World:
         return new
 
     def copy(self, folder: Path, *, but: Sequence[str] = ()) -> World:
-        """Return a world whose data set is a copy of this one in ``folder``, without files of some names."""
+        """Return a world with a copy of this data set in ``folder``, without files that match ``but``."""
         ignored = shutil.ignore_patterns(*but)
         shutil.copytree(self.data_dir, folder / "data", dirs_exist_ok=True, ignore=ignored)
         other = World(folder, tokenizer=self.tokenizer, raw_dir=self.raw_dir)
@@ -326,7 +330,7 @@ class World:
         return other
 
     def members(self) -> list[tuple[str, bytes]]:
-        """Return names and bytes of the members of all tars, in their order."""
+        """Return (name, bytes) of the members of all tars, in order."""
         found = []
         for path in sorted(self.data_dir.glob("shard-*.tar")):
             with tarfile.open(path) as tar:
@@ -334,7 +338,7 @@ class World:
         return found
 
     def documents(self) -> list[tuple[str, str, list[int]]]:
-        """Return key, text and ids of each document that was kept with its text, as JSON."""
+        """Return (key, text, ids) of each document. Needs the default form: JSON ids and texts."""
         members = self.members()
         texts = {name.partition(".")[0]: data.decode() for name, data in members if name.endswith(".txt")}
         ids = {name.partition(".")[0]: data for name, data in members if name.endswith(".token_ids.json")}
@@ -345,28 +349,28 @@ class World:
         return [text for _, text, _ in self.documents()]
 
     def lines(self, folder: str) -> list[Any]:
-        """Return the lines of a side folder of the data set: quarantine, ids."""
+        """Return the parsed lines of a side folder, "quarantine" or "ids"."""
         paths = sorted((self.data_dir / folder).glob("shard-*.jsonl"))
         return [json.loads(line) for path in paths for line in path.read_bytes().splitlines()]
 
     def digests(self) -> list[bytes]:
-        """Return the digests of all documents, in the order of the files that keep them."""
+        """Return the digests of all documents, in the order of the digest files."""
         raw = b"".join(path.read_bytes() for path in sorted((self.data_dir / "digests").glob("shard-*")))
         return [raw[place : place + 16] for place in range(0, len(raw), 16)]
 
     def manifests(self) -> list[dict[str, Any]]:
-        """Return the manifests of the shards that are made."""
+        """Return the manifests of all shards made so far."""
         return [json.loads(path.read_bytes()) for path in sorted(self.data_dir.glob("shard-*.json"))]
 
     def left_out(self) -> dict[str, int]:
-        """Return how many documents were left out, by reason."""
+        """Return the number of documents that were left out, by reason."""
         counts = Counter[str]()
         for manifest in self.manifests():
             counts.update(manifest["counts"]["quarantined"])
         return dict(counts)
 
     def plan_json(self) -> dict[str, Any]:
-        """Return what plan.json holds."""
+        """Return the contents of plan.json."""
         return dict(json.loads((self.data_dir / "plan.json").read_bytes()))
 
     def inputs(self) -> list[str]:
@@ -374,7 +378,7 @@ class World:
         return [row[0] for row in self.plan_json()["inputs"]]
 
     def contents(self) -> dict[str, bytes]:
-        """Return what equal data sets have equal: the shards' files, manifests without their last key."""
+        """Return the files that equal data sets have equal: those of shards, with manifests without "run"."""
         found = {}
         for path in sorted(self.data_dir.rglob("shard-*")):
             data, name = path.read_bytes(), path.relative_to(self.data_dir).as_posix()
@@ -382,28 +386,28 @@ class World:
         return found
 
     def temporaries(self) -> list[str]:
-        """Return what attempts have left in the data set's folder."""
+        """Return the temporary files in the data set's folder."""
         return sorted(path.relative_to(self.data_dir).as_posix() for path in self.data_dir.rglob(".*"))
 
     def loader(self, *, rank: int = 0, world_size: int = 1, **arguments: Any) -> TokenLoader:
-        """Return the loader of one rank; without workers, if ``num_workers`` asks for none."""
+        """Return the loader of one rank, by default without workers."""
         return open_loader(self.data_dir, rank=rank, world_size=world_size, **arguments)
 
     def samples(self, **arguments: Any) -> list[Sample]:
-        """Return the samples of an epoch in the order of the shards, for arguments of a loader."""
+        """Return the samples of an epoch, unshuffled."""
         return [*chain(*epoch_of(self.data_dir, 1, shuffle=False, **arguments))]
 
 
 class Ranks(contextlib.AbstractContextManager["Ranks"]):
-    """The loaders of all ranks of a training run, side by side in this process.
+    """The loaders of all ranks of a training run, in this process.
 
     Args:
-        data: what ``get_llama3_dataloader`` reads; ``{name: world.data_dir}`` for a mixture.
-        global_batch_size: samples of a step on all ranks, or its sizes by step.
-        batch_size: samples of a batch on one rank. Default: one batch a step, of the least step.
-        order_batch_size: after an amendment of ``global_batch_size``, the one that the run began with.
-        state: what ``state()`` returned, on any number of ranks.
-        arguments: others of ``get_llama3_dataloader``. ``num_workers`` is 0 by default.
+        data: input of ``get_llama3_dataloader``; ``{name: world.data_dir}`` for a mixture.
+        global_batch_size: samples per step over all ranks, or a schedule of (first step, size).
+        batch_size: samples per batch on one rank. Default: one batch in the smallest step.
+        order_batch_size: if ``global_batch_size`` was amended, the size that the run began with.
+        state: return value of ``state()``, on any number of ranks.
+        arguments: other arguments of ``get_llama3_dataloader``. ``num_workers`` is 0 by default.
     """
 
     def __init__(
@@ -420,7 +424,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         sizes = [(0, global_batch_size)] if isinstance(global_batch_size, int) else global_batch_size
         least = order_batch_size or math.gcd(*(size for _, size in sizes))
         batch_size = batch_size or least // world_size
-        # A step of training may be several ticks of the order; a rank has so many batches of each.
+        # A training step may take several ticks of the order.
         self._num_batches_of_tick = least // (world_size * batch_size)
         self.loaders: list[TokenLoader] = []
         for rank in range(world_size):
@@ -431,18 +435,18 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         self._streams = [chain.from_iterable(repeat(loader)) for loader in self.loaders]  # all epochs
 
     def step(self) -> GlobalBatch:
-        """Return the samples of the next global batch, in an order that no number of ranks changes."""
+        """Return the samples of the next global batch, in an order that does not depend on the ranks."""
         return self.join([self.batches_of_step(rank) for rank in range(len(self.loaders))])
 
     def batches_of_step(self, rank: int, most: int | None = None) -> list[Mapping[str, Any]]:
-        """Return the batches that one rank still gets of its step, or ``most`` of them, as they come."""
+        """Return the remaining batches of one rank's step, at most ``most`` of them."""
         batches: list[Mapping[str, Any]] = [next(self._streams[rank])]
         while not self.loaders[rank].ends_step and len(batches) != most:
             batches.append(next(self._streams[rank]))
         return batches
 
     def join(self, batches: list[list[Mapping[str, Any]]]) -> GlobalBatch:
-        """Return the samples of one step, of the batches of each rank."""
+        """Join the batches of all ranks to the samples of one step."""
         counts = [len(of_rank) for of_rank in batches]
         assert len(set(counts)) == 1, f"the ranks have different numbers of batches in a step: {counts}"
         samples: GlobalBatch = []
@@ -453,17 +457,17 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         return samples
 
     def take(self, num_steps: int) -> list[GlobalBatch]:
-        """Return the next global batches, through as many epochs as that takes."""
+        """Return the next global batches, across epochs."""
         return [self.step() for _ in range(num_steps)]
 
     def state(self) -> dict[str, Any]:
-        """Return the state of all ranks, which has to be one, as JSON keeps it."""
+        """Return the state, after a round trip through JSON. It must be equal on all ranks."""
         states = {json.dumps(loader.state_dict()) for loader in self.loaders}
         assert len(states) == 1, f"the states of ranks differ: {states}"
         return dict(json.loads(states.pop()))
 
     def close(self) -> None:
-        """End the workers of all ranks."""
+        """Stop the workers of all ranks."""
         for loader in self.loaders:
             loader.close()
 
@@ -477,11 +481,10 @@ def ids_of(batch: Mapping[str, Any]) -> list[list[int]]:
 
 
 def samples_of(batch: Mapping[str, Any]) -> GlobalBatch:
-    """Return the samples of one batch of tensors, without padding, which has to be padding.
+    """Split a batch of tensors into samples, and check and remove the padding.
 
-    ``origins`` are dealt to their samples: a list of place, source, shard, sample and document, one after
-    another. Fields of whole batches (``cu_seqlens`` and the like) have to say what ``position_ids`` say, and
-    are left out.
+    Each sample gets its ``origins`` as one flat list: place, source, shard, sample and document, repeated.
+    Fields of the whole batch, such as ``cu_seqlens``, must agree with ``position_ids`` and are left out.
     """
     fields = ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids")
     rows = {name: batch[name].tolist() for name in fields if name in batch}
@@ -510,8 +513,8 @@ def _cut_padding(sample: Sample) -> None:
 def _check_document_edges(batch: Mapping[str, Any], positions: list[list[int]]) -> None:
     flat = [*chain(*positions)]
     edges = [place for place, position in enumerate(flat) if position == 0] + [len(flat)]
-    for name, told in batch.items():
+    for name, value in batch.items():
         if name.startswith("cu_seq"):
-            assert told.tolist() == edges, f"{name} and position_ids tell different documents"
+            assert value.tolist() == edges, f"{name} and position_ids describe different documents"
         elif name.startswith("max_"):
-            assert told == max(flat) + 1, f"{name} and position_ids tell different documents"
+            assert value == max(flat) + 1, f"{name} and position_ids describe different documents"

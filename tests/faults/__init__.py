@@ -1,10 +1,10 @@
-"""Fault campaigns: what the commands do where disks fail, files lie, processes die and the power goes.
+"""Fault campaigns: what commands do if disks fail, files are damaged, processes die or the power fails.
 
-    small_data_sets the data sets, and commands on copies of them -> judging a fault meets a command, in a
-    process of its own (forked_case), and how that ends; os_calls.c fails, kills or stops at the k-th call
-
+    small_data_sets: data sets, and commands on copies of them
+    judging: runs a command with one fault, in a fork (forked_case), and judges how it ends
+    os_calls, os_calls.c: make the k-th call to the operating system fail, or send a signal there
     disturbed_runs, disturbed_files, power_loss: the campaigns, each a generator of outcomes
 
-docs/faults.md has a line for each campaign, and says how a run may end: all else is a failure. Thousands of
-runs take minutes, as each is a fork of one process that has imported everything already.
+docs/faults.md lists the campaigns and how a run may end; anything else is a failure. Thousands of runs take
+minutes, because each is a fork of a process that has already imported everything.
 """

@@ -21,11 +21,11 @@ from tests.faults.small_data_sets import FORMS, make_small_data_sets
 
 
 class Campaign(NamedTuple):
-    """What is tried on which forms of data sets; ``num_quick``: faults of each file or command, in short."""
+    """A campaign and the forms of data sets that it runs on."""
 
     outcomes: Callable[..., Iterator[Outcome]]
     forms: tuple[str, ...] = ("json", "best_fit")
-    num_quick: int = 2
+    num_quick: int = 2  # faults per file or command with --quick
 
 
 _ALL = ("json", "best_fit", "formats")
@@ -44,19 +44,19 @@ CAMPAIGNS = {
     "clocks": Campaign(disturbed_runs.clocks),
 }
 _QUICK_FORMS = ("best_fit",)
-# Of each file or hit and command. Full takes some 2 hours of one core, quick some 4 s per campaign.
-_FAULTS = 200
+# Per file or command. All campaigns take about 2 hours of one core, and --quick about 4 s per campaign.
+_NUM_FAULTS = 200
 
 
 def main() -> int:
-    """0 where nothing failed, 1 where something did."""
+    """Run the campaigns and return 1 if there was a failure, else 0."""
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # faults have surrogates
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="some faults of each kind")
-    parser.add_argument("--num_faults", type=int, help="of each file or command (default 200, quick 2)")
-    parser.add_argument("--only", action="append", choices=CAMPAIGNS, help="this campaign; may be repeated")
-    parser.add_argument("--form", action="append", choices=FORMS, help="of data set; may be repeated")
-    parser.add_argument("--json", type=Path, help="write every outcome to this file")
+    parser.add_argument("--quick", action="store_true", help="try only a few faults of each kind")
+    parser.add_argument("--num_faults", type=int, help="faults per file or command (default: 200)")
+    parser.add_argument("--only", action="append", choices=CAMPAIGNS, help="run this campaign (repeatable)")
+    parser.add_argument("--form", action="append", choices=FORMS, help="use this data set form (repeatable)")
+    parser.add_argument("--json", type=Path, help="write all outcomes to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         preload(Path(folder), ["-m", "tests.faults", *sys.argv[1:]])
@@ -72,7 +72,7 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
     outcomes = list[Outcome]()
     for name, forms in forms_of.items():
         of_campaign = [data_set for data_set in data_sets if data_set.form in forms]
-        num_faults = args.num_faults or (CAMPAIGNS[name].num_quick if args.quick else _FAULTS)
+        num_faults = args.num_faults or (CAMPAIGNS[name].num_quick if args.quick else _NUM_FAULTS)
         campaign = CAMPAIGNS[name].outcomes(of_campaign, num_faults=num_faults)
         outcomes += tqdm(campaign, name, mininterval=30, unit=" faults")
         if args.json:
@@ -83,7 +83,7 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
 
 
 def _print_table(outcomes: Sequence[Outcome]) -> None:
-    """Print how many runs were tried and how they ended, a line for each campaign and command."""
+    """Print the number of runs by how they ended, a line per campaign and command."""
     rows: dict[tuple[str, str], Counter[str]] = {}
     for outcome in outcomes:
         for command in (outcome.command, "all"):
@@ -95,8 +95,8 @@ def _print_table(outcomes: Sequence[Outcome]) -> None:
 
 
 def _print_failures(failed: Sequence[Outcome]) -> None:
-    """Print each distinct failure with how often it came, and one fault that shows it."""
-    # Those that agree in this have one cause, most likely.
+    """Print each distinct failure with its number of occurrences and one fault that causes it."""
+    # Failures that agree in these fields most likely have one cause.
     causes: dict[tuple[str, ...], list[Outcome]] = {}
     for each in failed:
         causes.setdefault((each.campaign, each.command, each.kind, each.what), []).append(each)

@@ -1,4 +1,4 @@
-"""A file of a data set is damaged or replaced, and read by every command that reads it: four campaigns."""
+"""Four campaigns that damage or replace a file of a data set and then run commands that read it."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from tests.faults.judging import Fault, Outcome, spread, struck
 from tests.faults.small_data_sets import Hit, SmallDataSet, Stage, nothing
 from tests.forged import with_its_hash
 
-_HEADER_BYTES = 512  # and the size of a block of a tar
-_TYPE_OFFSET = 156  # in a header
-_QUICK_FAULTS = 8  # so few, and the kinds take turns
+_HEADER_BYTES = 512  # also the block size of a tar
+_TYPE_OFFSET = 156  # of the type field in a header
+_QUICK_FAULTS = 8  # with at most this many faults, each file gets one kind of replacement
 
 
 @dataclass(frozen=True)
 class DisturbedFile:
-    """A file of a data set, and the commands that read it."""
+    """A file of a data set, and commands that read it."""
 
     name: str  # below data/
     stage: Stage
-    commands: str  # with commas between them
-    free_text: str = ""  # JSON path of a name outside of all hashes: another text there is another name
-    headers_only: bool = False  # of a tar: the bytes of its members cannot be checked without a manifest
-    sizes_alone: bool = False  # is all that the commands look at: another shard's may have the same
+    commands: str  # separated by commas
+    free_text: str = ""  # JSON path of a string that no hash covers, where any text is valid
+    headers_only: bool = False  # damage only tar headers: without a manifest, contents cannot be checked
+    sizes_only: bool = False  # the commands only check the size, which another shard's file may share
     prepare: Callable[[SmallDataSet], object] = nothing
 
 
 def _keep_tars_only(data_set: SmallDataSet) -> None:
-    """Our tars as somebody got them who took nothing else."""
+    """Remove everything except the tars."""
     for path in (data_set.place / "data").iterdir():
         if path.is_file() and path.suffix != ".tar":
             path.unlink()
 
 
 def _put_external_tars(data_set: SmallDataSet) -> None:
-    """Tars by webdataset's own TarWriter; no idx, no manifest."""
+    """Replace the tars by ones that webdataset wrote, without idx or manifest."""
     _keep_tars_only(data_set)
     samples = [{"token_ids.json": [300, *range(1, 6 + n), 301], "text.txt": "text"} for n in range(6)]
     for path in (data_set.place / "data").glob("*.tar"):
@@ -52,7 +52,7 @@ def _put_external_tars(data_set: SmallDataSet) -> None:
 
 
 def _find_wrong(data_set: SmallDataSet) -> None:
-    """A bit of a token id flips, and verify finds it."""
+    """Flip a bit of a token id and let verify find it."""
     _flip(_HEADER_BYTES + 200, 0, data_set.place / "data" / "shard-00001.tar")
     assert data_set.run("verify").code == 65
 
@@ -76,21 +76,21 @@ _FILES = (
     DisturbedFile("jobs/0000.json", "made", "status"),
     DisturbedFile("findings.json", "verified", "shard 1", prepare=_find_wrong),
 )
-# What is replaced by another kind of file.
+# Files that are replaced by other kinds of files.
 _REPLACED = (
     *_FILES,
     DisturbedFile("../raw/a.txt", "raw", "plan"),
     DisturbedFile("../raw/a.txt", "planned", "shard, run"),
     DisturbedFile("../raw/b.txt", "planned", "shard, run"),
-    DisturbedFile("shard-00000.tar", "verified", "load, status, verify --fast", sizes_alone=True),
-    DisturbedFile("shard-00000.idx", "verified", "status, verify --fast", sizes_alone=True),
+    DisturbedFile("shard-00000.tar", "verified", "load, status, verify --fast", sizes_only=True),
+    DisturbedFile("shard-00000.idx", "verified", "status, verify --fast", sizes_only=True),
     DisturbedFile("jobs", "made", "status"),
     DisturbedFile("quarantine", "made", "verify"),
     DisturbedFile("tokenizer", "planned", "shard"),
 )
 
 Change = Callable[[Path], object]  # of a file
-Damage = tuple[str, Change]  # in words
+Damage = tuple[str, Change]  # a description and the change
 DamagesOf = Callable[[DisturbedFile, bytes, int, list[SmallDataSet]], Iterator[Damage]]
 
 
@@ -102,14 +102,14 @@ def _disturbed(
     *,
     num_faults: int,
 ) -> Iterator[Outcome]:
-    """Put every damage of each file through every command that reads it.
+    """Run each command on each damage of its file.
 
-    ``damages_of`` gets the file, what it holds, how many damages to make of it, and the other data sets.
+    ``damages_of`` gets the file, its contents, the number of damages to make, and the other data sets.
     """
     for data_set in data_sets:
         others = [each for each in data_sets if each is not data_set]
         for file in files:
-            path = Path(os.path.normpath(data_set.place / "data" / file.name))  # inputs lie beside data/
+            path = Path(os.path.normpath(data_set.place / "data" / file.name))  # inputs are beside data/
             for name in file.commands.split(", "):
                 data_set.reset(file.stage)
                 file.prepare(data_set)
@@ -132,7 +132,7 @@ def _change_at(path: Path, change: Change, _: Path) -> None:
 
 
 def _flips(file: DisturbedFile, data: bytes, number: int, _: object) -> Iterator[Damage]:
-    """Flip bits spread over the file, another bit of the byte each time."""
+    """Flip bits spread over the file, each time another bit of a byte."""
     if file.headers_only:
         types, others = _header_offsets(data)
         offsets = [types[place] for place in spread(len(types), -(-number // 4))]
@@ -152,15 +152,15 @@ def _flip(offset: int, bit: int, path: Path) -> None:
 
 
 def _free_bytes(file: DisturbedFile, data: bytes) -> range:
-    """Return the bytes of a name that nothing can tell from another."""
-    for path, start, end in _spans(data.decode("latin-1")) if file.free_text else ():  # a letter a byte
+    """Return the byte range of the string where any text is valid."""
+    for path, start, end in _spans(data.decode("latin-1")) if file.free_text else ():  # 1 letter per byte
         if path == file.free_text:
             return range(start, end)
     return range(0)
 
 
 def _header_offsets(tar: bytes) -> tuple[list[int], list[int]]:
-    """Of all headers of a tar: the bytes of the type, which decide if there is a member; the others."""
+    """Return the offsets of the type bytes of all headers (a member counts by its type), and the others."""
     types: list[int] = []
     others: list[int] = []
     with tarfile.open(fileobj=io.BytesIO(tar)) as members:
@@ -178,7 +178,7 @@ _PIECES = (
 
 
 def _edits(file: DisturbedFile, data: bytes, number: int, _: object) -> Iterator[Damage]:
-    """Edit the file at some places by chance, with seeds that are told."""
+    """Edit the file at random places; the description has the seed."""
     free = _free_bytes(file, data)
     for seed in range(number):
         edited = _edited(data, random.Random(seed))
@@ -193,8 +193,8 @@ def _writing(data: bytes) -> Change:
 def _edited(data: bytes, chance: random.Random) -> bytes:
     for _ in range(chance.randint(1, 4)):
         at = chance.randrange(len(data) + 1)
-        end = at + chance.choice([0, 1, 8, 64, len(data)])  # what is between them is removed, or all behind
-        piece = chance.choice([*_PIECES, chance.randbytes(8), data[at:end] * 2])  # written, inserted, doubled
+        end = at + chance.choice([0, 1, 8, 64, len(data)])  # data[at:end] is replaced
+        piece = chance.choice([*_PIECES, chance.randbytes(8), data[at:end] * 2])
         data = data[:at] + piece + data[end:]
     return data
 
@@ -202,21 +202,21 @@ def _edited(data: bytes, chance: random.Random) -> bytes:
 def _replacements(
     file: DisturbedFile, data: bytes, number: int, others: list[SmallDataSet]
 ) -> Iterator[Damage]:
-    """Put each kind in place of a file of a data set or an input."""
+    """Replace a file of a data set or an input by each kind of other file."""
     kinds = list(_KINDS.items())
-    if file.stage == "raw":  # what is neither a file nor a link is left out by name
+    if file.stage == "raw":  # plan leaves out what is neither a file nor a link
         kinds = [each for each in kinds if "link" in each[0]]
-    elif file.name == "findings.json":  # a link to nothing is as good as none
+    elif file.name == "findings.json":  # a dangling link equals no file
         kinds = [each for each in kinds if each[0] != "a dangling link"]
     if data and file.stage != "raw":
         kinds += [("empty", _cut_to(0)), ("a half", _cut_to(len(data) // 2))]
-        # Another plan is another data set, and tars alone do not tell which ones they should be.
-        is_told = not file.headers_only and (file.name, file.stage) != ("plan.json", "planned")
-        for other in others if is_told else []:
+        # With another plan it is another data set, and tars without manifests may be of any data set.
+        is_noticed = not file.headers_only and (file.name, file.stage) != ("plan.json", "planned")
+        for other in others if is_noticed else []:
             source = other.templates / file.stage / "data" / file.name
             if source.is_file() and not file.name.startswith(("../", "tokenizer/")):  # those are equal
                 kinds.append((f"the one of {other.form}", partial(shutil.copyfile, source)))
-        if file.name.startswith("shard-") and is_told and not file.sizes_alone:
+        if file.name.startswith("shard-") and is_noticed and not file.sizes_only:
             sibling = file.name.translate({ord("0"): "1", ord("1"): "0"}).replace("1111", "0000")
             kinds.append(("the other shard's", lambda path: shutil.copyfile(path.with_name(sibling), path)))
         if file.name.endswith(".tar"):
@@ -232,7 +232,7 @@ def _cut_to(size: int) -> Change:
 
 
 def _instead(make: Change) -> Change:
-    """Return what puts something else in place of a file, which it moves aside."""
+    """Return a change that moves a file away and calls ``make`` for its path."""
 
     def apply(path: Path) -> None:
         path.rename(path.with_name(f".moved_{path.name}"))
@@ -258,10 +258,10 @@ _VALUES = (
 
 
 def _bad_values(file: DisturbedFile, data: bytes, number: int, _: object) -> Iterator[Damage]:
-    """So many of the bad values, spread over the file, and what can stand in place of the whole file.
+    """Replace or remove values spread over the file, then replace the whole file.
 
-    A file that names its own hash gets the new one, as who forges it would write it: the check of the value
-    itself is met. Every third keeps the old hash, as after a flipped bit.
+    If a file states its own hash, the hash is updated, so that the check of the value itself is tested. Every
+    third change keeps the old hash, as after a flipped bit.
     """
     text = data.decode()
     places = [
@@ -274,7 +274,7 @@ def _bad_values(file: DisturbedFile, data: bytes, number: int, _: object) -> Ite
         (path, start, end), value = places[chosen]
         words = f"{path} is {'left out' if value is None else value[:24]}"
         changed = text[:start] + (value or "") + text[end:]
-        if value is None:  # it stands under another key
+        if value is None:  # rename its key
             key_end = text.rfind('"', 0, start)
             changed = text[:key_end] + "_" + text[key_end:] if text[start - 1] in ": " else text
         forged = None if count % 3 == 2 else with_its_hash(changed.encode())
@@ -300,10 +300,7 @@ def _behind_blanks(text: str, at: int) -> int:
 
 
 def _spans(text: str, path: str = "", start: int = 0) -> Iterator[tuple[str, int, int]]:
-    """(path, start, end) of each value in a JSON text, so that one can be replaced and all else stays.
-
-    Of an array the first two and the last.
-    """
+    """Yield (path, start, end) of each value in a JSON text; of arrays, only the first two and the last."""
     decode = JSONDecoder().raw_decode
     if path:
         yield path, start, decode(text, start)[1]
@@ -322,7 +319,7 @@ def _spans(text: str, path: str = "", start: int = 0) -> Iterator[tuple[str, int
         yield from _spans(text, name, at)
 
 
-# No bad values with right hashes in findings: those that were forged away are no findings.
+# Without findings.json: findings that were forged away, with a correct hash, do not count.
 _JSON = [
     file for file in _FILES
     if file.name.endswith(".json") and file.name not in ("findings.json", "tokenizer/tokenizer.json")

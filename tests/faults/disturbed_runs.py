@@ -1,4 +1,4 @@
-"""A run is disturbed at its k-th call to the operating system, for each k, or around it: seven campaigns."""
+"""Seven campaigns that disturb a run at its k-th call to the operating system, or before or during it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tests.faults.small_data_sets import EXPORTS, LISTS, Hit, SmallDataSet, hits
 
 _OF_EXPORTS = dict.fromkeys(EXPORTS, 0.12)
 _OF_LISTS = dict.fromkeys(LISTS, 0.5)
+# Command -> its share of the faults.
 _ERROR_HITS = {
     "plan": 3, "shard": 5, "shard, done": 3, "run": 1, "verify": 3, "verify --fast": 1.5, "load": 4,
     "load, no index": 1.5, "stage": 3, "status": 1.5, "submit": 1.5, "peek": 0.5, "doctor": 0.5,
@@ -34,12 +35,12 @@ _KILL_HITS = {
 _SHORT_HITS = {
     "plan": 1.5, "shard": 1.5, "verify": 1.5, "load": 1.5, "load tars": 1, "stage": 1.5, "status": 0.5,
 }  # fmt: skip
-# Of all formats: what differs there is how a worker reads.
+# For the data set with all input formats, only reading differs.
 _HITS_OF_FORMATS = {"formats that are cut": 0.5, "formats read whole": 0.5}
 _WRITERS = {
     "plan": 0.25, "shard": 1, "run": 0.2, "verify": 0.5, "export nanogpt": 0.25, "export megatron": 0.25
 }  # fmt: skip
-_CROWDS = {"shard": 0.3, "stage": 0.3}  # these take four runs each; stage waits for the other
+_CROWDS = {"shard": 0.3, "stage": 0.3}  # each takes four runs, and stage waits for the others
 _READING_INPUTS = {"plan": 0.25, "shard": 1}
 _READING_SHARDS = {"verify": 0.5, "load": 0.5, "stage": 0.5}
 _DISK_HITS = {"plan": 0.5, "shard": 1, "run": 0.2, "verify": 0.5, "stage": 1}
@@ -66,7 +67,7 @@ def _tried(
     *,
     num_faults: int,
 ) -> Iterator[Outcome]:
-    """Put to each command its share of the faults."""
+    """Run each command with its share of the faults."""
     for data_set in data_sets:
         for hit, number in hits(_HITS_OF_FORMATS if data_set.form == "formats" else shares, num_faults):
             for fault in faults_of(data_set, hit, number):
@@ -74,33 +75,33 @@ def _tried(
 
 
 def _calls(data_set: SmallDataSet, hit: Hit, number: int) -> list[tuple[int, Call]]:
-    """So many of the calls that a command makes, evenly, with their places."""
+    """Return up to ``number`` evenly spread calls of a command, with their positions."""
     made = data_set.undisturbed(hit.command, hit.stage).calls
     return [(at, made[at]) for at in spread(len(made), number)]
 
 
 def _errors(data_set: SmallDataSet, hit: Hit, number: int) -> Iterator[Fault]:
-    """Fail each call once; in turn with its errors, every third one lasting from there on."""
+    """Fail calls with their errors in turn. Every third error is lasting: all later calls fail, too."""
     for count, (at, call) in enumerate(_calls(data_set, hit, number)):
         errors = ERRORS[call.op]
         error = errors[count % len(errors)]
         mode: Mode = "lasting" if count % 3 == 2 else "once"
         if mode == "lasting" and error in (errno.EINTR, errno.EINVAL):
-            error = errors[0]  # an interrupted call cannot last, nor can O_DIRECT be refused to who left it
+            error = errors[0]  # interruptions do not last, and nor does EINVAL once O_DIRECT is off
         yield Fault(words=f"{os.strerror(error)}, {mode}", at=at, mode=mode, error=error)
 
 
 def _signals(
     signals: Sequence[signal.Signals], data_set: SmallDataSet, hit: Hit, number: int
 ) -> Iterator[Fault]:
-    """Send signals at each call, in turn."""
+    """Send a signal at each call, taking turns."""
     calls = _calls(data_set, hit, number)
     for (at, _), stop in zip(calls, itertools.cycle(signals), strict=False):
         yield Fault(words=stop.name, at=at, mode="signal", error=stop)
 
 
 def _halves(data_set: SmallDataSet, hit: Hit, number: int) -> Iterator[Fault]:
-    """Shorten all reads and writes at once, then one by one."""
+    """Shorten all reads and writes at once, then single ones."""
     made = data_set.undisturbed(hit.command, hit.stage).calls
     moving = [at for at, call in enumerate(made) if call.op in ("read", "write")]
     yield Fault(words="half of the bytes, always", at=moving[0], mode="all short", may_refuse=False)
@@ -109,10 +110,10 @@ def _halves(data_set: SmallDataSet, hit: Hit, number: int) -> Iterator[Fault]:
 
 
 def _rivals(data_set: SmallDataSet, hit: Hit, number: int) -> Iterator[Fault]:
-    """At each call another process does the same. Both must end well, and what they leave be equal."""
+    """At each call, run the same command in another process. Both must succeed with equal files."""
     for at, _ in _calls(data_set, hit, number):
         meanwhile = methodcaller("run", hit.command)
-        yield Fault(words="another one meanwhile", at=at, meanwhile=meanwhile, may_refuse=False)
+        yield Fault(words="another run meanwhile", at=at, meanwhile=meanwhile, may_refuse=False)
 
 
 Change = Callable[[Path], object]  # of a file
@@ -121,15 +122,15 @@ Change = Callable[[Path], object]  # of a file
 def _changes(
     names: Sequence[str], kinds: Mapping[str, Change], data_set: SmallDataSet, hit: Hit, number: int
 ) -> Iterator[Fault]:
-    """Change a file at each call: refused, or equal. Once that is undone, the command ends well."""
+    """Change a file at each call. Once the change is undone, the command must succeed."""
     changes = itertools.cycle(itertools.product(names, kinds.items()))
     for (at, _), (name, (words, change)) in zip(_calls(data_set, hit, number), changes, strict=False):
         yield Fault(
             words=f"{name} {words}",
             at=at,
             meanwhile=partial(_apply, change, name),
-            behind=partial(_bring_back, name, data_set.templates / hit.stage / name),
-            # Planning may take the input as it is afterwards; a second plan then differs, and that is right.
+            after=partial(_restore, name, data_set.templates / hit.stage / name),
+            # plan may use the changed input. Then a second plan rightly differs.
             may_differ=hit.command == "plan",
         )
 
@@ -138,8 +139,8 @@ def _apply(change: Change, name: str, data_set: SmallDataSet) -> None:
     change(data_set.place / name)
 
 
-def _bring_back(name: str, template: Path, place: Path) -> None:
-    """Make a file what it was, with its times."""
+def _restore(name: str, template: Path, place: Path) -> None:
+    """Restore a file with its times."""
     path = place / name
     if path.is_dir():
         path.rmdir()
@@ -148,7 +149,7 @@ def _bring_back(name: str, template: Path, place: Path) -> None:
 
 
 def _rewrite(path: Path) -> None:
-    """Other bytes of the same size, in the same file."""
+    """Write other bytes of the same size into the same file."""
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2] + data[len(data) // 2 :].replace(b" ", b"_"))
 
@@ -174,7 +175,7 @@ short_transfers = partial(_tried, "short_transfers", _SHORT_HITS, _halves)
 
 
 def races(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
-    """The same command of another process at each call; then changes of inputs and shards; then crowds."""
+    """Run a rival process at each call, then change inputs and shards, then run several writers at once."""
     of_inputs = partial(_changes, ["raw/a.txt"], _KINDS_OF_INPUTS)
     of_shards = partial(_changes, [f"data/{name}" for name in _SHARD_FILES], _KINDS)
     yield from _tried("races", _WRITERS, _rivals, data_sets, num_faults=num_faults)
@@ -184,7 +185,7 @@ def races(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Out
 
 
 def _crowds(_: SmallDataSet, hit: Hit, number: int) -> Iterator[Fault]:
-    """Writers of the same files, beside each other and stopped at random: all end with 0."""
+    """Run writers of the same files at the same time and stop them at random. All must end with 0."""
     for seed in range(number):
         words = f"{_NUM_WRITERS} at a time, stopped at random, seed {seed}"
         yield Fault(words=words, beside=partial(_crowd, hit.command, seed), may_refuse=False)
@@ -203,7 +204,7 @@ def _crowd(command: str, seed: int, data_set: SmallDataSet, run: ForkedRun) -> l
 
 
 def full_disks(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
-    """Each command with less space than it needs, then again with enough."""
+    """Run each command with less space than it needs, then again with enough."""
     for data_set in data_sets:
         if not os.geteuid() and _mount("-t", "tmpfs", "-o", "size=64m", "faults", data_set.place):
             try:
@@ -216,10 +217,10 @@ def _few_pages(data_set: SmallDataSet, hit: Hit, number: int) -> Iterator[Fault]
     data_set.reset(hit.stage)
     used = _used_pages(data_set.place)
     data_set.run(hit.command)
-    needed = 2 * (_used_pages(data_set.place) - used) + 2  # temporaries are gone by now
+    needed = 2 * (_used_pages(data_set.place) - used) + 2  # room for temporaries, which are removed by now
     for pages in spread(needed, number):
-        before, behind = partial(_leave_free, max(1, pages)), partial(_leave_free, _MANY_PAGES)
-        yield Fault(words=f"{pages} free pages", before=before, behind=behind)
+        before, after = partial(_leave_free, max(1, pages)), partial(_leave_free, _MANY_PAGES)
+        yield Fault(words=f"{pages} free pages", before=before, after=after)
 
 
 def _used_pages(place: Path) -> int:
@@ -237,7 +238,7 @@ def _mount(*args: object) -> bool:
 
 
 def clocks(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
-    """Each command under each clock, and among files of each age; of few faults they take turns."""
+    """Run each command under each clock, and with files of each age. With few faults they take turns."""
     turns = itertools.cycle(_CLOCKS)
 
     def faults_of(_: SmallDataSet, __: Hit, number: int) -> Iterator[Fault]:
@@ -247,17 +248,17 @@ def clocks(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Ou
 
 
 def _shifted(words: str, shifts: Iterator[float]) -> Fault:
-    """Each look at the clock finds it shifted by the next of some seconds."""
+    """Return a fault that shifts each reading of the clock by the next of ``shifts``, in seconds."""
 
     def shift() -> None:
-        right = time.time
-        time.time = lambda: right() + next(shifts)
+        real = time.time
+        time.time = lambda: real() + next(shifts)
 
     return Fault(words=words, inside=shift, may_refuse=False)
 
 
 def _aged(words: str, shift_s: float) -> Fault:
-    """All files of the data set and a temporary of another attempt; inputs keep the times of the plan."""
+    """Return a fault that shifts the times of the data set's files and of a temporary, but not of inputs."""
 
     def age(place: Path) -> None:
         (place / "data").mkdir(exist_ok=True)

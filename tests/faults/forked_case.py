@@ -1,4 +1,4 @@
-"""One run in a process of its own: a fork of this one, with limits, and how it ended."""
+"""Run a function in a fork with limits, and find out how it ended."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from typing import Any, Literal
 
 Ending = Literal["ended", "traceback", "hang", "memory", "killed"]
 
-# A run takes some 0.03 s. The limits are far above, as other work may keep the processors busy.
+# A run takes about 0.03 s. The limits are far above that, because the machine may be busy.
 _CPU_LIMIT_S = 20
 _WALL_LIMIT_S = 300
-_MORE_MEMORY_BYTES = 3 << 30  # than the fork begins with
+_MORE_MEMORY_BYTES = 3 << 30  # in addition to the memory of the fork at its start
 _OF_SIGNALS: dict[int, Ending] = {signal.SIGALRM: "hang", signal.SIGXCPU: "hang", signal.SIGKILL: "killed"}
 _NOT_OURS = ("/site-packages/", "/lib/python", "<frozen", "forked_case.py")
-# What Python and Rust print of an error that nobody caught, or that a thread or a destructor raised.
+# Messages of Python and Rust about errors that were not caught, or that a thread or destructor raised.
 _SPILLED = ("Traceback (most recent call last)", "Exception ignored in", "panicked at")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a run ended; ``code`` and ``value`` are of "ended" alone."""
+    """How a run ended. Only "ended" has a ``code`` and a ``value``."""
 
     how: Ending
     code: int = 0
-    value: Any = None  # what the run returned, as JSON
-    text: str = ""  # what it printed, or its last line with the last line of this project
+    value: Any = None  # the return value, after a round trip through JSON
+    text: str = ""  # its output, or on failure the last line with the last line of code of this project
 
     @property
     def is_well(self) -> bool:
@@ -44,10 +44,10 @@ class Ended:
 
 
 class ForkedRun:
-    """``work()``, begun in a fork: it returns an exit code and a value, or raises. ``end`` waits for it.
+    """Start ``work()`` in a fork. It returns (exit code, value) or raises; ``end`` waits for it.
 
-    A sleep lasts no time there: attempts and their number are tried, not the waiting. An error that is a
-    ShardprepError counts as its exit code, any other exception as a traceback.
+    time.sleep returns at once there, so that retries take no time. A ShardprepError counts as its exit code,
+    any other exception as a traceback.
     """
 
     def __init__(self, work: Callable[[], tuple[int, Any]], *, cpu_limit_s: int = _CPU_LIMIT_S) -> None:
@@ -62,18 +62,18 @@ class ForkedRun:
                 self._be_child(work, cpu_limit_s)
             finally:
                 os._exit(0)
-        with contextlib.suppress(OSError):  # both do it, whoever is first: a signal to the group finds one
+        with contextlib.suppress(OSError):  # both processes do it, so that the group exists in any case
             os.setpgid(self.pid, self.pid)
 
     def end(self, meanwhile: Callable[[], object] | None = None) -> Ended:
-        """Wait for its end; ``meanwhile`` is called each time that it stops (SIGSTOP); then it goes on."""
+        """Wait for the end. Each time that the fork stops (SIGSTOP), call ``meanwhile`` and continue it."""
         _, status = os.waitpid(self.pid, os.WUNTRACED if meanwhile else 0)
         while meanwhile and os.WIFSTOPPED(status):
             meanwhile()
             os.killpg(self.pid, signal.SIGCONT)
             _, status = os.waitpid(self.pid, os.WUNTRACED)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # what it started and left
+            os.killpg(self.pid, signal.SIGKILL)  # processes that it left
         with self._printed as printed, self._result as result:
             printed.seek(0)
             result.seek(0)
@@ -96,7 +96,7 @@ class ForkedRun:
             _limit(cpu_limit_s)
             time.sleep = lambda _seconds: None
             facts = _facts(work)
-            threading._shutdown()  # type: ignore[attr-defined]  # as Python's end does: waits for threads
+            threading._shutdown()  # type: ignore[attr-defined]  # wait for threads, as Python does at exit
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
@@ -119,11 +119,11 @@ def _facts(work: Callable[[], tuple[int, Any]]) -> dict[str, Any]:
 
 
 def _last_words(text: str) -> str:
-    """The last line, and the last line of this project that a traceback names: equal causes group."""
+    """Return the last line, and the last line of our code in a traceback, to group equal causes."""
     lines = [line for line in text.splitlines() if line.strip()]
     files = [line.split('"')[1] + line.split('"')[2] for line in lines if line.startswith('  File "')]
     ours = [line for line in files if not any(part in line for part in _NOT_OURS)]
-    return f"{lines[-1][:120] if lines else 'no word'} ({ours[-1] if ours else '?'})"
+    return f"{lines[-1][:120] if lines else 'no output'} ({ours[-1] if ours else '?'})"
 
 
 def _limit(cpu_limit_s: int) -> None:

@@ -1,4 +1,4 @@
-"""A fault meets a command, which is refused in words, ends equal to the undisturbed run, or fails."""
+"""Run a command with a fault and judge it: refused with a message, equal to an undisturbed run, or failed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.faults.small_data_sets import LITTER, Hit, SmallDataSet, Undisturbed,
 
 Kind = Literal["refused", "equal", "wrong", "traceback", "hang", "memory"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-Verdict = tuple[Kind, str]  # and the message, the exception with its last line, or what is not equal
+Verdict = tuple[Kind, str]  # and the message, the last line of a traceback, or what differs
 EQUAL: Verdict = ("equal", "")
-# The exit codes that a fault may end a command with.
+# Exit codes that a command may have after a fault.
 _REFUSING = EXIT_CODES.keys() - {0, UsageError.exit_code}
-# An error of the system that no stage has words for is told with the line of code at which it came.
+# A message about an unexpected error of the system ends with the line of code that raised it.
 _UNFORESEEN = re.compile(r" at \w+\.py:\d+")
-# Commands that leave no files, or none a second time.
+# Commands that write no files, or refuse to write them a second time.
 _READERS = {"load", "load tars", "load staged", "load resumed", "status", "peek", "doctor", "train_tokenizer"}
 
 
@@ -34,42 +34,42 @@ class Outcome:
     campaign: str
     form: str  # of the data set
     command: str
-    fault: str  # what was disturbed and how, so exactly that it can be done again
+    fault: str  # what was disturbed and how, with all details needed to reproduce it
     kind: Kind
     what: str
 
 
 class Failure(Exception):
-    """Raised with a kind and what was seen, where a run is neither refused nor equal."""
+    """A run was neither refused nor equal. The arguments are a kind and a description."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What happens to one run: at its ``at``-th call to the operating system, or around it."""
+    """A disturbance of one run: at its ``at``-th call to the operating system, before, or meanwhile."""
 
     words: str
     mode: Mode = "count"
     at: int = 0
-    error: int = 0  # or the signal
-    prepare: Callable[[SmallDataSet], object] = nothing  # also before the undisturbed run
-    before: Callable[[Path], object] = nothing  # to the workplace
-    inside: Callable[[], object] = nothing  # in the command's process, just before it
-    # While it stands at the call, stopped. Runs of other processes have to end well.
+    error: int = 0  # errno or signal
+    prepare: Callable[[SmallDataSet], object] = nothing  # called before the undisturbed run, too
+    before: Callable[[Path], object] = nothing  # called with the workplace
+    inside: Callable[[], object] = nothing  # called in the command's process, just before the command
+    # Called while the command is stopped at the call. A run that it returns must succeed.
     meanwhile: Callable[[SmallDataSet], object] | None = None
-    beside: Callable[[SmallDataSet, ForkedRun], list[Ended]] | None = None  # while it runs
-    behind: Callable[[Path], object] = nothing  # to the workplace, before it is judged
-    damaged: str | None = None  # the file that ``before`` damages; "" where it has to be right afterwards
+    beside: Callable[[SmallDataSet, ForkedRun], list[Ended]] | None = None  # called while the command runs
+    after: Callable[[Path], object] = nothing  # called with the workplace, before it is judged
+    damaged: str | None = None  # the file that ``before`` damages; "" if it must be intact afterwards
     may_refuse: bool = True
-    may_differ: bool = False  # where the command ends with 0
+    may_differ: bool = False  # if the command ends with 0
 
 
 def struck(campaign: str, data_set: SmallDataSet, hit: Hit, fault: Fault) -> Outcome:
-    """Run a command with a fault, and judge it."""
+    """Run a command with a fault and judge it."""
     expected, calls = data_set.undisturbed(hit.command, hit.stage, fault.prepare), data_set.calls
     data_set.reset(hit.stage)
     fault.prepare(data_set)
     fault.before(data_set.place)
-    others: list[object] = []  # of which runs have to end well
+    others: list[object] = []  # results of ``meanwhile`` and ``beside``
 
     def inside() -> None:
         fault.inside()
@@ -85,7 +85,7 @@ def struck(campaign: str, data_set: SmallDataSet, hit: Hit, fault: Fault) -> Out
             others += fault.beside(data_set, run)
         ended = run.end(meanwhile if fault.meanwhile else None)
     made = calls.calls()
-    fault.behind(data_set.place)
+    fault.after(data_set.place)
 
     def judge() -> Verdict:
         if fault.damaged is not None:
@@ -97,10 +97,10 @@ def struck(campaign: str, data_set: SmallDataSet, hit: Hit, fault: Fault) -> Out
         if fault.meanwhile and not others:
             raise Failure("wrong", f"it did not stop: {ended}")
         if not fault.may_refuse:
-            _must_be_well("it", ended)
+            _must_succeed("it", ended)
         for other in others:
             if isinstance(other, Ended):
-                _must_be_well("another process", other)
+                _must_succeed("another process", other)
         return verdict
 
     words = fault.words
@@ -113,7 +113,7 @@ def struck(campaign: str, data_set: SmallDataSet, hit: Hit, fault: Fault) -> Out
 def outcome_of(
     campaign: str, data_set: SmallDataSet, hit: Hit, words: str, judge: Callable[[], Verdict]
 ) -> Outcome:
-    """Return the outcome that ``judge`` returns or raises."""
+    """Return the outcome for the verdict that ``judge`` returns or raises as Failure."""
     try:
         kind, what = judge()
     except Failure as failure:
@@ -122,18 +122,18 @@ def outcome_of(
 
 
 def failures(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Return those that are neither refused nor equal."""
+    """Return the outcomes that are neither refused nor equal."""
     return [outcome for outcome in outcomes if outcome.kind not in ("refused", "equal")]
 
 
 def spread(size: int, number: int) -> list[int]:
-    """Return up to ``number`` of ``range(size)``, evenly."""
+    """Return up to ``number`` evenly spread numbers below ``size``."""
     number = min(size, number)
     return [place * size // number for place in range(number)]
 
 
 def verdict_of_end(ended: Ended, expected: Undisturbed | None = None) -> Verdict:
-    """Judge how a run ended and what it delivered, not the files that it left; Failure where it is wrong."""
+    """Judge how a run ended and what it delivered, but not the files that it left. May raise Failure."""
     if ended.how != "ended":
         raise Failure("traceback" if ended.how == "killed" else ended.how, ended.text)
     if ended.code and _UNFORESEEN.search(ended.text):
@@ -147,8 +147,8 @@ def verdict_of_end(ended: Ended, expected: Undisturbed | None = None) -> Verdict
     return EQUAL
 
 
-def _must_be_well(which: str, ended: Ended) -> None:
-    """Failure for a run that may not be refused."""
+def _must_succeed(which: str, ended: Ended) -> None:
+    """Raise Failure unless a run ended with 0."""
     if not ended.is_well:
         raise Failure("wrong", f"{which} {ended.how} with {ended.code}: {_shape(ended.text)}")
 
@@ -156,19 +156,19 @@ def _must_be_well(which: str, ended: Ended) -> None:
 def _verdict_on_damage(
     data_set: SmallDataSet, command: str, ended: Ended, expected: Undisturbed, damaged: str
 ) -> Verdict:
-    """Judge a run on a damaged file, which need not be equal afterwards."""
+    """Judge a run on a damaged file, which may differ afterwards."""
     verdict = verdict_of_end(ended, expected)
     if verdict != EQUAL:
         return verdict
     other = _different(data_set.published(), expected.files, damaged)
-    # An edit of the index may leave its values as they are: a key that stands twice.
+    # An edit of the index may not change its values, for example by repeating a key.
     if other and not (command == "stage" and damaged == "data/index.json" and other == ["staged/index.json"]):
         raise Failure("wrong", f"ended with 0, but other bytes: {', '.join(other)}")
     if command == "stage" or command.startswith("verify"):
-        # What it called good must load, and be equal.
+        # A data set that it accepted must load, with the same batches.
         reader = "load staged" if command == "stage" else "load"
         loaded = data_set.run(reader)
-        _must_be_well(f"{command} ended with 0, then {reader}", loaded)
+        _must_succeed(f"{command} ended with 0, then {reader}", loaded)
         if loaded.value != data_set.undisturbed("load", "verified").value:
             raise Failure("wrong", f"{command} ended with 0, then {reader} has other batches")
     return EQUAL
@@ -177,12 +177,12 @@ def _verdict_on_damage(
 def _verdict_at_call(
     data_set: SmallDataSet, hit: Hit, ended: Ended, expected: Undisturbed, *, stop: int = 0
 ) -> Verdict:
-    """Judge how a run ended, what it left, and what comes of it when it is run again, undisturbed.
+    """Judge how a run ended, what it left, and the result of a second, undisturbed run.
 
     ``stop``: the signal that should have ended it, if any.
     """
     if stop == signal.SIGKILL:
-        # The kill itself must have happened, or the case shows nothing.
+        # If the kill did not happen, the case tests nothing.
         if ended.how != "killed":
             raise Failure("wrong", f"it was not killed: {ended}")
         verdict = EQUAL
@@ -200,35 +200,35 @@ def _verdict_at_call(
 
 
 def check_state(data_set: SmallDataSet, hit: Hit, expected: Undisturbed, *, has_ended: bool) -> None:
-    """Failure where something is wrong with what a run left, or with a second run.
+    """Raise Failure if the files that a run left are wrong, or if a second run fails or differs.
 
-    ``has_ended``: with 0, so that all must be there.
+    ``has_ended``: whether the run ended with 0, so that all files must be complete.
     """
     left = data_set.published()
     other = [name for name in _different(left, expected.files) if not name.startswith("litter/")]
-    # What a reader would trust and is not what it should be. Unfinished shards are nothing yet.
+    # Wrong files that a reader would trust. Files of unfinished shards do not count.
     unfinished = [name for name in left if f"{name.rpartition('.')[0]}.json" not in left]
     trusted = [name for name in other if name in left]
     trusted = [name for name in trusted if name not in unfinished or not name.startswith("data/shard-")]
     if trusted:
-        raise Failure("wrong", f"what counts is not right: {', '.join(trusted)}")
+        raise Failure("wrong", f"wrong files that count: {', '.join(trusted)}")
     if has_ended and other:
         raise Failure("wrong", f"ended with 0, but other bytes: {', '.join(other)}")
     if hit.command not in _READERS:
-        _must_be_well("run again, it", data_set.run(hit.command))
+        _must_succeed("run again, it", data_set.run(hit.command))
         if other := _different(data_set.published(), expected.files):
             raise Failure("wrong", f"run again: other bytes: {', '.join(other)}")
 
 
 def _different(found: Mapping[str, str], expected: Mapping[str, str], but: str = "") -> list[str]:
-    """The files that are missing, too many or not equal."""
+    """Return the names of files that are missing, superfluous or not equal."""
     names = sorted({*found, *expected} - {but})
     return [name for name in names if found.get(name) != expected.get(name)]
 
 
 def _shape(text: str) -> str:
-    """The last line of a message without its values, so that equal causes group."""
-    last = text.strip().splitlines()[-1] if text.strip() else "no word"
+    """Return the last line of a message without its values, to group equal causes."""
+    last = text.strip().splitlines()[-1] if text.strip() else "no output"
     last = re.sub(r"/\S*/", "", last)
     last = re.sub(r"'[^']*'|\"[^\"]*\"", "'..'", last)
     return re.sub(r"[0-9a-f]{8,}|\d+", "N", last).partition(" (")[0].partition("; ")[0][:140]

@@ -1,4 +1,4 @@
-"""The orders to os_calls.c: count the calls to the operating system below a folder, fail or signal at one."""
+"""Control os_calls.c: count the calls to the operating system below a folder, and fail or signal at one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _VARIABLE = "FAULTS_ORDERS"
 Mode = Literal["count", "once", "lasting", "signal", "short", "all short", "each change"]
 _MODES: tuple[Mode, ...] = get_args(Mode)
 
-# What each operation really ends with on a local disk, on Lustre or NFS, over a quota or without rights.
+# Errors of each operation on a local disk, Lustre or NFS, over a quota, or without permission.
 ERRORS: dict[str, tuple[int, ...]] = {
     "open": (errno.EIO, errno.EACCES, errno.ESTALE, errno.EMFILE, errno.EINTR),
     "create": (errno.ENOSPC, errno.EACCES, errno.EDQUOT, errno.EIO, errno.EMFILE),
@@ -62,14 +62,14 @@ class _Orders(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Call:
-    """A call to the operating system that a command made."""
+    """A call of a command to the operating system."""
 
     op: str
     path: str  # below the folder
 
 
 class OsCalls:
-    """Says what happens to the calls below ``root``; of the process that ``preload`` started."""
+    """Decides what happens to calls below ``root``. Needs a process that ``preload`` started."""
 
     def __init__(self, root: Path) -> None:
         with Path(os.environ[_VARIABLE]).open("r+b") as file:
@@ -79,7 +79,7 @@ class OsCalls:
 
     @contextlib.contextmanager
     def ordered(self, mode: Mode, *, at: int = 0, error: int = 0) -> Iterator[None]:
-        """Orders for the processes that call ``arm``, and those that they start.
+        """Give orders to the processes that call ``arm`` and to their children.
 
         ``error``: the errno, or the signal that all processes of the command get just before the call.
         """
@@ -91,17 +91,20 @@ class OsCalls:
             orders.armed = 0
 
     def arm(self) -> None:
-        """From now on the orders hold. The process that gave them makes no call below the folder then."""
+        """Let the orders take effect. The process that gave them must make no call below the folder then."""
         self._orders.armed = 1
 
     def calls(self) -> list[Call]:
-        """Those of the last orders; the ones behind a limit of some thousands are not known."""
+        """Return the calls since the last orders, at most the first 8,192."""
         number = min(self._orders.count, _MAX_CALLS)
         return [Call(os.fsdecode(call.op), os.fsdecode(call.path)) for call in self._orders.calls[:number]]
 
 
 def preload(folder: Path, argv: list[str]) -> None:
-    """Run ``python argv`` with os_calls.c, compiled into ``folder``, and exit as it does; nothing in that."""
+    """Compile os_calls.c into ``folder``, run ``python argv`` with it, and exit with its exit code.
+
+    Returns at once in a process that has been started like this.
+    """
     if _VARIABLE in os.environ:
         return
     library, orders = folder / "os_calls.so", folder / "orders"

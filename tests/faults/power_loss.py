@@ -1,14 +1,14 @@
-"""The power goes: what a command has not synced may be lost, in any combination that file systems allow.
+"""Power cuts: what a command has not synced may be lost, in any combination that file systems allow.
 
-The command stops before each call that changes something, and the workplace is looked at. From what was seen
-and the calls follows what the disk must hold at each moment, and what it may hold besides:
+The command is stopped before each call that changes something, and the workplace is recorded. This shows what
+the disk must have at each moment, and what it may have:
 
-- The bytes of a file are safe once an fsync of the file has returned, its names once one of the folder has.
-- Before that, each change of names is there or not, whatever became of the others. A rename is one change.
-- The bytes of a file that was not synced are the last synced ones, the new ones, half of them, or zeros.
+- The bytes of a file are safe after an fsync of the file, and its name after an fsync of the folder.
+- Until then, each change of names may be lost, independently of the others. A rename is one change.
+- A file that was not synced has its last synced bytes, the new ones, half of them, or zeros.
 
-Such disks are laid out as the workplace, and judged. ``_without`` takes fsync away from the command: then
-this campaign has to find something, or it would show nothing.
+The campaign creates such disks as the workplace and judges them. ``_without`` disables fsync in the command:
+then the campaign must find a wrong disk, or it would prove nothing.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from tests.faults.small_data_sets import Hit, SmallDataSet, hits
 _HITS = {
     "plan": 1, "shard": 1, "verify": 1, "run": 0.25, "stage": 0.25, "blank": 0.25, "export nanogpt": 0.25,
 }  # fmt: skip
-# Of a workplace: no command writes there what lasts.
+# Parts of a workplace where commands write nothing that must last.
 _UNTOUCHED = {"raw", "model", "tmp", "state", "blanked"}
 
-Node = int  # an inode of one file's or folder's whole life; the workplace is 0
-Names = dict[tuple[Node, str], Node | None]  # of a folder: what they name, or are to name from now on
+Node = int  # a file or folder during its whole life; the workplace is 0
+Names = dict[tuple[Node, str], Node | None]  # (folder, name) -> what it names, or None once it is removed
 
 
 @dataclass
 class Tree:
-    """Files and names. What names give and is no file is a folder."""
+    """Files and names. A named node that is not a file is a folder."""
 
     files: dict[Node, bytes] = field(default_factory=dict)
     names: Names = field(default_factory=dict)
@@ -49,11 +49,11 @@ class Tree:
 
 
 class Camera:
-    """Looks at a workplace. An inode that was free for a while and is used again is another node."""
+    """Records a workplace. An inode number that is reused for a new file gets a new node."""
 
     def __init__(self, place: Path) -> None:
         self._place = place
-        self._nodes: dict[int, Node] = {}  # of what is there now
+        self._nodes: dict[int, Node] = {}  # inode number -> node, for all current files
         self._new_nodes = itertools.count()
 
     def look(self) -> Tree:
@@ -73,15 +73,15 @@ class Camera:
 
 @dataclass(frozen=True)
 class Moment:
-    """The command stands before this call, or has ended where there is none."""
+    """The state just before a call of the command, or after its end."""
 
-    call: Call | None
-    seen: Tree  # as commands see the workplace
-    safe: Tree  # what surely lies on the disk
-    changes: list[Names]  # which may lie there
+    call: Call | None  # None: the command has ended
+    seen: Tree  # the workplace as commands see it
+    safe: Tree  # what is certainly on the disk
+    changes: list[Names]  # changes of names that may be on the disk
 
     def after(self, seen: Tree, call: Call | None) -> Moment:
-        """Return the moment once this one's call has returned."""
+        """Return the moment after this one's call has returned."""
         safe, changes = self.safe.copy(), self.changes
         if self.call and self.call.op == "fsync":
             node: Node | None = 0
@@ -102,7 +102,7 @@ class Moment:
         return Moment(call, seen, safe, [*changes, change] if change else changes)
 
     def disks(self, chance: random.Random) -> Iterator[tuple[str, Tree]]:
-        """Disks that may be found after the power went at this moment, in words and with their contents."""
+        """Yield disks that a power cut at this moment may leave, with a description."""
         yield "nothing that was not synced", self._disk(lambda: False, lambda new, old: old)
         yield "new names, old contents", self._disk(lambda: True, lambda new, old: old)
         yield "new names, zeros", self._disk(lambda: True, lambda new, old: bytes(len(new)))
@@ -110,7 +110,7 @@ class Moment:
         def some(new: bytes, old: bytes) -> bytes:
             return chance.choice([new, old, new[: len(new) // 2], bytes(len(new))])
 
-        yield "by chance", self._disk(lambda: chance.random() < 0.5, some)
+        yield "at random", self._disk(lambda: chance.random() < 0.5, some)
 
     def _disk(self, is_kept: Callable[[], bool], unsynced: Callable[[bytes, bytes], bytes]) -> Tree:
         disk = self.safe.copy()
@@ -124,22 +124,22 @@ class Moment:
 
 
 def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
-    """Moments of each command, the last one always; of each some disks. Then the commands without fsync."""
+    """Judge disks at some moments of each command and at its end. Then run the commands without fsync."""
     for data_set in data_sets:
         for hit, number in hits(_HITS, num_faults):
             moments = _recorded(data_set, hit)
             for at in sorted({*spread(len(moments), number), len(moments) - 1}):
                 yield from _of_moment(data_set, hit, moments[at], at)
-            if hit.command not in ("run", "blank"):  # whose workers are started anew, with fsync
+            if hit.command not in ("run", "blank"):  # their workers are new processes, with fsync
                 yield from _without(data_set, hit)
 
 
 def _recorded(data_set: SmallDataSet, hit: Hit, before: Callable[[], None] = lambda: None) -> list[Moment]:
-    """Run a command undisturbed; all its moments, the last one behind its end."""
+    """Run a command undisturbed and return all its moments, the last one after its end."""
     data_set.reset(hit.stage)
     camera, calls = Camera(data_set.place), data_set.calls
     start = camera.look()
-    moments = [Moment(None, start, start, [])]  # what stood there before is safe
+    moments = [Moment(None, start, start, [])]  # everything that existed before is safe
 
     def arm() -> None:
         before()
@@ -159,22 +159,22 @@ def _of_moment(data_set: SmallDataSet, hit: Hit, moment: Moment, number: int) ->
     where = f"before {moment.call.op} {moment.call.path}" if moment.call else "after its end"
     judge = partial(_judged, data_set, hit, has_ended=moment.call is None)
     for words, disk in moment.disks(random.Random(number)):
-        _lay_out(data_set, hit, disk)
+        _write_disk(data_set, hit, disk)
         yield outcome_of("power_loss", data_set, hit, f"{where}: {words}", judge)
 
 
 def _judged(data_set: SmallDataSet, hit: Hit, *, has_ended: bool) -> Verdict:
-    """What counts is right, run again it ends, and a training that was stopped goes on from it."""
+    """Check the files, a second run of the command, and that training resumes from a state."""
     check_state(data_set, hit, data_set.undisturbed(hit.command, hit.stage), has_ended=has_ended)
     if hit.stage == "verified":
         ended = data_set.run("load resumed")
         if not ended.is_well or ended.value != data_set.undisturbed("load resumed", "verified").value:
-            raise Failure("wrong", f"a state of a loader does not go on: {ended}")
+            raise Failure("wrong", f"training does not resume from a state: {ended}")
     return EQUAL
 
 
-def _lay_out(data_set: SmallDataSet, hit: Hit, disk: Tree) -> None:
-    """Make the workplace what a disk holds."""
+def _write_disk(data_set: SmallDataSet, hit: Hit, disk: Tree) -> None:
+    """Replace the workplace by the contents of a disk."""
     data_set.reset(hit.stage)
     for path in data_set.place.iterdir():
         if path.name not in _UNTOUCHED:
@@ -191,23 +191,23 @@ def _lay_out(data_set: SmallDataSet, hit: Hit, disk: Tree) -> None:
     fill(data_set.place, 0)
 
 
-def _take_away(kinds: str) -> None:
-    """In the process of a command: fsync returns at once, of files or of folders or of both."""
-    fsync = os.fsync
+def _disable_fsync(kinds: str) -> None:
+    """Make fsync of files, folders or both do nothing in this process."""
+    real = os.fsync
 
-    def heedless(number: int) -> None:
+    def fsync(number: int) -> None:
         kind = "folders" if stat.S_ISDIR(os.fstat(number).st_mode) else "files"
         if kind not in kinds:
-            fsync(number)
+            real(number)
 
-    os.fsync = heedless  # type: ignore[assignment]
+    os.fsync = fsync  # type: ignore[assignment]
 
 
 def _without(data_set: SmallDataSet, hit: Hit) -> Iterator[Outcome]:
-    """With fsync taken away a command must leave a wrong disk, or this campaign sees nothing."""
+    """Check that a command without fsync leaves a wrong disk, so that the campaign does find them."""
     for kinds in ("files", "folders", "files and folders"):
-        moment = _recorded(data_set, hit, before=partial(_take_away, kinds))[-1]
-        # The first wrong disk ends it.
+        moment = _recorded(data_set, hit, before=partial(_disable_fsync, kinds))[-1]
+        # Stops at the first wrong disk.
         is_noticed = any(outcome.kind == "wrong" for outcome in _of_moment(data_set, hit, moment, 0))
         verdict: Verdict = EQUAL if is_noticed else ("wrong", "not noticed")
         yield Outcome("power_loss", data_set.form, hit.name, f"{kinds} without fsync", *verdict)

@@ -1,6 +1,6 @@
-"""Small data sets that the real commands make, at every stage, and commands on copies of them to disturb.
+"""Small data sets at every stage, made by the real commands, and commands to disturb on copies of them.
 
-A workplace holds raw/, model/, data/, and what commands make beside them: staged/, exported/, report.
+A workplace has raw/, model/, data/, and other outputs of commands: staged/, exported/, report.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from tests.input_writers import write_every_format
 from tests.slurm.fake_slurm import install_fake_slurm
 from tests.world import open_loader
 
-LITTER = ".{}.other-{}-0123abcd.tmp"  # what attempts left that died, and clean removes
-LISTS = ("duplicates", "overlap")  # commands that write them
+LITTER = ".{}.other-{}-0123abcd.tmp"  # temporaries of killed attempts, which clean removes
+LISTS = ("duplicates", "overlap")  # commands that write lists
 EXPORTS = ("export megatron", "export nanogpt", "export hf")
-# Words in capitals are files and folders of the workplace; OPTIONS are those of the form.
+# Words in capitals are paths in the workplace; OPTIONS are the options of the form.
 _WORDS = {
     "plan": "plan --input_dir RAW --output_dir DATA --model_id MODEL --num_shards 2 OPTIONS",
     "shard": "shard --shard_id 0 --output_dir DATA",
@@ -61,7 +61,7 @@ Stage = Literal["raw", "planned", "made", "verified", "littered"]
 _MADE_BY: dict[Stage, list[str]] = {
     "raw": [],
     "planned": ["plan"],
-    "made": ["submit", "shard", "shard 1"],  # a submission of all in jobs/
+    "made": ["submit", "shard", "shard 1"],  # jobs/ has a submission of all shards
     "verified": ["verify", "state"],
     "littered": [],
 }
@@ -71,14 +71,14 @@ FORMS: dict[str, list[str]] = {
     "npy": ["--token_format", "npy", "--no-keep_text"],
     "concat": ["--record", "packed", "--seq_len", "64"],
     "best_fit": ["--record", "packed", "--seq_len", "64", "--pack", "best_fit"],
-    "formats": [],  # its raw text lies in one file of each format, too
+    "formats": [],  # its raw text is also in one file of each format
 }
-# Of the libraries, what commands import late; torch comes with the loader.
+# Library modules that commands import late. The loader imports torch.
 _IMPORTED_AHEAD = ["isal.igzip_lib", "tokenizers.trainers", "transformers.models.auto.tokenization_auto"]
 
 
 def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[int, Any]]:
-    """Return a command as ``ForkedRun`` takes it; its value is what it delivers besides files."""
+    """Return a command as a function for ``ForkedRun``. Its value is a digest of what it delivers."""
     data = place / "data"
     delivers: dict[str, Callable[[], object]] = {
         "state": lambda: (place / "state").write_text(json.dumps(open_loader(data, 2, seed=3).state_at(2))),
@@ -93,13 +93,13 @@ def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[in
             return 0, delivers[name]()
         words = _WORDS[name].replace("OPTIONS", " ".join(options)).split()
         code = main([re.sub("^[A-Z]+", lambda word: str(place / word[0].lower()), word) for word in words])
-        return 0 if (name, code) == ("doctor", 1) else code, None  # it warns, and all is usable
+        return 0 if (name, code) == ("doctor", 1) else code, None  # doctor ends with 1 for a warning
 
     return run
 
 
 def loaded(shards: object, *, state: Any = None, **options: object) -> str:
-    """Return a digest of all batches of an epoch, or of those behind a state, and of all decoded ids."""
+    """Return a digest of all batches of an epoch, or those after a state, and of all decoded ids."""
     digest = hashlib.sha256()
     with open_loader(shards, 2, seed=3, **options) as loader:
         if state is not None:
@@ -117,14 +117,14 @@ def loaded(shards: object, *, state: Any = None, **options: object) -> str:
 
 
 class Hit(NamedTuple):
-    """A command at a stage of the data set, hit again and again."""
+    """A command, to be disturbed at a stage of the data set."""
 
     command: str
     stage: Stage
     name: str  # in the table
 
 
-# Name in the table -> the command, and the stage of the data set at which it runs.
+# Name in the table -> the command and the stage at which it runs.
 _HITS: dict[str, tuple[str, Stage]] = {
     **{name: (name, "raw") for name in ("plan", "train_tokenizer")},
     **{name: (name, "planned") for name in ("shard", "run", "submit", "doctor")},
@@ -139,7 +139,7 @@ _HITS: dict[str, tuple[str, Stage]] = {
 
 
 def hits(shares: Mapping[str, float], num_faults: int) -> Iterator[tuple[Hit, int]]:
-    """These commands, each with its share of the faults: none in a short form where that is below a half."""
+    """Yield these commands with their number of faults, skipping those whose share rounds to 0."""
     for name, share in shares.items():
         if number := round(share * num_faults):
             yield Hit(*_HITS[name], name), number
@@ -147,7 +147,7 @@ def hits(shares: Mapping[str, float], num_faults: int) -> Iterator[tuple[Hit, in
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """What a command delivers and leaves where nothing is disturbed, and the calls that it makes."""
+    """The output, files and calls of a command that runs without a fault."""
 
     value: Any
     files: Mapping[str, str]
@@ -155,28 +155,28 @@ class Undisturbed:
 
 
 def nothing(*_: object) -> None:
-    """What happens where nobody says what."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
 class SmallDataSet:
-    """A form of data set: what its folders are after each stage, and what every reader gets of it."""
+    """A form of data set, with a copy of its folders after each stage."""
 
     form: str
     options: list[str]
-    place: Path  # where each run works: a copy of a template, always at the same path
+    place: Path  # the workplace of every run: a copy of a template, always at the same path
     templates: Path
     calls: OsCalls
     _undisturbed: dict[object, Undisturbed] = field(default_factory=dict)
 
     def reset(self, stage: Stage) -> None:
-        """Make the workplace what it was at the end of ``stage``."""
-        for path in self.place.iterdir():  # the folder itself stays: it may be a mount
+        """Restore the workplace at the end of ``stage``."""
+        for path in self.place.iterdir():  # keep the folder itself, which may be a mount point
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         shutil.copytree(self.templates / stage, self.place, symlinks=True, dirs_exist_ok=True)
 
     def start(self, name: str, before: Callable[[], object] = nothing) -> ForkedRun:
-        """Begin a command on the workplace as it is; ``before`` is called in its process just before it."""
+        """Start a command on the workplace; ``before`` is called in its process just before the command."""
         work = command(name, self.place, self.options)
 
         def run() -> tuple[int, Any]:
@@ -193,7 +193,7 @@ class SmallDataSet:
     def undisturbed(
         self, name: str, stage: Stage, prepare: Callable[[SmallDataSet], object] = nothing
     ) -> Undisturbed:
-        """Run a command on a fresh workplace after ``prepare``, once for all campaigns."""
+        """Return the undisturbed result of a command on a fresh workplace after ``prepare``. It is cached."""
         key = (name, stage, prepare)
         if key not in self._undisturbed:
             self.reset(stage)
@@ -205,8 +205,8 @@ class SmallDataSet:
         return self._undisturbed[key]
 
     def make(self) -> None:
-        """Keep the workplace at each stage."""
-        for path in self.place.iterdir():  # what the form before left
+        """Run the commands of each stage and save the workplace after each."""
+        for path in self.place.iterdir():  # left by the previous form
             if path.name not in ("raw", "model", "tmp", "blanked"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         if self.form == "formats":
@@ -220,10 +220,10 @@ class SmallDataSet:
             shutil.copytree(self.place, self.templates / stage, symlinks=True)
 
     def published(self) -> dict[str, str]:
-        """Return name -> digest of what counts in the workplace: data set, copies, exports, lists, report.
+        """Return name -> digest of the files that count: data set, copies, exports, lists and report.
 
-        A manifest counts without ``run``, which may differ, and the report without its time. Temporaries,
-        jobs and the tokenizer are left out.
+        Manifests are hashed without ``run``, which may differ, and the report without its time. Temporaries,
+        jobs and the tokenizer do not count.
         """
         found = {}
         for path in [*self.place.rglob("*")]:
@@ -246,21 +246,21 @@ class SmallDataSet:
 
 
 def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSet]:
-    """Make the data sets below ``folder``. This process imports what forks need, and starts no thread."""
+    """Make the data sets below ``folder``. Imports everything that forks need, and starts no thread."""
     install_fake_slurm(folder, pytest.MonkeyPatch())
     packages = map(importlib.import_module, PACKAGES)
     names = [each.name for of in packages for each in pkgutil.walk_packages(of.__path__, f"{of.__name__}.")]
     for name in [*names, *_IMPORTED_AHEAD]:
-        with contextlib.suppress(ImportError):  # of a framework that is not installed
+        with contextlib.suppress(ImportError):  # a framework is not installed
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a collection in a fork would copy all pages
+    gc.freeze()  # garbage collection in a fork would copy all pages
     place = folder / "place"
     _write_raw(place)
     calls = OsCalls(place)
     options = ["--digests", "--max_bad_fraction", "0.5"]
     sets = [SmallDataSet(form, [*FORMS[form], *options], place, folder / form, calls) for form in forms]
-    sets.sort(key=lambda data_set: data_set.form == "formats")  # it comes last, for it adds to raw/
+    sets.sort(key=lambda data_set: data_set.form == "formats")  # last, because it adds to raw/
     ended = sets[0].run("train_tokenizer")
     assert ended.is_well, ended
     (place / "trained").rename(place / "model")
@@ -270,7 +270,7 @@ def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSe
 
 
 def _litter(data: Path) -> None:
-    """What attempts left that died: of done shards; of no shard, long ago and just now."""
+    """Create temporaries of killed attempts: of done shards, and old and new ones of other files."""
     folder = data / LITTER.format("tokenizer", 1)
     folder.mkdir()
     names = ("shard-00000.tar", "shard-00001.idx", "quarantine/shard-00001.jsonl", "index.json", "plan.json")
@@ -278,13 +278,13 @@ def _litter(data: Path) -> None:
     left["tokenizer"] = folder / "tokenizer.json"
     for path in left.values():
         path.write_bytes(b"half of it")
-    then = time.time() - 48 * 3600  # others go when they are a day old
+    then = time.time() - 48 * 3600  # files of no shard are removed after a day
     for path in (left["index.json"], left["tokenizer"], folder):
         os.utime(path, (then, then))
 
 
 def _write_raw(place: Path) -> None:
-    """Two files, some 70 documents of both scripts: a long, an empty and a double one, one not in UTF-8."""
+    """Write two files with 70 lines in both scripts: one long, one empty, one repeated, one not UTF-8."""
     for name in ("raw", "tmp"):
         (place / name).mkdir(parents=True)
     lines = [f"문서 {number} of a small set{' word' * (number % 13)}\n".encode() for number in range(70)]

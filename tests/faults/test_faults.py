@@ -1,4 +1,4 @@
-"""Short forms of the fault campaigns; ``python -m tests.faults`` runs them at length."""
+"""Short forms of the fault campaigns; ``python -m tests.faults`` runs the full ones."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.children import run_child
 
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc compiles what injects the faults"),
-    pytest.mark.timeout(1800),  # they take CPU time, which a busy machine gives slowly
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc to compile os_calls.c"),
+    pytest.mark.timeout(1800),  # they need much CPU time, and the machine may be busy
 ]
 
-# Campaign -> the least number of outcomes, and which kinds there have to be, so that it tries something.
+# Campaign -> minimum number of outcomes, and kinds that must occur, so that no campaign passes vacuously.
 CAMPAIGNS: dict[str, tuple[int, set[str]]] = {
     "bit_flips": (25, {"refused", "equal"}),
     "edited_files": (15, {"refused"}),
@@ -38,7 +38,7 @@ Outcomes = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def of_campaign(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """The outcomes of each campaign. One process runs all: to make the data sets takes 8 s of CPU."""
+    """The outcomes by campaign. One process runs all, because making the data sets takes 8 s of CPU time."""
     path = tmp_path_factory.mktemp("faults") / "outcomes.json"
     run_child([sys.executable, "-m", "tests.faults", "--quick", "--json", str(path)], code=None)
     found: Outcomes = {}
@@ -61,8 +61,8 @@ def test_what_is_disturbed_is_refused_in_words_or_without_effect(
     assert {outcome["kind"] for outcome in outcomes} >= kinds
 
 
-def test_without_fsync_a_power_cut_is_found_to_lose_what_was_done(of_campaign: Outcomes) -> None:
-    """Such an outcome is "equal" where the lost fsync was noticed; of files, of folders and of both."""
+def test_the_power_loss_campaign_notices_a_missing_fsync(of_campaign: Outcomes) -> None:
+    """Without fsync of files, of folders and of both. An outcome is "equal" if it was noticed."""
     tried = [each for each in of_campaign["power_loss"] if each["fault"].endswith("without fsync")]
     noticed = sorted(each["command"] for each in tried if each["kind"] == "equal")
     assert noticed == ["plan"] * 3 + ["shard"] * 3 + ["verify"] * 3
@@ -81,7 +81,7 @@ ENDINGS = {
 }
 
 
-def test_a_run_in_a_fork_is_told_how_it_ended() -> None:
+def test_a_forked_run_reports_how_it_ended() -> None:
     script = [
         "import os, sys, threading",
         "from tests.faults.forked_case import ForkedRun",

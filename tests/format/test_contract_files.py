@@ -1,6 +1,6 @@
-"""Whatever stands in a file of the contract, or in its place, has an error that names it, or no effect.
+"""Any content of a file on disk, and anything in its place, causes an error that names it, or has no effect.
 
-tests/faults flips bits of every file and puts wrong values at every place, by every command.
+tests/faults flips bits of files and puts wrong values into them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture
 def world(whole: World, tmp_path: Path) -> World:
-    """A copy to break."""
+    """A copy to damage."""
     return whole.copy(tmp_path)
 
 
@@ -50,7 +50,7 @@ NO_JSON_OF_OURS = (
     b'{"format": NaN}', b'{"format": ' + b"9" * 1_000_000 + b"}",
     b'{"format": "shardprep-manifest", "version": [2]}',
 )  # fmt: skip
-# What stands in the place of a file. The last is too large; of plan.json a reader takes the rows it needs.
+# Replacements of a file. The last is too large, except for plan.json, of which only some rows are read.
 OTHERS: list[Callable[[Path], object]] = [
     *(functools.partial(Path.write_bytes, data=content) for content in NO_JSON_OF_OURS),
     *(os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")),
@@ -80,9 +80,9 @@ def in_index(place: str, value: object) -> Edit:
     return "index.json", functools.partial(rewrite_json, **{place: value}), 65
 
 
-# As a script that edits files and their hashes might do: what becomes of a file, and how its reader ends.
+# An edit of a file, with updated hashes, and the exit code of a command that reads it.
 EDITS: dict[str, Edit] = {
-    # The shards that stand there are of another plan then.
+    # The existing shards then belong to another plan.
     "an option": in_plan('"encoding":"utf-8"', '"encoding":"cp949"', 78),
     "the tokenizer": in_plan('"vocab_size":', '"vocab_size":1', 78),
     "an unknown option that is used": in_plan('"options":{', '"options":{"lowercase":true,', 78),
@@ -104,16 +104,16 @@ EDITS: dict[str, Edit] = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_a_file_that_does_not_agree_with_itself_is_refused(world: World, edit: str) -> None:
+def test_an_inconsistent_file_is_refused(world: World, edit: str) -> None:
     name, change, code = EDITS[edit]
     change(world.data_dir / name)
     read(world, name).ends(code, *[name] * (code == 65))
 
 
-def test_a_changed_tokenizer_is_named_and_put_back_by_planning_again(world: World) -> None:
+def test_a_changed_tokenizer_is_named_and_restored_by_planning_again(world: World) -> None:
     path = world.data_dir / "tokenizer" / "tokenizer.json"
     good = path.read_bytes()
-    path.write_bytes(good + b" ")  # as good a JSON, of equal ids
+    path.write_bytes(good + b" ")  # valid JSON that gives equal ids
     (world.data_dir / "shard-00000.json").unlink()
     endings = [world.main("verify", world.data_dir, fast=fast) for fast in (None, True)]
     for ended in (*endings, world.try_shard()):
@@ -124,10 +124,10 @@ def test_a_changed_tokenizer_is_named_and_put_back_by_planning_again(world: Worl
     world.main("verify", world.data_dir).ends(78)
 
 
-def test_a_tokenizer_without_a_plan_does_not_hold_a_folder(world: World, tmp_path: Path) -> None:
+def test_a_folder_with_a_tokenizer_but_no_plan_can_be_planned_again(world: World, tmp_path: Path) -> None:
     save_word_tokenizer(tmp_path / "model", 50)
     other = World(tmp_path / "other", tokenizer=tmp_path / "model").raw({"a.txt": "a\n"}).plan()
-    (other.data_dir / "plan.json").unlink()  # as a kill between the two leaves it
+    (other.data_dir / "plan.json").unlink()  # as if plan was killed before it wrote plan.json
     other.tokenizer = world.tokenizer
     other.make()
     files = [it.data_dir / "tokenizer" / "tokenizer.json" for it in (other, world)]
@@ -135,21 +135,19 @@ def test_a_tokenizer_without_a_plan_does_not_hold_a_folder(world: World, tmp_pat
 
 
 def num_bytes_read() -> int:
-    """Return how much this process has read so far, by any call."""
+    """Return the number of bytes that this process has read so far, by any call."""
     return int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0])
 
 
 @pytest.mark.slow
-def test_a_task_reads_its_own_rows_of_a_plan_alone_and_damage_of_others_is_found_by_who_reads_them(
-    tmp_path: Path,
-) -> None:
-    """Its tables, of 1,500 shards of two files each, are in several blocks."""
+def test_a_task_reads_only_its_own_rows_of_a_plan(tmp_path: Path) -> None:
+    """With 1,500 shards of two files each, the tables have several blocks."""
     world = World(tmp_path)
     world.raw({f"crawl/part-{number:07d}.txt": f"Line {number}.\nAnother.\n" for number in range(3000)})
     path = world.plan(num_shards=1500, recursive=True).data_dir / "plan.json"
     good = path.read_bytes()
     assert json.loads(good)["plan_id"] == json.loads(good.split(b"\n")[0] + b"}")["plan_id"], "the head"
-    world.run(600)  # what is imported is read once
+    world.run(600)  # so that all imports are done
     before = num_bytes_read()
     world.run(700)
     assert num_bytes_read() - before < len(good) * 2 / 3
@@ -160,7 +158,7 @@ def test_a_task_reads_its_own_rows_of_a_plan_alone_and_damage_of_others_is_found
         ended.ends(65, path)
 
 
-# A change of tokenizer.json -> how a task ends: with 0 where ids stay what they are.
+# A change of tokenizer.json, and the exit code of a task: 0 if the ids stay the same.
 TOKENIZERS: list[tuple[Callable[[Any], object], int]] = [
     (lambda it: it["model"].update(merges=[*map(" ".join, it["model"]["merges"])]), 0),  # as strings
     (lambda it: it.update(decoder=None), 0),
@@ -171,7 +169,7 @@ TOKENIZERS: list[tuple[Callable[[Any], object], int]] = [
 ]
 
 
-def test_a_tokenizer_is_known_by_what_decides_ids_alone(world: World, tmp_path: Path) -> None:
+def test_only_changes_of_a_tokenizer_that_may_change_ids_are_refused(world: World, tmp_path: Path) -> None:
     for number, (edit, code) in enumerate(TOKENIZERS):
         model = Path(shutil.copytree(world.tokenizer, tmp_path / f"model-{number}"))
         data = json.loads((model / "tokenizer.json").read_bytes())
@@ -203,7 +201,7 @@ def test_commands_and_the_loader_refuse_version_1_with_what_to_type(tmp_path: Pa
             (old / name).unlink()
 
 
-# In processes that have met none of the types of these facts.
+# Each fork of a process that has not yet decoded a manifest.
 SCRIPT = """
 import os, sys
 from shardprep.__main__ import main
@@ -220,7 +218,7 @@ for _ in range(12):
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_threads_that_read_the_first_manifests_at_the_same_time_do_not_end_verify(tmp_path: Path) -> None:
-    """msgspec 0.20 looks at a type when it first meets it, and ended the process where two threads did so."""
+def test_verify_survives_threads_that_read_the_first_manifests_at_the_same_time(tmp_path: Path) -> None:
+    """msgspec 0.20 inspects a type on first use, and crashed the process if two threads did so."""
     world = World(tmp_path).raw({"a.txt": "a line of text\n" * 400}).make(num_shards=40)
     run_child([sys.executable, "-c", SCRIPT, str(world.data_dir)], cwd=ROOT)

@@ -1,6 +1,6 @@
-"""tests/data/golden pins the bytes on disk: a change of them is a change of the format's version.
+"""tests/data/golden pins the bytes on disk: changing them needs a new version of the format.
 
-By hand, ``python -m tests.format.test_golden`` makes that folder anew; its README says when that is right.
+``python -m tests.format.test_golden`` regenerates that folder; its README says when that is right.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ DATA_SETS: dict[str, dict[str, Any]] = {
     "jsonl_zst": {"id_field": "id", "append_eos": True},
     "parquet": {"record": "packed", "seq_len": 16, "text_template": "{title}\\n{text}"},
 }
-# Input is kept as it was written once: another version of zstd or pyarrow gives other bytes.
+# The inputs are kept, because another version of zstd or pyarrow writes other bytes.
 OTHER_RAW = {"jsonl_zst": "raw_jsonl_zst", "parquet": "raw_parquet"}
 
 
 def golden(name: str, data_dir: Path | None = None) -> World:
-    """A golden data set's input and tokenizer, and a folder for the data set; by default where it lies."""
+    """Return a world with a golden input and tokenizer, by default with the golden data set, too."""
     raw_dir = GOLDEN / OTHER_RAW.get(name, "raw")
     return World(GOLDEN, tokenizer=GOLDEN / "tokenizer", raw_dir=raw_dir, data_dir=data_dir or GOLDEN / name)
 
@@ -45,10 +45,8 @@ def make(world: World, name: str) -> World:
 
 
 @pytest.mark.parametrize("name", DATA_SETS)
-def test_planning_gives_the_pinned_plan_and_its_tasks_write_the_pinned_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.chdir(GOLDEN)  # the tokenizer's folder is named as it was
+def test_commands_write_the_golden_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(GOLDEN)  # the plan has the relative path of the tokenizer
     world, pinned = make(golden(name, tmp_path), name), golden(name)
     assert world.plan_json()["plan_id"] == pinned.plan_json()["plan_id"]
     assert world.contents() == pinned.contents()
@@ -56,8 +54,8 @@ def test_planning_gives_the_pinned_plan_and_its_tasks_write_the_pinned_bytes(
 
 
 @pytest.mark.parametrize("name", DATA_SETS)
-def test_a_data_set_of_before_is_verified_and_loaded(tmp_path: Path, name: str) -> None:
-    """As it lies there, written by commit 522a712 or one before it."""
+def test_a_golden_data_set_can_be_verified_and_loaded(tmp_path: Path, name: str) -> None:
+    """Commit 522a712 or an earlier one wrote it."""
     shutil.copytree(GOLDEN / name, tmp_path / "data")
     shutil.copytree(GOLDEN / "tokenizer", tmp_path / "data" / "tokenizer")
     world = golden(name, tmp_path / "data")
@@ -81,9 +79,7 @@ def test_webdataset_reads_the_tars_without_shardprep(name: str) -> None:
 
 
 @pytest.mark.parametrize(("num_ids", "num_bytes"), [(65_535, 2), (65_536, 4)])
-def test_ids_take_two_bytes_below_65536_as_one_means_blank(
-    tmp_path: Path, num_ids: int, num_bytes: int
-) -> None:
+def test_ids_take_two_bytes_if_65535_can_mark_blanks(tmp_path: Path, num_ids: int, num_bytes: int) -> None:
     vocab = {"a": 0, "b": num_ids - 1}
     Tokenizer(models.WordLevel(vocab, "a")).save(str(tmp_path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -95,7 +91,7 @@ def test_ids_take_two_bytes_below_65536_as_one_means_blank(
 
 
 def make_golden() -> None:
-    """Write all but the input anew; paths and times of this machine are left out of it."""
+    """Regenerate everything except the inputs, without paths and times of this machine."""
     for path in GOLDEN.iterdir():
         if path.is_dir() and not path.name.startswith("raw"):
             shutil.rmtree(path)

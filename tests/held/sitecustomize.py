@@ -1,7 +1,7 @@
-"""Holds a Python process at a chosen call; tests/held_children.py puts this folder on its PYTHONPATH.
+"""Pause a Python process at a chosen call; tests/held_children.py puts this folder on its PYTHONPATH.
 
-The process leaves a file named by its process id in HOLD_FOLDER, and goes on once that holds a file "go".
-Where MOST_CPU_S is set, a limit of CPU time that the process gives itself comes after so many seconds more.
+The process creates a file named after its process id in HOLD_FOLDER, and resumes once a file "go" is there.
+If MOST_CPU_S is set, a CPU time limit that the process sets for itself allows that many more seconds.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What a batch is: widths, padding, labels, packed rows, targets, collators, and what is counted."""
+"""Batches: widths, padding, labels, packed rows, targets, collators and metrics."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FIELDS = ("position_ids", "segment_ids", "cu_seqlens")
 @pytest.mark.slow
 @settings(max_examples=20)
 @given(st.integers(1, 6), st.sampled_from([None, 8]), st.sampled_from([None, 2]), st.integers(0, 3))
-def test_batches_are_those_of_transformers_own_collator_for_the_same_samples(
+def test_batches_equal_those_of_transformers_collator_for_the_same_samples(
     numbered: Path, batch_size: int, multiple: int | None, max_length: int | None, seed: int
 ) -> None:
     options: dict[str, Any] = {"model_id": numbered, "seed": seed, "max_length": max_length}
@@ -63,15 +63,15 @@ def test_batches_are_those_of_transformers_own_collator_for_the_same_samples(
 
 
 def tokenizer(pad: str | None = "w98", eos: str | None = "w99", special: tuple[str, ...] = ()) -> Any:
-    """100 words, and some special tokens from id 100 on."""
+    """Return a tokenizer of 100 words, with special tokens from id 100 on."""
     model = Tokenizer(models.WordLevel({f"w{number}": number for number in range(100)}, "w0"))
     model.add_special_tokens([AddedToken(name, special=True) for name in special])
     return PreTrainedTokenizerFast(tokenizer_object=model, pad_token=pad, eos_token=eos)
 
 
-def test_labels_of_real_eos_survive_where_pad_is_eos_and_what_a_mask_hides_has_none() -> None:
+def test_a_real_eos_keeps_its_label_if_pad_is_eos_and_masked_tokens_have_none() -> None:
     names = tokenizer(pad="w99")
-    names.padding_side = "left"  # it is to the right whatever the tokenizer says
+    names.padding_side = "left"  # ignored: padding is always on the right
     examples: list[Any] = [{"input_ids": [1, 99, 2, 99]}, {"input_ids": [3, 99], "attention_mask": [0, 1]}]
     found = CausalLMCollator(names)(examples)
     assert found["input_ids"].tolist() == [[1, 99, 2, 99], [3, 99, 99, 99]]
@@ -92,7 +92,7 @@ RIGHT_PAD, RESERVED = "<|finetune_right_pad_id|>", "<|reserved_special_token_3|>
         (tokenizer(pad="w99"), "w99", 99, logging.WARNING),
     ],
 )
-def test_the_pad_token_is_one_the_tokenizer_has_and_the_log_says_which(
+def test_the_pad_token_is_one_that_the_tokenizer_has_and_is_logged(
     names: Any, token: str, token_id: int, level: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     size, own = len(names), names.pad_token
@@ -103,7 +103,7 @@ def test_the_pad_token_is_one_the_tokenizer_has_and_the_log_says_which(
     assert [(record.levelno, token in record.getMessage()) for record in caplog.records] == [(level, True)]
 
 
-def test_what_cannot_be_collated_is_refused() -> None:
+def test_a_collator_refuses_a_missing_pad_token_mlm_and_unknown_fields() -> None:
     with refuses(UsageError):
         CausalLMCollator(tokenizer(pad=None, eos=None))
     names = tokenizer()
@@ -119,7 +119,7 @@ def test_what_cannot_be_collated_is_refused() -> None:
 @pytest.mark.parametrize("name", ["documents", "chat"])
 def test_a_collate_fn_gets_lists_in_the_training_process(sets: DataSets, name: str, workers: int) -> None:
     expected = epoch_of(sets[name])
-    seen: list[Any] = []  # of this process
+    seen: list[Any] = []  # filled in this process
 
     def collate(samples: list[Any]) -> Any:
         seen.append(samples)
@@ -134,7 +134,7 @@ def test_a_collate_fn_gets_lists_in_the_training_process(sets: DataSets, name: s
             assert all(sample[field] == fields[field] for field in sample)
 
 
-def test_a_batch_is_a_dict_that_moves_and_is_copied_as_a_whole(numbered: Path) -> None:
+def test_a_batch_is_a_dict_that_can_be_moved_copied_and_pickled(numbered: Path) -> None:
     options: dict[str, Any] = {"model_id": numbered, "seq_len": 16}
     for boundaries in ("transformers", FIELDS):
         with open_loader(numbered, boundaries=boundaries, **options) as loader:
@@ -152,7 +152,7 @@ def test_a_batch_is_a_dict_that_moves_and_is_copied_as_a_whole(numbered: Path) -
 
 
 @pytest.mark.slow
-def test_a_model_takes_the_numbers_of_a_batch_for_ints_and_bools_also_compiled(numbered: Path) -> None:
+def test_numbers_of_a_batch_work_as_ints_and_bools_in_a_model_also_compiled(numbered: Path) -> None:
     model = small_model("llama", "sdpa")
     with open_loader(numbered, model_id=numbered, seq_len=16, boundaries="transformers") as loader:
         batch = next(iter(loader))
@@ -186,7 +186,7 @@ def test_pinned_batches_are_batches_in_pinned_memory(numbered: Path, monkeypatch
 
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
-def test_metrics_count_tokens_padding_waiting_and_what_is_cut(sets: DataSets, workers: int) -> None:
+def test_metrics_count_tokens_padding_waits_and_cut_tokens(sets: DataSets, workers: int) -> None:
     lengths = [len(each["input_ids"]) for batch in epoch_of(sets["documents"]) for each in batch]
     with open_loader(sets["documents"], max_length=20, shuffle=False, num_workers=workers) as loader:
         masks = [batch["attention_mask"] for batch in loader]
@@ -200,8 +200,8 @@ def test_metrics_count_tokens_padding_waiting_and_what_is_cut(sets: DataSets, wo
         assert (metrics.num_tokens, metrics.wait_s, metrics.padding_share) == (0, 0, 0)
 
 
-def test_grouping_makes_less_padding_in_batches_of_all_lengths_side_by_side(tmp_path: Path) -> None:
-    """Of tars whose lengths are counted first. That no sample is lost is the law's."""
+def test_grouping_reduces_padding_and_mixes_batches_of_all_lengths(tmp_path: Path) -> None:
+    """With external tars, whose lengths are counted first."""
     save_word_tokenizer(tmp_path, 200)
     write_numbered_tars(tmp_path, 640, 2, ids_of=lambda number: [5] * (1 + number * 29 % 64))
     shares = []
@@ -210,11 +210,13 @@ def test_grouping_makes_less_padding_in_batches_of_all_lengths_side_by_side(tmp_
             widths = [batch["input_ids"].shape[1] for batch in loader]
             shares.append(loader.metrics.padding_share)
     assert shares[1] < shares[0] / 3
-    assert 20 < sum(map(operator.lt, widths, widths[1:])) < 60, "batches of all lengths are mixed, not sorted"
+    assert 20 < sum(map(operator.lt, widths, widths[1:])) < 60, "batches are not sorted by length"
 
 
-def test_no_label_left_is_told_once(numbered: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of documents of one token, which no token stands before."""
+def test_batches_without_targets_are_warned_of_once(
+    numbered: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Documents of one token have no target."""
     write_numbered_tars(tmp_path, 40, 1, ids_of=lambda number: [number])
 
     def num_warnings(data: Path, **options: Any) -> int:
@@ -230,10 +232,10 @@ def test_no_label_left_is_told_once(numbered: Path, tmp_path: Path, caplog: pyte
     assert num_warnings(numbered, shuffle=False, seq_len=8) == 0
 
 
-# Rows, labels, and targets one place ahead
+# Rows, labels and shifted targets
 
 
-def test_boundaries_of_padded_documents_set_the_padding_apart(sets: DataSets) -> None:
+def test_boundaries_of_padded_documents_exclude_the_padding(sets: DataSets) -> None:
     with open_loader(sets["documents"], boundaries=FIELDS) as loader:
         batch = next(iter(loader))
     if TYPE_CHECKING:
@@ -243,8 +245,8 @@ def test_boundaries_of_padded_documents_set_the_padding_apart(sets: DataSets) ->
 
 
 @pytest.mark.processes
-def test_conversations_and_plain_text_have_the_labels_that_each_has_alone(sets: DataSets) -> None:
-    """That the masks on disk are transformers' is compared by tests/preprocess/test_chat.py."""
+def test_mixing_conversations_and_plain_text_changes_no_label(sets: DataSets) -> None:
+    """tests/preprocess/test_chat.py compares the masks on disk with those of transformers."""
 
     def rows(data: Any, **options: Any) -> list[Any]:
         return [*chain(*epoch_of(data, 1, model_id=sets["chat"] / "tokenizer", **options))]
@@ -258,7 +260,7 @@ def test_conversations_and_plain_text_have_the_labels_that_each_has_alone(sets: 
     assert 0 < sum(row in chat for row in mixed) < len(mixed)
 
 
-def test_padded_documents_lose_no_target_and_have_the_widths_asked_for(numbered: Path) -> None:
+def test_padded_documents_keep_all_targets_and_have_the_requested_width(numbered: Path) -> None:
     options: dict[str, Any] = {"model_id": numbered, "shuffle": False, "targets": "shifted"}
     found: list[list[int]] = []
     with open_loader(numbered, pad_to_multiple_of=4, **options) as loader:

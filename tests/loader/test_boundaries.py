@@ -1,4 +1,4 @@
-"""Attention inside of documents: a packed row gives each the logits it has alone, or the model is refused."""
+"""Attention within documents: in a packed row each document has its own logits, or the model is refused."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def batch_of(sets: DataSets, *boundaries: str) -> Any:
-    """Four rows of documents, and padding behind them."""
+    """Return a batch of four rows of documents with padding."""
     with open_loader(sets["best_fit"], 4, boundaries=boundaries) as loader:
         return loader.peek()
 
 
 @pytest.fixture(autouse=True)
 def flex_uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch's own flex_attention, line by line: compiled, a shape takes half a minute."""
+    """Run flex_attention uncompiled: compiling takes half a minute per shape."""
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     with torch.compiler.set_stance("force_eager"):
         yield
@@ -64,7 +64,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -
 
 @pytest.fixture
 def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """transformers' own FlashAttention 2 path with kernels that run anywhere; gives the calls."""
+    """Run transformers' FlashAttention 2 path with kernels in plain torch, and return their calls."""
     called: list[str] = []
     own = modeling_flash_attention_utils
 
@@ -73,7 +73,7 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
         dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
     ) -> Tensor:  # fmt: skip
-        """As ``flash_attn_varlen_func``, a sequence after the other: [tokens, heads, size]."""
+        """Replace ``flash_attn_varlen_func``, one sequence after the other: [tokens, heads, size]."""
         called.append("varlen")
         assert cu_seqlens_q.dtype == torch.int32
         assert torch.equal(cu_seqlens_q, cu_seqlens_k)
@@ -83,7 +83,7 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
         return torch.cat([attend(*part, causal, softmax_scale) for part in parts])
 
-    kernels = pytest.fail, varlen, None, own._pad_input, own._unpad_input  # the first knows no documents
+    kernels = pytest.fail, varlen, None, own._pad_input, own._unpad_input  # the first ignores documents
     monkeypatch.setattr(own, "_lazy_imports", lambda *args, **options: kernels)
     monkeypatch.setattr(own, "_loaded_implementation", None)
     yield called
@@ -91,7 +91,7 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def llama(attention: str) -> Any:
-    """A small model; set_attn_implementation would look for flash_attn."""
+    """Return a small model with this attention, without set_attn_implementation, which needs flash_attn."""
     model = small_model("llama", "eager")
     model.resize_token_embeddings(400)
     model.config._attn_implementation = attention
@@ -103,7 +103,7 @@ def llama(attention: str) -> Any:
 def test_a_batch_for_transformers_gives_each_document_its_own_logits(
     sets: DataSets, flash_calls: list[str], attention: str
 ) -> None:
-    """sdpa and eager: of all families, below."""
+    """For sdpa and eager attention, see the tests of all families below."""
     with open_loader(sets["concat"], 4, boundaries=("transformers", "segment_ids")) as loader:
         each = loader.peek()
     model = llama(attention)
@@ -116,45 +116,45 @@ def test_a_batch_for_transformers_gives_each_document_its_own_logits(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("attention", "mask_of"), MASKS)
-def test_a_mask_is_judged_by_what_it_hides(sets: DataSets, attention: str, mask_of: Any) -> None:
+def test_a_mask_passes_if_the_model_really_applies_it(sets: DataSets, attention: str, mask_of: Any) -> None:
     each = batch_of(sets, "position_ids", "segment_ids")
     assert each["segment_ids"].amin() == 0 < 2 < each["segment_ids"].amax()
     model, eager = llama(attention), llama("eager")
     masked = {**each, "attention_mask": mask_of(each)}
     assert num_wrong(model, masked) == 0
     check_boundaries(model, masked)
-    if attention == "sdpa":  # eager attention adds a mask of booleans to its scores, and hides nothing
+    if attention == "sdpa":  # eager attention adds a boolean mask to its scores, which hides nothing
         with refuses(Refused):
             check_boundaries(eager, masked)
     positions = {"input_ids": each["input_ids"], "position_ids": each["position_ids"], "use_cache": False}
     assert num_wrong(model, {**positions, "segment_ids": each["segment_ids"]}) == 0
     check_boundaries(model, positions)
-    with refuses(Refused):  # transformers then takes the mask for all there is to know
+    with refuses(Refused):  # with a mask, transformers ignores position_ids
         check_boundaries(model, {**positions, "attention_mask": torch.ones_like(each["input_ids"])})
     for field in each.keys() - {"segment_ids"}:
         with refuses(UsageError):
             mask_of({field: each[field]})
 
 
-# What check_boundaries finds
+# Findings of check_boundaries
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", PAGE if os.environ.get("FAMILIES") == "all" else FAMILIES)
 def test_a_family_keeps_documents_apart_as_the_training_page_says(batch: Any, family: str) -> None:
-    """By the logits of each document alone, and by check_boundaries. FAMILIES=all: of the whole page."""
+    """By comparing logits, and by check_boundaries. FAMILIES=all tests the whole page."""
     assert verdict(family, batch) == PAGE[family]
 
 
-def test_the_training_page_has_each_verdict_and_forty_families_at_least() -> None:
+def test_the_training_page_has_at_least_forty_families_and_each_verdict() -> None:
     assert {PAGE[family] for family in FAMILIES} == set(VERDICTS)
     assert len(PAGE) >= 40
 
 
 class OwnModel(nn.Module):
-    """A token's logits are those of the mean of all tokens that it sees: right, but for one ``leak``.
+    """A model whose logits depend on the mean of all tokens that a token sees, with at most one ``leak``.
 
-    It knows documents by ``segment_ids``, or by ``cu_seqlens`` over the flattened batch.
+    Documents are given by ``segment_ids``, or by ``cu_seqlens`` over the flattened batch.
     """
 
     def __init__(self, leak: str = "") -> None:
@@ -189,7 +189,7 @@ LEAKS = ("token shift", "no boundary is kept", "only the first boundary is kept"
 
 
 @pytest.mark.parametrize("leak", LEAKS)
-def test_a_leak_between_any_two_neighbours_is_seen_and_ends_with_78(batch: Any, leak: str) -> None:
+def test_a_leak_between_any_two_adjacent_documents_is_refused_with_78(batch: Any, leak: str) -> None:
     assert int(batch["segment_ids"].max()) > 2
     check_boundaries(OwnModel(), batch)
     with pytest.raises(Refused) as raised:
@@ -199,7 +199,7 @@ def test_a_leak_between_any_two_neighbours_is_seen_and_ends_with_78(batch: Any, 
         assert named in str(raised.value)
 
 
-def test_a_model_of_ones_own_is_checked_like_any_other_and_left_as_it_was(sets: DataSets) -> None:
+def test_a_custom_model_is_checked_and_left_unchanged(sets: DataSets) -> None:
     each = batch_of(sets, "cu_seqlens")
     check_boundaries(lambda **fields: SimpleNamespace(logits=OwnModel()(**fields)), each)
     with refuses(Refused):
@@ -222,18 +222,18 @@ def test_a_model_of_ones_own_is_checked_like_any_other_and_left_as_it_was(sets: 
         logits: Tensor = model.eval()(**fields)
         return logits * (1 + 1e-3 * torch.sin(fields["input_ids"].sum()))
 
-    with refuses(Refused):  # noise that other tokens make is a leak
+    with refuses(Refused):  # noise that depends on other tokens is a leak
         check_boundaries(noisy, each)
     check_boundaries(noisy, each, noise=0.05)
 
 
-def test_what_cannot_be_checked_says_so_and_never_passes(batch: Any) -> None:
+def test_a_batch_or_model_that_cannot_be_checked_is_refused(batch: Any) -> None:
     model = small_model("llama", "sdpa")
     first = int((batch["segment_ids"][0] == 1).sum())
     lonely = {name: batch[name][:1, :first] for name in ("input_ids", "position_ids")}
     with refuses(UsageError, found="two documents"):
         check_boundaries(model, lonely)
-    with refuses(UsageError):  # nothing says where documents begin
+    with refuses(UsageError):  # no boundaries
         check_boundaries(model, {"input_ids": batch["input_ids"]})
     with refuses(UsageError):  # no logits
         check_boundaries(lambda **fields: torch.zeros(3), batch)
@@ -254,10 +254,10 @@ def test_what_cannot_be_checked_says_so_and_never_passes(batch: Any) -> None:
 def test_a_mask_needs_the_models_own_windows(batch: Any, family: str, attention: str, mask_of: Any) -> None:
     model = small_model(family, attention)
     masked = {**batch, "attention_mask": mask_of(batch)}
-    assert num_wrong(model, masked), "the mask does no harm"
+    assert num_wrong(model, masked), "a mask without windows changes nothing"
     with refuses(Refused):
         check_boundaries(model, masked)
-    if family == "mistral":  # chunks are no windows
+    if family == "mistral":  # llama4's chunks are not windows
         windowed = {**batch, "attention_mask": mask_of(batch, window=WINDOW)}
         assert num_wrong(model, windowed) == 0
         check_boundaries(model, windowed)
@@ -279,7 +279,7 @@ def test_each_kind_of_layer_gets_the_mask_of_its_name(batch: Any) -> None:
 
 
 @pytest.mark.slow
-def test_masks_of_documents_end_when_their_handle_is_removed(batch: Any) -> None:
+def test_removing_the_handle_of_mask_documents_restores_the_model(batch: Any) -> None:
     model = small_model("gpt_oss", "eager")
     handle = mask_documents(torch.compile(model))
     assert num_wrong(model, batch) == 0

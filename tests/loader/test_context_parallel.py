@@ -1,4 +1,4 @@
-"""Batches split over ranks of context parallelism, and rows dealt so that attention costs ranks the same."""
+"""Splitting batches over ranks of context parallelism, and dealing rows so that all ranks have equal work."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Batch = dict[str, Any]
 
 @pytest.fixture
 def batch(rows: Path) -> Batch:
-    """Four rows, of which one has many documents."""
+    """Four rows, one of them with many documents."""
     with open_loader(rows, 4, targets="shifted", boundaries=FIELDS) as loader:
         return dict(max(islice(loader, 10), key=lambda batch: int(batch["segment_ids"].max())))
 
 
-# Where tokens go
+# Placement of tokens
 
 
 def kernel_places(padded: Tensor, size: int) -> Tensor:
-    """What a ring kernel takes the places of all ranks to be, by the edges of padded sequences alone."""
+    """Return (sequence, position) of all ranks' tokens as a ring kernel computes them from padded edges."""
     local = padded // size
     assert torch.equal(local * size, padded)
     places = []
@@ -49,14 +49,14 @@ def kernel_places(padded: Tensor, size: int) -> Tensor:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("form", FORMS)
-def test_each_token_is_on_one_rank_as_it_was(batch: Batch, form: dict[str, Any], size: int) -> None:
-    """And where a ring kernel takes it to be, which knows the edges of sequences alone.
+def test_each_token_is_on_exactly_one_rank_unchanged(batch: Batch, form: dict[str, Any], size: int) -> None:
+    """It is also where a ring kernel expects it, given only the edges of sequences.
 
-    A token attends to those of its sequence up to itself, so logits and gradients are those of each document
-    alone, or of each row.
+    A token attends to its sequence up to itself, so logits and gradients equal those of each document (or
+    row) alone.
     """
     parts = [split_for_context_parallel(batch, rank, size, **form) for rank in range(size)]
-    # However documents are told.
+    # The result does not depend on the field that gives the boundaries.
     by_edges = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens", "attention_mask")}
     for rank, part in enumerate(parts):
         other = split_for_context_parallel(by_edges, rank, size, **form)
@@ -94,12 +94,12 @@ def test_each_token_is_on_one_rank_as_it_was(batch: Batch, form: dict[str, Any],
     sequence, position = kernel_places(padded, size)
     assert torch.equal(sequence[real] + 1, segments[real])
     assert torch.equal(position[real], batch["position_ids"].flatten()[places[real]])
-    assert (position[~real] >= lengths[sequence[~real]]).all(), "padding stands behind its document"
+    assert (position[~real] >= lengths[sequence[~real]]).all(), "padding comes after its document"
 
 
 @pytest.mark.parametrize("form", FORMS[1:])
-def test_each_document_is_even_work_for_all_ranks(form: dict[str, Any]) -> None:
-    """A token sees all before it in its document; whole rows cut in parts would be uneven here."""
+def test_splitting_by_document_gives_all_ranks_equal_work(form: dict[str, Any]) -> None:
+    """The work of a token is its position in its document. Splitting whole rows is uneven here."""
     lengths = torch.tensor([8000, 40000, 17, 3, 16001, 3])  # the last is padding
     segments = torch.tensor([1, 2, 3, 4, 5, 0]).repeat_interleave(lengths)[None]
     positions = torch.cat([torch.arange(length) for length in lengths.tolist()])[None]
@@ -120,7 +120,7 @@ def test_each_document_is_even_work_for_all_ranks(form: dict[str, Any]) -> None:
 
 
 SAME = torch.arange(16).view(2, 8)
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of a batch, and of arguments
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # changes of a batch, and arguments
     "labels that are not shifted": ({"labels": SAME}, {}),
     "labels that are not shifted, by document": ({"labels": SAME, "segment_ids": SAME}, {"by": "document"}),
     "another form": ({}, {"by": "token"}),
@@ -144,7 +144,7 @@ def test_a_batch_that_cannot_be_split_is_refused(name: str) -> None:
 
 
 def test_rows_are_dealt_by_the_squared_lengths_of_their_documents() -> None:
-    """Alone, a rank keeps its rows, the most expensive first."""
+    """A single rank keeps its rows, sorted by decreasing work."""
     segments = torch.tensor([[1, 1, 1, 2, 2, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7, 8], [1] * 8, [0] * 8])
     assert work_of(segments).tolist() == [9 + 4, 8, 64, 0]
     batch = {"input_ids": torch.arange(32).view(4, 8), "segment_ids": segments}

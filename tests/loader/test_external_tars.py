@@ -1,4 +1,4 @@
-"""Tars that others wrote, and every way to name shards: what Python's tarfile and json read, or a refusal."""
+"""External tars, and all ways to name shards: the loader reads what tarfile and json read, or refuses."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def tars(tmp_path: Path) -> list[Path]:
-    """Three tars of 6 documents; a document's first id is its number, 0 to 17."""
+    """Three tars of 6 documents each; the first id of a document is its number, 0 to 17."""
     return write_numbered_tars(tmp_path, 18, 3)
 
 
 def read(shards: Any, model: str | Path, **options: Any) -> list[list[int]]:
-    """The ids of all samples, as the shards stand."""
+    """Return the ids of all samples in the order of the shards."""
     epoch = epoch_of(shards, 1, model_id=model, **{"shuffle": False, **options})
     return [sample["input_ids"] for (sample,) in epoch]
 
 
-# Names; those that are refused: tests/oracle/test_refusals.py
+# Names. tests/oracle/test_refusals.py has those that are refused.
 
 
 def test_every_way_to_name_shards_gives_the_same_batches(
@@ -54,7 +54,7 @@ def test_every_way_to_name_shards_gives_the_same_batches(
 ) -> None:
     folder, ours = tars[0].parent, sets["documents"]
     monkeypatch.chdir(folder.parent)
-    (folder / "a{0..1}[x]").mkdir()  # a folder's name is taken as it is
+    (folder / "a{0..1}[x]").mkdir()  # a folder's name is not a pattern
     links = [folder / "a{0..1}[x]" / path.name for path in tars]
     for link, path in zip(links, tars, strict=True):
         link.symlink_to(path)
@@ -67,7 +67,7 @@ def test_every_way_to_name_shards_gives_the_same_batches(
     samples = [webdataset.WebDataset(str(path), shardshuffle=False) for path in tars]
     expected = [json.loads(sample["token_ids.json"]) for of_tar in samples for sample in of_tar]
     assert all(read(shards, model) == expected for shards in named)
-    # A data set of ours by its folder, its index, or some of its shards.
+    # One of our data sets, by its folder, its index, or some of its shards.
     of_ours = sorted(ours.glob("*.tar"))
     whole, one, rest = (read(each, ours / "tokenizer") for each in (ours, of_ours[1], of_ours[::2]))
     for shards in (ours / "index.json", f"{ours}/shard-{{00000..00002}}.tar", f"{ours}/*.tar", of_ours):
@@ -79,8 +79,8 @@ def test_every_way_to_name_shards_gives_the_same_batches(
 # Whole tars, and headers
 
 
-def test_a_tar_cut_or_joined_is_refused(tmp_path: Path, model: str) -> None:
-    """Though webdataset takes it."""
+def test_a_cut_or_concatenated_tar_is_refused(tmp_path: Path, model: str) -> None:
+    """webdataset accepts such a tar."""
     path = write_tar(tmp_path / "a.tar", [{"token_ids.json": [number] * 300} for number in range(4)])
     whole = path.read_bytes()
     with tarfile.open(path) as tar:
@@ -91,19 +91,19 @@ def test_a_tar_cut_or_joined_is_refused(tmp_path: Path, model: str) -> None:
         cut.write_bytes(content)
         with refuses(BrokenShard, path=cut):
             open_loader(cut, 1, model_id=model)
-    cut.write_bytes(whole[: ends[-1] + 1024])  # the two end blocks, without the padding behind them
+    cut.write_bytes(whole[: ends[-1] + 1024])  # with two end blocks, without the padding after them
     assert len(read(cut, model)) == 4
 
 
 def member(name: str = "a.token_ids.json", data: bytes = b"[1]", **records: str) -> bytes:
-    """A member of a tar; PAX ``records`` may say something else of it."""
+    """Return a member of a tar; PAX ``records`` may contradict its header."""
     info = tarfile.TarInfo(name)
     info.size, info.pax_headers = len(data), records
     return info.tobuf(tarfile.PAX_FORMAT) + data + bytes(-len(data) % 512)
 
 
 def with_field(raw: bytes, offset: int, field: bytes, *, header: int = 0) -> bytes:
-    """A field of a header exchanged, and the header's checksum made right again."""
+    """Replace a field of a header and update its checksum."""
     block = bytearray(raw[header : header + 512])
     block[offset : offset + len(field)] = field
     block[148:156] = b" " * 8
@@ -112,7 +112,7 @@ def with_field(raw: bytes, offset: int, field: bytes, *, header: int = 0) -> byt
 
 
 def expected_of(raw: bytes) -> list[list[int]] | None:
-    """The ids of a tar as tarfile and json read it; None where a sample has none."""
+    """Read the ids of a tar with tarfile and json. None if a sample does not have exactly one list of ids."""
     found: list[list[int]] = []
     with tarfile.open(fileobj=io.BytesIO(raw), mode="r:", errors="surrogateescape") as tar:
         items = [(item.name, tar.extractfile(item).read()) for item in tar if item.isreg()]  # type: ignore[union-attr]
@@ -126,7 +126,7 @@ def expected_of(raw: bytes) -> list[list[int]] | None:
     return found
 
 
-SIZES = (  # which header fields may hold, good and bad
+SIZES = (  # values of numeric header fields, valid and invalid
     b"-0000000001\0", b"\xff" * 12, b"\x80" + b"\xff" * 11, b"one hundred\0", b"0x000000010\0",
     b"\xa0" + bytes(11), b"\x80" + (3).to_bytes(11, "big"),
 )  # fmt: skip
@@ -134,8 +134,8 @@ SIZES = (  # which header fields may hold, good and bad
 
 END = bytes(1024)
 TWO = member() + member("b.token_ids.json") + END
-# A tar, and the header that is wrong in it; altered in many more ways below. tarfile takes these sizes for 0.
-WRONG_HEADERS = [(with_field(member(data=bytes(3 << 20)), KIND, b"x"), 0)]  # it says of a long name
+# A tar, and the offset of its wrong header. tarfile reads these sizes as 0. More headers are altered below.
+WRONG_HEADERS = [(with_field(member(data=bytes(3 << 20)), KIND, b"x"), 0)]  # PAX records of 3 MiB
 WRONG_HEADERS += [(member(size=size) + END, 0) for size in ("-512", "1e3", "", "9" * 30, " 3", "3_0")]
 for place, value in ((SIZE, b"\x80" + b"\xff" * 11), (SIZE, b"text\0"), (KIND, b"S"), (KIND, b"Z")):
     WRONG_HEADERS.append((with_field(TWO, place, value, header=1024), 1024))
@@ -150,7 +150,7 @@ def test_a_header_that_says_no_file_is_refused_with_its_place(tmp_path: Path, mo
 
 
 def some_tar(chance: random.Random) -> bytes:
-    """A tar of any format with all that a header can say, beside samples of ids."""
+    """Return a tar of any format with samples of ids and all kinds of other members and headers."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=chance.randrange(3)) as tar:  # ustar, GNU, PAX
         for number in range(chance.randrange(1, 5)):
@@ -174,10 +174,10 @@ def some_tar(chance: random.Random) -> bytes:
 
 
 def altered(raw: bytes, chance: random.Random) -> bytes:
-    """Something changed: a byte, a field with its checksum made right, a block left out, put in or moved."""
+    """Return the tar with a byte or a field changed, or with a block removed or inserted."""
     blocks = [raw[at : at + 512] for at in range(0, len(raw), 512)]
     headers = [number for number, block in enumerate(blocks) if block[257:262] == b"ustar"]
-    fields: list[tuple[int, list[bytes]]] = [  # by their first bytes
+    fields: list[tuple[int, list[bytes]]] = [  # (offset, new values)
         (SIZE, [*(b"%011o\0" % size for size in (0, 1, 512, 513, 1024, 1 << 30)), *SIZES]),
         (KIND, [b"0", b"\0", b"1", b"5", b"7", b"L", b"K", b"x", b"g", b"S", b"X", b"q"]),
         (MAGIC, [b"ustar  \0", bytes(8), b"ustar\x0000", b"xstar\x0000"]),
@@ -203,7 +203,7 @@ def altered(raw: bytes, chance: random.Random) -> bytes:
 @pytest.mark.slow
 @settings(max_examples=100)
 @given(st.integers(0, 2**63))
-def test_what_is_accepted_is_what_tarfile_finds_and_all_else_is_refused(model: str, seed: int) -> None:
+def test_an_accepted_tar_has_the_samples_that_tarfile_finds(model: str, seed: int) -> None:
     chance = random.Random(seed)
     raw = some_tar(chance)
     with tempfile.TemporaryDirectory() as folder:
@@ -211,7 +211,7 @@ def test_what_is_accepted_is_what_tarfile_finds_and_all_else_is_refused(model: s
         path.write_bytes(raw)
         try:
             assert read(path, model) == expected_of(raw)
-        except ShardprepError:  # one path twice, a sample without ids, or no sample
+        except ShardprepError:  # a repeated path, a sample without ids, or no sample
             assert not expected_of(raw)
         for _ in range(chance.randrange(1, 4)):
             raw = altered(raw, chance)
@@ -223,7 +223,7 @@ def test_what_is_accepted_is_what_tarfile_finds_and_all_else_is_refused(model: s
     assert found == expected_of(raw)
 
 
-def test_a_tar_that_changes_under_the_loader_is_an_error(tars: list[Path], model: str) -> None:
+def test_a_tar_that_changes_after_the_scan_is_an_error(tars: list[Path], model: str) -> None:
     with open_loader(tars, 3, model_id=model) as loader:
         write_tar(tars[1], [{"token_ids.json": [number] * 5000} for number in range(6)])
         with refuses(BrokenShard, path=tars[1]):
@@ -234,7 +234,7 @@ def test_a_tar_that_changes_under_the_loader_is_an_error(tars: list[Path], model
 
 
 def npy(array: Any, found: str = "NUMPY", said: str = "NUMPY") -> bytes:
-    """An array's .npy with something else in its header, of the same length."""
+    """Return the .npy of an array with ``found`` replaced by ``said`` in its header."""
     file = io.BytesIO()
     np.save(file, array)
     raw = file.getvalue()
@@ -259,7 +259,7 @@ BAD_ARRAYS = {
     "an id beyond the vocabulary": npy(np.array([VOCAB_SIZE])),
     "the largest of all": npy(np.array([1, 2**64 - 1], np.uint64)),
 }
-# More texts: tests/oracle/test_refusals.py
+# tests/oracle/test_refusals.py has more texts.
 BAD_TEXTS = (b"[1000]", b"7", b'{"ids": [1]}', b"[" * 3000 + b"]" * 3000, b"[" + b"9" * 5000 + b"]")
 PACKED = {
     "doc_starts": np.array([0, 3, 5], np.uint32),
@@ -286,7 +286,7 @@ GOOD: dict[str, dict[str, bytes]] = {
     "array": {"token_ids.npy": npy(IDS)},
     "rows": {f"{name}.npy": npy(array) for name, array in PACKED.items()},
 }
-# Of which form a sample is, its member that is wrong, and what this holds.
+# The form of a sample, its wrong member, and the contents of that member.
 WRONG_IDS = {f"{raw[:12].decode()} of {len(raw)}": ("text", "token_ids.json", raw) for raw in BAD_TEXTS}
 WRONG_IDS |= {name: ("array", "token_ids.npy", raw) for name, raw in BAD_ARRAYS.items()}
 WRONG_IDS |= {fault: ("rows", f"{name}.npy", raw) for fault, (name, raw) in BAD_ROWS.items()}
@@ -297,10 +297,8 @@ def test_what_is_no_ids_is_refused(tmp_path: Path, model: str, fault: str) -> No
     form, name, raw = WRONG_IDS[fault]
     good = GOOD[form]
     path = write_tar(tmp_path / "a.tar", [good, good])
-    assert (
-        read(path, model)
-        == 2 * {"text": [[1]], "array": [[1, 2, 3]], "rows": [[0, 1, 2, 3], [4, 5, 6]]}[form]
-    )
+    expected = {"text": [[1]], "array": [[1, 2, 3]], "rows": [[0, 1, 2, 3], [4, 5, 6]]}[form]
+    assert read(path, model) == 2 * expected
     write_tar(path, [{**good, name: raw}, good])
     for seq_len in (None, 4 if form == "rows" else 2):
         with refuses(BrokenShard, path=path):
@@ -308,8 +306,8 @@ def test_what_is_no_ids_is_refused(tmp_path: Path, model: str, fault: str) -> No
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<i4", "<i8", ">i8", "<u4"])
-def test_rows_of_arrays_and_lists_have_an_eos(tmp_path: Path, model: str, dtype: str) -> None:
-    """Rows are laid out by the counts of a scan, by which the last id of each document is known."""
+def test_packing_adds_a_missing_eos_to_arrays_and_lists(tmp_path: Path, model: str, dtype: str) -> None:
+    """The scan counts ids and finds the last id of each document, so that rows can be laid out."""
     texts = ["[]", " [ ] ", f"[{EOS}]", "[1,2]", "[\n 1,\n 22\n]\n", f"[7, {EOS}, 8]", "[998]", f"[3, {EOS}]"]
     documents = [json.loads(text) for text in texts]
     samples: list[dict[str, Any]] = [{"token_ids.json": text.encode(), "text.txt": "x"} for text in texts]
@@ -333,7 +331,7 @@ def test_rows_of_arrays_and_lists_have_an_eos(tmp_path: Path, model: str, dtype:
 )  # fmt: skip
 @example(["[1,2", "3]"], False)
 @example(["[1]]", "[[2]"], False)
-def test_what_is_read_as_a_list_of_ids_is_what_json_reads(model: str, texts: list[str], is_row: bool) -> None:
+def test_an_accepted_list_has_the_ids_that_json_reads(model: str, texts: list[str], is_row: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = write_tar(Path(folder, "a.tar"), [{"token_ids.json": text.encode()} for text in texts])
         try:
@@ -348,7 +346,7 @@ def test_what_is_read_as_a_list_of_ids_is_what_json_reads(model: str, texts: lis
 
 
 def without_zeros(text: str) -> str:
-    return re.sub(r"\b0+(?=\d)", "", text)  # zeros in front change no number, though JSON forbids them
+    return re.sub(r"\b0+(?=\d)", "", text)  # JSON forbids leading zeros, but the loader accepts them
 
 
 def is_list_of_ids(text: str) -> bool:

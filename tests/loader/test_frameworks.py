@@ -1,6 +1,6 @@
-"""Training frameworks in real process groups: the same global batches, unbroken or resumed on another world.
+"""Training frameworks in real process groups get the same global batches, also resumed on other world sizes.
 
-What accelerate looks for on a loader are internals of it; these tests hold them.
+accelerate relies on internals of a loader, which these tests check.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ pytestmark = [pytest.mark.processes, pytest.mark.frameworks]
 
 @pytest.fixture(scope="module")
 def seen(numbered: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """The runs of all tests, since the libraries take seconds to import."""
+    """The runs of all tests, in one process, because the libraries take seconds to import."""
     out = tmp_path_factory.mktemp("runs")
     run_child([sys.executable, "-m", "tests.framework_pages", numbered, out])
     return Seen(out)
 
 
 @pytest.mark.parametrize("page", pages.NEEDS)
-def test_a_page_resumed_on_other_ranks_and_batches_sees_and_learns_the_same(
+def test_an_example_resumed_on_other_ranks_and_batch_sizes_trains_the_same_model(
     seen: Seen, numbered: Path, page: str
 ) -> None:
-    """Documents have 0 to 4 labels, so weights by a mean of means would be off by far more."""
+    """Documents have 0 to 4 labels, so a mean of means would give clearly different weights."""
     pytest.importorskip(pages.NEEDS[page])
     for run, (*_, first, last) in zip(pages.runs_of(page), pages.PAGE_RUNS.values(), strict=True):
         by_hand = pages.train_by_hand(numbered, last)
@@ -53,7 +53,7 @@ def test_a_page_resumed_on_other_ranks_and_batches_sees_and_learns_the_same(
 
 
 def test_the_loss_is_the_mean_over_all_labels_on_every_number_of_ranks(seen: Seen, numbered: Path) -> None:
-    """107 samples, of which 4 x 16 ranks leave some batches without labels."""
+    """With 107 samples, 4 ranks with batches of 16 leave some batches without labels."""
     model, losses = pages.SmallModel(), list[float]()
     with open_loader(numbered, 1, model_id=numbered, split="validation") as loader, torch.no_grad():
         for batch in loader:
@@ -66,7 +66,7 @@ def test_the_loss_is_the_mean_over_all_labels_on_every_number_of_ranks(seen: See
             assert found == pytest.approx([expected] * len(found), rel=1e-6), run["name"]
 
 
-def test_wrapped_models_are_checked_and_all_ranks_say_the_same(seen: Seen) -> None:
+def test_wrapped_models_are_checked_with_one_verdict_on_all_ranks(seen: Seen) -> None:
     of_wrapped = ["Refused", "Refused", "UsageError", "safe", "safe", "UsageError"]
     assert seen["wrapped models"] == [2 * of_wrapped] * 2
 
@@ -75,7 +75,7 @@ def test_wrapped_models_are_checked_and_all_ranks_say_the_same(seen: Seen) -> No
 
 
 def shard_loaders(data: Path, world: int, rows: int) -> list[Any]:
-    """The dataloader of docs/training_others.md for each rank, as torchtitan's trainer builds it."""
+    """Build the dataloader of docs/training_others.md for each rank, as torchtitan's trainer does."""
     base = pytest.importorskip("torchtitan.components.dataloader").BaseDataLoader
     (code,) = (text for text in examples_of("training_others.md") if "BaseDataLoader" in text)
     names: dict[str, Any] = {"__name__": "training_others"}
@@ -92,7 +92,7 @@ def shard_loaders(data: Path, world: int, rows: int) -> list[Any]:
 
 def test_torchtitans_checkpoints_resume_on_another_number_of_ranks(sets: DataSets, tmp_path: Path) -> None:
     def steps(loaders: list[Any], number: int) -> list[list[Any]]:
-        """The next global batches: input, positions, labels."""
+        """Return the next global batches as [input, positions, labels]."""
         iterators, found = [iter(each) for each in loaders], []
         for _ in range(number):
             parts = [next(iterator) for iterator in iterators]
@@ -114,7 +114,7 @@ def test_torchtitans_checkpoints_resume_on_another_number_of_ranks(sets: DataSet
         assert steps(resumed, 4) == expected[3:]
 
 
-def test_trls_trainer_trains_on_the_loaders_conversations(sets: DataSets, tmp_path: Path) -> None:
+def test_trl_trains_on_the_conversations_of_a_loader(sets: DataSets, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     (example,) = (code for code in examples_of("training_trainer.md") if "SFTTrainer" in code)
     trained: list[Any] = []

@@ -1,7 +1,7 @@
-"""What the order promises beyond its law: samples are mixed as by a full shuffle, and reads are bounded.
+"""Properties of the order: samples are mixed about as well as by a full shuffle, and reads are bounded.
 
-tests/oracle/law.py says the order number by number, and tests/oracle/test_law.py that the loader has it. So
-what is a matter of chance is tried on the law. A validation loader gives each sample once, in one order.
+tests/oracle/test_law.py shows that the loader follows tests/oracle/law.py, so statistical properties are
+tested on the law. A validation loader delivers each sample once, in a fixed order.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tests.world import EOS, open_loader, refuses, samples_of
 
 
 @pytest.mark.slow
-def test_mixing_of_shards_sorted_by_source_stays_near_a_full_permutations() -> None:
-    """Variance of a source's share, against a full permutation's, over one step and over 64."""
+def test_shards_sorted_by_source_are_mixed_nearly_as_by_a_full_permutation() -> None:
+    """By the variance of a source's share over 1 step and over 64 steps, relative to a full permutation."""
     num_samples, size, num_sources = 20 * 25_600, 64, 20
     order = Order(Source([1] * num_samples, num_samples * 8192), size, 1, 1)
     steps = [Counter(n * num_sources // num_samples for n in order.samples(0, tick)) for tick in range(512)]
@@ -48,7 +48,7 @@ def test_a_sources_share_of_a_tick_varies_as_in_a_full_shuffle() -> None:
     assert 0.8 < variance / (16 * 0.7 * 0.3) < 1.1
 
 
-# samples of 4 KiB, global batch, group; samples of a block and of a slot's window
+# Samples of 4 KiB, global batch, group; samples per block and per window of a slot.
 WINDOWS = [
     (10**7, 8, 1, 128, 16 * 128),
     (10**7, 64, 1, 32, 16 * 32),
@@ -61,10 +61,10 @@ WINDOWS = [
 
 
 @pytest.mark.parametrize(("num_samples", "size", "group", "block", "window"), WINDOWS)
-def test_blocks_and_windows_are_as_large_as_the_memory_of_all_slots_allows(
+def test_sizes_of_blocks_and_windows_follow_from_the_memory_for_all_slots(
     sets: DataSets, tmp_path: Path, num_samples: int, size: int, group: int, block: int, window: int
 ) -> None:
-    """Of an index.json of other numbers, which is all that a loader opens to begin with."""
+    """A loader at first opens only index.json, so other numbers there simulate a large data set."""
     folder = Path(shutil.copytree(sets["documents"], tmp_path / "huge"))
     idx_bytes = 64 + 28 * num_samples + 4 * -(-num_samples // 512)
     tar_bytes = num_samples * 4096 - 2 * 10240
@@ -76,7 +76,7 @@ def test_blocks_and_windows_are_as_large_as_the_memory_of_all_slots_allows(
         assert loader.state_dict()["sources"][0][3:5] == [block, window]
 
 
-# Documents that a plan holds out for validation
+# Documents that a plan reserves for validation
 
 
 def load(data: Any, batch_size: int = 4, rank: int = 0, world: int = 1, **more: Any) -> TokenLoader:
@@ -85,7 +85,7 @@ def load(data: Any, batch_size: int = 4, rank: int = 0, world: int = 1, **more: 
 
 
 def labelled(batch: Any) -> list[list[int]]:
-    """The samples of a batch that count for a loss."""
+    """Return the samples of a batch that have labels."""
     return [each["input_ids"] for each in samples_of(batch) if any(label != -100 for label in each["labels"])]
 
 
@@ -94,7 +94,8 @@ def all_of(loader: TokenLoader) -> list[list[int]]:
         return [*chain.from_iterable(map(labelled, loader))]
 
 
-def test_packed_at_load_the_two_sides_have_all_tokens_and_the_tail_is_kept(sets: DataSets) -> None:
+def test_packed_at_load_the_validation_side_keeps_the_last_short_row(sets: DataSets) -> None:
+    """The training side drops it. Both have all other tokens of their documents."""
     with load(sets["split"], 1) as documents:
         eos = documents.tokenizer.convert_tokens_to_ids(EOS)
         stream = [token for batch in documents for token in (*samples_of(batch)[0]["input_ids"], eos)]
@@ -117,10 +118,10 @@ def test_packed_at_load_the_two_sides_have_all_tokens_and_the_tail_is_kept(sets:
         pytest.param(2, 4, 2, 2, marks=pytest.mark.processes),
     ],
 )
-def test_each_sample_comes_once_in_one_order_and_each_batch_has_labels_where_there_are_samples_for_all(
+def test_validation_delivers_each_sample_once_in_one_order_and_spreads_the_last_ones_over_all_batches(
     tmp_path: Path, world: int, batch_size: int, accumulated: int, workers: int
 ) -> None:
-    """53 samples: the last global batch of 16 has 5 of them for up to 4 batches, that of 15 has 8 for 15."""
+    """With 53 samples, the last global batch of 16 has 5 for up to 4 batches, and that of 15 has 8 for 15."""
     save_word_tokenizer(tmp_path, 100)
     write_numbered_tars(tmp_path, 53, 1, ids_of=lambda number: [number, 99])
     size = world * batch_size * accumulated
@@ -129,8 +130,8 @@ def test_each_sample_comes_once_in_one_order_and_each_batch_has_labels_where_the
         options = {"global_batch_size": size, "model_id": tmp_path, "num_workers": workers}
         with load(tmp_path, batch_size, rank, world, **options) as loader:
             of_ranks.append([labelled(batch) for batch in loader])
-            assert labelled(loader.peek()) == of_ranks[rank][0], "the next epoch is the same"
-            assert len(of_ranks[rank]) == len(of_ranks[0]), "each rank gets equally many batches"
+            assert labelled(loader.peek()) == of_ranks[rank][0], "the next epoch is equal"
+            assert len(of_ranks[rank]) == len(of_ranks[0]), "all ranks get equally many batches"
     steps = range(0, len(of_ranks[0]), accumulated)
     batches = [batch for step in steps for part in of_ranks for batch in part[step : step + accumulated]]
     assert [ids[0] for batch in batches for ids in batch] == [*range(53)]
@@ -140,7 +141,7 @@ def test_each_sample_comes_once_in_one_order_and_each_batch_has_labels_where_the
     assert min(of_last) >= num_last // (world * accumulated)
 
 
-def test_a_state_is_of_its_side(sets: DataSets) -> None:
+def test_a_state_of_one_side_is_refused_by_the_other(sets: DataSets) -> None:
     with load(sets["split"], split="train") as loader:
         state = loader.state_at(2)
         loader.load_state_dict(state)
@@ -150,7 +151,7 @@ def test_a_state_is_of_its_side(sets: DataSets) -> None:
 
 
 @pytest.mark.processes
-def test_a_collate_fn_of_ones_own_must_make_labels_where_a_last_batch_is_filled_up(sets: DataSets) -> None:
+def test_a_custom_collate_fn_must_make_labels_if_the_last_batch_is_filled_up(sets: DataSets) -> None:
     with load(sets["split"], 8, collate_fn=list, num_workers=1) as loader, refuses(UsageError):
         list(loader)
     with load(sets["split"], 1, collate_fn=list) as loader:

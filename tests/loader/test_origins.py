@@ -1,7 +1,7 @@
-"""Where the documents of a batch come from: ``origins=True``, ``shardprep where``, losses by source.
+"""Origins of the documents in a batch: ``origins=True``, ``shardprep where``, losses by source.
 
-And ``where --blanked``: the steps that saw documents that are blanked by now. Each document is one word again
-and again, in files of all formats side by side, so whatever is printed or loaded of it tells which one it is.
+``where --blanked`` lists the steps that saw documents which are now blanked. Each document repeats one word,
+so any part that is printed or loaded shows which document it is. The inputs have all formats.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.world import World, call_main, open_loader, refuses
 NUM_DOCUMENTS, EOS, VOCAB_SIZE = 400, 501, 502  # every id of document 7 is 7
 L = 12
 SETS: dict[str, dict[str, Any]] = {
-    "mixed": {"max_bad_fraction": 1.0},  # of files of all formats
+    "mixed": {"max_bad_fraction": 1.0},  # with files of all formats
     "npy": {"token_format": "npy", "keep_text": False, "append_eos": True},
     "concat": {"record": "packed", "seq_len": 16, "append_eos": False},
     "best fit": {"record": "packed", "seq_len": 16, "pack": "best_fit", "append_eos": False},
@@ -46,14 +46,14 @@ def text_of(number: int) -> str:
     return " ".join([f"w{number}"] * random.Random(number).choice([1, 2, 5, 9, 20, 50]))
 
 
-# Twenty words are enough to be found in an evaluation.
+# Documents of 20 words are long enough for overlap to find them in an evaluation.
 LONG = [number for number in range(1, NUM_DOCUMENTS + 1) if len(text_of(number).split()) >= 20]
 NAMED = random.Random(1).sample(LONG, 24)
 
 
 def numbers_of(form: str) -> Sequence[int]:
-    """The documents that a set has."""
-    if form == "mixed":  # in each of eleven files
+    """Return the numbers of the documents in a data set."""
+    if form == "mixed":  # each of its eleven files has them
         return sorted({*NAMED[:4], *range(5, NUM_DOCUMENTS, 10)})
     halves = {"low": range(1, 201), "high": range(201, NUM_DOCUMENTS + 1)}
     return halves.get(form, range(1, NUM_DOCUMENTS + 1))
@@ -78,11 +78,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def blanked(data: Path) -> Path:
-    """The same folder, where FORM.new has the documents NAMED blanked."""
+    """The same folder, with a data set FORM.new for each form in which the documents NAMED are blanked."""
     for form in SETS:
         names = data / f"{form}.ids"
         names.write_text("".join(f"d{number}\n" for number in NAMED if number in numbers_of(form)))
-        if form == "mixed":  # what is found in an evaluation is blanked
+        if form == "mixed":  # blank what overlap finds in an evaluation
             (data / "evals.txt").write_text("\n".join(map(text_of, NAMED)))
             call_main("overlap", data / form, "--against", data / "evals.txt").ends(0)
             names = data / form / "overlap" / "names.txt"
@@ -133,7 +133,7 @@ def load(data: Path, form: Form, suffix: str = "", batch_size: int = L, **option
 
 
 def words_of(data: Path, form: Form, suffix: str = "") -> list[object]:
-    """What ``where`` is given for the data of a loader."""
+    """Return the arguments of ``where`` for the data of a loader."""
     if isinstance(form, str):
         return [data / f"{form}{suffix}"]
     return [f"{name}={data / name}{suffix}" for name in form]
@@ -144,7 +144,7 @@ def answer(*words: object) -> Any:
 
 
 def pieces_of(batch: Any) -> Iterator[tuple[list[int], set[int]]]:
-    """(source, shard, sample, document) and the ids of each document's part in a batch, padding left out."""
+    """Yield the origin (source, shard, sample, document) and the set of ids of each document in a batch."""
     origins, ids = batch["origins"].tolist(), batch["input_ids"]
     is_real = batch["attention_mask"].bool()
     for number, (row, place, *origin) in enumerate(origins):
@@ -153,12 +153,12 @@ def pieces_of(batch: Any) -> Iterator[tuple[list[int], set[int]]]:
         yield origin, {*ids[row, place:end][is_real[row, place:end]].tolist()} - {EOS}
     assert [row for row, *_ in origins] == sorted(row for row, *_ in origins)
     learnt = set((batch["labels"] >= 0).any(dim=1).nonzero().flatten().tolist())
-    assert learnt <= {row for row, *_ in origins}, "each row that is no padding has a document"
+    assert learnt <= {row for row, *_ in origins}, "each row with labels has a document"
 
 
 @pytest.mark.parametrize(("form", "options"), params_of(CASES | SHIFTED))
-def test_documents_lie_where_their_origins_say(data: Path, form: Form, options: Options) -> None:
-    """And the other fields are as they are without origins."""
+def test_origins_name_the_places_of_documents(data: Path, form: Form, options: Options) -> None:
+    """The other fields do not depend on origins."""
     found: dict[tuple[str, str, str], set[int]] = {}
     with (
         load(data, form, **options) as loader,
@@ -173,7 +173,7 @@ def test_documents_lie_where_their_origins_say(data: Path, form: Form, options: 
         for wrong in ((2, 0, 0), (0, 10, 0), (0, 0, 10**6), (-1, 0, 0), (0, 0, -1)):
             with refuses(UsageError):
                 loader.origin(*wrong)
-    assert {len(words) for words in found.values()} <= {0, 1}, "an address is of one document"
+    assert {len(words) for words in found.values()} <= {0, 1}, "an address names one document"
     for source, address, place in random.Random(0).sample(sorted(found), 15):
         words = found[source, address, place]
         folder = data / (form if isinstance(form, str) else source)
@@ -184,7 +184,7 @@ def test_documents_lie_where_their_origins_say(data: Path, form: Form, options: 
             assert words <= {int(word) for word in re.findall(r"\bw(\d+)\b", shown)}, each
 
 
-def test_what_was_left_out_is_shown_with_its_reason(data: Path) -> None:
+def test_peek_shows_the_reason_for_a_document_that_was_left_out(data: Path) -> None:
     left_out = World(data, data_dir=data / "mixed").lines("quarantine")
     assert len({each["source"] for each in left_out}) == 9
     for each in left_out:
@@ -198,10 +198,10 @@ RANKS, STEP = 2, 8
 
 
 @pytest.mark.parametrize(("form", "options"), params_of(CASES))
-def test_where_names_what_two_ranks_got_in_the_last_step_before_a_checkpoint_or_in_an_earlier_one(
+def test_where_names_the_documents_of_a_step_on_two_ranks(
     data: Path, tmp_path: Path, form: Form, options: Options
 ) -> None:
-    """By their origins, which the test above compares with the data."""
+    """By default of the last step before a checkpoint. Origins, tested above, give the expected documents."""
     got: list[dict[str, Any]] = []
     for rank in range(RANKS):
         with load(data, form, batch_size=3, rank=rank, world_size=RANKS, **options) as loader:
@@ -231,9 +231,9 @@ def test_where_names_what_two_ranks_got_in_the_last_step_before_a_checkpoint_or_
     assert num_rows == (3 * L if isinstance(options.get("global_batch_size"), list) else L)
 
 
-def test_what_cannot_be_answered_is_refused(data: Path, tmp_path: Path) -> None:
+def test_where_refuses_files_without_a_state_and_invalid_steps(data: Path, tmp_path: Path) -> None:
     torch.save({"model": 1}, tmp_path / "a.pt")
-    (tmp_path / "b.pt").write_bytes(b"nothing that torch wrote")
+    (tmp_path / "b.pt").write_bytes(b"not a file of torch")
     with load(data, "mixed") as loader:
         state = loader.state_at(4)
     (tmp_path / "state.json").write_text(json.dumps(state))
@@ -244,7 +244,7 @@ def test_what_cannot_be_answered_is_refused(data: Path, tmp_path: Path) -> None:
         ("mixed", "b.pt", [], 65),
         ("mixed", "damaged.json", [], 65),
         ("mixed", "state.json", ["--step", "-1"], 2),
-        ("mixed", "state.json", ["--blanked"], 66),  # nothing is
+        ("mixed", "state.json", ["--blanked"], 66),  # nothing is blanked
         ("mixed", "state.json", ["--blanked", "--step", 3], 2),
         ("concat", "state.json", [], 78),
     ):
@@ -260,7 +260,7 @@ def endless(loader: TokenLoader) -> Iterator[Any]:
 
 
 def differing(before: TokenLoader, now: TokenLoader, num_steps: int) -> Steps:
-    """Go on with both loaders: how many rows of each source differ between them, by step."""
+    """Advance both loaders, and return for each step how many rows of each source differ between them."""
     steps: Steps = {}
     both = zip(endless(before), endless(now), strict=False)
     while before.num_steps_delivered < num_steps:
@@ -269,7 +269,7 @@ def differing(before: TokenLoader, now: TokenLoader, num_steps: int) -> Steps:
         source_of = {row: source for row, _, source, *_ in one["origins"].tolist()}
         is_other = one["input_ids"] != other["input_ids"]
         is_named = torch.isin(one["input_ids"], torch.tensor(NAMED))
-        assert torch.equal(is_other | is_named, is_other), "each id of a named document is gone"
+        assert torch.equal(is_other | is_named, is_other), "each id of a named document is replaced"
         assert {*one["input_ids"][is_other & ~is_named].tolist()} <= {EOS}
         rows = is_other.any(dim=1).nonzero().flatten().tolist()
         if rows:
@@ -278,7 +278,7 @@ def differing(before: TokenLoader, now: TokenLoader, num_steps: int) -> Steps:
     return steps
 
 
-# Sources that come and go, other weights and larger steps, each behind a state.
+# Amendments that add a source, change weights, and enlarge steps; each resumes from the state before.
 AMENDED: list[tuple[list[str], Options]] = [
     (["low"], {"weights": {"low": 1}}),
     (["low", "high"], {"weights": {"low": 1, "high": 1}}),
@@ -290,7 +290,7 @@ RUNS["amended"] = [(names, {"amend": True, "max_length": 9, **options}) for name
 
 @pytest.mark.processes
 @pytest.mark.parametrize("run", RUNS)
-def test_steps_that_differ_are_told(blanked: Path, tmp_path: Path, run: str) -> None:
+def test_where_blanked_lists_steps_with_blanked_documents(blanked: Path, tmp_path: Path, run: str) -> None:
     state: Any = None
     expected: Steps = {}
     for number, (form, options) in enumerate(RUNS[run], 1):
@@ -312,7 +312,7 @@ def test_steps_that_differ_are_told(blanked: Path, tmp_path: Path, run: str) -> 
     if run == "amended":
         assert len(state["stages"]) == 3
         low, high = words_of(blanked, form, ".new")
-        # A source of which nothing is blanked has no steps.
+        # A source without blanked documents has no steps.
         of_low = answer(low, f"high={blanked / 'high'}", *words)["steps"]
         low_steps = {step: {"low": of["low"]} for step, of in expected.items() if "low" in of}
         assert {each["step"]: each["sources"] for each in of_low} == low_steps != expected
@@ -349,7 +349,7 @@ def test_losses_by_source_equal_a_sum_by_hand(data: Path, targets: str) -> None:
     assert all(map(math.isnan, losses.means().values())), "nothing was counted since"
 
 
-def test_sources_go_along_where_places_are_dealt_to_ranks(data: Path) -> None:
+def test_losses_by_source_work_with_context_parallelism(data: Path) -> None:
     with mixture(data, targets="shifted", boundaries="segment_ids") as loader:
         batch: Any = next(each for each in loader if len(each["origins"][:, 2].unique()) == 2)
         losses, of_ranks = (SourceLosses.of_loader(loader) for _ in range(2))

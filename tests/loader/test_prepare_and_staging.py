@@ -1,6 +1,6 @@
-"""``ensure_prepared`` makes a job's data set once, and ``stage`` copies one.
+"""``ensure_prepared`` makes a data set once per job, and ``stage`` copies one.
 
-Copies that are killed, or made by several at a time, are tried by tests/faults.
+tests/faults kills copies, and makes several at the same time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Prepare = Callable[..., str]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All that a data set has, by its name in it."""
+    """Return the files of a data set, except jobs/."""
     files = (path for path in folder.rglob("*") if path.is_file() and "jobs" not in path.parts)
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
@@ -51,20 +51,21 @@ except ShardprepError as error:
 
 @pytest.fixture
 def planned(tmp_path: Path) -> World:
-    """A data set that is planned, of a raw folder that the test may change."""
+    """A planned data set, with a raw folder that the test may change."""
     texts = {f"{name}.txt": f"the kettle of {name}\n" * 40 for name in ("a", "b", "c")}
     return World(tmp_path).raw(texts).plan(num_shards=NUM_SHARDS)
 
 
 def start(world: World, rank: int, hold: Hold | None = None) -> Any:
-    """Start a rank of a job; use it in ``with``."""
+    """Start a rank of a job, as a context manager."""
     words = [world.raw_dir, world.data_dir, world.tokenizer, rank]
     environ = {**os.environ, "SLURM_JOB_ID": "1", **(hold.environ() if hold else {})}
     return child([sys.executable, "-c", RANK, *map(str, words)], env=environ)
 
 
 @pytest.mark.processes
-def test_one_rank_prepares_and_all_go_on_when_it_is_verified_also_behind_a_kill(planned: World) -> None:
+def test_rank_0_prepares_the_data_set_and_all_ranks_wait_until_it_is_verified(planned: World) -> None:
+    """Also after an earlier job was killed."""
     hold = Hold(planned.raw_dir.parent, "write", r"/\.shard-\d+\.tar\.")
     with start(planned, 0, hold) as killed:
         children = hold.wait(1, killed)
@@ -79,7 +80,7 @@ def test_one_rank_prepares_and_all_go_on_when_it_is_verified_also_behind_a_kill(
 
 @pytest.fixture
 def prepared(planned: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Calls it in this process, which is of job 7."""
+    """Calls ensure_prepared in this process, as a rank of job 7."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
 
     def call(rank: int, **given: Any) -> str:
@@ -94,12 +95,12 @@ def prepared(planned: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., s
 def test_other_options_and_other_inputs_are_refused_on_every_rank(
     planned: World, prepared: Prepare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What inputs are others: tests/oracle/test_refusals.py, by ``--check_inputs``."""
+    """tests/oracle/test_refusals.py has more differences of inputs, with ``--check_inputs``."""
     planned.run().verify()
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "preprocess.py").write_text("raise SystemExit('of the user')")  # which is not run
+    (tmp_path / "preprocess.py").write_text("raise SystemExit('of the user')")  # must not run
     for path in planned.raw_dir.iterdir():
-        path.touch()  # which changes nothing
+        path.touch()  # changes nothing
     assert prepared(0) == prepared(1) == str(planned.data_dir)
     with refuses(Refused):
         prepared(1, append_eos=True)
@@ -109,7 +110,7 @@ def test_other_options_and_other_inputs_are_refused_on_every_rank(
             prepared(rank)
 
 
-def test_no_rank_waits_for_ever(
+def test_a_rank_waits_until_limit_s(
     planned: World, prepared: Prepare, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with refuses(ReadWriteError, path=planned.data_dir):
@@ -120,7 +121,7 @@ def test_no_rank_waits_for_ever(
 
 
 @pytest.mark.processes
-def test_the_others_end_with_the_error_of_rank_0_and_with_none_of_an_earlier_start(
+def test_other_ranks_raise_the_error_of_rank_0_but_not_one_of_an_earlier_start(
     planned: World, prepared: Prepare
 ) -> None:
     path = planned.data_dir.with_name(".data.failed.json")
@@ -137,10 +138,10 @@ def test_the_others_end_with_the_error_of_rank_0_and_with_none_of_an_earlier_sta
     with refuses(UsageError):
         prepared(1, limit_s=60)
     assert prepared(0)
-    assert not path.exists(), "the next start begins anew"
+    assert not path.exists(), "a success removes the error"
     with refuses(UsageError):
         prepared(0, world_size=1, seq_len=7)
-    assert not path.exists(), "one rank alone leaves nothing beside the data set"
+    assert not path.exists(), "a single rank writes no error file"
 
 
 # stage
@@ -148,7 +149,7 @@ def test_the_others_end_with_the_error_of_rank_0_and_with_none_of_an_earlier_sta
 
 @pytest.fixture
 def node(tmp_path: Path) -> Path:
-    """A folder on a node's own disk, not made yet."""
+    """A folder on a node's own disk, which does not exist yet."""
     return tmp_path / "node"
 
 
@@ -157,7 +158,7 @@ def stage(source: object, node: Path) -> Ended:
 
 
 @pytest.mark.parametrize("suffix", ["tar", "idx", "json"])
-def test_only_what_is_not_whole_is_copied_again(sets: DataSets, node: Path, suffix: str) -> None:
+def test_only_incomplete_shards_are_staged_again(sets: DataSets, node: Path, suffix: str) -> None:
     assert stage(sets["concat"], node).code == 0
     assert contents(node) == contents(sets["concat"])
     with open_loader(sets["concat"], seed=3) as plain, open_loader(node, seed=3) as staged:
@@ -173,7 +174,7 @@ def test_only_what_is_not_whole_is_copied_again(sets: DataSets, node: Path, suff
     changed = {each.name for each, stamp in stamps.items() if each.stat().st_mtime_ns != stamp}
     assert path.name in changed
     assert {name.partition(".")[0] for name in changed} == {"shard-00001"}
-    # Another data set is not put beside it. Other refusals: tests/oracle/test_refusals.py.
+    # Another data set is refused. tests/oracle/test_refusals.py has more refusals.
     assert stage(sets["best_fit"], node).code == 78
     assert contents(node) == contents(sets["concat"])
 
@@ -182,10 +183,10 @@ def test_only_what_is_not_whole_is_copied_again(sets: DataSets, node: Path, suff
     ("suffix", "code", "spoil"),
     [("tar", 65, lambda path: path.write_bytes(path.read_bytes()[::-1])), ("idx", 66, Path.unlink)],
 )
-def test_where_a_shard_of_the_source_is_broken_the_others_are_staged(
+def test_a_broken_shard_is_not_staged_and_the_others_are(
     sets: DataSets, tmp_path: Path, node: Path, suffix: str, code: int, spoil: Callable[[Path], object]
 ) -> None:
-    """Each bit and each error that a copy may meet is tried by tests/faults."""
+    """tests/faults has more damages and errors."""
     copied = Path(shutil.copytree(sets["concat"], tmp_path / "copy"))
     broken = copied / f"shard-00001.{suffix}"
     spoil(broken)
@@ -198,7 +199,7 @@ def test_where_a_shard_of_the_source_is_broken_the_others_are_staged(
         open_loader(node)
 
 
-def test_too_small_a_disk_is_73_at_once(sets: DataSets, node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_disk_ends_stage_with_73(sets: DataSets, node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node.mkdir()
     small, real = SimpleNamespace(f_bavail=16, f_frsize=4096), os.statvfs
     monkeypatch.setattr(os, "statvfs", lambda path: small if Path(path) == node else real(path))

@@ -1,4 +1,4 @@
-"""Real ranks and workers: process groups, signals, kills, limits, and what processes import."""
+"""Real ranks and workers: process groups, signals, kills, limits and imports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Command = Callable[..., list[Any]]
 
 @pytest.fixture
 def short_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of temporary files, with a path short enough for the socket of a forkserver."""
+    """A TMPDIR with a path short enough for the socket of a forkserver."""
     with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         yield Path(folder)
@@ -52,7 +52,7 @@ def seen(warm: WarmPython, numbered: Path, rows: Path, tmp_path_factory: pytest.
     return Seen(out)
 
 
-def test_ranks_get_equal_batches_and_the_global_batches_of_one_process(seen: Seen, numbered: Path) -> None:
+def test_ranks_together_get_the_global_batches_of_one_process(seen: Seen, numbered: Path) -> None:
     with open_loader(numbered, 8, model_id=numbered, seed=5) as loader:
         unbroken = [numbers([batch]) for batch in chain(loader, loader)]
         end = loader.state_dict()
@@ -62,19 +62,19 @@ def test_ranks_get_equal_batches_and_the_global_batches_of_one_process(seen: See
         first = STOP if "after" in run else 0
         assert steps == unbroken[first : run["last"]], run["name"]
         states = [rank["state"] for rank in ranks]
-        assert states == [states[0]] * run["world"], "every rank may save its state, or one for all"
+        assert states == [states[0]] * run["world"], "any rank may save the state"
     assert {**states[0], "layout": None} == {**end, "layout": None}
 
 
-def test_a_loader_made_before_the_process_group_refuses_instead_of_giving_all_the_same(seen: Seen) -> None:
-    """Ranks by variables: test_settings.py."""
+def test_a_loader_made_before_the_process_group_refuses_to_run(seen: Seen) -> None:
+    """Otherwise all ranks would get the same batches. test_settings.py has ranks from variables."""
     first, second = seen["made before the group"]
     assert first["refused"] == second["refused"] == [True, True]
     assert not set(first["late"]) & set(second["late"])
 
 
-def test_losses_by_source_on_two_ranks_are_those_of_all_labels(seen: Seen) -> None:
-    """By one process, which tests/loader/test_origins.py compares with sums by hand."""
+def test_losses_by_source_are_means_over_the_labels_of_all_ranks(seen: Seen) -> None:
+    """The means equal those in one process, which tests/loader/test_origins.py checks."""
     ranks = seen["losses by source"]
     losses = SourceLosses(("web", "code"))
     for kept in chain(*(rank["kept"] for rank in ranks)):
@@ -82,20 +82,21 @@ def test_losses_by_source_on_two_ranks_are_those_of_all_labels(seen: Seen) -> No
     assert ranks[0]["means"] == ranks[1]["means"] == pytest.approx(losses.means())
 
 
-def test_the_pages_examples_join_parts_and_deal_rows_evenly_on_ranks(seen: Seen) -> None:
+def test_the_examples_of_the_docs_join_parts_and_deal_rows_evenly_on_ranks(seen: Seen) -> None:
     assert seen["context parallelism"] == ["joined"] * 4
     for world in (2, 4):
         assert seen[f"even work of {world}"] == [f"even on {24 // world} batches"] * world
 
 
-# Workers that live too long, or not long enough
+# Lifetime of workers
 
 
 def alive() -> set[Any]:
     return set(multiprocessing.active_children())
 
 
-def test_an_iterator_in_a_cycle_keeps_no_worker_alive_once_the_loader_is_closed(numbered: Path) -> None:
+def test_workers_end_when_the_loader_is_closed_or_deleted(numbered: Path) -> None:
+    """Even if an iterator is in a reference cycle. Without a cycle, ``del`` is enough."""
     gc.collect()
     before = alive()
     gc.disable()
@@ -110,14 +111,14 @@ def test_an_iterator_in_a_cycle_keeps_no_worker_alive_once_the_loader_is_closed(
         dropped = open_loader(numbered, 8, model_id=numbered, num_workers=2)
         next(iter(dropped))
         assert len(alive() - before) == 2
-        del dropped  # without a cycle it needs neither close() nor the collector
+        del dropped
         wait_until_gone(before)
     finally:
         gc.enable()
         gc.collect()
 
 
-def test_after_an_error_no_worker_is_left_and_the_loader_works_again(numbered: Path, tmp_path: Path) -> None:
+def test_workers_end_after_an_error_and_the_loader_works_again(numbered: Path, tmp_path: Path) -> None:
     paths = write_numbered_tars(tmp_path, 64, 3)
     before = alive()
     with open_loader(tmp_path, 8, model_id=numbered, num_workers=2) as loader:
@@ -162,7 +163,7 @@ def outlive():
     print("outlived", flush=True)
     time.sleep(10**6)
 
-def hanging(handle, buffers, offset):  # where a worker goes back in a tar: in its next epoch
+def hanging(handle, buffers, offset):  # hangs when a worker goes back in a tar, in its next epoch
     path = os.readlink(f"/proc/self/fd/{handle}")
     if path.endswith(".tar") and multiprocessing.parent_process() is not None:
         if offset < latest.get(path, 0):
@@ -191,12 +192,12 @@ def interrupt():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     armed, interrupted = [], []
 
-    def press_ctrl_c():  # as a terminal does
+    def press_ctrl_c():  # like a terminal
         armed.clear()
         os.killpg(0, signal.SIGINT)
         time.sleep(60)
 
-    def collate(samples):  # inside of the loader
+    def collate(samples):  # called inside the loader
         if armed:
             press_ctrl_c()
         return [sample["input_ids"][0] + 200 * sample["input_ids"][1] for sample in samples]
@@ -217,10 +218,10 @@ def interrupt():
                 try:
                     worker.kill()
                     worker.join()
-                except RuntimeError:  # of torch's handler, where it hears of the death before join does
+                except RuntimeError:  # by torch's handler, if it notices the death before join does
                     worker.join()
             seen += [number for batch in loader for number in batch]
-        time.sleep(1)  # workers that end of it have ended
+        time.sleep(1)  # let workers end if they do
     assert interrupted == ["loop", "loader"]
     assert sorted(seen) == sorted([*EVERY, *EVERY]), len(seen)
 
@@ -230,7 +231,7 @@ def cut_short(connection, message):
         os.kill(os.getpid(), signal.SIGKILL)
     send(connection, message)
 
-def killed():  # in this thread, and in another one
+def killed():  # with the loop in this thread, then in another one
     Connection._send, found = cut_short, []
 
     def loop():
@@ -249,7 +250,7 @@ def killed():  # in this thread, and in another one
 def lower(limit, most, pid=0):
     resource.prlimit(pid, limit, (most, resource.getrlimit(limit)[1]))
 
-def limited():  # batches are of 1 MiB, more than are read ahead
+def limited():  # batches of 1 MiB, larger than what is read ahead
     files, seen = resource.getrlimit(resource.RLIMIT_NOFILE), []
     with loader_of(num_workers=1) as loader:
         lower(resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")))
@@ -265,7 +266,7 @@ def limited():  # batches are of 1 MiB, more than are read ahead
                 (worker,) = multiprocessing.active_children()
                 lower(resource.RLIMIT_NOFILE, 4, worker.pid)
                 for pid in (os.getpid(), worker.pid):
-                    lower(resource.RLIMIT_FSIZE, 0, pid)  # as where /dev/shm is full
+                    lower(resource.RLIMIT_FSIZE, 0, pid)  # as if /dev/shm were full
     assert seen == EVERY
 
 if __name__ == "__main__":
@@ -276,7 +277,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def training(warm: WarmPython, numbered: Path, tmp_path_factory: pytest.TempPathFactory) -> Command:
-    """The command of a training process, which begins a session of its own."""
+    """Returns the command of a training process, which starts a session of its own."""
     folder = tmp_path_factory.mktemp("training")
     write_numbered_tars(folder, 400, 3, ids_of=lambda number: [number % 200, number // 200] * 1000)
     (folder / "train.py").write_text(SCRIPT)
@@ -284,7 +285,7 @@ def training(warm: WarmPython, numbered: Path, tmp_path_factory: pytest.TempPath
 
 
 def session(number: int) -> list[int]:
-    """The processes of a session that have not ended."""
+    """Return the ids of running processes in a session."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -297,8 +298,8 @@ def session(number: int) -> list[int]:
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_workers_end_with_the_loop_and_no_sooner(training: Command, short_folder: Path, method: str) -> None:
-    """From their first moment on, while they import, too."""
+def test_workers_end_only_with_their_training(training: Command, short_folder: Path, method: str) -> None:
+    """From their first moment on, also while they import."""
     with child(training(method, "outlive")) as process:
         out: Any = process.stdout
         ready, pid = out.readline().split()
@@ -312,12 +313,12 @@ def test_workers_end_with_the_loop_and_no_sooner(training: Command, short_folder
         assert len(processes) > 2, "the workers are kept for the next epoch"
         os.kill(leader, signal.SIGKILL)
         wait_until(lambda: not session(leader))
-        if method == "fork":  # a forkserver's own socket stays, as Python leaves it
+        if method == "fork":  # Python leaves the socket of a forkserver
             wait_until(lambda: not list(short_folder.iterdir()))
 
 
 @pytest.mark.parametrize(("method", "how"), [("fork", "close"), ("forkserver", "raise"), ("fork", "end")])
-def test_a_worker_that_hangs_is_ended_with_the_loader_and_leaves_no_file(
+def test_a_hanging_worker_is_killed_with_the_loader_and_leaves_no_file(
     training: Command, short_folder: Path, method: str, how: str
 ) -> None:
     done = run_child(training(method, how), code=int(how == "raise"))
@@ -326,14 +327,12 @@ def test_a_worker_that_hangs_is_ended_with_the_loader_and_leaves_no_file(
 
 
 @pytest.mark.parametrize("how", ["interrupt", "killed", "limited"])
-def test_a_loop_goes_on_after_ctrl_c_and_without_memory_and_says_where_workers_are_killed_or_none_starts(
-    training: Command, how: str
-) -> None:
-    """Ctrl-C comes inside of the loader, too; an error comes in any thread; the memory is shared memory."""
+def test_a_loop_survives_ctrl_c_killed_workers_and_missing_resources(training: Command, how: str) -> None:
+    """Ctrl-C may come inside the loader. A killed worker, or one that cannot start, is an error."""
     run_child(training("fork", how))
 
 
-# What is not installed, and what spawn imports again
+# Missing libraries, and modules that spawn imports again
 
 HIDE_TORCH = """
 from importlib.machinery import PathFinder
@@ -347,10 +346,10 @@ PathFinder.find_spec = lambda name, *rest: None if name.partition(".")[0] == "to
     [
         (["-c", "from loader import get_llama3_dataloader"], 1),
         (["-m", "loader", "where", "DATA", "--state", "checkpoint.pt"], 2),
-        (["-m", "loader", "stage", "DATA", "--to", "staged"], 0),  # which needs no torch
+        (["-m", "loader", "stage", "DATA", "--to", "staged"], 0),  # needs no torch
     ],
 )
-def test_where_torch_is_not_installed_what_needs_it_names_the_extra_in_its_last_line(
+def test_without_torch_the_last_line_of_an_error_names_the_extra_to_install(
     sets: DataSets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(HIDE_TORCH)
@@ -374,7 +373,7 @@ for batch in get_llama3_dataloader(sys.argv[1], 8, model_id=sys.argv[1], num_wor
 """
 
 
-def test_a_loop_that_spawn_would_repeat_is_refused(warm: WarmPython, numbered: Path, tmp_path: Path) -> None:
+def test_an_unguarded_loop_with_spawn_is_refused(warm: WarmPython, numbered: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(UNGUARDED)
     done = run_child([warm.python, tmp_path / "train.py", numbered], code=1)
     assert 'if __name__ == "__main__":' in done.stderr.splitlines()[-1]

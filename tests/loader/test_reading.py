@@ -1,4 +1,4 @@
-"""Reading from file systems that fail or lack a file, what is read and held open, and tars behind URLs."""
+"""Reading: failing calls and missing files, bytes read, open files, and tars behind URLs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def num_handles() -> int:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["documents", "documents_npy", "concat", "best_fit", "chat"])
-def test_without_manifests_a_tar_is_as_anyones(sets: DataSets, tmp_path: Path, name: str) -> None:
+def test_tars_without_manifests_are_read_as_external_tars(sets: DataSets, tmp_path: Path, name: str) -> None:
     folder, idx = Path(shutil.copytree(sets[name], tmp_path / "copy")), "shard-00001.idx"
     (folder / idx).unlink()
     with refuses(MissingShard, path=folder / idx):
@@ -53,24 +53,24 @@ def test_without_manifests_a_tar_is_as_anyones(sets: DataSets, tmp_path: Path, n
 
 
 def opened(calls: mock.Mock, suffix: str = ".tar") -> list[str]:
-    """Paths of the files that were opened, of calls of ``os.open``."""
+    """Return the paths with this suffix in calls of ``os.open``."""
     return [path for path in (str(call.args[0]) for call in calls.call_args_list) if path.endswith(suffix)]
 
 
-# Of an idx the header is read first.
+# The header of an idx is read first.
 @pytest.mark.parametrize(("suffix", "before"), [(".tar", []), (".idx", [0])])
-def test_a_failed_read_is_tried_again_with_the_file_opened_anew_and_then_named(
+def test_a_failed_read_is_retried_with_a_reopened_file_before_it_is_an_error(
     sets: DataSets, monkeypatch: pytest.MonkeyPatch, suffix: str, before: list[int]
 ) -> None:
     data = sets["concat"]
     whole, handles = epoch_of(data), num_handles()
-    codes = [*before, errno.EIO, *before, errno.ESTALE, *before, errno.ESHUTDOWN]  # 0: it reads
+    codes = [*before, errno.EIO, *before, errno.ESTALE, *before, errno.ESHUTDOWN]  # 0: success
     slept: list[float] = []
     real = os.preadv
 
     def failing(handle: int, buffers: Any, offset: int) -> int:
-        is_meant = Path(f"/proc/self/fd/{handle}").readlink().suffix == suffix
-        if codes and is_meant and (code := codes.pop(0)):
+        has_suffix = Path(f"/proc/self/fd/{handle}").readlink().suffix == suffix
+        if codes and has_suffix and (code := codes.pop(0)):
             raise OSError(code, os.strerror(code))
         return real(handle, buffers, offset)
 
@@ -86,13 +86,13 @@ def test_a_failed_read_is_tried_again_with_the_file_opened_anew_and_then_named(
         with pytest.raises(ReadWriteError) as raised:
             epoch_of(data)
         assert str(data / "shard-0000") in str(raised.value)
-        assert len(slept) == num_waits, "what waiting cannot mend is not waited for"
+        assert len(slept) == num_waits, "permanent errors are not retried"
     assert num_handles() <= handles
 
 
 @pytest.mark.processes
-def test_no_file_is_locked_by_makers_or_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """flock hangs, fails or holds on one node only, as a parallel file system is mounted."""
+def test_neither_making_nor_loading_locks_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a parallel file system flock may hang, fail, or lock on one node only."""
 
     def refuse(*args: Any) -> None:
         raise OSError(errno.ENOLCK, "no locks here")
@@ -103,12 +103,12 @@ def test_no_file_is_locked_by_makers_or_readers(tmp_path: Path, monkeypatch: pyt
     assert len(epoch_of(world.data_dir, num_workers=2)) == 60 // 4
 
 
-# What is read, and held open
+# Bytes read, and open files
 
 
 @pytest.mark.parametrize("options", [{}, {"seq_len": SEQ_LEN}])
 def test_a_shard_is_opened_once_and_ranks_begin_with_others(sets: DataSets, options: dict[str, Any]) -> None:
-    """Wherever the loader is sent; it is closed with the loader, which nobody need close."""
+    """Also after jumps. Files are closed with the loader, or when it is garbage-collected."""
     data, orders = sets["documents"], []  # made before the count begins
     gc.collect()
     before = num_handles()
@@ -130,7 +130,7 @@ def test_a_shard_is_opened_once_and_ranks_begin_with_others(sets: DataSets, opti
     assert all(sorted(set(order)) == [0, 1, 2] for order in orders)
 
 
-def test_few_handles_are_enough_for_many_shards(numbered: Path, tmp_path: Path) -> None:
+def test_many_shards_need_few_open_files(numbered: Path, tmp_path: Path) -> None:
     write_numbered_tars(tmp_path, 107, 60)
     whole = epoch_of(tmp_path, 8, model_id=numbered)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -151,7 +151,7 @@ def test_few_handles_are_enough_for_many_shards(numbered: Path, tmp_path: Path) 
 def test_a_rank_reads_little_more_than_it_delivers(
     numbered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    """Where each worker takes every n-th batch instead of slots of its own, all read everything."""
+    """A worker has slots of its own. If each took every n-th batch instead, all would read everything."""
     ids = np.random.default_rng(0).integers(0, 190, 32768, np.int32)
     write_tar(tmp_path / "a.tar", 64 * [{"token_ids.npy": ids}])
     real, num_bytes = os.preadv, multiprocessing.Value("q", 0)
@@ -166,7 +166,7 @@ def test_a_rank_reads_little_more_than_it_delivers(
     for rank in range(4):
         options = {"rank": rank, "world_size": 4, "num_workers": workers, "persistent_workers": False}
         with open_loader(tmp_path, 4, model_id=numbered, **options) as loader:
-            num_bytes.value = 0  # the headers were read: this tar has no manifest
+            num_bytes.value = 0  # do not count the scan of the headers
             delivered = sum(4 * batch["input_ids"].numel() for batch in loader)
         assert delivered == 4 * 64 * 32768 // 4
         assert delivered <= num_bytes.value <= 1.1 * delivered
@@ -176,7 +176,7 @@ def test_a_rank_reads_little_more_than_it_delivers(
 
 
 class Urls:
-    """A folder and its URL: a data set of ours, and its tars alone in ``others``, with names of their own."""
+    """A folder served by HTTP, with a data set in ``data`` and only its tars, renamed, in ``others``."""
 
     def __init__(self, root: Path, port: int) -> None:
         self.root, self.url = root, f"http://127.0.0.1:{port}"
@@ -184,7 +184,7 @@ class Urls:
         self.tar = root / "others" / "part-0.tar"
 
     def copy(self, url: str, cache: Path) -> list[Path]:
-        """Load a URL with a cache; return the copies in it."""
+        """Load a URL with a cache and return the copies in the cache."""
         open_loader(url, model_id=self.model, cache_dir=cache).close()
         return sorted(cache.rglob("*.tar"))
 
@@ -207,11 +207,11 @@ def urls(sets: DataSets, tmp_path_factory: pytest.TempPathFactory) -> Iterator[U
 
 @pytest.mark.processes
 @pytest.mark.parametrize("tars", ["data/shard-{00000..00002}.tar", "others/part-{0..2}.tar"])
-def test_a_run_goes_on_with_the_same_tars_from_a_url_and_back(urls: Urls, tmp_path: Path, tars: str) -> None:
+def test_a_run_resumes_from_files_to_a_url_and_back(urls: Urls, tmp_path: Path, tars: str) -> None:
     options: dict[str, Any] = {"model_id": urls.model, "cache_dir": tmp_path / "cache"}
     here, there = str(urls.root / tars), f"{urls.url}/{tars}"
     pairs: list[tuple[Any, Any]] = [(here, there), (there, here)]
-    if tars.startswith("data"):  # the tars of a data set by URL are the data set
+    if tars.startswith("data"):  # all tars of a data set equal the data set
         pairs.append((urls.root / "data", there))
     for first, then in pairs:
         with open_loader(first, 8, **options) as loader:
@@ -223,7 +223,7 @@ def test_a_run_goes_on_with_the_same_tars_from_a_url_and_back(urls: Urls, tmp_pa
 
 
 @pytest.mark.processes
-def test_what_is_no_local_file_is_copied_once_if_it_is_a_whole_tar(urls: Urls, tmp_path: Path) -> None:
+def test_a_url_is_copied_once_and_only_if_it_is_a_complete_tar(urls: Urls, tmp_path: Path) -> None:
     url, cache = f"pipe:cat {urls.root}/others/part-{{0..2}}.tar", tmp_path / "cache"
     copies = urls.copy(url, cache)
     assert sorted(path.name[17:] for path in copies) == [f"part-{number}.tar" for number in range(3)]
@@ -236,7 +236,7 @@ def test_what_is_no_local_file_is_copied_once_if_it_is_a_whole_tar(urls: Urls, t
         (f"pipe:head -c 5000 {urls.tar}", BrokenShard, {}),
         (f"pipe:cat {tmp_path}/nothing.tar", NotFound, {}),
         (f"pipe:cat {masked}", UnknownMember, {}),
-        (f"pipe:cat {urls.tar}; exit 3", NotFound, {}),  # whole only where its command says so, too
+        (f"pipe:cat {urls.tar}; exit 3", NotFound, {}),  # complete, but its command fails
     ]
     for suffix in ("tar", "idx"):
         path = urls.root / f"altered-{suffix}" / f"shard-00001.{suffix}"
@@ -255,7 +255,7 @@ def test_what_is_no_local_file_is_copied_once_if_it_is_a_whole_tar(urls: Urls, t
 
 @pytest.mark.processes
 def test_no_link_that_others_put_into_the_cache_is_followed(urls: Urls, tmp_path: Path) -> None:
-    """At the names that were guessable: of the temporary file and of the copy."""
+    """At guessable names: those of the temporary file and of the copy."""
     url, victim, cache = f"pipe:cat {urls.tar}", tmp_path / "victim", tmp_path / "cache"
     victim.write_bytes(b"precious")
     (copy,) = urls.copy(url, cache)
@@ -295,7 +295,7 @@ def test_in_a_folder_of_others_copies_lie_in_one_of_the_users_own(urls: Urls, tm
 @pytest.mark.processes
 @pytest.mark.parametrize("call", ["open", "fsync", "mkdir", "rename", "stat"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EACCES])
-def test_an_error_of_the_cache_is_one_that_names_it_and_leaves_nothing(
+def test_an_error_of_the_cache_names_it_and_leaves_no_file(
     urls: Urls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
     cache, real = tmp_path / "cache", getattr(os, call)

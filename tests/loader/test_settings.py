@@ -1,6 +1,6 @@
-"""Arguments that cannot be, and what a loader finds out and says: rank, tokenizer, threads, settings.
+"""Invalid arguments, and what a loader detects and reports: rank, tokenizer, threads, settings.
 
-More wrong arguments: tests/oracle/test_refusals.py.
+tests/oracle/test_refusals.py has more invalid arguments.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tokenizers import Tokenizer, models, processors
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import loader
 import shardprep
 from loader import (
     NotFound,
@@ -45,11 +46,11 @@ from tests.world import BOS, EOS, World, ids_of, open_loader, refuses, tokenizer
 
 
 def rows_of(values: dict[str, tuple[Any, ...]], expected: str) -> list[tuple[dict[str, Any], str, str]]:
-    """The same for several arguments: name -> wrong values."""
+    """Return rows of WRONG for several arguments, given as name -> wrong values."""
     return [({name: value}, f"{name}={value!r}", expected) for name in values for value in values[name]]
 
 
-# Arguments beside a data set, batch_size=2 and model_id; what was found, and what was expected.
+# Arguments in addition to a data set, batch_size=2 and model_id; found and expected of the error.
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     *rows_of(
         dict.fromkeys(("shuffle", "amend", "pin_memory", "persistent_workers"), ("x",)), "True or False"
@@ -68,24 +69,31 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"group_by_length": 8, "global_batch_size": 8, "rank": 0, "world_size": 4}, "4 ranks", "[1]"),
     ({"seq_len": 8, "group_by_length": True}, "seq_len=8", ""),
     ({"split": "validation", "global_batch_size": [(0, 4), (3, 8)]}, "global_batch_size=[", "one size"),
-    # Arguments that do not go together; these errors have no fields.
+    # Arguments that exclude each other. These errors have no fields, but name the last argument.
     ({"boundaries": "position_ids", "seq_len": 8, "collate_fn": list}, "", ""),
     ({"origins": True, "collate_fn": list}, "", ""),
     ({"targets": "shifted", "seq_len": 8, "collate_fn": list}, "", ""),
     ({"group_by_length": 2, "shuffle": False}, "", ""),
-    ({"group_by_length": 2, "split": "validation"}, "", ""),
+    ({"split": "validation", "group_by_length": 2}, "", ""),
 ]
 
 
 @pytest.mark.parametrize(("options", "found", "expected"), WRONG, ids=[str(options) for options, *_ in WRONG])
 def test_a_wrong_value_is_named(numbered: Path, options: dict[str, Any], found: str, expected: str) -> None:
     given: dict[str, Any] = {"input_shards": numbered, "batch_size": 2, "model_id": numbered, **options}
-    with refuses(UsageError, found=found, expected=expected):
+    with refuses(UsageError, found=found, expected=expected, args="" if found else [*options][-1]):
         get_llama3_dataloader(**{"num_workers": 0, **given})
 
 
+@pytest.mark.parametrize("name", ["get_loader", "numpy"])
+def test_an_unknown_name_of_the_package_is_an_attribute_error_with_all_names(name: str) -> None:
+    with pytest.raises(AttributeError) as raised:
+        getattr(loader, name)
+    assert {name, *loader.__all__} <= set(re.findall(r"\w+", str(raised.value)))
+
+
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_an_argument_that_went_is_answered_with_what_to_do_instead(name: str) -> None:
+def test_a_removed_argument_is_refused_with_what_to_do_instead(name: str) -> None:
     make: Any = get_llama3_dataloader
     with pytest.raises(TypeError) as raised:
         make("DATA", 4, **{name: 1})
@@ -93,7 +101,7 @@ def test_an_argument_that_went_is_answered_with_what_to_do_instead(name: str) ->
     assert ARGUMENTS[name] in str(raised.value)
 
 
-def test_each_argument_is_explained_in_one_group_and_the_reference_page_says_it() -> None:
+def test_each_argument_is_documented_once_and_the_reference_page_is_up_to_date() -> None:
     groups = loader_reference.arguments_by_group()
     explained = [name for arguments in groups.values() for name in arguments]
     assert sorted(explained) == sorted(inspect.signature(get_llama3_dataloader).parameters)
@@ -104,7 +112,7 @@ def test_each_argument_is_explained_in_one_group_and_the_reference_page_says_it(
     assert shardprep.get_llama3_dataloader is get_llama3_dataloader
 
 
-def test_a_model_that_cannot_be_had_is_named(numbered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_loaded_is_named(numbered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(NotFound) as raised:
         open_loader(numbered, model_id="nobody/nothing-at-all")
@@ -112,8 +120,8 @@ def test_a_model_that_cannot_be_had_is_named(numbered: Path, monkeypatch: pytest
 
 
 @pytest.mark.processes
-def test_who_makes_a_loader_of_the_loader_is_told_so(numbered: Path) -> None:
-    """As accelerate's prepare, skip_first_batches and Lightning do, and who takes it for a data set."""
+def test_a_dataloader_made_from_the_loader_is_refused(numbered: Path) -> None:
+    """accelerate and Lightning make one, and so do users who take the loader for a data set."""
     with open_loader(numbered, model_id=numbered) as made:
         itself: Any = made
         names = ("run", "step_batches", "loader_tokenizer", "process_rank", "pin_memory")
@@ -131,10 +139,12 @@ def test_who_makes_a_loader_of_the_loader_is_told_so(numbered: Path) -> None:
         assert len([*made]) == len(made)
 
 
-def test_numbers_of_numpy_and_paths_of_bytes_are_taken_like_pythons_own(numbered: Path) -> None:
-    two, eight, none = np.int64(2), np.int64(8), np.int64(0)
+def test_numpy_numbers_and_paths_as_bytes_are_accepted(numbered: Path) -> None:
+    two, eight, zero, yes = np.int64(2), np.int64(8), np.int64(0), np.bool_(True)
     plain: dict[str, Any] = {"max_length": 2, "seed": 8, "global_batch_size": [(0, 2), (8, 8)]}
-    given = {"max_length": two, "seed": eight, "global_batch_size": [(none, two), (eight, eight)]}
+    plain |= {"pad_to_multiple_of": 8, "shuffle": True}
+    given = {"max_length": two, "seed": eight, "global_batch_size": [(zero, two), (eight, eight)]}
+    given |= {"pad_to_multiple_of": eight, "shuffle": yes}
     states = []
     for folder, size, options in ((numbered, 2, plain), (os.fsencode(numbered), two, given)):
         with get_llama3_dataloader(folder, size, numbered, num_workers=0, **options) as made:
@@ -151,10 +161,10 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "PMIX_RANK
 MPICH = {"PMI_RANK": "2", "PMI_SIZE": "3"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
 FIRST_OF_ONE = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
-# What launchers set, and the rank and world size; None: refused, for want of a rank for sure.
+# Variables of launchers, and the rank and world size; None: refused, because the rank is uncertain.
 RANKS: dict[str, tuple[dict[str, str], tuple[int, int] | None]] = {
     "a task of srun": (SRUN, (3, 4)),
-    "the step's tasks, not the job's": ({**SRUN, "SLURM_NTASKS": "8"}, (3, 4)),
+    "the step's tasks count, not the job's": ({**SRUN, "SLURM_NTASKS": "8"}, (3, 4)),
     "a batch script is alone": (BATCH_SCRIPT, (0, 1)),
     "salloc's shell is alone": ({"SLURM_JOB_ID": "12", "SLURM_NTASKS": "4"}, (0, 1)),
     "an interactive step is alone": ({**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"}, (0, 1)),
@@ -164,12 +174,12 @@ RANKS: dict[str, tuple[dict[str, str], tuple[int, int] | None]] = {
     "nothing is set": ({}, (0, 1)),
     "Open MPI": (OPEN_MPI, (5, 8)),
     "MPICH": (MPICH, (2, 3)),
-    "mpirun starts a task a node, and knows better than Slurm": ({**SRUN, **OPEN_MPI}, (5, 8)),
+    "mpirun's ranks, where Slurm started a task per node": ({**SRUN, **OPEN_MPI}, (5, 8)),
     "MPICH in a Slurm job": ({**SRUN, **MPICH}, (2, 3)),
     "torchrun under mpirun": ({**OPEN_MPI, **TORCHRUN}, (1, 2)),
     "PMIx by srun": ({**SRUN, "PMIX_RANK": "3"}, (3, 4)),
     "PMIx by srun, alone": ({**SRUN, **FIRST_OF_ONE, "PMIX_RANK": "0"}, (0, 1)),
-    "task 2 without a step: task 0 would think itself alone": ({**BATCH_SCRIPT, "SLURM_PROCID": "2"}, None),
+    "task 2 without a step: task 0 would be taken as alone": ({**BATCH_SCRIPT, "SLURM_PROCID": "2"}, None),
     "no procid": ({name: value for name, value in SRUN.items() if name != "SLURM_PROCID"}, None),
     "no number": ({"RANK": "one", "WORLD_SIZE": "2"}, None),
     "PMIx alone": ({"PMIX_RANK": "0"}, None),
@@ -178,7 +188,7 @@ RANKS: dict[str, tuple[dict[str, str], tuple[int, int] | None]] = {
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_a_process_knows_its_rank_from_its_launcher_or_refuses_and_arguments_win(name: str) -> None:
+def test_a_rank_comes_from_arguments_or_else_from_the_launcher(name: str) -> None:
     environ, expected = RANKS[name]
     with refuses(UsageError) if expected is None else contextlib.nullcontext():
         who = find_process_rank(environ=environ)
@@ -188,7 +198,7 @@ def test_a_process_knows_its_rank_from_its_launcher_or_refuses_and_arguments_win
 
 
 @pytest.mark.parametrize("environ", [TORCHRUN, SRUN, OPEN_MPI, MPICH])
-def test_a_loader_refuses_where_its_process_is_another_rank_by_now(
+def test_a_loader_refuses_to_run_if_its_process_has_become_another_rank(
     numbered: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
 ) -> None:
     alone = open_loader(numbered, model_id=numbered)
@@ -198,10 +208,10 @@ def test_a_loader_refuses_where_its_process_is_another_rank_by_now(
         monkeypatch.setenv(name, value)
     with refuses(UsageError):
         iter(alone)
-    iter(given)  # who passes a rank knows what it is for
+    iter(given)  # a rank that was passed is not checked
     late = open_loader(numbered, model_id=numbered)
     monkeypatch.undo()
-    iter(late)  # nothing says otherwise
+    iter(late)  # there are no variables that disagree
 
 
 # Tokenizers
@@ -224,24 +234,24 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_data_sets_own_tokenizer_that_is_not_the_manifests_is_refused(data: Path, change: str) -> None:
-    """Where a file is altered, or a look at it fails, transformers takes what it finds without a word."""
+def test_a_tokenizer_that_differs_from_the_manifests_is_refused(data: Path, change: str) -> None:
+    """transformers silently loads an altered file, or another one if it cannot read a file."""
     CHANGES[change](data / "tokenizer")
     with pytest.raises(OtherTokenizer) as raised:
         open_loader(data)
     assert str(data / "tokenizer") in str(raised.value)
 
 
-def test_the_data_sets_own_tokenizer_wins_and_a_model_must_be_the_same(data: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_of_the_data_set_is_used_and_a_model_must_be_equal(data: Path, tmp_path: Path) -> None:
     model = shutil.copytree(tokenizer_dir(), tmp_path / "model")
     for model_id in (None, tokenizer_dir(), str(tokenizer_dir()), model):
         with open_loader(data, model_id=model_id) as loader:
             assert Path(loader.tokenizer.name_or_path) == data / "tokenizer"
             expected = loader.tokenizer.eos_token_id
-    # The name that the data set was made with is never resolved.
+    # The model name that the data set was made with is not resolved.
     rewrite_json(data / "index.json", **{"spec.tokenizer.model_id": "meta-llama/not-downloaded"})
     open_loader(data, model_id="meta-llama/not-downloaded").close()
-    # A model of another EOS pads and ends documents as the manifests say.
+    # A model with another EOS pads and ends documents as the manifests state.
     shutil.rmtree(data / "tokenizer")
     rewrite_json(Path(model) / "tokenizer_config.json", eos_token=BOS)
     with open_loader(data, model_id=model) as loader:
@@ -249,11 +259,11 @@ def test_the_data_sets_own_tokenizer_wins_and_a_model_must_be_the_same(data: Pat
 
 
 @pytest.mark.parametrize("is_of_transformers_4", [False, True])
-def test_the_tokenizer_of_a_loader_is_the_one_that_transformers_loads_when_it_is_asked_for(
+def test_a_loader_loads_its_tokenizer_by_transformers_on_first_access(
     data: Path, monkeypatch: pytest.MonkeyPatch, is_of_transformers_4: bool
 ) -> None:
     folder, asked, real = data / "tokenizer", [], AutoTokenizer.from_pretrained
-    if is_of_transformers_4:  # which wrote added tokens into the configuration, too
+    if is_of_transformers_4:  # it wrote added tokens into the configuration, too
         tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
         added = {str(token.pop("id")): token for token in tokens}
         rewrite_json(folder / "tokenizer_config.json", added_tokens_decoder=added)
@@ -274,27 +284,27 @@ def test_the_tokenizer_of_a_loader_is_the_one_that_transformers_loads_when_it_is
     assert (batch["input_ids"][batch["attention_mask"] == 0] == tokenizer.pad_token_id).all()
 
 
-# What it says
+# Logs
 
 
-def said(caplog: pytest.LogCaptureFixture, data: Path, **options: Any) -> list[tuple[int, str]]:
-    """The records that making a loader leaves."""
+def logged(caplog: pytest.LogCaptureFixture, data: Path, **options: Any) -> list[tuple[int, str]]:
+    """Return (level, message) of the records that making a loader logs."""
     caplog.clear()
     with caplog.at_level(logging.INFO, "loader"):
         open_loader(data, **options).close()
     return [(record.levelno, record.getMessage()) for record in caplog.records]
 
 
-def test_rank_0_alone_logs_what_a_loader_is(caplog: pytest.LogCaptureFixture, sets: DataSets) -> None:
+def test_only_rank_0_logs_the_settings_of_a_loader(caplog: pytest.LogCaptureFixture, sets: DataSets) -> None:
     options: dict[str, Any] = {"seq_len": SEQ_LEN, "world_size": 2}
     with open_loader(sets["documents"], rank=0, **options) as loader:
         described = loader.describe()
         assert repr(loader) in described
-    assert (logging.INFO, described) in said(caplog, sets["documents"], rank=0, **options)
-    assert not [text for _, text in said(caplog, sets["documents"], rank=1, **options) if "\n" in text]
+    assert (logging.INFO, described) in logged(caplog, sets["documents"], rank=0, **options)
+    assert not [text for _, text in logged(caplog, sets["documents"], rank=1, **options) if "\n" in text]
 
 
-# append_eos, what the tokenizer adds, arguments of the loader; warnings of the plan and of the loader.
+# append_eos, the tokenizer's template, arguments of the loader; number of warnings of plan and of the loader.
 EOS_CASES: list[tuple[bool, str | None, dict[str, Any], int, int]] = [
     (False, None, {}, 1, 1),
     (False, "$A </s>", {}, 0, 0),
@@ -307,7 +317,7 @@ EOS_CASES: list[tuple[bool, str | None, dict[str, Any], int, int]] = [
 
 
 @pytest.mark.parametrize(("append_eos", "template", "options", "of_plan", "of_loader"), EOS_CASES)
-def test_plan_and_rank_0_warn_of_training_documents_that_get_no_eos(
+def test_plan_and_rank_0_warn_if_training_documents_get_no_eos(
     caplog: pytest.LogCaptureFixture, tmp_path: Path,
     append_eos: bool, template: str | None, options: dict[str, Any], of_plan: int, of_loader: int,
 ) -> None:  # fmt: skip
@@ -320,11 +330,11 @@ def test_plan_and_rank_0_warn_of_training_documents_that_get_no_eos(
     planned = world.try_plan(num_shards=1, append_eos=append_eos or None)
     assert planned.text.count("--append_eos") == of_plan
     world.run(0).verify()
-    levels = [level for level, _ in said(caplog, world.data_dir, **options)]
+    levels = [level for level, _ in logged(caplog, world.data_dir, **options)]
     assert levels.count(logging.WARNING) == of_loader
 
 
-def test_the_command_prints_a_batch_decoded(sets: DataSets, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_m_loader_prints_a_decoded_batch(sets: DataSets, capsys: pytest.CaptureFixture[str]) -> None:
     assert show([str(sets["documents"]), "--batch_size", "3"]) == 0
     out = capsys.readouterr().out
     with open_loader(sets["documents"], 3) as loader:
@@ -342,7 +352,7 @@ VARIABLES = "OMP_NUM_THREADS MKL_NUM_THREADS TOKENIZERS_PARALLELISM LOCAL_WORLD_
 
 @pytest.fixture
 def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The process's own variables, without those that count here; all is as before at the end."""
+    """This process's variables without those that count here. Everything is restored at the end."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
     precision = torch.get_float32_matmul_precision()
     with mock.patch.dict(os.environ):
@@ -374,14 +384,14 @@ def test_threads_are_the_ranks_share_of_the_cpus(
 ) -> None:
     environ.update(given)
     assert set_up_training(tokenizer).num_threads == expected == torch.get_num_threads()
-    assert {name: environ[name] for name in given} == given, "what a user set stays"
+    assert {name: environ[name] for name in given} == given, "variables of the user stay"
     assert environ["TOKENIZERS_PARALLELISM"] == "false"
     assert environ["MKL_NUM_THREADS"] == str(expected)
     with refuses(UsageError, found="num_threads=0"):
         set_up_training(tokenizer, num_threads=0)
 
 
-def test_a_tokenizer_pads_as_its_loader_and_workers_are_left_cpus(
+def test_set_up_training_pads_as_the_loader_does_and_leaves_cpus_to_workers(
     numbered: Path, environ: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with open_loader(numbered, model_id=numbered, num_workers=3) as loader:
@@ -395,10 +405,10 @@ def test_a_tokenizer_pads_as_its_loader_and_workers_are_left_cpus(
         for tf32, precision in ((True, "high"), (False, "highest")):
             set_up_training(loader.tokenizer, tf32=tf32)
             assert torch.get_float32_matmul_precision() == precision
-        assert {record.levelname for record in caplog.records} == {"WARNING"}, "a pad token that is EOS"
+        assert {record.levelname for record in caplog.records} == {"WARNING"}, "the pad token is EOS"
 
 
-def test_bf16_is_of_the_context_alone_and_needs_a_gpu_that_has_it(
+def test_bf16_applies_only_in_autocast_and_needs_a_gpu_that_supports_it(
     tokenizer: Any, environ: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer, ones = torch.nn.Linear(8, 8), torch.ones(1, 8)

@@ -1,7 +1,7 @@
-"""The state of a run: of a loop that stops anywhere, looks ahead, jumps or is copied, and of an amended run.
+"""The state of a run: of a loop that stops anywhere, peeks, jumps or is copied, and of an amended run.
 
-That a run resumes on any number of ranks and workers with the same batches, and that an amended one repeats
-and loses no sample, is tried by tests/oracle.
+tests/oracle tests that a run resumes with the same batches on any number of ranks and workers, and that an
+amended run neither repeats nor loses a sample.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.word_tokenizers import save_word_tokenizer
 from tests.world import ids_of, open_loader, refuses
 
 Sources = dict[str, Path]
-STEPS, MICRO = 13, 4  # of an epoch of 107 samples in global batches of 8; batches of 2 in one
+STEPS, MICRO = 13, 4  # global batches of 8 in an epoch of 107 samples; batches of 2 in a global batch
 WORKERS: list[Any] = [
     {},
     pytest.param({"num_workers": 2}, marks=pytest.mark.processes),
@@ -40,13 +40,13 @@ def load(data: Path, batch_size: int = 8, **options: Any) -> TokenLoader:
 
 
 def numbers(batch: Any) -> list[int]:
-    """Which samples a batch has."""
+    """Return the numbers of a batch's samples."""
     return [ids[0] for ids in ids_of(batch)]
 
 
 @pytest.fixture(scope="module")
 def parts(numbered: Path) -> list[list[int]]:
-    """The samples of each batch of 2, of five epochs."""
+    """The samples of each batch of 2, for five epochs."""
     with load(numbered, 2) as loader:
         return [numbers(batch) for batch in chain(*5 * [loader])]
 
@@ -58,10 +58,10 @@ def whole(parts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("options", WORKERS)
-def test_a_loop_that_stopped_jumped_was_copied_or_refused_a_state_goes_on_with_the_next_batch(
+def test_a_loop_continues_with_the_next_batch_after_a_stop_a_jump_a_copy_or_a_refused_state(
     numbered: Path, parts: list[list[int]], options: dict[str, Any]
 ) -> None:
-    """Also inside of a step, and through the end of an epoch; what was only begun is not counted."""
+    """Also inside a step and across epochs. Batches that were only prefetched do not count."""
     chance, at = random.Random(3), 0
     with load(numbered, seed=4) as loader:
         of_another_run = loader.state_at(3)
@@ -91,23 +91,23 @@ def test_a_loop_that_stopped_jumped_was_copied_or_refused_a_state_goes_on_with_t
 
 
 @pytest.mark.parametrize("options", WORKERS)
-def test_set_epoch_stays_in_an_epoch_or_leaves_it_with_a_warning_also_for_who_resumes(
+def test_set_epoch_continues_the_current_epoch_or_starts_another_one(
     numbered: Path, whole: list[list[int]], options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """How steps are counted then is tried by tests/oracle/test_states.py."""
+    """Also after a resume. tests/oracle/test_states.py tests how steps are counted then."""
     with load(numbered, **options) as loader:
         batches = iter(loader)
         for _ in range(3):
             next(batches)
         caplog.clear()
-        loader.set_epoch(0)  # in which it stands
+        loader.set_epoch(0)  # the current epoch
         assert numbers(next(batches)) == whole[3]
         assert not caplog.records
         loader.set_epoch(2)
         with refuses(UsageError):
             next(batches)
         with refuses(UsageError):
-            loader.state_at(3)  # of an epoch that was left
+            loader.state_at(3)  # in an epoch that was left
         assert numbers(next(iter(loader))) == whole[2 * STEPS]
         assert loader.num_steps_delivered == 5
         wrong: Any
@@ -119,12 +119,12 @@ def test_set_epoch_stays_in_an_epoch_or_leaves_it_with_a_warning_also_for_who_re
         loader.load_state_dict(state)
         assert numbers(next(iter(loader))) == whole[2 * STEPS + 1]
     with load(numbered) as loader:
-        loader.set_epoch(2)  # as if nobody had loaded a state
+        loader.set_epoch(2)  # without loading the state
         assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_states_are_few_numbers_and_no_path(numbered: Path, whole: list[list[int]], tmp_path: Path) -> None:
-    """torch.distributed.checkpoint fills in the keys that it is given, and reads no others."""
+    """Keys never change: torch.distributed.checkpoint reads only the keys of the state that it is given."""
     with load(numbered, 2) as loader:
         fresh = loader.state_dict()
         next(iter(loader))
@@ -143,7 +143,7 @@ def test_states_are_few_numbers_and_no_path(numbered: Path, whole: list[list[int
     with load(Path(shutil.copytree(numbered, tmp_path / "moved"))) as loader:
         loader.load_state_dict(state)
         assert numbers(loader.peek()) == whole[3]
-        assert (loader.first_batch, len(loader), len([*loader])) == (3, STEPS, STEPS - 3), "as a bar shows it"
+        assert (loader.first_batch, len(loader), len([*loader])) == (3, STEPS, STEPS - 3), "for a tqdm bar"
 
 
 def test_the_batches_before_a_state_are_never_read(numbered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ MIXED: dict[str, Any] = {"weights": {"web": 1, "code": 1}}
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
-    """The first id of a document is its number."""
+    """Numbered tars of three sources; the first id of a document is its number."""
     root = tmp_path_factory.mktemp("sources")
     save_word_tokenizer(root, 1000)
     for name, size in SIZES.items():
@@ -181,7 +181,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
 def mix(
     sources: Sources, names: str = "web code", web: Sequence[str] = ("web",), **options: Any
 ) -> TokenLoader:
-    """Return a loader of a mixture, or of web alone if there are no weights; ``web``: its folders."""
+    """Return a loader of a mixture, or of web only if there are no weights. ``web``: the folders of web."""
     named: Any = {**sources, "web": [sources[name] for name in web]}
     folders: Any = {name: named[name] for name in names.split()} if "weights" in options else named["web"]
     made = {"batch_size": L, "global_batch_size": L, "weights_in": "samples", **options}
@@ -195,13 +195,13 @@ def state_at(sources: Sources, step: int, **options: Any) -> dict[str, Any]:
 
 
 def stages(loader: TokenLoader) -> list[tuple[int, int, str]]:
-    """Return what holds: from which step on, the global batch, and the shares of samples."""
+    """Return (first step, global batch size, shares of samples) of each stage."""
     lines = re.findall(r"from step (\d+): (.*), global_batch_size (\d+)", loader.describe())
     return [(int(step), int(size), shares) for step, shares, size in lines]
 
 
 FIRST = (0, L, "web 0.5, code 0.5")
-# What is passed behind a state of step 70, and the stages of the run then.
+# Arguments when resuming from a state of step 70, and the stages of the amended run.
 AMENDED: list[tuple[dict[str, Any], list[Any]]] = [
     ({"weights": {"web": 1}, "global_batch_size": 3 * L}, [FIRST, (128, 3 * L, "web 1")]),
     ({"weights": [(0, {"web": 1, "code": 1}), (75, {"web": 1})]}, [FIRST, (128, L, "web 1")]),
@@ -214,7 +214,7 @@ AMENDED: list[tuple[dict[str, Any], list[Any]]] = [
 
 
 @pytest.mark.parametrize(("options", "expected"), AMENDED)
-def test_an_amendment_holds_from_the_next_border_and_the_loader_says_so(
+def test_an_amendment_takes_effect_at_the_next_border_and_the_loader_logs_it(
     sources: Sources, options: dict[str, Any], expected: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     state = state_at(sources, 70, **MIXED)
@@ -225,14 +225,14 @@ def test_an_amendment_holds_from_the_next_border_and_the_loader_says_so(
         assert [" 128" in record.getMessage() for record in caplog.records] == [True] * (len(expected) > 1)
         assert loader.num_steps_delivered == 70
         again = loader.state_dict()
-    with mix(sources, **options) as loader:  # what the run has become needs no word
+    with mix(sources, **options) as loader:  # afterwards amend=True is not needed
         loader.load_state_dict(again)
         assert loader.state_dict() == again
 
 
 @pytest.mark.parametrize(("step", "amend"), [(5, False), (0, True), (5, True)])
 def test_sources_may_be_named_in_any_order(sources: Sources, step: int, amend: bool) -> None:
-    """Shares are rounded to whole ticks in the order of the run, and a source keeps its seed."""
+    """The run's own order of sources decides how shares are rounded and which seed a source has."""
     weights = {"web": 2, "code": 0.3, "books": 7}
     state = state_at(sources, step, names="web code books", weights=weights)
     with mix(sources, "books web code", weights=weights, amend=amend) as loader:
@@ -240,19 +240,19 @@ def test_sources_may_be_named_in_any_order(sources: Sources, step: int, amend: b
         assert loader.state_dict() == state
 
 
-# Arguments behind a state of step 70, and what the error says. More: tests/oracle/test_states.py.
+# Arguments when resuming from a state of step 70, and fields of the error. More: tests/oracle/test_states.py.
 REFUSED: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({"weights": {"web": 1}}, {"remedy": "amend=True"}),
     ({"weights": {"web": 1, "code": 2}, "weights_in": "tokens"}, {}),
     ({"global_batch_size": 30, "batch_size": 6, **MIXED, "amend": True}, {"expected": "a multiple of 12"}),
-    # batches that the order cannot have
+    # a batch larger than the order's global batch
     ({"global_batch_size": 24, "batch_size": 24, **MIXED, "amend": True}, {"found": "global_batch_size=12"}),
     ({**MIXED, "amend": True, "seed": 4}, {"expected": "seed 4"}),
     ({**MIXED, "amend": True, "seq_len": 16}, {"expected": "seq_len 16"}),
     ({"amend": True}, {"found": "is_mixture True"}),
-    # without a source before it is dropped
+    # without a source that is needed up to the border
     ({"names": "web", "amend": True, "weights": {"web": 1}}, {"expected": "code"}),
-    # other folders of a source
+    # other folders for a source
     ({**MIXED, "amend": True, "web": ["web", "books"]}, {"remedy": "web_2"}),
     ({"weights": {"web": 3, "code": 1}, "amend": True, "web": ["books", "web"]}, {"remedy": "web_2"}),
     ({**MIXED, "amend": True, "web": ["books"]}, {"remedy": "web_2"}),
@@ -260,17 +260,19 @@ REFUSED: list[tuple[dict[str, Any], dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("options", "fields"), REFUSED)
-def test_other_runs_are_refused(sources: Sources, options: dict[str, Any], fields: dict[str, str]) -> None:
+def test_states_of_other_runs_are_refused(
+    sources: Sources, options: dict[str, Any], fields: dict[str, str]
+) -> None:
     state = state_at(sources, 70, **MIXED)
     with mix(sources, **options) as loader, refuses(OtherRun, **fields):
         loader.load_state_dict(state)
     with refuses(UsageError), mix(sources, **MIXED, global_batch_size=120 * L, amend=True) as loader:
-        loader.load_state_dict(state)  # a step larger than an epoch
+        loader.load_state_dict(state)  # a step would be larger than an epoch
 
 
 def test_states_of_an_amended_run_are_short_and_have_the_keys_of_a_fresh_one(sources: Sources) -> None:
-    """torch.distributed.checkpoint reads the keys that it is given, and takes a list without dicts as one
-    value."""
+    """torch.distributed.checkpoint reads only the keys of the state that it is given, and treats a list
+    without dicts as one value."""
     state: Any = state_at(sources, 0, **MIXED)
     fresh = state
     for number in range(15):
@@ -284,8 +286,8 @@ def test_states_of_an_amended_run_are_short_and_have_the_keys_of_a_fresh_one(sou
     assert not any(isinstance(value, dict) for value in chain(*state["sources"], *state["stages"]))
 
 
-def test_a_run_keeps_the_blocks_that_it_began_with_also_behind_an_amendment(sources: Sources) -> None:
-    """Another version may choose others. A source that is added later has those of this version."""
+def test_a_run_keeps_its_initial_block_sizes_after_an_amendment(sources: Sources) -> None:
+    """Another version may choose other sizes. A source that is added later has those of this version."""
     state = state_at(sources, 0, **MIXED)
     with mix(sources, **MIXED) as loader:
         usual = [numbers(batch) for batch in islice(loader, 8)]

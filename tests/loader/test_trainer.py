@@ -1,4 +1,4 @@
-"""Trainer, Lightning and accelerate on a loader: each step is trained once, whatever happens to a run."""
+"""Trainer, Lightning and accelerate with a loader: each step is trained exactly once."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ from tests.world import open_loader, refuses
 
 pytestmark = pytest.mark.slow  # each test trains
 
-PER_EPOCH = 5  # steps of 43 samples in global batches of 8
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -37,7 +35,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def fresh_accelerate() -> Iterator[None]:
-    """Forget what a page told accelerate: it holds for all loops of a process."""
+    """Reset accelerate's state, which all loops of a process share."""
     yield
     if state := sys.modules.get("accelerate.state"):
         state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -56,7 +54,7 @@ def arguments_of(folder: Path, batch_size: int = 8, **how: Any) -> TrainingArgum
 def trainer_of(
     loader: Any, folder: Path, *, accumulated: int = 1, kind: Any = OwnTrainer, **how: Any
 ) -> tuple[Any, list[list[int]]]:
-    """A Trainer, and the list that the first ids of each batch that it trains come to."""
+    """Return a Trainer, and the list to which it adds the first ids of each batch."""
     how = {"save_strategy": "steps", "save_steps": 100, **how}
     args = arguments_of(folder, gradient_accumulation_steps=accumulated, **how)
     model = SmallModel()
@@ -64,7 +62,7 @@ def trainer_of(
 
 
 def train(loader: Any, folder: Path, *, resume: bool = False, **how: Any) -> tuple[int, list[list[int]]]:
-    """Trainer's steps in the end, and what was trained."""
+    """Train, and return the number of steps and the first ids of each batch."""
     trainer, seen = trainer_of(loader, folder, **how)
     trainer.train(resume_from_checkpoint=resume)
     assert trainer.state.max_steps == trainer.state.global_step
@@ -72,7 +70,7 @@ def train(loader: Any, folder: Path, *, resume: bool = False, **how: Any) -> tup
 
 
 def load(data: Any, batch_size: int = 8, *, at: int = 0, **options: Any) -> TokenLoader:
-    """Return a loader that begins behind ``at`` steps."""
+    """Return a loader that begins after ``at`` steps."""
     loader = open_loader(data, batch_size, **{"model_id": data, **options})
     if at:
         loader.load_state_dict(loader.state_at(at))
@@ -83,7 +81,7 @@ def load(data: Any, batch_size: int = 8, *, at: int = 0, **options: Any) -> Toke
     ("at", "how", "num_steps"),
     [
         *((at, {"max_steps": 12}, 12) for at in (0, 4, 5, 7)),
-        # A training of epochs ends where the loader has had them.
+        # With num_train_epochs, training ends when the loader has delivered them.
         *((at, {"num_train_epochs": 3}, 15 - at) for at in (0, 8)),
         (0, {"num_train_epochs": 1.3}, 7),
     ],
@@ -93,7 +91,7 @@ def test_a_training_that_begins_anywhere_in_a_run_trains_all_its_steps(
 ) -> None:
     expected = train_by_hand(data, at + num_steps).seen[at:]
     assert train(load(data, at=at), tmp_path, **how) == (num_steps, expected)
-    with refuses(UsageError):  # more epochs than are asked for are over
+    with refuses(UsageError):  # more epochs are over than requested
         train(load(data, at=8), tmp_path / "over", num_train_epochs=1)
 
 
@@ -113,20 +111,20 @@ def test_a_resumed_run_trains_the_rest(data: Path, tmp_path: Path, stop: int, ho
     path.write_text(text)
     expected = train_by_hand(data, 12).seen[stop:]
     assert train(load(data), tmp_path, resume=True, save_steps=12, **how) == (12, expected)
-    assert train(load(data), tmp_path, resume=True, save_steps=12, **how) == (12, []), "it was finished"
+    assert train(load(data), tmp_path, resume=True, save_steps=12, **how) == (12, []), "already finished"
 
 
-def test_a_training_that_is_amended_trains_all_its_steps(data: Path, numbered: Path, tmp_path: Path) -> None:
+def test_an_amended_training_trains_all_its_steps(data: Path, numbered: Path, tmp_path: Path) -> None:
     train(load({"web": data}, model_id=data, weights={"web": 1}), tmp_path, max_steps=3)
     before = 3
     for end in (30, 40):
-        # A source is added at step 64, and the second training replaces that.
+        # The first amendment adds a source at step 64, and the second one replaces it.
         both: dict[str, Any] = {"weights": {"web": 0.5, "books": 0.5}, "model_id": data, "amend": True}
         loader = load({"web": data, "books": numbered}, **both)
         steps, seen = train(loader, tmp_path, resume=True, max_steps=end)
         assert (steps, len(seen)) == (end, end - before)
         before = 30
-    # A batch size takes hold at step 64; the last step of that epoch has no room for two.
+    # The batch size changes at step 64. The last tick of that epoch is unused, as a step now takes two.
     loader = load(data, global_batch_size=16, amend=True)
     loader.load_state_dict(load(data).state_at(3))
     loader.load_state_dict(loader.state_at(65))
@@ -134,7 +132,7 @@ def test_a_training_that_is_amended_trains_all_its_steps(data: Path, numbered: P
     assert (steps, len(seen)) == (6, 12)
 
 
-def test_a_size_that_changes_or_a_state_inside_of_a_step_is_refused(data: Path, tmp_path: Path) -> None:
+def test_trainer_refuses_changing_batch_sizes_and_states_inside_a_step(data: Path, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"global_batch_size": [(0, 8), (4, 16)]}
     trainer, seen = trainer_of(load(data, **sizes), tmp_path, max_steps=5)
     with refuses(UsageError):
@@ -149,7 +147,7 @@ def test_a_size_that_changes_or_a_state_inside_of_a_step_is_refused(data: Path, 
         train(inside, tmp_path, max_steps=2, accumulated=2)
 
 
-def test_what_cannot_be_trained_on_or_evaluated_is_refused_at_once(data: Path, tmp_path: Path) -> None:
+def test_trainer_refuses_unsuitable_loaders_at_once(data: Path, tmp_path: Path) -> None:
     shifted = load(data, seq_len=16, targets="shifted")
     no_loaders: list[tuple[Any, int]] = [([], 1), (shifted, 1)]
     for loader, accumulated in ((load(data, 4), 1), (load(data), 2), *no_loaders):
@@ -164,7 +162,7 @@ def test_what_cannot_be_trained_on_or_evaluated_is_refused_at_once(data: Path, t
         type("Wrong", (Trainer, LoaderMixin), {})
 
 
-def test_shifted_targets_are_taken_if_the_loss_does_not_shift_again(data: Path, tmp_path: Path) -> None:
+def test_shifted_targets_need_a_loss_that_does_not_shift_again(data: Path, tmp_path: Path) -> None:
     shifted = load(data, seq_len=16, targets="shifted")
 
     class Overrides(OwnTrainer):
@@ -182,7 +180,7 @@ def test_shifted_targets_are_taken_if_the_loss_does_not_shift_again(data: Path, 
     trainer_of(shifted, tmp_path, max_steps=1, kind=Computes)[0].train()
     with refuses(UsageError):
         evaluation_loss(small_model("llama", "sdpa"), shifted)
-    assert evaluation_loss(SmallModel(), shifted) > 0, "a model of one's own may not shift"
+    assert evaluation_loss(SmallModel(), shifted) > 0, "a custom model may not shift"
 
 
 class MaskingTrainer(OwnTrainer):
@@ -191,7 +189,7 @@ class MaskingTrainer(OwnTrainer):
         return super().compute_loss(model, inputs, **more)
 
 
-# A model, whether mask_documents is called, its trainer, boundaries, check_boundaries, and what comes of it.
+# Model, whether mask_documents is called, trainer, boundaries, check_boundaries, and the result.
 CHECKS: list[tuple[str, bool, Any, Any, bool, str]] = [
     ("llama", False, OwnTrainer, "transformers", True, "safe"),
     ("opt", True, OwnTrainer, "transformers", True, "safe"),
@@ -204,7 +202,7 @@ CHECKS: list[tuple[str, bool, Any, Any, bool, str]] = [
 
 
 @pytest.mark.parametrize(("family", "is_masked", "kind", "boundaries", "checks", "expected"), CHECKS)
-def test_a_trainer_checks_boundaries_once_by_what_the_model_gets(
+def test_trainer_checks_boundaries_once_with_the_models_actual_inputs(
     data: Path, tmp_path: Path, family: str, is_masked: bool, kind: Any, boundaries: Any, checks: bool,
     expected: str,
 ) -> None:  # fmt: skip
@@ -222,7 +220,7 @@ def test_a_trainer_checks_boundaries_once_by_what_the_model_gets(
     assert (num_passes > 0) == (expected != "unchecked")
 
 
-def test_an_accumulation_of_anothers_is_warned_of(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_gradient_accumulation_is_warned_of(data: Path, caplog: pytest.LogCaptureFixture) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
     for global_batch_size, num_warnings in ((32, 0), (8, 1)):
@@ -232,7 +230,7 @@ def test_an_accumulation_of_anothers_is_warned_of(data: Path, caplog: pytest.Log
         assert len(caplog.records) == num_warnings
 
 
-def test_epochs_of_the_loader_are_those_of_trainers_strategies(data: Path, tmp_path: Path) -> None:
+def test_save_strategy_epoch_saves_at_the_loaders_epochs(data: Path, tmp_path: Path) -> None:
     train(load(data, at=3), tmp_path, max_steps=9, save_strategy="epoch")
     kept = sorted(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*"))
     assert kept == [2, 7, 9]
@@ -258,7 +256,7 @@ def test_the_mean_loss_of_each_source_is_logged(data: Path, numbered: Path, tmp_
     trainer: Any = OwnTrainer(model=model, args=args, train_loader=loader, eval_loader=eval_loader)
     trainer.train()
     batches = iter(again)
-    for step in (2, 4):  # the model does not change
+    for step in (2, 4):  # the learning rate is 0, so the model does not change
         losses = SourceLosses.of_loader(again)
         for batch in islice(batches, 4):
             losses.add(model(**batch).logits, batch["labels"], batch["origins"])
@@ -268,10 +266,10 @@ def test_the_mean_loss_of_each_source_is_logged(data: Path, numbered: Path, tmp_
     assert evaluated["eval_loss/all"] == pytest.approx(evaluated["eval_loss"], rel=1e-4)
 
 
-# Checkpoints that frameworks save inside of a step: the loader's state is of the optimizer's steps done
+# Checkpoints that frameworks save inside a step: the loader's state counts completed optimizer steps
 
 ACCUMULATED, END = 2, 8
-# point, step, batch of the step: in the first step, inside of an epoch, in its last step and the next first
+# (point, step, batch of the step): in the first step, inside an epoch, at its end and after it.
 KILLS = [
     ("forward", 0, 0), ("forward", 3, 0), ("forward", 5, 0), ("backward", 4, 1),
     ("before the optimizer", 2, 1), ("after the optimizer", 5, 1),
@@ -283,12 +281,12 @@ class Killed(Exception):
 
 
 class Run:
-    """A training by the example of a framework's page, watched, and killed at one point of one batch."""
+    """Training by the example of a framework's page, which may be killed at one point of one batch."""
 
     def __init__(self, page: str, data: Path, kill: tuple[str, int, int] | None = None) -> None:
         self.page, self.kill, self.model = page, kill, SmallModel()
         self.names: dict[str, Any] = {"DATA": data, "model": self.model, "rank": 0}
-        self.updates: list[list[list[int]]] = []  # the batches of each, by the first ids of their samples
+        self.updates: list[list[list[int]]] = []  # per optimizer step: batches, as first ids of samples
 
     def train(self, checkpoint: Path) -> None:
         held = self.model.seen
@@ -299,7 +297,7 @@ class Run:
             self.at("after the optimizer", ACCUMULATED - 1)
 
         more: dict[str, Any] = {}
-        if self.page == "trainer":  # with a warm-up it shows where the learning rate is of another step
+        if self.page == "trainer":  # a warm-up reveals a learning rate of another step
             more = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4}
         if self.page == "lightning":
             import lightning
@@ -310,7 +308,7 @@ class Run:
 
             self.names["more_callbacks"] = [Counted()]
         self.model.register_forward_pre_hook(lambda *_: self.at("forward", len(held) - 1))
-        # the last parameter whose gradient comes
+        # The last parameter to get its gradient.
         weight = self.model.embedding.weight
         weight.register_post_accumulate_grad_hook(lambda _: self.at("backward", len(held) - 1))
         before = register_optimizer_step_pre_hook(lambda *_: self.at("before the optimizer", ACCUMULATED - 1))
@@ -325,7 +323,7 @@ class Run:
         point, batch = place
         if (point, len(self.updates), batch) == self.kill:
             self.kill, names = None, self.names
-            if self.page == "trainer":  # as enable_jit_checkpoint does
+            if self.page == "trainer":  # like enable_jit_checkpoint
                 names["trainer"]._save_checkpoint(names["trainer"].model, trial=None)
             elif self.page == "accelerate":
                 names["accelerator"].save_state(names["CHECKPOINT"])
@@ -337,11 +335,11 @@ class Run:
 @pytest.mark.parametrize(
     "page", ["trainer", "accelerate", pytest.param("lightning", marks=pytest.mark.frameworks)]
 )
-def test_a_run_killed_inside_of_a_step_trains_it_once(data: Path, tmp_path: Path, page: str) -> None:
+def test_a_run_killed_inside_a_step_trains_that_step_once(data: Path, tmp_path: Path, page: str) -> None:
     pytest.importorskip(NEEDS[page])
     by_hand = train_by_hand(data, END, 4 if page == "trainer" else 0)
     expected = [[batch[:4], batch[4:]] for batch in by_hand.seen]
-    kills = [*KILLS, ("counted", 5, 0)] if page == "lightning" else KILLS  # others save there as usual
+    kills = [*KILLS, ("counted", 5, 0)] if page == "lightning" else KILLS
     for number, kill in enumerate(kills):
         first, second = Run(page, data, kill), Run(page, data)
         with pytest.raises(Killed):

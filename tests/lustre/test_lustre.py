@@ -1,6 +1,6 @@
-"""The lustre package against a fake lfs that refuses what the real one refuses, and with each call broken.
+"""The lustre package with a fake lfs that refuses what the real one refuses, and with each call broken.
 
-By itself a call of another package's command is broken in one way; ``LFS_BREAKS=all`` (``make torture``)
+By default a call by a command of another package is broken in one way; ``LFS_BREAKS=all`` (``make torture``)
 breaks it in all ways.
 """
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.processes
 
 @dataclass(frozen=True, kw_only=True)
 class FakeLustre:
-    """A folder that looks as if it stood on Lustre, and what the fake lfs on PATH was asked."""
+    """A folder that seems to be on Lustre, and the state of the fake lfs on PATH."""
 
     folder: Path
     lfs: Path
@@ -46,29 +46,29 @@ class FakeLustre:
         return marshal.loads(self.state_file.read_bytes()) if self.state_file.exists() else {}
 
     def give(self, **values: object) -> None:
-        """Change what the servers hold."""
+        """Change the state of the servers."""
         self.state_file.write_bytes(marshal.dumps({**self.state(), **values}))
 
     def calls(self, *commands: str) -> list[list[str]]:
-        """Return the arguments of calls of these commands of lfs, or of all, each with its LC_ALL last."""
+        """Return the arguments of calls of these lfs commands (default: all), each with its LC_ALL last."""
         return [call for call in self.state().get("calls", []) if not commands or call[0] in commands]
 
     def setstripe_calls(self) -> list[str]:
-        """Return the options alone, without the path and LC_ALL."""
+        """Return the options of each call of setstripe."""
         return [" ".join(call[1:-2]) for call in self.calls("setstripe")]
 
     def set_by_hand(self, options: str) -> None:
-        """Give the folder a layout by somebody's own lfs setstripe; "" is none."""
+        """Set a layout of the folder, unless ``options`` is empty, as a user does with lfs setstripe."""
         if options:
             subprocess.run(["lfs", "setstripe", *options.split(), str(self.folder)], check=True)
 
     def mounts(self, *lines: str) -> None:
-        """Have these file systems mounted."""
+        """Simulate a table of mounted file systems."""
         table = "".join(f"{line}\n" for line in lines)
         self.patch.setattr("lustre.lfs.read_mounts_table", lambda: table)
 
     def fault(self, name: str) -> None:
-        """A df that hangs gets a short time limit, and no other call: a busy machine may be slow."""
+        """Set a fault of lfs. Only df gets a short time limit: other calls may be slow on a busy machine."""
         self.patch.setenv("FAKE_LFS_FAULT", name)
         if name == "hang-df":
             self.patch.setattr("lustre.lfs.DF_TIMEOUT_S", 0.1)
@@ -78,10 +78,10 @@ class FakeLustre:
 def on_lustre(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[FakeLustre]:
-    """An empty folder on a Lustre of 8 OSTs. The trap: the test fails where setstripe was run on more."""
+    """An empty folder on Lustre with 8 OSTs. A test fails if setstripe runs on a file or non-empty folder."""
     tools, state_file = tmp_path / "bin", tmp_path / "lfs.state"
     tools.mkdir()
-    # Compiled once and run by this very Python: tests call it often.
+    # Compiled once, because tests call it often.
     compiled = tmp_path.parent / "fake_lfs.pyc"
     if not compiled.exists():
         py_compile.compile(str(ROOT / "tests" / "fake_lfs"), str(compiled), doraise=True)
@@ -117,17 +117,17 @@ DOM = "-E 64K -L mdt -E -1 -c 2 -S 4M"
 OST = {"used": 25 << 20, "available": 75 << 20, "flags": ""}
 
 
-# --- a layout is asked for, set and read back
+# --- setting a layout and reading it back
 
 
 class Apply(NamedTuple):
-    """``apply --stripe`` for an empty folder: what is asked for, and what comes of it."""
+    """``apply --stripe`` on an empty folder, and its result."""
 
     stripe: str
-    sets: str = ""  # the options of the one lfs setstripe; none where it is not run
+    sets: str = ""  # options of the lfs setstripe call; "" if there is none
     says: Sequence[str] = ()
     code: int = 0
-    by_hand: str = ""  # options of somebody's own lfs setstripe before
+    by_hand: str = ""  # options of an earlier lfs setstripe by a user
     fault: str = ""
     state: Mapping[str, Any] = {}
 
@@ -157,18 +157,18 @@ APPLY = {
     "fewer, and a wrapper adds a pool": Apply(
         "-1", ALL_OSTS, ["-c 4 -S 4M -p disk"], fault="wrapper-pool", state={"count_cap": 4}),
     "one OST": Apply("8", EIGHT, ["-E -1 -c 1"], state={"osts": [OST]}),
-    # The pool of a folder stays unless another or none is named.
+    # A folder keeps its pool unless another pool or none is given.
     "the folder's pool": Apply("1", "-c 1 -p flash", by_hand=BY_HAND_IN_POOL),
     "the folder's pool given up": Apply("1,none", "-c 1", by_hand=BY_HAND_IN_POOL),
     "another pool": Apply("1,disk", "-c 1 -p disk", by_hand=BY_HAND_IN_POOL),
-    # Tiers and mirrors are dropped by a layout as typed alone.
+    # Only options for lfs as typed may replace tiers and mirrors.
     "tiers": refused(
         "4", "mdt", "flash", "disk", "--stripe '-c 8'",
         by_hand="-E 256K -L mdt -E 8M -c 1 -S 1M -p flash -E -1 -c 4 -S 1M -p disk"),
     "data on the metadata server": refused("4", "mdt", by_hand="-E 64K -L mdt -E -1 -c 1 -S 1M"),
     "mirrors": refused("4", "-N -E -1 -c 2 -S 4M -N -E -1 -c 2 -S 4M", by_hand="-N2 -c 2"),
     "tiers, and a layout as typed": Apply("-c 8", "-c 8", by_hand="-E 64K -L mdt -E -1 -c 1 -S 1M"),
-    # What the server refuses is told with what to do; lfs 2.16 and later remove an empty folder after EACCES.
+    # Refusals of the server are printed with a remedy. After EACCES, lfs 2.16 removes an empty folder.
     **{
         f"{fault}, {stripe}": Apply(
             stripe, PLAIN[stripe], [f"exit code {code if stripe == '1' else 1}: ", *words], 73, fault=fault
@@ -183,7 +183,7 @@ APPLY = {
             ("eacces", 13, ["Permission denied"]),
         )
     },
-    # A wrapper that rewrites options is noticed in any component, by what new files get.
+    # A wrapper that changes options is noticed in any component, by the layout of new files.
     **{
         fault: Apply(stripe, PLAIN[stripe], [gets], 73, fault=fault)
         for fault, stripe, gets in (
@@ -204,7 +204,7 @@ APPLY = {
     [*((name, "2.17") for name in APPLY), *((name, "2.15") for name in IN_BOTH_VERSIONS)],
     indirect=["on_lustre"],
 )
-def test_a_layout_is_set_as_asked_and_read_back_or_refused(on_lustre: FakeLustre, name: str) -> None:
+def test_apply_sets_the_requested_layout_and_checks_it_or_refuses(on_lustre: FakeLustre, name: str) -> None:
     row = APPLY[name]
     on_lustre.patch.setenv("LC_ALL", "ko_KR.UTF-8")
     on_lustre.set_by_hand(row.by_hand)
@@ -216,8 +216,8 @@ def test_a_layout_is_set_as_asked_and_read_back_or_refused(on_lustre: FakeLustre
     assert on_lustre.folder.is_dir()
 
 
-# lfs reads 1000 as KiB, b as blocks of 512, an empty size as the default and 0 as the default number. It
-# takes a layout without an end, past which writes fail. -d clears a layout; a path would be changed.
+# lfs reads 1000 as KiB, b as blocks of 512 bytes, an empty size as the default, and 0 as the default count.
+# It accepts a layout without an end, after which writes fail. -d clears a layout; a path would be changed.
 WRONG = (
     *("0", "-2", "2001", "8x", "", "1e3", " 8", "٨", "Auto"),
     *("8,1000", "8,131072b", "8,", "8,4G", "8,96K"),
@@ -226,20 +226,20 @@ WRONG = (
 )
 
 
-def test_what_lfs_refuses_or_takes_amiss_is_refused_before_it_runs(on_lustre: FakeLustre) -> None:
+def test_options_that_lfs_refuses_or_misinterprets_are_refused_before_it_runs(on_lustre: FakeLustre) -> None:
     for stripe in WRONG:
         apply(on_lustre.folder, stripe).ends(2)
     assert on_lustre.calls() == []
 
 
-def test_a_layout_is_set_once_and_never_for_what_holds_more_than_jobs_and_logs(on_lustre: FakeLustre) -> None:
-    """The line of lfs is told, by which new files alone get it."""
+def test_apply_sets_a_layout_once_and_only_on_a_folder_without_shards(on_lustre: FakeLustre) -> None:
+    """Otherwise it prints the lfs command, which changes only new files."""
     folder, shard = on_lustre.folder, on_lustre.folder / "shard-00000.tar"
     for name in ("jobs", "logs"):
         (folder / name).mkdir()
     apply(folder, "20", "--dry_run").ends(0, f"lfs setstripe {EIGHT.replace('-c 8', '-c 20')} '/")
-    assert on_lustre.setstripe_calls() == [], "dry"
-    link = folder.parent.parent / "link"  # lfs is asked for the folder's own name
+    assert on_lustre.setstripe_calls() == [], "a dry run"
+    link = folder.parent.parent / "link"  # lfs must get the real path
     link.symlink_to(folder)
     for _ in range(2):
         apply(link, "100").ends(0)
@@ -255,10 +255,10 @@ def test_a_layout_is_set_once_and_never_for_what_holds_more_than_jobs_and_logs(o
     assert len(on_lustre.setstripe_calls()) == 1
 
 
-# --- what is shown
+# --- show
 
 
-# What somebody gave a folder by hand -> what show and plan tell of it.
+# Options of a user's lfs setstripe -> what show and plan print about the folder.
 BY_HAND = {
     "": r"new files get -c 1 -S .M \(inherited",
     "-E 256M -c 1 -S 4M -E -1 -c -1 -S 4M": r"{} \(its own default",
@@ -273,7 +273,7 @@ BY_HAND = {
 
 @both_dialects
 @pytest.mark.parametrize("options", BY_HAND)
-def test_show_and_auto_tell_what_new_files_get_and_whose_choice_it_is(
+def test_show_and_stripe_auto_print_the_layout_of_new_files_and_its_origin(
     on_lustre: FakeLustre, options: str
 ) -> None:
     if options == "of the root":
@@ -283,13 +283,13 @@ def test_show_and_auto_tell_what_new_files_get_and_whose_choice_it_is(
     num_calls, shown = len(on_lustre.setstripe_calls()), BY_HAND[options].format(options)
     text = show(on_lustre.folder).ends(0, "lustre at").out
     lines = [stripe_line(on_lustre.folder, stripe) for stripe in ("auto", "none")]
-    for told in (text, lines[0]):
-        assert re.search(shown, told), told
+    for printed in (text, lines[0]):
+        assert re.search(shown, printed), printed
     assert all("not changed" in line for line in lines), lines
     assert len(on_lustre.setstripe_calls()) == num_calls
 
 
-def test_show_tells_the_layout_of_a_file_how_shards_lie_and_an_ost_with_most(on_lustre: FakeLustre) -> None:
+def test_show_prints_the_layout_of_a_file_and_the_distribution_of_shards(on_lustre: FakeLustre) -> None:
     shards = [on_lustre.folder / f"shard-{number:05d}.tar" for number in range(8)]
     for path in shards:
         path.touch()
@@ -306,7 +306,7 @@ def test_show_tells_the_layout_of_a_file_how_shards_lie_and_an_ost_with_most(on_
     show(on_lustre.folder).ends(0, "are unknown")
 
 
-def test_show_warns_of_full_or_closed_targets_and_notes_a_df_that_hangs(on_lustre: FakeLustre) -> None:
+def test_show_warns_of_full_or_closed_targets_and_of_a_df_that_hangs(on_lustre: FakeLustre) -> None:
     changes: list[dict[str, Any]] = [{"flags": flag} for flag in "SNDRI"]
     changes += [{"available": 1 << 20}, {"error": errno.ENODATA}, {"error": errno.ESHUTDOWN}]
     on_lustre.give(osts=[{**OST, **each} for each in changes], mdt={**OST, "flags": "S"})
@@ -336,7 +336,7 @@ def test_the_longest_and_last_mount_point_wins(on_lustre: FakeLustre) -> None:
 
 
 @pytest.mark.parametrize("words", ["not on Lustre", "there is no lfs on PATH"])
-def test_off_lustre_and_without_lfs_commands_say_so(on_lustre: FakeLustre, words: str) -> None:
+def test_without_lustre_or_lfs_commands_print_a_note(on_lustre: FakeLustre, words: str) -> None:
     folder = on_lustre.folder
     (folder / "file").touch()
     if words == "not on Lustre":
@@ -350,12 +350,12 @@ def test_off_lustre_and_without_lfs_commands_say_so(on_lustre: FakeLustre, words
     assert on_lustre.calls() == []
 
 
-# --- room
+# --- space
 
 
 NEED = Need(num_bytes=10**12, num_shards=1000)
 ROOM = "inodes of MDTs and OSTs"
-# What the servers hold -> the one warning.
+# State of the servers, and the only warning.
 LIMITS: list[tuple[dict[str, Any], str]] = [
     ({"quota": {"-u": [5, 1005, 0, 7, 0, 0]}}, "your quota: 1.02 MB left"),
     ({"quota": {"-u": [5, 0, 0, 7, 10, 9]}}, "your quota: 2 files left"),
@@ -367,8 +367,8 @@ LIMITS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_fits_is_one_line_and_each_limit_that_is_too_small_is_a_warning(on_lustre: FakeLustre) -> None:
-    on_lustre.patch.setattr(os, "getuid", lambda: 1000)  # no quota binds root, so nobody asks for it
+def test_each_limit_that_is_too_small_is_a_warning(on_lustre: FakeLustre) -> None:
+    on_lustre.patch.setattr(os, "getuid", lambda: 1000)  # root has no quota
     on_lustre.give(quota={"-u": [5, 0, 1 << 40, 7, 0, 1 << 40]})
     (line,) = space_lines(on_lustre.folder, NEED)
     for words in ("1.00 TB in 3,000 files", "8 OSTs: 6.60 TB", "1.00 M files", "1.13 PB", "1.10 T files"):
@@ -380,23 +380,22 @@ def test_what_fits_is_one_line_and_each_limit_that_is_too_small_is_a_warning(on_
         assert warning in line
 
 
-def test_plan_and_submit_warn_of_what_is_missing_and_go_on(on_lustre: FakeLustre, tmp_path: Path) -> None:
+def test_plan_and_submit_warn_of_missing_space_and_continue(on_lustre: FakeLustre, tmp_path: Path) -> None:
     desk = Desk(data=on_lustre.folder, place=install_fake_slurm(tmp_path, on_lustre.patch))
-    on_lustre.patch.setattr(os, "getuid", lambda: 1000)  # no quota binds root, so nobody asks for it
+    on_lustre.patch.setattr(os, "getuid", lambda: 1000)  # root has no quota
     on_lustre.give(quota={"-u": [5, 0, 6, 7, 0, 9]})
     world = World(tmp_path, data_dir=on_lustre.folder).raw({"a.txt": "a line of text\n" * 500})
     world.try_plan(num_shards=5).ends(0, "warning: it will not fit: your quota: 2 files left")
     world.run(1, 2)
-    missing = ("B in 9 files", "warning: it will not fit: your quota: 1.02 kB left")  # of three shards
+    missing = ("B in 9 files", "warning: it will not fit: your quota: 1.02 kB left")  # three shards
     call_main("submit", desk.data, "--mem_gb", 1).ends(0, *missing)
-    assert desk.sent(), "the job was sent all the same"
+    assert desk.sent(), "the job is sent anyway"
 
 
-# --- no file is ever harmed
+# --- setstripe never runs on files
 
 
-def test_the_trap_sees_a_setstripe_on_a_file_and_on_a_folder_with_files(on_lustre: FakeLustre) -> None:
-    """What the fixture checks after every test is not vacuous."""
+def test_the_fixture_notices_a_setstripe_on_a_file_or_a_folder_with_files(on_lustre: FakeLustre) -> None:
     file = on_lustre.folder / "file"
     file.write_bytes(b"precious")
     on_lustre.fault("empties-files")
@@ -408,7 +407,7 @@ def test_the_trap_sees_a_setstripe_on_a_file_and_on_a_folder_with_files(on_lustr
 
 
 def test_from_plan_to_verify_setstripe_runs_once(on_lustre: FakeLustre, tmp_path: Path) -> None:
-    """On a Lustre whose lfs empties files. The loader knows no lfs."""
+    """With an lfs that empties files."""
     on_lustre.fault("empties-files")
     world = World(tmp_path, data_dir=on_lustre.folder).raw({"a.txt": "a line of text\n" * 20})
     full = World(tmp_path, data_dir=on_lustre.folder.parent / "full")
@@ -428,7 +427,7 @@ def test_from_plan_to_verify_setstripe_runs_once(on_lustre: FakeLustre, tmp_path
     assert (full.data_dir / "precious").read_bytes() == b"precious"
 
 
-# --- what the genuine lfs of two versions printed, and what the emulated servers held
+# --- recordings of two versions of lfs
 
 
 MOUNT = "/mnt/fakefs"
@@ -461,7 +460,7 @@ GRACE_OVER_2_15 = """Filesystem  kbytes   quota   limit   grace   files   quota 
                 9*       5    1000    none     100       0       0       -
 """
 SOFT = "1.02 GB left (over the soft limit: writes fail in 3d1h1m1s)"
-# A recorded answer of lfs, or another one -> what the line of room begins its words of quotas with.
+# A recorded answer of lfs (or another one) -> the begin of each quota in the line about space.
 QUOTAS: dict[str, list[str]] = {
     "quota, within": ["11.3 GB left", "100 files left"],
     "quota, over the soft limit": [SOFT, "100 files left"],
@@ -475,7 +474,7 @@ QUOTAS: dict[str, list[str]] = {
 
 
 def test_quotas_are_read_as_what_they_leave(on_lustre: FakeLustre) -> None:
-    on_lustre.patch.setattr(os, "getuid", lambda: 1000)  # no quota binds root, so nobody asks for it
+    on_lustre.patch.setattr(os, "getuid", lambda: 1000)  # root has no quota
     answers = {case["case"]: case for case in recorded("2.17")["cases"]}
     fake = on_lustre.lfs.read_text().partition("\n")[2]
     for name, rooms in QUOTAS.items():
@@ -485,24 +484,24 @@ def test_quotas_are_read_as_what_they_leave(on_lustre: FakeLustre) -> None:
             f"#!/bin/sh\n[ $1 != quota ] || {{ {said}; exit {answer['exit']}; }}\n{fake}"
         )
         line, *_ = space_lines(on_lustre.folder, Need(num_bytes=1, num_shards=0))
-        told = re.findall("your quota: ([^;]*)", line)
-        assert len(told) == len(rooms), line
-        assert all(words.startswith(room) for words, room in zip(told, rooms, strict=True)), line
+        printed = re.findall("your quota: ([^;]*)", line)
+        assert len(printed) == len(rooms), line
+        assert all(words.startswith(room) for words, room in zip(printed, rooms, strict=True)), line
 
 
-# --- every call of lfs broken
+# --- broken calls of lfs
 
 
 GARBAGE = b"\0lmm_stripe_count: many\n/ [OST:x] \xff 12%: (0xzz) quota\nFilesystem kbytes \n1 2 3 4 5 6 7 x\n"
 NO_ANSWER = subprocess.TimeoutExpired("lfs", 1)
-HOWS: dict[str, dict[str, Any]] = {  # what becomes of a call: of the process, if one can be started
+HOWS: dict[str, dict[str, Any]] = {  # kind of fault -> attributes of the process, if it starts
     "exit": {"communicate.return_value": (b"", b""), "returncode": 71},
     "garbage": {"communicate.return_value": (GARBAGE, b""), "returncode": 0},
     "signal": {"communicate.return_value": (b"", b""), "returncode": -11},
     "hang": {"communicate.side_effect": NO_ANSWER, "wait.side_effect": NO_ANSWER, "returncode": None},
     "cannot start": {},
 }
-# A command, of which O is the folder -> the calls of lfs that it makes.
+# Command (O is the folder) -> its calls of lfs.
 COMMANDS = {
     "plan --input_dir O/raw --output_dir O/new --model_id O/made/tokenizer": "getstripe df df quota",
     "shard --shard_id 0 --output_dir O/planned": "",
@@ -518,7 +517,7 @@ COMMANDS = {
 
 @dataclass
 class CallsOfLfs:
-    """Stands for Popen, and breaks one of the calls. What the fake lfs answers is asked for once and kept."""
+    """Replaces Popen and breaks one of the calls. Answers of the fake lfs are cached."""
 
     answers: dict[tuple[str, ...], Mock] = field(default_factory=dict)
     seen: list[str] = field(default_factory=list)
@@ -526,7 +525,7 @@ class CallsOfLfs:
     how: str = ""
 
     def popen(self, words: Sequence[str], *, env: dict[str, str], **_: Any) -> Mock:
-        key = (*words, *self.seen)  # it may depend on a setstripe before
+        key = (*words, *self.seen)  # the answer may depend on an earlier setstripe
         self.seen.append(words[1])
         if len(self.seen) - 1 == self.broken:
             if self.how == "cannot start":
@@ -539,14 +538,12 @@ class CallsOfLfs:
         return self.answers[key]
 
 
-def test_a_broken_call_of_lfs_fails_no_command_but_show_and_apply_where_no_layout_can_be_told(
-    on_lustre: FakeLustre, tmp_path: Path
-) -> None:
+def test_a_broken_lfs_fails_no_command_except_show_and_apply(on_lustre: FakeLustre, tmp_path: Path) -> None:
     folder, template, calls = on_lustre.folder, tmp_path / "template", CallsOfLfs()
     names = {**vars(subprocess), "Popen": calls.popen}
     on_lustre.patch.setattr("lustre.lfs.subprocess", SimpleNamespace(**names))
     install_fake_slurm(tmp_path, on_lustre.patch)
-    on_lustre.patch.setattr(os, "getuid", lambda: 1000)  # no quota binds root, so nobody asks for it
+    on_lustre.patch.setattr(os, "getuid", lambda: 1000)  # root has no quota
     on_lustre.give(quota={"-u": [5, 0, 1 << 40, 7, 0, 0]})
     World(folder, data_dir=folder / "made").raw({"a.txt": "one\ntwo\n" * 9}).make()
     World(folder, data_dir=folder / "planned").plan()
@@ -566,8 +563,8 @@ def test_a_broken_call_of_lfs_fails_no_command_but_show_and_apply_where_no_layou
             is_all = os.environ.get("LFS_BREAKS") == "all" or command.startswith("lustre")
             for how in HOWS if is_all else [[*HOWS][broken % len(HOWS)]]:
                 code = run(command, broken, how)
-                assert len(calls.seen) > broken, "the call that was to be broken was made"
-                assert code == 0 or call != "df", "nothing but a note depends on it"
+                assert len(calls.seen) > broken, "the broken call was not reached"
+                assert code == 0 or call != "df", "df is only for a note"
                 codes.add(code)
         assert codes <= ({0, 73} if command.startswith("lustre") else {0}), command
         assert 73 in codes or not command.startswith("lustre"), command

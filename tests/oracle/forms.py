@@ -1,7 +1,7 @@
-"""The data sets and the forms of batches whose streams are frozen.
+"""Data sets and forms of batches whose streams are frozen.
 
-A form is a data set and arguments of ``get_llama3_dataloader``. Everything is small and the same on every
-machine: the texts come from ``hostile_texts``, the ids from a vocabulary that is spelled out.
+A form is a data set with arguments of ``get_llama3_dataloader``. Everything is small and the same on every
+machine: the texts come from ``hostile_texts``, the ids from a hard-coded vocabulary.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tokenizers import Tokenizer
 from tests.world import TURN, Ranks, World, hostile_text, hostile_texts, save_tokenizer, tokenizer_dir
 
 NUM_STEPS = 50
-RESUME_AT = 23  # global batches before a run goes on, on another number of ranks
+RESUME_AT = 23  # step at which a run resumes on another number of ranks
 WORLD_SIZES = (1, 2, 3, 8)
-GLOBAL_BATCH = 24  # which 1, 2, 3 and 8 ranks divide
+GLOBAL_BATCH = 24  # divisible by every world size
 SEQ_LEN = 48
-# Blocks around a whole answer and its end: transformers' mask of such a template depends on no token that has
-# characters of both sides.
+# The generation block has the whole answer with its end, so no token has characters from both sides of an
+# edge of transformers' mask.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
     "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|eot_id|>{% endgeneration %}"
@@ -34,15 +34,15 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Form:
-    """What a loader reads and how it makes batches of it."""
+    """A data set and how a loader makes batches from it."""
 
-    data: str | tuple[str, ...]  # data sets; several are mixed
+    data: str | tuple[str, ...]  # names of data sets; a tuple is a mixture
     global_batch_size: int | list[tuple[int, int]] = GLOBAL_BATCH
-    accumulates: bool = False  # a rank has two or three batches in a step
+    accumulates: bool = False  # whether a rank has two or three batches per step
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def batch_size(self, world_size: int) -> int | None:
-        """Return the samples of a batch on one rank; None: all of its step."""
+        """Return the samples per batch on one rank, or None for all samples of its step."""
         if not self.accumulates or isinstance(self.global_batch_size, list):
             return None
         of_rank = self.global_batch_size // world_size
@@ -78,20 +78,20 @@ FORMS = {
 
 
 class DataSets:
-    """The data sets of all forms below a folder; each is made when it is first asked for."""
+    """The data sets of all forms, below one folder. Each is made on first use."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._made: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
-        """What ``get_llama3_dataloader`` takes: a folder, or a pattern or list of tars."""
+        """Return an input of ``get_llama3_dataloader``: a folder, or a pattern or list of tars."""
         if name not in self._made:
             self._made[name] = _MAKERS[name](self._folder / name)
         return self._made[name]
 
     def ranks(self, name: str, world_size: int, **more: Any) -> Ranks:
-        """Return the loaders of a form, on a number of ranks."""
+        """Return the loaders of a form on ``world_size`` ranks."""
         form = FORMS[name]
         data = self[form.data] if isinstance(form.data, str) else {each: self[each] for each in form.data}
         more["global_batch_size"] = form.global_batch_size
@@ -101,7 +101,7 @@ class DataSets:
 
 
 def hostile_world(folder: Path) -> World:
-    """Three raw files: every line end, bad bytes, empty lines, broken records."""
+    """Write three raw files with all line ends, bad bytes, empty lines and broken records."""
     records = [json.dumps({"text": text}, ensure_ascii=False) for text in hostile_texts(150, seed=2)]
     records[7:7] = ["", "  ", "{", '{"text": null}', '{"other": 1}', '{"text": "\\ud800"}', '{"text": ""}']
     bad = b"\nbad \xff byte\n\n \t \r\nlast line, without an end"
@@ -122,7 +122,7 @@ def _source(*of_text: int) -> Callable[[Path], Path]:
 
 
 def conversations() -> list[list[dict[str, str]]]:
-    """Conversations of one to three questions with answers. One of them is left out."""
+    """Return conversations of one to three questions with answers. ``plan`` leaves one of them out."""
     # A message with a control token would be left out.
     every = hostile_texts(1500, seed=6, most_words=6)
     texts = iter([text for text in every if len(text) < 200 and "<|" not in text])
@@ -144,7 +144,7 @@ def _chat(folder: Path) -> Path:
 
 
 def _external(folder: Path) -> list[str]:
-    """Tars that webdataset wrote, of lists and of arrays, with other members between."""
+    """Write tars with webdataset, with ids as lists and as arrays, and other members between them."""
     folder.mkdir(parents=True)
     tokenizer = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
     documents = [tokenizer.encode(text).ids for text in hostile_texts(110, seed=7)]
@@ -159,7 +159,7 @@ def _external(folder: Path) -> list[str]:
 
 
 def _first_script(folder: Path) -> str:
-    """The tars of the script that this project began with: a line is a document, and a file is a tar."""
+    """Write tars as the script did that this project replaces: a line is a document, and a file is a tar."""
     tokenizer = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
     folder.mkdir(parents=True)
     for shard in range(2):

@@ -1,16 +1,16 @@
-"""The law of the order: which sample stands in which place of which training step. Plain Python, for reading.
+"""The specification of the order: which sample is in which place of which training step, in plain Python.
 
-The loader computes the same with arrays, window by window, shared out among ranks and workers. Here it is
-written out number by number, and nothing is imported from the loader: a check shares no code with what it
-checks. The words:
+The loader computes the same with arrays, window by window, divided among ranks and workers. Here it is
+computed number by number. Nothing is imported from the loader, so that the check shares no code with what it
+checks. Terms:
 
-* A **tick** takes L samples, one for each of its L **places**. A training step is one tick or several.
-* A **slot** is g neighbouring places, which hold samples of similar length (g is 1 without grouping). Each
-  slot owns a stretch of an epoch's shuffled sequence, and walks through it window by window.
+* A **tick** takes L samples, one for each of its L **places**. A training step is one or more ticks.
+* A **slot** is g adjacent places, which get samples of similar length (g is 1 without grouping). Each slot
+  owns a part of an epoch's shuffled sequence, and reads it window by window.
 * A **round** is 64 ticks in which every slot takes equally many samples of each source of a mixture. Rounds
-  are counted from where weights begin to hold, and the last one before other weights ends where they end.
-* An **amendment** is made before a step of a run, and holds from a **border** on: the first step at which all
-  rounds are over that had begun. It replaces whatever the run had before it from the border on.
+  are counted from the step at which weights take effect; the last round before other weights may be shorter.
+* An **amendment** is made before a step of a run and takes effect at a **border**: the first step at which
+  all rounds that had begun are complete. From the border on, it replaces all earlier settings.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from itertools import accumulate, chain, count, pairwise
 from typing import Any, NamedTuple
 
 ROUND, CYCLE = 64, 1 << 16  # ticks
-ROTATE, BLOCKS, WINDOWS, SLICES, OFFSET, PATTERN, SEED = range(1, 8)  # what a hash is for
+ROTATE, BLOCKS, WINDOWS, SLICES, OFFSET, PATTERN, SEED = range(1, 8)  # purposes of hashes
 _MASK = (1 << 64) - 1
 
 
 class Sample(NamedTuple):
     source: str
     epoch: int  # of the source
-    number: int  # in the source, from 0 on
+    number: int  # in the source, from 0
 
 
 def mixed(value: int) -> int:
-    """Return the splitmix64 of a number of 64 bits."""
+    """Return the splitmix64 hash of a 64-bit number."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK
@@ -54,13 +54,15 @@ def hashed(*values: int) -> int:
 
 
 def shuffled(count: int, key: int) -> list[int]:
-    """Return the numbers below ``count``, sorted by their hash under a key."""
+    """Return the numbers below ``count``, sorted by their hash with a key."""
     return sorted(range(count), key=lambda number: mixed(key ^ number))
 
 
 def permuted(number: int, count: int, key: int) -> int:
-    """Return where a keyed permutation of the numbers below ``count`` sends one: a Feistel network over the
-    next power of four, repeated until it lands below ``count``."""
+    """Apply a keyed permutation of the numbers below ``count`` to a number.
+
+    It is a Feistel network over the next power of four, repeated until the result is below ``count``.
+    """
     if count < 2:
         return number
     bits = ((count - 1).bit_length() + 1) // 2
@@ -75,7 +77,7 @@ def permuted(number: int, count: int, key: int) -> int:
 
 @dataclass(frozen=True)
 class Source:
-    """What the order of a source depends on."""
+    """The properties of a source that its order depends on."""
 
     lengths: Sequence[int]  # tokens of each sample
     num_bytes: int  # of its tars
@@ -89,20 +91,20 @@ class Order:
         self.shuffle, self.num_samples = shuffle, len(source.lengths)
         self.ticks_per_epoch = self.num_samples // size
         self.num_slots = size // group
-        # A block is read at once. It has at most 512 KiB, less where many slots read at the same time, and
-        # so few samples that a slot has 16 of them. Beyond 1,024 slots it grows again.
+        # A block is read at once. It has at most 512 KiB, less if many slots read at the same time, and few
+        # enough samples that a slot has 16 blocks. Beyond 1,024 slots it grows again.
         blocks_per_window = min(max(1024 // self.num_slots, 4), 16)
         block_bytes = min(max((128 << 20) // (self.num_slots * blocks_per_window), 128 << 10), 512 << 10)
         block_bytes = max(block_bytes, min(512 * self.num_slots, 1 << 20))
         in_bytes = block_bytes * self.num_samples // source.num_bytes
         self.block = max(1, min(in_bytes, self.num_samples // (16 * self.num_slots)))
         self.window_ticks = blocks_per_window * self.block
-        if group > 1:  # large windows, because they are sorted by length
+        if group > 1:  # windows are large, because they are sorted by length
             in_bytes = (64 << 20) * self.num_samples // source.num_bytes
             self.window_ticks = max(min(8192, in_bytes), 4 * group) // group
 
     def samples(self, epoch: int, tick: int) -> list[int]:
-        """Return the samples of a tick of an epoch, by place."""
+        """Return the samples of a tick of an epoch, in order of places."""
         if not self.shuffle:
             return [*range(tick * self.size, (tick + 1) * self.size)]
         first = tick // self.window_ticks * self.window_ticks
@@ -127,8 +129,11 @@ class Order:
         return ticks
 
     def _at(self, epoch: int, position: int) -> int:
-        """Return the sample at a position of the epoch's sequence: whole blocks are permuted, the short last
-        one stays, and all is rotated, so that each epoch leaves out other samples."""
+        """Return the sample at a position of the epoch's sequence.
+
+        Whole blocks are permuted, the short last block stays, and everything is rotated, so that each epoch
+        drops different samples.
+        """
         block, within = divmod(position, self.block)
         num_blocks = self.num_samples // self.block
         if block < num_blocks:
@@ -137,7 +142,7 @@ class Order:
         return (block * self.block + within + rotation) % self.num_samples
 
     def offset(self, epoch: int, num_tokens: int) -> int:
-        """Return the token at which the epoch's rows begin, where rows are cut from one stream of tokens."""
+        """Return the token at which an epoch's rows begin, if rows are cut from one stream of tokens."""
         return hashed(self.seed, epoch, OFFSET) % num_tokens if self.shuffle else 0
 
 
@@ -145,15 +150,14 @@ Weights = Mapping[str, float]  # shares of samples
 
 
 def cycle_counts(weights: Weights, names: Sequence[str]) -> list[int]:
-    """Return the weights as ticks of a cycle: what the order depends on."""
+    """Return the weights as numbers of ticks per cycle, which the order depends on."""
     exact = [Fraction(str(weights.get(name, 0))) for name in names]
     ends = [0, *(round(end * CYCLE) for end in accumulate(float(each / sum(exact)) for each in exact))]
     return [end - begin for begin, end in pairwise(ends)]
 
 
 def spread(counts: Sequence[int], num_ticks: int) -> list[int]:
-    """Return the sources of the first ticks of a cycle: the n-th tick of a source stands at (n + 1/2) / its
-    count of the cycle."""
+    """Return the sources of the first ticks of a cycle. The n-th tick of a source is at (n + 1/2) / count."""
     turns = [0] * len(counts)
     found = []
     for _ in range(num_ticks):
@@ -163,7 +167,7 @@ def spread(counts: Sequence[int], num_ticks: int) -> list[int]:
     return found
 
 
-Stages = Sequence[tuple[int, Any]]  # from which step on, and what holds then
+Stages = Sequence[tuple[int, Any]]  # (first step, setting)
 
 
 def held_at(stages: Stages, step: int) -> Any:
@@ -171,15 +175,15 @@ def held_at(stages: Stages, step: int) -> Any:
 
 
 def _from_on(stages: Stages, step: int) -> list[tuple[int, Any]]:
-    """Return what holds from a step on."""
+    """Return the stages from a step on."""
     return [(step, held_at(stages, step)), *(stage for stage in stages if stage[0] > step)]
 
 
 class Run:
-    """A run: its sources, and the stages of its weights and of its sizes, by training step.
+    """A run: its sources, and the stages of its weights and global batch sizes, by training step.
 
-    A run without ``weights`` has one source. An epoch has as many ticks as one epoch of all sources together
-    that the run began with.
+    A run without ``weights`` has one source. An epoch has as many ticks as one epoch of each source that the
+    run began with.
     """
 
     def __init__(
@@ -192,7 +196,7 @@ class Run:
         group: int = 1,
         shuffle: bool = True,
     ) -> None:
-        self.size = math.gcd(*(size for _, size in sizes))  # of a tick
+        self.size = math.gcd(*(size for _, size in sizes))  # samples per tick
         self.is_mixture = bool(weights)
         self.sizes: list[tuple[int, int]] = [*sizes]
         self.weights: list[tuple[int, Weights]] = [*weights] or [(0, dict.fromkeys(sources, 1))]
@@ -213,19 +217,21 @@ class Run:
     def amended(
         self, step: int, sources: Mapping[str, Source], sizes: Stages, weights: Stages
     ) -> tuple[Run, int]:
-        """Return the run that goes on from a step by other stages, which count from step 0, and the border
-        from which on it does."""
+        """Amend the run before a step with other stages, which count from step 0.
+
+        Returns the amended run and its border.
+        """
         weights = weights or self.weights
-        if step == 0:  # nothing was delivered
+        if step == 0:  # nothing was delivered yet
             options: Any = {"seed": self.seed, "group": self.group, "shuffle": self.shuffle}
             return Run(sources, sizes=sizes, weights=weights if self.is_mixture else (), **options), 0
         first, end = self._round_at(self.tick_of(step))
         is_begun = first < self.tick_of(step)
-        free = end if is_begun else first  # from this tick on no round has begun
+        free = end if is_begun else first  # no round that begins here or later has begun
         border = next(later for later in count(step) if self.tick_of(later) >= free)
         while True:
             run = self._from(border, sources, sizes, weights)
-            # With other sizes a step may begin elsewhere. What is over and what has begun stays as it was.
+            # With other sizes a step may begin at another tick. Complete and begun rounds must not change.
             is_over = run.position(step) == self.position(step) and run.tick_of(border) >= free
             if is_over and (not is_begun or run._round_at(first) == (first, end)):
                 return run, border
@@ -242,20 +248,20 @@ class Run:
         run.weights = [stage for stage in self.weights if stage[0] < border]
         names = [*run.orders]
         for first, held in _from_on(weights, border):
-            # A round that was laid out to end at a border stays so, and others begin there.
+            # A round that was planned to end at this border still does, and new rounds begin there.
             begins = first == border and any(stage[0] == border for stage in self.weights)
             if begins or cycle_counts(held, names) != cycle_counts(run.weights[-1][1], names):
                 run.weights.append((first, held))
         has_other_size = held_at(run.sizes, border) != held_at(self.sizes, border - 1)
         if has_other_size or any(first == border for first, _ in run.weights):
             run.amended_at = border
-        elif self.amended_at >= border:  # amendments behind the border are replaced; one before it stays
+        elif self.amended_at >= border:  # amendments from the border on are replaced; earlier ones stay
             run.amended_at = 0
         run._begins = [(0, 0)]
         return run
 
     def holds(self, step: int, sizes: Stages, weights: Stages) -> bool:
-        """Return whether these stages hold from a step on, or from the last amendment if that is later."""
+        """Return whether the run has these stages from a step on, or from its last amendment if later."""
         since = max(step, self.amended_at)
         names = [*dict.fromkeys(chain(self.orders, *(held for _, held in weights)))]
 
@@ -270,17 +276,17 @@ class Run:
         return held(self.sizes, self.weights) == held(sizes, weights or self.weights)
 
     def names_from(self, step: int) -> list[str]:
-        """Return the sources that have samples in the steps from one on."""
+        """Return the sources that have samples from a step on."""
         held = [held_at(self.weights, step), *(held for first, held in self.weights if first > step)]
         return [name for name in self.orders if any(weights.get(name) for weights in held)]
 
     def position(self, step: int) -> tuple[int, int]:
-        """Return the epoch, and the tick in it, at which a step begins."""
+        """Return the epoch and its tick at which a step begins."""
         while len(self._begins) <= step:
             epoch, tick = self._begins[-1]
             tick += self._num_ticks(len(self._begins) - 1)
             if tick + self._num_ticks(len(self._begins)) > self.ticks_per_epoch:
-                epoch, tick = epoch + 1, 0  # the step would not fit into the epoch
+                epoch, tick = epoch + 1, 0  # the step does not fit into the epoch
             self._begins.append((epoch, tick))
         return self._begins[step]
 
@@ -288,12 +294,12 @@ class Run:
         return int(held_at(self.sizes, step)) // self.size
 
     def tick_of(self, step: int) -> int:
-        """Return the tick at which a step begins, counted through all epochs, unused ticks included."""
+        """Return the tick at which a step begins, counted over all epochs including their unused ticks."""
         epoch, tick = self.position(step)
         return epoch * self.ticks_per_epoch + tick
 
     def step(self, step: int) -> list[list[Sample]]:
-        """Return the samples of a step: of each tick, by place."""
+        """Return the samples of a step: a list per tick, in order of places."""
         first = self.tick_of(step)
         return [self.tick(tick) for tick in range(first, first + self._num_ticks(step))]
 
@@ -302,7 +308,7 @@ class Run:
         return self._round(first, end)[tick - first]
 
     def _round_at(self, tick: int) -> tuple[int, int]:
-        """Return the ticks [first, end) of a round: the last one of a stage ends where the stage does."""
+        """Return (first, end) of the round of a tick. The last round of a stage ends with the stage."""
         begins = [self.tick_of(step) for step, _ in self.weights]
         stage = max(begin for begin in begins if begin <= tick)
         first = tick - (tick - stage) % ROUND
@@ -310,10 +316,10 @@ class Run:
 
     @functools.cache  # noqa: B019
     def _round(self, first: int, end: int) -> list[list[Sample]]:
-        """Return all ticks of a round. Each slot has the same sources, in an order of its own."""
+        """Return all ticks of a round. Every slot has the same sources, each in its own order."""
         names = [*self.orders]
         taken = Counter[int]()  # ticks of each source before the round, the same for every slot
-        # The first tick of each stage, and its ticks of each source in a cycle.
+        # First tick of each stage, and its ticks per cycle of each source.
         stages = [(self.tick_of(step), cycle_counts(weights, names)) for step, weights in self.weights]
         stages = [stage for stage in stages if stage[0] <= first]
         for (begin, counts), (end_of_stage, _) in pairwise([*stages, (first, [])]):

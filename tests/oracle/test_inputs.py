@@ -1,6 +1,6 @@
-"""What a data set holds, counts, leaves out and names is what a slow, separate reader finds in the raw files.
+"""Documents, counts, quarantine and ids of a data set equal what an independent reader finds in raw files.
 
-The reader is tests/plain_reader.py, and ``tokenizers`` gives the ids.
+The reader is tests/plain_reader.py, and the ids are those of ``tokenizers``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.random_inputs import ODD_LINES
 from tests.world import World, hostile_text, hostile_texts, tokenizer_dir
 
 TOKENIZER = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
-TOKENIZER.encode_special_tokens = True  # names of control tokens in a text stay text
+TOKENIZER.encode_special_tokens = True  # control-token strings inside a text stay text
 ROW_TOKENS = 16
 FORMS: dict[str, dict[str, Any]] = {
     "json": {},
@@ -35,13 +35,13 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def text_lines() -> bytes:
-    """Lines with every end, bad bytes in some, and a mark before the first one."""
+    """Return lines with all line ends, some with bad bytes, and a byte order mark before the first."""
     bad = b"a bad \xff byte\r\n\r\r\n\n\xea\xb0\nhalf a letter above\n"
     return "\ufeff".encode() + hostile_text(80, seed=11).encode() + b"\n" + bad + "끝, no line end".encode()
 
 
 def json_lines() -> bytes:
-    """Records with ids and sources, odd ones between them."""
+    """Return JSON lines with ids and sources, and odd lines between them."""
     records = [
         {"id": number, "meta": {"kind": f"k{number % 3}"}, "text": text, "title": f"제목 {number}"}
         for number, text in enumerate(hostile_texts(60, seed=12))
@@ -73,7 +73,7 @@ CASES: dict[str, tuple[Callable[[], bytes], dict[str, str]]] = {
 
 @pytest.mark.parametrize("num_shards", [1, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_documents_are_those_that_a_separate_reader_finds(tmp_path: Path, name: str, num_shards: int) -> None:
+def test_documents_equal_those_of_an_independent_reader(tmp_path: Path, name: str, num_shards: int) -> None:
     write, options = CASES[name]
     world = World(tmp_path).raw({name: write()})
     world.make(num_shards=num_shards, max_bad_fraction=1, **options)
@@ -87,18 +87,18 @@ def test_documents_are_those_that_a_separate_reader_finds(tmp_path: Path, name: 
         assert text == record.text, f"{where}: document {number} has another text"
         assert ids == TOKENIZER.encode(text).ids, f"{where}: document {number} has other ids"
         if num_shards == 1:
-            assert key == f"sample_0_{line:08d}", f"{where}: document {number} is named for another line"
-    assert len(found) == len(documents), f"{where}: the number of documents"
+            assert key == f"sample_0_{line:08d}", f"{where}: document {number} is named after another line"
+    assert len(found) == len(documents), f"{where}: wrong number of documents"
 
     left_out = [(record.offset, record.reason) for record in records if record.reason]
-    told = [(item["source_offset"], item["reason"]) for item in world.lines("quarantine")]
-    assert told == left_out
+    quarantined = [(item["source_offset"], item["reason"]) for item in world.lines("quarantine")]
+    assert quarantined == left_out
     if "id_field" in options:
         assert world.lines("ids") == [[0, record.offset, record.id] for _, record in documents]
 
 
 def numbers_of(value: Any, name: str) -> Iterator[tuple[str, int]]:
-    """Yield the numbers of a JSON value, by the dotted names of their places."""
+    """Yield the dotted name and the value of each number in a JSON value."""
     if isinstance(value, (dict, list)):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from numbers_of(inner, f"{name}.{key}")
@@ -108,7 +108,7 @@ def numbers_of(value: Any, name: str) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize("form", FORMS)
-def test_manifests_and_index_count_and_side_files_name_what_shards_hold(
+def test_counts_of_manifests_and_index_and_lines_of_side_files_match_the_input(
     tmp_path: Path, form: str, num_shards: int
 ) -> None:
     texts = [{"id": f"e{number}", "text": text} for number, text in enumerate(hostile_texts(50, seed=4))]
@@ -144,7 +144,8 @@ def test_manifests_and_index_count_and_side_files_name_what_shards_hold(
                 counts += Counter({f"length_histogram.{size.bit_length()}": 1})
                 counts["num_documents"] = of_source["num_documents"] = 1
                 counts["num_tokens"] = of_source["num_tokens"] = size
-                place = expected["counts.num_tokens"] % ROW_TOKENS if form == "concat" else 0  # in its row
+                # Token of its row at which the document begins.
+                place = expected["counts.num_tokens"] % ROW_TOKENS if form == "concat" else 0
                 counts["num_documents_across_rows"] = is_packed and place + size > ROW_TOKENS
                 counts["num_samples"] = not is_packed
                 low = size >> max(size.bit_length() - 4, 0) << max(size.bit_length() - 4, 0)
@@ -152,14 +153,14 @@ def test_manifests_and_index_count_and_side_files_name_what_shards_hold(
                 of_texts["num_bytes"] = len(record.text.encode())
                 expected.update({f"texts.{source}.{name}": count for name, count in of_texts.items()})
             expected.update({f"counts.{name}": count for name, count in counts.items()})
-            for told in ("counts.sources", "index"):
-                expected.update({f"{told}.{source}.{name}": count for name, count in of_source.items()})
+            for table in ("counts.sources", "index"):
+                expected.update({f"{table}.{source}.{name}": count for name, count in of_source.items()})
     if is_packed:
         num_rows, num_tokens = found["counts.num_samples"], expected["counts.num_tokens"]
         assert form == "best_fit" or num_shards > 1 or num_rows == -(-num_tokens // ROW_TOKENS)
         expected["counts.num_samples"] = num_rows
         expected["counts.num_pad_tokens"] = num_rows * ROW_TOKENS - num_tokens
-    if form == "concat" and num_shards > 1:  # known where one shard holds all
+    if form == "concat" and num_shards > 1:  # not computed here, as each shard begins its own rows
         del found["counts.num_documents_across_rows"], expected["counts.num_documents_across_rows"]
     assert +found == +expected
 
@@ -168,11 +169,11 @@ def test_manifests_and_index_count_and_side_files_name_what_shards_hold(
     assert [tuple(each[field] for field in fields) for each in bad] == left_out
     assert num_shards > 1 or [each["line"] for each in bad] == lines
     assert world.lines("ids") == ids
-    is_in_order = form != "best_fit"  # or they are in the order of its rows
+    is_in_order = form != "best_fit"  # which writes digests in the order of its rows
     assert world.digests() == digests if is_in_order else sorted(world.digests()) == sorted(digests)
 
 
-def test_a_source_that_records_name_counts_the_bytes_of_their_texts(tmp_path: Path) -> None:
+def test_with_source_field_a_source_counts_the_bytes_of_its_texts(tmp_path: Path) -> None:
     rows = [{"text": "가 b", "from": "web"}, {"text": "c", "from": "code"}, {"text": "de", "from": "web"}]
     world = World(tmp_path).raw({"a.jsonl": rows}).make(num_shards=1, source_field="from")
     sources = world.manifests()[0]["counts"]["sources"]

@@ -1,9 +1,9 @@
-"""The loader delivers what tests/oracle/law.py says, sample by sample, whatever happens to a run.
+"""The loader delivers exactly the samples that tests/oracle/law.py specifies, whatever happens to a run.
 
-Every document says its number by its first id, so a batch alone tells which samples it has. A machine of
-hypothesis drives the loader and the law side by side: it goes on, resumes on other ranks, jumps to earlier
-and later steps, and amends the run wherever it stands: before its first step, several times at one step, and
-before an amendment of before has begun. ``LAW=all`` runs many more of its histories.
+The first id of a document is its number, so a batch shows which samples it has. A state machine of hypothesis
+drives the loader and the law in parallel: it continues, resumes on other ranks, jumps to earlier and later
+steps, and amends the run at any point: before its first step, several times at one step, and before an
+earlier amendment has taken effect. ``LAW=all`` runs many more histories.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from tests.world import Ranks, World
 
 IS_CAMPAIGN = os.environ.get("LAW") == "all"
 NUM_HISTORIES = {"plain": 40, "mixed": 95} if IS_CAMPAIGN else {"plain": 2, "mixed": 2}
-NUM_RULES = 12 if IS_CAMPAIGN else 6  # of a history
+NUM_RULES = 12 if IS_CAMPAIGN else 6  # per history
 EOS, FILLER, NUM_WORDS = 9999, 9900, 10_000
 ROW = 4  # tokens
 SIZES = {
     "web": 700, "code": 130, "books": 90, "wiki": 60, "rows": 500, "rows b": 110, "large": 200, "many": 9600,
-    "two": 2,  # the fewest that have an order
+    "two": 2,  # the smallest number with an order
 }  # fmt: skip
 FIRST_ID = {name: 1 + 1000 * number for number, name in enumerate(SIZES)}
-LARGE_BYTES = 400_000  # of a sample of ``large``: blocks and windows are as small as their bytes ask for
+LARGE_BYTES = 400_000  # per sample of ``large``, so that bytes limit blocks and windows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What a run begins with."""
+    """The initial settings of a run."""
 
     sources: Sequence[str]
     size: int = 12  # L
     options: Mapping[str, Any] = field(default_factory=dict)
-    sizes: Sequence[tuple[int, int]] = ()  # a batch_size_schedule
+    sizes: Sequence[tuple[int, int]] = ()  # schedule of global_batch_size
     weights: Sequence[tuple[int, Weights]] = ()
-    in_tokens: bool = False  # the weights are shares of tokens
-    later_ticks: Sequence[int] = (1, 2, 3, 4)  # of a step, by an amendment
+    in_tokens: bool = False  # whether weights are shares of tokens
+    later_ticks: Sequence[int] = (1, 2, 3, 4)  # ticks per step that an amendment may choose
 
 
 FORMS = {
@@ -87,9 +87,9 @@ MIXED = ("web", "code", "books", "wiki")
 
 
 def ids_of(source: str, number: int) -> list[int]:
-    """Return the ids of a document: its number, then up to four fillers; a row of ``rows`` is full."""
+    """Return the ids of a document: its number, then up to four fillers. Rows of ``rows`` are full."""
     first = FIRST_ID[source] + number
-    if source == "many":  # in two words
+    if source == "many":  # two ids encode the number
         return [FIRST_ID[source] + number // 100, FIRST_ID[source] + 500 + number % 100]
     if source.startswith("rows"):
         return [first, FILLER, FILLER, EOS]
@@ -103,7 +103,7 @@ def joined(source: str) -> list[int]:
 
 
 def mean_tokens(source: str) -> Fraction:
-    return Fraction(len(joined(source)) / SIZES[source] - 1)  # no EOS is stored
+    return Fraction(len(joined(source)) / SIZES[source] - 1)  # EOS is not stored
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_word_tokenizer(root / "words", NUM_WORDS, splits=True)
     for name, size in SIZES.items():
         documents = [ids_of(name, number) for number in range(size)]
-        if name == "large":  # as webdataset's users write them, with pictures that no language model reads
+        if name == "large":  # as users of webdataset write them, with large members that are not ids
             (root / name / "data").mkdir(parents=True)
             with webdataset.TarWriter(str(root / name / "data" / "pictures.tar")) as writer:
                 for number, ids in enumerate(documents):
@@ -121,7 +121,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             continue
         lines = [" ".join(f"w{token}" for token in ids if token != EOS) + "\n" for ids in documents]
         World(root / name, tokenizer=root / "words").raw({"lines.txt": "".join(lines)}).make(
-            # The idx of ``many`` is so large that the loader reads parts of it.
+            # The idx of ``many`` is large enough for the loader to read it in parts.
             num_shards=1 if name == "many" else 3,
             **({"record": "packed", "seq_len": ROW} if name.startswith("rows") else {}),
         )
@@ -129,11 +129,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Pair:
-    """The loaders of all ranks of a run, and the law beside them."""
+    """The loaders of all ranks of a run, and the same run by the law."""
 
     def __init__(self, data: Path, form: Form, seed: int) -> None:
         self.data, self.form, self.seed = data, form, seed
-        # As the loaders are given them.
+        # The arguments of the loaders.
         self.sizes, self.weights = form.sizes or [(0, form.size)], form.weights
         self.law = Run(
             {name: self.source(name) for name in form.sources},
@@ -173,16 +173,16 @@ class Pair:
         return Ranks(folders, order_batch_size=self.law.size, **arguments)
 
     def sources_from(self, step: int) -> list[str]:
-        """Return the sources that a loader needs that goes on from a step."""
+        """Return the sources that a loader needs to continue from a step."""
         named = chain(*(held for _, held in self.weights))
         return [*dict.fromkeys([*self.law.names_from(step), *named])]
 
     def check(self, num_steps: int) -> None:
-        """Take steps, and compare each with the law."""
+        """Take steps and compare each with the law."""
         for _ in range(num_steps):
-            delivered, expected = self.ranks.step(), self.law.step(self.step)
-            told = [self.ids(sample) for sample in chain(*expected)]
-            assert [sample["input_ids"] for sample in delivered] == told, f"step {self.step}"
+            delivered, samples = self.ranks.step(), chain(*self.law.step(self.step))
+            expected = [self.ids(sample) for sample in samples]
+            assert [sample["input_ids"] for sample in delivered] == expected, f"step {self.step}"
             self.step += 1
         state = self.ranks.state()
         for loader in self.ranks.loaders:
@@ -198,10 +198,10 @@ class Pair:
         return [tokens[place % len(tokens)] for place in range(first, first + ROW)]
 
     def resume(self, step: int, **options: Any) -> None:
-        """Go on from the state after ``step`` steps, with new loaders.
+        """Continue from the state after ``step`` steps, with new loaders.
 
-        They are made as the last ones were, or as the run became, where something that was asked for was over
-        before it would have begun.
+        They get the arguments of the last ones. If an amendment was replaced before it took effect, these no
+        longer describe the run; then they get the stages that the run has.
         """
         state = self.ranks.loaders[0].state_at(step)
         self.ranks.close()
@@ -213,11 +213,11 @@ class Pair:
         self.ranks, self.step = self.load(state, self.sources_from(step), **options), step
 
     def of_law(self, weights: Sequence[tuple[int, Weights]]) -> list[tuple[int, Weights]]:
-        """Return weights that a loader is given as shares of samples."""
+        """Convert weights of a loader to shares of samples."""
         return [(step, self.weighed(held, lambda name: 1 / mean_tokens(name))) for step, held in weights]
 
     def weighed(self, weights: Weights, times: Callable[[str], Fraction]) -> Mapping[str, Any]:
-        """Return weights times a number of each source, if they are shares of tokens."""
+        """Multiply weights by a factor per source, if they are shares of tokens."""
         if not self.form.in_tokens:
             return weights
         return {name: Fraction(str(share)) * times(name) for name, share in weights.items()}
@@ -228,7 +228,7 @@ class Pair:
     def amend(
         self, *, sizes: Sequence[tuple[int, int]] = (), weights: Sequence[tuple[int, Weights]] = ()
     ) -> int:
-        """Amend the run where it stands, and return the border. Both are schedules, from step 0 on."""
+        """Amend the run at its current step and return the border. Both schedules count from step 0."""
         self.sizes, self.weights = sizes or self.sizes, weights or self.weights
         sources, of_law = self.sources_from(self.step), self.of_law(self.weights)
         state = self.ranks.loaders[0].state_at(self.step)
@@ -242,18 +242,18 @@ class Pair:
 
 
 def mixtures(form: Form) -> st.SearchStrategy[Weights]:
-    names = form.sources if "boundaries" in form.options else MIXED  # rows are mixed with rows alone
+    names = form.sources if "boundaries" in form.options else MIXED  # rows can only be mixed with rows
     return st.dictionaries(st.sampled_from(names), st.sampled_from([1, 2, 7, 0.3]), min_size=1)
 
 
 def schedules(values: st.SearchStrategy[Any], step: int) -> st.SearchStrategy[Any]:
-    """Return what holds from a step on: one value, or two."""
+    """Return schedules with one value, or with a second one that takes effect after ``step``."""
     later = st.tuples(st.integers(step + 1, step + 70), values)
     return st.tuples(st.tuples(st.just(0), values), later) | st.tuples(st.tuples(st.just(0), values))
 
 
 def machine(data: Path, form: Form, workers: Sequence[int]) -> type[RuleBasedStateMachine]:
-    """Return a machine that drives runs of one form."""
+    """Return a state machine that drives runs of one form."""
     group = form.options.get("group_by_length", 1)
 
     class Histories(RuleBasedStateMachine):
@@ -263,7 +263,7 @@ def machine(data: Path, form: Form, workers: Sequence[int]) -> type[RuleBasedSta
 
         @rule(drawn=st.data(), num_steps=st.integers(1, 4), loaders=st.sampled_from(["old", "new", "new"]))
         def go_on(self, drawn: st.DataObject, num_steps: int, loaders: str) -> None:
-            """With new loaders: on other ranks, with other batches, anywhere in the run's past and future."""
+            """New loaders have other ranks and batches, and start anywhere in the run's past or future."""
             if loaders == "new":
                 size = self.pair.law.size
                 worlds = [world for world in (1, 2, 3, 4, 6) if size // group % world == 0]
@@ -282,7 +282,7 @@ def machine(data: Path, form: Form, workers: Sequence[int]) -> type[RuleBasedSta
             drawn=st.data(), what=st.sampled_from(["sizes", "weights", "both"]), num_steps=st.integers(0, 2)
         )
         def amend(self, drawn: st.DataObject, what: str, num_steps: int) -> None:
-            """Wherever the run stands; the next rule may amend it again at the same step."""
+            """Amend the run at its current step; the next rule may amend it again at the same step."""
             pair = self.pair
             sizes: Any = ()
             weights: Any = ()
@@ -297,7 +297,7 @@ def machine(data: Path, form: Form, workers: Sequence[int]) -> type[RuleBasedSta
             border = pair.amend(sizes=sizes, weights=weights)
             assert before <= border <= before + 66 or border == 0
             pair.check(num_steps)
-            if num_steps == 2:  # across the border, and before it, where the past is as it was
+            if num_steps == 2:  # check across the border, where the steps before it must not change
                 pair.resume(max(border - 1, 0))
                 pair.check(2)
 
@@ -310,10 +310,11 @@ def machine(data: Path, form: Form, workers: Sequence[int]) -> type[RuleBasedSta
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_the_first_epoch_and_the_ends_of_windows_and_stages_are_the_laws_and_have_each_sample_once(
-    data: Path, form: str
-) -> None:
-    """All but fewer than a step takes. Of a mixture, each source has epochs of its own."""
+def test_the_first_epoch_follows_the_law_and_has_each_sample_once(data: Path, form: str) -> None:
+    """An epoch drops fewer samples than a step takes. In a mixture each source has its own epochs.
+
+    The ends of windows and stages are compared after a resume, too.
+    """
     pair = Pair(data, FORMS[form], seed=11)
     of_epoch = pair.first_of_epoch(1)
     num_steps = min(of_epoch + 2, 150)
@@ -342,7 +343,7 @@ def test_the_first_epoch_and_the_ends_of_windows_and_stages_are_the_laws_and_hav
         *(pytest.param(form, [0, 1, 2], marks=pytest.mark.processes) for form in ("grouped", "mixture")),
     ],
 )
-def test_a_run_is_the_laws_through_resumes_on_other_ranks_jumps_and_amendments(
+def test_a_run_follows_the_law_through_resumes_on_other_ranks_jumps_and_amendments(
     data: Path, form: str, workers: list[int]
 ) -> None:
     num_histories = NUM_HISTORIES["mixed" if FORMS[form].weights else "plain"]
@@ -356,7 +357,7 @@ def test_a_run_is_the_laws_through_resumes_on_other_ranks_jumps_and_amendments(
 
 
 LARGER = {"sizes": [(0, 24)]}
-# One source is added, then another, then the first one of all is dropped.
+# One source is added, then another, then the first one is dropped.
 OTHER_SOURCES = [
     {"weights": [(0, {"web": 2, "code": 1, "books": 1})]},
     {"weights": [(0, {"web": 1, "code": 1, "books": 2, "wiki": 0.7})]},
@@ -369,16 +370,16 @@ OTHER_SOURCES = [
     ("form", "amendments"),
     [
         ("documents", [LARGER]),
-        # A source joins while the global batch grows: it is walked in the ticks of the run.
+        # A source joins while the global batch grows: its order uses the tick size of the run.
         ("mixture", [{**LARGER, "weights": [(0, {"code": 1, "books": 3})]}]),
         ("mixture", OTHER_SOURCES),
         ("mixture by tokens", OTHER_SOURCES),
     ],
 )
-def test_an_amended_run_is_the_laws_from_every_state(
+def test_an_amended_run_follows_the_law_from_every_state(
     data: Path, form: str, amendments: list[dict[str, Any]]
 ) -> None:
-    """From a state behind each amendment, on other ranks, and from one before it."""
+    """On other ranks, from states after the border of each amendment and from states before it."""
     pair = Pair(data, FORMS[form], seed=3)
     for amendment in amendments:
         pair.resume(pair.step + 30)

@@ -1,4 +1,4 @@
-"""Packed rows are those of a plain packer, over more rows than are open at a time and than a member holds."""
+"""Packed rows equal those of a plain packer, for more rows than are open at once or fit into a member."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from tokenizers import Tokenizer
 
 from tests.world import EOS, PAD, Ranks, World, hostile_text, hostile_texts, save_tokenizer, tokenizer_dir
 
-OPEN_ROWS = 1024  # of best fit: the fullest one is closed where there would be more
+OPEN_ROWS = 1024  # limit of open rows in best fit; beyond it the fullest row is closed
 TOKENIZER = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
 END: Any = TOKENIZER.token_to_id(EOS)
 Rows = list[list[int]]
 
 
 def concat(documents: Rows, seq_len: int) -> Rows:
-    """Join all documents, and cut wherever a row ends."""
+    """Join all documents and cut the stream into rows."""
     stream = [*chain(*documents)]
     return [stream[first : first + seq_len] for first in range(0, len(stream), seq_len)]
 
 
 def best_fit(documents: Rows, seq_len: int) -> Rows:
-    """Put each document whole into the fullest row that has room, of equally full ones into the one that was
-    filled first. Documents longer than a row are cut, and each part begins a row."""
+    """Put each whole document into the fullest row that has room; of equally full rows, into the one that was
+    filled first. Cut a document that is longer than a row; each part after the first starts a new row."""
     closed: Rows = []
-    open_rows: Rows = []  # the one that was filled last stands last
+    open_rows: Rows = []  # in the order in which they were last filled
 
     def take_fullest(numbers: Iterable[int]) -> list[int]:
         return open_rows.pop(max(numbers, key=lambda number: len(open_rows[number])))
@@ -50,24 +50,24 @@ def best_fit(documents: Rows, seq_len: int) -> Rows:
 
 
 def segments_of(owners: list[int]) -> list[int]:
-    """Number the documents of a row from 1, of the document that each of its tokens is of."""
+    """Return the segment of each token, numbered from 1; ``owners`` has the document of each token."""
     return [*accumulate(map(ne, owners[1:], owners), initial=1)]
 
 
 def short_texts() -> list[str]:
-    """Documents of which no two fit into a row of 16, then some that do, and some that are longer."""
+    """Return documents of which no two fit into a row of 16, then some that do, then some longer ones."""
     of_half = ["abcdefgh"[: 7 + number % 2] + "zyx"[number % 3] for number in range(1100)]
     return [*of_half, *("x" * (number % 5) + "w" for number in range(60)), *("v" * n for n in range(10, 60))]
 
 
 def long_texts() -> list[str]:
-    """More than a member's 512 KiB of ids on each side."""
+    """Return texts with more than 512 KiB of ids, the size of a member, on each side of a split."""
     texts = hostile_texts(460, seed=21, most_words=500)
     return [text.replace("<|", "< |").strip()[:8000] + "." for text in texts]
 
 
 def ids_of_padding(world: World) -> set[int]:
-    """Return the ids that stand behind the tokens of rows."""
+    """Return the ids in the padding of rows."""
     arrays = {name: np.load(io.BytesIO(data)) for name, data in world.members()}
     found = set[int]()
     for name, num_tokens in arrays.items():
@@ -101,7 +101,7 @@ def test_rows_are_those_of_a_plain_packer(
     for side, documents in sides.items():
         check_rows(world, documents, pack, seq_len, **({"split": side} if side else {}))
     assert ids_of_padding(world) <= {TOKENIZER.token_to_id(PAD)}
-    # A member has 512 KiB of ids, but for the last one of each side.
+    # Each member has 512 KiB of ids, except the last one of each side.
     members = [np.load(io.BytesIO(data)) for name, data in world.members() if name.endswith("token_ids.npy")]
     sizes = [ids.nbytes for ids in members]
     assert sizes.count(512 << 10) == len(sizes) - len(sides)
@@ -110,7 +110,7 @@ def test_rows_are_those_of_a_plain_packer(
 
 
 def check_rows(world: World, documents: Rows, pack: Any, seq_len: int, **options: Any) -> None:
-    """Compare the rows of a data set, and where documents begin in them."""
+    """Compare the rows of a data set and the document boundaries in them."""
     rows = world.samples(boundaries="segment_ids", **options)
     assert [row["input_ids"] for row in rows] == pack(documents, seq_len)
     owners = pack([[number] * len(document) for number, document in enumerate(documents)], seq_len)
@@ -118,7 +118,7 @@ def check_rows(world: World, documents: Rows, pack: Any, seq_len: int, **options
 
 
 @pytest.mark.parametrize("pack", [best_fit, concat])
-def test_documents_of_one_token_begin_where_they_stand(tmp_path: Path, pack: Any) -> None:
+def test_documents_of_one_token_have_their_own_segments(tmp_path: Path, pack: Any) -> None:
     texts = ["a", "bcd", "e", "f", "g h i", "j"] * 5
     options: dict[str, Any] = {"record": "packed", "seq_len": 8, "pack": pack.__name__, "num_shards": 1}
     world = World(tmp_path).raw({"a.jsonl": [{"text": text} for text in texts]})

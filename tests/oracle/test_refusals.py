@@ -1,10 +1,10 @@
-"""What is refused, and what is told: a table of wrong uses, of commands and of the loader.
+"""A table of wrong uses of the commands and the loader, and the errors that refuse them.
 
-A row is a wrong use, how it ends, and what the error says as data: the path, what was found, what was
-expected, what to type. No row has a sentence. ``$DATA`` and the like in it stand for folders of the scene:
-RAW is text, of which DATA (documents), PACKED (rows of 8), MIXED (a second set of documents) and OTHER (by
-another tokenizer) are made. PLANNED has no shard yet. MY_DATA is a copy of DATA that the row changes, TMP is
-the row's own folder, and NEW is not there.
+A row is a wrong use, how it ends, and the fields of its error: path, found, expected, and what to type. No
+row has a whole sentence. ``$DATA`` and other names stand for folders of the scene: RAW is text, and DATA
+(documents), PACKED (rows of 8), MIXED (another set of documents) and OTHER (another tokenizer) are made from
+it. PLANNED has no shard yet. MY_DATA is a copy of DATA that the row changes, TMP is the row's own folder, and
+NEW does not exist.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.world import Ended, World, call_main, open_loader, save_tokenizer, to
 
 LINES = [f"the kettle of store {number}" for number in range(120)]
 TALK = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "kettle"}]
-# Flags that a row need not type.
+# Flags that are added if a row does not have them.
 USUAL_FLAGS = {
     "plan": {"--input_dir": "$RAW", "--output_dir": "$NEW", "--model_id": "$MODEL"},
     "--shard_id": {"--output_dir": "$PLANNED"},
@@ -41,7 +41,7 @@ USUAL_FLAGS = {
 
 
 class Scene:
-    """The folders of a row, some of which it may change."""
+    """The folders of a row."""
 
     def __init__(self, shared: Path, tmp: Path) -> None:
         self._folders = {folder.name.upper(): str(folder) for folder in shared.iterdir()}
@@ -49,11 +49,11 @@ class Scene:
         self._folders |= {"TMP": str(tmp), "NEW": str(tmp / "new")}
 
     def filled(self, value: Any) -> Any:
-        """Return a value with the folders in the places of their names, however deep."""
+        """Replace names by folders in a value, at any depth."""
         return ast.literal_eval(string.Template(repr(value)).safe_substitute(self._folders))
 
     def prepare(self, refusal: Refusal) -> None:
-        """Write the files of a row, and make the copy that it changes."""
+        """Write the files of a row, and make and change its copy."""
         if refusal.copy:
             shutil.copytree(self.filled(refusal.copy.replace("MY_", "")), self.filled(refusal.copy))
         for folder, files in (("$TMP", refusal.files), (refusal.copy, refusal.changes)):
@@ -61,12 +61,12 @@ class Scene:
                 change(Path(self.filled(folder), name), self.filled(new) if isinstance(new, tuple) else new)
 
     def run(self, line: str) -> Ended:
-        """Run a command as it is typed."""
+        """Run a command line, without Slurm."""
         words = shlex.split(line)
         for flag, folder in USUAL_FLAGS.get(words[0], {}).items():
             if flag not in words:
                 words += [flag, folder]
-        return call_main(*self.filled(words), environ={"PATH": "/nowhere"})  # without Slurm
+        return call_main(*self.filled(words), environ={"PATH": "/nowhere"})
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,17 @@ class Use:
     """A use of a command or of the loader."""
 
     text: str
-    call: Callable[[Scene, str], Ended | None]  # with what is to be typed; "" the first time
+    call: Callable[[Scene, str], Ended | None]  # the second argument is a remedy to add, or ""
 
 
 def load(data: Any = "$DATA", /, *, reads: bool = False, state: Any = None, **arguments: Any) -> Use:
-    """Make a loader; ``reads`` an epoch, or loads a ``state``, which may be one of a run of DATA with these
-    values in it or in its fingerprint."""
+    """Make a loader, and read an epoch if ``reads``, or load a ``state``.
+
+    If ``state`` is a dict, its values replace those of a state of DATA or of its fingerprint.
+    """
 
     def call(scene: Scene, remedy: str) -> None:
-        name, _, value = remedy.partition("=")  # "amend=True" is one more argument
+        name, _, value = remedy.partition("=")  # a remedy like "amend=True" is one more argument
         more = {name: ast.literal_eval(value)} if remedy else {}
         held = state
         if isinstance(state, dict):
@@ -98,11 +100,11 @@ def load(data: Any = "$DATA", /, *, reads: bool = False, state: Any = None, **ar
     return Use(f"load {data} {arguments}" if state is None else f"resume {state} {data} {arguments}", call)
 
 
-load_tars = functools.partial(load, model_id="$MODEL")  # that others wrote
+load_tars = functools.partial(load, model_id="$MODEL")  # external tars
 
 
 def resume(state: Any, data: Any = "$DATA", **arguments: Any) -> Use:
-    """Load a state, or that of a run of DATA with some values changed."""
+    """Load a state; see ``load``."""
     return load(data, state=state, **arguments)
 
 
@@ -111,25 +113,27 @@ class Refusal:
     """A row of the table."""
 
     use: Use
-    ends: int | type[BaseException]  # exit code of a command, or error of a call
+    ends: int | type[BaseException]  # exit code of a command, or class of a call's error
     path: str | None
-    copy: str  # what the row changes: $MY_DATA; ""
-    found: str | None = None  # words; None: whatever it says
+    copy: str  # the copy that the row changes, such as $MY_DATA, or ""
+    found: str | None = None  # words of the field; None: anything
     expected: str | None = None
     remedy: str | None = None
-    heals: str = ""  # the remedy, with which the same use succeeds
+    heals: str = ""  # a remedy with which the same use succeeds
     files: Mapping[str, bytes | str] = field(default_factory=dict)  # below TMP
-    changes: Mapping[str, Any] = field(default_factory=dict)  # of the copy, each as ``change`` takes it
+    changes: Mapping[str, Any] = field(default_factory=dict)  # file of the copy -> argument of ``change``
     starts_process: bool = False
-    is_text_alone: bool = False  # a command refuses its own words, before there is an error
+    is_text_alone: bool = False  # the command line itself is refused, without an error object
 
     def __str__(self) -> str:
         return " ".join([self.use.text, *self.files, *self.changes])
 
 
 def row(use: Use | str, ends: Any, path: str | None = None, **facts: Any) -> Refusal:
-    """Return a row of the table. A text is a command as it is typed. ``path``: by default the file that
-    the last change is of, or the first one that is written; "": none."""
+    """Return a row of the table. A string is a command line.
+
+    ``path``: by default the file of the last change, or else the first file that is written; "" for none.
+    """
     if isinstance(use, str):
         line = use
         use = Use(line, lambda scene, remedy: scene.run(f"{line} {remedy}"))
@@ -143,8 +147,8 @@ def row(use: Use | str, ends: Any, path: str | None = None, **facts: Any) -> Ref
 
 
 def change(path: Path, new: Any) -> None:
-    """Remove a file or a folder (None), or give it a content: as it is; by a function of the one before; with
-    other values in its JSON, and the hash that follows; of a shard; or of what it links to."""
+    """Change a file: None removes it (or a folder), text and bytes replace it, a dict changes JSON values and
+    updates the hash, a function transforms its content, and a tuple copies a shard or makes a link."""
     match new:
         case None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -377,7 +381,7 @@ ROWS = [
     row("lustre show $TMP/nowhere", 66, "$TMP/nowhere", remedy="shardprep lustre show $TMP"),
     row("lustre apply $TMP --stripe 0", 2, found="--stripe 0", expected="N[,SIZE][,POOL]"),
     row("plann", 2, found="'plann'", remedy="plan", is_text_alone=True),
-    # What a loader is to read.
+    # Input of a loader.
     row(load("$TMP/nowhere"), NotFound, "$TMP/nowhere", expected="a folder, an index.json, tars"),
     row(load("$RAW"), NotFound, "$RAW",
         remedy="shardprep plan --input_dir $RAW --output_dir DATA --model_id MODEL"),
@@ -523,7 +527,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Whole data sets of one text, made once and only read."""
+    """Data sets of one text, made once and never written to."""
     root = tmp_path_factory.mktemp("refusals")
     World(root).raw({"0.txt": "\n".join(LINES[:70]) + "\n", "1.txt": "\n".join(LINES[70:]) + "\n"})
     World(root, raw_dir=root / "records").raw({"a.jsonl": [{"body": line} for line in LINES[:20]]})
@@ -546,7 +550,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def has_words(text: str, wanted: str) -> bool:
-    """``batch_size=-1, of x`` has the words batch_size, -1, of and x."""
+    """Return whether ``text`` has all words of ``wanted``; white space and ``=,;:`` separate words."""
     words = filter(None, re.split(r"[\s=,;:]+", wanted))
     return all(re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w-])", text) for word in words)
 
@@ -558,7 +562,7 @@ def has_words(text: str, wanted: str) -> bool:
         for number, each in enumerate(ROWS)
     ],
 )
-def test_a_refusal_names_the_thing_at_fault_and_what_to_type_helps(
+def test_a_refusal_names_what_is_wrong_and_its_remedy_works(
     shared: Path, tmp_path: Path, refusal: Refusal
 ) -> None:
     error: Any
@@ -586,9 +590,9 @@ def test_a_refusal_names_the_thing_at_fault_and_what_to_type_helps(
     else:
         assert refusal.is_text_alone or refusal.ends is TypeError, text
     for fact in (path, found, expected, remedy):
-        assert has_words(text, fact or ""), f"{fact} is not told: {text}"
+        assert has_words(text, fact or ""), f"{fact} is not in: {text}"
     if (remedy or "").startswith("shardprep "):
-        # It is told once, its flags are known, and what stands for a value of the user's is to be filled in.
+        # The message has the command once and its flags exist. N is a placeholder for the user's value.
         assert text.count(remedy) == 1
         _, *words = shlex.split(re.sub(r"\bN\b", "2", remedy))
         call_main(*words, "--help").ends(0)

@@ -1,4 +1,4 @@
-"""A state that is damaged, or of another run, is refused, or the run goes on as it would have."""
+"""A damaged state, or one of another run, is refused, or the run continues as it would have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     "plain": {"global_batch_size": 6},
     "schedule": {"global_batch_size": [(0, 6), (5, 12)]},
     "mixture": MIXED,
-    "amended": {**MIXED, "weights": {"ko": 1, "en": 3}},  # from the state of a mixture on
+    "amended": {**MIXED, "weights": {"ko": 1, "en": 3}},  # amends a mixture
 }
 WRONG: tuple[Any, ...] = (None, -1, 0, 10**6, 1.5, "", "x", "1; 2: 3", "\ud800", [], {}, True)
 
@@ -49,7 +49,7 @@ def state_of(root: Path, form: str) -> dict[str, Any]:
 
 
 def damaged(state: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the state without each of its values in turn, and with others in its place."""
+    """Yield copies of the state, each with one value removed or replaced, and what was done."""
     for key in state if isinstance(state, dict) else range(len(state)):
         without = copy.deepcopy(state)
         del without[key]
@@ -67,8 +67,8 @@ def damaged(state: Any) -> Iterator[tuple[str, Any]]:
                 yield f"{key}: {how}", other
 
 
-# Other values of these are states as good as any: where a run is, samples of a source's block and window, the
-# source's place, and where a stage begins.
+# Other values of these may be valid: the position of a run, a source's samples per block and per window, its
+# place, and the first step of a stage.
 FREE = r"epoch|^step\b|num_micro|sources: \d: [345]|stages: \d: 0"
 
 
@@ -94,14 +94,14 @@ def test_a_damaged_state_is_refused_or_makes_no_difference(data: Path, form: str
                 continue
             if re.search(FREE, how):
                 num_free += 1
-                assert not how.endswith((" -1", "step 1000000", "micro 1000000")), f"no run has {how}"
+                assert not how.endswith((" -1", "step 1000000", "micro 1000000")), f"{how} is impossible"
             else:
                 assert next_step() == expected, how
     assert num_refused > 100
     assert num_free < 25
 
 
-def test_a_state_inside_of_a_step_goes_on_with_the_same_batches_alone(data: Path) -> None:
+def test_a_state_inside_a_step_resumes_only_with_the_same_batch_size_and_ranks(data: Path) -> None:
     with open_ranks(data, "plain", batch_size=2) as ranks:
         (loader,) = ranks.loaders
         batches = iter(loader)
@@ -116,7 +116,7 @@ def test_a_state_inside_of_a_step_goes_on_with_the_same_batches_alone(data: Path
             ranks.loaders[0].load_state_dict(state)
 
 
-def test_set_epoch_leaves_no_loaded_state_and_counts_no_step_that_it_leaves_out(data: Path) -> None:
+def test_set_epoch_keeps_a_loaded_state_and_does_not_count_skipped_steps(data: Path) -> None:
     state = state_of(data, "plain")
     with open_ranks(data, "plain") as ranks:
         (loader,) = ranks.loaders

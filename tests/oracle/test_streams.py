@@ -1,8 +1,8 @@
-"""Batches and tars are those of commit 707a289, on every number of ranks and workers.
+"""Batches and tars equal those of commit 707a289 on every number of ranks and workers.
 
-``python -m tests.oracle.test_streams`` writes the table of hashes anew. A change of it changes what a running
-training would see next, and needs a good reason. That ids and masks of conversations are transformers' own is
-compared by tests/preprocess/test_chat.py.
+``python -m tests.oracle.test_streams`` regenerates the table of hashes. A change of the table changes what a
+running training would see next, and needs a good reason. tests/preprocess/test_chat.py compares the ids and
+masks of conversations with those of transformers.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tests.oracle.forms import FORMS, NUM_STEPS, RESUME_AT, SHARDPREP_SETS, WORL
 from tests.world import GlobalBatch
 
 PATH = Path(__file__).with_name("frozen.json")
-# ``streams`` by form and field, a hash a step; ``members`` by data set and shard.
+# ``streams``: form -> field -> a hash per step. ``members``: data set -> a dict per shard.
 TABLE: dict[str, Any] = json.loads(PATH.read_bytes())
 FIELDS = ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids", "origins")
 Hashes = dict[str, str]
 
 
 def write_table(data: DataSets) -> None:
-    """Write the table of what is delivered on one rank, a field of a form in a line."""
+    """Write the table from the batches on one rank, a line per field of a form."""
     streams: dict[str, dict[str, str]] = {}
     for name in FORMS:
         steps = [found for _, found in stream(data, name, world_size=1, num_workers=(0, 0), resume_on=1)]
@@ -41,7 +41,7 @@ def write_table(data: DataSets) -> None:
 
 
 def short_hash(parts: Iterable[bytes]) -> str:
-    """Hash parts with their lengths: moving a byte from one part to the next changes the hash."""
+    """Hash parts with their lengths, so that moving a byte from one part to the next changes the hash."""
     sha256 = hashlib.sha256()
     for part in parts:
         sha256.update(len(part).to_bytes(8, "little") + part)
@@ -49,7 +49,7 @@ def short_hash(parts: Iterable[bytes]) -> str:
 
 
 def hashes_of(batch: GlobalBatch) -> Hashes:
-    """Hash each field of a global batch, in the order of its samples, and the samples in any order."""
+    """Hash each field of a global batch in sample order, and all samples regardless of their order."""
     names = [name for name in FIELDS if name in batch[0]]
     fields = {name: [array("q", sample[name]).tobytes() for sample in batch] for name in names}
     in_any_order = chain(*sorted(zip(*fields.values(), strict=True)))
@@ -60,19 +60,19 @@ def hashes_of(batch: GlobalBatch) -> Hashes:
 def stream(
     data: DataSets, name: str, world_size: int, num_workers: tuple[int, int], resume_on: int
 ) -> Iterator[tuple[str, Hashes]]:
-    """Yield where a global batch was delivered, in words, and its hashes.
+    """Yield a description and the hashes of each global batch.
 
-    The run goes on from its state after ``RESUME_AT`` steps on ``resume_on`` ranks. A rank has
-    ``num_workers`` before that and behind it.
+    After ``RESUME_AT`` steps the run resumes from its state on ``resume_on`` ranks. ``num_workers`` are the
+    workers per rank before and after that.
     """
     state = None
     stages = [(world_size, range(RESUME_AT)), (resume_on, range(RESUME_AT, NUM_STEPS))]
-    for (num_ranks, steps), of_rank in zip(stages, num_workers, strict=True):
+    for (num_ranks, steps), per_rank in zip(stages, num_workers, strict=True):
         resumed = "" if state is None else f", resumed at {RESUME_AT} from world size {world_size}"
-        told = f"form {name}, world size {num_ranks}, {of_rank} workers{resumed}"
-        with data.ranks(name, num_ranks, num_workers=of_rank, state=state) as ranks:
+        run = f"form {name}, world size {num_ranks}, {per_rank} workers{resumed}"
+        with data.ranks(name, num_ranks, num_workers=per_rank, state=state) as ranks:
             for step in steps:
-                where = f"{told}: global batch {step}"
+                where = f"{run}: global batch {step}"
                 try:
                     batch = ranks.step()
                 except Exception as error:
@@ -82,7 +82,7 @@ def stream(
 
 
 def compare(name: str, step: int, where: str, found: Hashes) -> None:
-    """Raise AssertionError that says in which field a global batch of a form first differs from the table."""
+    """Compare a global batch with the table. An AssertionError names the first field that differs."""
     expected = {field: of_steps.split()[step] for field, of_steps in TABLE["streams"][name].items()}
     assert found.keys() == expected.keys(), where
     differing = [field for field in found if found[field] != expected[field]]
@@ -92,7 +92,7 @@ def compare(name: str, step: int, where: str, found: Hashes) -> None:
 
 
 def members_of(folder: Path) -> list[dict[str, Any]]:
-    """Of each shard: how many members its tar has, a hash of their names and one of their bytes, in order."""
+    """Return per shard: the number of members of its tar, a hash of their names, and one of their bytes."""
     shards = []
     for path in sorted(folder.glob("shard-*.tar")):
         with tarfile.open(path) as tar:
@@ -104,10 +104,10 @@ def members_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def cases() -> Iterator[Any]:
-    """Yield forms on numbers of ranks, with workers before and behind the resume.
+    """Yield (form, world size, workers before and after the resume).
 
-    Workers are processes, which cost: each form has them on one small number of ranks, and one form on all,
-    before the run resumes or behind it. ORACLE=all tries all forms with none, and with both.
+    Workers are expensive, because they are processes. So each form has them on one small world size, and one
+    form on all, before or after the resume. ORACLE=all tests all forms without workers and with them.
     """
     for (number, name), (turn, world_size) in product(enumerate(FORMS), enumerate(WORLD_SIZES)):
         choices = [(0, 0)]
@@ -124,7 +124,7 @@ def cases() -> Iterator[Any]:
 def data(tmp_path_factory: pytest.TempPathFactory) -> DataSets:
     """The data sets of all forms. Never written to."""
     sets = DataSets(tmp_path_factory.mktemp("oracle"))
-    assert sets["chat"]  # made here, not in a test: templates are rendered in a process beside
+    assert sets["chat"]  # made here, because it starts a process and tests without a mark may not
     return sets
 
 

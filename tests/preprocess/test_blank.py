@@ -1,4 +1,4 @@
-"""blank: documents are gone from the disk, and all others keep their places; plan --exclude."""
+"""``blank`` removes documents from the disk while all others keep their places; ``plan --exclude``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }} "
     "{% endgeneration %}{% else %}{{ m['content'] }} {% endif %}{% endfor %}"
 )
-# The input, by what its documents are named, and options.
+# Input, how its documents are named, and options.
 FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "json": ("a.jsonl", "id", {"digests": True}),
     "npy": ("in/a: b.jsonl.gz", "place", {"token_format": "npy", "keep_text": False, "append_eos": True}),
@@ -38,7 +38,7 @@ FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "a.jsonl", "text", {"record": "packed", "seq_len": 16, "pack": "best_fit", "validation_fraction": 0.3}
     ),
 }  # fmt: skip
-# Of a data set, and the loader's arguments; tests/loader/test_origins.py compares the ids of others.
+# Form of the data set and arguments of the loader. tests/loader/test_origins.py compares ids of more forms.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "padded": ("json", {}),
     "one width": ("json", {"max_length": 40, "padding": "max_length", "targets": "shifted"}),
@@ -54,7 +54,7 @@ Made = Callable[[str], tuple[World, World]]
 
 
 def each(names: Iterable[str]) -> list[Any]:
-    """Return parameters of tests; planning conversations starts a process."""
+    """Return test parameters. Planning conversations starts a process, so "chat" is marked."""
     return [pytest.param(name, marks=[pytest.mark.processes] * (name == "chat")) for name in names]
 
 
@@ -63,7 +63,7 @@ def text_of(number: int) -> str:
 
 
 def written(name: str) -> tuple[bytes, list[int]]:
-    """Return an input of all documents, and the place of each."""
+    """Return an input with all documents, and the place of each."""
     records = []
     for number in range(1, NUM_DOCUMENTS + 1):
         words = text_of(number).split()
@@ -79,9 +79,9 @@ def written(name: str) -> tuple[bytes, list[int]]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """A data set of a form, and one without the documents that ids.txt beside them names, 5 % of all."""
+    """Returns a data set of a form, and a copy with the documents in ids.txt blanked: 5 % of all."""
     root = tmp_path_factory.mktemp("data")
-    # Every id of Llama 3 takes four bytes, and of this vocabulary two.
+    # Ids of this vocabulary take two bytes.
     save_word_tokenizer(root / "model", VOCAB_SIZE, splits=True, chat_template=_TEMPLATE)
     worlds: dict[str, tuple[World, World]] = {}
 
@@ -110,15 +110,15 @@ def all_ids(loader: TokenLoader) -> set[int]:
 
 
 def padded(batch: Mapping[str, Any], *, shifted: bool) -> dict[str, Any]:
-    """Return a batch of DATA as one of NEW has to be: blanked documents are padding, with no labels."""
+    """Convert a batch of DATA to the expected batch of NEW: blanked documents are padding without labels."""
     found = {name: value.clone() for name, value in batch.items() if isinstance(value, torch.Tensor)}
     found = {**batch, **found}
     ids, labels = found["input_ids"], found["labels"]
     gone = torch.isin(ids, torch.tensor(BLANKED))
     for row, column in (gone.roll(1, 1) & (ids == EOS)).nonzero().tolist():
-        gone[row, column] |= column > 0  # the EOS behind a document is its
+        gone[row, column] |= column > 0  # the EOS after a document belongs to it
     ids[gone] = PAD
-    if shifted:  # a label is of the next place
+    if shifted:  # a label is the id of the next place
         labels[gone | torch.isin(labels, torch.tensor(BLANKED))] = -100
     else:
         labels[gone] = -100
@@ -130,7 +130,7 @@ def padded(batch: Mapping[str, Any], *, shifted: bool) -> dict[str, Any]:
 
 
 def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
-    """Compare batches; an EOS at the begin of a row may be of a document of the row before."""
+    """Compare batches, and return whether they have padding. An EOS at the begin of a row may differ."""
     assert list(found) == list(expected)
     for name, value in expected.items():
         if not isinstance(value, torch.Tensor) or value.ndim < 2:
@@ -144,8 +144,8 @@ def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("case", each(CASES))
-def test_blanked_documents_are_padding_where_they_stood_and_all_else_stays(made: Made, case: str) -> None:
-    """Also on two ranks, which go on with a state of the data set from before."""
+def test_blanked_documents_become_padding_and_everything_else_stays(made: Made, case: str) -> None:
+    """Also on two ranks that resume from a state of the original data set."""
     form, options = CASES[case]
     world, new = made(form)
     options, shifted = {"seed": 3, **options}, options.get("targets") == "shifted"
@@ -168,7 +168,8 @@ def test_blanked_documents_are_padding_where_they_stood_and_all_else_stays(made:
 
 
 @pytest.mark.parametrize("form", each(FORMS))
-def test_nothing_of_a_blanked_document_is_left_on_disk_and_verify_makes_it_so(made: Made, form: str) -> None:
+def test_nothing_of_a_blanked_document_is_left_on_disk(made: Made, form: str) -> None:
+    """``verify --deep`` makes equal shards again."""
     world, new = made(form)
     texts = [text_of(number).encode() for number in BLANKED]
     traces = [text for text in texts if len(text) > 10] + [f'"d{number}"'.encode() for number in BLANKED]
@@ -183,12 +184,12 @@ def test_nothing_of_a_blanked_document_is_left_on_disk_and_verify_makes_it_so(ma
     )
     assert sum(trace in of_data for trace in traces) > 9
     assert [trace for trace in traces if trace in of_new] == []
-    # An id that no embedding has.
+    # The id that marks a blanked token is outside every vocabulary.
     assert (str(BLANK).encode() if form == "json" else np.full(1, BLANK & 0xFFFF, "<u2").tobytes()) in of_new
     new.verify(deep=2)
 
 
-def test_a_batch_without_any_label_is_told_once(made: Made, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_without_any_label_is_logged_once(made: Made, caplog: pytest.LogCaptureFixture) -> None:
     with made("json")[1].loader(batch_size=1) as loader:
         empty = [batch for batch in loader if (batch["labels"] == -100).all()]
     assert len(empty) >= len(BLANKED) - 1
@@ -197,7 +198,7 @@ def test_a_batch_without_any_label_is_told_once(made: Made, caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("form", ["json", "concat"])
-def test_a_collate_fn_gets_labels_and_other_ids(made: Made, form: str) -> None:
+def test_a_collate_fn_gets_padding_and_ignored_labels_for_blanked_documents(made: Made, form: str) -> None:
     options: dict[str, Any] = {"batch_size": 12, "seq_len": 16, "collate_fn": lambda samples: samples}
     with made(form)[0].loader(**options) as loader, made(form)[1].loader(**options) as of_new:
         num_gone = 0
@@ -211,14 +212,14 @@ def test_a_collate_fn_gets_labels_and_other_ids(made: Made, form: str) -> None:
         assert num_gone > 20
 
 
-def test_without_the_list_of_a_shard_no_worker_makes_it(made: Made, tmp_path: Path) -> None:
+def test_a_shard_needs_its_list_of_blanked_documents(made: Made, tmp_path: Path) -> None:
     new = made("sides")[1].copy(tmp_path, but=["shard-00001.json"])
     new.try_shard(1).ends(65, "blanked/shard-00001.json")
     assert not (new.data_dir / "shard-00001.json").exists()
 
 
 @pytest.mark.parametrize("is_blanked", [False, True])
-def test_an_id_outside_of_the_plans_vocabulary_becomes_no_other_one(
+def test_an_id_outside_of_the_planned_vocabulary_is_refused(
     made: Made, tmp_path: Path, is_blanked: bool
 ) -> None:
     world = made("json")[is_blanked].copy(tmp_path)
@@ -231,7 +232,7 @@ def test_an_id_outside_of_the_plans_vocabulary_becomes_no_other_one(
     world.try_shard(1).ends(78, f"the id {NUM_DOCUMENTS}")  # of the last document
 
 
-def test_other_shards_are_the_same_files_and_what_was_blanked_stays_so(made: Made, tmp_path: Path) -> None:
+def test_other_shards_are_shared_and_blanking_again_keeps_earlier_blanks(made: Made, tmp_path: Path) -> None:
     world, names = made("json")[0], tmp_path / "names.txt"
     names.write_text("d1\n")
     new = world.blanked(names, tmp_path / "new")
@@ -244,14 +245,14 @@ def test_other_shards_are_the_same_files_and_what_was_blanked_stays_so(made: Mad
     assert len(ids - {PAD, EOS}) == NUM_DOCUMENTS - 3
     names.write_text("d3\n")
     ended = new.main("blank", new.data_dir, ids=names, output=newer.data_dir)
-    assert ended.code == 78, "another list began it"
-    # Whoever gives away a data set does not give away what is gone.
+    assert ended.code == 78, "the folder was begun with another list"
+    # Neither export nor peek shows blanked documents.
     assert world.main("export", newer.data_dir, to="megatron", output_dir=tmp_path / "out").code == 78
     shown = world.main("peek", newer.data_dir, "0:0").out
     assert ("blanked" in shown, "w1" in shown) == (True, False)
 
 
-def test_names_of_no_document_are_told_and_all_names_of_one_are_found(made: Made, tmp_path: Path) -> None:
+def test_all_kinds_of_names_work_and_unknown_ones_are_reported(made: Made, tmp_path: Path) -> None:
     world, (_, places) = made("json")[0], written("a.jsonl")
     right = [f"at:a.jsonl:{places[4]}", f"sha256:{hashlib.sha256(text_of(5).encode()).hexdigest()}", "d5"]
     wrong = [f"at:a.jsonl:{places[4] + 1}", "at:b.jsonl:0", f"at:a.jsonl:{10**17}", "nobody"]
@@ -268,14 +269,14 @@ def test_names_of_no_document_are_told_and_all_names_of_one_are_found(made: Made
 
 
 @pytest.mark.parametrize("form", each(FORMS))
-def test_a_fresh_plan_leaves_the_same_list_out(made: Made, tmp_path: Path, form: str) -> None:
+def test_plan_exclude_leaves_out_the_same_list(made: Made, tmp_path: Path, form: str) -> None:
     world, (_, kind, options) = made(form)[0], FORMS[form]
     fresh = World(tmp_path, tokenizer=world.tokenizer, raw_dir=world.raw_dir)
     options = {"num_shards": 2, "recursive": True, "id_field": "id" if kind == "id" else None, **options}
     fresh.make(exclude=world.raw_dir.with_name("ids.txt"), **options)
     assert fresh.left_out() == {"excluded": len(BLANKED)}
     assert not all_ids(fresh.loader(batch_size=1)) & {*BLANKED}
-    assert fresh.try_plan(**options).code == 78, "without the list it is another plan"
+    assert fresh.try_plan(**options).code == 78, "a plan without the list differs"
     other = fresh.copy(tmp_path / "other", but=["shard-*"])
     (other.data_dir / "excluded.keys").write_bytes(bytes(16))
-    assert other.try_shard(0).code == 65, "the list is not the plan's"
+    assert other.try_shard(0).code == 65, "the list differs from the plan's"

@@ -1,7 +1,7 @@
-"""``--record chat``: ids and loss mask are transformers' own, and what is no conversation is named.
+"""``--record chat``: ids and loss masks equal those of transformers, and invalid conversations are left out.
 
-By itself a few tokenizers and templates; ``CHAT_MASKS=all`` (``make torture``) takes 40 tokenizers x 12
-templates x 200 conversations, and Llama 3's tokenizer where it is there.
+By default a few tokenizers and templates are tested. ``CHAT_MASKS=all`` (``make torture``) tests 40
+tokenizers x 12 templates x 200 conversations, and Llama 3's tokenizer if it is available.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from tests.oracle.test_done import forge, with_field
 from tests.waiting import wait_until
 from tests.world import World, save_tokenizer
 
-pytestmark = pytest.mark.processes  # what renders conversations is one
+pytestmark = pytest.mark.processes  # conversations are rendered in a process
 
 CHATS = conversations(40)
 PLACE = Path(__file__).parents[1] / "held"
 
 
 def world_of(folder: Path, template: str, chats: list[Any], lines: Sequence[str] = ()) -> World:
-    """Conversations, and lines of JSON behind them, and a tokenizer with a chat template."""
-    told = [json.dumps({"messages": chat}, ensure_ascii=False) for chat in chats]
+    """Return a world of conversations, then JSON ``lines``, with a tokenizer that has this chat template."""
+    records = [json.dumps({"messages": chat}, ensure_ascii=False) for chat in chats]
     world = World(folder, tokenizer=save_tokenizer(folder / "model", template))
-    return world.raw({"chats.jsonl": "\n".join([*told, *lines]) + "\n"})
+    return world.raw({"chats.jsonl": "\n".join([*records, *lines]) + "\n"})
 
 
 def planned(world: World, **options: Any) -> World:
@@ -49,24 +49,24 @@ def planned(world: World, **options: Any) -> World:
 
 
 def flat_of(world: World) -> list[tuple[int, int]]:
-    """All ids of a data set with their labels, as the loader delivers them."""
+    """Return all (id, label) that the loader delivers."""
     return [pair for each in world.samples() for pair in zip(each["input_ids"], each["labels"], strict=True)]
 
 
 def flat(pairs: list[tuple[list[int], list[int]]]) -> list[tuple[int, int]]:
-    """Ids of conversations with their labels, of ids and masks."""
+    """Convert (ids, mask) of conversations to (id, label) of all tokens."""
     tokens = [token for ids, mask in pairs for token in zip(ids, mask, strict=True)]
     return [(token, token if is_set else -100) for token, is_set in tokens]
 
 
 def reasons(world: World) -> dict[int, str]:
-    """Line -> why it was left out."""
+    """Return line -> reason of all records that were left out."""
     return {entry["line"]: entry["reason"] for entry in world.lines("quarantine")}
 
 
 TAKES_ALL = os.environ.get("CHAT_MASKS") == "all"
 NUM_CHATS = 200 if TAKES_ALL else 25
-# Most of these had other masks than transformers once.
+# Most of these once had masks that differed from transformers'.
 SAMPLE = [
     ("bytes, alphabet alone", "content"), ("bytes, NFC", "content"), ("words, NFC", "begins with blanks"),
     ("Metaspace", "inside words"), ("bytes, alphabet alone", "without tags"),
@@ -80,11 +80,11 @@ PAIRS = [(name, each) for name in NAMES for each in chat_sets.TEMPLATES] if TAKE
 
 
 def expected_of(tokenizer: Any, chat: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-    """Ids and mask by transformers; without the tags, by the characters that a token stands for."""
+    """Return ids and mask by transformers; for a template without tags, by the characters of each token."""
     if "endgeneration" in tokenizer.chat_template:
         found = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
         return found["input_ids"], found["assistant_masks"]
-    written = set[int]()  # places of characters that the assistant wrote, by what is rendered before and with
+    written = set[int]()  # places of the assistant's characters: what rendering its message adds
     for number, message in enumerate(chat):
         if message["role"] == "assistant":
             before = tokenizer.apply_chat_template(chat[:number], tokenize=False, add_generation_prompt=True)
@@ -96,19 +96,19 @@ def expected_of(tokenizer: Any, chat: list[dict[str, Any]]) -> tuple[list[int], 
     for begin, end in found["offset_mapping"]:
         if begin < end:
             mask.append(int(not written.isdisjoint(range(begin, end))))
-        else:  # a blank whose offsets were trimmed stands between two characters
+        else:  # a space whose offsets were trimmed is between two characters
             mask.append(int(begin - 1 in written and begin in written))
     return found["input_ids"], mask
 
 
 def expected(model: Path, chats: list[Any]) -> list[tuple[list[int], list[int]]]:
-    """Ids and mask of each conversation."""
+    """Return ids and mask of each conversation."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     return [expected_of(tokenizer, chat) for chat in chats]
 
 
 @pytest.mark.parametrize(("name", "template"), PAIRS)
-def test_masks_are_those_of_transformers(
+def test_masks_equal_those_of_transformers(
     request: pytest.FixtureRequest, tmp_path: Path, name: str, template: str
 ) -> None:
     chats = chat_sets.odd_conversations(NUM_CHATS, seed=PAIRS.index((name, template)))
@@ -136,8 +136,8 @@ def test_masks_are_those_of_transformers(
     shutil.rmtree(tmp_path)
 
 
-def test_best_fit_keeps_each_conversation_whole_and_peek_shows_what_has_labels(tmp_path: Path) -> None:
-    """An export that would lose them is refused."""
+def test_best_fit_keeps_conversations_whole_and_peek_marks_tokens_with_labels(tmp_path: Path) -> None:
+    """An export, which would lose the labels, is refused."""
     world = planned(world_of(tmp_path, PLAIN, CHATS), pack="best_fit", seq_len=512, num_shards=2).run()
     found = []
     for row in world.samples(boundaries=["segment_ids", "position_ids"]):
@@ -155,10 +155,10 @@ def test_best_fit_keeps_each_conversation_whole_and_peek_shows_what_has_labels(t
     world.main("export", world.data_dir, to="nanogpt", output_dir=tmp_path / "out").ends(2)
 
 
-def test_tables_give_what_json_lines_give_also_where_they_keep_messages_as_json(tmp_path: Path) -> None:
-    """datasets 5 has a list of JSON, DuckDB a column of JSON or of strings, and some write JSON in JSON.
+def test_conversations_in_tables_equal_those_in_json_lines(tmp_path: Path) -> None:
+    """Messages may be JSON: datasets 5 has lists of JSON, DuckDB a column of JSON or strings.
 
-    A text that is no UTF-8 leaves out its conversation alone.
+    Text that is not UTF-8 leaves out only its conversation.
     """
     chats = CHATS[:12]
     whole = pyarrow.array([json.dumps(chat) for chat in chats])
@@ -193,7 +193,8 @@ def test_tables_give_what_json_lines_give_also_where_they_keep_messages_as_json(
     assert flat_of(world) == flat(pairs * (2 + len(tables)) + pairs[:3] + pairs[4:])
 
 
-def test_conversations_of_one_content_are_held_out_together_in_whatever_form(tmp_path: Path) -> None:
+def test_equal_conversations_are_on_the_same_side_of_a_split(tmp_path: Path) -> None:
+    """Even if the order of keys differs, or a key is null."""
     chats = conversations(150)
     turned = [[{"name": None, **dict(reversed(turn.items()))} for turn in chat] for chat in chats]
     world = world_of(tmp_path, PLAIN, chats + turned)
@@ -239,7 +240,7 @@ BAD: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
-def test_what_is_no_conversation_is_left_out_with_its_reason(tmp_path: Path) -> None:
+def test_an_invalid_conversation_is_left_out_with_its_reason(tmp_path: Path) -> None:
     lines = [f'{{"messages": {messages}}}' for messages, _ in BAD.values()]
     lines.append(json.dumps({"messages": CHATS[1]}))
     world = planned(world_of(tmp_path, STRICT, CHATS[:1], lines)).run().verify(deep=1)
@@ -248,7 +249,7 @@ def test_what_is_no_conversation_is_left_out_with_its_reason(tmp_path: Path) -> 
         name: reason for name, (_, reason) in BAD.items()
     }
     (detail,) = (each["detail"] for each in world.lines("quarantine") if each["reason"] == "template_error")
-    assert "no content" in detail, "as the template says"
+    assert "no content" in detail, "the template's own message"
     assert flat_of(world) == flat(expected(world.tokenizer, CHATS[:2]))
 
 
@@ -256,7 +257,7 @@ NUMBERS = ["18446744073709551616", "-9223372036854775809", "1.0", "-0", "-0.0", 
 NUMBERS.append("1.7976931348623157e308")
 
 
-def test_numbers_and_deep_values_of_messages_are_rendered_as_pythons_json_reads_them(tmp_path: Path) -> None:
+def test_numbers_and_nested_values_are_rendered_as_json_loads_reads_them(tmp_path: Path) -> None:
     template = TAGGED.replace("{{ m['content'] }}", "{{ m['content'] }}{{ (m['call'] or 0) | tojson }}")
     deep = "[" * 508 + "1" + "]" * 508
     answer = '{"role": "assistant", "content": "b", "call": {"x": %s}}'
@@ -274,7 +275,8 @@ FORGETS = PLAIN.replace(
 )
 
 
-def test_a_template_whose_parts_are_no_beginnings_is_refused_or_its_chats_left_out(tmp_path: Path) -> None:
+def test_a_template_without_tags_must_render_each_turn_as_a_prefix_of_the_whole(tmp_path: Path) -> None:
+    """One that never does is refused, and single conversations are left out."""
     never = world_of(tmp_path / "never", "{{ messages|length }} turns: " + PLAIN, CHATS)
     never.try_plan(record="chat").ends(2, "{% generation %}", "--chat_template_file")
     one = [ASK, {"role": "assistant", "content": "there"}]
@@ -284,7 +286,7 @@ def test_a_template_whose_parts_are_no_beginnings_is_refused_or_its_chats_left_o
 
 TURN = "{% for m in messages %}{{ m['role'] }}: "
 CALLS = "{% for call in m.tool_calls or [] %}{{ call.function }}{% endfor %}"
-# As Qwen3's: an answer before the last question loses its reasoning, and the last one always has some.
+# Like Qwen3's: earlier answers lose their reasoning, and the last one always has some.
 STRIPPING = (
     TURN + "{% if m['role'] != 'assistant' %}{{ m['content'] }}{% elif not loop.last %}"
     "{{ m['content'].split('</think>')[-1].lstrip('\n') }}{% elif '</think>' in m['content'] %}"
@@ -292,7 +294,7 @@ STRIPPING = (
     + CALLS
     + "<|eot_id|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-# As Mistral's: no system message, and roles take turns.
+# Like Mistral's: roles must alternate, and there is no system message.
 ALTERNATING = TURN + (
     "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
     "{% endif %}{{ m['content'] }}<|eot_id|>{% endfor %}"
@@ -301,7 +303,7 @@ ENDS_TURNS = TAGGED.replace(
     "{% generation %}{{ m['content'] }}",
     "{% generation %}{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}",
 )
-# What the warning of plan quotes; nothing where there is none.
+# Template -> what plan's warning quotes, or nothing without a warning.
 WARNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Qwen3's loses conversations of several turns": (STRIPPING, ("{% generation %}", "{% endgeneration %}")),
     "one with tags leaves out reasoning of earlier turns": (ENDS_TURNS, ("'Since probes ask.'",)),
@@ -315,7 +317,7 @@ WARNS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", WARNS)
-def test_planning_says_what_a_template_cannot_render_or_leaves_out(tmp_path: Path, name: str) -> None:
+def test_plan_warns_of_what_a_template_cannot_render_or_leaves_out(tmp_path: Path, name: str) -> None:
     template, quoted = WARNS[name]
     ended = world_of(tmp_path, template, [CHATS[0][-2:]]).try_plan(record="chat").ends(0)
     warnings = [line for line in ended.text.splitlines() if line.startswith("warning: the chat template")]
@@ -323,12 +325,12 @@ def test_planning_says_what_a_template_cannot_render_or_leaves_out(tmp_path: Pat
     assert all(words in warnings[0] for words in quoted)
 
 
-def test_a_template_of_todays_date_gives_equal_bytes_on_any_day(tmp_path: Path) -> None:
+def test_a_template_with_todays_date_gives_equal_bytes_on_any_day(tmp_path: Path) -> None:
     world = planned(world_of(tmp_path, "{{ strftime_now('%d %b %Y') }}\n" + TAGGED, CHATS)).run()
     assert "26 Jul 2024" in world.main("peek", world.data_dir, num=1).out
 
 
-def test_a_file_may_replace_the_tokenizers_template_and_an_altered_one_is_refused(tmp_path: Path) -> None:
+def test_a_template_may_come_from_a_file_and_a_changed_one_is_refused(tmp_path: Path) -> None:
     own = planned(world_of(tmp_path / "own", TAGGED, CHATS)).run()
     (tmp_path / "tagged.jinja").write_text(TAGGED, encoding="utf-8")
     world = World(tmp_path, raw_dir=own.raw_dir)
@@ -344,14 +346,14 @@ def test_a_file_may_replace_the_tokenizers_template_and_an_altered_one_is_refuse
     own.try_plan(record="chat", add_special_tokens=False, output_dir=tmp_path / "n").ends(2)
 
 
-def test_another_version_of_what_renders_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_transformers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = planned(world_of(tmp_path, TAGGED, CHATS))
     monkeypatch.setattr(importlib.metadata, "distribution", lambda _: SimpleNamespace(version="9.0"))
     world.try_shard(0).ends(78, "transformers 9.0")
 
 
 @pytest.mark.parametrize(("template", "most"), [(PLAIN, 700), (TAGGED, 8000)], ids=["plain", "tagged"])
-def test_conversations_of_too_many_answers_are_left_out(tmp_path: Path, template: str, most: int) -> None:
+def test_conversations_with_too_many_answers_are_left_out(tmp_path: Path, template: str, most: int) -> None:
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     chats = [turns * (most // 10), turns * (most + most // 20), turns * (most * 2)]
     world = planned(world_of(tmp_path, template, chats)).run()
@@ -362,14 +364,14 @@ def test_conversations_of_too_many_answers_are_left_out(tmp_path: Path, template
 
 
 def renderers(parent: int | None = None) -> list[int]:
-    """The processes that render for a process; by default for this one."""
+    """Return the ids of the processes that render conversations for a process (default: this one)."""
     found = []
     for path in Path(f"/proc/{parent or os.getpid()}/task").glob("*/children"):
         found += [int(pid) for pid in path.read_text().split()]
     return [pid for pid in found if b"chat" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def test_a_renderer_that_died_is_an_error_and_the_next_attempt_starts_another(tmp_path: Path) -> None:
+def test_a_killed_renderer_is_an_error_and_the_next_attempt_starts_a_new_one(tmp_path: Path) -> None:
     world = planned(world_of(tmp_path, TAGGED, CHATS))
     (pid,) = renderers()
     os.kill(pid, signal.SIGKILL)
@@ -382,24 +384,24 @@ def test_a_renderer_that_died_is_an_error_and_the_next_attempt_starts_another(tm
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-COSTLY = [  # one that does not end, a huge text of one shape, a long text
+COSTLY = [  # an endless loop, a huge text for some conversations, a long text
     ENDLESS, "{% if messages|length > 2 %}{{ 'a' * 3000000000 }}{% endif %}", "{{ 'a' * 90000000 }}",
 ]  # fmt: skip
 
 
 @pytest.fixture
 def quick_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The renderer's limit of CPU time comes after 2 s: tests/held makes the call that sets it do so."""
+    """Reduces the renderer's CPU time limit to 2 s, by the sitecustomize of tests/held."""
     for pid in renderers():
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not renderers())
-    world_of(tmp_path / "dead", TAGGED, CHATS[:1]).try_plan(record="chat")  # notices that it is gone
+    world_of(tmp_path / "dead", TAGGED, CHATS[:1]).try_plan(record="chat")  # notices the dead renderer
     monkeypatch.setenv("PYTHONPATH", str(PLACE))
     monkeypatch.setenv("MOST_CPU_S", "2")
 
 
 @pytest.mark.usefixtures("quick_limits")
-def test_a_template_or_a_conversation_that_takes_too_much_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_a_template_or_conversation_that_takes_too_long_is_named(tmp_path: Path) -> None:
     for number, more in enumerate(COSTLY):
         ended = world_of(tmp_path / str(number), PLAIN + more, CHATS).try_plan(record="chat")
         assert ended.code in (2, 65), more
@@ -409,7 +411,7 @@ def test_a_template_or_a_conversation_that_takes_too_much_is_an_error_that_names
     world = world_of(tmp_path, template, [CHATS[0], costly, CHATS[1]])
     offset = len((world.raw_dir / "chats.jsonl").read_bytes().splitlines(keepends=True)[0])
     ended = world.try_plan(record="chat")
-    assert ended.code == 65, "it is not left out: how much time it takes depends on the node"
+    assert ended.code == 65, "leaving it out would depend on the speed of the node"
     assert re.search(rf"chats\.jsonl byte {offset}\b", ended.err)
 
 
@@ -424,13 +426,13 @@ def test_a_killed_command_leaves_no_renderer_behind(tmp_path: Path) -> None:
             limits = [Path(f"/proc/{pid}/limits").read_text() for pid in renderers(process.pid)]
             return any(re.search(r"Max cpu time +\d", text) for text in limits)
 
-        wait_until(is_rendering)  # the template runs once the limit of CPU time stands
+        wait_until(is_rendering)  # the renderer sets its CPU time limit before it runs a template
         (renderer,) = renderers(process.pid)
         process.kill()
         wait_until(lambda: not is_living(renderer))
 
 
-def test_a_mask_that_cannot_lie_in_the_tar_is_found(tmp_path: Path) -> None:
+def test_verify_finds_a_mask_offset_outside_the_tar(tmp_path: Path) -> None:
     world = planned(world_of(tmp_path, TAGGED, CHATS)).run()
     forge(world, "records", with_field("mask_offset", lambda _: 10**9, row=1), shard_id=0)
     world.main("verify", world.data_dir).ends(65, "sample 1")

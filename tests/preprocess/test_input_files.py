@@ -1,4 +1,4 @@
-"""Documents of text, JSON lines, compressed files and tables are those of an independent reader."""
+"""Documents from text, JSON lines, compressed files and tables equal those of an independent reader."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TEXTS = [f"문서 {number}: the kettle sings\n\ttwice. " * (number % 7 + 1) for 
 
 
 def check_with_plain_reader(world: World, num_shards: int, **options: Any) -> int:
-    """Make a data set of all files, and compare it with the plain reader; the number of bad records."""
+    """Make a data set, compare it with the plain reader, and return the number of bad records."""
     world.make(num_shards=num_shards, max_bad_fraction=1, **options)
     texts, bad = [], []
     for path in [world.raw_dir / name for name in world.inputs()]:
@@ -46,13 +46,13 @@ def check_with_plain_reader(world: World, num_shards: int, **options: Any) -> in
                 bad.append((path.name, record.offset, record.reason))
             elif record.text:
                 texts.append(record.text)
-    told = world.lines("quarantine")
+    left_out = world.lines("quarantine")
     assert world.texts() == texts
-    found = [(each["source"], each["source_offset"], each["reason"]) for each in told]
-    if options.get("text_template"):  # of a field that stands twice and one that is missing, either is told
+    found = [(each["source"], each["source_offset"], each["reason"]) for each in left_out]
+    if options.get("text_template"):  # if one field is repeated and another missing, either may be reported
         found, bad = ([(name, place, "") for name, place, _ in each] for each in (found, bad))
     assert found == bad
-    for each in told:
+    for each in left_out:
         named = re.search(r"\bbyte (\d+) is not", each["detail"])
         if named:
             assert 0 <= int(named[1]) - each["source_offset"] < each["num_bytes"], each
@@ -62,7 +62,7 @@ def check_with_plain_reader(world: World, num_shards: int, **options: Any) -> in
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_random_files_are_read_as_an_independent_reader_reads_them(form: str, tmp_path: Path) -> None:
-    """Some are damaged: then they are refused."""
+    """Damaged files are refused, or read like the independent reader does."""
     num_files = int(os.environ.get("RANDOM_FILES", "40"))
     size = min(num_files // 2, 200)
     seeds = [range(first, first + size) for first in range(0, num_files, size)]
@@ -81,13 +81,13 @@ NO_ENCODINGS = [
     "undefined", "no-such-codec", "utf\0008", "", "\udcff",
 ]  # fmt: skip
 ENDS = ["\n", "\r\n", "\r", "\n\r", "\r\r", "\r\r\n"]
-SPACES = [chr(point) for point in range(0x3001) if chr(point).isspace()]  # as str.strip() knows it
+SPACES = [chr(point) for point in range(0x3001) if chr(point).isspace()]  # str.strip() removes these
 LETTERS = ["a", "bc", " ", "가", "똠방", "語", "é", "я", "ก", "\u200b", "🙂", "x" * 9, "\ufeff", *SPACES]
 BROKEN = [b"\xff", b"\x80", b"\xea\xb0", b"\x81", b"\xfe"]
 
 
 @pytest.mark.parametrize(("encoding", "doc"), [*((each, "line") for each in ENCODINGS), ("cp949", "file")])
-def test_lines_or_whole_files_of_each_encoding_are_decoded(tmp_path: Path, encoding: str, doc: str) -> None:
+def test_each_encoding_is_decoded_by_lines_or_whole_files(tmp_path: Path, encoding: str, doc: str) -> None:
     rng, codec = random.Random(encoding), encoding.removesuffix("-sig")
     files = {}
     for number, (packed, pack) in enumerate(PACKERS.items()):
@@ -100,7 +100,7 @@ def test_lines_or_whole_files_of_each_encoding_are_decoded(tmp_path: Path, encod
     assert num_bad > 8 or doc == "file" or encoding in ("latin-1", "koi8-r", "mac-roman")
 
 
-def test_an_encoding_whose_line_ends_are_no_single_bytes_is_refused(tmp_path: Path) -> None:
+def test_an_encoding_whose_line_ends_are_not_single_bytes_is_refused(tmp_path: Path) -> None:
     world = World(tmp_path).raw({"a.txt": "a\n"})
     for encoding in NO_ENCODINGS:
         error = world.try_plan(encoding=encoding).ends(2).error
@@ -110,8 +110,8 @@ def test_an_encoding_whose_line_ends_are_no_single_bytes_is_refused(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["\r\n", "\r"])
-def test_a_line_end_on_the_edge_of_a_read_is_not_cut_in_two(tmp_path: Path, end: str) -> None:
-    """From where a shard should begin 16 KiB are read, then 64 KiB each time; of a shard 128 or 512 KiB."""
+def test_a_line_end_across_two_reads_is_one_line_end(tmp_path: Path, end: str) -> None:
+    """plan reads 16 KiB at the even share of a shard, then 64 KiB at a time; a task reads 128 or 512 KiB."""
     half, short = 96 << 10, "b c d\n" * 5
     for kib, shift in itertools.product([16, 80], range(-len(end), 1)):
         place = half + (kib << 10) + shift
@@ -127,7 +127,7 @@ def test_a_line_end_on_the_edge_of_a_read_is_not_cut_in_two(tmp_path: Path, end:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl", "a.parquet"])
-def test_a_document_above_64_mib_is_left_out_and_its_neighbours_stay(tmp_path: Path, name: str) -> None:
+def test_a_document_above_64_mib_is_left_out_and_others_stay(tmp_path: Path, name: str) -> None:
     texts = ["before", "x y " * (17 << 20), "after"]
     if name == "a.parquet":
         data = table_bytes({"text": texts}, "parquet")
@@ -167,11 +167,11 @@ def random_object(rng: random.Random, depth: int = 0) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", FIELDS)
-def test_what_is_taken_of_a_line_of_json_depends_on_no_other_line(tmp_path: Path, choice: str) -> None:
+def test_reading_a_json_line_does_not_depend_on_other_lines(tmp_path: Path, choice: str) -> None:
     rng, options = random.Random(choice), FIELDS[choice]
     right = '{"text": "b", "본문": "다", "meta": {"text": "m"}, "id": 7}'
     odd = ["", '{"text": "a"} {"text": "b"}', '{"n": [{}', '{}], "text": "c"}']
-    odd.append('{"text": "a", "n": "\udcff"}')  # a byte that is no UTF-8
+    odd.append('{"text": "a", "n": "\udcff"}')  # a byte that is not UTF-8
     each = [random_object(rng) for _ in range(1_000)]
     lines = [*each, *rng.choices([right, *odd], k=1_000)]
     rng.shuffle(lines)
@@ -182,7 +182,7 @@ def test_what_is_taken_of_a_line_of_json_depends_on_no_other_line(tmp_path: Path
         assert world.lines("ids") == [[0, record.offset, record.id] for record in records]
 
 
-def test_a_field_may_name_the_source_and_long_integers_stay_exact(tmp_path: Path) -> None:
+def test_source_field_names_the_source_and_long_integers_stay_exact(tmp_path: Path) -> None:
     long = [18446744073709551616, -9223372036854775809, 10**30, 2**64 - 1, 7, 1.5, [2**70], {"a": 2**64}]
     world = World(tmp_path).raw({"a.jsonl": [{"text": "a", "id": each, "from": each} for each in long]})
     rows = [{"text": "a", "from": "web"}, {"text": "c"}, {"text": 5, "from": "web"}, {"from": "images"}]
@@ -196,7 +196,7 @@ def test_a_field_may_name_the_source_and_long_integers_stay_exact(tmp_path: Path
     world.try_plan(source_field="from", output_dir=tmp_path / "many").ends(65, "--source_field")
 
 
-@pytest.mark.parametrize("stack", [1000, 5000])  # of the interpreter; another one in each version of Python
+@pytest.mark.parametrize("stack", [1000, 5000])  # recursion limit, which differs between versions of Python
 @pytest.mark.parametrize("kind", ["list", "object"])
 def test_records_of_up_to_512_levels_are_read_on_any_stack(tmp_path: Path, kind: str, stack: int) -> None:
     def nested(depth: int) -> str:
@@ -206,7 +206,7 @@ def test_records_of_up_to_512_levels_are_read_on_any_stack(tmp_path: Path, kind:
         '{"text": "good", "id": 1, "other": %s}',
         '{"text": "good", "id": %s}',
         '{"text": "good", "id": 1, "x": 1, "x": %s}',
-        '{"text": "good", "id": "%s", "other": %%s}' % ("\\\\[{" * 400),  # brackets in a text
+        '{"text": "good", "id": "%s", "other": %%s}' % ("\\\\[{" * 400),  # brackets inside a string
         '{"text": %s, "id": 1}',
     ]
     lines = [form % nested(depth) for form in forms for depth in (511, 512, 984)]
@@ -222,21 +222,21 @@ def test_records_of_up_to_512_levels_are_read_on_any_stack(tmp_path: Path, kind:
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_plan_tells_which_named_field_no_record_has(tmp_path: Path, suffix: str) -> None:
+def test_plan_warns_of_fields_that_no_record_has(tmp_path: Path, suffix: str) -> None:
     records = [{"text": f"w{number}", "id": f"i{number}"} for number in range(9)]
     lines = [*records, *({"body": "a"} for _ in range(30))]
     content: Any = lines if suffix == "jsonl" else table_bytes(records, "parquet")
     world = World(tmp_path).raw({f"a.{suffix}": content})
-    told = world.try_plan(id_field="idd", source_field="src", dry_run=True).ends(0, "idd", "src").text
-    assert (" 77% " in told) == (suffix == "jsonl"), "so many lack the text, too"
+    text = world.try_plan(id_field="idd", source_field="src", dry_run=True).ends(0, "idd", "src").text
+    assert (" 77% " in text) == (suffix == "jsonl"), "the share of records without the text field"
     assert "--id_field" not in world.try_plan(id_field="id", dry_run=True).text
 
 
-def test_what_datatrove_and_dolma_wrote_goes_in_as_it_is(tmp_path: Path) -> None:
-    """Small files that their own writers wrote: datatrove 0.10.1, dolma 1.2.1's mixer."""
+def test_files_of_datatrove_and_dolma_are_read_unchanged(tmp_path: Path) -> None:
+    """The files were written by datatrove 0.10.1 and the mixer of dolma 1.2.1."""
     paths = sorted((ROOT / "tests" / "data" / "written_by_others").iterdir())
     assert len(paths) >= 3
-    # Under names of their own: one that is another in a compressed form would be left out.
+    # With distinct names: plan leaves out a compressed form of another file.
     world = World(tmp_path).raw({f"{n}-{path.name}": path.read_bytes() for n, path in enumerate(paths)})
     world.make(num_shards=None, id_field="id")
     texts = ["The kettle sings.\nTwice.", "바닷가 마을의 겨울은 길다.", "tab\there"]
@@ -244,7 +244,7 @@ def test_what_datatrove_and_dolma_wrote_goes_in_as_it_is(tmp_path: Path) -> None
     assert [line[2] for line in world.lines("ids")][2::3] == ["d2"] * len(paths)
 
 
-def test_files_that_tell_where_they_may_be_entered_are_cut_and_others_dealt_evenly(tmp_path: Path) -> None:
+def test_seekable_files_are_cut_and_other_compressed_files_are_dealt_evenly(tmp_path: Path) -> None:
     lines = json_lines(TEXTS)
     files = {"a.jsonl.zst": seekable_zstd(lines, [300]), "b.jsonl.gz": bgzip(lines, [300])}
     parts = [TEXTS[:share] for share in (40, 5, 30, 10, 20, 15)]
@@ -255,7 +255,7 @@ def test_files_that_tell_where_they_may_be_entered_are_cut_and_others_dealt_even
     cuts, inputs = world.plan_json()["cuts"], world.inputs()
     assert {inputs[number] for number, place, *_ in cuts if place} == {"a.jsonl.zst", "b.jsonl.gz"}
     first_whole = [number for number, place, *_ in cuts if number >= 2 and not place]
-    assert len(first_whole) > 2, "the files that stay whole fill several shards"
+    assert len(first_whole) > 2, "the whole files fill several shards"
     assert sorted(world.texts()) == sorted(TEXTS * 2 + list(itertools.chain(*parts)))
 
 
@@ -263,7 +263,7 @@ HCRC, EXTRA, NAME, COMMENT = 2, 4, 8, 16  # flags of RFC 1952
 
 
 def gzip_member(text: str, flags: int = 0, comment: bytes = b"a comment") -> bytes:
-    """One member of gzip, with optional fields."""
+    """Return a gzip member with optional header fields."""
     data = json.dumps({"text": text}).encode() + b"\n"
     head = b"\x1f\x8b\x08" + bytes([flags]) + bytes(4) + b"\0\xff"
     head += struct.pack("<H", 8) + b"SZ\4\0abcd" if flags & EXTRA else b""
@@ -286,7 +286,7 @@ def test_a_member_of_gzip_may_begin_at_any_byte_of_a_block(
     world, texts = World(tmp_path), []
     for before in range(len(gzip_member("x", flags)) + 2):
         first, second = f"first {before}", f"second {before}"
-        filling = (128 << 10) - before - len(gzip_member(first, COMMENT, b""))  # bytes that are read at once
+        filling = (128 << 10) - before - len(gzip_member(first, COMMENT, b""))  # up to the end of a read
         filled = gzip_member(first, COMMENT, b"x" * filling)
         world.raw(
             {f"{before:03d}.jsonl.GZIP": filled + gzip_member(second, flags) + gzip_member("last", flags)}
@@ -296,7 +296,7 @@ def test_a_member_of_gzip_may_begin_at_any_byte_of_a_block(
 
 
 def long_zstd(data: bytes, long: int) -> bytes:
-    """As ``zstd --long=N`` writes what it reads from a pipe: with a window of 2^N bytes."""
+    """Compress data as ``zstd --long=N`` does from a pipe, with a window of 2^N bytes."""
     params = zstandard.ZstdCompressionParameters(window_log=long)
     packer = zstandard.ZstdCompressor(compression_params=params).compressobj()
     return packer.compress(data) + packer.flush()
@@ -321,7 +321,7 @@ def test_a_later_frame_with_a_long_window_ends_the_task_with_65_and_what_to_type
     assert not world.contents()
 
 
-def test_empty_files_of_every_format_hold_no_documents(tmp_path: Path) -> None:
+def test_empty_files_of_every_format_have_no_documents(tmp_path: Path) -> None:
     suffixes = ("txt", "jsonl", "json", "txt.gz", "jsonl.zst", "txt.xz", "txt.bz2", "parquet", "arrow")
     world = World(tmp_path).raw({f"a{n}.{suffix}": b"" for n, suffix in enumerate(suffixes)})
     assert world.raw({"j.txt": "one\n"}).make().texts() == ["one"]
@@ -335,7 +335,7 @@ END_MARK = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def ids_of(world: World) -> dict[str, list[Any]]:
-    """The ids of documents, by the name of their file."""
+    """Return the ids of documents by file name."""
     names = world.inputs()
     found: dict[str, list[Any]] = {name: [] for name in names}
     for number, _, text in world.lines("ids"):
@@ -344,7 +344,7 @@ def ids_of(world: World) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_column_whose_name_has_a_dot_goes_before_a_nested_field(tmp_path: Path, suffix: str) -> None:
+def test_a_column_with_a_dot_in_its_name_precedes_a_nested_field(tmp_path: Path, suffix: str) -> None:
     nested = pa.array([{"b": f"nested {n}", "c.d": f"deep {n}"} for n in range(7)])
     named = pa.table({"a": nested, "a.b": [f"named {n}" for n in range(7)], "n": range(7)})
     files = {f"x.{suffix}": named, f"y.{suffix}": named.drop_columns(["a.b"])}
@@ -354,7 +354,7 @@ def test_a_column_whose_name_has_a_dot_goes_before_a_nested_field(tmp_path: Path
     assert ids_of(world) == {name: [f"deep {n}" for n in range(7)] for name in files}
 
 
-NOT_NESTED: dict[str, tuple[pa.Array, str]] = {  # and what the value is as an id
+NOT_NESTED: dict[str, tuple[pa.Array, str]] = {  # a column, and the id that its value gives
     "a list of structs": (pa.array([[{"b": "x"}]]), ""),
     "a map": (pa.array([[("b", "x")]], pa.map_(pa.string(), pa.string())), ""),
     "a string": (pa.array(["x"]), ""),
@@ -364,7 +364,8 @@ NOT_NESTED: dict[str, tuple[pa.Array, str]] = {  # and what the value is as an i
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_nested_field_of_no_struct_of_strings_is_refused_and_no_id(tmp_path: Path, suffix: str) -> None:
+def test_a_nested_text_field_must_be_in_a_struct_of_strings(tmp_path: Path, suffix: str) -> None:
+    """If used as the id field, such a column gives a number or no id."""
     every = World(tmp_path)
     for kind, (column, _) in NOT_NESTED.items():
         file = {f"{kind}.{suffix}": table_bytes({"a": column, "text": ["t"]}, suffix)}
@@ -376,7 +377,7 @@ def test_a_nested_field_of_no_struct_of_strings_is_refused_and_no_id(tmp_path: P
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_name_that_two_columns_may_have_is_refused_where_it_is_meant(tmp_path: Path, suffix: str) -> None:
+def test_an_ambiguous_column_name_is_refused_if_it_is_used(tmp_path: Path, suffix: str) -> None:
     values: list[Any] = [["one"], ["two"], [1], [2], ["other"], [{"b.c": "one"}], [{"c": "two"}]]
     table = pa.Table.from_arrays(list(map(pa.array, values)), ["text", "text", "n", "n", "body", "a", "a.b"])
     world = World(tmp_path).raw({f"x.{suffix}": table_bytes(table, suffix)})
@@ -388,8 +389,8 @@ def test_a_name_that_two_columns_may_have_is_refused_where_it_is_meant(tmp_path:
 
 
 @pytest.mark.processes
-def test_a_new_process_plans_parquet_and_arrow_files_that_lie_side_by_side(tmp_path: Path) -> None:
-    """Threads that import two parts of pyarrow at once find half of it, which reads as a missing library."""
+def test_a_new_process_plans_a_folder_of_parquet_and_arrow_files(tmp_path: Path) -> None:
+    """If threads import two parts of pyarrow at once, one of them may find a half-imported module."""
     world = World(tmp_path)
     for name, suffix in (("a", "parquet"), ("b", "stream.arrow"), ("c", "parquet"), ("d", "file.arrow")):
         world.raw({f"{name}.{suffix}": table_bytes({"text": ["a text"] * 9}, suffix)})
@@ -408,12 +409,12 @@ def lists_of(items: pa.Array) -> pa.Array:
 
 
 def stored(kind: pa.DataType, texts: dict[int, str]) -> tuple[Callable[[], pa.Array], list[str]]:
-    """Numbers as some writer left them, taken for what they may not be, and the text of each as an id."""
+    """Return a column of integers viewed as ``kind``, some out of range, and the text of each as an id."""
     width = pa.int32() if kind.bit_width == 32 else pa.int64()
     return (lambda: pa.array([*texts, None], width).view(kind)), [*texts.values(), ""]
 
 
-# An array, which some versions of pyarrow have no type for, and its ids.
+# A column, whose type some versions of pyarrow lack, and its ids.
 COLUMNS: dict[str, tuple[Callable[[], pa.Array], list[str]]] = {
     "seconds": stored(pa.timestamp("s"), {
         0: "1970-01-01T00:00:00", 1: "1970-01-01T00:00:01", -1: "1969-12-31T23:59:59", 253402300800: ""}),
@@ -466,8 +467,8 @@ COLUMNS: dict[str, tuple[Callable[[], pa.Array], list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("has_pandas", [True, False])  # pyarrow gives objects of pandas for some of them
-def test_a_value_of_each_type_has_its_text_and_one_without_is_no_id(
+@pytest.mark.parametrize("has_pandas", [True, False])  # pyarrow converts some values to objects of pandas
+def test_values_of_each_type_give_ids_as_text_or_none(
     tmp_path: Path, has_pandas: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if has_pandas:
@@ -493,9 +494,9 @@ CELLS = [f"문서 {n} " + "long enough to stand apart " * (n % 3) for n in range
 
 
 def text_column(kind: str) -> pa.Array:
-    """CELLS as a type, of which one is null and one no UTF-8."""
+    """Return CELLS as a column of this type, with a null and a cell that is not UTF-8."""
     data: list[bytes | None] = [text.encode() for text in CELLS]
-    data[5], data[9] = b"\xff\xfe, which is no UTF-8, at all", None
+    data[5], data[9] = b"\xff\xfe, which is not UTF-8, at all", None
     if kind == "dictionary":
         return pa.DictionaryArray.from_arrays(pa.array([*range(40)]), pa.array(data).view(pa.string()))
     return pa.array(data, getattr(pa, kind.replace("string", "binary"))()).view(getattr(pa, kind)())
@@ -503,8 +504,8 @@ def text_column(kind: str) -> pa.Array:
 
 @pytest.mark.parametrize("is_large", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("suffix", ["stream.arrow", "file.arrow"])
-def test_texts_of_each_type_are_read_and_bad_ones_told(tmp_path: Path, suffix: str, is_large: bool) -> None:
-    """A record batch of more than 16 MiB is not held whole: here a column beside the text makes it so."""
+def test_texts_of_each_column_type_are_read(tmp_path: Path, suffix: str, is_large: bool) -> None:
+    """``is_large``: another column makes a record batch larger than 16 MiB, so that it is read in parts."""
     kinds = ["dictionary", "large_string", "string"]
     kinds += ["binary_view", "string_view"] * hasattr(pa, "string_view")
     names = sorted(f"{kind}.{suffix}" for kind in kinds)
@@ -520,8 +521,8 @@ def test_texts_of_each_type_are_read_and_bad_ones_told(tmp_path: Path, suffix: s
     assert world.texts() == [CELLS[n] for n in kept] * len(names)
     notes = ["" if n % 11 == 0 else f"n{n}" for n in kept]
     assert ids_of(world) == dict.fromkeys(names, notes)
-    told = [(line["source"], line["source_offset"], line["reason"]) for line in world.lines("quarantine")]
-    assert told == [(name, *bad) for name in names for bad in ((5, "undecodable"), (9, "null_field"))]
+    left_out = [(line["source"], line["source_offset"], line["reason"]) for line in world.lines("quarantine")]
+    assert left_out == [(name, *bad) for name in names for bad in ((5, "undecodable"), (9, "null_field"))]
 
 
 FIRST = [f"first {n}" for n in range(20)]
@@ -529,7 +530,7 @@ SECOND = [f"둘째 {n}" for n in range(13)]
 
 
 def of_dictionary(texts: list[str]) -> pa.Table:
-    """Another schema, whose texts are numbers of a dictionary that differs from batch to batch."""
+    """Return a table with another schema, where each batch has a text dictionary of its own."""
     chunks = [pa.array(texts[n : n + 6]).dictionary_encode() for n in range(0, len(texts), 6)]
     return pa.table({"n": range(len(texts)), "text": pa.chunked_array(chunks)})
 
@@ -555,7 +556,7 @@ READ: dict[str, tuple[bytes, list[str]]] = {
 
 
 @pytest.mark.parametrize("num_shards", [1, 40])
-def test_all_streams_of_a_file_are_read_wherever_shards_begin(tmp_path: Path, num_shards: int) -> None:
+def test_all_arrow_streams_of_a_file_are_read_wherever_shards_begin(tmp_path: Path, num_shards: int) -> None:
     files = {f"{kind}.arrow": data for kind, (data, _) in READ.items()}
     texts = {f"{kind}.arrow": texts for kind, (_, texts) in READ.items()}
     world = World(tmp_path).raw(files).make(num_shards=num_shards)
@@ -564,7 +565,7 @@ def test_all_streams_of_a_file_are_read_wherever_shards_begin(tmp_path: Path, nu
 
 PARQUET, GZIP, LINES = table_bytes({"text": FIRST}, "parquet"), gzip_member("first"), json_lines(TEXTS)
 MEMBER, FOOTER_BYTES = gzip_member("text", NAME | HCRC), int.from_bytes(PARQUET[-8:-4], "little")
-# Random files are cut anywhere and have bits flipped, too.
+# The random files above have more cuts and flipped bits.
 REFUSED: dict[str, bytes] = {
     "cut where plan does not look.jsonl.gz": gzip.compress(LINES * 200)[:-30],
     "garbage behind it.jsonl.gz": gzip.compress(LINES) + b"garbage behind it",
@@ -589,15 +590,15 @@ REFUSED: dict[str, bytes] = {
     "zeros.arrow": bytes(4),
     "eight bytes.arrow": b"ARROW1\0\0",
     "Feather of before Arrow.arrow": b"FEA1" + bytes(60) + b"FEA1",
-    # Two of five texts are null, and no bit says which: the column's node in the record batch's header.
+    # The header states two nulls of five texts, but there is no validity bitmap.
     "nulls that no bit says.arrow": table_bytes({"text": ["한글"] * 5}, "stream", rows=5).replace(
         struct.pack("<qq", 5, 0), struct.pack("<qq", 5, 2)
     ),
-    # The footer alone has a right one.
+    # Only the footer has a valid schema.
     "a file without a schema behind its mark.arrow": FILE[:8] + bytes(4) + FILE[12:],
     "broken name of a column.parquet": b"\xe5ext".join(PARQUET.rsplit(b"text", 1)),
     "column of another type.parquet": table_bytes({"text": [1, 2]}, "parquet"),
-    # As pyarrow writes encrypted columns: a nonce and a tag stand behind the footer.
+    # With encrypted columns, pyarrow writes a nonce and a tag after the footer.
     "encrypted columns.parquet": (PARQUET[:-8] + bytes(28) + struct.pack("<I4s", FOOTER_BYTES + 28, b"PAR1")),
     "encrypted footer.parquet": PARQUET[:-4] + b"PARE",
     "no such column.parquet": table_bytes({"body": ["a"], "title": ["b"]}, "parquet"),
@@ -610,13 +611,13 @@ REFUSED: dict[str, bytes] = {
 def test_a_file_that_cannot_be_read_to_its_end_is_refused_by_name(
     tmp_path: Path, name: str, has_isal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what pyarrow would leave out, or not see."""
+    """Also if pyarrow would ignore the rest of the file, or not notice the fault."""
     if not has_isal:
         monkeypatch.setitem(sys.modules, "isal", None)
     world = World(tmp_path).raw({name: REFUSED[name]})
-    ended = world.try_plan(num_shards=2)  # which looks for places between shards
+    ended = world.try_plan(num_shards=2)  # reads the places where shards may begin
     if ended.code == 0 and ("plan does not look" in name or "nulls" in name):
         ended = max(world.try_shard(0), world.try_shard(1), key=lambda each: each.code)
     ended.ends(65, world.raw_dir / name)
-    assert len(world.manifests()) < 2, "it counts as nothing"
+    assert len(world.manifests()) < 2, "its shard is not made"
     assert not name.startswith("no such column") or ended.ends(65, "body", "title", "--text_field")

@@ -1,6 +1,6 @@
-"""``peek`` shows what a data set holds, ``export`` writes it for others, and ``train_tokenizer`` trains.
+"""``peek``, ``export`` and ``train_tokenizer``.
 
-A trained tokenizer is Llama 3's but for its vocabulary.
+A trained tokenizer equals Llama 3's except for its vocabulary.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
 
 
 def peek(world: World, *words: object) -> list[str]:
-    """Return the blocks that are printed, one for each sample."""
+    """Return the blocks that peek prints, one per sample."""
     ended = world.main("peek", world.data_dir, *words, "--chars", 0).ends(0)
     return ended.out.rstrip("\n").split("\n\n")
 
 
 def head(block: str) -> tuple[int, int]:
-    """Return shard and number of a sample that was printed."""
+    """Return (shard, number) of a printed sample."""
     found = HEAD.match(block.splitlines()[0])
     assert found, block
     return int(found[1]), int(found[2])
@@ -73,11 +73,11 @@ def body(block: str) -> str:
     return re.sub("⟦.*?⟧", "", "".join(line[2:] for line in block.splitlines()[1:] if line[2:5] != "---"))
 
 
-def test_documents_are_printed_as_the_input_has_them_and_rows_tell_where_they_begin(worlds: Worlds) -> None:
+def test_peek_prints_documents_unchanged_and_marks_their_begin_in_rows(worlds: Worlds) -> None:
     assert list(map(body, peek(worlds["documents"], "--num", 10**6))) == LINES
     blocks = peek(worlds["packed"], "--num", 10**6)
     assert sum(block.count("  --- a document begins") for block in blocks) == len(LINES)
-    # The end of a row may cut a character.
+    # A row may end inside a character, so only ASCII is compared.
     assert re.findall("[ -~]", "".join(map(body, blocks))) == re.findall("[ -~]", "".join(LINES))
     for block in blocks:
         assert ("--- the rest of a document" in block) == ("begins in the document at" in block)
@@ -87,9 +87,9 @@ def test_documents_are_printed_as_the_input_has_them_and_rows_tell_where_they_be
     assert sum(", for validation, " in block for block in peek(held, "--num", 10**6)) == num_held > 0
 
 
-@pytest.mark.parametrize("form", ["documents", "packed", "held"])  # rows of best_fit have no address by byte
+@pytest.mark.parametrize("form", ["documents", "packed", "held"])  # best_fit rows have no address by byte
 def test_each_address_shows_its_document(worlds: Worlds, form: str) -> None:
-    """Also one in a row that begins in another input."""
+    """Also if its row begins in another input."""
     world = worlds[form]
     inputs = sorted(world.raw_dir.iterdir())
     places = [(path.name, record.offset) for path in inputs for record in plain_records(path)]
@@ -108,7 +108,7 @@ def test_each_address_shows_its_document(worlds: Worlds, form: str) -> None:
         assert peek(world, f"{shard}:{sample}:{number}") == [f"{title}{document}".rstrip("\n")]
 
 
-def test_grep_chooses_the_samples_that_have_it(worlds: Worlds) -> None:
+def test_peek_grep_shows_the_samples_that_match(worlds: Worlds) -> None:
     found = peek(worlds["documents"], "--grep", "kettle [a-z]", "--num", 10**6)
     assert [body(block) for block in found] == [line for line in LINES if re.search("kettle [a-z]", line)]
     for words, code in ((["id:nobody"], 66), (["0:1:1"], 66), (["--grep", "none"], 66), (["id:"], 2)):
@@ -116,13 +116,13 @@ def test_grep_chooses_the_samples_that_have_it(worlds: Worlds) -> None:
 
 
 def samples_of(world: World) -> list[list[int]]:
-    """Return the documents, or rows without padding, as the loader has them."""
+    """Return the documents, or rows without padding, from the loader."""
     return [sample["input_ids"] for sample in world.samples()]
 
 
 def stream_of(world: World) -> list[int]:
-    """Return all ids one after another, each document ended by EOS."""
-    put = [] if FORMS.get(world.data_dir.name) else [EOS_ID]  # rows hold them
+    """Return all ids in order, with EOS after each document."""
+    put = [] if FORMS.get(world.data_dir.name) else [EOS_ID]  # rows already have EOS
     return list(chain(*(sample + put for sample in samples_of(world))))
 
 
@@ -136,14 +136,14 @@ def exported(world: World, to: str, out: Path, *flags: object) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Return what an export holds, but its settings, and the list that holds paths."""
+    """Return the files of an export, except its settings and the list of paths."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
     found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
     return {name: found[name] for name in found if name not in ("export.json", "data_args.txt")}
 
 
 def megatron_sequences(out: Path, shard_id: int) -> list[list[int]]:
-    """Read a shard as megatron-core documents its files."""
+    """Read a shard in the format that megatron-core documents."""
     raw = (out / f"shard-{shard_id:05d}_document.idx").read_bytes()
     magic, version, code, num_sequences, num_documents = struct.unpack_from("<9sQBQQ", raw)
     assert (magic, version, code) == (b"MMIDIDX\x00\x00", 1, 8)
@@ -175,7 +175,7 @@ def test_megatron_has_documents_and_nanogpt_their_stream(worlds: Worlds, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_document_of_more_than_is_read_at_once_is_exported_whole(tmp_path: Path) -> None:
+def test_a_document_larger_than_one_read_is_exported_whole(tmp_path: Path) -> None:
     text = " ".join(map(str, range(150_000)))
     world = World(tmp_path).raw({"a.txt": f"short\n{text}\nshort\n"})
     out = exported(world.plan(num_shards=1).run(), "nanogpt", tmp_path / "out")
@@ -185,7 +185,7 @@ def test_a_document_of_more_than_is_read_at_once_is_exported_whole(tmp_path: Pat
 
 @pytest.mark.parametrize("flags", [[], ["--put_eos"]])
 @pytest.mark.parametrize("name", ["documents", "packed"])
-def test_arrow_files_hold_the_samples(worlds: Worlds, tmp_path: Path, name: str, flags: list[str]) -> None:
+def test_arrow_files_have_all_samples(worlds: Worlds, tmp_path: Path, name: str, flags: list[str]) -> None:
     out = exported(worlds[name], "hf", tmp_path / "out", *flags)
     tables = [pa.ipc.open_stream(path.read_bytes()).read_all() for path in sorted(out.glob("*.arrow"))]
     put = [EOS_ID] if flags and name == "documents" else []
@@ -195,7 +195,7 @@ def test_arrow_files_hold_the_samples(worlds: Worlds, tmp_path: Path, name: str,
 
 
 @pytest.mark.frameworks
-def test_datasets_and_megatron_core_read_them(worlds: Worlds, tmp_path: Path) -> None:
+def test_datasets_and_megatron_core_read_the_exports(worlds: Worlds, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", exc_type=ImportError)
     out = exported(worlds["packed"], "hf", tmp_path / "hf")
     assert datasets.load_from_disk(str(out))["input_ids"][:] == samples_of(worlds["packed"])
@@ -206,7 +206,7 @@ def test_datasets_and_megatron_core_read_them(worlds: Worlds, tmp_path: Path) ->
     assert list(ids) == stream_of(worlds["documents"])
 
 
-def test_an_export_into_the_folder_of_another_is_refused(worlds: Worlds, tmp_path: Path) -> None:
+def test_an_export_into_the_folder_of_another_export_is_refused(worlds: Worlds, tmp_path: Path) -> None:
     data, out = worlds["documents"], exported(worlds["documents"], "nanogpt", tmp_path / "out")
     before = files(out)
     assert export(data, "megatron", out).code == 78
@@ -217,7 +217,7 @@ def test_an_export_into_the_folder_of_another_is_refused(worlds: Worlds, tmp_pat
     assert files(out) == before
 
 
-def test_one_side_of_a_split_is_exported_apart_from_the_whole(worlds: Worlds, tmp_path: Path) -> None:
+def test_the_sides_of_a_split_are_exported_to_folders_of_their_own(worlds: Worlds, tmp_path: Path) -> None:
     for side in ("train", "validation"):
         exported(worlds["held"], "nanogpt", tmp_path / side, "--split", side)
     assert export(worlds["held"], "nanogpt", tmp_path / "train").code == 78
@@ -246,14 +246,14 @@ def train(raw: Path, out: Path, vocab_size: int = 300, **options: Any) -> Ended:
 
 
 def trained(raw: Path, out: Path, vocab_size: int = 300, **options: Any) -> bytes:
-    """Train, which has to end well; returns tokenizer.json."""
+    """Train a tokenizer and return the bytes of tokenizer.json."""
     train(raw, out, vocab_size, **options).ends(0)
     return (out / "tokenizer.json").read_bytes()
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """About 200 KB of Korean and English lines, and a tokenizer that is trained of them."""
+    """About 200 KB of Korean and English lines, and a tokenizer trained on them."""
     root, rng = tmp_path_factory.mktemp("trained"), random.Random(7)
     english = "the old bridge carries nobody home before winter because its keeper doesn't trust snow"
     korean = "오래된 다리는 겨울이 오기 전에 아무도 집으로 데려다주지 않는다 눈을 믿지 못하는 관리인"
@@ -265,7 +265,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return world
 
 
-def test_a_trained_tokenizer_has_ids_without_holes_and_gives_any_text_back(world: World) -> None:
+def test_a_trained_tokenizer_has_contiguous_ids_and_round_trips_any_text(world: World) -> None:
     names = ["tokenizer.json", "tokenizer_config.json"]
     assert sorted(path.name for path in world.tokenizer.iterdir()) == names
     assert [path.name for path in world.tokenizer.parent.iterdir()] == ["tokenizer"]
@@ -284,7 +284,7 @@ def test_a_trained_tokenizer_has_ids_without_holes_and_gives_any_text_back(world
 
 
 @pytest.mark.slow
-def test_pipeline_and_special_tokens_are_those_of_llama_3(world: World, shared_dir: Path) -> None:
+def test_pipeline_and_special_tokens_equal_those_of_llama_3(world: World, shared_dir: Path) -> None:
     theirs = json.loads((shared_dir / "tokenizers" / "llama3" / "tokenizer.json").read_bytes())
     ours = json.loads((world.tokenizer / "tokenizer.json").read_bytes())
     shift = 128_000 - VOCAB_SIZE
@@ -297,7 +297,7 @@ def test_pipeline_and_special_tokens_are_those_of_llama_3(world: World, shared_d
 
 
 @pytest.mark.processes
-def test_equal_inputs_give_equal_bytes_whatever_the_threads(world: World, tmp_path: Path) -> None:
+def test_a_trained_tokenizer_does_not_depend_on_threads_or_hash_seed(world: World, tmp_path: Path) -> None:
     words = ["--input_dir", world.raw_dir, "--vocab_size", VOCAB_SIZE, "--output_dir", tmp_path / "again"]
     environ = environ_of_children(RAYON_NUM_THREADS="1", PYTHONHASHSEED="5")
     run_child(shardprep("train_tokenizer", *words), env=environ)
@@ -305,16 +305,16 @@ def test_equal_inputs_give_equal_bytes_whatever_the_threads(world: World, tmp_pa
         assert (tmp_path / "again" / name).read_bytes() == (world.tokenizer / name).read_bytes()
 
 
-def test_a_small_corpus_gives_a_smaller_vocabulary_and_says_so(tmp_path: Path) -> None:
+def test_a_small_corpus_gives_a_smaller_vocabulary_which_is_reported(tmp_path: Path) -> None:
     raw = World(tmp_path).raw({"a.txt": "ab ab ab\n"}).raw_dir
-    (tmp_path / "out").mkdir()  # which it fills
+    (tmp_path / "out").mkdir()  # an empty folder is accepted
     train(raw, tmp_path / "out", 128_000).ends(0, "258")
     vocab = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json")).get_vocab()
     assert (vocab["ab"], vocab["<|begin_of_text|>"]) == (256, 258)
     assert sorted(vocab.values()) == list(range(258 + 256))
 
 
-def test_records_and_lines_without_text_are_counted_by_reason_and_the_first_is_named(tmp_path: Path) -> None:
+def test_train_tokenizer_counts_unusable_records_by_reason_and_names_the_first(tmp_path: Path) -> None:
     records = '{"text": "ab ab"}\n{"other": 1}\n{"text": nul\n{"text": null}\n'
     lines = b"good good\nbad \xff\xfe bad\n" + "\ufffd is no error\n".encode()
     world = World(tmp_path).raw({"a.jsonl": records, "b.txt": lines})
@@ -323,8 +323,8 @@ def test_records_and_lines_without_text_are_counted_by_reason_and_the_first_is_n
 
 
 @pytest.mark.slow
-def test_a_sample_is_of_all_parts_of_all_files(tmp_path: Path) -> None:
-    """Each tenth of the text has a word of its own, which is a token where any of it was sampled."""
+def test_train_tokenizer_samples_all_parts_of_all_files(tmp_path: Path) -> None:
+    """Each tenth of the text has its own word, which becomes a token if any of that part was sampled."""
     words = ["가나", "다라", "마바", "사아", "자차", "카타", "파하", "거너", "더러", "머버"]
     world, size, encoding = World(tmp_path), 0, "cp949"
     for part in range(5):
@@ -341,7 +341,7 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def test_every_format_and_a_long_document_give_what_the_same_plain_lines_give(tmp_path: Path) -> None:
+def test_all_formats_train_the_same_tokenizer_as_plain_lines(tmp_path: Path) -> None:
     data = b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in ROWS)
     files: dict[str, bytes] = {
         "r.jsonl": data, "r.ndjson.zst": zstandard.compress(data),

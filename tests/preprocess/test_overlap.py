@@ -1,4 +1,4 @@
-"""``overlap`` finds what a search by brute force finds, and ``duplicates`` what a dict of all texts does."""
+"""``overlap`` finds what a brute-force search finds, and ``duplicates`` what a dict of all texts finds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "packed": {"record": "packed", "seq_len": 64},
     "best_fit": {"record": "packed", "seq_len": 64, "pack": "best_fit", "validation_fraction": 0.3},
 }
-# n, words or tokens, units that may differ, and the least share: written down again, from the papers.
+# n, unit, number of units that may differ, and minimum share: taken from the papers, not from the product.
 RULES = {"gpt3": (13, "words", 0, 0.0), "palm": (8, "tokens", 0, 0.7), "llama": (10, "tokens", 4, 0.0)}
 TOKENIZER = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
 _CHOOSER = random.Random(1)
@@ -34,7 +34,7 @@ _LATIN = ["".join(_CHOOSER.choices("aeioubdgklmnprstvz", k=2 + n % 7)) for n in 
 _NOUNS = ["".join(chr(_CHOOSER.randrange(0xAC00, 0xD7A4)) for _ in range(2)) for _ in range(3000)]
 _ENDS = {True: (("", ""), ("", ","), ("", ".")), False: (("은", "이"), ("을", "도"), ("에서", "에는"))}
 Worlds = dict[str, World]
-Words = list[tuple[str, tuple[str, str]]]  # a word, and its end in one text and in another
+Words = list[tuple[str, tuple[str, str]]]  # a word, and its ending in one text and in another
 
 
 def drawn(chooser: random.Random, num_words: int, *, is_english: bool = True) -> Words:
@@ -47,7 +47,7 @@ def spelled(words: Words, changed: Sequence[int] = ()) -> str:
 
 
 def planted() -> tuple[list[str], list[str]]:
-    """Texts of an evaluation, and documents some of which hold one of them, or most of it, or nearly."""
+    """Return texts of an evaluation, and documents, some of which contain such a text or a variant of it."""
     chooser = random.Random(7)
     evals, documents = [], [spelled(drawn(chooser, chooser.randrange(60))) for _ in range(150)]
     for number in range(40):
@@ -60,11 +60,11 @@ def planted() -> tuple[list[str], list[str]]:
             text.upper().replace(" ", "  \t"),
             unicodedata.normalize("NFD", text).replace(" ", " ! "),
             spelled(words, range(5, length, 6)),
-            spelled(drawn(chooser, 150)) + " " + text,  # it goes on in other rows
+            spelled(drawn(chooser, 150)) + " " + text,  # spans several rows
         ][number % 6]
         evals.append(text)
         documents.append(f"{spelled(drawn(chooser, 9))} {changed} {spelled(drawn(chooser, 8))}")
-    documents.append(documents[-1])  # a copy, which goes with it
+    documents.append(documents[-1])  # a copy, which must be found, too
     documents += [spelled(drawn(chooser, 30, is_english=False)) for _ in range(20)]
     chooser.shuffle(documents)
     return [*evals, "too short"], documents
@@ -115,7 +115,7 @@ def units_of(text: str, unit: str) -> list[Any]:
 
 
 def compared(ours: list[Any], theirs: list[Any], rule: str) -> tuple[int, float]:
-    """Return the longest shared run and the share of ``theirs`` that is shared: every pair of places."""
+    """Return the longest shared run and the share of ``theirs`` that is shared, by comparing all places."""
     ngram, _, num_gaps, _ = RULES[rule]
     longest, held = 0, set[int]()
     for i, j in itertools.product(range(len(ours) - ngram + 1), range(len(theirs) - ngram + 1)):
@@ -137,7 +137,7 @@ def compared(ours: list[Any], theirs: list[Any], rule: str) -> tuple[int, float]
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, dict[tuple[str, str], tuple[int, float]]]:
-    """By rule: digest of a document and text of an evaluation -> what brute force finds of the pair."""
+    """Rule -> (digest of a document, text of an evaluation) -> (longest run, share) by brute force."""
     found: dict[str, dict[tuple[str, str], tuple[int, float]]] = {}
     for rule, (ngram, unit, _, min_share) in RULES.items():
         pairs = found.setdefault(rule, {})
@@ -157,7 +157,7 @@ def expected() -> dict[str, dict[tuple[str, str], tuple[int, float]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("form", FORMS)
-def test_it_finds_the_pairs_that_brute_force_finds_and_no_others(
+def test_overlap_finds_exactly_the_pairs_that_brute_force_finds(
     worlds: Worlds, evals: Path, tmp_path: Path, expected: Any, form: str, rule: str
 ) -> None:
     hits = search(worlds[form], evals, tmp_path / "out", rule=rule)
@@ -177,7 +177,7 @@ def test_a_hit_names_a_document_and_its_text(worlds: Worlds, evals: Path, tmp_pa
     raw = (world.raw_dir / "a.jsonl").read_bytes()
     hits = search(world, evals, out)
     names = (out / "names.txt").read_text().split()
-    assert set(names) == {f"sha256:{hit['sha256']}" for hit in hits}, "what --exclude and blank take"
+    assert set(names) == {f"sha256:{hit['sha256']}" for hit in hits}, "the input of --exclude and blank"
     for hit in hits:
         name, _, byte = hit["document"].rpartition(":")
         record = json.loads(raw[int(byte) :].partition(b"\n")[0])
@@ -199,7 +199,7 @@ def test_an_evaluation_may_be_a_data_set(worlds: Worlds, evals: Path, tmp_path: 
     assert [{**hit, "eval": ""} for hit in of_file] == [{**hit, "eval": ""} for hit in of_set]
 
 
-def test_arrays_and_later_calls_make_the_missing_lists(worlds: Worlds, evals: Path, tmp_path: Path) -> None:
+def test_arrays_and_later_calls_make_only_missing_lists(worlds: Worlds, evals: Path, tmp_path: Path) -> None:
     world, one, many = worlds["documents"], tmp_path / "one", tmp_path / "many"
     hits = search(world, evals, one)
     for shard_id in (2, 0, 1):
@@ -219,7 +219,7 @@ def test_arrays_and_later_calls_make_the_missing_lists(worlds: Worlds, evals: Pa
     assert len(list(one.glob("shard-*"))) == 9
 
 
-def test_a_damaged_list_is_refused_with_what_to_type(worlds: Worlds, evals: Path, tmp_path: Path) -> None:
+def test_a_damaged_list_is_refused_with_a_remedy(worlds: Worlds, evals: Path, tmp_path: Path) -> None:
     search(worlds["documents"], evals, tmp_path / "out")
     path = next((tmp_path / "out").glob("shard-00001.*"))
     whole = path.read_bytes()
@@ -229,15 +229,15 @@ def test_a_damaged_list_is_refused_with_what_to_type(worlds: Worlds, evals: Path
         assert (type(error), error and error.remedy) == (BrokenShard, f"rm {path}")
 
 
-def test_a_plan_is_enough_and_an_input_that_changed_since_is_refused(evals: Path, tmp_path: Path) -> None:
+def test_overlap_needs_only_a_plan_and_refuses_changed_inputs(evals: Path, tmp_path: Path) -> None:
     world = World(tmp_path).raw({"a.txt": "\n".join(DOCUMENTS).replace("\t", " ")}).plan(num_shards=2)
     assert len(search(world, evals, tmp_path / "out")) > 30
     (world.raw_dir / "a.txt").write_text("another text")
     assert type(overlap(world, evals, tmp_path / "again").error) is Refused
 
 
-@pytest.mark.processes  # plan tries the function in one
-def test_texts_are_compared_as_the_plans_function_makes_them(evals: Path, tmp_path: Path) -> None:
+@pytest.mark.processes  # plan tries the function in a process
+def test_overlap_compares_texts_after_the_plans_transform(evals: Path, tmp_path: Path) -> None:
     function = tmp_path / "function.py"
     function.write_text("def transform(record):\n    return record['text'].replace('#', ' ')\n")
     hidden = [{"text": text.replace(" ", "#")} for text in (EVALS[1], DOCUMENTS[0])]
@@ -250,13 +250,13 @@ def test_texts_are_compared_as_the_plans_function_makes_them(evals: Path, tmp_pa
         assert type(overlap(world, evals, tmp_path / "again", **options).error) is error
 
 
-def test_the_summary_counts_documents_by_source_and_the_page_runs_nothing(tmp_path: Path) -> None:
-    held, others = f"<script>alert(1)</script> {EVALS[1]}", "\n".join(DOCUMENTS[:9])
-    (tmp_path / "quiz.txt").write_text(held)
-    world = World(tmp_path).raw({"web/a.txt": f"{held}\n{held}", "code/b.txt": held, "c/d.txt": others})
-    options = {"against": tmp_path / "quiz.txt", "rule": "llama"}  # which shows texts as they are
-    told = world.plan(recursive=True).main("overlap", world.data_dir, **options).out
-    found = [line.split()[:2] for line in told.splitlines() if line.startswith("  ")]
+def test_the_summary_counts_documents_by_source_and_the_page_escapes_html(tmp_path: Path) -> None:
+    text, others = f"<script>alert(1)</script> {EVALS[1]}", "\n".join(DOCUMENTS[:9])
+    (tmp_path / "quiz.txt").write_text(text)
+    world = World(tmp_path).raw({"web/a.txt": f"{text}\n{text}", "code/b.txt": text, "c/d.txt": others})
+    options = {"against": tmp_path / "quiz.txt", "rule": "llama"}  # this rule shows texts unchanged
+    out = world.plan(recursive=True).main("overlap", world.data_dir, **options).out
+    found = [line.split()[:2] for line in out.splitlines() if line.startswith("  ")]
     assert found == [["web:", "2"], ["code:", "1"]]
     page = (world.data_dir / "overlap" / "overlap.html").read_text(encoding="utf-8")
     assert ("alert(1)&lt;/script&gt;" in page, "</script" in page) == (True, False)
@@ -272,7 +272,7 @@ Place = tuple[str, int]  # input, byte
 
 
 def texts_of(seed: int, count: int) -> list[str]:
-    """Texts of which a third stand elsewhere, too, also in those of other seeds; some fill several rows."""
+    """Return texts, a third of which occur again, some also with other seeds; some fill several rows."""
     draw = random.Random(seed)
     unique = [f"{seed} {number} " + "and some words " * draw.choice([1, 3, 20]) for number in range(count)]
     common = [f"a common text {number} " * (8 if number % 3 else 1) for number in range(9)]
@@ -282,7 +282,7 @@ def texts_of(seed: int, count: int) -> list[str]:
 
 
 def with_copies(folder: Path, seed: int, **options: Any) -> tuple[World, list[tuple[Place, str]]]:
-    """A data set of two source folders, and its documents in the order of its inputs, with their places."""
+    """Make a data set of two source folders. Returns it and its (place, text) in the order of its inputs."""
     files = {"a/one.jsonl": texts_of(seed, 60), "b/two.jsonl": texts_of(seed + 1, 40), "b/empty.jsonl": []}
     world = World(folder).raw({name: [{"text": text} for text in texts] for name, texts in files.items()})
     world.make(num_shards=5, recursive=True, **options)
@@ -295,20 +295,20 @@ def with_copies(folder: Path, seed: int, **options: Any) -> tuple[World, list[tu
 
 
 def copies_in(sets: list[list[tuple[Place, str]]]) -> list[list[Place]]:
-    """What goes of each data set: all but the first of equal texts."""
+    """Return the duplicates of each data set: all but the first of equal texts."""
     seen = set[str]()
-    going: list[list[Place]] = []
+    duplicates: list[list[Place]] = []
     for documents in sets:
-        going.append([])
+        duplicates.append([])
         for place, text in documents:
             if text in seen:
-                going[-1].append(place)
+                duplicates[-1].append(place)
             seen.add(text)
-    return going
+    return duplicates
 
 
 def find_copies(*words: object) -> tuple[dict[str, Any], list[list[Place]]]:
-    """Return the answer, and the places in the list of each data set."""
+    """Run ``duplicates``, and return its JSON and the places in the list of each data set."""
     ended = call_main("duplicates", *words, "--json").ends(0)
     answer, lists = json.loads(ended.out), []
     for each in answer["data_sets"]:
@@ -319,30 +319,30 @@ def find_copies(*words: object) -> tuple[dict[str, Any], list[list[Place]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", COPY_FORMS)
-def test_all_copies_but_the_first_go_across_shards_and_data_sets(tmp_path: Path, form: str) -> None:
-    """The set that is named first keeps its copy, and a fresh plan without those listed has none."""
+def test_duplicates_lists_all_copies_except_the_first(tmp_path: Path, form: str) -> None:
+    """Across shards and data sets, of which the first one keeps its copy. A plan without them has none."""
     both = [with_copies(tmp_path / str(seed), seed, **COPY_FORMS[form]) for seed in (0, 1)]
     for sets in (both[::-1], both):
-        going = copies_in([documents for _, documents in sets])
+        duplicates = copies_in([documents for _, documents in sets])
         folders = [world.data_dir for world, _ in sets]
         answer, lists = find_copies(*folders, "--output", tmp_path / "names.txt")
-        assert list(map(sorted, lists)) == list(map(sorted, going))
-        counts = [dict(Counter(name.partition("/")[0] for name, _ in places)) for places in going]
+        assert list(map(sorted, lists)) == list(map(sorted, duplicates))
+        counts = [dict(Counter(name.partition("/")[0] for name, _ in places)) for places in duplicates]
         assert [each["sources"] for each in answer["data_sets"]] == counts
     counted = Counter(text for _, documents in both for _, text in documents)
     assert answer["num_documents"] == counted.total()
     assert answer["num_groups"] == sum(count > 1 for count in counted.values())
     assert answer["num_duplicates"] == counted.total() - len(counted) > 50
-    for (world, _), of, places in zip(both, answer["data_sets"], going, strict=True):
+    for (world, _), data_set, places in zip(both, answer["data_sets"], duplicates, strict=True):
         fresh = World(world.data_dir.with_name("fresh"), raw_dir=world.raw_dir)
-        fresh.make(num_shards=2, recursive=True, exclude=of["list"], **COPY_FORMS[form])
+        fresh.make(num_shards=2, recursive=True, exclude=data_set["list"], **COPY_FORMS[form])
         assert fresh.left_out()["excluded"] == len(places)
         answer, lists = find_copies(fresh.data_dir, "--output", tmp_path / "none.txt")
         assert (answer["num_duplicates"], lists) == (0, [[]])
 
 
 @pytest.mark.parametrize("form", ["documents", "concat"])
-def test_a_blanked_document_is_neither_kept_nor_listed_in_a_moved_input(tmp_path: Path, form: str) -> None:
+def test_duplicates_ignores_blanked_documents_and_finds_moved_inputs(tmp_path: Path, form: str) -> None:
     world, documents = with_copies(tmp_path, 0, **COPY_FORMS[form])
     counts = Counter(text for _, text in documents)
     first = next(place for place, text in documents if counts[text] > 2)
@@ -357,7 +357,7 @@ def test_a_blanked_document_is_neither_kept_nor_listed_in_a_moved_input(tmp_path
     assert (answer["num_duplicates"], answer["num_documents"]) == (0, len(counts))
 
 
-def test_what_cannot_be_compared_is_refused_and_no_list_is_left(tmp_path: Path) -> None:
+def test_duplicates_refuses_unsuitable_data_sets_and_leaves_no_list(tmp_path: Path) -> None:
     world, _ = with_copies(tmp_path / "a", 0, digests=True)
     copy, damaged = world.copy(tmp_path / "b"), world.copy(tmp_path / "c")
     path = damaged.data_dir / "digests" / "shard-00003.digests"
@@ -373,8 +373,8 @@ def test_what_cannot_be_compared_is_refused_and_no_list_is_left(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("digests", [(0, 0), (0, 1), (0, 1 << 64), (0, 1 << 127)])
-def test_documents_are_equal_if_all_of_their_digests_is(tmp_path: Path, digests: tuple[int, int]) -> None:
-    """Digests that are equal in part, of which no texts are known, are put in the places of two others."""
+def test_duplicates_compares_whole_digests(tmp_path: Path, digests: tuple[int, int]) -> None:
+    """Two digests are replaced by similar or equal ones. Equal ones of different texts are refused."""
     world, documents = with_copies(tmp_path, 0, digests=True)
     counts = Counter(text for _, text in documents)
     path, found = world.data_dir / "digests" / "shard-00000.digests", world.digests()

@@ -1,4 +1,4 @@
-"""A plan takes each input once, puts every byte into one shard, and is frozen: other input is refused."""
+"""A plan uses each input once, assigns every byte to one shard, and is frozen: other inputs are refused."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ LINES = ["a\n", "bc\r\n", "\n", "\r", "d\r", "가나다라마\n", "x" * 30 + "\n
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
-    """Six files of some lines each."""
+    """Six files of 60 lines each."""
     return World(tmp_path).raw({f"{number}.txt": hostile_text(60, seed=number) for number in range(6)})
 
 
 def cuts_of(world: World) -> list[list[int]]:
-    """Input and byte at which each shard begins, and the end."""
+    """Return (input, byte) of the begin of each shard, and of the end."""
     return [cut[:2] for cut in world.plan_json()["cuts"]]
 
 
 def forked(works: Sequence[Callable[[], Ended]]) -> list[int]:
-    """Run commands beside each other; returns their exit codes."""
+    """Run commands at the same time in forks, and return their exit codes."""
     pids = []
     for work in works:
         pid = os.fork()
@@ -49,7 +49,7 @@ def forked(works: Sequence[Callable[[], Ended]]) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_shard_begins_with_the_first_line_at_or_behind_its_even_share(tmp_path: Path) -> None:
+def test_a_shard_begins_with_the_first_line_at_or_after_its_even_share(tmp_path: Path) -> None:
     for seed in range(15):
         rng = random.Random(seed)
         contents = ["".join(rng.choices(LINES, k=rng.randrange(12))) for _ in range(rng.randint(1, 6))]
@@ -66,21 +66,21 @@ def test_a_shard_begins_with_the_first_line_at_or_behind_its_even_share(tmp_path
         shares = [begins[-1] * number // num_shards for number in range(num_shards + 1)]
         expected = [min(start for start in starts if start >= share) for share in shares]
         assert [begins[number] + byte for number, byte in cuts_of(world)] == expected, seed
-        # Each byte is read once: verify adds up what the shards have read.
+        # verify checks that the shards have read each byte once.
         assert world.run().main("verify", world.data_dir).code == 0
 
 
-def test_whole_files_are_never_cut_and_without_a_number_one_file_is_one_shard(tmp_path: Path) -> None:
+def test_with_doc_file_no_file_is_cut_and_by_default_each_file_is_a_shard(tmp_path: Path) -> None:
     world = World(tmp_path).raw({f"{number}.txt": "가나 다라\n" * 200 for number in range(7)})
     world.plan(num_shards=3, doc="file")
     assert cuts_of(world) == [[0, 0], [2, 0], [5, 0], [7, 0]]
     plain = World(tmp_path / "plain", raw_dir=world.raw_dir).plan(num_shards=3)
-    assert any(byte for _, byte in cuts_of(plain)), "and others are"
+    assert any(byte for _, byte in cuts_of(plain)), "without doc=file, files are cut"
     each = World(tmp_path / "each", raw_dir=world.raw_dir).plan(num_shards=None)
     assert cuts_of(each) == [[number, 0] for number in range(8)]
 
 
-def test_a_size_of_shards_decides_their_number_and_the_one_of_a_refusal_is_taken(world: World) -> None:
+def test_shard_bytes_decides_the_number_of_shards_and_a_refusal_names_a_valid_size(world: World) -> None:
     total = sum(path.stat().st_size for path in world.raw_dir.iterdir())
     assert world.plan(num_shards=None, shard_bytes=total // 4 + 1).num_shards == 4
     many = World(world.raw_dir.parent / "many").raw({"a.txt": "a line of a text that is long\n" * 4000})
@@ -92,7 +92,7 @@ def test_a_size_of_shards_decides_their_number_and_the_one_of_a_refusal_is_taken
     many.plan(num_shards=None, shard_bytes=size[1])
 
 
-# Each with what goes with it; the first one is named where it differs.
+# An option with others that it needs. The refusal of another plan names the first one.
 OPTIONS: list[dict[str, Any]] = [
     {"encoding": "cp949"}, {"keep_text": False}, {"record": "packed", "seq_len": 64},
     {"pack": "best_fit", "record": "packed", "seq_len": 64}, {"allow_special_tokens": True},
@@ -103,14 +103,14 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_options_are_kept_and_another_plan_is_refused_by_name(world: World, options: dict[str, Any]) -> None:
+def test_options_are_frozen_and_another_plan_names_its_option(world: World, options: dict[str, Any]) -> None:
     all_options = {"num_shards": 3, "max_bad_fraction": 1, **options}
     before = (world.plan(**all_options).data_dir / "plan.json").read_bytes()
     world.plan(**all_options)
-    assert (world.data_dir / "plan.json").read_bytes() == before, "an equal second plan changes no byte"
+    assert (world.data_dir / "plan.json").read_bytes() == before, "an equal plan changes nothing"
     assert sorted(path.name for path in world.data_dir.iterdir()) == ["plan.json", "tokenizer"]
     given = {key: value for key, value in options.items() if key not in ("hash_inputs", "limit")}
-    assert world.try_shard(0, **given).code == 0, "they may be given again"
+    assert world.try_shard(0, **given).code == 0, "a task may repeat them"
     for dry_run in (None, True):
         ended = world.try_plan(num_shards=3, max_bad_fraction=1, dry_run=dry_run)
         assert ended.code == (0 if "zstd_long" in options else 78), ended.text
@@ -118,7 +118,7 @@ def test_options_are_kept_and_another_plan_is_refused_by_name(world: World, opti
     assert (world.data_dir / "plan.json").read_bytes() == before
 
 
-def test_other_inputs_are_refused_by_name(world: World) -> None:
+def test_added_removed_or_changed_inputs_are_refused_by_name(world: World) -> None:
     raw = world.raw_dir
     world.plan(num_shards=5)
     changes: list[tuple[str, Callable[[], object]]] = [
@@ -131,7 +131,7 @@ def test_other_inputs_are_refused_by_name(world: World) -> None:
         world.try_plan(num_shards=5).ends(78, named)
 
 
-def test_a_touch_a_copy_and_a_moved_folder_change_nothing(world: World, tmp_path: Path) -> None:
+def test_a_plan_does_not_depend_on_the_times_or_the_folder_of_inputs(world: World, tmp_path: Path) -> None:
     world.plan(num_shards=5).run(0)
     moved = World(tmp_path / "elsewhere")
     for path in world.raw_dir.iterdir():
@@ -145,11 +145,11 @@ def test_a_touch_a_copy_and_a_moved_folder_change_nothing(world: World, tmp_path
     assert world.try_shard(3).code == 66
     copy = shutil.copytree(world.tokenizer, tmp_path / "model")
     given = {"encoding": "UTF8", "record": "documents", "keep_text": True, "model_id": copy}
-    assert world.try_shard(3, input_dir=moved.raw_dir, **given).code == 0, "they may be given again"
+    assert world.try_shard(3, input_dir=moved.raw_dir, **given).code == 0, "a task may repeat options"
 
 
 @pytest.mark.processes
-def test_planners_that_race_end_with_one_plan(world: World) -> None:
+def test_of_plans_at_the_same_time_one_wins_and_different_ones_are_refused(world: World) -> None:
     codes = forked([partial(world.try_plan, num_shards=number) for number in (4, 4, 3)])
     assert codes == ([0, 0, 78] if len(cuts_of(world)) == 5 else [78, 78, 0])
     assert sorted(path.name for path in world.data_dir.iterdir()) == ["plan.json", "tokenizer"]
@@ -158,13 +158,13 @@ def test_planners_that_race_end_with_one_plan(world: World) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"record": "packed", "seq_len": 64}, {"record": "packed", "seq_len": 64, "digests": True}]
 )
-def test_the_estimate_of_tokens_and_disk_is_near_what_comes(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_estimates_of_tokens_and_disk_are_within_10_percent(tmp_path: Path, options: dict[str, Any]) -> None:
     world = World(tmp_path).raw({f"{n}.txt": hostile_text(400, seed=n, most_words=40) for n in range(3)})
-    told = world.try_plan(num_shards=3, dry_run=True, **options).out
+    out = world.try_plan(num_shards=3, dry_run=True, **options).out
     assert not world.data_dir.exists(), "a dry run writes nothing"
     world.plan(num_shards=3, **options).run()
-    found = re.search(r"about (\S+) tokens, (\S+) ([kM])B on disk", told)
-    assert found, told
+    found = re.search(r"about (\S+) tokens, (\S+) ([kM])B on disk", out)
+    assert found, out
     num_tokens = sum(manifest["counts"]["num_tokens"] for manifest in world.manifests())
     assert float(found[1]) == pytest.approx(num_tokens, rel=0.1)
     paths = [*world.data_dir.glob("shard-*.[ti]*"), *world.data_dir.glob("digests/*")]
@@ -176,12 +176,12 @@ NUM_LINES = 12_000
 
 
 def write_lines(world: World) -> World:
-    """One file of 290 KB, larger than the three samples; all lines of one length."""
+    """Write one file of 290 KB, which is larger than the three samples, with lines of equal length."""
     return world.raw({"a.txt": "".join(f"line {number:08d} of a text\n" for number in range(NUM_LINES))})
 
 
 def change_unseen(path: Path) -> None:
-    """Another letter outside of the three samples; the size stays."""
+    """Change a letter outside the three samples."""
     with path.open("r+b") as file:
         file.seek(100_005)
         file.write(b"Z")
@@ -198,7 +198,7 @@ def test_a_change_in_each_of_the_three_sampled_parts_changes_the_plan(tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_shards", "options"), [(1, {"doc": "file"}), (3, {"encoding": "utf-8-sig"})])
-def test_hash_inputs_has_any_change_refused(tmp_path: Path, options: dict[str, Any], num_shards: int) -> None:
+def test_hash_inputs_refuses_any_change(tmp_path: Path, options: dict[str, Any], num_shards: int) -> None:
     world = write_lines(World(tmp_path)).plan(num_shards=num_shards, hash_inputs=True, **options)
     path = world.raw_dir / "a.txt"
     stamp = path.stat()
@@ -208,14 +208,14 @@ def test_hash_inputs_has_any_change_refused(tmp_path: Path, options: dict[str, A
     ((number, refused),) = ((number, ended) for number, ended in enumerate(endings) if ended.code)
     refused.ends(78, "a.txt", f"shard {number:05d}")
     write_lines(world)
-    os.utime(path, ns=(1, 1))  # a touch changes nothing
+    os.utime(path, ns=(1, 1))  # its times do not matter
     world.run().verify()
     change_unseen(path)
     (tmp_path / "names.txt").write_text("at:a.txt:100005\n")
     world.main("blank", world.data_dir, ids=tmp_path / "names.txt", output=tmp_path / "new").ends(78, "a.txt")
 
 
-def test_an_input_written_to_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_input_changed_during_a_task_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(tmp_path).raw({"a.txt": "a line of a text that is long\n" * 60_000}).plan(num_shards=1)
     path, pread, reads = world.raw_dir / "a.txt", os.pread, list[int]()
 
@@ -241,7 +241,7 @@ def plain_form(world: World, shard_id: int = 0) -> Ended:
 
 
 @pytest.mark.processes
-def test_tasks_without_a_plan_that_start_together_make_one(world: World) -> None:
+def test_tasks_that_start_together_without_a_plan_make_one_plan(world: World) -> None:
     assert forked([partial(plain_form, world, number) for number in range(6)]) == [0] * 6
     assert not (world.data_dir / CLAIM).exists()
     plan_ids = {manifest["spec"]["plan_id"] for manifest in world.manifests()}
@@ -251,7 +251,7 @@ def test_tasks_without_a_plan_that_start_together_make_one(world: World) -> None
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_task_waits_for_anothers_plan(world: World, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    """No longer than its own would take, and not for one that failed."""
+    """Not longer than planning itself would take, and not after the other task failed."""
     world.data_dir.mkdir()
     claim = world.data_dir / CLAIM
     claim.write_text("")  # of a task that was killed, or will fail
@@ -275,7 +275,7 @@ def test_a_task_that_cannot_plan_leaves_no_folder_and_no_claim(tmp_path: Path) -
     assert (plain_form(world).code, [*world.data_dir.iterdir()]) == (66, [])
 
 
-# Which files are taken.
+# Selection of input files.
 
 DOCS = [f"document {n}" for n in range(30)]
 
@@ -285,7 +285,7 @@ def table_of(texts: list[str]) -> bytes:
 
 
 def left_out(world: World) -> dict[str, list[str]]:
-    """Reason -> the names that plan.json says were left out."""
+    """Return reason -> names of what was left out, from plan.json."""
     found: dict[str, list[str]] = {}
     for reason, name in world.plan_json()["left_out"]:
         found.setdefault(reason, []).append(name)
@@ -293,14 +293,14 @@ def left_out(world: World) -> dict[str, list[str]]:
 
 
 def planned(world: World, **options: Any) -> str:
-    """Plan the folder with its subfolders; returns what was told."""
+    """Plan the folder with its subfolders, and return the output."""
     ended = world.try_plan(**{"recursive": True, **options}).ends(0)
     world.num_shards = len(world.plan_json()["cuts"]) - 1
     return ended.text
 
 
 def check_random_folder(world: World, seed: int) -> tuple[int, int]:
-    """Compare the listing of a random folder with an independent one; gives the names taken and left out."""
+    """Compare the listing of a random folder with an independent one. Returns (num_taken, num_left_out)."""
     rng = random.Random(seed)
     random_folder(world.raw_dir, rng)
     options: dict[str, Any] = {"recursive": rng.random() < 0.8, "also": rng.choice([*PATTERNS])}
@@ -314,7 +314,7 @@ def check_random_folder(world: World, seed: int) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_taken_and_left_out_are_all_names_and_each_reason_is_true(tmp_path: Path) -> None:
+def test_each_file_is_an_input_or_left_out_with_the_right_reason(tmp_path: Path) -> None:
     counts = [check_random_folder(World(tmp_path / str(seed)), seed) for seed in range(120)]
     assert sum(num_taken for num_taken, _ in counts) > 200
     assert sum(num_left_out for _, num_left_out in counts) > 200
@@ -322,7 +322,7 @@ def test_taken_and_left_out_are_all_names_and_each_reason_is_true(tmp_path: Path
 
 @pytest.fixture
 def odd_world(tmp_path: Path) -> World:
-    """A folder in which every reason is met; a.txt and b/c.txt are what anybody would take."""
+    """A folder with a file for every reason to leave it out; only a.txt and b/c.txt are plain inputs."""
     names = ("a.txt", "b/c.txt", "README.txt", "notes.md", "more.md", "x.csv", ".m.jsonl", "._p.jsonl")
     world = World(tmp_path).raw({name: f"This is {name}.\n" for name in names})
     world.raw({".git/d.txt": "no text\n", "dataset_info.json": "{}"})
@@ -335,20 +335,20 @@ def odd_world(tmp_path: Path) -> World:
     return world
 
 
-def test_plan_names_and_counts_what_it_leaves_out_and_plan_json_has_all_of_it(odd_world: World) -> None:
-    told = planned(odd_world, recursive=None).splitlines()
+def test_plan_prints_what_it_leaves_out_and_plan_json_lists_all_of_it(odd_world: World) -> None:
+    lines = planned(odd_world, recursive=None).splitlines()
     assert odd_world.inputs() == ["a.txt"]
     left = left_out(odd_world)
     assert sorted(sum(left.values(), ["a.txt"])) == sorted(path.name for path in odd_world.raw_dir.iterdir())
     assert len(left) == 9, "each reason"
     for reason, names in left.items():
         shown = (reason, f" {len(names)},", *names)
-        assert any(all(each in line for each in shown) for line in told), reason
+        assert any(all(each in line for each in shown) for line in lines), reason
     for flag in ("--recursive", "--follow_links", "--also '*.md'", "--also 'README.txt'"):
-        assert any(flag in line for line in told), "what takes them"
+        assert any(flag in line for line in lines), "flags that would include them"
 
 
-def test_flags_take_what_is_left_out_and_idle_ones_are_not_planned(odd_world: World, tmp_path: Path) -> None:
+def test_flags_that_add_no_files_are_not_in_the_plan(odd_world: World, tmp_path: Path) -> None:
     flags = {"follow_links": True, "also": "*.md, readme*, _u*"}
     planned(odd_world.raw({"_u.txt": "as Spark names what is no data\n"}), **flags)
     inputs = ["README.txt", "_u.txt", "a.txt", "b/c.txt", "linked/e.txt", "more.md", "notes.md"]
@@ -367,12 +367,12 @@ def test_sockets_and_unprintable_names_are_named(odd_world: World, monkeypatch: 
         server.bind("s.txt")
         Path("\x1b[2J.md").touch()
         Path(os.fsdecode(b"\xff.md")).touch()
-        told = planned(odd_world)
+        text = planned(odd_world)
     assert "s.txt" in left_out(odd_world)["FIFO, socket or device"]
     assert {"\x1b[2J.md", "\\xff.md"} <= set(left_out(odd_world)["unknown suffix"])
-    assert "\x1b" not in told
+    assert "\x1b" not in text
     Path(os.fsdecode(b"\xff.txt")).touch()
-    assert odd_world.try_plan().code == 2, "an input has a name that plan.json can hold"
+    assert odd_world.try_plan().code == 2, "the name of an input must be valid UTF-8"
 
 
 OID = "4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393"
@@ -383,13 +383,13 @@ POINTERS = {
 
 
 @pytest.mark.parametrize("command", POINTERS)
-def test_a_pointer_to_an_input_is_refused_with_what_fetches_it(tmp_path: Path, command: str) -> None:
+def test_a_pointer_file_is_refused_with_the_command_that_fetches_it(tmp_path: Path, command: str) -> None:
     for name in ("b.txt", "b.jsonl", "b.parquet", "b.arrow", "b.txt.zst"):
         world = World(tmp_path / name).raw({"a.txt": "a document\n", name: POINTERS[command]})
         world.try_plan().ends(65, world.raw_dir / name, command)
         assert not world.data_dir.exists()
     texts = {"a.txt": "A pointer begins with:\n" + POINTERS[command], "b.txt": POINTERS[command] * 20}
-    assert World(tmp_path).raw(texts).plan().inputs() == ["a.txt", "b.txt"], "a text about pointers is one"
+    assert World(tmp_path).raw(texts).plan().inputs() == ["a.txt", "b.txt"], "texts about pointers are inputs"
 
 
 PACKED: dict[str, Callable[[bytes], bytes]] = {
@@ -399,40 +399,38 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize(("ending", "num"), [("gz", 30), ("gz", 5000), ("zst", 5000)])
-def test_a_compressed_form_is_taken_once_and_an_equal_file_told(
-    tmp_path: Path, ending: str, num: int
-) -> None:
+def test_compressed_copies_are_left_out_and_equal_files_named(tmp_path: Path, ending: str, num: int) -> None:
     data = json_lines([f"document {n}" for n in range(num)])
     packed, none = PACKED[ending](data), {"d.jsonl": b"", "e.jsonl": b""}
     world = World(tmp_path).raw({"a.jsonl": data, f"a.jsonl.{ending}": packed, f"b.jsonl.{ending}": packed})
     world.raw({f"c.txt.{each}": pack(b"a\nb\n") for each, pack in PACKED.items()})
-    told = planned(world.raw({"b.jsonl": json_lines(["other text"]), "a (1).jsonl": data, **none}))
+    text = planned(world.raw({"b.jsonl": json_lines(["other text"]), "a (1).jsonl": data, **none}))
     taken = ["a (1).jsonl", "a.jsonl", "b.jsonl", f"b.jsonl.{ending}", "c.txt.gz", *none]
     assert sorted(world.inputs()) == taken
-    assert "d.jsonl" in told, "it is empty"
+    assert "d.jsonl" in text, "it is empty"
     forms = [f"a.jsonl.{ending}", "c.txt.zst"]
     assert left_out(world) == {"compressed form of a file that is taken": forms}
-    (warning,) = (line for line in told.splitlines() if "a (1).jsonl" in line)
+    (warning,) = (line for line in text.splitlines() if "a (1).jsonl" in line)
     assert warning.startswith("warning")
     assert "a.jsonl" in warning
 
 
-LAYOUTS = {  # two files of the split train, and one of test
+LAYOUTS = {  # two files of the training split, and one of the test split
     "hub": ("data/train-00000-of-00002", "data/train-00001-of-00002", "data/test-00000-of-00001"),
     "folders": ("ko/train/0000", "ko/train/0001", "ko/test/0000"),
     "save_to_disk": ("train/data-00000-of-00002", "train/data-00001-of-00002", "test/data-00000-of-00001"),
-    "behind a name": ("c4-train.00000-of-00002", "c4-train.00001-of-00002", "c4-eval.00000-of-00001"),
+    "after a name": ("c4-train.00000-of-00002", "c4-train.00001-of-00002", "c4-eval.00000-of-00001"),
     "before a name": ("train_sft-0", "train_sft-1", "test_sft-0"),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_splits_are_told_with_what_was_taken_and_a_flag_chooses(tmp_path: Path, layout: str) -> None:
+def test_several_splits_are_warned_of_and_split_selects_one(tmp_path: Path, layout: str) -> None:
     *train, test = (f"{name}.jsonl" for name in LAYOUTS[layout])
     world = World(tmp_path).raw({name: json_lines([name]) for name in (*train, test)})
-    (told,) = (line for line in planned(world).splitlines() if "--split" in line)
+    (warning,) = (line for line in planned(world).splitlines() if "--split" in line)
     for part in ("warning", "train 2 files", "test 1 file;", "--split train"):
-        assert part in told
+        assert part in warning
     assert sorted(world.inputs()) == sorted([*train, test])
     (world.data_dir / "plan.json").unlink()
     planned(world, split="train")
@@ -447,7 +445,7 @@ def test_splits_are_told_with_what_was_taken_and_a_flag_chooses(tmp_path: Path, 
 FIRST: list[Any] = [{"add": {"path": "part-0.parquet"}}, {"add": {"path": "day=a%20b/part-1.parquet"}}]
 SECOND: list[Any] = [{"remove": {"path": "part-0.parquet"}}, {"add": {"path": "part-2.parquet"}}]
 CHECKPOINT = table_bytes({"add": [{"path": "part-0.parquet"}, None], "metaData": [None, "x"]}, "parquet")
-# The log of a Delta table, by version, and the inputs that are left; none where it is refused.
+# The log of a Delta table by version, and its current files, or none if it is refused.
 DELTA: dict[str, tuple[dict[str, Any], list[str]]] = {
     "two versions": ({"0.json": FIRST, "1.json": SECOND}, ["day=a b/part-1.parquet", "part-2.parquet"]),
     "a checkpoint": ({"0.checkpoint.parquet": CHECKPOINT, "1.json": SECOND}, ["part-2.parquet"]),
@@ -459,7 +457,7 @@ DELTA: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("kind", DELTA)
-def test_old_versions_in_a_delta_table_are_left_out_or_it_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_delta_table_gives_only_current_files_or_is_refused(tmp_path: Path, kind: str) -> None:
     log, inputs = DELTA[kind]
     parts = ("part-0.parquet", "day=a b/part-1.parquet", "part-2.parquet")
     world = World(tmp_path).raw({name: table_of([name]) for name in parts})
@@ -504,7 +502,7 @@ def by_its_cache(raw: Path) -> None:
     [by_pyarrow, *(pytest.param(by, marks=pytest.mark.frameworks) for by in (by_datasets, by_its_cache))],
     ids=lambda write: write.__name__,
 )
-def test_the_folder_of_each_writer_gives_its_rows_once(tmp_path: Path, write: Callable[[Path], None]) -> None:
+def test_folders_of_other_writers_give_each_row_once(tmp_path: Path, write: Callable[[Path], None]) -> None:
     world = World(tmp_path)
     write(world.raw_dir)
     planned(world, num_shards=1)

@@ -1,6 +1,6 @@
-"""Tasks, ``run`` and doctor: equal bytes whatever made them, within the CPUs and memory that they were given.
+"""Tasks, ``run`` and ``doctor``: equal bytes whatever made them, within the given CPUs and memory.
 
-Whatever stopped them, nothing unfinished is left.
+Nothing unfinished is left, whatever stops them.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def raw_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same documents in a file of each format, with lines that are no UTF-8."""
+    """The same documents in a file of each format, with lines that are not UTF-8."""
     world = World(tmp_path_factory.mktemp("formats")).raw({"a.txt": hostile_text(200, 5).replace("\r", "\n")})
     write_every_format(world.raw_dir)
-    # more documents than any of the batches below holds
+    # More documents than the largest batch below.
     world.raw({"a.txt": hostile_text(200, 5).encode() + b"\nbroken \xff line\r\n", "z.txt": "x\n" * 2500})
     return world.raw_dir
 
 
 @pytest.fixture
 def cpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], list[set[int]]]:
-    """Says which CPUs this process may use; gets those that it takes."""
+    """Sets the CPUs that this process may use, and returns the list of those that it takes."""
 
     def allow(affinity: set[int]) -> list[set[int]]:
         taken: list[set[int]] = []
@@ -61,9 +61,7 @@ def cpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], list[set[int]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_shards_have_equal_bytes_whatever_makes_them(
-    raw_dir: Path, tmp_path: Path, cpus: Any, form: str
-) -> None:
+def test_shards_are_equal_whatever_makes_them(raw_dir: Path, tmp_path: Path, cpus: Any, form: str) -> None:
     cpus({*range(8)})
     options = {**FORMS[form], "max_bad_fraction": 1}
     if form == "whole files":
@@ -84,17 +82,17 @@ def test_shards_have_equal_bytes_whatever_makes_them(
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
-    """Five shards are planned."""
+    """A plan of five shards."""
     return World(tmp_path).raw({"a.txt": hostile_text(200), "b.txt": hostile_text(100, 1)}).plan(num_shards=5)
 
 
-def test_a_shard_that_is_done_is_said_to_be_and_nothing_else(world: World) -> None:
+def test_a_finished_shard_prints_one_line(world: World) -> None:
     assert "may be killed" in world.try_shard(0, memory_gb=0.01).ends(0).err
     (line,) = world.try_shard(0, memory_gb=0.01).ends(0).err.splitlines()
     assert line.endswith("shard 00000 is done already")
 
 
-def test_colleagues_can_read_what_a_task_wrote(tmp_path: Path) -> None:
+def test_the_umask_decides_who_can_read_the_files_of_a_task(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         other = World(tmp_path).raw({"a.txt": "a\nb\n"}).plan().run()
@@ -107,17 +105,17 @@ def test_colleagues_can_read_what_a_task_wrote(tmp_path: Path) -> None:
 
 
 def heed_permissions() -> None:
-    """Give up root's right to read and write whatever it likes: CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH."""
+    """Give up root's right to ignore permissions: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
     head = ctypes.create_string_buffer(struct.pack("<Ii", 0x20080522, 0))
     sets = ctypes.create_string_buffer(24)
     libc = ctypes.CDLL(None)
     assert libc.capget(head, sets) == 0
     values = list(struct.unpack("<6I", sets.raw))
-    values[0] &= ~0b110  # the effective ones
+    values[0] &= ~0b110  # of the effective set
     assert libc.capset(head, ctypes.create_string_buffer(struct.pack("<6I", *values))) == 0
 
 
-# What is closed to this user, the command and where it plans into, its exit code, and what it names.
+# A path and its mode, the command and its output folder, the exit code, and what the error names.
 CLOSED: list[tuple[str, int, str, str, int, str]] = [
     ("raw/b.txt", 0, "plan", "other", 66, "b.txt"),
     ("raw/b.txt", 0, "shard", "data", 66, "b.txt"),
@@ -131,24 +129,24 @@ CLOSED: list[tuple[str, int, str, str, int, str]] = [
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("place", "mode", "command", "out", "code", "named"), CLOSED)
-def test_what_this_user_may_not_read_or_write_is_named(
+def test_a_path_without_permission_is_named(
     world: World, tmp_path: Path, place: str, mode: int, command: str, out: str, code: int, named: str
 ) -> None:
     (world.raw_dir / "sub").mkdir()
     (tmp_path / "new").mkdir()
     before = world.contents()
-    kept, told = (tmp_path / place).stat().st_mode, tmp_path.with_name(f"{tmp_path.name}.json")
+    kept, result = (tmp_path / place).stat().st_mode, tmp_path.with_name(f"{tmp_path.name}.json")
     (tmp_path / place).chmod(mode)
     pid = os.fork()
     if pid == 0:
         heed_permissions()
         planning = {"output_dir": tmp_path / out, "recursive": True}
         ended = world.try_plan(**planning) if command == "plan" else world.try_shard(4)
-        told.write_text(json.dumps([ended.code, ended.err]))
+        result.write_text(json.dumps([ended.code, ended.err]))
         os._exit(0)
     os.waitpid(pid, 0)
     (tmp_path / place).chmod(kept)
-    found, err = json.loads(told.read_text())
+    found, err = json.loads(result.read_text())
     assert (found, named in err, "Permission denied" in err) == (code, True, True), err
     assert world.contents() == before
     assert not world.temporaries()
@@ -157,7 +155,7 @@ def test_what_this_user_may_not_read_or_write_is_named(
 @pytest.mark.processes
 @pytest.mark.parametrize("target", ["task alone", "whole group"])
 def test_a_signal_while_a_task_plans_ends_it_with_75_and_leaves_no_plan(tmp_path: Path, target: str) -> None:
-    """When the signal comes transformers is at work, which must not take it for an error of its own."""
+    """The signal comes while transformers is running, which must not catch it as an error."""
     world = World(tmp_path, tokenizer=save_tokenizer(tmp_path / "model")).raw({"a.txt": "a\n"})
     config = world.tokenizer / "tokenizer_config.json"
     config.write_text(json.dumps({**json.loads(config.read_bytes()), "mask_token": "<|mask|>"}))
@@ -178,7 +176,7 @@ def done(world: World) -> list[int]:
 
 
 @pytest.mark.processes
-def test_run_makes_the_missing_shards_by_as_many_processes_as_asked_for(world: World, tmp_path: Path) -> None:
+def test_run_makes_missing_shards_with_num_proc_processes(world: World, tmp_path: Path) -> None:
     expected = world.copy(tmp_path / "expected").run().contents()
     made = world.run(1, 3).data_dir / "shard-00001.tar"
     (world.data_dir / "shard-00003.idx").unlink()
@@ -210,14 +208,14 @@ def test_a_shard_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
 
 
 def run_again(ended: Ended, *flags: str) -> Ended:
-    """Run the command that ``run`` tells to make what is missing."""
+    """Run the command that ``run`` prints for the missing shards."""
     found = re.findall(r"shardprep (run .*)", ended.err)
     assert found, ended.err
     return call_main(*shlex.split(found[-1]), *flags)
 
 
 @pytest.mark.processes
-def test_a_killed_process_fails_one_shard_and_what_is_told_makes_it(world: World, tmp_path: Path) -> None:
+def test_a_killed_process_fails_one_shard_and_a_remedy_is_printed(world: World, tmp_path: Path) -> None:
     hold = Hold(tmp_path / "held", "open", r"/\.shard-\d+\.idx\.")
     command = shardprep("run", world.data_dir, "--num_proc", 2)
     with child(command, env=environ_of_children(**hold.environ()), stderr=-2) as run:
@@ -229,12 +227,12 @@ def test_a_killed_process_fails_one_shard_and_what_is_told_makes_it(world: World
     assert (done(world), world.temporaries()) == ([0, 1, 2, 3, 4], [])
 
 
-# CPUs and memory, and what doctor says of them.
+# CPUs and memory, and doctor's findings about them.
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """``kernel({"proc/self/cgroup": "0::/job\\n", ...})``: what the kernel's files of cgroups say."""
+    """``kernel({"proc/self/cgroup": "0::/job\\n", ...})`` replaces the kernel's files of cgroups."""
     root, read_text = tmp_path / "kernel", Path.read_text
 
     def read(path: Path, *args: Any, **options: Any) -> str:
@@ -258,7 +256,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Non
         ("3", {*range(8)}, 2, {0, 6, 7}), ("0", {1, 2}, 0, {1, 2}), ("2(x3)", {1, 2}, 0, {1, 2}),
     ],
 )  # fmt: skip
-def test_slurms_number_then_the_mask_decides_and_tasks_share_no_cpu(
+def test_a_task_uses_slurms_number_of_cpus_of_its_mask_and_shares_none(
     tmp_path: Path, cpus: Any, given: str | None, affinity: set[int], shard_id: int, expected: set[int]
 ) -> None:
     world = World(tmp_path).raw({"a.txt": "a line\n" * 90}).plan(num_shards=8)
@@ -268,7 +266,7 @@ def test_slurms_number_then_the_mask_decides_and_tasks_share_no_cpu(
     assert taken[0] == expected
 
 
-# Read by each Python that starts: at its end it says how many threads it has.
+# A sitecustomize: each Python reports its number of threads when it exits.
 COUNTING = """
 import atexit, os
 atexit.register(lambda: open(os.environ["REPORT"], "a").write(f"{len(os.listdir('/proc/self/task'))} "))
@@ -277,8 +275,10 @@ atexit.register(lambda: open(os.environ["REPORT"], "a").write(f"{len(os.listdir(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("engine", ["tokenizers", "gigatoken"])
-def test_a_shells_settings_for_other_programs_change_no_engines_threads(tmp_path: Path, engine: str) -> None:
-    """Rayon's variables, and tokenizers' own, act on the tokenizers engine if nobody sets them."""
+def test_variables_of_rayon_and_tokenizers_do_not_change_the_threads_of_an_engine(
+    tmp_path: Path, engine: str
+) -> None:
+    """They would affect the tokenizers engine if the worker did not set them itself."""
     world = World(tmp_path).raw({"a.txt": "a text\n" * 20_000}).plan(num_shards=1)
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(COUNTING)
@@ -296,7 +296,7 @@ def test_a_shells_settings_for_other_programs_change_no_engines_threads(tmp_path
 
 
 def findings(*words: object, **environ: str) -> dict[str, dict[str, Any]]:
-    """What doctor finds, by topic; of several the last."""
+    """Return doctor's findings by topic; of several, the last."""
     ended = call_main("doctor", "--json", *words, environ=environ)
     answer = json.loads(ended.out)
     assert ended.code == answer["exit_code"]
@@ -321,12 +321,12 @@ def job(**files: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("topic", "files", "environ", "told", "todo"),
     [
-        ("memory", VERSION_2, {}, "500 MB", ""),  # the least of all above
+        ("memory", VERSION_2, {}, "500 MB", ""),  # the smallest limit of all parents
         ("memory", VERSION_1, {}, "750 MB", ""),
         ("memory", VERSION_1, {"SLURM_MEM_PER_NODE": "600"}, "629 MB", ""),
-        ("memory", VERSION_1, PER_CPU, "315 MB", "--mem"),  # as DefMemPerCPU is told, without cgroups
+        ("memory", VERSION_1, PER_CPU, "315 MB", "--mem"),  # from DefMemPerCPU, without cgroups
         ("memory", VERSION_1, {**PER_CPU, "SLURM_CPUS_ON_NODE": "2"}, "629 MB", ""),
-        ("memory", VERSION_1, {"SLURM_MEM_PER_NODE": "0"}, "750 MB", ""),  # 0 is all of the node
+        ("memory", VERSION_1, {"SLURM_MEM_PER_NODE": "0"}, "750 MB", ""),  # 0 means the whole node
         ("memory", {"proc/self/cgroup": "0::/none\n"}, {}, "machine", ""),
         ("memory", job(memory_max=f"{256 << 20}\n"), {}, "268 MB", "--mem"),
         ("cpus", job(cpu_max="150000 100000"), {}, "", "--num_proc 1"),
@@ -343,7 +343,7 @@ def job(**files: str) -> dict[str, str]:
     ],
     ids=str,
 )
-def test_the_least_limit_counts_and_what_lacks_is_a_warning_with_what_to_do(
+def test_doctor_uses_the_smallest_limit_and_warns_with_a_remedy(
     kernel: Any, cpus: Any, topic: str, files: dict[str, str], environ: dict[str, str], told: str, todo: str
 ) -> None:
     cpus({*range(8)})
@@ -353,14 +353,14 @@ def test_the_least_limit_counts_and_what_lacks_is_a_warning_with_what_to_do(
     assert (finding["level"], todo in finding["todo"]) == ("warning" if todo else "good", True)
 
 
-def test_numbers_of_the_environment_are_positive_or_refused(tmp_path: Path) -> None:
+def test_batch_sizes_from_the_environment_must_be_positive_integers(tmp_path: Path) -> None:
     world = World(tmp_path).raw({"a.txt": "a\n"}).plan(num_shards=1)
     for name in ("DATASET_BATCH_SIZE", "DATASET_WRITER_BATCH_SIZE"):
         for number in ("0", "1e3"):
             world.try_shard(0, environ={name: number}).ends(2, name)
 
 
-def test_doctor_looks_at_a_tokenizer_and_at_a_planned_folder_and_writes_nothing(tmp_path: Path) -> None:
+def test_doctor_checks_a_tokenizer_or_a_planned_folder_and_writes_nothing(tmp_path: Path) -> None:
     world = World(tmp_path).raw({"a.txt": "a\n" * 9}).plan(num_shards=5)
     found = findings("--model_id", world.tokenizer)
     assert {"cpus", "memory", "threads", "versions", "tokenizer"} <= set(found)
@@ -411,7 +411,7 @@ LIMITED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def data(shared_dir: Path, corpora_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
-    """Plans of Llama 3's tokenizer; the long line stands behind one of 4 MB."""
+    """Plans with Llama 3's tokenizer. The long line comes after one of 4 MB."""
     root = tmp_path_factory.mktemp("limited")
     text = b"".join(path.read_bytes()[:400_000] for path in sorted(corpora_dir.glob("*.txt")))
     records = []
@@ -432,7 +432,7 @@ def data(shared_dir: Path, corpora_dir: Path, tmp_path_factory: pytest.TempPathF
 
 @contextlib.contextmanager
 def cgroup(num_bytes: int) -> Iterator[str]:
-    """Words of a shell that join a cgroup with a limit; skips where none can be made."""
+    """Create a cgroup with a limit and yield the shell command that joins it, or skip the test."""
     is_old = (CGROUPS / "memory").is_dir()
     folder = (CGROUPS / "memory" if is_old else CGROUPS) / f"shardprep-test-{os.getpid()}"
     try:
@@ -441,7 +441,7 @@ def cgroup(num_bytes: int) -> Iterator[str]:
     except OSError as error:
         with contextlib.suppress(OSError):
             folder.rmdir()
-        pytest.skip(f"no cgroup of one's own can be made: {error}")
+        pytest.skip(f"cannot create a cgroup: {error}")
     try:
         yield f"echo $$ > {folder}/cgroup.procs"
     finally:
@@ -449,11 +449,11 @@ def cgroup(num_bytes: int) -> Iterator[str]:
 
 
 def made(world: World, engine: str, before: str) -> Ended:
-    """How a task ends that a shell starts behind some words."""
+    """Run a task in a shell after the command ``before``."""
     for path in world.data_dir.glob("shard-*"):
         path.unlink()
     task = f"{sys.executable} -m shardprep --shard_id 0 --output_dir '{world.data_dir}' --engine {engine}"
-    environ = environ_of_children(SLURM_CPUS_PER_TASK="2")  # each thread takes some
+    environ = environ_of_children(SLURM_CPUS_PER_TASK="2")  # each thread takes memory
     done = run_child(["sh", "-c", f"{before}; exec {task}"], code=None, cwd=ROOT, env=environ)
     return Ended(done.returncode, done.stdout, done.stderr)
 
@@ -477,7 +477,7 @@ def test_under_ulimit_a_task_makes_its_shard_or_refuses_at_once(data: dict[str, 
 
 
 @pytest.mark.processes
-def test_exported_lines_can_be_sourced_and_are_all_that_is_printed(tmp_path: Path) -> None:
+def test_doctor_export_prints_only_lines_for_a_shell(tmp_path: Path) -> None:
     ended = World(tmp_path).main("doctor", "--export", environ={"SLURM_NTASKS_PER_NODE": "1"}).ends(0)
     assert all(line.startswith("export ") for line in ended.out.splitlines())
     shown = run_child(["sh", "-c", f"{ended.out}env"]).stdout.splitlines()

@@ -1,6 +1,6 @@
-"""Tokenizers and engines: the ids are those of transformers, whatever encodes, and training loads the same.
+"""Tokenizers and engines: every engine gives the ids of transformers, and training loads the same tokenizer.
 
-By itself some lines of the corpora; ``LLAMA3_LINES=all`` (``make torture``) takes all.
+By default some lines of the corpora are encoded; ``LLAMA3_LINES=all`` (``make torture``) encodes all.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Change = Callable[[Path], Any]
 
 
 def edit(path: Path, **changes: Any) -> None:
-    """Change values of a JSON file, or values of an object in it."""
+    """Set values of a JSON file; dicts are merged into existing objects."""
     data = json.loads(path.read_bytes()) if path.exists() else {}
     for name, value in changes.items():
         data[name] = {**data[name], **value} if isinstance(value, dict) and data.get(name) else value
@@ -60,7 +60,7 @@ config = functools.partial(file_of, "tokenizer_config.json")
 
 
 def with_decoder(folder: Path) -> None:
-    """As Llama 3 on the hub: all added tokens in the configuration, too, and a model's config beside it."""
+    """Add what Llama 3 has on the hub: added tokens in the configuration, and the config of a model."""
     added = json.loads((folder / "tokenizer.json").read_bytes())["added_tokens"]
     decoder = {str(token.pop("id")): token for token in added}
     edit(folder / "tokenizer_config.json", added_tokens_decoder=decoder, model_max_length=131072)
@@ -69,7 +69,7 @@ def with_decoder(folder: Path) -> None:
 
 
 def old_merges(folder: Path) -> None:
-    """Merges as texts, as older versions of tokenizers wrote them."""
+    """Write merges as strings, like older versions of tokenizers."""
     merges = json.loads((folder / "tokenizer.json").read_bytes())["model"]["merges"]
     edit(folder / "tokenizer.json", model={"merges": [" ".join(pair) for pair in merges]})
 
@@ -102,13 +102,13 @@ NOT_PLAIN: dict[str, Change] = {
 
 @pytest.fixture
 def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planning asks transformers in a process of its own, and none can be started."""
+    """Makes it impossible to start the process in which plan uses transformers."""
     monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", mock.Mock(side_effect=BlockingIOError))
 
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    """Some text, and a tokenizer of its own to change, of which no earlier plan kept anything."""
+    """Some text, and a tokenizer to change, with an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = save_tokenizer(tmp_path / "model")
     return World(tmp_path, tokenizer=model).raw(
@@ -118,19 +118,19 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 @pytest.mark.usefixtures("no_process")
 @pytest.mark.parametrize("kind", PLAIN)
-def test_a_plain_tokenizer_is_read_without_transformers_and_equals_its(world: World, kind: str) -> None:
-    """Of the model's folder nothing else is kept, and tasks need no more."""
+def test_a_plain_tokenizer_is_read_without_transformers_and_loads_equally(world: World, kind: str) -> None:
+    """The data set keeps only its files, and tasks need no others."""
     PLAIN[kind](world.tokenizer)
     (world.tokenizer / "model.safetensors").write_bytes(b"weights")
     world.plan(num_shards=1)
     ours, theirs = world.data_dir / "tokenizer", world.data_dir / "theirs"
-    for source in (world.tokenizer, ours):  # and so does training load it from the data set
+    for source in (world.tokenizer, ours):  # the model's folder, and the data set's as training loads it
         AutoTokenizer.from_pretrained(source).save_pretrained(theirs)
         assert (ours / "tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
-    tokenizer, told = AutoTokenizer.from_pretrained(ours), world.plan_json()["tokenizer"]
+    tokenizer, planned = AutoTokenizer.from_pretrained(ours), world.plan_json()["tokenizer"]
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        assert told[name] == getattr(tokenizer, name), "a token that no file names is not the word None"
-    assert told["vocab_size"] == len(tokenizer)
+        assert planned[name] == getattr(tokenizer, name), name
+    assert planned["vocab_size"] == len(tokenizer)
     assert not {path.name for path in ours.iterdir()} & {"model.safetensors", "config.json"}
     shutil.rmtree(world.tokenizer)
     world.run().verify()
@@ -138,19 +138,21 @@ def test_a_plain_tokenizer_is_read_without_transformers_and_equals_its(world: Wo
 
 @pytest.mark.usefixtures("no_process")
 @pytest.mark.parametrize("kind", NOT_PLAIN)
-def test_what_transformers_may_change_is_left_to_transformers(world: World, kind: str) -> None:
+def test_a_tokenizer_that_transformers_may_change_is_loaded_by_transformers(world: World, kind: str) -> None:
     NOT_PLAIN[kind](world.tokenizer)
-    assert world.try_plan().code == 74, "there is no process for it"
+    assert world.try_plan().code == 74, "its process cannot start"
 
 
 @pytest.mark.usefixtures("no_process")
-def test_another_transformers_is_asked_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_even_a_plain_tokenizer_is_loaded_by_an_unknown_version_of_transformers(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.metadata, "distribution", lambda _: SimpleNamespace(version="6.0.1"))
     assert world.try_plan().code == 74
 
 
 @pytest.mark.processes
-def test_a_second_plan_asks_transformers_no_more_and_a_damaged_cache_counts_as_none(
+def test_a_second_plan_uses_the_cached_tokenizer_but_not_a_damaged_entry(
     world: World, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     config(mask_token="<|mask|>")(world.tokenizer)
@@ -168,7 +170,7 @@ def test_a_second_plan_asks_transformers_no_more_and_a_damaged_cache_counts_as_n
 
 
 def with_code(folder: Path) -> Path:
-    """Make the tokenizer's class one of its own, whose code makes a file; returns that file."""
+    """Give the tokenizer a class whose code, if it runs, creates a file. Returns the path of that file."""
     marker, own = folder.with_name("marker"), {"auto_map": {"AutoTokenizer": [None, "own.StrangeTokenizer"]}}
     edit(folder / "tokenizer_config.json", tokenizer_class="StrangeTokenizer", **own)
     edit(folder / "config.json", model_type="strange", **own)
@@ -200,7 +202,7 @@ def splitting(unknown: str, pattern: str) -> Change:
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0a" * 32 + "\nsize 12345\n"
-# The exit code of plan, and what it names.
+# Kind -> a change, the exit code of plan, and what the error names.
 REFUSED: dict[str, tuple[Change, int, str]] = {
     "dropout": (file_of("tokenizer.json", model={"dropout": 0.1}), 2, "model.dropout"),
     "a pointer": (lambda it: (it / "tokenizer.json").write_text(POINTER), 66, "git lfs pull"),
@@ -210,7 +212,7 @@ REFUSED: dict[str, tuple[Change, int, str]] = {
     "an empty folder": (lambda it: [path.unlink() for path in it.iterdir()], 66, "model"),
     "a slow one": (without_tokenizer_json, 2, "ByT5Tokenizer"),
 }
-BY_PROCESS = ("an empty folder", "a slow one")  # transformers says so, in one
+BY_PROCESS = ("an empty folder", "a slow one")  # transformers finds it, in a process
 
 
 @pytest.mark.parametrize(
@@ -245,7 +247,7 @@ def test_the_loader_runs_no_code_of_a_tokenizers_folder(
     assert str(world.tokenizer) in str(found.value)
 
 
-def test_a_damaged_tokenizer_json_ends_peek_by_its_name_and_report_goes_on(world: World) -> None:
+def test_peek_names_a_damaged_tokenizer_json_and_report_does_not_need_it(world: World) -> None:
     world.plan().run()
     path = world.data_dir / "tokenizer" / "tokenizer.json"
     for damaged in ("", "[]", '{"model": {', '{"added_tokens": [1], "model": {}}'):
@@ -255,7 +257,7 @@ def test_a_damaged_tokenizer_json_ends_peek_by_its_name_and_report_goes_on(world
         world.main("peek", world.data_dir).ends(74, path)
 
 
-# A tokenizer by its name, and its class.
+# Kind -> name of a tokenizer, and values of its configuration.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaTokenizer, legacy": ("Llama 2", {"tokenizer_class": "LlamaTokenizer", "legacy": True}),
     "the plain class": ("bytes", {"tokenizer_class": "PreTrainedTokenizerFast"}),
@@ -267,8 +269,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_data_sets_tokenizer_loads_as_what_made_its_shards(tmp_path: Path, kind: str) -> None:
-    """With all its chat templates, which transformers keeps in a folder: a planned tokenizer has none."""
+def test_the_tokenizer_of_a_data_set_loads_as_the_one_that_made_its_shards(tmp_path: Path, kind: str) -> None:
+    """With all its chat templates, though a planned tokenizer has no folder of templates."""
     name, values = KINDS[kind]
     model = chat_sets.save_tokenizer(name, tmp_path / "model")
     edit(model / "tokenizer_config.json", **values, padding_side="left", model_max_length=77)
@@ -295,35 +297,37 @@ def test_a_data_sets_tokenizer_loads_as_what_made_its_shards(tmp_path: Path, kin
 
 
 LINES = ["Snow falls in winter.", "겨울에는 눈이 내립니다.", "Tea is ready after 4 minutes!"]
-# Tokenizers by their names, and the ids that they put before and after a text.
+# Tokenizer -> ids that it puts before and after a text.
 FAMILIES: dict[str, tuple[list[int], list[int]]] = {
-    "bytes": ([], []),  # as Qwen's
-    "bytes, BOS": ([0], []),  # as Llama's
+    "bytes": ([], []),  # like Qwen
+    "bytes, BOS": ([0], []),  # like Llama
     "bytes, Roberta": ([0], [1]),
     "Bert, cased": ([0], [1]),
 }
 
 
-def told_ends(told: str) -> list[str]:
-    """The tokens that a command says documents begin and end with."""
-    (line,) = (line for line in told.splitlines() if "documents begin" in line)
+def printed_ends(text: str) -> list[str]:
+    """Return the tokens with which documents begin and end, as a command prints them."""
+    (line,) = (line for line in text.splitlines() if "documents begin" in line)
     return re.findall(r"<\S+>", line)
 
 
 @pytest.mark.parametrize("adds", [True, False], ids=["added", "bare"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_familys_documents_begin_and_end_as_told(tmp_path: Path, family: str, adds: bool) -> None:
+def test_plan_and_doctor_print_the_tokens_that_begin_and_end_documents(
+    tmp_path: Path, family: str, adds: bool
+) -> None:
     model = chat_sets.save_tokenizer(family, tmp_path / "model")
     before, after = ([chat_sets.SPECIAL[number] for number in ids if adds] for ids in FAMILIES[family])
     reference = AutoTokenizer.from_pretrained(model)
     expected = [reference.encode(line, add_special_tokens=adds) for line in LINES]
     world = World(tmp_path, tokenizer=model).raw({"a.txt": "\n".join(LINES)})
-    assert told_ends(world.try_plan(num_shards=1, add_special_tokens=adds).text) == before + after
+    assert printed_ends(world.try_plan(num_shards=1, add_special_tokens=adds).text) == before + after
     assert [ids for _, _, ids in world.run(0).documents()] == expected
-    assert told_ends(world.main("doctor", output_dir=world.data_dir).text) == before + after
+    assert printed_ends(world.main("doctor", output_dir=world.data_dir).text) == before + after
     rows = World(tmp_path, tokenizer=model, data_dir=tmp_path / "rows")
-    told = rows.try_plan(num_shards=1, add_special_tokens=adds, record="packed", seq_len=4096).text
-    assert told_ends(told) == [*before, chat_sets.EOT]
+    planned = rows.try_plan(num_shards=1, add_special_tokens=adds, record="packed", seq_len=4096)
+    assert printed_ends(planned.text) == [*before, chat_sets.EOT]
     end = reference.eos_token_id
     once = [token for ids in expected for token in (ids if ids[-1:] == [end] else [*ids, end])]
     assert rows.run(0).samples()[0]["input_ids"] == once
@@ -341,8 +345,8 @@ SOME = ["안녕", "words", "한", "more words", "글"]
 
 @pytest.mark.parametrize("options", [{}, {"record": "packed", "seq_len": 8, "append_eos": False}], ids=str)
 @pytest.mark.parametrize("texts", [SOME, SOME[::2], []], ids=["some", "all", "no documents"])
-def test_documents_without_ids_are_as_others(world: World, texts: list[str], options: dict[str, Any]) -> None:
-    """It drops all but ASCII, and puts nothing around it."""
+def test_documents_without_ids_are_kept(world: World, texts: list[str], options: dict[str, Any]) -> None:
+    """The tokenizer drops everything except ASCII, and adds no special tokens."""
     path = world.tokenizer / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.normalizer = normalizers.Replace(Regex(r"[^\x20-\x7e]+"), "")
@@ -359,13 +363,13 @@ def test_documents_without_ids_are_as_others(world: World, texts: list[str], opt
             assert [int(size) > 0 for size in sizes] == [text.isascii() for text in texts][: len(sizes)]
 
 
-# Models and data sets of the hub.
+# Models and data sets on the hub.
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Answers(SimpleHTTPRequestHandler):
-    """What ``huggingface_hub`` asks for, as files of a folder; without the folder it does not answer."""
+    """Serve requests of ``huggingface_hub`` from files of a folder. Without the folder, do not answer."""
 
     asked: ClassVar[list[str]] = []
 
@@ -384,7 +388,7 @@ class Answers(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """A server of the world's raw files, which other processes take for the hub."""
+    """A local server that other processes use as the hub; it serves the world's raw files."""
     place = World(tmp_path, raw_dir=tmp_path / "hub")
     with ThreadingHTTPServer(
         ("127.0.0.1", 0), functools.partial(Answers, directory=str(place.raw_dir))
@@ -400,7 +404,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def add_repository(hub: World, name: str, files: dict[str, bytes]) -> None:
-    """Serve "models/NAME" or "datasets/NAME": its revision, the list of its files, and these."""
+    """Serve "models/NAME" or "datasets/NAME" with these files."""
     listed = [{"type": "file", "path": path, "size": len(raw), "oid": SHA} for path, raw in files.items()]
     found = {"id": name.partition("/")[2], "sha": SHA, "siblings": []}
     hub.raw({f"api/{name}/revision/main": json.dumps(found), f"api/{name}/tree/{SHA}": json.dumps(listed)})
@@ -408,14 +412,15 @@ def add_repository(hub: World, name: str, files: dict[str, bytes]) -> None:
 
 
 def plan(place: Path, *, code: int, **flags: object) -> str:
-    """Plan in a process; returns what it prints."""
+    """Plan in a process and return its output."""
     environ = environ_of_children(HF_HUB_OFFLINE="0")
     done = run_child(shardprep("plan", *flags_of(flags)), cwd=place, env=environ, code=code)
     return done.stdout + done.stderr
 
 
 @pytest.mark.processes
-def test_a_model_of_the_hub_is_fetched_or_asked_for_once(hub: World, world: World, tmp_path: Path) -> None:
+def test_a_model_on_the_hub_is_downloaded_once(hub: World, world: World, tmp_path: Path) -> None:
+    """The error for one that cannot be downloaded has the command to type."""
     files = {path.name: path.read_bytes() for path in world.tokenizer.iterdir()}
     files |= {"vocab.txt": b"", "model.safetensors": b"not fetched"}
     flags = {"input_dir": world.raw_dir, "model_id": "some/model"}
@@ -427,17 +432,17 @@ def test_a_model_of_the_hub_is_fetched_or_asked_for_once(hub: World, world: Worl
     assert not any("safetensors" in path for path in Answers.asked)
     shutil.rmtree(hub.raw_dir)
     num_asked = len(Answers.asked)
-    for name in ("whole", "as transformers leaves it, without what it did not ask for"):
+    for name in ("complete", "as transformers leaves it, without files that it does not need"):
         plan(tmp_path, code=0, output_dir=name, **flags)
         for path in tmp_path.glob("hf/hub/*/snapshots/*/vocab.txt"):
             path.unlink()
-    assert len(Answers.asked) - num_asked <= 4, "and nobody waits for one that does not answer"
+    assert len(Answers.asked) - num_asked <= 4, "there are few retries if the hub does not answer"
     plans = [json.loads(path.read_bytes())["plan_id"] for path in tmp_path.glob("*/plan.json")]
     assert (len(plans), len(set(plans))) == (3, 1)
 
 
 @pytest.mark.processes
-def test_a_data_set_of_the_hub_is_told_how_to_be_fetched(hub: World, world: World, tmp_path: Path) -> None:
+def test_a_data_set_on_the_hub_is_refused_with_a_command(hub: World, world: World, tmp_path: Path) -> None:
     lines = b"".join(b'{"input": "question %d", "output": "answer"}\n' % number for number in range(20))
     add_repository(hub, "datasets/some/questions", {"README.md": b"# card", "data/train.jsonl": lines})
     model = tmp_path / "model of mine"
@@ -454,15 +459,15 @@ def test_a_data_set_of_the_hub_is_told_how_to_be_fetched(hub: World, world: Worl
 # Engines.
 
 TAKES_ALL = os.environ.get("LLAMA3_LINES") == "all"
-# What texts are made of: names of tokens, the separator between documents, code points of new Unicodes.
+# Parts of texts: token names, the engine's separator between documents, code points of new Unicode versions.
 PARTS = [EOS, BOS, "\0\1document\2", "\0\1docu", "ment\2", "<|", "|>", "end_of_text", "\u088f", "\U000323b0"]
 PARTS += ['"\0\1document\2', "a", " ", "가", "\n", "1", "'s", "\U0001f600", "é", "\u0301", "\r", "\u3000"]
 
 
 def hostile_records(step: int) -> list[dict[str, str]]:
-    """Code points in the contexts that patterns tell apart, names of tokens, long runs.
+    """Return records with code points in the contexts that patterns distinguish, token names and long runs.
 
-    Every code point up to U+0800, and one in ``step`` above.
+    Code points are all below U+0800, and one in ``step`` above.
     """
     points = [*range(0x800), *range(0x800, 0x110000, step)]
     texts = [f"a{c}b {c}가 {c}{c}1'{c}\n{c}" for c in map(chr, points) if not "\ud800" <= c <= "\udfff"]
@@ -486,7 +491,7 @@ MODELS += [("llama3", BARE)] * TAKES_ALL
 def test_engines_agree_with_each_other_and_with_transformers_on_any_text(
     request: pytest.FixtureRequest, tmp_path: Path, name: str, options: dict[str, Any]
 ) -> None:
-    """Code points, names of tokens, long runs, and with Llama 3's tokenizer lines of the corpora."""
+    """Code points, token names, long runs, and for Llama 3's tokenizer lines of the corpora."""
     model, is_real = save_tokenizer(tmp_path / name), name == "llama3"
     if is_real:
         model = Path(request.getfixturevalue("shared_dir")) / "tokenizers" / name
@@ -512,16 +517,16 @@ def test_engines_agree_with_each_other_and_with_transformers_on_any_text(
     assert len(documents) > (10_000 if is_real else 3_000)
     named = [ids for _, text, ids in documents if EOS in text]
     assert named
-    assert all((end in ids) == bool(options) for ids in named), "names of tokens stay text unless allowed"
+    assert all((end in ids) == bool(options) for ids in named), "token names stay text unless allowed"
 
 
 @pytest.mark.slow
-def test_merges_that_no_text_needs_are_left_out_for_the_fast_engine_and_ids_stay(tmp_path: Path) -> None:
+def test_the_fast_engine_gets_no_useless_merges_and_gives_equal_ids(tmp_path: Path) -> None:
     rng, model = random.Random(0), tmp_path / "model"
     words = ["".join(letters) for size in range(2, 9) for letters in itertools.product("ab", repeat=size)]
-    tokens = rng.sample(words, 100)  # some of them no merges will ever join
+    tokens = rng.sample(words, 100)  # some of them cannot be reached by merges
     tokens += sorted({word[:end] for word in tokens for end in range(2, len(word))} - {*tokens})
-    # As a tokenizer that was converted from ranks: a merge for each way to cut a token in two.
+    # Like a tokenizer converted from ranks, with a merge for each way to split a token in two.
     vocab = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *tokens]
     cuts = [(token[:end], token[end:]) for token in tokens for end in range(1, len(token))]
     merges = [cut for cut in cuts if {*cut} <= {*vocab}]
@@ -541,12 +546,12 @@ def test_merges_that_no_text_needs_are_left_out_for_the_fast_engine_and_ids_stay
 
 
 class PanicException(BaseException):
-    """What a panic in Rust arrives as."""
+    """The exception that a panic in Rust becomes."""
 
 
 @pytest.fixture
 def sources(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The texts that gigatoken is given."""
+    """The texts that gigatoken gets."""
     given: list[bytes] = []
     real = gigatoken.gigatoken_rs.BytesSource
     monkeypatch.setattr(gigatoken.gigatoken_rs, "BytesSource", lambda data: given.append(data) or real(data))
@@ -555,13 +560,13 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """More text than planning takes for too little to compare the engines on."""
+    """A plan of enough text for plan to compare the engines."""
     world = World(tmp_path_factory.mktemp("planned"))
     return world.raw({"a.txt": "the kettle sings, and nobody's listening 12345\n" * 8000}).plan(num_shards=1)
 
 
 def load_another(patch: pytest.MonkeyPatch, folder: Path, kind: str, sources: list[bytes]) -> None:
-    """Let gigatoken load something else: a last id may be one too large, of all texts or of some."""
+    """Make gigatoken panic, refuse, or return a last id that is too large, for all texts or for some."""
     load = gigatoken.gigatoken_rs.load_hf_json
 
     def load_hf_json(raw: bytes) -> Any:
@@ -584,7 +589,7 @@ def load_another(patch: pytest.MonkeyPatch, folder: Path, kind: str, sources: li
 
 
 def forget_engines(folder: Path) -> None:
-    """A process keeps the tokenizer that it loaded last: let that be another one."""
+    """Load another tokenizer, because a process caches the last one."""
     other = World(folder, tokenizer=save_tokenizer(folder / "model")).raw({"a.txt": "a\n"})
     edit(other.tokenizer / "tokenizer.json", model={"merges": []})
     other.plan(num_shards=1).try_shard(0, engine="gigatoken")
@@ -592,7 +597,7 @@ def forget_engines(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["right", "wrong", "panics", "refuses"])
-def test_a_fast_engine_that_is_wrong_or_fails_gives_way_to_the_reference(
+def test_a_fast_engine_that_is_wrong_or_fails_is_replaced_by_the_reference(
     planned: World, sources: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     load_another(monkeypatch, tmp_path / "other", kind, sources)
@@ -605,7 +610,7 @@ def test_a_fast_engine_that_is_wrong_or_fails_gives_way_to_the_reference(
 
 
 @pytest.mark.slow
-def test_planning_tries_all_code_points_and_keeps_the_verdict_and_one_wrong_id_is_enough(
+def test_plan_compares_engines_on_all_code_points_once_and_one_wrong_id_decides(
     planned: World, sources: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -624,12 +629,12 @@ def test_planning_tries_all_code_points_and_keeps_the_verdict_and_one_wrong_id_i
     assert {point for point in points if point not in seen} == set()
     sources.clear()
     World(tmp_path / "again", raw_dir=planned.raw_dir).plan(num_shards=1)
-    assert sum(map(len, sources)) < 1 << 20, "the verdict was kept"
+    assert sum(map(len, sources)) < 1 << 20, "the verdict is cached"
 
 
 @pytest.mark.slow
-def test_a_reference_that_gives_other_ids_than_at_planning_is_refused(planned: World, tmp_path: Path) -> None:
-    """The probe's hash in plan.json is of other ids: another version of tokenizers planned."""
+def test_a_reference_engine_with_other_ids_than_the_plan_is_refused(planned: World, tmp_path: Path) -> None:
+    """As if another version of tokenizers had planned: the probe's hash in plan.json differs."""
     world = planned.copy(tmp_path)
     probe = world.plan_json()["probe_sha256"]
     rewrite_plan(world.data_dir / "plan.json", f'"{probe}"', f'"{"0" * 64}"')
@@ -641,10 +646,10 @@ SCRIPT = ROOT / "benchmarks" / "baseline.py"
 
 
 @pytest.mark.parametrize("flags", [["--shard_id"], ["--shard-id", "--allow-special-tokens"]], ids=str)
-def test_the_plain_form_gives_the_baselines_members_but_for_control_tokens(
+def test_the_plain_form_writes_the_members_of_the_baseline_except_for_control_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
-    """Of files named README too: empty lines, every line end, blanks, a mark, names of control tokens."""
+    """Inputs have empty lines, all line ends, spaces, a byte order mark and token names."""
     odd = ["", "  \t ", "\u3000둘러싸인 \x0b", "a\u2028b\x85c", "\ufeff표", "끝 \\ \" ' {}", "the kettle"] * 9
     ends = itertools.cycle(["\n", "\r\n", "\n", "\r"])
     text = "\ufeff" + "".join(line + next(ends) for line in odd) + "no line end"
@@ -665,8 +670,7 @@ def test_the_plain_form_gives_the_baselines_members_but_for_control_tokens(
     assert all(name.endswith(".token_ids.json") for name in other)
 
 
-def test_ids_of_json_are_written_as_json_dumps_does_for_vocabularies_of_any_size(tmp_path: Path) -> None:
-    """Ids of one to seven digits."""
+def test_json_ids_are_written_like_json_dumps_for_ids_of_one_to_seven_digits(tmp_path: Path) -> None:
     for size in (10, 856, 128_256, 1_000_002):
         numbers = [n for n in (0, 9, 10, 99, 100, 9_999, 99_999, 100_000, 999_999, 10**6) if n < size - 2]
         words = Tokenizer(models.WordLevel({f"w{n}": n for n in [*numbers, size - 1]}, "w0"))

@@ -1,4 +1,4 @@
-"""``plan --transform FILE``: one function a document, frozen with the plan, exact and counted."""
+"""``plan --transform FILE``: a function that is applied to each document and frozen with the plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.input_writers import table_bytes
 from tests.plain_reader import plain_records
 from tests.world import World
 
-pytestmark = pytest.mark.processes  # plan tries a function in one, too
+pytestmark = pytest.mark.processes  # plan tries a function in a process, too
 
 INPUTS: dict[str, Any] = {
     "a.jsonl": [{"id": str(n), "text": f"line {n}", "lang": "ko" if n % 3 else "en"} for n in range(30)],
@@ -38,8 +38,8 @@ def made(folder: Path, function: str, raw: Any = INPUTS, **options: Any) -> Worl
     return planned(folder, function, raw, **options).run(transform=folder / "clean.py")
 
 
-def test_each_document_is_what_the_function_returns_of_its_record(tmp_path: Path) -> None:
-    """What it takes is told in manifest and report."""
+def test_each_document_is_the_return_value_of_the_function(tmp_path: Path) -> None:
+    """Manifest and report state its CPU time."""
     function = FUNCTION.replace("return f", "sum(range(200_000))\n    return f")
     world = made(tmp_path, function, num_shards=2, id_field="id").verify()
     assert world.texts() == [
@@ -54,11 +54,11 @@ def test_each_document_is_what_the_function_returns_of_its_record(tmp_path: Path
     world.verify(deep=2, transform=tmp_path / "clean.py")
     runs = [manifest["run"] for manifest in world.manifests()]
     assert all(0.01 < run["transform_cpu_s"] <= run["cpu_s"] + 0.01 for run in runs)
-    told = json.loads(world.main("report", world.data_dir, "--json").ends(0).out)["work"]
-    assert told["transform_cpu_s"] == round(sum(run["transform_cpu_s"] for run in runs), 1)
+    work = json.loads(world.main("report", world.data_dir, "--json").ends(0).out)["work"]
+    assert work["transform_cpu_s"] == round(sum(run["transform_cpu_s"] for run in runs), 1)
 
 
-def test_a_chat_is_the_list_of_messages_that_it_returns(tmp_path: Path) -> None:
+def test_with_record_chat_the_function_returns_a_list_of_messages(tmp_path: Path) -> None:
     function = """
 def transform(record):
     return [{"role": "user", "content": record["q"]}, {"role": "assistant", "content": record["a"]}]
@@ -80,7 +80,7 @@ def transform(record):
     number = int(record["text"].split()[1])
     raise LeaveOut(f"score {number}" if number < 5 else "too\\nshort" if number % 2 else "")
 """
-# A function, its input, its texts, and the reasons for which documents are left out, or how many these are.
+# A function, its input, its texts, and the number of documents left out by reason, or the number of reasons.
 LEFT: dict[str, tuple[str, dict[str, Any], list[str] | None, Any]] = {
     "rows of tables come with all their columns": (
         "def transform(record): return f\"{record['n']} {record['words']} {record['lang']}\"",
@@ -90,7 +90,7 @@ LEFT: dict[str, tuple[str, dict[str, Any], list[str] | None, Any]] = {
         REASONS, INPUTS, [],
         {"transform": 19, "transform: too short": 21, **{f"transform: score {n}": 2 for n in range(5)}},
     ),
-    "a reason for each document is none": (
+    "too many reasons are not counted one by one": (
         "import shardprep\ndef transform(record): raise shardprep.LeaveOut(record['text'])", NUMBERED, [], 101
     ),
     "a few failures are within the limit of bad documents": (
@@ -126,7 +126,7 @@ def test_only_the_function_that_was_planned_runs_and_none_out_of_data(tmp_path: 
     assert without.try_shard(0, transform=own).code == 2
 
 
-def test_files_beside_it_count_and_one_that_is_not_named_is_refused(tmp_path: Path) -> None:
+def test_files_that_the_function_reads_must_be_named_and_are_frozen(tmp_path: Path) -> None:
     (tmp_path / "sibling_of_clean.py").write_text("WORD = 'one'\n")
     (tmp_path / "table.txt").write_text("1\n")
     function = """
@@ -147,10 +147,10 @@ def transform(record):
     assert world.try_shard(0, transform=function_file).code == 78
 
 
-# What the function does wrong, and the exit code of plan, or of the shard where plan lets it be.
+# A wrong function -> the exit code of plan, or of the shard if plan accepts it.
 WRONG: dict[str, tuple[str, int]] = {
-    "is none": ("", 2),
-    "is no function": ("transform = 3", 2),
+    "is missing": ("", 2),
+    "is not a function": ("transform = 3", 2),
     "is a class": ("class transform:\n  def __init__(self, record): pass", 65),
     "is a generator": ("def transform(record):\n  yield record['text']", 65),
     "has a syntax error": ("def transform(record):\n  return (", 2),
@@ -169,7 +169,7 @@ WRONG: dict[str, tuple[str, int]] = {
     "returns more than a document may have": (
         "def transform(record): return 'x' * (65 << 20 if '7' in record['text'] else 1)", 65
     ),
-    "leaves out by something that is no text": (
+    "leaves out with a reason that is not a text": (
         "from shardprep import LeaveOut\ndef transform(record): raise LeaveOut(3, 4)", 0
     ),
     "changes the folder": ("import os\nos.chdir('/')\ndef transform(record): return record['text']", 0),
@@ -180,7 +180,7 @@ WRONG: dict[str, tuple[str, int]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_function_ends_with_its_line_and_no_shard(tmp_path: Path, name: str) -> None:
+def test_a_wrong_function_makes_no_shard_and_its_error_is_located(tmp_path: Path, name: str) -> None:
     function, code = WRONG[name]
     world = World(tmp_path).raw(INPUTS)
     (tmp_path / "clean.py").write_text(function)
@@ -193,7 +193,7 @@ def test_a_wrong_function_ends_with_its_line_and_no_shard(tmp_path: Path, name: 
         assert re.search(r"KeyError.*clean\.py line 3.*a\.jsonl:0", ended.err)
 
 
-def test_a_trial_is_the_first_documents_that_it_lets_through(tmp_path: Path) -> None:
+def test_limit_counts_only_documents_that_the_function_keeps(tmp_path: Path) -> None:
     texts = ["x" * (number % 10 + 1) for number in range(50)]
     function = "def transform(record):\n  text = record['text']\n  return text if len(text) > 2 else None"
     raw = {"a.jsonl": [{"text": text} for text in texts]}
@@ -203,7 +203,7 @@ def test_a_trial_is_the_first_documents_that_it_lets_through(tmp_path: Path) -> 
     assert len(world.texts()) == 15
 
 
-def test_run_hands_it_to_its_processes_and_blank_goes_through_it(tmp_path: Path) -> None:
+def test_run_and_blank_apply_the_function(tmp_path: Path) -> None:
     world, transform = planned(tmp_path, FUNCTION, num_shards=2, id_field="id"), tmp_path / "clean.py"
     world.main("run", world.data_dir, transform=transform, num_proc=2).ends(0)
     (tmp_path / "ids.txt").write_text("1\n")
@@ -212,7 +212,7 @@ def test_run_hands_it_to_its_processes_and_blank_goes_through_it(tmp_path: Path)
     assert new.texts()[0] != world.texts()[0]
 
 
-def test_the_functions_of_the_docs_do_what_they_say(tmp_path: Path) -> None:
+def test_the_example_functions_of_the_docs_work(tmp_path: Path) -> None:
     pytest.importorskip("ftfy", exc_type=ImportError)
     raw = {"a.jsonl": [{"text": text} for text in DOCUMENTED]}
     functions = [each for each in examples_of("inputs.md") if "def transform" in each]

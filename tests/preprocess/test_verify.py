@@ -1,7 +1,7 @@
-"""``verify`` writes an index of a whole data set or names what mends it; ``clean`` removes leavings.
+"""``verify`` writes the index of a complete data set or names a remedy; ``clean`` removes temporaries.
 
-tests/oracle/test_done.py damages and forges the files of shards; here stand the side files, the index, and
-``--deep``, which makes shards again and finds what agrees with itself, but not with the input.
+tests/oracle/test_done.py damages and forges the files of shards. This module tests side files, the index, and
+``--deep``, which makes shards again and finds those that are consistent but differ from the input.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {"id_field": "id", "digests": True, "max_bad_fraction"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """A data set of which every shard has all kinds of files; shard 1 has left a record out."""
+    """A data set whose shards have all kinds of files; shard 1 has left a record out."""
     records: list[Any] = [{"id": str(number), "text": f"the kettle {number}"} for number in range(100)]
     records.insert(40, "no record")
     lines = "".join(f"line {number} of a file\n" for number in range(150))
@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture
 def world(made: World, tmp_path: Path) -> World:
-    """A copy to break, in a folder whose name needs quotes in a shell."""
+    """A copy to damage, in a folder whose name needs quotes in a shell."""
     return made.copy(tmp_path / "my folder")
 
 
@@ -47,7 +47,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_whole_data_set_gets_an_index_equal_for_equal_data(world: World, tmp_path: Path) -> None:
+def test_verify_writes_an_index_that_depends_only_on_the_data(world: World, tmp_path: Path) -> None:
     world.verify()
     index = json.loads((world.data_dir / "index.json").read_bytes())
     assert index["spec"] == world.manifests()[0]["spec"]
@@ -71,7 +71,7 @@ def test_a_broken_side_file_is_found_and_its_shard_is_made_again(
     check_found_and_made_again(world, made)
 
 
-def test_every_broken_shard_is_named_and_fast_sees_sizes_but_no_bits(world: World, tmp_path: Path) -> None:
+def test_every_broken_shard_is_named_and_fast_checks_only_sizes(world: World, tmp_path: Path) -> None:
     flip_a_bit(world.data_dir / "shard-00002.tar")
     world.main("verify", world.data_dir, "--fast").ends(0)
     (world.data_dir / "shard-00000.tar").unlink()
@@ -79,37 +79,35 @@ def test_every_broken_shard_is_named_and_fast_sees_sizes_but_no_bits(world: Worl
     world.main("verify", world.data_dir, "--fast").ends(66)
     ended = world.main("verify", world.data_dir).ends(66)
     assert set(re.findall(r"shard (\d{5})", ended.err)) == {"00000", "00002", "00003"}
-    assert f"--output_dir '{world.data_dir}'" in ended.err, "as it can be pasted"
+    assert f"--output_dir '{world.data_dir}'" in ended.err, "quoted for a shell"
     many = World(tmp_path).raw({"a.txt": "a line of text\n" * 90}).plan(num_shards=12)
-    many.main("verify", many.data_dir).ends(66, "5-11")  # of many a range
+    many.main("verify", many.data_dir).ends(66, "5-11")  # many shards are named as a range
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("named", ["ids/shard-00003.jsonl", "digests/shard-00003.digests", "num_lines"])
-def test_what_agrees_with_itself_but_not_with_the_input_is_found_by_making_it_again(
-    world: World, named: str
-) -> None:
-    """tests/oracle/test_done.py does so with a tar."""
+def test_verify_deep_finds_a_consistent_shard_that_differs_from_the_input(world: World, named: str) -> None:
+    """tests/oracle/test_done.py does this with a tar."""
     changes: dict[str, Any] = {"counts.num_lines": 9999}
     if "/" in named:
         flip_a_bit(world.data_dir / named)
         sha256 = hashlib.sha256((world.data_dir / named).read_bytes()).hexdigest()
         changes = {f"{named.partition('/')[0]}.sha256": sha256}
     rewrite_json(world.data_dir / "shard-00003.json", **changes)
-    world.verify()  # nothing in the data set says otherwise
+    world.verify()  # the data set is consistent
     world.main("verify", world.data_dir, "--deep", 5).ends(65, named, "--shard_id 3")
     assert not world.temporaries()
-    world.main("verify", world.data_dir).ends(65)  # it stands until the shard is made anew
+    world.main("verify", world.data_dir).ends(65)  # the finding remains until the shard is made again
     world.run().verify(deep=5)
 
 
 @pytest.fixture
 def one_done(made: World, tmp_path: Path) -> World:
-    """Of five planned shards two are made."""
+    """Two of five planned shards are made."""
     return made.copy(tmp_path / "of two", but=[f"shard-0000{number}.*" for number in (1, 3, 4)])
 
 
-# Shard 0 is done, shard 2 is broken, the others are not made; with the age in hours.
+# (temporary, age in hours). Shard 0 is done, shard 2 is broken, and the others are not made.
 GONE = [
     (".shard-00000.tar", 0), ("quarantine/.shard-00000.jsonl", 0), ("ids/.shard-00000.jsonl", 0),
     (".shard-00001.tar", 25), (".index.json", 25), ("jobs/.0000.json", 25),
@@ -122,7 +120,7 @@ NOT_OURS = [".shard-00000.tar.tmp", ".notes.tmp", "shard-00000.tar.h-1-0a1b2c3d.
 
 
 def left(folder: Path, name: str, hours: float) -> Path:
-    """A temporary of so many hours, as an attempt on another node leaves it."""
+    """Create a temporary of this age, as an attempt on another node leaves it."""
     path = folder / f"{name}.node-1.site-123-0a1b2c3d.tmp"
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"half of it")
@@ -131,7 +129,7 @@ def left(folder: Path, name: str, hours: float) -> Path:
     return path
 
 
-def test_temporaries_go_if_their_shard_is_done_or_after_a_day(one_done: World, tmp_path: Path) -> None:
+def test_clean_removes_temporaries_of_done_shards_and_old_ones(one_done: World, tmp_path: Path) -> None:
     data = one_done.data_dir
     (data / "shard-00002.tar").write_bytes(b"cut")
     gone = [left(data, *each) for each in GONE]
@@ -145,7 +143,7 @@ def test_temporaries_go_if_their_shard_is_done_or_after_a_day(one_done: World, t
         (folder / "inside").write_bytes(b"12345")
         os.utime(folder / "inside", (0, 0))
         os.utime(folder, (0, 0))
-    os.utime(folders[1] / "inside")  # it is written to
+    os.utime(folders[1] / "inside")  # still being written
     gone, kept = [*gone, folders[0]], [*kept, folders[1]]
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "file").write_bytes(b"precious")
@@ -160,18 +158,18 @@ def test_temporaries_go_if_their_shard_is_done_or_after_a_day(one_done: World, t
     assert (tmp_path / "precious" / "file").read_bytes() == b"precious"
 
 
-def test_without_a_plan_only_what_is_old_goes_and_without_a_folder_nothing(tmp_path: Path) -> None:
+def test_clean_removes_only_old_temporaries_if_there_is_no_plan(tmp_path: Path) -> None:
     empty = World(tmp_path)
     old, young = left(tmp_path, ".plan.json", 25), left(tmp_path, ".shard-00000.tar", 0)
     assert empty.main("clean", tmp_path).code == 0
     assert (old.exists(), young.exists()) == (False, True)
-    assert empty.main("clean", empty.raw_dir).code == 66, "it holds no data set"
+    assert empty.main("clean", empty.raw_dir).code == 66, "not a data set"
 
 
 @pytest.mark.parametrize(
     ("owner", "call", "code"), [(Path, "unlink", 73), (Path, "lstat", 73), (os, "listdir", 74)], ids=str
 )
-def test_what_cannot_be_removed_or_looked_at_is_named_and_never_passed_over(
+def test_clean_names_a_temporary_that_it_cannot_remove_or_list(
     one_done: World, monkeypatch: pytest.MonkeyPatch, owner: Any, call: str, code: int
 ) -> None:
     mine = left(one_done.data_dir, ".shard-00002.tar", 25)
@@ -188,4 +186,4 @@ def test_what_cannot_be_removed_or_looked_at_is_named_and_never_passed_over(
     one_done.main("clean", one_done.data_dir).ends(code, hidden)
     monkeypatch.undo()
     assert others.exists()
-    assert mine.exists() == (call == "listdir"), "all others go, but where a folder cannot be listed"
+    assert mine.exists() == (call == "listdir"), "an unreadable folder stops it before it removes anything"

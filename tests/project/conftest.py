@@ -11,11 +11,11 @@ from tests.world import World
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """Three verified shards. Never written to."""
+    """A verified data set of three shards. Never written to."""
     return World(tmp_path_factory.mktemp("whole")).raw({"a.txt": "a line of text\n" * 90}).make(num_shards=3)
 
 
 @pytest.fixture
 def world(whole: World, tmp_path: Path) -> World:
-    """A copy of three verified shards."""
+    """A copy of the verified data set."""
     return whole.copy(tmp_path)

@@ -1,4 +1,4 @@
-"""docs/architecture.md: the arrows, the heavy libraries that no worker loads, and where a new part goes."""
+"""docs/architecture.md: allowed imports, heavy libraries that workers never load, and its recipes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.children import environ_of_children, run_child, shardprep
 from tests.world import World, call_main
 
 HEAVY = {"torch", "transformers", "webdataset"}
-# Folder -> what of ours its modules may import: a package, or a folder of one.
+# Folder -> packages, or folders of packages, that its modules may import.
 ARROWS = {
     "shardprep": {"shardprep"},
     "shardprep/format": {"shardprep", "shardprep.format"},
@@ -32,13 +32,13 @@ ARROWS = {
     "preprocess/plan": {"preprocess.read", "preprocess.make", "preprocess.plan", "shardprep", "lustre"},
     "preprocess/make": {"preprocess.read", "preprocess.make", "shardprep", "lustre"},
 }
-# The one place of shardprep that lends a name of another package: ``from shardprep import ...``.
+# The only module of shardprep that imports another package, to re-export a name.
 LENT = {"shardprep/__init__.py": {"loader"}}
 
 
 @functools.cache
 def imports_of(path: Path) -> set[str]:
-    """Every module that a file imports, inside functions too, but for types alone."""
+    """Return all modules that a file imports, also inside functions, except under TYPE_CHECKING."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for_types = set()
     for node in ast.walk(tree):
@@ -61,7 +61,7 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 
 
 def modules(folder: str) -> dict[str, set[str]]:
-    """File of a package, or of a folder alone -> the modules of this project that it imports."""
+    """Return file -> imported modules of this project, for a package or only one folder of it."""
     paths = (ROOT / folder).rglob("*.py") if folder in PACKAGES else (ROOT / folder).glob("*.py")
     found = {path.relative_to(ROOT).as_posix(): imports_of(path) & MODULES for path in paths}
     assert found
@@ -69,31 +69,31 @@ def modules(folder: str) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("folder", ARROWS)
-def test_a_folder_imports_what_stands_before_it_alone(folder: str) -> None:
+def test_a_folder_imports_only_what_it_may(folder: str) -> None:
     allowed = ARROWS[folder]
     for path, names in modules(folder).items():
         for name in names - LENT.get(path, set()):
             package = name.partition(".")[0]
-            is_own = name == path.partition("/")[0]  # as ``from preprocess import read`` names it, too
+            is_own = name == path.partition("/")[0]  # ``from preprocess import read`` imports both
             assert is_own or {package, ".".join(name.split(".")[:2])} & allowed, f"{path} imports {name}"
             if folder == "shardprep" and "/format/" not in path:
                 assert not name.startswith("shardprep.format"), f"{path} imports {name}"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_inside_of_a_package_imports_go_one_way(package: str) -> None:
-    """No module imports one that imports it, by however many others: the error names such a circle."""
+def test_imports_inside_a_package_have_no_cycle(package: str) -> None:
+    """If there is one, the error names it."""
     imported = {name.removesuffix(".py").replace("/", "."): names for name, names in modules(package).items()}
     TopologicalSorter({name: names - {name} for name, names in imported.items()}).prepare()
 
 
-def test_the_format_needs_nothing_but_the_standard_library_numpy_orjson_and_msgspec() -> None:
+def test_the_format_imports_only_the_standard_library_numpy_orjson_and_msgspec() -> None:
     allowed = {*sys.stdlib_module_names, "numpy", "orjson", "msgspec", "shardprep", "typing_extensions"}
     for path in (ROOT / "shardprep" / "format").glob("*.py"):
         assert {name.partition(".")[0] for name in imports_of(path)} <= allowed, path.name
 
 
-# Read by each Python that starts: what a process that makes shards has imported by its end.
+# A sitecustomize: each process that makes shards reports its imported modules when it exits.
 REPORTING = """
 import atexit, json, multiprocessing.util, os, sys
 def tell(*_):
@@ -107,7 +107,7 @@ multiprocessing.util.Finalize(None, tell, exitpriority=0)
 
 @pytest.mark.processes
 @pytest.mark.parametrize("form", ["shard of a plan", "plain form", "run"])
-def test_a_process_that_makes_a_shard_has_no_heavy_library(tmp_path: Path, form: str) -> None:
+def test_a_process_that_makes_a_shard_imports_no_heavy_library(tmp_path: Path, form: str) -> None:
     world = World(tmp_path).raw({"a.txt": "a line of text\n" * 90})
     words = ["shard", "--shard_id", "0", "--output_dir", world.data_dir]
     if form == "plain form":
@@ -126,7 +126,7 @@ def test_a_process_that_makes_a_shard_has_no_heavy_library(tmp_path: Path, form:
         assert not HEAVY & {name.split(".")[0] for name in names}
 
 
-# The recipes of docs/architecture.md, followed by the files that they list, in a copy of the packages.
+# The recipes of docs/architecture.md, carried out in a copy of the packages.
 
 CSV_MODULE = '''
 """``.csv`` with a header: a record is a document; line breaks within quotes end none."""
@@ -174,7 +174,7 @@ class Csv:
             num_bytes=part.end - part.start,
         )
 '''
-# (file, what stands there, what takes its place)
+# (file, text, replacement)
 CHANGES = [
     (
         "shardprep/format/names.py",
@@ -200,7 +200,7 @@ PLAIN_TEXT =""",
 """,
     ),
 ]
-# Runs commands one after the other.
+# Runs commands in one process.
 DRIVER = """
 import json, sys
 from shardprep.__main__ import main
@@ -213,9 +213,7 @@ for words in json.load(sys.stdin):
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_csv_is_an_input_format_and_lowercase_a_plan_option_by_a_module_and_a_line_each(
-    tmp_path: Path,
-) -> None:
+def test_the_recipes_add_an_input_format_and_a_plan_option(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     for name in PACKAGES:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -246,13 +244,13 @@ def test_csv_is_an_input_format_and_lowercase_a_plan_option_by_a_module_and_a_li
     assert sum(each["counts"]["num_documents"] for each in world.manifests()) == len(texts) + 2
     for number in range(len(texts)):
         assert f"from a.csv row {number + 1}\n  ⟦<|begin_of_text|>⟧record {number}:\n" in shown
-    call_main("verify", data).ends(78, "lowercase")  # this version does not know the option
+    call_main("verify", data).ends(78, "lowercase")  # the original packages do not know the option
     twin = World(tmp_path / "twin", raw_dir=other.raw_dir).plan(num_shards=1)
     ids = [each.plan_json()["plan_id"] for each in (twin, other)]
-    assert ids[0] == ids[1], "an option that is not used changes no plan"
+    assert ids[0] == ids[1], "an unused option does not change a plan"
 
 
-def test_the_table_of_input_formats_in_the_docs_names_the_suffixes_that_plan_takes(tmp_path: Path) -> None:
+def test_the_docs_list_all_suffixes_of_input_formats(tmp_path: Path) -> None:
     error = World(tmp_path).try_plan().error
     assert error is not None
     page = (ROOT / "docs/inputs.md").read_text(encoding="utf-8")

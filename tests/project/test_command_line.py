@@ -1,4 +1,4 @@
-"""``shardprep`` is every command; a mistyped one is a usage error that says what was expected."""
+"""The command line of ``shardprep``: help, flags, and errors for mistyped commands."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ HEAVY = ("numpy", "torch", "tokenizers", "transformers", "orjson", "tqdm", "webd
 
 @pytest.fixture(scope="module")
 def helps() -> dict[str, str]:
-    """Command -> its help, of each command and each of lustre's own."""
+    """Command -> its help, including the commands of lustre."""
     return dict(command_reference.helps())
 
 
-def test_help_has_a_line_for_each_command_and_each_command_its_own_and_no_command_is_a_wrong_usage() -> None:
+def test_help_lists_all_commands_and_is_the_usage_error_without_a_command() -> None:
     shown = call_main("--help").out
     assert [line.split()[0] for line in shown.splitlines() if line[:2] == "  "] == list(COMMANDS)
     assert call_main("help").out == shown
@@ -33,7 +33,7 @@ def test_help_has_a_line_for_each_command_and_each_command_its_own_and_no_comman
     assert "--num_shards N" in of_plan
 
 
-def test_the_page_of_commands_says_what_they_declare_in_80_columns(helps: dict[str, str]) -> None:
+def test_the_page_of_commands_is_up_to_date_and_help_fits_into_80_columns(helps: dict[str, str]) -> None:
     assert command_reference.PAGE.read_text("utf-8") == command_reference.page(), (
         "run: python -m tests.command_reference"
     )
@@ -41,7 +41,7 @@ def test_the_page_of_commands_says_what_they_declare_in_80_columns(helps: dict[s
         assert max(map(len, text.splitlines())) < 80, title
 
 
-def test_each_flag_says_its_default_or_is_required(helps: dict[str, str]) -> None:
+def test_each_flag_has_a_documented_default_or_is_required(helps: dict[str, str]) -> None:
     num_flags = 0
     for title, text in helps.items():
         usage, _, rest = text.partition("\n\n")
@@ -53,7 +53,7 @@ def test_each_flag_says_its_default_or_is_required(helps: dict[str, str]) -> Non
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_unknown_flag_is_named_under_the_usage_of_its_own_command(command: str) -> None:
+def test_an_unknown_flag_prints_the_usage_of_its_command(command: str) -> None:
     name = "lustre show" if command == "lustre" else command
     for flag in ("--frob_nicate", "--frob-nicate"):
         call_main(*name.replace("_", "-").split(), flag).ends(2, "error:", f"usage: shardprep {name}")
@@ -83,14 +83,14 @@ def test_an_unknown_flag_is_named_under_the_usage_of_its_own_command(command: st
 def test_a_mistyped_command_ends_with_2_and_names_the_flag(
     world: World, tmp_path: Path, words: str, named: str
 ) -> None:
-    (world.data_dir / "shard-00000.json").unlink()  # there is something to do
+    (world.data_dir / "shard-00000.json").unlink()  # so that run has something to do
     plan = " ".join(world.words_of_plan(output_dir=tmp_path / "new"))
     words = words.replace("DATA", str(world.data_dir)).replace("PLAN", plan)
     call_main(*words.split(" ")).ends(2, named)
     assert not (tmp_path / "new").exists()
 
 
-def test_dashes_and_underscores_in_a_flag_are_the_same_and_sizes_are_binary(tmp_path: Path) -> None:
+def test_flags_accept_dashes_for_underscores_and_sizes_are_binary(tmp_path: Path) -> None:
     world = World(tmp_path).raw({"a-b_c.txt": "a line\n" * 900})
     plans = []
     for number, (mark, size) in enumerate((("_", "2048"), ("-", "2K"), ("_", "2KiB"), ("-", " 2kb "))):
@@ -102,7 +102,7 @@ def test_dashes_and_underscores_in_a_flag_are_the_same_and_sizes_are_binary(tmp_
 
 
 @pytest.mark.processes
-def test_ids_of_shards_come_once_and_in_any_form(tmp_path: Path) -> None:
+def test_lists_of_shard_ids_accept_ranges_and_repetitions(tmp_path: Path) -> None:
     world = World(tmp_path).raw({"a.txt": "a line\n" * 90}).plan(num_shards=9)
     assert world.main("run", world.data_dir, shards="8, 5-6,6-7", num_proc=1).code == 0
     assert sorted(path.stem[-1] for path in world.data_dir.glob("*.tar")) == ["5", "6", "7", "8"]
@@ -122,12 +122,12 @@ sys.exit(f"loaded: {{found}}" if found else 0)
 
 
 @pytest.mark.processes
-def test_help_loads_nothing_large() -> None:
+def test_help_imports_no_large_library() -> None:
     run_child([sys.executable, "-c", LIST_LOADED])
 
 
-def test_who_uses_a_removed_flag_or_command_is_told_what_to_do_instead(helps: dict[str, str]) -> None:
-    """And no flag that is told to be gone is there."""
+def test_a_removed_flag_or_command_is_refused_with_what_to_do_instead(helps: dict[str, str]) -> None:
+    """No flag in a help is listed as removed."""
     for name, instead in removed.FLAGS.items():
         *of_command, flag = name.split()
         call_main(*(of_command or ["report"]), "DATA", f"{flag}=x").ends(2, instead)

@@ -1,9 +1,8 @@
-"""What counts as done where something is wrong, and what ends a command where the system fails.
+"""All readers refuse a shard that verify found wrong, and an error of the system says nothing about a shard.
 
-A shard that verify found wrong is done for nobody, whoever reads it. An error of the system is named with its
-file and ends a command with its code; it says nothing of a shard, which is neither wrong nor missing.
-tests/oracle/test_done.py says what verify finds, and tests/faults fails every call of every command; here
-stand what it found, what is tried again, and how often the system is asked.
+Such an error names its file and ends the command with its exit code; the shard is neither wrong nor missing.
+tests/oracle/test_done.py tests what verify finds, and tests/faults fails every call of every command. This
+module has regressions found by these, retries, and the number of calls to the system.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from loader import ShardprepError, get_llama3_dataloader
 from tests.forged import rewrite_json
 from tests.world import World, tokenizer_dir
 
-WRONG = 1  # the shard that is found wrong, of three
+WRONG = 1  # the wrong shard, of three
 
 
 @pytest.fixture
 def wrong(world: World) -> World:
-    """Three shards. In one verify has found a flipped bit of a token id, which still is one."""
+    """Three shards. In one of them verify has found a flipped bit, which makes another valid token id."""
     path = world.data_dir / f"shard-{WRONG:05d}.tar"
     tar = bytearray(path.read_bytes())
     tar[tar.index(b"[", 512) + 1] ^= 1
@@ -39,7 +38,7 @@ def wrong(world: World) -> World:
 
 
 def load(world: World, shards: str = "") -> int:
-    """0 where an epoch has batches, or the exit code of the error that refuses the data set."""
+    """Load an epoch. Returns 0, or the exit code of the error that refuses the data set."""
     try:
         with get_llama3_dataloader(str(world.data_dir / shards), batch_size=4, num_workers=0) as loader:
             return 0 if list(loader) else 1
@@ -61,8 +60,8 @@ def stage(world: World) -> int:
     return code
 
 
-def told(world: World) -> tuple[str, str]:
-    """The shards that status calls done, and wrong."""
+def done_and_wrong(world: World) -> tuple[str, str]:
+    """Return the shards that are done and those that are wrong, by status."""
     state = json.loads(world.main("status", world.data_dir, json=True).ends(0).out)
     return state["done"], state["wrong"]
 
@@ -71,17 +70,17 @@ def told(world: World) -> tuple[str, str]:
 def test_every_reader_refuses_a_shard_that_verify_found_wrong(
     wrong: World, whole: World, has_index: bool
 ) -> None:
-    """Beside an index, too: verify was killed, or the index came back with a backup."""
+    """Also beside an index, if verify was killed or the index was restored from a backup."""
     assert not (wrong.data_dir / "index.json").exists()
     if has_index:
         (wrong.data_dir / "index.json").write_bytes((whole.data_dir / "index.json").read_bytes())
     assert load(wrong) == load(wrong, "shard-*.tar") == stage(wrong) == 65
     assert [export(wrong, to) for to in ("nanogpt", "megatron", "hf")] == [65, 65, 65]
     wrong.main("verify", wrong.data_dir, fast=True).ends(65)
-    assert told(wrong) == ("0,2", "1")
-    assert load(wrong, "shard-0000{0,2}.tar") == 0, "where the others alone are named"
+    assert done_and_wrong(wrong) == ("0,2", "1")
+    assert load(wrong, "shard-0000{0,2}.tar") == 0, "the other shards can be loaded"
     wrong.run(WRONG)
-    assert load(wrong) == export(wrong) == stage(wrong) == 0, "once it is made anew"
+    assert load(wrong) == export(wrong) == stage(wrong) == 0, "the shard is made again"
     wrong.verify()
 
 
@@ -94,7 +93,7 @@ WRONG_VALUES: dict[str, tuple[object, ...]] = {
 
 
 def test_no_damage_of_the_findings_makes_a_wrong_shard_count_as_done(wrong: World) -> None:
-    """Flipped bits, what is no list of findings, and wrong values though the hash is right."""
+    """Flipped bits, files that are not lists of findings, and wrong values with a correct hash."""
     path, manifest = wrong.data_dir / "findings.json", wrong.data_dir / f"shard-{WRONG:05d}.json"
     before, chance = path.read_bytes(), random.Random(1)
     damaged = [b"", b'{"findings": 3}', bytes(99)]
@@ -110,14 +109,14 @@ def test_no_damage_of_the_findings_makes_a_wrong_shard_count_as_done(wrong: Worl
     for content in damaged:
         path.write_bytes(content)
         ends = [wrong.main(command, wrong.data_dir) for command in ("status", "report", "retry")]
-        # What cannot be read is no reason to make a shard again, either.
+        # Unreadable findings do not make a task replace a shard, either.
         for ended in (*ends, wrong.try_shard(WRONG)):
             ended.ends(65, "findings.json")
         assert load(wrong) == export(wrong) == 65, content
         assert manifest.read_bytes() == of_manifest, content
-    wrong.main("verify", wrong.data_dir, fast=True).ends(65)  # it cannot know what is wrong
-    wrong.main("verify", wrong.data_dir).ends(65)  # and this writes them anew
-    assert told(wrong)[1] == str(WRONG)
+    wrong.main("verify", wrong.data_dir, fast=True).ends(65)  # cannot find out what is wrong
+    wrong.main("verify", wrong.data_dir).ends(65)  # writes new findings
+    assert done_and_wrong(wrong)[1] == str(WRONG)
 
 
 Watch = Callable[..., list[str]]
@@ -125,10 +124,10 @@ Watch = Callable[..., list[str]]
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    """``watch("open")`` notes the names of the files for which that function of ``os`` is called.
+    """``watch("open")`` records the names of files for which this function of ``os`` is called.
 
-    ``watch("open", "a.txt", errno.EIO, times=2)`` notes those of this name alone, and their calls fail: for a
-    path, and for a descriptor that is open.
+    ``watch("open", "a.txt", errno.EIO, times=2)`` records only files of this name and makes the calls fail,
+    with a path or an open descriptor.
     """
     monkeypatch.setattr(time, "sleep", lambda _: None)
 
@@ -154,7 +153,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 @pytest.fixture
 def half(world: World) -> World:
-    """A planned folder of three shards, of which the second is not made."""
+    """A data set of three shards, without the second."""
     for path in [world.data_dir / "index.json", *world.data_dir.glob("shard-00001.*")]:
         path.unlink()
     return world
@@ -162,9 +161,7 @@ def half(world: World) -> World:
 
 @pytest.mark.parametrize("error", ["EMFILE", "ENFILE", "ESTALE", "EDQUOT", "EROFS", "EIO", "ENOMEM"])
 @pytest.mark.parametrize("command", ["plan", "shard"])
-def test_an_error_that_may_go_away_is_tried_again_and_another_is_not(
-    half: World, watch: Watch, command: str, error: str
-) -> None:
+def test_only_transient_errors_are_retried(half: World, watch: Watch, command: str, error: str) -> None:
     failed = watch("open", "a.txt", getattr(errno, error))
     ended = half.try_shard(1) if command == "shard" else half.try_plan(output_dir=half.data_dir / "new")
     ended.ends(74, "a.txt")
@@ -172,7 +169,7 @@ def test_an_error_that_may_go_away_is_tried_again_and_another_is_not(
 
 
 @pytest.mark.parametrize("call", ["open", "pread"])
-def test_an_input_that_comes_back_is_opened_and_read_again(half: World, watch: Watch, call: str) -> None:
+def test_reading_an_input_is_retried_until_it_succeeds(half: World, watch: Watch, call: str) -> None:
     failed = watch(call, "a.txt", errno.ESTALE, times=2)
     half.run(1)
     assert len(failed) == 2
@@ -188,7 +185,7 @@ def test_a_fifo_or_a_device_in_a_models_folder_is_named_and_not_read(tmp_path: P
         world.try_plan().ends(65, name)
 
 
-def test_a_scratch_folder_that_cannot_be_made_is_73_and_names_tmpdir(
+def test_without_a_temporary_folder_plan_ends_with_73_and_names_tmpdir(
     half: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -197,17 +194,17 @@ def test_a_scratch_folder_that_cannot_be_made_is_73_and_names_tmpdir(
 
 
 @pytest.mark.slow
-def test_a_shard_a_file_of_very_many_small_files_is_warned_of(tmp_path: Path) -> None:
+def test_a_shard_for_each_of_many_small_files_is_warned_of(tmp_path: Path) -> None:
     world = World(tmp_path).raw({f"{number}.txt": "a text\n" for number in range(1000)})
     for name, number, is_warned in (("data", None, True), ("even", 4, False)):
         ended = world.try_plan(output_dir=tmp_path / name, num_shards=number).ends(0)
         assert ("--num_shards 1" in ended.text) == is_warned
 
 
-def test_a_task_lists_no_folder_and_of_a_done_shard_it_opens_one_file_and_looks_at_two_sizes(
+def test_a_task_lists_no_folder_and_checks_a_done_shard_with_one_open_and_two_stats(
     half: World, watch: Watch
 ) -> None:
-    """On a parallel file system each is a round trip to a server."""
+    """On a parallel file system each call is a round trip to a server."""
     listed = watch("listdir"), watch("scandir")
     half.run(1)
     asked = {call: watch(call) for call in ("open", "stat")}
@@ -219,14 +216,14 @@ def test_a_task_lists_no_folder_and_of_a_done_shard_it_opens_one_file_and_looks_
 
 
 @pytest.mark.processes
-def test_run_finds_what_is_missing_with_one_look_at_the_folder(half: World, watch: Watch) -> None:
+def test_run_finds_missing_shards_by_listing_the_folder_once(half: World, watch: Watch) -> None:
     for number in (0, 1):
         (half.data_dir / f".shard-0000{number}.tar.host-1-00000000.tmp").touch()
     listed = watch("listdir"), watch("scandir")
     half.main("run", half.data_dir).ends(0)
     assert sum(names.count("data") for names in listed) == 1
     assert (half.data_dir / "shard-00001.json").exists()
-    assert not list(half.data_dir.glob(".shard-00000*")), "temporaries of done shards go"
+    assert not list(half.data_dir.glob(".shard-00000*")), "temporaries of done shards are removed"
 
 
 UNREADABLE = [
@@ -236,17 +233,17 @@ UNREADABLE = [
     ),
     ("verify", "open", "shard-00001.idx", "ETIMEDOUT"),
     *((command, "open", "shard-00001.json", "EACCES") for command in ("verify", "status", "run", "load")),
-    ("stage", "scandir", "data", "ESTALE"),  # os.walk leaves such a folder out, without a word
+    ("stage", "scandir", "data", "ESTALE"),  # os.walk would silently skip the folder
 ]
 
 
 @pytest.mark.parametrize(("command", "call", "name", "error"), UNREADABLE)
-def test_an_error_of_reading_ends_a_command_with_74_and_says_nothing_of_a_shard(
+def test_a_read_error_ends_a_command_with_74_and_marks_no_shard_as_wrong(
     world: World, watch: Watch, command: str, call: str, name: str, error: str
 ) -> None:
-    """It is neither wrong nor missing, and is not made again."""
+    """No shard is made again, either."""
     if name.endswith(".json"):
-        (world.data_dir / "index.json").unlink()  # which stands for the manifests
+        (world.data_dir / "index.json").unlink()  # it would be read instead of the manifests
     before = {path: path.stat().st_mtime_ns for path in world.data_dir.rglob("*") if path.is_file()}
     failed = watch(call, name, getattr(errno, error))
     if command == "load":
@@ -259,7 +256,7 @@ def test_an_error_of_reading_ends_a_command_with_74_and_says_nothing_of_a_shard(
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_a_finding_is_written_and_stands_though_another_or_the_same_shard_cannot_be_read(
+def test_read_errors_of_any_shard_do_not_lose_a_finding(
     world: World, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tar = world.data_dir / "shard-00001.tar"
@@ -269,4 +266,4 @@ def test_a_finding_is_written_and_stands_though_another_or_the_same_shard_cannot
     watch("open", "shard-00001.tar", errno.EIO)
     world.main("verify", world.data_dir).ends(74)
     monkeypatch.undo()
-    assert told(world)[1] == "1"
+    assert done_and_wrong(world)[1] == "1"

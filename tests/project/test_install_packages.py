@@ -1,4 +1,4 @@
-"""tests/install_packages.sh beside a stand-in for apt-get, which speaks as the real one did."""
+"""tests/install_packages.sh with a stand-in for apt-get."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.processes
 
 INSTALLER = ROOT / "tests" / "install_packages.sh"
-# It refuses while the lock is held, as apt-get does for its lists. An installation makes the packages'
-# commands.
+# Like apt-get, it fails while another process has the lock. An installation creates the commands of packages.
 APT_GET = """#!/bin/bash
 here=${0%/*}
 exec 8>>"$here/lock"
@@ -38,7 +37,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root installs pa
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """PATH in a folder: what the script calls, and the stand-in; no Slurm."""
+    """A folder for PATH with the programs that the script calls and the stand-in, but without Slurm."""
     for name in ("bash", "flock", "mktemp", "tail", "grep", "sleep", "rm", "cp", "true"):
         found = shutil.which(name)
         assert found, name
@@ -59,7 +58,7 @@ def calls(folder: Path) -> list[str]:
 
 
 @needs_root
-def test_two_installations_at_once_wait_for_each_other_and_for_apts_lock(folder: Path) -> None:
+def test_simultaneous_installations_wait_for_each_other_and_for_the_lock_of_apt(folder: Path) -> None:
     with (folder / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         settings = {"env": environ(folder), "stderr": subprocess.STDOUT}
@@ -71,22 +70,22 @@ def test_two_installations_at_once_wait_for_each_other_and_for_apts_lock(folder:
             fcntl.flock(lock, fcntl.LOCK_UN)
             printed = end_of(one) + end_of(two)
     installed = [call for call in calls(folder) if " install " in call]
-    assert len(installed) == 1, printed  # the second one found its commands there
+    assert len(installed) == 1, printed  # the second one finds its commands installed
 
 
 @needs_root
-def test_what_root_cannot_install_on_debian_is_a_failure_that_names_the_package(folder: Path) -> None:
+def test_a_failed_installation_by_root_names_the_package(folder: Path) -> None:
     (folder / "breaks").touch()
     done = run_child([INSTALLER, "slurm"], code=1, env=environ(folder))
     assert "slurm-wlm" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("lacks", ["root", pytest.param("apt-get", marks=needs_root)])
-def test_who_cannot_install_reads_one_line_that_says_what_is_missing(folder: Path, lacks: str) -> None:
+def test_without_root_or_apt_get_one_line_names_what_is_missing(folder: Path, lacks: str) -> None:
     other_user = {"user": 65534, "group": 65534, "cwd": "/"} if os.geteuid() == 0 and lacks == "root" else {}
     if lacks == "apt-get":
         (folder / "apt-get").unlink()
-    script = INSTALLER.read_text()  # by standard input: the checkout may be closed to other users
+    script = INSTALLER.read_text()  # as standard input, because other users may not read the checkout
     done = run_child(["/bin/bash", "-s", "slurm"], stdin=script, code=69, env=environ(folder), **other_user)
     (line,) = done.stderr.splitlines()
     assert "slurmctld" in line

@@ -1,4 +1,4 @@
-"""What ``make mutants`` breaks is there, and its table of equivalent changes is of this source."""
+"""The tables of ``make mutants`` match the source."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
-def test_each_file_has_mutants_that_compile_and_each_equivalent_one_is_a_mutant() -> None:
-    from tests import mutants  # which reads the whole source
+def test_mutants_compile_and_each_listed_change_matches_one_line_of_the_source() -> None:
+    from tests import mutants  # reads the whole source
     from tests.equivalent_mutants import EQUIVALENT
 
     found = {path: mutants.mutants_of(path) for path in mutants.TARGETS}
@@ -22,7 +22,7 @@ def test_each_file_has_mutants_that_compile_and_each_equivalent_one_is_a_mutant(
         for entry in entries:
             num_lines = sum(each == entry for each, *_ in named)
             assert num_lines == 1, f"{path}: {num_lines} lines have mutants of {entry}"
-    mutants.mutants_by_hand()  # whose texts must be there
+    mutants.mutants_by_hand()  # exits if a text is not in the source
     for of_file in found.values():
         assert of_file
         for each in of_file[::7]:

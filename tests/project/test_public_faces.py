@@ -1,6 +1,6 @@
-"""Tests see the product as its users do: by commands, by ``loader``, by errors and by what the pages name.
+"""Tests use the product as users do: by commands, ``loader``, errors, and names in the documentation.
 
-Tests on inner names had to be changed with every module that moved; those on public faces had not.
+So they need not change when internal modules move.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from tests.checkout import PACKAGES, ROOT
 
-# Modules whose names are public, and of others the names that are.
+# Modules whose names are all public, and public names of other modules.
 PUBLIC_MODULES = {"loader", "lustre", "slurm", "shardprep", "shardprep.errors", "shardprep.removed"}
 PUBLIC_NAMES = {"main", "COMMANDS"}
 FOLDERS = [".", "faults", "format", "loader", "lustre", "oracle", "preprocess", "project", "slurm"]
@@ -22,7 +22,7 @@ FOLDERS = [".", "faults", "format", "loader", "lustre", "oracle", "preprocess", 
 
 @functools.cache
 def names_of_pages() -> set[str]:
-    """Return ``loader.trainer.LoaderMixin`` and other names that the pages tell users to import."""
+    """Return ``loader.trainer.LoaderMixin`` and other names that the documentation mentions."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     imported = re.findall(r"^\s*from ([a-z_.]+) import (\w+)", text, re.MULTILINE)
@@ -30,7 +30,7 @@ def names_of_pages() -> set[str]:
 
 
 def inner_names_and_sentences(path: Path) -> set[str]:
-    """Return each import of the product that is no public face, and what errors are matched with."""
+    """Return imports of internal names, and the ``match`` arguments with which sentences are compared."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in PACKAGES:
@@ -49,13 +49,13 @@ def inner_names_and_sentences(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_tests_import_no_inner_names_and_match_no_sentences(folder: str) -> None:
+def test_tests_import_no_internal_names_and_match_no_sentences(folder: str) -> None:
     paths = sorted((ROOT / "tests" / folder).glob("*.py"))
     assert paths
     assert {path.name: found for path in paths if (found := inner_names_and_sentences(path))} == {}
 
 
-def test_an_inner_name_and_a_sentence_are_seen(tmp_path: Path) -> None:
+def test_the_check_finds_internal_names_and_sentences(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "from loader import get_llama3_dataloader\n"
         "from loader.order import lane, block\n"

@@ -1,6 +1,6 @@
-"""What the README and the pages of docs/ tell people to type exists, and both languages tell the same.
+"""Commands, flags and links in the README and docs/ exist, and both languages of the README agree.
 
-Their examples, pictures and site are looked at, too.
+Also their examples, pictures, and the site.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COMMAND = re.compile(
     r"(?:help )?(--shard_id|[a-z_]+)(.*)"
 )
 FLAG = re.compile(r"(?<![\w=-])(--?[a-zA-Z][\w-]*)")
-FOREIGN_FLAGS = {  # of sbatch, which the pages name on their own
+FOREIGN_FLAGS = {  # flags of sbatch that the pages mention alone
     "--array", "--cpus-per-task", "--dependency", "--export", "--mail-type", "--mem", "--qos", "--requeue",
     "--reservation", "--signal", "--time",
 }  # fmt: skip
@@ -37,7 +37,7 @@ FOLDERS = ("shardprep", "preprocess", "loader", "slurm", "lustre", "tests", "ben
 
 
 def code_lines(text: str) -> list[str]:
-    """The lines of all fenced blocks but drawings, without comments and blank lines."""
+    """Return the lines of all fenced blocks except drawings, without comments and blank lines."""
     lines = []
     for block in re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         if "▶" not in block:
@@ -47,13 +47,13 @@ def code_lines(text: str) -> list[str]:
 
 
 def code_spans(text: str) -> list[str]:
-    """What stands between single backticks, line breaks as blanks."""
+    """Return the text between single backticks, with line breaks as spaces."""
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
 
 
 def commands(text: str) -> list[tuple[str, set[str]]]:
-    """(command, its flags) of every ``shardprep ...`` in blocks and spans, up to a pipe or redirection."""
+    """Return (command, flags) of every ``shardprep ...`` in blocks and spans, up to a pipe or redirection."""
     found = []
     for line in code_lines(text) + code_spans(text):
         match = COMMAND.search(line)
@@ -62,7 +62,7 @@ def commands(text: str) -> list[tuple[str, set[str]]]:
             if name == "lustre":
                 name += " " + (rest.split() or ["show"])[0]
             if name != "help":
-                bare = re.sub(r"'[^']*'", "", re.split(r"\s[|;&>]", rest)[0])  # quoted: another program's
+                bare = re.sub(r"'[^']*'", "", re.split(r"\s[|;&>]", rest)[0])  # quotes: for another program
                 found.append((name, set(FLAG.findall(bare))))
     return found
 
@@ -73,12 +73,12 @@ def flags_of_commands() -> dict[str, set[str]]:
 
 
 def links_of(text: str) -> list[str]:
-    """Where the links of a page lead, as they are written."""
+    """Return the targets of a page's links as written."""
     return [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r"^\[[^\]]+\]:\s*(\S+)", text, re.MULTILINE)]
 
 
-def test_the_readers_of_the_pages_see_what_is_there() -> None:
-    """The tests below would pass on nothing otherwise."""
+def test_the_parsers_of_pages_find_commands_and_flags() -> None:
+    """Otherwise the tests below would pass vacuously."""
     text = "```\nshardprep run data\na ──▶ b\n```\n```\nshardprep plan --num_shards 9 -x  # c\n```\n"
     text += "`shardprep --shard_id N --output_dir DATA`, `shardprep lustre show DATA | grep --no`"
     assert commands(text) == [
@@ -111,7 +111,7 @@ def test_the_exit_codes_of_the_page_of_commands_are_those_of_the_errors() -> Non
     assert errors.EXIT_CODES.keys() == {0, *kinds}
 
 
-def test_a_reader_of_the_readme_finds_each_page_of_the_docs_by_links() -> None:
+def test_each_page_of_the_docs_can_be_reached_from_the_readme_by_links() -> None:
     found, todo = set(), [ROOT / "README.md"]
     while todo:
         page = todo.pop()
@@ -127,7 +127,7 @@ def test_every_link_command_flag_and_module_that_a_page_names_exists(page: Path)
     text = page.read_text(encoding="utf-8")
     for link in links_of(text):
         if not re.match(r"[a-z]+:", link):
-            # The site's strict build looks at anchors, too.
+            # The strict build of the site checks anchors.
             assert (page.parent / link.partition("#")[0]).exists(), link
     known = flags_of_commands()
     for name, flags in commands(text) if page.name != "commands.md" else []:
@@ -137,27 +137,27 @@ def test_every_link_command_flag_and_module_that_a_page_names_exists(page: Path)
     every = {flag for flags in known.values() for flag in flags} | FOREIGN_FLAGS | set(FLAG.findall(scripts))
     for span in code_spans(text):
         if span.startswith("--"):
-            bare = re.sub(r"'[^']*'", "", span)  # the value of a flag is another program's
+            bare = re.sub(r"'[^']*'", "", span)  # quoted flags are for another program
             assert set(FLAG.findall(bare)) <= every | {"--version"}, f"`{span}`"
         if re.fullmatch(rf"(?:{'|'.join(FOLDERS)})/[\w/.]+", span):
             assert (ROOT / span).exists() or (ROOT / f"{span}.py").exists(), span
 
 
 @pytest.mark.parametrize("name", ["preprocess_speed", "loader_speed"])
-def test_the_pictures_of_the_readme_are_those_of_the_tables_in_the_docs(
+def test_the_pictures_of_the_readme_match_the_tables_in_the_docs(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     tables = (ROOT / "docs/speed.md").read_text(encoding="utf-8")
     drawn = (ROOT / f"docs/pictures/{name}.svg").read_text(encoding="utf-8")
     expected = importlib.import_module("ratio_picture").pictures(tables)[name]
-    assert drawn == expected, "draw them anew: python benchmarks/ratio_picture.py docs/speed.md docs/pictures"
+    assert drawn == expected, "run: python benchmarks/ratio_picture.py docs/speed.md docs/pictures"
     for path in (ROOT / "README.md", ROOT / "README.ko.md"):
         assert f"docs/pictures/{name}.svg" in path.read_text(encoding="utf-8")
 
 
 @pytest.mark.processes
-def test_the_site_has_every_page_no_broken_link_and_nothing_from_elsewhere(tmp_path: Path) -> None:
+def test_the_site_has_every_page_no_broken_link_and_no_external_resource(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="mkdocs-material is not installed: make install")
     mkdocs = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(ROOT / ".site/mkdocs.yml")]
     run_child([*mkdocs, "-d", tmp_path])
@@ -170,14 +170,13 @@ def test_the_site_has_every_page_no_broken_link_and_nothing_from_elsewhere(tmp_p
         assert re.findall(loaded, page.read_text("utf-8")) == [], page
 
 
-def test_every_loader_of_an_example_packs_documents_and_keeps_them_apart() -> None:
+def test_every_loader_in_an_example_packs_documents_with_boundaries() -> None:
     pages = {page: examples_of(page) for page in ["README.md", *(each.name for each in DOCS)]}
-    # `make demo` prints the beginning of a training script at its end.
+    # `make demo` prints the begin of a training script at its end.
     pages |= {path.name: [path.read_text("utf-8")] for path in (ROOT / "examples").glob("*.*")}
     num_loaders = 0
     for page, examples in pages.items():
-        # A page is read from top to bottom: an example may use a dictionary of one above it.
-        # Conversations are packed by plan.
+        # An example may use a dictionary of an earlier one. Conversations are packed by plan.
         code = "\n".join(example for example in examples if "SFTTrainer" not in example)
         code = re.sub(r" *#.*", "", code)
         loaders = re.findall(r"get_llama3_dataloader\(((?:.|\n)*?)\)(?: as \w+:)?$", code, re.MULTILINE)
@@ -192,7 +191,7 @@ def test_every_loader_of_an_example_packs_documents_and_keeps_them_apart() -> No
 
 
 @pytest.mark.processes
-def test_tasks_of_a_node_that_begin_together_enter_one_unpacked_environment(tmp_path: Path) -> None:
+def test_tasks_that_start_together_on_a_node_share_one_unpacked_environment(tmp_path: Path) -> None:
     environment, shared = tmp_path / "ENV", tmp_path / "shared"
     (environment / "bin").mkdir(parents=True)
     shared.mkdir()
@@ -200,14 +199,14 @@ def test_tasks_of_a_node_that_begin_together_enter_one_unpacked_environment(tmp_
     (environment / "bin/python").chmod(0o755)
     setup, packed = shutil.copy(ROOT / "examples/environment_on_node.sh", shared), shared / "environment.tar"
     run_child(["tar", "-C", environment, "-cf", packed, "."])
-    os.utime(packed, (os.getpid(), os.getpid()))  # its time names the place in /tmp
+    os.utime(packed, (os.getpid(), os.getpid()))  # its time is in the name of the folder in /tmp
     with contextlib.ExitStack() as running:
         command = ["bash", "-c", f"source {setup}; echo $environment; python"]
         tasks = [running.enter_context(child(command)) for _ in range(4)]
-        told = {end_of(task) for task in tasks}
-    (place, words) = told.pop().split()
+        outputs = {end_of(task) for task in tasks}
+    (place, words) = outputs.pop().split()
     try:
-        assert (told, words) == (set(), "from_the_tar")
-        assert [*Path("/tmp").glob(f"{Path(place).name}*")] == [Path(place)], "no half is left"
+        assert (outputs, words) == (set(), "from_the_tar")
+        assert [*Path("/tmp").glob(f"{Path(place).name}*")] == [Path(place)], "no partial copy is left"
     finally:
         shutil.rmtree(place)

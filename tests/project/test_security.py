@@ -1,6 +1,6 @@
-"""What SECURITY.md promises, where no other test shows it; and that each test it names is there.
+"""Promises of SECURITY.md that no other test covers, and a check that the tests it names exist.
 
-No name that stands in a file of a data set, and no link that lies in it, leads a command elsewhere.
+For example, neither a name in a file of a data set nor a link in it leads a command to another folder.
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ SECRETS = {
 
 
 class RunsCode:
-    """Unpickled, it makes a folder where the process is."""
+    """An object that creates a folder when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("marker",)
 
 
 PICKLED = ("index.json", "plan.json", *(f"shard-00000.{suffix}" for suffix in ("idx", "json")))
-MEMBERS = ("token_ids.npy", "pyd", "pickle")  # of a sample of a tar
+MEMBERS = ("token_ids.npy", "pyd", "pickle")  # of a sample in a tar
 
 
 @pytest.mark.parametrize("name", [*PICKLED, *MEMBERS])
 def test_no_pickle_is_ever_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """In place of a file, or in a member of a tar: webdataset's own decoder opens these."""
+    """Neither as a file nor in a member of a tar, where webdataset's decoder would open it."""
     monkeypatch.chdir(tmp_path)
     pickled = pickle.dumps(RunsCode())
     pickle.loads(pickled)
-    Path("marker").rmdir()  # it would have run
+    Path("marker").rmdir()  # shows that unpickling creates it
     world = World(tmp_path).raw({"a.txt": "a line\n" * 9}).make(num_shards=1)
     shards: list[Any] = [world.data_dir]
     if name in MEMBERS:
-        header = io.BytesIO()  # of an array of objects, as numpy.save begins it; its content is the pickle
+        header = io.BytesIO()  # as numpy.save begins an array of objects; the pickle is its content
         np.lib.format.write_array_header_1_0(header, {"descr": "|O", "fortran_order": False, "shape": (1,)})
         data = header.getvalue() + pickled if name.endswith(".npy") else pickled
         shards = [write_tar(tmp_path / "a.tar", [{name: data}])]
     else:
         (world.data_dir / name).write_bytes(pickled)
     if name == "shard-00000.json":
-        (world.data_dir / "index.json").unlink()  # which stands for the manifests
+        (world.data_dir / "index.json").unlink()  # it would be read instead of the manifests
     if name == "plan.json":
         world.main("verify", world.data_dir).ends(65)
     else:
@@ -125,7 +125,7 @@ def test_secrets_of_a_url_stand_in_no_error(tmp_path: Path, url: str, shown: str
     assert not any("secret" in path.name for path in tmp_path.rglob("*"))
 
 
-def test_each_test_that_the_page_names_is_there() -> None:
+def test_each_test_that_the_page_names_exists() -> None:
     page = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
     names = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", page)
     assert len(names) >= 20
@@ -138,7 +138,7 @@ def test_each_test_that_the_page_names_is_there() -> None:
 def test_what_is_small_only_compressed_takes_no_more_memory_than_another_file(
     tmp_path: Path, ending: str
 ) -> None:
-    """12 MB of long lines; what Python itself allocates is counted."""
+    """12 MB of long lines. Only Python's allocations are counted."""
     peaks = []
     for num_lines in (20, 200):
         text = (b"a line that is the same again and again, so that it packs; " * 1000 + b"\n") * num_lines
@@ -151,10 +151,10 @@ def test_what_is_small_only_compressed_takes_no_more_memory_than_another_file(
     assert peaks[1] < peaks[0] + (6 << 20)
 
 
-def xz_of_a_large_dictionary() -> bytes:
-    """It declares 4 GiB."""
+def xz_with_a_large_dictionary() -> bytes:
+    """Return an xz file that declares a dictionary of 4 GiB."""
     data = bytearray(lzma.compress(b"a line\n" * 10, preset=0))
-    begin = 12  # of a block's header
+    begin = 12  # offset of a block's header
     end = begin + 4 * (data[begin] + 1) - 4
     data[begin + 4] = 40
     data[end : end + 4] = struct.pack("<I", zlib.crc32(data[begin:end]))
@@ -164,7 +164,7 @@ def xz_of_a_large_dictionary() -> bytes:
 DECLARED: dict[str, bytes] = {
     # A window of 2 TiB, and 2**60 bytes of content.
     "window.txt.zst": struct.pack("<IBBQ", 0xFD2FB528, 0b1100_0000, 31 << 3, 1 << 60) + b"\x01\x00\x00",
-    "dictionary.txt.xz": xz_of_a_large_dictionary(),
+    "dictionary.txt.xz": xz_with_a_large_dictionary(),
     "name.txt.gz": b"\x1f\x8b\x08\x08" + bytes(6) + b"n" * (8 << 20),  # a name that never ends
     "footer.parquet": b"PAR1" + bytes(1000) + struct.pack("<I", (1 << 31) - 1) + b"PAR1",
     "schema.arrow": struct.pack("<II", 0xFFFFFFFF, (1 << 31) - 8) + bytes(1000),
@@ -188,7 +188,7 @@ ELSEWHERE = {
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """A plan whose shard has files in all subfolders, and a secret of an input's size and time beside it."""
+    """A plan whose shard has files in all subfolders, and a secret with the size and times of an input."""
     lines = [f'{{"text": "text {number}", "id": "{number}"}}' for number in range(60)]
     world = World(tmp_path_factory.mktemp("planned")).raw({
         "a.txt": SECRET.replace(b"a secret", b"the data"), "b.jsonl": "\n".join([*lines, "no json"]),
@@ -207,7 +207,7 @@ def world(planned: World, tmp_path: Path) -> World:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """A folder to which links lead, as another data set's would be; one file is two days old."""
+    """A target of links, like another data set; one file is two days old."""
     (tmp_path / "other" / "attempts").mkdir(parents=True)
     names = ("shard-00000.jsonl", "shard-00000.digests", ".shard-00000.jsonl.host-1-00000000.tmp")
     for path in (tmp_path / "other" / name for name in names):
@@ -217,7 +217,7 @@ def other(tmp_path: Path) -> Path:
 
 
 def link(world: World, name: str, to: Path) -> Path:
-    """Put a link into the data set."""
+    """Create a link in the data set."""
     path = world.data_dir / name
     path.parent.mkdir(exist_ok=True)
     path.symlink_to(to)
@@ -228,13 +228,13 @@ def link(world: World, name: str, to: Path) -> Path:
 def test_a_name_in_a_plan_that_leads_elsewhere_is_refused_by_every_command(
     world: World, tmp_path: Path, old: str, new: str
 ) -> None:
-    """Of an input and of a file of the tokenizer, with the hashes that follow."""
+    """The name of an input or of a tokenizer's file, with updated hashes."""
     data, new = world.data_dir, new.format(abs=world.raw_dir.with_name("secret.txt"))
     rewrite_plan(data / "plan.json", json.dumps(old), json.dumps(new))
     ends = [world.main(command, data) for command in ("run", "verify", "peek")]
     export = world.main("export", data, to="nanogpt", output_dir=tmp_path / "out")
     for done in (world.try_shard(0), export, *ends):
-        # 66: it looks for shards first.
+        # A command that looks for shards first ends with 66.
         assert done.code == 66 or (done.code == 65 and "plan.json" in done.err), done.text
     assert not list(data.glob("*.tar"))
     assert not any(b"secret" in path.read_bytes() for path in data.glob("shard-*"))
@@ -242,10 +242,8 @@ def test_a_name_in_a_plan_that_leads_elsewhere_is_refused_by_every_command(
 
 
 @pytest.mark.processes
-def test_a_link_in_the_input_folder_is_an_input_and_a_farm_of_links_is_read_as_the_data_set(
-    tmp_path: Path,
-) -> None:
-    """As planning says of the first; cp -rs makes the second, of links to files."""
+def test_links_to_inputs_and_links_to_all_files_of_a_data_set_are_followed(tmp_path: Path) -> None:
+    """``cp -rs`` makes a data set of links."""
     (tmp_path / "real.txt").write_bytes(SECRET)
     world = World(tmp_path)
     (world.raw_dir / "a.txt").symlink_to(tmp_path / "real.txt")
@@ -261,7 +259,7 @@ LINKED: list[Any] = [
     *((names, "clean", 0) for names in ("ids", "digests", "quarantine", "jobs")),
 ]
 LINKED_OF_PROCESSES = [
-    # It fails, so its record would stay.
+    # run fails here, so it would keep its record.
     *((names, "run", 73) for names in ("quarantine", "jobs ids", "jobs/attempts ids")),
     ("jobs", "submit", 73),
     ("jobs/logs", "submit", 73),
@@ -289,7 +287,7 @@ def test_no_command_writes_or_removes_anything_through_a_link(
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change an owner")
 @pytest.mark.parametrize("is_linked", [False, True])
 def test_a_record_of_another_user_shows_no_file_outside_of_the_data_set(
     desk: Desk, world: World, tmp_path: Path, is_linked: bool
@@ -304,4 +302,4 @@ def test_a_record_of_another_user_shows_no_file_outside_of_the_data_set(
     for words in (["logs", data, 0], ["status", data], ["status", data, "--json"]):
         assert "a secret line" not in world.main(*words).text
     os.chown(record, os.geteuid(), -1)
-    assert "a secret line" in world.main("logs", data, 0).text, "one's own may lie anywhere"
+    assert "a secret line" in world.main("logs", data, 0).text, "a record of the user may name any log"

@@ -1,4 +1,4 @@
-"""Impossible sizes and wrong types, with right hashes, end commands in words, and take no memory."""
+"""Impossible sizes and wrong types with correct hashes end commands with a message and take no memory."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
 
 @pytest.fixture
 def world(made: dict[str, World], tmp_path: Path, request: pytest.FixtureRequest) -> World:
-    """A copy of a data set: of documents, or of the test's form."""
+    """A copy of a data set, by default of documents."""
     return made[getattr(request, "param", "documents")].copy(tmp_path)
 
 
 each_form = pytest.mark.parametrize("world", FORMS, indirect=True)
 
 
-def ended_in_words(world: World, *names: str) -> dict[str, int]:
-    """Run commands in forks with limits; their exit codes."""
+def exit_codes(world: World, *names: str) -> dict[str, int]:
+    """Run commands in forks with limits, fail on a traceback, and return their exit codes."""
     ends = {name: ForkedRun(command(name, world.data_dir.parent, [])).end() for name in names}
     for each in ends.values():
         verdict_of_end(each)
@@ -71,7 +71,7 @@ WRONG_NUMBERS = {
 @each_form
 @pytest.mark.parametrize("name", WRONG_NUMBERS)
 def test_an_idx_with_an_impossible_number_is_refused_or_without_effect(world: World, name: str) -> None:
-    """In one record, and in all of them."""
+    """In one record, or in all of them."""
     files = [world.data_dir / f"{SHARD}.{suffix}" for suffix in ("idx", "json")]
     originals = [path.read_bytes() for path in files]
     for number, value in enumerate(WRONG_NUMBERS[name]):
@@ -79,18 +79,18 @@ def test_an_idx_with_an_impossible_number_is_refused_or_without_effect(world: Wo
             path.write_bytes(data)
 
         def changed(records: Any, number: int = number, value: int = value) -> Any:
-            if name in records.dtype.names:  # documents have no starts
+            if name in records.dtype.names:  # only rows have starts
                 records[name][slice(None) if number % 2 else len(records) // 2] = value
             return records
 
         forge(world, "records", changed)
-        codes = ended_in_words(world, "verify", READERS[number % len(READERS)])
-        # Where starts and sources begin, verify does not compare.
+        codes = exit_codes(world, "verify", READERS[number % len(READERS)])
+        # verify does not compare starts and source offsets.
         assert codes["verify"] == 65 or "starts" in name or name == "source_offset", value
 
 
 def test_samples_that_lie_on_one_another_take_no_memory_for_each(world: World) -> None:
-    """Each is the whole tar, of 1 GiB of which nothing is on disk."""
+    """Each sample is the whole tar, a sparse file of 1 GiB."""
 
     def changed(records: Any) -> Any:
         records["offset"] = np.arange(len(records))
@@ -100,7 +100,7 @@ def test_samples_that_lie_on_one_another_take_no_memory_for_each(world: World) -
     forge(world, "records", changed)
     os.truncate(world.data_dir / f"{SHARD}.tar", 1 << 30)
     rewrite_json(world.data_dir / f"{SHARD}.json", **{"tar.num_bytes": 1 << 30})
-    codes = ended_in_words(world, "load", "peek", "export nanogpt", "report")
+    codes = exit_codes(world, "load", "peek", "export nanogpt", "report")
     assert codes["load"] == codes["export nanogpt"] == 65
 
 
@@ -120,16 +120,16 @@ def test_an_index_or_a_manifest_of_impossible_sizes_takes_no_memory(world: World
         values = json.loads(content)
         change(values)
         rewrite_json(world.data_dir / "index.json", shards=values["shards"], spec=values["spec"])
-        ended_in_words(world, "load")
-    (world.data_dir / "index.json").unlink()  # and of lengths that no document has
+        exit_codes(world, "load")
+    (world.data_dir / "index.json").unlink()
     rewrite_json(world.data_dir / f"{SHARD}.json", **{"counts.length_histogram": [1] * 300_000})
-    ended_in_words(world, "report", "verify", "load")
+    exit_codes(world, "report", "verify", "load")
 
 
 def test_a_side_file_of_one_endless_line_is_refused(tmp_path: Path) -> None:
     lines = [{"text": f"text {number}", "id": f"i{number}"} for number in range(9)]
     world = World(tmp_path).raw({"a.jsonl": lines}).plan(num_shards=1, id_field="id").run()
-    os.truncate(world.data_dir / "ids/shard-00000.jsonl", 60 << 30)  # of which nothing is on disk
+    os.truncate(world.data_dir / "ids/shard-00000.jsonl", 60 << 30)  # a sparse file
     found = ForkedRun(lambda: (world.main("peek", world.data_dir, "id:none").code, None)).end()
     assert (found.how, found.code) == ("ended", 65)
 
@@ -162,34 +162,34 @@ VALUES: tuple[Any, ...] = (
 TEXTS = ("", "x", "-7", str(2**70), "9" * 5000, "1e300", "inf", "nan", "0-9999999", "\0", "\ud800", "1_0")
 
 
-def test_a_history_of_wrong_types_ends_no_command(world: World) -> None:
+def test_a_history_with_wrong_types_breaks_no_command(world: World) -> None:
     path = world.data_dir / "jobs" / "history.jsonl"
     path.parent.mkdir()
     good = {"time": 1.0, "event": "retry", "user": "u", "round": 1, "jobs": ["1"], "why": "w", "report": "r"}
     good |= {"causes": {"x": {"shards": "0", "nodes": {"n": 1}}}, "number": 1, "failed_core_s": 1.0}
     texts = [json.dumps({**good, name: value}) for name in good for value in VALUES]
     path.write_text("\n".join([json.dumps(good), *texts, "[" * 10**5, "null", '"x"', "{", "\0"]))
-    assert set(ended_in_words(world, "status", "report").values()) == {0}
+    assert set(exit_codes(world, "status", "report").values()) == {0}
 
 
 def each_value_replaced(record: str) -> Iterable[str]:
-    """A record with another value in each place of ``name=value`` or ``"name": value``."""
+    """Yield copies of a record, each with one value of ``name=value`` or ``"name": value`` replaced."""
     for place in re.finditer(r"=(.*)$|: (\S+?)[,}]", record, re.MULTILINE):
         start, end = place.span(1 if place[1] is not None else 2)
         for value in TEXTS if place[1] is not None else map(json.dumps, VALUES):
             yield record[:start] + value + record[end:]
 
 
-def test_records_of_attempts_of_wrong_values_end_no_command(world: World) -> None:
-    """A record for each value of each name, and one that is right."""
+def test_records_of_attempts_with_wrong_values_break_no_command(world: World) -> None:
+    """There is a record for each value of each name, and a valid one."""
     (world.data_dir / "shard-00000.json").unlink()
     facts = {"stopped_by": "x", "stopped": 1001, "limit": "5:00", "killed_by": 9, "signal": "s"}
     desk = Desk(data=world.data_dir, place=world.data_dir)
     path = desk.record("7_0", failure(0, 65, "r"), ended(65, **facts), pid=1, pid_began=3)
-    right = path.read_text()
-    attempts = [right[:-40], "[" * 10**5, "begin\n" + "[" * 10**5, *each_value_replaced(right)]
+    valid = path.read_text()
+    attempts = [valid[:-40], "[" * 10**5, "begin\n" + "[" * 10**5, *each_value_replaced(valid)]
     for number, text in enumerate(attempts):
         path.with_name(f"7_{number + 1}.r0").write_bytes(text.encode("utf-8", "surrogatepass"))
-    assert set(ended_in_words(world, "status", "report").values()) == {0}
+    assert set(exit_codes(world, "status", "report").values()) == {0}
     found = json.loads(world.main("status", world.data_dir, "--json").out)
-    assert sum(found["restarts"].values()) > 100, "those that are right are told"
+    assert sum(found["restarts"].values()) > 100, "valid records are counted"

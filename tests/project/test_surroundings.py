@@ -1,7 +1,7 @@
-"""What surrounds a command: closed pipes, full disks, locales, folders with a preprocess.py, signals.
+"""The environment of a command: closed pipes, full disks, locales, a user's preprocess.py, and signals.
 
-``| head`` ends no command in a traceback, and a log that cannot be written costs no shard. Names of files are
-UTF-8, whatever the locale says. A user's own preprocess.py hides no package.
+``| head`` causes no traceback, and a shard is made even if the log cannot be written. File names are UTF-8 in
+any locale. A user's own preprocess.py does not hide a package.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COMMANDS = (
 
 @pytest.fixture
 def closed_pipe() -> Iterator[int]:
-    """The writing end of a pipe that nobody reads: the first byte into it fails."""
+    """The writing end of a pipe whose reading end is closed, so that the first write fails."""
     reader, writer = os.pipe()
     os.close(reader)
     yield writer
@@ -46,14 +46,14 @@ def closed_pipe() -> Iterator[int]:
 
 
 def run_into(number: int, words: str, world: World, *, is_buffered: bool) -> tuple[int, str]:
-    """Run a command here whose standard output is this descriptor: its exit code and standard error."""
+    """Run a command in this process with this descriptor as standard output. Returns exit code and stderr."""
     places = {"DATA": world.data_dir, "NEW": world.data_dir.with_name("new"), "RAW": world.raw_dir}
     places["MODEL"] = world.tokenizer
     err = io.StringIO()
     raw: Any = io.FileIO(os.dup(number), "w")
     out = io.TextIOWrapper(io.BufferedWriter(raw) if is_buffered else raw, write_through=not is_buffered)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("stdout", "__stdout__"):  # as it is when Python starts
+        for name in ("stdout", "__stdout__"):  # equal when Python starts
             patch.setattr(sys, name, out)
         patch.setattr(sys, "stderr", err)
         try:
@@ -65,17 +65,17 @@ def run_into(number: int, words: str, world: World, *, is_buffered: bool) -> tup
 
 @pytest.mark.parametrize("is_buffered", [True, False])
 @pytest.mark.parametrize("words", COMMANDS)
-def test_a_command_whose_reader_has_gone_ends_as_if_it_were_read(
+def test_a_command_with_a_closed_output_pipe_ends_with_0(
     world: World, closed_pipe: int, words: str, is_buffered: bool
 ) -> None:
-    """Both at the first line and, where Python gathers them, at its end."""
+    """The write fails at the first line, or with buffering at the end."""
     code, said = run_into(closed_pipe, words, world, is_buffered=is_buffered)
     assert (code, "rror" in said) == (0, False), said
-    assert (world.data_dir / "index.json").exists() or words != "verify DATA", "its work is done"
+    assert (world.data_dir / "index.json").exists() or words != "verify DATA", "it has finished its work"
 
 
 @pytest.mark.parametrize("words", COMMANDS[:3])
-def test_what_was_asked_for_is_not_lost_unseen_on_a_full_disk(world: World, words: str) -> None:
+def test_output_that_is_lost_on_a_full_disk_is_an_error(world: World, words: str) -> None:
     with Path("/dev/full").open("w") as full:
         code, said = run_into(full.fileno(), words, world, is_buffered=True)
     assert code == 74
@@ -83,8 +83,8 @@ def test_what_was_asked_for_is_not_lost_unseen_on_a_full_disk(world: World, word
 
 
 @pytest.mark.processes
-def test_a_process_whose_reader_has_gone_ends_well_when_python_ends(world: World, closed_pipe: int) -> None:
-    """Python itself flushes its streams once more, and would say "Exception ignored"."""
+def test_a_process_with_a_closed_output_pipe_prints_no_error_at_exit(world: World, closed_pipe: int) -> None:
+    """Python flushes its streams at exit, and could print "Exception ignored"."""
     words = shardprep("status", world.data_dir)
     assert run_child(words, env=environ_of_children(), stdout=closed_pipe).stderr == ""
 
@@ -94,7 +94,7 @@ def test_a_process_whose_reader_has_gone_ends_well_when_python_ends(world: World
 def test_a_worker_whose_log_cannot_be_written_finishes_its_shard(
     world: World, closed_pipe: int, log: str
 ) -> None:
-    """It speaks before the work (a note on its array) and behind it; on a terminal it draws a bar."""
+    """It prints before the work (a note about its array) and after it, and draws a bar on a terminal."""
     stderr = closed_pipe if log == "closed pipe" else os.open("/dev/full", os.O_WRONLY)
     if log == "closed terminal":
         master, stderr = os.openpty()
@@ -111,9 +111,7 @@ def test_a_worker_whose_log_cannot_be_written_finishes_its_shard(
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("charset", ["ASCII", "EUC-KR"])
-def test_in_a_locale_that_is_not_utf8_a_plan_is_the_same_and_commands_work_by_it(
-    tmp_path: Path, charset: str
-) -> None:
+def test_commands_make_the_same_plan_in_a_locale_that_is_not_utf8(tmp_path: Path, charset: str) -> None:
     environ = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     if charset != "ASCII":
         path = tmp_path / "ko_KR.euckr"
@@ -121,14 +119,14 @@ def test_in_a_locale_that_is_not_utf8_a_plan_is_the_same_and_commands_work_by_it
             words = [localedef, "-c", "-i", "ko_KR", "-f", charset, str(path)]
             subprocess.run(words, capture_output=True, check=False)
         if not path.is_dir():
-            pytest.skip("localedef, or what it makes a locale of, is not installed here")
+            pytest.skip("localedef or its sources of locales are not installed")
         environ = {"LOCPATH": str(tmp_path), "LC_ALL": path.name}
     model = Path(shutil.copytree(tokenizer_dir(), tmp_path / "모델"))
     world = World(tmp_path, tokenizer=model, raw_dir=tmp_path / "원문é", data_dir=tmp_path / "expected")
     world.raw({"글.txt": "하늘과 바다\n"}).plan(num_shards=1)
     data = tmp_path / "자료é"
     commands = [["plan", *world.words_of_plan(output_dir=data, num_shards=1)]]
-    if charset != "ASCII":  # the others' way is the same
+    if charset != "ASCII":  # one charset is enough for the other commands
         commands.append(["shard", "--shard_id", "0", "--output_dir", str(data)])
         commands.append(["report", str(data), "--output", str(data / "r.html")])
     for words in commands:
@@ -136,7 +134,7 @@ def test_in_a_locale_that_is_not_utf8_a_plan_is_the_same_and_commands_work_by_it
     assert (data / "plan.json").read_bytes() == (world.data_dir / "plan.json").read_bytes()
 
 
-def test_in_another_locale_a_program_is_told_what_to_type_and_the_loader_reads_names_of_ascii_alone(
+def test_in_another_locale_programs_get_a_remedy_and_the_loader_reads_only_ascii_names(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "iso8859-1")
@@ -150,7 +148,7 @@ def test_in_another_locale_a_program_is_told_what_to_type_and_the_loader_reads_n
         assert "export PYTHONUTF8=1" in str(found.value)
 
 
-def test_an_input_folder_whose_name_is_not_utf8_is_refused_also_where_it_is_the_current_one(
+def test_an_input_in_a_folder_whose_name_is_not_utf8_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / os.fsdecode(b"caf\xe9")
@@ -172,7 +170,7 @@ if __name__ == "__main__":
 MAKE = "from slurm.send import MakeShards; import os, sys; os.chdir(sys.argv[2]); "
 MAKE += "MakeShards()(sys.argv[1], '0')"
 LOADS = "from loader import get_llama3_dataloader\n"
-# A file in place of our package, what train.py is, the command in this folder, its exit code and last line.
+# A file that hides our package, its text, the text of train.py, the command, its exit code and last line.
 HIDING = [
     ("preprocess.py", THEIRS, "", "-m slurm status data", 2, "error: FILE "),
     ("preprocess.py", THEIRS, "", "-m shardprep status data", 2, "error: FILE "),
@@ -184,7 +182,7 @@ HIDING = [
 
 
 def run(folder: Path, *words: object, code: int = 0) -> str:
-    """Run Python there and return the last line of its standard error."""
+    """Run Python in a folder and return the last line of its standard error."""
     command = [sys.executable, *map(str, words)]
     done = run_child(command, cwd=folder, env=environ_of_children(), code=code)
     assert "the old script was run" not in done.stdout + done.stderr
@@ -192,9 +190,7 @@ def run(folder: Path, *words: object, code: int = 0) -> str:
 
 
 @pytest.mark.processes
-def test_the_command_shardprep_its_workers_and_submitits_tasks_work_in_a_folder_with_a_preprocess_py(
-    tmp_path: Path,
-) -> None:
+def test_shardprep_and_submitits_tasks_work_in_a_folder_with_a_preprocess_py(tmp_path: Path) -> None:
     planned = World(tmp_path).raw({"a.txt": "a line\n" * 40}).plan(num_shards=3)
     desk = tmp_path / "desk"
     desk.mkdir()
@@ -209,7 +205,7 @@ def test_the_command_shardprep_its_workers_and_submitits_tasks_work_in_a_folder_
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("name", "text", "script", "words", "code", "said"), HIDING)
-def test_a_preprocess_py_that_hides_the_package_is_named_and_is_no_matter_to_the_loader(
+def test_a_preprocess_py_that_hides_the_package_is_named_but_does_not_affect_the_loader(
     tmp_path: Path, name: str, text: str, script: str, words: str, code: int, said: str
 ) -> None:
     path = tmp_path / name
@@ -219,13 +215,13 @@ def test_a_preprocess_py_that_hides_the_package_is_named_and_is_no_matter_to_the
     assert run(tmp_path, *words.split(), code=code).startswith(said.replace("FILE", str(path)))
 
 
-# Signals; tests/faults stops the commands at each call of the system, and looks for temporaries.
+# Signals. tests/faults stops commands at each call to the system and checks for temporaries.
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_the_workers_of_run_do_not_outlive_it(tmp_path: Path, how: signal.Signals) -> None:
-    """Killed it cannot tell them; they stand in the middle of a shard."""
+    """They are in the middle of a shard, and if run is killed it cannot stop them."""
     world = World(tmp_path).raw({"a.txt": "a line of text\n" * 300}).plan(num_shards=2)
     hold = Hold(tmp_path, "fsync", r"\.shard-\d+\.tar")
     words = shardprep("run", world.data_dir, "--num_proc", 2)
@@ -240,7 +236,7 @@ def test_the_workers_of_run_do_not_outlive_it(tmp_path: Path, how: signal.Signal
         assert not list(world.data_dir.glob(".shard-*"))
 
 
-# Runs a command, and sends SIGINT to itself as it imports a module. What a finalizer raises Python drops.
+# Runs a command, and sends SIGINT to itself while it imports a module. Python drops errors of finalizers.
 INTERRUPTED = """
 import os, signal, sys, time
 def stop():
@@ -271,10 +267,8 @@ STARTED = [
 @pytest.mark.processes
 @pytest.mark.parametrize("command", STARTED)
 @pytest.mark.parametrize(("module", "stop"), STOPS)
-def test_ctrl_c_while_a_command_imports_is_one_line(
-    command: str, module: str, stop: str, tmp_path: Path
-) -> None:
+def test_ctrl_c_during_imports_prints_one_line(command: str, module: str, stop: str, tmp_path: Path) -> None:
     program = INTERRUPTED.replace("MODULE", repr(module)).replace("STOP", stop) + command
-    # Nothing is there: without the signal it would end with 66.
+    # The folder does not exist, so without the signal the exit code would be 66.
     ended = run_child([sys.executable, "-c", program, "clean", tmp_path / "none"], code=75)
     assert len(ended.stderr.splitlines()) == 1, ended.stderr

@@ -1,8 +1,7 @@
-"""No command sends a control character of a name, a text or a message to the terminal; bars and logs.
+"""No command prints control characters from names, texts or messages to the terminal. Also bars and logs.
 
-Folders, files, sources, ids, texts and Slurm's words hold what retitles, clears or colours a terminal, rings
-its bell, or turns the direction of text. In this process the functions that print are seen, in a child its
-streams, too.
+Folders, files, sources, ids, texts and messages of Slurm contain characters that change the title, clear or
+colour the terminal, ring its bell, or change the direction of text.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31m\r\x7f\u202e\u2066\u2028\x00"
 IN_NAMES = HOSTILE.replace("\x00", "")
 TEXT = f"한국어 text {HOSTILE} stays\nshardprep-failure {{}}"
 IN_WORDS = "no" + TEXT.replace("\0", "")
-# Whatever may move a cursor, or is no character at all; ``\n`` is the end of a line that was meant.
+# Characters that may move the cursor, and surrogates. ``\n`` is allowed, as the end of a line.
 CONTROLS = re.compile(
     "[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -37,7 +36,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """A data set of hostile names and texts. Never written to."""
+    """A data set with hostile names and texts. Never written to."""
     root = tmp_path_factory.mktemp("terminal")
     model = Path(shutil.copytree(tokenizer_dir(), root / f"model{IN_NAMES}"))
     world = World(root, tokenizer=model, raw_dir=root / f"raw{IN_NAMES}", data_dir=root / f"data{IN_NAMES}")
@@ -52,7 +51,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def check(text: str, *, shows: str = r"\x1b[2J\x1b]0;title\x07\x9b31m\r\x7f\u202e\u2066\u2028") -> None:
-    """Nothing moves a cursor, and what is foreign is shown all the same."""
+    """Check that a text has no control characters, and that they are shown as escapes."""
     found = CONTROLS.search(text)
     assert found is None, text[max(0, found.start() - 80) : found.end() + 20]
     assert shows in text
@@ -64,9 +63,9 @@ COMMANDS: dict[str, tuple[int | None, list[Any]]] = {
     "run": (0, ["run", "COPY", "--num_proc", 1, "--verbose"]),
     "shard": (0, ["--shard_id", 1, "--output_dir", "COPY"]),
     "too many bad documents": (65, ["--shard_id", 1, "--output_dir", "COPY", "--max_bad_fraction", 0]),
-    "run where one fails": (65, ["run", "COPY", "--num_proc", 1, "--max_bad_fraction", 0]),
+    "run with a failing shard": (65, ["run", "COPY", "--num_proc", 1, "--max_bad_fraction", 0]),
     "verify": (0, ["verify", "DATA"]),
-    "verify what is broken": (66, ["verify", "COPY"]),
+    "verify a broken data set": (66, ["verify", "COPY"]),
     "doctor": (None, ["doctor", "--output_dir", "DATA", "--model_id", "MODEL"]),
     "peek": (0, ["peek", "DATA", "--num", 50, "--chars", 0]),
     "export": (0, ["export", "DATA", "--to", "nanogpt", "--output_dir", "NEW"]),
@@ -79,7 +78,7 @@ COMMANDS: dict[str, tuple[int | None, list[Any]]] = {
     "status for programs": (0, ["status", "DATA", "--json"]),
     "submit": (2, ["submit", "COPY", "--dry_run"]),
     "lustre": (0, ["lustre", "show", "DATA"]),
-    "where nothing is": (66, ["where", "DATA", "--state", IN_WORDS]),
+    "where without a state": (66, ["where", "DATA", "--state", IN_WORDS]),
     "stage": (0, ["stage", "DATA", "--to", "NEW"]),
     "no such folder": (66, ["verify", "NEW"]),
     "no such file": (66, ["--shard_id", 1, "--output_dir", "COPY", "--input_dir", "NEW"]),
@@ -93,7 +92,7 @@ COMMANDS: dict[str, tuple[int | None, list[Any]]] = {
 def test_a_command_shows_control_characters_as_escapes(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """And no name begins a line: else it could write the line by which status knows why a task failed."""
+    """No name may begin a line, or it could forge the line from which status reads why a task failed."""
     install_fake_slurm(tmp_path, monkeypatch)
     code, words = COMMANDS[name]
     copy = tmp_path / f"copy{IN_NAMES}"
@@ -107,11 +106,11 @@ def test_a_command_shows_control_characters_as_escapes(
     assert code in (ended.code, None), ended.text
     check(ended.text, shows=r"\u001b" if "--json" in words else r"\x1b")
     if name == "status for programs":
-        assert json.loads(ended.out)["folder"] == str(world.data_dir), "it has each character"
+        assert json.loads(ended.out)["folder"] == str(world.data_dir), "JSON keeps all characters"
     assert not any(line.startswith("shardprep-failure {}") for line in ended.text.splitlines())
 
 
-def test_status_shows_what_a_log_and_slurm_say_as_escapes(
+def test_status_escapes_control_characters_of_logs_and_slurm(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = world.copy(tmp_path, but=["shard-*.json"]).data_dir
@@ -124,14 +123,14 @@ def test_status_shows_what_a_log_and_slurm_say_as_escapes(
     check(ended.text, shows=r"\x1b[2J\x1b]0;title\x07\x9b31m\u202e the last line")
 
 
-def test_korean_and_all_else_that_can_be_printed_stays_as_it_is(tmp_path: Path) -> None:
+def test_korean_and_other_printable_characters_are_printed_unchanged(tmp_path: Path) -> None:
     kept = "한국어 é 👩\u200d👧 नमस्ते\u200c ไทย \\x1b \u00a0\u3000\ufeff"
     ended = call_main("verify", tmp_path / f"{kept}\t|\udc80")
     assert ended.code in (2, 66)
     assert rf"{kept}\t|\udc80" in ended.err
 
 
-# A command that does what none should: it prints past the functions, warns, logs, and ends in a traceback.
+# A command that prints directly, warns, logs, and ends in a traceback.
 CARELESS = r"""
 import logging, sys, warnings
 from shardprep.__main__ import main
@@ -145,12 +144,12 @@ def run(*args, **kwargs):
     raise RuntimeError("\x1b]0;title\x07 raised")
 
 import os
-os.scandir = os.listdir = os.stat = run  # system calls of a broken library
+os.scandir = os.listdir = os.stat = run  # as if a library were broken
 main(["verify", sys.argv[1]])
 """
 
 
-def test_a_library_a_warning_a_log_line_and_a_traceback_reach_the_terminal_as_escapes(tmp_path: Path) -> None:
+def test_output_warnings_logs_and_tracebacks_of_libraries_are_escaped(tmp_path: Path) -> None:
     done = run_child([sys.executable, "-c", CARELESS, tmp_path], code=1)
     text = done.stdout + done.stderr
     check(text, shows=r"\x1b]0;title\x07 raised")
@@ -158,15 +157,15 @@ def test_a_library_a_warning_a_log_line_and_a_traceback_reach_the_terminal_as_es
         assert words in text
 
 
-def test_a_stream_that_cannot_say_korean_gets_escapes(world: World) -> None:
+def test_a_stream_that_cannot_encode_korean_gets_escapes(world: World) -> None:
     done = run_child(shardprep("peek", world.data_dir), env={**os.environ, "PYTHONIOENCODING": "ascii"})
     check(done.stdout, shows=r"\ud55c\uad6d\uc5b4 text \x1b[2J")
 
 
-def test_a_log_gets_a_line_now_and_then_with_share_speed_and_what_is_left(
+def test_a_log_gets_progress_lines_with_percentage_and_speed(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each look at the clock finds a minute gone."""
+    """The clock advances by a minute at each reading."""
     data = world.copy(tmp_path).data_dir
     real, minutes = time.monotonic, iter(range(10**6))
     monkeypatch.setattr(time, "monotonic", lambda: real() + 60.0 * next(minutes))
@@ -177,7 +176,7 @@ def test_a_log_gets_a_line_now_and_then_with_share_speed_and_what_is_left(
 
 
 def on_a_terminal(columns: int, *words: object) -> str:
-    """What a command that ends well writes to a terminal of so many columns."""
+    """Run a command on a terminal of this width and return its output."""
     parts: list[bytes] = []
 
     def read(screen: int) -> bytes:
@@ -190,16 +189,16 @@ def on_a_terminal(columns: int, *words: object) -> str:
     return text
 
 
-def test_the_screen_of_a_watched_status_has_only_the_codes_that_draw_it(world: World) -> None:
+def test_status_watch_prints_only_the_control_codes_that_redraw_the_screen(world: World) -> None:
     text = on_a_terminal(400, "status", world.data_dir, "--watch")
     drawn = re.sub(r"\x1b\[2?[HJK]", "", text.replace("\r\n", "\n"))
     assert drawn != text
     check(drawn, shows=r"\x1b")
 
 
-def test_on_a_terminal_a_bar_of_less_than_80_columns_goes_when_the_work_is_done(world: World) -> None:
+def test_on_a_terminal_a_progress_bar_has_79_columns_and_is_removed_at_the_end(world: World) -> None:
     shown = on_a_terminal(120, "verify", world.data_dir)
     bars = re.findall(r"\r([^\r\n]*)", shown)
     assert any(bar.startswith("verifying:   0%|") for bar in bars), shown
     assert max(len(bar) for bar in bars if "|" in bar) == 79
-    assert re.search(r"\r *\rverified ", shown), "the bar is gone before the last line"
+    assert re.search(r"\r *\rverified ", shown), "the bar is removed before the last line"

@@ -1,6 +1,6 @@
-"""README's quick start, the pages of docs/, their examples of training, and the commands that commands print.
+"""Run the quick start of the README, the pages of docs/ with their examples, and printed commands.
 
-All run with the wheel alone. And the check for a GPU, so that it runs where somebody has one.
+All run with only the wheel. benchmarks/gpu_check.py runs on the CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.world import World, call_main, hostile_text, save_tokenizer
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 HINT = re.compile(r"\b(?:next|or|run|then|one|retry|again|type): ((?:shardprep|sbatch|python|rm) [^\n;()]*)")
-# A script that is named is run here, a task after the other; one on standard input goes to the stand-in.
+# Runs the tasks of a named script one after the other. A script on standard input goes to the stand-in.
 SBATCH = r"""#!/bin/bash
 [[ ${1:-} = --array=* ]] || exec @FAKE@ "$@"
 tasks=${1#--array=}; shift
@@ -43,7 +43,7 @@ SRUN = "#!/bin/bash\nwhile [[ $1 = -* ]]; do shift; done\n" + 'exec "$@"\n'
 
 @dataclass
 class Desk:
-    """An empty folder, and an environment that has the wheel alone."""
+    """An empty folder, and an environment with only the wheel."""
 
     folder: Path
     environ: dict[str, str]
@@ -54,7 +54,7 @@ class Desk:
         return done
 
     def follow(self, printed: str) -> list[str]:
-        """Run each command that was printed, then those that these print; returns all, in their order."""
+        """Run each printed command, then those that these print. Returns all of them in order."""
         todo, tried = HINT.findall(printed), list[str]()
         while todo:
             command = todo.pop(0).strip()
@@ -68,8 +68,8 @@ class Desk:
 
 @pytest.fixture(scope="module")
 def warm(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
-    """Python with the wheel's packages imported; behind them stands this checkout, for tests' own modules."""
-    # One thread: on small models more of them spin for most of the time.
+    """Python with the wheel's packages imported. The checkout is last on the path, for modules of tests."""
+    # On small models more threads than one spin for most of the time.
     environ = environ_of_children(PYTHONPATH=f"{site}:{ROOT}", OMP_NUM_THREADS="1")
     modules = ["transformers", "loader.dataloader", "preprocess.__main__", "slurm.__main__"]
     with WarmPython(tmp_path_factory.mktemp("warm"), modules, environ) as server:
@@ -102,8 +102,8 @@ def quick_start() -> str:
     return str(block).replace(" MODEL ", " ../MODEL ")
 
 
-def test_the_quick_start_of_the_readme_runs_as_it_stands_in_an_empty_folder(desk: Desk, site: Path) -> None:
-    """By the commands that the wheel installs."""
+def test_the_quick_start_of_the_readme_runs_as_shown_in_an_empty_folder(desk: Desk, site: Path) -> None:
+    """With the commands that the wheel installs."""
     for name in ("python", "shardprep"):
         (desk.folder.parent / "commands" / name).unlink()
     ended = desk.run(quick_start())
@@ -114,7 +114,7 @@ def test_the_quick_start_of_the_readme_runs_as_it_stands_in_an_empty_folder(desk
 
 
 @pytest.mark.parametrize("way", ["submit", "run"])
-def test_each_next_command_of_plan_leads_on_from_any_folder(desk: Desk, way: str) -> None:
+def test_the_next_commands_that_plan_prints_work_from_any_folder(desk: Desk, way: str) -> None:
     plan = next(line for line in quick_start().splitlines() if " plan " in line)
     desk.run(quick_start().partition("shardprep")[0])
     printed = desk.run(plan.replace("--output_dir data", "--output_dir 'my data'")).stdout
@@ -130,13 +130,13 @@ def test_each_next_command_of_plan_leads_on_from_any_folder(desk: Desk, way: str
         assert len(tried) > 1
 
 
-# Beginnings of commands of the pages that cannot run here.
+# Beginnings of commands on the pages that cannot run here.
 NOT_RUN = (
-    "python3 -m venv ",  # this environment stands for it
+    "python3 -m venv ",  # this environment replaces it
     "source ",
-    "pip install ",  # it needs an index; the wheel is installed
-    "hf download ",  # it needs the hub; test_tokenizers.py has a local server of its protocol
-    "find RAW -type f -print0 | xargs ",  # it needs files in an archive behind Lustre
+    "pip install ",  # needs an index; the wheel is installed
+    "hf download ",  # needs the hub; test_tokenizers.py has a local server for it
+    "find RAW -type f -print0 | xargs ",  # needs files archived by Lustre HSM
 )
 CHECKOUT = ("slurm/train_ddp.sh", "examples/train_llama.py")
 MOUNTED = """import lustre.lfs
@@ -151,15 +151,15 @@ torch.save(loader.state_at(9000), "checkpoint.pt")
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """A page of docs/, and what its folder holds before its commands are run one after the other."""
+    """A page of docs/, and what its commands need to run one after the other."""
 
     name: str
-    made: Mapping[str, str] = field(default_factory=dict)  # files and their text
-    tokenizer: str = ""  # where the page's model is
-    first: str = ""  # a command of the test
-    between: Mapping[str, str] = field(default_factory=dict)  # by the page's command that it precedes
-    changed: Mapping[str, str] = field(default_factory=dict)  # of the page's words
-    codes: Mapping[str, int] = field(default_factory=dict)  # exit codes that the page states, beside 0
+    made: Mapping[str, str] = field(default_factory=dict)  # file -> text
+    tokenizer: str = ""  # folder of the page's model
+    first: str = ""  # a command that runs before those of the page
+    between: Mapping[str, str] = field(default_factory=dict)  # command of the page -> command before it
+    changed: Mapping[str, str] = field(default_factory=dict)  # text of the page -> replacement
+    codes: Mapping[str, int] = field(default_factory=dict)  # command -> its exit code on the page, if not 0
 
 
 PAGES = (
@@ -197,7 +197,7 @@ PAGES = (
 
 
 def commands_of(page: Page) -> list[str]:
-    """The commands of a page's blocks that name no other language, and its blocks of Python as commands."""
+    """Return the commands in a page's blocks without a language, and its Python blocks as commands."""
     text = (ROOT / "docs" / page.name).read_text(encoding="utf-8")
     for old, new in page.changed.items():
         assert old in text
@@ -211,9 +211,14 @@ def commands_of(page: Page) -> list[str]:
     return [command for command in found if command and not command.startswith("#")]
 
 
+def test_each_command_that_cannot_run_is_on_some_page() -> None:
+    shown = [command for page in PAGES for command in commands_of(page)]
+    assert [begin for begin in NOT_RUN if not any(each.startswith(begin) for each in shown)] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_commands_of_a_page_run_as_they_stand_in_an_empty_folder(desk: Desk, page: Page) -> None:
-    desk.folder = desk.folder.with_name("desk")  # without white space, as Megatron wants it
+def test_the_commands_of_a_page_run_as_shown_in_an_empty_folder(desk: Desk, page: Page) -> None:
+    desk.folder = desk.folder.with_name("desk")  # without white space, for Megatron
     desk.folder.mkdir()
     for name, text in page.made.items():
         (desk.folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -228,7 +233,7 @@ def test_the_commands_of_a_page_run_as_they_stand_in_an_empty_folder(desk: Desk,
             script.append(f"{command} \\\n || (( $? == {codes[0]} ))" if codes else command)
     assert len(script) > 3
     environ = {"HOME": str(desk.folder), "USER": "user"}
-    if page.name == "lustre.md":  # whose site/sitecustomize.py a new Python reads
+    if page.name == "lustre.md":  # needs a new Python, which reads site/sitecustomize.py
         environ["PYTHONPATH"] = f"{desk.environ['PYTHONPATH']}:site"
         for name in ("python", "shardprep"):
             (desk.folder.parent / "commands" / name).unlink()
@@ -240,7 +245,7 @@ ENVIRON = environ_of_children(TOKENIZERS_PARALLELISM="false")
 
 @pytest.fixture(scope="module")
 def training_desk(model_dir: Path, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """MODEL, a Llama with its tokenizer; RAW, 0.9 M tokens; and three small data sets to mix."""
+    """A folder with MODEL (a Llama and tokenizer), RAW (0.9 M tokens), and three small data sets to mix."""
     folder = tmp_path_factory.mktemp("a desk")
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -305,13 +310,13 @@ def test_the_check_for_a_gpu_measures_on_a_cpu_what_it_can(
     data = World(tmp_path).raw({"a.txt": hostile_text(400)}).make(record="packed", seq_len=64).data_dir
     words = ["--tiny", "--data", str(data), "--seconds", "0.05", "--seq_len", "64"]
     monkeypatch.setattr("sys.argv", ["gpu_check.py", *words])
-    torch.set_num_threads(1)  # more of them would spin for most of the time
+    torch.set_num_threads(1)  # more threads would spin for most of the time
     script = runpy.run_path(str(ROOT / "benchmarks" / "gpu_check.py"))
     assert script["main"]() == 0
     printed = capsys.readouterr().out
     waits = re.findall(r"^\| (\d) \| [\d.]+ \| [\d.]+% \| [\d,]+ \|$", printed, re.MULTILINE)
     assert waits == ["0", "2", "4"]
     assert re.search(r"^\| sdpa \| yes \| [\d.]+ \| [\d.]+ \|$", printed, re.MULTILINE)
-    assert printed.count("no GPU") == 3  # two copies, and flash attention
+    assert printed.count("no GPU") == 3  # for two copies, and for flash attention
     steps = re.findall(r"^\| (\w+) \| (?:sdpa|eager) \| [\d.]+ \|$", printed, re.MULTILINE)
     assert steps == ["float32", "TF32", "bfloat16", "bfloat16"]

@@ -1,4 +1,4 @@
-"""A data set, and stand-ins for Slurm's commands that are first on PATH."""
+"""A data set, and stand-ins for Slurm's commands first on PATH."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def made(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture
 def desk(made: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
-    """A data set of five shards, none of them made."""
+    """A planned data set of five shards, none of them made."""
     data = made.copy(tmp_path, but=["shard-*"]).data_dir
     place = install_fake_slurm(tmp_path, monkeypatch)
     return Desk(data=data, place=place, made=made.data_dir, patch=monkeypatch)

@@ -1,8 +1,8 @@
-"""Stand-ins for Slurm's commands with recorded answers, and the files that a data set's jobs leave.
+"""Stand-ins for Slurm's commands with recorded answers, and the files that jobs of a data set leave.
 
-What squeue and scontrol print was recorded on real clusters of two versions, Debian 12's and Debian 13's: an
-array of six, of which task 0 ended with 65, task 1 killed itself, 2 and 3 run, 4 waits, and 5 was cancelled.
-The times and the number of restarts were added to the newer version's lines by hand.
+The output of squeue and scontrol was recorded on real clusters of two versions, those of Debian 12 and 13. In
+an array of six, task 0 ended with 65, task 1 killed itself, 2 and 3 run, 4 waits, and 5 was cancelled. The
+times and the number of restarts were added to the lines of the newer version by hand.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAME = "shardprep-0123456789ab-3f2a91-0"
 ALL = "0 1 2 3 4"  # the shards of five tasks
 WHEN = "2026-11-22T01:52:04"
 THEN = "2026-11-22T01:52:05"
-# Where the versions print different words, those of the older and of the newer one.
+# OLD~NEW: the words of the older and of the newer version.
 _QUEUE = f"""\
 1|0|FAILED|NonZeroExitCode|16640~65:0|n1|0:00~0:01|4|root|{WHEN}|{THEN}|{THEN}|0|{NAME}|
 1|1|FAILED|JobLaunchFailure~RaisedSignal:9(Killed)|9~0:9|n2|0:00~0:01|5|root|{WHEN}|{THEN}|{THEN}|0|{NAME}|
@@ -53,7 +53,7 @@ JOB = (
 )
 CONFIG = "ClusterName = test\nMaxArraySize            = 1001\n"
 FAKE = r"""#!/bin/bash
-# Says what a file named for this command says, and records what it was given.
+# Records its arguments, and prints the file named after this command.
 name=${0##*/} place=@PLACE@
 printf '%s\n' "$*" >>"$place/$name.calls"
 if [[ -e $place/away ]]; then
@@ -77,7 +77,7 @@ esac
 
 
 def install_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put the stand-ins first on PATH, and take what Slurm sets out of the environment.
+    """Put the stand-ins first on PATH, and remove Slurm's variables from the environment.
 
     Returns the folder of their answers and records.
     """
@@ -103,33 +103,33 @@ SRUN = 'while [[ $1 = --* ]]; do shift; done; exec "$@"'
 
 @dataclass(kw_only=True)
 class Desk:
-    """A planned data set, and the stand-ins that answer the commands that are typed for it."""
+    """A planned data set, and the stand-ins for Slurm's commands."""
 
     data: Path
-    place: Path  # of the stand-ins: see ``install_fake_slurm``
-    made: Path = Path("nowhere")  # the same data set with all its shards
+    place: Path  # folder of the stand-ins; see ``install_fake_slurm``
+    made: Path = Path("nowhere")  # the same data set with all shards
     patch: pytest.MonkeyPatch = field(default_factory=pytest.MonkeyPatch)
 
     @property
     def tmp(self) -> Path:
-        """The folder in which the data set lies."""
+        """The folder that contains the data set."""
         return self.data.parent
 
     def at_waits(self, call: Callable[[float], object]) -> None:
-        """Have commands call this in the place of a sleep between two looks, or two questions to Slurm."""
+        """Make commands call this instead of sleeping between two looks, or two calls of Slurm."""
         self.patch.setattr("slurm.status.time", SimpleNamespace(**{**vars(time), "sleep": call}))
         self.patch.setattr("slurm.state.sleep", call)
 
     def slurm(self, name: str, *words: object, code: int = 0, **environ: Any) -> str:
-        """Return all that ``shardprep NAME DATA WORDS`` prints; it has to end with ``code``."""
+        """Run ``shardprep NAME DATA WORDS``, assert its exit code, and return its output."""
         return call_main(name, self.data, *words, environ=environ).ends(code).text
 
     def status(self, **environ: Any) -> dict[str, Any]:
-        """Return what ``status --json`` prints."""
+        """Return the output of ``status --json``."""
         return dict(json.loads(call_main("status", self.data, "--json", environ=environ).ends(0).out))
 
     def next(self) -> str:
-        """Return what ``status`` says to type next."""
+        """Return the last line of ``status``, which has the next command."""
         return call_main("status", self.data).ends(0).out.splitlines()[-1]
 
     def task(
@@ -141,7 +141,7 @@ class Desk:
         stdout: Any = subprocess.PIPE,
         environ: Mapping[str, str] = {},
     ) -> str:
-        """Return what task ``index`` of ``sbatch slurm/prep_array.sh DATA ARGS``, typed beside DATA, says."""
+        """Run a task of ``sbatch slurm/prep_array.sh DATA ARGS`` beside DATA, and return its output."""
         (self.place / "bin" / "srun").write_text(f"#!/bin/bash\n{srun}\n")
         (self.place / "bin" / "srun").chmod(0o755)
         own = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(index)}
@@ -151,14 +151,14 @@ class Desk:
         done = run_child(words, cwd=self.tmp, env=settings, code=code, stdout=stdout)
         return (done.stdout or "") + done.stderr
 
-    # What Slurm says, and what it was told.
+    # Answers and calls of Slurm's commands.
 
     def answers(self, name: str, text: str | bytes) -> None:
-        """Have a command print this."""
+        """Make a command print this."""
         (self.place / name).write_bytes(text if isinstance(text, bytes) else text.encode())
 
     def answers_by(self, name: str, script: str) -> None:
-        """Put a script in the place of a command. In it REAL is the stand-in of before, PLACE its folder."""
+        """Replace a command by a script. In it, REAL calls the previous stand-in and PLACE is the folder."""
         path = self.place / "bin" / name
         path.unlink()
         script = script.replace("REAL", f'PLACE/real/{name} "$@"').replace(
@@ -168,21 +168,21 @@ class Desk:
         path.chmod(0o755)
 
     def queue(self, *lines: str) -> None:
-        """Let squeue show these lines alone."""
+        """Make squeue print only these lines."""
         self.answers("squeue", "".join(lines))
 
     def calls(self, name: str) -> list[str]:
-        """Return the words of each call of a command."""
+        """Return the arguments of each call of a command."""
         path = self.place / f"{name}.calls"
         return path.read_text().splitlines() if path.exists() else []
 
     def sent(self) -> list[str]:
-        """Return the scripts that sbatch was given, in their order; the first one is job 1."""
+        """Return the scripts that sbatch got, in order; the first one is job 1."""
         paths = self.place.glob("sent-*")
         return [path.read_text() for path in sorted(paths, key=lambda path: int(path.name[5:]))]
 
     def sent_shards(self) -> list[str]:
-        """Return the shards of the tasks of each array that was sent, as its script has them: ``0-1 2-4``."""
+        """Return the shards of the tasks of each submitted array, as in its script: ``0-1 2-4``."""
         return re.findall(r"^shards_of=\((.*)\)$", "\n".join(self.sent()), re.MULTILINE)
 
     def released(self) -> list[str]:
@@ -190,7 +190,7 @@ class Desk:
         calls = self.calls("scontrol")
         return [call.removeprefix("release ") for call in calls if call.startswith("release")]
 
-    # What jobs leave in the data set's folder.
+    # Files of jobs in the data set's folder.
 
     @property
     def plan_id(self) -> str:
@@ -198,17 +198,17 @@ class Desk:
 
     @property
     def identity(self) -> str:
-        """What a record says of its folder: the inode and the file system, as ``stat -fc %i`` prints it."""
+        """The identity of the folder in records: inode, and file system as ``stat -fc %i`` prints it."""
         number = os.statvfs(self.data).f_fsid
         return f"{self.data.stat().st_ino}.{(number & 0xFFFFFFFF) << 32 | number >> 32:x}"
 
     @property
     def job_name(self) -> str:
-        """The name of the jobs of its first submission."""
+        """The name of the jobs of the first submission."""
         return f"shardprep-{self.plan_id[:12]}-{self.identity}-0"
 
     def submitted(self, *arrays: dict[str, Any], verify: str = "2", **changes: Any) -> Path:
-        """Write the record of a submission: job 1, an array, and its verify job 2. Returns its path."""
+        """Write the record of a submission, by default of array job 1 and verify job 2. Returns its path."""
         verify_job = {"job_id": verify, "name": f"{NAME}-verify", "submit_time": WHEN}
         facts = {"format": "shardprep-submission", "version": 3, "number": 0, "plan_id": "0123456789abcdef"}
         facts |= {"cluster": "test", "user": "root", "submitted": 1.5, "arrays": [*(arrays or [array()])]}
@@ -219,7 +219,7 @@ class Desk:
         return path
 
     def record(self, task: str, *rest: str, **begin: Any) -> Path:
-        """Write the record of an attempt of task ``JOB_INDEX`` at shard INDEX, as prep_array.sh does."""
+        """Write the record of an attempt of task JOB_INDEX at shard INDEX, like prep_array.sh."""
         job_id, _, index = task.partition("_")
         first: dict[str, Any] = {"plan_id": self.plan_id, "shards": index, "identity": self.identity}
         first |= {"SLURM_ARRAY_JOB_ID": job_id, "SLURM_ARRAY_TASK_ID": index, "SLURM_RESTART_COUNT": 0}
@@ -231,7 +231,7 @@ class Desk:
         return path
 
     def run_record(self, shards: str, node: str, pid: int, *, is_this_process: bool = False) -> Path:
-        """Write the record of a ``run`` on a machine, which has no end yet."""
+        """Write the record of a ``run`` that has not ended."""
         began = 1  # in clock ticks since boot
         if is_this_process:
             began = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -240,14 +240,14 @@ class Desk:
         return path.rename(path.with_name(f"{node}-{pid}.1000"))
 
     def log(self, name: str, text: str) -> Path:
-        """Write a log of a task."""
+        """Write the log of a task."""
         path = self.data / "jobs" / "logs" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         return path
 
     def make_done(self, *shard_ids: int, **run: Any) -> None:
-        """Make shards, with these facts of the run in their manifests."""
+        """Make these shards, with ``run`` values in their manifests."""
         for shard_id in shard_ids:
             for path in self.made.glob(f"shard-{shard_id:05d}.*"):
                 shutil.copy(path, self.data)
@@ -256,7 +256,7 @@ class Desk:
 
 
 def squeue_line(index: str, state: str, reason: str = "None", **changes: str) -> str:
-    """Return a line of squeue: of tasks of job 1 unless ``changes`` say otherwise."""
+    """Return a line of squeue, by default for tasks of job 1."""
     fields = {"job": "1", "submit": WHEN, "start": "N/A", "restarts": "0", "name": NAME, "user": "root"}
     fields |= {"exit": "0:0", "node": "n1", "elapsed": "0:02"} | changes
     return (
@@ -266,7 +266,7 @@ def squeue_line(index: str, state: str, reason: str = "None", **changes: str) ->
 
 
 def array(job_id: str = "1", **changes: Any) -> dict[str, Any]:
-    """Return a job array of a submission, of five tasks."""
+    """Return a job array of a submission, by default with five tasks."""
     facts = {"job_id": job_id, "name": NAME, "submit_time": WHEN, "tasks": ["0", "1", "2", "3", "4"]}
     return {**facts, "request": {}, "mem_mb": 100, "time_min": None, **changes}
 
@@ -276,7 +276,7 @@ def _section(name: str, facts: Mapping[str, Any]) -> str:
 
 
 def failure(shard_id: int, exit_code: int, reason: str) -> str:
-    """Return the line of a record that tells why a shard was not made."""
+    """Return the line of a record about a shard that failed."""
     return json.dumps({"shard": shard_id, "exit_code": exit_code, "reason": reason}) + "\n"
 
 

@@ -24,8 +24,8 @@ from tests.world import World
 pytestmark = pytest.mark.slurm
 
 SCRIPT, TRAIN = ROOT / "slurm" / "prep_array.sh", ROOT / "slurm" / "train_ddp.sh"
-# In the place of Python: writes its arguments, a line each, and how srun started it. Cleaning up takes a
-# while, and nothing may cut it short.
+# Replaces Python: writes its arguments, one per line, and how srun started it. When it is stopped, it takes
+# some time to clean up, which nothing may interrupt.
 STAND_IN = """#!/bin/bash
 place={place} index=$4
 printf '%s\\n' "${{@:3}}" >"$place/$index.words"
@@ -45,7 +45,7 @@ exit 75
 
 @pytest.fixture(scope="module")
 def plain_cluster() -> Iterator[dict[str, str]]:
-    """Three nodes: the environment of commands, in which the ranks of a training find each other."""
+    """A cluster of three nodes, as the environment for commands and for ranks of a training."""
     settings = {"NODE_CPUS": "8", "KILL_WAIT": "120"}
     settings |= {"SHARDPREP_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     settings |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -54,7 +54,7 @@ def plain_cluster() -> Iterator[dict[str, str]]:
 
 
 def site_with_stand_in(cluster: dict[str, str], place: Path) -> Cluster:
-    """An empty folder of ``place`` to submit from; the stand-in lies beside it, and what it writes."""
+    """Return a cluster with an empty folder in ``place`` to submit from, and the stand-in beside it."""
     (place / "desk").mkdir()
     (place / "python").write_text(STAND_IN.format(place=place))
     (place / "python").chmod(0o755)
@@ -74,7 +74,7 @@ def exit_codes(site: Cluster, job: str) -> dict[int, str]:
     return {index: each["ExitCode"] for index, each in site.ended(job).items()}
 
 
-# How a job is told to stop -> what its worker hears. The last one ends at its time limit.
+# How a job is stopped -> the signal of its worker. The last one reaches its time limit.
 STOPS = {
     ("scancel",): "TERM",
     ("scancel", "--batch", "--signal=TERM"): "USR1",
@@ -88,7 +88,7 @@ STOPS = {
 def stopped(
     plain_cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[World, Cluster, str]:
-    """Tasks that were told to stop. Slurm looks at time limits every 30 s: other tests run meanwhile."""
+    """Tasks that were told to stop. Slurm checks time limits every 30 s; other tests run in the meantime."""
     place = tmp_path_factory.mktemp("stopped")
     world = World(place).raw({"a.txt": "a line\n" * 9}).plan(num_shards=len(STOPS))
     site = site_with_stand_in(plain_cluster, place)
@@ -99,14 +99,14 @@ def stopped(
     for index, stop in enumerate(STOPS):
         if stop:
             site.run(*stop, f"{job}_{index}")
-        else:  # it ends in the second minute from now, however late it began, and hears so before
+        else:  # let it end in the second minute from now, whenever it began; it gets the signal before
             minutes = int(site.tasks(f"{job}_{index}")[index]["RunTime"].split(":")[1])
             site.run("scontrol", "update", f"jobid={job}_{index}", f"timelimit={minutes + 2}")
     return world, site, job
 
 
 def test_the_plain_form_makes_shards_0_to_9_and_leaves_only_logs(site: Cluster, tmp_path: Path) -> None:
-    """Also of the first run of a task that Slurm starts again."""
+    """If Slurm restarts a task, the log of its first run is kept."""
     job = sbatch(site, SCRIPT)
     assert exit_codes(site, job) == {index: "7:0" if index == 7 else "0:0" for index in range(10)}
     for index in range(10):
@@ -121,11 +121,11 @@ def test_the_plain_form_makes_shards_0_to_9_and_leaves_only_logs(site: Cluster, 
     names = [*map(str, range(10)), "7.before-restart-1"]
     logs = {path.name: path.read_text() for path in (site.folder / "logs").iterdir()}
     assert logs.keys() == {f"shardprep-{job}_{name}.log" for name in names}
-    # srun's own line about an exit code may come before what it passes on.
+    # srun's own line about an exit code may come before the worker's output.
     assert all("the worker speaks" in log.splitlines() for log in logs.values())
 
 
-def test_folder_and_flags_reach_the_worker_as_typed(site: Cluster, tmp_path: Path) -> None:
+def test_folder_and_flags_reach_the_worker_unchanged(site: Cluster, tmp_path: Path) -> None:
     words = ("my data' $(touch INJECTED)", "--input_dir", "한글 $HOME `touch INJECTED`; touch INJECTED", "")
     (tmp_path / "setup.sh").write_text(f"export SHARDPREP_PYTHON={tmp_path / 'python'}\n")
     first, script = "set -euo pipefail\n", tmp_path / "job.sh"
@@ -156,7 +156,7 @@ def train_site(plain_cluster: dict[str, str], tmp_path: Path) -> Cluster:
 
 @pytest.fixture(scope="module")
 def warm(plain_cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
-    """For runs without Slurm."""
+    """Python for runs without Slurm."""
     modules = ["transformers", "loader.dataloader"]
     with WarmPython(tmp_path_factory.mktemp("warm"), modules, plain_cluster) as server:
         yield server
@@ -169,7 +169,7 @@ def data(model_dir: Path, sample_dir: Path, tmp_path_factory: pytest.TempPathFac
 
 
 def train(site: Cluster, data: Path, checkpoints: Path, *flags: object) -> str:
-    """Return the job of a training on two nodes."""
+    """Submit a training on two nodes and return its job id."""
     return sbatch(site, "--nodes=2", "--ntasks-per-node=1", TRAIN, PROGRAM, data, checkpoints, *FLAGS, *flags)
 
 
@@ -182,25 +182,25 @@ def steps_of(checkpoints: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (checkpoints / "log.jsonl").read_text().splitlines()]
 
 
-def test_a_cut_run_goes_on_on_one_node_as_if_unbroken(
+def test_an_interrupted_training_resumes_on_one_node_with_the_same_batches_and_losses(
     train_site: Cluster, data: Path, warm: WarmPython, tmp_path: Path
 ) -> None:
-    """USR1, a checkpoint, a requeue, and the same batches and losses on half the nodes."""
+    """After USR1 it saves a checkpoint and is requeued, then runs on half the nodes."""
     site, checkpoints, unbroken, num_steps = train_site, tmp_path / "cut", tmp_path / "unbroken", 12
     flags = ("--num_steps", num_steps, "--save_every", 1000)
-    hold = Hold(tmp_path, "open", r"/log\.jsonl$")  # of rank 0, behind its third step
+    hold = Hold(tmp_path, "open", r"/log\.jsonl$")  # rank 0 opens it after each step
     held = hold.environ(number=3)
     held["PYTHONPATH"] += f":{ROOT}"
     job = train(Cluster(environ={**site.environ, **held}, folder=tmp_path), data, checkpoints, *flags)
     hold.wait(1)
-    site.run("scontrol", "update", "partitionname=cpu", "state=down")  # it begins once it was changed
+    site.run("scontrol", "update", "partitionname=cpu", "state=down")  # the job must not restart too early
     site.run("scancel", "--batch", "--signal=USR1", job)
     wait_until(lambda: list(checkpoints.glob(".stop-*")))
     hold.release()
     site.run(warm.python, PROGRAM, data, unbroken, *FLAGS, *flags)
     wait_until(lambda: site.tasks(job)[0]["JobState"] in {"PENDING", *ENDED})
     assert site.tasks(job)[0]["JobState"] == "PENDING", train_log(site, job)
-    daemon = f"slurmstepd: [{job}."  # its word of the first end may come late
+    daemon = f"slurmstepd: [{job}."  # it may report the first end late
     wait_until(lambda: not any(command.startswith(daemon) for _, command in processes()))
     site.run("scontrol", "update", f"jobid={job}", "numnodes=1", "numtasks=1")
     site.run("scontrol", "update", "partitionname=cpu", "state=up")
@@ -213,15 +213,15 @@ def test_a_cut_run_goes_on_on_one_node_as_if_unbroken(
     assert [line["step"] for line in ours] == list(range(1, num_steps + 1)), "no step twice or lost"
     assert [line["batch"] for line in ours] == [line["batch"] for line in theirs]
     assert re.search(r"step 10: loss .* tokens/s, waited .*% for data, at step 10 of", log)
-    assert len({line["batch"] for line in theirs}) == num_steps, "the hashes tell batches apart"
+    assert len({line["batch"] for line in theirs}) == num_steps, "the hashes of batches are distinct"
     for line, other in zip(ours, theirs, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
 
-def test_ranks_that_get_the_term_with_all_their_workers_save_and_the_run_goes_on_as_if_unbroken(
+def test_ranks_save_a_checkpoint_after_sigterm_even_if_workers_get_it_too(
     train_site: Cluster, data: Path, warm: WarmPython, tmp_path: Path
 ) -> None:
-    """As a preemption or scancel sends it: to every process of the job's steps."""
+    """A preemption or scancel sends it to every process of the job's steps."""
     site, checkpoints, unbroken = train_site, tmp_path / "term", tmp_path / "not_stopped"
     site.environ["SHARDPREP_MAX_REQUEUES"] = "0"
     workers, log = ("--num_workers", 1), checkpoints / "log.jsonl"
@@ -235,7 +235,7 @@ def test_ranks_that_get_the_term_with_all_their_workers_save_and_the_run_goes_on
     site.run("scancel", "--signal=TERM", job)
     last = site.ended(job)[0]
     assert (last["JobState"], last["ExitCode"]) == ("FAILED", "75:0"), train_log(site, job)
-    assert "(SHARDPREP_MAX_REQUEUES): not again" in train_log(site, job), "there is a newer checkpoint"
+    assert "(SHARDPREP_MAX_REQUEUES): not again" in train_log(site, job), "it has a newer checkpoint"
     num_steps = len(steps_of(checkpoints)) + 3
     for folder in (checkpoints, unbroken):
         site.run(warm.python, PROGRAM, data, folder, *FLAGS, *workers, "--num_steps", num_steps)
@@ -245,14 +245,14 @@ def test_ranks_that_get_the_term_with_all_their_workers_save_and_the_run_goes_on
     assert ours == theirs
 
 
-def test_ranks_that_torchrun_starts_on_two_nodes_go_on_from_the_newest_checkpoint_that_can_be_read(
+def test_with_torchrun_on_two_nodes_ranks_resume_from_the_newest_readable_checkpoint(
     train_site: Cluster, data: Path, warm: WarmPython, tmp_path: Path
 ) -> None:
-    """In a folder with a preprocess.py and a loader.py, which torchrun's ``python -m`` looks into first."""
+    """The folder has a preprocess.py and a loader.py, which torchrun's ``python -m`` could import."""
     checkpoints = tmp_path / "torchrun"
     train_site.run(warm.python, PROGRAM, data, checkpoints, *FLAGS, "--num_steps", 2)
     whole = (checkpoints / "step-00000002.pt").read_bytes()
-    (checkpoints / "step-00000003.pt").write_bytes(whole[:-200])  # a disk that failed has cut it
+    (checkpoints / "step-00000003.pt").write_bytes(whole[:-200])  # cut, as by a failed disk
     for name in ("preprocess", "loader"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the old script')")
     train_site.environ["SHARDPREP_LAUNCHER"] = "torchrun"
@@ -261,10 +261,8 @@ def test_ranks_that_torchrun_starts_on_two_nodes_go_on_from_the_newest_checkpoin
     assert "rank 0 of 2 (RANK/WORLD_SIZE), from step 2" in train_log(train_site, job)
 
 
-def test_on_a_cluster_without_accounts_the_whole_way_works(
-    train_site: Cluster, sample_dir: Path, tmp_path: Path
-) -> None:
-    """The first try finds no input, the retry is told where it is."""
+def test_submit_and_retry_need_no_accounts(train_site: Cluster, sample_dir: Path, tmp_path: Path) -> None:
+    """The first attempt does not find the moved input; the retry gets its new folder."""
     raw, data, site = tmp_path / "raw", tmp_path / "O", train_site
     shutil.copytree(sample_dir, raw)
     World(tmp_path, raw_dir=raw, data_dir=data).plan(num_shards=3)
@@ -284,9 +282,9 @@ def test_a_stopped_worker_cleans_up_and_its_task_ends_with_75(stopped: tuple[Wor
     assert exit_codes(site, job) == dict.fromkeys(range(len(STOPS)), "75:0")
     for index, (stop, signal) in enumerate(STOPS.items()):
         log = (site.folder / "logs" / f"shardprep-{job}_{index}.log").read_text()
-        [told] = re.findall(r"the worker heard (.*)", log)
-        assert signal in told.split()  # of scancel both are on their way, and either may come first
-        # what Slurm itself writes to the log follows it to logs/
+        [heard] = re.findall(r"the worker heard (.*)", log)
+        assert signal in heard.split()  # scancel sends both, in any order
+        # Slurm's own lines follow the log to logs/.
         assert stop != ("scancel",) or "CANCELLED AT" in log
     assert not list(site.folder.parent.glob("*.tmp"))
     assert not list(site.folder.glob("*.log"))

@@ -1,4 +1,4 @@
-"""slurm/prep_array.sh and slurm/train_ddp.sh with stand-ins for Slurm: exit codes, records, signals.
+"""slurm/prep_array.sh and slurm/train_ddp.sh with stand-ins for Slurm: exit codes, records and signals.
 
 test_batch_scripts.py and test_slurm_operations.py run them on real clusters.
 """
@@ -26,46 +26,46 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.processes
 
 
-SLURM_MANGLES = {137: 75, 255: 75}  # a worker that was killed, and one that srun could not start
+REPLACED = {137: 75, 255: 75}  # Slurm mangles these: a killed worker, and one that srun could not start
 
 
-@pytest.mark.parametrize("code", [0, 2, 65, 66, 73, 74, 75, 78, *SLURM_MANGLES])
-def test_the_workers_exit_codes_are_the_tasks_but_for_those_that_slurm_mangles(desk: Desk, code: int) -> None:
-    desk.task(code=SLURM_MANGLES.get(code, code), srun=f"exit {code}")
+@pytest.mark.parametrize("code", [0, 2, 65, 66, 73, 74, 75, 78, *REPLACED])
+def test_a_task_ends_with_the_exit_code_of_its_worker_unless_slurm_mangles_it(desk: Desk, code: int) -> None:
+    desk.task(code=REPLACED.get(code, code), srun=f"exit {code}")
 
 
-def test_what_a_task_cannot_start_with_is_refused_by_name(desk: Desk) -> None:
+def test_a_task_refuses_several_tasks_per_job_and_missing_files_by_name(desk: Desk) -> None:
     names = ("SHARDPREP_PYTHON", "SHARDPREP_SETUP")
     wrong = [{"SLURM_NTASKS": "2", "SLURM_JOB_NUM_NODES": number} for number in ("1", "2")]
     for environ in [*wrong, *({name: "/no/such/file"} for name in names)]:
-        said = desk.task(code=2, environ=environ)
-        assert ("--ntasks" if environ in wrong else next(iter(environ))) in said
+        output = desk.task(code=2, environ=environ)
+        assert ("--ntasks" if environ in wrong else next(iter(environ))) in output
     assert not (desk.data / "shard-00000.tar").exists()
 
 
-def test_outside_a_job_array_it_prints_the_line_to_type(tmp_path: Path) -> None:
+def test_outside_a_job_array_the_script_prints_the_command_to_type(tmp_path: Path) -> None:
     script = ROOT / "slurm" / "prep_array.sh"
-    said = run_child([script, "my data"], cwd=tmp_path, code=2).stderr
-    assert said.endswith(f"type: sbatch --array=0-9 {script.resolve()} my\\ data\n")
+    output = run_child([script, "my data"], cwd=tmp_path, code=2).stderr
+    assert output.endswith(f"type: sbatch --array=0-9 {script.resolve()} my\\ data\n")
 
 
-@pytest.mark.parametrize("what", ["nothing", "an old preprocess.py", "the package alone"])
-def test_a_python_without_the_package_is_named_with_what_it_lacks(desk: Desk, what: str) -> None:
+@pytest.mark.parametrize("what", ["nothing", "an old preprocess.py", "only the package"])
+def test_a_python_without_the_package_or_its_libraries_is_named(desk: Desk, what: str) -> None:
     bare = desk.tmp / "bare"
     run_child([sys.executable, "-m", "venv", "--without-pip", bare])
-    path = str(ROOT) if what == "the package alone" else ""
+    path = str(ROOT) if what == "only the package" else ""
     environ = {"SHARDPREP_PYTHON": str(bare / "bin" / "python"), "PYTHONPATH": path}
     if what == "an old preprocess.py":
         (desk.tmp / "preprocess.py").write_text("print('the old script')")
-    said = desk.task(code=2, environ=environ)
-    assert re.search(rf"node n1: python {bare}/bin/python \(3\.\d+\.\d+\).*SHARDPREP_SETUP", said)
-    assert ("preprocess.plan, numpy" in said) == (what != "the package alone")
-    assert "numpy, orjson, tokenizers, tqdm" in said
-    assert (f"{desk.tmp}/preprocess.py" in said) == (what == "an old preprocess.py")
-    assert "the old script" not in said
+    output = desk.task(code=2, environ=environ)
+    assert re.search(rf"node n1: python {bare}/bin/python \(3\.\d+\.\d+\).*SHARDPREP_SETUP", output)
+    assert ("preprocess.plan, numpy" in output) == (what != "only the package")
+    assert "numpy, orjson, tokenizers, tqdm" in output
+    assert (f"{desk.tmp}/preprocess.py" in output) == (what == "an old preprocess.py")
+    assert "the old script" not in output
 
 
-def test_files_named_as_packages_in_the_folder_of_submission_are_left_alone(desk: Desk) -> None:
+def test_files_in_the_current_folder_do_not_shadow_packages(desk: Desk) -> None:
     for name in ("preprocess", "loader", "platform", "json"):
         (desk.tmp / f"{name}.py").write_text("print('the old script')")
     assert "the old script" not in desk.task(index=1)
@@ -73,17 +73,17 @@ def test_files_named_as_packages_in_the_folder_of_submission_are_left_alone(desk
 
 
 def test_setup_srun_arguments_and_container_are_used(desk: Desk) -> None:
-    # a set-up file as they are: unset variables, a failing line, its own look at the arguments
+    # A typical set-up file: unset variables, a failing line, and a check of the arguments.
     (desk.tmp / "setup.sh").write_text('echo "$# arguments $NOT_SET"\nfalse\nexport MARK=setup\n')
     environ = {"SHARDPREP_SETUP": "setup.sh", "SHARDPREP_SRUN_ARGS": "--label --job-name=other"}
     environ["SHARDPREP_EXEC"] = "env MARK=container"
-    said = desk.task(srun='echo "$MARK: $*"', environ=environ).splitlines()
-    assert said[0] == "0 arguments "
-    assert re.match(r"setup: .*--label --job-name=other env MARK=container sh -c", said[1])
+    lines = desk.task(srun='echo "$MARK: $*"', environ=environ).splitlines()
+    assert lines[0] == "0 arguments "
+    assert re.match(r"setup: .*--label --job-name=other env MARK=container sh -c", lines[1])
 
 
 @pytest.mark.parametrize("name", ["mine.txt", "shardprep-7_0.log"])
-def test_a_log_that_the_user_named_or_that_cannot_be_moved_stays_there(desk: Desk, name: str) -> None:
+def test_a_log_with_a_name_of_the_user_or_that_cannot_be_moved_is_kept(desk: Desk, name: str) -> None:
     logs, log = desk.tmp / "logs", desk.tmp / name
     if name != "mine.txt":
         logs.write_text("in the way")
@@ -93,8 +93,8 @@ def test_a_log_that_the_user_named_or_that_cannot_be_moved_stays_there(desk: Des
     assert not logs.is_dir()
 
 
-def test_an_srun_that_ends_with_0_where_its_node_failed_leaves_the_record(desk: Desk) -> None:
-    """Whatever the folder is called."""
+def test_the_record_stays_if_srun_ends_with_0_after_a_node_failure(desk: Desk) -> None:
+    """With any name of the folder."""
     desk.data = desk.data.rename(desk.tmp / 'it\'s "a" \\ 데이터 $(touch INJECTED)\nfolder')
     with (desk.tmp / "a log").open("wb") as file:
         desk.task(srun="echo 'srun: error: Node failure on n1'", stdout=file)
@@ -104,10 +104,10 @@ def test_an_srun_that_ends_with_0_where_its_node_failed_leaves_the_record(desk: 
     assert failure["log"] == str(desk.tmp / "a log")
 
 
-def test_retry_asks_for_what_a_plain_task_had_and_says_the_workers_words(desk: Desk) -> None:
+def test_retry_requests_what_a_plain_task_had_and_status_has_the_workers_message(desk: Desk) -> None:
     environ = {"SLURM_JOB_PARTITION": "amx-part", "SLURM_MEM_PER_NODE": "3000", "SLURM_JOB_ACCOUNT": "mine"}
     desk.data = desk.data.rename(desk.tmp / 'it\'s "a" 데이터 $(touch INJECTED)')
-    environ["SLURM_JOB_END_TIME"] = str(round(time.time()) + 45 * 60)  # an older Slurm does not tell it
+    environ["SLURM_JOB_END_TIME"] = str(round(time.time()) + 45 * 60)  # not set by older versions of Slurm
     desk.task("--input_dir", "/no/such/folder", index=1, code=66, environ=environ)
     (failure,) = desk.status()["failures"]
     assert (failure["shard"], failure["cause"]) == (1, "no such input or shard (66)")
@@ -120,7 +120,7 @@ def test_retry_asks_for_what_a_plain_task_had_and_says_the_workers_words(desk: D
 
 @pytest.mark.parametrize("link", ["jobs", "jobs/attempts", "jobs/attempts/7_2.r0"])
 def test_a_task_keeps_no_record_through_a_link(desk: Desk, link: str) -> None:
-    """Nor does its work stop: it is another user who put the link there."""
+    """Another user may have put the link there, so the work continues."""
     other = desk.tmp / "other"
     (other / "attempts").mkdir(parents=True)
     (other / "file").touch()
@@ -131,7 +131,7 @@ def test_a_task_keeps_no_record_through_a_link(desk: Desk, link: str) -> None:
     assert not (other / "file").read_bytes()
 
 
-def test_where_no_record_can_be_written_the_shard_is_made_all_the_same(desk: Desk) -> None:
+def test_a_shard_is_made_even_if_no_record_can_be_written(desk: Desk) -> None:
     (desk.data / "jobs").write_text("a file in the way")
     desk.task()
     assert (desk.data / "shard-00000.tar").exists()
@@ -141,8 +141,8 @@ def test_where_no_record_can_be_written_the_shard_is_made_all_the_same(desk: Des
 # --- slurm/train_ddp.sh
 
 
-# As many tasks as asked for; where one ends badly the others are killed, and the highest code is srun's own,
-# as of the real one.
+# Starts the requested number of tasks. Like the real srun, it kills the others if one fails, and ends with
+# the highest exit code.
 SRUN = r"""#!/bin/bash
 printf '%s\n' "$@" >"$0.arguments"
 while [[ $1 = --* ]]; do [[ $1 != --ntasks=* ]] || num=${1#*=}; shift; done
@@ -169,7 +169,7 @@ if how != "unheeding":
 (folder.parent / f"pid-{rank}-{start}").write_text(str(os.getpid()))
 (folder.parent / f"pid-{rank}-{start}").rename(folder.parent / f"began-{rank}-{start}")
 while how == "once" and len(list(folder.parent.glob(f"began-*-{start}"))) < 2:
-    time.sleep(0.02)  # else one that ends at once could have the other killed before it began
+    time.sleep(0.02)  # otherwise the other rank could be killed before it has begun
 if how == "unheeding":
     (folder / "step-1.pt").touch()
 if how in ("stop", "unheeding", "save nothing") or (how == "once" and start == "1"):
@@ -209,30 +209,30 @@ def start(place: Path, how: str, *, state: str = "RUNNING 0", **environ: str) ->
 
 
 def wait_until_begun(place: Path, start: int = 0) -> list[int]:
-    """The ranks' process ids, once both of this start of torchrun heed their signals."""
+    """Wait until both ranks of this start of torchrun handle signals, and return their process ids."""
     found = [place / f"began-{rank}-{start}" for rank in (0, 1)]
     wait_until(lambda: all(path.exists() for path in found))
     return [int(path.read_text()) for path in found]
 
 
 class Run(NamedTuple):
-    """How the ranks behave, who is told to stop, what the job has set, and what comes of it."""
+    """How the ranks behave, who gets a signal, the variables of the job, and the result."""
 
     how: str
-    code: int = 75  # unless it is requeued
+    code: int = 75  # exit code, unless it is requeued
     says: str = ""
-    told: str = "nobody"
+    told: str = "nobody"  # who gets the signal: nobody, job or ranks
     number: int = signal.SIGTERM
     of_job: Mapping[str, str] = {}
     is_requeued: bool = False
-    finds: Sequence[str] = ()  # files beside the checkpoints, while it runs
-    passes: Sequence[str] = ()  # sizes of its step, which else has all that the job has
+    finds: Sequence[str] = ()  # files beside the checkpoints while it runs
+    passes: Sequence[str] = ()  # size options of srun; by default a step gets everything of the job
 
 
 THREE_CPUS, TORCHRUN = {"SLURM_CPUS_PER_TASK": "3"}, {"SHARDPREP_LAUNCHER": "torchrun"}
 NO_PYTHON = {**TORCHRUN, "SHARDPREP_PYTHON": "false", "SLURM_JOB_NUM_NODES": "1"}
 SIZES = ("--cpus", "--mem", "--gpus", "--gres", "--tres", "--exclusive", "--exact")
-# Slurm started it again twice, as where one node after the other dies under it.
+# Slurm has restarted the job twice, for example after node failures.
 AGAIN = {"SLURM_RESTART_COUNT": "2", "state": "RUNNING 2"}
 RUNS = {
     "exit code 3": Run("3", 3, "the first to fail was rank 1 on n1, with exit code 3"),
@@ -246,21 +246,21 @@ RUNS = {
     ),
     "before the time limit": Run("stop", told="job", number=signal.SIGUSR1, is_requeued=True),
     "a preemption": Run("stop", told="job", is_requeued=True),
-    # With GraceTime the script itself hears nothing. A program that does not heed TERM dies of it.
+    # With GraceTime the script gets no signal. A program that does not handle TERM is killed by it.
     "a preemption with GraceTime": Run("stop", told="ranks", is_requeued=True),
-    "one that no rank heeds, after a checkpoint": Run("unheeding", told="ranks", is_requeued=True),
+    "one that no rank handles, after a checkpoint": Run("unheeding", told="ranks", is_requeued=True),
     "scancel": Run("stop", told="job", of_job={"state": "COMPLETING 0"}),
     "it runs elsewhere by now": Run("stop", told="job", of_job={"state": "RUNNING 1"}),
     "no newer checkpoint": Run("save nothing", told="job", number=signal.SIGUSR1),
-    "past the most requeues": Run("stop", told="job", of_job={"SHARDPREP_MAX_REQUEUES": "0"}),
-    "started again too often": Run("3", 75, "not again", of_job={**AGAIN, "SHARDPREP_MAX_REQUEUES": "1"}),
-    # Its processes may live on there, with the stop file of their own run.
+    "too many requeues": Run("stop", told="job", of_job={"SHARDPREP_MAX_REQUEUES": "0"}),
+    "restarted too often": Run("3", 75, "not again", of_job={**AGAIN, "SHARDPREP_MAX_REQUEUES": "1"}),
+    # Its old processes may still be running, with their own stop file.
     "a node was lost": Run("stop", told="job", of_job=AGAIN, is_requeued=True, finds=[".stop-7-1"]),
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_job_that_was_stopped_saves_and_is_requeued_if_it_may_go_on_or_ends_with_the_first_failure(
+def test_a_stopped_training_is_requeued_after_a_checkpoint_and_a_failed_one_is_not(
     tmp_path: Path, name: str
 ) -> None:
     run, folder = RUNS[name], tmp_path / "checkpoints"
@@ -269,7 +269,7 @@ def test_a_job_that_was_stopped_saves_and_is_requeued_if_it_may_go_on_or_ends_wi
         ranks = wait_until_begun(tmp_path)
         assert not run.finds or [path.name for path in folder.iterdir()] == run.finds
         for pid in ranks if run.told == "ranks" else [process.pid]:
-            with contextlib.suppress(ProcessLookupError):  # one that dies of it takes the others with it
+            with contextlib.suppress(ProcessLookupError):  # the first to die may end the others
                 os.kill(pid, run.number)
     log = end_of(process, code=None)
     assert (tmp_path / "requeued").exists() == run.is_requeued, log
@@ -282,8 +282,8 @@ def test_a_job_that_was_stopped_saves_and_is_requeued_if_it_may_go_on_or_ends_wi
     assert [path.name for path in folder.iterdir()] == saved, log
 
 
-def test_ranks_that_stop_when_asked_are_no_failure_that_torchrun_starts_again(tmp_path: Path) -> None:
-    """After one restart that it did make."""
+def test_torchrun_does_not_restart_ranks_that_stop_when_asked(tmp_path: Path) -> None:
+    """It does restart them after a failure, which comes first here."""
     of_job = {**TORCHRUN, "SHARDPREP_PROCS": "2", "SLURM_JOB_NUM_NODES": "1"}
     of_job |= {"PET_MAX_RESTARTS": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     process = start(tmp_path, "once", **of_job)
@@ -291,4 +291,4 @@ def test_ranks_that_stop_when_asked_are_no_failure_that_torchrun_starts_again(tm
     process.send_signal(signal.SIGUSR1)
     log = end_of(process, code=None)
     assert (tmp_path / "requeued").exists(), log
-    assert len(list(tmp_path.glob("began-*"))) == 4, "it was not started a third time"
+    assert len(list(tmp_path.glob("began-*"))) == 4, "there was no third start"

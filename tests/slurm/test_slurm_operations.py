@@ -17,7 +17,7 @@ import pytest
 from tests.checkout import ROOT
 from tests.children import is_living, run_child
 from tests.held_children import Hold
-from tests.slurm.started_cluster import FAULTY_PYTHON, Cluster, kill_node, set_right, started_cluster
+from tests.slurm.started_cluster import FAULTY_PYTHON, Cluster, kill_node, reset_cluster, started_cluster
 from tests.waiting import wait_until
 from tests.world import World
 
@@ -30,17 +30,17 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE"""
 HAS_CGROUPS = os.access("/sys/fs/cgroup/memory", os.W_OK)
-STOPPED = "stopped by a signal (75)"  # of scancel the worker's own end may be seen first
+STOPPED = "stopped by a signal (75)"  # after scancel, the end of the worker may be seen first
 ACCEPTING = ("--worker_args", "--max_bad_fraction 0.6")
 
 
 class Seven(World):
-    """A data set of seven shards, one per file, and a worker's Python that fails as it is told."""
+    """A data set of seven shards, one per file, and a Python for workers with faults on demand."""
 
-    place: Path  # of the faults
+    place: Path  # folder of the faults' markers
 
     def arm(self, *faults: str) -> None:
-        """Have workers fail: ``kill-3`` is a fault of ``FAULTY_PYTHON``, and a shard."""
+        """Make workers fail: ``kill-3`` is a fault of ``FAULTY_PYTHON`` and a shard."""
         for fault in faults:
             (self.place / fault).touch()
 
@@ -64,14 +64,14 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def site(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster, on which no test leaves a job or a node that is down, however it ends."""
+    """The cluster. After each test all jobs are cancelled and all nodes resumed."""
     yield cluster
-    set_right(cluster.environ)
+    reset_cluster(cluster.environ)
 
 
 @pytest.fixture
 def seven(site: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Seven:
-    """Seven input files, the fifth of them half undecodable, planned one file per shard."""
+    """A plan of seven input files, one per shard. Half of the fifth is undecodable."""
     seven = Seven(tmp_path, data_dir=tmp_path / "a folder's 50%")
     for number in range(7):
         lines = [f"{number}번째 파일의 {line}번째 줄. Line {line}.".encode() for line in range(300)]
@@ -88,14 +88,14 @@ def seven(site: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sev
 
 
 def type_next(site: Cluster, data: Path, folder: Path) -> None:
-    """Type in a folder what status says to type next, and wait for its jobs."""
+    """Run the next command that status prints, in a folder, and wait for its jobs."""
     (line,) = re.findall(r"^next: (.*)$", site.slurm("status", data), re.MULTILINE)
     environ = {**site.environ, "PATH": f"{Path(sys.executable).parent}:{site.environ['PATH']}"}
     run_child(["bash", "-c", line], env=environ, cwd=folder)
     site.wait_until_idle()
 
 
-def test_plain_sbatch_is_seen_a_copy_leaves_it_alone_and_next_runs_as_printed(
+def test_status_sees_plain_sbatch_jobs_but_a_copy_of_the_data_set_does_not(
     site: Cluster, seven: Seven, tmp_path: Path
 ) -> None:
     data, copy, elsewhere = seven.data_dir, tmp_path / "copy", tmp_path / "else where"
@@ -122,12 +122,10 @@ def test_plain_sbatch_is_seen_a_copy_leaves_it_alone_and_next_runs_as_printed(
     assert site.status(data)["done"] == "0-3,5-6"
 
 
-def test_until_done_heals_each_failure_as_its_cause_asks_and_nobody_types_anything(
-    site: Cluster, seven: Seven, tmp_path: Path
-) -> None:
-    """OOM, time limit, scancel, a node killed under a Python that lives on, kill -9, a set-up that exits.
+def test_until_done_recovers_from_every_kind_of_failure(site: Cluster, seven: Seven, tmp_path: Path) -> None:
+    """OOM, time limit, scancel, a node failure with a surviving worker, kill -9, a set-up that exits.
 
-    Slurm looks at time limits every 30 s from its start, so a short test comes before this one.
+    Slurm checks time limits every 30 s from its start, so a short test comes before this one.
     """
     data, place = seven.data_dir, seven.place
     seven.arm("memory-0", "first-0", "sleep-1", "sleep-2", "survive-3", "kill-5", "setup-6")
@@ -143,7 +141,7 @@ def test_until_done_heals_each_failure_as_its_cause_asks_and_nobody_types_anythi
     (node,) = site.run("squeue", "-h", f"--jobs={job}_3", "--format=%N").split()
     kill_node(site.environ, node)
     wait_until((data / "jobs" / "0001.json").exists)
-    (place / "release").touch()  # two writers of shard 3
+    (place / "release").touch()  # now shard 3 has two writers
     site.wait_until_idle()
 
     state = site.status(data)
@@ -167,14 +165,14 @@ def test_until_done_heals_each_failure_as_its_cause_asks_and_nobody_types_anythi
     assert asked["1"] == (205, 2), "twice the time"
     if HAS_CGROUPS:
         assert asked["0"] == (410, 1), "twice the memory"
-    assert list((data / "jobs" / "attempts").iterdir()) == [], "no record of what is done"
+    assert list((data / "jobs" / "attempts").iterdir()) == [], "done shards keep no records"
     assert (data / "report.html").exists()
     undisturbed = World(tmp_path / "undisturbed", raw_dir=seven.raw_dir)
     assert seven.contents() == undisturbed.plan(num_shards=None, max_bad_fraction=0.6).run().contents()
 
 
-def test_limits_of_nodes_refuse_and_one_of_the_qos_makes_larger_tasks(site: Cluster, seven: Seven) -> None:
-    """And it leaves a place for the controller."""
+def test_a_limit_of_nodes_is_refused_and_one_of_a_qos_makes_larger_tasks(site: Cluster, seven: Seven) -> None:
+    """The limit leaves room for the controller."""
     refusals = {
         ("--cpus_per_task", 40): "--cpus-per-task=40",
         ("--mem_gb", 99): "--mem=101376M",
@@ -188,7 +186,7 @@ def test_limits_of_nodes_refuse_and_one_of_the_qos_makes_larger_tasks(site: Clus
     site.run(*modify, "MaxSubmitJobsPerUser=4")
     try:
         site.slurm("submit", seven.data_dir, "--cpus_per_task", 1, "--mem_gb", 1, *ACCEPTING, "--until_done")
-        assert len(seven.submission()["arrays"][0]["tasks"]) <= 2, "two jobs stand behind them"
+        assert len(seven.submission()["arrays"][0]["tasks"]) <= 2, "the limit is four jobs"
         site.wait_until_idle()
     finally:
         site.run(*modify, "MaxSubmitJobsPerUser=-1")
@@ -196,7 +194,7 @@ def test_limits_of_nodes_refuse_and_one_of_the_qos_makes_larger_tasks(site: Clus
     assert (state["done"], state["verified"], state["history"][-1]["event"]) == ("0-6", True, "finished")
 
 
-def test_preempted_tasks_start_again_and_are_counted(site: Cluster, seven: Seven) -> None:
+def test_preempted_tasks_restart_and_manifests_count_the_restarts(site: Cluster, seven: Seven) -> None:
     seven.arm("sleep-0", "sleep-1", "sleep-2")
     site.slurm("submit", seven.data_dir, "--cpus_per_task", 4, "--mem_gb", 1, *ACCEPTING)
     wait_until(lambda: not list(seven.place.glob("sleep-*")))
@@ -209,15 +207,15 @@ def test_preempted_tasks_start_again_and_are_counted(site: Cluster, seven: Seven
     assert seven.temporaries() == []
 
 
-def test_forty_shards_by_submitit_on_a_real_slurm_fit_its_array_and_a_preempted_job_comes_back(
+def test_submitit_makes_forty_shards_within_maxarraysize_and_after_a_preemption(
     site: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """USR2 is what submitit asks Slurm for before a time limit or a preemption."""
+    """submitit has Slurm send USR2 before a time limit or a preemption."""
     submitit = pytest.importorskip("submitit")
     from slurm import submit_with_submitit
 
     world = World(tmp_path).raw({"a.txt": "a line\n" * 400}).plan(num_shards=40)
-    hold = Hold(tmp_path, "open", r"/\.shard-\d+\.idx\.")  # of a worker; it stays there until it is let go
+    hold = Hold(tmp_path, "open", r"/\.shard-\d+\.idx\.")
     for name, value in {**hold.environ(), "SLURM_CONF": site.environ["SLURM_CONF"]}.items():
         monkeypatch.setenv(name, value)
     executor = submitit.AutoExecutor(folder=tmp_path / "log", cluster="slurm")
@@ -227,7 +225,7 @@ def test_forty_shards_by_submitit_on_a_real_slurm_fit_its_array_and_a_preempted_
     held = hold.wait(1)[0]
     environ = Path(f"/proc/{held}/environ").read_text()
     task = "_".join(re.findall(rf"SLURM_ARRAY_{name}_ID=(\d+)", environ)[0] for name in ("JOB", "TASK"))
-    # Slurm takes no signal for a task that it has not quite started: its worker may be faster.
+    # Slurm refuses a signal until it considers the task started, which may be after its worker has begun.
     signal = ["scancel", "--signal=USR2", task]
     wait_until(lambda: subprocess.run(signal, env=site.environ, check=False).returncode == 0)
     wait_until(lambda: not is_living(held))
@@ -238,8 +236,8 @@ def test_forty_shards_by_submitit_on_a_real_slurm_fit_its_array_and_a_preempted_
     assert submit_with_submitit(world.data_dir, executor) == []
 
 
-@pytest.mark.skipif(not HAS_CGROUPS, reason="no cgroups: Slurm does not kill what takes too much memory")
-def test_plain_tasks_that_had_too_little_memory_are_made_by_what_status_prints(
+@pytest.mark.skipif(not HAS_CGROUPS, reason="without cgroups Slurm does not limit memory")
+def test_the_next_command_of_status_gives_plain_tasks_more_memory(
     site: Cluster, seven: Seven, tmp_path: Path
 ) -> None:
     world = World(tmp_path / "plain", raw_dir=seven.raw_dir).plan(num_shards=2, max_bad_fraction=0.6)
@@ -254,7 +252,7 @@ def test_plain_tasks_that_had_too_little_memory_are_made_by_what_status_prints(
 
 _AS_NOBODY = """
 if ! setpriv --reuid 65534 --regid 65534 --clear-groups "$2" --version >/dev/null 2>&1; then
-  # Python lies below a home that is root's alone: only in this mount namespace everybody may pass it.
+  # Python is below root's home, which others cannot read. Make it accessible in this mount namespace only.
   mount --bind "$1" /mnt && mount -t tmpfs -o mode=755 tmpfs /root
   mkdir -p "$1" && mount --bind /mnt "$1"
 fi
@@ -263,17 +261,16 @@ exec setpriv --reuid 65534 --regid 65534 --clear-groups "${@:2}"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-def test_another_user_sees_the_state_and_ends_nothing_and_what_is_done_stays_where_it_is_requeued(
-    site: Cluster, seven: Seven
-) -> None:
-    data = seven.data_dir = Path(shutil.move(seven.data_dir, site.folder / "of root"))  # all may pass
+def test_another_user_sees_the_state_but_cannot_cancel_or_retry(site: Cluster, seven: Seven) -> None:
+    """Also: a done task that is requeued does not change its shard."""
+    data = seven.data_dir = Path(shutil.move(seven.data_dir, site.folder / "of root"))  # others can read it
     seven.arm("sleep-0", "kill-5")
     site.slurm("submit", data, "--cpus_per_task", 1)
     wait_until(lambda: len(list(data.glob("shard-*.json"))) == 4)
     wait_until(lambda: site.status(data)["failed"] == "4-5")
     before, job = seven.contents(), seven.job()
     site.slurm("submit", data, "--shards", "0-3")
-    assert not (data / "jobs" / "0001.json").exists(), "it runs already, or is done"
+    assert not (data / "jobs" / "0001.json").exists(), "these shards are running or done"
     wait_until(lambda: site.tasks(f"{job}_1")[1]["JobState"] == "COMPLETED")
     site.run("scontrol", "requeue", f"{job}_1")
     as_nobody = ["unshare", "--mount", "bash", "-c", _AS_NOBODY, "_", sys.base_prefix, sys.executable]
@@ -298,8 +295,8 @@ def test_another_user_sees_the_state_and_ends_nothing_and_what_is_done_stays_whe
     causes = site.status(data)["causes"]
     assert "0" in (causes.get("CANCELLED"), causes.get(STOPPED)), causes
     assert seven.contents() == before
-    assert "shardprep " not in nobody("status", data).splitlines()[-1], "a command that would be refused"
-    (data / "jobs").chmod(0o700)  # as umask 077 makes it
+    assert "shardprep " not in nobody("status", data).splitlines()[-1], "a command would be refused"
+    (data / "jobs").chmod(0o700)  # as with umask 077
     assert seen() == (4, "", "")
     nobody("retry", data, code=74)
     data.chmod(0o700)

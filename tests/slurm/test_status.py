@@ -1,6 +1,6 @@
-"""What stands in a folder and what Slurm shows, and what follows: what is said, sent and cancelled.
+"""``status``, ``retry``, ``cancel`` and ``report``, given the files of a folder and the answers of Slurm.
 
-Also where Slurm shows little, or the wrong jobs; ``--until_done``, which goes on by itself; and ``report``.
+Also if Slurm shows nothing or the wrong jobs, and with ``--until_done``.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ Step = Callable[[Desk], object]  # ``did`` makes one of a method of the desk
 
 
 class Case(NamedTuple):
-    """What squeue says and what stands in the folder, and what follows from it.
+    """The output of squeue and the files of the folder, and what follows.
 
-    HERE in ``queue`` is the name of this folder's jobs, PLAN begins its plan's id; DATA is the folder.
+    In ``queue``, HERE is the name of this folder's jobs, and PLAN begins its plan id. DATA is the folder.
     """
 
     queue: str = ""
     status: Mapping[str, Any] = {}
-    given: Sequence[Step] = (did("submitted"),)  # the record of job 1, of five tasks, and its verify job 2
+    given: Sequence[Step] = (did("submitted"),)  # the record of array job 1 with five tasks, and verify job 2
     config: str = CONFIG
-    next: str = ""  # what status says to type
-    cancels: str = ""  # what is given to scancel
-    types: str = "submit"  # what is typed then, if ``next`` names nothing
-    sends: str = ""  # shards of the tasks that it sends
-    asks: Sequence[str] = ()  # options of their script
-    ends: int = 0  # its exit code; of cancel, too, where Slurm gives no answer
+    next: str = ""  # the next command by status
+    cancels: str = ""  # arguments of scancel
+    types: str = "submit"  # the command to run then, if ``next`` names none
+    sends: str = ""  # shards of the tasks that this command sends
+    asks: Sequence[str] = ()  # sbatch options of their script
+    ends: int = 0  # exit code of the command, and of cancel if Slurm gives no answer
 
 
 def away(desk: Desk) -> None:
@@ -71,13 +71,13 @@ def in_a_folder_with_a_blank(desk: Desk) -> None:
 
 
 def too_many_left_out(desk: Desk) -> None:
-    """Three tries that failed are no reason to refuse what status says."""
+    """Leave three failed attempts, after which the command that status prints must still work."""
     worker_args = "--input_dir /a"
     for number, fraction in enumerate(("0.04", "0.06", "0.52")):
         request = {"worker_args": worker_args}
         desk.submitted(array(f"10{number}", request=request), verify=f"20{number}", number=number)
-        said = f"too many documents are left out: --max_bad_fraction {fraction}"
-        desk.record(f"10{number}_4", failure(4, 65, said), ended(65), time=1000 + number)
+        message = f"too many documents are left out: --max_bad_fraction {fraction}"
+        desk.record(f"10{number}_4", failure(4, 65, message), ended(65), time=1000 + number)
         worker_args = f"--input_dir /a --max_bad_fraction {fraction}"
 
 
@@ -94,12 +94,12 @@ def run_that_left_too_many_out(desk: Desk) -> None:
 
 
 def failures(index: int, *ends: str) -> list[Step]:
-    """Return steps that leave a record of each attempt at a shard, the newest last."""
+    """Return steps that write a record for each attempt at a shard, the newest last."""
     return [did("record", f"{n}_{index}", end, time=1000 + n) for n, end in enumerate(ends, start=1)]
 
 
 def submitted(**request: Any) -> Step:
-    """Return the step of a submission, granted what it asked for."""
+    """Return the step of a submission that got what it requested."""
     granted = {"mem_mb": round(1024 * request.get("mem_gb", 2)), "time_min": request.get("time_min")}
     return did("submitted", array(request={**request, "exclude": "n1"}, **granted))
 
@@ -113,7 +113,7 @@ OF_KIM = (
 )  # fmt: skip
 OF_KIM_AND_OURS = (did("record", "7_1", SLURM_JOB_USER="kim"), did("record", "8_2"))
 ACCEPTING = "--max_bad_fraction"
-# Of shards 0 to 2: bad input, a set-up, and another cause before two stops.
+# Shards 0 to 2 failed three times: bad input, set-up, and another cause before two stops.
 OFTEN: Sequence[Step] = (
     *failures(0, *[ended(65)] * 3), *failures(1, *[ended(2)] * 3), *failures(2, ended(74), *[ended(75)] * 2),
     did("make_done", 3, 4),
@@ -125,7 +125,7 @@ CASES = {
         {"running": "0-1", "pending": "2-4"}, cancels="1"),
     "the same number from a controller that lost its state": Case(
         runs(submit=LATER), {"running": ""}, sends=ALL),
-    "a task that Slurm started again, and dated anew": Case(
+    "a task that Slurm restarted with a new submit time": Case(
         runs(submit=LATER, restarts="1"), {"running": "0-4"}, cancels="1"),
     "another plan's job of the same number": Case(
         runs(name="shardprep-ba9876543210-3f2a91-0"), {"running": ""}, sends=ALL),
@@ -134,59 +134,59 @@ CASES = {
     "states of a later Slurm": Case(
         squeue_line("0-1", "EXPEDITING") + squeue_line("2-4", "RESV_DEL_HOLD"),
         {"running": "0-1", "pending": "2-4", "failed": ""}, cancels="1"),
-    "what people hold, suspend and requeue": Case(
+    "tasks that were held, suspended and requeued": Case(
         squeue_line("0", "SUSPENDED")
         + squeue_line("1", "PENDING", "JobHeldUser")
         + squeue_line("2", "PENDING", "BeginTime", submit=LATER, restarts="1")
         + squeue_line("3", "REQUEUE_HOLD", "job requeued in held state", submit=LATER, restarts="1")
         + squeue_line("4", "RUNNING"),
         {"running": "0,4", "pending": "1-3"}, cancels="1"),
-    "a controller, which is cancelled first, as it would send again what is cancelled": Case(
+    "a controller, which is cancelled first, or it would resubmit what is cancelled": Case(
         RUNS + squeue_line("N/A", "PENDING", "Dependency", job="9", name="HERE-control"),
         {"controller_jobs": ["9"]}, cancels="9 1"),
-    # No record says what they make: DATA/jobs was emptied; or sbatch timed out, but Slurm has the job.
+    # A job without a record: DATA/jobs was emptied, or sbatch timed out although Slurm got the job.
     "a job that runs, and waits, held, without a record": Case(
         squeue_line("0", "RUNNING", name="HERE") + squeue_line("1-4", "PENDING", "JobHeldUser", name="HERE"),
         {"unrecorded_jobs": ["1"]}, ends=2, cancels="1", given=()),
-    # Plain sbatch is seen once a task of its array began.
+    # A plain sbatch is visible once a task of its array has started.
     "plain sbatch": Case(
         PLAIN_RUNS, {"running": "0", "pending": "1-2"}, sends="3 4", cancels="7",
         given=[did("record", "7_0", time=SINCE_WHEN + 1)]),
-    "plain sbatch, of which no task began": Case(
+    "plain sbatch without a started task": Case(
         PLAIN_RUNS, {"running": "", "pending": ""}, sends=ALL, given=()),
-    "plain sbatch of a controller that gives the id again": Case(
+    "plain sbatch with a job id that Slurm has reused": Case(
         PLAIN_RUNS, {"running": "", "pending": ""}, sends=ALL,
         given=[did("record", "7_0", ended(1), time=1000)]),
-    # What cannot be seen from here is never failed.
+    # Tasks that are not visible from here are never called failed.
     "another cluster": Case("", {"not_visible": "0-4", "failed": ""}, given=OF_OTHER_CLUSTER),
     "another cluster, asked by SLURM_CLUSTERS": Case(
         RUNS, {"running": "0-4"}, cancels="1", given=OF_OTHER_CLUSTER,
         config=CONFIG.replace("= test", "= other")),
-    "a colleague's jobs on a private site, but for those whose record has an end": Case(
+    "a colleague's jobs on a private site, except one whose record has an end": Case(
         "", {"not_visible": "0,2-4", "causes": {"read or write error (74)": "1"}}, sends="1",
         given=OF_KIM, config=f"{CONFIG}PrivateData = jobs,usage\n"),
-    "a colleague's jobs where all is shown": Case("", {"not_visible": ""}, sends=ALL, given=OF_KIM),
-    "a colleague's plain tasks on a private site, beside those of who looks": Case(
+    "a colleague's jobs if all jobs are visible": Case("", {"not_visible": ""}, sends=ALL, given=OF_KIM),
+    "a colleague's plain tasks on a private site, beside the user's own": Case(
         "", {"not_visible": "1", "failed": "2"}, sends="0 2 3 4",
         given=OF_KIM_AND_OURS, config=f"{CONFIG}PrivateData = jobs\n"),
-    "the jobs of a folder of this inode's number on another file system": Case(
+    "the jobs of a folder with this inode number on another file system": Case(
         RUNS, {"running": "", "foreign_jobs": ["1"]}, sends=ALL,
         given=[lambda desk: desk.submitted(identity=f"{desk.identity.partition('.')[0]}.0")]),
-    "a copy, which names the jobs of its original": Case(
+    "a copy with the records of its original": Case(
         RUNS + squeue_line("N/A", "PENDING", job="9", name="shardprep-PLAN-1.0-0-control"),
         {"running": "", "foreign_jobs": ["1", "9"]}, given=[did("submitted", identity="1.0")], sends=ALL),
-    "a copy, of whose original nothing goes on": Case(
+    "a copy of a folder whose jobs have ended": Case(
         squeue_line("0-4", "CANCELLED"), {"foreign_jobs": []}, sends=ALL,
         given=[did("submitted", identity="1.0")]),
     "a folder that was moved": Case(
         RUNS, {"running": "0-4"}, given=[did("submitted"), in_a_folder_with_a_blank], cancels="1",
         next="shardprep status DATA --watch"),
-    "what is not visible is sent by its number alone": Case(
+    "tasks that are not visible are sent only if --shards names them": Case(
         status={"not_visible": "0-4"}, given=OF_OTHER_CLUSTER, sends=ALL,
         next="look where these jobs are visible; if they do not run: shardprep submit DATA --shards 0-4"),
     **{
         f"Slurm {version}": Case(
-            # Job 3 is another's, and of bad input nothing is sent again.
+            # Job 3 is another user's, and shards with bad input are not sent again.
             queue,
             {"running": "2-3", "pending": "4", "causes": {"bad input (65)": "0", "killed by signal 9": "1"}},
             cancels="1 2", types="retry", sends="1",
@@ -204,7 +204,7 @@ CASES = {
     "away, and nobody submitted": Case(given=[away], next="shardprep run DATA", ends=74),
     "away, and a run left too many out": Case(
         given=[run_that_left_too_many_out, away], next="shardprep run DATA --max_bad_fraction 0.06", ends=74),
-    # A run of one machine. Where it is not the same, the process has gone, and another has its number.
+    # A run on a machine. With another start time, the process has ended and its id was reused.
     "a run": Case(
         status={"running": "1-2"}, sends="0 3 4",
         given=[did("run_record", "1-2", HOST, os.getpid(), is_this_process=True)]),
@@ -212,21 +212,21 @@ CASES = {
         status={"failed": "1-2"}, sends=ALL, given=[did("run_record", "1-2", HOST, os.getpid())]),
     "a run elsewhere": Case(
         status={"not_visible": "1-2"}, sends="0 3 4", given=[did("run_record", "1-2", "another.host", 1)]),
-    # What is next, which is typed.
+    # The next command, which is executed.
     "a folder to quote": Case(given=[in_a_folder_with_a_blank], next="shardprep submit DATA", sends=ALL),
-    "nobody may write": Case(
-        given=[lambda desk: desk.patch.setattr(os, "access", lambda *_, **__: False)],  # root may everywhere
+    "no permission to write": Case(
+        given=[lambda desk: desk.patch.setattr(os, "access", lambda *_, **__: False)],  # root always has it
         next="ask its owner to go on, because you cannot write into DATA", ends=73),
     "the same cause three times": Case(
         given=[MOST_MADE, *failures(4, *[ended(74)] * 3)], sends="4",
         next="correct the cause, then: shardprep retry DATA --shards 4"),
-    "too little time three times, of which a retry asks for more": Case(
+    "too little time three times, but a retry requests more": Case(
         given=[MOST_MADE, *failures(4, *[ended(75, stopped_by="TIMEOUT")] * 3)], sends="4",
         next="shardprep retry DATA --shards 4"),
     "too many are left out": Case(
         given=[MOST_MADE, too_many_left_out], sends="4",
         next=f"shardprep retry DATA --worker_args '--input_dir /a {ACCEPTING} 0.06 {ACCEPTING} 0.52'"),
-    # What retry leaves, and what it asks for.
+    # Shards that retry does not send, and what it requests.
     "failed too often": Case(status={"can_retry": "2"}, given=OFTEN, types="retry", sends="2"),
     "found wrong by verify": Case(
         status={"done": "0,2-4", "wrong": "1"}, given=[did("submitted"), one_found_wrong], types="retry",
@@ -258,7 +258,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_may_run_is_never_sent_again_nor_what_others_sent_cancelled(desk: Desk, name: str) -> None:
+def test_no_task_that_may_run_is_sent_again_and_no_job_of_others_is_cancelled(desk: Desk, name: str) -> None:
     case = CASES[name]
     for step in case.given:
         step(desk)
@@ -279,7 +279,7 @@ def test_what_may_run_is_never_sent_again_nor_what_others_sent_cancelled(desk: D
     assert {f"#SBATCH --{option}" for option in case.asks} <= set(script)
 
 
-def test_cancel_of_some_shards_ends_their_tasks_alone_and_no_part_of_a_task(desk: Desk) -> None:
+def test_cancel_with_shards_cancels_only_their_tasks_and_refuses_a_part_of_a_task(desk: Desk) -> None:
     desk.submitted(array(tasks=["0", "1", "2", "3-4"]))
     desk.queue(squeue_line("0-3", "PENDING", "Priority"))
     desk.slurm("cancel", "--shards", "2-3", code=2)
@@ -288,16 +288,16 @@ def test_cancel_of_some_shards_ends_their_tasks_alone_and_no_part_of_a_task(desk
     assert desk.calls("scancel") == ["1_1 1_3"]
 
 
-def test_another_cluster_is_named_and_several_at_once_are_refused(desk: Desk) -> None:
+def test_another_cluster_is_named_and_several_clusters_are_refused(desk: Desk) -> None:
     desk.submitted(cluster="other")
     assert "SLURM_CLUSTERS=other" in desk.status()["why_not_visible"]
     for name, clusters in product(("submit", "status", "retry", "cancel"), ("test,other", "all")):
         desk.slurm(name, code=2, SLURM_CLUSTERS=clusters)
-    assert len(desk.calls("sbatch") + desk.calls("squeue")) == 1, "Slurm is not asked"
+    assert len(desk.calls("sbatch") + desk.calls("squeue")) == 1, "Slurm is not called"
 
 
-def test_who_looks_from_another_time_zone_sees_the_same_job_and_its_start_in_their_own(desk: Desk) -> None:
-    """Slurm prints its times in the zone of who asks."""
+def test_status_in_another_time_zone_knows_the_job_and_prints_its_start_in_local_time(desk: Desk) -> None:
+    """Slurm prints times in the caller's time zone."""
     desk.submitted()
     waits = squeue_line("0-4", "PENDING", start="2026-11-23T08:00:00").strip()
     desk.answers_by("squeue", f"[[ $TZ != UTC0 ]] || echo '{waits}'")
@@ -309,7 +309,7 @@ def test_who_looks_from_another_time_zone_sees_the_same_job_and_its_start_in_the
     assert (state["pending"], state["waits_for"][0]["starts"]) == ("0-4", "2026-11-23T17:00:00")
 
 
-# --- why a shard was not made, by all that is left of its task: its record, its log, and what squeue shows
+# --- why a shard was not made: by its task's record and log, and the output of squeue
 
 
 CANCELLED_AT = "slurmstepd: error: *** JOB 8 ON n1 CANCELLED AT 2026-11-22T01:52:04"
@@ -318,12 +318,12 @@ BAD = (65, "1 document cannot be decoded")
 
 
 class Row(NamedTuple):
-    """What is left of a task that ended, and the cause that status tells."""
+    """The traces of a task that ended, and the cause that status prints."""
 
     cause: str
-    record: list[str | tuple[int, str]] | None = None  # None: it left none; []: one without an end
+    record: list[str | tuple[int, str]] | None = None  # None: no record; []: one without an end
     log: str = ""
-    queue: tuple[str, int, int] | None = None  # state, exit code, signal; None: Slurm has forgotten it
+    queue: tuple[str, int, int] | None = None  # state, exit code, signal; None: Slurm has forgotten the task
     begin: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
 
@@ -345,16 +345,16 @@ ROWS = [
     Row("the set-up file ended the task", [ended(3, stage="set-up")]),
     Row("srun failed", [ended(75, stage="start")]),
     Row("srun failed", [ended(1)], "srun: error: Unable to confirm allocation for job 8: (connect failure)"),
-    # killed: the record has the signal, the log or squeue knows better
+    # killed: the record has the signal, and log or squeue may have the reason
     Row("killed by signal 9", [ended(75, killed_by=9)]),
     Row(
         "OUT_OF_MEMORY", [ended(75, killed_by=9)], "slurmstepd: error: Detected 1 oom_kill event in StepId=8."
     ),
     Row("OUT_OF_MEMORY", [ended(75, killed_by=9)], "srun: error: n1: task 0: Out Of Memory"),
-    Row("OUT_OF_MEMORY", [ended(1)], "srun: error: n1: task 0: Out Of Memory"),  # of a wrapper around Python
+    Row("OUT_OF_MEMORY", [ended(1)], "srun: error: n1: task 0: Out Of Memory"),  # a wrapper around Python
     Row("OUT_OF_MEMORY", [ended(75, killed_by=9)], "slurmstepd: error: Exceeded job memory limit".lower()),
     Row("OUT_OF_MEMORY", [ended(75, killed_by=9)], queue=("OUT_OF_MEMORY", 0, 125)),
-    # told to stop: by whom is in the log, or in squeue
+    # told to stop: log or squeue may have the reason
     Row("stopped by a signal (75)", [ended(75, signal="TERM")]),
     Row("TIMEOUT", [ended(75, signal="TERM")], f"{CANCELLED_AT} DUE TO TIME LIMIT ***"),
     Row("TIMEOUT", [ended(75, signal="USR1", stopped=942)], begin={"time": 400, "SLURM_JOB_END_TIME": 1000}),
@@ -365,7 +365,7 @@ ROWS = [
     Row("PREEMPTED", [ended(75, signal="TERM")], f"{CANCELLED_AT} ***", queue=("PREEMPTED", 0, 15)),
     Row("CANCELLED", [ended(75, signal="TERM")], f"{CANCELLED_AT} ***", queue=("CANCELLED", 0, 15)),
     Row(STEP_STOPPED, [ended(75, signal="TERM")], CANCELLED_AT.replace("JOB 8", "STEP 8.0")),
-    # no end: the script was killed, too
+    # a record without an end: the script was killed, too
     Row(VANISHED, []),
     Row("TIMEOUT", [], f"{CANCELLED_AT} DUE TO TIME LIMIT ***"),
     Row("TIMEOUT", [], queue=("TIMEOUT", 0, 0)),
@@ -376,7 +376,7 @@ ROWS = [
     Row("CANCELLED", [], queue=("CANCELLED", 0, 0)),
     Row("CANCELLED", [], f"{CANCELLED_AT} ***"),
     Row("requeued (scontrol requeue)", [ended(75, signal="TERM")], f"{CANCELLED_AT} DUE TO JOB REQUEUE ***"),
-    # a shard that failed of its own, whatever became of the others of its task
+    # a shard that failed, whatever happened to others of its task
     Row("bad input (65)", [BAD, ended(75)], f"{CANCELLED_AT} DUE TO TIME LIMIT ***", ("TIMEOUT", 0, 0)),
     Row("killed by signal 9", [KILLED, ended(74)]),
     Row("OUT_OF_MEMORY", [KILLED, ended(74)], "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=8."),
@@ -394,7 +394,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("version", ["22.05", "24.11"])
-def test_each_cause_is_told_also_when_slurm_and_the_log_have_forgotten_it(desk: Desk, version: str) -> None:
+def test_status_names_each_cause_also_without_slurm_and_the_log(desk: Desk, version: str) -> None:
     desk.data = World(desk.tmp / "of rows").raw({"a.txt": "a\n" * 99}).plan(num_shards=len(ROWS)).data_dir
     desk.submitted(array(tasks=[str(index) for index in range(len(ROWS))]))
     queue = []
@@ -405,7 +405,7 @@ def test_each_cause_is_told_also_when_slurm_and_the_log_have_forgotten_it(desk: 
             desk.record(f"1_{index}", *lines, log=str(log), **row.begin)
         if row.queue is not None:
             ended_as, code, number = row.queue
-            # 22.05 prints an exit code as wait() has it
+            # 22.05 prints the status of wait()
             shown = str(code << 8 | number) if version == "22.05" else f"{code}:{number}"
             queue.append(squeue_line(str(index), ended_as, exit=shown))
     desk.queue(*queue)
@@ -415,9 +415,9 @@ def test_each_cause_is_told_also_when_slurm_and_the_log_have_forgotten_it(desk: 
     assert [causes.get(index, "none") for index in range(len(ROWS))] == [row.cause for row in ROWS]
     assert all(state["remedies"].values())
     assert left_nothing in state["not_begun"]
-    assert f"1_{left_nothing}" in state["unexplained"], "the accounts may know"
+    assert f"1_{left_nothing}" in state["unexplained"], "sacct may know the cause"
 
-    # MinJobAge later, and the logs are removed: the records have it.
+    # Slurm has forgotten the jobs and the logs are removed, but the records have the causes.
     desk.queue("")
     shutil.rmtree(desk.data / "jobs" / "logs")
     left = {each["shard"]: each["cause"] for each in desk.status()["failures"]}
@@ -425,7 +425,7 @@ def test_each_cause_is_told_also_when_slurm_and_the_log_have_forgotten_it(desk: 
     assert {index: left[index] for index in recorded} == recorded
 
 
-def test_shards_that_a_run_could_not_make_have_their_cause_without_any_slurm(desk: Desk) -> None:
+def test_status_names_the_cause_of_shards_that_run_could_not_make_without_slurm(desk: Desk) -> None:
     lines = b"a line\n" * 50
     world = World(desk.tmp / "of run").raw({"a.txt": lines, "b.txt": lines + b"\xff\n" * 20})
     desk.data = world.plan(num_shards=None).data_dir
@@ -436,14 +436,14 @@ def test_shards_that_a_run_could_not_make_have_their_cause_without_any_slurm(des
     desk.patch.setenv("PATH", str(desk.tmp))
     assert desk.status()["causes"] == {"bad input (65)": "1"}
     name, _, *words = shlex.split(desk.next().removeprefix("next: shardprep "))
-    desk.slurm(name, *words[:-1], "1", "--num_proc", 1)  # with another share
+    desk.slurm(name, *words[:-1], "1", "--num_proc", 1)  # with --max_bad_fraction 1
     desk.slurm("verify")
     assert not [*attempts.iterdir()]
 
 
 @pytest.mark.parametrize("has_moved", [False, True])
-def test_each_start_of_a_task_has_the_cause_of_its_own_part_of_the_log(desk: Desk, has_moved: bool) -> None:
-    """A submission's log goes on; plain sbatch's is moved away when Slurm starts the task again."""
+def test_the_cause_of_each_start_of_a_task_is_in_its_own_part_of_the_log(desk: Desk, has_moved: bool) -> None:
+    """After a restart, a submission continues its log; the log of plain sbatch is moved away."""
     desk.submitted()
     parts = [
         f"shardprep: node {node}: shard 0 begins\n*** JOB 7 ON {node} CANCELLED AT now DUE TO {why} ***\n"
@@ -458,18 +458,18 @@ def test_each_start_of_a_task_has_the_cause_of_its_own_part_of_the_log(desk: Des
     assert (state["causes"], state["restarts"]) == ({"TIMEOUT": "0"}, {"NODE_FAIL on n1": 1})
 
 
-def test_logs_shows_the_attempts_at_a_shard_newest_last_with_the_ends_of_their_logs(desk: Desk) -> None:
+def test_logs_shows_the_end_of_each_attempts_log_newest_last(desk: Desk) -> None:
     frame = "shardprep: node n1: shard 2"
     worker = " 10%\r 20%\nerror: of job {}\nsrun: error: n1: task 0: Exited"
     for number, (job, code) in enumerate((("1", 74), ("3", 65), ("5", 75))):
         log = desk.tmp / f"{job}.log"
         if job == "5":
-            os.mkfifo(log)  # which holds nobody
+            os.mkfifo(log)  # must not block
         else:
             log.write_text(f"{frame} begins\n{worker.format(job)}\n{frame} ended with exit code {code}\n")
         desk.record(f"{job}_2", ended(code), time=1000 + number, log=str(log))
-    said = [line.strip() for line in desk.slurm("logs", 2).splitlines() if line.startswith("  |")]
-    assert said == ["|  20%", "| error: of job 1", "|  20%", "| error: of job 3"], "not the frame, nor srun"
+    lines = [line.strip() for line in desk.slurm("logs", 2).splitlines() if line.startswith("  |")]
+    assert lines == ["|  20%", "| error: of job 1", "|  20%", "| error: of job 3"], "only worker's lines"
 
 
 # --- submissions on disk
@@ -481,7 +481,7 @@ FORGED: dict[str, Any] = {
     "arrays.0.tasks": ["0-99999999999"], "arrays.0.tasks ": ["0-99998"] * 50,
 }  # fmt: skip
 CONTENTS = (b"", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"format": Infinity}')
-# What becomes of a record of a submission, or of its place, and the exit code of every command.
+# A change of a submission's record or of its file, and the exit code of all commands.
 UNREADABLE: list[tuple[Callable[[Path], object], int]] = [
     *((partial(rewrite_json, **{place.strip(): value}), 65) for place, value in FORGED.items()),
     *((partial(Path.write_bytes, data=content), 65) for content in CONTENTS),
@@ -493,7 +493,7 @@ UNREADABLE: list[tuple[Callable[[Path], object], int]] = [
 
 
 def test_a_submission_that_cannot_be_read_or_has_a_wrong_field_is_named_and_holds_nobody(desk: Desk) -> None:
-    """The hash of forged ones is right."""
+    """Forged records have correct hashes."""
     for spoil, code in UNREADABLE:
         path = desk.data / "jobs" / "0000.json"
         if not path.is_dir():
@@ -504,11 +504,11 @@ def test_a_submission_that_cannot_be_read_or_has_a_wrong_field_is_named_and_hold
             assert "jobs/0000.json" in desk.slurm(command, code=code)
 
 
-# --- no answer, or a part of one
+# --- no answer, or an incomplete one
 
 TEXT = squeue_line("0-2", "RUNNING") + squeue_line("3-4", "PENDING", "Priority")
 SILENT = "squeue: error: cluster two: Unable to contact slurm controller"
-# What squeue prints on standard output and as an error, and its exit code.
+# Standard output, standard error and exit code of squeue.
 ANSWERS: list[tuple[str, str, int]] = [
     ("", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1),
     ("", "slurm_load_jobs error: Socket timed out on send/recv operation", 1),
@@ -523,8 +523,7 @@ ANSWERS: list[tuple[str, str, int]] = [
 ]
 
 
-def test_without_an_answer_nothing_is_called_failed_nor_sent_again(desk: Desk) -> None:
-    """A credential expires, or is from the future, where clocks differ by more than munge allows."""
+def test_without_an_answer_of_slurm_no_shard_is_called_failed_or_sent_again(desk: Desk) -> None:
     desk.submitted()
     desk.log("1_0.log", "shardprep: node n1: shard 0 begins\n")
     desk.answers_by("squeue", "cat PLACE/out; cat PLACE/err >&2; exit $(<PLACE/code)")
@@ -540,10 +539,10 @@ def test_without_an_answer_nothing_is_called_failed_nor_sent_again(desk: Desk) -
     assert not desk.calls("scancel")
 
 
-def test_wait_outlasts_a_controller_that_restarts_and_ends_after_an_hour(desk: Desk) -> None:
+def test_submit_wait_gives_up_an_hour_after_the_last_answer_of_slurm(desk: Desk) -> None:
     desk.submitted()
     waits: list[float] = []
-    # Slurm answers the first question, which submit asks, and then no more.
+    # Slurm answers only the first call, by submit.
     once = "[[ ! -e PLACE/answered ]] || { echo 'Socket timed out' >&2; exit 1; }"
     desk.answers_by("squeue", f"{once}; touch PLACE/answered; echo {shlex.quote(RUNS.strip())}")
     desk.at_waits(waits.append)
@@ -552,8 +551,7 @@ def test_wait_outlasts_a_controller_that_restarts_and_ends_after_an_hour(desk: D
     assert 3000 < sum(waits) < 4000
 
 
-def test_a_shard_that_is_done_while_status_looks_is_not_called_failed(desk: Desk) -> None:
-    """A controller that restarts takes its time for an answer: meanwhile the task ends."""
+def test_a_shard_that_is_done_while_status_waits_for_slurm_is_not_called_failed(desk: Desk) -> None:
     desk.submitted()
     record = desk.record("1_0")
     desk.make_done(0)
@@ -565,11 +563,11 @@ def test_a_shard_that_is_done_while_status_looks_is_not_called_failed(desk: Desk
     assert (state["done"], state["failed"]) == ("0", "")
 
 
-# --- what only a person can do
+# --- jobs that wait for a person
 
 
 NEVER_BEGINS = ("PartitionTimeLimit", "PartitionConfig", "QOSGrpCPUMinutesLimit", "AssocGrpCPUMinutesLimit")
-# Slurm's reason -> what a person has to type; "": only an administrator can; None: it begins by itself.
+# Slurm's reason -> the command to type; "": only an administrator can help; None: the job starts by itself.
 REASONS: dict[str, str | None] = {
     **dict.fromkeys(("launch failed requeued held", "JobHeldUser"), "scontrol release 1"),
     **dict.fromkeys((*NEVER_BEGINS, "AssocMaxWallDurationPerJobLimit"), "shardprep cancel {}"),
@@ -579,7 +577,7 @@ REASONS: dict[str, str | None] = {
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_what_waits_for_a_person_is_told_and_ends_a_wait(desk: Desk, reason: str) -> None:
+def test_a_job_that_waits_for_a_person_is_reported_and_ends_submit_wait(desk: Desk, reason: str) -> None:
     typed = REASONS[reason]
     desk.submitted()
     desk.queue(squeue_line("0-4", "PENDING", reason), squeue_line("N/A", "PENDING", "Dependency", **VERIFY))
@@ -594,8 +592,8 @@ def test_what_waits_for_a_person_is_told_and_ends_a_wait(desk: Desk, reason: str
     desk.slurm("submit", "--wait", code=74)
 
 
-def test_wait_does_not_wait_for_a_verify_job_that_a_later_one_made_needless(desk: Desk) -> None:
-    """It was to run where the nodes are down by now."""
+def test_submit_wait_does_not_wait_for_a_verify_job_that_is_no_longer_needed(desk: Desk) -> None:
+    """The verify job of an earlier submission waits for nodes that are down."""
     desk.submitted()
     desk.submitted(array("5"), verify="6", number=1)
     desk.make_done(*range(5))
@@ -609,11 +607,11 @@ def test_wait_does_not_wait_for_a_verify_job_that_a_later_one_made_needless(desk
         desk.slurm("submit", "--wait")
 
 
-# --- the page
+# --- fields of status
 
 
 @pytest.mark.parametrize("command", ["status", "report"])
-def test_fields_of_json_are_those_that_are_documented(desk: Desk, command: str) -> None:
+def test_json_has_exactly_the_documented_fields(desk: Desk, command: str) -> None:
     desk.submitted()
     desk.queue(squeue_line("0", "PENDING", "Resources"), QUEUES["24.11.5"])
     page = (ROOT / "docs" / f"{command}_json.md").read_text(encoding="utf-8")
@@ -622,7 +620,7 @@ def test_fields_of_json_are_those_that_are_documented(desk: Desk, command: str) 
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(fields)
 
 
-def test_the_speed_counts_since_the_newest_submission_and_waits_count(desk: Desk) -> None:
+def test_speed_is_measured_since_the_newest_submission_and_the_rest_includes_waits(desk: Desk) -> None:
     now = time.time()
     desk.patch.setattr("slurm.status.time.time", lambda: now)
     desk.submitted(submitted=now - 1000)
@@ -635,16 +633,16 @@ def test_the_speed_counts_since_the_newest_submission_and_waits_count(desk: Desk
     state = desk.status()
     tokens = json.loads((desk.data / "shard-00001.json").read_text())["counts"]["num_tokens"]
     assert state["tokens_per_s"] == round(tokens / 60)
-    assert 100 < state["left_s"] < 300, "three shards of the size of one that took a minute"
+    assert 100 < state["left_s"] < 300, "three shards, if one takes a minute"
     begins = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now + 7200))
     running = squeue_line("3-4", "RUNNING", job="5")
     desk.queue(running, squeue_line("2", "PENDING", "BeginTime", job="5", start=begins))
     assert abs(desk.status()["left_s"] - 7200) < 3
     desk.queue(running, squeue_line("2", "PENDING", "launch failed requeued held", job="5"))
-    assert desk.status()["left_s"] is None, "nobody knows when"
+    assert desk.status()["left_s"] is None, "the start is unknown"
 
 
-def test_a_verify_job_that_ran_out_of_time_or_never_begins_is_told(desk: Desk) -> None:
+def test_status_reports_a_verify_job_that_ran_out_of_time_or_cannot_start(desk: Desk) -> None:
     desk.submitted()
     desk.make_done(*range(5))
     words = "*** JOB 2 ON n1 CANCELLED AT 2026-11-22T01:52:04 DUE TO TIME LIMIT ***\n"
@@ -658,28 +656,28 @@ def test_a_verify_job_that_ran_out_of_time_or_never_begins_is_told(desk: Desk) -
 
 
 def note_opened(patch: pytest.MonkeyPatch) -> list[str]:
-    """Return the names of the files that are opened from now on."""
+    """Return a list that gets the names of all files opened from now on."""
     opened, open_ = list[str](), os.open
     patch.setattr(os, "open", lambda path, *rest: opened.append(Path(path).name) or open_(path, *rest))
     return opened
 
 
-def test_a_status_reads_each_manifest_and_record_once_and_the_next_look_reads_none_again(desk: Desk) -> None:
+def test_status_watch_reads_each_manifest_and_log_only_once(desk: Desk) -> None:
     desk.submitted()
     desk.make_done(0, 1, 2)
     desk.record("1_3", ended(74), log=str(desk.log("1_3.log", "an error\n")))
     desk.queue(squeue_line("N/A", "RUNNING", **VERIFY))
     opened, looks = note_opened(desk.patch), list[Any]()
-    # The next look is the last one.
+    # Stop after the next look.
     desk.at_waits(lambda _: (looks.append(Counter(opened)), desk.queue("")))
     desk.slurm("status", "--watch")
     for name in [f"shard-{number:05d}.json" for number in range(3)]:
         assert looks[0][name] == opened.count(name) == 1, name
-    assert (looks[0]["1_3.r0"], looks[0]["1_3.log"]) == (2, 1), "a record before Slurm is asked, and after"
+    assert (looks[0]["1_3.r0"], looks[0]["1_3.log"]) == (2, 1), "records before and after calling Slurm"
     assert (len(desk.calls("squeue")), len(desk.calls("scontrol"))) == (2, 1)
 
 
-def test_watch_goes_on_while_a_run_on_this_machine_makes_shards(desk: Desk) -> None:
+def test_status_watch_continues_while_a_run_on_this_machine_makes_shards(desk: Desk) -> None:
     path, looks = desk.run_record("1", socket.gethostname(), os.getpid(), is_this_process=True), list[None]()
     desk.at_waits(lambda _: looks.append(path.unlink()))
     desk.slurm("status", "--watch")
@@ -689,28 +687,28 @@ def test_watch_goes_on_while_a_run_on_this_machine_makes_shards(desk: Desk) -> N
 # --- retry and --until_done
 
 
-def test_until_done_stops_where_only_people_can_help_and_tells_whom_notify_names_once(desk: Desk) -> None:
-    told = desk.tmp / "told"
-    desk.slurm("submit", "--until_done", "--notify", f'echo "$SHARDPREP_RESULT" >>{told}')
-    assert not any("shardprep_notify=" in script for script in desk.sent()), "not before the end"
+def test_until_done_stops_if_only_people_can_help_and_notifies_once(desk: Desk) -> None:
+    notified = desk.tmp / "notified"
+    desk.slurm("submit", "--until_done", "--notify", f'echo "$SHARDPREP_RESULT" >>{notified}')
+    assert not any("shardprep_notify=" in script for script in desk.sent()), "only at the end"
     desk.make_done(0, 1, 2, 3)
     desk.record("1_4", ended(65))
     desk.slurm("retry", "--until_done", code=74)
     assert "bad input (65)" in desk.status()["history"][-1]["why"]
-    assert told.read_text() == "not verified\n"
-    desk.record("1_4", ended(74))  # a controller that cannot go on says so, too
+    assert notified.read_text() == "not verified\n"
+    desk.record("1_4", ended(74))  # a controller that fails is in the history, too
     desk.slurm("retry", "--until_done", "--setup", "/no/such/file", code=2)
     assert "/no/such/file" in desk.status()["history"][-1]["why"]
     desk.slurm("retry", "--until_done", "--round", 5)
     assert "--round 6" in desk.sent()[-1]
     desk.slurm("retry", "--until_done", "--round", 6, code=74)
-    assert desk.status()["history"][-1]["event"] == "stopped", "five rounds are enough"
+    assert desk.status()["history"][-1]["event"] == "stopped", "after five rounds"
 
 
-def test_one_controller_is_left_and_one_that_died_is_told_unless_somebody_ended_it(desk: Desk) -> None:
+def test_there_is_one_controller_and_status_reports_one_that_died_but_was_not_cancelled(desk: Desk) -> None:
     control = squeue_line("N/A", "PENDING", "Dependency", job="3", name=f"{desk.job_name}-control")
     desk.slurm("submit", "--until_done", "--shards", "0-2")
-    assert "--shards 0-2" in desk.sent()[2], "it keeps to the shards that were asked for"
+    assert "--shards 0-2" in desk.sent()[2], "the controller gets the requested shards"
     assert desk.status()["controller_lost"] == "3"
     desk.queue(squeue_line("0-2", "PENDING", name=desk.job_name))
     desk.slurm("cancel", "--shards", 0)
@@ -718,17 +716,17 @@ def test_one_controller_is_left_and_one_that_died_is_told_unless_somebody_ended_
     desk.queue(control)
     assert desk.status()["controller_lost"] == ""
     desk.slurm("submit", "--until_done", "--shards", "3")
-    assert desk.calls("scancel") == ["1_0", "3"], "the one before"
+    assert desk.calls("scancel") == ["1_0", "3"], "the earlier controller"
     desk.queue(control.replace("3|", "6|", 1))
     desk.make_done(*range(5))
     desk.slurm("submit", "--until_done")
-    assert len(desk.sent()) == 6, "the one that is there does it"
+    assert len(desk.sent()) == 6, "the existing controller is enough"
     desk.slurm("cancel")
     desk.queue("")
     assert desk.status()["controller_lost"] == ""
 
 
-def test_clean_removes_the_logs_of_tasks_once_all_is_verified(desk: Desk) -> None:
+def test_clean_removes_the_logs_of_tasks_once_the_data_set_is_verified(desk: Desk) -> None:
     names = ["7_0.log", "control-9.log", "verify-8.log"]
     *_, logs = (desk.log(name, "words\n").parent for name in names)
     desk.slurm("clean")
@@ -739,7 +737,7 @@ def test_clean_removes_the_logs_of_tasks_once_all_is_verified(desk: Desk) -> Non
     assert sorted(path.name for path in logs.iterdir()) == names[1:]
 
 
-# --- report, as a page and as JSON
+# --- report
 
 NAMES = ("뉴스 <b>굵게", "code", "웹문서")
 SECRET = "https://user:hunter2@host/?api_token=abc"
@@ -748,7 +746,7 @@ NODE = '"><img src=x onerror="alert(1)'
 
 @pytest.fixture(scope="module")
 def reported(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """Four packed shards of three sources, with documents left out, and markup in names. Read only."""
+    """Four packed shards of three sources, with left-out documents and markup in names. Never written to."""
     folder = tmp_path_factory.mktemp("report")
     files: dict[str, Any] = {f"{name}/글.txt": hostile_text(150) for name in NAMES}
     files |= {"code/bad.txt": b"good\n\xff\xfe\ncaf\xe9 again\n", "LICENSE.txt": "a\n", "<script>.log": "a\n"}
@@ -764,13 +762,13 @@ def report(folder: Path) -> dict[str, Any]:
 
 
 def page(folder: Path, place: Path) -> tuple[str, str]:
-    """Return the source of a page, and the text between its tags."""
+    """Write the page, and return its source and the text between its tags."""
     call_main("report", folder, "--output", place / "page.html").ends(0)
     source = (place / "page.html").read_text(encoding="utf-8")
     return source, html.unescape(re.sub("<[^>]*>", "", source))
 
 
-def test_the_numbers_are_the_sums_of_the_manifests(reported: World) -> None:
+def test_the_numbers_of_a_report_are_sums_over_the_manifests(reported: World) -> None:
     found = report(reported.data_dir)
     for name in ("num_samples", "num_documents", "num_tokens", "num_pad_tokens", "input_bytes"):
         assert found["counts"][name] == sum(each["counts"][name] for each in reported.manifests()), name
@@ -790,8 +788,8 @@ def test_the_numbers_are_the_sums_of_the_manifests(reported: World) -> None:
     assert (found["shards"]["verified"], found["shards"]["done"]) == (True, "0-3")
 
 
-def test_a_recount_of_the_texts_gives_the_lengths_of_the_report(tmp_path: Path) -> None:
-    """A letter is a token of the world's tokenizer, and BOS stands before each document."""
+def test_the_lengths_of_a_report_are_those_of_the_texts(tmp_path: Path) -> None:
+    """A document has BOS and a token per letter."""
     chooser = random.Random(7)
     lengths = [1 + int(chooser.paretovariate(0.8)) % 900 for _ in range(400)]
     world = World(tmp_path).raw({"a.txt": "\n".join("Q" * length for length in lengths)})
@@ -808,9 +806,9 @@ def test_markup_stays_text_no_secret_is_told_and_nothing_runs(reported: World, t
     source, shown = page(reported.data_dir, tmp_path)
     elements = Counter(re.findall(r"<(\w+)", source))
     assert not elements.keys() & {"script", "i", "img", "iframe", "link", "object", "svg"}
-    assert elements["b"] == 5, "the tiles' own"
+    assert elements["b"] == 5, "only those of the tiles"
     for text in (NAMES[0], NODE, "<b>fast|tokens{x}</b>", "<script>.log"):
-        assert text in shown, "it is shown as it is"
+        assert text in shown, "it is shown unchanged"
     attributes = set(re.findall(r'([\w-]+)="', "".join(re.findall("<[^>]*>", source))))
     assert attributes == {"lang", "charset", "http-equiv", "content", "name", "class", "data-name"}
     assert "default-src 'none'" in source
@@ -820,7 +818,7 @@ def test_markup_stays_text_no_secret_is_told_and_nothing_runs(reported: World, t
         assert not re.search("hunter2|api_token=abc|\x1b", form)
 
 
-def test_an_unfinished_data_set_has_a_report_with_causes(desk: Desk) -> None:
+def test_the_report_of_an_unfinished_data_set_has_causes(desk: Desk) -> None:
     (desk.place / "away").touch()
     desk.submitted()
     desk.record("1_1", ended(75, stopped_by="OUT_OF_MEMORY"))
@@ -831,7 +829,7 @@ def test_an_unfinished_data_set_has_a_report_with_causes(desk: Desk) -> None:
     assert "OUT_OF_MEMORY" in page(desk.data, desk.tmp)[1]
 
 
-def test_a_report_reads_each_manifest_once_and_no_shard_nor_slurm(desk: Desk, reported: World) -> None:
+def test_a_report_reads_each_manifest_once_and_neither_shards_nor_slurm(desk: Desk, reported: World) -> None:
     opened = note_opened(desk.patch)
     before = sorted(reported.data_dir.rglob("*"))
     desk.patch.chdir(desk.tmp)
@@ -849,16 +847,16 @@ OPTIONS: list[dict[str, Any]] = [
     {"num_shards": 3, "keep_text": False, "append_eos": True, "token_format": "npy", "hash_inputs": True},
     {"shard_bytes": "4k", "also": "*.md", "allow_special_tokens": True, "max_bad_fraction": 0.5},
     {"limit": 20, "digests": True, "record": "packed", "seq_len": 64, "pack": "best_fit"},
-    {"record": "chat", "seq_len": 64, "validation_fraction": 0.1},  # with the tokenizer's template
+    {"record": "chat", "seq_len": 64, "validation_fraction": 0.1},  # uses the tokenizer's template
     {"record": "chat", "seq_len": 64, "chat_template_file": "own.jinja"},
 ]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_the_commands_that_are_told_make_the_same_plan_again_from_any_folder(
+def test_the_commands_in_a_report_make_the_same_plan_again_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """Paths were given relative to another folder."""
+    """Even if the plan was made with relative paths in another folder."""
     turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}]
     is_chat, has_own = options.get("record") == "chat", "chat_template_file" in options
     ending, text = ("jsonl", [{"messages": turns}] * 40) if is_chat else ("txt", hostile_text(60))

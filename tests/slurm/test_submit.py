@@ -1,6 +1,6 @@
-"""What ``submit`` asks Slurm for and how it gets there: values, scripts, refusals, two submitters at once.
+"""``submit``: values for Slurm, scripts, answers of Slurm, and two submits at the same time.
 
-tests/oracle/test_refusals.py has the requests that are refused by name.
+tests/oracle/test_refusals.py has requests that are refused.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import pytest
 from shardprep.errors import ReadWriteError, UsageError
 from slurm import submit_with_submitit
 from tests.children import run_child
+from tests.forged import rewrite_plan
 from tests.slurm.fake_slurm import ALL, JOB, WHEN, Desk, array, squeue_line
-from tests.world import call_main
+from tests.world import World, call_main
 
 pytestmark = pytest.mark.processes
 
@@ -51,10 +52,10 @@ PYTHON, SETUP, CONTAINER = "SHARDPREP_PYTHON", "SHARDPREP_SETUP", "SHARDPREP_EXE
         ({}, "--setup /etc/hostname", {PYTHON: "", SETUP: "/etc/hostname"}),
     ],
 )
-def test_values_are_of_flags_or_else_of_variables_and_a_task_has_one_cpu_and_this_python_by_default(
+def test_values_come_from_flags_variables_or_defaults(
     desk: Desk, environ: dict[str, Any], flags: str, expected: dict[str, str]
 ) -> None:
-    """A setup or a container brings another Python."""
+    """By default a task has one CPU and this Python; a set-up or container brings its own Python."""
     desk.answers("sinfo", "cpu*|idle|4000|4|infinite\n")
     shown = desk.slurm("submit", *shlex.split(flags), "--dry_run", **environ).partition("-verify")[0]
     lines = re.findall(r"^(?:#SBATCH --|export )([\w-]+)=(.*)$", shown, re.MULTILINE)
@@ -62,9 +63,9 @@ def test_values_are_of_flags_or_else_of_variables_and_a_task_has_one_cpu_and_thi
     assert {name: found.get(name, "") for name in expected} == expected
 
 
-def test_a_dry_run_prints_what_submit_sends_and_needs_no_controller_and_no_slurm_at_all(desk: Desk) -> None:
+def test_a_dry_run_prints_what_submit_sends_and_works_without_slurm(desk: Desk) -> None:
     shown = desk.slurm("submit", "--mem_gb", 2, "--dry_run", SBATCH_ACCOUNT="env")
-    assert ("(SBATCH_ACCOUNT)" in shown, "(flag)" in shown) == (True, True), "where values came from"
+    assert ("(SBATCH_ACCOUNT)" in shown, "(flag)" in shown) == (True, True), "the origin of values"
     assert not desk.sent()
     names = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "CPUS_PER_TASK", "JOB_NAME")
     in_a_job: dict[str, Any] = {f"SLURM_{name}": "9" for name in names}
@@ -81,7 +82,7 @@ def test_a_dry_run_prints_what_submit_sends_and_needs_no_controller_and_no_slurm
 
 
 def run_head(script: str, folder: Path) -> list[str]:
-    """What bash makes of a rendered script: the words that the worker would get, and the container."""
+    """Run the head of a script in bash. Returns the words that the worker would get, and the container."""
     head = script.partition("\nset -euo pipefail\n")[0]
     (folder / "job.sh").write_text(head + '\nprintf "%s\\0" "${shardprep_command[@]}" "$SHARDPREP_EXEC"\n')
     environ = {"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": "0"}
@@ -89,7 +90,7 @@ def run_head(script: str, folder: Path) -> list[str]:
     return done.stdout.split("\0")[:-1]
 
 
-# What a folder, a flag's value or an environment variable may hold, and a shell must not run or split.
+# Possible names of folders and values of flags or variables, which a shell must neither run nor split.
 NASTY = [
     "a b", " a ", "it's", 'say "a"', "$(touch INJECTED)", "`touch INJECTED`", "; touch INJECTED #", "a;b&c|d",
     "-n", "--wrap=x", "데이터 1", "50% of $HOME", "*?[a]", "~", "#x", "!!", "a\u0085b", "a\u2028b",
@@ -108,7 +109,7 @@ def test_values_reach_the_worker_as_they_are_and_no_shell_runs_them(desk: Desk) 
         place = ["--planned", "--output_dir", str(desk.data)]
         assert run_head(script, heads) == ["--shard_id", "3", *place, "--input_dir", name, name]
         assert run_head(verify, heads) == ["verify", str(desk.data), name]
-    assert [path.name for path in heads.iterdir()] == ["job.sh"], "nothing was run"
+    assert [path.name for path in heads.iterdir()] == ["job.sh"], "nothing was executed"
     assert not list(desk.tmp.rglob("INJECTED"))
 
 
@@ -130,7 +131,7 @@ def test_what_cannot_be_read_or_stand_in_a_script_is_refused_by_name_and_nothing
 
 
 def run_script(script: str, place: Path, code: int) -> list[str]:
-    """The lines of the job's script in bash, with an srun that ends with ``code`` and shows its variables."""
+    """Run a job script with an srun that prints its variables and ends with ``code``. Returns all lines."""
     (place / "srun").write_text(f"#!/bin/sh\nenv | grep ^SLURM | sort\nexit {code}\n")
     (place / "srun").chmod(0o755)
     own = {"MEM_PER_CPU": "1", "MEM_PER_NODE": "2", "CPU_BIND": "x", "STEP_ID": "3", "JOB_ID": "7"}
@@ -142,25 +143,25 @@ def run_script(script: str, place: Path, code: int) -> list[str]:
 
 @pytest.mark.parametrize(("code", "result"), [(0, "verified"), (65, "not verified")])
 def test_the_verify_job_ends_with_a_line_to_grep_and_notifies(desk: Desk, code: int, result: str) -> None:
-    told = desk.tmp / "told"
-    desk.slurm("submit", "--notify", f'echo "$SHARDPREP_RESULT, $SHARDPREP_EXIT_CODE" >{told}; exit 3')
+    notified = desk.tmp / "notified"
+    desk.slurm("submit", "--notify", f'echo "$SHARDPREP_RESULT, $SHARDPREP_EXIT_CODE" >{notified}; exit 3')
     colon = ":" if code else ""
     line = f"shardprep: {result}{colon} 5 shards of {desk.data}"
     assert line in run_script(desk.sent()[1], desk.tmp, code)
-    assert told.read_text() == f"{result}, {code}\n"
+    assert notified.read_text() == f"{result}, {code}\n"
 
 
-def test_a_step_of_a_whole_node_has_its_cpus_and_no_variables_of_another_allocation(desk: Desk) -> None:
+def test_a_step_on_a_whole_node_has_all_cpus_and_no_inherited_variables(desk: Desk) -> None:
     desk.answers("sinfo", "cpu*|idle|4000|3|infinite\n")
     desk.slurm("submit", "--cpus_per_task", "node")
     script = desk.sent()[0]
     assert {"#SBATCH --exclusive", "#SBATCH --mem=0", "shards_of=(0-1 2-4)"} <= set(script.splitlines())
-    said = run_script(script, desk.tmp, 0)
-    assert {"SLURM_CPUS_PER_TASK=64", "SLURM_JOB_ID=7"} <= set(said)
-    assert not re.search("SLURM_(MEM_PER|CPU_BIND|STEP_ID)", "\n".join(said))
+    lines = run_script(script, desk.tmp, 0)
+    assert {"SLURM_CPUS_PER_TASK=64", "SLURM_JOB_ID=7"} <= set(lines)
+    assert not re.search("SLURM_(MEM_PER|CPU_BIND|STEP_ID)", "\n".join(lines))
 
 
-def test_slurms_commands_get_no_variables_of_the_allocation_that_they_run_in(desk: Desk) -> None:
+def test_slurms_commands_get_no_variables_of_the_current_allocation(desk: Desk) -> None:
     desk.submitted()
     desk.answers_by("squeue", "env >PLACE/seen")
     names = ("SLURM_MEM_PER_CPU", "SLURM_CPU_BIND", "SLURM_JOB_ID", "SLURM_CONF", "SLURM_CLUSTERS")
@@ -169,11 +170,11 @@ def test_slurms_commands_get_no_variables_of_the_allocation_that_they_run_in(des
     assert {*seen} == {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_BITSTR_LEN", "SLURM_TIME_FORMAT"}
 
 
-# --- what Slurm takes
+# --- answers of Slurm
 
 
 class Site(NamedTuple):
-    """How Slurm answers, and what comes of a submit."""
+    """How Slurm answers, and the expected result of submit."""
 
     sbatch: str = "exec REAL"
     scontrol: str = "exec REAL"
@@ -192,7 +193,7 @@ REFUSES = "{{ echo '{}' >&2; exit 1; }}"
 TOO_MANY = REFUSES.format("Job violates accounting/QOS policy (size)")
 NO_SUCH_NODE = REFUSES.format("Requested node configuration is not available")
 NO_ANSWER = REFUSES.format("Unable to contact slurm controller (connect failure)")
-# A limit of an account or of a QOS, which nobody asks for: it takes arrays of up to three tasks.
+# A limit of an account or QOS that cannot be queried: arrays of more than three tasks are refused.
 OF_LIMIT = """script=$(cat)
 [[ $script =~ SBATCH\\ --array=0-([0-9]+) ]] && last=${BASH_REMATCH[1]} || last=0
 [[ "$*" != *WHEN* ]] || ((last < 3)) || REFUSED
@@ -200,7 +201,7 @@ printf '%s\\n' "$script" | REAL""".replace("REFUSED", TOO_MANY)
 NO_ROOM = """script=$(cat)
 [[ $script != *-control* || -e PLACE/refused ]] || { touch PLACE/refused; REFUSED; }
 printf '%s\\n' "$script" | REAL""".replace("REFUSED", TOO_MANY)
-# A site's wrapper: it passes the job on, and prints more than the id.
+# A site's wrapper around sbatch, which prints more than the id.
 SAYS_MORE = "id=$(REAL) || exit; [[ -n $id ]] || exit 0; "
 LATER = "Job update not available right now, the DB index is being set, try again in a bit for job 1"
 RELEASE_LATER = (
@@ -213,11 +214,11 @@ SITES = {
     "a limit met by a test": Site(OF_LIMIT.replace("WHEN", "--test-only"), sends=FEW),
     "a limit met by a job": Site(OF_LIMIT.replace("WHEN", "--parsable"), sends=FEW),
     "a short array": Site(answers={"config": "ClusterName = test\nMaxArraySize = 2\n"}, sends=FEW),
-    # Such as hours of an account that are used up, where the site has Slurm refuse them.
+    # For example an account without hours, if the site makes Slurm refuse its jobs.
     "refused however few": Site(TOO_MANY, flags=("--time_min=90",), ends=2, says="--time=90", **NOTHING),
     "no room for the controller": Site(
         NO_ROOM, flags=("--until_done",), sends=(ALL, *FEW), cancels=("1 2",), releases=("3", "4")),
-    # Slurm has the same words for both.
+    # Slurm's message is the same for drained nodes and nodes that never fit.
     "drained nodes": Site(
         f'[[ "$*" != *--test-only* ]] || {NO_SUCH_NODE}; exec REAL', says="Requested node",
         answers={"sinfo": "cpu*|drained|4000|64|infinite\n"}),
@@ -230,7 +231,7 @@ SITES = {
     "no answer to a job": Site(
         f'[[ "$*" != *--parsable* ]] || {NO_ANSWER}; exec REAL', ends=74, says="squeue --me", **NOTHING),
     "a part of the job": Site(answers={"job": JOB[:200]}, ends=74, cancels=("1",), releases=()),
-    # The site renames jobs, and grants more or less than was asked for.
+    # The site renames jobs, and grants more or less than requested.
     "memory and time": Site(
         answers={"job": f"{GRANTED}NumCPUs=4 TimeLimit=00:01:00 MinMemoryNode=300M"},
         records={"name": "the sites name", "mem_mb": 300, "time_min": 1}),
@@ -246,7 +247,7 @@ SITES = {
 
 
 @pytest.mark.parametrize("name", SITES)
-def test_a_submit_follows_what_slurm_takes_and_no_job_runs_unrecorded(desk: Desk, name: str) -> None:
+def test_submit_adapts_to_slurms_answers_and_no_job_runs_without_a_record(desk: Desk, name: str) -> None:
     site, waits = SITES[name], list[float]()
     desk.at_waits(waits.append)
     desk.answers_by("sbatch", site.sbatch)
@@ -263,8 +264,8 @@ def test_a_submit_follows_what_slurm_takes_and_no_job_runs_unrecorded(desk: Desk
     assert waits == ([5] if name == "slow accounts" else [])
 
 
-def test_of_two_submits_at_once_the_second_cancels_its_jobs(desk: Desk) -> None:
-    """The other one's record appears between this one's look at the jobs and its own record."""
+def test_the_second_of_two_simultaneous_submits_cancels_its_jobs(desk: Desk) -> None:
+    """The record of the other one appears after this one has looked at the jobs."""
     place = desk.data / "jobs" / "0000.json"
     record = desk.submitted(array("7"), verify="8").rename(desk.tmp / "0000.json")
     copies = shlex.join(["cp", str(record), str(place)])
@@ -277,45 +278,46 @@ def test_of_two_submits_at_once_the_second_cancels_its_jobs(desk: Desk) -> None:
     desk.slurm("submit")  # finds nothing left to send
 
 
-def test_the_verify_job_waits_for_all_and_has_time_for_all_bytes(desk: Desk) -> None:
+def test_the_verify_job_runs_after_all_tasks_with_time_for_all_bytes(desk: Desk) -> None:
+    *_, (name, size, *_) = World(desk.tmp).plan_json()["inputs"]
+    rewrite_plan(desk.data / "plan.json", f'["{name}",{size},', f'["{name}",14990000000,')
     desk.slurm("submit", "--sbatch_args", "--dependency=afterok:99")
     assert "#SBATCH --dependency=afterok:99\n" in desk.sent()[0]
     assert "--dependency=afterany:1" in desk.calls("sbatch")[-1]
     desk.slurm("retry")
-    assert "afterok:99" not in desk.sent()[2], "which may be gone by then"
-    desk.patch.setattr("shardprep.format.plan.Plan.shard_bytes", lambda _: [3 * 10**9] * 5)
+    assert "afterok:99" not in desk.sent()[2], "the job may be forgotten by then"
     shown = desk.slurm("submit", "--time_min", 2, "--until_done", "--dry_run")
     assert re.findall("^#SBATCH --time=(.*)$", shown, re.MULTILINE) == ["2", "52", "52"]
     desk.answers("sinfo", "cpu*|idle|4000|4|30:00\n")
     shown = desk.slurm("submit", "--time_min", 2, "--dry_run")
-    assert "#SBATCH --time=30\n" in shown, "the partition's"
+    assert "#SBATCH --time=30\n" in shown, "the partition's limit"
 
 
-# --- whose commands run
+# --- trust in records
 
 
 @pytest.mark.parametrize("name", ["setup", "container", "srun_args", "notify", "sbatch_args", "worker_args"])
 def test_retry_takes_no_command_from_a_record_of_other_users(desk: Desk, name: str) -> None:
-    """It shows what to type."""
+    """It prints the flag to type instead."""
     (desk.tmp / "setup.sh").touch()
     value = str(desk.tmp / "setup.sh") if name == "setup" else f"--{name}-of-another"
     desk.slurm("submit", f"--{name}={value}")
     record = desk.data / "jobs" / "0000.json"
     foreign = [(os.geteuid(), 0o666), (12345, 0o644)]
-    for owner, mode in foreign if os.geteuid() == 0 else foreign[:1]:  # root alone can give a file away
+    for owner, mode in foreign if os.geteuid() == 0 else foreign[:1]:  # only root can change an owner
         record.chmod(mode)
         os.chown(record, owner, -1)
         for flags in ([], ["--until_done"]):
             assert f"--{name}={value}" in desk.slurm("retry", *flags, code=78)
-    assert len(desk.sent()) == 2, "nothing of it was sent"
+    assert len(desk.sent()) == 2, "no retry was sent"
     desk.slurm("retry", f"--{name}=", "--dry_run")
     desk.slurm("retry", f"--{name}={value}")
     new_record = (desk.data / "jobs" / "0001.json").read_text()
-    assert value in "".join([*desk.sent()[2:], new_record]), "the user's own word"
+    assert value in "".join([*desk.sent()[2:], new_record]), "the user typed it"
 
 
 def test_a_retry_in_another_folder_has_the_values_of_the_submission(desk: Desk) -> None:
-    """A group, which umask 0002 lets write to most, cannot change them."""
+    """Also with umask 0002, because the record is not writable by the group."""
     (desk.tmp / "setup.sh").touch()
     desk.patch.chdir(desk.tmp)
     mask = os.umask(0o002)
@@ -331,8 +333,8 @@ def test_a_retry_in_another_folder_has_the_values_of_the_submission(desk: Desk) 
     assert exports | options <= set(desk.sent()[2].splitlines())
 
 
-def test_a_user_without_a_name_on_this_machine_can_use_every_command(desk: Desk) -> None:
-    """A user id without a passwd entry and without HOME, as containers have it; Slurm shows its number."""
+def test_a_user_id_without_a_name_can_use_every_command(desk: Desk) -> None:
+    """Without a passwd entry and HOME, as in containers. Slurm shows the number."""
     desk.patch.setattr("pwd.getpwuid", {}.__getitem__)
     for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME"):
         desk.patch.delenv(name, raising=False)
@@ -345,10 +347,10 @@ def test_a_user_without_a_name_on_this_machine_can_use_every_command(desk: Desk)
 # --- submitit
 
 
-def test_a_job_of_submitit_gives_the_manifests_and_raises_where_a_shard_fails(desk: Desk) -> None:
-    """test_slurm_operations.py has it on a real cluster: a limit of an array, a preempted job."""
+def test_a_submitit_job_returns_manifests_and_raises_if_a_shard_fails(desk: Desk) -> None:
+    """test_slurm_operations.py runs it on a real cluster, with MaxArraySize and a preemption."""
     submitit, data = pytest.importorskip("submitit"), desk.data
-    desk.patch.setattr("pdb.post_mortem", lambda: None)  # what a DebugExecutor starts at a failure
+    desk.patch.setattr("pdb.post_mortem", lambda: None)  # a DebugExecutor calls it after a failure
     debug = submitit.AutoExecutor(folder=desk.tmp / "log", cluster="debug")
     (job,) = submit_with_submitit(data, debug, shards_per_task=5)
     assert [manifest.shard_id for manifest in job.result()] == [0, 1, 2, 3, 4]

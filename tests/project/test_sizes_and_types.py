@@ -150,7 +150,7 @@ def test_ids_that_are_no_places_or_missing_are_refused_with_what_to_type(tmp_pat
 def test_shards_that_a_submission_names_again_and_again_take_no_memory(world: World) -> None:
     path = Desk(data=world.data_dir, place=world.data_dir).submitted()
     rewrite_json(path, **{"arrays.0.tasks": ["0-99998"] * 3000})
-    assert ended_in_words(world, "status") == {"status": 65}
+    assert exit_codes(world, "status") == {"status": 65}
 
 
 VALUES: tuple[Any, ...] = (

@@ -398,11 +398,10 @@ class Run:
         return replace(self, sources=tuple(sources), stages=tuple(stages))
 
 
-# The state in a checkpoint, and how a loader resumes from it.
-#
-# A state has a position and the run that led to it: sources and stages, as lists of plain values. The
-# arguments of the loader describe a run, too: the plan. If both are equal from the position on, the loader
-# resumes the state's run. Otherwise it raises an error or, with amend, follows the plan from the next border.
+# The state in a checkpoint has a position and the run that led to it: sources and stages, as lists of plain
+# values. The arguments of a loader describe a run, too: the plan. If both are equal from the position on, the
+# loader resumes the state's run. Otherwise it raises an error or, with amend, follows the plan from the next
+# border on.
 
 STATE_FORMAT, STATE_VERSION = "shardprep-loader-state", 4
 MAX_EPOCH = 2**31 - 1  # so that ticks, counted through all epochs, fit into an int64

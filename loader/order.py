@@ -188,8 +188,7 @@ def choose_windows(*, num_samples: int, num_bytes: int, tick_samples: int, group
 
 def share(slots: range, part: int, num_parts: int) -> range:
     """Return one of ``num_parts`` consecutive parts of some slots. Their sizes differ by at most one."""
-    first = slots.start + len(slots) * part // num_parts
-    return range(first, slots.start + len(slots) * (part + 1) // num_parts)
+    return slots[len(slots) * part // num_parts : len(slots) * (part + 1) // num_parts]
 
 
 # Random numbers: from our own hash, because numpy's streams may change between its versions.

@@ -399,9 +399,8 @@ class Run:
 
 
 # The state in a checkpoint has a position and the run that led to it: sources and stages, as lists of plain
-# values. The arguments of a loader describe a run, too: the plan. If both are equal from the position on, the
-# loader resumes the state's run. Otherwise it raises an error or, with amend, follows the plan from the next
-# border on.
+# values. A loader's arguments describe a run, too: the plan. If both are equal from there on, the loader
+# resumes the state's run. Otherwise it raises an error or, with amend, follows the plan from the next border.
 
 STATE_FORMAT, STATE_VERSION = "shardprep-loader-state", 4
 MAX_EPOCH = 2**31 - 1  # so that ticks, counted through all epochs, fit into an int64

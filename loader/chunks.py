@@ -242,10 +242,10 @@ def parse_id_lists(texts: list[memoryview]) -> tuple[Int64s, Int32s] | None:
     # All bytes outside of numbers are known by now. So if there are enough digits, numbers are only digits.
     if np.count_nonzero(text - np.uint8(_ZERO) < 10) != int(digits.sum()):
         return None
-    return counts, _numbers(joined, first, digits)
+    return counts, _parse_numbers(joined, first, digits)
 
 
-def _numbers(joined: bytes, first: Int64s, digits: Int64s) -> Int32s:
+def _parse_numbers(joined: bytes, first: Int64s, digits: Int64s) -> Int32s:
     """Return the numbers that begin at the bytes ``first``. Overwrites ``digits``.
 
     The eight bytes from a first digit on are combined from two words into one integer. The bytes that follow

@@ -11,7 +11,7 @@ Epoch 0 of N = 10 samples with L = 4, g = 1, blocks and windows of 2 samples and
 * Rotate by ``hash_ints(0, 0, _ROTATE) % 10``, which is 9: 9 0 1 2 3 4 5 6 7 8.
 * Cut into blocks and permute them: 3 4 | 5 6 | 1 2 | 9 0 | 7 8.
 * Give each of the V = 4 slots R = 2 samples: slot 0 has 3 4, slot 3 has 9 0. 7 and 8 are left out.
-* Permute each slot's window: 3 4, 6 5, 1 2 and 0 9. So the ticks are [3, 6, 1, 0] and [4, 5, 2, 9].
+* Shuffle each slot's window: 3 4, 6 5, 1 2 and 0 9. So the ticks are [3, 6, 1, 0] and [4, 5, 2, 9].
 
 Rank 1 of 2 has slots 2 and 3: [1, 0] and [2, 9]. Epoch 1 has the ticks [9, 6, 5, 3] and [8, 7, 4, 2].
 """
@@ -51,9 +51,9 @@ class Order:
 
     1. Rotate the samples by hash(seed, epoch) mod N, so that each epoch leaves out other samples.
     2. Cut them into blocks of K samples, the unit of reading. Permute the blocks except a short last one.
-    3. Cut each slot into windows of M blocks, and permute the samples of each window. With grouping, sort
-       each window by length and cut it into slices of g samples. All slots take these slices in the same
-       random order, so the samples of a tick have similar lengths.
+    3. Shuffle each window of a slot, M blocks or with grouping about 8,192 samples: sort it by a hash of the
+       places in it. With grouping, then sort it by length, stably, and cut it into slices of g samples. All
+       slots take the slices in the same random order, so the samples of a tick have similar lengths.
 
     The price: this is not a uniform permutation. At any time the V M blocks of the current windows are mixed.
     They are in memory: 128 MiB for all ranks together up to L = 256. Above that, blocks grow with L up to
@@ -66,7 +66,7 @@ class Order:
     num_samples: int  # N
     tick_samples: int  # L
     block_samples: int  # K
-    window_samples: int  # M K, per slot
+    window_samples: int  # per slot: M K, or GROUPED_SAMPLES if they fit GROUPED_BYTES
     seed: int
     shuffle: bool = True
     group: int = 1  # g: neighbouring samples of similar length; 1: not grouped
@@ -188,8 +188,7 @@ def choose_windows(*, num_samples: int, num_bytes: int, tick_samples: int, group
 
 def share(slots: range, part: int, num_parts: int) -> range:
     """Return one of ``num_parts`` consecutive parts of some slots. Their sizes differ by at most one."""
-    first = slots.start + len(slots) * part // num_parts
-    return range(first, slots.start + len(slots) * (part + 1) // num_parts)
+    return slots[len(slots) * part // num_parts : len(slots) * (part + 1) // num_parts]
 
 
 # Random numbers: from our own hash, because numpy's streams may change between its versions.

@@ -204,7 +204,7 @@ class ShardReader:
             part = slice(*bounds)
             found = SampleBytes(self._shards, self._buffer, ordered[part], *table[:, part])
             self._read_shards(shard[part], row[part], found, starts=starts)
-        # Check the size of ids and of rows. To check it part by part would cost 6 %.
+        # Check the sizes of ids and rows. To check each part on its own would cost 6 %.
         whole = SampleBytes(self._shards, self._buffer, ordered, *table)
         row_tokens, token_bytes = self._shards.row_tokens, _TOKEN_BYTES[whole.dtype]
         wrong = (token_bytes > 0) & (whole.num_bytes != (row_tokens or whole.num_tokens) * token_bytes)
@@ -286,9 +286,9 @@ class ShardReader:
                 is_apart |= gap % 4 > 0
             first = _first_of_parts(is_apart)
             begin, end = begins[first], ends[np.append(first[1:], len(ends)) - 1]
-            held = -(-(end - begin) // _ALIGN_BYTES) * _ALIGN_BYTES
-            to_buffer = self._used + np.cumsum(held) - held
-            used, self._used = self._used, self._used + int(held.sum())
+            aligned = -(-(end - begin) // _ALIGN_BYTES) * _ALIGN_BYTES
+            to_buffer = self._used + np.cumsum(aligned) - aligned
+            used, self._used = self._used, self._used + int(aligned.sum())
             if self._used > len(self._buffer):
                 grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)
                 grown[:used] = self._buffer[:used]

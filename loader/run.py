@@ -398,10 +398,8 @@ class Run:
         return replace(self, sources=tuple(sources), stages=tuple(stages))
 
 
-# The state in a checkpoint, and how a loader resumes from it.
-#
-# A state has a position and the run that led to it: sources and stages, as lists of plain values. The
-# arguments of the loader describe a run, too: the plan. If both are equal from the position on, the loader
+# The state in a checkpoint has a position and the run that led to it: sources and stages, as lists of plain
+# values. A loader's arguments describe a run, too: the plan. If both are equal from there on, the loader
 # resumes the state's run. Otherwise it raises an error or, with amend, follows the plan from the next border.
 
 STATE_FORMAT, STATE_VERSION = "shardprep-loader-state", 4
@@ -507,7 +505,7 @@ def go_on(
             expected = f"{wanted}; pass {advice}the arguments of that run"
             raise OtherRun(found=found, expected=expected, remedy=remedy)
         if position.num_micro:
-            found = f"amend=True with a state from within a step, after {position.num_micro} batches"
+            found = f"amend=True with a state from within a step (num_micro {position.num_micro})"
             raise UsageError(found=found, expected="a state that was saved after the optimizer's step")
         if is_new:
             return as_planned
@@ -620,14 +618,14 @@ def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:
 def _position_of(saved: _State, run: Run, layout: Mapping[str, int]) -> Position:
     """Return the position of a state. Raises BrokenShard or UsageError if it does not fit the run."""
     if saved.num_micro and saved.layout != layout:
-        found = f"a state from within a step, after {saved.num_micro} batches with {saved.layout}"
+        found = f"a state from within a step (num_micro {saved.num_micro}) with {saved.layout}"
         expected = f"a state saved after the optimizer's step, or those sizes, not {dict(layout)}"
         raise UsageError(found=found, expected=expected)
     if saved.step >= (num_steps := run.steps_in(saved.epoch)):
         raise _damaged_state(f"step is {saved.step} of epoch {saved.epoch}", f"a step below {num_steps}")
     position = Position(run.first_step(saved.epoch) + saved.step, saved.num_micro)
     if saved.num_micro >= (num_batches := run.batches_in_step(position.step)):
-        raise UsageError(found=f"a state after {saved.num_micro} batches", expected=f"below {num_batches}")
+        raise UsageError(found=f"a state with num_micro {saved.num_micro}", expected=f"below {num_batches}")
     return position
 
 

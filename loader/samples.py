@@ -67,8 +67,7 @@ class Samples:
 
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:  # noqa: ARG002
         """Read samples, int64[samples per tick, ticks]. The reader's next ``read`` invalidates the window."""
-        # Tick by tick, as in chunks.
-        data = reader.read(samples.T.reshape(-1), starts=self.starts)
+        data = reader.read(samples.T.reshape(-1), starts=self.starts)  # tick by tick, as in chunks
         return partial(self._chunk_of, data, len(samples))
 
     def _chunk_of(self, data: SampleBytes, tick_samples: int, first: int, end: int) -> Chunk:
@@ -254,8 +253,8 @@ class JoinedRows(Samples):
                 lacks_eos.append(self._lacks_eos(number, documents[-1]))
                 num_decoded += int(ends[high] - ends[low])
                 token, num_left = (token + num_taken) % self.offsets, num_left - num_taken
-        asked = np.concatenate(documents)
-        counts, ids, _ = self._decode(reader.read(asked), np.arange(len(asked)))
+        all_documents = np.concatenate(documents)
+        counts, ids, _ = self._decode(reader.read(all_documents), np.arange(len(all_documents)))
         lacks, ends = np.concatenate(lacks_eos), np.cumsum(counts)
         if lacks.any():
             eos = np.full(len(ends), self.eos_token_id, np.int32)
@@ -267,7 +266,7 @@ class JoinedRows(Samples):
         last = self.offsets - (self.num_samples - 1) * self.row_tokens  # tokens of the last row
         lengths = np.where(samples == self.num_samples - 1, min(last, self.row_tokens), self.row_tokens)
         begin_at, lengths = at[inverse.reshape(samples.shape)], lengths.astype(np.int32)
-        starts, asked = starts[has_tokens], asked[has_tokens]
+        starts, all_documents = starts[has_tokens], all_documents[has_tokens]
 
         def window(first: int, end: int) -> Chunk:
             at, of_row = begin_at[:, first:end], lengths[:, first:end]
@@ -279,7 +278,7 @@ class JoinedRows(Samples):
             counts = np.searchsorted(starts, by_tick + of_row.T.reshape(-1)) - low
             taken = places_of(low, counts)
             places = (starts[taken] - np.repeat(by_tick, counts)).clip(0)
-            return self._with_documents(chunk, counts, places, np.zeros_like(places), asked[taken])
+            return self._with_documents(chunk, counts, places, np.zeros_like(places), all_documents[taken])
 
         return window
 

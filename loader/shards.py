@@ -86,8 +86,8 @@ class Origin:
 
 
 # A loop may look up each document of each batch.
-_input_names = lru_cache(maxsize=4)(read_input_names)
-_records = lru_cache(maxsize=16)(read_idx)
+_cached_input_names = lru_cache(maxsize=4)(read_input_names)
+_cached_idx = lru_cache(maxsize=16)(read_idx)
 
 
 class ShardSet:
@@ -113,9 +113,8 @@ class ShardSet:
             expected = f"data sets that were planned with {remedy}; plan the data with it, or omit split"
             raise UsageError(path=path, found='split="train"', expected=expected, remedy=remedy)
         self.split = split if self.has_planned else None  # None: the samples of both sides
-        # The first record for validation in each shard.
         held_out = np.concatenate([source.num_validation for source in self.sources])
-        self.first_held_out = self.num_records - held_out
+        self.first_held_out = self.num_records - held_out  # the first record for validation in each shard
         counts, self._first_of_side = self.num_records, np.zeros(len(self.num_records), np.int64)
         if self.split == "train":
             counts = self.first_held_out
@@ -126,8 +125,7 @@ class ShardSet:
         self.num_samples = int(self.first_sample[-1])
         lengths = {source.spec.seq_len for source in self.sources}  # 0 for documents
         self.has_rows = any(lengths)  # whether some samples are packed rows
-        # Tokens per sample if all samples are packed rows of one length, else 0.
-        self.row_tokens = lengths.pop() if len(lengths) == 1 else 0
+        self.row_tokens = lengths.pop() if len(lengths) == 1 else 0  # 0 unless all are rows of one length
         self.has_masks = any(source.spec.record == "chat" for source in self.sources)
         num_tokens = sum(int(source.num_tokens.sum()) for source in self.sources)
         self.mean_tokens = max(num_tokens / max(int(self.num_records.sum()), 1), 1.0)  # approximate
@@ -156,8 +154,8 @@ class ShardSet:
             shard_id = int(data.shard_ids[row])
             address = f"{shard_id}:{sample}:{document}" if data.spec.has_rows else f"{shard_id}:{sample}"
             with contextlib.suppress(NotFound, *NOT_THERE):  # a copy may lack its idx or its plan
-                record = _records(data.folder, data.spec, shard_id)[sample]
-                name_of = names.name_of_input(_input_names(data.folder), int(record["source"]))
+                record = _cached_idx(data.folder, data.spec, shard_id)[sample]
+                name_of = names.name_of_input(_cached_input_names(data.folder), int(record["source"]))
                 place = names.place_text(name_of, int(record["source_offset"]))
         tar = data.path_of(row)
         return Origin(source=name, tar=tar, sample=sample, document=document, place=place, address=address)
@@ -318,7 +316,7 @@ def _tar_of_others(path: Path, *, count_tokens: bool) -> DatasetShards:
     counted = records["num_tokens"]
     # Estimate uncounted tokens as 4 bytes each.
     num_tokens = int(counted.sum()) if (counted >= 0).all() else num_bytes // 4
-    special_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    special_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # of an unknown tokenizer
     spec = names.DatasetSpec(
         plan_id=sha256,
         num_shards=1,
@@ -326,7 +324,6 @@ def _tar_of_others(path: Path, *, count_tokens: bool) -> DatasetShards:
         token_format="npy" if row_tokens else "json",
         seq_len=row_tokens,
         append_eos=False,
-        # The tokenizer is unknown.
         tokenizer=names.TokenizerSpec(model_id="", fingerprint="", vocab_size=2**31, **special_ids),
     )
     return DatasetShards(

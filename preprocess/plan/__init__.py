@@ -1,1 +1,1 @@
-"""The plan: inputs and their ledger, byte ranges of the shards, options, the tokenizer, and plan.json."""
+"""Make a plan: list and divide the inputs, resolve the tokenizer, estimate the cost, write plan.json."""

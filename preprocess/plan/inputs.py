@@ -363,8 +363,8 @@ def divide_inputs(
     Returns the inputs in the order of reading, and the num_shards + 1 cuts between shards.
     """
     paths = listing.paths
-    for path in paths if config.is_chat else ():
-        if not input_kind(path.name).format.has_fields:
+    for path in paths:
+        if config.is_chat and not input_kind(path.name).format.has_fields:
             expected = "JSON lines and tables, from which --record chat reads messages; move it away"
             raise UsageError(path=path, found="text", expected=expected)
     weighed = stamp_inputs(config.input_dir, paths, config)

@@ -300,8 +300,8 @@ _NUM_PLACES, _SAMPLE_BYTES = 8, 2 << 20  # of the input that is sampled
 _NUM_SHOWN = 20  # names of fields, in an error
 _FUNCTION_BYTES = 1 << 18  # of the input that a user's function is tried on
 _STARTUP_S = 3.0  # for a task's Python and tokenizer, a generous estimate
-_LONG_SHARD_S = 600.0  # on one core: a longer shard is warned of
-_MANY_SHARDS = 1000  # as many, smaller than half of _SHARD_BYTES on average, are warned of
+_LONG_SHARD_S = 600.0  # on one core; a longer shard gets a warning
+_MANY_SHARDS = 1000  # as many small shards, each an input file, get a warning
 _SHARD_BYTES = 256 << 20  # of input, which takes minutes on one core
 
 

@@ -122,7 +122,7 @@ def resolve_tokenizer(
         cache = home if home.startswith("/") else os.path.expanduser("~/.cache")  # noqa: PTH111
         key = hashlib.sha256(repr(depends_on).encode()).hexdigest()
         entry = Path(cache, "shardprep", "tokenizers", key)
-        # An entry is a sha256 and the facts. If they do not fit, it is ignored.
+        # An entry is a sha256 and the facts. If they do not match, it is ignored.
         with contextlib.suppress(*files.NOT_THERE, ShardprepError, msgspec.MsgspecError):
             raw = memoryview(files.read_regular(entry, max_bytes=_MAX_ENTRY_BYTES))
             if hashlib.sha256(raw[32:]).digest() == raw[:32]:
@@ -169,7 +169,7 @@ def _saved_by_transformers(name: str, folder: Path, given: Files | None) -> tupl
         raise errors.ReadWriteError(path=name, found=found) from None
     paths = [folder / each for each in files.names_in(folder)]
     saved = {path.name: files.read_regular(path, max_bytes=names.MAX_TOKENIZER_BYTES) for path in paths}
-    # transformers silently ignores a part of a configuration that it cannot read.
+    # transformers silently ignores parts of a configuration that it cannot read.
     wanted, left = (
         special_tokens_of(_json_object(each, TOKENIZER_CONFIG)) for each in (given or saved, saved)
     )

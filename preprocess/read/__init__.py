@@ -1,1 +1,1 @@
-"""Readers of raw input. documents.py has their interface, ``Format``, and finds one by a file's name."""
+"""Read raw input. documents.py defines the interface ``Format``, and finds a file's format by its name."""

@@ -137,7 +137,7 @@ def render_conversations(template: ChatTemplate, conversations: list[str]) -> li
     return [UnusableText(**each) if isinstance(each, dict) else Rendered(*each) for each in answers]
 
 
-# The process that asks: a worker. -----------------------------------------------------------------------
+# The process that asks. ---------------------------------------------------------------------------------
 
 _LOCK = threading.Lock()
 

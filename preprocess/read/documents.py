@@ -251,8 +251,7 @@ class Texts:
 
     def only(self, numbers: Iterable[int]) -> Texts:
         """Return some of the texts."""
-        each = self.each
-        return Texts([each[number] for number in numbers])
+        return Texts([self.each[number] for number in numbers])
 
     def __len__(self) -> int:
         return self.num_texts
@@ -484,6 +483,7 @@ def read_records(
         reader = RangeReader(part, digest)
         for records in format_of_kind(part.kind).read(reader, fields, batch_bytes):
             texts, num_lines = records.texts, len(records.starts)
+            # The usual case: each line has a text, so none has to be dropped.
             if not isinstance(texts, Texts) and all(texts) and {bytes}.issuperset(map(type, texts)):
                 texts = Texts(cast(list[bytes], list(texts)))
             documents = Documents(

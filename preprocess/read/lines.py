@@ -583,9 +583,9 @@ def _scanned_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts |
     if (letters[starts] != ord("{")).any() or (letters[starts[1:] - 2] != ord("}")).any():
         return None
     # No line opens more brackets than may be nested. Those in strings count, too.
-    is_bracket = letters | 0x20 == ord("{")  # [ and { differ by this bit
-    may_be_deep = np.count_nonzero(is_bracket) - len(starts) >= text_fields.MAX_JSON_DEPTH
-    if may_be_deep and np.add.reduceat(is_bracket, starts, dtype=np.int64).max() > text_fields.MAX_JSON_DEPTH:
+    is_opening = letters | 0x20 == ord("{")  # [ and { differ by this bit
+    may_be_deep = np.count_nonzero(is_opening) - len(starts) >= text_fields.MAX_JSON_DEPTH
+    if may_be_deep and np.add.reduceat(is_opening, starts, dtype=np.int64).max() > text_fields.MAX_JSON_DEPTH:
         return None
     # No line names the field twice. Such a line is left out, and no parser reports it.
     escapes = np.flatnonzero(letters == ord("\\"))

@@ -11,9 +11,15 @@ Epoch 0 of N = 10 samples with L = 4, g = 1, blocks and windows of 2 samples and
 * Rotate by ``hash_ints(0, 0, _ROTATE) % 10``, which is 9: 9 0 1 2 3 4 5 6 7 8.
 * Cut into blocks and permute them: 3 4 | 5 6 | 1 2 | 9 0 | 7 8.
 * Give each of the V = 4 slots R = 2 samples: slot 0 has 3 4, slot 3 has 9 0. 7 and 8 are left out.
-* Shuffle each slot's window: 3 4, 6 5, 1 2 and 0 9. So the ticks are [3, 6, 1, 0] and [4, 5, 2, 9].
+* Shuffle each slot's window: 3 4, 6 5, 1 2 and 0 9. A tick takes one sample of each.
 
-Rank 1 of 2 has slots 2 and 3: [1, 0] and [2, 9]. Epoch 1 has the ticks [9, 6, 5, 3] and [8, 7, 4, 2].
+>>> order = Order(num_samples=10, tick_samples=4, block_samples=2, window_samples=2, seed=0)
+>>> order.samples_of(0, range(4), 0, 2).T.tolist()  # both ticks of epoch 0
+[[3, 6, 1, 0], [4, 5, 2, 9]]
+>>> order.samples_of(0, range(2, 4), 0, 2).T.tolist()  # what rank 1 of 2 has of them
+[[1, 0], [2, 9]]
+>>> order.samples_of(1, range(4), 0, 2).T.tolist()
+[[9, 6, 5, 3], [8, 7, 4, 2]]
 """
 
 from __future__ import annotations

@@ -168,8 +168,8 @@ def make_plan(
             try:
                 files.make_folder(config.output_dir, parents=True)
             except errors.CannotWrite as error:
-                error.path, error.expected = str(config.output_dir), "a folder that you can write to"
-                raise
+                found, expected = f"it cannot be created: {error.found}", "a folder that you can write to"
+                raise errors.CannotWrite(path=config.output_dir, found=found, expected=expected) from None
             stems = (names.PLAN_NAME, names.INDEX_NAME, names.TOKENIZER_DIR)  # left by attempts that died
             files.remove_temporaries(config.output_dir, *stems, older_than_s=files.STALE_AFTER_S)
         frozen = plans.read_plan(config.output_dir)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -16,12 +17,19 @@ from typing import Any
 import pytest
 
 from loader import OtherRun, TokenLoader, UsageError
+from tests.checkout import ROOT
+from tests.children import run_child
 from tests.external_tars import write_numbered_tars
 from tests.forged import rewrite_json
 from tests.oracle.forms import DataSets
 from tests.oracle.law import Order, Run, Source
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import EOS, open_loader, refuses, samples_of
+
+
+def test_the_worked_example_of_the_order_holds() -> None:
+    ended = run_child([sys.executable, "-m", "doctest", "-v", ROOT / "loader/order.py"])
+    assert "4 passed and 0 failed." in ended.stdout
 
 
 @pytest.mark.slow

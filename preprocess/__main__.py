@@ -221,8 +221,8 @@ def blank(args: argparse.Namespace) -> int:
 
 def _blank_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Make a copy of a data set without some documents. All others keep their places, so a training run "
-        "can continue with it. Only shards with one of the documents are made again, from the input."
+        "Make a copy of a data set without some documents, in which all others keep their places, so that a "
+        "training run can continue with it. Only shards with such documents are made again, from the input."
     )
     add = parser.add_argument
     add("data_dir", metavar="DATA", type=Path, help="folder of the data set, complete")

@@ -396,7 +396,7 @@ def duplicates_flags(parser: argparse.ArgumentParser) -> None:
     text = "list for the first data set; the second one's has .2 before the suffix, and so on"
     add("--output", metavar="FILE", type=Path, required=True, help=text)
     add_flags_of(parser, InputSettings, is_grouped=False)
-    add("--json", action="store_true", help="print the totals as JSON")
+    add("--json", action="store_true", help="print JSON for programs")
 
 
 class _Shard(NamedTuple):

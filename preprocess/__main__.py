@@ -175,11 +175,13 @@ def run(args: argparse.Namespace) -> int:
         made, failures = run_shards(folder, settings, todo, cpus_of, progress, is_verbose=args.verbose)
         record.exit_code = failures[0].exit_code if failures else 0
     counts = [manifest.counts for manifest in made]
-    names = ("input_bytes", "num_documents", "num_tokens")
-    num_bytes, num_documents, num_tokens = (sum(getattr(each, name) for each in counts) for name in names)
-    total = amounts_line(num_bytes, num_documents, num_tokens, progress.elapsed_s)
-    num_made = len(todo) - len(failures)
-    say(f"{num_made} of {counted(len(todo), 'shard')} made by {counted(num_proc, 'process')}: {total}")
+    total = amounts_line(
+        sum(each.input_bytes for each in counts),
+        sum(each.num_documents for each in counts),
+        sum(each.num_tokens for each in counts),
+        progress.elapsed_s,
+    )
+    say(f"{len(made)} of {counted(len(todo), 'shard')} made by {counted(num_proc, 'process')}: {total}")
     if failures:
         ids = id_ranges(failure.shard_id for failure in failures)
         again = f"shardprep run {quoted(folder)} --shards {ids}"

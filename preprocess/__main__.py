@@ -176,11 +176,13 @@ def run(args: argparse.Namespace) -> int:
         made, failures = run_shards(folder, settings, todo, cpus_of, progress, is_verbose=args.verbose)
         record.exit_code = failures[0].exit_code if failures else 0
     counts = [manifest.counts for manifest in made]
-    names = ("input_bytes", "num_documents", "num_tokens")
-    num_bytes, num_documents, num_tokens = (sum(getattr(each, name) for each in counts) for name in names)
-    total = amounts_line(num_bytes, num_documents, num_tokens, progress.elapsed_s)
-    num_made = len(todo) - len(failures)
-    say(f"{num_made} of {counted(len(todo), 'shard')} made by {counted(num_proc, 'process')}: {total}")
+    total = amounts_line(
+        sum(each.input_bytes for each in counts),
+        sum(each.num_documents for each in counts),
+        sum(each.num_tokens for each in counts),
+        progress.elapsed_s,
+    )
+    say(f"{len(made)} of {counted(len(todo), 'shard')} made by {counted(num_proc, 'process')}: {total}")
     if failures:
         ids = id_ranges(failure.shard_id for failure in failures)
         again = f"shardprep run {quoted(folder)} --shards {ids}"
@@ -222,8 +224,8 @@ def blank(args: argparse.Namespace) -> int:
 
 def _blank_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Make a copy of a data set without some documents. All others keep their places, so a training run "
-        "can continue with it. Only shards with one of the documents are made again, from the input."
+        "Make a copy of a data set without some documents, in which all others keep their places, so that a "
+        "training run can continue with it. Only shards with such documents are made again, from the input."
     )
     add = parser.add_argument
     add("data_dir", metavar="DATA", type=Path, help="folder of the data set, complete")

@@ -274,7 +274,7 @@ class _Search:
         for (number, eval_number), shifts in sorted(self._shared(units).items()):
             first, end = units.offsets[number : number + 2].tolist()
             eval_first, eval_end = evals.offsets[eval_number : eval_number + 2].tolist()
-            is_held = np.zeros(eval_end - eval_first, np.bool_)
+            is_shared = np.zeros(eval_end - eval_first, np.bool_)  # of the evaluation document's units
             longest = (0, 0)  # length and negative begin of the longest run, the first of equally long ones
             for shift in shifts:
                 # Find all runs at this shift, also those with n-grams beyond _MAX_PLACES.
@@ -282,26 +282,27 @@ class _Search:
                 is_equal = units.ids[low:high] == evals.ids[low + shift : high + shift]
                 edges = np.flatnonzero(np.diff(is_equal, prepend=False, append=False)).reshape(-1, 2)
                 for begin, stop in edges[edges[:, 1] - edges[:, 0] >= rule.ngram].tolist():
+                    # Extend the run over the gaps, up to the last equal unit.
                     differing = np.flatnonzero(~is_equal[stop:])
                     has_end = len(differing) > rule.num_gaps
                     stop = stop + int(differing[rule.num_gaps]) if has_end else len(is_equal)
-                    is_same = is_equal[begin:stop]
-                    is_same = is_same[: np.flatnonzero(is_same)[-1] + 1]
-                    is_held[low + begin + shift - eval_first :][: len(is_same)] |= is_same
-                    longest = max(longest, (len(is_same), first - low - begin))
+                    run = is_equal[begin:stop]
+                    run = run[: np.flatnonzero(run)[-1] + 1]
+                    is_shared[low + begin + shift - eval_first :][: len(run)] |= run
+                    longest = max(longest, (len(run), first - low - begin))
             num_units, begin = longest[0], -longest[1]
-            if not num_units or is_held.mean() < rule.min_share:
+            if not num_units or is_shared.mean() < rule.min_share:
                 continue
-            run = units_of[number][begin : begin + num_units]
+            shared = units_of[number][begin : begin + num_units]
             is_words = rule.unit == "words"
-            text = " ".join(run) if is_words else self._tokenizer.decode(run, skip_special_tokens=False)
+            text = " ".join(shared) if is_words else self._tokenizer.decode(shared, skip_special_tokens=False)
             document = documents.only(np.array([number]))
             yield {
                 "document": f"{document.input_path}:{document.offsets[0]}",
                 "id": document.columns["id"][0] if "id" in document.columns else None,
                 "sha256": document.digests()[0].tobytes().hex(),
                 "eval": self._eval_names[eval_number],
-                "share": round(float(is_held.mean()), 4),
+                "share": round(float(is_shared.mean()), 4),
                 "longest": num_units,
                 "text": text[:_MAX_TEXT_CHARS],
             }
@@ -395,7 +396,7 @@ def duplicates_flags(parser: argparse.ArgumentParser) -> None:
     text = "list for the first data set; the second one's has .2 before the suffix, and so on"
     add("--output", metavar="FILE", type=Path, required=True, help=text)
     add_flags_of(parser, InputSettings, is_grouped=False)
-    add("--json", action="store_true", help="print the totals as JSON")
+    add("--json", action="store_true", help="print JSON for programs")
 
 
 class _Shard(NamedTuple):

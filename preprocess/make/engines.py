@@ -206,10 +206,9 @@ def _are_written(encoding: Any, spans: Spans, mask_rule: MaskRule) -> npt.NDArra
 def without_unused_merges(tokenizer: dict[str, Any]) -> bytes | None:
     """Return a tokenizer.json without the merges that are never used, or None if all are used.
 
-    A file that was converted from ranks, like Llama 3's, has a merge for each way to split a token in two:
-    280,147 for 128,000 tokens. BPE joins the bytes of a token in one order, whatever surrounds them, so only
-    the last merge of this order is ever used. Without the others gigatoken gives the same ids, and loads in
-    two thirds of the time.
+    A file converted from ranks, like Llama 3's, has a merge for each way to split a token in two: 280,147 for
+    128,000 tokens. BPE joins the bytes of a token in one order, whatever surrounds them, so only the last
+    merge of this order is ever used. Without the others gigatoken loads in two thirds of the time.
     """
     model = tokenizer["model"]
     merges = model.get("merges") or []

@@ -253,7 +253,8 @@ class ShardSamples:
         wrong = misplaced_samples(spec, records, self._tar.num_bytes)
         if wrong.any():
             self._tar.close()
-            found = f"a tar of {self._tar.num_bytes} bytes, too small for sample {int(wrong.argmax())}"
+            found = f"a tar of {self._tar.num_bytes} bytes, in which sample {int(wrong.argmax())} cannot be "
+            found += "where its idx says"
             raise errors.BrokenShard(path=self.path, found=found, remedy=self._remedy)
 
     def __enter__(self) -> ShardSamples:
@@ -272,7 +273,7 @@ class ShardSamples:
         return ids[: int(self.records["num_tokens"][number])].astype(np.uint32)
 
     def starts(self, number: int) -> npt.NDArray[np.int64]:
-        """Return where documents begin in a sample, ascending: int64[documents]."""
+        """Return where documents begin in a sample, ascending: int64[documents]; [0] for a document."""
         if not self.spec.has_rows:
             return np.zeros(1, np.int64)
         record = self.records[number]

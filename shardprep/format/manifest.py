@@ -41,7 +41,7 @@ _Length = Annotated[str, Meta(pattern=r"\A[0-9]{1,19}\Z")]
 LENGTH_BITS = 4  # binary digits of a length in TextCounts
 FINDINGS_NAME = "findings.json"
 Check = Literal["fast", "full", "deep"]  # how thorough a verify was, in ascending order
-_RANKS: Mapping[Check, int] = {"fast": 0, "full": 1, "deep": 2}
+_THOROUGHNESS: Mapping[Check, int] = {"fast": 0, "full": 1, "deep": 2}
 _FINDINGS_FORMAT = "shardprep-findings"
 _MAX_FINDINGS_BYTES = 256 << 20
 _MOST_MESSAGE_CHARS = 400  # so that findings for MAX_SHARDS shards fit into the limit
@@ -400,7 +400,7 @@ def standing_findings(
     return {
         number: each
         for number, each in found.items()
-        if number in not_read or _RANKS[each.check] > _RANKS[check]
+        if number in not_read or _THOROUGHNESS[each.check] > _THOROUGHNESS[check]
     }
 
 

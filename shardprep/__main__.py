@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_lines(f"shardprep {__version__}")
             return 0
         if not words or words[0] in ("-h", "--help") or words == ["help"]:
-            end = "shardprep COMMAND --help shows its flags; --version the version."
+            end = "shardprep COMMAND --help shows its flags, --version the version."
             what = "Raw text -> token shards -> batches."
             show_commands("shardprep", what, _summaries(), end, is_asked_for=bool(words))
         if words[0] == "help":
@@ -110,7 +110,7 @@ def _completion(args: argparse.Namespace) -> int:
     return 0
 
 
-_SUMMARY = "print a script with which a shell completes commands and flags; needs shtab"
+_SUMMARY = "print a shell script that completes commands and flags; needs shtab"
 PROGRAM = Program(
     name="shardprep",
     description="Completion of commands and flags.",

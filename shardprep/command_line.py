@@ -101,7 +101,7 @@ class Program:
             check_names_are_utf8()
             raise_on_stop_signals()
             args = self.parse(words, name=name)
-            code = _function(self.commands[args.command].run)(args)
+            code = _resolved(self.commands[args.command].run)(args)
             sys.stdout.flush()
             return int(code)  # a signal may come here, too
         except (ShardprepError, Stopped) as error:
@@ -162,7 +162,7 @@ class Program:
         command = self.commands[word]
         prog = name if command.is_nameless and name == self.name else f"{name} {word}"
         parser = _Parser(prog=prog, description=f"{command.summary[:1].upper()}{command.summary[1:]}.")
-        _function(command.add_flags)(parser)
+        _resolved(command.add_flags)(parser)
         # The help of each flag ends with its default. The usage names only what must be given.
         words = ["%(prog)s"]
         for action in parser._actions:  # noqa: SLF001 - argparse has no other list
@@ -322,7 +322,7 @@ def parse_size(text: str, flag: str, *, such_as: str = "512M or 2G") -> int:
     return int(match[1]) * _UNITS[(match[2] or "").upper()]
 
 
-def _function(given: Callable[..., Any] | str) -> Callable[..., Any]:
+def _resolved(given: Callable[..., Any] | str) -> Callable[..., Any]:
     if not isinstance(given, str):
         return given
     module, _, name = given.partition(":")

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 T = TypeVar("T")
-
 LOG_EVERY_S = 30.0
 _MOST_COLUMNS = 79
 

@@ -521,7 +521,7 @@ class PublishedFolder:
             self.temporary.rename(self.path)  # over an empty folder, too
         except OSError as error:
             if error.errno not in {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}:
-                raise CannotWrite(f"{self.path} cannot be written: {error.strerror}") from None
+                raise CannotWrite(path=self.path, found=f"it cannot be written: {error.strerror}") from None
             return False
         finally:
             sync_folder(self.path.parent)
@@ -542,7 +542,8 @@ def _temporary_name(path: Path) -> Path:
 
 
 def _not_creatable(path: Path, error: OSError) -> CannotWrite:
-    return CannotWrite(f"{path.parent} cannot be written to: {error.strerror} ({path.name})")
+    folder = path.parent
+    return CannotWrite(f"{folder} cannot be written to: {error.strerror} ({path.name})", path=folder)
 
 
 def sync_folder(path: Path) -> None:
@@ -554,7 +555,7 @@ def sync_folder(path: Path) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        raise ReadWriteError(f"{path} could not be synced: {error.strerror}") from None
+        raise ReadWriteError(f"{path} could not be synced: {error.strerror}", path=path) from None
 
 
 def remove_temporaries(

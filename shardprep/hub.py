@@ -8,9 +8,9 @@ from pathlib import Path
 
 from shardprep.errors import NotFound
 
-_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
-_FILES += ["config.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model"]
-_FILES += ["*.tiktoken", "tekken.json"]
+_FILE_PATTERNS = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+_FILE_PATTERNS += ["config.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model"]
+_FILE_PATTERNS += ["*.tiktoken", "tekken.json"]
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _URL = re.compile(r"(?:https?|hf)://(?:huggingface\.co/|hf\.co/)?([\w-][\w.-]*/[\w-][\w.-]*)/?.*")
 
@@ -29,7 +29,7 @@ def find_on_hub(model_id: str) -> tuple[Path, str]:
     if not _NAME.fullmatch(model_id):
         raise no_tokenizer(model_id, "there is no such folder")
     try:
-        return Path(snapshot_download(model_id, allow_patterns=_FILES)), model_id
+        return Path(snapshot_download(model_id, allow_patterns=_FILE_PATTERNS)), model_id
     except Exception as error:  # from the network, the hub or the disk
         reason = words_of_fault(error.__cause__ or error)
     # transformers gets the folder: given the name, it would ask the hub twelve more times, in 50 s.

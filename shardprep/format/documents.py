@@ -142,8 +142,8 @@ def read_names(path: Path, *, id_field: str) -> DocumentNames:
         keys += key
         kinds.add(kind)
         if len(keys) > _MOST_NAMES * names.DIGEST_BYTES:
-            found_many = f"more than {_MOST_NAMES:,} names, which every process that makes shards would load"
-            raise BadInput(path=path, found=found_many, expected="fewer, or a filtered input")
+            too_many = f"more than {_MOST_NAMES:,} names, which every process that makes shards would load"
+            raise BadInput(path=path, found=too_many, expected="fewer, or a filtered input")
     if not keys:
         raise BadInput(path=path, found="no document", expected="a line for each document")
     found = np.unique(np.frombuffer(keys, DIGEST))

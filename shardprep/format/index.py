@@ -109,13 +109,13 @@ class IdxFile:
                 raise names.missing_file(path, shard_id, folder) from None
             found = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
             if len(found) < HEADER_BYTES or found[:8] != header[:8]:
-                raise self._wrong(errors.BrokenShard, f"not an idx: begins {found[:8]!r}", f"{header[:8]!r}")
+                raise self._error(errors.BrokenShard, f"not an idx: begins {found[:8]!r}", f"{header[:8]!r}")
             values, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (found, header))
             if (version := int(values["version"])) != names.FORMAT_VERSION:
                 raise names.unknown_version(path, version)
             for name in IDX_HEADER.names or ():
                 if values[name] != wanted[name]:
-                    raise self._wrong(errors.OtherPlan, f"an idx for {name} {values[name]}", wanted[name])
+                    raise self._error(errors.OtherPlan, f"an idx for {name} {values[name]}", wanted[name])
             # The size gives the number of records: each number of records has a different size.
             chunk_bytes = CHUNK_RECORDS * self.dtype.itemsize + CHUNK_CRC.itemsize
             num_bytes = self.file.num_bytes - HEADER_BYTES
@@ -125,7 +125,7 @@ class IdxFile:
             if self.file.num_bytes != idx_num_bytes(spec.kind, self.num_samples):
                 expected = f"records of {self.dtype.itemsize} bytes, with their crc32s"
                 found_size = f"cut short: {num_bytes} bytes after the header"
-                raise self._wrong(errors.BrokenShard, found_size, expected)
+                raise self._error(errors.BrokenShard, found_size, expected)
             self._is_checked = bytearray(-(-self.num_samples // CHUNK_RECORDS))  # of each chunk
             crcs_bytes = len(self._is_checked) * CHUNK_CRC.itemsize
             crcs = self.file.read(self.file.num_bytes - crcs_bytes, crcs_bytes)
@@ -151,11 +151,11 @@ class IdxFile:
             elif (last := int(part["offset"].max())) > MAX_OFFSET:
                 found = f"a sample at byte {last} of the tar"
             if found:
-                raise self._wrong(errors.BrokenShard, found)
+                raise self._error(errors.BrokenShard, found)
             self._is_checked[chunk] = True
         return records[rows.start - first : rows.stop - first]
 
-    def _wrong(self, kind: type[ShardprepError], found: str, expected: object = None) -> ShardprepError:
+    def _error(self, kind: type[ShardprepError], found: str, expected: object = None) -> ShardprepError:
         remedy = names.remake_command(self._shard_id, self._folder)
         return kind(path=self.file.path, found=found, expected=expected, remedy=remedy)
 
@@ -253,7 +253,8 @@ class ShardSamples:
         wrong = misplaced_samples(spec, records, self._tar.num_bytes)
         if wrong.any():
             self._tar.close()
-            found = f"a tar of {self._tar.num_bytes} bytes, too small for sample {int(wrong.argmax())}"
+            found = f"a tar of {self._tar.num_bytes} bytes, in which sample {int(wrong.argmax())} cannot be "
+            found += "where its idx says"
             raise errors.BrokenShard(path=self.path, found=found, remedy=self._remedy)
 
     def __enter__(self) -> ShardSamples:
@@ -272,7 +273,7 @@ class ShardSamples:
         return ids[: int(self.records["num_tokens"][number])].astype(np.uint32)
 
     def starts(self, number: int) -> npt.NDArray[np.int64]:
-        """Return where documents begin in a sample, ascending: int64[documents]."""
+        """Return where documents begin in a sample, ascending: int64[documents]; [0] for a document."""
         if not self.spec.has_rows:
             return np.zeros(1, np.int64)
         record = self.records[number]

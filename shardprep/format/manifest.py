@@ -41,7 +41,7 @@ _Length = Annotated[str, Meta(pattern=r"\A[0-9]{1,19}\Z")]
 LENGTH_BITS = 4  # binary digits of a length in TextCounts
 FINDINGS_NAME = "findings.json"
 Check = Literal["fast", "full", "deep"]  # how thorough a verify was, in ascending order
-_RANKS: Mapping[Check, int] = {"fast": 0, "full": 1, "deep": 2}
+_THOROUGHNESS: Mapping[Check, int] = {"fast": 0, "full": 1, "deep": 2}
 _FINDINGS_FORMAT = "shardprep-findings"
 _MAX_FINDINGS_BYTES = 256 << 20
 _MOST_MESSAGE_CHARS = 400  # so that findings for MAX_SHARDS shards fit into the limit
@@ -158,7 +158,7 @@ class Manifest:
     ids: FileStamp | None  # of --id_field
     run: RunFacts  # may vary between equal shards
     digests: FileStamp | None = None  # of --digests
-    made_from: Digest | None = None  # sha256 of the tar before documents of it were blanked: see documents.py
+    made_from: Digest | None = None  # sha256 of the tar before blanking, see documents.py
 
     def to_json(self) -> bytes:
         """Return the bytes on disk. Equal shards have equal bytes up to ``run``; each part has a hash."""
@@ -192,8 +192,8 @@ def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
     if manifest.spec.plan_id != plan_id or manifest.shard_id != shard_id:
         found = f"shard {manifest.shard_id} of plan {manifest.spec.plan_id[:12]}"
         path, remedy = names.manifest_path(folder, shard_id), names.remake_command(shard_id, folder)
-        expected = f"shard {shard_id} of plan {plan_id[:12]}. Use a new folder for other inputs or options. "
-        expected += f"If this manifest is in the wrong folder, run: {remedy}"
+        expected = f"shard {shard_id} of plan {plan_id[:12]}; use a new folder for other inputs or options, "
+        expected += "or make this shard again"
         raise errors.OtherPlan(path=path, found=found, expected=expected, remedy=remedy)
     check_sizes(folder, manifest, ("tar", "idx"))
     return manifest
@@ -400,7 +400,7 @@ def standing_findings(
     return {
         number: each
         for number, each in found.items()
-        if number in not_read or _RANKS[each.check] > _RANKS[check]
+        if number in not_read or _THOROUGHNESS[each.check] > _THOROUGHNESS[check]
     }
 
 

@@ -121,7 +121,7 @@ def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + f"{text:<117}\n".encode()
 
 
-_PART = re.compile(r"\s*([0-9]{1,7})(?:-([0-9]{1,7}))?\s*")
+_ID_RANGE = re.compile(r"\s*([0-9]{1,7})(?:-([0-9]{1,7}))?\s*")
 
 
 def id_ranges(ids: Iterable[int]) -> str:
@@ -139,7 +139,7 @@ def ids_of_ranges(text: str, *, end: int = MAX_SHARDS) -> list[int]:
     """Return [0, 1, 2, 5] for ``0-2,5``, in the order given, each below ``end``. Raises ValueError."""
     ids: list[int] = []
     for part in text.split(",", MAX_SHARDS):
-        match = _PART.fullmatch(part)
+        match = _ID_RANGE.fullmatch(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, end)
         # Checked before the list grows: ``0-99998,0-99998,...`` in a file must not fill the memory.
         if not first <= last < end or len(ids) + last - first > MAX_SHARDS:
@@ -280,17 +280,17 @@ Count = Annotated[int, Meta(ge=0, le=MOST)]
 Seconds = Annotated[float, Meta(ge=0, le=MOST)]
 Text = Annotated[str, Meta(pattern=r"\A[^\0]*\Z")]  # usable in paths and messages
 
-_WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text",
+_TYPE_WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text",
           "array": "a list", "object": "an object"}  # fmt: skip
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
-_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")  # of a place in msgspec's errors, such as $.shards[3]
+_canonical_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+_PLACE_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")  # of a place in msgspec's errors, such as $.shards[3]
 
 
 def content_sha256(data: Mapping[str, Any]) -> str:
     """Return the sha256, in hex, of an object's values except its hash and ``run``."""
     kept = {name: value for name, value in data.items() if name not in {CONTENT_HASH, RUN}}
-    return hashlib.sha256(_canonical(kept).encode("ascii")).hexdigest()
+    return hashlib.sha256(_canonical_json(kept).encode("ascii")).hexdigest()
 
 
 def with_content_hash(
@@ -335,27 +335,27 @@ def _check_hash(path: Path, name: str, data: dict[str, Any]) -> None:
 
 # msgspec inspects a type when it first meets it. Two threads that do so at once crash the process: with 12
 # threads, msgspec 0.20 ended in SIGSEGV in 10 of 60 tries.
-_one_at_a_time = threading.Lock()
+_msgspec_lock = threading.Lock()
 
 
 @contextmanager
 def type_errors_named(path: Path, data: Any = ...) -> Iterator[None]:
     """Turn msgspec's errors about JSON ``data`` into a BrokenShard with the place and the value."""
     try:
-        with _one_at_a_time:
+        with _msgspec_lock:
             yield
     except (UnicodeEncodeError, UnicodeDecodeError) as error:  # a lone surrogate, which JSON can escape
         raise BrokenShard(path=path, found=_shown(error.object), expected="text in UTF-8") from None
     except msgspec.ValidationError as error:
         what, _, place = str(error).removesuffix("`").partition(" - at `$")
         found = data
-        for name, number in _STEP.findall(place):
+        for name, number in _PLACE_STEP.findall(place):
             if number and isinstance(found, (list, tuple)):
                 found = found[int(number)]
             else:  # msgspec writes [...] for a key that is not a field, and the value is not found
                 found = found.get(name, ...) if isinstance(found, dict) else ...
         expected = re.sub(r"Expected |, got `\w+`", "", what)
-        for name, words in _WORDS.items():
+        for name, words in _TYPE_WORDS.items():
             expected = re.sub(rf"`{name}( \| null)?`", rf"{words}\1", expected)
         raise wrong_value(path, place.removeprefix("."), found, expected) from None
     except msgspec.DecodeError as error:

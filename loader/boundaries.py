@@ -179,8 +179,8 @@ def _unwrapped(model: Any) -> Any:
     return model
 
 
-# Parts of the logits' spread. Logits that do not depend on the changed tokens repeat bit for bit. But experts
-# then multiply matrices of other sizes, which changes their last bits, in bfloat16 by percents.
+# Logits may move by these parts of their spread. Without a leak they repeat bit for bit, except with experts,
+# which multiply matrices of other sizes when other tokens change: last bits differ, in bfloat16 by percents.
 NOISE, NOISE_OF_EXPERTS = 1e-4, 0.02
 _ONE_DOCUMENT = "no row of the batch has two documents; pass another batch, or make longer rows"
 _NOTHING_BEFORE = "no token's logits depend on the tokens before it; check again after the first steps"

@@ -375,9 +375,9 @@ class TokenLoader(DataLoader[Batch]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next ``iter()`` yield this epoch. Call it on all ranks.
 
-        Inside this epoch ``iter()`` still yields its rest. Any other epoch starts at its first step, even if
-        the current one is not over, and a loop that is still running raises UsageError at its next batch.
-        Raises UsageError if it would discard a state that was just loaded.
+        If the loop is inside this epoch, ``iter()`` yields the rest. Another epoch starts at its first step,
+        even if the current one is not over, and a loop that is still running raises UsageError at its next
+        batch. Raises UsageError if it would discard a state that was just loaded.
         """
         if whole_number("epoch", epoch, least=0) != self.run.epoch_of(self.progress.delivered.step):
             self._start_epoch(int(epoch))

@@ -26,8 +26,8 @@ from tests.world import call_main, flags_of
 LAYERS_OVER_QUICK = ("slow", "processes", "slurm")
 # These modules start first, in this order, so that no long one starts last. The two on clusters mostly wait.
 LONGEST = (
-    "slurm_operations batch_scripts faults wheel processes context_parallel tokenizers input_files "
-    "submit streams lustre runs law transform trainer packing external_tars"
+    "slurm_operations batch_scripts wheel runs tokenizers faults input_files sizes_and_types plan "
+    "transform security streams law chat surroundings overlap other_commands batches states"
 )
 # No property test has a deadline, because the machine may be busy.
 hypothesis.settings.register_profile(

@@ -441,7 +441,7 @@ class _SourceReader:
             # Read a whole window at once: its parts would need many small reads.
             self._window = None
             samples, reader = self._samples, self._reader
-            assert samples is not None, "go_on refuses a run that needs other sources"
+            assert samples is not None, "resume_run refuses a run that needs other sources"
             first, end = next(self._order.windows(tick))
             self._place = epoch, first, end
             num_tokens = partial(samples.num_tokens, reader)

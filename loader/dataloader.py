@@ -25,7 +25,7 @@ from loader.boundaries import Boundary, boundary_names
 from loader.chunks import IGNORED
 from loader.order import share
 from loader.ranks import ProcessRank, check_process_rank, find_process_rank
-from loader.run import MAX_EPOCH, Position, Run, go_on, state_of, whole_number
+from loader.run import MAX_EPOCH, Position, Run, resume_run, state_of, whole_number
 from loader.samples import Sizes, Weights, WeightsIn, check_mixing, choose_sizes, make_run, make_samples
 from loader.shards import InputShards, Origin, ShardSet, SplitName, find_sources
 from loader.stream import BatchStream
@@ -228,7 +228,7 @@ class TokenLoader(DataLoader[Batch]):
     def describe(self) -> str:
         """Return a text with the sources, their shares and fingerprints, the order and all stages."""
         run, now = self.run, self.progress.delivered
-        epochs, weights = run.source_epochs(now), run.held_from(now.step)[0].weights
+        epochs, weights = run.source_epochs(now), run.stages_from(now.step)[0].weights
         read = {source.name: source.samples for source in run.sources if source.samples is not None}
         tokens = {name: weights.get(name, 0) * samples.mean_tokens for name, samples in read.items()}
         max_length = run.settings["max_length"]
@@ -259,7 +259,7 @@ class TokenLoader(DataLoader[Batch]):
                 f"{source.order.num_samples:,} samples{num_tokens}, data {source.data}"
             )
         amended = {stage.step for stage in run.stages if stage.is_amended}
-        lines += [f"{held}{' (amended)' if held.step in amended else ''}" for held in run.held_from(0)]
+        lines += [f"{held}{' (amended)' if held.step in amended else ''}" for held in run.stages_from(0)]
         lines += filter(None, dict.fromkeys(samples.shards.split_words for samples in run.samples))
         return "\n  ".join(lines)
 
@@ -358,7 +358,7 @@ class TokenLoader(DataLoader[Batch]):
         step at which its own take effect. Raises Refused (OtherRun, OtherTokenizer, UnknownVersion),
         UsageError or BrokenShard.
         """
-        run, position, num_left, amended_at = go_on(self._plan, state, self._layout, amend=self.can_amend)
+        run, position, num_left, amended_at = resume_run(self._plan, state, self._layout, amend=self.can_amend)
         self._newest += 1
         # Runs are compared as states because states round the weights.
         if state_of(run, position, {}, 0) == state_of(self.run, position, {}, 0):

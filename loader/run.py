@@ -339,7 +339,7 @@ class Run:
         ordered = sorted(self.sources, key=lambda source: places.get(source.name, len(places)))
         return replace(self, sources=tuple(ordered))
 
-    def held_from(self, step: int) -> list[Stage]:
+    def stages_from(self, step: int) -> list[Stage]:
         """Return the stages from a step on that change anything, with rounded weights above 0."""
         found: list[Stage] = []
         for stage in self.stages:
@@ -387,10 +387,10 @@ class Run:
                 sources.append(replace(source, order=order, added_at=step))
         plan = plan.in_order_of(sources)
         stages = [stage for stage in self.stages if stage.step < step]
-        before = self.held_from(step - 1)[0]
+        before = self.stages_from(step - 1)[0]
         # The round before a change of shares ends at that step, so a new round must begin there.
         begins_round = any(stage.step == step and stage.begins_round for stage in self.stages)
-        for held in plan.held_from(step):
+        for held in plan.stages_from(step):
             goes_on = held.weights == before.weights and not (begins_round and held.step == step)
             if not goes_on or held.global_batch_size != before.global_batch_size:
                 stages.append(replace(held, begins_round=not goes_on, is_amended=held.step == step))
@@ -472,7 +472,7 @@ def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: 
     }
 
 
-def go_on(
+def resume_run(
     plan: Run, state: Mapping[str, Any], layout: Mapping[str, int], *, amend: bool
 ) -> tuple[Run, Position, int, int | None]:
     """Resume a loader with a plan from a state, or raise an error that names the difference.
@@ -493,8 +493,8 @@ def go_on(
     plan = _in_ticks_of(run, plan)
     # An amendment in the state may begin later and be in the arguments already: compare the steps after it.
     since = max([step, *(stage.step for stage in run.stages if stage.is_amended)])
-    saved_stages = run.held_from(since)
-    planned_stages = plan.in_order_of(run.sources).held_from(since)
+    saved_stages = run.stages_from(since)
+    planned_stages = plan.in_order_of(run.sources).stages_from(since)
     border = None
     if saved_stages != planned_stages:
         if not amend or run.is_validation:
@@ -510,7 +510,7 @@ def go_on(
         if is_new:
             return as_planned
         run, border = run.amended(step, plan)
-    for stage in run.held_from(step):
+    for stage in run.stages_from(step):
         for name in stage.weights.keys() - known.keys():
             found = f"sources {list(known)}, but the run has samples of {name} from step {stage.step} on"
             expected = f"{name} in input_shards as well, without a weight if you want to drop it"

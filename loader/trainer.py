@@ -250,8 +250,8 @@ def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) 
         again = f"train_loader.load_state_dict(train_loader.state_at({step}))"
         expected = f"a state that was saved after the optimizer's step, or {again}"
         raise UsageError(found=f"a loader inside a step, after {num_micro} of its batches", expected=expected)
-    global_batch_size = run.held_from(step)[0].global_batch_size
-    for stage in run.held_from(step):
+    global_batch_size = run.stages_from(step)[0].global_batch_size
+    for stage in run.stages_from(step):
         if stage.step < step + num_steps and stage.global_batch_size != global_batch_size:
             found = f"a global batch size that changes at step {stage.step}, which Trainer cannot do"
             expected = "max_steps to that step, or a loop of your own, see docs/training_own_loop.md"

@@ -319,8 +319,9 @@ class LineFormat:
             for number in range(0, len(starts), most_lines):
                 begins = starts[number : number + most_lines]
                 sizes = np.diff(bounds[number : number + most_lines + 1])
-                found: LineTexts = ([too_long("the line")], {})
-                if data is not None:
+                if data is None:
+                    found: LineTexts = ([too_long("the line")], {})
+                else:
                     first = int(begins[0])
                     lines = data[first : first + int(sizes.sum())]
                     found = self.texts_of_lines(fields, lines, begins - first, block_start + first)

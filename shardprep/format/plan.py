@@ -660,7 +660,8 @@ def _open_plan(path: Path) -> Plan:
                 expected = "an option known here: install the shardprep that planned this, or plan again"
                 raise errors.UnknownVersion(path=path, found=found, expected=expected)
     try:
-        head = names.as_type(path, data, _Head)
+        with names.type_errors_named(path, data):
+            head = msgspec.convert(data, _Head)
     except errors.UsageError as error:
         raise errors.BrokenShard(f"{path}: its options are invalid: {error}", path=path) from None
     found = _id_of(head, head.inputs_sha256, head.cuts_sha256)

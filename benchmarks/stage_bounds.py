@@ -114,10 +114,10 @@ def bounds_table(
         cells = ["-" if value is None else f"{value:.{digits}f}" for value in values]
         lines.append(f"| {stage} | {' | '.join(cells)} |")
     sums = [sum(value for stage, value in of.items() if stage != TMPFS) for of in bounds]
-    lines.append(f"| sum of these bounds | {' | '.join(f'{value:.{digits}f}' for value in sums)} |")
+    lines.append(f"| sum of the bounds | {' | '.join(f'{value:.{digits}f}' for value in sums)} |")
     lines.append(f"| reached | {' | '.join(f'{value:.{digits}f}' for value in reached)} |")
     shares = [f"{100 * bound / value:.0f} %" for bound, value in zip(sums, reached, strict=True)]
-    lines.append(f"| the bounds' share of it | {' | '.join(shares)} |")
+    lines.append(f"| sum / reached | {' | '.join(shares)} |")
     return "\n".join(lines)
 
 

@@ -48,7 +48,7 @@ def of_campaign(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 
 @pytest.mark.parametrize("campaign", CAMPAIGNS)
-def test_what_is_disturbed_is_refused_in_words_or_without_effect(
+def test_a_disturbed_file_is_refused_or_has_no_effect(
     of_campaign: Outcomes, campaign: str
 ) -> None:
     least, kinds = CAMPAIGNS[campaign]

@@ -59,7 +59,7 @@ OTHERS: list[Callable[[Path], object]] = [
 
 
 @pytest.mark.parametrize("name", ["plan.json", "index.json", "shard-00000.json"])
-def test_what_is_no_file_of_ours_is_refused_and_not_waited_for(world: World, name: str) -> None:
+def test_a_foreign_file_is_refused_without_waiting(world: World, name: str) -> None:
     path = world.data_dir / name
     for put in OTHERS[: None if name != "plan.json" else -1]:
         path.rmdir() if path.is_dir() else path.unlink()

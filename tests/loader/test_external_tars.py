@@ -141,7 +141,7 @@ for place, value in ((SIZE, b"\x80" + b"\xff" * 11), (SIZE, b"text\0"), (KIND, b
     WRONG_HEADERS.append((with_field(TWO, place, value, header=1024), 1024))
 
 
-def test_a_header_that_says_no_file_is_refused_with_its_place(tmp_path: Path, model: str) -> None:
+def test_an_invalid_header_is_refused_with_its_place(tmp_path: Path, model: str) -> None:
     path = tmp_path / "a.tar"
     for raw, header in WRONG_HEADERS:
         path.write_bytes(raw)
@@ -293,7 +293,7 @@ WRONG_IDS |= {fault: ("rows", f"{name}.npy", raw) for fault, (name, raw) in BAD_
 
 
 @pytest.mark.parametrize("fault", WRONG_IDS)
-def test_what_is_no_ids_is_refused(tmp_path: Path, model: str, fault: str) -> None:
+def test_malformed_ids_are_refused(tmp_path: Path, model: str, fault: str) -> None:
     form, name, raw = WRONG_IDS[fault]
     good = GOOD[form]
     path = write_tar(tmp_path / "a.tar", [good, good])

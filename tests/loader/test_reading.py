@@ -272,7 +272,7 @@ def test_no_link_that_others_put_into_the_cache_is_followed(urls: Urls, tmp_path
 
 
 @pytest.mark.processes
-def test_in_a_folder_of_others_copies_lie_in_one_of_the_users_own(urls: Urls, tmp_path: Path) -> None:
+def test_copies_in_a_shared_folder_are_in_a_folder_of_the_user(urls: Urls, tmp_path: Path) -> None:
     url, shared, elsewhere = f"pipe:cat {urls.tar}", tmp_path / "shared", tmp_path / "elsewhere"
     shared.mkdir()
     shared.chmod(0o1777)

@@ -91,7 +91,7 @@ def test_a_member_that_names_a_place_elsewhere_is_never_written_there(tmp_path: 
 
 
 @pytest.mark.processes
-def test_secrets_of_the_environment_stand_in_no_file_and_no_message(
+def test_no_file_or_message_contains_secrets_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in SECRETS.items():
@@ -114,7 +114,7 @@ def test_secrets_of_the_environment_stand_in_no_file_and_no_message(
         ("pipe:false -H 'Authorization: Bearer secret' /a.tar", "pipe:false ..."),
     ],
 )
-def test_secrets_of_a_url_stand_in_no_error(tmp_path: Path, url: str, shown: str) -> None:
+def test_no_error_contains_secrets_of_a_url(tmp_path: Path, url: str, shown: str) -> None:
     with pytest.raises(NotFound) as caught:
         get_llama3_dataloader([url], 1, tokenizer_dir(), num_workers=0, cache_dir=tmp_path)
     assert shown in str(caught.value)
@@ -135,7 +135,7 @@ def test_each_test_that_the_page_names_exists() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [".gz", ".xz", ".bz2", ".zst"])
-def test_what_is_small_only_compressed_takes_no_more_memory_than_another_file(
+def test_a_decompression_bomb_takes_no_more_memory_than_another_file(
     tmp_path: Path, ending: str
 ) -> None:
     """12 MB of long lines. Only Python's allocations are counted."""

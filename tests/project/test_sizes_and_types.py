@@ -89,7 +89,7 @@ def test_an_idx_with_an_impossible_number_is_refused_or_without_effect(world: Wo
         assert codes["verify"] == 65 or "starts" in name or name == "source_offset", value
 
 
-def test_samples_that_lie_on_one_another_take_no_memory_for_each(world: World) -> None:
+def test_overlapping_samples_take_no_memory_each(world: World) -> None:
     """Each sample is the whole tar, a sparse file of 1 GiB."""
 
     def changed(records: Any) -> Any:

@@ -492,7 +492,7 @@ UNREADABLE: list[tuple[Callable[[Path], object], int]] = [
 ]
 
 
-def test_a_submission_that_cannot_be_read_or_has_a_wrong_field_is_named_and_holds_nobody(desk: Desk) -> None:
+def test_a_damaged_submission_is_reported_and_blocks_nobody(desk: Desk) -> None:
     """Forged records have correct hashes."""
     for spoil, code in UNREADABLE:
         path = desk.data / "jobs" / "0000.json"
@@ -802,7 +802,7 @@ def test_the_lengths_of_a_report_are_those_of_the_texts(tmp_path: Path) -> None:
         assert exact <= whole[f"length_p{percent}"] <= exact * 1.125
 
 
-def test_markup_stays_text_no_secret_is_told_and_nothing_runs(reported: World, tmp_path: Path) -> None:
+def test_markup_stays_text_and_no_secret_is_shown(reported: World, tmp_path: Path) -> None:
     source, shown = page(reported.data_dir, tmp_path)
     elements = Counter(re.findall(r"<(\w+)", source))
     assert not elements.keys() & {"script", "i", "img", "iframe", "link", "object", "svg"}

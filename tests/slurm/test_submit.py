@@ -113,7 +113,7 @@ def test_values_reach_the_worker_as_they_are_and_no_shell_runs_them(desk: Desk) 
     assert not list(desk.tmp.rglob("INJECTED"))
 
 
-def test_what_cannot_be_read_or_stand_in_a_script_is_refused_by_name_and_nothing_is_sent(desk: Desk) -> None:
+def test_an_unreadable_or_unsafe_value_is_refused_and_nothing_is_submitted(desk: Desk) -> None:
     flags = ["--sbatch_args=-Mother", "--worker_args='"]
     for name in REFUSED:
         worker_args, sbatch_args = shlex.join(["--input_dir", name]), shlex.join([f"--comment={name}"])

@@ -358,7 +358,9 @@ class TokenLoader(DataLoader[Batch]):
         step at which its own take effect. Raises Refused (OtherRun, OtherTokenizer, UnknownVersion),
         UsageError or BrokenShard.
         """
-        run, position, num_left, amended_at = resume_run(self._plan, state, self._layout, amend=self.can_amend)
+        run, position, num_left, amended_at = resume_run(
+            self._plan, state, self._layout, amend=self.can_amend
+        )
         self._newest += 1
         # Runs are compared as states because states round the weights.
         if state_of(run, position, {}, 0) == state_of(self.run, position, {}, 0):

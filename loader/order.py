@@ -86,7 +86,7 @@ class Order:
             expected = f"a group_by_length that divides the global batch of {self.tick_samples}"
             raise UsageError(found=f"groups of {self.group} samples of similar length", expected=expected)
         if self.group > 1 and not self.shuffle:
-            raise UsageError("group_by_length needs shuffle=True, so not a validation loader: it reorders samples")
+            raise UsageError("group_by_length needs shuffle=True, and no validation loader has it")
 
     @property
     def num_slots(self) -> int:

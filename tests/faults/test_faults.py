@@ -48,9 +48,7 @@ def of_campaign(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 
 @pytest.mark.parametrize("campaign", CAMPAIGNS)
-def test_a_disturbed_file_is_refused_or_has_no_effect(
-    of_campaign: Outcomes, campaign: str
-) -> None:
+def test_a_disturbed_file_is_refused_or_has_no_effect(of_campaign: Outcomes, campaign: str) -> None:
     least, kinds = CAMPAIGNS[campaign]
     outcomes = of_campaign.get(campaign, [])
     if campaign == "full_disks" and not outcomes:

@@ -135,9 +135,7 @@ def test_each_test_that_the_page_names_exists() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [".gz", ".xz", ".bz2", ".zst"])
-def test_a_decompression_bomb_takes_no_more_memory_than_another_file(
-    tmp_path: Path, ending: str
-) -> None:
+def test_a_decompression_bomb_takes_no_more_memory_than_another_file(tmp_path: Path, ending: str) -> None:
     """12 MB of long lines. Only Python's allocations are counted."""
     peaks = []
     for num_lines in (20, 200):

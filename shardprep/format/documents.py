@@ -44,7 +44,7 @@ _EXPECTED = "an id in UTF-8, sha256: and 64 hex digits, or at:FILE:BYTE"
 _MOST_NAMES = 10_000_000
 _FORMAT = "shardprep-blanked"
 _KEPT_ID = msgspec.json.Decoder(tuple[Count, Count, str])  # a line of DATA/ids
-_MAX_BLANKED_BYTES = 256 << 20  # some 10^7 documents
+_MAX_BLANKED_BYTES = 256 << 20  # about 10^7 documents
 # Digests of blanked documents for training and for validation, so that these stay on their side of the split.
 _BLANK_DIGESTS = np.frombuffer(b"\xff" * names.DIGEST_BYTES + bytes(names.DIGEST_BYTES), DIGEST)
 
@@ -205,7 +205,13 @@ def read_excluded(folder: Path, sha256: str) -> DocumentNames:
     if found != sha256:
         expected = f"{sha256[:12]}; run the plan command again with the same --exclude list"
         raise BrokenShard(path=path, found=f"sha256 {found[:12]}", expected=expected)
-    return DocumentNames(keys=np.frombuffer(raw, DIGEST))
+    return DocumentNames(keys=_as_digests(path, raw))
+
+
+def _as_digests(path: Path, raw: bytes) -> Digests:
+    if len(raw) % names.DIGEST_BYTES:
+        raise BrokenShard(path=path, found=f"{len(raw)} bytes", expected="whole digests of 16 bytes")
+    return np.frombuffer(raw, DIGEST)
 
 
 def kept_ids(folder: Path, shard_id: int) -> Iterator[tuple[int, int, str]]:
@@ -231,7 +237,7 @@ def read_digests(folder: Path, shard_id: int, stamp: FileStamp, *, is_checked: b
     if not is_checked and (found := hashlib.sha256(raw).hexdigest()) != stamp.sha256:
         remedy, expected = names.remake_command(shard_id, folder), stamp.sha256[:12]
         raise BrokenShard(path=path, found=f"sha256 {found[:12]}", expected=expected, remedy=remedy)
-    return np.frombuffer(raw, DIGEST)
+    return _as_digests(path, raw)
 
 
 @dataclass(frozen=True, kw_only=True)

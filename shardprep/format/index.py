@@ -70,7 +70,6 @@ IDX_CHAT_ROW = np.dtype([*IDX_ROW.descr, ("mask_offset", "<u8")])
 IDX_DTYPES = {"json": IDX_DOCUMENT, "npy": IDX_DOCUMENT, "packed": IDX_ROW, "chat": IDX_CHAT_ROW}
 READ_BYTES = 4 << 20  # of ids per read, unless a single sample has more
 MAX_OFFSET = 2**62  # so that sums stay in an int64; readers also compare offsets with the tar's size
-
 Records = npt.NDArray[np.void]  # of one of IDX_DTYPES
 
 

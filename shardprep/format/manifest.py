@@ -261,10 +261,7 @@ class MadeShards:
 
 
 def done_manifests(folder: Path, plan_id: str, shard_ids: Iterable[int]) -> Iterator[Manifest]:
-    """Yield the manifests of shards, all of which must be done.
-
-    Raises MissingShard, BrokenShard, UnknownVersion or OtherPlan for one that is not, and ReadWriteError.
-    """
+    """Yield the manifests of shards that must all be done. Raises OtherPlan, or as ``read_manifest``."""
     findings = read_findings(folder, plan_id)
     for shard_id in shard_ids:
         manifest = check_shard(folder, shard_id, plan_id)

@@ -275,11 +275,9 @@ CONTENT_HASH = "content_sha256"
 RUN = "run"  # the part that may vary between equal files; it has a hash of its own
 RUN_HASH = "run_sha256"
 MOST = 2**63 - 1  # the largest number in the columns of an index
-
 Count = Annotated[int, Meta(ge=0, le=MOST)]
 Seconds = Annotated[float, Meta(ge=0, le=MOST)]
 Text = Annotated[str, Meta(pattern=r"\A[^\0]*\Z")]  # usable in paths and messages
-
 _TYPE_WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text",
           "array": "a list", "object": "an object"}  # fmt: skip
 _SURROGATE = re.compile("[\ud800-\udfff]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -145,6 +146,16 @@ def test_ids_that_are_no_places_or_missing_are_refused_with_what_to_type(tmp_pat
             options = {"output": tmp_path / "new"} if words[0] == "blank" else {}
             ended = world.main(*words, **options).ends(65 if line else 66, path)
             assert "&& shardprep --shard_id 0" in str(ended.error and ended.error.remedy)
+
+
+def test_digests_that_end_within_one_are_refused(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.txt": "one\ntwo\n"}).plan(num_shards=1, digests=True).run()
+    path = world.data_dir / "digests/shard-00000.digests"
+    raw = path.read_bytes() + b"xyz"
+    path.write_bytes(raw)
+    stamp = {"digests.num_bytes": len(raw), "digests.sha256": hashlib.sha256(raw).hexdigest()}
+    rewrite_json(world.data_dir / "shard-00000.json", **stamp)
+    world.main("duplicates", world.data_dir, output=tmp_path / "names").ends(65, path)
 
 
 def test_shards_that_a_submission_names_again_and_again_take_no_memory(world: World) -> None:

@@ -122,7 +122,8 @@ def check_places(folder: Path, new: Path, shard_ids: Iterable[int]) -> None:
     for number in shard_ids:
         before, now = read_manifest(folder, number).counts, read_manifest(new, number).counts
         if before != now:
-            names = [name for name, value in vars(now).items() if getattr(before, name) != value]
+            names = [each.name for each in dataclasses.fields(now)]
+            names = [name for name in names if getattr(before, name) != getattr(now, name)]
             found = f"shard {number:05d}, made again, has another {', another '.join(names)} than in {folder}"
             expected = "the same: restore input and libraries, remove this folder, and run this again"
             raise Refused(path=new, found=found, expected=expected)

@@ -122,9 +122,10 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
             found = read_manifest(folder, shard_id)
             others = [name for name in _COMPARED if getattr(found, name) != getattr(made, name)]
             differing = [str(names.VOUCHED_PATHS[name](Path(), shard_id)) for name in others]
-            for name, count in vars(found.counts).items():
-                if (now := getattr(made.counts, name)) != count:
-                    differing.append(f"{name} ({now} in place of {count})")
+            for name in (item.name for item in dataclasses.fields(manifest.ShardCounts)):
+                before, now = getattr(found.counts, name), getattr(made.counts, name)
+                if before != now:
+                    differing.append(f"{name} ({now} in place of {before})")
             if differing:
                 message = f"from its input the reference engine makes another {', another '.join(differing)}"
                 remedy = f"{names.remake_command(shard_id, folder)} --engine tokenizers"

@@ -54,7 +54,7 @@ STALE_AFTER_S = 24 * 3600
 TEMPORARY_NAME = re.compile(r"\..+-\d+-[0-9a-f]{8}\.tmp")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FileStamp:
     """Size and content hash of one file."""
 

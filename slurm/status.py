@@ -499,7 +499,8 @@ def _sums(counts: Iterable[Any]) -> dict[str, int]:
     """Add up several counts, field by field."""
     found: Counter[str] = Counter()
     for each in counts:
-        found.update({name: value for name, value in vars(each).items() if isinstance(value, int)})
+        values = ((item.name, getattr(each, item.name)) for item in dataclasses.fields(each))
+        found.update({name: value for name, value in values if isinstance(value, int)})
     return dict(found)
 
 

@@ -51,7 +51,7 @@ OF_SHARD = (errors.BrokenShard, errors.MissingShard, errors.OtherPlan, errors.Un
 _NUM_THREADS = 8  # opening a file on Lustre waits for a server
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SourceCounts:
     """Counts of one source: a first subfolder of the input, or a value of --source_field."""
 
@@ -66,7 +66,7 @@ def sum_of_sources(shards: Iterable[Mapping[str, SourceCounts]]) -> dict[str, So
     sums = defaultdict[str, Counter[str]](Counter)
     for sources in shards:
         for name, counts in sources.items():
-            sums[name].update(vars(counts))
+            sums[name].update(asdict(counts))
     return {name: SourceCounts(**sums[name]) for name in sorted(sums)}
 
 
@@ -94,7 +94,7 @@ class ValidationCounts:
     num_tokens: Count
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ShardCounts:
     """Counts of a shard. Equal inputs and options give equal counts."""
 
@@ -118,7 +118,7 @@ class ShardCounts:
         return self.validation or ValidationCounts(num_samples=0, num_documents=0, num_tokens=0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
     """How a shard was made: where, when, at what cost. Used for reports, never for decisions."""
 
@@ -145,7 +145,7 @@ class RunFacts:
         return self.slurm.get("SLURM_ARRAY_JOB_ID") or self.slurm.get("SLURM_JOB_ID", "")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """shard-N.json."""
 

@@ -166,7 +166,7 @@ class Worker:
 
     def make_in(self, folder: Path, shard: PlannedShard, progress: Progressed = lambda *_: None) -> Manifest:
         """Make a shard in a folder. It counts only if this is the plan's folder."""
-        began, cpu_began = time.time(), time.process_time()
+        began, wall_began, cpu_began = time.time(), time.monotonic(), time.process_time()
         plan, options, transform = self.plan, self.plan.options, self._reader.transform
         transform_began_s = transform.cpu_s if transform else 0.0
         documents = self._reader.of_shard(shard, self._batch_bytes)
@@ -192,7 +192,7 @@ class Worker:
                 slurm={name: os.environ[name] for name in slurm_names if name in os.environ},
                 num_cpus=self.num_cpus,
                 began=round(began, 3),
-                wall_s=round(time.time() - began, 3),
+                wall_s=round(time.monotonic() - wall_began, 3),
                 cpu_s=round(time.process_time() - cpu_began, 3),
                 max_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 transform_cpu_s=round(transform.cpu_s - transform_began_s, 3) if transform else 0.0,

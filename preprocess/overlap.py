@@ -473,7 +473,7 @@ def duplicates(args: argparse.Namespace) -> int:
         files.sync_folder(args.output.parent)
     data_sets: list[dict[str, Any]] = []
     for folder, file in lists.items():
-        sources = {source: count for (of, source), count in removed.most_common() if of == folder}
+        sources = {source: count for (owner, source), count in removed.most_common() if owner == folder}
         data_sets.append({"data_dir": str(folder), "list": str(file.path), "sources": sources})
     if args.json:
         sums = {"num_documents": num_documents, "num_groups": len(groups.keys), "num_duplicates": num_copies}

@@ -87,7 +87,7 @@ def verify(args: argparse.Namespace) -> int:
             raise
     sums = (counted(int(index.column(f"num_{noun}s").sum()), noun) for noun in ("sample", "token"))
     print_lines(f"verified {counted(plan.num_shards, 'shard')}: {', '.join(sums)}; {wrote} {path}")
-    counts = {name: dataclasses.asdict(of) for name, of in index.sources.items()}
+    counts = {name: dataclasses.asdict(source) for name, source in index.sources.items()}
     print_lines(*source_lines(counts, all_in=names.INDEX_NAME))
     with contextlib.suppress(OSError):
         (folder / manifest.FINDINGS_NAME).unlink()

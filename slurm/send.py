@@ -518,8 +518,8 @@ def _script(head: Sequence[str], request: JobRequest, body: Sequence[str]) -> st
     """Render ``prep_array.sh`` with another head."""
     prep_array = (Path(__file__).parent / "prep_array.sh").read_text(encoding="utf-8")
     first = "set -euo pipefail\n"
-    names = {each: name for each, name in states.REQUEST_VARIABLES.items() if name.startswith("SHARDPREP_")}
-    settings = {name: getattr(request, each) or "" for each, name in names.items()}
+    names = {field: name for field, name in states.REQUEST_VARIABLES.items() if name.startswith("SHARDPREP_")}
+    settings = {name: getattr(request, field) or "" for field, name in names.items()}
     # A container or a set-up file has its own Python.
     python = os.environ.get("SHARDPREP_PYTHON") or ("" if any(settings.values()) else sys.executable)
     settings = {"SHARDPREP_PYTHON": python, **settings}
@@ -762,18 +762,18 @@ def _request_after(shard: Shard, base: JobRequest, max_mem_mb: int | None) -> Jo
     ``max_mem_mb`` is the memory of the largest node, or None if it is unknown.
     """
     last = shard.attempts[-1] if shard.attempts else None
-    array, record, cause = (last.array, last.record, shard.cause) if last else (None, None, None)
+    array, record = (last.array, last.record) if last else (None, None)
     request = _without_dependency(array.request) if array else base
     known = array or record
     mem_mb = known.mem_mb if known else None
-    if cause == states.OUT_OF_MEMORY and mem_mb:
+    if shard.cause == states.OUT_OF_MEMORY and mem_mb:
         mem_gb = min(2 * mem_mb, max_mem_mb or 2 * mem_mb) / 1024
         if request.mem_per_cpu_gb is None:
             request = request.changed(mem_gb=round(mem_gb, 3))
         else:
             request = request.changed(mem_per_cpu_gb=round(mem_gb / (request.num_cpus or 1), 3))
-    if cause == states.TIMEOUT and last:
-        # `scontrol update timelimit=` may have raised the limit. That of a plain sbatch task is not recorded.
+    if shard.cause == states.TIMEOUT and last:
+        # `scontrol update timelimit=` may have raised the limit. A plain sbatch task's is not recorded.
         limit_min = (array.time_min if array else None) or 0
         ran_min = round(last.elapsed_s / 60)
         if ran_min - limit_min <= _LATE_KILL_MIN:

@@ -186,9 +186,9 @@ def _restarts(state: DatasetState) -> dict[str, int]:
     last = {each.key: each for each in own}
     found: Counter[str] = Counter()
     for each in own:
-        made = [state.made.done.get(shard_id) for shard_id in each.shards]
         # A later attempt has a record, or it made the shards and removed its record.
-        if last[each.key] is not each or all(it and it.run.job_id == each.job_id for it in made):
+        was_made = all(it and it.run.job_id == each.job_id for it in map(state.made.done.get, each.shards))
+        if last[each.key] is not each or was_made:
             cause = states.cause_of_record(each, each.shards[0])
             found[f"{cause} on {each.node}" if cause == states.NODE_FAIL else cause] += 1
     return dict(found)
@@ -346,7 +346,7 @@ def status_lines(data: dict[str, Any]) -> list[str]:
         when = time.strftime("%m-%d %H:%M", time.localtime(event["time"]))
         words = [f"  {when} {event['event']}"]
         said = {name: event[name] for name in ("round", "causes", "why", "report", "jobs") if event.get(name)}
-        words += [f"{name} {it if isinstance(it, str) else json.dumps(it)}" for name, it in said.items()]
+        words += [f"{name} {x if isinstance(x, str) else json.dumps(x)}" for name, x in said.items()]
         lines.append(", ".join(words))
     return [*lines, next_line(data)]
 

@@ -17,7 +17,7 @@ RANDOM_FILES ?= 5000
 # More arguments for the benchmark: make bench_preprocess BENCH_ARGS=--quick
 BENCH_ARGS ?=
 
-# Tests start hundreds of processes; without byte code each would compile the packages anew.
+# Tests start hundreds of processes; without byte code each would compile the packages again.
 unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv

@@ -97,7 +97,7 @@ class Layout:
 
     @property
     def is_inherited(self) -> bool:
-        """Return whether a directory surely has no default. Otherwise lfs may have printed the root's."""
+        """Return whether a directory certainly has no default. If False, lfs may have printed the root's."""
         return not self.is_composite and self.components[0].pattern in {"", "0"}
 
     def options(self) -> list[str]:
@@ -119,8 +119,7 @@ class Layout:
 def read_layout(path: Path) -> Layout:
     """Read the layout of a file on Lustre, or a directory's default for new files. Raises LustreError."""
     options = ["-d", "-y"] if is_folder(path) else ["-y"]
-    result = run_lfs("getstripe", *options, path)
-    output = result.checked("look at the path, and at `lfs check servers`")
+    output = run_lfs("getstripe", *options, path).checked("look at the path, and at `lfs check servers`")
     if output.rstrip().endswith("has no stripe info"):
         expected = "a layout; a link (look at its target) or a file never written to has none"
         raise LustreError(found=output.strip()[-200:], expected=expected)
@@ -211,7 +210,7 @@ def _typed_options(text: str) -> tuple[str, ...]:
 
 
 _OWN_FOLDERS = frozenset({"jobs", "logs"})  # contain no shards: a folder with only these counts as empty
-_KEEPER = re.compile(r"\.layout-\d+-[0-9a-f]{8}\.tmp")  # left by a call that was killed
+_KEEPER = re.compile(r"\.layout-\d+-[0-9a-f]{8}\.tmp")  # left by set_directory_layout if it was killed
 _WHAT_TO_DO = (
     "look at `lfs df`, `lfs quota -u $USER` and `lfs check servers`; the owner of the folder can set the "
     "layout, on a node that mounts the file system for writing; or keep the site's layout"
@@ -235,8 +234,8 @@ def set_directory_layout(folder: Path, stripe: Layout, *, dry_run: bool = False)
     if not stripe.typed:
         stripe = _with_pool(stripe, before, folder)
         num_osts = count_osts(folder, stripe.components[0].pool)
-        if 0 < num_osts < (most := stripe.components[-1].stripe_count):
-            notes.append(f"{most} stripes are more than the {counted(num_osts, 'OST')} here")
+        if 0 < num_osts < (wanted := stripe.components[-1].stripe_count):
+            notes.append(f"{wanted} stripes are more than the {counted(num_osts, 'OST')} here")
         if not before.is_inherited and is_as_asked(stripe, before, num_osts):
             return "; ".join([f"{folder} has it already; new files get {before.text()}", *notes])
     command = setstripe_command(folder, stripe)

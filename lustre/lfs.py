@@ -140,7 +140,7 @@ _FLAGS = {  # of `lfs df`
     "N": "is closed to new files",
     "R": "is read-only",
 }
-# `fs-OST0002_UUID  1073741824  1073741824  0 100%  /mnt[OST:2] S`, KiB; the mount point may hold anything
+# `fs-OST0002_UUID  1073741824  1073741824  0 100%  /mnt[OST:2] S`, KiB; the mount point is any text
 _DF_LINE = re.compile(
     r"^\S+\s+\d+\s+(\d+)\s+(\d+)\s+\S+\s+.*\[(OST|MDT):(\d+)\]\s*([A-Za-z]*)\s*$", re.MULTILINE
 )
@@ -216,8 +216,7 @@ def read_targets(path: Path) -> Targets:
             flags += "S"
         if left == 0 and "I" not in flags:
             flags += "I"
-        target = Target(f"{kind} {index}", int(used) << 10, int(free) << 10, left, flags)
-        found.answered[kind].append(target)
+        found.answered[kind].append(Target(f"{kind} {index}", int(used) << 10, int(free) << 10, left, flags))
     for kind, index, message in _DF_TROUBLE.findall(blocks.stdout):
         is_inactive = message.strip() == "inactive device"
         words = "is inactive" if is_inactive else f"does not answer: {message.strip()}"
@@ -257,7 +256,7 @@ class Need(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What one limit leaves, in bytes or files."""
+    """The bytes or files that one limit leaves."""
 
     name: str
     num_left: int | None  # None: unknown, and the note says why
@@ -335,8 +334,9 @@ def parse_quota(output: str) -> list[Room]:
     if match is None:
         raise ValueError(f"lfs quota printed no figures: {output.strip()[:200]!r}")
     inaccurate = "inaccurate: a server did not answer" if "[" in match[0] else ""
-    rooms = []
-    for is_of_files, (used, soft, hard, grace) in enumerate((match.groups()[:4], match.groups()[4:])):
+    rooms: list[Room] = []
+    for is_of_files, numbers in ((False, match.groups()[:4]), (True, match.groups()[4:])):
+        used, soft, hard, grace = numbers
         limit = int(hard) or int(soft)
         if not limit:
             continue
@@ -345,5 +345,5 @@ def parse_quota(output: str) -> list[Room]:
             note = f"over the soft limit: writes fail in {grace}"
             if grace in {"expired", "none"}:  # "none" in 2.15: every write fails, whatever the hard limit
                 left, note = 0, "over the soft limit, and the grace period is over"
-        rooms.append(Room("your quota", left if is_of_files else left << 10, note, bool(is_of_files)))
+        rooms.append(Room("your quota", left if is_of_files else left << 10, note, is_of_files))
     return rooms

@@ -86,7 +86,7 @@ def _shard_flags(parser: argparse.ArgumentParser) -> None:
     add("--check_inputs", action="store_true", help=text)
     add_flags_of(parser, PrepConfig)
     others = {item.name for item in dataclasses.fields(PrepConfig)}
-    add_flags_of(parser, WorkerSettings, but=others)
+    add_flags_of(parser, WorkerSettings, exclude=others)
 
 
 def plan_data_set(args: argparse.Namespace) -> int:
@@ -208,14 +208,14 @@ def _making_flags(parser: argparse.ArgumentParser) -> None:
 
 def blank(args: argparse.Namespace) -> int:
     """Link or copy the shards without any of the documents, make the others again, and verify."""
-    from preprocess.blank import check_places, take_over
+    from preprocess.blank import check_places, start
     from preprocess.verify import verify
 
     folder, new = args.data_dir, args.output_dir
-    where = resources.InputSettings(**given_of(args, resources.InputSettings))
-    plan, touched, are_all_found = take_over(folder, new, args.ids, where)
-    num_taken = plan.num_shards - len(touched)
-    say(f"{num_taken} of {counted(plan.num_shards, 'shard')} have none of them: linked or copied")
+    settings = resources.InputSettings(**given_of(args, resources.InputSettings))
+    plan, touched, are_all_found = start(folder, new, args.ids, settings)
+    num_linked = plan.num_shards - len(touched)
+    say(f"{num_linked} of {counted(plan.num_shards, 'shard')} are unchanged: linked or copied")
     if code := run(args):
         return code
     check_places(folder, new, touched)

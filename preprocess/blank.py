@@ -27,12 +27,11 @@ from shardprep.format.plan import Plan, check_tokenizer_files, need_plan, publis
 _MAX_PRINTED = 20  # names that were not found
 
 
-def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> tuple[Plan, list[int], bool]:
+def start(folder: Path, new: Path, ids_file: Path, settings: InputSettings) -> tuple[Plan, list[int], bool]:
     """Find the documents, publish the plan of the new data set, and link or copy the untouched shards.
 
-    Returns the plan, the shards to make again, and whether all names of the list were found. Raises NotFound
-    if none was, Refused if the new folder was made for another list or data set, and the errors of reading
-    and writing.
+    Returns the plan, the shards to make again, and whether all names in the list were found. Raises NotFound
+    if none was, Refused if the new folder was made for another list or data set, and errors of the files.
     """
     plan = need_plan(folder)
     check_tokenizer_files(folder, plan.tokenizer_files)
@@ -40,9 +39,9 @@ def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> 
         pass  # it raises for a shard that is not done
     names = documents.read_names(ids_file, id_field=plan.options.id_field)
     found = np.zeros(len(names.keys), np.bool_)
-    reader = DocumentReader.of_plan(folder, plan.options, where.transform)
+    reader = DocumentReader.of_plan(folder, plan.options, settings.transform)
     blanked_in: dict[int, documents.BlankedDocuments] = {}  # by shard
-    moved = plan.at(where.input_dir)
+    moved = plan.at(settings.input_dir)
     for number in with_progress("looking for documents", range(plan.num_shards)):
         shard, manifest = moved.shard(number), read_manifest(folder, number)
         parts = [np.empty((0, 2), np.int64)]  # input number and offset of the documents that were found
@@ -58,7 +57,7 @@ def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> 
                 ids = batch.columns.get("id")
                 matches = names.of_documents(batch.input_path, batch.offsets, ids, batch.digests)
                 found[matches[matches >= 0]] = True
-                offsets = batch.offsets[(matches >= 0).any(axis=0)]
+                offsets = batch.offsets[(matches >= 0).any(axis=0)]  # by a name of any kind
                 parts.append(np.stack([np.full_like(offsets, batch.input_number), offsets], axis=1))
         if not any(map(len, parts)):
             continue
@@ -92,7 +91,7 @@ def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> 
         for each in blanked_in.values():
             documents.publish_blanked(new, each)
         excluded = [folder / EXCLUDED_NAME] if plan.options.excluded else []
-        _take(folder, new, [*excluded, *(folder / TOKENIZER_DIR / name for name in plan.tokenizer_files)])
+        _link(folder, new, [*excluded, *(folder / TOKENIZER_DIR / name for name in plan.tokenizer_files)])
         publish_plan(planned, new)
     elif (begun.plan_id, begun.options) != (planned.plan_id, planned.options) or any(
         documents.read_blanked(new, plan.plan_id, number) != each for number, each in blanked_in.items()
@@ -101,14 +100,14 @@ def take_over(folder: Path, new: Path, ids_file: Path, where: InputSettings) -> 
         expected = "a new folder, as blanking continues only with the list it started with"
         raise Refused(path=new, found=other, expected=expected)
     untouched = sorted({*range(plan.num_shards)} - {*touched})
-    for number in with_progress("taking over", untouched):
+    for number in with_progress("linking or copying", untouched):
         if done_manifest(new, number, plan.plan_id) is None:
             paths = [path for path, _ in shard_files(folder, read_manifest(folder, number))]
-            _take(folder, new, [*paths, manifest_path(folder, number)])  # the manifest last
+            _link(folder, new, [*paths, manifest_path(folder, number)])  # the manifest last
     return planned, touched, not missing
 
 
-def _take(folder: Path, new: Path, paths: Iterable[Path]) -> None:
+def _link(folder: Path, new: Path, paths: Iterable[Path]) -> None:
     """Make hard links or copies of files in another data set, in order."""
     for path in paths:
         target = new / path.relative_to(folder)

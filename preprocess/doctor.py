@@ -142,8 +142,7 @@ def doctor_flags(parser: argparse.ArgumentParser) -> None:
     )
     text = "folder of a planned data set, whose tokenizer is checked (default: none)"
     parser.add_argument("--output_dir", type=Path, help=text)
-    text = "folder of a tokenizer, or its name on the hub (default: none)"
-    parser.add_argument("--model_id", help=text)
+    parser.add_argument("--model_id", help="folder of a tokenizer, or its name on the hub (default: none)")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print the findings as JSON")
     how.add_argument("--export", action="store_true", help="print only variables, as lines for source")
@@ -175,8 +174,8 @@ def doctor(args: argparse.Namespace) -> int:
     levels = Counter(finding.level for finding in findings)
     code = next((each.exit_code for each in findings if each.exit_code), int(levels["warning"] > 0))
     if args.json:
-        told = [{**each._asdict(), "level": each.level} for each in findings]
-        print_lines(*json.dumps({"exit_code": code, "findings": told}, indent=1).split("\n"))
+        listed = [{**each._asdict(), "level": each.level} for each in findings]
+        print_lines(*json.dumps({"exit_code": code, "findings": listed}, indent=1).split("\n"))
         return code
     for finding in findings:
         print_lines(f"{finding.level:<8}{finding.topic:<10}{finding.text}")

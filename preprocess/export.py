@@ -44,7 +44,7 @@ class ExportLayout:
     two_bytes_below, wide = 1 << 16, "<i4"  # ids of a smaller vocabulary are uint16, others of this type
 
     def __init__(self, folder: Path, vocab_size: int, num_tokens: list[int]) -> None:
-        self.folder, self.num_tokens, num_shards = folder, num_tokens, len(num_tokens)  # added EOS included
+        self.folder, self.num_tokens, num_shards = folder, num_tokens, len(num_tokens)  # with added EOS
         self.dtype = np.dtype("<u2" if vocab_size < self.two_bytes_below else self.wide)
         names = (self.last_name.format(number=number, num_shards=num_shards) for number in range(num_shards))
         self.last_files = [folder / name for name in names]
@@ -225,9 +225,9 @@ def export(args: argparse.Namespace) -> int:
                     raise
     try:
         opened_by = layout.finish()
-    except (CannotWrite, ReadWriteError, FileNotFoundError):  # for the same reason; its files exist now
+    except (CannotWrite, ReadWriteError, FileNotFoundError):  # the other export has written the files by now
         opened_by = layout.finish()
-    with contextlib.suppress(OSError, ReadWriteError):  # of dead attempts; a running one finds all done
+    with contextlib.suppress(OSError, ReadWriteError):  # left by dead attempts; a running one needs none
         for name in filter(files.TEMPORARY_NAME.fullmatch, files.names_in(folder)):
             files.remove_tree(folder / name)
     sums = f"{counted(plan.num_shards, 'shard')}, {counted(sum(num_tokens), 'token')}"

@@ -120,7 +120,7 @@ def overlap_flags(parser: argparse.ArgumentParser) -> None:
     add_flags_of(parser, InputSettings, is_grouped=False)
     others = {item.name for item in dataclasses.fields(PlanOptions)} - {*_READ_OPTIONS}
     group = parser.add_argument_group("how to read EVALS, as for plan")
-    add_flags_of(group, PlanOptions, but=others, is_grouped=False)
+    add_flags_of(group, PlanOptions, exclude=others, is_grouped=False)
 
 
 def overlap(args: argparse.Namespace) -> int:
@@ -157,8 +157,7 @@ def overlap(args: argparse.Namespace) -> int:
     if left := names.id_ranges(missing()):
         print_lines(f"not done yet: {shards_text(left)}; the call that finishes the last writes the lists")
     else:
-        settings = {"evaluation": args.against, "plan_id": plan.plan_id, **rule._asdict()}
-        _merge(out, paths, folder, settings)
+        _merge(out, paths, folder, {"evaluation": args.against, "plan_id": plan.plan_id, **rule._asdict()})
     return 0
 
 
@@ -275,7 +274,7 @@ class _Search:
             first, end = units.offsets[number : number + 2].tolist()
             eval_first, eval_end = evals.offsets[eval_number : eval_number + 2].tolist()
             is_shared = np.zeros(eval_end - eval_first, np.bool_)  # of the evaluation document's units
-            longest = (0, 0)  # length and negative begin of the longest run, the first of equally long ones
+            longest = (0, 0)  # length of the longest run, and minus its begin: of equal runs the first wins
             for shift in shifts:
                 # Find all runs at this shift, also those with n-grams beyond _MAX_PLACES.
                 low, high = max(first, eval_first - shift), min(end, eval_end - shift)
@@ -474,7 +473,7 @@ def duplicates(args: argparse.Namespace) -> int:
         files.sync_folder(args.output.parent)
     data_sets: list[dict[str, Any]] = []
     for folder, file in lists.items():
-        sources = {source: count for (of, source), count in removed.most_common() if of == folder}
+        sources = {source: count for (owner, source), count in removed.most_common() if owner == folder}
         data_sets.append({"data_dir": str(folder), "list": str(file.path), "sources": sources})
     if args.json:
         sums = {"num_documents": num_documents, "num_groups": len(groups.keys), "num_duplicates": num_copies}

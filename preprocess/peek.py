@@ -146,7 +146,7 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
         wanted = address.removeprefix("id:")
         looked_at = with_progress("looking for an id", made)
         kept = (each for shard_id in looked_at for each in kept_ids(folder, shard_id))
-        place = next(((number, byte) for number, byte, of in kept if of == wanted), (-1, 0))
+        place = next(((number, byte) for number, byte, id_ in kept if id_ == wanted), (-1, 0))
         if not 0 <= place[0] < len(paths):
             expected = "the id of a document in a finished shard"
             raise NotFound(path=folder, found=f"no id {wanted}", expected=expected)
@@ -166,7 +166,7 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
             raise NotFound(path=name, found=place[1], expected=f"bytes 0 to {num_bytes - 1}")
     inputs_of = {number: [part.input_number for part in plan.shard(number).ranges] for number in made}
     shards = [number for number in made if place[0] in inputs_of[number]]
-    for shard_id in shards:  # it may have been left out
+    for shard_id in shards:  # the document may have been left out
         with contextlib.suppress(*NOT_THERE, ShardprepError, ValueError, LookupError, TypeError):
             for entry in map(orjson.loads, read_lines(names.quarantine_path(folder, shard_id))):
                 if (entry["source"], entry["source_offset"]) == (name, place[1]):
@@ -187,8 +187,7 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
 def _made_shards(folder: Path) -> list[int]:
     """Return the finished shards of a data set, at least one. Raises NotFound."""
     if not (made := manifest_ids(folder)):
-        again = f"shardprep run {quoted(folder)}"
-        raise NotFound(path=folder, found="no finished shard", remedy=again)
+        raise NotFound(path=folder, found="no finished shard", remedy=f"shardprep run {quoted(folder)}")
     return made
 
 

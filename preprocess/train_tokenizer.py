@@ -60,8 +60,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
         raise CannotWrite(path=folder, found="a file", expected=expected)
     options = PlanOptions(**{name: value for name, value in vars(args).items() if name in _PLAN_OPTIONS})
     input_dir: Path = args.input_dir
-    paths = find_inputs(input_dir, options).paths
-    inputs = [item.file for item in stamp_inputs(input_dir, paths, options)]
+    inputs = [item.file for item in stamp_inputs(input_dir, find_inputs(input_dir, options).paths, options)]
     num_texts = num_bytes = 0  # of the training text
     num_bad, first_bad = Counter[str](), ""  # documents left out by reason, and the place of the first
 
@@ -70,8 +69,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
         nonlocal num_texts, num_bytes, first_bad
         progress = Progress("reading", min(sum(item.num_bytes for item in inputs), max_bytes))
         num_places = max(_MIN_NUM_PLACES, max_bytes // _PLACE_BYTES)
-        batches = sample_documents(input_dir, inputs, options, num_bytes=max_bytes, num_places=num_places)
-        for batch in batches:
+        for batch in sample_documents(input_dir, inputs, options, num_bytes=max_bytes, num_places=num_places):
             for bad in batch.bad:
                 num_bad[bad.reason] += 1
                 path = str(input_dir / inputs[batch.input_number].path)
@@ -116,8 +114,8 @@ def train_tokenizer(args: argparse.Namespace) -> int:
             num_all = counted(num_bad.total(), "document")
             read += f"; left out {num_all} ({reasons}; the first in {first_bad})"
         if not num_texts:
-            some = "text to train on; are --encoding and --text_field right?"
-            raise BadInput(path=input_dir, found=read, expected=some)
+            wanted = "text to train on; are --encoding and --text_field right?"
+            raise BadInput(path=input_dir, found=read, expected=wanted)
         say(f"read {read}, long documents in pieces")
         num_base = tokenizer.get_vocab_size()
         # Llama 3.1's special tokens follow the base vocabulary, and encoded texts begin with BOS.
@@ -151,4 +149,4 @@ def train_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
     text = "text to train on, sampled evenly over the input; 256M takes about 5 GB of memory"
     add("--max_bytes", metavar="SIZE", default="256M", help=text)
     others = {item.name for item in dataclasses.fields(PlanOptions)} - {*_PLAN_OPTIONS}
-    add_flags_of(parser, PlanOptions, but=others, is_grouped=False)
+    add_flags_of(parser, PlanOptions, exclude=others, is_grouped=False)

@@ -87,11 +87,11 @@ def verify(args: argparse.Namespace) -> int:
             raise
     sums = (counted(int(index.column(f"num_{noun}s").sum()), noun) for noun in ("sample", "token"))
     print_lines(f"verified {counted(plan.num_shards, 'shard')}: {', '.join(sums)}; {wrote} {path}")
-    counts = {name: dataclasses.asdict(of) for name, of in index.sources.items()}
+    counts = {name: dataclasses.asdict(source) for name, source in index.sources.items()}
     print_lines(*source_lines(counts, all_in=names.INDEX_NAME))
     with contextlib.suppress(OSError):
         (folder / manifest.FINDINGS_NAME).unlink()
-    for record in read_attempts(folder, plan.plan_id).own:  # of attempts whose shards others made
+    for record in read_attempts(folder, plan.plan_id).own:  # attempts whose shards others have made
         if record.ended is not None:
             with contextlib.suppress(OSError):
                 os.unlink(record.path)  # noqa: PTH108
@@ -171,7 +171,7 @@ def _check_shards(
     read is tried again. Then its problem is a ReadWriteError, which says nothing about the shard.
     """
     sizes = plan.shard_bytes()
-    is_failing = threading.Event()  # the file system: then not every shard waits for it again
+    is_failing = threading.Event()  # set once the file system failed: later shards do not wait for it
 
     def read(shard_id: int) -> Manifest:
         shard = manifest.check_shard(folder, shard_id, plan.plan_id)
@@ -272,10 +272,10 @@ def _check_ids(shard: Manifest, tar: files.HashedFile, records: Records) -> None
             if shard.made_from is not None:
                 ids = ids[(ids != names.BLANK) & (ids != names.blank_id(vocab_size))]
             if len(ids) and (largest := int(ids.max())) >= vocab_size:
-                found = f"{tar.path} holds the token id {largest}"
+                found = f"{tar.path} contains the token id {largest}"
                 raise errors.BrokenShard(f"{found}, the vocabulary has {vocab_size}")
     except (ValueError, OverflowError) as error:
-        raise errors.BrokenShard(f"{tar.path} holds token ids that cannot be read ({error})") from None
+        raise errors.BrokenShard(f"{tar.path} contains token ids that cannot be read ({error})") from None
     if tar.read(tar.num_bytes - len(names.TAR_END), len(names.TAR_END)) != names.TAR_END:
         raise errors.BrokenShard(f"{tar.path} does not end in two zero blocks")
 
@@ -305,7 +305,7 @@ def clean(args: argparse.Namespace) -> int:
         found = f"no {names.PLAN_NAME} and no temporary file"
         raise errors.NotFound(path=folder, found=found, expected="the folder of a data set")
     verb = "would remove" if args.dry_run else "removed"
-    removed: list[int] = []  # bytes of each
+    removed: list[int] = []  # bytes of each path
     num_kept, failed = 0, ""
     for path in paths:
         try:
@@ -324,7 +324,7 @@ def clean(args: argparse.Namespace) -> int:
                 continue
             if not args.dry_run:
                 files.remove_tree(path)
-                if path.is_dir() and not path.is_symlink():  # something in it could not be removed
+                if path.is_dir() and not path.is_symlink():  # a file in it could not be removed
                     path.rmdir()  # raises the reason
         except FileNotFoundError:
             continue  # another process removed it

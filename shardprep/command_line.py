@@ -111,13 +111,13 @@ class Program:
                 raise
             message, code = found, UsageError.exit_code
         except MemoryError as error:
-            message = f"out of memory ({error or 'no more is given'}); nothing that is done was lost"
+            message = f"out of memory ({error or 'the system gives no more'}); finished work is not lost"
             code = ReadWriteError.exit_code
         except OSError as error:  # not handled by any stage
             path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(frame.filename).name}:{frame.lineno}"
-            todo = "nothing that is done was lost: fix the cause, and run this again"
+            todo = "finished work is not lost: fix the cause, and run this again"
             message, code = f"{path}{error.strerror or error}, at {where}; {todo}", ReadWriteError.exit_code
         if message:
             say(f"error: {message}")
@@ -125,22 +125,22 @@ class Program:
 
     def parse(self, words: Sequence[str], *, name: str | None = None) -> argparse.Namespace:
         """Parse the words: flags, and ``command``. Raises UsageError, and SystemExit for wrong flags."""
-        if found := next((word for word in words if "\0" in word), None):
+        if found := next((each for each in words if "\0" in each), None):
             raise UsageError(f"{found!r} contains a NUL, which paths and names cannot; leave it out")
         name = name or self.name
         words = self._underscored(words)
         if words[:1] == ["help"]:
             words = [*words[1:], "--help"]
-        listed = {word: each.summary for word, each in self.commands.items() if not each.is_nameless}
+        listed = {key: each.summary for key, each in self.commands.items() if not each.is_nameless}
         if not words or words[0] in ("-h", "--help"):
             show_commands(name, self.description, listed, self.epilog, is_asked_for=bool(words))
-        word = words[0]
-        if word not in self.commands:
-            raise UsageError(unknown_command(word, list(listed)))
-        parser = self.parser_of(word, name=name)
+        command = words[0]
+        if command not in self.commands:
+            raise UsageError(unknown_command(command, list(listed)))
+        parser = self.parser_of(command, name=name)
         known = [*parser._option_string_actions]  # noqa: SLF001 - argparse has no other list
         for flag in (each.partition("=")[0] for each in words):
-            instead = FLAGS.get(f"{word} {flag}", FLAGS.get(flag))
+            instead = FLAGS.get(f"{command} {flag}", FLAGS.get(flag))
             if instead and flag not in known:
                 parser.error(f"the flag {flag} was removed: {instead}")
         args, unknown = parser.parse_known_args(words[1:])
@@ -150,11 +150,11 @@ class Program:
             folders = [each for each in flags if each in ("--input_dir", "--output_dir")]
             hint = self.hints.get(flag, "")
             if folders and not hint and not flag.startswith("-"):
-                hint = f"{word} takes folders by their flags: {', '.join(folders)}"
+                hint = f"{command} takes folders by their flags: {', '.join(folders)}"
             elif not hint and (near := _nearest(flag, flags)):
                 hint = f"did you mean {near}?"
             parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {hint}" if hint else ""))
-        args.command = word
+        args.command = command
         return args
 
     def parser_of(self, word: str, *, name: str) -> _Parser:
@@ -163,7 +163,7 @@ class Program:
         prog = name if command.is_nameless and name == self.name else f"{name} {word}"
         parser = _Parser(prog=prog, description=f"{command.summary[:1].upper()}{command.summary[1:]}.")
         _resolved(command.add_flags)(parser)
-        # The help of each flag ends with its default. The usage names only what must be given.
+        # The help of each flag ends with its default. The usage names only required arguments.
         words = ["%(prog)s"]
         for action in parser._actions:  # noqa: SLF001 - argparse has no other list
             value = str(action.metavar or action.dest.upper())
@@ -172,9 +172,9 @@ class Program:
                 continue
             if action.required:
                 words.append(f"{action.option_strings[0]} {value}")
-            has_value = action.nargs != 0 or action.default is False
-            names_default = action.help in (None, argparse.SUPPRESS) or "default" in str(action.help)
-            if has_value and not names_default and action.default not in (None, [], argparse.SUPPRESS):
+            has_value = action.nargs != 0 or action.default is False  # False is the default of a switch
+            is_complete = action.help in (None, argparse.SUPPRESS) or "default" in str(action.help)
+            if has_value and not is_complete and action.default not in (None, [], argparse.SUPPRESS):
                 action.help = f"{action.help} (default: {_shown(action.default)})"
         parser.usage = " ".join([*words, "[flags]"])
         return parser
@@ -256,7 +256,7 @@ def _nearest(word: str, known: Sequence[str]) -> str:
 
 
 def unknown_command(word: str, commands: Sequence[str]) -> str:
-    """Build the message for an unknown command: the nearest one, and a list of all."""
+    """Build the message for an unknown command, with the nearest one and a list of all."""
     if word in COMMANDS:
         return f"the command {word} was removed: {COMMANDS[word]}"
     meant = ""
@@ -279,12 +279,12 @@ def add_flags_of(
     parser: argparse._ActionsContainer,
     options: type,
     *,
-    but: Container[str] = (),
+    exclude: Container[str] = (),
     is_grouped: bool = True,
 ) -> None:
-    """Add a flag for each option of a dataclass, except ``but``, under the titles of their groups."""
+    """Add a flag for each option of a dataclass, except ``exclude``, under the titles of their groups."""
     hints = typing.get_type_hints(options)
-    items = [item for item in fields(options) if item.metadata["help"] and item.name not in but]
+    items = [item for item in fields(options) if item.metadata["help"] and item.name not in exclude]
     titles = dict.fromkeys(item.metadata["group"] for item in items) if is_grouped else {}
     places: dict[str, Any] = {title: parser.add_argument_group(title) for title in titles}
     own = vars(options)["__annotations__"]  # these come before inherited ones
@@ -364,7 +364,7 @@ def stop_signals_wait(
     numbers: Iterable[signal.Signals] = STOP_SIGNALS, *, spawns: bool = False
 ) -> Iterator[None]:
     """Block these signals within ``with``. ``spawns``: multiprocessing starts a process there."""
-    # The child starts with them blocked. Otherwise one during its imports would end it with a traceback.
+    # The child starts with them blocked. Otherwise a signal during its imports would end it with a traceback.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         if spawns:

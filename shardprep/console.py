@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LOG_EVERY_S = 30.0
-_MOST_COLUMNS = 79
+_MAX_COLUMNS = 79
 
 
 class _Terminal:
@@ -60,7 +60,7 @@ class Progress:
         if sys.stderr.isatty():
             from tqdm import tqdm  # 0.03 s, which only a bar needs
 
-            columns = min(_MOST_COLUMNS, shutil.get_terminal_size().columns - 1)
+            columns = min(_MAX_COLUMNS, shutil.get_terminal_size().columns - 1)
             suffix = "B" if unit == "bytes" else f" {unit}"
             style: Any = {"desc": label, "unit": suffix, "unit_scale": True, "ncols": columns, "leave": False}
             self._bar = tqdm(total=total, file=_TERMINAL, **style)
@@ -136,20 +136,20 @@ def shards_text(ids: str) -> str:
     return f"shard{'' if ids.isdecimal() else 's'} {ids}"
 
 
-_MOST_NAMED = 12  # sources, one per line
+_MAX_NAMED = 12  # sources, one per line
 
 
 def source_lines(sources: Mapping[str, Mapping[str, int]], *, all_in: str) -> list[str]:
-    """Return a line per source, most tokens first, if there are several. ``all_in``: where all are."""
+    """Return a line per source, most tokens first, if there are several. ``all_in``: what has them all."""
     if len(sources) < 2:
         return []
     largest = sorted(sources.items(), key=lambda item: (-item[1]["num_tokens"], item[0]))
     lines = [
         f"  {name}: {counts['num_documents']:,} documents, {counts['num_tokens']:,} tokens, "
         f"{short_bytes(counts['num_bytes'])}, {counts['num_quarantined']:,} left out"
-        for name, counts in largest[:_MOST_NAMED]
+        for name, counts in largest[:_MAX_NAMED]
     ]
-    if (more := len(largest) - _MOST_NAMED) > 0:
+    if (more := len(largest) - _MAX_NAMED) > 0:
         lines.append(f"  and {more} more sources: {all_in} has them all")
     return lines
 
@@ -251,7 +251,7 @@ def _guarded(stream: TextIO | None, ignored: type[OSError]) -> TextIO:
     return _Guarded(
         raw if is_unbuffered else io.BufferedWriter(raw),
         encoding=stream.encoding,
-        errors="backslashreplace",  # for letters that the encoding lacks
+        errors="backslashreplace",  # for characters that the encoding lacks
         line_buffering=bool(stream.line_buffering),
         write_through=is_unbuffered,
     )

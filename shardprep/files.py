@@ -4,7 +4,7 @@ A FIFO or a device in place of a file would make a reader wait for ever, so it i
 names its path, and ``with_retries`` repeats a read while a file system may come back.
 
 ``PublishedFile`` and ``PublishedFolder`` appear whole or not at all: temporary name, fsync, rename.
-``publish`` replaces what has the name; ``publish_first`` leaves it alone and returns False. The temporary
+``publish`` replaces an existing one; ``publish_first`` leaves it alone and returns False. The temporary
 name, ``.NAME.HOST-PID-HEX.tmp``, is unique to the attempt and in the target's folder, so a rename never
 crosses file systems and no lock is needed.
 """
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 NOT_THERE = (FileNotFoundError, NotADirectoryError)
 _KINDS = {"d": "a folder", "p": "a FIFO", "c": "a character device", "b": "a block device", "s": "a socket"}
 Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # a sha256
-MAX_LINE_BYTES = 128 << 20  # of a side file, which repeats a part of a record of at most 64 MiB
+MAX_LINE_BYTES = 128 << 20  # of a side file, whose lines repeat parts of records of at most 64 MiB
 
 RETRY_DELAYS_S = (0.5, 1, 2, 4, 8, 16)  # an evicted Lustre client is back within seconds
 # Errors of a network file system that cannot reach its server, and of too many open files.
@@ -80,7 +80,7 @@ class errors_named:  # noqa: N801 - used like a function; a generator would take
 
 
 def with_retries(what: str, attempt: Callable[[], T]) -> T:
-    """Return ``attempt()``, repeated after errors that may go away. ``what``: what failed, for messages."""
+    """Return ``attempt()``, repeated after errors that may go away. ``what`` failed, for messages."""
     for delay_s in (*RETRY_DELAYS_S, None):
         try:
             return attempt()
@@ -206,24 +206,24 @@ class HashedFile(ReadFile):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._digest = hashlib.sha256()
-        self._held = bytearray()  # the bytes hashed last
-        self._first = 0  # their offset in the file
+        self._kept = bytearray()  # the bytes hashed last
+        self._kept_offset = 0  # in the file
 
     def read(self, offset: int, num_bytes: int) -> bytearray:
         """Return bytes as ``ReadFile.read`` does."""
         end = offset + num_bytes
-        if offset < self._first or end > self.num_bytes:
+        if offset < self._kept_offset or end > self.num_bytes:
             return super().read(offset, num_bytes)
-        while (num_hashed := self._first + len(self._held)) < end:
+        while (num_hashed := self._kept_offset + len(self._kept)) < end:
             if num_hashed <= offset:
-                self._held, self._first = bytearray(), num_hashed
+                self._kept, self._kept_offset = bytearray(), num_hashed
             block = super().read(num_hashed, min(WRITE_BYTES, self.num_bytes - num_hashed))
             self._digest.update(block)
-            self._held = self._held + block if self._held else block
+            self._kept = self._kept + block if self._kept else block  # without a copy if it is the first
         # Keep the bytes from ``offset`` on, because the next read may begin there.
-        del self._held[: offset - self._first]
-        self._first = offset
-        return self._held[:num_bytes]
+        del self._kept[: offset - self._kept_offset]
+        self._kept_offset = offset
+        return self._kept[:num_bytes]
 
     def sha256(self) -> str:
         """Read the rest and return the hash of the whole file, in hex."""
@@ -297,7 +297,7 @@ def _status_of(path: Path) -> os.stat_result | None:
 
 
 def is_link(path: Path) -> bool:
-    """Return whether a path is a symbolic link; False on an error, because a read there fails too."""
+    """Return whether a path is a symbolic link, or False on an error, which the next access reports."""
     return os.path.islink(path)  # noqa: PTH114 - Path's may raise OSError
 
 
@@ -373,7 +373,7 @@ class PublishedFile:
         with contextlib.suppress(OSError):  # not supported by every file system
             self._set_direct(os.O_DIRECT)
         self._piece = mmap.mmap(-1, WRITE_BYTES)  # aligned to a page, as O_DIRECT requires
-        self._num_held = 0
+        self._num_buffered = 0
 
     def __enter__(self) -> Self:
         return self
@@ -392,11 +392,11 @@ class PublishedFile:
         self.num_bytes += len(view)
         self._digest.update(view)
         while view:
-            part = view[: WRITE_BYTES - self._num_held]
-            self._piece[self._num_held : self._num_held + len(part)] = part
-            self._num_held += len(part)
+            part = view[: WRITE_BYTES - self._num_buffered]
+            self._piece[self._num_buffered : self._num_buffered + len(part)] = part
+            self._num_buffered += len(part)
             view = view[len(part) :]
-            if self._num_held == WRITE_BYTES:
+            if self._num_buffered == WRITE_BYTES:
                 self._write_out()
 
     def write_file(self, path: Path) -> None:
@@ -406,8 +406,8 @@ class PublishedFile:
                 self.write(block)
 
     def _write_out(self) -> None:
-        view = memoryview(self._piece)[: self._num_held]
-        self._num_held = 0
+        view = memoryview(self._piece)[: self._num_buffered]
+        self._num_buffered = 0
         with self._errors("written"):
             while view:
                 try:

@@ -60,8 +60,7 @@ def _add_retry(parser: argparse.ArgumentParser) -> None:
 def _add_status(parser: argparse.ArgumentParser) -> None:
     _add_folder(parser)
     parser.add_argument("--watch", action="store_true", help="repeat until nothing is queued")
-    text = "print JSON for programs, see docs/status_json.md"
-    parser.add_argument("--json", action="store_true", help=text)
+    parser.add_argument("--json", action="store_true", help="JSON for programs, see docs/status_json.md")
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:

@@ -28,6 +28,7 @@
 #SBATCH --output=shardprep-%A_%a.log
 set -euo pipefail
 
+# The head of `shardprep submit` sets shards, shardprep_what, _command, _folder and _identity, or the function _end.
 node=${SLURMD_NODENAME:-$(uname -n)} task=${SLURM_ARRAY_JOB_ID:-${SLURM_JOB_ID:-}}_${SLURM_ARRAY_TASK_ID:-0}
 say() { echo "shardprep: node $node: $*" >&2; }
 refuse() { say "$@"; exit 2; }
@@ -69,8 +70,8 @@ begin_record() {
   [[ $root = /* ]] || root=$PWD/$root
   folder=$root/jobs/attempts record=$root/jobs/attempts/$task.r${SLURM_RESTART_COUNT:-0}
   # A link in another user's data set could lead to a file of this user.
-  [[ ! -L $root/jobs && ! -L $folder && ! -L $record ]] &&
-    { print_begin >>"$record" || { mkdir -p "$folder" && print_begin >>"$record"; }; } || record=""
+  if [[ -L $root/jobs || -L $folder || -L $record ]]; then record=""; return 0; fi
+  print_begin >>"$record" || { mkdir -p "$folder" && print_begin >>"$record"; } || record=""
 } 2>/dev/null
 print_begin() {
   echo begin
@@ -83,9 +84,10 @@ print_begin() {
 end_record() {
   local code=$1
   set +e
-  [[ -n $record ]] || { ((code)) && begin_record; } # the worker may have made the plan by now
-  # After exit code 0 the worker has removed the record, unless its node failed: srun may exit with 0 then, too.
-  [[ $code$stage != 0work && -f $record && ! -L $record ]] || return
+  if [[ -z $record ]] && ((code)); then begin_record; fi # the worker may have made the plan by now
+  # After success the worker has removed the record. If it still exists, the node failed, although srun exited with 0,
+  # and a record without an end says so.
+  [[ ($code != 0 || $stage != work) && -f $record && ! -L $record ]] || return
   { printf '%s\n' end "time=$(date +%s)" "exit_code=$code" "stage=$stage" "killed_by=$killed_by" \
       "signal=$stop_signal" "stopped=$stopped"
     # Before Slurm 24.11 a task is not told its time limit. A retry needs it.
@@ -100,8 +102,8 @@ begin_record
     "leave out --ntasks and --nodes, and use more array indices or --cpus-per-task"
 
 # On scancel, preemption and time limit Slurm itself sends the worker TERM; `--signal=B:` reaches only this shell.
-# In both cases this shell sends USR1 to srun, which forwards it to the worker. After TERM srun would kill the worker
-# at once, and its temporary file would stay.
+# In both cases this shell sends USR1 to srun, which forwards it to the worker. It does not send TERM, after which srun
+# would kill the worker at once, and its temporary file would stay.
 srun_pid="" num_signals=0
 # shellcheck disable=SC2317,SC2329  # a trap calls it
 pass_on() {
@@ -158,8 +160,8 @@ if missing or sys.version_info < (3, 10):
 import runpy
 runpy.run_module("preprocess", run_name="__main__", alter_sys=True)'
 
-# Unset variables that srun would read as options, left from an allocation in which sbatch was typed. Only one of the
-# two for memory can be this job's. Without either, the step gets the memory of the job.
+# Unset variables that srun would read as options, left from an allocation in which sbatch was typed. If both variables
+# for memory are set, one of them is left over, too. Without them the step gets the memory of the job.
 unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}" "${!SLURM_STEP@}" SLURM_DISTRIBUTION SLURM_EXACT SLURM_OVERLAP
 [[ -z ${SLURM_MEM_PER_CPU:-} || -z ${SLURM_MEM_PER_NODE:-} ]] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE
 
@@ -170,18 +172,17 @@ srun --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL ${srun_
   "${shardprep_command[@]}" "$@" &
 srun_pid=$! stage=work
 
-# A trapped signal interrupts `wait`. Only a `wait` without such a signal returns the worker's exit code.
+# A trapped signal interrupts `wait`. Repeat it until no signal came: only then it returns the worker's exit code.
 until seen=$num_signals rc=0; wait "$srun_pid" || rc=$?; ((num_signals == seen)); do :; done
 if ((rc == 255)); then # not a code of the worker
   say "$what did not start: srun failed, see its messages above"
   rc=75 stage=start
 elif ((rc >= 128)); then # killed by a signal; Slurm mangles such codes
-  why="by signal $((rc - 128)) (9 is often memory: try a larger --mem)"
-  ((num_signals == 0)) || why="before it could clean up"
-  ((num_signals)) || killed_by=$((rc - 128))
+  why="before it could clean up"
+  ((num_signals)) || killed_by=$((rc - 128)) why="by signal $((rc - 128)) (9 is often memory: try a larger --mem)"
   say "$what was killed $why; type the same sbatch line to make it again"
   rc=75
 fi
 if ((rc)) || [[ -n ${shardprep_what:-} ]]; then say "$what ended with exit code $rc"; fi
-! declare -F shardprep_end >/dev/null || shardprep_end "$rc" # of a verify job
+if declare -F shardprep_end >/dev/null; then shardprep_end "$rc"; fi # of a verify job
 exit "$rc"

@@ -4,7 +4,7 @@ All checks are made and all scripts are rendered before anything is sent, so ``-
 would be sent. A submission has two phases, so that no job runs without a record: the jobs are submitted held,
 their record is written to DATA/jobs, and then they are released. A kill in between leaves held jobs, which do
 nothing. Of two submissions at once only one can write its record; the other one cancels its jobs and fails.
-If Slurm refuses so many tasks, half as many are tried.
+If Slurm refuses the number of tasks, half as many are tried.
 
 A script is ``prep_array.sh`` with another head, which contains the table array index -> shards. Slurm keeps a
 copy of the script from submission on, so later changes of files do not affect waiting tasks. Limits of
@@ -52,7 +52,7 @@ from slurm.status import wait_for_jobs
 Groups = list[tuple[JobRequest, list[int]]]  # shards to send, grouped by the request of their tasks
 
 # Slurm's messages for more jobs than MaxArraySize, a QOS or an account allows. A QOS that forbids the size or
-# time of a job has the same message: fewer tasks are then refused, too, and it is shown.
+# time of a job gives the same message. Fewer tasks are then refused, too, and the message is shown.
 _TOO_MANY = re.compile(r"accounting/QOS policy|array specification|submit limit|SubmitJob", re.IGNORECASE)
 _CONTROLLER_TEXT = "sends failed shards again until the data set is verified (--until_done)"
 _VERIFIED_BYTES_PER_S = 5e6  # bytes of input, on one slow core
@@ -75,12 +75,12 @@ def submit(args: argparse.Namespace) -> int:
         raise
     print_lines(f"nothing to submit: {state.summary}")
     if args.until_done and not args.dry_run:
-        leave_controller(args, state, request)
+        submit_controller(args, state, request)
     return wait_for_jobs(args.output_dir) if args.wait and not args.dry_run else 0
 
 
 def with_variables(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request's fields given by flags, or else by variables of sbatch and prep_array.sh."""
+    """Return the fields of a request that flags give, or else variables of sbatch and prep_array.sh."""
     found: dict[str, Any] = {}
     for name, variable in states.REQUEST_VARIABLES.items():
         text = os.environ.get(variable)
@@ -114,12 +114,12 @@ def _missing_shards(args: argparse.Namespace, request: JobRequest) -> tuple[Data
         say(f"warning: {state.queue.away}. The queue and the site's limits are not taken into account")
     check_queue(state, wanted)
     missing = state.ids("failed", "not submitted")
-    unseen = state.ids("not visible")
+    not_visible = state.ids("not visible")
     if wanted is not None or state.queue.away:
-        missing, unseen = sorted([*missing, *unseen]), []
-    if unseen:
+        missing, not_visible = sorted([*missing, *not_visible]), []
+    if not_visible:
         why = state.why_not_visible()
-        ids = id_ranges(unseen)
+        ids = id_ranges(not_visible)
         say(f"left out: {shards_text(ids)} may be running ({why}); if not: --shards {ids}")
     if wanted is not None:
         missing = [shard_id for shard_id in missing if shard_id in wanted]
@@ -152,37 +152,37 @@ def check_queue(state: DatasetState, wanted: set[int] | None) -> None:
 
 
 def _send_held(
-    args: argparse.Namespace, state: DatasetState, groups: Groups, most_tasks: int
+    args: argparse.Namespace, state: DatasetState, groups: Groups, max_tasks: int
 ) -> tuple[Submission, str] | None:
     """Submit all jobs held, and return the written record and the controller's job id ("" without one).
 
-    Each array has at most ``most_tasks`` tasks. --dry_run prints the scripts and returns None. If a step
+    Each array has at most ``max_tasks`` tasks. --dry_run prints the scripts and returns None. If a step
     before the record fails, the submitted jobs are cancelled. Raises ReadWriteError, SlurmRefused, SlurmAway.
     """
     folder, request = state.folder, groups[0][0]
-    name = f"{states.names_begin(folder, state.plan.plan_id)}{state.next_number}"
+    name = f"{states.job_name_prefix(folder, state.plan.plan_id)}{state.next_number}"
     rendered: list[tuple[JobRequest, list[str], str]] = []  # (request, tasks, script)
     site = None
-    for asked, shard_ids in groups:
-        per_task, most = args.shards_per_task, most_tasks
+    for group_request, shard_ids in groups:
+        per_task, num_allowed = args.shards_per_task, max_tasks
         try:
-            site = find_site(asked.partition)
-            most = min(most, site.max_array_size)
+            site = find_site(group_request.partition)
+            num_allowed = min(max_tasks, site.max_array_size)
         except SlurmAway:
             if not args.dry_run:
                 raise
-        if asked.num_cpus is None and site and per_task is None:
+        if group_request.num_cpus is None and site and per_task is None:
             per_task = site.max_cpus  # a process on each of the node's CPUs
-        tasks = tasks_of_shards(shard_ids, most, per_task)
-        script = array_script(folder, name, tasks, asked)
+        tasks = tasks_of_shards(shard_ids, num_allowed, per_task)
+        script = array_script(folder, name, tasks, group_request)
         if site:
-            check_script(asked, script, site)
-        rendered.append((asked, tasks, script))
+            check_script(group_request, script, site)
+        rendered.append((group_request, tasks, script))
     # The controller notifies at the very end, so the verify job does not.
     quiet = request.changed(notify=None) if args.until_done else request
-    last_request = _with_verify_time(state, quiet, site)
+    verify_request = _with_verify_time(state, quiet, site)
     scripts = [script for _, _, script in rendered]
-    scripts.append(verify_script(folder, name + states.VERIFY, state.plan.num_shards, last_request))
+    scripts.append(verify_script(folder, name + states.VERIFY, state.plan.num_shards, verify_request))
     if args.until_done:
         scripts.append(_controller(args, state, request, site))
     if args.dry_run:
@@ -192,19 +192,20 @@ def _send_held(
     make_subfolder(folder, job_files.LOGS_FOLDER)
     job_ids: list[str] = []
 
-    def submitted(script: str, *options: str) -> dict[str, Any]:
+    def submit_held(script: str, *options: str) -> dict[str, Any]:
         job_ids.append(submit_script(script, "--hold", *options))
         return states.slurm_answer(parse_job, "scontrol", "--oneliner", "show", "job", job_ids[-1])
 
     try:
         arrays = []
-        for asked, tasks, script in rendered:
-            shown = submitted(script)
+        for group_request, tasks, script in rendered:
+            shown = submit_held(script)
             del shown["user"]
-            arrays.append(JobArray(job_id=job_ids[-1], request=asked, tasks=tasks, **shown))
-        before = {sent.verify.job_id for sent in state.submissions}
-        queued = [each for each in state.live_job_ids() if each not in before]
-        shown = submitted(scripts[len(arrays)], f"--dependency=afterany:{':'.join([*job_ids, *queued])}")
+            arrays.append(JobArray(job_id=job_ids[-1], request=group_request, tasks=tasks, **shown))
+        # The verify job also waits for arrays of earlier submissions, but not for their verify jobs.
+        verify_ids = {sent.verify.job_id for sent in state.submissions}
+        queued = [each for each in state.live_job_ids() if each not in verify_ids]
+        shown = submit_held(scripts[len(arrays)], f"--dependency=afterany:{':'.join([*job_ids, *queued])}")
         facts = {name: shown[name] for name in ("name", "submit_time")}
         submission = Submission(
             number=state.next_number,
@@ -245,30 +246,30 @@ def _with_verify_time(state: DatasetState, request: JobRequest, site: Site | Non
 
 def send_groups(args: argparse.Namespace, state: DatasetState, groups: Groups) -> int:
     """Submit, record and release jobs. Raises ReadWriteError, SlurmRefused, SlurmAway."""
-    most_tasks = max(len(shard_ids) for _, shard_ids in groups)
+    max_tasks = max(len(shard_ids) for _, shard_ids in groups)
     while True:
         try:
-            sent = _send_held(args, state, groups, most_tasks)
+            sent = _send_held(args, state, groups, max_tasks)
             break
         except SlurmRefused as error:
-            if most_tasks == 1 or not _TOO_MANY.search(str(error)):
+            if max_tasks == 1 or not _TOO_MANY.search(str(error)):
                 raise
-            most_tasks //= 2
+            max_tasks //= 2
     if sent is None:
         return 0
     submission, controller = sent
-    # The jobs may begin only now that they are recorded. A slurmctld that does not answer is asked again.
+    # The jobs may begin only now that they are recorded. If slurmctld does not answer, it is asked again.
     ids = ",".join(job.job_id for job in submission.jobs)
     try:
         for job in submission.jobs:  # one by one: a call with several ids may release only some of them
             states.ask_patiently(partial(run_slurm, "scontrol", "release", job.job_id))
     except (SlurmAway, SlurmRefused) as error:
-        way_on = "The jobs are recorded and held; fix the cause, then release them"
+        advice = "The jobs are recorded and held; fix the cause, then release them"
         remedy = f"scontrol release {ids}"
         if re.search("already finished|Invalid job id", str(error)):
-            way_on = "Somebody cancelled the jobs before they began; look at the status, then submit again"
+            advice = "Somebody cancelled the jobs before they began; look at the status, then submit again"
             remedy = f"shardprep status {quoted(state.folder)}"
-        raise type(error)(path=error.path, found=f"{error.found}. {way_on}", remedy=remedy) from None
+        raise type(error)(path=error.path, found=f"{error.found}. {advice}", remedy=remedy) from None
     _announce(args, state, submission, controller)
     return wait_for_jobs(args.output_dir) if args.wait else 0
 
@@ -306,10 +307,7 @@ def _announce(args: argparse.Namespace, state: DatasetState, submission: Submiss
 
 
 def _controller(args: argparse.Namespace, state: DatasetState, request: JobRequest, site: Site | None) -> str:
-    """Return the script of the controller job of --until_done.
-
-    It runs outside of any container, because it needs Slurm's commands.
-    """
+    """Render the controller's script. It runs outside of any container, because it needs Slurm's commands."""
     flags = ["--round", args.round + 1 if args.command == "retry" else 1]
     for name in ("shards", "shards_per_task"):
         if getattr(args, name, None) is not None:
@@ -317,14 +315,14 @@ def _controller(args: argparse.Namespace, state: DatasetState, request: JobReque
     command = [sys.executable, "-m", "slurm", "retry", state.folder, "--until_done", *flags]
     request = _with_verify_time(state, request, site)  # the controller may verify, too
     small = request.changed(cpus_per_task=1, mem_gb=1.0, mem_per_cpu_gb=None, max_parallel=1)
-    name = f"{states.names_begin(state.folder, state.plan.plan_id)}{state.next_number}{states.CONTROL}"
+    name = f"{states.job_name_prefix(state.folder, state.plan.plan_id)}{state.next_number}{states.CONTROL}"
     lines = _head(state.folder, name, "control-%j", small)
     lines += [f"source {shlex.quote(request.setup)}"] if request.setup else []
     words = shlex.join(map(str, command))
     return "\n".join([*lines, f"cd {shlex.quote(str(HOME.resolve()))}", f"exec {words}", ""])
 
 
-def leave_controller(args: argparse.Namespace, state: DatasetState, request: JobRequest) -> None:
+def submit_controller(args: argparse.Namespace, state: DatasetState, request: JobRequest) -> None:
     """Submit a controller that starts after the queued jobs, unless there is one already."""
     if others := _other_controllers(state):
         print_lines(f"job {others[0]} already waits to send failed shards again (--until_done)")
@@ -343,7 +341,7 @@ def _other_controllers(state: DatasetState) -> list[str]:
 def submit_script(script: str, *options: str) -> str:
     """Submit a script and return its job id, from the last line: a site's sbatch may print a banner first.
 
-    Raises SlurmAway without an id. Slurm may still have taken the job: it is held, and has its name.
+    Raises SlurmAway without an id. Slurm may still have taken the job, which can be found by its name.
     """
     try:
         said = run_slurm("sbatch", "--parsable", *options, text=script).stdout
@@ -354,7 +352,7 @@ def submit_script(script: str, *options: str) -> str:
     except SlurmAway as error:
         why = str(error.found)
     name = re.findall(r"^#SBATCH --job-name=(.*)$", script, re.MULTILINE)[0]
-    expected = "a job id. Nothing was recorded; if Slurm took the job, it is held: scancel its id"
+    expected = "a job id. Nothing was recorded; if Slurm took the job, cancel it: scancel its id"
     raise SlurmAway(found=why, expected=expected, remedy=f"squeue --me --name={name}")
 
 
@@ -420,12 +418,12 @@ def find_site(partition: str | None) -> Site:
     def parse(text: str) -> Site:
         nodes, limit = [], None
         for line in text.splitlines():
-            name, state, mem, cpus, time = line.split("|")
+            name, state, mem, cpus, max_time = line.split("|")
             # sinfo marks the default partition with "*". A request may name several, separated by commas.
             is_asked = name.endswith("*") if partition is None else name.rstrip("*") in partition.split(",")
             if is_asked:
                 nodes.append((state, int(mem.rstrip("+")), int(cpus.rstrip("+"))))
-                limit = states.minutes_of(time)
+                limit = states.minutes_of(max_time)
         return Site(
             cluster=config.get("ClusterName", ""),
             max_array_size=int(config["MaxArraySize"]),
@@ -500,9 +498,8 @@ def verify_script(folder: Path, name: str, num_shards: int, request: JobRequest)
 # prep_array.sh calls this at its end. It prints a line to grep for, and runs --notify.
 _VERIFY_END = """shardprep_end() {
   export SHARDPREP_RESULT=verified SHARDPREP_EXIT_CODE=$1
-  (($1 == 0)) || SHARDPREP_RESULT="not verified:"
-  echo "shardprep: $SHARDPREP_RESULT $shardprep_verified" >&2
-  SHARDPREP_RESULT=${SHARDPREP_RESULT%:}
+  if (($1)); then SHARDPREP_RESULT="not verified"; fi
+  echo "shardprep: ${SHARDPREP_RESULT/not verified/not verified:} $shardprep_verified" >&2
   [[ -z ${shardprep_notify:-} ]] || bash -c "$shardprep_notify" || say "--notify ended with exit code $?"
 }"""
 
@@ -521,8 +518,8 @@ def _script(head: Sequence[str], request: JobRequest, body: Sequence[str]) -> st
     """Render ``prep_array.sh`` with another head."""
     prep_array = (Path(__file__).parent / "prep_array.sh").read_text(encoding="utf-8")
     first = "set -euo pipefail\n"
-    names = {each: name for each, name in states.REQUEST_VARIABLES.items() if name.startswith("SHARDPREP_")}
-    settings = {name: getattr(request, each) or "" for each, name in names.items()}
+    names = {field: name for field, name in states.REQUEST_VARIABLES.items() if name.startswith("SHARDPREP_")}
+    settings = {name: getattr(request, field) or "" for field, name in names.items()}
     # A container or a set-up file has its own Python.
     python = os.environ.get("SHARDPREP_PYTHON") or ("" if any(settings.values()) else sys.executable)
     settings = {"SHARDPREP_PYTHON": python, **settings}
@@ -583,11 +580,11 @@ def submit_with_submitit(
     missing = sorted(set(range(plan.num_shards)) - find_made_shards(folder, plan.spec).done.keys())
     if not missing:
         return []
-    most_tasks = len(missing)
+    max_tasks = len(missing)
     if "slurm" in getattr(executor, "cluster", type(executor).__name__).lower():
         with contextlib.suppress(SlurmAway):  # no Slurm here: sbatch itself will check the size
-            most_tasks = int(states.read_config()["MaxArraySize"])
-    parts = tasks_of_shards(missing, most_tasks, shards_per_task)
+            max_tasks = int(states.read_config()["MaxArraySize"])
+    parts = tasks_of_shards(missing, max_tasks, shards_per_task)
     jobs: list[Any] = executor.map_array(MakeShards(), [str(folder)] * len(parts), parts)
     return jobs
 
@@ -643,7 +640,7 @@ class MakeShards:
 
 # retry, also run by the controller of --until_done. -----------------------------------------------------
 
-_MOST_ROUNDS = 5  # times that --until_done sends failed shards again
+_MAX_ROUNDS = 5  # times that --until_done sends failed shards again
 _LATE_KILL_MIN = 2  # Slurm checks time limits every 30 s, and then waits for the task to end
 
 
@@ -665,13 +662,12 @@ def _retry(args: argparse.Namespace) -> int:
     if args.until_done and not args.dry_run:
         request = _with_own_changes(state, _base_request(state), changes)
         if not groups and not state.ids("running", "pending"):
-            return _finish(state, _why_not_verified(args, state), request)
-        if args.round > _MOST_ROUNDS:
+            return _finish(state, _run_verify(args, state), request)
+        if args.round > _MAX_ROUNDS:
             missing = shards_text(id_ranges(state.ids("failed", "not submitted")))
-            rounds = counted(_MOST_ROUNDS, "round")
-            return _finish(state, f"not made after {rounds}: {missing}", request)
+            return _finish(state, f"not made after {counted(_MAX_ROUNDS, 'round')}: {missing}", request)
         if not groups:
-            leave_controller(args, state, request)
+            submit_controller(args, state, request)
             return 0
     if groups:
         return send_groups(args, state, groups)
@@ -696,9 +692,9 @@ def shards_to_retry(args: argparse.Namespace, state: DatasetState, changes: dict
     is_named = shard_ids is not None and not args.until_done
     again = []
     for shard in wanted:
-        if why := states.reason_to_leave(shard, changes, is_named=is_named):
+        if why := states.why_not_retried(shard, changes, is_named=is_named):
             remedy = states.remedy_of(shard.cause or "")
-            say(f"left: shard {shard.shard_id:05d}: {shard.cause}; {why}; {remedy}")
+            say(f"left out: shard {shard.shard_id:05d}: {shard.cause}; {why}; {remedy}")
         elif shard.state in ("failed", "not submitted"):
             again.append(shard)
     if not again:
@@ -766,26 +762,28 @@ def _request_after(shard: Shard, base: JobRequest, max_mem_mb: int | None) -> Jo
     ``max_mem_mb`` is the memory of the largest node, or None if it is unknown.
     """
     last = shard.attempts[-1] if shard.attempts else None
-    array, record, cause = (last.array, last.record, shard.cause) if last else (None, None, None)
+    array, record = (last.array, last.record) if last else (None, None)
     request = _without_dependency(array.request) if array else base
-    mem_mb = array.mem_mb if array else record.mem_mb if record else None
-    if cause == states.OUT_OF_MEMORY and mem_mb:
+    known = array or record
+    mem_mb = known.mem_mb if known else None
+    if shard.cause == states.OUT_OF_MEMORY and mem_mb:
         mem_gb = min(2 * mem_mb, max_mem_mb or 2 * mem_mb) / 1024
         if request.mem_per_cpu_gb is None:
             request = request.changed(mem_gb=round(mem_gb, 3))
         else:
             request = request.changed(mem_per_cpu_gb=round(mem_gb / (request.num_cpus or 1), 3))
-    if cause == states.TIMEOUT and last:
-        # `scontrol update timelimit=` may have raised the limit. That of a plain sbatch task is not recorded.
-        limit_min, ran_min = (array and array.time_min) or 0, round(last.elapsed_s / 60)
+    if shard.cause == states.TIMEOUT and last:
+        # `scontrol update timelimit=` may have raised the limit. A plain sbatch task's is not recorded.
+        limit_min = (array.time_min if array else None) or 0
+        ran_min = round(last.elapsed_s / 60)
         if ran_min - limit_min <= _LATE_KILL_MIN:
             ran_min = limit_min or ran_min
         request = request.changed(time_min=max(2 * ran_min, 2))
     return request
 
 
-def _why_not_verified(args: argparse.Namespace, state: DatasetState) -> str:
-    """Run verify if all shards are made. Return why the data set is not verified, or ""."""
+def _run_verify(args: argparse.Namespace, state: DatasetState) -> str:
+    """Verify the data set if all its shards are made. Return why it is not verified, or ""."""
     if state.is_verified:
         return ""
     missing = set(range(state.plan.num_shards)) - state.made.done.keys()
@@ -796,7 +794,7 @@ def _why_not_verified(args: argparse.Namespace, state: DatasetState) -> str:
         return "verify failed; its messages are in this log" if code else ""
     words = []
     for cause, shards in state.failed_by_cause().items():
-        why = states.reason_to_leave(shards[0], {}) or "left out"
+        why = states.why_not_retried(shards[0], {}) or "left out"
         ids = id_ranges(each.shard_id for each in shards)
         words.append(f"{shards_text(ids)}: {cause}, {why}; {states.remedy_of(cause)}")
     wanted = chosen_shards(state.plan.num_shards, args.shards)
@@ -859,11 +857,11 @@ def cancel(args: argparse.Namespace) -> int:
         job_files.append_event(args.output_dir, "cancel", jobs=jobs, shards=args.shards)
     if queue.foreign and args.shards is None:
         ids = " ".join(queue.foreign)
-        say(f"left alone: jobs of the folder that this one was copied from; to cancel them: scancel {ids}")
+        say(f"not cancelled: jobs of the folder that this one was copied from; for them type: scancel {ids}")
     nothing = "nothing is queued" if args.shards is None else "none of these shards is queued"
     print_lines(f"cancelled: {', '.join(jobs)}" if jobs else f"{nothing}; {state.summary}")
-    if unseen := state.ids("not visible"):
-        named_ids = shards_text(id_ranges(unseen))
+    if not_visible := state.ids("not visible"):
+        named_ids = shards_text(id_ranges(not_visible))
         say(f"warning: {state.why_not_visible()}; {named_ids} may still wait or run")
     return 0
 

@@ -42,7 +42,7 @@ StateName = Literal["done", "running", "pending", "failed", "not submitted", "no
 
 # Slurm's own commands. ---------------------------------------------------------------------------------
 
-# sbatch's variables override the #SBATCH lines of a script. Those of users are in the JobRequest already.
+# sbatch's variables override the #SBATCH lines of a script. A JobRequest has the values that users set.
 _DROPPED = ("SQUEUE_", "SACCT_", "SBATCH_JOB_NAME", "SBATCH_ARRAY", "SBATCH_OUTPUT", "SBATCH_WAIT")
 # Inside an allocation Slurm sets some 50 SLURM_* variables that describe it. sbatch and srun read several of
 # them as options: SLURM_MEM_PER_CPU excludes --mem, SLURM_CPU_BIND breaks a step. These ones locate Slurm.
@@ -64,7 +64,7 @@ _AWAY = re.compile(
     re.IGNORECASE,
 )
 _IS_IT_UP = {"expected": "a controller that is up", "remedy": "scontrol ping"}
-# "Zero Bytes" is all that a client is told if munge takes its credential for an expired one.
+# "Zero Bytes" is the client's whole message if munge considers its credential expired.
 _CLOCKS = "a controller that is up, and a clock here that is right to 5 min (date)"
 _DELAYS_S = (5, 10, 20, 40, *[60] * 56)  # about an hour
 
@@ -104,15 +104,15 @@ def run_slurm(*command: str, text: str | None = None) -> subprocess.CompletedPro
     """Run a Slurm command with ``text`` as its input. Raises SlurmRefused, SlurmMissing, SlurmAway."""
     clusters = os.environ.get("SLURM_CLUSTERS", "")
     if "," in clusters or clusters == "all":
-        expected = "one cluster, for submissions and for status"
-        raise UsageError.of_value("SLURM_CLUSTERS", clusters, expected)
+        raise UsageError.of_value("SLURM_CLUSTERS", clusters, "one cluster, for submissions and for status")
     # Drop variables that change a command's options or output, or that describe an allocation. Ask for times
     # in UTC, because users may be in several time zones; jobs keep the time zone of their user.
     dropped = (*_DROPPED, "SBATCH_MEM", *REQUEST_VARIABLES.values(), "SLURM_")
     kept = (name for name in os.environ if name in _KEPT or not name.startswith(dropped))
     environ = {name: os.environ[name] for name in kept}
     environ |= {"SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
-    environ |= {} if command[0] == "sbatch" else {"TZ": "UTC0"}
+    if command[0] != "sbatch":
+        environ["TZ"] = "UTC0"
     try:
         done = subprocess.run(
             command,
@@ -187,7 +187,7 @@ def ask_patiently(question: Callable[[], T]) -> T:
     return question()
 
 
-# What squeue shows. ------------------------------------------------------------------------------------
+# Jobs in squeue. ---------------------------------------------------------------------------------------
 
 JOB_NAME = "shardprep"
 VERIFY, CONTROL = "-verify", "-control"  # suffixes of the names of such jobs
@@ -232,10 +232,13 @@ _REASONS = (
 
 def meaning_of(reason: str) -> tuple[str, str]:
     """Return the meaning of a reason, and ``release``, ``cancel`` or ``ask`` if a person must act."""
-    return next(((means, who) for words, means, who in _REASONS if re.match(words, reason)), ("", ""))
+    for pattern, meaning, action in _REASONS:
+        if re.match(pattern, reason):
+            return meaning, action
+    return "", ""
 
 
-def names_begin(folder: Path, plan_id: str) -> str:
+def job_name_prefix(folder: Path, plan_id: str) -> str:
     """Return the prefix of the names of a data set's jobs; the number of the submission follows it."""
     return f"{JOB_NAME}-{plan_id[:12]}-{job_files.folder_identity(folder)}-"
 
@@ -269,7 +272,8 @@ class Job:
     @property
     def waits_for(self) -> str:
         """Return Slurm's reason for waiting, or "suspended", or ""."""
-        return self.reason if self.is_waiting else "suspended" if self.state in _SUSPENDED else ""
+        other = "suspended" if self.state in _SUSPENDED else ""
+        return self.reason if self.is_waiting else other
 
     @property
     def is_live(self) -> bool:
@@ -337,8 +341,8 @@ def _indices(text: str) -> list[int]:
     if text in ("", "N/A"):
         return [0]
     parts = text.strip("[]").partition("%")[0].split(",")
-    whole = [each for each in parts if re.fullmatch(r"[0-9]{1,5}(-[0-9]{1,5})?", each)]  # ours are short
-    return ids_of_ranges(",".join(whole), end=MAX_SHARDS + 1) if whole else []
+    own = [each for each in parts if re.fullmatch(r"[0-9]{1,5}(-[0-9]{1,5})?", each)]  # longer: not ours
+    return ids_of_ranges(",".join(own), end=MAX_SHARDS + 1) if own else []
 
 
 def jobs_of_user(user: str) -> list[Job]:
@@ -348,7 +352,7 @@ def jobs_of_user(user: str) -> list[Job]:
     try:
         return slurm_answer(parse_queue, *command)
     except SlurmRefused as error:
-        if "Invalid user" in str(error):  # the account of whoever submitted was deleted
+        if "Invalid user" in str(error):  # the user's account was deleted
             return []
         raise SlurmAway(found=error.found) from None
 
@@ -381,7 +385,7 @@ def find_queue(
 ) -> Queue:
     """Ask squeue for the jobs of each user who may have jobs for the data set. Raises SlurmAway.
 
-    ``copied`` are submissions of the folder that this one was copied from. ``config``: as read before, or {}.
+    ``copied``: submissions of the folder that this one was copied from. ``config``: of the controller, or {}.
     """
     me = user_name()
     recorded = {job.job_id for sent in submissions for job in sent.jobs}
@@ -406,8 +410,8 @@ def find_queue(
         is_plain = record is not None and record.user == job.user
         if not is_plain and job.key in own_keys:
             # A task of this array must have begun for this data set after the array was submitted.
-            moment = began.get((job.job_id, job.user), 0) + _CLOCKS_DIFFER_S
-            is_plain = job.submit_time <= datetime.fromtimestamp(moment, timezone.utc).strftime(_TIME)
+            latest = began.get((job.job_id, job.user), 0) + _CLOCKS_DIFFER_S
+            is_plain = job.submit_time <= datetime.fromtimestamp(latest, timezone.utc).strftime(_TIME)
         if is_plain:
             queue.jobs[PLAIN, job.job_id, job.index] = job
 
@@ -424,14 +428,14 @@ def find_queue(
 
     # Jobs without a record are recognized by their names.
     known = {job_id for number, job_id, _ in queue.jobs if number == PLAIN}
-    begin = names_begin(folder, plan_id)
-    of_original = tuple(f"{JOB_NAME}-{plan_id[:12]}-{each.identity}-" for each in copied)
+    prefix = job_name_prefix(folder, plan_id)
+    copied_prefixes = tuple(f"{JOB_NAME}-{plan_id[:12]}-{each.identity}-" for each in copied)
     names = {each.job_id: each.name for each in own if each.job_id not in known}
     for job_id in sorted(names, key=int):
         is_controller = names[job_id].endswith(CONTROL)
-        if names[job_id].startswith(begin):
+        if names[job_id].startswith(prefix):
             (queue.controllers if is_controller else queue.unrecorded).append(job_id)
-        elif is_controller and names[job_id].startswith(of_original):
+        elif is_controller and names[job_id].startswith(copied_prefixes):
             queue.foreign.append(job_id)
     queue.foreign = sorted(set(queue.foreign), key=int)
     return queue
@@ -472,7 +476,7 @@ SRUN_FAILED = "srun failed"
 STOPPED = "stopped by a signal (75)"
 STEP_STOPPED = "stopped by Slurm: preempted with GraceTime, or its step cancelled"
 
-_OF_EXIT_CODE = {
+_CAUSE_OF_CODE = {
     0: NO_MANIFEST,
     2: SETUP,
     65: BAD_INPUT,
@@ -483,10 +487,10 @@ _OF_EXIT_CODE = {
     78: "refused: plan, options or tokenizer differ (78)",
 }
 # States of Slurm that say more than the worker or the script can know.
-OF_STATE = {name: name for name in (OUT_OF_MEMORY, TIMEOUT, NODE_FAIL, PREEMPTED, "DEADLINE")}
-OF_STATE["BOOT_FAIL"] = NODE_FAIL
-# What Slurm writes into a task's log about its end -> the cause. The log outlives squeue's answer.
-_OF_LOG = (
+CAUSE_OF_STATE = {name: name for name in (OUT_OF_MEMORY, TIMEOUT, NODE_FAIL, PREEMPTED, "DEADLINE")}
+CAUSE_OF_STATE["BOOT_FAIL"] = NODE_FAIL
+# Slurm's lines in a task's log about its end -> the cause. They can be read after squeue forgets the job.
+_CAUSES_IN_LOG = (
     (r"oom[-_]kill|: Out Of Memory|exceeded (job )?memory limit", OUT_OF_MEMORY),
     ("DUE TO TIME LIMIT", TIMEOUT),
     ("DUE TO NODE FAILURE|srun: error: Node failure", NODE_FAIL),
@@ -494,7 +498,7 @@ _OF_LOG = (
     ("DUE TO JOB REQUEUE", REQUEUED),
     (r"\*\*\* JOB .* CANCELLED AT", CANCELLED),
     (r"\*\*\* STEP .* CANCELLED AT", STEP_STOPPED),
-    ("srun: error: Unable to (confirm allocation|create step)", SRUN_FAILED),  # with exit code 1
+    ("srun: error: Unable to (confirm allocation|create step)", SRUN_FAILED),  # srun exits with 1
 )
 _RESENT = "retry sends it again"
 # Cause -> what to do. A person must help first if retry alone would fail in the same way.
@@ -509,10 +513,10 @@ _REMEDIES = {
     SETUP: "correct what its message names (--setup, --worker_args); then retry",
     SETUP_ENDED: "correct the file of --setup (SHARDPREP_SETUP), which must not exit; then retry",
     BAD_INPUT: "retry does not send it again: correct the input and plan again, or accept the loss",
-    _OF_EXIT_CODE[66]: "bring the input back, or name its new folder: --worker_args '--input_dir RAW'",
-    _OF_EXIT_CODE[73]: "check permissions, quota and free space of the folder (df, lfs quota); then retry",
-    _OF_EXIT_CODE[74]: f"{_RESENT}; if it fails again, check the file system that its message names",
-    _OF_EXIT_CODE[78]: "bring back what its message names, or plan into a new folder; then retry",
+    _CAUSE_OF_CODE[66]: "bring the input back, or name its new folder: --worker_args '--input_dir RAW'",
+    _CAUSE_OF_CODE[73]: "check permissions, quota and free space of the folder (df, lfs quota); then retry",
+    _CAUSE_OF_CODE[74]: f"{_RESENT}; if it fails again, check the file system that its message names",
+    _CAUSE_OF_CODE[78]: "bring back what its message names, or plan into a new folder; then retry",
     "killed by signal 9": f"{_RESENT}; it is often memory: retry --mem_gb",
     NO_LOG: "check permissions and quota of the folder of its log; then retry",
 }
@@ -557,14 +561,14 @@ def cause_of_job(job: Job) -> str | None:
         return NO_LOG
     if job.state in ("FAILED", "COMPLETED"):
         return cause_of_exit(job.exit_code)
-    return OF_STATE.get(job.state)
+    return CAUSE_OF_STATE.get(job.state)
 
 
 def cause_of_exit(code: int) -> str:
     """Return the cause that an exit code stands for."""
     if code > 128:
         return f"killed by signal {code - 128}"
-    return _OF_EXIT_CODE.get(code, f"exit code {code}")
+    return _CAUSE_OF_CODE.get(code, f"exit code {code}")
 
 
 def is_unexplained(record: AttemptRecord) -> bool:
@@ -589,7 +593,7 @@ def cause_in_log(record: AttemptRecord, num_later: int) -> str:
     path = Path(record.log)
     moved = path.with_name(f"{path.stem}.before-restart-{record.num_restarts + 1}.log")
     log = log_tail(moved) or log_tail(path, num_later)
-    return next((cause for words, cause in _OF_LOG if re.search(words, log)), "")
+    return next((cause for words, cause in _CAUSES_IN_LOG if re.search(words, log)), "")
 
 
 def log_tail(path: Path, num_later: int = 0) -> str:
@@ -614,7 +618,7 @@ def last_lines(log: str, number: int = 3) -> list[str]:
 
 # Attempts and shards. ----------------------------------------------------------------------------------
 
-_MOST_ATTEMPTS = 3  # that fail in the same way
+_MAX_ATTEMPTS = 3  # that fail in the same way
 _PRECEDENCE: tuple[StateName, ...] = ("running", "pending", "not visible", "failed")  # if attempts differ
 
 
@@ -764,7 +768,8 @@ def find_state(
         except SlurmAway as error:
             if needs_slurm:
                 raise
-            ids = {job.job_id for it in submissions for job in it.jobs} | {it.job_id for it in open_records}
+            ids = {job.job_id for each in submissions for job in each.jobs}
+            ids |= {record.job_id for record in open_records}
             queue = Queue(hidden=dict.fromkeys(ids, "Slurm does not answer"), away=str(error))
     # Read records and manifests after asking Slurm: a task that it shows as ended has written them by then.
     listed = {each.path for each in records.own}
@@ -801,8 +806,8 @@ def _add_ends(records: Sequence[AttemptRecord], queue: Queue) -> None:
     for record in (each for each in records if not each.stopped_by):
         job = _job_of(record, tasks)
         stopped_by, ended = "", record.began
-        if job and (job.state in OF_STATE or (job.state == CANCELLED and record.ended is None)):
-            stopped_by, ended = OF_STATE.get(job.state, CANCELLED), record.began + job.elapsed_s
+        if job and (job.state in CAUSE_OF_STATE or (job.state == CANCELLED and record.ended is None)):
+            stopped_by, ended = CAUSE_OF_STATE.get(job.state, CANCELLED), record.began + job.elapsed_s
         elif is_unexplained(record) and record.log and not queue.away and not (job and job.is_live):
             stopped_by = cause_in_log(record, last_restart[record.key] - record.num_restarts)
         if stopped_by:
@@ -903,17 +908,19 @@ def _state_of_record(record: AttemptRecord, job: Job | None, *, is_hidden: bool)
         return "failed"
     if record.pid:  # a ``run`` on one machine
         is_alive = record.is_alive()
-        return "not visible" if is_alive is None else "running" if is_alive else "failed"
+        if is_alive is None:
+            return "not visible"
+        return "running" if is_alive else "failed"
     if job is None:
         return "not visible" if is_hidden else "failed"
     return "running" if job.state_of_shards == "running" else "failed"
 
 
-def reason_to_leave(shard: Shard, changes: dict[str, Any], *, is_named: bool = False) -> str | None:
+def why_not_retried(shard: Shard, changes: dict[str, Any], *, is_named: bool = False) -> str | None:
     """Return why a shard is not tried again, or None if it is.
 
-    Shards of bad input are left unless ``changes`` have other worker_args. Those that failed in the same way
-    three times are left unless ``changes`` differ from their request or a person named them.
+    A shard of bad input is tried again only if ``changes`` have other worker_args, and one that failed three
+    times in the same way only if ``changes`` differ from its request or a person named it.
     """
     if shard.state != "failed":
         return None
@@ -924,6 +931,6 @@ def reason_to_leave(shard: Shard, changes: dict[str, Any], *, is_named: bool = F
     changed = {name for name, value in changes.items() if getattr(before, name) != value}
     if cause == BAD_INPUT and "worker_args" not in changed:
         return "the same input fails in the same way"
-    if num_same >= _MOST_ATTEMPTS and not changed and not is_named:
+    if num_same >= _MAX_ATTEMPTS and not changed and not is_named:
         return f"failed in the same way {num_same} times"
     return None

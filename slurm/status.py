@@ -1,7 +1,6 @@
 """``status``, ``logs`` and ``report``: the state of every shard, and the contents of a data set.
 
-``report`` writes a page: what a data set contains, how it was made and how to make it again. It reads every
-manifest and no shard: 10,000 take some 5 s of CPU.
+``report`` reads every manifest and no shard: 10,000 take some 5 s of CPU.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ POLL_S = 5.0
 _NEEDED_BAD_FRACTION = r"--max_bad_fraction ([0-9.]+)"  # in the message about too many bad documents
 # Events of --until_done: the last one in the history says whether a controller should exist.
 _CONTROLLER_EVENTS = {"submit", "retry", "cancel", "finished", "stopped"}
-_MOST_FAILURES = 8  # shown with the last lines of their logs
-_MOST_EVENTS = 5  # of the history
+_MAX_FAILURES = 8  # shown with the last lines of their logs
+_MAX_EVENTS = 5  # of the history
 
 
 def status(args: argparse.Namespace) -> int:
@@ -55,14 +54,14 @@ def status(args: argparse.Namespace) -> int:
         data = status_data(state)
         lines = [json.dumps(data)] if args.json else status_lines(data)
         is_hidden = state.queue.away and state.ids("not visible")
-        goes_on = state.live_job_ids() or state.ids("running") or is_hidden  # ``run`` alone also counts
+        is_active = state.live_job_ids() or state.ids("running") or is_hidden  # ``run`` alone also counts
         if args.watch and not args.json and sys.stdout.isatty():
-            last = "Ctrl-C stops watching; the jobs go on" if goes_on else lines[-1]
+            last = "Ctrl-C stops watching; the jobs go on" if is_active else lines[-1]
             console.draw("\033[H\033[2J")
             print_lines(*lines[:-1], last)  # if they exceed the screen, the first ones scroll away
         else:
             print_lines(*lines)
-        if not args.watch or not goes_on or not console.output_is_read():
+        if not args.watch or not is_active or not console.output_is_read():
             return 0
         time.sleep(POLL_S)
 
@@ -90,7 +89,8 @@ def _needs_a_person(state: DatasetState) -> bool:
     jobs = [job for job in state.queue.jobs.values() if job.is_live]
     # Verify jobs and controllers wait for the other jobs.
     reasons = [job.reason for job in jobs if not re.match("Dependency$|None$", job.reason)]
-    return bool(reasons) and all(job.is_waiting for job in jobs) and all(meaning_of(it)[1] for it in reasons)
+    is_stuck = all(action for _, action in map(meaning_of, reasons))
+    return bool(reasons) and is_stuck and all(job.is_waiting for job in jobs)
 
 
 def logs(args: argparse.Namespace) -> int:
@@ -133,9 +133,9 @@ def status_data(state: DatasetState) -> dict[str, Any]:
         "num_shards": state.plan.num_shards,
         **{name.replace(" ", "_"): id_ranges(state.ids(name)) for name in get_args(StateName)},
         **{f"num_{name.replace(' ', '_')}": len(state.ids(name)) for name in get_args(StateName)},
-        "causes": {cause: id_ranges(each.shard_id for each in of) for cause, of in by_cause.items()},
+        "causes": {cause: id_ranges(each.shard_id for each in shards) for cause, shards in by_cause.items()},
         "remedies": {cause: states.remedy_of(cause) for cause in by_cause},
-        "can_retry": id_ranges(each.shard_id for each in failed if not states.reason_to_leave(each, {})),
+        "can_retry": id_ranges(each.shard_id for each in failed if not states.why_not_retried(each, {})),
         "not_begun": id_ranges(shard.shard_id for shard in state.shards if shard.without_record),
         "failures": _failures(failed),
         "restarts": _restarts(state),
@@ -159,14 +159,14 @@ def status_data(state: DatasetState) -> dict[str, Any]:
         "slurm_away": queue.away,
         "why_not_visible": state.why_not_visible(),
         "history": history,
-        "sources": {name: asdict(of) for name, of in sources.items()},
+        "sources": {name: asdict(source) for name, source in sources.items()},
         **_progress(state, waits),
     }
 
 
 def _failures(failed: Sequence[Shard]) -> list[dict[str, Any]]:
     """Return the last attempt at each failed shard. The newest few include the end of their log."""
-    newest = sorted(failed, key=lambda shard: shard.attempts[-1].ended, reverse=True)[:_MOST_FAILURES]
+    newest = sorted(failed, key=lambda shard: shard.attempts[-1].ended, reverse=True)[:_MAX_FAILURES]
     failures = []
     for shard in failed:
         last, message = shard.attempts[-1], shard.attempts[-1].message(shard.shard_id)
@@ -186,9 +186,9 @@ def _restarts(state: DatasetState) -> dict[str, int]:
     last = {each.key: each for each in own}
     found: Counter[str] = Counter()
     for each in own:
-        made = [state.made.done.get(shard_id) for shard_id in each.shards]
         # A later attempt has a record, or it made the shards and removed its record.
-        if last[each.key] is not each or all(it and it.run.job_id == each.job_id for it in made):
+        was_made = all(it and it.run.job_id == each.job_id for it in map(state.made.done.get, each.shards))
+        if last[each.key] is not each or was_made:
             cause = states.cause_of_record(each, each.shards[0])
             found[f"{cause} on {each.node}" if cause == states.NODE_FAIL else cause] += 1
     return dict(found)
@@ -202,7 +202,7 @@ def _unexplained(state: DatasetState) -> str:
             tasks.add(shard.attempts[-1].task)
     if not tasks:
         return ""
-    listed = shlex.quote(",".join(sorted(tasks)[:_MOST_FAILURES]))
+    listed = shlex.quote(",".join(sorted(tasks)[:_MAX_FAILURES]))
     return f"sacct -D -j {listed} --format=JobID,State,ExitCode,NodeList,Elapsed,MaxRSS"
 
 
@@ -213,8 +213,8 @@ def _verify_trouble(state: DatasetState) -> str:
     last = state.submissions[-1]
     job = state.queue.jobs.get((last.number, last.verify.job_id, 0))
     if job and job.is_live:
-        means, who = meaning_of(job.reason) if job.is_waiting else ("", "")
-        return f"waits for {job.reason}: {means}" if who else ""
+        means, action = meaning_of(job.reason) if job.is_waiting else ("", "")
+        return f"waits for {job.reason}: {means}" if action else ""
     for record in state.records.own:
         if record.job_id == last.verify.job_id:
             return f"ended, {states.cause_of_record(record, -1)}; its log: {record.log}"
@@ -244,13 +244,13 @@ def _waits_for(state: DatasetState) -> list[dict[str, Any]]:
                 shards_of.setdefault(job.waits_for, []).append(shard.shard_id)
     waits = []
     for reason, shard_ids in shards_of.items():
-        means, who = meaning_of(reason)
+        means, action = meaning_of(reason)
         jobs = [job for job in state.queue.jobs.values() if job.waits_for == reason]
         ids = ",".join(sorted({job.job_id for job in jobs}, key=int))
         # If a person must act first, the start that Slurm expects does not matter.
-        starts = "" if who else min((job.start_time for job in jobs if job.start_time), default="")
+        starts = "" if action else min((job.start_time for job in jobs if job.start_time), default="")
         cancel = f"shardprep cancel {quoted(state.folder)}"
-        to_type = {"release": f"scontrol release {ids}", "cancel": cancel}.get(who, "")
+        to_type = {"release": f"scontrol release {ids}", "cancel": cancel}.get(action, "")
         facts = {"reason": reason, "means": means, "to_type": to_type, "starts": starts}
         waits.append({**facts, "shards": id_ranges(shard_ids)})
     return waits
@@ -329,24 +329,24 @@ def status_lines(data: dict[str, Any]) -> list[str]:
     for how, number in data["restarts"].items():
         lines.append(f"  started again by Slurm after {how}: {counted(number, 'task')}")
     if data["other_plan"]:
-        lines.append(f"  of another plan: {shards_text(data['other_plan'])}; shardprep verify says more")
-    lines += [f"  not done, {why}" for why in data["broken"].values()][:_MOST_FAILURES]
-    for failure in data["failures"][:_MOST_FAILURES]:
+        lines.append(f"  made by another plan: {shards_text(data['other_plan'])}; shardprep verify says more")
+    lines += [f"  not done, {why}" for why in data["broken"].values()][:_MAX_FAILURES]
+    for failure in data["failures"][:_MAX_FAILURES]:
         node = f" on {failure['node']}" if failure["node"] else ""
         tries = f", try {failure['num_attempts']}" if failure["num_attempts"] > 1 else ""
         where = f"task {failure['task']}{node}{tries}"
         lines.append(f"  shard {failure['shard']:05d}, {where}: {failure['cause']}")
         lines += [f"    | {line[:300]}" for line in failure["last_lines"]]
         lines.append(f"    {failure['log']}")
-    if (more := len(data["failures"]) - _MOST_FAILURES) > 0:
+    if (more := len(data["failures"]) - _MAX_FAILURES) > 0:
         lines.append(f"  and {more} more failures: --json has them all")
 
     lines += [f"  job {each} sends failed shards again (--until_done)" for each in data["controller_jobs"]]
-    for event in data["history"][-_MOST_EVENTS:] if len(data["history"]) > 1 else []:
+    for event in data["history"][-_MAX_EVENTS:] if len(data["history"]) > 1 else []:
         when = time.strftime("%m-%d %H:%M", time.localtime(event["time"]))
         words = [f"  {when} {event['event']}"]
         said = {name: event[name] for name in ("round", "causes", "why", "report", "jobs") if event.get(name)}
-        words += [f"{name} {it if isinstance(it, str) else json.dumps(it)}" for name, it in said.items()]
+        words += [f"{name} {x if isinstance(x, str) else json.dumps(x)}" for name, x in said.items()]
         lines.append(", ".join(words))
     return [*lines, next_line(data)]
 
@@ -369,8 +369,9 @@ def notes(data: dict[str, Any]) -> list[str]:
     for name, text in _NOTES.items():
         if value := data[name]:
             words = value if isinstance(value, str) else " ".join(value)
-            of_shards = name in ("wrong", "not_begun")
-            found.append(text.format(shards_text(words) if of_shards else words, folder))
+            if name in ("wrong", "not_begun"):
+                words = shards_text(words)
+            found.append(text.format(words, folder))
     remedy = f"its owner can type: chmod -R a+rX {folder}"
     hidden = [why.partition("; its owner can type:")[0] for why in data["unreadable"]]
     return [*found, *(f"not known: {why}; {remedy}" for why in hidden[:2])]
@@ -514,7 +515,8 @@ def _sources(manifests: Sequence[Manifest]) -> list[dict[str, Any]]:
                 counts[key].append(each)
                 texts[key] += [of_shard[name]] if name in of_shard else []
     sources = []
-    for name in counts if len(counts) != 2 else ["all"]:
+    listed = ["all"] if len(counts) == 2 else list(counts)  # the sum over one source is the source itself
+    for name in listed:
         sums = _sums(counts[name])
         text = _text_statistics(texts[name], sums["num_tokens"])
         sources.append({"name": name.strip(), "is_all": name == "all", **sums, **text})
@@ -547,9 +549,9 @@ def _per_shard(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str, 
         "max_rss_bytes": [each.run.max_rss_bytes for each in made],
     }
     return {
-        name: {"least": min(of), "median": statistics.median(of), "most": max(of)}
-        for name, of in values.items()
-        if of
+        name: {"least": min(numbers), "median": statistics.median(numbers), "most": max(numbers)}
+        for name, numbers in values.items()
+        if numbers
     }
 
 

@@ -16,7 +16,7 @@
 #   SHARDPREP_EXEC          a command to put before the interpreter: apptainer exec --nv image.sif
 #   MASTER_ADDR, MASTER_PORT   where the ranks meet (default: the first node, a port derived from the job id)
 #
-# The exit code is 0 if training finished, or else that of the first rank that failed, under torchrun in its last start.
+# The exit code is 0 if training finished, or else that of the first rank that failed (torchrun: in its last start).
 # A rank killed by a signal counts as 75, because Slurm mangles codes from 128 on; the log names the signal.
 #
 #SBATCH --job-name=train
@@ -48,7 +48,7 @@ python=${SHARDPREP_PYTHON:-python}
 
 # A file, because a signal does not reach the ranks through srun, torchrun and containers alike. Each run has its own:
 # after the loss of a node, processes of the run before may still be alive.
-run=${SLURM_RESTART_COUNT:-0} place=$(realpath -- "$checkpoints")
+run=${SLURM_RESTART_COUNT:-0} place=$(realpath -- "$checkpoints") # runs are numbered from 0
 stop_file() { echo "$place/.stop-$SLURM_JOB_ID-$1"; }
 SHARDPREP_STOP_FILE=$(stop_file "$run")
 # The first rank that fails writes its exit code here. srun returns the highest code, which may be that of a rank that
@@ -58,7 +58,7 @@ clean_up() {
   for ((n = 0; n <= run; n++)); do rm -f "$(stop_file "$n")" "$place/.code-$SLURM_JOB_ID-$n"-*; done
 }
 clean_up
-((run == 0)) || touch "$(stop_file $((run - 1)))"
+((run == 0)) || touch "$(stop_file $((run - 1)))" # stops such processes
 num_signals=0
 # shellcheck disable=SC2317,SC2329  # a trap calls it
 ask_to_stop() {
@@ -69,7 +69,7 @@ ask_to_stop() {
 trap ask_to_stop USR1 TERM
 trap clean_up EXIT
 if ((run > ${SHARDPREP_MAX_REQUEUES:-20})); then
-  say "started again $run times, more than SHARDPREP_MAX_REQUEUES: not again"
+  say "requeued $run times, more than SHARDPREP_MAX_REQUEUES allows: not again"
   exit 75
 fi
 
@@ -82,8 +82,8 @@ newest() {
 }
 before=$(newest)
 
-# The rank's shell ignores signals, which are for the program. A rank that stopped on request exits with 0 under
-# torchrun, which would start it again otherwise.
+# The rank's shell ignores signals, which are for the program. With set -C only the first rank that fails can create
+# the file. A rank that stopped on request exits with 0 under torchrun, which would start it again otherwise.
 # shellcheck disable=SC2016  # the rank's own shell expands it
 keep_code='trap : TERM USR1; rc=0; "$@" || rc=$?
   ((rc == 0)) || (set -C; echo "$rc ${RANK:-0} ${SLURMD_NODENAME:-}" \
@@ -122,7 +122,7 @@ esac
 srun "${common[@]}" ${srun_args[@]+"${srun_args[@]}"} ${container[@]+"${container[@]}"} \
   bash -c "$launch" bash "${command[@]}" "$@" &
 srun_pid=$!
-# A trapped signal interrupts `wait`. Only a `wait` without such a signal returns the program's exit code.
+# A trapped signal interrupts `wait`. Repeat it until no signal came: only then it returns the program's exit code.
 until seen=$num_signals rc=0; wait "$srun_pid" || rc=$?; ((num_signals == seen)); do :; done
 
 code_file=$(find "$place" -maxdepth 1 -name "${SHARDPREP_CODE_FILE##*/}-*" | sort -V | tail -n 1)
@@ -141,7 +141,7 @@ if answer=$(squeue --noheader --jobs="$SLURM_JOB_ID" --Format=State:30,RestartCn
   read -r state runs <<<"$answer" || true
 fi
 if [[ ${runs:-$run} != "$run" ]]; then
-  say "Slurm gave up this run and started another one: this one ends"
+  say "Slurm has requeued the job and started another run: this one ends"
 elif [[ $state != RUNNING && $state != unknown ]]; then
   say "the job is $state: Slurm decides whether it starts again"
 elif [[ ! -e $SHARDPREP_STOP_FILE ]] && ((rc != 75 && rc != 128 + 15)); then # a preemption may signal only the ranks
@@ -154,7 +154,7 @@ else
   say "saved $(newest | cut -d ' ' -f 2); requeueing"
   clean_up
   trap - TERM # with TERM Slurm ends this script
-  if scontrol requeue "$SLURM_JOB_ID"; then sleep 60; fi
+  if scontrol requeue "$SLURM_JOB_ID"; then sleep 60; fi # Slurm ends this script meanwhile
   say "scontrol requeue failed; submit the same line again"
 fi
 ((rc < 128)) || rc=75

@@ -40,13 +40,13 @@ from shardprep.format.names import MAX_SHARDS, input_kind, known_input_kind, kno
 from shardprep.format.plan import SPLITS, Cut, InputFile, PlanOptions, PrepConfig, ranges_between
 
 _UNKNOWN = "unknown suffix"
-# What a user can do about names that are left out, by the reason in plan.json.
+# How a user can take names that are left out, by the reason in plan.json.
 _REMEDIES = {
     _UNKNOWN: "; --also '{pattern}' takes such files, as plain text",
     "file of a repository": "; --also '{pattern}' takes it",
     "cache of datasets": "; --also '{pattern}' takes it",
     "note of Iceberg": "; files of old snapshots are taken, too: export the table if rows were replaced",
-    "hidden": "; rename what is an input",
+    "hidden": "; rename it if it is an input",
     "begins with _": ", as Spark does; --also '{pattern}' takes it",
     "folder": "; --recursive takes the files in it",
     "link to a folder": "; --recursive --follow_links takes the files in it",
@@ -81,8 +81,8 @@ def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
     listing = InputListing(input_dir, options)
     try:
         if not input_dir.is_dir():
-            raise NotFound(path=input_dir, found="no folder", expected="one that holds input files")
-        listing.look_through(options)
+            raise NotFound(path=input_dir, found="not a folder", expected="a folder of input files")
+        listing.scan(options)
         listing.leave_out_same_files()
         for table in listing.delta_tables:
             current, below = _files_of_delta_table(input_dir / table), f"{table}/" if table else ""
@@ -130,7 +130,7 @@ class InputListing:
         """Return the inputs, sorted by relative path."""
         return [Path(self._input_dir, path) for path in sorted(self.taken, key=lambda path: path.split("/"))]
 
-    def look_through(self, options: PlanOptions) -> None:
+    def scan(self, options: PlanOptions) -> None:
         """List the folder and, if asked for, its subfolders. Raises OSError."""
         follow_links = options.recursive and options.follow_links
         folders, links = [""], list[str]()  # folders to list; ``links`` is a heap
@@ -155,7 +155,7 @@ class InputListing:
                     reason = _why_left_out(entry.name, is_file=is_file)
                     if not (is_file or is_folder):
                         self.leave_out(path, reason if reason == "hidden" else "FIFO, socket or device")
-                    elif (reason == "hidden" and is_folder) or (reason and not self._is_also(entry.name)):
+                    elif (reason == "hidden" and is_folder) or (reason and not self._matches(entry.name)):
                         self.leave_out(path, reason)
                     elif is_file:
                         # The folder lists the inode numbers of its files; a status would be a round trip.
@@ -173,7 +173,7 @@ class InputListing:
                     else:
                         folders.append(path)
 
-    def _is_also(self, name: str) -> bool:
+    def _matches(self, name: str) -> bool:
         matching = [text for text, each in self._also.items() if each.match(name.lower())]
         self.used_patterns.update(matching)
         return bool(matching)
@@ -181,6 +181,7 @@ class InputListing:
     def leave_out_same_files(self) -> None:
         """Leave out links to, other names of, and compressed forms of files that are taken."""
         first_names: dict[tuple[int, int], str] = {}
+        # Links come last, so that the file itself is taken.
         for path in sorted(self.taken, key=lambda path: (self.taken[path][0], path.split("/"))):
             first = first_names.setdefault(self.taken[path][1], path)
             # Some file systems give other inode numbers in each listing, so an equal number proves nothing.
@@ -205,7 +206,7 @@ class InputListing:
 
 def _files_of_delta_table(folder: Path) -> set[str]:
     """Return the data files of a Delta table's current version, relative to its folder. Raises BadInput."""
-    log, first, why = folder / _DELTA_LOG, 0, ""
+    log, first, why = folder / _DELTA_LOG, 0, ""  # first: the number of the first commit to read
     commits = {int(path.stem): path for path in log.glob("*.json") if re.fullmatch(r"\d{20}", path.stem)}
     vectors: dict[str, Any] = {}  # data file -> its deletion vector, if it has one
     path = log  # the file that is read, for errors
@@ -275,7 +276,7 @@ def _why_left_out(name: str, *, is_file: bool) -> str:
 
 
 def _beginning_of_text(path: Path) -> bytes | None:
-    """Return the beginning of a file's text, or None if it cannot be read: opening it later says why."""
+    """Return the beginning of a file's text, or None if it cannot be read, which is reported later."""
     try:
         file = OpenInput(path)
         if not (compression := input_kind(path.name).compression):
@@ -315,7 +316,7 @@ def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 NUM_THREADS = 16  # opening or reading a file is a round trip on a network file system
-_MOST_AT_ONCE = 64  # files or boundaries per task of a thread
+_MAX_AT_ONCE = 64  # files or boundaries per task of a thread
 
 
 class Weighed(NamedTuple):
@@ -343,12 +344,12 @@ def stamp_inputs(input_dir: Path, paths: list[Path], options: PlanOptions) -> li
         return Weighed(stamped, *documents.format_of(path.name).inspect(file, options))
 
     # Several files per task: a million futures would take 1 GB.
-    num_files = max(1, min(_MOST_AT_ONCE, -(-len(paths) // (4 * NUM_THREADS))))
+    num_files = max(1, min(_MAX_AT_ONCE, -(-len(paths) // (4 * NUM_THREADS))))
     tasks = [paths[first : first + num_files] for first in range(0, len(paths), num_files)]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        stamped = itertools.chain.from_iterable(pool.map(lambda task: [stamp(path) for path in task], tasks))
-        every = zip(with_progress("looking at the inputs", paths, unit="files"), stamped, strict=True)
-        return [weighed for _, weighed in every]
+        batches = pool.map(lambda task: [stamp(path) for path in task], tasks)
+        stamped = itertools.chain.from_iterable(batches)
+        return [next(stamped) for _ in with_progress("looking at the inputs", paths, unit="files")]
 
 
 def divide_inputs(
@@ -467,7 +468,7 @@ def _even_cuts(input_dir: Path, inputs: list[Weighed], num_shards: int, options:
             found += documents.format_of(file.path.name).starts(file, [each[1:] for each in group], options)
         return found
 
-    tasks = [stretches[n : n + _MOST_AT_ONCE] for n in range(0, len(stretches), _MOST_AT_ONCE)]
+    tasks = [stretches[n : n + _MAX_AT_ONCE] for n in range(0, len(stretches), _MAX_AT_ONCE)]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         found = list(itertools.chain.from_iterable(pool.map(starts, tasks)))
     cuts.append(Cut(len(inputs), 0))
@@ -490,17 +491,17 @@ def sample_documents(
     *,
     num_bytes: int,
     num_places: int,
-    most_files: int = sys.maxsize,
+    max_files: int = sys.maxsize,
     transform: Transform | None = None,
 ) -> Iterator[Documents]:
     """Yield about ``num_bytes`` of text, the same amount from each place; the next place makes up for less.
 
-    Smaller inputs are read whole, unless there are more than ``most_files``. A file that can only be read
+    Smaller inputs are read whole, unless there are more than ``max_files``. A file that can only be read
     from its beginning (gzip) gives its head. No document is sampled twice, and a long one is not cut.
     """
     ends = list(itertools.accumulate((item.num_bytes for item in inputs), initial=0))
     places, number = [Cut(0, 0)], 0  # ascending, several may be equal
-    is_whole = ends[-1] <= num_bytes and (len(inputs) <= most_files or not ends[-1])
+    is_whole = ends[-1] <= num_bytes and (len(inputs) <= max_files or not ends[-1])
     for stretch in range(1, 1 if is_whole else num_places):
         # The place varies within each stretch: a fixed one might always be at the head of a file.
         target = int(ends[-1] * (stretch + (0.5 + stretch * _GOLDEN_RATIO) % 1) / num_places)
@@ -514,7 +515,7 @@ def sample_documents(
             places.append(places[-1])
         else:
             places.append(Cut(number, 0))
-    bytes_each, files_each = num_bytes // len(places), max(1, most_files // len(places))
+    bytes_each, files_each = num_bytes // len(places), max(1, max_files // len(places))
     allowed = taken = 0
     for place, following in itertools.pairwise([*places, Cut(len(inputs), 0)]):
         allowed += bytes_each

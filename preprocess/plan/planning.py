@@ -2,7 +2,7 @@
 
 ``--shard_id N`` also gets its plan here: the one in its folder, compared with the flags, or a new one.
 
-The estimate comes from a sample of 2 MiB, from 8 places. It goes through the stages of a worker, and its CPU
+The estimate comes from a sample of 2 MiB, from 8 places. A worker's stages process the sample, and the CPU
 time is scaled up. If no record of the sample is usable, planning fails. A user's function must return the
 same texts a second time, and in another process, where the order of a set is different.
 """
@@ -43,8 +43,8 @@ from shardprep.format.manifest import RunFacts
 from shardprep.format.plan import Cut, InputFile, Plan, PlannedShard, PlanOptions, PrepConfig, ranges_between
 
 Say = Callable[[str], None]
-# A task waits for the plan of another task about as long as its own would take: 3 s, or more for many files.
-_LEAST_WAIT_S = 3.0
+# A task waits for another task's plan about as long as it would take to plan: 3 s, or more for many files.
+_MIN_WAIT_S = 3.0
 _FILES_STAMPED_PER_S = 2000
 _LOOK_EVERY_S = 0.2
 _CLAIM_NAME = f".{names.PLAN_NAME}.claimed.tmp"
@@ -70,9 +70,10 @@ def make_plan(
     """
     if stripe not in {"auto", "none"}:
         lustre.parse_stripe(stripe)
-    made, raw = config.output_dir.resolve(), config.input_dir.resolve()
-    if made == raw or (config.recursive and made.is_relative_to(raw)):
-        found = "--input_dir" if made == raw else f"it lies in --input_dir {raw}, where --recursive looks"
+    output_dir, input_dir = config.output_dir.resolve(), config.input_dir.resolve()
+    is_same = output_dir == input_dir
+    if is_same or (config.recursive and output_dir.is_relative_to(input_dir)):
+        found = "--input_dir" if is_same else f"it is inside --input_dir {input_dir}, where --recursive looks"
         expected = "a folder outside of the raw text, because plan.json would be an input"
         raise errors.UsageError(path=config.output_dir, found=found, expected=expected)
     transform, excluded = None, b""
@@ -84,13 +85,13 @@ def make_plan(
         config = dataclasses.replace(config, excluded=hashlib.sha256(excluded).hexdigest())
     # List the inputs, and divide them into shards.
     listing = find_inputs(config.input_dir, config)
-    found_out: dict[str, Any] = {"also": ",".join(sorted(listing.used_patterns))}
+    found_out: dict[str, Any] = {"also": ",".join(sorted(listing.used_patterns))}  # options as found
     found_out["follow_links"] = listing.follows_links
     inputs, cuts = divide_inputs(config, listing, num_shards, shard_bytes, say)
     # Resolve the tokenizer. Only the reference can mask conversations, and it encodes little text sooner than
     # engines can be compared.
-    num_bytes = FEW_BYTES if config.engine == "gigatoken" else sum(item.num_bytes for item in inputs)
-    tries_fast = not config.is_chat and config.engine != "tokenizers" and num_bytes >= FEW_BYTES
+    is_little = sum(item.num_bytes for item in inputs) < FEW_BYTES and config.engine != "gigatoken"
+    tries_fast = not (config.is_chat or config.engine == "tokenizers" or is_little)
     with scratch_folder() as scratch:
         allow = config.encodes_control_tokens
         resolved = resolve_tokenizer(
@@ -116,7 +117,7 @@ def make_plan(
         given = {item.name: getattr(config, item.name) for item in plans.PLAN_FIELDS}
         plan = Plan(
             plan_id="",
-            input_dir=raw,
+            input_dir=input_dir,
             options=PlanOptions(**{**given, **found_out}),
             max_bad_fraction=config.max_bad_fraction,
             tokenizer=resolved.spec,
@@ -140,7 +141,7 @@ def make_plan(
             check_transform(plan, transform, say)
         engine = resolved.reference
         if tries_fast:
-            # The fast engine must give equal ids for the probe, for a sample of the input and at the gate.
+            # The fast engine must give equal ids for the probe, a sample of the input and the gate's texts.
             sample = [text.encode() for text in resolved.probe]
             for documents in sample_of_plan(plan, 1 << 18, transform):
                 sample += documents.texts
@@ -148,12 +149,11 @@ def make_plan(
             sha256 = ids_sha256([engine.encode(texts)])
             content = saved.get(names.FAST_TOKENIZER_FILE, saved[names.TOKENIZER_FILE])
             fast = equal_fast_engine(content, path, texts, sha256, allow_special_tokens=allow)
-            if isinstance(fast, Engine) and not resolved.passes_gate(fast):
-                fast = "its ids differ from those of tokenizers"
-            if isinstance(fast, Engine):
+            if isinstance(fast, Engine) and resolved.passes_gate(fast):
                 engine, plan = fast, dataclasses.replace(plan, fast_engine_is_equal=True)
             else:
-                say(f"gigatoken is not used for this tokenizer ({fast}); tokenizers is several times slower")
+                why = fast if isinstance(fast, str) else "its ids differ from those of tokenizers"
+                say(f"gigatoken is not used for this tokenizer ({why}); tokenizers is several times slower")
         if line := document_ends_line(plan, resolved.reference, scratch):
             say(line)
         if not (plan.options.has_rows or plan.options.append_eos):
@@ -236,7 +236,7 @@ def plan_of_task(given: dict[str, Any], *, may_plan: bool, checks_inputs: bool) 
 
 
 def _plan_once(config: PrepConfig) -> Plan:
-    """Return the plan of another task that is planning, if it comes soon, else plan."""
+    """Return the plan of another task that is planning, if it is written soon, or else make one."""
     # A file shows that a task is planning. It is not a lock: if several tasks plan, the first plan counts.
     folder, claim = config.output_dir, config.output_dir / _CLAIM_NAME
     is_ours = is_new_folder = False
@@ -251,7 +251,7 @@ def _plan_once(config: PrepConfig) -> Plan:
         if not is_ours and files.size_of_file(claim) is not None:
             say("another task is planning: waiting for its plan")
             num_files = len(find_inputs(config.input_dir, config).paths)
-            until = time.monotonic() + _LEAST_WAIT_S + num_files / _FILES_STAMPED_PER_S
+            until = time.monotonic() + _MIN_WAIT_S + num_files / _FILES_STAMPED_PER_S
             while plan is None and files.size_of_file(claim) is not None and time.monotonic() < until:
                 time.sleep(_LOOK_EVERY_S)
                 plan = plans.read_plan(folder)
@@ -301,14 +301,14 @@ _NUM_SHOWN = 20  # names of fields, in an error
 _FUNCTION_BYTES = 1 << 18  # of the input that a user's function is tried on
 _STARTUP_S = 3.0  # for a task's Python and tokenizer, a generous estimate
 _LONG_SHARD_S = 600.0  # on one core; a longer shard gets a warning
-_MANY_SHARDS = 1000  # as many small shards, each an input file, get a warning
+_MANY_SHARDS = 1000  # this many small shards, each of one input file, get a warning
 _SHARD_BYTES = 256 << 20  # of input, which takes minutes on one core
 
 
 def sample_of_plan(plan: Plan, num_bytes: int, transform: Transform | None) -> Iterator[Documents]:
     """Yield the documents of about ``num_bytes`` of a plan's input, from evenly spread places."""
     # Few files are opened, as each is a round trip on a network file system.
-    how: dict[str, Any] = {"num_places": _NUM_PLACES, "most_files": 2 * _NUM_PLACES, "transform": transform}
+    how: dict[str, Any] = {"num_places": _NUM_PLACES, "max_files": 2 * _NUM_PLACES, "transform": transform}
     return sample_documents(plan.input_dir, plan.inputs, plan.options, num_bytes=num_bytes, **how)
 
 
@@ -364,8 +364,8 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None) -> tuple[li
 
 def _check_fields(plan: Plan, counting: Counting) -> None:
     """Raise BadInput, with the fields that were found, if no record of the sample has the text's field."""
-    is_other_field = counting.bad_reasons and counting.bad_reasons <= {"no_field", "wrong_type"}
-    if counting.num_documents or not is_other_field or plan.max_bad_fraction == 1:
+    lacks_field = counting.bad_reasons and counting.bad_reasons <= {"no_field", "wrong_type"}
+    if counting.num_documents or not lacks_field or plan.max_bad_fraction == 1:
         return
     options = plan.options
     num_chars: Counter[str] = Counter()  # characters in the strings of each field

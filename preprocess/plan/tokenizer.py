@@ -51,9 +51,9 @@ Files = dict[Annotated[str, msgspec.Meta(pattern=r"\A[\w.-]+\Z")], bytes]  # con
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFacts:
-    """What planning needs to know about a tokenizer: an entry of the cache."""
+    """The facts about a tokenizer that planning needs: an entry of the cache."""
 
-    spec: TokenizerSpec  # what the manifests of shards say about it
+    spec: TokenizerSpec  # its description in the manifests of shards
     probe: list[str]
     probe_sha256: Digest  # of the ids of the probe
     saved: Files  # files that tasks and training load
@@ -70,7 +70,7 @@ class ResolvedTokenizer(TokenizerFacts):
 
     def passes_gate(self, fast: engines.Engine) -> bool:
         """Return whether an engine gives the reference's ids for ``gate_texts``. Takes 2 s for Llama 3's."""
-        # An empty file beside the cache's entry says that it does.
+        # If it passed before, there is an empty file beside the cache's entry.
         verdict = self.cache_entry and self.cache_entry.with_suffix(f".{fast.name}")
         with contextlib.suppress(ShardprepError):
             if verdict and files.size_of_file(verdict) is not None:
@@ -120,8 +120,7 @@ def resolve_tokenizer(
         depends_on = versions, allow_special_tokens, for_fast_engine, sorted(_stamps_of(given).items())
         home = os.environ.get("XDG_CACHE_HOME", "")
         cache = home if home.startswith("/") else os.path.expanduser("~/.cache")  # noqa: PTH111
-        key = hashlib.sha256(repr(depends_on).encode()).hexdigest()
-        entry = Path(cache, "shardprep", "tokenizers", key)
+        entry = Path(cache, "shardprep", "tokenizers", hashlib.sha256(repr(depends_on).encode()).hexdigest())
         # An entry is a sha256 and the facts. If they do not match, it is ignored.
         with contextlib.suppress(*files.NOT_THERE, ShardprepError, msgspec.MsgspecError):
             raw = memoryview(files.read_regular(entry, max_bytes=_MAX_ENTRY_BYTES))
@@ -170,9 +169,8 @@ def _saved_by_transformers(name: str, folder: Path, given: Files | None) -> tupl
     paths = [folder / each for each in files.names_in(folder)]
     saved = {path.name: files.read_regular(path, max_bytes=names.MAX_TOKENIZER_BYTES) for path in paths}
     # transformers silently ignores parts of a configuration that it cannot read.
-    wanted, left = (
-        special_tokens_of(_json_object(each, TOKENIZER_CONFIG)) for each in (given or saved, saved)
-    )
+    wanted = special_tokens_of(_json_object(given or saved, TOKENIZER_CONFIG))
+    left = special_tokens_of(_json_object(saved, TOKENIZER_CONFIG))
     if lost := [role for role in wanted if wanted[role] and not left[role]]:
         found = f"a {TOKENIZER_CONFIG} in which transformers found no {', '.join(lost)}; run this again"
         raise errors.ReadWriteError(path=name, found=found)
@@ -354,8 +352,9 @@ def special_tokens_of(config: dict[str, Any]) -> dict[str, str | None]:
 
 def added_ids(engine: engines.Engine) -> tuple[list[int], list[int]]:
     """Return the ids that a tokenizer puts before and after a text, found by encoding one."""
-    for text in map(Texts.of_strings, zip(("a", *engines.PROBE))):  # a small vocabulary may drop some texts
-        around, bare = engine.encode(text).ids.tolist(), engine.bare().encode(text).ids.tolist()
+    for text in ("a", *engines.PROBE):  # several, because a small vocabulary may drop some
+        texts = Texts.of_strings([text])
+        around, bare = engine.encode(texts).ids.tolist(), engine.bare().encode(texts).ids.tolist()
         for begin in range(len(around) - len(bare) + 1):
             if bare and around[begin : begin + len(bare)] == bare:
                 return around[:begin], around[begin + len(bare) :]
@@ -363,7 +362,7 @@ def added_ids(engine: engines.Engine) -> tuple[list[int], list[int]]:
 
 
 def document_ends_line(plan: Plan, engine: engines.Engine, folder: Path) -> str:
-    """Say with which tokens documents begin and end. ``folder``: with the tokenizer's files."""
+    """Describe the tokens with which documents begin and end. ``folder`` has the tokenizer's files."""
     if plan.options.is_chat:
         return ""
     before, after = added_ids(engine) if plan.options.add_special_tokens else ([], [])

@@ -1,7 +1,7 @@
 """DATA/jobs: submissions, a history of commands, and attempts at shards that are not done.
 
 ``jobs/NNNN.json`` is a submission: its job ids and the shards of every task. It is written once and never
-changed. Its number follows the submissions that its writer has read, and is claimed by a link: of two
+changed. Its number is the next one after those that its writer found, and a hard link claims it: of two
 simultaneous submissions, one fails. ``jobs/history.jsonl`` lists what commands did.
 
 ``jobs/attempts/`` has a record of each attempt that is running or that left a shard unmade.
@@ -52,17 +52,17 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 ATTEMPTS_FOLDER = "jobs/attempts"
 LOGS_FOLDER = "jobs/logs"
 RECORD_VARIABLE = "SHARDPREP_ATTEMPT"  # contains the path of this process's record
-_MOST_REASON_CHARS = 2000
+_MAX_REASON_CHARS = 2000
 _Number = Annotated[int, Meta(ge=-1, le=names.MOST)]
 _SLURM_NAME = re.compile(r"[0-9]{1,10}_[0-9]{1,10}\.r[0-9]{1,6}")  # JOB_INDEX.rRESTART
 _RUN_NAME = re.compile(r".+-[0-9]{1,10}\.[0-9]{1,16}")  # HOST-PID.TIME
 
 MEMORY_FIELDS = ("mem_gb", "mem_per_cpu_gb")  # mutually exclusive
 _SET_BY_SUBMIT = {"--job-name", "--array", "--output", "--wrap", "--parsable", "--hold"}  # of sbatch
-_MOST = 10**9  # of CPUs, GB, minutes, tasks
-_of_nodes = functools.partial(option, group="partition, account and nodes")
-_of_task = functools.partial(option, group="resources of a task")
-_of_run = functools.partial(option, group="set-up, container and more options")
+_MAX_NUMBER = 10**9  # CPUs, GB, minutes or tasks
+_node_flag = functools.partial(option, group="partition, account and nodes")
+_task_flag = functools.partial(option, group="resources of a task")
+_run_flag = functools.partial(option, group="set-up, container and more options")
 # Fields that name commands, or may contain options that do.
 COMMANDS = ("setup", "container", "srun_args", "notify", "sbatch_args", "worker_args")
 
@@ -71,37 +71,37 @@ COMMANDS = ("setup", "container", "srun_args", "notify", "sbatch_args", "worker_
 class JobRequest:
     """Resources of one task, and how many tasks run at once. None means the site's default."""
 
-    partition: str | None = _of_nodes(None, "partition (default: the site's)")
-    cpus_per_task: int | str = _of_task(
+    partition: str | None = _node_flag(None, "partition (default: the site's)")
+    cpus_per_task: int | str = _task_flag(
         1,
         "CPUs of a task (default: 1; more tasks are faster than more CPUs); node: a whole node, without "
         "other jobs",
     )
-    mem_gb: float | None = _of_task(None, "memory of a task (default: the site's)")
-    mem_per_cpu_gb: float | None = _of_task(None, "memory per CPU of a task, for sites that require it")
-    time_min: int | None = _of_task(None, "time limit of a task (default: the partition's)")
-    max_parallel: int = _of_task(50, "tasks that run at once (default: 50)")
-    account: str | None = _of_nodes(None, "account to charge (default: the site's)")
+    mem_gb: float | None = _task_flag(None, "memory of a task (default: the site's)")
+    mem_per_cpu_gb: float | None = _task_flag(None, "memory per CPU of a task, for sites that require it")
+    time_min: int | None = _task_flag(None, "time limit of a task (default: the partition's)")
+    max_parallel: int = _task_flag(50, "tasks that run at once (default: 50)")
+    account: str | None = _node_flag(None, "account to charge (default: the site's)")
     qos: str | None = option(None)  # set by SBATCH_QOS; the next two likewise
     constraint: str | None = option(None)
     exclude: str | None = option(None)
-    setup: str | None = _of_run(
+    setup: str | None = _run_flag(
         None,
         "a file that tasks source first: modules, conda, a virtual environment; for hundreds of tasks use "
         "examples/environment_on_node.sh",
     )
-    container: str | None = _of_run(None, "command to run Python in, such as 'apptainer exec image.sif'")
-    srun_args: str | None = _of_run(None, "more options of srun, such as --container-image=... (pyxis)")
-    notify: str | None = _of_run(
+    container: str | None = _run_flag(None, "command to run Python in, such as 'apptainer exec image.sif'")
+    srun_args: str | None = _run_flag(None, "more options of srun, such as --container-image=... (pyxis)")
+    notify: str | None = _run_flag(
         None, "a command that the verify job runs at its end; SHARDPREP_RESULT has the result"
     )
-    sbatch_args: str = _of_run("", "more options of sbatch, quoted as one word")
-    worker_args: str = _of_run("", "more flags of the worker, such as '--max_bad_fraction 0.05'")
+    sbatch_args: str = _run_flag("", "more options of sbatch, quoted as one word")
+    worker_args: str = _run_flag("", "more flags of the worker, such as '--max_bad_fraction 0.05'")
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, int | float) and not 0 < value <= _MOST:
-                raise errors.UsageError.of_value(f"--{name}", value, f"more than 0 and at most {_MOST}")
+            if isinstance(value, int | float) and not 0 < value <= _MAX_NUMBER:
+                raise errors.UsageError.of_value(f"--{name}", value, f"more than 0 and at most {_MAX_NUMBER}")
             if isinstance(value, str) and (found := re.search(r"[\x00-\x1f\x7f]|[\ud800-\udfff]", value)):
                 expected = f"a value without {found[0]!r}, which a job script cannot contain"
                 raise errors.UsageError.of_value(f"--{name}", value[:200], expected)
@@ -124,7 +124,7 @@ class JobRequest:
                 raise errors.UsageError(found=given, expected="options that submit does not set itself")
 
     def sbatch_options(self) -> list[str]:
-        """Return the options of sbatch. Of equal ones the last applies, so that retry can raise memory."""
+        """Return the options of sbatch. The last of equal ones applies, so that retry can raise memory."""
         options = [*shlex.split(self.sbatch_args), "--nodes=1", "--ntasks=1"]
         options.append("--exclusive" if self.num_cpus is None else f"--cpus-per-task={self.num_cpus}")
         if self.mem_gb is not None:
@@ -181,7 +181,7 @@ class JobArray(SentJob):
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """What one ``submit`` or ``retry`` sent to Slurm: jobs/NNNN.json."""
+    """The jobs that one ``submit`` or ``retry`` sent to Slurm: jobs/NNNN.json."""
 
     number: Count
     plan_id: Text
@@ -214,7 +214,7 @@ def read_submissions(folder: Path) -> list[Submission]:
         try:
             raw, status = files.read_with_status(path, max_bytes=_MAX_BYTES)
             submission = names.as_type(path, names.checked_object(path, raw, _FORMAT), Submission)
-        # None may be skipped: its shards would be made a second time.
+        # Raise for every file that cannot be read: if it were skipped, its shards would be made twice.
         except files.NOT_THERE as error:  # a dangling link, or removed since the listing
             raise errors.ReadWriteError(path=path, found=error.strerror, expected="a submission") from None
         except (errors.BrokenShard, errors.UnknownVersion, errors.UsageError) as error:
@@ -263,7 +263,7 @@ def publish_submission(folder: Path, submission: Submission) -> None:
     with files.PublishedFile(jobs / f"{submission.number:04d}.json") as file:
         file.write(json.dumps(names.with_content_hash(_FORMAT, content), indent=2).encode() + b"\n")
         file.sync()
-        with contextlib.suppress(OSError):  # whatever the umask, because retry runs commands from it
+        with contextlib.suppress(OSError):  # only the owner may write to it: retry runs commands from it
             file.temporary.chmod(stat.S_IMODE(file.temporary.stat().st_mode) & ~_OTHERS_WRITE)
         if not file.publish_first():
             why = "there was another submission at the same time; the jobs of this one were cancelled"
@@ -389,7 +389,7 @@ def read_attempts(folder: Path, plan_id: str, identity: str = "") -> AttemptReco
         record = _record_of(path, content)
         if record is None or record.plan_id != plan_id or record.identity != identity:
             continue
-        if status.st_uid != os.geteuid():  # it may name any file of this user
+        if status.st_uid != os.geteuid():  # another user may name any file as the log
             log = "" if "\0" in record.log else os.path.realpath(record.log)
             if os.path.dirname(log) != logs:  # noqa: PTH120
                 record.log = ""
@@ -429,7 +429,7 @@ def _record_of(path: Path, content: bytes) -> AttemptRecord | None:
 def append_failure(failure: Failure) -> None:
     """Append a failed shard to the record of this process, if it has one. Errors are ignored."""
     if path := os.environ.get(RECORD_VARIABLE):
-        reason = failure.reason[:_MOST_REASON_CHARS].encode("utf-8", "replace").decode()
+        reason = failure.reason[:_MAX_REASON_CHARS].encode("utf-8", "replace").decode()
         line = msgspec.json.encode(msgspec.structs.replace(failure, reason=reason))
         with contextlib.suppress(OSError):
             files.append_bytes(Path(path), line + b"\n")

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from shardprep.errors import UnknownVersion as UnknownVersion
     from shardprep.errors import UsageError as UsageError
 
-_NAMES = {
+_NAMES_OF_MODULE = {
     "shardprep.errors": "BrokenShard MissingShard NotFound OtherTokenizer ReadWriteError ShardprepError "
     "UnknownVersion UsageError",
     "loader.batches": "LoaderMetrics",
@@ -50,19 +50,19 @@ _NAMES = {
     "loader.training": "LossMean SourceLosses deal_rows_evenly evaluation_loss set_up_training source_ids "
     "split_for_context_parallel",
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_MODULES)
+_MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names.split()}
+__all__ = sorted(_MODULE_OF_NAME)
 
 
 def __getattr__(name: str) -> Any:
     """Import a name at its first use. torch takes seconds; only CausalLMCollator needs transformers."""
-    if name not in _MODULES:
+    if name not in _MODULE_OF_NAME:
         raise AttributeError(f"module 'loader' has no attribute {name!r}; it has {', '.join(__all__)}")
     try:
-        return getattr(import_module(_MODULES[name]), name)
+        return getattr(import_module(_MODULE_OF_NAME[name]), name)
     except ModuleNotFoundError as error:
         from shardprep.command_line import missing_library
 
-        if (found := missing_library(error, f"loader.{name}")) is None:
+        if (message := missing_library(error, f"loader.{name}")) is None:
             raise
-        raise ModuleNotFoundError(found, name=error.name) from None
+        raise ModuleNotFoundError(message, name=error.name) from None

@@ -98,15 +98,15 @@ class PaddedBatches:
     pad: PadToken
     pad_to_multiple_of: int | None = None
     pad_to_length: int | None = None  # width of all batches, instead of the longest sample's
-    num_beyond: int = 0  # last places that are cut off later; the multiple does not count them
+    num_cut_columns: int = 0  # with shifted targets, 1: cut off later, so the multiple leaves it out
     has_masks: bool = False  # ids may contain NO_LABEL
     has_blanks: bool = False  # ids may be BLANK
 
     def of_documents(self, joined: Integers, lengths: Lengths) -> Batch:
         """Return a padded batch of samples whose ids are joined one after another."""
         multiple = self.pad_to_multiple_of or 1
-        widest = max(int(lengths.max()), self.pad_to_length or 0) - self.num_beyond
-        width = max(-(-widest // multiple) * multiple, 1) + self.num_beyond
+        widest = max(int(lengths.max()), self.pad_to_length or 0) - self.num_cut_columns
+        width = max(-(-widest // multiple) * multiple, 1) + self.num_cut_columns
         is_real = np.arange(width) < lengths[:, None]
         ids = np.full(is_real.shape, self.pad.token_id, np.int64)
         ids[is_real] = joined
@@ -192,14 +192,14 @@ class StepBatches:
     shifts_targets: bool = False  # labels[:, t] is the token after input_ids[:, t]
     origins: bool = False  # whether batches have the field
     may_lack_labels: bool = field(init=False)  # whether tokens other than padding may have no label
-    is_own: bool = field(init=False)  # no collate_fn is called; a CausalLMCollator makes the same batches
+    is_custom: bool = field(init=False)  # collate_fn is called; a CausalLMCollator's batches are made here
     _has_warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.may_lack_labels = self.padded.has_masks or self.padded.has_blanks
-        self.is_own = self.collate_fn is None or type(self.collate_fn).__module__ == "loader.collator"
+        self.is_custom = self.collate_fn is not None and type(self.collate_fn).__module__ != "loader.collator"
         for name, is_wanted in (("origins", self.origins), ("boundaries", self.boundaries)):
-            if is_wanted and not self.is_own:
+            if is_wanted and self.is_custom:
                 raise UsageError(f"{name}= does not work with a collate_fn; leave out one of the two")
 
     def of_tick(
@@ -207,7 +207,7 @@ class StepBatches:
     ) -> Iterator[tuple[Any, tuple[int, int]]]:
         """Yield the batches of a tick from ``first_batch`` on, each with its counts of tokens and padding.
 
-        ``is_filler``: bool[samples of the tick]: samples that only fill the last batch, without labels.
+        ``is_filler``: bool[samples of the tick]: samples that repeat another one, and get no labels.
         """
         is_full = chunk.ids.width > 0 and chunk.shortest[tick] == chunk.ids.width  # no padding
         for first in range(first_batch * self.batch_size, chunk.num_samples, self.batch_size):
@@ -222,7 +222,7 @@ class StepBatches:
             if self.boundaries:
                 edges = chunk.edges_of(tick, first, end, batch["input_ids"].shape[1])
                 self._add_boundaries(batch, edges, lengths)
-            if not self.is_own:
+            if self.is_custom:
                 batch = self._collated(batch, lengths)
             elif self.shifts_targets:
                 for name in ("input_ids", "attention_mask"):
@@ -234,13 +234,14 @@ class StepBatches:
                 # With shifted targets the last place is cut off, and with it a document that begins there.
                 batch["origins"] = torch.from_numpy(origins[origins[:, 1] < batch["labels"].shape[1]])
             if is_filler is not None and is_filler[first:end].any():
-                blank_labels(batch, is_filler[first:end])
+                ignore_fillers(batch, is_filler[first:end])
             elif self.may_lack_labels or (lengths is not None and int(lengths.max()) < 2):
                 self._warn_of_no_labels(batch)
-            num_tokens = num_places = ids.size if lengths is None else int(lengths.sum())
-            if lengths is not None and (made := _tensor_of(batch, "input_ids")) is not None:
-                num_places = made.numel()
-            yield batch, (num_tokens, max(num_places - num_tokens, 0))
+            num_tokens, num_padding = ids.size, 0
+            if lengths is not None:
+                num_tokens, input_ids = int(lengths.sum()), _tensor_of(batch, "input_ids")
+                num_padding = 0 if input_ids is None else max(input_ids.numel() - num_tokens, 0)
+            yield batch, (num_tokens, num_padding)
 
     def _add_boundaries(self, fields: Batch, edges: Edges, lengths: Lengths | None) -> None:
         """Add the fields of ``boundaries``, and remove the label of each document's first token."""
@@ -276,17 +277,16 @@ class StepBatches:
         # A model that shifts labels does not predict the first token of a row.
         if (labels if self.shifts_targets else labels[:, 1:]).eq(IGNORED).all() and not self._has_warned:
             self._has_warned = True
-            problem = "a batch has no label left: documents blanked, of one token, or without an assistant"
+            problem = "a batch has no labels: its documents are blank, of one token, or without an assistant"
             logger.warning(f"{problem}. A mean over its labels is NaN: divide a sum by at least 1")
 
 
-def blank_labels(batch: Any, is_filler: npt.NDArray[np.bool_]) -> None:
-    """Set the labels of rows that only fill the last batch to -100, so that they do not count."""
+def ignore_fillers(batch: Any, is_filler: npt.NDArray[np.bool_]) -> None:
+    """Set the labels of rows that repeat a sample to -100, so that they do not count."""
     labels = _tensor_of(batch, "labels")
     if labels is None or len(labels) != len(is_filler):
         found = "the last batch of a validation set, which is filled with samples whose labels must be -100"
-        rows = 'a collate_fn that makes a tensor "labels" with a row for each sample'
-        expected = f"{rows}, or a global_batch_size that divides the number of samples"
+        expected = 'a tensor "labels" with a row per sample, or a global_batch_size that divides their number'
         raise UsageError(found=found, expected=expected)
     labels[torch.from_numpy(is_filler)] = IGNORED
 

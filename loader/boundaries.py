@@ -179,8 +179,8 @@ def _unwrapped(model: Any) -> Any:
     return model
 
 
-# Logits may move by these parts of their spread. Without a leak they repeat bit for bit, except with experts,
-# which multiply matrices of other sizes when other tokens change: last bits differ, in bfloat16 by percents.
+# How far logits may move, as a part of their standard deviation. Without a leak they repeat exactly, except
+# with experts: if other tokens change, their matrices have other sizes, and bfloat16 rounds by percents.
 NOISE, NOISE_OF_EXPERTS = 1e-4, 0.02
 _ONE_DOCUMENT = "no row of the batch has two documents; pass another batch, or make longer rows"
 _NOTHING_BEFORE = "no token's logits depend on the tokens before it; check again after the first steps"
@@ -228,7 +228,7 @@ def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents:
         noise = NOISE_OF_EXPERTS if any("expert" in name for name, _ in parts) else NOISE
     fields = {name: value for name, value in batch.items() if name not in ("labels", "origins")}
     if "input_ids" not in fields:
-        raise UsageError(f"the model gets {sorted(fields)} by name, expected input_ids, too")
+        raise UsageError(found=f"a batch of {sorted(fields)}", expected="input_ids, by that name")
     ids = fields["input_ids"]
     numbers = document_numbers(batch if documents is None else documents).to(ids.device)
     has_two = bool(((numbers[:, 1:] != numbers[:, :-1]) & (numbers[:, 1:] >= 0)).any())
@@ -236,7 +236,7 @@ def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents:
     if not has_two and not is_distributed:
         return _ONE_DOCUMENT
     known = ids.unique()
-    other_ids = known[(torch.searchsorted(known, ids) + 1) % len(known)]
+    other_ids = known[(torch.searchsorted(known, ids) + 1) % len(known)]  # each id's successor
     is_real = numbers >= 0
     places = torch.arange(numbers.shape[1], device=numbers.device).expand(numbers.shape)
     is_start = numbers.diff(dim=1, prepend=numbers[:, :1] - 1) != 0
@@ -258,7 +258,7 @@ def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents:
             moved = moved_by(input_ids=torch.where(half & ~is_kept, other_ids, ids))
             others = moved[(is_real & ~half).to(moved.device)]
             if has_two and len(others):
-                num_moved += int((~(others <= noise)).sum())
+                num_moved += int((~(others <= noise)).sum())  # NaN has moved, too
                 largest = max(largest, float(others.amax()))
             looks_back |= bool((moved[(half & is_kept).to(moved.device)] > noise).any())
         mask = fields.get("attention_mask")
@@ -337,7 +337,7 @@ def _some_logits(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
         output = model(**batch)
     logits = getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor) or logits.shape[:2] != batch["input_ids"].shape:
-        words = f"logits for each of the tokens {tuple(batch['input_ids'].shape)}; pass a function of the"
-        expected = f"{words} batch's fields that returns them (or check_boundaries=False to LoaderMixin)"
+        advice = "pass a function of the fields that returns them (LoaderMixin: or check_boundaries=False)"
+        expected = f"logits of shape {[*batch['input_ids'].shape, 'vocabulary']}; {advice}"
         raise UsageError(found=f"a model that returned {type(output).__name__}", expected=expected)
     return logits[..., :: max(logits.shape[-1] // 512, 1)].to(torch.float32, copy=True)

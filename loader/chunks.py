@@ -100,8 +100,8 @@ class Ragged:
         if self.is_joined:
             last = self.begins[end - 1, tick] + self.counts[end - 1, tick]
             found = self.flats[0][self.begins[first, tick] : last]
-        elif self.width and len(self.flats) == 1:  # most batches of rows, without the other two tables
-            return self._windows[self.begins[first:end, tick]]
+        elif self.width and len(self.flats) == 1:  # most batches of rows: only ``begins`` is read
+            return self._rows_at[self.begins[first:end, tick]]
         else:
             found = self._gathered((slice(first, end), tick))
         return found.reshape(-1, self.width) if self.width else found
@@ -110,12 +110,12 @@ class Ragged:
         """Return the numbers of the samples at some places, one after another, tick by tick."""
         flat_of, begins, counts = (each[places].T for each in (self.flat_of, self.begins, self.counts))
         if self.width and len(self.flats) == 1:
-            return self._windows[begins]
-        flat = zip(*(each.reshape(-1).tolist() for each in (flat_of, begins, counts)), strict=True)
-        return np.concatenate([self.flats[number][begin : begin + count] for number, begin, count in flat])
+            return self._rows_at[begins]
+        slices = zip(*(each.reshape(-1).tolist() for each in (flat_of, begins, counts)), strict=True)
+        return np.concatenate([self.flats[number][begin : begin + count] for number, begin, count in slices])
 
     @cached_property
-    def _windows(self) -> Integers:
+    def _rows_at(self) -> Integers:
         return sliding_window_view(self.flats[0], self.width)
 
 
@@ -144,7 +144,7 @@ class Chunk:
     lengths: Int32s  # int32[samples per tick, ticks], tokens of each sample
     ids: Ragged  # rows of one width are whole, including their padding
     num_cut: int = 0  # tokens that max_length cut off
-    # A row per document: [1], its place in its sample, or [6], ORIGIN, in which "row" is filled in later.
+    # A row per document: its place in its sample, or the six columns of ORIGIN ("row" is filled in later).
     documents: Ragged | None = None
 
     @property
@@ -224,32 +224,32 @@ def parse_id_lists(texts: list[memoryview]) -> tuple[Int64s, Int32s] | None:
     if sizes.min() < 2 or not ((text[starts] == _OPEN).all() and (text[ends - 1] == _CLOSE).all()):
         return None
     has_numbers = sizes > 2
-    is_behind = text == _COMMA
-    is_behind[ends - 1] = has_numbers
-    behind = np.flatnonzero(is_behind)  # the byte after each number: a comma or a closing bracket
-    num_commas = len(behind) - np.count_nonzero(has_numbers)
-    num_spaces = np.count_nonzero(text.take(behind + 1) == _SPACE)
+    ends_number = text == _COMMA
+    ends_number[ends - 1] = has_numbers
+    number_ends = np.flatnonzero(ends_number)  # the byte after each number: a comma or a closing bracket
+    num_commas = len(number_ends) - np.count_nonzero(has_numbers)
+    num_spaces = np.count_nonzero(text.take(number_ends + 1) == _SPACE)
     if num_spaces not in (0, num_commas):
         return None
-    until = np.searchsorted(behind, ends)
-    counts = np.diff(until, prepend=0)
-    first = np.empty_like(behind)  # the first byte of each number
-    np.add(behind[:-1], 2 if num_spaces else 1, out=first[1:])
-    first[(until - counts)[has_numbers]] = starts[has_numbers] + 1
-    digits = behind - first
+    num_before = np.searchsorted(number_ends, ends)  # numbers up to the end of each text
+    counts = np.diff(num_before, prepend=0)
+    begins = np.empty_like(number_ends)  # the first byte of each number
+    np.add(number_ends[:-1], 2 if num_spaces else 1, out=begins[1:])
+    begins[(num_before - counts)[has_numbers]] = starts[has_numbers] + 1
+    digits = number_ends - begins
     if digits.size and not 1 <= int(digits.min()) <= int(digits.max()) <= _MAX_DIGITS:
         return None
-    # All bytes outside of numbers are known by now. So if there are enough digits, numbers are only digits.
+    # All bytes outside of numbers are checked by now. With enough digits, numbers have no other bytes.
     if np.count_nonzero(text - np.uint8(_ZERO) < 10) != int(digits.sum()):
         return None
-    return counts, _parse_numbers(joined, first, digits)
+    return counts, _parse_numbers(joined, begins, digits)
 
 
 def _parse_numbers(joined: bytes, first: Int64s, digits: Int64s) -> Int32s:
     """Return the numbers that begin at the bytes ``first``. Overwrites ``digits``.
 
     The eight bytes from a first digit on are combined from two words into one integer. The bytes that follow
-    the number are shifted out, and three multiplications combine the digits.
+    the number are shifted out. Three multiplications combine neighbours: digits, pairs of digits, and fours.
     """
     words = np.frombuffer(joined, "<u8", len(joined) // 8)
     shift = ((first & 7) << 3).view(np.uint64)
@@ -264,9 +264,9 @@ def _parse_numbers(joined: bytes, first: Int64s, digits: Int64s) -> Int32s:
     value <<= digits.view(np.uint64)
     value &= np.uint64(0x0F0F0F0F0F0F0F0F)
     for factor, bits, kept in (
-        (2561, 8, 0x00FF00FF00FF00FF),
-        (6553601, 16, 0x0000FFFF0000FFFF),
-        (42949672960001, 32, 0x00000000FFFFFFFF),
+        (2561, 8, 0x00FF00FF00FF00FF),  # 10 << 8 | 1
+        (6553601, 16, 0x0000FFFF0000FFFF),  # 100 << 16 | 1
+        (42949672960001, 32, 0x00000000FFFFFFFF),  # 10_000 << 32 | 1
     ):
         value *= np.uint64(factor)
         value >>= np.uint64(bits)
@@ -274,8 +274,8 @@ def _parse_numbers(joined: bytes, first: Int64s, digits: Int64s) -> Int32s:
     return value.astype(np.int32)
 
 
-def places_of(begin: Int64s, lengths: Int64s) -> Int64s:
-    """Return all places of some stretches, one after another: ``begin[0], begin[0] + 1 ...``."""
+def join_ranges(begin: Int64s, lengths: Int64s) -> Int64s:
+    """Return ``range(begin[i], begin[i] + lengths[i])`` for each i, one after another."""
     within = np.arange(int(lengths.sum()), dtype=np.int64)
     within += np.repeat(begin - (np.cumsum(lengths) - lengths), lengths)
     return within
@@ -301,7 +301,7 @@ def decode_samples(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
     return lengths, ids
 
 
-_ID_LISTS = Decoder(list[Annotated[int, Meta(ge=-(2**31), lt=2**31)]])
+_ID_LIST_DECODER = Decoder(list[Annotated[int, Meta(ge=-(2**31), lt=2**31)]])
 
 
 def _decode_one_by_one(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
@@ -312,7 +312,7 @@ def _decode_one_by_one(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]
         if dtype is None:
             raw = bytes(data.buffer[start : start + num_bytes])
             try:
-                parts.append(np.array(_ID_LISTS.decode(raw), np.int32))
+                parts.append(np.array(_ID_LIST_DECODER.decode(raw), np.int32))
             except MsgspecError as error:
                 raise data.broken(row, f"no JSON list of token ids ({error}): {raw[:60]!r}") from None
             continue
@@ -337,7 +337,7 @@ def check_vocab(data: SampleBytes, rows: Int64s, ids: Integers, lengths: Integer
         raise data.broken(row, f"the id {ids[at]}, but {expected}")
 
 
-# How a process reads the ticks of its slots.
+# Reading the ticks of a process's slots
 
 Window = Callable[[int, int], Chunk]  # (first, end) -> those ticks, decoded from the samples that were read
 
@@ -353,33 +353,33 @@ class RunReader:
         for source in self._sources:
             source.close()
 
-    def chunks(self, epoch: int, tick: int, chunk_ticks: int, *, endless: bool) -> Iterator[Chunk]:
+    def chunks(self, first_epoch: int, tick: int, chunk_ticks: int, *, endless: bool) -> Iterator[Chunk]:
         """Yield the ticks of an epoch from ``tick`` on, and those of later epochs if ``endless``.
 
         A chunk has up to ``chunk_ticks`` ticks, and ends where a window, a round or an epoch ends.
         """
         run = self._run
-        of_round: Round | None = None
+        round_: Round | None = None
         laid_out: Chunk | None = None  # the ticks of that round
-        for number in count(epoch) if endless else (epoch,):
-            first_tick = number * run.ticks_per_epoch
-            at = first_tick + (tick if number == epoch else 0)
-            end = first_tick + run.ticks_in(number)  # the ticks after it are not used
-            while at < end:
-                only = run.only_source_at(at)
+        for epoch in count(first_epoch) if endless else (first_epoch,):
+            first_tick = epoch * run.ticks_per_epoch
+            run_tick = first_tick + (tick if epoch == first_epoch else 0)  # counted through all epochs
+            end = first_tick + run.ticks_in(epoch)  # the ticks after it are not used
+            while run_tick < end:
+                only = run.only_source_at(run_tick)
                 if only is not None:
                     source, source_tick, stage_end = only
-                    most = min(at + chunk_ticks, stage_end, end) - at
+                    most = min(run_tick + chunk_ticks, stage_end, end) - run_tick
                     chunk = self._sources[source].chunk(source_tick, most)
-                    at += chunk.num_ticks
+                    run_tick += chunk.num_ticks
                     yield chunk
-                    del chunk  # it may reference its window, and the next one is read now
+                    del chunk  # it may keep its window in memory while the next one is read
                     continue
-                if laid_out is None or of_round is None or not of_round.first <= at < of_round.end:
-                    laid_out, of_round = None, run.round_at(at)  # first free the last round, too
-                    laid_out = self._lay_out(of_round)
-                first, at = at, min(at + chunk_ticks, of_round.end, end)
-                ticks = slice(first - of_round.first, at - of_round.first)
+                if laid_out is None or round_ is None or not round_.first <= run_tick < round_.end:
+                    laid_out, round_ = None, run.round_at(run_tick)  # frees the last round before reading
+                    laid_out = self._lay_out(round_)
+                first, run_tick = run_tick, min(run_tick + chunk_ticks, round_.end, end)
+                ticks = slice(first - round_.first, run_tick - round_.first)
                 ids, documents = laid_out.ids.ticks(ticks), laid_out.documents
                 yield replace(
                     laid_out,
@@ -390,19 +390,19 @@ class RunReader:
                 )
                 laid_out = replace(laid_out, num_cut=0)  # the round's first chunk has reported them
 
-    def _lay_out(self, of_round: Round) -> Chunk:
+    def _lay_out(self, round_: Round) -> Chunk:
         """Read a round: each slot takes a source's next samples at the ticks of the source in its pattern."""
         run = self._run
-        pattern = np.repeat(run.pattern(of_round, self._slots), run.order.group, axis=0)
+        pattern = np.repeat(run.pattern(round_, self._slots), run.order.group, axis=0)
         lengths, num_cut = np.empty(pattern.shape, np.int32), 0
         ids = Ragged.empty(pattern.shape, run.row_tokens)
         documents = Ragged.empty(pattern.shape)
         rows = np.arange(len(pattern))[:, None]
-        for number in np.unique(of_round.sources).tolist():
+        for number in np.unique(round_.sources).tolist():
             columns = np.nonzero(pattern == number)[1].reshape(len(pattern), -1)  # ascending in each row
             done, num_ticks = 0, columns.shape[1]
             while done < num_ticks:
-                tick = int(of_round.taken[number]) + done
+                tick = int(round_.taken[number]) + done
                 chunk = self._sources[number].chunk(tick, num_ticks - done)
                 places = (rows, columns[:, done : done + chunk.num_ticks])
                 done += chunk.num_ticks
@@ -423,11 +423,11 @@ class _SourceReader:
 
     def __init__(self, source: Source, number: int, slots: range) -> None:
         self._order, self._samples, self._number, self._slots = source.order, source.samples, number, slots
-        # It opens shards when it reads them. The slots decide which part of the shards it opens first.
+        # The reader opens shards when it reads them; which ones it opens first depends on the slots.
         shards: Any = source.samples and source.samples.shards
         self._reader = ShardReader(shards, slots.start, source.order.num_slots)
         self._window: Window | None = None
-        self._place = (0, 0, 0)  # epoch, first tick and end of the window
+        self._window_ticks = (0, 0, 0)  # its epoch, first tick and end
 
     def close(self) -> None:
         self._window = None
@@ -436,17 +436,17 @@ class _SourceReader:
     def chunk(self, tick: int, most: int) -> Chunk:
         """Return up to ``most`` ticks of the source from one window. ``tick`` counts through its epochs."""
         epoch, tick = divmod(tick, self._order.ticks_per_epoch)
-        window_epoch, first, end = self._place
+        window_epoch, first, end = self._window_ticks
         if self._window is None or epoch != window_epoch or not first <= tick < end:
             # Read a whole window at once: its parts would need many small reads.
             self._window = None
             samples, reader = self._samples, self._reader
             assert samples is not None, "resume_run refuses a run that needs other sources"
             first, end = next(self._order.windows(tick))
-            self._place = epoch, first, end
+            self._window_ticks = epoch, first, end
             num_tokens = partial(samples.num_tokens, reader)
             numbers = self._order.samples_of(epoch, self._slots, first, end, num_tokens)
-            self._window = samples.read(reader, numbers, self._order.offset(epoch, samples.offsets))
+            self._window = samples.read(reader, numbers, self._order.offset(epoch, samples.num_offsets))
         stop = min(tick + most, end)
         chunk = self._window(tick - first, stop - first)
         if stop == end:

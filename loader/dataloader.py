@@ -6,14 +6,13 @@ The function builds the parts one after another, and each part checks its own ar
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from typing import Any, Literal, NoReturn, TypeVar, cast, get_args
 
 import torch
@@ -121,17 +120,17 @@ class TokenLoader(DataLoader[Batch]):
         self._plan = run  # from the arguments; self.run may come from a state
         self._worker_options = workers
         self._layout = {"world_size": process_rank.world_size, "batch_size": batch_size}
-        self._newest = 0  # number of the iterator that may be used
+        self._newest_iterator_id = 0  # older iterators may not be used
         self._step = _Step(run.batches_in_step(0), [])
         self.run = run
         self._stream = self._new_stream(self.metrics, self.num_workers)
 
     def _new_stream(self, metrics: LoaderMetrics, num_workers: int) -> BatchStream:
         """Return a new stream of this rank's batches in the current run."""
-        run, who = self.run, self.process_rank
-        slots = share(range(run.order.num_slots), who.rank, who.world_size)
+        run, process_rank = self.run, self.process_rank
+        slots = share(range(run.order.num_slots), process_rank.rank, process_rank.world_size)
         workers = {**self._worker_options, "num_workers": min(num_workers, len(slots))}
-        endless = self.persistent_workers or not num_workers
+        endless = self.persistent_workers or not num_workers  # without workers nothing is read ahead
         return BatchStream(run, slots, self.step_batches, metrics, endless, workers)
 
     def __len__(self) -> int:
@@ -229,14 +228,14 @@ class TokenLoader(DataLoader[Batch]):
         """Return a text with the sources, their shares and fingerprints, the order and all stages."""
         run, now = self.run, self.progress.delivered
         epochs, weights = run.source_epochs(now), run.stages_from(now.step)[0].weights
-        read = {source.name: source.samples for source in run.sources if source.samples is not None}
-        tokens = {name: weights.get(name, 0) * samples.mean_tokens for name, samples in read.items()}
+        samples_of = {source.name: source.samples for source in run.sources if source.samples is not None}
+        tokens = {name: weights.get(name, 0) * samples.mean_tokens for name, samples in samples_of.items()}
         max_length = run.settings["max_length"]
         sample = f"a document, of at most {max_length} tokens" if max_length else "a document of any length"
         if run.row_tokens:
             fields = ", ".join(self.step_batches.boundaries)
-            apart = f"boundaries {fields}" if fields else "attention crosses documents (no boundaries)"
-            sample = f"a row of {run.row_tokens} tokens; {apart}"
+            attention = f"boundaries {fields}" if fields else "attention crosses documents (no boundaries)"
+            sample = f"a row of {run.row_tokens} tokens; {attention}"
         order = f"shuffled with seed {run.seed}" if run.order.shuffle else "that of the shards, not shuffled"
         if run.order.group > 1:
             order += f", samples of similar length in groups of {run.order.group}"
@@ -250,17 +249,17 @@ class TokenLoader(DataLoader[Batch]):
         ]
         for source in run.sources:
             name, share_text, num_tokens = source.name, "dropped", ""
-            if name in read:
+            if name in samples_of:
                 token_share = tokens[name] / (sum(tokens.values()) or 1)
                 share_text = f"{weights.get(name, 0):.1%} of samples, {token_share:.1%} of tokens"
-                num_tokens = f" of about {read[name].mean_tokens:.3g} tokens"
+                num_tokens = f" of about {samples_of[name].mean_tokens:.3g} tokens"
             lines.append(
                 f"source {name}: {share_text}; {epochs[name]:.2f} epochs so far; "
                 f"{source.order.num_samples:,} samples{num_tokens}, data {source.data}"
             )
         amended = {stage.step for stage in run.stages if stage.is_amended}
-        lines += [f"{held}{' (amended)' if held.step in amended else ''}" for held in run.stages_from(0)]
-        lines += filter(None, dict.fromkeys(samples.shards.split_words for samples in run.samples))
+        lines += [f"{stage}{', amended' if stage.step in amended else ''}" for stage in run.stages_from(0)]
+        lines += sorted({samples.shards.split_text for samples in run.samples} - {""})
         return "\n  ".join(lines)
 
     @property
@@ -279,7 +278,7 @@ class TokenLoader(DataLoader[Batch]):
         return tuple(source.name for source in self.run.sources)
 
     def origin(self, source: int, shard: int, sample: int, document: int = 0) -> Origin:
-        """Return where a document of ``batch["origins"]`` comes from: its tar, and its input file and byte.
+        """Return where a document of ``batch["origins"]`` comes from: its tar, and its input and byte or row.
 
         Example: ``loader.origin(*batch["origins"][0, 2:].tolist())``. Raises UsageError for unknown numbers.
         """
@@ -295,10 +294,10 @@ class TokenLoader(DataLoader[Batch]):
         return self.progress.is_loaded
 
     def __repr__(self) -> str:
-        who, run, step = self.process_rank, self.run, self.progress.delivered.step
-        epoch = run.epoch_of(step)
+        run, step = self.run, self.progress.delivered.step
+        epoch, rank, world_size = run.epoch_of(step), self.process_rank.rank, self.process_rank.world_size
         return (
-            f"TokenLoader(rank {who.rank} of {who.world_size}, batch_size {self.step_batches.batch_size}, "
+            f"TokenLoader(rank {rank} of {world_size}, batch_size {self.step_batches.batch_size}, "
             f"global_batch_size {run.tick_samples * run.ticks_in_step(step)}, epoch {epoch}, "
             f"step {step - run.first_step(epoch)} of {run.steps_in(epoch)}, {self.num_workers} workers)"
         )
@@ -358,10 +357,8 @@ class TokenLoader(DataLoader[Batch]):
         step at which its own take effect. Raises Refused (OtherRun, OtherTokenizer, UnknownVersion),
         UsageError or BrokenShard.
         """
-        run, position, num_left, amended_at = resume_run(
-            self._plan, state, self._layout, amend=self.can_amend
-        )
-        self._newest += 1
+        run, position, num_left, border = resume_run(self._plan, state, self._layout, amend=self.can_amend)
+        self._newest_iterator_id += 1
         # Runs are compared as states because states round the weights.
         if state_of(run, position, {}, 0) == state_of(self.run, position, {}, 0):
             self._end_unless_persistent()
@@ -371,8 +368,8 @@ class TokenLoader(DataLoader[Batch]):
             self._stream = self._new_stream(self.metrics, self.num_workers)
         self._move_to(position, num_left=num_left, left_at=0, is_loaded=True)
         self._step = _Step(self.run.batches_in_step(position.step), [])
-        if self.process_rank.rank == 0 and amended_at is not None:
-            logger.warning(f"the run is amended from step {amended_at} on:\n{self.describe()}")
+        if self.process_rank.rank == 0 and border is not None:
+            logger.warning(f"the run is amended from step {border} on:\n{self.describe()}")
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next ``iter()`` yield this epoch. Call it on all ranks.
@@ -397,7 +394,7 @@ class TokenLoader(DataLoader[Batch]):
             logger.warning(f"{problem}. To resume inside the epoch, call load_state_dict first")
         first, before = self.run.first_step(epoch), now.delivered.step
         self._move_to(Position(first), num_left=now.num_left + first - before, left_at=before - now.num_left)
-        self._newest += 1  # an older iterator would count its batches for the new epoch
+        self._newest_iterator_id += 1  # an older iterator would count its batches for the new epoch
         self._end_unless_persistent()
 
     def _move_to(self, position: Position, **changes: Any) -> None:
@@ -422,9 +419,9 @@ class TokenLoader(DataLoader[Batch]):
             _warn_of_accumulation(self.run.batches_in_step(0))
         if (start := self._next_position) != self.progress.delivered:  # validation restarts its epoch
             self._start_epoch(self.run.epoch_of(start.step))
-        self._newest += 1
+        self._newest_iterator_id += 1
         self.progress.is_loaded = False
-        return self._epoch_batches(self.progress.delivered, self._newest)
+        return self._epoch_batches(self.progress.delivered, self._newest_iterator_id)
 
     def __enter__(self) -> TokenLoader:
         return self
@@ -434,21 +431,21 @@ class TokenLoader(DataLoader[Batch]):
 
     def close(self) -> None:
         """Stop the workers and close the files. The next ``iter()`` starts and opens them again."""
-        self._newest += 1
+        self._newest_iterator_id += 1
         self._stream.end()
 
     def _end_unless_persistent(self) -> None:
         if self.num_workers and not self.persistent_workers:
             self._stream.end()
 
-    def _epoch_batches(self, start: Position, number: int) -> Iterator[Any]:
-        self._check_newest(number)
+    def _epoch_batches(self, start: Position, iterator_id: int) -> Iterator[Any]:
+        self._check_is_newest(iterator_id)
         position, progress = start, self.progress
         pins = self.pin_memory and torch.cuda.is_available()
         try:
             # The stream yields whole steps, as the loop may ask for a step's labels at its first batch.
             for batches in self._stream.steps(start):
-                num_batches = position.num_micro + len(batches)
+                num_batches = position.num_micro + len(batches)  # a resumed step yields its rest
                 # A collate_fn may return any type, with or without labels.
                 labels = [batch.get("labels") if hasattr(batch, "get") else None for batch, _ in batches]
                 self._step = _Step(num_batches, labels)
@@ -457,19 +454,19 @@ class TokenLoader(DataLoader[Batch]):
                     position = progress.delivered = position.after(num_batches)
                     self.metrics.count(*counts)
                     yield pinned(batch) if pins else batch
-                    self._check_newest(number)
+                    self._check_is_newest(iterator_id)
         except GeneratorExit:
             raise
         except BaseException:  # also Ctrl-C: a message may be half read, so the workers must end
-            if number == self._newest:
+            if iterator_id == self._newest_iterator_id:
                 self._stream.end()
             raise
         finally:
-            if number == self._newest:
+            if iterator_id == self._newest_iterator_id:
                 self._end_unless_persistent()
 
-    def _check_newest(self, number: int) -> None:
-        if number != self._newest:
+    def _check_is_newest(self, iterator_id: int) -> None:
+        if iterator_id != self._newest_iterator_id:
             found = "an old iterator: its loader was closed, iterated again, or given a state or an epoch"
             raise UsageError(found=found, expected="a new loop: for batch in loader")
 
@@ -488,17 +485,17 @@ def _warn_of_accumulation(num_batches: int) -> None:
 
 Padding = Literal["longest", "max_length"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_MINIMUM = {"pad_to_multiple_of": 0, "num_workers": 0, "rank": 0, "seed": -(1 << 63)}  # of others: 1
+_MINIMUM = {"pad_to_multiple_of": 0, "num_workers": 0, "rank": 0, "seed": -(1 << 63)}  # others: 1
 _CHOICES = {"SplitName": SplitName, "Padding": Padding, "WeightsIn": WeightsIn, "Targets": Targets}
 _PATHS = {"model_id": "a model's folder or its name on the hub", "cache_dir": "a folder"}
 
 
 def _with_checks(make: _Function) -> _Function:
-    """Decorate a function to check its arguments. Numbers of numpy become Python's, as states are JSON."""
+    """Decorate a function to check its arguments. numpy's integers become int, since states are JSON."""
     signature = inspect.signature(make)
     known = signature.parameters
 
-    @functools.wraps(make)
+    @wraps(make)
     def call(*args: Any, **options: Any) -> Any:
         for name in options.keys() - known.keys():
             near = difflib.get_close_matches(name, known, 1)
@@ -521,12 +518,14 @@ def _checked(name: str, value: Any, annotation: str) -> Any:
         return whole_number(name, value, least=_MINIMUM.get(name, 1))
     choices = (True, False) if kind == "bool" else get_args(_CHOICES.get(kind))
     if choices:
-        is_right, expected = value in choices, " or ".join(map(repr, choices))
+        is_valid, expected = value in choices, " or ".join(map(repr, choices))
     elif name in _PATHS:
-        is_right, expected = isinstance(value, (str, os.PathLike)), _PATHS[name]
+        is_valid, expected = isinstance(value, (str, os.PathLike)), _PATHS[name]
+    elif name == "collate_fn":
+        is_valid, expected = callable(value), "a function of a list of samples"
     else:
-        is_right, expected = name != "collate_fn" or callable(value), "a function of a list of samples"
-    if not is_right:
+        return value  # checked where it is used
+    if not is_valid:
         raise UsageError.of_value(name, value, expected)
     return bool(value) if kind == "bool" else value
 
@@ -644,7 +643,7 @@ def get_llama3_dataloader(
             for the data; OtherTokenizer for ``model_id``; ReadWriteError or CannotWrite for the disk.
     """
     is_validation = split == "validation"
-    who = find_process_rank(rank, world_size)
+    process_rank = find_process_rank(rank, world_size)
     fields = boundary_names(boundaries)
     shifts = targets == "shifted"
     if shifts and "transformers" in fields:
@@ -653,10 +652,11 @@ def get_llama3_dataloader(
         raise UsageError(found=found, expected=expected)
     if shifts and collate_fn is not None:
         raise UsageError("targets='shifted' does not work with a collate_fn; leave out one of the two")
-    seq_len = None if seq_len is None else seq_len + shifts
-    max_length = None if max_length is None else max_length + shifts
+    if shifts:  # input_ids and labels are one token shorter than the samples
+        seq_len = None if seq_len is None else seq_len + 1
+        max_length = None if max_length is None else max_length + 1
     tick_samples, group, sizes = choose_sizes(
-        global_batch_size, group_by_length, batch_size=batch_size, world_size=who.world_size
+        global_batch_size, group_by_length, batch_size=batch_size, world_size=process_rank.world_size
     )
     if is_validation and len(sizes) > 1:
         raise UsageError(found=f"global_batch_size={global_batch_size}", expected="one size for validation")
@@ -669,7 +669,7 @@ def get_llama3_dataloader(
         count_tokens=seq_len is not None or group > 1 or (weights is not None and weights_in == "tokens"),
         split=split,
     )
-    shards = ShardSet([part for each in shards_by_source.values() for part in each.sources], split)
+    shards = ShardSet([part for each in shards_by_source.values() for part in each.parts], split)
     tokenizer = choose_tokenizer(shards, model_id)
     samples = {
         name: make_samples(
@@ -691,7 +691,7 @@ def get_llama3_dataloader(
         weights,
         weights_in,
         tick_samples=tick_samples,
-        batches_per_tick=tick_samples // (batch_size * who.world_size),
+        batches_per_tick=tick_samples // (batch_size * process_rank.world_size),
         group=group,
         seed=seed,
         shuffle=shuffle and not is_validation,
@@ -706,16 +706,16 @@ def get_llama3_dataloader(
     if prefetch_factor is not None and not num_workers:
         found = f"prefetch_factor={prefetch_factor}, but no workers that could read ahead"
         raise UsageError(found=found, expected="num_workers of at least 1", remedy="num_workers")
-    if num_workers > (num_slots := run.order.num_slots // who.world_size):
+    if num_workers > (num_slots := run.order.num_slots // process_rank.world_size):
         problem = f"num_workers={num_workers}, but only {num_slots} can share a rank's part of a global batch"
-        logger.warning(f"{problem}: no more are started. A larger global_batch_size gives work to more")
+        logger.warning(f"{problem}, so {num_slots} are started. A larger global_batch_size can use more")
         num_workers = num_slots
     padded = padded_batches(
         collate_fn,
         tokenizer,
         pad_to_multiple_of=pad_to_multiple_of,
         pad_to_length=max_length if padding == "max_length" else None,
-        num_beyond=int(shifts),
+        num_cut_columns=int(shifts),
         has_masks=shards.has_masks,
         has_blanks=shards.blank_id is not None,
     )
@@ -733,17 +733,17 @@ def get_llama3_dataloader(
         run,
         step_batches=step_batches,
         loader_tokenizer=tokenizer,
-        process_rank=who,
+        process_rank=process_rank,
         pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
         amend=amend,
         num_workers=num_workers,
         prefetch_factor=(prefetch_factor or 2) if num_workers else None,
         persistent_workers=persistent_workers and num_workers > 0,
     )
-    if who.rank == 0:
+    if process_rank.rank == 0:
         logger.info(loader.describe())
-        has_end = all(data.spec.append_eos or data.spec.has_rows for data in shards.datasets)
-        if not (has_end or seq_len is not None or is_validation or tokenizer.eos_token_id is None):
+        has_eos = all(data.spec.append_eos or data.spec.has_rows for data in shards.datasets)
+        if not has_eos and seq_len is None and not is_validation and tokenizer.eos_token_id is not None:
             problem = "documents end without EOS, so a model fine-tuned on them never learns to stop"
             logger.warning(f"{problem}; pass seq_len=, or plan the data with --append_eos")
     return loader

@@ -43,8 +43,8 @@ WINDOWS_BYTES = 128 << 20  # windows of all slots together, if blocks of the lea
 # Blocks also grow with the number of slots, so that more ranks together do not open more shards.
 SLOT_BLOCK_BYTES, MOST_BLOCK_BYTES = 512, 1 << 20
 BLOCKS_PER_SLOT = 16  # at least, if there are enough samples: with fewer, slots would hardly mix
-GROUPED_SAMPLES = 8192  # of a window sorted by length, at most: more mean less padding and more memory
-GROUPED_BYTES = 64 << 20  # of such a window, at most
+GROUPED_SAMPLES = 8192  # most samples of a window sorted by length: more would need less padding, more memory
+GROUPED_BYTES = 64 << 20  # most bytes of such a window
 _ROTATE, _BLOCKS, _WINDOWS, _SLICES, _OFFSET = 1, 2, 3, 4, 5  # purposes of a hash
 _TABLE_SIZE = 4096  # largest permutation that is computed as a whole
 
@@ -120,7 +120,7 @@ class Order:
         return np.arange(slots.start, slots.stop) * num_real % self.tick_samples >= num_real
 
     def offset(self, epoch: int, count: int) -> int:
-        """Return where an epoch's rows begin in a stream of ``count`` tokens, if they are cut from one."""
+        """Return the token of a stream of ``count`` tokens at which an epoch's first row begins."""
         return hash_ints(self.seed, epoch, _OFFSET) % count if self.shuffle else 0
 
     def windows(self, first_tick: int) -> Iterator[tuple[int, int]]:
@@ -140,12 +140,12 @@ class Order:
         slot = np.arange(slots.start, slots.stop, dtype=np.int64)[:, None]
         if not self.shuffle:
             ticks = np.arange(start, end, dtype=np.int64)
+            # The last tick has fewer new samples. Its places share them, and fillers repeat one.
             num_real = self.tick_samples - np.where(ticks + 1 < self.ticks_per_epoch, 0, self.num_fillers)
-            return ticks * self.tick_samples + slot * num_real // self.tick_samples
+            return ticks * self.tick_samples + (slot * num_real // self.tick_samples)
         size = (end - start) * self.group
-        numbers = np.arange(size, dtype=np.int64)
         keys = [[hash_ints(self.seed, epoch, _WINDOWS, number, start)] for number in slots]
-        shuffled = np.argsort(hash_array(np.array(keys, np.uint64), numbers), axis=1, kind="stable")
+        shuffled = np.argsort(hash_array(np.array(keys, np.uint64), np.arange(size)), axis=1, kind="stable")
         positions = (slot * self.ticks_per_epoch + start) * self.group + shuffled
         samples = self.samples_at(epoch, positions)
         if self.group == 1:
@@ -154,8 +154,8 @@ class Order:
         lengths = num_tokens(samples.reshape(-1)).reshape(samples.shape)
         by_length = np.take_along_axis(samples, np.argsort(lengths, axis=1, kind="stable"), axis=1)
         slice_key = hash_ints(self.seed, epoch, _SLICES, start)
-        walk = np.argsort(hash_array(slice_key, np.arange(end - start)), kind="stable")
-        slices = by_length.reshape(len(slots), end - start, self.group)[:, walk]
+        slice_order = np.argsort(hash_array(slice_key, np.arange(end - start)), kind="stable")
+        slices = by_length.reshape(len(slots), end - start, self.group)[:, slice_order]
         return slices.swapaxes(1, 2).reshape(len(slots) * self.group, end - start)
 
     def samples_at(self, epoch: int, positions: Int64s) -> Int64s:
@@ -184,12 +184,12 @@ def choose_windows(*, num_samples: int, num_bytes: int, tick_samples: int, group
     blocks = min(max(1024 // slots, 4), 16)
     block_bytes = min(max(WINDOWS_BYTES // (slots * blocks), BLOCK_BYTES[0]), BLOCK_BYTES[1])
     block_bytes = max(block_bytes, min(SLOT_BLOCK_BYTES * slots, MOST_BLOCK_BYTES))
-    filling = block_bytes * num_samples // max(num_bytes, 1)
-    block_samples = max(1, min(filling, num_samples // (BLOCKS_PER_SLOT * slots)))
+    per_block = block_bytes * num_samples // max(num_bytes, 1)  # samples of average size
+    block_samples = max(1, min(per_block, num_samples // (BLOCKS_PER_SLOT * slots)))
     if group == 1:
         return block_samples, blocks * block_samples
-    fitting = GROUPED_BYTES * num_samples // max(num_bytes, 1)
-    return block_samples, max(min(GROUPED_SAMPLES, fitting), 4 * group) // group * group
+    per_window = GROUPED_BYTES * num_samples // max(num_bytes, 1)
+    return block_samples, max(min(GROUPED_SAMPLES, per_window), 4 * group) // group * group
 
 
 def share(slots: range, part: int, num_parts: int) -> range:

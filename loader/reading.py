@@ -1,7 +1,7 @@
 """Open shards, and read the bytes of any set of samples: neighbours in one read, each byte once.
 
-Opening checks sizes and headers. A small idx is read at opening. Of a large idx, only the parts that are
-needed are read. Reads that fail are tried again.
+Opening a shard checks sizes and headers, and reads a small idx whole. A large idx is read in parts, as they
+are needed. Failed reads are retried.
 
 Each process begins with a different shard, see ``opening_order``. If many began with the same shard, they
 would be as slow as the one storage target (OST) that stores it. Batches do not depend on this order.
@@ -38,32 +38,32 @@ HELD_IDX_BYTES = 256 << 10  # an idx up to this size is read at opening, a large
 class OpenShard:
     """A tar, open for reading. The records of its samples are in memory, or are read from its open idx."""
 
-    def __init__(self, source: DatasetShards, row: int) -> None:
-        """Open one shard of a source. Raises MissingShard, BrokenShard or OSError."""
-        path, shard_id = source.path_of(row), int(source.shard_ids[row])
-        self.source, self._shard_id = source, shard_id
+    def __init__(self, part: DatasetShards, row: int) -> None:
+        """Open the shard of a row of ``part``. Raises MissingShard, BrokenShard or OSError."""
+        path, shard_id = part.path_of(row), int(part.shard_ids[row])
+        self.part, self._shard_id = part, shard_id
         self.cached: dict[str, Int64s] = {}  # numbers computed from the idx, until the shard is closed
         self.dtype: int | None = None  # index in TOKEN_DTYPES for all ids; None: the records have it
-        self._records: Any = source.records  # rows as in the idx, one per sample; None: read from the idx
+        self._records: Any = part.records  # the idx's records in memory; None: they are read from the idx
         self._idx: IdxFile | None = None
         with contextlib.ExitStack() as opened:  # closes the files if something fails
             try:
                 self.tar = opened.enter_context(ReadFile(path))
             except NOT_THERE:
                 raise MissingShard(f"{path} is missing", path=path, remedy=self.remedy) from None
-            expected = int(source.tar_bytes[row])
+            expected = int(part.tar_bytes[row])
             if self.tar.num_bytes != expected:
-                changed = "" if source.records is None else " (changed since the scan)"
+                changed = " (changed since the scan)" if part.scanned_tar else ""
                 found = f"{self.tar.num_bytes} bytes{changed}"
                 raise BrokenShard(path=path, found=found, expected=expected, remedy=self.remedy)
             if self._records is None:
-                idx = self._idx = IdxFile(source.folder, source.spec, shard_id)
+                idx = self._idx = IdxFile(part.folder, part.spec, shard_id)
                 opened.enter_context(idx.file)
-                expected = int(source.num_samples[row])
+                expected = int(part.num_samples[row])
                 if idx.num_samples != expected:
                     found = f"{idx.num_samples} samples"
                     raise BrokenShard(path=idx.file.path, found=found, expected=expected, remedy=self.remedy)
-                self.dtype = TOKEN_DTYPES.index(None if source.spec.kind == "json" else source.spec.dtype)
+                self.dtype = TOKEN_DTYPES.index(None if part.spec.kind == "json" else part.spec.dtype)
                 if idx.num_samples * idx.dtype.itemsize <= HELD_IDX_BYTES:
                     self._records, self._idx = idx.read(slice(0, idx.num_samples)), None
                     idx.file.close()
@@ -72,7 +72,7 @@ class OpenShard:
     @property
     def remedy(self) -> str | None:
         """Return the command that makes the shard again, or None for a tar of another tool."""
-        return None if self.source.scanned_tar else rerun_command(self._shard_id, self.source.folder)
+        return None if self.part.scanned_tar else rerun_command(self._shard_id, self.part.folder)
 
     def close(self) -> None:
         self.tar.close()
@@ -80,7 +80,7 @@ class OpenShard:
             self._idx.file.close()
 
     def records_of(self, rows: slice | Int64s) -> Any:
-        """Return the idx rows of some samples, in ascending order. Of a large idx, only these are read."""
+        """Return the idx records of some samples, in ascending order. A large idx is read in parts."""
         if self._idx is None:
             return self._records[rows] if isinstance(rows, slice) else self._records.take(rows)
         if isinstance(rows, slice):
@@ -93,7 +93,7 @@ class OpenShard:
 _ALIGN_BYTES = 64
 _TOKEN_BYTES = np.array([0 if dtype is None else dtype.itemsize for dtype in TOKEN_DTYPES])  # 0: JSON text
 _SHARDS_AT_ONCE = 16  # shards whose samples are read together; all of them are open at the same time
-_MOST_AT_ONCE_BYTES = 1 << 30  # of memory, before the sizes in an index have been checked
+_MOST_AT_ONCE_BYTES = 1 << 30  # of the first buffer, whose size comes from an index that may be damaged
 _MOST_GAP_BYTES = 64 << 10  # between samples in one read: other members, or samples of the other split
 _IDX_ROWS = 1 << 16  # read at a time if a whole column of the idx is needed
 
@@ -116,9 +116,9 @@ class SampleBytes(NamedTuple):
         """Return the error for a sample whose bytes are not valid token ids."""
         sample = self.sample[row]
         shard = int(self.shards.shard_of(sample))
-        source, place = self.shards.locate(shard)
-        found = f"sample {self.shards.records_of(sample, shard)} contains {found}"
-        return BrokenShard(path=source.path_of(place), found=found)
+        part, row_of_shard = self.shards.locate(shard)
+        found = f"sample {self.shards.record_numbers(sample, shard)} contains {found}"
+        return BrokenShard(path=part.path_of(row_of_shard), found=found)
 
 
 _NUM_COLUMNS = len(SampleBytes._fields) - 3  # arrays that reading fills in
@@ -133,22 +133,22 @@ class ShardReader:
     def __init__(self, shards: ShardSet, number: int = 0, num_readers: int = 1) -> None:
         self._shards = shards
         self._number, self._num_readers = number, num_readers
-        self._open: OrderedDict[int, OpenShard] = OrderedDict()  # by their number through all sources
+        self._open: OrderedDict[int, OpenShard] = OrderedDict()  # by number in the ShardSet
         self._max_open = min(MAX_OPEN_SHARDS, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 1))
         self._buffer = np.empty(0, np.uint8)
         self._used = 0
 
     def opened(self, number: int) -> OpenShard:
-        """Return a shard, counted through all sources, and open it if necessary."""
+        """Return shard ``number`` of the ShardSet, and open it if necessary."""
         shard = self._open.get(number)
         if shard is not None:
             self._open.move_to_end(number)
             return shard
         while len(self._open) >= self._max_open:
             self._open.popitem(last=False)[1].close()
-        source, row = self._shards.locate(number)
-        what = f"{source.path_of(row)} cannot be opened"
-        self._open[number] = with_retries(what, partial(OpenShard, source, row))
+        part, row = self._shards.locate(number)
+        what = f"{part.path_of(row)} cannot be opened"
+        self._open[number] = with_retries(what, partial(OpenShard, part, row))
         return self._open[number]
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class ShardReader:
             self._open.popitem()[1].close()
 
     def _records(self, number: int, rows: slice | Int64s) -> Any:
-        """Return the rows of a shard's idx for some samples, in ascending order."""
+        """Return the idx records of some samples of a shard, in ascending order."""
         return self._retried(number, "idx", "", lambda shard: shard.records_of(rows))
 
     def _fill(self, number: int, offset: int, target: memoryview) -> None:
@@ -193,18 +193,18 @@ class ShardReader:
         begin = int(first[self._num_before(len(first))])  # as in opening_order
         order, shard = np.roll(order, -begin), np.roll(shard, -begin)
         ordered = samples[order]
-        row = self._shards.records_of(ordered, shard)
+        record = self._shards.record_numbers(ordered, shard)
         table = np.zeros((_NUM_COLUMNS, len(samples)), np.int64)
         self._used = 0
         if not len(self._buffer):  # at full size: untouched memory costs nothing, but growing would copy it
             num_bytes = len(samples) * self._shards.tar_bytes // self._shards.num_samples
             self._buffer = np.empty(min(num_bytes, _MOST_AT_ONCE_BYTES), np.uint8)
-        first = _first_of_parts(shard[1:] != shard[:-1])[: len(shard)]  # none without samples
-        for bounds in pairwise([*first[:: min(_SHARDS_AT_ONCE, self._max_open)].tolist(), len(shard)]):
-            part = slice(*bounds)
+        first = _first_of_parts(shard[1:] != shard[:-1])[: len(shard)]  # empty if there are no samples
+        begins = first[:: min(_SHARDS_AT_ONCE, self._max_open)].tolist()
+        for part in (slice(*bounds) for bounds in pairwise([*begins, len(shard)])):
             found = SampleBytes(self._shards, self._buffer, ordered[part], *table[:, part])
-            self._read_shards(shard[part], row[part], found, starts=starts)
-        # Check the sizes of ids and rows. To check each part on its own would cost 6 %.
+            self._read_shards(shard[part], record[part], found, starts=starts)
+        # Check the sizes of ids and rows of all parts at once: checking each part would take 6 % longer.
         whole = SampleBytes(self._shards, self._buffer, ordered, *table)
         row_tokens, token_bytes = self._shards.row_tokens, _TOKEN_BYTES[whole.dtype]
         wrong = (token_bytes > 0) & (whole.num_bytes != (row_tokens or whole.num_tokens) * token_bytes)
@@ -228,7 +228,7 @@ class ShardReader:
         """Return the tokens of each sample of a shard, -1 if they were not counted."""
         if "num_tokens" not in self.opened(number).cached:
             bounds = self._shards.first_sample[number : number + 2]
-            begin, end = self._shards.records_of(bounds, number).tolist()
+            begin, end = self._shards.record_numbers(bounds, number).tolist()
             cuts = [*range(begin, end, _IDX_ROWS), end]
             parts = [self._records(number, slice(*cut))["num_tokens"] for cut in pairwise(cuts)]
             self.opened(number).cached["num_tokens"] = np.concatenate([np.empty(0, np.int64), *parts])
@@ -242,17 +242,17 @@ class ShardReader:
         """Return how many of the first shards this process opens last."""
         return num_shards * self._number // self._num_readers
 
-    def _read_shards(self, shard_of: Int64s, row: Int64s, found: SampleBytes, *, starts: bool) -> None:
-        """Read samples of some shards and fill in their columns. ``row``: the record of each in its shard.
+    def _read_shards(self, shard_of: Int64s, record: Int64s, found: SampleBytes, *, starts: bool) -> None:
+        """Read samples of some shards and fill in their columns. ``record``: their record numbers.
 
         Samples outside of a tar and overlapping samples are refused before memory is allocated for them.
         """
         is_border = shard_of[1:] != shard_of[:-1]
-        offset, starts_offset, mask_offset, limit = np.zeros((4, len(row)), np.int64)
-        has_mask = np.zeros(len(row), np.bool_)
-        for bounds in pairwise([*_first_of_parts(is_border).tolist(), len(row)]):
+        offset, starts_offset, mask_offset, limit = np.zeros((4, len(record)), np.int64)
+        has_mask = np.zeros(len(record), np.bool_)
+        for bounds in pairwise([*_first_of_parts(is_border).tolist(), len(record)]):
             here, number = slice(*bounds), int(shard_of[bounds[0]])
-            records = self._records(number, row[here])
+            records = self._records(number, record[here])
             shard = self.opened(number)
             limit[here] = shard.tar.num_bytes
             offset[here] = records["offset"]
@@ -262,13 +262,13 @@ class ShardReader:
             if starts:
                 starts_offset[here] = records["starts_offset"]
                 found.num_starts[here] = records["num_starts"]
-            if shard.source.spec.record == "chat":  # its rows have a loss mask
+            if shard.part.spec.record == "chat":  # its rows have a loss mask
                 mask_offset[here] = records["mask_offset"]
                 has_mask[here] = True
-        is_held_out = row >= self._shards.first_held_out[shard_of]
+        is_held_out = record >= self._shards.first_held_out[shard_of]
         is_border |= is_held_out[1:] != is_held_out[:-1]  # each split is in the order of the tar
-        is_behind = ~is_border & (row[1:] > row[:-1])  # a sample may be requested several times
-        is_cut = is_border | (row[1:] - row[:-1] != 1)
+        must_follow = ~is_border & (record[1:] > record[:-1])  # not a sample that is requested twice
+        is_cut = is_border | (record[1:] - record[:-1] != 1)
         wanted = [(offset, found.num_bytes, found.start)]
         if starts:
             wanted.append((starts_offset, 4 * found.num_starts, found.starts_at))
@@ -278,9 +278,9 @@ class ShardReader:
             ends = begins + num_bytes
             gap = begins[1:] - ends[:-1]
             wrong = (begins < 0) | (ends > limit)
-            wrong[1:] |= is_behind & (gap < 0)
+            wrong[1:] |= must_follow & (gap < 0)
             self._check(shard_of, wrong)
-            # Samples that follow each other are read at once, if rows and starts are at multiples of 4 bytes.
+            # Neighbours are read at once. Rows and starts stay at multiples of 4 bytes, to view them as ids.
             is_apart = is_cut | (gap < 0) | (gap > _MOST_GAP_BYTES)
             if self._shards.row_tokens:
                 is_apart |= gap % 4 > 0
@@ -310,5 +310,5 @@ class ShardReader:
 
 
 def _first_of_parts(is_cut: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
-    """Return where the parts of n places begin, by the cuts between places: bool[n - 1] -> intp[parts]."""
+    """Return the first index of each part of n items by the cuts between them: bool[n - 1] -> intp[parts]."""
     return np.concatenate([[0], np.flatnonzero(is_cut) + 1])

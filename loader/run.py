@@ -82,8 +82,9 @@ class Stage:
     is_amended: bool = False  # whether an amendment begins here
 
     def __str__(self) -> str:
-        weights = [f"{name} {weight:.4g}" for name, weight in self.weights.items()]
-        return f"from step {self.step}: {', '.join(weights)}, global_batch_size {self.global_batch_size}"
+        shares = ", ".join(f"{100 * weight:.4g}% {name}" for name, weight in self.weights.items())
+        mixture = "" if [*self.weights] == ["all"] else f" ({shares})"  # "all": the data have no source names
+        return f"from step {self.step}: global_batch_size {self.global_batch_size}{mixture}"
 
 
 class _Stretch(NamedTuple):
@@ -198,7 +199,7 @@ class Run:
 
     @cached_property
     def _stretches(self) -> list[_Stretch]:
-        found = []
+        stretches = []
         epoch = tick = 0
         ends = [*(stage.step for stage in self.stages[1:]), _NEVER]
         for stage, end in zip(self.stages, ends, strict=True):
@@ -208,7 +209,7 @@ class Run:
                 if not num_steps:  # the next step does not fit
                     epoch, tick = epoch + 1, 0
                     continue
-                found.append(_Stretch(step, epoch, tick, size, num_steps))
+                stretches.append(_Stretch(step, epoch, tick, size, num_steps))
                 if tick == 0 and end == _NEVER:
                     break  # all epochs from here on have the same steps
                 # A stretch that starts at the beginning of an epoch covers all epochs of this stage. The next
@@ -217,7 +218,7 @@ class Run:
                 epoch += (num_taken - 1) // num_steps
                 tick += ((num_taken - 1) % num_steps + 1) * size
                 step += num_taken
-        return found
+        return stretches
 
     def _stretch(self, step: int) -> _Stretch:
         last = self._stretches[-1]  # the usual case, in each training step
@@ -303,25 +304,25 @@ class Run:
         source = mix.shares.index(CYCLE)
         return source, int(mix.taken[source]) + tick - mix.first, mix.end
 
-    def pattern(self, of_round: Round, slots: range) -> Int64s:
+    def pattern(self, round_: Round, slots: range) -> Int64s:
         """Return the source of each slot at each tick of a round: int64[len(slots), ticks]."""
-        keys = [[hash_ints(self.seed, _PATTERN, of_round.first, slot)] for slot in slots]
-        hashes = hash_array(np.array(keys, np.uint64), np.arange(len(of_round.sources)))
-        return of_round.sources[np.argsort(hashes, axis=1, kind="stable")]
+        keys = [[hash_ints(self.seed, _PATTERN, round_.first, slot)] for slot in slots]
+        hashes = hash_array(np.array(keys, np.uint64), np.arange(len(round_.sources)))
+        return round_.sources[np.argsort(hashes, axis=1, kind="stable")]
 
     def _samples_before(self, tick: int) -> Int64s:
         """Count the samples of each source before a tick, including unused ticks: int64[sources]."""
-        of_round = self.round_at(tick)
-        pattern = self.pattern(of_round, range(self.order.num_slots))[:, : tick - of_round.first]
+        round_ = self.round_at(tick)
+        pattern = self.pattern(round_, range(self.order.num_slots))[:, : tick - round_.first]
         within = np.bincount(pattern.reshape(-1), minlength=len(self.sources)) * self.order.group
-        return of_round.taken * self.tick_samples + within
+        return round_.taken * self.tick_samples + within
 
     def source_samples(self, position: Position) -> dict[str, int]:
         """Count the samples of each source that all ranks together have delivered before a position."""
         counts = self._samples_before(self.tick_of(position))
         for epoch in range(self.epoch_of(position.step)):
             end = (epoch + 1) * self.ticks_per_epoch
-            if num_unused := self.ticks_per_epoch - self.ticks_in(epoch):
+            if num_unused := self.ticks_per_epoch - self.ticks_in(epoch):  # they deliver no samples
                 counts = counts - self._samples_before(end) + self._samples_before(end - num_unused)
         return dict(zip((source.name for source in self.sources), counts.tolist(), strict=True))
 
@@ -334,24 +335,24 @@ class Run:
     # Amendments.
 
     def in_order_of(self, sources: Sequence[Source]) -> Run:
-        """Return this run with its sources in the order of others, so that shares are rounded alike."""
+        """Return this run with its sources sorted like others, so that their shares are rounded equally."""
         places = {source.name: number for number, source in enumerate(sources)}
         ordered = sorted(self.sources, key=lambda source: places.get(source.name, len(places)))
         return replace(self, sources=tuple(ordered))
 
     def stages_from(self, step: int) -> list[Stage]:
         """Return the stages from a step on that change anything, with rounded weights above 0."""
-        found: list[Stage] = []
+        changes: list[Stage] = []
         for stage in self.stages:
-            of_sources = zip(self.sources, self.shares(stage.weights), strict=True)
-            weights = {source.name: share / CYCLE for source, share in of_sources if share}
+            shares = zip(self.sources, self.shares(stage.weights), strict=True)
+            weights = {source.name: share / CYCLE for source, share in shares if share}
             first, size = max(stage.step, step), stage.global_batch_size
-            held = Stage(step=first, global_batch_size=size, weights=weights)
+            rounded = Stage(step=first, global_batch_size=size, weights=weights)
             if stage.step <= step:
-                found = [held]
-            elif replace(held, step=found[-1].step) != found[-1]:
-                found.append(held)
-        return found
+                changes = [rounded]
+            elif replace(rounded, step=changes[-1].step) != changes[-1]:
+                changes.append(rounded)
+        return changes
 
     def amended(self, step: int, plan: Run) -> tuple[Run, int]:
         """Return this run, continued by a plan from the next border on, and the step of that border.
@@ -389,12 +390,12 @@ class Run:
         stages = [stage for stage in self.stages if stage.step < step]
         before = self.stages_from(step - 1)[0]
         # The round before a change of shares ends at that step, so a new round must begin there.
-        begins_round = any(stage.step == step and stage.begins_round for stage in self.stages)
-        for held in plan.stages_from(step):
-            goes_on = held.weights == before.weights and not (begins_round and held.step == step)
-            if not goes_on or held.global_batch_size != before.global_batch_size:
-                stages.append(replace(held, begins_round=not goes_on, is_amended=held.step == step))
-            before = held
+        round_ended = any(stage.step == step and stage.begins_round for stage in self.stages)
+        for stage in plan.stages_from(step):
+            begins_round = stage.weights != before.weights or (round_ended and stage.step == step)
+            if begins_round or stage.global_batch_size != before.global_batch_size:
+                stages.append(replace(stage, begins_round=begins_round, is_amended=stage.step == step))
+            before = stage
         return replace(self, sources=tuple(sources), stages=tuple(stages))
 
 
@@ -489,9 +490,9 @@ def resume_run(
         return as_planned
     run = _run_of(saved, plan, layout)
     position = _position_of(saved, run, layout)
-    step, known = position.step, {source.name: source.samples for source in plan.sources}
+    step, given = position.step, {source.name: source.samples for source in plan.sources}
     plan = _in_ticks_of(run, plan)
-    # An amendment in the state may begin later and be in the arguments already: compare the steps after it.
+    # The arguments may already describe an amendment that begins later: compare the steps from it on.
     since = max([step, *(stage.step for stage in run.stages if stage.is_amended)])
     saved_stages = run.stages_from(since)
     planned_stages = plan.in_order_of(run.sources).stages_from(since)
@@ -511,11 +512,11 @@ def resume_run(
             return as_planned
         run, border = run.amended(step, plan)
     for stage in run.stages_from(step):
-        for name in stage.weights.keys() - known.keys():
-            found = f"sources {list(known)}, but the run has samples of {name} from step {stage.step} on"
+        for name in stage.weights.keys() - given.keys():
+            found = f"sources {list(given)}, but the run has samples of {name} from step {stage.step} on"
             expected = f"{name} in input_shards as well, without a weight if you want to drop it"
             raise OtherRun(found=found, expected=expected)
-    sources = [replace(source, samples=known.get(source.name)) for source in run.sources]
+    sources = [replace(source, samples=given.get(source.name)) for source in run.sources]
     return replace(run, sources=tuple(sources)), position, saved.num_left, border
 
 
@@ -660,7 +661,7 @@ def check_batch(global_batch_size: int, group: int, *, batch_size: int, world_si
         expected = f"a multiple of batch_size {batch_size} x {world_size} ranks, {step_samples}"
         raise UsageError.of_value("global_batch_size", global_batch_size, expected)
     num_slots, rest = divmod(global_batch_size, group)
-    if not rest and num_slots % world_size:  # Order refuses other groups
+    if not rest and num_slots % world_size:  # Order refuses a group that leaves a rest
         found = f"{world_size} ranks, which cannot share {num_slots} groups of {group} samples evenly"
         raise UsageError(found=found, expected=[n for n in range(1, num_slots + 1) if num_slots % n == 0])
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from loader.chunks import NO_LABEL, Chunk, Integers, Ragged, Window, check_vocab, decode_samples, places_of
+from loader.chunks import NO_LABEL, Chunk, Integers, Ragged, Window, check_vocab, decode_samples, join_ranges
 from loader.external_tars import TOKEN_DTYPES
 from loader.order import Int32s, Int64s, Order
 from loader.reading import SampleBytes, ShardReader
@@ -40,14 +40,14 @@ class Samples:
 
     shards: ShardSet
     row_tokens: int = 0  # tokens per sample if all samples are rows, else 0
-    vocab_size: int | None = None  # larger ids are refused; given for shards of other tools
+    vocab_size: int | None = None  # ids from it on are refused; None: not checked, in shards of our own
     starts: bool = False  # whether chunks contain the places where documents begin in rows
     origins: bool = False  # whether chunks also contain the origin of each document
     max_length: int | None = None
 
     @property
-    def offsets(self) -> int:
-        """Return the number of possible offsets. ``read`` gets one of them for each epoch."""
+    def num_offsets(self) -> int:
+        """Return how many offsets an epoch can have. ``read`` gets the epoch's."""
         return 1
 
     @property
@@ -77,8 +77,8 @@ class Samples:
         chunk = Chunk(lengths=lengths, ids=Ragged.of_joined(ids, lengths), num_cut=num_cut)
         if not self.origins:
             return chunk
-        none = np.zeros(by_tick.size, np.int64)
-        return self._with_documents(chunk, none + 1, none, none, data.sample[by_tick])
+        zeros, ones = np.zeros(by_tick.size, np.int64), np.ones(by_tick.size, np.int64)
+        return self._with_documents(chunk, ones, zeros, zeros, data.sample[by_tick])
 
     def _decode(self, data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s, int]:
         """Decode samples, and check the ids of other tools. Ids of blanked documents become BLANK.
@@ -90,7 +90,7 @@ class Samples:
         if self.max_length is not None and lengths.max() > self.max_length:
             kept = np.minimum(lengths, self.max_length)
             num_cut = int((lengths - kept).sum())
-            ids = ids[places_of(np.zeros_like(lengths), lengths) < np.repeat(kept, lengths)]
+            ids = ids[join_ranges(np.zeros_like(lengths), lengths) < np.repeat(kept, lengths)]
             lengths = kept
         if self.shards.blank_id is not None:
             ids[ids == self.shards.blank_id] = BLANK
@@ -103,16 +103,16 @@ class Samples:
     ) -> Chunk:
         """Add the documents of a chunk's samples, tick by tick. ``counts``: documents per sample.
 
-        The other arrays have a value per document: its place in the sample, its number in the stored record,
-        and that record's sample. A document that continues from another row is at place 0.
+        The other arrays have a value per document: its place in this chunk's sample, its number in the stored
+        sample, and the number of that sample. A document that continues from another row is at place 0.
         """
         columns = [places]
         if self.origins:
             shard = self.shards.shard_of(samples)
             later = np.zeros_like(shard)  # the row and the source are filled in later
-            columns = [later, places, later, shard, self.shards.records_of(samples, shard), numbers]
-        numbers = np.stack(columns, axis=1).astype(np.int32)
-        return replace(chunk, documents=Ragged.of_joined(numbers, counts.reshape(chunk.lengths.T.shape).T))
+            columns = [later, places, later, shard, self.shards.record_numbers(samples, shard), numbers]
+        table = np.stack(columns, axis=1).astype(np.int32)
+        return replace(chunk, documents=Ragged.of_joined(table, counts.reshape(chunk.lengths.T.shape).T))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,13 +122,14 @@ class PackedRows(Samples):
     def _chunk_of(self, data: SampleBytes, tick_samples: int, first: int, end: int) -> Chunk:
         by_tick = np.arange(first * tick_samples, end * tick_samples)
         rows = by_tick.reshape(-1, tick_samples).T
-        is_other = data.dtype != data.dtype[0]
-        if is_other.any():
-            raise data.broken(int(is_other.argmax()), "ids of another width than other rows")
+        differs = data.dtype != data.dtype[0]
+        if differs.any():
+            raise data.broken(int(differs.argmax()), "ids of another width than other rows")
+        # Ids of 4 bytes become signed, since masks set the sign bit (NO_LABEL).
         dtype = np.dtype("<i4" if TOKEN_DTYPES[data.dtype[0]] == np.dtype("<u4") else "<u2")
         flat = data.buffer[: len(data.buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
         ids = Ragged.of_rows(flat, data.start[rows] // dtype.itemsize, self.row_tokens)
-        if self.shards.blank_id not in (None, BLANK):  # 2-byte ids have another value for it
+        if self.shards.blank_id not in (None, BLANK):  # in 2-byte ids it is 65535
             ids = ids.joined()
             ids.flats[0][ids.flats[0] == self.shards.blank_id] = BLANK
         if self.vocab_size is not None:
@@ -146,13 +147,13 @@ class PackedRows(Samples):
         # All rows at once take 5 ns per start; one by one they would take 2 us per row.
         num_starts = data.num_starts[by_tick]
         starts = data.buffer[: len(data.buffer) // 4 * 4].view("<u4")
-        starts = starts[places_of(data.starts_at[by_tick] // 4, num_starts)] % self.row_tokens
+        starts = starts[join_ranges(data.starts_at[by_tick] // 4, num_starts)] % self.row_tokens
         # A row in which no document begins at the first token continues a document of another row.
         is_continued = np.ones(len(by_tick), np.bool_)
         is_continued[np.repeat(np.arange(len(by_tick)), num_starts)[starts == 0]] = False
         counts = num_starts + is_continued
         places = np.insert(starts, (np.cumsum(num_starts) - num_starts)[is_continued], 0)
-        numbers = places_of(np.zeros_like(counts), counts)
+        numbers = join_ranges(np.zeros_like(counts), counts)
         return self._with_documents(chunk, counts, places, numbers, np.repeat(data.sample[by_tick], counts))
 
 
@@ -169,21 +170,21 @@ class JoinedRows(Samples):
     keeps_tail: bool = False  # the remaining tokens become a row that is not full
 
     def __post_init__(self) -> None:
-        have_eos = all(source.records is None and source.spec.append_eos for source in self.shards.sources)
+        have_eos = all(part.records is None and part.spec.append_eos for part in self.shards.parts)
         if self.eos_token_id is None and not have_eos:
             found = "shards without EOS after documents, and a tokenizer without EOS"
             raise UsageError(found=found, expected="--append_eos in plan, or a tokenizer with an eos_token")
         if self.num_samples == 0:
-            raise UsageError(found=f"seq_len={self.row_tokens}", expected=f"at most {self.offsets:,} tokens")
+            raise UsageError(found=f"seq_len={self.row_tokens}", expected=f"at most {self.num_offsets:,}")
 
     @property
-    def offsets(self) -> int:
+    def num_offsets(self) -> int:
         """Return T, the tokens of the stream. The rows of an epoch may begin at any of them."""
         return int(self.first_token[-1])
 
     @property
     def num_samples(self) -> int:
-        whole, rest = divmod(self.offsets, self.row_tokens)
+        whole, rest = divmod(self.num_offsets, self.row_tokens)
         return whole + (self.keeps_tail and rest > 0)
 
     @cached_property
@@ -191,10 +192,10 @@ class JoinedRows(Samples):
         """Return the token at which each shard begins in the stream, and T: int64[shards + 1]."""
         sizes = np.zeros(self.shards.num_shards, np.int64)
         reader = ShardReader(self.shards)
-        for source, first in zip(self.shards.sources, self.shards.source_first, strict=False):
-            shards = np.arange(first, first + len(source.num_samples))
-            if source.records is None and self.shards.split is None:
-                sizes[shards] = source.num_tokens + source.num_samples * (not source.spec.append_eos)
+        for part, first in zip(self.shards.parts, self.shards.first_of_part, strict=False):
+            shards = np.arange(first, first + len(part.num_samples))
+            if part.records is None and self.shards.split is None:
+                sizes[shards] = part.num_tokens + part.num_samples * (not part.spec.append_eos)
                 continue
             for number in shards.tolist():  # 0.1 ms each
                 sizes[number] = self._lengths_with_eos(reader, number).sum()
@@ -203,10 +204,10 @@ class JoinedRows(Samples):
 
     def _lacks_eos(self, number: int, documents: Int64s) -> npt.NDArray[np.bool_]:
         """Return which of some documents of a shard lack an EOS: bool[documents]."""
-        source, _ = self.shards.locate(number)
-        if source.records is None:
-            return np.full(len(documents), not source.spec.append_eos)
-        last_id: Int64s = source.records["last_id"][self.shards.records_of(documents, number)]
+        part, _ = self.shards.locate(number)
+        if part.records is None:
+            return np.full(len(documents), not part.spec.append_eos)
+        last_id: Int64s = part.records["last_id"][self.shards.record_numbers(documents, number)]
         return last_id != self.eos_token_id
 
     def _lengths_with_eos(self, reader: ShardReader, number: int) -> Int64s:
@@ -228,8 +229,8 @@ class JoinedRows(Samples):
 
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:
         rows, inverse = np.unique(samples, return_inverse=True)
-        begins = (offset + rows * self.row_tokens) % self.offsets
-        at = np.empty(len(rows), np.int64)  # where each row begins in the decoded documents
+        stream_offsets = (offset + rows * self.row_tokens) % self.num_offsets
+        row_begins = np.empty(len(rows), np.int64)  # in the decoded documents
         documents: list[Int64s] = []
         lacks_eos: list[npt.NDArray[np.bool_]] = []
         num_decoded = 0
@@ -237,46 +238,46 @@ class JoinedRows(Samples):
         bounds = np.array([0, *(np.flatnonzero(np.diff(rows) != 1) + 1), len(rows)])
         for stretch in reader.opening_order(np.arange(len(bounds) - 1)).tolist():
             first, end = bounds[stretch : stretch + 2].tolist()
-            token, num_left = int(begins[first]), (end - first) * self.row_tokens
-            stretch_at = None  # where it begins in the decoded documents
-            while num_left:
+            token, num_missing = int(stream_offsets[first]), (end - first) * self.row_tokens
+            stretch_begin = None  # in the decoded documents
+            while num_missing:
                 number = int(np.searchsorted(self.first_token, token, side="right")) - 1
                 begin = token - int(self.first_token[number])
-                num_taken = min(num_left, int(self.first_token[number + 1]) - token)
+                num_taken = min(num_missing, int(self.first_token[number + 1]) - token)
                 ends = self.ends(reader, number)
                 low = int(np.searchsorted(ends, begin, side="right")) - 1
                 high = int(np.searchsorted(ends, begin + num_taken, side="left"))
-                if stretch_at is None:  # possibly inside a document
-                    stretch_at = num_decoded + begin - int(ends[low])
-                    at[first:end] = stretch_at + np.arange(end - first) * self.row_tokens
+                if stretch_begin is None:  # possibly inside a document
+                    stretch_begin = num_decoded + begin - int(ends[low])
+                    row_begins[first:end] = stretch_begin + np.arange(end - first) * self.row_tokens
                 documents.append(np.arange(low, high) + self.shards.first_sample[number])
                 lacks_eos.append(self._lacks_eos(number, documents[-1]))
                 num_decoded += int(ends[high] - ends[low])
-                token, num_left = (token + num_taken) % self.offsets, num_left - num_taken
+                token, num_missing = (token + num_taken) % self.num_offsets, num_missing - num_taken
         all_documents = np.concatenate(documents)
-        counts, ids, _ = self._decode(reader.read(all_documents), np.arange(len(all_documents)))
-        lacks, ends = np.concatenate(lacks_eos), np.cumsum(counts)
+        num_tokens, ids, _ = self._decode(reader.read(all_documents), np.arange(len(all_documents)))
+        lacks, ends = np.concatenate(lacks_eos), np.cumsum(num_tokens)
         if lacks.any():
             eos = np.full(len(ends), self.eos_token_id, np.int32)
             if self.shards.blank_id is not None and len(ids):  # the EOS of a blanked document is blank, too
-                eos[(counts > 0) & (ids[ends - 1] == BLANK)] = BLANK
-            ids, counts = np.insert(ids, ends[lacks], eos[lacks]), counts + lacks
-        starts = np.cumsum(counts) - counts
-        has_tokens = counts > 0
-        last = self.offsets - (self.num_samples - 1) * self.row_tokens  # tokens of the last row
+                eos[(num_tokens > 0) & (ids[ends - 1] == BLANK)] = BLANK
+            ids, num_tokens = np.insert(ids, ends[lacks], eos[lacks]), num_tokens + lacks
+        starts = np.cumsum(num_tokens) - num_tokens
+        has_tokens = num_tokens > 0
+        last = self.num_offsets - (self.num_samples - 1) * self.row_tokens  # tokens of the last row
         lengths = np.where(samples == self.num_samples - 1, min(last, self.row_tokens), self.row_tokens)
-        begin_at, lengths = at[inverse.reshape(samples.shape)], lengths.astype(np.int32)
+        row_begins, lengths = row_begins[inverse.reshape(samples.shape)], lengths.astype(np.int32)
         starts, all_documents = starts[has_tokens], all_documents[has_tokens]
 
         def window(first: int, end: int) -> Chunk:
-            at, of_row = begin_at[:, first:end], lengths[:, first:end]
-            chunk = Chunk(lengths=of_row, ids=Ragged.of_rows(ids, at, self.row_tokens))
+            begins, row_lengths = row_begins[:, first:end], lengths[:, first:end]
+            chunk = Chunk(lengths=row_lengths, ids=Ragged.of_rows(ids, begins, self.row_tokens))
             if not self.starts:
                 return chunk
-            by_tick = at.T.reshape(-1)
+            by_tick = begins.T.reshape(-1)
             low = np.searchsorted(starts, by_tick, side="right") - 1
-            counts = np.searchsorted(starts, by_tick + of_row.T.reshape(-1)) - low
-            taken = places_of(low, counts)
+            counts = np.searchsorted(starts, by_tick + row_lengths.T.reshape(-1)) - low
+            taken = join_ranges(low, counts)
             places = (starts[taken] - np.repeat(by_tick, counts)).clip(0)
             return self._with_documents(chunk, counts, places, np.zeros_like(places), all_documents[taken])
 
@@ -295,18 +296,18 @@ def make_samples(
     **others: Any,
 ) -> Samples:
     """Choose the kind of samples, if the arguments suit the shards. ``others``: fields of Samples."""
-    for_documents = "group_by_length" if group > 1 else ""
+    padded_by = "group_by_length" if group > 1 else ""  # an argument for padded documents only
     if max_length is not None:
-        for_documents = f"max_length={max_length}"
-    if seq_len is not None and for_documents:
-        found = f"seq_len={seq_len}, which packs documents, and {for_documents}, which pads them"
+        padded_by = f"max_length={max_length}"
+    if seq_len is not None and padded_by:
+        found = f"seq_len={seq_len}, which packs documents, and {padded_by}, which pads them"
         raise UsageError(found=found, expected="only one of the two")
     row_tokens = shards.row_tokens
     if shards.has_rows and not row_tokens:
         expected = "only documents, or only rows of one length; use a loader for each"
         raise UsageError(found="packed rows mixed with documents or with other rows", expected=expected)
     if row_tokens:
-        given = for_documents if seq_len in (None, row_tokens) else f"seq_len={seq_len}"
+        given = padded_by if seq_len in (None, row_tokens) else f"seq_len={seq_len}"
         if given:
             expected = f"no such argument for packed rows of {row_tokens} tokens; plan others with --seq_len"
             raise UsageError(found=given, expected=expected, remedy="--seq_len")
@@ -325,7 +326,7 @@ def _stages(name: str, value: Any) -> Sequence[tuple[int, Any]]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         return [(0, value)]
     try:
-        stages = [(whole_number(name, step, least=0), held) for step, held in value]
+        stages = [(whole_number(name, step, least=0), from_step) for step, from_step in value]
     except (TypeError, ValueError):
         raise UsageError.of_value(name, value, "pairs of a step and the value from it on") from None
     steps = [step for step, _ in stages]
@@ -376,26 +377,26 @@ def make_run(
     """Return the run that the arguments describe. ``others``: fields of Run. Raises UsageError."""
     is_mixture = weights is not None
     sources = []
-    for number, (name, of_source) in enumerate(samples.items()):
+    for number, (name, source_samples) in enumerate(samples.items()):
         order = Order(
-            **sizes_of_order(of_source, tick_samples, group),
+            **sizes_of_order(source_samples, tick_samples, group),
             group=group,
             seed=source_seed(seed, number) if is_mixture else seed,
             shuffle=shuffle,
             keeps_tail=keeps_tail,
         )
-        data = of_source.shards.fingerprint[:16]
-        sources.append(Source(name=name, data=data, order=order, samples=of_source))
+        data = source_samples.shards.fingerprint[:16]
+        sources.append(Source(name=name, data=data, order=order, samples=source_samples))
     size_at, shares_at = dict(sizes), {0: dict.fromkeys(samples, 1.0)}
     if weights is not None:
-        lengths = {name: of_source.row_tokens for name, of_source in samples.items()}
+        lengths = {name: each.row_tokens for name, each in samples.items()}
         if len(set(lengths.values())) > 1:
             found = ", ".join(f"{name} {length}" for name, length in lengths.items())
             raise UsageError(found=f"rows of {found} tokens (0: documents)", expected="one length")
         means = dict.fromkeys(samples, 1.0)
         if weights_in == "tokens":
-            means = {name: _mean_tokens(of_source) for name, of_source in samples.items()}
-        shares_at = {step: _shares(of_stage, means) for step, of_stage in _stages("weights", weights)}
+            means = {name: _mean_tokens(each) for name, each in samples.items()}
+        shares_at = {step: _shares(given, means) for step, given in _stages("weights", weights)}
     stages, size, shares = [], size_at[0], shares_at[0]
     for step in sorted({*size_at, *shares_at}):
         size, shares = size_at.get(step, size), shares_at.get(step, shares)
@@ -429,8 +430,8 @@ def _mean_tokens(samples: Samples) -> float:
     """Return the mean tokens per sample, from the manifests or from a million evenly spaced samples."""
     shards = samples.shards
     # A max_length above the mean is ignored here: counting what it cuts would open all shards.
-    is_whole = samples.mean_tokens == shards.mean_tokens
-    if samples.row_tokens or (is_whole and not shards.has_external and shards.split is None):
+    is_uncut = samples.mean_tokens == shards.mean_tokens
+    if samples.row_tokens or (is_uncut and not shards.has_external and shards.split is None):
         return float(samples.mean_tokens)
     num_chosen = min(samples.num_samples, _MOST_COUNTED)
     chosen = np.linspace(0, samples.num_samples - 1, num_chosen).astype(np.int64)

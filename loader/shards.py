@@ -34,9 +34,9 @@ from shardprep.format import names
 from shardprep.format.index import merge_manifests, read_idx, read_index
 from shardprep.format.plan import read_input_names
 
-Named: TypeAlias = "str | bytes | os.PathLike[str]"
-InputShards: TypeAlias = "Named | Iterable[Named]"
-NAMEABLE = "a folder, an index.json, tars or a pattern of tars"
+PathOrUrl: TypeAlias = "str | bytes | os.PathLike[str]"
+InputShards: TypeAlias = "PathOrUrl | Iterable[PathOrUrl]"
+_EXPECTED = "a folder, an index.json, tars or a pattern of tars"
 _PATTERN = re.compile(r"[*?\[{]")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _SHARD_TAR = re.compile(r"shard-(\d{5})\.tar")
@@ -81,7 +81,7 @@ class Origin:
     tar: Path
     sample: int  # its number in the tar, from 0
     document: int  # its number in a packed row, from 0; 0 for a document that is a sample
-    place: str  # file and byte of the input; for a packed row, of its first token; "" if unknown
+    place: str  # input and its byte or row, where the document (a row: its first one) begins; "" if unknown
     address: str  # for ``shardprep peek DATA``, such as "3:17:2"; "" for tars of other tools
 
 
@@ -93,19 +93,19 @@ _cached_idx = lru_cache(maxsize=16)(read_idx)
 class ShardSet:
     """Shards in the order in which they were named. Samples are numbered through all of them.
 
-    A *record* is the number of a sample in its shard. With a split, training has the first records of each
-    shard and validation the last ones, so training samples have the same records as without a split.
+    A shard's idx has a record per sample. With a split, training has the first records of each shard and
+    validation the last ones, so training samples have the same record numbers as without a split.
     """
 
-    def __init__(self, sources: Iterable[DatasetShards], split: SplitName | None = None) -> None:
-        self.sources = tuple(sources)
-        self.datasets = [source for source in self.sources if source.records is None]
-        self.has_external = len(self.datasets) < len(self.sources)
-        # Shard s is row s - source_first[i] of source i.
-        self.source_first = np.cumsum([0, *(len(source.num_samples) for source in self.sources)])
-        self.num_records = np.concatenate([source.num_samples for source in self.sources])
+    def __init__(self, parts: Iterable[DatasetShards], split: SplitName | None = None) -> None:
+        self.parts = tuple(parts)
+        self.datasets = [part for part in self.parts if part.records is None]
+        self.has_external = len(self.datasets) < len(self.parts)
+        # Shard s is row s - first_of_part[i] of part i.
+        self.first_of_part = np.cumsum([0, *(len(part.num_samples) for part in self.parts)])
+        self.num_records = np.concatenate([part.num_samples for part in self.parts])
         # Whether some plan holds documents out. All samples of other data sets are for validation.
-        is_planned = [source.spec.validation_fraction > 0 for source in self.sources]
+        is_planned = [part.spec.validation_fraction > 0 for part in self.parts]
         self.has_planned = any(is_planned)
         if split == "train" and not all(is_planned):
             path = next((each.folder for each in self.datasets if not each.spec.validation_fraction), None)
@@ -113,7 +113,7 @@ class ShardSet:
             expected = f"data sets that were planned with {remedy}; plan the data with it, or omit split"
             raise UsageError(path=path, found='split="train"', expected=expected, remedy=remedy)
         self.split = split if self.has_planned else None  # None: the samples of both sides
-        held_out = np.concatenate([source.num_validation for source in self.sources])
+        held_out = np.concatenate([part.num_validation for part in self.parts])
         self.first_held_out = self.num_records - held_out  # the first record for validation in each shard
         counts, self._first_of_side = self.num_records, np.zeros(len(self.num_records), np.int64)
         if self.split == "train":
@@ -123,31 +123,31 @@ class ShardSet:
         self.first_sample = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_shards = len(counts)
         self.num_samples = int(self.first_sample[-1])
-        lengths = {source.spec.seq_len for source in self.sources}  # 0 for documents
+        lengths = {part.spec.seq_len for part in self.parts}  # 0 for documents
         self.has_rows = any(lengths)  # whether some samples are packed rows
         self.row_tokens = lengths.pop() if len(lengths) == 1 else 0  # 0 unless all are rows of one length
-        self.has_masks = any(source.spec.record == "chat" for source in self.sources)
-        num_tokens = sum(int(source.num_tokens.sum()) for source in self.sources)
+        self.has_masks = any(part.spec.record == "chat" for part in self.parts)
+        num_tokens = sum(int(part.num_tokens.sum()) for part in self.parts)
         self.mean_tokens = max(num_tokens / max(int(self.num_records.sum()), 1), 1.0)  # approximate
 
-    def records_of(self, samples: Int64s, shard: Int64s | int) -> Int64s:
-        """Return the records of samples in their shards: int64[n] -> int64[n]."""
+    def record_numbers(self, samples: Int64s, shard: Int64s | int) -> Int64s:
+        """Return the record numbers of samples in their shards: int64[n] -> int64[n]."""
         return samples - self.first_sample[shard] + self._first_of_side[shard]
 
     def shard_of(self, samples: Int64s) -> Int64s:
-        """Return the shard of each sample, counted through all sources, in the same shape."""
+        """Return the shard of each sample, counted through all parts, in the same shape."""
         return np.searchsorted(self.first_sample, samples, side="right") - 1
 
     def locate(self, shard: int) -> tuple[DatasetShards, int]:
-        """Return the source of a shard, counted through all sources, and its row there."""
-        number = int(np.searchsorted(self.source_first, shard, side="right")) - 1
-        return self.sources[number], shard - int(self.source_first[number])
+        """Return the part that has a shard, counted through all parts, and the shard's row in it."""
+        number = int(np.searchsorted(self.first_of_part, shard, side="right")) - 1
+        return self.parts[number], shard - int(self.first_of_part[number])
 
     def origin(self, name: str, shard: int, sample: int, document: int) -> Origin:
-        """Return the origin that a row of ``batch["origins"]`` describes. Raises UsageError."""
+        """Return where the document of a row of ``batch["origins"]`` is stored. Raises UsageError."""
         if not 0 <= shard < self.num_shards or not 0 <= sample < self.num_records[shard]:
-            expected = f"columns 2 to 5 of origins: one of {self.num_shards:,} shards and one of its samples"
-            raise UsageError(found=f"shard {shard}, sample {sample} of {name}", expected=expected)
+            expected = f'batch["origins"][n, 2:] of this loader, whose source has {self.num_shards:,} shards'
+            raise UsageError(found=f"shard {shard}, sample {sample} of the source {name}", expected=expected)
         data, row = self.locate(shard)
         place = address = ""
         if data.records is None:
@@ -161,31 +161,32 @@ class ShardSet:
         return Origin(source=name, tar=tar, sample=sample, document=document, place=place, address=address)
 
     @property
-    def split_words(self) -> str:
-        """Describe the split in words, or return "" if no document is held out."""
+    def split_text(self) -> str:
+        """Describe the split, or return "" if no document is held out."""
+        if not self.has_planned:
+            return ""
         if self.split is None:
-            words = "split: none, including the documents that the plan holds out for validation"
-            return words if self.has_planned else ""
-        fractions = dict.fromkeys(data.spec.validation_fraction for data in self.datasets)
-        rules = ", ".join(f"{fraction:g}" for fraction in fractions if fraction)
-        return f"split: {self.split}; the plan holds out {rules} of the documents by their content"
+            return "split: none, so documents that are held out for validation are included"
+        fractions = {part.spec.validation_fraction for part in self.datasets} - {0}
+        percents = ", ".join(f"{100 * fraction:g}%" for fraction in sorted(fractions))
+        return f"split: {self.split}; {percents} of the documents are held out for validation"
 
     @property
     def blank_id(self) -> int | None:
         """Return the binary id of blanked documents, or None if no document is blanked."""
-        sizes = (data.spec.tokenizer.vocab_size for data in self.sources if data.has_blanks)
-        return next(map(names.blank_id, sizes), None)
+        found = [names.blank_id(part.spec.tokenizer.vocab_size) for part in self.datasets if part.has_blanks]
+        return found[0] if found else None
 
     @property
     def tar_bytes(self) -> int:
         """Return the bytes of all tars; for a split, in proportion to its number of samples."""
-        num_bytes = sum(int(np.sum(source.tar_bytes)) for source in self.sources)
+        num_bytes = sum(int(np.sum(part.tar_bytes)) for part in self.parts)
         return num_bytes * self.num_samples // max(int(self.num_records.sum()), 1)
 
     @property
     def fingerprint(self) -> str:
-        """Hash all sources in their order: sha256."""
-        return hashlib.sha256("".join(source.fingerprint for source in self.sources).encode()).hexdigest()
+        """Hash all parts in their order: sha256."""
+        return hashlib.sha256("".join(part.fingerprint for part in self.parts).encode()).hexdigest()
 
 
 # Finding what ``input_shards`` names
@@ -225,7 +226,7 @@ def _find_paths(input_shards: InputShards, cache_dir: Any) -> list[str]:
             paths += _expand(name)
     check_names_are_utf8(*paths)
     if not paths:
-        raise UsageError(found="input_shards=[]", expected=NAMEABLE)
+        raise UsageError(found="input_shards=[]", expected=_EXPECTED)
     for path, count in Counter(paths).items():
         if count > 1:  # an epoch would see its samples twice
             raise UsageError(path=path, found=f"named {count} times in input_shards", expected="once")
@@ -280,7 +281,7 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
         if name == names.INDEX_NAME:
             return [_dataset(Path(folder))]
         if name.endswith(".tar"):
-            return [_tar_of_others(Path(path), count_tokens=count_tokens)]
+            return [_external_tar(Path(path), count_tokens=count_tokens)]
         if not is_folder(Path(path)):
             expected = f"a tar, a folder or an {names.INDEX_NAME}; decompress .tar.gz files first"
             raise UsageError(path=path, found="a file that cannot be loaded", expected=expected)
@@ -295,7 +296,7 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
             remedy = f"shardprep plan --input_dir {quoted(path)} --output_dir DATA --model_id MODEL"
             expected = f"an {names.INDEX_NAME}, manifests or tars; if these are texts to prepare"
             raise NotFound(path=path, found="no shards", expected=expected, remedy=remedy)
-        return [_tar_of_others(tar, count_tokens=count_tokens) for tar in tars]
+        return [_external_tar(tar, count_tokens=count_tokens) for tar in tars]
 
     for path in paths:
         found += with_retries(f"{path} cannot be read", partial(read, path))
@@ -309,7 +310,7 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
     return found
 
 
-def _tar_of_others(path: Path, *, count_tokens: bool) -> DatasetShards:
+def _external_tar(path: Path, *, count_tokens: bool) -> DatasetShards:
     """Scan a tar of another tool. Its fingerprint hashes sizes, places and some ids, but not its path."""
     records, row_tokens, sha256, num_bytes = scan_tar(path, count_tokens=count_tokens)
     record: Literal["packed", "chat"] = "chat" if records["mask_offset"].any() else "packed"
@@ -341,7 +342,7 @@ def _tar_of_others(path: Path, *, count_tokens: bool) -> DatasetShards:
 
 
 def _not_found(path: str) -> NotFound:
-    return NotFound(path=path, found="no such file or folder", expected=NAMEABLE)
+    return NotFound(path=path, found="no such file or folder", expected=_EXPECTED)
 
 
 def _has_index(folder: Path) -> bool:

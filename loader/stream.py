@@ -74,14 +74,14 @@ class BatchStream:
         self._workers: list[_Worker] = []
         self._num_requests = 0  # positions that were sent to the workers
         self._reader = RunReader(self.run, self.slots)  # reads in this process if there are no workers
-        self._own_chunks: Iterator[Chunk] | None = None  # of this reader
-        self._next_start: Position | None = None  # of the next chunk, if an epoch begins there
-        weakref.finalize(self, _end_workers, self._workers).atexit = False
+        self._own_chunks: Iterator[Chunk] | None = None  # from this reader; None with workers
+        self._next_start: Position | None = None  # where the next chunk begins; None within an epoch
+        weakref.finalize(self, _end_workers, self._workers).atexit = False  # they end by themselves then
         weakref.finalize(self, self._reader.close)
 
     @property
     def _chunk_ticks(self) -> int:
-        """Return the ticks per chunk. Rows that are not sent need no memory before their tick (Ragged)."""
+        """Return the ticks per chunk. Without workers, rows are only copied at their tick (see Ragged)."""
         if not self._num_workers and self.run.row_tokens:
             return MAX_CHUNK_TICKS
         slots = -(-len(self.slots) // max(self._num_workers, 1))
@@ -96,17 +96,17 @@ class BatchStream:
         num_done, first_batch = divmod(start.num_micro, run.batches_per_tick)
         epoch, tick = run.epoch_and_tick(start)
         end = run.first_step(epoch + 1)
-        chunk, place = None, 0
+        chunk, chunk_tick = None, 0
         for step in range(start.step, end):
             batches: list[tuple[Any, tuple[int, int]]] = []
             for _ in range(num_done, run.ticks_in_step(step)):
                 if chunk is None:
-                    chunk, place = self._next_chunk(), 0
+                    chunk, chunk_tick = self._next_chunk(), 0
                 fillers = run.order.is_filler(tick, self.slots) if run.is_validation else None
-                batches += self.step_batches.of_tick(chunk, place, first_batch, fillers)
-                tick, place, first_batch = tick + 1, place + 1, 0
-                if place == chunk.num_ticks:
-                    chunk = None  # it may reference its window, and the next one is read now
+                batches += self.step_batches.of_tick(chunk, chunk_tick, first_batch, fillers)
+                tick, chunk_tick, first_batch = tick + 1, chunk_tick + 1, 0
+                if chunk_tick == chunk.num_ticks:
+                    chunk = None  # it may keep its window in memory while the next one is read
             num_done = 0
             yield batches
         self._next_start = Position(end)
@@ -119,8 +119,7 @@ class BatchStream:
 
     def _read_from(self, start: Position) -> None:
         """Read the next chunks from a position on, unless they already begin there."""
-        pid = os.getpid()
-        if any(worker.started_by != pid or not worker.process.is_alive() for worker in self._workers):
+        if any(each.started_by != os.getpid() or not each.process.is_alive() for each in self._workers):
             self.end()  # they are started again below
         if self._next_start != start:
             epoch, tick = self.run.epoch_and_tick(start)
@@ -143,14 +142,14 @@ class BatchStream:
             # Workers start with the signals blocked, so that none kills them during their imports.
             with _start_lock, stop_signals_wait(_BLOCKED_SIGNALS, spawns=spawns):
                 for number in range(self._num_workers):
-                    here, there = multiprocessing.Pipe()
+                    own_end, worker_end = multiprocessing.Pipe()
                     slots = share(self.slots, number, self._num_workers)
                     num_ahead = self.options.get("prefetch_factor") or 1
-                    given = (there, self.run, slots, self._chunk_ticks, self.endless, num_ahead)
+                    given = (worker_end, self.run, slots, self._chunk_ticks, self.endless, num_ahead)
                     process = context.Process(target=_run_worker, args=given, daemon=True)
-                    with there:
+                    with worker_end:
                         process.start()
-                    self._workers.append(_Worker(process, here, os.getpid()))
+                    self._workers.append(_Worker(process, own_end, os.getpid()))
         except (OSError, EOFError) as error:
             self.end()
             expected = "free file descriptors, processes and memory (ulimit -n, ulimit -u), or num_workers=0"
@@ -216,7 +215,7 @@ def _run_worker(
         try:
             for chunk in reader.chunks(epoch, tick, chunk_ticks, endless=endless):
                 message = pickle.dumps((request, chunk.joined()), pickle.HIGHEST_PROTOCOL)
-                del chunk  # it may reference its window, and the next one is read now
+                del chunk  # it may keep its window in memory while the next one is read
                 ahead.put(message)
                 if connection.poll():  # a new position has arrived
                     break

@@ -105,11 +105,12 @@ class LoaderMixin(_Trainer):
             folder = get_last_checkpoint(self.args.output_dir)
         # If there is no checkpoint, Trainer raises the error.
         global_step = load_checkpoint(self.train_loader, Path(folder)) if folder else 0
-        given, self.args.max_steps = self.args.max_steps, self._epochs.begin(self.args, global_step)
+        max_steps = self.args.max_steps
+        self.args.max_steps = self._epochs.begin(self.args, global_step)
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            self.args.max_steps = given
+            self.args.max_steps = max_steps
 
     def get_train_dataloader(self) -> Any:
         """Return the epochs of ``train_loader``, which Trainer iterates instead of a ``train_dataset``."""
@@ -146,12 +147,12 @@ class LoaderMixin(_Trainer):
         if not isinstance(dataloader, TokenLoader):
             return super().evaluation_loop(dataloader, *args, **kwargs)
         mean = LossMean.of_loader(dataloader)
-        training, self._losses = self._losses, _Losses.for_loader(dataloader, mean)
-        losses = self._losses
+        losses, training_losses = _Losses.for_loader(dataloader, mean), self._losses
+        self._losses = losses  # for compute_loss
         try:
             output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
         finally:
-            self._losses = training
+            self._losses = training_losses
         prefix = f"{kwargs.get('metric_key_prefix', 'eval')}_loss"
         if not math.isnan(loss := mean.mean()):  # NaN if the user's own compute_loss counts no labels
             output.metrics[prefix] = loss
@@ -192,8 +193,7 @@ class _Losses(NamedTuple):
 
     @staticmethod
     def for_loader(loader: TokenLoader, mean: LossMean | None = None) -> _Losses:
-        has_origins = loader.step_batches.origins
-        return _Losses(loader, mean, SourceLosses.of_loader(loader) if has_origins else None)
+        return _Losses(loader, mean, SourceLosses.of_loader(loader) if loader.step_batches.origins else None)
 
     def source_means(self, prefix: str) -> dict[str, float]:
         """Return the means by ``PREFIX/SOURCE`` for sources that have labels, and reset the sums."""
@@ -257,11 +257,10 @@ def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) 
             expected = "max_steps to that step, or a loop of your own, see docs/training_own_loop.md"
             raise UsageError(found=found, expected=expected)
     num_batches = args.gradient_accumulation_steps * loader.process_rank.world_size
-    given = (args.train_batch_size, args.train_batch_size * num_batches)
-    wanted = (loader.step_batches.batch_size, global_batch_size)
+    given = f"batches of {args.train_batch_size} samples, steps of {args.train_batch_size * num_batches}"
+    wanted = f"batches of {loader.step_batches.batch_size} samples, steps of {global_batch_size}"
     if given != wanted:
-        found, expected = (f"batches of {size} samples, steps of {step}" for size, step in (given, wanted))
-        raise UsageError(found=f"TrainingArguments with {found}", expected=f"the loader's {expected}")
+        raise UsageError(found=f"TrainingArguments with {given}", expected=f"the loader's {wanted}")
 
 
 def load_checkpoint(loader: TokenLoader, folder: Path) -> int:
@@ -271,6 +270,7 @@ def load_checkpoint(loader: TokenLoader, folder: Path) -> int:
         return 0  # Trainer, too, then loads the weights only
     state = TrainerState.load_from_json(str(path))
     saved = (state.stateful_callbacks or {}).get(LoaderStateCallback.__name__, {})
+    # Trainer saves a list if it had several of these callbacks.
     attributes = (saved[-1] if isinstance(saved, list) else saved).get("attributes", {})
     if attributes.get("saved") is not None:
         loader.load_state_dict(attributes["saved"])
@@ -313,7 +313,7 @@ class LoaderStateCallback(TrainerCallback, ExportableState):
             self._followed = optimizer
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Mark what was delivered as trained. Trainer also calls this after a step that a scaler skipped."""
+        """Mark delivered batches as trained. Trainer also calls this after a step that a scaler skipped."""
         self._epochs.loader.mark_trained()
         self._num_trained = self._state.global_step + 1
 

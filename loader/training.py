@@ -113,10 +113,10 @@ def source_ids(origins: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Return the source number of each token of a batch: int64[batch, seq].
 
     ``origins`` is ``batch["origins"]``, int64[documents, 6], and ``shape`` that of the labels. Values in
-    padding have no meaning. In the batch, ``deal_rows_evenly`` and ``split_for_context_parallel`` keep it.
+    padding have no meaning. In the batch, it is moved with the tokens by the functions of this module.
     """
     width = shape[1]
-    kept = origins[origins[:, 1] < width]
+    kept = origins[origins[:, 1] < width]  # without the first label, a row is one place shorter
     first = kept[:, 0] * width + kept[:, 1]
     ends = torch.cat([first[1:], first.new_tensor([shape[0] * width])])
     return kept[:, 2].repeat_interleave(ends - first).reshape(shape)
@@ -248,9 +248,9 @@ def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) ->
         lengths = torch.bincount(numbers.flatten())
         lengths[0] = 0  # padding
         own_work.append(lengths[numbers].sum(1))  # each token counts the length of its document
-    works = [torch.empty(len(rows), dtype=torch.int64, device=rows.device) for _ in range(size)]
-    dist.all_gather(works, torch.cat(own_work), group=group)
-    work = torch.cat(works).cpu().numpy()
+    gathered = [torch.empty(len(rows), dtype=torch.int64, device=rows.device) for _ in range(size)]
+    dist.all_gather(gathered, torch.cat(own_work), group=group)
+    work = torch.cat(gathered).cpu().numpy()
     # Assign one row per rank at a time, by decreasing work; the first goes to the rank with the least work.
     owners, totals = np.empty(len(work), np.int64), np.zeros(size, np.int64)
     for next_rows in np.argsort(-work, kind="stable").reshape(-1, size):
@@ -268,7 +268,7 @@ def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) ->
     return [Batch(zip(names, map(torch.Tensor.contiguous, fields), strict=True)) for fields in parts]
 
 
-_OF_WHOLE_DOCUMENTS = ("cu_seqlens", "max_seqlen")  # not split: kernels need the edges of whole documents
+_UNSPLIT_FIELDS = ("cu_seqlens", "max_seqlen")  # kernels need the edges of whole documents
 
 
 def split_for_context_parallel(
@@ -313,7 +313,7 @@ def split_for_context_parallel(
         raise UsageError(found=f"rank {rank} of {size}", expected="0 <= rank < size")
     if by not in ("row", "document"):
         raise UsageError.of_value("by", by, "'row' or 'document'")
-    fields = {name: value for name, value in batch.items() if name not in _OF_WHOLE_DOCUMENTS}
+    fields = {name: value for name, value in batch.items() if name not in _UNSPLIT_FIELDS}
     for name, value in fields.items():
         if not isinstance(value, torch.Tensor) or value.shape != ids.shape:
             expected = f"a tensor of {list(ids.shape)}; boundaries other than 'transformers'"
@@ -331,7 +331,7 @@ def split_for_context_parallel(
         expected = f"a seq_len, or a pad_to_multiple_of, that is a multiple of {num_parts}; or by='document'"
         raise UsageError(found=found, expected=expected)
     places = torch.from_numpy(_places_of_rank(np.array([width]), rank, size)[1])
-    whole = {name: batch[name] for name in _OF_WHOLE_DOCUMENTS if name in batch}
+    whole = {name: batch[name] for name in _UNSPLIT_FIELDS if name in batch}
     parts = {name: value.index_select(1, places.to(value.device)) for name, value in fields.items()}
     return {"place_ids": places, **whole, **parts}
 
@@ -343,7 +343,7 @@ def _split_documents(
     tokens = np.flatnonzero(numbers >= 0)
     lengths = np.unique(numbers[tokens], return_counts=True)[1]
     padded = -(-lengths // multiple) * multiple
-    padded[-1:] += -padded.sum() % size
+    padded[-1:] += -padded.sum() % size  # equally many tokens for each rank
     edges, padded_edges = (np.cumsum([0, *sizes]) for sizes in (lengths, padded))
     document, positions = _places_of_rank(padded, rank, size)
     is_real = positions < lengths[document]
@@ -362,23 +362,22 @@ def _split_documents(
     for name, value in fields.items():
         if name not in part:
             padding = IGNORED if name == "labels" else 0
-            taken = value.flatten()[place_ids.clamp_min(0)].masked_fill(place_ids < 0, padding)
-            part[name] = taken[None]
+            part[name] = value.flatten()[place_ids.clamp_min(0)].masked_fill(place_ids < 0, padding)[None]
     return {**part, "max_seqlen": HostNumber(padded.max(initial=0))}
 
 
 def _places_of_rank(lengths: Int64s, rank: int, size: int) -> tuple[Int64s, Int64s]:
-    """Return the sequence numbers of a rank's places, and the places in their sequences.
+    """Return the sequence number of each of a rank's places, and the places in their sequences.
 
-    Of each sequence come the rank's part from the front and then its part from the end. All ranks get equally
-    many places if the lengths sum to a multiple of ``size``: the remainder of a sequence after 2 size equal
-    parts goes to the ranks one place each, starting after the rank at which the previous sequence stopped.
+    A rank gets two of the 2 size equal parts of each sequence: one from the front, one from the end. The rest
+    goes to the ranks one place each, beginning after the rank that got the last place of the sequence before.
+    So all ranks get equally many places if the lengths sum to a multiple of ``size``.
     """
-    each, over = np.divmod(lengths, 2 * size)
-    end = np.cumsum(over)
+    part_size, remainder = np.divmod(lengths, 2 * size)
+    end = np.cumsum(remainder)
     ranks = np.arange(size)[:, None]
-    extra = (end - 1 - ranks) // size - (end - over - 1 - ranks) // size  # 0, 1 or 2 places
-    sizes = each + np.concatenate([extra > 0, (extra > 1)[::-1]])  # [2 size, sequences]
+    extra = (end - 1 - ranks) // size - (end - remainder - 1 - ranks) // size  # 0, 1 or 2 places
+    sizes = part_size + np.concatenate([extra > 0, (extra > 1)[::-1]])  # [2 size, sequences]
     begins = np.cumsum(sizes, axis=0) - sizes
     own = [rank, 2 * size - 1 - rank]
     part_sizes, begin = sizes[own].T.flatten(), begins[own].T.flatten()

@@ -200,7 +200,7 @@ def _blanked_samples(shards: ShardSet) -> Int64s:
                 records.append(np.searchsorted(ends, places, side="right"))
                 num_tokens += len(ids)
         first, end = shards.first_sample[number : number + 2].tolist()
-        samples = np.unique(np.concatenate(records)) + first - shards.records_of(first, number)
+        samples = np.unique(np.concatenate(records)) + first - shards.record_numbers(first, number)
         found.append(samples[(samples >= first) & (samples < end)])  # others: the other side of the split
     return np.concatenate(found)
 
@@ -216,7 +216,7 @@ class _MarkedSamples:
         self._width, self._size = 1, samples.num_samples  # of a sample, and of all
         if isinstance(samples, JoinedRows):
             # Rows are cut from a circular stream of tokens, in which a document is an interval.
-            self._width, self._size = samples.row_tokens, samples.offsets
+            self._width, self._size = samples.row_tokens, samples.num_offsets
             intervals = np.zeros((2, len(blanked)), np.int64)  # begins and ends
             reader, shard_of = ShardReader(samples.shards), samples.shards.shard_of(blanked)
             for number in np.unique(shard_of).tolist():

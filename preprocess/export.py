@@ -213,7 +213,7 @@ def export(args: argparse.Namespace) -> int:
     todo = [shard_id for shard_id in range(plan.num_shards) if not layout.is_done(shard_id)]
     for shard_id in with_progress("exporting", todo):
         with ShardSamples(args.data_dir, plan.spec, shard_id, parts[shard_id]) as samples:
-            stored = samples.document_lengths(rows_hold_wholes=plan.options.pack == "best_fit")
+            stored = samples.document_lengths(is_best_fit=plan.options.pack == "best_fit")
             documents = stored + (eos is not None)
             rows = samples.records["num_tokens"].astype(np.int64) if plan.spec.has_rows else documents
             try:

@@ -23,7 +23,7 @@ from shardprep.errors import NotFound, ShardprepError, UsageError
 from shardprep.files import NOT_THERE, read_lines
 from shardprep.format import names
 from shardprep.format.documents import kept_ids
-from shardprep.format.index import ShardSamples, read_idx, samples_holding
+from shardprep.format.index import ShardSamples, read_idx, samples_containing
 from shardprep.format.manifest import manifest_ids, read_manifest
 from shardprep.format.plan import Plan, need_plan
 
@@ -178,7 +178,7 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
     for shard_id in reversed(shards):
         records = read_idx(folder, plan.spec, shard_id)
         num_train = len(records) - read_manifest(folder, shard_id).counts.held_out.num_samples
-        if numbers := samples_holding(records, place, num_train):
+        if numbers := samples_containing(records, place, num_train):
             yield from (((shard_id, number), None) for number in numbers)
             return
     raise NotFound(found=f"{name}:{place[1]}", expected="a place in a finished shard")

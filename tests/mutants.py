@@ -88,7 +88,7 @@ BY_HAND = [
     ("a state counts the step that the loop holds", "loader/run.py",
      "position.step - run.first_step(epoch),", "max(position.step - 1 - run.first_step(epoch), 0),"),
     ("rank r has the r-th part of a global batch", "loader/dataloader.py",
-     "(run.order.num_slots), who.rank,", "(run.order.num_slots), (who.rank + 1) % who.world_size,"),
+     "num_slots), process_rank.rank,", "num_slots), (process_rank.rank + 1) % process_rank.world_size,"),
     ("a resumed run keeps its schedule of weights", "loader/run.py",
      "stages=tuple(stages), batches_per_tick", "stages=tuple(stages[:1]), batches_per_tick"),
     ("positions begin at 0 in each document", "loader/boundaries.py",

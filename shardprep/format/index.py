@@ -27,7 +27,6 @@ import orjson
 from msgspec import Meta
 
 from shardprep import errors
-from shardprep.errors import ShardprepError
 from shardprep.files import NOT_THERE, ReadFile, errors_named, size_of_file, with_retries
 from shardprep.format import names
 from shardprep.format.manifest import Manifest, SourceCounts, manifest_ids, read_manifest, sum_of_sources
@@ -54,7 +53,7 @@ IDX_DOCUMENT = np.dtype(
         ("num_bytes", "<u4"),  # bytes of those ids
         ("num_tokens", "<u4"),  # without padding
         ("source", "<u4"),  # position of the input file in plan.json
-        ("source_offset", "<u8"),  # byte there where its (first) document begins
+        ("source_offset", "<u8"),  # byte of that file, or row of a table, where its (first) document begins
     ]
 )
 IDX_ROW = np.dtype(
@@ -79,7 +78,7 @@ class ChunkCrcs:
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self._chunk_bytes = CHUNK_RECORDS * dtype.itemsize
         self._crcs: list[int] = []
-        self._rest = bytearray()  # the begin of an incomplete chunk
+        self._rest = bytearray()  # the beginning of an incomplete chunk
 
     def add(self, records: bytes) -> None:
         """Add the next records, any number of them."""
@@ -101,7 +100,7 @@ class IdxFile:
         """Open it. Raises MissingShard, BrokenShard, UnknownVersion, OtherPlan or OSError."""
         self._folder, self._shard_id, self.dtype = folder, shard_id, IDX_DTYPES[spec.kind]
         path, header = names.idx_path(folder, shard_id), idx_header(spec, shard_id)
-        with ExitStack() as opened:  # closes the file on an error, which may be kept and refer to it
+        with ExitStack() as opened:  # closes the file on an error, whose traceback may keep it alive
             try:
                 self.file = opened.enter_context(ReadFile(path))
             except NOT_THERE:
@@ -154,7 +153,7 @@ class IdxFile:
             self._is_checked[chunk] = True
         return records[rows.start - first : rows.stop - first]
 
-    def _error(self, kind: type[ShardprepError], found: str, expected: object = None) -> ShardprepError:
+    def _error(self, kind: type[errors.ShardprepError], found: str, expected: object = None) -> Exception:
         remedy = names.remake_command(self._shard_id, self._folder)
         return kind(path=self.file.path, found=found, expected=expected, remedy=remedy)
 
@@ -179,8 +178,8 @@ def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> Records:
 def misplaced_samples(spec: DatasetSpec, records: Records, tar_bytes: int) -> npt.NDArray[np.bool_]:
     """Return which samples cannot be where the idx says, in a tar of this size: bool[samples].
 
-    Ids, starts and masks must be inside the tar, have the right size and not overlap, and those of a row must
-    be close to it. So reading them never takes more memory than the size of the tar.
+    Ids, starts and masks must be inside the tar and have the right size. Ids must not overlap, and a row's
+    starts and mask must be close to its ids. So reading takes no more memory than the size of the tar.
     """
     tokens, size = records["num_tokens"].astype(np.int64), records["num_bytes"].astype(np.int64)
     offset = records["offset"].astype(np.int64)
@@ -194,9 +193,10 @@ def misplaced_samples(spec: DatasetSpec, records: Records, tar_bytes: int) -> np
         wrong |= (size != row_bytes) | (tokens < 1) | (tokens > spec.seq_len) | (num_starts > spec.seq_len)
         # A member has rows of about PACKED_MEMBER_BYTES, or one row, after at most 9 bytes per token.
         max_distance = 16 * max(names.PACKED_MEMBER_BYTES, row_bytes) + (1 << 20)
-        places = [("starts_offset", 4 * num_starts)]
-        places += [("mask_offset", np.full(len(records), spec.seq_len))] if spec.kind == "chat" else []
-        for name, num_bytes in places:
+        sizes = {"starts_offset": 4 * num_starts}
+        if spec.kind == "chat":
+            sizes["mask_offset"] = np.full(len(records), spec.seq_len)
+        for name, num_bytes in sizes.items():
             begin = records[name].astype(np.int64)
             wrong |= (begin < 0) | (begin > tar_bytes - num_bytes) | (begin < offset - max_distance)
     in_tar = np.argsort(offset, kind="stable")
@@ -213,13 +213,13 @@ def idx_header(spec: DatasetSpec, shard_id: int) -> bytes:
     return np.array([(b"shardidx", names.FORMAT_VERSION, kind, token_bytes, *of_shard)], IDX_HEADER).tobytes()
 
 
-def samples_holding(records: Records, place: tuple[int, int], num_train: int) -> list[int]:
-    """Return the samples with the last document that begins at or before ``place``: (input, offset)."""
+def samples_containing(records: Records, place: tuple[int, int], num_train: int) -> list[int]:
+    """Return the samples of the last document that begins at or before ``place``, (input, offset)."""
     # Rows for validation follow the ``num_train`` others. The document may be on either side.
     is_in_rows = "num_starts" in (records.dtype.names or ())
     if is_in_rows and 0 < num_train < len(records):
-        train = samples_holding(records[:num_train], place, num_train)
-        validation = samples_holding(records[num_train:], place, 0)
+        train = samples_containing(records[:num_train], place, num_train)
+        validation = samples_containing(records[num_train:], place, 0)
         return train + [num_train + number for number in validation]
     places = list(zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True))
     if is_in_rows and places != sorted(places):
@@ -252,8 +252,7 @@ class ShardSamples:
         wrong = misplaced_samples(spec, records, self._tar.num_bytes)
         if wrong.any():
             self._tar.close()
-            found = f"a tar of {self._tar.num_bytes} bytes, in which sample {int(wrong.argmax())} cannot be "
-            found += "where its idx says"
+            found = f"{self._tar.num_bytes} bytes, with no place for sample {int(wrong.argmax())} of the idx"
             raise errors.BrokenShard(path=self.path, found=found, remedy=self._remedy)
 
     def __enter__(self) -> ShardSamples:
@@ -298,17 +297,17 @@ class ShardSamples:
                 first += len(rows)
             yield ids.astype(np.uint32)
 
-    def document_lengths(self, *, rows_hold_wholes: bool) -> npt.NDArray[np.int64]:
+    def document_lengths(self, *, is_best_fit: bool) -> npt.NDArray[np.int64]:
         """Return the number of tokens of each document, in the order of ``pieces``: int64[documents].
 
-        In packed rows a document that continues in the next row counts once. With ``rows_hold_wholes``
-        (``--pack best_fit``) the next row may have other documents, so each piece counts separately.
+        In packed rows a document that continues in the next row counts once. With ``is_best_fit`` (``--pack
+        best_fit``) the next row may have other documents, so each piece counts separately.
         """
         lengths = self.records["num_tokens"].astype(np.int64)
         if not self.spec.has_rows or not len(lengths):
             return lengths
         row_begins = np.cumsum(lengths) - lengths
-        begins = [row_begins if rows_hold_wholes else row_begins[:1]]
+        begins = [row_begins if is_best_fit else row_begins[:1]]
         begins += [row_begins[number] + self.starts(number) for number in range(len(lengths))]
         return np.diff(np.unique(np.concatenate(begins)), append=lengths.sum())
 
@@ -347,9 +346,9 @@ def ids_of(
         else:
             size = spec.dtype.itemsize
             counts = group["num_bytes"].astype(np.int64) // size
-            shifts = places // size - np.cumsum(counts) + counts
             values = np.frombuffer(raw, spec.dtype, len(raw) // size)
-            yield np.take(values, np.repeat(shifts, counts) + np.arange(counts.sum()))
+            gaps = places // size - (np.cumsum(counts) - counts)  # values before each sample that are not ids
+            yield np.take(values, np.repeat(gaps, counts) + np.arange(counts.sum()))
 
 
 MAX_INDEX_BYTES = 64 << 20  # one of 99,999 shards has 8 MB
@@ -426,7 +425,7 @@ def _index_of(
     for what, are_wrong in wrong.items():
         if are_wrong.any():
             row = int(are_wrong.argmax())
-            raise names.wrong_value(*place_of(row), columns[row].tolist(), f"another {what}")
+            raise names.wrong_value(*place_of(row), columns[row].tolist(), f"valid {what}")
     hashes = tuple(row[-1] for row in rows)
     return DatasetIndex(spec=spec, columns=columns, tar_sha256=hashes, sources=sources, blanked=blanked)
 

@@ -196,19 +196,19 @@ def state_at(sources: Sources, step: int, **options: Any) -> dict[str, Any]:
 
 def stages(loader: TokenLoader) -> list[tuple[int, int, str]]:
     """Return (first step, global batch size, shares of samples) of each stage."""
-    lines = re.findall(r"from step (\d+): (.*), global_batch_size (\d+)", loader.describe())
-    return [(int(step), int(size), shares) for step, shares, size in lines]
+    lines = re.findall(r"from step (\d+): global_batch_size (\d+) \((.*?)\)", loader.describe())
+    return [(int(step), int(size), shares) for step, size, shares in lines]
 
 
-FIRST = (0, L, "web 0.5, code 0.5")
+FIRST = (0, L, "50% web, 50% code")
 # Arguments when resuming from a state of step 70, and the stages of the amended run.
 AMENDED: list[tuple[dict[str, Any], list[Any]]] = [
-    ({"weights": {"web": 1}, "global_batch_size": 3 * L}, [FIRST, (128, 3 * L, "web 1")]),
-    ({"weights": [(0, {"web": 1, "code": 1}), (75, {"web": 1})]}, [FIRST, (128, L, "web 1")]),
-    ({"weights": [(0, {"web": 1, "code": 1}), (150, {"web": 1})]}, [FIRST, (150, L, "web 1")]),
+    ({"weights": {"web": 1}, "global_batch_size": 3 * L}, [FIRST, (128, 3 * L, "100% web")]),
+    ({"weights": [(0, {"web": 1, "code": 1}), (75, {"web": 1})]}, [FIRST, (128, L, "100% web")]),
+    ({"weights": [(0, {"web": 1, "code": 1}), (150, {"web": 1})]}, [FIRST, (150, L, "100% web")]),
     ({**MIXED, "global_batch_size": [(0, L), (130, 2 * L)]}, [FIRST, (130, 2 * L, FIRST[2])]),
     ({"names": "web code books", "weights": [(0, {"web": 1, "code": 1}), (400, {"books": 1})]},
-     [FIRST, (400, L, "books 1")]),
+     [FIRST, (400, L, "100% books")]),
     ({"weights": {"web": 5, "code": 5}}, [FIRST]),
 ]  # fmt: skip
 

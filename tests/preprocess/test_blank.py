@@ -194,7 +194,7 @@ def test_a_batch_without_any_label_is_logged_once(made: Made, caplog: pytest.Log
         empty = [batch for batch in loader if (batch["labels"] == -100).all()]
     assert len(empty) >= len(BLANKED) - 1
     assert all(batch["attention_mask"].sum() == 1 for batch in empty)
-    assert caplog.text.count("a batch has no label left") == 1
+    assert caplog.text.count("a batch has no labels") == 1
 
 
 @pytest.mark.parametrize("form", ["json", "concat"])

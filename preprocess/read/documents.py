@@ -146,7 +146,7 @@ def fetch_command(data: bytes) -> str | None:
 
 def unreadable(file: OpenInput, why: str) -> BadInput:
     """Build the error for an input that cannot be read as the format of its name."""
-    message = f"input {file.path} {why}; replace it by an intact file, or move it away and plan again"
+    message = f"input {file.path} {why}; replace it with an intact file, or move it away and plan again"
     return BadInput(message, path=file.path, expected="an intact file")
 
 

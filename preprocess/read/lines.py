@@ -45,7 +45,7 @@ _FIRST_SCAN_BYTES, _MAX_SCAN_BYTES = 16 << 10, 1 << 20  # read at once to find a
 _TAIL_BYTES = 16 << 10  # decompressed at once to find the end of a part's last line
 _HEAD_TEXT_BYTES = 256 << 10  # planning decompresses this much to estimate the size of a file's text
 _READ_BYTES = 128 << 10
-_XZ_BYTES = 1 << 30  # largest memory; ``xz -9`` needs 64 MiB
+_XZ_BYTES = 1 << 30  # the most memory that xz may take; ``xz -9`` needs 64 MiB
 _HEADER_BYTES = 18  # a decompressor is opened with at least this much data, or all that is left
 _DEFAULT_ZSTD_LONG = 27  # log2 of the largest window that the zstd command accepts by default
 _MAX_SEEK_TABLE_BYTES = 64 << 20
@@ -251,7 +251,7 @@ class LineFormat:
         """Raise BadInput if the beginning of a file's text shows that it cannot be read."""
 
     def texts_of_lines(self, fields: TextFields, lines: bytes, starts: Numbers, at: int) -> LineTexts:
-        """Return texts and columns. ``starts``: of each line in ``lines``, whose first byte is ``at``."""
+        """Return texts and columns. ``starts``: of the lines in ``lines``, which begins at byte ``at``."""
         raise NotImplementedError
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:

@@ -45,7 +45,7 @@ _SHIFTS = np.arange(30, -1, -3)  # to the bits of eleven octal digits
 Digests = npt.NDArray[np.void]  # DIGEST[documents]
 _NO_DIGESTS = np.empty(0, DIGEST)
 _MAX_SOURCES = 1000  # per shard: its manifest lists them
-_NUM_LENGTH_BINS = 64 << (LENGTH_BITS - 1)  # more than the different lengths in TextCounts
+_NUM_LENGTH_BINS = 64 << (LENGTH_BITS - 1)  # for the lengths in TextCounts
 
 
 class Piece(NamedTuple):

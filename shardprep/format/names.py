@@ -274,7 +274,7 @@ FORMAT_VERSION = 3  # of all files in this package
 CONTENT_HASH = "content_sha256"
 RUN = "run"  # the part that may vary between equal files; it has a hash of its own
 RUN_HASH = "run_sha256"
-MAX_INT64 = 2**63 - 1  # the columns of an index are int64
+MAX_INT64 = 2**63 - 1  # the largest number in the columns of an index
 Count = Annotated[int, Meta(ge=0, le=MAX_INT64)]
 Seconds = Annotated[float, Meta(ge=0, le=MAX_INT64)]
 Text = Annotated[str, Meta(pattern=r"\A[^\0]*\Z")]  # usable in paths and messages

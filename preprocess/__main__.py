@@ -28,7 +28,7 @@ from shardprep.format.names import PLAN_NAME, chosen_shards, id_ranges
 from shardprep.format.plan import PrepConfig
 
 _HUB_NAME = re.compile(r"(?:(?:hf|https?):/+(?:huggingface\.co/+)?datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")
-_HUB = (
+_HUB_HINT = (
     "download a data set of the hub first: hf download NAME --repo-type dataset --local-dir RAW; "
     "then plan --input_dir RAW --recursive"
 )
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = ["shard", *words]  # --shard_id N alone makes a shard
     code = PROGRAM.run(words)
     # A job's script records each attempt in a file, see shardprep/format/jobs.py. A successful task removes
-    # it, so that done shards have none.
+    # it, so done shards have no record.
     if code == 0 and (record := os.environ.get("SHARDPREP_ATTEMPT")):
         with contextlib.suppress(OSError):
             os.unlink(record)  # noqa: PTH108 - one call of the file system
@@ -57,10 +57,10 @@ def task(args: argparse.Namespace) -> int:
         cpus = resources.allowed_cpus(offset=args.shard_id)
         num_cpus = resources.bind_to(cpus)  # before planning, which may start threads
         may_plan = not (args.planned or args.check_inputs)
-        is_missing = may_plan and not os.path.lexists(folder / PLAN_NAME)
+        has_to_plan = may_plan and not os.path.lexists(folder / PLAN_NAME)
         # A task of a job array usually gets only --output_dir. The planner, whose import takes 0.2 s, is
         # needed only to compare other flags with the plan, or to make a missing plan.
-        if is_missing or args.check_inputs or given.keys() != {"output_dir"}:
+        if has_to_plan or args.check_inputs or given.keys() != {"output_dir"}:
             from preprocess.plan.planning import plan_of_task
 
             plan_of_task(given, may_plan=may_plan, checks_inputs=args.check_inputs)
@@ -100,11 +100,11 @@ def plan_data_set(args: argparse.Namespace) -> int:
     if config.transform and (fields := sorted({"text_field", "text_template"} & given.keys())):
         raise UsageError(found=f"--{fields[0]} --transform", expected="one of them: each gives the text")
     if (name := _HUB_NAME.fullmatch(str(config.input_dir))) and not os.path.lexists(config.input_dir):
-        message = f"--input_dir {config.input_dir} is not a folder; {_HUB.replace('NAME', name[1])}"
+        message = f"--input_dir {config.input_dir} is not a folder; {_HUB_HINT.replace('NAME', name[1])}"
         raise NotFound(message, path=config.input_dir, remedy="hf download")
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
-    how = {"num_shards": args.num_shards, "shard_bytes": shard_bytes}
-    plan, lines, output_bytes = make_plan(config, **how, stripe=args.stripe, dry_run=args.dry_run)
+    cut = {"num_shards": args.num_shards, "shard_bytes": shard_bytes}
+    plan, lines, output_bytes = make_plan(config, **cut, stripe=args.stripe, dry_run=args.dry_run)
     need = Need(num_bytes=output_bytes, num_shards=plan.num_shards)
     print_lines(*lines, *space_lines(config.output_dir, need))
     if args.dry_run:
@@ -156,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
         expected = "write permission; its owner can make the shards"
         raise CannotWrite(path=folder, found="a folder that you cannot write to", expected=expected)
     cpus = resources.allowed_cpus(offset=todo[0])
-    assert settings.memory_gb is not None
+    assert settings.memory_gb is not None  # worker_settings sets it
     num_proc = args.num_proc
     if num_proc is None:
         num_proc = resources.environment_number("DATASET_NUM_PROC")
@@ -169,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
     settings = dataclasses.replace(settings, memory_gb=settings.memory_gb / num_proc)
     if note := resources.memory_note(settings.memory_gb, num_proc):
         say(f"note: {note}")
-    cpus_of = [cpus[number::num_proc] or cpus for number in range(num_proc)]
+    cpus_of = [cpus[number::num_proc] or cpus for number in range(num_proc)]  # all, if they are too few
     sizes = plan.shard_bytes()
     progress = Progress(counted(len(todo), "shard"), sum(sizes[shard_id] for shard_id in todo))
     with RunRecord(folder, plan.plan_id, todo, num_cpus=len(cpus)) as record:
@@ -234,12 +234,12 @@ def _blank_flags(parser: argparse.ArgumentParser) -> None:
     text = "folder of the new data set; on the same file system it shares the files of unchanged shards"
     add("--output", "--output_dir", metavar="NEW", dest="output_dir", type=Path, required=True, help=text)
     _making_flags(parser)
-    parser.set_defaults(shards=None, fast=True, deep=None)
+    parser.set_defaults(shards=None, fast=True, deep=None)  # of ``run`` and ``verify``
 
 
-_PACKED = "to pack documents into rows, use --record packed --seq_len 8192"
-_LOADER_CUTS = "documents stay whole here; the loader cuts them: get_llama3_dataloader(..., max_length=2048)"
-_NO_VALUE = "a flag that is on or off takes no value: use --NAME or --no-NAME"
+_PACKED_HINT = "to pack documents into rows, use --record packed --seq_len 8192"
+_LENGTH_HINT = "documents stay whole here; the loader cuts them: get_llama3_dataloader(..., max_length=2048)"
+_BOOLEAN_HINT = "a flag that is on or off takes no value: use --NAME or --no-NAME"
 _ELSEWHERE = (  # command, its module, which is imported when it is called, and a line of help
     ("verify", "verify", "check all shards and write index.json"),
     ("doctor", "doctor", "check machine, tokenizer and folders before the work"),
@@ -258,10 +258,10 @@ PROGRAM = Program(
     epilog="shardprep --shard_id N [...] makes shard N of the plan in --output_dir. Without a plan, it first "
     "plans a shard for each .txt file in --input_dir; shard 0 is the first that ls *.txt shows.",
     hints={
-        **dict.fromkeys(("--packing", "--pack_sequences"), _PACKED),
-        **dict.fromkeys(("--dataset", "--dataset_name"), _HUB),
-        **dict.fromkeys(("--max_length", "--max_seq_length"), _LOADER_CUTS),
-        **dict.fromkeys(("True", "False", "true", "false"), _NO_VALUE),
+        **dict.fromkeys(("--packing", "--pack_sequences"), _PACKED_HINT),
+        **dict.fromkeys(("--dataset", "--dataset_name"), _HUB_HINT),
+        **dict.fromkeys(("--max_length", "--max_seq_length"), _LENGTH_HINT),
+        **dict.fromkeys(("True", "False", "true", "false"), _BOOLEAN_HINT),
     },
     commands={
         "shard": Command("make one shard: --shard_id N", _shard_flags, task, is_nameless=True),

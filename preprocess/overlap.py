@@ -37,11 +37,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.make.engines import Numbers, TokenBatch, load_tokenizer
+from preprocess.make.engines import TokenBatch, load_tokenizer
 from preprocess.make.resources import InputSettings
 from preprocess.make.worker import load_engine
 from preprocess.plan.inputs import find_inputs, stamp_inputs
-from preprocess.read.documents import DocumentReader, Documents, Texts
+from preprocess.read.documents import DocumentReader, Documents, Numbers, Texts
 from shardprep import files
 from shardprep.command_line import add_flags_of, given_of
 from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text, with_progress

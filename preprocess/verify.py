@@ -65,7 +65,7 @@ def verify(args: argparse.Namespace) -> int:
     folder: Path = args.output_dir
     plan = need_plan(folder)
     check: Check = "fast" if args.fast else "full"
-    standing = manifest.standing_findings(folder, plan.plan_id, check)
+    standing = manifest.uncleared_findings(folder, plan.plan_id, check)
     compare_tokenizer = partial(check_tokenizer_files, folder, plan.tokenizer_files)
     files.with_retries(f"the tokenizer in {folder} cannot be read", compare_tokenizer)
     known = {} if args.deep is not None else standing
@@ -121,7 +121,7 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
                 made = worker.make_in(scratch.temporary, worker.plan.shard(shard_id))
             found = read_manifest(folder, shard_id)
             others = [name for name in _COMPARED if getattr(found, name) != getattr(made, name)]
-            differing = [str(names.VOUCHED_PATHS[name](Path(), shard_id)) for name in others]
+            differing = [str(names.STAMPED_PATHS[name](Path(), shard_id)) for name in others]
             for name in (item.name for item in dataclasses.fields(manifest.ShardCounts)):
                 before, now = getattr(found.counts, name), getattr(made.counts, name)
                 if before != now:
@@ -148,7 +148,7 @@ def _report_problems(folder: Path, plan: Plan, problems: Problems, check: Check)
             again = f"shardprep run {errors.quoted(folder)} makes what is missing"
             say(f"error: {shards_text(ids)}: the same; {again}")
     # A shard that is wrong comes before one that could not be read, about which nothing is known.
-    wrong = {shard_id: error for shard_id, error in problems.items() if isinstance(error, manifest.OF_SHARD)}
+    wrong = {number: error for number, error in problems.items() if isinstance(error, manifest.SHARD_ERRORS)}
     not_read = problems.keys() - wrong.keys()
     try:
         manifest.publish_findings(folder, plan.plan_id, wrong, check, not_read)

@@ -80,7 +80,7 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("lines[-1] >= 10**8", "lines[-1] >= (11)**8", "needs a shard of 10^8 lines"),
         ("if len(lines) and lines[-1] >= 10**8", "if (not (len(lines) and lines[-1] >= 10 ** 8))", SPEED),
         ("len(self._closed) >= self.group_rows", "(len(self._closed) > self.group_rows)", "happens later"),
-        ("self._num_held = 0", "self._num_held = (1)", MEMORY),
+        ("self._num_held_tokens = 0", "self._num_held_tokens = (1)", MEMORY),
         ("np.arange(30, -1,", "np.arange(30, -(2),", "the last number is 0 in both cases"),
         ("histogram = [0] * 64", "histogram = [0] * (65)", "trailing zeros are dropped"),
         ("not self._found_no_mark or", "(self._found_no_mark) or", SPEED),

@@ -1,9 +1,9 @@
 """Encode documents as flat token ids, with the fastest engine that gives the ids of the reference.
 
 The reference is ``tokenizers``. ``gigatoken`` reads the same tokenizer.json, loads sooner, and is about
-7 times faster on Korean and 40 times on English (one core, Llama 3). It is used only after its ids proved
-equal: planning compares ``gate_texts`` and a sample of the corpus, and each worker compares the probe. A text
-with a code point that newer Unicode versions may classify differently always goes to the reference.
+7 times faster on Korean and 40 times on English (one core, Llama 3). It is used only if its ids are equal:
+planning compares ``gate_texts`` and a sample of the corpus, and each worker compares the probe. The reference
+always encodes a text with a code point that newer Unicode versions may classify differently.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from preprocess.read.documents import BETWEEN, Documents, Texts
+from preprocess.read.documents import BETWEEN, Documents, Numbers, Texts
 from shardprep.errors import BadInput, ReadWriteError, ShardprepError
 from shardprep.files import read_regular
 from shardprep.format.names import MAX_TOKENIZER_BYTES
@@ -34,7 +34,6 @@ from shardprep.format.plan import MaskRule
 from shardprep.hub import is_library_fault, words_of_fault
 
 Ids = npt.NDArray[np.uint32]
-Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +112,7 @@ class Engine:
 
 
 def load_tokenizer(path: Path, content: bytes | None = None) -> Any:
-    """Load a ``tokenizers.Tokenizer`` of a tokenizer.json, or of its ``content`` if that was read already.
+    """Load a ``tokenizers.Tokenizer`` from a tokenizer.json, or from its ``content`` if that is given.
 
     Raises ReadWriteError, or BrokenShard if it is not a regular file.
     """
@@ -249,7 +248,7 @@ class FastTokenizer:
     A batch is encoded as one text. An added token separates the documents: it shows where they begin, and its
     ids are replaced by BOS and EOS. Control tokens that must stay text are not added tokens here.
 
-    gigatoken caches every word that it has seen, 3 to 7 bytes per byte of new text. So it is loaded again
+    gigatoken caches every word that it has seen, in 3 to 7 bytes per byte of new text. So it is loaded again
     when the process has grown by _MAX_GROWTH_BYTES.
     """
 
@@ -287,19 +286,19 @@ class FastTokenizer:
             if self._num_bytes > self._MIN_TEXT_BYTES and _resident_bytes() > self._max_resident_bytes:
                 self._load()
             backend = self._backend
-        # encode() would hold the interpreter's lock, and would import "awkward" for a list of texts (0.1 s).
+        # encode() would keep the interpreter's lock, and would import "awkward" for a list of texts (0.1 s).
         # With parallel=True several threads are served at once.
         rows, _ = backend.encode_batch_padded(BytesSource(text), PadTruncate(0), parallel=True)
         return rows[0]
 
     def encode(self, reference: Callable[[], Engine], texts: Texts, add_special_tokens: bool) -> TokenBatch:
-        """Encode texts. Those that gigatoken might encode differently go to the reference."""
+        """Encode texts, with the reference where gigatoken might give other ids."""
         unsure = texts_with_new_code_points(texts)
         if not unsure:
             if (tokens := self._encode_joined(texts, add_special_tokens)) is not None:
                 return tokens
             unsure = [n for n, text in enumerate(texts) if any(each in text for each in self._separators)]
-            unsure = unsure or list(range(len(texts)))
+            unsure = unsure or list(range(len(texts)))  # it is not clear which text it is
         slow = reference().encode_with(texts.only(unsure), add_special_tokens)
         documents = dict(zip(unsure, slow.documents(), strict=True))
         sure = [n for n in range(len(texts)) if n not in documents]
@@ -313,12 +312,13 @@ class FastTokenizer:
             return TokenBatch.of([])
         before, after = (self._before, self._after) if add_special_tokens else ([], [])
         between, num_bounds = [*after, *before], len(texts) - 1
-        stride, joined = max(1, len(between)), texts.joined
+        stride, joined = max(1, len(between)), texts.joined  # stride: separators between two texts
         if stride > 1:
             joined = (BETWEEN * stride).join(texts.each)
         # A text that ends with all of BETWEEN but its last quote would take the first quote of the next one.
+        # Only if there are other NULs are the separators counted, which takes longer.
         num_nul = np.count_nonzero(np.frombuffer(joined, np.uint8) == 0)
-        if num_nul != num_bounds * stride != joined.count(BETWEEN[:-1]):
+        if num_nul != num_bounds * stride and joined.count(BETWEEN[:-1]) != num_bounds * stride:
             return None
         ids = self._ids(BETWEEN * len(before) + joined + BETWEEN * len(after))
         places = np.flatnonzero(ids == self._separator_id)
@@ -332,7 +332,7 @@ class FastTokenizer:
         return TokenBatch(ids=ids, offsets=np.concatenate([[0], starts, [len(ids)]]))
 
 
-# One is kept, so that a process that plans and then makes shards loads it once: 0.3 s for Llama 3's.
+# Cached, so that a process that plans and then makes shards loads it once: 0.3 s for Llama 3's.
 _fast_tokenizer = functools.lru_cache(maxsize=1)(FastTokenizer)
 
 
@@ -342,9 +342,9 @@ def _resident_bytes() -> int:
 
 
 def split_tokenizer(tokenizer_json: bytes) -> tuple[dict[str, Any], bytes]:
-    """Split a tokenizer.json into what precedes the model, parsed, and the bytes ``"model": {...}}``.
+    """Split a tokenizer.json into the parts before the model, parsed, and the bytes ``"model": {...}}``.
 
-    ``tokenizers`` writes the model last, and it is most of the file: then it need not be parsed.
+    ``tokenizers`` writes the model last, and it is most of the file. In this order it is not parsed.
     """
     model = tokenizer_json[max(0, tokenizer_json.find(b'"model": {')) :]
     head = tokenizer_json[: -len(model)].rstrip().rstrip(b",") + b"}"
@@ -378,8 +378,8 @@ def ids_around(processor: dict[str, Any] | None) -> tuple[list[int], list[int]]:
 
 
 # Code points that Unicode versions after 14 may classify as letters or digits, so engines of different ages
-# may disagree. Below U+10000: what this Python does not assign and _ASSIGNED_SINCE_14 (by Unicode 15 to 18),
-# without _NEVER_ASSIGNED (U+0378 is in it because the probe has it). Above: everything but _SURE_ABOVE.
+# may disagree. Below U+10000: those that this Python does not assign, and _ASSIGNED_SINCE_14 (Unicode 15 to
+# 18), except _NEVER_ASSIGNED (with U+0378, because the probe has it). Above: all except _SURE_ABOVE.
 _ASSIGNED_SINCE_14 = (
     "558 58b-58c 5c8-5c9 88f 897 b53-b54 c5c cdc cf3 ece 1acf-1af0 1b4e-1b4f 1b7f 1c89-1c8a 208f 209d-209f "
     "20c1-20c4 2427-2429 2b96 2e60-2e63 2ffc-2fff 31e4-31e5 31ef a7cb-a7cf a7d2 a7d4 a7da-a7dd a7e2 a7f1 "
@@ -497,7 +497,7 @@ def probe_texts(tokenizer: dict[str, Any]) -> list[str]:
 def gate_texts(tokenizer_json: bytes) -> list[str]:
     """Return the texts on which planning compares the engines. The reference needs 1 s (Llama 3's tokenizer).
 
-    They have all code points, all pairs of character classes, added tokens, long runs, known differences.
+    They have all code points, all pairs of character classes, added tokens, long runs and known differences.
     """
     points = np.flatnonzero(~is_new_code_point())
     points = points[((points < 0xD800) | (points > 0xDFFF)) & (points < 0xF0100)]  # private use comes after

@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from preprocess.make.engines import NO_LOSS, Ids, Numbers, TokenBatch
-from preprocess.read.documents import BadDocument, Documents, Texts
+from preprocess.make.engines import NO_LOSS, Ids, TokenBatch
+from preprocess.read.documents import BadDocument, Documents, Numbers, Texts
 from shardprep import files
 from shardprep.errors import BadInput, OtherTokenizer
 from shardprep.format import manifest as manifests
@@ -45,7 +45,7 @@ _SHIFTS = np.arange(30, -1, -3)  # to the bits of eleven octal digits
 Digests = npt.NDArray[np.void]  # DIGEST[documents]
 _NO_DIGESTS = np.empty(0, DIGEST)
 _MAX_SOURCES = 1000  # per shard: its manifest lists them
-_NUM_LENGTHS = 64 << (LENGTH_BITS - 1)  # that TextCounts can tell apart
+_NUM_LENGTH_BINS = 64 << (LENGTH_BITS - 1)  # for the lengths in TextCounts
 
 
 class Piece(NamedTuple):
@@ -72,7 +72,7 @@ class Batch(NamedTuple):
 class DocumentMembers:
     """One sample per document: its ``text.txt``, if texts are kept, and its ``token_ids``."""
 
-    num_padding = num_split = 0  # as of RowMembers
+    num_padding = num_split = 0  # RowMembers counts padding, and documents split over rows
 
     def __init__(self, spec: DatasetSpec, shard_id: int, options: PlanOptions) -> None:
         self._spec, self._shard_id, self._options = spec, shard_id, options
@@ -88,17 +88,17 @@ class DocumentMembers:
         Raises BadInput if a member is too large for the idx.
         """
         lengths, dtype = np.diff(tokens.offsets), self._spec.dtype
-        ids: Sequence[bytes | memoryview]
+        encoded: Sequence[bytes | memoryview]  # the ids of each document
         if self._json:
             id_bytes = self._json.lengths(tokens)
             written = memoryview(self._json.separated(tokens.ids))
             bounds = np.cumsum(np.where(lengths > 0, id_bytes, 0)).tolist()
-            ids = [written[begin + 1 : end] for begin, end in itertools.pairwise([0, *bounds])]
+            encoded = [written[begin + 1 : end] for begin, end in itertools.pairwise([0, *bounds])]
         else:
             id_bytes = lengths * dtype.itemsize + self._npy_header_bytes
             parts = zip(lengths.tolist(), tokens.documents(), strict=True)
-            ids = [names.npy_header(dtype, (num,)) + part.astype(dtype).tobytes() for num, part in parts]
-        fields: list[tuple[str, Numbers, Sequence[bytes | memoryview]]] = [(self._field, id_bytes, ids)]
+            encoded = [names.npy_header(dtype, (num,)) + part.astype(dtype).tobytes() for num, part in parts]
+        fields: list[tuple[str, Numbers, Sequence[bytes | memoryview]]] = [(self._field, id_bytes, encoded)]
         if self._options.keep_text:
             texts = documents.texts.each
             fields.insert(0, (names.TEXT_FIELD, np.fromiter(map(len, texts), np.int64, len(texts)), texts))
@@ -140,15 +140,15 @@ class DocumentMembers:
         if not (fraction := self._spec.validation_fraction):
             yield piece
             return
-        # All bytes go with the records for training, so the tar has the order of the input. The records for
-        # validation follow without bytes: they come last in the idx.
+        # The piece for training has all bytes, so the tar has the order of the input. The one for validation
+        # has only records and digests, which come last in their files.
         is_validation = are_for_validation(piece.digests, fraction)
         yield Piece(piece.data, piece.records[~is_validation], piece.digests[~is_validation])
         if is_validation.any():
             yield Piece(b"", piece.records[is_validation], piece.digests[is_validation], is_validation=True)
 
     def rest(self) -> Iterator[Piece]:
-        """Yield what is left at the end of the shard: nothing, as each batch is complete."""
+        """Yield the pieces left at the end of the shard: none, as each batch is complete."""
         return iter(())
 
 
@@ -187,7 +187,7 @@ class JsonIds:
     """Writes ids as ``json.dumps`` does, ``[128000, 9906]``, for the same bytes as webdataset's TarWriter.
 
     A table has the text ``, 9906`` of every id, padded with zero bytes to a fixed width. A batch takes one
-    look-up, and one pass that drops the zeros. The look-up clips ids, which takes numpy a tenth of the time
+    look-up, and one pass that drops the zeros. The look-up clips ids: in numpy this takes a tenth of the time
     of checking them. The table takes 12 ms for 128,256 tokens.
     """
 
@@ -226,7 +226,7 @@ json_ids = functools.cache(JsonIds)  # one table per vocabulary
 
 # Rows. -------------------------------------------------------------------------------------------------
 
-# Where a document begins: position in tokens, input number, byte in the input. And its digest, or zeros.
+# Where a document begins: position in tokens, input number, byte in the input; with its digest, or zeros.
 START = np.dtype([("position", "<i8"), ("source", "<u4"), ("source_offset", "<u8"), ("digest", DIGEST)])
 Starts = npt.NDArray[np.void]  # START[documents]
 
@@ -256,7 +256,7 @@ class Packer:
         raise NotImplementedError
 
     def finish(self) -> Iterator[RowGroup]:
-        """Yield the groups of what is left."""
+        """Yield the groups of the documents left at the end."""
         raise NotImplementedError
 
 
@@ -274,7 +274,7 @@ class ConcatRows(Packer):
 
     def append(self, tokens: TokenBatch, starts: Starts) -> Iterator[RowGroup]:
         has_tokens = np.diff(tokens.offsets) > 0
-        # Positions in the held tokens, the first of which begins a row.
+        # Positions in the tokens that are not yet in a group, the first of which begins a row.
         first = tokens.offsets[:-1][has_tokens] + len(self._ids)
         last = tokens.offsets[1:][has_tokens] + len(self._ids) - 1
         self.num_split += int((first // self.seq_len != last // self.seq_len).sum())
@@ -291,7 +291,7 @@ class ConcatRows(Packer):
             yield self._take(len(self._ids))
 
     def _take(self, num_tokens: int) -> RowGroup:
-        """Return a group of the first ``num_tokens`` held tokens."""
+        """Return a group of the first ``num_tokens`` of these tokens."""
         seq_len, num_here = self.seq_len, np.searchsorted(self._starts["position"], num_tokens)
         ids, self._ids = self._ids[:num_tokens], self._ids[num_tokens:]
         starts, self._starts = self._starts[:num_here], self._starts[num_here:].copy()
@@ -334,15 +334,15 @@ class BestFitRows(Packer):
 
     def __init__(self, spec: DatasetSpec) -> None:
         super().__init__(spec)
-        self._most_open = min(1024, max(16, self._OPEN_BYTES // (spec.seq_len * spec.dtype.itemsize)))
+        self._max_open = min(1024, max(16, self._OPEN_BYTES // (spec.seq_len * spec.dtype.itemsize)))
         self._open: list[tuple[int, int, _Row]] = []  # space, turn, row; ascending
         self._turn = 0  # among rows of equal space the oldest comes first
         self._closed: list[_Row] = []
 
     def append(self, tokens: TokenBatch, starts: Starts) -> Iterator[RowGroup]:
         seq_len, bounds = self.seq_len, itertools.pairwise(tokens.offsets.tolist())
-        facts = (starts[name].tolist() for name in ("source", "source_offset", "digest"))
-        provenances = zip(*facts, strict=True)
+        columns = (starts[name].tolist() for name in ("source", "source_offset", "digest"))
+        provenances = zip(*columns, strict=True)
         ids = tokens.ids.astype(self.dtype)
         for (begin, end), provenance in zip(bounds, provenances, strict=True):
             self.num_split += end - begin > seq_len
@@ -353,7 +353,7 @@ class BestFitRows(Packer):
                 if place < len(self._open):
                     _, _, row = self._open.pop(place)
                 else:
-                    if len(self._open) == self._most_open:
+                    if len(self._open) == self._max_open:
                         self._closed.append(self._open.pop(0)[2])  # the fullest
                     row = _Row(ids=np.full(seq_len, self.pad_id, self.dtype), first=provenance)
                 if first == begin:
@@ -408,7 +408,7 @@ class RowMembers:
         self._packers = [packer_of(spec, options.pack) for _ in range(2 if spec.validation_fraction else 1)]
         self._member_tokens = self._packers[0].group_rows * spec.seq_len
         self._held: list[tuple[Ids, Starts]] = []  # documents for validation that are not packed yet
-        self._num_held = 0  # their tokens
+        self._num_held_tokens = 0
         self._num_rows = 0
         self._tar_bytes = 0
         self.num_padding = 0
@@ -438,8 +438,8 @@ class RowMembers:
         numbers, ids, first = np.arange(len(starts)), tokens.documents(), 0
         for number in np.flatnonzero(~is_training).tolist():
             self._held.append((ids[number], starts[number : number + 1]))
-            self._num_held += len(ids[number])
-            if self._num_held >= self._member_tokens:
+            self._num_held_tokens += len(ids[number])
+            if self._num_held_tokens >= self._member_tokens:
                 here = is_training & (first <= numbers) & (numbers < number)
                 yield from map(self._member, self._packers[0].append(tokens.only(here), starts[here]))
                 yield from self._release()
@@ -449,7 +449,7 @@ class RowMembers:
 
     def _release(self) -> Iterator[Piece]:
         """Pack the documents that are held for validation, and yield the members that they fill."""
-        held, self._held, self._num_held = self._held, [], 0
+        held, self._held, self._num_held_tokens = self._held, [], 0
         if held:
             tokens, starts = TokenBatch.of([ids for ids, _ in held]), [start for _, start in held]
             for group in self._packers[1].append(tokens, np.concatenate(starts)):
@@ -515,7 +515,7 @@ class _Source:
         self.num_quarantined = 0
         self.num_bytes = 0  # of the input files, or of the texts if records name the source
         self.num_text_bytes = self.num_chars = 0
-        self._lengths = np.zeros((2, _NUM_LENGTHS), np.int64)  # documents and tokens
+        self._lengths = np.zeros((2, _NUM_LENGTH_BINS), np.int64)  # documents and tokens
 
     def add(self, texts: Texts, num_tokens: Numbers, num_bytes: int) -> None:
         self.num_bytes += num_bytes
@@ -523,10 +523,10 @@ class _Source:
         # Continuation bytes of UTF-8 are 10xxxxxx.
         is_inside = np.frombuffer(texts.joined, np.int8) < -64
         self.num_chars += texts.num_bytes - int(np.count_nonzero(is_inside))
-        dropped = np.maximum(np.frexp(num_tokens)[1] - LENGTH_BITS, 0)
+        dropped = np.maximum(np.frexp(num_tokens)[1] - LENGTH_BITS, 0)  # bits after the first LENGTH_BITS
         place = (dropped << (LENGTH_BITS - 1)) + (num_tokens >> dropped)
-        self._lengths[0] += np.bincount(place, minlength=_NUM_LENGTHS)
-        self._lengths[1] += np.bincount(place, num_tokens, _NUM_LENGTHS).astype(np.int64)
+        self._lengths[0] += np.bincount(place, minlength=_NUM_LENGTH_BINS)
+        self._lengths[1] += np.bincount(place, num_tokens, _NUM_LENGTH_BINS).astype(np.int64)
 
     def lengths(self) -> dict[int, list[int]]:
         """Return documents and tokens by length, as TextCounts has them."""
@@ -549,13 +549,13 @@ class Counting:
 
     @property
     def bad_fraction(self) -> float:
-        """The share of unusable documents so far, without those that the user chose to leave out."""
+        """Return the share of unusable documents so far, without those that the user chose to leave out."""
         num_bad = sum(not names.is_chosen(bad.reason) for bad in self.bad)
         return num_bad / max(1, num_bad + self.num_documents)
 
     @property
     def bad_reasons(self) -> set[str]:
-        """The reasons why documents were left out."""
+        """Return the reasons why documents were left out."""
         return {bad.reason for bad in self.bad}
 
     def add(self, documents: Documents, num_tokens: Numbers) -> None:
@@ -644,22 +644,22 @@ def _make_mark(mark: Path) -> bool:
     return True
 
 
-def _unlink(marks: list[Path]) -> None:
-    """Remove the marks of an attempt. A finalizer does it, in case a second signal interrupts the cleanup."""
+def _remove_marks(marks: list[Path]) -> None:
+    """Remove the marks of an attempt. Runs as a finalizer, in case a second signal interrupts the cleanup."""
     for mark in marks:
         with contextlib.suppress(OSError):
             mark.unlink()
 
 
 def remove_temporaries_of(shard_ids: Iterable[int], folder: Path, *, older_than_s: float = 0) -> None:
-    """Remove what attempts at some shards left behind, with one listing of the folder."""
+    """Remove the temporary files and marks of attempts at some shards, with one listing of the folder."""
     subfolders = [names.QUARANTINE_DIR, names.IDS_DIR, names.DIGESTS_DIR]
     stems = map(names.shard_name, shard_ids)
     files.remove_temporaries(folder, *stems, older_than_s=older_than_s, subfolders=subfolders)
 
 
 def finished_manifest(folder: Path, plan_id: str, shard_id: int) -> Manifest | None:
-    """Return the manifest of a shard if it is done, and remove what other attempts at it left behind."""
+    """Return the manifest of a shard if it is done, and remove temporary files of other attempts at it."""
     manifest = done_manifest(folder, shard_id, plan_id)
     if manifest and any(files.size_of_file(mark) is not None for mark in _marks(folder, shard_id)):
         remove_temporaries_of([shard_id], folder)
@@ -667,7 +667,7 @@ def finished_manifest(folder: Path, plan_id: str, shard_id: int) -> Manifest | N
 
 
 def missing_shards(folder: Path, plan_id: str, shard_ids: Collection[int]) -> list[int]:
-    """Return the shards that are not done. Remove what attempts at the others left, with one listing."""
+    """Return the shards that are not done. Remove temporary files of those that are, with one listing."""
     findings = manifests.read_findings(folder, plan_id)
     done = [number for number in shard_ids if done_manifest(folder, number, plan_id, findings)]
     if done:
@@ -695,7 +695,7 @@ class ShardWriter:
         begun, self._again = _marks(folder, shard_id)
         ours = [begun]  # before it is created: a signal may come in between
         with self._files as opened:
-            opened.callback(weakref.finalize(self, _unlink, ours))
+            opened.callback(weakref.finalize(self, _remove_marks, ours))
             self._found_no_mark = _make_mark(begun)
             if not self._found_no_mark:
                 ours.clear()
@@ -720,9 +720,9 @@ class ShardWriter:
         return self._files.enter_context(files.PublishedFile(path))
 
     def lay_out(self, documents: Documents, tokens: TokenBatch, digests: Digests | None = None) -> Batch:
-        """Lay out what depends on this batch alone. Runs in a thread. Raises BadInput, OtherTokenizer.
+        """Lay out the members of a batch if they depend on it alone. Runs in a thread.
 
-        ``digests`` default to those of the documents, if digests are kept.
+        ``digests`` default to those of the documents, if digests are kept. Raises BadInput, OtherTokenizer.
         """
         if digests is None:
             digests = documents.digests() if self._options.digests else _NO_DIGESTS
@@ -769,7 +769,7 @@ class ShardWriter:
         written = {"tar": self._tar, "idx": self._idx, **self._side_files}
         if (quarantine := self.quarantine()) is not None:
             written["quarantine"] = quarantine
-        stamps: dict[str, Any] = dict.fromkeys(names.VOUCHED_PATHS)
+        stamps: dict[str, Any] = dict.fromkeys(names.STAMPED_PATHS)
         stamps |= {name: file.sync() for name, file in written.items()}
         validation = None
         if self._spec.validation_fraction:

@@ -1,6 +1,6 @@
 """Make one shard: open the plan, load the engine, make the shard, report the result.
 
-``make_shard`` calls ``Worker.run_shard``, and that ``Worker.make_in``. One thread reads the next batch of
+``make_shard`` calls ``Worker.run_shard``, which calls ``Worker.make_in``. One thread reads the next batch of
 documents, a few threads encode batches and lay out their members, and the main thread writes them in order.
 
 ``run_shards`` makes several shards on this machine. Each process loads the tokenizer once, and makes one
@@ -42,54 +42,54 @@ from shardprep.format.plan import EngineName, Plan, PlannedShard, check_tokenize
 if TYPE_CHECKING:  # a task of one shard does without them
     from shardprep.format.jobs import Failure
 
-_MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
-_NUM_NAMED = 3  # inputs of a shard that the log names
-# The flag that is most likely wrong if documents are left out for a reason.
+_MAX_ENCODERS = 4  # threads that encode and lay out batches; more would wait for the interpreter's lock
+_MAX_NAMED_INPUTS = 3  # of a shard, in the log
+# Reason why documents are left out -> the flag that is probably wrong.
 _LIKELY_FLAG = dict.fromkeys(["no_field", "null_field", "wrong_type"], "--text_field")
 _LIKELY_FLAG["undecodable"] = "--encoding"
-_SLURM_FACTS = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CPUS_PER_TASK")
+_SLURM_VARIABLES = [
+    f"SLURM_{name}" for name in ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CPUS_PER_TASK")
+]
 
-Progressed = Callable[[int, dict[str, int]], None]  # called with bytes of input, and counts by noun
+OnBatch = Callable[[int, dict[str, int]], None]  # is called with bytes of input, and counts by noun
 
 
 def make_shard(
     folder: Path, shard_id: int, settings: WorkerSettings, num_cpus: int, memory_note: str | None
 ) -> int:
     """Make one shard of a folder's plan on the CPUs of this process. Return the exit code."""
-    # Open: this ends here if the shard is done.
+    # Open the plan. If the shard is done, nothing else is loaded.
     plan = need_plan(folder).at(settings.input_dir)
     shard = plan.shard(shard_id)
     if finished_manifest(folder, plan.plan_id, shard_id):
         say(f"shard {shard_id:05d} is done already")
         return 0
-    # Load: check the tokenizer's files and ids against the plan.
-    say(part_line(plan, shard))
+    say(input_line(plan, shard))
     if memory_note:
         say(f"note: {memory_note}")
+    # Load the engine. This checks the tokenizer's files and ids against the plan.
     worker = Worker(plan, folder, settings, num_cpus=num_cpus, warn=say)
-    say(worker.means_line())
-    # Make.
+    say(worker.resources_line())
     progress = Progress(f"shard {shard_id:05d}", shard.num_bytes)
     manifest = worker.run_shard(shard, progress.add)
-    # Tell: the manifest has all facts.
     say(done_line(manifest, folder))
     return 0
 
 
-def part_line(plan: Plan, shard: PlannedShard) -> str:
-    """Return a log line that names the files, and the bytes of them, that a shard is made from."""
-    parts = []
+def input_line(plan: Plan, shard: PlannedShard) -> str:
+    """Return a log line with the input files of a shard, and the byte range of each one that is not whole."""
+    inputs = []
     for part in shard.ranges:
-        item = plan.inputs[part.input_number]
-        parts.append(item.path)
+        item, byte_range = plan.inputs[part.input_number], ""
         if (part.start, part.end) != (0, item.num_bytes):
-            # "file bytes" are not the places of documents, which are rows or bytes of decompressed text.
+            # "file bytes": here the offsets of documents are rows, or bytes of the decompressed text.
             unit = "bytes" if part.kind.is_in_bytes else "file bytes"
-            parts[-1] += f" {unit} {part.start} to {part.end}"
-    if len(parts) > _NUM_NAMED:
-        parts[_NUM_NAMED - 1 :] = ["...", f"{parts[-1]} ({len(parts)} files)"]
-    of = f"{short_bytes(shard.num_bytes)} of {plan.input_dir}: {', '.join(parts)}" if parts else "no input"
-    return f"shard {shard.shard_id:05d} of {plan.num_shards}: {of}"
+            byte_range = f" {unit} {part.start} to {part.end}"
+        inputs.append(item.path + byte_range)
+    if len(inputs) > _MAX_NAMED_INPUTS:
+        inputs = [*inputs[: _MAX_NAMED_INPUTS - 1], "...", f"{inputs[-1]} ({len(inputs)} files)"]
+    amount = f"{short_bytes(shard.num_bytes)} of {plan.input_dir}: {', '.join(inputs)}"
+    return f"shard {shard.shard_id:05d} of {plan.num_shards}: {amount if inputs else 'no input'}"
 
 
 def done_line(manifest: Manifest, folder: Path) -> str:
@@ -107,7 +107,7 @@ def done_line(manifest: Manifest, folder: Path) -> str:
 
 
 def amounts_line(num_bytes: int, num_documents: int, num_tokens: int, wall_s: float) -> str:
-    """Return counts of what was made in some time, with rates per second."""
+    """Return documents and tokens with their time, and the rates of input bytes and tokens per second."""
     amounts = f"{counted(num_documents, 'document')}, {counted(num_tokens, 'token')} in {wall_s:.1f} s"
     wall_s = max(wall_s, 1e-3)
     return f"{amounts} ({short_bytes(num_bytes / wall_s)}/s, {short_number(num_tokens / wall_s)} tokens/s)"
@@ -134,15 +134,15 @@ class Worker:
             check_chat_versions(plan.options.chat_versions)
         wanted: EngineName = "tokenizers" if plan.options.is_chat else settings.engine
         self.engine = load_engine(plan, folder, wanted, warn)
-        # With little memory, batches are smaller and fewer are laid out at once: three take 0.6 GB.
+        # With little memory, batches are smaller and fewer threads encode: three batches take 0.6 GB.
         memory_bytes = math.inf if settings.memory_gb is None else settings.memory_gb * 2**30
         text_bytes = (memory_bytes - resources.PROCESS_BYTES) / resources.MEMORY_PER_BATCH_BYTE
         self._batch_bytes = int(min(BATCH_BYTES, max(resources.SMALLEST_BATCH_BYTES, text_bytes)))
-        # Each thread takes a batch. Even two cores have two, so that one encodes while the other prepares.
-        most = min(_MOST_MAKERS, num_cpus, max(2, num_cpus // 2))
-        self._num_makers = int(max(1, min(most, text_bytes / BATCH_BYTES)))
+        # Each thread has a batch. Even two cores get two threads: one encodes while the other lays out.
+        num_encoders = min(_MAX_ENCODERS, num_cpus, max(2, num_cpus // 2))
+        self._num_encoders = int(max(1, min(num_encoders, text_bytes / BATCH_BYTES)))
 
-    def means_line(self) -> str:
+    def resources_line(self) -> str:
         """Return a log line with the engine, CPUs, batch size and memory limit."""
         engine, memory_gb = self.engine, self.settings.memory_gb
         memory = "no memory limit" if memory_gb is None else f"memory limit {memory_gb:.2f} GiB"
@@ -151,45 +151,45 @@ class Worker:
         cpus = counted(self.num_cpus, "CPU")
         return f"{engine.name} {engine.version}{slower}, {cpus}, {batches}, {memory}"
 
-    def run_shard(self, shard: PlannedShard, progress: Progressed) -> Manifest:
-        """Make a shard of ``plan``, and report each batch to ``progress``.
+    def run_shard(self, shard: PlannedShard, progress: OnBatch) -> Manifest:
+        """Make a shard of the plan, and report each batch to ``progress``.
 
-        If another attempt finished the shard meanwhile, and so removed this one's files, return its manifest.
+        If another attempt finished the shard first, which removes this attempt's files, return its manifest.
         Raises BadInput for too many unusable documents, and the errors of reading and writing.
         """
         try:
             return self.make_in(self.folder, shard, progress)
         except (ReadWriteError, CannotWrite):
-            if (made := finished_manifest(self.folder, self.plan.plan_id, shard.shard_id)) is None:
+            if (manifest := finished_manifest(self.folder, self.plan.plan_id, shard.shard_id)) is None:
                 raise
-            return made
+            return manifest
 
-    def make_in(self, folder: Path, shard: PlannedShard, progress: Progressed = lambda *_: None) -> Manifest:
-        """Make a shard in a folder. It counts only if this is the plan's folder."""
+    def make_in(self, folder: Path, shard: PlannedShard, progress: OnBatch = lambda *_: None) -> Manifest:
+        """Make a shard in ``folder``: the plan's, or a temporary one, as ``verify --deep`` does."""
         began, wall_began, cpu_began = time.time(), time.monotonic(), time.process_time()
         plan, options, transform = self.plan, self.plan.options, self._reader.transform
         transform_began_s = transform.cpu_s if transform else 0.0
-        documents = self._reader.of_shard(shard, self._batch_bytes)
+        batches = self._reader.of_shard(shard, self._batch_bytes)
         if (most := self.settings.max_batch_documents) is not None:
-            documents = (part for batch in documents for part in batch.parts(most))
-        writer, blanked = ShardWriter(folder, plan.spec, options, shard.shard_id), None
+            batches = (part for batch in batches for part in batch.parts(most))
+        writer = ShardWriter(folder, plan.spec, options, shard.shard_id)
+        blanked = None
         if options.blanked and shard.shard_id in names.ids_of_ranges(options.blanked):
             blanked = read_blanked(self.folder, plan.plan_id, shard.shard_id)
-        make = functools.partial(self._encode_and_lay_out, writer, blanked)
-        with contextlib.closing(_made_in_order(make, documents, self._num_makers)) as made, writer:
-            for batch in made:
+        encode = functools.partial(self._encode_and_lay_out, writer, blanked)
+        with contextlib.closing(_in_order(encode, batches, self._num_encoders)) as encoded, writer:
+            for batch in encoded:
                 writer.append(batch)
                 num_documents, num_tokens = len(batch.documents.lines), len(batch.tokens.ids)
                 progress(batch.documents.num_bytes, {"documents": num_documents, "tokens": num_tokens})
-                del batch  # its part of the tar may have 11 MB: free them before the next batch
+                del batch  # free its part of the tar, up to 11 MB, before the next batch
             self._check_bad_fraction(writer, shard.shard_id)
-            slurm_names = [f"SLURM_{name}" for name in _SLURM_FACTS]
             facts = RunFacts(
                 engine=f"{self.engine.name} {self.engine.version}",
                 shardprep=shardprep.__version__,
                 python=platform.python_version(),
                 host=os.environ.get("SLURMD_NODENAME") or os.uname().nodename,
-                slurm={name: os.environ[name] for name in slurm_names if name in os.environ},
+                slurm={name: os.environ[name] for name in _SLURM_VARIABLES if name in os.environ},
                 num_cpus=self.num_cpus,
                 began=round(began, 3),
                 wall_s=round(time.monotonic() - wall_began, 3),
@@ -202,7 +202,7 @@ class Worker:
     def _encode_and_lay_out(
         self, writer: ShardWriter, blanked: BlankedDocuments | None, documents: Documents
     ) -> Batch:
-        """Prepare a batch for writing. Runs in a thread: depends on no other batch."""
+        """Encode a batch and lay out its members. Runs in a thread: depends on no other batch."""
         plan, mask_rule = self.plan, self.plan.options.chat_mask_rule
         tokens = self.engine.encode_documents(documents, end_id=plan.end_id, mask_rule=mask_rule)
         if blanked is None:
@@ -224,30 +224,30 @@ class Worker:
             ids_of = zip(columns["id"], is_blanked, strict=True)
             columns["id"] = ["" if blank else name for name, blank in ids_of]
         texts = [b"" if blank else text for text, blank in zip(documents.texts, is_blanked, strict=True)]
-        laid_out = replace(documents, texts=Texts(texts))
-        batch = writer.lay_out(laid_out, replace(tokens, ids=ids), digests)
+        batch = writer.lay_out(replace(documents, texts=Texts(texts)), replace(tokens, ids=ids), digests)
         return batch._replace(documents=replace(documents, columns=columns))
 
     def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
         """Raise BadInput if too many documents were left out; the quarantine file lists them."""
         limit, counting = self.settings.max_bad_fraction, writer.counting
         limit = self.plan.max_bad_fraction if limit is None else limit
-        if counting.bad_fraction <= limit or (quarantine := writer.quarantine()) is None:
+        quarantine = writer.quarantine() if counting.bad_fraction > limit else None
+        if quarantine is None:
             return
         quarantine.sync()
         quarantine.publish()
         first = next(bad for bad in counting.bad if not names.is_chosen(bad.reason))
         flags = sorted({_LIKELY_FLAG[reason] for reason in counting.bad_reasons & {*_LIKELY_FLAG}})
         hint = f"Is {' or '.join(flags)} wrong? " if flags else ""
-        accepting = f"--max_bad_fraction {min(int(counting.bad_fraction * 100) + 1, 100) / 100:g}"
+        remedy = f"--max_bad_fraction {min(int(counting.bad_fraction * 100) + 1, 100) / 100:g}"
         found, expected = f"{counting.bad_fraction:.2%}", f"{limit:.2%}"
         message = (
             f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({found}) left out "
             f"({', '.join(sorted(counting.bad_reasons))}), the limit is {expected}; {quarantine.path} lists "
             f"them, first: {first.detail}. {hint}Otherwise correct the input and plan again, or accept them: "
-            f"{accepting}"
+            f"{remedy}"
         )
-        raise BadInput(message, path=quarantine.path, found=found, expected=expected, remedy=accepting)
+        raise BadInput(message, path=quarantine.path, found=found, expected=expected, remedy=remedy)
 
 
 def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[str], None]) -> Engine:
@@ -259,14 +259,14 @@ def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[st
     path = folder / names.TOKENIZER_DIR / names.TOKENIZER_FILE
     options, probe, expected = plan.options, Texts.of_strings(plan.probe), plan.probe_sha256
     allow = options.encodes_control_tokens
-    if wanted != "tokenizers" and (wanted != "auto" or plan.fast_engine_is_equal):
-        is_shorter = names.FAST_TOKENIZER_FILE in plan.tokenizer_files
-        name = names.FAST_TOKENIZER_FILE if is_shorter else names.TOKENIZER_FILE
+    if wanted == "gigatoken" or (wanted == "auto" and plan.fast_engine_is_equal):
+        has_fast_file = names.FAST_TOKENIZER_FILE in plan.tokenizer_files
+        name = names.FAST_TOKENIZER_FILE if has_fast_file else names.TOKENIZER_FILE
         content = check_tokenizer_files(folder, plan.tokenizer_files, name)
         fast = engines.equal_fast_engine(content, path, probe, expected, allow_special_tokens=allow)
         if isinstance(fast, Engine):
             return fast if options.add_special_tokens else fast.bare()
-        if wanted != "auto":
+        if wanted == "gigatoken":
             raise UsageError(f"--engine {wanted} fails for {path}: {fast}; use --engine auto")
         warn(f"gigatoken cannot be used for this tokenizer ({fast}); using tokenizers, which is slower")
     content = check_tokenizer_files(folder, plan.tokenizer_files, names.TOKENIZER_FILE)
@@ -274,30 +274,30 @@ def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[st
     engine = engines.reference_engine(tokenizer, allow_special_tokens=allow, name=str(path))
     found = engines.ids_sha256([engine.encode(probe)])
     if found != expected:
-        what = f"other ids ({found[:12]}, expected {expected[:12]}) than at planning"
-        what = f"tokenizers {engine.version} encodes the plan's probe to {what}"
-        raise OtherTokenizer(f"{what}; install the version of planning, or plan again")
+        ids = f"other ids ({found[:12]}, expected {expected[:12]}) than at planning"
+        what = f"tokenizers {engine.version} encodes the plan's probe to {ids}"
+        raise OtherTokenizer(f"{what}; install the version that planned, or plan again")
     return engine if options.add_special_tokens else engine.bare()
 
 
-def _made_in_order(
-    make: Callable[[Documents], Batch], items: Iterator[Documents], num_makers: int
+def _in_order(
+    encode: Callable[[Documents], Batch], batches: Iterator[Documents], num_encoders: int
 ) -> Generator[Batch, None, None]:
-    """Call ``make`` on each item in threads, and yield the results in order.
+    """Call ``encode`` on each batch in threads, and yield the results in order.
 
-    Another thread reads the next item: file reads and decompression release the interpreter's lock. At most
-    ``num_makers`` + 2 items are submitted and not yet yielded, which bounds the memory.
+    Another thread reads the next batch: file reads and decompression release the interpreter's lock. At most
+    ``num_encoders`` + 2 batches are submitted and not yet yielded, which bounds the memory.
     """
-    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(num_makers) as makers:
-        made: deque[Future[Batch]] = deque()
-        coming = reader.submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = reader.submit(next, items, None)
-            made.append(makers.submit(make, item))
-            if len(made) > num_makers + 1:
-                yield made.popleft().result()
-        while made:
-            yield made.popleft().result()
+    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(num_encoders) as encoders:
+        pending: deque[Future[Batch]] = deque()
+        next_batch = reader.submit(next, batches, None)
+        while (documents := next_batch.result()) is not None:
+            next_batch = reader.submit(next, batches, None)
+            pending.append(encoders.submit(encode, documents))
+            if len(pending) > num_encoders + 1:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 # Several shards on this machine. -------------------------------------------------------------------------
@@ -314,7 +314,7 @@ class _Process:
         self._args = args  # of _serve
 
     def send(self, shard_id: int) -> None:
-        """Have a shard made. Start the process if there is none."""
+        """Send a shard to the process, which is started if needed."""
         from multiprocessing import Pipe
 
         self.shard_id = shard_id
@@ -322,11 +322,11 @@ class _Process:
             self.pipe, theirs = Pipe()
             self._child = start_child(_serve, *self._args, theirs)
             theirs.close()
-        with contextlib.suppress(BrokenPipeError):  # it died while idle: ``receive`` finds the pipe's end
+        with contextlib.suppress(BrokenPipeError):  # it died while idle: ``receive`` reports that
             self.pipe.send(shard_id)
 
     def receive(self) -> Any:
-        """Return the next event: arguments of Progressed, a Manifest, a Failure, or a line to print."""
+        """Return the next event: arguments of OnBatch, a Manifest, a Failure, or a line to print."""
         from shardprep.format.jobs import Failure
 
         try:
@@ -423,7 +423,7 @@ def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: 
                     plan = need_plan(folder).at(settings.input_dir)
                     worker = Worker(plan, folder, settings, num_cpus=len(cpus), warn=pipe.send)
                     if is_verbose:
-                        pipe.send(worker.means_line())
+                        pipe.send(worker.resources_line())
                 pipe.send(worker.run_shard(worker.plan.shard(shard_id), lambda *work: pipe.send(work)))
             except ShardprepError as error:
                 pipe.send(Failure.of(shard_id, error))

@@ -336,7 +336,7 @@ def stamp_inputs(input_dir: Path, paths: list[Path], options: PlanOptions) -> li
     def stamp(path: Path) -> Weighed:
         file = OpenInput(path)
         size = file.stamp.num_bytes
-        if size <= documents.MOST_POINTER_BYTES and (command := documents.what_fetches(file.read(0, size))):
+        if size <= documents.MOST_POINTER_BYTES and (command := documents.fetch_command(file.read(0, size))):
             expected = f"the file itself; run in its repository: {command}"
             raise BadInput(path=path, found="a pointer to a file that was not fetched", expected=expected)
         name, sha256 = str(path).removeprefix(root), documents.sample_sha256(file)

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, processors
 
 import shardprep
 from preprocess.make import engines
-from preprocess.read.documents import Texts, what_fetches
+from preprocess.read.documents import Texts, fetch_command
 from shardprep import errors, files
 from shardprep.command_line import call_in_child
 from shardprep.errors import ShardprepError
@@ -200,7 +200,7 @@ def read_files(folder: Path) -> Files | None:
     for name in (TOKENIZER_FILE, ADDED_TOKENS, MODEL_CONFIG, *_COPIED):
         with contextlib.suppress(*files.NOT_THERE):
             found[name] = files.read_regular(folder / name, max_bytes=names.MAX_TOKENIZER_BYTES)
-            if (command := what_fetches(found[name])) is not None:
+            if (command := fetch_command(found[name])) is not None:
                 expected = f"the file itself; run in its repository: {command}"
                 raise errors.NotFound(path=folder / name, found="a pointer to a file", expected=expected)
     return found if TOKENIZER_FILE in found else None

@@ -37,21 +37,21 @@ if TYPE_CHECKING:
     from preprocess.read.chat import ChatTemplate
 
 Numbers = npt.NDArray[np.int64]
-Stretches = Sequence[tuple[int, int]]  # of a file: (byte, end), ascending
+Stretches = Sequence[tuple[int, int]]  # parts of a file, (byte, end), ascending
 BATCH_BYTES = 512 << 10  # of raw text in a batch; 128 KiB to 2 MiB take the same time
 # A batch has at most as many lines as if each had this size: a million lines of one letter took 0.35 GB.
 SHORT_LINE_BYTES = 32
-# Errors that mean there is no such input. Any other error of opening a file may be temporary.
+# Errors that mean that there is no such input. Any other error of opening a file may be temporary.
 _NO_SUCH_INPUT = frozenset({
     errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
     errno.ENXIO, errno.ENODEV,
 })  # fmt: skip
-_BRING_BACK = "bring the file back, or plan into a new folder"
+_RESTORE = "restore the file, or plan into a new folder"
 _SAMPLE_BYTES = 64 << 10
 _HASHED_BYTES = 512 << 10  # read at once, if bytes are only hashed
-# In the JSON of a conversation's messages. The time to render grows faster than their length.
-_MOST_MESSAGE_CHARS = 4 << 20
-_TOO_LONG = UnusableText("too_long", f"its messages have more than {_MOST_MESSAGE_CHARS} characters")
+# Of the JSON of a conversation's messages. The time to render them grows faster than their length.
+_MAX_MESSAGE_CHARS = 4 << 20
+_TOO_LONG = UnusableText("too_long", f"its messages have more than {_MAX_MESSAGE_CHARS} characters")
 _EXCLUDED = UnusableText("excluded", "--exclude names it")
 
 
@@ -89,7 +89,7 @@ class OpenInput:
                 raise
             if isinstance(cause, FileNotFoundError) and os.path.islink(path):  # noqa: PTH114 - it never raises
                 found = "a broken link"
-            expected = "a regular file that can be read; bring it back, or move it away"
+            expected = "a regular file that can be read; restore it, or move it away"
             raise NotFound(path=path, found=found, expected=expected) from None
         self.stamp = self._status()
 
@@ -109,7 +109,7 @@ class OpenInput:
         data = self.read(start, end)
         if len(data) < end - start:
             what = f"input {self.path} ended at byte {start + len(data)}, expected {end} or more bytes"
-            raise ReadWriteError(f"{what}; {_BRING_BACK}")
+            raise ReadWriteError(f"{what}; {_RESTORE}")
         return data
 
     def check_unchanged(self) -> None:
@@ -117,7 +117,7 @@ class OpenInput:
         found = self._status()
         if found != self.stamp:
             changed = f"a file that changed while it was read: {found}"
-            expected = f"{self.stamp}; run this again once nobody writes to it, or plan into a new folder"
+            expected = f"{self.stamp}; run this again once it no longer changes, or plan into a new folder"
             raise Refused(path=self.path, found=changed, expected=expected)
 
     def _status(self) -> Stamp:
@@ -136,8 +136,8 @@ _POINTERS = {
 MOST_POINTER_BYTES = 1024
 
 
-def what_fetches(data: bytes) -> str | None:
-    """Return the command to fetch a file of which ``data`` is only a pointer, or None if it is not one."""
+def fetch_command(data: bytes) -> str | None:
+    """Return the command that fetches the file, if ``data`` is only a pointer to it, or else None."""
     for beginning, command in _POINTERS.items():
         if data.startswith(beginning) and len(data) <= MOST_POINTER_BYTES:
             return command
@@ -146,8 +146,8 @@ def what_fetches(data: bytes) -> str | None:
 
 def unreadable(file: OpenInput, why: str) -> BadInput:
     """Build the error for an input that cannot be read as the format of its name."""
-    message = f"input {file.path} {why}; bring a whole file, or move it away and plan again"
-    return BadInput(message, path=file.path, expected="a whole file")
+    message = f"input {file.path} {why}; replace it with an intact file, or move it away and plan again"
+    return BadInput(message, path=file.path, expected="an intact file")
 
 
 class RangeReader:
@@ -174,7 +174,7 @@ class RangeReader:
             return
         found = sample_sha256(self.file)
         if (size, found) != (planned.num_bytes, planned.sha256):
-            expected = f"{planned.num_bytes} with {planned.sha256[:12]} as planned; {_BRING_BACK}"
+            expected = f"{planned.num_bytes} with {planned.sha256[:12]} as planned; {_RESTORE}"
             raise Refused(path=part.path, found=f"{size} bytes with sample {found[:12]}", expected=expected)
 
     def read(self, start: int, end: int) -> bytes:
@@ -201,10 +201,10 @@ def sample_sha256(file: OpenInput) -> str:
 
 
 class Inspected(NamedTuple):
-    """What planning needs to know about a file."""
+    """Facts about a file, for planning."""
 
     text_bytes: int  # estimated, to make even shards
-    is_whole: bool  # whether it can only be read whole
+    is_whole: bool  # whether it can only be read as a whole
 
 
 class Start(NamedTuple):
@@ -214,15 +214,15 @@ class Start(NamedTuple):
     text_byte: int = 0  # of the decompressed text; 0 if the file is not compressed
 
 
-# Separates joined texts. JSON strings are joined with what is between the quotes, and bring their own quotes.
-# Two occurrences can overlap only in a quote.
+# Separates joined texts. JSON strings have quotes of their own, so they are joined with the part between the
+# quotes. Two separators can overlap only in a quote.
 BETWEEN = b'"\0\1document\2"'
 
 
 class Texts:
     """Texts of consecutive documents, as UTF-8: joined, and as a list that is made when it is first used.
 
-    They are given as ``each``, or ``joined`` with BETWEEN, if none of the ``num_texts`` texts contains it.
+    They are given as ``each``; or as ``joined`` with BETWEEN, which none of the ``num_texts`` texts contains.
     ``characters``: a string with all their characters beyond ASCII, which saves decoding them again.
     """
 
@@ -280,7 +280,7 @@ class Format(Protocol):
     def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:
         """Return for each (byte, end) the first place at or after ``byte`` where a part may begin.
 
-        It is the file's size if no place follows, else None if it is not before ``end``. Raises BadInput.
+        If there is none, return the file's size; if it is not before ``end``, None. Raises BadInput.
         """
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
@@ -291,7 +291,7 @@ class Format(Protocol):
 
 
 def starts_among(places: Iterable[Start], file: OpenInput, stretches: Stretches) -> list[Start | None]:
-    """Return ``Format.starts`` of a file in which parts may begin at these places, ascending."""
+    """Return ``Format.starts`` of a file whose parts may begin at ``places``, which ascend."""
     end_of_file, remaining, place = Start(file.stamp.num_bytes), iter(places), Start(0)
     found: list[Start | None] = []
     for byte, end in stretches:
@@ -302,7 +302,7 @@ def starts_among(places: Iterable[Start], file: OpenInput, stretches: Stretches)
 
 
 def texts_of(values: Iterable[str | UnusableText]) -> list[bytes | UnusableText]:
-    """Encode the texts of records. A blank text becomes empty, a text above the limit an UnusableText."""
+    """Encode the texts of records. A blank text becomes empty, and a too long one an UnusableText."""
     found: list[bytes | UnusableText] = []
     for value in values:
         if isinstance(value, UnusableText):
@@ -361,7 +361,7 @@ class Documents:
         return replace(some, bad=bad, first_line=first_line, num_lines=num_lines, num_bytes=num_bytes)
 
     def parts(self, most: int) -> Iterator[Documents]:
-        """Cut the batch into batches of at most ``most`` documents. Only the last one counts the bytes."""
+        """Cut the batch into batches of at most ``most`` documents. The last one counts all its bytes."""
         end = self.first_line + self.num_lines
         borders = [self.first_line, *self.lines[most::most].tolist(), end]
         for first_line, end_line in itertools.pairwise(borders):
@@ -374,7 +374,7 @@ class Documents:
         return digests_of(self.texts)
 
     def with_texts(self, texts: Iterable[bytes | UnusableText], sizes: Numbers | None = None) -> Documents:
-        """Replace the texts, and drop each document without one. With an UnusableText it is a bad document.
+        """Replace the texts. A document with an empty text is dropped; one with an UnusableText is bad.
 
         ``sizes``: bytes of each document in the input (default: of its text before).
         """
@@ -394,12 +394,12 @@ class Documents:
             elif text:
                 kept.append(number)
                 found.append(text)
-        bad.sort(key=lambda one: one.line)
+        bad.sort(key=lambda each: each.line)
         return replace(self.only(np.array(kept, np.int64), Texts(found)), bad=bad)
 
 
 class DocumentReader:
-    """Reads the documents of inputs, as the options of a plan say, without those that are ``excluded``."""
+    """Reads the documents of inputs with the options of a plan, except those that are ``excluded``."""
 
     def __init__(
         self, options: PlanOptions, transform: Transform | None = None, excluded: DocumentNames | None = None
@@ -415,7 +415,7 @@ class DocumentReader:
 
     @staticmethod
     def of_plan(folder: Path, options: PlanOptions, transform_file: Path | None) -> DocumentReader:
-        """Load what a plan needs for this. Raises as ``transform_of`` and ``read_excluded``."""
+        """Build the reader of a plan. Raises as ``transform_of`` and ``read_excluded``."""
         transform = text_fields.transform_of(options, transform_file)
         excluded = read_excluded(folder, options.excluded) if options.excluded else None
         return DocumentReader(options, transform, excluded)
@@ -427,7 +427,7 @@ class DocumentReader:
         if digest is not None and digest.hexdigest() != shard.sha256:
             names = ", ".join(str(part.path) for part in shard.ranges[:3])
             found = f"other input bytes of shard {shard.shard_id:05d}, with sha256 {digest.hexdigest()[:12]}"
-            raise Refused(path=names, found=found, expected=f"{str(shard.sha256)[:12]}; {_BRING_BACK}")
+            raise Refused(path=names, found=found, expected=f"{str(shard.sha256)[:12]}; {_RESTORE}")
 
     def of_ranges(
         self,
@@ -439,11 +439,11 @@ class DocumentReader:
         """Yield the documents of byte ranges in order, in batches of about ``batch_bytes``.
 
         All bytes of the ranges are added to ``digest``, in order. Reading ends after ``max_documents``.
-        Raises NotFound, ReadWriteError, BadInput if a file is not of its format, Refused if it changed while
-        it was read, unless the digest shows that.
+        Raises NotFound, ReadWriteError, BadInput if a file is not of its format, and Refused if it changed
+        while it was read, unless the digest shows every change.
         """
         transform, template, excluded = self.transform, self._template, self._excluded
-        reasons: set[str] = set()  # that LeaveOut was raised with so far
+        reasons: set[str] = set()  # of LeaveOut, so far
         num_left, bytes_left = max_documents, sum(part.end - part.start for part in ranges)
         for documents in read_records(ranges, self._fields, batch_bytes, digest):
             if transform is not None:
@@ -455,16 +455,16 @@ class DocumentReader:
                 results = transform.texts(given, documents.input_path, reasons, is_chat=template is not None)
                 documents = replace(documents, columns=columns).with_texts(results)
             if template is not None:
-                documents = _rendered(documents, template)
+                documents = _render(documents, template)
             if excluded is not None:
                 ids = documents.columns.get("id")
                 found = excluded.of_documents(documents.input_path, documents.offsets, ids, documents.digests)
-                is_named = found.max(axis=0, initial=-1) >= 0
+                is_named = found.max(axis=0, initial=-1) >= 0  # by its id, text or place
                 if is_named.any():
                     pairs = zip(documents.texts, is_named, strict=True)
                     documents = documents.with_texts(_EXCLUDED if named else text for text, named in pairs)
             if num_left is not None and len(documents.lines) >= num_left:
-                # The limit is reached. This batch also counts all bytes that are not read.
+                # The limit is reached. This batch also counts the bytes that will not be read.
                 end_line = int(documents.lines[num_left - 1]) + 1 if num_left else documents.first_line
                 yield documents.of_lines(documents.first_line, end_line, num_bytes=bytes_left)
                 return
@@ -483,7 +483,7 @@ def read_records(
         reader = RangeReader(part, digest)
         for records in format_of_kind(part.kind).read(reader, fields, batch_bytes):
             texts, num_lines = records.texts, len(records.starts)
-            # The usual case: each line has a text, so none has to be dropped.
+            # Usually each line has a text, so no document is dropped or bad.
             if not isinstance(texts, Texts) and all(texts) and {bytes}.issuperset(map(type, texts)):
                 texts = Texts(cast(list[bytes], list(texts)))
             documents = Documents(
@@ -506,26 +506,26 @@ def read_records(
             reader.file.check_unchanged()
 
 
-def _rendered(documents: Documents, template: ChatTemplate) -> Documents:
-    """Render conversations. Their texts so far are the JSON of their messages."""
+def _render(documents: Documents, template: ChatTemplate) -> Documents:
+    """Render conversations, whose texts so far are the JSON of their messages."""
     from preprocess.read.chat import Rendered, TooCostly, render_conversations
 
     documents = documents.with_texts(
-        text if len(text.decode()) <= _MOST_MESSAGE_CHARS else _TOO_LONG for text in documents.texts
+        text if len(text.decode()) <= _MAX_MESSAGE_CHARS else _TOO_LONG for text in documents.texts
     )
-    asked = [text.decode() for text in documents.texts]
-    if not asked:
+    if not (messages := [text.decode() for text in documents.texts]):
         return documents
     try:
-        found = render_conversations(template, asked)
+        rendered = render_conversations(template, messages)
     except TooCostly as error:
         place = place_text(documents.input_path, int(documents.offsets[error.number]))
         what = f"{error}, for the conversation at {place}"
         remedy = "change that conversation, or plan again with another template as --chat_template_file"
         raise BadInput(f"{what}; {remedy}") from None
-    spans = [one.spans if isinstance(one, Rendered) else [] for one in found]
-    documents = replace(documents, columns={**documents.columns, "messages": asked, "spans": spans})
-    return documents.with_texts(one.text.encode() if isinstance(one, Rendered) else one for one in found)
+    spans = [each.spans if isinstance(each, Rendered) else [] for each in rendered]
+    documents = replace(documents, columns={**documents.columns, "messages": messages, "spans": spans})
+    texts = (each.text.encode() if isinstance(each, Rendered) else each for each in rendered)
+    return documents.with_texts(texts)
 
 
 def format_of(name: str) -> Format:

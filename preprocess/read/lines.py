@@ -39,16 +39,16 @@ from shardprep.console import quoted
 from shardprep.errors import BadInput, UsageError
 from shardprep.format.plan import ByteRange, PlanOptions
 
-Numbers = npt.NDArray[np.int64]
+Numbers = documents.Numbers
 LineTexts = tuple[Texts | Sequence[bytes | UnusableText], dict[str, list[Any]]]  # texts, columns by name
-_FIRST_SCAN_BYTES, _MOST_SCAN_BYTES = 16 << 10, 1 << 20  # read at once to find a line end
+_FIRST_SCAN_BYTES, _MAX_SCAN_BYTES = 16 << 10, 1 << 20  # read at once to find a line end
 _TAIL_BYTES = 16 << 10  # decompressed at once to find the end of a part's last line
 _HEAD_TEXT_BYTES = 256 << 10  # planning decompresses this much to estimate the size of a file's text
 _READ_BYTES = 128 << 10
-_XZ_BYTES = 1 << 30  # of memory; ``xz -9`` needs 64 MiB
+_XZ_BYTES = 1 << 30  # the most memory that xz may take; ``xz -9`` needs 64 MiB
 _HEADER_BYTES = 18  # a decompressor is opened with at least this much data, or all that is left
-_ZSTD_LONG = 27  # log2 of the largest window that the zstd command accepts by default
-_MOST_TABLE_BYTES = 64 << 20  # of a seek table
+_DEFAULT_ZSTD_LONG = 27  # log2 of the largest window that the zstd command accepts by default
+_MAX_SEEK_TABLE_BYTES = 64 << 20
 _BGZIP = (b"\x04", b"\x06\0")  # flags of a gzip header, and size of its extra field
 _BOM = b"\xef\xbb\xbf"
 
@@ -67,7 +67,7 @@ class Compression:
     magics: tuple[bytes, ...]  # a member begins with one of them
     open: Callable[[bytes, int], Any]  # (data, zstd_long) -> decompressor of a member, with bz2's interface
     padding: bytes = b""  # may follow a member
-    # Returns the places where decompression may begin, none if the file does not say.
+    # Returns where decompression may begin; no places if the file does not list them.
     frames: Callable[[OpenInput], Iterable[Start]] = lambda _: ()
 
 
@@ -78,7 +78,7 @@ class _GzipMember:
 
     def __init__(self, data: bytes) -> None:
         library: Any = zlib
-        # isal takes an incomplete header for compressed data, and accepts flags that zlib rejects. So it gets
+        # isal reads an incomplete header as compressed data, and accepts flags that zlib rejects. So it gets
         # only the usual headers: without optional fields, with a file name that ends in ``data``, or bgzip's.
         flags, is_whole_name = data[3:4], b"\0" in data[10:]
         if flags == b"\0" or (flags == b"\x08" and is_whole_name) or (flags, data[10:12]) == _BGZIP:
@@ -116,7 +116,7 @@ def load_zstd() -> Any:
 
 def _zstd_frame(_: bytes, zstd_long: int) -> Any:
     zstd = load_zstd()
-    largest = {zstd.DecompressionParameter.window_log_max: zstd_long or _ZSTD_LONG}
+    largest = {zstd.DecompressionParameter.window_log_max: zstd_long or _DEFAULT_ZSTD_LONG}
     return zstd.ZstdDecompressor(options=largest)
 
 
@@ -134,7 +134,7 @@ def decompressed(
     member is damaged or cut short, or if something else follows the last member.
     """
     position = counted_end = span[0]  # end of the bytes that were read, and of those that a piece counts
-    data, held, padding = b"", bytearray(), b""  # no padding before the first member
+    data, buffer, padding = b"", bytearray(), b""  # no padding before the first member
 
     def read_more() -> bytes:
         nonlocal position
@@ -171,12 +171,12 @@ def decompressed(
                 what = f"cannot be decompressed as {compression.name} before byte {position} ({error})"
                 raise documents.unreadable(file, what) from None
             data = b""
-            held += text
-            if len(held) >= piece_bytes:
-                yield bytes(held), position - counted_end
-                counted_end, held = position, bytearray()
+            buffer += text
+            if len(buffer) >= piece_bytes:
+                yield bytes(buffer), position - counted_end
+                counted_end, buffer = position, bytearray()
         data = stream.unused_data
-    yield bytes(held), span[1] - counted_end
+    yield bytes(buffer), span[1] - counted_end
 
 
 # Magic and flags, mtime, extra flags and system, 6, "BC", 2, size of the block minus 1.
@@ -207,7 +207,7 @@ def _seek_table(file: OpenInput) -> list[Start]:
         return []
     num_frames, entry_bytes = int.from_bytes(footer[:4], "little"), 12 if footer[4] & 0x80 else 8
     table_bytes = 8 + num_frames * entry_bytes + 9
-    if table_bytes > min(size, _MOST_TABLE_BYTES):
+    if table_bytes > min(size, _MAX_SEEK_TABLE_BYTES):
         return []
     table = file.read(size - table_bytes, size)
     if table[:8] != struct.pack("<II", 0x184D2A5E, table_bytes - 8):
@@ -233,7 +233,7 @@ COMPRESSIONS = {
 
 
 class LineFormat:
-    """Base of the formats of lines: a ``Format``, whose subclasses take the texts out of the lines."""
+    """A ``Format`` whose files consist of lines. Subclasses take the texts out of the lines."""
 
     ends_with_cr = False  # whether \r and \r\n also end a line
 
@@ -251,7 +251,7 @@ class LineFormat:
         """Raise BadInput if the beginning of a file's text shows that it cannot be read."""
 
     def texts_of_lines(self, fields: TextFields, lines: bytes, starts: Numbers, at: int) -> LineTexts:
-        """Return texts and columns. Lines start at ``starts`` in ``lines``, these at ``at`` in the text."""
+        """Return texts and columns. ``starts``: of the lines in ``lines``, which begins at byte ``at``."""
         raise NotImplementedError
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
@@ -259,7 +259,7 @@ class LineFormat:
         return self.records_of(reader.part, pieces, fields, batch_bytes)
 
     def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
-        """Estimate the text. Raises BadInput for another kind of file, or if it takes too much memory."""
+        """Estimate the text. Raises BadInput for another format, or if reading takes too much memory."""
         can_be_split, size = self.can_be_split(options), file.stamp.num_bytes
         if self.compression is None:
             return Inspected(text_bytes=size, is_whole=not can_be_split)
@@ -389,10 +389,10 @@ class LineFormat:
 
     def line_starts(self, block: bytes) -> Numbers:
         """Return int64[num_lines]: where each line of a block starts in it."""
-        letters = np.frombuffer(block, np.uint8)
-        is_end = letters == 10
+        octets = np.frombuffer(block, np.uint8)
+        is_end = octets == 10
         if self.ends_with_cr and b"\r" in block:
-            is_cr = letters == 13
+            is_cr = octets == 13
             is_cr[:-1] &= ~is_end[1:]  # of \r\n only the \n ends the line
             is_end |= is_cr
         starts = np.concatenate(([0], np.flatnonzero(is_end) + 1))
@@ -401,7 +401,7 @@ class LineFormat:
     def first_line_start(self, file: OpenInput, offset: int, end: int) -> int | None:
         """Return the first byte at or after ``offset`` where a line begins, or the file's size if none does.
 
-        May be None if not before ``end``. Reads 16 KiB first, then twice as much each time, up to 1 MiB.
+        If it is not before ``end``, the result may be None. Reads 16 KiB first, then doubles, up to 1 MiB.
         """
         if offset >= end:
             return None
@@ -415,7 +415,7 @@ class LineFormat:
             if line_end := self.first_end(block):
                 return position + line_end
             position += len(block)
-            num_bytes = min(2 * num_bytes, _MOST_SCAN_BYTES)
+            num_bytes = min(2 * num_bytes, _MAX_SCAN_BYTES)
         return None if position < size else size
 
 
@@ -445,12 +445,12 @@ class TextLines(LineFormat):
         if options.doc == "line":
             yield from self.records_of(reader.part, pieces, fields, batch_bytes, num_bom_bytes)
             return
-        held, size, num_bytes = bytearray(), 0, 0
+        buffer, size, num_bytes = bytearray(), 0, 0
         for data, num_read in pieces:
             size, num_bytes = size + len(data), num_bytes + num_read
-            held += data if size <= MOST_DOCUMENT_BYTES else b""
+            buffer += data if size <= MOST_DOCUMENT_BYTES else b""
         is_whole = size <= MOST_DOCUMENT_BYTES
-        text = _text_of(bytes(held), num_bom_bytes, options.encoding) if is_whole else too_long("its text")
+        text = _decoded(bytes(buffer), num_bom_bytes, options.encoding) if is_whole else too_long("its text")
         starts, sizes = np.array([num_bom_bytes]), np.array([size])
         yield Records(texts=[text], starts=starts, sizes=sizes, num_bytes=num_bytes)
 
@@ -463,13 +463,13 @@ class TextLines(LineFormat):
                 texts = _stripped(lines, characters)[: len(starts)]
                 return Texts(texts, characters=characters) if all(texts) else texts, {}
         bounds = itertools.pairwise([*starts.tolist(), len(lines)])
-        return [_text_of(lines[begin:end], at + begin, codec) for begin, end in bounds], {}
+        return [_decoded(lines[begin:end], at + begin, codec) for begin, end in bounds], {}
 
 
 def _stripped(block: bytes, text: str) -> list[bytes]:
-    """Return the stripped lines of a UTF-8 block, and what follows its last line end.
+    """Return the stripped lines of a UTF-8 block, and the rest after its last line end.
 
-    ``text``: the block, decoded. ``bytes.strip`` takes half the time, if it knows all its white space.
+    ``text``: the block, decoded. ``bytes.strip`` takes half the time, but does not know all white space.
     """
     if b"\r" not in block:
         code_units = np.frombuffer(text.encode("utf-16-le"), "<u2")
@@ -478,8 +478,8 @@ def _stripped(block: bytes, text: str) -> list[bytes]:
     return [line.strip().encode() for line in _with_newlines(text).split("\n")]
 
 
-def _text_of(data: bytes, at: int, codec: str) -> bytes | UnusableText:
-    """Return the text of a document that begins at byte ``at``."""
+def _decoded(data: bytes, at: int, codec: str) -> bytes | UnusableText:
+    """Return the text of a document, which begins at byte ``at`` of the file's text, as UTF-8."""
     codec = codec.removesuffix("-sig")  # ``read`` has dropped the byte order mark
     try:
         text = data.decode(codec)
@@ -502,13 +502,13 @@ _BLANK = b" \t\r\n"
 
 
 class JsonLines(LineFormat):
-    """``.jsonl``: a document is the text of one object. A block of lines is read in the first way that works:
+    """``.jsonl``: a document is the text of one object. A block of lines is read by the first way that works:
 
     1. ``_scanned_texts`` finds one field in all lines, without making Python objects of their other fields.
     2. orjson parses all lines. This also works for templates, and for fields beside the text.
     3. ``_record_of`` checks each line by itself. Only this one leaves out lines, each with a reason.
 
-    All give the same texts. In case of doubt the faster ways give up the whole block, which only costs time.
+    All give the same texts. In case of doubt, the faster ways give up on a block, which only costs time.
     """
 
     def texts_of_lines(self, fields: TextFields, lines: bytes, starts: Numbers, at: int) -> LineTexts:
@@ -522,13 +522,13 @@ class JsonLines(LineFormat):
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 records, name = list(map(orjson.loads, each)), fields.plain_name
                 texts = [record[name] for record in records] if name else list(map(fields.text, records))
-                others = _others(records, fields)
+                others = _side_values(records, fields)
                 # If all texts are strings, no line is left out.
                 if {str}.issuperset(map(type, texts)) and all(map(_are_exact, others.values())):
                     return documents.texts_of(texts), fields.columns(others)
         pairs = [_record_of(line, fields) for line in each]
         records = [record for record, _ in pairs]
-        columns = fields.columns(_others(records, fields))
+        columns = fields.columns(_side_values(records, fields))
         if isinstance(fields, text_fields.RecordFields):
             columns["record"] = records
         return documents.texts_of([text for _, text in pairs]), columns
@@ -546,7 +546,7 @@ class JsonFile(JsonLines):
         if text.removeprefix(_BOM).lstrip(_BLANK).startswith(b"["):
             target = quoted(str(file.path).rpartition(".json")[0])
             remedy = f"jq -c '.[]' {quoted(file.path)} > {target}.jsonl"
-            expected = "an object in each line; convert it, decompressed if it is not, and move it away"
+            expected = "an object in each line; convert it, after decompression if needed, and move it away"
             raise BadInput(path=file.path, found="one list of JSON", expected=expected, remedy=remedy)
 
 
@@ -580,27 +580,27 @@ def _scanned_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts |
     # Each line begins with { and ends with }.
     if not block.startswith(b"{") or not block.endswith((b"}", b"}\n")):
         return None
-    letters = np.frombuffer(block, np.uint8)
-    if (letters[starts] != ord("{")).any() or (letters[starts[1:] - 2] != ord("}")).any():
+    octets = np.frombuffer(block, np.uint8)
+    if (octets[starts] != ord("{")).any() or (octets[starts[1:] - 2] != ord("}")).any():
         return None
     # No line opens more brackets than may be nested. Those in strings count, too.
-    is_opening = letters | 0x20 == ord("{")  # [ and { differ by this bit
+    is_opening = octets | 0x20 == ord("{")  # [ and { differ by this bit
     may_be_deep = np.count_nonzero(is_opening) - len(starts) >= text_fields.MAX_JSON_DEPTH
     if may_be_deep and np.add.reduceat(is_opening, starts, dtype=np.int64).max() > text_fields.MAX_JSON_DEPTH:
         return None
     # No line names the field twice. Such a line is left out, and no parser reports it.
-    escapes = np.flatnonzero(letters == ord("\\"))
-    has_unicode_escapes = bool((letters[escapes + 1] == ord("u")).any())
+    escapes = np.flatnonzero(octets == ord("\\"))
+    has_unicode_escapes = bool((octets[escapes + 1] == ord("u")).any())
     if not _names_each_once(block, len(starts), fields, has_unicode_escapes):
         return None
     try:
-        # As many values as lines: no line has several objects, and no object has several lines.
+        # Equal numbers of values and lines: no line has several objects, no object has several lines.
         characters = block.decode()
         values = list(map(_TEXT, _decoder(fields.plain_name).decode_lines(block)))
         if len(values) != len(starts):
             return None
         # msgspec accepts infinite numbers in the fields that it skips. orjson raises ValueError.
-        for number in _lines_at(_places_of_large_numbers(letters), starts):
+        for number in _lines_at(_places_of_large_numbers(octets), starts):
             orjson.loads(block[starts[number] : block.find(b"}\n", starts[number]) + 1 or len(block)])
         # Decode the values of lines with a backslash, all in one call.
         if escaped := _lines_at(escapes, starts):
@@ -612,14 +612,14 @@ def _scanned_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts |
         return None
     # Each value must be in quotes, so that it is a string. The separators are found by their first byte, NUL.
     # A text with a NUL of its own gives one separator too many.
-    letters = np.frombuffer(joined, np.uint8)
-    separators = np.flatnonzero(letters == 0)
+    octets = np.frombuffer(joined, np.uint8)
+    separators = np.flatnonzero(octets == 0)
     begins = np.append(0, separators + len(_BETWEEN_QUOTES))  # of each value: its opening and closing quote
     ends = np.append(separators - 1, len(joined) - 1)
-    if len(begins) != len(values) or (letters[np.append(begins, ends)] != ord('"')).any():
+    if len(begins) != len(values) or (octets[np.append(begins, ends)] != ord('"')).any():
         return None
     # No text is blank. Only those that are empty, or may begin with white space, are decoded for this.
-    may_be_blank = np.flatnonzero(_MAY_BE_SPACE[letters[begins + 1]] | (begins + 1 == ends))
+    may_be_blank = np.flatnonzero(_MAY_BE_SPACE[octets[begins + 1]] | (begins + 1 == ends))
     for begin, end in zip(begins[may_be_blank].tolist(), ends[may_be_blank].tolist(), strict=True):
         if not joined[begin + 1 : end].decode().strip():
             return None
@@ -642,10 +642,10 @@ def _lines_at(places: Numbers, starts: Numbers) -> list[int]:
     return numbers
 
 
-def _places_of_large_numbers(letters: npt.NDArray[np.uint8]) -> Numbers:
+def _places_of_large_numbers(octets: npt.NDArray[np.uint8]) -> Numbers:
     """Return a byte of each number that may be infinite: it has about 200 digits, or an exponent of 3."""
-    is_digit = letters - ord("0") < 10
-    is_exponent = letters | 0x20 == ord("e")
+    is_digit = octets - ord("0") < 10
+    is_exponent = octets | 0x20 == ord("e")
     is_exponent[1:] &= is_digit[:-1]
     is_exponent[:-2] &= is_digit[2:]
     is_exponent[:-3] &= is_digit[3:]
@@ -654,7 +654,7 @@ def _places_of_large_numbers(letters: npt.NDArray[np.uint8]) -> Numbers:
     return np.concatenate([places, 64 * np.flatnonzero(samples[:-2] & samples[1:-1] & samples[2:])])
 
 
-def _others(records: list[Any], fields: TextFields) -> dict[FieldPath, list[Any]]:
+def _side_values(records: list[Any], fields: TextFields) -> dict[FieldPath, list[Any]]:
     """Return the values of the fields beside the text, for each path one per record."""
     paths = fields.named.values()
     return {path: [text_fields.value_at(record, path) for record in records] for path in paths}
@@ -738,7 +738,7 @@ def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText
         except ValueError:  # an integer with more digits than Python converts
             return None, _TOO_DEEP
         if twice := next(_named_twice(record, fields), None):
-            return record, UnusableText("bad_json", f"the key {twice} stands twice in one object")
+            return record, UnusableText("bad_json", f"the key {twice} occurs twice in one object")
     text = fields.text(record)
     if isinstance(fields, text_fields.RecordFields) and isinstance(text, str):
         text = line.decode()

@@ -1,12 +1,12 @@
 """Take the text out of a record: one field, several fields in a template, or the result of a user's function.
 
-``plan --transform FILE`` names the function, through which every document goes:
+``plan --transform FILE`` names the file of the function, which is called for each document:
 
-    def transform(record):             # the fields of the line or row (of .txt: text), input and place
+    def transform(record):             # fields of the line or row (of .txt: "text"), "input" and "place"
         return record["text"].strip()  # a str, for --record chat a list of messages; None leaves it out
 
 A task runs the file that its own ``--transform`` names, if it has the planned hash. The copy in the data set
-is for people, and never runs.
+is only for reading, and is never run.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ MOST_DOCUMENT_BYTES = 64 << 20
 # Levels of lists and objects. Python's own limit depends on its version and stack; orjson's is 1,024.
 MAX_JSON_DEPTH = 512
 _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
-_MAX_BYTES = 64 << 20  # of the function's file, and of each file that it uses
-_MOST_REASONS = 100  # of LeaveOut in a shard, because its manifest lists them
-_MOST_REASON_CHARS = 80
+_MAX_FILE_BYTES = 64 << 20  # of the function's file, and of each file that it uses
+_MAX_REASONS = 100  # of LeaveOut in a shard, because its manifest lists them
+_MAX_REASON_CHARS = 80
 
 
 @dataclass(frozen=True)
 class UnusableText:
-    """Why a record has no usable text: a reason, by which they are counted, and a detail for people."""
+    """Why a record has no usable text: a reason, for the counts, and a detail for people."""
 
     reason: str  # see docs/format.md, "Documents left out"
     detail: str
 
 
-_MISSING = object()
+_MISSING = object()  # the value of a field that a record does not have
 
 
 def too_long(what: str) -> UnusableText:
@@ -79,11 +79,11 @@ class TextFields:
         self.plain_name = self.text_paths[0][0] if is_plain else None
 
     def at(self, places: Mapping[FieldPath, FieldPath]) -> TextFields:
-        """Return the fields with other paths, as a table has them; ``places`` maps each path that differs."""
-        other = copy.copy(self)
-        other.text_paths = [places.get(path, path) for path in self.text_paths]
-        other.named = {each: places.get(path, path) for each, path in self.named.items()}
-        return other
+        """Return a copy with the paths of a table; ``places`` maps those that differ."""
+        copied = copy.copy(self)
+        copied.text_paths = [places.get(path, path) for path in self.text_paths]
+        copied.named = {each: places.get(path, path) for each, path in self.named.items()}
+        return copied
 
     @property
     def paths(self) -> list[FieldPath]:
@@ -159,7 +159,7 @@ class MessageFields(TextFields):
 
 
 class RecordFields(TextFields):
-    """Takes whole records, for the function of ``--transform``, as a column "record" beside the texts."""
+    """Takes whole records as a column "record" beside the texts, for the function of ``--transform``."""
 
     def __init__(self, options: PlanOptions, columns_of_table: Sequence[str] = ()) -> None:
         super().__init__(options)
@@ -198,7 +198,7 @@ def _parsed_if_json(value: Any) -> Any:
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key stands twice in one object")
+        raise ValueError("a key occurs twice in one object")
     return found
 
 
@@ -210,7 +210,7 @@ def _path(name: str, flag: str) -> FieldPath:
 
 
 def value_at(record: Any, path: FieldPath) -> Any:
-    """Return the value of a field, or the marker of a missing one, which ``unusable`` knows."""
+    """Return the value of a field, or _MISSING, which ``unusable`` describes."""
     for name in path:
         if not isinstance(record, dict) or name not in record:
             return _MISSING
@@ -243,7 +243,7 @@ def _kind(value: Any) -> str:
 
 
 def text_fields_of(options: PlanOptions) -> TextFields:
-    """Return what takes the text out of records. Raises UsageError if a name or the template is invalid."""
+    """Return the TextFields of these options. Raises UsageError if a name or the template is invalid."""
     if options.transform_sha256:
         return RecordFields(options)
     return MessageFields(options) if options.record == "chat" else TextFields(options)
@@ -266,16 +266,16 @@ class Transform:
             if name in self.contents or Path(name).name != name:
                 raise UsageError.of_value("--transform_files", name, f"names of other files beside {path}")
             try:
-                self.contents[name] = read_regular(path.with_name(name), max_bytes=_MAX_BYTES)
+                self.contents[name] = read_regular(path.with_name(name), max_bytes=_MAX_FILE_BYTES)
             except NOT_THERE:
                 missing = path.with_name(name)
-                raise NotFound(f"{missing}, of --transform, is not there", path=missing) from None
+                raise NotFound(f"{missing}, of --transform, does not exist", path=missing) from None
         hashes = {name: hashlib.sha256(raw).hexdigest() for name, raw in self.contents.items()}
         function_hash = hashes.pop(path.name)  # the name of the file does not count
         self.sha256 = hashlib.sha256(json.dumps([function_hash, hashes], sort_keys=True).encode()).hexdigest()
         if planned_sha256 not in (None, self.sha256):
             expected = f"{str(planned_sha256)[:12]} of the planned function; a copy is in "
-            expected += f"DATA/{TRANSFORM_DIR}/; bring it back, or plan into a new folder"
+            expected += f"DATA/{TRANSFORM_DIR}/; restore the function, or plan into a new folder"
             raise Refused(path=path, found=f"sha256 {self.sha256[:12]}", expected=expected)
         self.cpu_s = 0.0  # so far, in the function
         module = types.ModuleType("shardprep_transform")
@@ -287,7 +287,7 @@ class Transform:
         try:
             exec(compile(self.contents[path.name], str(path), "exec"), vars(module))  # noqa: S102
         except (Exception, SystemExit) as error:  # sys.exit(0) would look like success
-            found = f"a function that cannot be loaded: {_words_of(error, path)}"
+            found = f"a function that cannot be loaded: {_describe(error, path)}"
             raise UsageError(path=path, found=found, expected="transform(record)") from None
         for name in {*sys.modules} - before:
             imported = Path(getattr(sys.modules[name], "__file__", None) or "/")
@@ -312,17 +312,17 @@ class Transform:
             record["input"], record["place"] = name, place
             try:
                 result = self._function(record)
-            except LeaveOut as reason:
-                shown = "".join(char if char.isprintable() else " " for char in _text_of(reason))
-                words = " ".join(shown.split())[:_MOST_REASON_CHARS]
-                # A reason that contains a score would be different for each document.
-                if not words or (words not in reasons and len(reasons) >= _MOST_REASONS):
-                    yield UnusableText("transform", words)
+            except LeaveOut as error:
+                shown = "".join(char if char.isprintable() else " " for char in _message_of(error))
+                reason = " ".join(shown.split())[:_MAX_REASON_CHARS]
+                # A reason that contains, say, a score would be different for each document.
+                if not reason or (reason not in reasons and len(reasons) >= _MAX_REASONS):
+                    yield UnusableText("transform", reason)
                 else:
-                    reasons.add(words)
-                    yield UnusableText(f"transform: {words}", words)
+                    reasons.add(reason)
+                    yield UnusableText(f"transform: {reason}", reason)
             except (Exception, SystemExit) as error:
-                yield UnusableText("transform_error", f"{_words_of(error, self.path)}, for {name}:{place}")
+                yield UnusableText("transform_error", f"{_describe(error, self.path)}, for {name}:{place}")
             else:
                 yield _checked(result, is_chat=is_chat)
         self.cpu_s += time.thread_time() - began_s
@@ -370,17 +370,17 @@ def _checked(result: object, *, is_chat: bool) -> bytes | UnusableText:
     return UnusableText("transform_error", why)
 
 
-def _words_of(error: BaseException, path: Path) -> str:
+def _describe(error: BaseException, path: Path) -> str:
     """Describe an exception, with the last line of the user's file in its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
     if isinstance(error, SyntaxError) and error.lineno:
         lines = [error.lineno]
     at = f" ({path.name} line {lines[-1]})" if lines else ""
-    return f"{type(error).__name__}: {_text_of(error)}{at}"
+    return f"{type(error).__name__}: {_message_of(error)}{at}"
 
 
-def _text_of(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:  # a user's exception class, whose __str__ fails

@@ -53,7 +53,7 @@ ATTEMPTS_FOLDER = "jobs/attempts"
 LOGS_FOLDER = "jobs/logs"
 RECORD_VARIABLE = "SHARDPREP_ATTEMPT"  # contains the path of this process's record
 _MAX_REASON_CHARS = 2000
-_Number = Annotated[int, Meta(ge=-1, le=names.MOST)]
+_Number = Annotated[int, Meta(ge=-1, le=names.MAX_INT64)]
 _SLURM_NAME = re.compile(r"[0-9]{1,10}_[0-9]{1,10}\.r[0-9]{1,6}")  # JOB_INDEX.rRESTART
 _RUN_NAME = re.compile(r".+-[0-9]{1,10}\.[0-9]{1,16}")  # HOST-PID.TIME
 

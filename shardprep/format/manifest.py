@@ -2,13 +2,13 @@
 
 A manifest is written last. A shard is done if
 
-1. its manifest is of this plan, and tar and idx have the sizes in it: ``check_shard``;
-2. no ``verify`` found it wrong. ``done_manifests`` checks both; ``done_manifest`` also does, and returns None
-   instead of raising if the shard has to be made.
+1. its manifest is of this plan, and tar and idx have the sizes in it: ``check_shard`` checks this;
+2. no ``verify`` found it wrong. ``done_manifests`` checks both, for shards that must be done; so does
+   ``done_manifest``, which returns None if the shard has to be made.
 
 Findings of verify are kept in DATA/findings.json until the shard is made again, or an equally thorough verify
-finds it right. A file that cannot be read makes a shard neither done nor wrong: the error is raised. A data
-set is verified if index.json has the counts of all shards, all are done, and nothing was found wrong.
+finds it right. If a file cannot be read, a shard is neither done nor wrong: the error is raised. A data set
+is verified if index.json has the counts of all shards, all are done, and none was found wrong.
 
 This module does not import numpy, which takes 0.1 s to load.
 """
@@ -44,10 +44,10 @@ Check = Literal["fast", "full", "deep"]  # how thorough a verify was, in ascendi
 _THOROUGHNESS: Mapping[Check, int] = {"fast": 0, "full": 1, "deep": 2}
 _FINDINGS_FORMAT = "shardprep-findings"
 _MAX_FINDINGS_BYTES = 256 << 20
-_MOST_MESSAGE_CHARS = 400  # so that findings for MAX_SHARDS shards fit into the limit
+_MAX_MESSAGE_CHARS = 400  # so that findings for MAX_SHARDS shards fit into the limit
 _PLAN_ID = re.compile(rb'"plan_id": ?"([0-9a-f]{64})"')
-# Errors that mean that a shard is wrong, not that it could not be read or compared.
-OF_SHARD = (errors.BrokenShard, errors.MissingShard, errors.OtherPlan, errors.UnknownVersion)
+# Errors of a shard that is wrong. Others mean that it could not be read or compared.
+SHARD_ERRORS = (errors.BrokenShard, errors.MissingShard, errors.OtherPlan, errors.UnknownVersion)
 _NUM_THREADS = 8  # opening a file on Lustre waits for a server
 
 
@@ -81,7 +81,7 @@ class TextCounts:
 
 
 def longest_of(low: int) -> int:
-    """Return the largest length that is counted at ``low`` in TextCounts.lengths."""
+    """Return the largest length that TextCounts.lengths counts under ``low``, the smallest one."""
     return low + (1 << max(low.bit_length() - LENGTH_BITS, 0)) - 1
 
 
@@ -120,7 +120,7 @@ class ShardCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """How a shard was made: where, when, at what cost. Used for reports, never for decisions."""
+    """How a shard was made: where, when and at what cost. Used for reports, never for decisions."""
 
     engine: Text = ""
     shardprep: Text = ""
@@ -200,15 +200,15 @@ def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
 
 
 def shard_files(
-    folder: Path, manifest: Manifest, which: Iterable[str] = tuple(names.VOUCHED_PATHS)
+    folder: Path, manifest: Manifest, which: Iterable[str] = tuple(names.STAMPED_PATHS)
 ) -> list[tuple[Path, FileStamp]]:
     """Return the files of a shard with their stamps in its manifest. ``which``: keys of these files."""
-    paths, shard_id = names.VOUCHED_PATHS, manifest.shard_id
+    paths, shard_id = names.STAMPED_PATHS, manifest.shard_id
     stamps = ((paths[name](folder, shard_id), getattr(manifest, name)) for name in which)
     return [(path, stamp) for path, stamp in stamps if stamp is not None]
 
 
-def check_sizes(folder: Path, manifest: Manifest, which: Iterable[str] = tuple(names.VOUCHED_PATHS)) -> None:
+def check_sizes(folder: Path, manifest: Manifest, which: Iterable[str] = tuple(names.STAMPED_PATHS)) -> None:
     """Compare the sizes of a shard's files with its manifest. ``which``: keys of these files."""
     for path, stamp in shard_files(folder, manifest, which):
         found = files.size_of_file(path)
@@ -295,7 +295,7 @@ def refuse_found(folder: Path, findings: Mapping[int, Finding], shard_ids: Itera
 
 
 def refuse_other_plan(folder: Path, plan_id: str) -> None:
-    """Raise OtherPlan if the plan in a folder has another id than its shards or index: ``plan_id``."""
+    """Raise OtherPlan if the plan in a folder does not have ``plan_id``, the id of its shards or index."""
     # The id is in the first bytes of the file.
     match = _PLAN_ID.search(files.read_beginning(folder / names.PLAN_NAME, 400))
     if match and (found := match[1].decode()) != plan_id:
@@ -330,7 +330,7 @@ def find_made_shards(
         """Return what ``check_shard`` returns, or its error."""
         try:
             return check_shard(folder, shard_id, spec.plan_id)
-        except OF_SHARD as error:
+        except SHARD_ERRORS as error:
             return error
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
@@ -365,7 +365,7 @@ def is_verified(folder: Path, spec: DatasetSpec, made: MadeShards) -> bool:
 
 
 def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
-    """Return the findings of verify for shards that were not made again since, by shard id."""
+    """Return the findings of verify by shard id, except those of shards that were made again since."""
     try:
         path = folder / FINDINGS_NAME
         file = names.read_file(path, _FINDINGS_FORMAT, _FindingsFile, max_bytes=_MAX_FINDINGS_BYTES)
@@ -384,7 +384,7 @@ def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
     }
 
 
-def standing_findings(
+def uncleared_findings(
     folder: Path, plan_id: str, check: Check, not_read: Collection[int] = ()
 ) -> dict[int, Finding]:
     """Return the findings that this verify cannot clear: of a more thorough one, or of shards not read."""
@@ -407,11 +407,11 @@ def publish_findings(
     """Add the shards that a verify found wrong to findings.json, and remove index.json."""
     if not wrong:
         return
-    findings = standing_findings(folder, plan_id, check, not_read)
+    findings = uncleared_findings(folder, plan_id, check, not_read)
     for shard_id in wrong.keys() - findings.keys():
         if digest := _manifest_sha256(folder, shard_id):
             # The file cannot contain lone surrogates and NULs.
-            message = str(wrong[shard_id])[:_MOST_MESSAGE_CHARS].encode(errors="replace").decode()
+            message = str(wrong[shard_id])[:_MAX_MESSAGE_CHARS].encode(errors="replace").decode()
             message = message.replace("\0", "?")
             findings[shard_id] = Finding(shard=shard_id, message=message, manifest_sha256=digest, check=check)
     if findings:

@@ -29,10 +29,10 @@ from shardprep.files import Digest, read_regular
 if TYPE_CHECKING:
     import numpy as np
 
-MAX_SHARDS = 99_999  # shard names carry five digits
+MAX_SHARDS = 99_999  # shard names have five digits
 MAX_SAMPLES = 2**40  # of a shard
 MAX_SEQ_LEN = 2**27
-LEAST_FRACTION, MOST_FRACTION = 1e-6, 0.5  # of documents held out for validation
+MIN_FRACTION, MAX_FRACTION = 1e-6, 0.5  # of documents held out for validation
 BLOCK_BYTES = 512  # of a tar
 DIGEST_BYTES = 16  # of a document's digest in DATA/digests
 TAR_END = bytes(2 * BLOCK_BYTES)  # the two zero blocks that close a tar
@@ -54,7 +54,7 @@ IDS_DIR = "ids"
 DIGESTS_DIR = "digests"
 EXCLUDED_NAME = "excluded.keys"  # names of documents left out by --exclude
 BLANKED_DIR = "blanked"  # lists of blanked documents, in a data set made by ``blank``
-TRANSFORM_DIR = "transform"  # a copy of the --transform file for readers; never executed
+TRANSFORM_DIR = "transform"  # a copy of the --transform file, only for reading; it is never run
 ROW_IDS_FIELD = "token_ids.npy"
 DOC_STARTS_FIELD = "doc_starts.npy"
 LOSS_MASK_FIELD = "loss_mask.npy"  # of chat rows: 1 for tokens of the assistant
@@ -71,15 +71,15 @@ def _path_function(pattern: str) -> Callable[[Path, int], Path]:
     return lambda folder, shard_id: folder / pattern.format(shard_name(shard_id))
 
 
-# Functions (folder, shard_id) -> path, for the files whose sizes and hashes are in the manifest.
-VOUCHED_PATHS = {
+# Functions (folder, shard_id) -> path, for the files whose FileStamps are in the manifest.
+STAMPED_PATHS = {
     "tar": _path_function("{}.tar"),
     "idx": _path_function("{}.idx"),
     "quarantine": _path_function(f"{QUARANTINE_DIR}/{{}}.jsonl"),
     "ids": _path_function(f"{IDS_DIR}/{{}}.jsonl"),
     "digests": _path_function(f"{DIGESTS_DIR}/{{}}.digests"),
 }
-tar_path, idx_path, quarantine_path, ids_path, digests_path = VOUCHED_PATHS.values()
+tar_path, idx_path, quarantine_path, ids_path, digests_path = STAMPED_PATHS.values()
 manifest_path, blanked_path = _path_function("{}.json"), _path_function(f"{BLANKED_DIR}/{{}}.json")
 
 
@@ -94,7 +94,7 @@ def source_of_path(path: str) -> str:
 
 
 def document_key(shard_id: int, line: int) -> str:
-    """Return the key of a document, from its shard and its line in the shard's input, counted from 0."""
+    """Return the key of a document, from its shard and its line or row in the shard's input, from 0."""
     return f"sample_{shard_id}_{line:08d}"
 
 
@@ -104,13 +104,13 @@ def rerun_command(shard_id: int, folder: Path) -> str:
 
 
 def remake_command(shard_id: int, folder: Path) -> str:
-    """Return the command that replaces a wrong shard: while it has a manifest, it counts as done."""
+    """Return the command that replaces a wrong shard, whose manifest has to be removed first."""
     return f"rm {quoted(manifest_path(folder, shard_id))} && {rerun_command(shard_id, folder)}"
 
 
 def missing_file(path: Path, shard_id: int, folder: Path) -> MissingShard:
     """Build the error for a missing file of a shard."""
-    # A shard counts as done without its side files, which are in subfolders.
+    # A shard is done even without its side files, which are in subfolders.
     command = rerun_command if path.parent == folder else remake_command
     return MissingShard(path=path, found="missing", remedy=command(shard_id, folder))
 
@@ -132,7 +132,7 @@ def id_ranges(ids: Iterable[int]) -> str:
             parts[-1][1] = number
         else:
             parts.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def ids_of_ranges(text: str, *, end: int = MAX_SHARDS) -> list[int]:
@@ -214,18 +214,18 @@ def known_input_kind(path: str) -> InputKind | None:
 
 
 def input_kind(path: str) -> InputKind:
-    """Return the kind of an input. One with an unknown suffix (``--also``) is plain text."""
+    """Return the kind of an input. A file with an unknown suffix (``--also``) is plain text."""
     compression = COMPRESSION_SUFFIXES.get("." + path.lower().rpartition(".")[2], "")
     return known_input_kind(path) or InputKind(PLAIN_TEXT, compression)
 
 
 def place_text(path: str, offset: int) -> str:
-    """Return ``ko_1.txt byte 4512``, ``a.parquet row 17``."""
+    """Return a place in words: ``ko_1.txt byte 4512``, ``a.parquet row 17``."""
     return f"{path} {input_kind(path).unit} {offset}"
 
 
 def name_of_input(names: Sequence[str], number: int) -> str:
-    """Return the name of an input. Its number, from an idx or a side file, may be wrong."""
+    """Return the name of an input, or words for a wrong number, as an idx or a side file may have."""
     return names[number] if 0 <= number < len(names) else f"input {number}, which the plan does not have,"
 
 
@@ -252,7 +252,7 @@ BLANK = 2**31 - 1
 
 
 def blank_id(vocab_size: int) -> int:
-    """Return the value of BLANK in binary ids. For 2-byte ids it is the largest value, 65535."""
+    """Return what stands for BLANK in binary ids: BLANK, or for 2-byte ids 65535, their largest value."""
     return BLANK if token_bytes(vocab_size) == 4 else 2**16 - 1
 
 
@@ -274,15 +274,15 @@ FORMAT_VERSION = 3  # of all files in this package
 CONTENT_HASH = "content_sha256"
 RUN = "run"  # the part that may vary between equal files; it has a hash of its own
 RUN_HASH = "run_sha256"
-MOST = 2**63 - 1  # the largest number in the columns of an index
-Count = Annotated[int, Meta(ge=0, le=MOST)]
-Seconds = Annotated[float, Meta(ge=0, le=MOST)]
+MAX_INT64 = 2**63 - 1  # the largest number in the columns of an index
+Count = Annotated[int, Meta(ge=0, le=MAX_INT64)]
+Seconds = Annotated[float, Meta(ge=0, le=MAX_INT64)]
 Text = Annotated[str, Meta(pattern=r"\A[^\0]*\Z")]  # usable in paths and messages
 _TYPE_WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text",
           "array": "a list", "object": "an object"}  # fmt: skip
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _canonical_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
-_PLACE_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")  # of a place in msgspec's errors, such as $.shards[3]
+_PLACE_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")  # of a place in an error of msgspec, such as $.shards[3]
 
 
 def content_sha256(data: Mapping[str, Any]) -> str:
@@ -301,7 +301,7 @@ def with_content_hash(
 
 
 def read_file(path: Path, file_format: str, kind: type[T], *, max_bytes: int) -> T:
-    """Read a JSON file as a dataclass. Raises FileNotFoundError for the caller to explain."""
+    """Read a JSON file as a dataclass. Raises FileNotFoundError, which the caller explains."""
     return as_type(path, checked_object(path, read_regular(path, max_bytes=max_bytes), file_format), kind)
 
 
@@ -331,7 +331,7 @@ def _check_hash(path: Path, name: str, data: dict[str, Any]) -> None:
         raise BrokenShard(path=path, found=f"altered: {name} {_shown(found)}", expected=expected[:12])
 
 
-# msgspec inspects a type when it first meets it. Two threads that do so at once crash the process: with 12
+# msgspec inspects a type at its first use. Two threads that do so at once crash the process: with 12
 # threads, msgspec 0.20 ended in SIGSEGV in 10 of 60 tries.
 _msgspec_lock = threading.Lock()
 
@@ -430,7 +430,7 @@ class DatasetSpec:
     seq_len: Annotated[int, Meta(ge=0, le=MAX_SEQ_LEN)]  # tokens per packed row; 0 unless packed
     append_eos: bool
     tokenizer: TokenizerSpec
-    validation_fraction: Annotated[float, Meta(ge=0, le=MOST_FRACTION)] = 0.0  # see documents.py
+    validation_fraction: Annotated[float, Meta(ge=0, le=MAX_FRACTION)] = 0.0  # see documents.py
 
     def __post_init__(self) -> None:
         if self.has_rows != (self.seq_len > 0):

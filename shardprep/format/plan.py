@@ -9,7 +9,7 @@ A plan is written once and never edited. Its id is a hash of everything that dec
 plans with equal ids make equal data sets.
 
 The file is JSON. Its first line, plus a closing brace, is the head: everything except three tables, which may
-be long. The head has the places and hashes of the tables' blocks, so a task of a plan with 10^6 inputs reads
+be long. The head has the offsets and hashes of the tables' blocks, so a task of a plan with 10^6 inputs reads
 only the head and the blocks of its own shard.
 """
 
@@ -44,7 +44,7 @@ SPLITS = ("train", "validation", "test")
 INPUT = "input files"
 TEXT = "which documents and text are kept"
 TOKENS = "tokenizer"
-ROWS, TEXTS = ("packed", "chat"), ("documents", "packed")  # records
+ROWS, TEXTS = ("packed", "chat"), ("documents", "packed")  # records that are rows; records of plain texts
 
 _input = partial(option, group=INPUT)
 _fields = partial(option, group="JSON lines and tables")
@@ -61,9 +61,9 @@ class PlanOptions:
     """The options that decide the bytes of the shards. They are stored in plan.json.
 
     Facts of an option, besides those of the command line:
-        is_in_id: whether the plan's id depends on it. Not if it only finds inputs, which the id contains.
+        is_in_id: whether the plan's id depends on it. False if it only selects inputs, which are in the id.
             Defaults are not in the id either, so a new option changes no existing id.
-        span: the smallest and the largest number; 0 means that it is not set.
+        span: the smallest and the largest number; 0 means that the option is not set.
         records: the kinds of records that it applies to (default: all).
     """
 
@@ -103,13 +103,13 @@ class PlanOptions:
     limit: int = _text(
         0,
         "for a trial: take at most this many documents in total, spread evenly over shards",
-        span=(1, names.MOST),
+        span=(1, names.MAX_INT64),
     )
     digests: bool = _text(False, "keep a hash of each document in DATA/digests; equal text has an equal hash")
     validation_fraction: float = _text(
         0.0,
         "hold out this fraction of documents for validation, chosen by their hashes; adds --digests",
-        span=(names.LEAST_FRACTION, names.MOST_FRACTION),
+        span=(names.MIN_FRACTION, names.MAX_FRACTION),
     )
     append_eos: bool = _tokens(None, "end documents with the EOS token", records=TEXTS, shown="on for packed")
     add_special_tokens: bool = _tokens(
@@ -153,9 +153,9 @@ class PlanOptions:
                 raise errors.UsageError(f"--{name} is {value!r}, expected UTF-8 without a NUL")
             if span and value and not span[0] <= value <= span[1]:
                 raise errors.UsageError.of_value(f"--{name}", value, f"{span[0]} to {span[1]}")
-            is_given = value != item.default and bool(value or item.default)  # not False, 0 or "" for None
+            is_given = value != item.default and bool(value or item.default)  # not a filled-in False, 0, ""
             if is_given and self.record not in records:
-                # Options of texts have no remedy for chat: there the template decides.
+                # For chat, options of texts have no remedy: the chat template decides.
                 remedy = None if records == TEXTS else f"--record {records[0]}"
                 expected = f"--record {' or '.join(records)}, or no --{name}"
                 raise errors.UsageError(found=f"--{name}", expected=expected, remedy=remedy)
@@ -207,12 +207,12 @@ class PlanOptions:
     def identity(self) -> dict[str, Any]:
         """Return the options that the plan's id is a hash of."""
         in_id = {item.name for item in PLAN_FIELDS if item.metadata.get("is_in_id", True)}
-        return {name: value for name, value in self.unusual().items() if name in in_id}
+        return {name: value for name, value in self.non_defaults().items() if name in in_id}
 
-    def unusual(self) -> dict[str, Any]:
+    def non_defaults(self) -> dict[str, Any]:
         """Return the options that differ from the defaults for this kind of records."""
-        usual = {**vars(PlanOptions(record=self.record)), "record": "documents"}
-        return {name: value for name, value in vars(self).items() if value != usual[name]}
+        defaults = {**vars(PlanOptions(record=self.record)), "record": "documents"}
+        return {name: value for name, value in vars(self).items() if value != defaults[name]}
 
 
 PLAN_FIELDS = fields(PlanOptions)
@@ -250,7 +250,7 @@ class PrepConfig(PlanOptions):
 
 
 def option_differences(planned: PlanOptions, now: PlanOptions, given: set[str] | None = None) -> list[str]:
-    """Describe how options differ. With ``given``, only those options, and only if they change bytes."""
+    """Describe how options differ. With ``given``, only these options, and only if the id depends on them."""
     differences = []
     for item in PLAN_FIELDS:
         before, after = getattr(planned, item.name), getattr(now, item.name)
@@ -263,7 +263,7 @@ def option_differences(planned: PlanOptions, now: PlanOptions, given: set[str] |
 def flags_of(options: PlanOptions) -> list[str]:
     """Return the flags that give these options."""
     # --seq_len is named even if it is the default.
-    given = options.unusual() | ({"seq_len": options.seq_len} if options.has_rows else {})
+    given = options.non_defaults() | ({"seq_len": options.seq_len} if options.has_rows else {})
     words = []
     for item in PLAN_FIELDS:
         name, value = item.name, given.get(item.name, "")
@@ -281,9 +281,9 @@ def _python_encoding(name: str) -> str:
     ascii_bytes = bytes(range(128))
     no_ascii = ("utf-16", "utf-32", "iso2022", "hz", "utf-7", "idna", "unicode-escape", "raw-unicode-escape")
     try:
-        known = codecs.lookup(name).name
-        if not known.startswith(no_ascii) and ascii_bytes.decode(known) == ascii_bytes.decode("ascii"):
-            return known
+        codec = codecs.lookup(name).name
+        if not codec.startswith(no_ascii) and ascii_bytes.decode(codec) == ascii_bytes.decode("ascii"):
+            return codec
     except (LookupError, ValueError, TypeError):  # a NUL in the name is a ValueError, too
         raise errors.UsageError.of_value("--encoding", name, "one such as utf-8 or cp949") from None
     expected = "a superset of ASCII, in whose bytes line ends can be found; convert the files first"
@@ -299,7 +299,7 @@ _MAX_BLOCK_BYTES = 16 << 20  # a path has at most 4 KiB
 
 
 def _leads_outside(name: str) -> bool:
-    """Return whether a path from a file may leave its folder: it has an empty part, "." or ".."."""
+    """Return whether a path from a JSON file may leave its folder: it has an empty part, "." or ".."."""
     return not {"", ".", ".."}.isdisjoint(name.split("/"))
 
 
@@ -317,7 +317,7 @@ class InputFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
 
 
 class Cut(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a shard begins, or the last one ends, in the concatenation of the sorted inputs."""
+    """Where a shard begins, or where the last one ends, in the concatenation of the sorted inputs."""
 
     input_number: Count
     byte: Count  # of that input
@@ -359,7 +359,7 @@ class _Decisions:
     tokenizer: TokenizerSpec
     tokenizer_files: dict[str, FileStamp]  # files in DATA/tokenizer, by name
     probe: list[str]  # texts on which engines may differ, see engines.py
-    probe_sha256: Digest  # of the ids of the probe, by the reference engine
+    probe_sha256: Digest  # of the probe's ids from the reference engine
     fast_engine_is_equal: bool  # the fast engine gave equal ids for the probe and a sample
 
 
@@ -368,7 +368,7 @@ class Plan(_Decisions):
     """The content of plan.json."""
 
     input_dir: Path
-    # In a plan that was read these are ``Rows``, which read a block of the file when a row is needed.
+    # In a plan that was read, these are ``Rows``, which read a block of the file when it is needed.
     inputs: Sequence[InputFile]
     cuts: Sequence[Cut]  # num_shards + 1, ascending
     left_out: Sequence[tuple[str, str]] = ()  # (reason, name), sorted: see InputListing
@@ -459,7 +459,7 @@ def is_one_file_a_shard(plan: Plan) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Table:
-    """Where the rows of a table are in plan.json."""
+    """The place of a table's rows in plan.json."""
 
     num_rows: Count
     offset: Count  # of the first row, counted from the end of the head
@@ -549,7 +549,7 @@ def _id_of(plan: _Decisions, inputs_sha256: str, cuts_sha256: str) -> str:
 
 
 def publish_plan(plan: Plan, output_dir: Path) -> Plan:
-    """Write plan.json, or return the plan that it has. Raises Refused if that is another plan."""
+    """Write plan.json, or return the plan that the folder has. Raises Refused if that is another one."""
     tables: dict[str, Any] = {}
     body = bytearray()
     for name in _TABLES:
@@ -583,7 +583,7 @@ def publish_plan(plan: Plan, output_dir: Path) -> Plan:
 
 
 def refuse_another_plan(frozen: Plan, plan: Plan, output_dir: Path) -> None:
-    """Raise Refused if the plan of a folder is another one, and name the differences."""
+    """Raise Refused, with the differences, if a folder's plan, ``frozen``, is not ``plan``."""
     if frozen.plan_id == plan.plan_id:
         return
     differences = option_differences(frozen.options, plan.options)
@@ -624,13 +624,13 @@ def read_plan(output_dir: Path) -> Plan | None:
 
 
 def need_plan(output_dir: Path) -> Plan:
-    """Return the plan of a data set. The NotFound of a folder without one has the command to plan."""
+    """Return the plan of a data set. Raises NotFound, with the command to plan, if there is none."""
     plan = read_plan(output_dir)
     if plan is None:
         found = f"no {names.PLAN_NAME}" if files.is_folder(output_dir) else "no such folder"
         raw, made = "RAW", errors.quoted(output_dir)
         listed = files.names_in(output_dir)
-        # With raw inputs in it, the folder is probably meant to be planned.
+        # A folder with raw inputs was probably given as the output folder by mistake.
         if any(map(names.known_input_kind, listed)) and not any(name.startswith("shard-") for name in listed):
             raw, made = made, errors.quoted(f"{os.path.abspath(output_dir)}_shards")  # noqa: PTH100 - as in quoted
         remedy = f"shardprep plan --input_dir {raw} --output_dir {made} --model_id MODEL --num_shards N"
@@ -639,7 +639,7 @@ def need_plan(output_dir: Path) -> Plan:
 
 
 def read_input_names(folder: Path) -> list[str]:
-    """Return the paths of a data set's inputs, in the input folder. An idx refers to their positions."""
+    """Return the paths of a data set's inputs in the input folder. An idx refers to them by position."""
     return [item.path for item in need_plan(folder).inputs]
 
 
@@ -654,7 +654,7 @@ def _open_plan(path: Path) -> Plan:
     data = names.checked_object(path, line if line.endswith(b"}") else line + b"}", _FORMAT)
     if isinstance(options := data.get("options"), dict):
         for name in options.keys() - {item.name for item in PLAN_FIELDS}:
-            value = options.pop(name)  # ignored if it is off
+            value = options.pop(name)  # an unknown option that is off changes nothing
             if value not in (False, "", None):  # 0 equals False
                 found = f"options.{name!a} is {value!r:.60}"
                 expected = "an option known here: install the shardprep that planned this, or plan again"

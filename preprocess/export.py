@@ -289,8 +289,8 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
                 file.write(json.dumps(settings).encode())
                 file.sync()
                 file.publish_first()  # of two exports at the same time one succeeds
-        except CannotWrite:
-            # An equal export that was faster may have removed this one's temporary file.
+        except (CannotWrite, ReadWriteError):
+            # An equal export that was faster may have removed this one's temporary file at any time.
             if not path.exists():
                 raise
         files.sync_folder(folder)

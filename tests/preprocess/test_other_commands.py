@@ -6,6 +6,7 @@ A trained tokenizer equals Llama 3's except for its vocabulary.
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import struct
@@ -204,6 +205,20 @@ def test_datasets_and_megatron_core_read_the_exports(worlds: Worlds, tmp_path: P
     found = [indexed.IndexedDataset(str(out / f"shard-{shard_id:05d}_document")) for shard_id in range(3)]
     ids = chain(*(each[number].tolist() for each in found for number in range(len(each))))
     assert list(ids) == stream_of(worlds["documents"])
+
+
+def test_two_equal_exports_at_the_same_time_both_succeed(
+    worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, out = os.link, tmp_path / "out"
+
+    def link_after_another_export(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "link", link)
+        exported(worlds["packed"], "nanogpt", out)  # it removes all temporary files
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", link_after_another_export)
+    exported(worlds["packed"], "nanogpt", out)
 
 
 def test_an_export_into_the_folder_of_another_export_is_refused(worlds: Worlds, tmp_path: Path) -> None:

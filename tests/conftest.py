@@ -12,6 +12,7 @@ import os
 import re
 import runpy
 import sys
+import unittest.mock
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("HF_HUB_OFFLINE", "1")
+        # With this variable a fork of a test would wait for threads of tokenizers, which forks do not have.
+        patch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """Restore the variables that a test, or what it calls, sets in this process."""
+    with unittest.mock.patch.dict(os.environ):
         yield
 
 

@@ -18,7 +18,7 @@ import orjson
 
 from loader.shards import DatasetShards, ShardSet
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
-from shardprep.files import NOT_THERE, is_folder, read_beginning, read_regular, refuse_fifos
+from shardprep.files import NOT_THERE, read_beginning, read_regular, refuse_fifos
 from shardprep.format.index import without_garbage_collection
 from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR, TokenizerSpec, fingerprint_of, is_text
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
@@ -78,12 +78,12 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
     if not datasets:
         return LoaderTokenizer.of_loaded(_load(str(model_id)))
     spec = datasets[0].spec.tokenizer
-    own = next((dataset for dataset in datasets if is_folder(dataset.folder / TOKENIZER_DIR)), None)
+    own = next((dataset for dataset in datasets if dataset.folder.is_subfolder(TOKENIZER_DIR)), None)
     if own is None:
         if model_id is None:
             remedy = f"model_id={spec.model_id!r}"
             expected = f"a copy of the folder from where the shards were made, or {remedy}"
-            path = datasets[0].folder / TOKENIZER_DIR
+            path = datasets[0].folder.path_of(TOKENIZER_DIR)
             raise NotFound(path=path, found="missing", expected=expected, remedy=remedy)
         given = _load(model_id)
         if model_id != spec.model_id:
@@ -93,7 +93,7 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
             if token_id is not None and getattr(given, name) != token_id:
                 setattr(given, name.removesuffix("_id"), given.convert_ids_to_tokens(token_id))
         return LoaderTokenizer.of_loaded(given, spec.fingerprint)
-    folder = own.folder / TOKENIZER_DIR
+    folder = own.folder.path_of(TOKENIZER_DIR)
     tokenizer = _read_own(folder, own.spec.tokenizer)
     if tokenizer is None:
         tokenizer = LoaderTokenizer.of_loaded(_load_own(folder, own.spec.tokenizer), spec.fingerprint)

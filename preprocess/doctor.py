@@ -26,8 +26,9 @@ from preprocess.plan.tokenizer import document_ends_line
 from shardprep import __version__
 from shardprep.console import counted, print_lines, short_bytes
 from shardprep.errors import ShardprepError, UsageError
-from shardprep.format.names import TOKENIZER_DIR
-from shardprep.format.plan import PrepConfig, need_plan
+from shardprep.format.data_folder import DataFolder
+from shardprep.format.names import TOKENIZER_FILE
+from shardprep.format.plan import PrepConfig, check_tokenizer_files, need_plan
 
 _NEEDED = ("numpy", "orjson", "tokenizers", "gigatoken", "tqdm", "transformers")  # by a task or by planning
 _TORCH_LIMIT_S = 180.0
@@ -108,14 +109,16 @@ def _check_versions() -> Iterator[Finding]:
         yield Finding("torch", f"torch cannot be used: {why}", todo, UsageError.exit_code)
 
 
-def _check_tokenizer(model_id: str | None, folder: Path | None, num_cpus: int) -> Iterator[Finding]:
+def _check_tokenizer(model_id: str | None, path: Path | None, num_cpus: int) -> Iterator[Finding]:
     """Load a tokenizer as planning does, or that of a planned folder as tasks do. Raises ShardprepError."""
-    if folder is not None:
+    if path is not None:
+        folder = DataFolder(path)
         plan = need_plan(folder)
         settings = resources.WorkerSettings()
         engine = Worker(plan, folder, settings, num_cpus=num_cpus, warn=lambda _: None).engine
         yield Finding("plan", f"{counted(plan.num_shards, 'shard')} in {folder}")
-        name, ends = engine.name, document_ends_line(plan, engine, folder / TOKENIZER_DIR)
+        content = check_tokenizer_files(folder, plan.tokenizer_files, TOKENIZER_FILE)
+        name, ends = engine.name, document_ends_line(plan, engine, content)
     elif model_id is not None:
         said: list[str] = []
         with scratch_folder() as scratch:  # plan the texts of the probe

@@ -22,6 +22,7 @@ from shardprep import files
 from shardprep.command_line import needs
 from shardprep.console import counted, print_lines, with_progress
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused, UsageError
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.index import ShardSamples
 from shardprep.format.manifest import done_manifests
 from shardprep.format.names import load_json
@@ -193,11 +194,12 @@ def export_flags(parser: argparse.ArgumentParser) -> None:
 def export(args: argparse.Namespace) -> int:
     """Write the missing files of an export. Raises Refused if the folder has another export."""
     folder: Path = args.output_dir
-    plan = need_plan(args.data_dir)
+    data = DataFolder(args.data_dir)
+    plan = need_plan(data)
     eos = _checked_eos(args, plan)
     parts: list[slice] = []  # the exported samples of each shard, and their tokens
     num_tokens: list[int] = []
-    for manifest in done_manifests(args.data_dir, plan.plan_id, range(plan.num_shards)):
+    for manifest in done_manifests(data, plan.plan_id, range(plan.num_shards)):
         counts, held = manifest.counts, manifest.counts.held_out
         num_train = counts.num_samples - held.num_samples
         part, num_part, num_documents = slice(None), counts.num_tokens, counts.num_documents
@@ -213,7 +215,7 @@ def export(args: argparse.Namespace) -> int:
     _claim(folder, {"to": args.to, "plan_id": plan.plan_id, "put_eos": eos, **side})
     todo = [shard_id for shard_id in range(plan.num_shards) if not layout.is_done(shard_id)]
     for shard_id in with_progress("exporting", todo):
-        with ShardSamples(args.data_dir, plan.spec, shard_id, parts[shard_id]) as samples:
+        with ShardSamples(data, plan.spec, shard_id, parts[shard_id]) as samples:
             stored = samples.document_lengths(is_best_fit=plan.options.pack == "best_fit")
             documents = stored + (eos is not None)
             rows = samples.records["num_tokens"].astype(np.int64) if plan.spec.has_rows else documents

@@ -41,6 +41,7 @@ from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import CannotWrite, NotFound, ReadWriteError, Refused, ShardprepError, UsageError
 from shardprep.files import is_link, make_subfolder, publish_bytes
 from shardprep.format import jobs as job_files
+from shardprep.format.data_folder import JOBS_FOLDER, LOGS_FOLDER, DataFolder
 from shardprep.format.jobs import JobArray, JobRequest, Submission, user_name
 from shardprep.format.manifest import Manifest, find_made_shards, read_manifest
 from shardprep.format.names import MAX_SHARDS, chosen_shards, id_ranges, ids_of_ranges
@@ -142,7 +143,7 @@ def check_queue(state: DatasetState, wanted: set[int] | None) -> None:
     """
     if state.queue.unrecorded:
         jobs = ", ".join(state.queue.unrecorded)
-        found = f"jobs {jobs} wait or run, but no record in {job_files.JOBS_FOLDER}/ names their shards"
+        found = f"jobs {jobs} wait or run, but no record in {JOBS_FOLDER}/ names their shards"
         expected = "no such jobs; another command may be sending them now: wait, or end them"
         remedy = f"shardprep cancel {quoted(state.folder)}"
         raise SlurmRefused(path=state.folder, found=found, expected=expected, remedy=remedy)
@@ -189,7 +190,7 @@ def _send_held(
         print_lines(*"\n".join(scripts).split("\n"))
         return None
 
-    make_subfolder(folder, job_files.LOGS_FOLDER)
+    make_subfolder(folder, LOGS_FOLDER)
     job_ids: list[str] = []
 
     def submit_held(script: str, *options: str) -> dict[str, Any]:
@@ -215,14 +216,14 @@ def _send_held(
             submitted=round(time.time(), 3),
             arrays=arrays,
             verify=job_files.SentJob(job_id=job_ids[-1], **facts),
-            identity=job_files.folder_identity(folder),
+            identity=job_files.folder_identity(DataFolder(folder)),
         )
         controller = ""
         if args.until_done:
             # Submitted before the release, so that a limit on jobs is noticed before any shard is made.
             controller = submit_script(scripts[-1], f"--dependency=afterany:{':'.join(job_ids)}")
             job_ids.append(controller)
-        job_files.publish_submission(folder, submission)
+        job_files.publish_submission(DataFolder(folder), submission)
     except BaseException:
         if job_ids:
             with contextlib.suppress(ShardprepError):
@@ -231,7 +232,7 @@ def _send_held(
     # Kept for people to read: Slurm deletes its own copies.
     for job_id, script in zip(job_ids, scripts, strict=True):
         with contextlib.suppress(ShardprepError):
-            path = folder / job_files.JOBS_FOLDER / f"{submission.number:04d}-{job_id}.sh"
+            path = folder / JOBS_FOLDER / f"{submission.number:04d}-{job_id}.sh"
             publish_bytes(path, script.encode("utf-8"))
     return submission, controller
 
@@ -287,7 +288,7 @@ def _announce(args: argparse.Namespace, state: DatasetState, submission: Submiss
         facts["controller"] = controller
         if args.command == "retry":
             facts["round"] = args.round
-    job_files.append_event(args.output_dir, args.command, **facts)
+    job_files.append_event(DataFolder(args.output_dir), args.command, **facts)
     for array in submission.arrays:
         mem = "no memory limit" if array.mem_mb is None else f"{array.mem_mb} MB"
         limit = "no time limit" if array.time_min is None else f"{array.time_min} min"
@@ -330,7 +331,7 @@ def submit_controller(args: argparse.Namespace, state: DatasetState, request: Jo
     job_ids = [each for each in state.jobs_to_wait_for() if each not in state.queue.controllers]
     after = [f"--dependency=afterany:{':'.join(job_ids)}"] if job_ids else []
     job_id = submit_script(_controller(args, state, request, find_site(request.partition)), *after)
-    job_files.append_event(state.folder, args.command, jobs=job_ids, controller=job_id)
+    job_files.append_event(DataFolder(state.folder), args.command, jobs=job_ids, controller=job_id)
     print_lines(f"job {job_id}: {_CONTROLLER_TEXT}")
 
 
@@ -382,9 +383,9 @@ _NODES_AWAY = re.compile("drain|down|maint|fail|reboot|unk|power|reserved", re.I
 
 def check_folder(folder: Path, request: JobRequest) -> Plan:
     """Check folder, tokenizer, set-up file and input as tasks need them, and return the plan."""
-    plan = need_plan(folder)
-    check_tokenizer_files(folder, plan.tokenizer_files)
-    for place in (folder, folder / job_files.JOBS_FOLDER, folder / job_files.LOGS_FOLDER):
+    plan = need_plan(DataFolder(folder))
+    check_tokenizer_files(DataFolder(folder), plan.tokenizer_files)
+    for place in (folder, folder / JOBS_FOLDER, folder / LOGS_FOLDER):
         if place != folder and is_link(place):  # records and Slurm's logs would go to its target
             raise CannotWrite(path=place, found="a link", expected="a folder in its place")
         if os.path.lexists(place) and not (os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)):  # noqa: PTH112 - Path's may raise
@@ -467,7 +468,7 @@ def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequ
     place, flags = shlex.quote(str(folder)), shlex.join(shlex.split(request.worker_args))
     lines = [
         f"shardprep_folder={place}",
-        f"shardprep_identity={job_files.folder_identity(folder)}",  # as this host sees the folder
+        f"shardprep_identity={job_files.folder_identity(DataFolder(folder))}",  # as this host sees the folder
         f"shards_of=({' '.join(tasks)})",
         "shards=${shards_of[${SLURM_ARRAY_TASK_ID:-0}]}",
         'if [[ $shards = *[-,]* ]]; then shardprep_what="shards $shards"',
@@ -509,7 +510,7 @@ def _head(folder: Path, name: str, log: str, request: JobRequest, *options: str)
     if "\\" in str(folder):
         expected = "none: Slurm would not put the job id into log names; rename the folder"
         raise UsageError(path=folder, found="a backslash in its name", expected=expected)
-    output = f"--output={str(folder).replace('%', '%%')}/{job_files.LOGS_FOLDER}/{log}.log"
+    output = f"--output={str(folder).replace('%', '%%')}/{LOGS_FOLDER}/{log}.log"
     options = ("--open-mode=append", f"--job-name={name}", *options, output, *request.sbatch_options())
     return ["#!/bin/bash", *(f"#SBATCH {_quoted_for_sbatch(each)}" for each in options)]
 
@@ -576,8 +577,10 @@ def submit_with_submitit(
     if shards_per_task is not None and shards_per_task < 1:
         raise UsageError.of_value("shards_per_task", shards_per_task, "1 or more")
     folder = Path(output_dir).resolve()
-    plan = need_plan(folder)
-    missing = sorted(set(range(plan.num_shards)) - find_made_shards(folder, plan.spec).done.keys())
+    plan = need_plan(DataFolder(folder))
+    missing = sorted(
+        set(range(plan.num_shards)) - find_made_shards(DataFolder(folder), plan.spec).done.keys()
+    )
     if not missing:
         return []
     max_tasks = len(missing)
@@ -612,7 +615,9 @@ class MakeShards:
             found = f"shards {shards} were not all made: the worker ended with exit code {code}"
             expected = "0; see its messages in the job's log, then submit the missing shards again"
             raise ShardsFailed(path=folder, found=found, expected=expected)
-        return [read_manifest(Path(folder), shard_id) for shard_id in ids_of_ranges(shards, end=MAX_SHARDS)]
+        return [
+            read_manifest(DataFolder(folder), shard_id) for shard_id in ids_of_ranges(shards, end=MAX_SHARDS)
+        ]
 
     def checkpoint(self, folder: str, shards: str) -> Any:
         """Stop the worker, and return the same call for submitit to submit again."""
@@ -650,13 +655,13 @@ def retry(args: argparse.Namespace) -> int:
         return _retry(args)
     except ShardprepError as error:
         if args.until_done and not args.dry_run:
-            job_files.append_event(args.output_dir, "stopped", why=str(error))
+            job_files.append_event(DataFolder(args.output_dir), "stopped", why=str(error))
         raise
 
 
 def _retry(args: argparse.Namespace) -> int:
     changes = with_variables(given_of(args, JobRequest))
-    find = partial(states.find_state, args.output_dir, need_plan(args.output_dir))
+    find = partial(states.find_state, args.output_dir, need_plan(DataFolder(args.output_dir)))
     state = states.ask_patiently(find) if args.until_done else find()  # no person is there to ask again
     groups = shards_to_retry(args, state, changes)
     if args.until_done and not args.dry_run:
@@ -808,13 +813,13 @@ def _finish(state: DatasetState, why: str, request: JobRequest) -> int:
     """End --until_done: write the report, or say why a person must help; then run --notify."""
     folder, code = state.folder, ReadWriteError.exit_code if why else 0
     if why:
-        job_files.append_event(folder, "stopped", why=why)
+        job_files.append_event(DataFolder(folder), "stopped", why=why)
         say(f"error: only a person can help now: {why}")
     else:
         output = folder / "report.html"
         command = [sys.executable, "-m", "slurm", "report", str(folder), "--output", str(output)]
         subprocess.run(command, cwd=HOME, check=False)
-        job_files.append_event(folder, "finished", report=str(output))
+        job_files.append_event(DataFolder(folder), "finished", report=str(output))
         say(f"{counted(state.plan.num_shards, 'shard')} verified; wrote {output}")
     if request.notify:
         result = {"SHARDPREP_RESULT": "not verified" if why else "verified", "SHARDPREP_EXIT_CODE": str(code)}
@@ -827,7 +832,7 @@ def _finish(state: DatasetState, why: str, request: JobRequest) -> int:
 
 def cancel(args: argparse.Namespace) -> int:
     """Cancel every waiting or running job of a data set: ``cancel DATA``. Finished shards stay."""
-    state = states.find_state(args.output_dir, need_plan(args.output_dir))
+    state = states.find_state(args.output_dir, need_plan(DataFolder(args.output_dir)))
     queue = state.queue
     if args.shards is None:
         # Controllers first: one that runs would send the cancelled shards again.
@@ -849,12 +854,12 @@ def cancel(args: argparse.Namespace) -> int:
             user_of = {job.job_id: job.user for job in queue.jobs.values()}
             owners = {each: user_of.get(each.partition("_")[0], user_name()) for each in jobs}
             if own := [each for each in jobs if owners[each] == user_name()]:
-                job_files.append_event(args.output_dir, "cancel", jobs=own, shards=args.shards)
+                job_files.append_event(DataFolder(args.output_dir), "cancel", jobs=own, shards=args.shards)
             whose = ", ".join(sorted({*owners.values()} - {user_name()})) or "another user"
             found = f"{whose} submitted jobs of this data set; {error}; cancelled: {', '.join(own) or 'none'}"
             expected = "that user or an administrator to cancel the others"
             raise SlurmRefused(found=found, expected=expected) from None
-        job_files.append_event(args.output_dir, "cancel", jobs=jobs, shards=args.shards)
+        job_files.append_event(DataFolder(args.output_dir), "cancel", jobs=jobs, shards=args.shards)
     if queue.foreign and args.shards is None:
         ids = " ".join(queue.foreign)
         say(f"not cancelled: jobs of the folder that this one was copied from; for them type: scancel {ids}")

@@ -32,6 +32,7 @@ from shardprep.console import say
 from shardprep.errors import NotFound, ReadWriteError, ShardprepError, UsageError, quoted
 from shardprep.files import open_regular
 from shardprep.format import jobs as job_files
+from shardprep.format.data_folder import LOGS_FOLDER, DataFolder
 from shardprep.format.jobs import AttemptRecord, JobArray, JobRequest, Submission, user_name
 from shardprep.format.manifest import MadeShards, Manifest, find_made_shards, is_verified
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
@@ -240,7 +241,7 @@ def meaning_of(reason: str) -> tuple[str, str]:
 
 def job_name_prefix(folder: Path, plan_id: str) -> str:
     """Return the prefix of the names of a data set's jobs; the number of the submission follows it."""
-    return f"{JOB_NAME}-{plan_id[:12]}-{job_files.folder_identity(folder)}-"
+    return f"{JOB_NAME}-{plan_id[:12]}-{job_files.folder_identity(DataFolder(folder))}-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -743,9 +744,9 @@ def find_state(
     If Slurm does not answer and ``needs_slurm`` is False, shards that may be in a job are ``not visible``.
     Shards done in an earlier state ``before`` are not read again. ``see`` is passed to ``find_made_shards``.
     """
-    identity, unreadable = job_files.folder_identity(folder), list[str]()
+    identity, unreadable = job_files.folder_identity(DataFolder(folder)), list[str]()
     try:
-        sent = job_files.read_submissions(folder)
+        sent = job_files.read_submissions(DataFolder(folder))
     except ReadWriteError as error:
         if needs_slurm or "Permission denied" not in str(error):
             raise
@@ -754,12 +755,12 @@ def find_state(
     copied = [each for each in sent if each.identity != identity]  # this folder is a copy of another one
 
     known = before.made if before else None
-    records = job_files.read_attempts(folder, plan.plan_id, identity)
+    records = job_files.read_attempts(DataFolder(folder), plan.plan_id, identity)
     open_records = [each for each in records.own if each.ended is None and each.job_id]
     found, queue = None, Queue()
     asks_slurm = bool(sent or open_records)
     if not asks_slurm:  # tasks of plain sbatch may wait, unless all shards are done
-        found = find_made_shards(folder, plan.spec, known=known, see=see)
+        found = find_made_shards(DataFolder(folder), plan.spec, known=known, see=see)
         asks_slurm = len(found.done) < plan.num_shards and shutil.which("squeue") is not None
     if asks_slurm:
         config = before.queue.config if before else {}
@@ -773,12 +774,12 @@ def find_state(
             queue = Queue(hidden=dict.fromkeys(ids, "Slurm does not answer"), away=str(error))
     # Read records and manifests after asking Slurm: a task that it shows as ended has written them by then.
     listed = {each.path for each in records.own}
-    now = job_files.read_attempts(folder, plan.plan_id, identity)
+    now = job_files.read_attempts(DataFolder(folder), plan.plan_id, identity)
     records.own = [each for each in now.own if each.path in listed]
     records.unreadable = [*unreadable, *now.unreadable]
     _add_ends(records.own, queue)
     if found is None or queue.jobs:
-        found = find_made_shards(folder, plan.spec, known=known, see=see)
+        found = find_made_shards(DataFolder(folder), plan.spec, known=known, see=see)
 
     undone: StateName = "not visible" if records.unreadable else "not submitted"
     every = range(plan.num_shards)
@@ -791,7 +792,7 @@ def find_state(
         next_number=max((each.number for each in sent), default=-1) + 1,
         records=records,
         made=found,
-        is_verified=is_verified(folder, plan.spec, found),
+        is_verified=is_verified(DataFolder(folder), plan.spec, found),
         shards=shards,
         queue=queue,
     )
@@ -882,7 +883,7 @@ def _add_attempts(
                         task=task,
                         shards=shard_ids,
                         submitted=submission.submitted,
-                        log=f"{folder}/{job_files.LOGS_FOLDER}/{task}.log",
+                        log=f"{folder}/{LOGS_FOLDER}/{task}.log",
                         job=job,
                         array=array,
                     )

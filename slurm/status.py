@@ -30,6 +30,7 @@ from shardprep import console
 from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import NotFound, ReadWriteError
 from shardprep.files import publish_bytes
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.jobs import read_events, user_name
 from shardprep.format.manifest import Manifest, ShardCounts, TextCounts, longest_of, sum_of_sources
 from shardprep.format.names import TOKENIZER_DIR, id_ranges
@@ -48,7 +49,7 @@ _MAX_EVENTS = 5  # of the history
 
 def status(args: argparse.Namespace) -> int:
     """Print the state of every shard, and why shards failed: ``status DATA``."""
-    plan, state = need_plan(args.output_dir), None
+    plan, state = need_plan(DataFolder(args.output_dir)), None
     while True:
         state = states.find_state(args.output_dir, plan, needs_slurm=False, before=state)
         data = status_data(state)
@@ -68,7 +69,7 @@ def status(args: argparse.Namespace) -> int:
 
 def wait_for_jobs(folder: Path) -> int:
     """Show progress until all jobs have ended or wait for a person. Return 0 if the data set is verified."""
-    plan = need_plan(folder)
+    plan = need_plan(DataFolder(folder))
     state: DatasetState | None = None
     sizes, done = plan.shard_bytes(), set[int]()
     progress = console.Progress(f"{plan.num_shards} shards", sum(sizes))
@@ -95,7 +96,7 @@ def _needs_a_person(state: DatasetState) -> bool:
 
 def logs(args: argparse.Namespace) -> int:
     """Print the attempts at one shard, newest last, with the ends of their logs: ``logs DATA N``."""
-    plan, shard_id = need_plan(args.output_dir), args.shard_id
+    plan, shard_id = need_plan(DataFolder(args.output_dir)), args.shard_id
     if not 0 <= shard_id < plan.num_shards:
         expected = f"0 to {plan.num_shards - 1}, as the plan has {plan.num_shards} shards"
         raise NotFound(found=f"shard {shard_id}", expected=expected)
@@ -123,7 +124,7 @@ def status_data(state: DatasetState) -> dict[str, Any]:
     """Return everything that ``status`` prints as plain data, described in docs/status_json.md."""
     failed = [shard for shard in state.shards if shard.state == "failed"]
     by_cause = state.failed_by_cause()
-    queue, history = state.queue, read_events(state.folder)
+    queue, history = state.queue, read_events(DataFolder(state.folder))
     waits = _waits_for(state)
     sources = sum_of_sources(each.counts.sources for each in state.made.done.values())
     return {
@@ -428,7 +429,7 @@ _URL_SECRET = re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|password|signature
 def report(args: argparse.Namespace) -> int:
     """Write the report of a data set, finished or not: ``report DATA``."""
     folder = args.output_dir.absolute()
-    plan, manifests = need_plan(folder), dict[int, Manifest]()
+    plan, manifests = need_plan(DataFolder(folder)), dict[int, Manifest]()
     progress = console.Progress("reading manifests", plan.num_shards, unit="shards")
 
     def keep(manifest: Manifest) -> None:

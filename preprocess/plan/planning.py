@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -38,7 +39,9 @@ from shardprep.command_line import call_in_child
 from shardprep.console import counted, printable, say, short_bytes, short_time
 from shardprep.format import names
 from shardprep.format import plan as plans
+from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
 from shardprep.format.documents import read_names
+from shardprep.format.jobs import start_ticks
 from shardprep.format.manifest import RunFacts
 from shardprep.format.plan import Cut, InputFile, Plan, PlannedShard, PlanOptions, PrepConfig, ranges_between
 
@@ -154,7 +157,7 @@ def make_plan(
             else:
                 why = fast if isinstance(fast, str) else "its ids differ from those of tokenizers"
                 say(f"gigatoken is not used for this tokenizer ({why}); tokenizers is several times slower")
-        if line := document_ends_line(plan, resolved.reference, scratch):
+        if line := document_ends_line(plan, resolved.reference, resolved.saved[names.TOKENIZER_FILE]):
             say(line)
         if not (plan.options.has_rows or plan.options.append_eos):
             todo = "add --append_eos, or train with seq_len=, which puts EOS after each document"
@@ -164,17 +167,20 @@ def make_plan(
         engine = engine if plan.options.add_special_tokens else engine.bare()
         lines, output_bytes = measure(plan, engine, transform)
         # Freeze the plan, or compare it with the one in the folder.
+        folder = DataFolder(config.output_dir)
         if not dry_run:
             try:
-                files.make_folder(config.output_dir, parents=True)
+                folder.make_folder()
             except errors.CannotWrite as error:
                 found, expected = f"it cannot be created: {error.found}", "a folder that you can write to"
                 raise errors.CannotWrite(path=config.output_dir, found=found, expected=expected) from None
-            stems = (names.PLAN_NAME, names.INDEX_NAME, names.TOKENIZER_DIR)  # left by attempts that died
-            files.remove_temporaries(config.output_dir, *stems, older_than_s=files.STALE_AFTER_S)
-        frozen = plans.read_plan(config.output_dir)
+            # Left by attempts that died.
+            folder.remove_temporaries(older_than_s=files.STALE_AFTER_S, subfolders=SUBFOLDERS)
+        frozen = plans.read_plan(folder)
         if frozen is not None:
-            plans.refuse_another_plan(frozen, plan, config.output_dir)
+            plans.refuse_another_plan(frozen, plan, folder)
+        else:
+            refuse_foreign_files(folder)
         # "auto" says nothing about a planned folder, and about a folder that is not on Lustre.
         is_quiet = stripe == "auto" and (frozen or lustre.why_not_usable(config.output_dir))
         if stripe != "none" and not is_quiet:
@@ -182,14 +188,13 @@ def make_plan(
         if dry_run:
             return plan, lines, output_bytes
         if frozen is None:
-            resolved.publish(config.output_dir, resolved.files)
-        frozen = plans.publish_plan(plan, config.output_dir)
-        # Again, because another planner may have put its own files there, or they may be damaged.
-        resolved.publish(config.output_dir, frozen.tokenizer_files)
+            resolved.publish_first(folder)
+        frozen = plans.publish_plan(plan, folder)
+        resolved.repair(folder, frozen.tokenizer_files)
         if transform is not None:
-            transform.publish_copy(config.output_dir)
+            transform.publish_copy(folder)
         if excluded:
-            files.publish_bytes(config.output_dir / names.EXCLUDED_NAME, excluded)
+            folder.publish(names.EXCLUDED_NAME, excluded)
         return frozen, lines, output_bytes
 
 
@@ -204,7 +209,7 @@ def _sha256_of_input(shard: PlannedShard) -> str:
 
 def plan_of_task(given: dict[str, Any], *, may_plan: bool, checks_inputs: bool) -> None:
     """Compare the plan in ``output_dir`` with the flags of a task, or make one with a shard per file."""
-    folder: Path = given["output_dir"]
+    folder = DataFolder(given["output_dir"])
     plan = plans.read_plan(folder) if may_plan else plans.need_plan(folder)
     if plan is not None and checks_inputs:
         check_inputs(plan, given.get("input_dir", PrepConfig.input_dir))
@@ -238,30 +243,52 @@ def plan_of_task(given: dict[str, Any], *, may_plan: bool, checks_inputs: bool) 
 def _plan_once(config: PrepConfig) -> Plan:
     """Return the plan of another task that is planning, if it is written soon, or else make one."""
     # A file shows that a task is planning. It is not a lock: if several tasks plan, the first plan counts.
-    folder, claim = config.output_dir, config.output_dir / _CLAIM_NAME
-    is_ours = is_new_folder = False
+    is_new_folder = False
     with contextlib.suppress(OSError):  # planning will say what is wrong with the folder
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir()
-            is_new_folder = True
-        claim.touch(exist_ok=False)
-        is_ours = True
+        config.output_dir.mkdir()
+        is_new_folder = True
+    folder = DataFolder(config.output_dir)
+    is_ours = _claim(folder)
     try:
         plan = plans.read_plan(folder)
-        if not is_ours and files.size_of_file(claim) is not None:
+        if not is_ours and folder.status_of(_CLAIM_NAME) is not None:
             say("another task is planning: waiting for its plan")
             num_files = len(find_inputs(config.input_dir, config).paths)
             until = time.monotonic() + _MIN_WAIT_S + num_files / _FILES_STAMPED_PER_S
-            while plan is None and files.size_of_file(claim) is not None and time.monotonic() < until:
+            while plan is None and folder.status_of(_CLAIM_NAME) is not None and time.monotonic() < until:
                 time.sleep(_LOOK_EVERY_S)
                 plan = plans.read_plan(folder)
         return plan or plans.read_plan(folder) or make_plan(config)[0]
     finally:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, errors.ShardprepError):
             if is_ours:
-                claim.unlink()
+                folder.remove(_CLAIM_NAME)
             if is_new_folder:
-                folder.rmdir()  # fails if the folder is not empty
+                config.output_dir.rmdir()  # fails if the folder is not empty
+
+
+def _claim(folder: DataFolder) -> bool:
+    """Show other tasks that this process is planning. Return False if another one is."""
+    pid = os.getpid()
+    ours = f"{os.uname().nodename} {pid} {start_ticks(pid)}".encode()
+    for _ in range(2):
+        try:
+            folder.create(_CLAIM_NAME, ours)
+        except FileExistsError:
+            pass
+        except (OSError, errors.ShardprepError):  # planning will say what is wrong with the folder
+            return False
+        else:
+            return True
+        # The file of a planner that was killed on this host would cost every later task the wait.
+        host, _, process = folder.read_beginning(_CLAIM_NAME, 400).decode(errors="replace").partition(" ")
+        numbers = process.split()
+        is_here = host == os.uname().nodename and len(numbers) == 2 and numbers[0].isdecimal()
+        if not is_here or str(start_ticks(int(numbers[0]))) == numbers[1]:
+            return False
+        with contextlib.suppress(OSError):
+            folder.remove(_CLAIM_NAME)
+    return False
 
 
 def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> None:
@@ -316,7 +343,7 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None) -> tuple[li
     """Estimate the cost by a sample in a worker's stages. Returns lines to print, and the bytes on disk."""
     num_bytes, mask_rule = 0, plan.options.chat_mask_rule
     found: dict[str, bool] = {}  # whether any record has a value, by column, such as "id" and "source"
-    with scratch_folder() as folder, ShardWriter(folder, plan.spec, plan.options, 0) as writer:
+    with scratch_folder() as path, ShardWriter(DataFolder(path), plan.spec, plan.options, 0) as writer:
         began = time.process_time()
         for documents in sample_of_plan(plan, _SAMPLE_BYTES, transform):
             tokens = engine.encode_documents(documents, end_id=plan.end_id, mask_rule=mask_rule)

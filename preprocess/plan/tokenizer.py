@@ -35,8 +35,9 @@ from shardprep.command_line import call_in_child
 from shardprep.errors import ShardprepError
 from shardprep.files import Digest, FileStamp
 from shardprep.format import names
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR, TOKENIZER_FILE, TokenizerSpec
-from shardprep.format.plan import Plan, check_tokenizer_files
+from shardprep.format.plan import Plan, check_tokenizer_files, refuse_other_tokenizer
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -83,26 +84,24 @@ class ResolvedTokenizer(TokenizerFacts):
                 verdict.touch()
         return is_equal
 
-    def publish(self, output_dir: Path, planned: dict[str, FileStamp]) -> None:
-        """Write this tokenizer to ``output_dir/tokenizer``, unless the planned files are there."""
-        target = output_dir / TOKENIZER_DIR
+    def publish_first(self, folder: DataFolder) -> None:
+        """Write DATA/tokenizer, before there is a plan. Raises Refused if there is another one."""
+        if not folder.publish_folder(TOKENIZER_DIR, self.saved):
+            refuse_other_tokenizer(folder, self.files)  # the same one may be of another planner
 
-        def is_there() -> bool:
-            try:
-                check_tokenizer_files(output_dir, planned)
-            except (errors.OtherTokenizer, errors.NotFound, errors.BrokenShard):
-                return False
-            return True
-
-        if is_there():  # possibly written by another planner
+    def repair(self, folder: DataFolder, planned: dict[str, FileStamp]) -> None:
+        """Write the files of a plan's tokenizer that are missing or damaged. Raises OtherTokenizer."""
+        with contextlib.suppress(errors.OtherTokenizer, errors.NotFound, errors.BrokenShard):
+            check_tokenizer_files(folder, planned)
             return
         if self.files != planned:
             expected = "the planned ones: use the planned transformers and tokenizers, or a new folder"
-            raise errors.OtherTokenizer(path=target, found="damaged files", expected=expected)
-        with files.PublishedFolder(target) as folder:
-            write_files(self.saved, folder.temporary)
-            if not folder.publish_first() and not is_there():  # another planner may have been faster
-                folder.publish()
+            path = folder.path_of(TOKENIZER_DIR)
+            raise errors.OtherTokenizer(path=path, found="damaged files", expected=expected)
+        folder.make_subfolder(TOKENIZER_DIR)
+        for name, content in self.saved.items():
+            folder.publish(f"{TOKENIZER_DIR}/{name}", content)
+        check_tokenizer_files(folder, planned)  # files that the plan does not have stay, and are refused
 
 
 def resolve_tokenizer(
@@ -361,8 +360,8 @@ def added_ids(engine: engines.Engine) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def document_ends_line(plan: Plan, engine: engines.Engine, folder: Path) -> str:
-    """Describe the tokens with which documents begin and end. ``folder`` has the tokenizer's files."""
+def document_ends_line(plan: Plan, engine: engines.Engine, tokenizer_json: bytes) -> str:
+    """Describe the tokens with which documents begin and end."""
     if plan.options.is_chat:
         return ""
     before, after = added_ids(engine) if plan.options.add_special_tokens else ([], [])
@@ -370,8 +369,7 @@ def document_ends_line(plan: Plan, engine: engines.Engine, folder: Path) -> str:
         after = [*after, plan.end_id]
     if not (before or after):
         return "documents begin and end without a control token"
-    raw = files.read_regular(folder / TOKENIZER_FILE, max_bytes=names.MAX_TOKENIZER_BYTES)
-    head, _ = engines.split_tokenizer(raw)
+    head, _ = engines.split_tokenizer(tokenizer_json)
     shown = {token["id"]: f"{token['content']} ({token['id']})" for token in head.get("added_tokens") or []}
     words = [" ".join(shown.get(each, str(each)) for each in ids) for ids in (before, after)]
     begin, end = (f"with {each}" if each else "without a control token" for each in words)

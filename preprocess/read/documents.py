@@ -29,6 +29,7 @@ from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, TextFields, Transfo
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, BrokenShard, NotFound, ReadWriteError, Refused, UsageError
 from shardprep.files import ReadFile, with_retries
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.documents import DocumentNames, canonical_conversation, digests_of, read_excluded
 from shardprep.format.names import InputKind, input_kind, place_text
 from shardprep.format.plan import ByteRange, PlannedShard, PlanOptions
@@ -414,7 +415,7 @@ class DocumentReader:
             self._template = ChatTemplate(options.chat_template, options.chat_tokens, allows)
 
     @staticmethod
-    def of_plan(folder: Path, options: PlanOptions, transform_file: Path | None) -> DocumentReader:
+    def of_plan(folder: DataFolder, options: PlanOptions, transform_file: Path | None) -> DocumentReader:
         """Build the reader of a plan. Raises as ``transform_of`` and ``read_excluded``."""
         transform = text_fields.transform_of(options, transform_file)
         excluded = read_excluded(folder, options.excluded) if options.excluded else None

@@ -29,7 +29,8 @@ import orjson
 
 from shardprep import LeaveOut
 from shardprep.errors import NotFound, Refused, UsageError
-from shardprep.files import NOT_THERE, make_subfolder, publish_bytes, read_regular
+from shardprep.files import NOT_THERE, read_regular
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import TRANSFORM_DIR
 from shardprep.format.plan import PlanOptions
 
@@ -327,10 +328,11 @@ class Transform:
                 yield _checked(result, is_chat=is_chat)
         self.cpu_s += time.thread_time() - began_s
 
-    def publish_copy(self, folder: Path) -> None:
+    def publish_copy(self, folder: DataFolder) -> None:
         """Copy the files into a data set, for people to read. Raises CannotWrite, ReadWriteError."""
         for name, raw in self.contents.items():
-            publish_bytes(make_subfolder(folder, TRANSFORM_DIR) / name, raw)
+            folder.make_subfolder(TRANSFORM_DIR)
+            folder.publish(f"{TRANSFORM_DIR}/{name}", raw)
 
 
 def transform_of(options: PlanOptions, path: Path | None) -> Transform | None:

@@ -32,6 +32,8 @@ from shardprep import files
 from shardprep.errors import BadInput, BrokenShard, NotFound, OtherPlan, UsageError
 from shardprep.files import Digest, FileStamp
 from shardprep.format import names
+from shardprep.format.data_folder import DataFolder
+from shardprep.format.manifest import read_side_file, side_file_lines
 from shardprep.format.names import Count
 from shardprep.format.plan import PlannedShard
 
@@ -98,7 +100,7 @@ class DocumentNames:
             keys.append(keys_of_places(path, offsets))
         return np.array([self.find(each) for each in keys], np.intp).reshape(len(keys), len(offsets))
 
-    def may_be_in(self, folder: Path, shard: PlannedShard, stamp: FileStamp | None) -> bool:
+    def may_be_in(self, folder: DataFolder, shard: PlannedShard, stamp: FileStamp | None) -> bool:
         """Return whether a shard may have a listed text or place. ``stamp``: of its digests, if kept."""
         if "text" in self.kinds:
             if stamp is None:
@@ -194,11 +196,11 @@ def _key_of(line: str) -> tuple[bytes, NameKind]:
     return keys_of_ids([line]).tobytes(), "id"
 
 
-def read_excluded(folder: Path, sha256: str) -> DocumentNames:
+def read_excluded(folder: DataFolder, sha256: str) -> DocumentNames:
     """Read the list of a plan's --exclude. ``sha256``: its hash in the options. Raises BrokenShard."""
-    path = folder / names.EXCLUDED_NAME
+    path = folder.path_of(names.EXCLUDED_NAME)
     try:
-        raw = files.read_regular(path, max_bytes=_MOST_NAMES * names.DIGEST_BYTES + 1)
+        raw = folder.read(names.EXCLUDED_NAME, max_bytes=_MOST_NAMES * names.DIGEST_BYTES + 1)
         found = hashlib.sha256(raw).hexdigest()
     except files.NOT_THERE:
         raw, found = b"", "missing"
@@ -214,30 +216,25 @@ def _as_digests(path: Path, raw: bytes) -> Digests:
     return np.frombuffer(raw, DIGEST)
 
 
-def kept_ids(folder: Path, shard_id: int) -> Iterator[tuple[int, int, str]]:
-    """Yield the input, the place in it and the id of each document of a shard planned with --id_field."""
-    path = names.ids_path(folder, shard_id)
-    try:
-        for line in files.read_lines(path):
+def kept_ids(folder: DataFolder, shard_id: int, stamp: FileStamp) -> Iterator[tuple[int, int, str]]:
+    """Yield the input, the place in it and the id of each document of a shard planned with --id_field.
+
+    ``stamp``: of the file of ids, from the manifest. Raises BrokenShard after the last one if the file is not
+    as stamped, so none may be relied on before all were read.
+    """
+    name = names.ids_name(shard_id)
+    for line in side_file_lines(folder, name, shard_id, stamp):
+        try:
             yield _KEPT_ID.decode(line)
-    except files.NOT_THERE:
-        raise names.missing_file(path, shard_id, folder) from None
-    except (msgspec.MsgspecError, ValueError):
-        remedy = names.remake_command(shard_id, folder)
-        raise BrokenShard(path=path, found=f"the line {line[:60]!r}", remedy=remedy) from None
+        except (msgspec.MsgspecError, ValueError):
+            path, remedy = folder.path_of(name), names.remake_command(shard_id, folder)
+            raise BrokenShard(path=path, found=f"the line {line[:60]!r}", remedy=remedy) from None
 
 
-def read_digests(folder: Path, shard_id: int, stamp: FileStamp, *, is_checked: bool = False) -> Digests:
-    """Read the digests of a shard, see docs/format.md. ``is_checked``: skip the check of their hash."""
-    path = names.digests_path(folder, shard_id)
-    try:
-        raw = files.read_regular(path, max_bytes=stamp.num_bytes)
-    except files.NOT_THERE:
-        raise names.missing_file(path, shard_id, folder) from None
-    if not is_checked and (found := hashlib.sha256(raw).hexdigest()) != stamp.sha256:
-        remedy, expected = names.remake_command(shard_id, folder), stamp.sha256[:12]
-        raise BrokenShard(path=path, found=f"sha256 {found[:12]}", expected=expected, remedy=remedy)
-    return _as_digests(path, raw)
+def read_digests(folder: DataFolder, shard_id: int, stamp: FileStamp) -> Digests:
+    """Read the digests of a shard, see docs/format.md, and compare them with their stamp."""
+    name = names.digests_name(shard_id)
+    return _as_digests(folder.path_of(name), read_side_file(folder, name, shard_id, stamp))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,20 +258,18 @@ def blank_digests(is_for_validation: npt.NDArray[np.bool_]) -> Digests:
     return _BLANK_DIGESTS[is_for_validation.astype(np.intp)]
 
 
-def publish_blanked(folder: Path, documents: BlankedDocuments) -> None:
-    """Write DATA/blanked/shard-N.json."""
-    path = names.blanked_path(folder, documents.shard_id)
-    files.make_subfolder(folder, path.parent.name)
-    content = json.dumps(names.with_content_hash(_FORMAT, asdict(documents)))
-    files.publish_bytes(path, content.encode() + b"\n")
+def blanked_content(documents: BlankedDocuments) -> bytes:
+    """Return the content of DATA/blanked/shard-N.json."""
+    return json.dumps(names.with_content_hash(_FORMAT, asdict(documents))).encode() + b"\n"
 
 
-def read_blanked(folder: Path, plan_id: str, shard_id: int) -> BlankedDocuments:
+def read_blanked(folder: DataFolder, plan_id: str, shard_id: int) -> BlankedDocuments:
     """Read DATA/blanked/shard-N.json. Raises BrokenShard also if it is missing."""
-    path = names.blanked_path(folder, shard_id)
+    name = names.blanked_name(shard_id)
+    path = folder.path_of(name)
     advice = "restore the original file: without it the shard would contain what was blanked"
     try:
-        found = names.read_file(path, _FORMAT, BlankedDocuments, max_bytes=_MAX_BLANKED_BYTES)
+        found = names.read_file(folder, name, _FORMAT, BlankedDocuments, max_bytes=_MAX_BLANKED_BYTES)
     except files.NOT_THERE:
         raise BrokenShard(f"{path} is missing; {advice}", path=path, found="missing") from None
     except BrokenShard as error:

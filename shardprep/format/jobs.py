@@ -39,9 +39,9 @@ from shardprep import errors, files
 from shardprep.command_line import option
 from shardprep.errors import ShardprepError
 from shardprep.format import names
+from shardprep.format.data_folder import ATTEMPTS_FOLDER, JOBS_FOLDER, LOGS_FOLDER, DataFolder
 from shardprep.format.names import Count, Text
 
-JOBS_FOLDER = "jobs"
 HISTORY_NAME = "history.jsonl"  # in jobs/
 _FORMAT = "shardprep-submission"
 _MAX_BYTES = 64 << 20  # the submission of 99,999 shards has 2 MB
@@ -49,8 +49,6 @@ _MAX_TIME_S = 253_402_300_799  # the end of the year 9999, the last that datetim
 _Time = Annotated[float, Meta(ge=0, le=_MAX_TIME_S)]  # seconds since 1970
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
-ATTEMPTS_FOLDER = "jobs/attempts"
-LOGS_FOLDER = "jobs/logs"
 RECORD_VARIABLE = "SHARDPREP_ATTEMPT"  # contains the path of this process's record
 _MAX_REASON_CHARS = 2000
 _Number = Annotated[int, Meta(ge=-1, le=names.MAX_INT64)]
@@ -200,19 +198,20 @@ class Submission:
         return [*self.arrays, self.verify]
 
 
-def read_submissions(folder: Path) -> list[Submission]:
+def read_submissions(folder: DataFolder) -> list[Submission]:
     """Return all submissions of a data set, oldest first. Raises BrokenShard or ReadWriteError."""
-    jobs = folder / JOBS_FOLDER
-    listed = files.names_in(jobs)
-    if not listed and files.size_of_file(jobs) is not None and not files.is_folder(jobs):
-        raise errors.ReadWriteError(path=jobs, found="not a folder", expected="a folder of submissions")
+    listed = folder.names(JOBS_FOLDER)
+    if not listed and folder.status_of(JOBS_FOLDER) is not None and not folder.is_subfolder(JOBS_FOLDER):
+        path = folder.path_of(JOBS_FOLDER)
+        raise errors.ReadWriteError(path=path, found="not a folder", expected="a folder of submissions")
     found = []
     for name in listed:
         if not re.fullmatch(r"[0-9]{4}\.json", name):
             continue
-        path = jobs / name
+        place = f"{JOBS_FOLDER}/{name}"
+        path = folder.path_of(place)
         try:
-            raw, status = files.read_with_status(path, max_bytes=_MAX_BYTES)
+            raw, status = folder.read_with_status(place, max_bytes=_MAX_BYTES)
             submission = names.as_type(path, names.checked_object(path, raw, _FORMAT), Submission)
         # Raise for every file that cannot be read: if it were skipped, its shards would be made twice.
         except files.NOT_THERE as error:  # a dangling link, or removed since the listing
@@ -233,17 +232,18 @@ def user_name() -> str:
         return str(os.getuid())
 
 
-def append_event(folder: Path, kind: str, **facts: Any) -> None:
+def append_event(folder: DataFolder, kind: str, **facts: Any) -> None:
     """Append what a command did to DATA/jobs/history.jsonl. Errors are ignored."""
     line = json.dumps({"time": round(time.time(), 3), "event": kind, "user": user_name(), **facts})
     with contextlib.suppress(ShardprepError, OSError):
-        files.append_bytes(files.make_subfolder(folder, JOBS_FOLDER) / HISTORY_NAME, f"{line}\n".encode())
+        folder.make_subfolder(JOBS_FOLDER)
+        folder.append(f"{JOBS_FOLDER}/{HISTORY_NAME}", f"{line}\n".encode())
 
 
-def read_events(folder: Path) -> list[dict[str, Any]]:
+def read_events(folder: DataFolder) -> list[dict[str, Any]]:
     """Return the history of a data set, oldest first, without invalid lines."""
     try:
-        lines = files.read_regular(folder / JOBS_FOLDER / HISTORY_NAME, max_bytes=_MAX_BYTES).split(b"\n")
+        lines = folder.read(f"{JOBS_FOLDER}/{HISTORY_NAME}", max_bytes=_MAX_BYTES).split(b"\n")
     except (*files.NOT_THERE, ShardprepError):
         return []
     events = []
@@ -255,20 +255,18 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     return events
 
 
-def publish_submission(folder: Path, submission: Submission) -> None:
+def publish_submission(folder: DataFolder, submission: Submission) -> None:
     """Write a submission. Raises ReadWriteError if its number is taken, and CannotWrite."""
-    jobs = folder / JOBS_FOLDER
     content = dataclasses.asdict(submission)
     del content["is_own"]
-    with files.PublishedFile(jobs / f"{submission.number:04d}.json") as file:
+    with folder.new_file(f"{JOBS_FOLDER}/{submission.number:04d}.json") as file:
         file.write(json.dumps(names.with_content_hash(_FORMAT, content), indent=2).encode() + b"\n")
+        file.deny_others_writing()  # retry runs commands from it
         file.sync()
-        with contextlib.suppress(OSError):  # only the owner may write to it: retry runs commands from it
-            file.temporary.chmod(stat.S_IMODE(file.temporary.stat().st_mode) & ~_OTHERS_WRITE)
         if not file.publish_first():
             why = "there was another submission at the same time; the jobs of this one were cancelled"
             raise errors.ReadWriteError(f"{file.path} exists by now: {why}", path=file.path)
-    files.sync_folder(jobs)
+    folder.sync(JOBS_FOLDER)
 
 
 class Failure(Struct, frozen=True, kw_only=True):
@@ -287,6 +285,7 @@ class AttemptRecord(Struct, kw_only=True):
     """One attempt at some shards, from its record. Missing values are None, 0 or ""."""
 
     path: str = ""
+    name: str = ""  # in the folder of the data set
     shards: list[int] = field(name="shard_ids", default_factory=list)  # empty for a verify job
     failures: dict[int, Failure] = field(default_factory=dict)
     # begin
@@ -344,7 +343,7 @@ class AttemptRecord(Struct, kw_only=True):
         """Return whether the process of a ``run`` is alive, or None if it is not on this host."""
         if not self.pid or self.node != os.uname().nodename:
             return None
-        return _start_ticks(self.pid) == self.pid_began
+        return start_ticks(self.pid) == self.pid_began
 
 
 @dataclass(kw_only=True)
@@ -355,40 +354,42 @@ class AttemptRecords:
     unreadable: list[str]  # messages about records that could not be read
 
 
-def folder_identity(folder: Path) -> str:
+def folder_identity(folder: DataFolder) -> str:
     """Return an id that copies of the folder do not share: inode and file system, as ``stat`` prints them."""
     # It survives a move within the file system and is equal on all nodes. Roots of file systems share inodes.
     try:
         number = os.statvfs(folder).f_fsid
-        return f"{folder.stat().st_ino}.{(number & 0xFFFFFFFF) << 32 | number >> 32:x}"
+        return f"{folder.path.stat().st_ino}.{(number & 0xFFFFFFFF) << 32 | number >> 32:x}"
     except OSError as error:
         raise errors.ReadWriteError(f"{folder} cannot be read: {error.strerror}", path=folder) from None
 
 
-def read_attempts(folder: Path, plan_id: str, identity: str = "") -> AttemptRecords:
+def read_attempts(folder: DataFolder, plan_id: str, identity: str = "") -> AttemptRecords:
     """Read all records, one file per attempt that is running or failed. Invalid lines are ignored."""
     identity = identity or folder_identity(folder)
     logs = os.path.join(os.path.realpath(folder), LOGS_FOLDER)  # noqa: PTH118 - Path.resolve may raise
     records = AttemptRecords(own=[], unreadable=[])
     try:
-        listed = files.names_in(folder / ATTEMPTS_FOLDER)
+        listed = folder.names(ATTEMPTS_FOLDER)
     except ShardprepError as error:
         records.unreadable.append(str(error))
         return records
     for name in listed:
         if not (_SLURM_NAME.fullmatch(name) or _RUN_NAME.fullmatch(name)):
             continue
-        path = folder / ATTEMPTS_FOLDER / name
+        place = f"{ATTEMPTS_FOLDER}/{name}"
+        path = folder.path_of(place)
         try:
-            content, status = files.read_with_status(path, max_bytes=_MAX_BYTES)
+            content, status = folder.read_with_status(place, max_bytes=_MAX_BYTES)
         except FileNotFoundError:  # all its shards were made since the listing
             continue
         except ShardprepError as error:
             records.unreadable.append(str(error))
             continue
-        record = _record_of(path, content)
+        record = _record_of(content)
         if record is None or record.plan_id != plan_id or record.identity != identity:
             continue
+        record.path, record.name = str(path), place
         if status.st_uid != os.geteuid():  # another user may name any file as the log
             log = "" if "\0" in record.log else os.path.realpath(record.log)
             if os.path.dirname(log) != logs:  # noqa: PTH120
@@ -398,7 +399,7 @@ def read_attempts(folder: Path, plan_id: str, identity: str = "") -> AttemptReco
     return records
 
 
-def _record_of(path: Path, content: bytes) -> AttemptRecord | None:
+def _record_of(content: bytes) -> AttemptRecord | None:
     """Parse a record, or return None. If a job id was reused, the last "begin" counts."""
     facts: dict[str, Any] = {}
     failures: dict[int, Failure] = {}
@@ -422,24 +423,43 @@ def _record_of(path: Path, content: bytes) -> AttemptRecord | None:
             record.shards = names.ids_of_ranges(record.shard_ranges)
     except (msgspec.MsgspecError, ValueError):
         return None
-    record.path, record.failures = str(path), failures
+    record.failures = failures
     return record
 
 
 def append_failure(failure: Failure) -> None:
     """Append a failed shard to the record of this process, if it has one. Errors are ignored."""
-    if path := os.environ.get(RECORD_VARIABLE):
+    record = _own_record()
+    if record is not None:
+        folder, name = record
         reason = failure.reason[:_MAX_REASON_CHARS].encode("utf-8", "replace").decode()
         line = msgspec.json.encode(msgspec.structs.replace(failure, reason=reason))
-        with contextlib.suppress(OSError):
-            files.append_bytes(Path(path), line + b"\n")
+        with contextlib.suppress(ShardprepError, OSError):
+            folder.append(name, line + b"\n")
+
+
+def remove_own_record() -> None:
+    """Remove the record of this process, which made its shards, if it has one. Errors are ignored."""
+    record = _own_record()
+    if record is not None:
+        folder, name = record
+        with contextlib.suppress(ShardprepError, OSError):
+            folder.remove(name)
+
+
+def _own_record() -> tuple[DataFolder, str] | None:
+    """Return the data set of this process's record, and the record's name in it, or None without a record."""
+    path = os.environ.get(RECORD_VARIABLE, "")
+    folder, _, name = path.rpartition(f"/{ATTEMPTS_FOLDER}/")
+    return (DataFolder(folder), f"{ATTEMPTS_FOLDER}/{name}") if folder and "/" not in name else None
 
 
 def append_end(record: AttemptRecord) -> None:
     """Append how an attempt ended according to Slurm, before Slurm forgets it. Errors are ignored."""
     end = _section("end", time=record.ended, stopped_by=record.stopped_by)
-    with contextlib.suppress(OSError):
-        files.append_bytes(Path(record.path), end)
+    folder = DataFolder(record.path.removesuffix(record.name))
+    with contextlib.suppress(ShardprepError, OSError):
+        folder.append(record.name, end)
 
 
 def _section(name: str, **facts: object) -> bytes:
@@ -451,8 +471,8 @@ def _section(name: str, **facts: object) -> bytes:
 class RunRecord:
     """Keeps the record of a ``run`` within ``with``, unless a job's script keeps one already."""
 
-    def __init__(self, folder: Path, plan_id: str, shard_ids: Iterable[int], *, num_cpus: int) -> None:
-        self._path: Path | None = None
+    def __init__(self, folder: DataFolder, plan_id: str, shard_ids: Iterable[int], *, num_cpus: int) -> None:
+        self._folder, self._name = folder, ""
         self.exit_code = 0
         if os.environ.get(RECORD_VARIABLE):
             return
@@ -466,37 +486,37 @@ class RunRecord:
             index, restarts = os.environ.get("SLURM_ARRAY_TASK_ID"), os.environ.get("SLURM_RESTART_COUNT")
             name = f"{job_id}_{index or 0}.r{restarts or 0}"
         else:
-            facts |= {"pid": os.getpid(), "pid_began": _start_ticks(os.getpid())}
+            facts |= {"pid": os.getpid(), "pid_began": start_ticks(os.getpid())}
             name = f"{host}-{os.getpid()}.{int(now * 1000)}"  # one process may call run twice in a second
-        path = folder / ATTEMPTS_FOLDER / name
+        place = f"{ATTEMPTS_FOLDER}/{name}"
         for _ in range(2):  # another run may remove the empty folder in between
             with contextlib.suppress(ShardprepError, OSError):
-                files.make_subfolder(folder, ATTEMPTS_FOLDER)
-                files.append_bytes(path, _section("begin", **facts))
-                self._path = path
-                os.environ[RECORD_VARIABLE] = str(path)
+                folder.make_subfolder(ATTEMPTS_FOLDER)
+                folder.append(place, _section("begin", **facts))
+                self._name = place
+                os.environ[RECORD_VARIABLE] = os.path.abspath(folder.path_of(place))  # noqa: PTH100
                 return
 
     def __enter__(self) -> RunRecord:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if self._path is None:
+        if not self._name:
             return
         del os.environ[RECORD_VARIABLE]
         code = self.exit_code if error is None else int(getattr(error, "exit_code", 1))
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(ShardprepError, OSError):
             if code:
                 signal = "stop" if code == 75 else ""
                 end = _section("end", time=round(time.time(), 3), exit_code=code, stage="work", signal=signal)
-                files.append_bytes(self._path, end)
+                self._folder.append(self._name, end)
                 return
-            self._path.unlink()
-            self._path.parent.rmdir()  # the folders, if they are empty
-            self._path.parent.parent.rmdir()
+            self._folder.remove(self._name)
+            self._folder.remove_subfolder(ATTEMPTS_FOLDER)  # if it is empty
+            self._folder.remove_subfolder(JOBS_FOLDER)
 
 
-def _start_ticks(pid: int) -> int:
+def start_ticks(pid: int) -> int:
     """Return when a process began, in clock ticks since boot, or -1 if there is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])

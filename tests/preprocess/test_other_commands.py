@@ -212,10 +212,10 @@ def test_two_equal_exports_at_the_same_time_both_succeed(
 ) -> None:
     link, out = os.link, tmp_path / "out"
 
-    def link_after_another_export(source: Path, target: Path) -> None:
+    def link_after_another_export(*names: str, **folders: Any) -> None:
         monkeypatch.setattr(os, "link", link)
         exported(worlds["packed"], "nanogpt", out)  # it removes all temporary files
-        link(source, target)
+        link(*names, **folders)
 
     monkeypatch.setattr(os, "link", link_after_another_export)
     exported(worlds["packed"], "nanogpt", out)

@@ -254,7 +254,7 @@ def test_peek_names_a_damaged_tokenizer_json_and_report_does_not_need_it(world: 
         path.write_text(damaged)
         report = json.loads(world.main("report", world.data_dir, json=True).ends(0).out)
         assert report["shards"]["num_done"] == 2
-        world.main("peek", world.data_dir).ends(74, path)
+        world.main("peek", world.data_dir).ends(78, path)
 
 
 # Kind -> name of a tokenizer, and values of its configuration.

@@ -1,8 +1,8 @@
 """``blank``: make a copy of a data set without some documents, in which all others keep their places.
 
 Only the shards with one of these documents are made again, from the input, by the same plan. Each token id of
-a blanked document becomes BLANK; its text, id and digest are removed. Other shards are hard links or copies;
-copies are compared with their manifests, links are not read.
+a blanked document becomes BLANK; its text, id and digest are removed. Other shards are hard links or copies,
+compared with their manifests: 1 to 2 s of CPU per gigabyte, in four threads.
 The new data set has the same plan id, so a training run can continue with it.
 """
 
@@ -11,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +46,7 @@ from shardprep.format.plan import (
     refuse_other_tokenizer,
 )  # fmt: skip
 
+_NUM_THREADS = 4  # hashing releases the interpreter's lock
 _MAX_PRINTED = 20  # names that were not found
 
 
@@ -53,7 +56,6 @@ class Blanking:
 
     plan: Plan
     touched: list[int]  # shards that have to be made again
-    num_linked: int  # of the untouched shards, those whose files are hard links, which were not read
     are_all_found: bool  # whether all names in the list were found
 
 
@@ -111,11 +113,12 @@ def start(folder: DataFolder, new: DataFolder, ids_file: Path, settings: InputSe
         raise Refused(path=new, found=other, expected=expected)
     new.remove_temporaries(older_than_s=STALE_AFTER_S, subfolders=SUBFOLDERS)
     untouched = sorted({*range(plan.num_shards)} - {*touched})
-    num_linked = 0
-    for number in with_progress("linking or copying", untouched):
-        if done_manifest(new, number, plan.plan_id) is None:
-            num_linked += _link_shard(folder, new, number)
-    return Blanking(plan=planned, touched=touched, num_linked=num_linked, are_all_found=not num_missing)
+    todo = [number for number in untouched if done_manifest(new, number, plan.plan_id) is None]
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        linked = pool.map(partial(_link_shard, folder, new), todo)
+        for _ in zip(with_progress("linking or copying", todo), linked, strict=True):
+            pass
+    return Blanking(plan=planned, touched=touched, are_all_found=not num_missing)
 
 
 def _places_in_shard(
@@ -181,25 +184,20 @@ def _is_same(new: DataFolder, begun: Plan, planned: Plan, blanked_in: dict[int, 
     return True
 
 
-def _link_shard(folder: DataFolder, new: DataFolder, shard_id: int) -> bool:
-    """Make hard links or copies of a shard's files, the manifest last. Return whether all are links.
-
-    Copies are compared with the manifest. Raises BrokenShard if one differs.
-    """
+def _link_shard(folder: DataFolder, new: DataFolder, shard_id: int) -> None:
+    """Link or copy the files of a shard, its manifest last. Raises BrokenShard for a damaged file."""
     manifest = read_manifest(folder, shard_id)
-    are_links = True
     for name, stamp in shard_files(manifest):
         subfolder = name.rpartition("/")[0]
         if subfolder:
             new.make_subfolder(subfolder)
-        if not new.publish_link(name, folder):
-            are_links = False
-            copied = new.publish_copy(name, folder, stamp)
-            if copied != stamp:
-                raise other_hash(folder, name, shard_id, copied.sha256, stamp)
+        # A link is read, too: the damage of the old data set must not count as right in the new one.
+        is_link = new.publish_link(name, folder)
+        found = new.stamp_of(name) if is_link else new.publish_copy(name, folder, stamp)
+        if found != stamp:
+            raise other_hash(folder, name, shard_id, found.sha256, stamp)
         new.sync(subfolder)
     new.publish(manifest_name(shard_id), manifest.to_json())
-    return are_links
 
 
 def check_places(folder: DataFolder, new: DataFolder, shard_ids: Iterable[int]) -> None:

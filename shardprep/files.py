@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
+PathOf = Callable[[], Path]  # builds a path for a message: 10^5 Paths take 0.5 s
 logger = logging.getLogger(__name__)
 
 NOT_THERE = (FileNotFoundError, NotADirectoryError)
@@ -73,7 +74,7 @@ class FileStamp:
 class errors_named:  # noqa: N801 - used like a function; a generator would take as long as a stat
     """Turn every OSError except NOT_THERE into a ReadWriteError that names the path."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | PathOf) -> None:
         self._path = path
 
     def __enter__(self) -> None:
@@ -81,10 +82,11 @@ class errors_named:  # noqa: N801 - used like a function; a generator would take
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError) and not isinstance(error, NOT_THERE):
+            path = self._path if isinstance(self._path, Path) else self._path()
             why = error.strerror or str(error)
             if isinstance(error, PermissionError):
-                why += f"; its owner can type: chmod -R a+rX {shlex.quote(str(self._path.parent))}"
-            raise ReadWriteError(f"{self._path} cannot be read: {why}", path=self._path, found=why) from error
+                why += f"; its owner can type: chmod -R a+rX {shlex.quote(str(path.parent))}"
+            raise ReadWriteError(f"{path} cannot be read: {why}", path=path, found=why) from error
 
 
 def with_retries(what: str, attempt: Callable[[], T]) -> T:
@@ -150,11 +152,16 @@ class ReadFile:
 
     _handle = -1
 
-    def __init__(self, path: Path, handle: int | None = None) -> None:
+    def __init__(self, path: Path | PathOf, handle: int | None = None) -> None:
         """Open a file. ``handle``: a descriptor of the file, if it is open already; this object closes it."""
-        self.path = path
-        self._handle = open_regular(path) if handle is None else handle
+        self._path = path
+        self._handle = open_regular(self.path) if handle is None else handle
         self.num_bytes = self.status().st_size
+
+    @property
+    def path(self) -> Path:
+        """Return the path, for messages."""
+        return self._path if isinstance(self._path, Path) else self._path()
 
     def __enter__(self) -> Self:
         return self
@@ -213,7 +220,7 @@ class ReadFile:
 class HashedFile(ReadFile):
     """A file that is hashed while it is read forward. Each byte is read once, unless requested again."""
 
-    def __init__(self, path: Path, handle: int | None = None) -> None:
+    def __init__(self, path: Path | PathOf, handle: int | None = None) -> None:
         super().__init__(path, handle)
         self._digest = hashlib.sha256()
         self._kept = bytearray()  # the bytes hashed last

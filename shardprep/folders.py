@@ -19,6 +19,7 @@ import shutil
 import stat
 import time
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from shardprep import files
@@ -148,13 +149,17 @@ class Folder:
             raise self._named(error, parent, name) from None
         try:
             status = os.fstat(handle)
-            files.check_is_regular(self.path_of(name), status.st_mode)
+            self._check_is_regular(name, status)
             if status.st_size > _SPARSE_BYTES:
                 self._check_is_on_disk(name, handle, status)
         except BaseException:
             files.close_read(handle)
             raise
         return handle
+
+    def _check_is_regular(self, name: str, status: os.stat_result) -> None:
+        if not stat.S_ISREG(status.st_mode):
+            files.check_is_regular(self.path_of(name), status.st_mode)
 
     def _check_is_on_disk(self, name: str, handle: int, status: os.stat_result) -> None:
         """Raise BrokenShard if a large file is mostly a hole, which costs its writer nothing."""
@@ -176,26 +181,26 @@ class Folder:
 
     def open(self, name: str) -> ReadFile:
         """Open a regular file. Raises FileNotFoundError, NotADirectoryError, BrokenShard or OSError."""
-        return ReadFile(self.path_of(name), self._open(name))
+        return ReadFile(partial(self.path_of, name), self._open(name))
 
     def open_hashed(self, name: str) -> HashedFile:
         """Open a regular file that is hashed while it is read. Raises as ``open``."""
-        return HashedFile(self.path_of(name), self._open(name))
+        return HashedFile(partial(self.path_of, name), self._open(name))
 
     def read(self, name: str, *, max_bytes: int) -> bytes:
         """Return all bytes of a file, at most ``max_bytes``."""
-        with files.errors_named(self.path_of(name)), self.open(name) as file:
+        with files.errors_named(partial(self.path_of, name)), self.open(name) as file:
             return files.read_whole(file, max_bytes=max_bytes)
 
     def read_with_status(self, name: str, *, max_bytes: int) -> tuple[bytes, os.stat_result]:
         """Read as ``read`` does, and also return the status of the file that was read."""
-        with files.errors_named(self.path_of(name)), self.open(name) as file:
+        with files.errors_named(partial(self.path_of, name)), self.open(name) as file:
             return files.read_whole(file, max_bytes=max_bytes), file.status()
 
     def read_beginning(self, name: str, num_bytes: int) -> bytes:
         """Return a file's first bytes, none if it does not exist."""
         try:
-            with files.errors_named(self.path_of(name)), self.open(name) as file:
+            with files.errors_named(partial(self.path_of, name)), self.open(name) as file:
                 return file.read_beginning(0, num_bytes)
         except files.NOT_THERE:
             return b""
@@ -208,13 +213,13 @@ class Folder:
 
     def stamp_of(self, name: str) -> FileStamp:
         """Return the size and sha256 of a file, read in blocks of 4 MiB."""
-        with files.errors_named(self.path_of(name)), self.open_hashed(name) as file:
+        with files.errors_named(partial(self.path_of, name)), self.open_hashed(name) as file:
             return FileStamp(num_bytes=file.num_bytes, sha256=file.sha256())
 
     def status_of(self, name: str) -> os.stat_result | None:
         """Return the status of whatever has this name, a link's own; None if nothing has it."""
         try:
-            with files.errors_named(self.path_of(name)):
+            with files.errors_named(partial(self.path_of, name)):
                 parent, last = self._reach(name)
                 return os.stat(last, dir_fd=parent.fd, follow_symlinks=False)
         except files.NOT_THERE:
@@ -225,7 +230,7 @@ class Folder:
         status = self.status_of(name)
         if status is None:
             return None
-        files.check_is_regular(self.path_of(name), status.st_mode)
+        self._check_is_regular(name, status)
         return status.st_size
 
     def is_subfolder(self, name: str) -> bool:

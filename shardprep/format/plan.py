@@ -696,8 +696,8 @@ def check_tokenizer_files(folder: DataFolder, planned: dict[str, FileStamp], wan
         if stamp is None:  # not read: its size says nothing
             found, kind = "a file that the plan does not have", errors.OtherTokenizer
         elif name in listed:
-            raw, found = _read_stamped(folder, f"{names.TOKENIZER_DIR}/{name}", stamp)
-            content = raw if name == wanted else content
+            raw, found = _read_stamped(folder, f"{names.TOKENIZER_DIR}/{name}", stamp, keeps=name == wanted)
+            content = raw or content
             kind = errors.OtherTokenizer
         if not found:
             continue
@@ -724,13 +724,18 @@ def refuse_other_tokenizer(folder: DataFolder, wanted: dict[str, FileStamp]) -> 
         raise errors.Refused(path=error.path, found=found, expected=expected) from None
 
 
-def _read_stamped(folder: DataFolder, name: str, stamp: FileStamp) -> tuple[bytes, str]:
-    """Read a file. Returns its content, and how it differs from its stamp, "" if it does not."""
-    with files.errors_named(folder.path_of(name)), folder.open(name) as file:
+def _read_stamped(folder: DataFolder, name: str, stamp: FileStamp, *, keeps: bool) -> tuple[bytes, str]:
+    """Read a file. Returns its content if it ``keeps`` it, and how it differs from its stamp, or ""."""
+    raw = b""
+    with files.errors_named(folder.path_of(name)), folder.open_hashed(name) as file:
         if file.num_bytes != stamp.num_bytes:
-            return b"", f"{file.num_bytes} bytes"
-        raw = files.read_whole(file, max_bytes=names.MAX_TOKENIZER_BYTES)
-    now = FileStamp(num_bytes=len(raw), sha256=hashlib.sha256(raw).hexdigest())
+            return raw, f"{file.num_bytes} bytes"
+        if keeps:
+            raw = files.read_whole(file, max_bytes=names.MAX_TOKENIZER_BYTES)
+            sha256 = hashlib.sha256(raw).hexdigest()
+        else:
+            sha256 = file.sha256()
+    now = FileStamp(num_bytes=stamp.num_bytes, sha256=sha256)
     return raw, "" if now == stamp else _stamp_text(now)
 
 

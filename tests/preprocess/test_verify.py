@@ -177,7 +177,7 @@ def test_clean_names_a_temporary_that_it_cannot_remove_or_list(
 
     def refuse(wanted: Any, *args: Any, **options: Any) -> Any:
         folder = options.get("dir_fd", wanted if isinstance(wanted, int) else None)
-        path = Path("" if folder is None else os.readlink(f"/proc/self/fd/{folder}"))
+        path = Path() if folder is None else Path(f"/proc/self/fd/{folder}").readlink()
         if path / ("" if isinstance(wanted, int) else wanted) == hidden:
             raise PermissionError(13, "Permission denied", str(wanted))
         return real(wanted, *args, **options)

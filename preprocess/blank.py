@@ -163,6 +163,7 @@ def _begin(
     what = "the one that this command writes"
     new.make_folder()
     refuse_foreign_files(new)
+    refuse_other_tokenizer(new, plan.tokenizer_files)
     new.make_subfolder(BLANKED_DIR)
     for number, each in blanked_in.items():
         new.publish_equal(blanked_name(number), documents.blanked_content(each), what=what)

@@ -67,7 +67,7 @@ def test_a_foreign_file_in_an_output_folder_is_named_and_stays(
     new = tmp_path / "new"
     foreign = put(new / name)
     before = contents(new)
-    words = {
+    words: dict[str, list[Any]] = {
         "plan": ["plan", *World(tmp_path, raw_dir=world.raw_dir, data_dir=new).words_of_plan(num_shards=3)],
         "stage": ["stage", world.data_dir, "--to", new],
         "blank": ["blank", world.data_dir, "--ids", listed, "--output", new],

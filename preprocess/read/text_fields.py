@@ -2,7 +2,7 @@
 
 ``plan --transform FILE`` names the file of the function, which is called for each document:
 
-    def transform(record):             # fields of the line or row (of .txt: "text"), "input" and "place"
+    def transform(record):             # a dict of the fields of the line or row; of .txt: "text"
         return record["text"].strip()  # a str, for --record chat a list of messages; None leaves it out
 
 A task runs the file that its own ``--transform`` names, if it has the planned hash. The copy in the data set
@@ -252,6 +252,16 @@ def text_fields_of(options: PlanOptions) -> TextFields:
 # The user's function. -----------------------------------------------------------------------------------
 
 
+class Record(dict[str, Any]):
+    """What the user's function gets: exactly the fields of the data, whatever their names.
+
+    Attributes say where the document is, so that they hide no field.
+    """
+
+    input_path: str  # relative to the input folder
+    input_offset: int  # where the document begins: a byte or a row, see docs/format.md, "Places"
+
+
 class Transform:
     """A user's function, loaded into this process."""
 
@@ -304,12 +314,14 @@ class Transform:
     ) -> Iterator[bytes | UnusableText]:
         """Yield the text of each document (of a chat, its messages as JSON), or why it is left out.
 
-        ``documents``: (record, place in the input) of each. ``name``: of the input. ``reasons``: those of
+        ``documents``: (fields, place in the input) of each. ``name``: of the input. ``reasons``: those of
         LeaveOut so far in this shard; new ones are added.
         """
         began_s = time.thread_time()
-        for record, place in documents:
-            record["input"], record["place"] = name, place
+        for fields, place in documents:
+            record = Record(fields)
+            record.input_path = name
+            record.input_offset = place
             try:
                 result = self._function(record)
             except LeaveOut as error:

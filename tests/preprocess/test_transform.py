@@ -24,7 +24,7 @@ FUNCTION = """
 def transform(record):
     if record.get("lang") == "en":
         return None
-    return f"{record['text'].upper()} of {record['input']} at {record['place']}"
+    return f"{record['text'].upper()} of {record.input_path} at {record.input_offset}"
 """
 
 
@@ -58,18 +58,40 @@ def test_each_document_is_the_return_value_of_the_function(tmp_path: Path) -> No
     assert work["transform_cpu_s"] == round(sum(run["transform_cpu_s"] for run in runs), 1)
 
 
-def test_with_record_chat_the_function_returns_a_list_of_messages(tmp_path: Path) -> None:
+def test_with_record_chat_the_function_returns_a_list_of_messages_from_fields_of_any_name(tmp_path: Path) -> None:
     function = """
 def transform(record):
-    return [{"role": "user", "content": record["q"]}, {"role": "assistant", "content": record["a"]}]
+    return [{"role": "user", "content": record["input"]}, {"role": "assistant", "content": record["place"]}]
 """
     template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     (tmp_path / "chat.jinja").write_text(template)
-    raw = {"a.jsonl": [{"q": f"ask {n}", "a": f"say {n}"} for n in range(5)]}
+    raw = {"a.jsonl": [{"input": f"ask {n}", "place": f"say {n}"} for n in range(5)]}
     options = {"record": "chat", "seq_len": 1024, "chat_template_file": tmp_path / "chat.jinja"}
     world = made(tmp_path, function, raw, **options)
     shown = re.sub("[⟪⟫]|\n  ", "", world.main("peek", world.data_dir, num=99, chars=0).out)
     assert all(f"user: ask {n}assistant: say {n}" in shown for n in range(5)), shown
+
+
+# Fields that a name of ours could hide: those that the function once got, attributes, and methods of dicts.
+OWN_FIELDS = ("input", "place", "input_path", "input_offset", "record", "items", "__class__")
+RECORDS = [{"text": "the text", **{name: f"own {name} {n}" for name in OWN_FIELDS}} for n in range(3)]
+ALL_FIELDS = "import json\ndef transform(record): return json.dumps({**record})"
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_the_function_gets_exactly_the_fields_of_the_data_and_the_place_as_attributes(
+    tmp_path: Path, form: str
+) -> None:
+    columns = {name: [record[name] for record in RECORDS] for name in RECORDS[0]}
+    raw = {"a.jsonl": RECORDS} if form == "jsonl" else {"a.parquet": table_bytes(columns, "parquet")}
+    world = made(tmp_path, ALL_FIELDS, raw)
+    assert list(map(json.loads, world.texts())) == RECORDS
+
+
+def test_a_line_of_text_has_one_field_and_its_place(tmp_path: Path) -> None:
+    function = "def transform(record): return f'{dict(record)} {record.input_path} {record.input_offset}'"
+    world = made(tmp_path, function, {"sub/a.txt": "one\ntwo\n"}, recursive=True)
+    assert world.texts() == ["{'text': 'one'} sub/a.txt 0", "{'text': 'two'} sub/a.txt 4"]
 
 
 NUMBERED = {"a.txt": "".join(f"line {number}\n" for number in range(300))}

@@ -92,6 +92,8 @@ def start(folder: Path, new: Path, ids_file: Path, settings: InputSettings) -> t
             documents.publish_blanked(new, each)
         excluded = [folder / EXCLUDED_NAME] if plan.options.excluded else []
         _link(folder, new, [*excluded, *(folder / TOKENIZER_DIR / name for name in plan.tokenizer_files)])
+        if reader.transform is not None:
+            reader.transform.publish_copy(new)
         publish_plan(planned, new)
     elif (begun.plan_id, begun.options) != (planned.plan_id, planned.options) or any(
         documents.read_blanked(new, plan.plan_id, number) != each for number, each in blanked_in.items()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from tests.documented import examples_of
@@ -58,7 +60,7 @@ def test_each_document_is_the_return_value_of_the_function(tmp_path: Path) -> No
     assert work["transform_cpu_s"] == round(sum(run["transform_cpu_s"] for run in runs), 1)
 
 
-def test_with_record_chat_the_function_returns_a_list_of_messages_from_fields_of_any_name(tmp_path: Path) -> None:
+def test_with_record_chat_the_function_returns_messages_from_fields_of_any_name(tmp_path: Path) -> None:
     function = """
 def transform(record):
     return [{"role": "user", "content": record["input"]}, {"role": "assistant", "content": record["place"]}]
@@ -194,6 +196,18 @@ WRONG: dict[str, tuple[str, int]] = {
     "leaves out with a reason that is not a text": (
         "from shardprep import LeaveOut\ndef transform(record): raise LeaveOut(3, 4)", 0
     ),
+    "panics": ("class Panic(BaseException): pass\ndef transform(record): raise Panic('None')", 65),
+    "raises half of a pair": ("def transform(record): raise ValueError('\\udc80')", 65),
+    "ends the process when it is loaded": ("import os\nos._exit(0)\ndef transform(record): return 'a'", 2),
+    "kills the process": ("import os\ndef transform(record): os.kill(os.getpid(), 9)", 2),
+    "starts processes": (
+        "import multiprocessing\ndef transform(record): return multiprocessing.Pool(1).apply(str, ('a',))", 65
+    ),
+    "sets a signal's handler": (
+        "import signal\ndef transform(record): return str(signal.signal(signal.SIGALRM, signal.SIG_IGN))", 65
+    ),
+    "lacks a library": ("def transform(record):\n  import no_such_library", 2),
+    "reads a file that is missing": ("def transform(record): return open('/nowhere/words.txt').read()", 74),
     "changes the folder": ("import os\nos.chdir('/')\ndef transform(record): return record['text']", 0),
     "returns a str of its own": ("class S(str): pass\ndef transform(record): return S(record['text'])", 0),
     "changes its record": ("def transform(record):\n  record.clear()\n  return 'a'", 0),
@@ -213,6 +227,83 @@ def test_a_wrong_function_makes_no_shard_and_its_error_is_located(tmp_path: Path
     assert not code or not list(world.data_dir.glob("shard-*"))
     if name == "raises":
         assert re.search(r"KeyError.*clean\.py line 3.*a\.jsonl:0", ended.err)
+
+
+def test_a_passing_error_ends_the_task_and_the_next_one_has_all_documents(tmp_path: Path) -> None:
+    function = """
+from pathlib import Path
+def transform(record):
+    if record["text"] == "plain 7" and Path(__file__).with_name("away").exists():
+        raise ValueError("no words") from OSError(116, "Stale file handle")
+    return record["text"]
+"""
+    world = planned(tmp_path, function)
+    (tmp_path / "away").touch()
+    world.try_shard(0, transform=tmp_path / "clean.py").ends(74, "clean.py line 5", "b.txt:")
+    assert not list(world.data_dir.glob("shard-*"))
+    (tmp_path / "away").unlink()
+    world.run(transform=tmp_path / "clean.py").verify()
+    assert len(world.texts()) == 50
+    assert not world.left_out()
+
+
+def test_a_named_package_is_copied_for_readers_and_versions_of_libraries_are_in_the_manifest(
+    tmp_path: Path,
+) -> None:
+    """A copy without some documents has the files, too."""
+    (tmp_path / "rules").mkdir()
+    (tmp_path / "rules" / "__init__.py").write_text("import orjson\n")
+    (tmp_path / "rules" / "words.txt").write_text("one\n")
+    function = "def transform(record):\n  import rules\n  return record['text']"
+    assert (
+        planned(tmp_path / "bare", "def transform(record): return 'a'")
+        .run(transform=tmp_path / "bare" / "clean.py")
+        .manifests()[0]["run"]
+        .get("libraries")
+        is None
+    )
+    world, file = planned(tmp_path, function, transform_files="rules", digests=True), tmp_path / "clean.py"
+    world.run(transform=file)
+    assert [*world.manifests()[0]["run"]["libraries"]] == ["orjson"]
+    (tmp_path / "ids.txt").write_text(f"sha256:{hashlib.sha256(b'line 3').hexdigest()}\n")
+    new = world.blanked(tmp_path / "ids.txt", tmp_path / "new", transform=file)
+    for folder in (world.data_dir, new.data_dir):
+        copies = {
+            path.relative_to(folder / "transform").as_posix(): path.read_text()
+            for path in (folder / "transform").rglob("*.*")
+        }
+        assert copies == {
+            "clean.py": function,
+            "rules/__init__.py": "import orjson\n",
+            "rules/words.txt": "one\n",
+        }
+    versions = json.loads(world.main("report", world.data_dir, "--json").ends(0).out)["again"]["versions"]
+    assert versions["orjson"] == {orjson.__version__: 1}
+
+
+def test_a_table_that_changes_while_a_shard_is_made_makes_no_shard(tmp_path: Path) -> None:
+    function = """
+from pathlib import Path
+TABLE = Path(__file__).with_name("table.txt")
+def transform(record):
+    if record["text"] == "plain 7" and TABLE.with_name("edited").exists():
+        TABLE.write_text("two")
+    return TABLE.read_text() + record["text"]
+"""
+    (tmp_path / "table.txt").write_text("one")
+    world = planned(tmp_path, function, transform_files="table.txt")
+    (tmp_path / "edited").touch()
+    world.try_shard(0, transform=tmp_path / "clean.py").ends(78, "table.txt")
+    assert not list(world.data_dir.glob("shard-*"))
+
+
+def test_what_a_function_prints_is_not_in_the_output_of_plan(tmp_path: Path) -> None:
+    function = "print('spoiled')\ndef transform(record):\n  print('spoiled')\n  return record['text']"
+    World(tmp_path).raw(INPUTS)
+    (tmp_path / "clean.py").write_text(function)
+    ended = World(tmp_path).try_plan(transform=tmp_path / "clean.py").ends(0)
+    assert "spoiled" not in ended.out
+    assert "spoiled" in ended.err
 
 
 def test_limit_counts_only_documents_that_the_function_keeps(tmp_path: Path) -> None:

@@ -417,7 +417,7 @@ class DocumentReader:
     @staticmethod
     def of_plan(folder: Path, options: PlanOptions, transform_file: Path | None) -> DocumentReader:
         """Build the reader of a plan. Raises as ``transform_of`` and ``read_excluded``."""
-        transform = transform_of(options, transform_file)
+        transform = transform_of(folder, options, transform_file)
         excluded = read_excluded(folder, options.excluded) if options.excluded else None
         return DocumentReader(options, transform, excluded)
 

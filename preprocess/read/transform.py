@@ -190,7 +190,7 @@ class Transform:
             publish_bytes(make_subfolder(folder, inside) / Path(name).name, raw)
 
 
-def transform_of(options: PlanOptions, path: Path | None) -> Transform | None:
+def transform_of(data_dir: Path, options: PlanOptions, path: Path | None) -> Transform | None:
     """Load the function of a plan from ``--transform``, ``path``. Returns None if the plan has none.
 
     Raises Refused if it is not the planned function, UsageError if only one of plan and path has a function.
@@ -200,7 +200,8 @@ def transform_of(options: PlanOptions, path: Path | None) -> Transform | None:
         return None
     if path is None:
         found = f"a plan with a function for documents (sha256 {planned[:12]}), but no file with it"
-        raise UsageError(found=found, expected="--transform FILE", remedy="--transform FILE")
+        expected = "--transform FILE"
+        raise UsageError(path=data_dir, found=found, expected=expected, remedy=expected)
     if not planned:
         expected = "none, as the plan has no function; or plan with it into a new folder"
         raise UsageError(found=f"--transform {path}", expected=expected)

@@ -63,9 +63,10 @@ class GivenInputs:
         if len(self._folders) == 1 and not self._used:
             return self._folders[0]  # reading it says what is wrong
         folders = ", ".join(quoted(folder) for folder in (*self._folders, plan.input_dir))
-        remedy = f"--input_dir FOLDER, also for {quoted(data_dir)}"
+        remedy = "--input_dir FOLDER"
         found_now = f"its input {plan.inputs[0].path} is not, as it was planned, in any of {folders}"
-        raise NotFound(path=data_dir, found=found_now, expected=remedy, remedy=remedy)
+        expected = f"its folder: add {remedy} for this data set"
+        raise NotFound(path=data_dir, found=found_now, expected=expected, remedy=remedy)
 
     def _function_of(self, data_dir: Path, plan: Plan) -> Path | None:
         planned = plan.options.transform_sha256
@@ -84,12 +85,12 @@ class GivenInputs:
                 return path
             found.append(f"{path} with sha256 {sha256[:12]}")
         what = f"a plan with a function for documents (sha256 {planned[:12]})"
-        remedy = f"--transform FILE, also for {quoted(data_dir)}"
+        remedy = "--transform FILE"
         if not found:
             raise UsageError(
                 path=data_dir, found=f"{what}, but no file with it", expected=remedy, remedy=remedy
             )
-        expected = f"the planned function: {remedy}"
+        expected = f"the planned function: add {remedy} for this data set"
         raise Refused(
             path=data_dir, found=f"{what}, but {', '.join(found)}", expected=expected, remedy=remedy
         )

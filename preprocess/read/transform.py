@@ -20,7 +20,7 @@ import pickle
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Record(dict[str, Any]):
     Attributes say where the document is, so that they hide no field.
     """
 
+    __slots__ = ("input_offset", "input_path")
     input_path: str  # relative to the input folder
     input_offset: int  # where the document begins: a byte or a row, see docs/format.md, "Places"
 
@@ -112,14 +113,14 @@ class Transform:
     def _result_of(self, fields: dict[str, Any], name: str, offset: int, reasons: set[str]) -> Any:
         """Return what the function returns for a document, or why the document is left out."""
         place = f"{name}:{offset}"
-        copied = _kept(fields)
+        pickled = _pickled_if_nested(fields)
         result, error = self._called(fields, name, offset)
         if error is None:
             return result
         self._refuse_passing(error, place)
         if isinstance(error, LeaveOut):
             return _left_out(error, reasons)
-        again, second = self._called(copied(), name, offset)
+        again, second = self._called(fields if pickled is None else pickle.loads(pickled), name, offset)  # noqa: S301
         if second is not None:
             self._refuse_passing(second, place)
         if second is None or _type_of(second) != _type_of(error):
@@ -139,7 +140,8 @@ class Transform:
             result = self._function(record)
         except BaseException as error:
             caught = error
-        self._code.raise_if_ended()
+        if self._code.error is not None:
+            raise self._code.error
         return result, caught
 
     def _refuse_passing(self, error: BaseException, place: str) -> None:
@@ -275,12 +277,12 @@ def _is_import(error: BaseException) -> bool:
     return isinstance(passing_error(error), ImportError)
 
 
-def _kept(fields: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-    """Return a function that returns the fields as they are now, whatever is done to the record."""
-    if any(isinstance(value, (dict, list)) for value in fields.values()):
-        pickled = pickle.dumps(fields)
-        return lambda: dict(pickle.loads(pickled))  # noqa: S301 - of this process
-    return lambda: fields  # Record copies the top level
+def _pickled_if_nested(fields: dict[str, Any]) -> bytes | None:
+    """Return a copy of the fields if one of them can be changed in a record, which copies the top level."""
+    for value in fields.values():
+        if isinstance(value, (dict, list)):
+            return pickle.dumps(fields)
+    return None
 
 
 # Results. -----------------------------------------------------------------------------------------------

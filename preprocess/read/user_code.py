@@ -49,6 +49,7 @@ _MAX_FILES = 1000
 _STACK_BYTES = 16 << 20
 _MODULE_NAME = "shardprep_transform"  # of the main file, for classes that are pickled
 _OUR_PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
+_CODE_SUFFIXES = (".py", ".pyc", ".pyw")
 _MAX_LIBRARIES = 200
 _MAX_VERSION_CHARS = 100
 
@@ -339,13 +340,24 @@ class UserCode:
         """End the call if code from a file may not run."""
         if not filename or filename.startswith("<"):  # such as <string>
             return
-        path = os.path.abspath(filename)  # noqa: PTH100
-        name = self.files.name_of_path.get(path, self.files.name_of_path.get(os.path.realpath(path)))
+        path = _absolute(filename)
+        while not os.path.lexists(path) and "/" in path:  # a module in a zip file
+            path = os.path.dirname(path)  # noqa: PTH120
+        name = self._name_of(path)
         if name is None:
             if self._is_of_user(path):
                 self.end(self.files.not_named(path))
         elif not self.files.is_as_hashed(name):  # loaded by other means than ``import``
             self.end(self.files.changed(name))
+
+    def check_may_read(self, filename: str) -> None:
+        """End the call if a file of code, which it would run as text, is not named."""
+        path = _absolute(filename)
+        if self._name_of(path) is None and os.path.lexists(path) and self._is_of_user(path):
+            self.end(self.files.not_named(path))
+
+    def _name_of(self, path: str) -> str | None:
+        return self.files.name_of_path.get(path, self.files.name_of_path.get(os.path.realpath(path)))
 
     def keep_modules(self, new_names: Iterable[str]) -> None:
         """Remember the modules that came from the files, also those that were found by other means."""
@@ -373,7 +385,7 @@ class UserCode:
         if any(_is_below(each, str(folder)) for folder in self.files.folders for each in (path, real)):
             return True
         # A module counts as imported from the longest folder of sys.path that it is in.
-        roots = [root for root in map(os.path.abspath, sys.path) if _is_below(path, root)]
+        roots = [root for root in map(_absolute, sys.path) if _is_below(path, root)]
         root = max(roots, key=len, default=os.path.dirname(path))  # noqa: PTH120
         currents = {str(each) for each in (self._started_in, _current_folder()) if each is not None}
         return root in currents or os.path.realpath(root) in currents
@@ -407,6 +419,13 @@ def _current_folder() -> Path | None:
     with contextlib.suppress(OSError):  # it was removed
         return Path.cwd()
     return None
+
+
+def _absolute(path: str) -> str:
+    """Return the absolute path, links not followed, or the path itself if the current folder was removed."""
+    with contextlib.suppress(OSError):
+        return os.path.abspath(path)  # noqa: PTH100
+    return path
 
 
 def _is_below(path: str, folder: str) -> bool:
@@ -480,15 +499,20 @@ def _install_audit() -> None:
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
-    """See all code that runs from a file: modules, and extension modules."""
+    """See all code that runs from a file: modules, extension modules, and files of code that are read."""
     code = _running
-    if code is None or (event != "exec" and event != "import"):
+    if code is None:
         return
     if event == "exec":
         if args[0] is not code.served:
             code.check_may_run(str(getattr(args[0], "co_filename", "")))
-    elif args[1]:
-        code.check_may_run(os.fsdecode(args[1]))
+    elif event == "import":
+        if args[1]:
+            code.check_may_run(os.fsdecode(args[1]))
+    elif event == "open" and isinstance(args[0], (str, bytes)):
+        path = os.fsdecode(args[0])
+        if path.endswith(_CODE_SUFFIXES) and "__pycache__" not in path:
+            code.check_may_read(path)
 
 
 def _bring_modules(code: UserCode) -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import sys
 import tarfile
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -198,6 +200,11 @@ def run(spec, module):
     spec.loader.exec_module(module)
     return module.MARK
 """
+IMPORTS |= {
+    "as text": ("names = {}; exec(FILE.read_text(), names); MARK = names['MARK']", "helpers.py"),
+    "from a zip file": ("sys.path.append(str(FOLDER / 'all.zip')); from zipped import MARK", "all.zip"),
+    "without its source": ("sys.path.append(str(FOLDER / 'old')); from bare import MARK", "old/bare.pyc"),
+}
 CATCHING = ("through sys.path", "from a file", "as a program")
 
 
@@ -206,10 +213,18 @@ def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 
+def with_helpers(folder: Path) -> Path:
+    write(folder, HELPERS)
+    (folder / "old").mkdir()
+    py_compile.compile(str(folder / "helpers.py"), str(folder / "old" / "bare.pyc"))
+    with zipfile.ZipFile(folder / "all.zip", "w") as file:
+        file.writestr("zipped.py", "MARK = 'own'")
+    return folder
+
+
 @pytest.fixture(scope="module")
 def unnamed(tmp_path_factory: pytest.TempPathFactory) -> Cases:
-    folder = tmp_path_factory.mktemp("unnamed")
-    write(folder, HELPERS)
+    folder = with_helpers(tmp_path_factory.mktemp("unnamed"))
     statements = {name: lines for name, (lines, _) in IMPORTS.items()}
     for name in CATCHING:
         lines = IMPORTS[name][0].replace("\n  ", "\n    ")
@@ -228,8 +243,7 @@ def test_a_module_that_is_not_named_is_refused_with_the_flag_that_names_it(unnam
 
 @pytest.fixture(scope="module")
 def named(tmp_path_factory: pytest.TempPathFactory) -> Cases:
-    folder = tmp_path_factory.mktemp("named")
-    write(folder, HELPERS)
+    folder = with_helpers(tmp_path_factory.mktemp("named"))
     statements = {name: lines for name, (lines, _) in IMPORTS.items()}
     # Bytes on the disk that differ only while they are imported.
     statements["hashed bytes"] = """FILE = FOLDER / 'rules' / 'words.py'
@@ -237,7 +251,7 @@ def named(tmp_path_factory: pytest.TempPathFactory) -> Cases:
   FILE.write_text("MARK = 'new'")
   from rules import MARK
   FILE.write_text(before)"""
-    return Cases(folder, statements, "helpers.py,rules,parts,lib/inner.py", TOP)
+    return Cases(folder, statements, "helpers.py,rules,parts,lib/inner.py,all.zip,old/bare.pyc", TOP)
 
 
 @pytest.mark.usefixtures("own_path")

@@ -28,7 +28,7 @@ from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, UnusableText, too_l
 from preprocess.read.user_code import CodeFiles, UserCode
 from shardprep import LeaveOut
 from shardprep.errors import ReadWriteError, Refused, UsageError
-from shardprep.files import make_subfolder, publish_bytes
+from shardprep.files import NOT_THERE, make_subfolder, publish_bytes
 from shardprep.format.names import TRANSFORM_DIR
 from shardprep.format.plan import PlanOptions
 
@@ -76,9 +76,12 @@ class Transform:
         except (UsageError, Refused):
             raise
         except BaseException as error:
-            if passing_error(error) is not None and not _is_import(error):
-                raise ReadWriteError(self._passing(error, "while it was loaded")) from None
             found = f"a function that cannot be loaded: {self._describe(error)}"
+            # A file that is not there is like a module that is not there.
+            is_lasting = isinstance(error, (*NOT_THERE, PermissionError)) or _is_import(error)
+            if passing_error(error) is not None and not is_lasting:
+                expected = "transform(record); this may pass: run this again"
+                raise ReadWriteError(path=self.path, found=found, expected=expected) from None
             missing = self._missing_module(error)
             raise missing or UsageError(path=self.path, found=found, expected="transform(record)") from None
         function = vars(module).get("transform")
@@ -152,14 +155,10 @@ class Transform:
             found = f"a function that cannot import what it needs: {self._describe(error)}, for {place}"
             expected = "the libraries of the machine that planned; install them here"
             raise self._missing_module(error) or UsageError(path=self.path, found=found, expected=expected)
-        raise ReadWriteError(self._passing(error, f"for {place}"), path=self.path)
-
-    def _passing(self, error: BaseException, where: str) -> str:
         why = "this may pass, so no document is left out for it"
-        todo = (
-            "run this again, or if a document is at fault, catch the error in the function and raise LeaveOut"
-        )
-        return f"{self.path} raised {self._describe(error)}, {where}; {why}: {todo}"
+        todo = "run this again, or if a document is at fault, catch the error and raise LeaveOut for it"
+        message = f"{self.path} raised {self._describe(error)}, for {place}; {why}: {todo}"
+        raise ReadWriteError(message, path=self.path)
 
     def _missing_module(self, error: BaseException) -> UsageError | None:
         """Return the error for a module of the user that was not named, if an import failed for that."""

@@ -369,7 +369,8 @@ def test_data_sets_with_other_functions_and_moved_inputs_are_compared(tmp_path: 
         world = World(folder).raw({"x.jsonl": [{"text": f"{mark}{text}"}, {"text": f"{mark}own {name}"}]})
         options: dict[str, Any] = {}
         if mark:
-            function = "import helpers\nprint('loud')\ndef transform(record): return record['text'].strip(helpers.MARK)"
+            function = "import helpers\ndef transform(record): return record['text'].strip(helpers.MARK)"
+            function += "\nprint('not in the JSON')"
             (folder / "clean.py").write_text(function)
             (folder / "helpers.py").write_text(f"MARK = {mark!r}")
             options["transform"] = folder / "clean.py"

@@ -178,6 +178,8 @@ WRONG: dict[str, tuple[str, int]] = {
     "is a class": ("class transform:\n  def __init__(self, record): pass", 65),
     "is a generator": ("def transform(record):\n  yield record['text']", 65),
     "has a syntax error": ("def transform(record):\n  return (", 2),
+    "needs a file to be loaded": ("open('/nowhere/words.txt')\ndef transform(record): return ''", 2),
+    "cannot be loaded for now": ("raise OSError(116, 'Stale')\ndef transform(record): return ''", 74),
     "raises at import": ("1/0\ndef transform(record): return ''", 2),
     "ends the program": ("import sys\ndef transform(record): sys.exit(0)", 65),
     "ends the process": ("import os\ndef transform(record): os._exit(0)", 2),

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from preprocess.make.resources import InputSettings
 from preprocess.read.documents import DocumentReader
+from preprocess.read.transform import Transform
 from shardprep.console import counted, print_lines, say, with_progress
 from shardprep.errors import NotFound, Refused
 from shardprep.files import STALE_AFTER_S
@@ -106,7 +107,7 @@ def start(folder: DataFolder, new: DataFolder, ids_file: Path, settings: InputSe
     planned = dataclasses.replace(plan, options=dataclasses.replace(plan.options, blanked=blanked))
     begun = read_plan(new)
     if begun is None:
-        _begin(folder, new, planned, tokenizer, blanked_in)
+        _begin(folder, new, planned, tokenizer, blanked_in, reader.transform)
     elif not _is_same(new, begun, planned, blanked_in):
         other = f"a data set that was not started by blanking these documents of {folder}"
         expected = "a new folder, as blanking continues only with the list it started with"
@@ -158,6 +159,7 @@ def _begin(
     plan: Plan,
     tokenizer: dict[str, bytes],
     blanked_in: dict[int, BlankedDocuments],
+    transform: Transform | None,
 ) -> None:
     """Write what a worker needs into the new folder, the plan last. Raises Refused for files of others."""
     what = "the one that this command writes"
@@ -172,6 +174,8 @@ def _begin(
         new.publish_equal(EXCLUDED_NAME, excluded.keys.tobytes(), what=what)
     if not new.publish_folder(TOKENIZER_DIR, tokenizer):
         refuse_other_tokenizer(new, plan.tokenizer_files)
+    if transform is not None:
+        transform.publish_copy(new)
     publish_plan(plan, new)
 
 

@@ -38,13 +38,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from preprocess.given_inputs import GivenInputs, add_given_inputs, blank_command
 from preprocess.make.engines import TokenBatch, load_tokenizer
 from preprocess.make.resources import InputSettings
 from preprocess.make.worker import load_engine
 from preprocess.plan.inputs import find_inputs, stamp_inputs
 from preprocess.read.documents import DocumentReader, Documents, Numbers, Texts
 from shardprep import files
-from shardprep.command_line import add_flags_of, given_of
+from shardprep.command_line import add_flags_of
 from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text, with_progress
 from shardprep.errors import BadInput, BrokenShard, NotFound, Refused, UsageError
 from shardprep.folders import Folder, OutputFolder
@@ -126,7 +127,7 @@ def overlap_flags(parser: argparse.ArgumentParser) -> None:
     add("--shards", metavar="IDS", help="search only these, such as 0-9,12 (default: all)")
     text = "folder of the lists (default: DATA/overlap)"
     add("--output", "--output_dir", metavar="OUT", dest="output", type=Path, help=text)
-    add_flags_of(parser, InputSettings, is_grouped=False)
+    add_given_inputs(parser)
     others = {item.name for item in dataclasses.fields(PlanOptions)} - {*_READ_OPTIONS}
     group = parser.add_argument_group("how to read EVALS, as for plan")
     add_flags_of(group, PlanOptions, exclude=others, is_grouped=False)
@@ -134,14 +135,17 @@ def overlap_flags(parser: argparse.ArgumentParser) -> None:
 
 def overlap(args: argparse.Namespace) -> int:
     """Search the missing shards, and merge the hits once all shards are done. Return the exit code."""
-    folder, where = DataFolder(args.data_dir), InputSettings(**given_of(args, InputSettings))
-    plan = need_plan(folder).at(where.input_dir)
+    folder, given = DataFolder(args.data_dir), GivenInputs(args)
+    plan = need_plan(folder)
+    where = given.of(folder, plan)
+    plan = plan.at(where.input_dir)
     chosen = names.chosen_shards(plan.num_shards, args.shards) or set(range(plan.num_shards))
     rule = RULES[args.rule]._replace(**{} if args.ngram is None else {"ngram": args.ngram})
     if rule.ngram < 2:
         raise UsageError.of_value("--ngram", rule.ngram, "2 or more")
     reader = DocumentReader.of_plan(folder, plan.options, where.transform)
-    evals = _read_evaluation(args.against, {name: vars(args)[name] for name in _READ_OPTIONS if name in args})
+    options = {name: vars(args)[name] for name in _READ_OPTIONS if name in args}
+    evals = _read_evaluation(args.against, options, given)
     depends_on = repr((plan.plan_id, plan.options.blanked, rule, evals)).encode()
     key = hashlib.sha256(depends_on).hexdigest()[:12]
     out = OutputFolder(
@@ -173,19 +177,16 @@ def overlap(args: argparse.Namespace) -> int:
     if left := names.id_ranges(missing()):
         print_lines(f"not done yet: {shards_text(left)}; the call that finishes the last writes the lists")
     else:
-        _merge(
-            out,
-            names_of_hits,
-            folder,
-            {"evaluation": args.against, "plan_id": plan.plan_id, **rule._asdict()},
-        )
+        settings = {"evaluation": args.against, "plan_id": plan.plan_id, **rule._asdict()}
+        _merge(out, names_of_hits, blank_command(folder, out.path_of(_NAMES), where), settings)
     return 0
 
 
-def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, bytes]]:
+def _read_evaluation(path: Path, options: dict[str, Any], given: GivenInputs) -> list[tuple[str, bytes]]:
     """Return FILE:BYTE and text of each document of an evaluation: a file, a folder or a data set.
 
-    ``options`` are the given options of plan. Raises NotFound, UsageError, or BadInput if it has no document.
+    ``options`` are the given options of plan. ``given`` has the function and the inputs of a data set.
+    Raises NotFound, UsageError, or BadInput if it has no document.
     """
     if files.size_of_file(path) is None:
         raise NotFound(path=path, found="no such file or folder", expected="the documents of an evaluation")
@@ -195,10 +196,14 @@ def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, byt
         if options:
             expected = "no such flag, as the plan of this data set says how to read its input"
             raise UsageError(path=path, found=f"--{min(options)}", expected=expected)
-        reader = DocumentReader.of_plan(folder, plan.options, None)
+        where = given.of(folder, plan)
+        given.check_all_used()
+        plan = plan.at(where.input_dir)
+        reader = DocumentReader.of_plan(folder, plan.options, where.transform)
         shards = (_unblanked(plan, folder, number, reader) for number in range(plan.num_shards))
         batches = itertools.chain.from_iterable(shards)
     else:
+        given.check_all_used()
         read_options, root, paths = PlanOptions(**options), path.parent, [path]
         if files.is_folder(path):
             root, paths = path, find_inputs(path, read_options).paths
@@ -355,10 +360,11 @@ def _is_kept() -> npt.NDArray[np.bool_]:
     return np.array([char.isspace() or unicodedata.category(char)[0] in "LMN" for char in chars])
 
 
-def _merge(
-    out: OutputFolder, names_of_hits: list[str], data_dir: DataFolder, settings: dict[str, Any]
-) -> None:
-    """Merge the files of all shards into the lists and a page. Raises BrokenShard, ReadWriteError."""
+def _merge(out: OutputFolder, names_of_hits: list[str], blank: str, settings: dict[str, Any]) -> None:
+    """Merge the files of all shards into the lists and a page. ``blank``: the next command.
+
+    Raises BrokenShard, ReadWriteError.
+    """
     listed: dict[str, None] = {}  # in order, each once
     names_path, last = out.path_of(_NAMES), ""
     evals, sources = Counter[str](), Counter[str]()
@@ -399,7 +405,6 @@ phrase: look at the texts, and try a larger --ngram.{_table(evals.most_common(_M
     print_lines(f"{found}; the lists and overlap.html are in {out}")
     print_lines(*(f"  {source}: {counted(count, 'document')}" for source, count in sources.most_common()))
     if listed:
-        blank = f"shardprep blank {quoted(data_dir)} --ids {quoted(names_path)} --output NEW"
         print_lines(f"next: {blank}  # or plan again with --exclude {quoted(names_path)}")
 
 
@@ -422,7 +427,7 @@ def duplicates_flags(parser: argparse.ArgumentParser) -> None:
     add("data_dirs", metavar="DATA", nargs="+", type=Path, help="folder of a data set, complete")
     text = "list for the first data set; the second one's has .2 before the suffix, and so on"
     add("--output", metavar="FILE", type=Path, required=True, help=text)
-    add_flags_of(parser, InputSettings, is_grouped=False)
+    add_given_inputs(parser)
     add("--json", action="store_true", help="print JSON for programs")
 
 
@@ -445,9 +450,10 @@ class _Shard(NamedTuple):
 
 def duplicates(args: argparse.Namespace) -> int:
     """Find the documents to remove, write the lists, and print the totals. Return the exit code."""
-    plans, where = dict[str, DataFolder](), InputSettings(**given_of(args, InputSettings))
+    plans, given = dict[str, DataFolder](), GivenInputs(args)
     shards: list[_Shard] = []
     lists: dict[DataFolder, files.PublishedFile] = {}  # by data set
+    inputs: dict[DataFolder, InputSettings] = {}  # by data set
     removed = Counter[tuple[DataFolder, str]]()  # documents, by data set and source
     with contextlib.ExitStack() as opened:
         for number, folder in enumerate(map(DataFolder, args.data_dirs), 1):
@@ -459,12 +465,15 @@ def duplicates(args: argparse.Namespace) -> int:
             _refuse_foreign_list(path)
             # Open the list now, so that an error of its folder comes before the work.
             lists[folder] = opened.enter_context(files.PublishedFile(path))
+            where = given.of(folder, plan)
+            inputs[folder] = where
             reader = DocumentReader.of_plan(folder, plan.options, where.transform)
             for manifest in done_manifests(folder, plan.plan_id, range(plan.num_shards)):
                 if (stamp := manifest.digests) is None:
                     expected = "those of plan --digests; plan again with it, into a new folder"
                     raise UsageError(path=folder, found="no digests", expected=expected, remedy="--digests")
                 shards.append(_Shard(folder, plan.at(where.input_dir), reader, manifest.shard_id, stamp))
+        given.check_all_used()
         # Find the groups of equal documents, one part of the digests at a time.
         num_all = sum(shard.stamp.num_bytes // names.DIGEST_BYTES for shard in shards)
         num_parts, blanks = 1 + num_all // _PART_DOCUMENTS, blank_digests(np.array([False, True]))
@@ -520,11 +529,11 @@ def duplicates(args: argparse.Namespace) -> int:
     total = counted(num_documents, "document")
     print_lines(f"{num_copies:,} of {total} are duplicates of {len(groups.keys):,} others")
     for each in data_sets:
-        count = sum(each["sources"].values())
-        data_dir, list_path = quoted(each["data_dir"]), quoted(each["list"])
-        print_lines(f"{data_dir}: {counted(count, 'document')} to remove; list: {list_path}")
+        count, data_dir = sum(each["sources"].values()), DataFolder(each["data_dir"])
+        list_path = quoted(each["list"])
+        print_lines(f"{quoted(data_dir)}: {counted(count, 'document')} to remove; list: {list_path}")
         print_lines(*(f"  {source}: {counted(num, 'document')}" for source, num in each["sources"].items()))
         if count:
-            blank = f"shardprep blank {data_dir} --ids {list_path} --output NEW"
+            blank = blank_command(data_dir, lists[data_dir].path, inputs[data_dir])
             print_lines(f"  next: shardprep plan --exclude {list_path} ...  # or: {blank}")
     return 0

@@ -346,6 +346,7 @@ def _type_settings(hint: Any) -> dict[str, Any]:
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _STOP_AGAIN_S = 0.01  # longer than most finalizers take; in a slower one it happens again
+_END_AFTER_S = 5.0  # after SIGTERM
 _PR_SET_PDEATHSIG = 1
 
 
@@ -416,6 +417,8 @@ def call_in_child(function: Callable[..., T], *args: Any) -> T:
     finally:
         ours.close()
         process.terminate()
+        process.join(_END_AFTER_S)
+        process.kill()  # a user's code may hold the interpreter's lock, so that no signal is handled
         process.join()
     if isinstance(answer, ShardprepError):
         raise answer

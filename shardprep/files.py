@@ -254,8 +254,13 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
     Raises FileNotFoundError or NotADirectoryError if it does not exist, BrokenShard if it is not a regular
     file or too large, and ReadWriteError if the file system fails.
     """
+    return read_with_status(path, max_bytes=max_bytes)[0]
+
+
+def read_with_status(path: Path, *, max_bytes: int) -> tuple[bytes, os.stat_result]:
+    """Read as ``read_regular`` does, and also return the status of the file that was read."""
     with errors_named(path), ReadFile(path) as file:
-        return read_whole(file, max_bytes=max_bytes)
+        return read_whole(file, max_bytes=max_bytes), file.status()
 
 
 def read_whole(file: ReadFile, *, max_bytes: int) -> bytes:

@@ -596,6 +596,8 @@ def _how_to_repeat(folder: Path, plan: Plan, manifests: Sequence[Manifest]) -> d
     for manifest in manifests:
         for name in ("shardprep", "engine", "python"):
             versions.setdefault(name, Counter())[getattr(manifest.run, name)[:80] or "?"] += 1
+        for name, version in manifest.run.libraries.items():  # of --transform
+            versions.setdefault(name[:80], Counter())[version[:80] or "?"] += 1
     return {
         "commands": commands,
         "transform_sha256": plan.options.transform_sha256,

@@ -200,6 +200,7 @@ class Worker:
                 cpu_s=round(time.process_time() - cpu_began, 3),
                 max_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 transform_cpu_s=round(transform.cpu_s - transform_began_s, 3) if transform else 0.0,
+                libraries=transform.versions() if transform else {},
             )
             return writer.commit(facts, made_from=None if blanked is None else blanked.made_from)
 

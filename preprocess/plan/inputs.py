@@ -32,7 +32,7 @@ from urllib.parse import unquote
 from preprocess.read import documents
 from preprocess.read.documents import Documents, OpenInput, Start
 from preprocess.read.lines import COMPRESSIONS, decompressed
-from preprocess.read.text_fields import Transform
+from preprocess.read.transform import Transform
 from shardprep.command_line import needs
 from shardprep.console import counted, with_progress
 from shardprep.errors import BadInput, NotFound, ShardprepError, UsageError

@@ -33,7 +33,8 @@ from preprocess.plan.inputs import NUM_THREADS, divide_inputs, find_inputs, samp
 from preprocess.plan.tokenizer import added_ids, document_ends_line, resolve_tokenizer
 from preprocess.read import chat
 from preprocess.read.documents import Documents, RangeReader, Texts, read_records
-from preprocess.read.text_fields import RecordFields, Transform, UnusableText
+from preprocess.read.text_fields import RecordFields, UnusableText
+from preprocess.read.transform import Transform
 from shardprep import errors, files
 from shardprep.command_line import call_in_child
 from shardprep.console import counted, printable, say, short_bytes, short_time
@@ -447,23 +448,24 @@ def _try(plan: Plan, path: Path, transform: Transform | None = None) -> tuple[st
         failures += [bad.detail for bad in documents.bad if bad.reason == "transform_error"]
         for text in documents.texts:
             digest.update(len(text).to_bytes(8, "big") + text)
+        digest.update(repr([(bad.line, bad.reason) for bad in documents.bad]).encode())
     return digest.hexdigest(), num_documents, failures
 
 
 def check_transform(plan: Plan, transform: Transform, say: Callable[[str], None]) -> None:
     """Check that a function works on a sample, with equal texts each time. Raises UsageError or BadInput."""
     try:  # first in another process, in case the function ends its process
-        texts_elsewhere, _, _ = call_in_child(_try, plan, transform.path)
+        texts_elsewhere, num_documents, failures = call_in_child(_try, plan, transform.path)
     except ChildProcessError as error:
         found = f"a function that ended the process that tried it: {error}"
         raise errors.UsageError(path=transform.path, found=found, expected="a text") from None
-    texts, num_documents, failures = _try(plan, transform.path, transform)
     if failures:
         found = f"--transform {transform.path} fails for {len(failures)} of {num_documents} sampled documents"
         message = f"{found}, first with: {failures[0]}"
         if len(failures) == num_documents:
             raise errors.BadInput(message, path=transform.path)
         say(f"warning: {message}")
+    texts, _, _ = _try(plan, transform.path, transform)
     texts_again, _, _ = _try(plan, transform.path, transform)
     if {texts_again, texts_elsewhere} != {texts}:
         where = "the second time" if texts_again != texts else "in another process"

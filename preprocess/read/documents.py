@@ -25,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.read import text_fields
-from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, TextFields, Transform, UnusableText
+from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, TextFields, UnusableText
+from preprocess.read.transform import Transform, transform_of
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, BrokenShard, NotFound, ReadWriteError, Refused, UsageError
 from shardprep.files import ReadFile, with_retries
@@ -417,7 +418,7 @@ class DocumentReader:
     @staticmethod
     def of_plan(folder: DataFolder, options: PlanOptions, transform_file: Path | None) -> DocumentReader:
         """Build the reader of a plan. Raises as ``transform_of`` and ``read_excluded``."""
-        transform = text_fields.transform_of(options, transform_file)
+        transform = transform_of(folder, options, transform_file)
         excluded = read_excluded(folder, options.excluded) if options.excluded else None
         return DocumentReader(options, transform, excluded)
 
@@ -425,6 +426,8 @@ class DocumentReader:
         """Yield the documents of a shard. Raises as ``of_ranges``, and Refused if its input changed."""
         digest = None if shard.sha256 is None else hashlib.sha256()
         yield from self.of_ranges(shard.ranges, batch_bytes, digest, shard.max_documents)
+        if self.transform is not None:
+            self.transform.files.check_unchanged()
         if digest is not None and digest.hexdigest() != shard.sha256:
             names = ", ".join(str(part.path) for part in shard.ranges[:3])
             found = f"other input bytes of shard {shard.shard_id:05d}, with sha256 {digest.hexdigest()[:12]}"

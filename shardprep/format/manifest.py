@@ -137,6 +137,7 @@ class RunFacts:
     max_rss_bytes: Count = 0
     texts: dict[str, TextCounts] | None = None  # by source
     transform_cpu_s: Seconds = 0.0  # part of cpu_s, in the function of --transform
+    libraries: dict[str, Text] = field(default_factory=dict)  # versions of what that function imported
 
     @property
     def ended(self) -> float:
@@ -168,6 +169,8 @@ class Manifest:
         content = asdict(self)
         if self.made_from is None:
             del content["made_from"]
+        if not self.run.libraries:
+            del content["run"]["libraries"]
         data = names.with_content_hash(_FORMAT, content, run=content.pop("run"))
         return json.dumps(data, ensure_ascii=False, indent=1).encode() + b"\n"
 

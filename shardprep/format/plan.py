@@ -99,7 +99,9 @@ class PlanOptions:
     source_field: str = _fields(
         "", "field of a document's source, for counts per source", shown="the first subfolder"
     )
-    transform_files: str = _text("", "files next to --transform that it uses: 'words.txt,helpers.py'")
+    transform_files: str = _text(
+        "", "files and packages next to --transform that it uses: 'words.txt,helpers.py,rules'"
+    )
     limit: int = _text(
         0,
         "for a trial: take at most this many documents in total, spread evenly over shards",

@@ -34,7 +34,7 @@ from preprocess.read import chat
 from preprocess.read.documents import Documents, RangeReader, Texts, read_records
 from preprocess.read.text_fields import RecordFields, Transform, UnusableText
 from shardprep import errors, files
-from shardprep.command_line import call_in_child
+from shardprep.child_process import call_in_child
 from shardprep.console import counted, printable, say, short_bytes, short_time
 from shardprep.format import names
 from shardprep.format import plan as plans

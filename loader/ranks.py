@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardprep import HOME
 from shardprep.command_line import check_names_are_utf8
 from shardprep.console import say
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.files import publish_bytes, read_regular, size_of_file
 from shardprep.format.names import INDEX_NAME, PLAN_NAME
+from shardprep.processes import start_python
 
 # Variables of rank and world size. They come before Slurm's, since mpirun starts one srun task per node.
 _LAUNCHERS = (
@@ -245,14 +245,6 @@ def _error_of(exit_code: int, message: str) -> ShardprepError:
     return kinds.get(exit_code, ReadWriteError)(message)
 
 
-# Our packages take precedence over a preprocess.py in the current folder. The child dies with its parent.
-_CODE = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); "
-    "from shardprep.command_line import die_with_parent; die_with_parent(int(sys.argv.pop(1))); "
-    "from shardprep.__main__ import main; sys.exit(main())"
-)
-
-
 def _run(name: str, given: Mapping[str, Any], *words: str) -> None:
     """Run one command, and pass its lines on to standard error. Raises the error that it ended with."""
     flags = []
@@ -261,10 +253,10 @@ def _run(name: str, given: Mapping[str, Any], *words: str) -> None:
             flags.append(f"--{'' if value else 'no-'}{option}")
         elif value is not None:
             flags.append(f"--{option}={value}")
-    command = [sys.executable, "-c", _CODE, str(HOME), str(os.getpid()), name, *words, *flags]
+    call = ["shardprep.__main__:run_for_parent", str(os.getpid()), name, *words, *flags]
     pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     last_error = ""
-    with subprocess.Popen(command, text=True, errors="replace", **pipes) as process:
+    with start_python(*call, text=True, errors="replace", **pipes) as process:
         try:
             for line in process.stdout or ():
                 say(line.rstrip("\n"))

@@ -39,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.given_inputs import GivenInputs, add_given_inputs, blank_command
-from preprocess.make.engines import TokenBatch, load_tokenizer
+from preprocess.make.engines import TokenBatch, decode, load_tokenizer
 from preprocess.make.resources import InputSettings
 from preprocess.make.worker import load_engine
 from preprocess.plan.inputs import find_inputs, stamp_inputs
@@ -323,7 +323,7 @@ class _Search:
                 continue
             shared = units_of[number][begin : begin + num_units]
             is_words = rule.unit == "words"
-            text = " ".join(shared) if is_words else self._tokenizer.decode(shared, skip_special_tokens=False)
+            text = " ".join(shared) if is_words else self._tokenizer.call(decode, shared)
             document = documents.only(np.array([number]))
             yield {
                 "document": f"{document.input_path}:{document.offsets[0]}",

@@ -12,12 +12,13 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.make.engines import Ids, load_tokenizer
+from preprocess.make.engines import Ids, decode, load_tokenizer
 from shardprep.console import counted, output_is_read, print_lines, quoted, with_progress
 from shardprep.errors import NotFound, UsageError
 from shardprep.format import names
@@ -32,14 +33,21 @@ _DETAIL_CHARS = 300
 Sample = tuple[int, int]  # shard, number in it
 
 
+def _special_tokens(tokenizer: Any) -> tuple[list[tuple[int, str]], int]:
+    """Return the ids and names of special tokens, and the size of the vocabulary."""
+    added = tokenizer.get_added_tokens_decoder()
+    special = [(number, token.content) for number, token in added.items() if token.special]
+    return special, tokenizer.get_vocab_size(with_added_tokens=True)
+
+
 def _decoder(folder: DataFolder, plan: Plan) -> Callable[[Ids, npt.NDArray[np.bool_]], str]:
     """Return a function that decodes ids, given which have labels. Raises as ``check_tokenizer_files``."""
     content = check_tokenizer_files(folder, plan.tokenizer_files, names.TOKENIZER_FILE)
     path = folder.path_of(f"{names.TOKENIZER_DIR}/{names.TOKENIZER_FILE}")
     tokenizer = load_tokenizer(path, content)
-    added = tokenizer.get_added_tokens_decoder()
-    name_of = {number: token.content for number, token in added.items() if token.special}
-    blanks = [names.BLANK, names.blank_id(tokenizer.get_vocab_size(with_added_tokens=True))]
+    special, vocab_size = tokenizer.call(_special_tokens)
+    name_of = dict(special)
+    blanks = [names.BLANK, names.blank_id(vocab_size)]
 
     def text_of(ids: Ids, mask: npt.NDArray[np.bool_]) -> str:
         if len(ids) and np.isin(ids, blanks).all():
@@ -50,7 +58,7 @@ def _decoder(folder: DataFolder, plan: Plan) -> Callable[[Ids, npt.NDArray[np.bo
             parts.append("⟪" if is_marked else "")
             for name, some in itertools.groupby(ids[begin:end].tolist(), name_of.get):
                 if name is None:
-                    parts.append(tokenizer.decode(list(some), skip_special_tokens=False))
+                    parts.append(tokenizer.call(decode, list(some)))
                 else:
                     parts += [f"⟦{name}⟧" for _ in some]
             parts.append("⟫" if is_marked else "")

@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any
 
 import lustre
-from shardprep import HOME
 from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import CannotWrite, NotFound, ReadWriteError, Refused, ShardprepError, UsageError
@@ -46,6 +45,7 @@ from shardprep.format.jobs import JobArray, JobRequest, Submission, user_name
 from shardprep.format.manifest import Manifest, find_made_shards, read_manifest
 from shardprep.format.names import MAX_SHARDS, chosen_shards, id_ranges, ids_of_ranges
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
+from shardprep.processes import run_shardprep, shardprep_command, start_python
 from slurm import state as states
 from slurm.state import DatasetState, Shard, SlurmAway, SlurmMissing, SlurmRefused, run_slurm
 from slurm.status import wait_for_jobs
@@ -313,14 +313,13 @@ def _controller(args: argparse.Namespace, state: DatasetState, request: JobReque
     for name in ("shards", "shards_per_task"):
         if getattr(args, name, None) is not None:
             flags += [f"--{name}", getattr(args, name)]
-    command = [sys.executable, "-m", "slurm", "retry", state.folder, "--until_done", *flags]
+    words = shlex.join(shardprep_command("retry", state.folder, "--until_done", *flags))
     request = _with_verify_time(state, request, site)  # the controller may verify, too
     small = request.changed(cpus_per_task=1, mem_gb=1.0, mem_per_cpu_gb=None, max_parallel=1)
     name = f"{states.job_name_prefix(state.folder, state.plan.plan_id)}{state.next_number}{states.CONTROL}"
     lines = _head(state.folder, name, "control-%j", small)
     lines += [f"source {shlex.quote(request.setup)}"] if request.setup else []
-    words = shlex.join(map(str, command))
-    return "\n".join([*lines, f"cd {shlex.quote(str(HOME.resolve()))}", f"exec {words}", ""])
+    return "\n".join([*lines, f"exec {words}", ""])
 
 
 def submit_controller(args: argparse.Namespace, state: DatasetState, request: JobRequest) -> None:
@@ -553,12 +552,6 @@ def _quoted_for_sbatch(option: str) -> str:
 # Before a time limit or a preemption submitit calls ``checkpoint()``: the worker stops and cleans up, and the
 # same shards are sent again. Finished ones are skipped.
 _STOP_S = 60.0  # a worker's time to remove unfinished files; submitit kills the job 90 s after its signal
-# ``python -m preprocess``, but the current folder, which may contain a preprocess.py, comes last on sys.path.
-_WORKER = (
-    "import sys, runpy; from importlib.util import find_spec; "
-    "sys.path[:] = [place for place in sys.path if place]; find_spec('preprocess') or sys.path.append(''); "
-    "runpy.run_module('preprocess', run_name='__main__', alter_sys=True)"
-)
 
 
 class ShardsFailed(ReadWriteError):
@@ -600,10 +593,8 @@ class MakeShards:
     def __call__(self, folder: str, shards: str) -> list[Manifest]:
         """Make these shards and return their manifests. Raises ShardsFailed."""
         # Slurm sends submitit's USR2 to all processes of a step, and it would kill the worker.
-        self._worker = subprocess.Popen(
-            [sys.executable, "-c", _WORKER, "run", folder, "--shards", shards],
-            preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN),
-        )
+        words = ["preprocess.__main__:main", "run", folder, "--shards", shards]
+        self._worker = start_python(*words, preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN))
         try:
             code = self._worker.wait()
         except BaseException:
@@ -793,9 +784,7 @@ def _run_verify(args: argparse.Namespace, state: DatasetState) -> str:
         return ""
     missing = set(range(state.plan.num_shards)) - state.made.done.keys()
     if not missing:
-        command = [sys.executable, "-m", "preprocess", "verify", str(state.folder)]
-        # Run in a folder of ours, because Python imports modules from the current one, perhaps the data set.
-        code = subprocess.run(command, cwd=HOME, check=False).returncode
+        code = run_shardprep("verify", state.folder)
         return "verify failed; its messages are in this log" if code else ""
     words = []
     for cause, shards in state.failed_by_cause().items():
@@ -817,8 +806,7 @@ def _finish(state: DatasetState, why: str, request: JobRequest) -> int:
         say(f"error: only a person can help now: {why}")
     else:
         output = folder / "report.html"
-        command = [sys.executable, "-m", "slurm", "report", str(folder), "--output", str(output)]
-        subprocess.run(command, cwd=HOME, check=False)
+        run_shardprep("report", folder, "--output", output)
         job_files.append_event(DataFolder(folder), "finished", report=str(output))
         say(f"{counted(state.plan.num_shards, 'shard')} verified; wrote {output}")
     if request.notify:

@@ -35,6 +35,7 @@ from shardprep.format.jobs import read_events, user_name
 from shardprep.format.manifest import Manifest, ShardCounts, TextCounts, longest_of, sum_of_sources
 from shardprep.format.names import TOKENIZER_DIR, id_ranges
 from shardprep.format.plan import Plan, PrepConfig, flags_of, is_one_file_a_shard, need_plan
+from shardprep.processes import python_command
 from slurm import state as states
 from slurm.state import DatasetState, Shard, StateName, last_lines, log_tail, meaning_of
 
@@ -570,6 +571,11 @@ def _work(state: DatasetState) -> dict[str, Any]:
     }
 
 
+def write_chat_template() -> None:
+    """Write the chat template of the data set that the first argument names to NEW.jinja."""
+    Path("NEW.jinja").write_text(need_plan(DataFolder(Path(sys.argv[1]))).options.chat_template, "utf-8")
+
+
 def _how_to_repeat(folder: Path, plan: Plan, manifests: Sequence[Manifest]) -> dict[str, Any]:
     """Return the commands that make the same data set again, and the versions that made this one.
 
@@ -585,11 +591,7 @@ def _how_to_repeat(folder: Path, plan: Plan, manifests: Sequence[Manifest]) -> d
     command += ["--hash_inputs"] if plan.cuts[0].sha256 else []
     commands = []
     if plan.options.chat_template:
-        code = (
-            "import sys; from pathlib import Path; from shardprep.format.plan import need_plan; "
-            "Path('NEW.jinja').write_text(need_plan(Path(sys.argv[1])).options.chat_template, 'utf-8')"
-        )
-        commands.append(shlex.join([sys.executable, "-c", code, str(folder)]))
+        commands.append(shlex.join(python_command("slurm.status:write_chat_template", str(folder))))
         command += ["--chat_template_file", "NEW.jinja"]
     commands += [shlex.join(command), "shardprep run NEW", "shardprep verify NEW"]
     versions: dict[str, Counter[str]] = {}

@@ -30,7 +30,6 @@ from preprocess.make.engines import Engine
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import Batch, ShardWriter, finished_manifest
 from preprocess.read.documents import BATCH_BYTES, DocumentReader, Documents, Texts
-from shardprep.command_line import start_child
 from shardprep.console import Progress, counted, guard_streams, say, short_bytes, short_number
 from shardprep.errors import BadInput, CannotWrite, OtherTokenizer, ReadWriteError, ShardprepError, UsageError
 from shardprep.format import names
@@ -321,6 +320,8 @@ class _Process:
     def send(self, shard_id: int) -> None:
         """Send a shard to the process, which is started if needed."""
         from multiprocessing import Pipe
+
+        from shardprep.child_process import start_child
 
         self.shard_id = shard_id
         if self._child is None:

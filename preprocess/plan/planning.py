@@ -36,7 +36,7 @@ from preprocess.read.documents import Documents, RangeReader, Texts, read_record
 from preprocess.read.text_fields import RecordFields, UnusableText
 from preprocess.read.transform import Transform
 from shardprep import errors, files
-from shardprep.command_line import call_in_child
+from shardprep.child_process import call_in_child
 from shardprep.console import counted, printable, say, short_bytes, short_time
 from shardprep.format import names
 from shardprep.format import plan as plans

@@ -34,6 +34,7 @@ from shardprep import errors, files
 from shardprep.command_line import add_flags_of, given_of
 from shardprep.console import counted, print_lines, say, shards_text, short_bytes, source_lines, with_progress
 from shardprep.format import manifest, names
+from shardprep.format.documents import kept_ids, unmatched_names
 from shardprep.format.index import ids_of, merge_manifests, misplaced_samples, read_idx
 from shardprep.format.jobs import LOGS_FOLDER, read_attempts
 from shardprep.format.manifest import Check, Finding, Manifest, read_manifest
@@ -89,6 +90,8 @@ def verify(args: argparse.Namespace) -> int:
     print_lines(f"verified {counted(plan.num_shards, 'shard')}: {', '.join(sums)}; {wrote} {path}")
     counts = {name: dataclasses.asdict(source) for name, source in index.sources.items()}
     print_lines(*source_lines(counts, all_in=names.INDEX_NAME))
+    if plan.options.excluded:
+        print_lines(*_exclude_lines(folder, plan, manifests))
     with contextlib.suppress(OSError):
         (folder / manifest.FINDINGS_NAME).unlink()
     for record in read_attempts(folder, plan.plan_id).own:  # attempts whose shards others have made
@@ -96,6 +99,25 @@ def verify(args: argparse.Namespace) -> int:
             with contextlib.suppress(OSError):
                 os.unlink(record.path)  # noqa: PTH108
     return 0
+
+
+def _exclude_lines(folder: Path, plan: Plan, manifests: Iterable[Manifest]) -> list[str]:
+    """Say how many names of --exclude match no document. Reads the quarantine files with excluded documents.
+
+    Says nothing with --limit, because documents that were not read may have these names.
+    """
+    if plan.options.limit:
+        return []
+    id_field = plan.options.id_field
+    with_excluded = [each.shard_id for each in manifests if "excluded" in each.counts.quarantined]
+    unmatched = unmatched_names(folder, plan.options.excluded, id_field, with_excluded)
+    if unmatched is None:
+        return []
+    some_id = ""
+    if id_field and unmatched.num_unmatched:
+        ids = (name for number in range(plan.num_shards) for *_, name in kept_ids(folder, number))
+        some_id = next(filter(None, ids), "")
+    return [unmatched.sentence(some_id)]
 
 
 def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: Iterable[int]) -> Problems:

@@ -52,7 +52,6 @@ _HASHED_BYTES = 512 << 10  # read at once, if bytes are only hashed
 # Of the JSON of a conversation's messages. The time to render them grows faster than their length.
 _MAX_MESSAGE_CHARS = 4 << 20
 _TOO_LONG = UnusableText("too_long", f"its messages have more than {_MAX_MESSAGE_CHARS} characters")
-_EXCLUDED = UnusableText("excluded", "--exclude names it")
 
 
 # Inputs. -----------------------------------------------------------------------------------------------
@@ -461,8 +460,11 @@ class DocumentReader:
                 found = excluded.of_documents(documents.input_path, documents.offsets, ids, documents.digests)
                 is_named = found.max(axis=0, initial=-1) >= 0  # by its id, text or place
                 if is_named.any():
-                    pairs = zip(documents.texts, is_named, strict=True)
-                    documents = documents.with_texts(_EXCLUDED if named else text for text, named in pairs)
+                    texts: list[bytes | UnusableText] = list(documents.texts)
+                    for number in np.flatnonzero(is_named).tolist():
+                        why = excluded.why_excluded(found[:, number])
+                        texts[number] = UnusableText("excluded", why)
+                    documents = documents.with_texts(texts)
             if num_left is not None and len(documents.lines) >= num_left:
                 # The limit is reached. This batch also counts the bytes that will not be read.
                 end_line = int(documents.lines[num_left - 1]) + 1 if num_left else documents.first_line

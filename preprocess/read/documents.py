@@ -10,6 +10,7 @@ function, chat templates and exclusions are applied here, in the same way for al
 
 from __future__ import annotations
 
+import codecs
 import errno
 import functools
 import hashlib
@@ -127,18 +128,31 @@ class OpenInput:
         return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
-# Beginnings of the pointers that git-lfs and git-annex leave in place of a file, and the command to fetch it.
+# Beginnings of the pointers that git-lfs, git-annex and git-xet leave in place of a file, and the command to
+# fetch it. The first version of git-lfs had other names.
 _POINTERS = {
-    b"version https://git-lfs.github.com/spec/v1\n": "git lfs pull",
+    b"version https://git-lfs.github.com/spec/": "git lfs pull",
+    b"version https://hawser.github.com/spec/": "git lfs pull",
+    b"version http://git-media.io/v/": "git lfs pull",
     b"/annex/objects/": "git annex get .",
+    b".git/annex/objects/": "git annex get .",  # a link that is a file, where git makes no links
+    b"# xet version ": "git xet materialize .",
 }
 MOST_POINTER_BYTES = 1024
 
 
 def fetch_command(data: bytes) -> str | None:
-    """Return the command that fetches the file, if ``data`` is only a pointer to it, or else None."""
+    """Return the command that fetches the file, if ``data`` is only a pointer to it, or else None.
+
+    Git may have changed the line ends of a pointer, and an editor may have put a byte order mark before it.
+    """
+    if len(data) > MOST_POINTER_BYTES:
+        return None
+    text = data.removeprefix(codecs.BOM_UTF8).lstrip()
+    while text.startswith(b"../"):
+        text = text[3:]
     for beginning, command in _POINTERS.items():
-        if data.startswith(beginning) and len(data) <= MOST_POINTER_BYTES:
+        if text.startswith(beginning):
             return command
     return None
 

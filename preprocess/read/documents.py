@@ -526,6 +526,7 @@ def _render(documents: Documents, template: ChatTemplate) -> Documents:
     """Render conversations, whose texts so far are the JSON of their messages."""
     from preprocess.read.chat import Rendered, TooCostly, render_conversations
 
+    _refuse_tools(documents)
     documents = documents.with_texts(
         text if len(text.decode()) <= _MAX_MESSAGE_CHARS else _TOO_LONG for text in documents.texts
     )
@@ -542,6 +543,25 @@ def _render(documents: Documents, template: ChatTemplate) -> Documents:
     documents = replace(documents, columns={**documents.columns, "messages": messages, "spans": spans})
     texts = (each.text.encode() if isinstance(each, Rendered) else each for each in rendered)
     return documents.with_texts(texts)
+
+
+_NO_TOOLS = {"", "null", "[]", "{}", "false"}
+
+
+def _refuse_tools(documents: Documents) -> None:
+    """Raise BadInput if a record has tools or documents, which its chat template names but does not get."""
+    for name, column in documents.columns.items():
+        if not name.startswith(text_fields.TOOLS_COLUMN):
+            continue
+        for number, value in enumerate(column):
+            if value.strip() not in _NO_TOOLS:
+                field_name = name.removeprefix(text_fields.TOOLS_COLUMN)
+                place = place_text(documents.input_path, int(documents.offsets[number]))
+                found = f"a conversation with {field_name}, which the chat template uses, at {place}"
+                expected = "conversations without, as this version renders messages only; for these, put "
+                expected += "what the model should see into a system message with --transform, or pass a "
+                expected += f"template that does not name {field_name} as --chat_template_file"
+                raise BadInput(found=found, expected=expected, remedy="--transform")
 
 
 def format_of(name: str) -> Format:

@@ -279,7 +279,7 @@ class _Parser(argparse.ArgumentParser):
         if action.type in _PATH_TYPES:
             name = action.option_strings[0] if action.option_strings else str(action.metavar or action.dest)
             check_local_path(arg_string, name)
-        return super()._get_value(action, arg_string)  # type: ignore[misc]  # argparse has no other door
+        return super()._get_value(action, arg_string)  # argparse has no other door
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n{self.format_usage()}all flags: {self.prog} --help\n")

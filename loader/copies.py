@@ -140,6 +140,8 @@ def _copy_plan(folder: DataFolder, plan: Plan, target: DataFolder) -> None:
     if plan.options.excluded:
         excluded = read_excluded(folder, plan.options.excluded)
         target.publish_equal(names.EXCLUDED_NAME, excluded.keys.tobytes(), what=what)
+        with contextlib.suppress(*files.NOT_THERE):  # it is only for people
+            target.publish_copy(names.EXCLUDED_LIST_NAME, folder)
     if plan.options.blanked:
         target.make_subfolder(names.BLANKED_DIR)
         for shard_id in names.ids_of_ranges(plan.options.blanked):

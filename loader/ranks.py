@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardprep.command_line import check_names_are_utf8
+from shardprep.command_line import check_local_path, check_names_are_utf8
 from shardprep.console import say
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.files import publish_bytes, read_regular, size_of_file
@@ -178,6 +178,8 @@ def ensure_prepared(
     """
     if not limit_s > 0:
         raise UsageError.of_value("limit_s", limit_s, "more than 0")
+    check_local_path(os.fspath(output_dir), "output_dir")
+    check_local_path(os.fspath(input_dir), "input_dir")
     folder, raw = Path(output_dir).absolute(), Path(input_dir).absolute()
     check_names_are_utf8(str(folder), str(raw), model_id)
     who = find_process_rank(rank, world_size)

@@ -27,7 +27,7 @@ from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import PLAN_NAME, chosen_shards, id_ranges
 from shardprep.format.plan import PrepConfig
 
-_HUB_NAME = re.compile(r"(?:(?:hf|https?):/+(?:huggingface\.co/+)?datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")
+_HUB_NAME = re.compile(r"(?:datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")
 _HUB_HINT = (
     "download a data set of the hub first: hf download NAME --repo-type dataset --local-dir RAW; "
     "then plan --input_dir RAW --recursive"

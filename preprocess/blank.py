@@ -8,6 +8,7 @@ The new data set has the same plan id, so a training run can continue with it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterable
@@ -24,13 +25,14 @@ from preprocess.read.documents import DocumentReader
 from preprocess.read.transform import Transform
 from shardprep.console import counted, print_lines, say, with_progress
 from shardprep.errors import NotFound, Refused
-from shardprep.files import STALE_AFTER_S
+from shardprep.files import NOT_THERE, STALE_AFTER_S
 from shardprep.format import documents
 from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
 from shardprep.format.documents import BlankedDocuments
 from shardprep.format.manifest import done_manifest, done_manifests, other_hash, read_manifest, shard_files
 from shardprep.format.names import (
     BLANKED_DIR,
+    EXCLUDED_LIST_NAME,
     EXCLUDED_NAME,
     TOKENIZER_DIR,
     blanked_name,
@@ -172,6 +174,8 @@ def _begin(
     if plan.options.excluded:
         excluded = documents.read_excluded(folder, plan.options.excluded)
         new.publish_equal(EXCLUDED_NAME, excluded.keys.tobytes(), what=what)
+        with contextlib.suppress(*NOT_THERE):  # it is only for people
+            new.publish_copy(EXCLUDED_LIST_NAME, folder)
     if not new.publish_folder(TOKENIZER_DIR, tokenizer):
         refuse_other_tokenizer(new, plan.tokenizer_files)
     if transform is not None:

@@ -20,7 +20,7 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from shardprep.command_line import add_flags_of, given_of
 from shardprep.console import counted, print_lines, say, shards_text, short_bytes, source_lines, with_progress
 from shardprep.format import manifest, names
 from shardprep.format.data_folder import LOGS_FOLDER, SUBFOLDERS, DataFolder
+from shardprep.format.documents import kept_ids, unmatched_names
 from shardprep.format.index import ids_of, merge_manifests, misplaced_samples, read_idx
 from shardprep.format.jobs import read_attempts
 from shardprep.format.manifest import Check, Finding, Manifest, read_manifest
@@ -97,6 +98,8 @@ def verify(args: argparse.Namespace) -> int:
         print_lines(f"to also check every byte: shardprep verify {errors.quoted(folder)}")
     counts = {name: dataclasses.asdict(source) for name, source in index.sources.items()}
     print_lines(*source_lines(counts, all_in=names.INDEX_NAME))
+    if plan.options.excluded:
+        print_lines(*_exclude_lines(folder, plan, manifests))
     with contextlib.suppress(OSError):
         folder.remove(manifest.FINDINGS_NAME)
     for record in read_attempts(folder, plan.plan_id).own:  # attempts whose shards others have made
@@ -115,6 +118,35 @@ def _number_of_deep(word: str | None) -> int:
     if not (word.isdecimal() and int(word) > 0):
         raise errors.UsageError.of_value("--deep", word, "a number of shards from 1, or: all")
     return int(word)
+
+
+def _exclude_lines(folder: DataFolder, plan: Plan, manifests: Sequence[Manifest]) -> list[str]:
+    """Say how many names of --exclude match no document. Reads the quarantine files with excluded documents.
+
+    Says nothing with --limit, because documents that were not read may have these names.
+    """
+    if plan.options.limit:
+        return []
+    id_field = plan.options.id_field
+    quarantines = [
+        (each.shard_id, each.quarantine)
+        for each in manifests
+        if each.quarantine is not None and "excluded" in each.counts.quarantined
+    ]
+    unmatched = unmatched_names(folder, plan.options.excluded, id_field, quarantines)
+    if unmatched is None:
+        return []
+    some_id = _some_id(folder, manifests) if id_field and unmatched.num_unmatched else ""
+    return [unmatched.sentence(some_id)]
+
+
+def _some_id(folder: DataFolder, manifests: Sequence[Manifest]) -> str:
+    """Return the id of a document, as an example, or ""."""
+    for each in manifests:
+        for *_, name in kept_ids(folder, each.shard_id, each.ids) if each.ids is not None else ():
+            if name:
+                return name
+    return ""
 
 
 def _make_again(

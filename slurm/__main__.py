@@ -8,12 +8,11 @@ if __name__ == "__main__":
     begin_command()
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardprep.command_line import Command, Program, add_flags_of, given_words
+from shardprep.command_line import Command, Program, add_flags_of, given_words, real_path
 from shardprep.format.jobs import JobRequest
 
 
@@ -23,9 +22,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
-    def real_path(text: str) -> Path:
-        return Path(os.path.realpath(text))  # Path.resolve raises on a loop of links
-
     parser.add_argument("output_dir", metavar="DATA", type=real_path, help="folder of the data set")
 
 

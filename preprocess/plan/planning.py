@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 import lustre
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
@@ -41,7 +42,7 @@ from shardprep.console import counted, printable, say, short_bytes, short_time
 from shardprep.format import names
 from shardprep.format import plan as plans
 from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
-from shardprep.format.documents import read_names
+from shardprep.format.documents import DocumentNames, publish_excluded, read_names, unmatched_of
 from shardprep.format.jobs import start_ticks
 from shardprep.format.manifest import RunFacts
 from shardprep.format.plan import Cut, InputFile, Plan, PlannedShard, PlanOptions, PrepConfig, ranges_between
@@ -80,13 +81,14 @@ def make_plan(
         found = "--input_dir" if is_same else f"it is inside --input_dir {input_dir}, where --recursive looks"
         expected = "a folder outside of the raw text, because plan.json would be an input"
         raise errors.UsageError(path=config.output_dir, found=found, expected=expected)
-    transform, excluded = None, b""
+    transform, excluded = None, None
     if config.transform is not None:
         transform = Transform(config.transform, config.transform_files)
         config = dataclasses.replace(config, transform_sha256=transform.sha256)
     if config.exclude is not None:
-        excluded = read_names(config.exclude, id_field=config.id_field).keys.tobytes()
-        config = dataclasses.replace(config, excluded=hashlib.sha256(excluded).hexdigest())
+        excluded = read_names(config.exclude, id_field=config.id_field)
+        sha256 = hashlib.sha256(excluded.keys.tobytes()).hexdigest()
+        config = dataclasses.replace(config, excluded=sha256)
     # List the inputs, and divide them into shards.
     listing = find_inputs(config.input_dir, config)
     found_out: dict[str, Any] = {"also": ",".join(sorted(listing.used_patterns))}  # options as found
@@ -166,7 +168,8 @@ def make_plan(
                 todo = "name the eos_token in the tokenizer_config.json of a copy of the model's folder"
             say(f"note: documents end without EOS, so a fine-tuned model never learns to stop; {todo}")
         engine = engine if plan.options.add_special_tokens else engine.bare()
-        lines, output_bytes = measure(plan, engine, transform)
+        lookup = None if excluded is None or config.exclude is None else Lookup(excluded, config.exclude)
+        lines, output_bytes = measure(plan, engine, transform, lookup)
         # Freeze the plan, or compare it with the one in the folder.
         folder = DataFolder(config.output_dir)
         if not dry_run:
@@ -194,8 +197,8 @@ def make_plan(
         resolved.repair(folder, frozen.tokenizer_files)
         if transform is not None:
             transform.publish_copy(folder)
-        if excluded:
-            folder.publish(names.EXCLUDED_NAME, excluded)
+        if excluded is not None and config.exclude is not None:
+            publish_excluded(folder, config.exclude, excluded, id_field=config.id_field)
         return frozen, lines, output_bytes
 
 
@@ -340,13 +343,46 @@ def sample_of_plan(plan: Plan, num_bytes: int, transform: Transform | None) -> I
     return sample_documents(plan.input_dir, plan.inputs, plan.options, num_bytes=num_bytes, **how)
 
 
-def measure(plan: Plan, engine: Engine, transform: Transform | None) -> tuple[list[str], int]:
+class Lookup:
+    """Looks up the documents of a sample in the list of --exclude."""
+
+    def __init__(self, listed: DocumentNames, path: Path) -> None:
+        self._listed, self._path = listed, path
+        self._is_matched = np.zeros(len(listed.keys), np.bool_)
+        self._some_id = ""  # of a document, to compare with the names
+
+    def see(self, documents: Documents) -> None:
+        ids = documents.columns.get("id")
+        path, offsets = documents.input_path, documents.offsets
+        positions = self._listed.of_documents(path, offsets, ids, documents.digests)
+        self._is_matched[positions[positions >= 0]] = True
+        self._some_id = self._some_id or next(filter(None, ids or ()), "")
+
+    def line(self, *, has_all: bool, id_field: str) -> str:
+        """Return what is known about names that match nothing. ``has_all``: all documents were seen."""
+        lines = lines_of(self._path, self._listed, ~self._is_matched, id_field=id_field)
+        unmatched = unmatched_of(self._listed, self._is_matched, lines)
+        if has_all:
+            return unmatched.sentence(self._some_id)
+        shown = f", such as {unmatched.examples[0]}" if unmatched.examples else ""
+        compared = f"; ids of documents are such as {self._some_id}" if self._some_id else ""
+        return (
+            f"--exclude: {counted(unmatched.num_names, 'name')}{shown}{compared}; after the run, verify says "
+            "how many match no document"
+        )
+
+
+def measure(
+    plan: Plan, engine: Engine, transform: Transform | None, lookup: Lookup | None = None
+) -> tuple[list[str], int]:
     """Estimate the cost by a sample in a worker's stages. Returns lines to print, and the bytes on disk."""
     num_bytes, mask_rule = 0, plan.options.chat_mask_rule
     found: dict[str, bool] = {}  # whether any record has a value, by column, such as "id" and "source"
     with scratch_folder() as path, ShardWriter(DataFolder(path), plan.spec, plan.options, 0) as writer:
         began = time.process_time()
         for documents in sample_of_plan(plan, _SAMPLE_BYTES, transform):
+            if lookup is not None:
+                lookup.see(documents)
             tokens = engine.encode_documents(documents, end_id=plan.end_id, mask_rule=mask_rule)
             writer.append(writer.lay_out(documents, tokens))
             num_bytes += documents.num_bytes
@@ -365,7 +401,12 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None) -> tuple[li
     unseen = [f"--{name}_field {fields[name]}" for name in fields if not found.get(name, True)]
     if unseen:
         warnings.append(f"no record of a sample has a value for {', '.join(unseen)}; check the spelling")
-    sizes, num_shards, num_bytes = plan.shard_bytes(), plan.num_shards, max(1, num_bytes)
+    sizes, num_shards = plan.shard_bytes(), plan.num_shards
+    notes = []
+    if lookup is not None:
+        has_all = num_bytes >= sum(sizes) and not plan.options.limit
+        notes.append(lookup.line(has_all=has_all, id_field=plan.options.id_field))
+    num_bytes = max(1, num_bytes)
     num_documents = counting.num_documents * sum(sizes) / num_bytes
     fraction = min(1.0, (plan.options.limit or num_documents) / max(1.0, num_documents))  # 1 without --limit
     scale = sum(sizes) / num_bytes * fraction
@@ -387,7 +428,7 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None) -> tuple[li
         f"{core_hours:.2g} core hours; one core per task is best, and the longest shard takes "
         f"{short_time(round(longest_s))} on it"
     )
-    return [text, *(f"warning: {warning}" for warning in warnings)], output_bytes
+    return [text, *(f"warning: {warning}" for warning in warnings), *notes], output_bytes
 
 
 def _check_fields(plan: Plan, counting: Counting) -> None:

@@ -114,12 +114,27 @@ def _parsed_template(template: str) -> tuple[list[FieldPath], list[str]]:
     return paths, literals
 
 
+TOOLS_COLUMN = "field of the template: "  # begins the names of columns with such fields
+_TEMPLATE_CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
+_TEMPLATE_STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
+
+
 class MessageFields(TextFields):
-    """Takes conversations out of records. The text is the JSON of their messages, to be rendered later."""
+    """Takes conversations out of records. The text is the JSON of their messages, to be rendered later.
+
+    If the chat template names tools or documents, these fields of a record are columns, too, because a
+    template that does not get them renders another text than the data is meant for.
+    """
 
     def __init__(self, options: PlanOptions) -> None:
         super().__init__(options)
         self.plain_name = None
+        (messages,) = self.text_paths
+        code = " ".join(_TEMPLATE_CODE.findall(options.chat_template))
+        for name in ("tools", "documents"):
+            if re.search(rf"(?<![\w.]){name}\b", _TEMPLATE_STRING.sub("", code)):
+                for path in ((name,), (*messages[:-1], name)):  # also beside nested messages
+                    self.named[TOOLS_COLUMN + ".".join(path)] = path
 
     def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:
         """Return the messages as JSON, given the value of the field."""

@@ -27,7 +27,7 @@ SHARD_FOLDERS = (names.QUARANTINE_DIR, names.IDS_DIR, names.DIGESTS_DIR)  # of f
 _NAME = r"(?!\.\.?(?:/|\Z))[^/\0]+"  # of a file, not "." or ".."
 _WRITABLE = re.compile(
     rf"""
-    (?: plan | index | findings )\.json | excluded\.keys
+    (?: plan | index | findings )\.json | excluded\.(?: keys | txt )
     | shard-\d{{5}} \. (?: tar | idx | json )
     | (?: quarantine | ids ) / shard-\d{{5}} \.jsonl | digests / shard-\d{{5}} \.digests
     | blanked / shard-\d{{5}} \.json
@@ -49,7 +49,15 @@ class DataFolder(Folder):
 
 
 # ``plan`` and ``blank`` write these before the plan, and compare those that are there.
-_BEFORE_PLAN = frozenset({names.TOKENIZER_DIR, names.BLANKED_DIR, names.EXCLUDED_NAME, names.TRANSFORM_DIR})
+_BEFORE_PLAN = frozenset(
+    {
+        names.TOKENIZER_DIR,
+        names.BLANKED_DIR,
+        names.EXCLUDED_NAME,
+        names.EXCLUDED_LIST_NAME,
+        names.TRANSFORM_DIR,
+    }
+)
 _NOTHING_REPLACED = frozenset({JOBS_FOLDER, OVERLAP_FOLDER, "verify"})  # in folders of these names
 
 

@@ -304,17 +304,17 @@ class ShardSamples:
                 first += len(rows)
             yield ids.astype(np.uint32)
 
-    def document_lengths(self, *, is_best_fit: bool) -> npt.NDArray[np.int64]:
+    def document_lengths(self) -> npt.NDArray[np.int64]:
         """Return the number of tokens of each document, in the order of ``pieces``: int64[documents].
 
-        In packed rows a document that continues in the next row counts once. With ``is_best_fit`` (``--pack
-        best_fit``) the next row may have other documents, so each piece counts separately.
+        In packed rows a document that continues in the next row counts once. Rows of ``--pack best_fit`` may
+        continue a document elsewhere, see ``preprocess/export.py``.
         """
         lengths = self.records["num_tokens"].astype(np.int64)
         if not self.spec.has_rows or not len(lengths):
             return lengths
         row_begins = np.cumsum(lengths) - lengths
-        begins = [row_begins if is_best_fit else row_begins[:1]]
+        begins = [row_begins[:1]]
         begins += [row_begins[number] + self.starts(number) for number in range(len(lengths))]
         return np.diff(np.unique(np.concatenate(begins)), append=lengths.sum())
 

@@ -42,7 +42,9 @@ from shardprep.console import counted, printable, say, short_bytes, short_time
 from shardprep.format import names
 from shardprep.format import plan as plans
 from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
-from shardprep.format.documents import DocumentNames, publish_excluded, read_names, unmatched_of
+from shardprep.format.documents import (
+    DocumentNames, lines_of, publish_excluded, read_names, unmatched_of,
+)  # fmt: skip
 from shardprep.format.jobs import start_ticks
 from shardprep.format.manifest import RunFacts
 from shardprep.format.plan import Cut, InputFile, Plan, PlannedShard, PlanOptions, PrepConfig, ranges_between

@@ -43,7 +43,11 @@ from shardprep.format import names
 from shardprep.format import plan as plans
 from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
 from shardprep.format.documents import (
-    DocumentNames, lines_of, publish_excluded, read_names, unmatched_of,
+    DocumentNames,
+    lines_of,
+    publish_excluded,
+    read_names,
+    unmatched_of,
 )  # fmt: skip
 from shardprep.format.jobs import start_ticks
 from shardprep.format.manifest import RunFacts

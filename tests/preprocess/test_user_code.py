@@ -128,7 +128,7 @@ def test_an_error_that_may_pass_ends_the_task_and_leaves_out_no_document(passing
 
 @pytest.mark.parametrize("case", [*ENDINGS, *CAUGHT])
 def test_a_function_cannot_end_its_process(passing: Cases, case: str) -> None:
-    passing.make(case).ends(2, "clean.py")
+    passing.make(case).ends(2, "clean.py", f"{passing.numbers[case]:02d}.jsonl:0")
     assert not list(passing.world.data_dir.glob("shard-*"))
     assert {os._exit.__module__, os.execv.__module__} == {"posix"}, "the real ones are back"
 

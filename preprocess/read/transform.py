@@ -145,6 +145,7 @@ class Transform:
         except BaseException as error:
             caught = error
         if self._code.error is not None:
+            self._code.error.advise(f"that was for {name}:{offset}")
             raise self._code.error
         return result, caught
 

@@ -230,21 +230,28 @@ class _HashedModules(importlib.abc.MetaPathFinder):
         target: types.ModuleType | None = None,  # noqa: ARG002 - importlib's signature
     ) -> importlib.machinery.ModuleSpec | None:
         code, parent = self._code, fullname.rpartition(".")[0]
-        # A module of a library's package is the library's.
-        if parent and parent not in code.module_names:
-            return None
-        file, folder = code.files.module_file(fullname), fullname.replace(".", "/")
-        if file is not None:
-            code.module_names.add(fullname)
-            return code.spec_of(fullname, file)
-        if code.files.has_modules_in(folder):  # a folder without __init__.py
-            code.module_names.add(fullname)
-            spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
-            spec.submodule_search_locations = [str(each / folder) for each in code.files.folders]
-            return spec
+        # By its name, unless it is a module of a library's package.
+        if not parent or parent in code.module_names:
+            file, folder = code.files.module_file(fullname), fullname.replace(".", "/")
+            if file is not None:
+                return self._named(fullname, file)
+            if code.files.has_modules_in(folder):  # a folder without __init__.py
+                code.module_names.add(fullname)
+                spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
+                spec.submodule_search_locations = [str(each / folder) for each in code.files.folders]
+                return spec
+        # By its file, in a folder that the code added to sys.path. Python could take a .pyc of other bytes.
+        found = importlib.machinery.PathFinder.find_spec(fullname, path)
+        file = code.name_of(_absolute(found.origin)) if found is not None and found.origin else None
+        if file is not None and file.endswith(".py"):
+            return self._named(fullname, file)
         if path is None:
             code.library_names.add(fullname)
         return None
+
+    def _named(self, fullname: str, file: str) -> importlib.machinery.ModuleSpec:
+        self._code.module_names.add(fullname)
+        return self._code.spec_of(fullname, file)
 
 
 class _Ended(BaseException):
@@ -275,7 +282,7 @@ class UserCode:
         tops = {name.partition("/")[0].removesuffix(".py") for name in [*self.files.contents][1:]}
         for top in sorted(tops):
             is_module = self.files.module_file(top) is not None or self.files.has_modules_in(top)
-            if is_module and (top in sys.stdlib_module_names or top in sys.modules):
+            if is_module and (top in sys.stdlib_module_names or top in sys.modules or _is_installed(top)):
                 found = f"--transform_files with {top}, which hides Python's module of this name"
                 raise UsageError(found=found, expected="a name that no library has; rename it")
         spec = self.spec_of(_MODULE_NAME, self.files.path.name)
@@ -343,7 +350,7 @@ class UserCode:
         path = _absolute(filename)
         while not os.path.lexists(path) and "/" in path:  # a module in a zip file
             path = os.path.dirname(path)  # noqa: PTH120
-        name = self._name_of(path)
+        name = self.name_of(path)
         if name is None:
             if self._is_of_user(path):
                 self.end(self.files.not_named(path))
@@ -353,10 +360,11 @@ class UserCode:
     def check_may_read(self, filename: str) -> None:
         """End the call if a file of code, which it would run as text, is not named."""
         path = _absolute(filename)
-        if self._name_of(path) is None and os.path.lexists(path) and self._is_of_user(path):
+        if self.name_of(path) is None and os.path.lexists(path) and self._is_of_user(path):
             self.end(self.files.not_named(path))
 
-    def _name_of(self, path: str) -> str | None:
+    def name_of(self, path: str) -> str | None:
+        """Return the name of a file among the named ones, or None."""
         return self.files.name_of_path.get(path, self.files.name_of_path.get(os.path.realpath(path)))
 
     def keep_modules(self, new_names: Iterable[str]) -> None:
@@ -401,6 +409,11 @@ class UserCode:
                 break
             found[name] = _version_of(name)[:_MAX_VERSION_CHARS]
         return found
+
+
+def _is_installed(name: str) -> bool:
+    spec = importlib.machinery.PathFinder.find_spec(name)
+    return spec is not None and spec.origin is not None and _is_library(spec.origin)
 
 
 def _version_of(name: str) -> str:

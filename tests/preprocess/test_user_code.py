@@ -128,7 +128,7 @@ def test_an_error_that_may_pass_ends_the_task_and_leaves_out_no_document(passing
 
 @pytest.mark.parametrize("case", [*ENDINGS, *CAUGHT])
 def test_a_function_cannot_end_its_process(passing: Cases, case: str) -> None:
-    passing.make(case).ends(2, "clean.py")
+    passing.make(case).ends(2, "clean.py", f"{passing.numbers[case]:02d}.jsonl:0")
     assert not list(passing.world.data_dir.glob("shard-*"))
     assert {os._exit.__module__, os.execv.__module__} == {"posix"}, "the real ones are back"
 
@@ -217,6 +217,13 @@ def with_helpers(folder: Path) -> Path:
     write(folder, HELPERS)
     (folder / "old").mkdir()
     py_compile.compile(str(folder / "helpers.py"), str(folder / "old" / "bare.pyc"))
+    # A .pyc of other code, which is valid for Python: the sources have one size and time.
+    inner = folder / "lib" / "inner.py"
+    inner.write_text("MARK = 'old'\n")
+    py_compile.compile(str(inner))
+    time_ns = inner.stat().st_mtime_ns
+    inner.write_text(HELPERS["lib/inner.py"])
+    os.utime(inner, ns=(time_ns, time_ns))
     with zipfile.ZipFile(folder / "all.zip", "w") as file:
         file.writestr("zipped.py", "MARK = 'own'")
     return folder
@@ -303,9 +310,18 @@ def test_every_file_of_a_named_folder_is_in_the_hash(tmp_path: Path) -> None:
     assert cases.result("import") == "own"
 
 
-@pytest.mark.parametrize("name", ["queue.py", "numpy"])
+@pytest.mark.parametrize("name", ["queue.py", "numpy", "mypy.py"])
 def test_a_module_that_hides_one_of_python_is_refused(tmp_path: Path, name: str) -> None:
-    write(tmp_path, {"queue.py": "", "numpy/own.py": "", "clean.py": "def transform(record): return 'a'"})
+    write(
+        tmp_path,
+        {
+            "queue.py": "",
+            "numpy/own.py": "",
+            "mypy.py": "",
+            "pytest.py": "",
+            "clean.py": "def transform(record): return 'a'",
+        },
+    )
     ended = (
         World(tmp_path)
         .raw({"a.txt": "one\n"})

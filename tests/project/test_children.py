@@ -132,7 +132,7 @@ def test_a_training_that_starts_in_its_data_set_runs_no_module_of_it(tmp_path: P
     (tmp_path / "bin").mkdir()
     train = tmp_path / "bin" / "train.py"
     train.write_text(TRAIN)
-    command = [sys.executable, train, method, world.tokenizer]
+    command = [sys.executable, str(train), method, str(world.tokenizer)]
     done = run_child(command, cwd=world.data_dir, env=environ_of_children(PYTHONPATH=str(ROOT)))
     assert (done.stdout, record.exists()) == ("4\n", False)
 
@@ -276,13 +276,13 @@ def test_a_plan_refuses_a_costly_tokenizer_and_names_the_model(tmp_path: Path) -
 def test_a_tokenizer_with_an_unknown_pattern_makes_the_same_bytes_in_its_process(tmp_path: Path) -> None:
     """The pattern is as cheap as the known one, to which it adds a group."""
     shards = []
-    for number, pattern in enumerate((r"\s+|\S+", r"(?:\s+)|\S+")):
+    for number, pattern in enumerate((r"\s+", r"(?:\s+)")):
         model = save_tokenizer(tmp_path / f"model{number}")
         data = json.loads((model / "tokenizer.json").read_bytes())
         splits = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         data["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [splits, PIECES]}
         (model / "tokenizer.json").write_text(json.dumps(data))
-        world = World(tmp_path / str(number), tokenizer=model).raw({"a.txt": EVERY_LETTER * 9000})
+        world = World(tmp_path / str(number), tokenizer=model).raw({"a.txt": EVERY_LETTER * 4000})
         shards.append([ids for _, _, ids in world.plan(num_shards=1).run(0).documents()])
     assert shards[0] == shards[1]
 

@@ -43,7 +43,7 @@ class ForeignTokenizer:
         """Load the content of a tokenizer.json. Raises ReadWriteError if it is none, and BadInput."""
         self._name, self._content = name, content
         self._tokenizer: Any = None
-        self._set_up: tuple[Any, ...] = ()
+        self._settings: list[tuple[Any, ...]] = []
         # Processes with limits that are not in use. A thread takes one, or starts one.
         self._idle: list[LimitedProcess] = []
         weakref.finalize(self, _end_all, self._idle)
@@ -61,8 +61,8 @@ class ForeignTokenizer:
 
     def set_up(self, function: Callable[..., None], *args: Any) -> None:
         """Call ``function(tokenizer, *args)``, which changes settings, before all other calls."""
-        self._set_up = (function, *args)
-        self.call(*self._set_up)
+        self.call(function, *args)
+        self._settings.append((function, *args))
 
     @property
     def is_limited(self) -> bool:
@@ -101,8 +101,8 @@ class ForeignTokenizer:
             is_quiet=True,
         )
         self._ask(process, _load, self._content, len(self._content))
-        if self._set_up:
-            self._ask(process, _call, self._set_up, 0)
+        for setting in self._settings:
+            self._ask(process, _call, setting, 0)
         return process
 
     def _ask(self, process: LimitedProcess, function: Callable[..., Any], item: Any, num_bytes: int) -> Any:
@@ -182,11 +182,12 @@ KNOWN_REGEXES = {
     _O200K_REGEX,
     _O200K_REGEX.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace("{1,3}", ""),
 }
-# One character, or one class of characters, any number of times: nothing after it makes the search go back.
-# A text without any of the signs of a regular expression.
-_SIMPLE_REGEX = re.compile(
-    r"(?:\\[a-zA-Z]|\\[pP]\{\^?\w+\}|\[(?:\\.|[^\[\]\\])+\])(?:[+*?]|\{\d{1,3}(?:,\d{0,3})?\})?"
-    r"|[^\\^$.|?*+()\[\]{}](?:[+*?]|\{\d{1,3}(?:,\d{0,3})?\})?|[^\\^$.|?*+()\[\]{}]+"
+# One character or class of characters, any number of times: nothing after it makes the search go back. Or a
+# text without any sign of a regular expression.
+_TIMES = r"(?:[+*?]|\{\d{1,3}(?:,\d{0,3})?\})?"
+_SIMPLE_REGEX = (
+    rf"(?:\\[a-zA-Z]|\\[pP]\{{\^?\w+\}}|\[(?:\\.|[^\[\]\\])+\]|[^\\^$.|?*+()\[\]{{}}]){_TIMES}"
+    r"|[^\\^$.|?*+()\[\]{}]+"
 )
 
 _MOST_GROWTH = 64  # bytes that one byte of text may become
@@ -212,8 +213,11 @@ _COSTLY_MODEL = b"WordPiece"  # takes quadratic time for long words
 _MOST_WORD_CHARS = 1000
 
 
-class _Unbounded(Exception):
-    """A part of a tokenizer whose cost is not known to be bounded."""
+class UnknownCost(ValueError):
+    """A part of a tokenizer may take more than a time and a memory in proportion to the text."""
+
+    def __init__(self) -> None:
+        super().__init__("one of its parts may take exponential time or memory")
 
 
 def has_bounded_cost(tokenizer_json: bytes) -> bool:
@@ -238,7 +242,7 @@ def has_bounded_cost(tokenizer_json: bytes) -> bool:
         check_bounded_cost(head)
     except orjson.JSONDecodeError:
         return not _may_be_json(tokenizer_json)
-    except (_Unbounded, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
     return True
 
@@ -266,14 +270,14 @@ def _may_be_json(content: bytes) -> bool:
 
 
 def check_bounded_cost(head: dict[str, Any]) -> None:
-    """Raise an error, of any class, unless the parts beside the model have a bounded cost."""
+    """Raise UnknownCost, or another error, unless the parts beside the model have a bounded cost."""
     before = _growth(head.get("normalizer"), "normalizers", _GROWTH_OF_NORMALIZER)
     growth = before * _growth(head.get("pre_tokenizer"), "pretokenizers", _GROWTH_OF_PRE_TOKENIZER)
     decoded = _growth(head.get("decoder"), "decoders", _GROWTH_OF_DECODER)
     added = sum(len(token["content"]) for token in head.get("added_tokens") or [])
     is_bounded = max(growth, decoded) <= _MOST_GROWTH and added <= _MOST_ADDED_BYTES
     if not is_bounded or _num_around(head.get("post_processor")) > _MOST_AROUND:
-        raise _Unbounded
+        raise UnknownCost
 
 
 def _growth(part: dict[str, Any] | None, parts: str, known: dict[str, int]) -> float:
@@ -290,9 +294,9 @@ def _growth(part: dict[str, Any] | None, parts: str, known: dict[str, int]) -> f
         return 1 + len(part["prepend"].encode())
     if kind in ("Replace", "Split"):
         ((how, pattern),) = part["pattern"].items()
-        is_known = how == "String" or pattern in KNOWN_REGEXES or _SIMPLE_REGEX.fullmatch(pattern)
+        is_known = how == "String" or pattern in KNOWN_REGEXES or re.fullmatch(_SIMPLE_REGEX, pattern)
         if not pattern or not is_known:
-            raise _Unbounded
+            raise UnknownCost
         if kind == "Split":
             return 1
         num_new = len(part["content"].encode())
@@ -310,7 +314,7 @@ def _num_around(processor: dict[str, Any] | None) -> int:
     if processor["type"] in ("BertProcessing", "RobertaProcessing"):
         return 2
     if processor["type"] != "TemplateProcessing":
-        raise _Unbounded
+        raise UnknownCost
     num_texts = num_tokens = 0
     for item in processor["single"]:
         if "Sequence" in item:
@@ -318,7 +322,7 @@ def _num_around(processor: dict[str, Any] | None) -> int:
         else:
             num_tokens += len(processor["special_tokens"][item["SpecialToken"]["id"]]["ids"])
     if num_texts != 1:
-        raise _Unbounded
+        raise UnknownCost
     return num_tokens
 
 

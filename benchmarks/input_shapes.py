@@ -90,19 +90,19 @@ def text_shapes() -> None:
 
     for ending, compress in (("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)):
 
-        @shape(f"txt.{ending}: 200 MB of one line, repeated")
+        @shape(f"txt.{ending}: 30 MB of one line, repeated")
         def _(raw: Path, ending: str = ending, compress: Any = compress) -> int:
-            (raw / f"a.txt.{ending}").write_bytes(compress(b"the same line again and again\n" * 6_600_000))
+            (raw / f"a.txt.{ending}").write_bytes(compress(b"the same line again and again\n" * 1_000_000))
             return 30
 
-    @shape("txt.gz: one line of 30 MB")
+    @shape("txt.gz: one line of 10 MB")
     def _(raw: Path) -> int:
-        (raw / "a.txt.gz").write_bytes(gzip.compress(english(30_000_000).encode()))
-        return 30_000_000
+        (raw / "a.txt.gz").write_bytes(gzip.compress(english(10_000_000).encode()))
+        return 10_000_000
 
     @shape("txt.zst: a window of 128 MiB")
     def _(raw: Path) -> int:
-        (raw / "a.txt").write_text("\n".join(documents(200_000)))
+        (raw / "a.txt").write_text("\n".join(documents(60_000)))
         subprocess.run(["zstd", "-q", "--rm", "--long=27", str(raw / "a.txt")], check=True)
         return 2000
 
@@ -123,9 +123,9 @@ def text_shapes() -> None:
         (raw / "a.jsonl").write_text(json_of(text="short", numbers=[0] * 5_000_000) * 2)
         return 15_000_000
 
-    @shape("jsonl.gz: 90 kB repeated 3,000 times")
+    @shape("jsonl.gz: 90 kB repeated 1,000 times")
     def _(raw: Path) -> int:
-        (raw / "a.jsonl.gz").write_bytes(gzip.compress(json_of(text=LONG).encode() * 3000))
+        (raw / "a.jsonl.gz").write_bytes(gzip.compress(json_of(text=LONG).encode() * 1000))
         return len(LONG)
 
 
@@ -137,19 +137,19 @@ def parquet_shapes() -> None:
         table = arrow.table(table) if isinstance(table, dict) else table
         parquet.write_table(table, raw / "a.parquet", **{"row_group_size": 1 << 20, **options})
 
-    @shape("parquet: 90 kB repeated 8,192 times")
+    @shape("parquet: 90 kB repeated 1,500 times")
     def _(raw: Path) -> int:
-        written(raw, {"text": [LONG] * 8192})
+        written(raw, {"text": [LONG] * 1500})
         return len(LONG)
 
     @shape("parquet: the same after 1,000 nulls and 20,000 short rows")
     def _(raw: Path) -> int:
-        written(raw, {"text": [None] * 10 + documents(2000, 2) * 10 + [LONG] * 6000})
+        written(raw, {"text": [None] * 10 + documents(2000, 2) * 10 + [LONG] * 1500})
         return len(LONG)
 
-    @shape("parquet: 5 MB repeated 300 times")
+    @shape("parquet: 5 MB repeated 40 times")
     def _(raw: Path) -> int:
-        written(raw, {"text": ["short"] * 1000 + [english(5_000_000)] * 300})
+        written(raw, {"text": ["short"] * 1000 + [english(5_000_000)] * 40})
         return 5_000_000
 
     @shape("parquet: 90 kB repeated in a struct")
@@ -166,24 +166,24 @@ def parquet_shapes() -> None:
     @shape("parquet: values of a dictionary type")
     def _(raw: Path) -> int:
         column = arrow.array([LONG, "short"]).dictionary_encode()
-        indices = arrow.array([0] * 8192, arrow.int32())
+        indices = arrow.array([0] * 1500, arrow.int32())
         written(raw, {"text": arrow.DictionaryArray.from_arrays(indices, column.dictionary)})
         return len(LONG)
 
     @shape("parquet: DELTA_BYTE_ARRAY, common beginnings of 90 kB")
     def _(raw: Path) -> int:
-        texts = [f"{LONG}{number}" for number in range(3000)]
+        texts = [f"{LONG}{number}" for number in range(1000)]
         written(raw, {"text": texts}, use_dictionary=False, column_encoding={"text": "DELTA_BYTE_ARRAY"})
         return len(LONG)
 
-    @shape("parquet: one row group of 300 MB")
+    @shape("parquet: one row group of 100 MB")
     def _(raw: Path) -> int:
-        written(raw, {"text": documents(200_000, 600)}, compression="zstd")
+        written(raw, {"text": documents(60_000, 600)}, compression="zstd")
         return 2000
 
     @shape("parquet: pages of 1 GB")
     def _(raw: Path) -> int:
-        written(raw, {"text": documents(50_000, 600)}, data_page_size=1 << 30, use_dictionary=False)
+        written(raw, {"text": documents(40_000, 600)}, data_page_size=1 << 30, use_dictionary=False)
         return 2000
 
     @shape("parquet: 2,000 columns")
@@ -224,26 +224,27 @@ def arrow_shapes() -> None:
         with ipc.new_file(str(raw / "a.arrow"), table.schema, options=options) as file:
             file.write_table(table)
 
-    @shape("arrow: one record batch of 300 MB")
+    @shape("arrow: one record batch of 100 MB")
     def _(raw: Path) -> int:
-        written(raw, arrow.table({"text": documents(200_000, 600)}).combine_chunks())
+        written(raw, arrow.table({"text": documents(60_000, 600)}).combine_chunks())
         return 2000
 
-    @shape("arrow: 90 kB repeated 3,000 times, lz4")
+    @shape("arrow: 90 kB repeated 1,000 times, lz4")
     def _(raw: Path) -> int:
-        written(raw, {"text": [LONG] * 3000}, compression="lz4")
+        written(raw, {"text": [LONG] * 1000}, compression="lz4")
         return len(LONG)
 
     @shape("arrow: a dictionary")
     def _(raw: Path) -> int:
-        indices = arrow.array([0] * 8192, arrow.int32())
+        indices = arrow.array([0] * 1500, arrow.int32())
         written(raw, {"text": arrow.DictionaryArray.from_arrays(indices, arrow.array([LONG]))})
         return len(LONG)
 
-    @shape("arrow: a run of 8,192 rows")
+    @shape("arrow: a run of 8,192 rows, with --transform", has_function=True)
     def _(raw: Path) -> int:
         ends = arrow.array([8192], arrow.int32())
-        written(raw, {"text": arrow.RunEndEncodedArray.from_arrays(ends, arrow.array([LONG]))})
+        run = arrow.RunEndEncodedArray.from_arrays(ends, arrow.array([LONG]))
+        written(raw, {"text": documents(8192, 3), "run": run})
         return len(LONG)
 
     @shape("arrow: views of one text")
@@ -251,7 +252,7 @@ def arrow_shapes() -> None:
         one = arrow.array([LONG], arrow.string_view())
         view = one.buffers()[1].to_pybytes()
         buffers = [None, arrow.py_buffer(view * 8192), *one.buffers()[2:]]
-        written(raw, {"text": arrow.Array.from_buffers(arrow.string_view(), 8192, buffers)})
+        written(raw, {"text": arrow.Array.from_buffers(arrow.string_view(), 1500, buffers)})
         return len(LONG)
 
     @shape("arrow: 20,000 record batches")

@@ -99,7 +99,7 @@ class InputStream(io.RawIOBase):
     def read(self, size: int | None = -1) -> Any:
         """Return up to ``size`` bytes, or all that are left. Raises OSError."""
         stop = self._ends[-1] if size is None or size < 0 else min(self._position + size, self._ends[-1])
-        pieces = []
+        pieces: list[Any] = []
         while self._position < stop:
             number = bisect.bisect_right(self._ends, self._position)
             shift = self._spans[number][1] - self._ends[number]  # from a position in the stream to the file's

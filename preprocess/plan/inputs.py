@@ -27,7 +27,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from preprocess.plan.table_versions import TableOfOthers, former_files, kind_of_note, tables_around
+from preprocess.plan.table_versions import (
+    TableOfOthers,
+    former_files,
+    kind_of_note,
+    refuse_several_builds,
+    tables_around,
+)
 from preprocess.read import documents
 from preprocess.read.documents import Documents, OpenInput, Start
 from preprocess.read.lines import COMPRESSIONS, decompressed
@@ -196,6 +202,7 @@ class InputListing:
 
     def leave_out_former_files(self) -> None:
         """Leave out files that are no part of the current data of a table, see ``table_versions``."""
+        refuse_several_builds(self._input_dir, self.left_out.get("note of datasets", ()))
         for table in [*tables_around(self._input_dir), *self.tables]:
             reason, former = former_files(table, self.taken)
             for path in former:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -155,8 +156,8 @@ def make_plan(
         if tries_fast:
             # The fast engine must give equal ids for the probe, a sample of the input and the gate's texts.
             sample = [text.encode() for text in resolved.probe]
-            for documents in sample_of_plan(plan, 1 << 18, transform):
-                sample += documents.texts
+            for documents in sample_of_plan(plan, _COMPARED_BYTES, transform):
+                sample += map(_beginning, itertools.islice(documents.texts, _MOST_COMPARED_TEXTS))
             texts, saved, path = Texts(sample), resolved.saved, scratch / names.TOKENIZER_FILE
             sha256 = ids_sha256([engine.encode(texts)])
             content = saved.get(names.FAST_TOKENIZER_FILE, saved[names.TOKENIZER_FILE])
@@ -334,12 +335,23 @@ def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> N
 
 
 _NUM_PLACES, _SAMPLE_BYTES = 8, 2 << 20  # of the input that is sampled
+_COMPARED_BYTES = 1 << 18  # of the input that both engines encode
+# The reference takes about 250 bytes of memory per token, so it gets only the beginning of a long text.
+_MOST_COMPARED_TEXT_BYTES = 1 << 16
+_MOST_COMPARED_TEXTS = 2048  # of a batch; the reference takes 2 kB for each text
 _NUM_SHOWN = 20  # names of fields, in an error
 _FUNCTION_BYTES = 1 << 18  # of the input that a user's function is tried on
 _STARTUP_S = 3.0  # for a task's Python and tokenizer, a generous estimate
 _LONG_SHARD_S = 600.0  # on one core; a longer shard gets a warning
 _MANY_SHARDS = 1000  # this many small shards, each of one input file, get a warning
 _SHARD_BYTES = 256 << 20  # of input, which takes minutes on one core
+
+
+def _beginning(text: bytes) -> bytes:
+    """Return the beginning of a text, up to _MOST_COMPARED_TEXT_BYTES."""
+    if len(text) <= _MOST_COMPARED_TEXT_BYTES:
+        return text
+    return text[:_MOST_COMPARED_TEXT_BYTES].decode(errors="ignore").encode()
 
 
 def sample_of_plan(plan: Plan, num_bytes: int, transform: Transform | None) -> Iterator[Documents]:

@@ -256,6 +256,26 @@ def _former_of_datasets(folder: Path, paths: Mapping[str, str]) -> list[str]:
     return [path for path in paths if "/" not in path and path.endswith(".arrow") and path not in current]
 
 
+_BUILD = re.compile(r"(.*/)?([0-9a-f]{32,64})/dataset_info\.json")
+
+
+def refuse_several_builds(input_dir: Path, notes: Collection[str]) -> None:
+    """Raise BadInput if the cache of datasets has several builds of one data set, each with all rows.
+
+    ``notes``: the files dataset_info.json in the listing. A build is in a folder named by a hash.
+    """
+    builds: dict[str, list[str]] = {}  # folder of a data set -> hashes
+    for note in notes:
+        match = _BUILD.fullmatch(note)
+        if match is not None:
+            builds.setdefault(match[1] or "", []).append(match[2])
+    for folder, hashes in sorted(builds.items()):
+        if len(hashes) > 1:
+            found = f"{len(hashes)} builds of a data set by datasets: {', '.join(sorted(hashes))}"
+            expected = "one of these folders as --input_dir; each has all rows"
+            raise BadInput(path=input_dir / folder, found=found, expected=expected)
+
+
 def _former_of_hub(folder: Path, paths: Mapping[str, str]) -> list[str]:
     """Return the files of other revisions in the cache of a repository than the one of its only ref."""
     # folder/refs/main names the revision of folder/snapshots/REVISION.

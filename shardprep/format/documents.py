@@ -335,6 +335,8 @@ class UnmatchedNames(NamedTuple):
             return f"--exclude: all of the {self.num_names:,} names match documents"
         shown = f", such as {', '.join(self.examples)}" if self.examples else ""
         compared = f"; ids of documents are such as {some_id}" if some_id else ""
+        if any(map(_HEX_DIGITS.fullmatch, self.examples)):
+            compared += "; the sha256 of a text is written sha256:HEX"
         return (
             f"warning: {self.num_unmatched:,} of {self.num_names:,} names of --exclude match no document"
             f"{shown}{compared}"

@@ -112,6 +112,12 @@ def test_plan_and_verify_count_the_names_that_match_no_document(world: World, nu
     assert world.texts() == TEXTS[1:]
 
 
+def test_a_bare_hash_beside_ids_is_an_id_and_the_warning_says_how_a_text_is_named(world: World) -> None:
+    digest = hashlib.sha256(TEXTS[0].encode()).hexdigest()
+    ended = world.try_plan(id_field="id", exclude=list_file(world, digest.encode())).ends(0, digest)
+    assert "sha256:HEX" in ended.text
+
+
 def test_a_number_in_another_spelling_is_reported_with_an_id_of_the_data(tmp_path: Path) -> None:
     """pandas makes floats of numbers if one is missing: the id of a document is 5.0, and the list has 5."""
     rows = [{"id": number / 1, "text": f"text {number}"} for number in range(5, 9)]

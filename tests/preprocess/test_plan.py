@@ -626,6 +626,13 @@ def ambiguous_refs(raw: Path) -> Path:
     return raw
 
 
+def two_builds(raw: Path) -> Path:
+    for build in ("0a" * 32, "1b" * 32):
+        write_arrow(raw / f"default/0.0.0/{build}/set-train.arrow", DOCS)
+        (raw / f"default/0.0.0/{build}/dataset_info.json").write_text("{}")
+    return raw
+
+
 def clustered(raw: Path) -> Path:
     hudi(raw)
     (raw / ".hoodie/20240104000000000.replacecommit").touch()
@@ -637,6 +644,7 @@ UNDECIDED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "Iceberg with deletes": (partial(iceberg, num_current=3, num_deletes=1), "1 file of deletes"),
     "a partition of Iceberg": (partial(iceberg, num_current=3, given="data/day=1"), "3 of the 1"),
     "refs to two revisions": (ambiguous_refs, "snapshots/REVISION"),
+    "two builds in the cache of datasets": (two_builds, "one of these folders"),
     "Hudi with replaced files": (clustered, "replacecommit"),
 }
 

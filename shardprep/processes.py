@@ -6,7 +6,7 @@ finalizer or a weak reference's callback; a Stopped that was dropped there is ra
 
 A data set may have a ``json.py``, and commands are often typed in its folder. So no process that is started
 here looks for modules in the current folder: the first statement of its code removes the folder from the
-path, before it imports anything. From Python 3.11 on, ``PYTHONSAFEPATH`` would do this.
+path, before it imports anything. From Python 3.11 on, ``-P`` keeps it off the path from the start.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def python_command(call: str, *words: str) -> list[str]:
 
     # Such as -W and -X, which multiprocessing passes on, too.
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001
+    if sys.version_info >= (3, 11):
+        flags.append("-P")  # Python 3.13 imports linecache for -c, before it runs the first statement
     return [sys.executable, *flags, "-c", _START, str(HOME), call, *words]
 
 

@@ -48,7 +48,7 @@ OF_PYTHON = {
     "operator",
     "keyword",
 }
-OF_PYTHON |= {"reprlib", "heapq", "warnings", "contextlib", "abc", "__future__"}
+OF_PYTHON |= {"reprlib", "heapq", "warnings", "contextlib", "abc", "__future__", "traceback", "linecache"}
 
 
 def fill(folder: Path, names: set[str]) -> Path:

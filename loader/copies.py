@@ -31,7 +31,15 @@ from typing import Any
 from loader.external_tars import scan_tar
 from shardprep import files
 from shardprep.console import Progress, counted, print_lines, quoted, say, short_bytes
-from shardprep.errors import BrokenShard, CannotWrite, MissingShard, NotFound, ReadWriteError, UsageError
+from shardprep.errors import (
+    BrokenShard,
+    CannotWrite,
+    MissingShard,
+    NotFound,
+    ReadWriteError,
+    Refused,
+    UsageError,
+)  # fmt: skip
 from shardprep.files import FileStamp
 from shardprep.format import manifest as manifests
 from shardprep.format import names
@@ -116,16 +124,25 @@ def stage(args: argparse.Namespace) -> int:
 
 def _claim(target: DataFolder, plan_id: str, plan: Plan | None) -> None:
     """Check that a folder is new, or has a copy of this data set, and mark it. Raises Refused."""
-    if target.status_of(names.PLAN_NAME) is not None:  # of this plan, as was compared
+    if manifests.refuse_other_plan(target, plan_id):  # a copy of this data set
         return
+    if target.status_of(names.PLAN_NAME) is not None:
+        expected = "no such file, or that of the data set; move it away, or use another folder"
+        raise Refused(
+            path=target.path_of(names.PLAN_NAME), found="another file, which stays", expected=expected
+        )
     mark = plan_id.encode()
     if target.read_beginning(_MARK, len(mark)) == mark:  # another process copies the same
         return
     refuse_foreign_files(target)
     if plan is not None:
         refuse_other_tokenizer(target, plan.tokenizer_files)
-    with contextlib.suppress(FileExistsError):
+    try:
         target.create(_MARK, mark)
+    except FileExistsError:  # by another process, which copies the same
+        pass
+    except OSError as error:
+        raise files.not_creatable(target.path_of(_MARK), error) from None
 
 
 def _copy_plan(folder: DataFolder, plan: Plan, target: DataFolder) -> None:

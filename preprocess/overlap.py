@@ -59,6 +59,7 @@ _MARK = "overlap.json"  # shows that a folder is this command's
 _HITS, _NAMES, _PAGE = "overlap.jsonl", "names.txt", "overlap.html"
 _WRITTEN = re.compile(r"shard-[0-9]{5}\.[0-9a-f]{12}\.jsonl|overlap\.jsonl?|names\.txt|overlap\.html")
 _NO_NAME = re.compile(r"(?!)")
+_HIT_SHA256 = re.compile(rf"[0-9a-f]{{{2 * names.DIGEST_BYTES}}}")
 _MAX_HIT_BYTES = 1 << 20  # a hit has up to 2,000 characters of text, and names
 _LIST_BEGINS = b"at:"  # of a list of ``duplicates``
 _SEPARATOR = "\x1f"  # between texts; Python counts it as white space
@@ -360,6 +361,27 @@ def _is_kept() -> npt.NDArray[np.bool_]:
     return np.array([char.isspace() or unicodedata.category(char)[0] in "LMN" for char in chars])
 
 
+def _hits_in(out: OutputFolder, name: str) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield the lines of a file of hits with their values. Raises BrokenShard for what is no hit."""
+    for line in out.lines(name, max_line_bytes=_MAX_HIT_BYTES):
+        try:
+            hit = json.loads(line)
+            is_valid = _is_hit(hit)
+        except (ValueError, LookupError, TypeError, RecursionError):
+            is_valid = False
+        if not is_valid:
+            path = out.path_of(name)
+            raise BrokenShard(path=path, found="not a hit", remedy=f"rm {quoted(path)}")
+        yield line, hit
+
+
+def _is_hit(hit: Any) -> bool:
+    """Return whether a value has the types of a hit, and a hash that adds no other line to the list."""
+    has_texts = all(isinstance(hit[name], str) for name in ("document", "eval", "sha256", "text"))
+    has_numbers = isinstance(hit["share"], (int, float)) and isinstance(hit["longest"], int)
+    return has_texts and has_numbers and _HIT_SHA256.fullmatch(hit["sha256"]) is not None
+
+
 def _merge(out: OutputFolder, names_of_hits: list[str], blank: str, settings: dict[str, Any]) -> None:
     """Merge the files of all shards into the lists and a page. ``blank``: the next command.
 
@@ -370,24 +392,19 @@ def _merge(out: OutputFolder, names_of_hits: list[str], blank: str, settings: di
     evals, sources = Counter[str](), Counter[str]()
     with out.new_file(_HITS) as file:
         for name in names_of_hits:
-            try:
-                for line in out.lines(name, max_line_bytes=_MAX_HIT_BYTES):
-                    hit = json.loads(line)
-                    if hit["document"] != last:  # its hits are consecutive
-                        last = hit["document"]
-                        sources[names.source_of_path(last)] += 1
-                    evals[hit["eval"]] += 1
-                    listed[f"sha256:{hit['sha256']}\n"] = None
-                    file.write(line)
-            except (ValueError, LookupError, TypeError):
-                path = out.path_of(name)
-                raise BrokenShard(path=path, found="not a hit", remedy=f"rm {quoted(path)}") from None
+            for line, hit in _hits_in(out, name):
+                if hit["document"] != last:  # its hits are consecutive
+                    last = hit["document"]
+                    sources[names.source_of_path(last)] += 1
+                evals[hit["eval"]] += 1
+                listed[f"sha256:{hit['sha256']}\n"] = None
+                file.write(line)
         file.sync()
         file.publish()
     out.publish(_NAMES, "".join(listed).encode())
     documents, of_evals = counted(sources.total(), "document"), counted(len(evals), "evaluation document")
     found = f"{documents} with text of {of_evals}: {counted(evals.total(), 'hit')}"
-    hits_in_order = map(json.loads, out.lines(_HITS, max_line_bytes=_MAX_HIT_BYTES))
+    hits_in_order = (hit for _, hit in _hits_in(out, _HITS))
     top = heapq.nlargest(_MAX_SHOWN, hits_in_order, key=lambda hit: hit["share"])
     columns = ("document", "eval", "share", "longest", "text")
     hits = [columns, *(tuple(str(hit[name])[:300] for name in columns) for hit in top)]

@@ -381,7 +381,7 @@ def clean(args: argparse.Namespace) -> int:
                 remove(name)
         except FileNotFoundError:
             continue  # another process removed it
-        except (OSError, errors.ReadWriteError) as error:
+        except (OSError, errors.ReadWriteError, errors.BrokenShard) as error:
             why = error.strerror if isinstance(error, OSError) else error.found
             failed = f"{path} cannot be removed: {why}"
             say(f"error: {failed}")
@@ -408,8 +408,9 @@ def _bytes_and_newest(folder: DataFolder, name: str) -> tuple[int, float]:
     if not stat.S_ISDIR(status.st_mode):
         return status.st_size, status.st_mtime
     num_bytes, newest = 0, status.st_mtime
-    for inside in folder.names(name):
-        inside_bytes, inside_newest = _bytes_and_newest(folder, f"{name}/{inside}")
-        num_bytes += inside_bytes
-        newest = max(newest, inside_newest)
+    for inside in folder.names_below(name):
+        status = folder.status_of(inside)
+        if status is not None:
+            num_bytes += 0 if stat.S_ISDIR(status.st_mode) else status.st_size
+            newest = max(newest, status.st_mtime)
     return num_bytes, newest

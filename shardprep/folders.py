@@ -15,7 +15,6 @@ import contextlib
 import errno
 import os
 import re
-import shutil
 import stat
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -34,6 +33,9 @@ _LINK_ERRORS = (errno.ELOOP, errno.ENOTDIR)  # of opening a link with O_NOFOLLOW
 _SPARSE_BYTES = 16 << 20
 _LEAST_SHARE = 0.01
 _STAT_BLOCK_BYTES = 512
+_MOST_LEVELS = (
+    2  # of folders in a temporary folder; that of ``verify --deep`` has ids/, digests/, quarantine/
+)
 
 
 class _Handle:
@@ -248,6 +250,20 @@ class Folder:
         except files.NOT_THERE:
             return []
 
+    def names_below(self, subfolder: str) -> list[str]:
+        """Return the names of all that is in a subfolder, each after the folder that it is in.
+
+        Raises OSError if it is nested deeper than a temporary folder of ours.
+        """
+        found = [f"{subfolder}/{name}" for name in self.names(subfolder)]
+        for name in found:  # it grows meanwhile
+            if self.is_subfolder(name):
+                if name.count("/") - subfolder.count("/") > _MOST_LEVELS:
+                    why = "it has folders in folders, as no attempt leaves; remove it yourself"
+                    raise OSError(errno.ENOTEMPTY, why, str(self.path_of(subfolder)))
+                found += [f"{name}/{inside}" for inside in self.names(name)]
+        return found
+
     # Writing. ---------------------------------------------------------------------------------------------
 
     def _reach_to_write(self, name: str) -> tuple[_Handle, str]:
@@ -436,8 +452,9 @@ class Folder:
         try:
             yield temporary, path
         finally:
-            with contextlib.suppress(OSError):  # rmtree raises some errors despite ignore_errors
-                shutil.rmtree(path, ignore_errors=True)
+            subfolder, _, _ = name.rpartition("/")
+            with contextlib.suppress(OSError, BrokenShard, ReadWriteError):
+                self.remove_temporary(f"{subfolder}/{temporary}" if subfolder else temporary)
 
     def temporaries(self, subfolders: Collection[str] = ()) -> list[str]:
         """Return the names of temporary files and folders here and in some subfolders.
@@ -470,16 +487,21 @@ class Folder:
                         self.remove_temporary(name)
 
     def remove_temporary(self, name: str) -> None:
-        """Remove a temporary file, or a temporary folder with all that is in it. Raises OSError."""
+        """Remove a temporary file, or a temporary folder with all that is in it.
+
+        Raises OSError, BrokenShard, ReadWriteError.
+        """
         parent, last = self._reach(name)
         if files.TEMPORARY_NAME.fullmatch(last) is None:
             raise ValueError(f"{name!r} is no temporary name")
         if self.is_subfolder(name):
-            path = f"/proc/self/fd/{parent.fd}/{last}"
-            shutil.rmtree(path, ignore_errors=True)
-            # It raises the reason if something in it could not be removed.
-            with contextlib.suppress(FileNotFoundError):
-                os.rmdir(last, dir_fd=parent.fd)
+            # Files before the folders that they are in.
+            for inside in reversed(self.names_below(name)):
+                inner, inner_last = self._reach(inside)
+                remove = os.rmdir if self.is_subfolder(inside) else os.unlink
+                with contextlib.suppress(FileNotFoundError):  # another process removes it, too
+                    remove(inner_last, dir_fd=inner.fd)
+            os.rmdir(last, dir_fd=parent.fd)
         else:
             os.unlink(last, dir_fd=parent.fd)
 

@@ -303,6 +303,19 @@ class _FindingsFile:
     findings: list[Finding]
 
 
+class _PlanId(msgspec.Struct):
+    """The part of ``spec`` in index.json that ``is_verified`` compares."""
+
+    plan_id: str
+
+
+class _IndexCounts(msgspec.Struct):
+    """The part of index.json that ``is_verified`` compares, see ``DatasetIndex``."""
+
+    spec: _PlanId
+    shards: list[tuple[int, int, int, int, int, int, str]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class MadeShards:
     """The state of the shards in a folder, by shard id."""
@@ -347,14 +360,18 @@ def refuse_found(folder: DataFolder, findings: Mapping[int, Finding], shard_ids:
         raise errors.BrokenShard(path=folder, found=found, remedy=f"shardprep run {errors.quoted(folder)}")
 
 
-def refuse_other_plan(folder: DataFolder, plan_id: str) -> None:
-    """Raise OtherPlan if the plan in a folder does not have ``plan_id``, the id of its shards or index."""
+def refuse_other_plan(folder: DataFolder, plan_id: str) -> bool:
+    """Raise OtherPlan if the plan in a folder does not have ``plan_id``, the id of its shards or index.
+
+    Returns whether the folder has this plan. It has not if the file begins with no id of a plan.
+    """
     # The id is in the first bytes of the file.
     match = _PLAN_ID.search(folder.read_beginning(names.PLAN_NAME, 400))
     if match and match[1].decode() != plan_id:
         path, found = folder.path_of(names.PLAN_NAME), f"plan {match[1].decode()[:12]}"
         expected = f"{plan_id[:12]}, like its shards; restore the plan, or move plan or shards away"
         raise errors.OtherPlan(path=path, found=found, expected=expected)
+    return match is not None
 
 
 def find_made_shards(
@@ -407,15 +424,15 @@ def is_verified(folder: DataFolder, spec: DatasetSpec, made: MadeShards) -> bool
         return False
     try:
         raw = folder.read(names.INDEX_NAME, max_bytes=_MAX_FINDINGS_BYTES)
-        data = msgspec.json.decode(raw)
-        rows = [(row[2], row[3]) for row in data["shards"]]
-        plan_id = data["spec"]["plan_id"]
+        # Only these values become objects: the file of another user may have millions of others.
+        index = msgspec.json.decode(raw, type=_IndexCounts)
     except (*files.NOT_THERE, errors.BrokenShard):
         return False
-    except (msgspec.MsgspecError, ValueError, RecursionError, LookupError, TypeError):  # not an index
+    except (msgspec.MsgspecError, ValueError, RecursionError):  # not an index
         return False
+    rows = [(num_tokens, tar_bytes) for _, _, num_tokens, tar_bytes, *_ in index.shards]
     counts = [(each.counts.num_tokens, each.tar.num_bytes) for each in made.done.values()]
-    return bool(plan_id == spec.plan_id) and rows == counts
+    return index.spec.plan_id == spec.plan_id and rows == counts
 
 
 def read_findings(folder: DataFolder, plan_id: str) -> dict[int, Finding]:
@@ -433,12 +450,14 @@ def read_findings(folder: DataFolder, plan_id: str) -> dict[int, Finding]:
         raise
     if file.plan_id != plan_id:
         return {}
-    # This opens one manifest per finding.
-    return {
-        each.shard: each
-        for each in file.findings
-        if _manifest_sha256(folder, each.shard) == each.manifest_sha256
-    }
+    digests: dict[int, str] = {}  # of the manifests; each is read once, however often the file names it
+    found: dict[int, Finding] = {}
+    for each in file.findings:
+        if each.shard not in digests:
+            digests[each.shard] = _manifest_sha256(folder, each.shard)
+        if digests[each.shard] == each.manifest_sha256:
+            found[each.shard] = each
+    return found
 
 
 def uncleared_findings(

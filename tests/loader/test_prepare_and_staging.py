@@ -199,6 +199,31 @@ def test_a_broken_shard_is_not_staged_and_the_others_are(
         open_loader(node)
 
 
+@pytest.mark.parametrize("content", [b'{"steps": []}', b""])
+def test_stage_replaces_no_plan_json_of_another_program(sets: DataSets, node: Path, content: bytes) -> None:
+    node.mkdir()
+    (node / "plan.json").write_bytes(content)
+    ended = stage(sets["concat"], node)
+    assert (ended.code, str(node / "plan.json") in ended.text) == (78, True)
+    assert [(path.name, path.read_bytes()) for path in node.iterdir()] == [("plan.json", content)]
+
+
+def test_a_folder_that_stage_cannot_write_to_is_named(
+    sets: DataSets, node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first file that stage creates is its mark."""
+    real = os.open
+
+    def refuse(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_CREAT and str(path).startswith(".index.json."):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    ended = stage(sets["concat"], node)
+    assert (ended.code, f"{node} cannot be written to: Permission denied" in ended.text) == (73, True)
+
+
 def test_a_small_disk_ends_stage_with_73(sets: DataSets, node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node.mkdir()
     small, real = SimpleNamespace(f_bavail=16, f_frsize=4096), os.statvfs

@@ -158,6 +158,27 @@ def test_clean_removes_temporaries_of_done_shards_and_old_ones(one_done: World, 
     assert (tmp_path / "precious" / "file").read_bytes() == b"precious"
 
 
+def test_clean_leaves_a_temporary_folder_that_is_nested_deeper_than_ours(one_done: World) -> None:
+    """However deep it is: no recursion fails on it, and all others are removed."""
+    data = one_done.data_dir
+    folder = data / ".index.json.node-1-0a1b2c3d.tmp"
+    nested = [folder]
+    for _ in range(1200):
+        nested.append(nested[-1] / "a")
+    for path in nested:
+        path.mkdir()
+    os.utime(folder, (0, 0))
+    other = left(data, ".plan.json", 25)
+    try:
+        ended = one_done.main("clean", data).ends(73, folder)
+        assert "Traceback" not in ended.text
+        assert (folder / "a" / "a").exists()
+        assert not other.exists()
+    finally:
+        for path in reversed(nested):  # pytest's own removal is recursive
+            path.rmdir()
+
+
 def test_clean_removes_only_old_temporaries_if_there_is_no_plan(tmp_path: Path) -> None:
     empty = World(tmp_path)
     old, young = left(tmp_path, ".plan.json", 25), left(tmp_path, ".shard-00000.tar", 0)

@@ -24,6 +24,7 @@ from tests.forged import rewrite_json
 from tests.world import World, tokenizer_dir
 
 WRONG = 1  # the wrong shard, of three
+Watch = Callable[..., list[str]]
 
 
 @pytest.fixture
@@ -122,7 +123,14 @@ def test_no_damage_of_the_findings_makes_a_wrong_shard_count_as_done(wrong: Worl
     assert done_and_wrong(wrong)[1] == str(WRONG)
 
 
-Watch = Callable[..., list[str]]
+def test_a_manifest_is_read_once_however_often_the_findings_name_it(wrong: World, watch: Watch) -> None:
+    path = wrong.data_dir / "findings.json"
+    (finding,) = json.loads(path.read_bytes())["findings"]
+    others = [{**finding, "manifest_sha256": "0" * 64}] * 500
+    rewrite_json(path, findings=[finding, *others])
+    opened = watch("open")
+    assert done_and_wrong(wrong) == ("0,2", "1")
+    assert 1 <= opened.count(f"shard-{WRONG:05d}.json") <= 2
 
 
 @pytest.fixture

@@ -271,7 +271,7 @@ def measured(name: str, tokenizer: Path, folder: Path) -> tuple[int, int, int]:
     writer = [sys.executable, __file__, str(tokenizer), str(raw), "--write", name]
     longest = int(subprocess.run(writer, check=True, capture_output=True, text=True).stdout)
     flags: list[str | Path] = ["--no-keep_text", "--token_format", "npy", "--num_shards", "1"]
-    if "90 kB" in name or "views" in name or "dictionary" in name:
+    if any(part in name for part in ("90 kB", "views", "dictionary", "50 MB", "1 GB")):
         flags += ["--limit", str(MOST_DOCUMENTS)]
     if name in WITH_FUNCTION:
         function = folder / "function.py"

@@ -168,7 +168,7 @@ def name_of_place(path: str, offset: int) -> str:
 
 
 def read_names(path: Path, *, id_field: str) -> DocumentNames:
-    """Read a user's list; a million lines take 1 s and 50 MB. Raises BadInput, NotFound or UsageError."""
+    """Read a user's list; a million lines take 2 s and 50 MB. Raises BadInput, NotFound or UsageError."""
     keys, kinds = bytearray(), set[NameKind]()
     for _, key, kind in _names_in(path, id_field):
         keys += key

@@ -469,6 +469,8 @@ def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequ
         f"shardprep_folder={place}",
         f"shardprep_identity={job_files.folder_identity(folder)}",  # as this host sees the folder
         f"shards_of=({' '.join(tasks)})",
+        "# An index is evaluated: other text than a number could run a command.",
+        "[[ ${SLURM_ARRAY_TASK_ID:-0} =~ ^(0|[1-9][0-9]*)$ ]] || exit 2",
         "shards=${shards_of[${SLURM_ARRAY_TASK_ID:-0}]}",
         'if [[ $shards = *[-,]* ]]; then shardprep_what="shards $shards"',
         f'  shardprep_command=(run {place} --shards "$shards" {flags})',

@@ -54,7 +54,8 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
 
 def _add_retry(parser: argparse.ArgumentParser) -> None:
     _add_submit(parser)
-    parser.add_argument("--round", type=int, default=1, help=argparse.SUPPRESS)
+    # Given by controllers of --until_done alone, so that without it a person has typed the command.
+    parser.add_argument("--round", type=int, help=argparse.SUPPRESS)
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:

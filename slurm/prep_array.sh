@@ -80,6 +80,7 @@ begin_record() {
 # would make a task wait for ever. So nothing is opened through them.
 read_start() { dd if="$1" iflag=nofollow,nonblock bs=400 count=1 status=none; }
 append_to_record() (
+  umask go-w # of a group that shares DATA, nobody else may write into the record
   folder=${record%/jobs/attempts/*}
   cd -P -- "$folder" || exit
   for folder in jobs attempts; do

@@ -41,11 +41,13 @@ from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import CannotWrite, NotFound, ReadWriteError, Refused, ShardprepError, UsageError
 from shardprep.files import is_link, make_subfolder, publish_bytes
 from shardprep.format import jobs as job_files
-from shardprep.format.jobs import JobArray, JobRequest, Submission, user_name
+from shardprep.format.jobs import JobArray, JobRequest, Submission
 from shardprep.format.manifest import Manifest, find_made_shards, read_manifest
 from shardprep.format.names import MAX_SHARDS, chosen_shards, id_ranges, ids_of_ranges
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
+from slurm import own as owns
 from slurm import state as states
+from slurm.own import OwnRecords, own_records
 from slurm.state import DatasetState, Shard, SlurmAway, SlurmMissing, SlurmRefused, run_slurm
 from slurm.status import wait_for_jobs
 
@@ -140,8 +142,9 @@ def check_queue(state: DatasetState, wanted: set[int] | None) -> None:
 
     Raises SlurmRefused if jobs without a record are queued: their shards would be made twice.
     """
-    if state.queue.unrecorded:
-        jobs = ", ".join(state.queue.unrecorded)
+    unrecorded = own_records(state).unrecorded
+    if unrecorded:
+        jobs = ", ".join(unrecorded)
         found = f"jobs {jobs} wait or run, but no record in {job_files.JOBS_FOLDER}/ names their shards"
         expected = "no such jobs; another command may be sending them now: wait, or end them"
         remedy = f"shardprep cancel {quoted(state.folder)}"
@@ -203,9 +206,8 @@ def _send_held(
             del shown["user"]
             arrays.append(JobArray(job_id=job_ids[-1], request=group_request, tasks=tasks, **shown))
         # The verify job also waits for arrays of earlier submissions, but not for their verify jobs.
-        verify_ids = {sent.verify.job_id for sent in state.submissions}
-        queued = [each for each in state.live_job_ids() if each not in verify_ids]
-        shown = submit_held(scripts[len(arrays)], f"--dependency=afterany:{':'.join([*job_ids, *queued])}")
+        after = [*job_ids, *state.jobs_that_make_shards()]
+        shown = submit_held(scripts[len(arrays)], f"--dependency=afterany:{':'.join(after)}")
         facts = {name: shown[name] for name in ("name", "submit_time")}
         submission = Submission(
             number=state.next_number,
@@ -216,12 +218,14 @@ def _send_held(
             arrays=arrays,
             verify=job_files.SentJob(job_id=job_ids[-1], **facts),
             identity=job_files.folder_identity(folder),
+            is_typed=args.command == "retry" and args.round is None,
         )
         controller = ""
         if args.until_done:
             # Submitted before the release, so that a limit on jobs is noticed before any shard is made.
             controller = submit_script(scripts[-1], f"--dependency=afterany:{':'.join(job_ids)}")
             job_ids.append(controller)
+            record_controller(folder, controller)
         job_files.publish_submission(folder, submission)
     except BaseException:
         if job_ids:
@@ -286,7 +290,7 @@ def _announce(args: argparse.Namespace, state: DatasetState, submission: Submiss
     if controller:
         facts["controller"] = controller
         if args.command == "retry":
-            facts["round"] = args.round
+            facts["round"] = args.round or 1
     job_files.append_event(args.output_dir, args.command, **facts)
     for array in submission.arrays:
         mem = "no memory limit" if array.mem_mb is None else f"{array.mem_mb} MB"
@@ -298,7 +302,8 @@ def _announce(args: argparse.Namespace, state: DatasetState, submission: Submiss
         print_lines(f"job {array.job_id}: {tasks}, {mem}, {limit}, for {shards_text(id_ranges(ids))}")
     print_lines(f"job {submission.verify.job_id}: verify, when they have ended")
     if controller:
-        if before := _other_controllers(state):  # two controllers would send failed shards twice
+        before = _other_controllers(state)
+        if before:  # two controllers would send failed shards twice
             with contextlib.suppress(ShardprepError):
                 run_slurm("scancel", *before)
         print_lines(f"job {controller}: {_CONTROLLER_TEXT}")
@@ -308,7 +313,7 @@ def _announce(args: argparse.Namespace, state: DatasetState, submission: Submiss
 
 def _controller(args: argparse.Namespace, state: DatasetState, request: JobRequest, site: Site | None) -> str:
     """Render the controller's script. It runs outside of any container, because it needs Slurm's commands."""
-    flags = ["--round", args.round + 1 if args.command == "retry" else 1]
+    flags = ["--round", (args.round or 1) + 1 if args.command == "retry" else 1]
     for name in ("shards", "shards_per_task"):
         if getattr(args, name, None) is not None:
             flags += [f"--{name}", getattr(args, name)]
@@ -327,15 +332,26 @@ def submit_controller(args: argparse.Namespace, state: DatasetState, request: Jo
     if others := _other_controllers(state):
         print_lines(f"job {others[0]} already waits to send failed shards again (--until_done)")
         return
-    job_ids = [each for each in state.jobs_to_wait_for() if each not in state.queue.controllers]
+    controllers = own_records(state).controllers
+    job_ids = [each for each in state.jobs_to_wait_for() if each not in controllers]
     after = [f"--dependency=afterany:{':'.join(job_ids)}"] if job_ids else []
     job_id = submit_script(_controller(args, state, request, find_site(request.partition)), *after)
+    record_controller(state.folder, job_id)
     job_files.append_event(state.folder, args.command, jobs=job_ids, controller=job_id)
     print_lines(f"job {job_id}: {_CONTROLLER_TEXT}")
 
 
+def record_controller(folder: Path, job_id: str) -> None:
+    """Record a controller, so that it is found after somebody renamed it."""
+    shown = states.slurm_answer(parse_job, "scontrol", "--oneliner", "show", "job", job_id)
+    facts = {name: shown[name] for name in ("name", "submit_time")}
+    identity = job_files.folder_identity(folder)
+    job_files.publish_controller(folder, job_files.Controller(job_id=job_id, identity=identity, **facts))
+
+
 def _other_controllers(state: DatasetState) -> list[str]:
-    return [each for each in state.queue.controllers if each != os.environ.get("SLURM_JOB_ID")]
+    this_job = os.environ.get("SLURM_JOB_ID")
+    return [each for each in own_records(state).controllers if each != this_job]
 
 
 def submit_script(script: str, *options: str) -> str:
@@ -662,10 +678,10 @@ def _retry(args: argparse.Namespace) -> int:
     state = states.ask_patiently(find) if args.until_done else find()  # no person is there to ask again
     groups = shards_to_retry(args, state, changes)
     if args.until_done and not args.dry_run:
-        request = _with_own_changes(state, _base_request(state), changes)
+        request = _base_request(state, changes)
         if not groups and not state.ids("running", "pending"):
             return _finish(state, _run_verify(args, state), request)
-        if args.round > _MAX_ROUNDS:
+        if (args.round or 1) > _MAX_ROUNDS:
             missing = shards_text(id_ranges(state.ids("failed", "not submitted")))
             return _finish(state, f"not made after {counted(_MAX_ROUNDS, 'round')}: {missing}", request)
         if not groups:
@@ -685,41 +701,52 @@ def shards_to_retry(args: argparse.Namespace, state: DatasetState, changes: dict
     """Return the missing shards that are not queued, grouped by request. The user's ``changes`` win."""
     shard_ids = chosen_shards(state.plan.num_shards, args.shards)
     check_queue(state, shard_ids)
-    is_tried = state.submissions or any(shard.attempts for shard in state.shards)
-    if not is_tried and state.ids("not submitted", "not visible"):
+    if not state.is_tried and state.ids("not submitted", "not visible"):
         remedy = f"shardprep submit {quoted(state.folder)}"
         raise NotFound(path=state.folder, found="nothing was submitted yet", remedy=remedy)
     wanted = [shard for shard in state.shards if shard_ids is None or shard.shard_id in shard_ids]
-    # A controller passes on the --shards of the first submission; that does not count as naming them again.
-    is_named = shard_ids is not None and not args.until_done
+    # A person who names shards, or wants all to be done, has corrected the cause. Controllers pass --round.
+    is_named = args.round is None and (shard_ids is not None or args.until_done)
     again = []
     for shard in wanted:
-        if why := states.why_not_retried(shard, changes, is_named=is_named):
+        why = owns.why_not_retried(shard, changes, is_named=is_named)
+        if why:
             remedy = states.remedy_of(shard.cause or "")
             say(f"left out: shard {shard.shard_id:05d}: {shard.cause}; {why}; {remedy}")
         elif shard.state in ("failed", "not submitted"):
             again.append(shard)
     if not again:
         return []
-    base = _base_request(state)
-    max_mem_mb = find_site(_with_own_changes(state, base, changes).partition).max_mem_mb
+    base = _base_request(state, changes)
+    max_mem_mb = find_site(base.partition).max_mem_mb
     groups: dict[JobRequest, list[int]] = {}
     for shard in again:
-        request = _with_own_changes(state, _request_after(shard, base, max_mem_mb), changes)
+        request = _request_after(shard, base, max_mem_mb).changed(**changes)
         groups.setdefault(request, []).append(shard.shard_id)
     for request in groups:
         check_folder(state.folder, request)
     return list(groups.items())
 
 
-def _base_request(state: DatasetState) -> JobRequest:
-    """Return the request of the newest submission, or else the resources of a plain sbatch task."""
-    if state.submissions:
-        return _without_dependency(state.submissions[-1].arrays[0].request)
-    plain = [each for each in state.records.own if each.job_id and each.num_cpus]
-    if not plain:
+def _base_request(state: DatasetState, changes: dict[str, Any]) -> JobRequest:
+    """Return the request of the user's newest submission, or of plain sbatch tasks, with the user's changes.
+
+    Raises Refused if only another user submitted: the values of that record would run and be charged as this
+    user's, so the user has to name them.
+    """
+    own = own_records(state)
+    if own.submissions:
+        return _without_dependency(own.submissions[-1].arrays[0].request).changed(**changes)
+    if own.newest_of_others:
+        _refuse_values_of_others(state, own.newest_of_others, changes)
+    return _request_of_plain_tasks(own).changed(**changes)
+
+
+def _request_of_plain_tasks(own: OwnRecords) -> JobRequest:
+    """Return a request for what the newest task of plain sbatch had."""
+    if not own.plain_attempts:
         return JobRequest()
-    had = plain[-1]
+    had = own.plain_attempts[-1]
     return JobRequest(
         partition=had.partition or None,
         account=had.account or None,
@@ -736,26 +763,23 @@ def _without_dependency(request: JobRequest) -> JobRequest:
     return request.changed(sbatch_args=shlex.join(words))
 
 
-def _with_own_changes(state: DatasetState, request: JobRequest, changes: dict[str, Any]) -> JobRequest:
-    """Return a recorded request with the user's changes.
-
-    Raises Refused for a command that only another user's record contains, because it would run as this user.
-    """
-    own = [array.request for each in state.submissions if each.is_own for array in each.arrays]
-    foreign = {}
-    for name in job_files.COMMANDS:
-        value = getattr(request, name)
-        if value and name not in changes and value not in [getattr(each, name) for each in own]:
-            foreign[name] = value
-    if foreign:
-        numbers = ", ".join(f"{each.number:04d}.json" for each in state.submissions if not each.is_own)
-        flags = shlex.join(f"--{name}={value}" for name, value in foreign.items())
-        found = f"commands in records in jobs/ that another user wrote, or can write to ({numbers})"
-        omit = f"omit one with --{next(iter(foreign))}=''"
-        expected = f"that you read them and name them yourself, because they run as you; {omit}"
-        remedy = f"shardprep retry {quoted(state.folder)} {flags}"
-        raise Refused(path=state.folder, found=found, expected=expected, remedy=remedy)
-    return request.changed(**changes)
+def _refuse_values_of_others(state: DatasetState, sent: Submission, changes: dict[str, Any]) -> None:
+    """Raise Refused for values of another user's record that this user has not named."""
+    variables = []
+    flags = []
+    for name, value in vars(sent.arrays[0].request).items():
+        if value == getattr(JobRequest(), name) or name in changes:
+            continue
+        if name in ("qos", "constraint", "exclude"):  # have no flag
+            variables.append(f"{states.REQUEST_VARIABLES[name]}={shlex.quote(value)}")
+        else:
+            flags.append(f"--{name}={value}")
+    if not (flags or variables):
+        return
+    found = f"values in a record in jobs/ that another user wrote, or can write to ({sent.number:04d}.json)"
+    expected = "that you read them and name them yourself, because they run as you; omit one with --NAME=''"
+    words = [*variables, "shardprep retry", quoted(state.folder), shlex.join(flags)]
+    raise Refused(path=state.folder, found=found, expected=expected, remedy=" ".join(words).strip())
 
 
 def _request_after(shard: Shard, base: JobRequest, max_mem_mb: int | None) -> JobRequest:
@@ -763,18 +787,22 @@ def _request_after(shard: Shard, base: JobRequest, max_mem_mb: int | None) -> Jo
 
     ``max_mem_mb`` is the memory of the largest node, or None if it is unknown.
     """
-    last = shard.attempts[-1] if shard.attempts else None
-    array, record = (last.array, last.record) if last else (None, None)
+    attempts = owns.own_attempts(shard)
+    if not attempts:
+        return base
+    last = attempts[-1]
+    array = last.array
     request = _without_dependency(array.request) if array else base
-    known = array or record
+    known = array or last.record
     mem_mb = known.mem_mb if known else None
-    if shard.cause == states.OUT_OF_MEMORY and mem_mb:
+    cause = last.cause(shard.shard_id)
+    if cause == states.OUT_OF_MEMORY and mem_mb:
         mem_gb = min(2 * mem_mb, max_mem_mb or 2 * mem_mb) / 1024
         if request.mem_per_cpu_gb is None:
             request = request.changed(mem_gb=round(mem_gb, 3))
         else:
             request = request.changed(mem_per_cpu_gb=round(mem_gb / (request.num_cpus or 1), 3))
-    if shard.cause == states.TIMEOUT and last:
+    if cause == states.TIMEOUT:
         # `scontrol update timelimit=` may have raised the limit. A plain sbatch task's is not recorded.
         limit_min = (array.time_min if array else None) or 0
         ran_min = round(last.elapsed_s / 60)
@@ -796,7 +824,7 @@ def _run_verify(args: argparse.Namespace, state: DatasetState) -> str:
         return "verify failed; its messages are in this log" if code else ""
     words = []
     for cause, shards in state.failed_by_cause().items():
-        why = states.why_not_retried(shards[0], {}) or "left out"
+        why = owns.why_not_retried(shards[0], {}) or "left out"
         ids = id_ranges(each.shard_id for each in shards)
         words.append(f"{shards_text(ids)}: {cause}, {why}; {states.remedy_of(cause)}")
     wanted = chosen_shards(state.plan.num_shards, args.shards)
@@ -828,38 +856,37 @@ def _finish(state: DatasetState, why: str, request: JobRequest) -> int:
 
 
 def cancel(args: argparse.Namespace) -> int:
-    """Cancel every waiting or running job of a data set: ``cancel DATA``. Finished shards stay."""
+    """Cancel every waiting or running job of a data set: ``cancel DATA``. Finished shards stay.
+
+    Only jobs of this user's own records, or with a name that only this data set's jobs have.
+    """
     state = states.find_state(args.output_dir, need_plan(args.output_dir))
-    queue = state.queue
+    own = own_records(state)
+    others = owns.others_with_jobs(state)
     if args.shards is None:
         # Controllers first: one that runs would send the cancelled shards again.
-        jobs = [*queue.controllers, *queue.unrecorded, *state.live_job_ids()]
+        jobs = [*own.controllers, *own.unrecorded, *own.live_job_ids()]
     else:
-        jobs = _tasks_of_shards(args, state)
+        chosen = _tasks_of_shards(args, state)
+        jobs = [task for task in chosen if task.partition("_")[0] not in others]
+        others = {task: others[task.partition("_")[0]] for task in chosen if task not in jobs}
     if jobs:
         # Printed first, because scancel may end this process, too.
         job_id = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID", "")
         task = f"{job_id}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
         if here := next((each for each in (job_id, task) if each in jobs), None):
             say(f"warning: this command runs in job {here}, which it cancels, too: {', '.join(jobs)}")
-        try:
-            run_slurm("scancel", *jobs)
-        except SlurmRefused as error:
-            if "denied" not in str(error):
-                raise
-            # scancel has still cancelled this user's jobs, which controllers and unrecorded jobs always are.
-            user_of = {job.job_id: job.user for job in queue.jobs.values()}
-            owners = {each: user_of.get(each.partition("_")[0], user_name()) for each in jobs}
-            if own := [each for each in jobs if owners[each] == user_name()]:
-                job_files.append_event(args.output_dir, "cancel", jobs=own, shards=args.shards)
-            whose = ", ".join(sorted({*owners.values()} - {user_name()})) or "another user"
-            found = f"{whose} submitted jobs of this data set; {error}; cancelled: {', '.join(own) or 'none'}"
-            expected = "that user or an administrator to cancel the others"
-            raise SlurmRefused(found=found, expected=expected) from None
+        run_slurm("scancel", *jobs)
         job_files.append_event(args.output_dir, "cancel", jobs=jobs, shards=args.shards)
-    if queue.foreign and args.shards is None:
-        ids = " ".join(queue.foreign)
+    if state.queue.foreign and args.shards is None:
+        ids = " ".join(state.queue.foreign)
         say(f"not cancelled: jobs of the folder that this one was copied from; for them type: scancel {ids}")
+    if others:
+        whose = ", ".join(sorted(set(others.values())))
+        found = f"{whose} submitted jobs {', '.join(sorted(others))} of this data set"
+        done = f"cancelled: {', '.join(jobs) or 'none'}"
+        expected = "that user or an administrator to cancel them"
+        raise SlurmRefused(found=f"{found}; {done}", expected=expected)
     nothing = "nothing is queued" if args.shards is None else "none of these shards is queued"
     print_lines(f"cancelled: {', '.join(jobs)}" if jobs else f"{nothing}; {state.summary}")
     if not_visible := state.ids("not visible"):
@@ -871,8 +898,10 @@ def cancel(args: argparse.Namespace) -> int:
 def _tasks_of_shards(args: argparse.Namespace, state: DatasetState) -> list[str]:
     """Return the tasks that make the shards of --shards. Raises UsageError if a task makes others, too."""
     wanted = chosen_shards(state.plan.num_shards, args.shards) or set()
-    attempts = [each for shard_id in wanted for each in state.shards[shard_id].attempts if each.job]
-    chosen = {each.task: each for each in attempts if each.state in ("running", "pending")}
+    chosen = {}
+    for shard_id in wanted:
+        for each in owns.live_attempts(state.shards[shard_id]):
+            chosen[each.task] = each
     for task, each in chosen.items():
         if not wanted.issuperset(each.shards):
             expected = f"all shards of task {task}: {shards_text(id_ranges(each.shards))}"

@@ -11,11 +11,13 @@ submit time are in the record: a controller that lost its state gives old ids to
 has a later submit time, and must have the same name; otherwise a user may have renamed it. Jobs of plain
 ``sbatch slurm/prep_array.sh DATA`` are known from the records of their tasks, once one has begun. The absence
 of a job proves nothing if jobs may be hidden.
+
+A job of this user belongs to the data set only by an own record or by its name. Records that other users
+wrote name jobs of these users; ``slurm.own`` keeps them out of everything that a command does.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import re
@@ -32,7 +34,7 @@ from shardprep.console import say
 from shardprep.errors import NotFound, ReadWriteError, ShardprepError, UsageError, quoted
 from shardprep.files import open_regular
 from shardprep.format import jobs as job_files
-from shardprep.format.jobs import AttemptRecord, JobArray, JobRequest, Submission, user_name
+from shardprep.format.jobs import AttemptRecord, JobArray, Submission, user_name
 from shardprep.format.manifest import MadeShards, Manifest, find_made_shards, is_verified
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
 from shardprep.format.plan import Plan
@@ -388,8 +390,11 @@ def find_queue(
     ``copied``: submissions of the folder that this one was copied from. ``config``: of the controller, or {}.
     """
     me = user_name()
-    recorded = {job.job_id for sent in submissions for job in sent.jobs}
-    plain = {each.key: each for each in open_records if each.job_id not in recorded}
+    recorded = {job.job_id for sent in submissions for job in sent.jobs if sent.is_own}
+    of_all = {job.job_id for sent in submissions for job in sent.jobs}
+    plain = {
+        each.key: each for each in open_records if each.job_id not in (recorded if each.is_own else of_all)
+    }
     users = {me, *(each.user for each in (*submissions, *copied)), *(each.user for each in plain.values())}
     shown = [job for user in sorted(users - {""}) for job in jobs_of_user(user)]
     own = [each for each in shown if each.user == me and each.is_live and each.job_id not in recorded]
@@ -398,20 +403,19 @@ def find_queue(
     queue = Queue(config=config)
 
     for sent in submissions:
-        queue.jobs |= {(sent.number, *each.key): each for each in _jobs_of(sent, shown)}
+        queue.jobs |= {(sent.number, *each.key): each for each in _jobs_of(sent, shown, me)}
     for sent in copied:
-        queue.foreign += [job.job_id for job in _jobs_of(sent, shown) if job.is_live]
+        queue.foreign += [job.job_id for job in _jobs_of(sent, shown, me) if job.is_live]
 
     # Tasks of plain sbatch: those with an open record, and this user's other tasks of the same arrays.
-    began = {(each.job_id, each.user): each.began for each in plain.values()}
+    began = {(each.job_id, each.user): each.began for each in plain.values() if each.is_own}
     own_keys = {each.key for each in own}
     for job in shown:
         record = plain.get(job.key)
-        is_plain = record is not None and record.user == job.user
+        is_plain = record is not None and _is_start_of(record, job, me)
         if not is_plain and job.key in own_keys:
             # A task of this array must have begun for this data set after the array was submitted.
-            latest = began.get((job.job_id, job.user), 0) + _CLOCKS_DIFFER_S
-            is_plain = job.submit_time <= datetime.fromtimestamp(latest, timezone.utc).strftime(_TIME)
+            is_plain = job.submit_time <= _latest_submit_time(began.get((job.job_id, job.user), 0))
         if is_plain:
             queue.jobs[PLAIN, job.job_id, job.index] = job
 
@@ -426,36 +430,66 @@ def find_queue(
         elif hides_users and user not in seen_users:
             queue.hidden[job_id] = f"this site shows the jobs of {user} only to {user}"
 
-    # Jobs without a record are recognized by their names.
+    # Jobs without a record are recognized by their names, and controllers by their records, too.
     known = {job_id for number, job_id, _ in queue.jobs if number == PLAIN}
     prefix = job_name_prefix(folder, plan_id)
     copied_prefixes = tuple(f"{JOB_NAME}-{plan_id[:12]}-{each.identity}-" for each in copied)
-    names = {each.job_id: each.name for each in own if each.job_id not in known}
-    for job_id in sorted(names, key=int):
-        is_controller = names[job_id].endswith(CONTROL)
-        if names[job_id].startswith(prefix):
+    jobs = {each.job_id: each for each in own if each.job_id not in known}
+    identity = job_files.folder_identity(folder)
+    sent_controllers = {}
+    if jobs:
+        for each in job_files.read_own_controllers(folder):
+            if each.identity == identity:
+                sent_controllers[each.job_id] = each
+    for job_id in sorted(jobs, key=int):
+        job = jobs[job_id]
+        is_controller = job.name.endswith(CONTROL)
+        controller = sent_controllers.get(job_id)
+        if controller and _is_sent_as(job, controller):
+            queue.controllers.append(job_id)
+        elif job.name.startswith(prefix):
             (queue.controllers if is_controller else queue.unrecorded).append(job_id)
-        elif is_controller and names[job_id].startswith(copied_prefixes):
+        elif is_controller and job.name.startswith(copied_prefixes):
             queue.foreign.append(job_id)
     queue.foreign = sorted(set(queue.foreign), key=int)
     return queue
 
 
-def _jobs_of(submission: Submission, jobs: Iterable[Job]) -> list[Job]:
-    """Return the jobs that belong to a submission."""
+def _jobs_of(submission: Submission, jobs: Iterable[Job], me: str) -> list[Job]:
+    """Return the jobs that belong to a submission. A record of another user names no job of this one."""
     own = {job.job_id: job for job in submission.jobs}
     found = []
     for job in jobs:
         sent = own.get(job.job_id)
-        if sent is None or job.user != submission.user:
+        if sent is None or job.user != submission.user or (job.user == me and not submission.is_own):
             continue
-        is_same_time = job.submit_time == sent.submit_time
-        is_later = job.num_restarts > 0 and job.submit_time > sent.submit_time
-        # A user may have renamed the job, but not to a name of another submission.
-        is_renamed = is_same_time and not job.name.startswith(f"{JOB_NAME}-")
-        if (job.name == sent.name and (is_same_time or is_later)) or is_renamed:
+        if _is_sent_as(job, sent):
             found.append(job)
     return found
+
+
+def _is_sent_as(job: Job, sent: job_files.SentJob) -> bool:
+    """Return whether a job with a recorded id is the recorded one: Slurm may use an id again."""
+    is_same_time = job.submit_time == sent.submit_time
+    is_later = job.num_restarts > 0 and job.submit_time > sent.submit_time
+    # A user may have renamed the job, but not to a name of another submission.
+    is_renamed = is_same_time and not job.name.startswith(f"{JOB_NAME}-")
+    return (job.name == sent.name and (is_same_time or is_later)) or is_renamed
+
+
+def _is_start_of(record: AttemptRecord, job: Job, me: str) -> bool:
+    """Return whether a task with the id of an open record is the recorded one, or a later start of it.
+
+    A record of another user names no job of this one.
+    """
+    if record.user != job.user or (job.user == me and not record.is_own):
+        return False
+    return job.num_restarts > record.num_restarts or job.submit_time <= _latest_submit_time(record.began)
+
+
+def _latest_submit_time(began: float) -> str:
+    """Return the latest time, as Slurm writes it, at which a job that began then was submitted."""
+    return datetime.fromtimestamp(began + _CLOCKS_DIFFER_S, timezone.utc).strftime(_TIME)
 
 
 # Why an attempt failed, and what to do. ----------------------------------------------------------------
@@ -618,7 +652,6 @@ def last_lines(log: str, number: int = 3) -> list[str]:
 
 # Attempts and shards. ----------------------------------------------------------------------------------
 
-_MAX_ATTEMPTS = 3  # that fail in the same way
 _PRECEDENCE: tuple[StateName, ...] = ("running", "pending", "not visible", "failed")  # if attempts differ
 
 
@@ -633,7 +666,9 @@ class Attempt:
     log: str = ""
     record: AttemptRecord | None = None
     job: Job | None = None  # the same start of the same task, as Slurm shows it
-    array: JobArray | None = None  # of the submission; None for plain sbatch and run
+    array: JobArray | None = None  # of an own submission; None for plain sbatch and run
+    is_typed: bool = False  # a person's ``retry`` sent it
+    owner: str = ""  # the user who wrote its record, if that is not this user
 
     def cause(self, shard_id: int) -> str | None:
         """Return why it did not make a shard, or None if it has not failed."""
@@ -699,6 +734,11 @@ class DatasetState:
     def summary(self) -> str:
         return f"{len(self.made.done)} of {self.plan.num_shards} shards are done"
 
+    @property
+    def is_tried(self) -> bool:
+        """Return whether anybody submitted jobs, or tried to make a shard that is not done."""
+        return bool(self.submissions) or any(shard.attempts for shard in self.shards)
+
     def ids(self, *states: StateName) -> list[int]:
         """Return the shards in one of these states, ascending."""
         return [shard.shard_id for shard in self.shards if shard.state in states]
@@ -722,6 +762,11 @@ class DatasetState:
     def live_job_ids(self) -> list[str]:
         """Return the recorded jobs that wait or run, verify jobs included."""
         return sorted({job_id for (_, job_id, _), job in self.queue.jobs.items() if job.is_live}, key=int)
+
+    def jobs_that_make_shards(self) -> list[str]:
+        """Return the recorded jobs that wait or run, without verify jobs."""
+        verify_ids = {sent.verify.job_id for sent in self.submissions}
+        return [each for each in self.live_job_ids() if each not in verify_ids]
 
     def jobs_to_wait_for(self) -> list[str]:
         """Return all live jobs except the verify jobs of earlier submissions, which change nothing."""
@@ -832,12 +877,16 @@ def _add_attempts(
 ) -> None:
     """Add the attempts at each shard that is not done, oldest first, and set its state by them."""
     tasks = queue.tasks()
-    arrays = {array.job_id: (each.submitted, array) for each in submissions for array in each.arrays}
+    arrays = {array.job_id: (each, array) for each in submissions if each.is_own for array in each.arrays}
+    submitted_at = {job.job_id: each.submitted for each in submissions for job in each.arrays}
     found: list[Attempt] = []
     for record in records:
         job = _job_of(record, tasks)
         # Order attempts by submission, because the clocks of nodes may differ.
-        submitted, array = arrays.get(record.job_id, (record.began, None))
+        submitted = submitted_at.get(record.job_id, record.began)
+        own_submission, array = arrays.get(record.job_id, (None, None)) if record.is_own else (None, None)
+        if own_submission:
+            submitted = own_submission.submitted
         found.append(
             Attempt(
                 state=_state_of_record(record, job, is_hidden=record.job_id in queue.hidden),
@@ -848,6 +897,8 @@ def _add_attempts(
                 record=record,
                 job=job,
                 array=array,
+                is_typed=own_submission is not None and own_submission.is_typed,
+                owner="" if record.is_own else record.owner,
             )
         )
 
@@ -884,7 +935,9 @@ def _add_attempts(
                         submitted=submission.submitted,
                         log=f"{folder}/{job_files.LOGS_FOLDER}/{task}.log",
                         job=job,
-                        array=array,
+                        array=array if submission.is_own else None,
+                        is_typed=submission.is_own and submission.is_typed,
+                        owner="" if submission.is_own else submission.user,
                     )
                 )
     for (number, job_id, index), job in queue.jobs.items():
@@ -914,23 +967,3 @@ def _state_of_record(record: AttemptRecord, job: Job | None, *, is_hidden: bool)
     if job is None:
         return "not visible" if is_hidden else "failed"
     return "running" if job.state_of_shards == "running" else "failed"
-
-
-def why_not_retried(shard: Shard, changes: dict[str, Any], *, is_named: bool = False) -> str | None:
-    """Return why a shard is not tried again, or None if it is.
-
-    A shard of bad input is tried again only if ``changes`` have other worker_args, and one that failed three
-    times in the same way only if ``changes`` differ from its request or a person named it.
-    """
-    if shard.state != "failed":
-        return None
-    cause, array = shard.cause, shard.attempts[-1].array
-    causes = [each.cause(shard.shard_id) for each in reversed(shard.attempts)]
-    num_same = len(list(itertools.takewhile(lambda each: each == cause, causes)))
-    before = array.request if array else JobRequest()
-    changed = {name for name, value in changes.items() if getattr(before, name) != value}
-    if cause == BAD_INPUT and "worker_args" not in changed:
-        return "the same input fails in the same way"
-    if num_same >= _MAX_ATTEMPTS and not changed and not is_named:
-        return f"failed in the same way {num_same} times"
-    return None

@@ -34,6 +34,7 @@ from shardprep.format.jobs import read_events, user_name
 from shardprep.format.manifest import Manifest, ShardCounts, TextCounts, longest_of, sum_of_sources
 from shardprep.format.names import TOKENIZER_DIR, id_ranges
 from shardprep.format.plan import Plan, PrepConfig, flags_of, is_one_file_a_shard, need_plan
+from slurm import own as owns
 from slurm import state as states
 from slurm.state import DatasetState, Shard, StateName, last_lines, log_tail, meaning_of
 
@@ -107,7 +108,8 @@ def logs(args: argparse.Namespace) -> int:
     for each in shard.attempts:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.record.began)) if each.record else ""
         where = f" on {each.node}" if each.node else ""
-        lines.append(f"{when or 'task'} {each.task}{where}: {each.cause(shard_id) or each.state}")
+        whose = f" of {each.owner}" if each.owner else ""
+        lines.append(f"{when or 'task'} {each.task}{whose}{where}: {each.cause(shard_id) or each.state}")
         if message := each.message(shard_id):
             lines.append(f"  {message}")
         if each.log:
@@ -135,7 +137,7 @@ def status_data(state: DatasetState) -> dict[str, Any]:
         **{f"num_{name.replace(' ', '_')}": len(state.ids(name)) for name in get_args(StateName)},
         "causes": {cause: id_ranges(each.shard_id for each in shards) for cause, shards in by_cause.items()},
         "remedies": {cause: states.remedy_of(cause) for cause in by_cause},
-        "can_retry": id_ranges(each.shard_id for each in failed if not states.why_not_retried(each, {})),
+        "can_retry": id_ranges(each.shard_id for each in failed if not owns.why_not_retried(each, {})),
         "not_begun": id_ranges(shard.shard_id for shard in state.shards if shard.without_record),
         "failures": _failures(failed),
         "restarts": _restarts(state),
@@ -171,7 +173,7 @@ def _failures(failed: Sequence[Shard]) -> list[dict[str, Any]]:
     for shard in failed:
         last, message = shard.attempts[-1], shard.attempts[-1].message(shard.shard_id)
         facts = {name: getattr(last, name) for name in ("task", "node", "log", "ended")}
-        facts |= {"shard": shard.shard_id, "cause": shard.cause, "message": message}
+        facts |= {"shard": shard.shard_id, "cause": shard.cause, "message": message, "owner": last.owner}
         facts["num_attempts"] = sum(attempt.state == "failed" for attempt in shard.attempts)
         facts["last_lines"] = [message] if message else []
         if not message and last.log and shard in newest:
@@ -334,7 +336,8 @@ def status_lines(data: dict[str, Any]) -> list[str]:
     for failure in data["failures"][:_MAX_FAILURES]:
         node = f" on {failure['node']}" if failure["node"] else ""
         tries = f", try {failure['num_attempts']}" if failure["num_attempts"] > 1 else ""
-        where = f"task {failure['task']}{node}{tries}"
+        whose = f" of {failure['owner']}" if failure["owner"] else ""
+        where = f"task {failure['task']}{whose}{node}{tries}"
         lines.append(f"  shard {failure['shard']:05d}, {where}: {failure['cause']}")
         lines += [f"    | {line[:300]}" for line in failure["last_lines"]]
         lines.append(f"    {failure['log']}")

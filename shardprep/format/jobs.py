@@ -2,7 +2,11 @@
 
 ``jobs/NNNN.json`` is a submission: its job ids and the shards of every task. It is written once and never
 changed. Its number is the next one after those that its writer found, and a hard link claims it: of two
-simultaneous submissions, one fails. ``jobs/history.jsonl`` lists what commands did.
+simultaneous submissions, one fails. ``jobs/control-ID.json`` is a controller of ``--until_done``.
+``jobs/history.jsonl`` lists what commands did.
+
+Several users may write to DATA/jobs. A record is a user's *own* if it is in a file that this user owns and
+nobody else can write to. Commands act on own records alone, see ``slurm.own``.
 
 ``jobs/attempts/`` has a record of each attempt that is running or that left a shard unmade.
 ``slurm/prep_array.sh`` writes the record of a job's task, ``run`` its own. It is text::
@@ -23,6 +27,7 @@ import functools
 import getpass
 import json
 import os
+import pwd
 import re
 import shlex
 import stat
@@ -44,6 +49,9 @@ from shardprep.format.names import Count, Text
 JOBS_FOLDER = "jobs"
 HISTORY_NAME = "history.jsonl"  # in jobs/
 _FORMAT = "shardprep-submission"
+_CONTROLLER_FORMAT = "shardprep-controller"
+_CONTROLLER_NAME = re.compile(r"control-[0-9]{1,10}\.json")
+_MAX_CONTROLLER_BYTES = 1 << 16
 _MAX_BYTES = 64 << 20  # the submission of 99,999 shards has 2 MB
 _MAX_TIME_S = 253_402_300_799  # the end of the year 9999, the last that datetime supports
 _Time = Annotated[float, Meta(ge=0, le=_MAX_TIME_S)]  # seconds since 1970
@@ -191,6 +199,7 @@ class Submission:
     arrays: Annotated[list[JobArray], Meta(min_length=1)]
     verify: SentJob
     identity: Text  # of the folder, see ``folder_identity``
+    is_typed: bool = False  # a person typed ``retry``, after which failures count anew
     # Whether this user wrote the file and no one else can write to it. Not stored in the file.
     is_own: bool = dataclasses.field(default=True, compare=False)
 
@@ -220,9 +229,52 @@ def read_submissions(folder: Path) -> list[Submission]:
         except (errors.BrokenShard, errors.UnknownVersion, errors.UsageError) as error:
             problem = f"not a valid submission: {error}"
             raise errors.BrokenShard(path=path, found=problem, expected="one; move it away") from None
-        is_own = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
-        found.append(dataclasses.replace(submission, is_own=is_own))
+        found.append(dataclasses.replace(submission, is_own=_is_own(status)))
     return found
+
+
+def _is_own(status: os.stat_result) -> bool:
+    """Return whether this user owns the file and nobody else can write to it."""
+    return status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Controller(SentJob):
+    """A job of ``--until_done``: jobs/control-ID.json. Its owner may rename it."""
+
+    identity: Text  # of the folder
+
+
+def read_own_controllers(folder: Path) -> list[Controller]:
+    """Return the controllers that this user submitted. Other users' and damaged files are ignored."""
+    found = []
+    for name in files.names_in(folder / JOBS_FOLDER):
+        if not _CONTROLLER_NAME.fullmatch(name):
+            continue
+        path = folder / JOBS_FOLDER / name
+        with contextlib.suppress(*files.NOT_THERE, ShardprepError):
+            raw, status = files.read_with_status(path, max_bytes=_MAX_CONTROLLER_BYTES)
+            if _is_own(status):
+                content = names.checked_object(path, raw, _CONTROLLER_FORMAT)
+                found.append(names.as_type(path, content, Controller))
+    return found
+
+
+def publish_controller(folder: Path, controller: Controller) -> None:
+    """Write the record of a controller. Raises CannotWrite or ReadWriteError."""
+    content = names.with_content_hash(_CONTROLLER_FORMAT, dataclasses.asdict(controller))
+    path = folder / JOBS_FOLDER / f"control-{controller.job_id}.json"
+    with files.PublishedFile(path) as file:
+        file.write(json.dumps(content, indent=2).encode() + b"\n")
+        file.sync()
+        _close_to_others(file.temporary)
+        file.publish()
+
+
+def _close_to_others(path: Path) -> None:
+    """Let only the owner of a file write to it, because commands act on what it says."""
+    with contextlib.suppress(OSError):
+        path.chmod(stat.S_IMODE(path.stat().st_mode) & ~_OTHERS_WRITE)
 
 
 def user_name() -> str:
@@ -231,6 +283,14 @@ def user_name() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # without a passwd entry, as in many containers; OSError since 3.13
         return str(os.getuid())
+
+
+def _owner_name(uid: int) -> str:
+    """Return the name of the user with this id, or the id."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 def append_event(folder: Path, kind: str, **facts: Any) -> None:
@@ -263,8 +323,7 @@ def publish_submission(folder: Path, submission: Submission) -> None:
     with files.PublishedFile(jobs / f"{submission.number:04d}.json") as file:
         file.write(json.dumps(names.with_content_hash(_FORMAT, content), indent=2).encode() + b"\n")
         file.sync()
-        with contextlib.suppress(OSError):  # only the owner may write to it: retry runs commands from it
-            file.temporary.chmod(stat.S_IMODE(file.temporary.stat().st_mode) & ~_OTHERS_WRITE)
+        _close_to_others(file.temporary)
         if not file.publish_first():
             why = "there was another submission at the same time; the jobs of this one were cancelled"
             raise errors.ReadWriteError(f"{file.path} exists by now: {why}", path=file.path)
@@ -287,6 +346,8 @@ class AttemptRecord(Struct, kw_only=True):
     """One attempt at some shards, from its record. Missing values are None, 0 or ""."""
 
     path: str = ""
+    is_own: bool = False  # this user owns the file, and nobody else can write to it
+    owner: str = ""  # of the file
     shards: list[int] = field(name="shard_ids", default_factory=list)  # empty for a verify job
     failures: dict[int, Failure] = field(default_factory=dict)
     # begin
@@ -389,6 +450,8 @@ def read_attempts(folder: Path, plan_id: str, identity: str = "") -> AttemptReco
         record = _record_of(path, content)
         if record is None or record.plan_id != plan_id or record.identity != identity:
             continue
+        record.is_own = _is_own(status)
+        record.owner = _owner_name(status.st_uid)
         if status.st_uid != os.geteuid():  # another user may name any file as the log
             log = "" if "\0" in record.log else os.path.realpath(record.log)
             if os.path.dirname(log) != logs:  # noqa: PTH120
@@ -473,6 +536,7 @@ class RunRecord:
             with contextlib.suppress(ShardprepError, OSError):
                 files.make_subfolder(folder, ATTEMPTS_FOLDER)
                 files.append_bytes(path, _section("begin", **facts))
+                _close_to_others(path)
                 self._path = path
                 os.environ[RECORD_VARIABLE] = str(path)
                 return

@@ -347,7 +347,13 @@ def train(place: Path, srun: str, *, code: int, **environ: str) -> str:
     (place / "program.py").touch()
     settings = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS": "1"}
     settings |= {"SLURM_JOB_NODELIST": "n0", "PATH": f"{commands}:{os.environ['PATH']}", **environ}
-    words = ["bash", ROOT / "slurm" / "train_ddp.sh", place / "program.py", "DATA", checkpoints]
+    words: list[str | Path] = [
+        "bash",
+        ROOT / "slurm" / "train_ddp.sh",
+        place / "program.py",
+        "DATA",
+        checkpoints,
+    ]
     return run_child(words, env={**os.environ, **settings}, cwd=place, code=code).stderr
 
 

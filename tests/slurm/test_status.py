@@ -28,7 +28,7 @@ import pytest
 
 from tests.checkout import ROOT
 from tests.children import run_child
-from tests.forged import rewrite_json
+from tests.forged import content_sha256, rewrite_json
 from tests.slurm.fake_slurm import ALL, CONFIG, NAME, QUEUES, WHEN, Desk, array, ended, failure, squeue_line
 from tests.world import World, call_main, hostile_text, save_tokenizer
 
@@ -502,6 +502,174 @@ def test_a_damaged_submission_is_reported_and_blocks_nobody(desk: Desk) -> None:
         spoil(path)
         for command in ("status", "submit"):
             assert "jobs/0000.json" in desk.slurm(command, code=code)
+
+
+# --- records that other users wrote
+
+
+OTHER = 12345
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+
+
+def give_away(path: Path) -> None:
+    """Make a file one that another user wrote."""
+    os.chown(path, OTHER, OTHER)
+
+
+TRAINING = squeue_line("N/A", "RUNNING", job="777", name="train-llama")
+
+
+def foreign_submission(desk: Desk) -> None:
+    give_away(desk.submitted(array("777", name="train-llama"), verify="778"))
+
+
+def foreign_verify_job(desk: Desk) -> None:
+    job = {"job_id": "777", "name": "train-llama", "submit_time": WHEN}
+    give_away(desk.submitted(verify=job["job_id"]))
+
+
+def foreign_attempt(desk: Desk) -> None:
+    give_away(desk.record("777_0", time=SINCE_WHEN + 1))
+
+
+def foreign_attempt_at_an_array(desk: Desk) -> None:
+    give_away(desk.record("777_0", time=SINCE_WHEN + 1))
+    desk.queue(
+        squeue_line("0", "RUNNING", job="777", name="x"), squeue_line("1-9", "PENDING", job="777", name="x")
+    )
+
+
+def foreign_controller(desk: Desk) -> None:
+    facts = {"format": "shardprep-controller", "version": 3, "job_id": "777", "name": "train-llama"}
+    facts |= {"submit_time": WHEN, "identity": desk.identity}
+    path = desk.data / "jobs" / "control-777.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({**facts, "content_sha256": content_sha256(facts)}))
+    give_away(path)
+
+
+def event_of_a_controller(desk: Desk) -> None:
+    path = desk.data / "jobs" / "history.jsonl"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"time": 1, "event": "submit", "user": "root", "controller": "777"}) + "\n")
+
+
+@AS_ROOT
+@pytest.mark.parametrize(
+    "plant",
+    [foreign_submission, foreign_verify_job, foreign_attempt, foreign_attempt_at_an_array, foreign_controller,
+     event_of_a_controller],
+)  # fmt: skip
+def test_no_job_of_this_user_is_cancelled_or_counted_because_another_user_recorded_it(
+    desk: Desk, plant: Step
+) -> None:
+    desk.queue(TRAINING)
+    plant(desk)
+    state = desk.status()
+    assert (state["running"], state["pending"], state["controller_jobs"]) == ("", "", [])
+    desk.slurm("cancel")
+    desk.slurm("cancel", "--shards", "0-4")
+    desk.slurm("submit", "--until_done")
+    assert not desk.calls("scancel")
+    assert desk.sent_shards() == [ALL]
+
+
+@AS_ROOT
+def test_a_foreign_record_does_not_hide_a_job_with_this_data_sets_name(desk: Desk) -> None:
+    """It names the user's controller, so that cancel would not see it."""
+    give_away(desk.submitted(array("9"), verify="10"))
+    desk.queue(squeue_line("N/A", "PENDING", "Dependency", job="9", name=f"{desk.job_name}-control"))
+    desk.slurm("cancel")
+    assert desk.calls("scancel") == ["9"]
+
+
+@AS_ROOT
+def test_jobs_of_another_user_are_shown_and_left_to_that_user(desk: Desk) -> None:
+    give_away(desk.submitted(user="kim"))
+    desk.queue(squeue_line("0-4", "RUNNING", user="kim"))
+    assert desk.status()["running"] == "0-4"
+    assert "kim submitted jobs 1" in desk.slurm("cancel", code=2)
+    assert "kim submitted jobs 1_0" in desk.slurm("cancel", "--shards", 0, code=2)
+    assert not desk.calls("scancel")
+    desk.slurm("submit")
+    assert not desk.sent(), "they hold back what is queued"
+
+
+@AS_ROOT
+def test_retry_counts_no_attempt_and_takes_no_value_that_another_user_recorded(desk: Desk) -> None:
+    """Such as bad input, three failures, a need for memory, and an account to charge."""
+    desk.make_done(3, 4)
+    own = desk.submitted(array(request={"mem_gb": 1, "time_min": 5}, mem_mb=1024, time_min=5))
+    for step in failures(0, *[ended(74)] * 3), failures(1, ended(65)):
+        for each in step:
+            each(desk)
+    desk.record("5_2", ended(75, stopped_by="OUT_OF_MEMORY"), SLURM_MEM_PER_NODE=8000)
+    for path in (desk.data / "jobs" / "attempts").iterdir():
+        give_away(path)
+    assert "task 3_0 of 12345" in call_main("status", desk.data).out, "it is shown whose they are"
+    assert desk.status()["can_retry"] == "0-2"
+    assert "of 12345" in desk.slurm("logs", 0)
+    desk.slurm("retry", "--dry_run")
+    desk.slurm("retry")
+    assert "#SBATCH --mem=1024M" in desk.sent()[0]
+    assert desk.sent_shards() == ["0 1 2"]
+    for path in (own, desk.data / "jobs" / "0001.json"):
+        path.unlink()
+    request = {"account": "theirs", "mem_gb": 9, "qos": "high"}
+    give_away(desk.submitted(array(request=request)))
+    refusal = desk.slurm("retry", code=78)
+    for words in ("--account=theirs", "--mem_gb=9", "SBATCH_QOS=high"):
+        assert words in refusal
+    desk.slurm("retry", "--account", "mine", "--mem_gb", 1, "--dry_run", SBATCH_QOS="low")
+
+
+def test_a_record_that_others_may_write_to_does_not_count_for_actions(desk: Desk) -> None:
+    desk.submitted().chmod(0o666)
+    desk.queue(RUNS)
+    desk.slurm("cancel")
+    assert not desk.calls("scancel")
+
+
+def test_a_task_of_a_group_keeps_its_record_to_itself(desk: Desk) -> None:
+    mask = os.umask(0o002)
+    try:
+        desk.task(srun="exit 65", code=65)
+    finally:
+        os.umask(mask)
+    (record,) = (desk.data / "jobs" / "attempts").iterdir()
+    assert record.stat().st_mode & 0o777 == 0o644
+
+
+# --- a controller that somebody renamed
+
+
+def test_a_renamed_controller_is_cancelled_and_replaced_by_its_id_and_submit_time(desk: Desk) -> None:
+    desk.slurm("submit", "--until_done")
+    renamed = squeue_line("N/A", "PENDING", "Dependency", job="3", name="prep-control")
+    desk.queue(renamed)
+    state = desk.status()
+    assert (state["controller_jobs"], state["controller_lost"]) == (["3"], "")
+    desk.slurm("cancel")
+    assert desk.calls("scancel") == ["3"]
+    for other in ({"submit": LATER}, {"name": "shardprep-ba9876543210-1.0-0"}, {"user": "kim"}):
+        desk.queue(squeue_line("N/A", "PENDING", **{"job": "3", "name": "prep-control", **other}))
+        desk.slurm("cancel")
+        assert desk.calls("scancel") == ["3"], "Slurm gave the number to another job"
+
+
+def test_until_done_by_a_person_sends_what_failed_three_times_and_counts_anew(desk: Desk) -> None:
+    desk.make_done(0, 2, 3, 4)
+    for step in failures(1, *[ended(2)] * 3):
+        step(desk)
+    desk.slurm("retry", "--until_done", "--round", 2, code=74)
+    assert not desk.sent(), "a controller does not"
+    desk.slurm("retry", "--until_done")
+    assert desk.sent_shards() == ["1"]
+    assert "--round 2" in desk.sent()[-1]
+    desk.record("1_0", ended(2), shards="1", time=5000)
+    assert desk.status()["can_retry"] == "1", "its fourth failure is the first after the retry"
+    desk.slurm("retry", "--until_done", "--round", 2)
+    assert desk.sent_shards() == ["1", "1"]
 
 
 # --- no answer, or an incomplete one

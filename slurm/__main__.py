@@ -87,7 +87,7 @@ _COMMANDS = (
 PROGRAM = Program(
     name="python -m slurm",
     description="Make a planned data set's shards with a Slurm job array.",
-    dashed_values=("--sbatch_args", "--worker_args", "--srun_args"),
+    dashed_values=("--sbatch_args", "--controller_args", "--worker_args", "--srun_args"),
     commands={
         name: Command(summary=summary, add_flags=add_flags, run=f"slurm.{module}:{name}")
         for name, summary, add_flags, module in _COMMANDS

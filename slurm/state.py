@@ -65,6 +65,7 @@ _AWAY = re.compile(
     r"can't be reached now|Munge|authentication|not available right now",
     re.IGNORECASE,
 )
+_FULL = re.compile("Resource temporarily unavailable|Slurm temporarily unable to accept job", re.IGNORECASE)
 _IS_IT_UP = {"expected": "a controller that is up", "remedy": "scontrol ping"}
 # "Zero Bytes" is the client's whole message if munge considers its credential expired.
 _CLOCKS = "a controller that is up, and a clock here that is right to 5 min (date)"
@@ -77,6 +78,10 @@ class SlurmRefused(UsageError):
 
 class SlurmAway(ReadWriteError):
     """Slurm did not answer: its controller is down, slow, or not reachable from this host."""
+
+
+class SlurmFull(SlurmAway):
+    """Slurm has as many jobs as its MaxJobCount allows, and takes more when some have ended."""
 
 
 class SlurmMissing(SlurmAway):
@@ -134,6 +139,10 @@ def run_slurm(*command: str, text: str | None = None) -> subprocess.CompletedPro
         raise SlurmAway(found=f"{command[0]} did not answer in 120 s", **_IS_IT_UP) from None
     if done.returncode:
         words = " ".join((done.stderr or done.stdout).split())
+        if _FULL.search(words):
+            found = f"{command[0]} refused: {words}. Slurm's queue is full (MaxJobCount); no job is too large"
+            expected = "room in the queue: try again later, or send fewer tasks: --shards_per_task"
+            raise SlurmFull(found=found, expected=expected)
         if _AWAY.search(words) and "known by database" not in words:  # the latter is a wrong SLURM_CLUSTERS
             hint = {**_IS_IT_UP, "expected": _CLOCKS} if "Zero Bytes" in words else _IS_IT_UP
             raise SlurmAway(found=f"{command[0]} got no answer: {words}", **hint)
@@ -176,14 +185,19 @@ def read_config() -> dict[str, str]:
     return slurm_answer(parse, "scontrol", "show", "config")
 
 
-def ask_patiently(question: Callable[[], T]) -> T:
-    """Call ``question`` until Slurm answers, for about an hour: a restarting controller takes a minute."""
+def ask_patiently(question: Callable[[], T], only: type[SlurmAway] | None = None) -> T:
+    """Call ``question`` until Slurm answers, for about an hour: a restarting controller takes a minute.
+
+    ``only``: be patient with this error alone.
+    """
     for delay_s in _DELAYS_S:
         try:
             return question()
         except SlurmMissing:
             raise
         except SlurmAway as error:
+            if only and not isinstance(error, only):
+                raise
             say(f"{error}; asking again in {delay_s} s. Running jobs are not affected")
             sleep(delay_s)
     return question()
@@ -540,8 +554,8 @@ _REMEDIES = {
     **dict.fromkeys(
         (CANCELLED, PREEMPTED, REQUEUED, "DEADLINE", STOPPED, STEP_STOPPED, VANISHED, NO_MANIFEST), _RESENT
     ),
-    OUT_OF_MEMORY: "retry asks for twice the memory",
-    TIMEOUT: "retry asks for twice the time",
+    OUT_OF_MEMORY: "retry asks for twice the memory, or starts fewer processes where a node has no more",
+    TIMEOUT: "retry asks for twice the time, as far as the site's limits allow",
     NODE_FAIL: f"{_RESENT}; to leave out a node: export SBATCH_EXCLUDE=NODE",
     SRUN_FAILED: f"{_RESENT}; if it fails again, look at --srun_args and at srun's messages in the log",
     SETUP: "correct what its message names (--setup, --worker_args); then retry",

@@ -71,8 +71,6 @@ _MAX_NUMBER = 10**9  # CPUs, GB, minutes or tasks
 _node_flag = functools.partial(option, group="partition, account and nodes")
 _task_flag = functools.partial(option, group="resources of a task")
 _run_flag = functools.partial(option, group="set-up, container and more options")
-# Fields that name commands, or may contain options that do.
-COMMANDS = ("setup", "container", "srun_args", "notify", "sbatch_args", "worker_args")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +102,9 @@ class JobRequest:
         None, "a command that the verify job runs at its end; SHARDPREP_RESULT has the result"
     )
     sbatch_args: str = _run_flag("", "more options of sbatch, quoted as one word")
+    controller_args: str = _run_flag(
+        "", "options of sbatch for the verify job and the controller, such as '--partition=small --mem=2G'"
+    )
     worker_args: str = _run_flag("", "more flags of the worker, such as '--max_bad_fraction 0.05'")
 
     def __post_init__(self) -> None:
@@ -117,19 +118,15 @@ class JobRequest:
             raise errors.UsageError.of_value("--cpus_per_task", self.cpus_per_task, "a number, or: node")
         if self.mem_gb is not None and self.mem_per_cpu_gb is not None:
             raise errors.UsageError(found="--mem_gb and --mem_per_cpu_gb", expected="one of them")
-        for name in ("sbatch_args", "worker_args"):
+        for name in ("sbatch_args", "controller_args", "worker_args"):
             try:
                 shlex.split(getattr(self, name))
             except ValueError as error:
                 expected = f"words of a shell ({error})"
                 raise errors.UsageError.of_value(f"--{name}", getattr(self, name), expected) from None
-        for word in shlex.split(self.sbatch_args):
-            given = f"--sbatch_args {word}"
-            if re.match("--clusters|-M", word):
-                expected = "no cluster; for another one, set SLURM_CLUSTERS=NAME"
-                raise errors.UsageError(found=given, expected=expected)
-            if word.partition("=")[0] in _SET_BY_SUBMIT or re.match(r"-[JaoH]", word):
-                raise errors.UsageError(found=given, expected="options that submit does not set itself")
+        for name in ("sbatch_args", "controller_args"):
+            for word in shlex.split(getattr(self, name)):
+                _check_sbatch_word(f"--{name} {word}", word)
 
     def sbatch_options(self) -> list[str]:
         """Return the options of sbatch. The last of equal ones applies, so that retry can raise memory."""
@@ -154,6 +151,15 @@ class JobRequest:
     def changed(self, **changes: Any) -> JobRequest:
         """Return a copy with changes. Memory of one kind replaces memory of the other kind."""
         return JobRequest(**with_changes(dataclasses.asdict(self), changes))
+
+
+def _check_sbatch_word(given: str, word: str) -> None:
+    """Raise UsageError for an option of sbatch that would break a submission."""
+    if re.match("--clusters|-M", word):
+        expected = "no cluster; for another one, set SLURM_CLUSTERS=NAME"
+        raise errors.UsageError(found=given, expected=expected)
+    if word.partition("=")[0] in _SET_BY_SUBMIT or re.match(r"-[JaoH]", word):
+        raise errors.UsageError(found=given, expected="options that submit does not set itself")
 
 
 def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -217,6 +217,7 @@ _SUSPENDED = frozenset({"SUSPENDED", "STOPPED"})
 LOG_NOT_OPENED = 128 + 53  # a task whose log could not be opened; Slurm reports "signal" 53
 PLAIN = -1  # in place of a submission's number, for plain sbatch: index N makes shard N
 _CLOCKS_DIFFER_S = 600
+_ASK_AGAIN_S = 0.5  # after an empty answer
 
 # Pattern of Slurm's reason, its meaning, and what a person must do: release the job, cancel it (and submit
 # again, because it can never run) or ask an administrator. The first match counts.
@@ -247,11 +248,28 @@ _REASONS = (
 
 
 def meaning_of(reason: str) -> tuple[str, str]:
-    """Return the meaning of a reason, and ``release``, ``cancel`` or ``ask`` if a person must act."""
-    for pattern, meaning, action in _REASONS:
-        if re.match(pattern, reason):
-            return meaning, action
-    return "", ""
+    """Return the meaning of a reason, and ``release``, ``cancel`` or ``ask`` if a person must act.
+
+    squeue joins the reasons of an array's waiting tasks by commas, such as ``JobArrayTaskLimit,JobHeldUser``.
+    """
+    meanings: list[str] = []
+    actions: list[str] = []
+    for each in reasons_of(reason):
+        for pattern, meaning, action in _REASONS:
+            if re.match(pattern, each):
+                meanings.append(meaning)
+                actions.append(action)
+                break
+    shown = meanings[:1] + [f"some are {meaning}" for meaning in meanings[1:] if meaning.startswith("held")]
+    action = next((action for action in actions if action), "")
+    if len(actions) > 1 and action == "ask" and os.geteuid() == 0:
+        action = "release"  # this user is an administrator
+    return "; ".join(shown), action
+
+
+def reasons_of(reason: str) -> list[str]:
+    """Return the reasons that squeue joined. A comma before a blank is a part of one reason."""
+    return re.split(r",(?=[A-Z][A-Za-z]+(?:,|$|\())", reason)
 
 
 def job_name_prefix(folder: Path, plan_id: str) -> str:
@@ -275,6 +293,7 @@ class Job:
     exit_code: int = 0
     node: str = ""
     elapsed_s: int = 0
+    time_limit: str = ""  # as Slurm writes it, such as 1:00:00; "" without a limit
 
     @property
     def key(self) -> tuple[str, int]:
@@ -326,8 +345,8 @@ def _local_time(text: str) -> str:
 _FIELDS = {
     "ArrayJobID": "job_id", "ArrayTaskID": "index", "State": "state", "Reason": "reason",
     "exit_code": "exit_code", "NodeList": "node", "TimeUsed": "elapsed_s", "JobID": "", "UserName": "user",
-    "SubmitTime": "submit_time", "StartTime": "start_time", "EndTime": "", "RestartCnt": "num_restarts",
-    "Name": "name",
+    "SubmitTime": "submit_time", "StartTime": "start_time", "TimeLimit": "time_limit",
+    "RestartCnt": "num_restarts", "Name": "name",
 }  # fmt: skip
 
 
@@ -347,6 +366,7 @@ def parse_queue(text: str) -> list[Job]:
         facts["start_time"] = _local_time(facts["start_time"])
         facts["exit_code"] = _exit_code(facts["exit_code"])
         facts["elapsed_s"] = seconds_of(facts["elapsed_s"]) or 0
+        facts["time_limit"] = facts["time_limit"] if seconds_of(facts["time_limit"]) else ""
         facts["node"] = "" if facts["node"].startswith("None") else facts["node"]
         jobs += [Job(**{**facts, "index": index}) for index in _indices(facts["index"])]
     return jobs
@@ -410,7 +430,15 @@ def find_queue(
         each.key: each for each in open_records if each.job_id not in (recorded if each.is_own else of_all)
     }
     users = {me, *(each.user for each in (*submissions, *copied)), *(each.user for each in plain.values())}
-    shown = [job for user in sorted(users - {""}) for job in jobs_of_user(user)]
+    is_expected = any(each.user == me for each in open_records)
+    shown: list[Job] = []
+    for user in sorted(users - {""}):
+        jobs_shown = jobs_of_user(user)
+        if not jobs_shown and user == me and is_expected:
+            # A busy slurmctld may answer with nothing for a moment, and tasks should be running.
+            sleep(_ASK_AGAIN_S)
+            jobs_shown = jobs_of_user(user)
+        shown += jobs_shown
     own = [each for each in shown if each.user == me and each.is_live and each.job_id not in recorded]
     if not config and (submissions or copied or users - {me, ""}):
         config = read_config()
@@ -513,6 +541,7 @@ TIMEOUT = "TIMEOUT"
 NODE_FAIL = "NODE_FAIL"
 PREEMPTED = "PREEMPTED"
 CANCELLED = "CANCELLED"
+COMPLETED = "COMPLETED"
 REQUEUED = "requeued (scontrol requeue)"
 BAD_INPUT = "bad input (65)"
 SETUP = "set-up or usage (2)"
@@ -547,6 +576,10 @@ _CAUSES_IN_LOG = (
     (r"\*\*\* JOB .* CANCELLED AT", CANCELLED),
     (r"\*\*\* STEP .* CANCELLED AT", STEP_STOPPED),
     ("srun: error: Unable to (confirm allocation|create step)", SRUN_FAILED),  # srun exits with 1
+    (
+        r"^shardprep: node \S+: shards? \S+ ended with exit code 0$",
+        NO_MANIFEST,
+    ),  # a container that did nothing
 )
 _RESENT = "retry sends it again"
 # Cause -> what to do. A person must help first if retry alone would fail in the same way.
@@ -641,7 +674,7 @@ def cause_in_log(record: AttemptRecord, num_later: int) -> str:
     path = Path(record.log)
     moved = path.with_name(f"{path.stem}.before-restart-{record.num_restarts + 1}.log")
     log = log_tail(moved) or log_tail(path, num_later)
-    return next((cause for words, cause in _CAUSES_IN_LOG if re.search(words, log)), "")
+    return next((cause for words, cause in _CAUSES_IN_LOG if re.search(words, log, re.MULTILINE)), "")
 
 
 def log_tail(path: Path, num_later: int = 0) -> str:
@@ -835,9 +868,9 @@ def find_state(
     now = job_files.read_attempts(folder, plan.plan_id, identity)
     records.own = [each for each in now.own if each.path in listed]
     records.unreadable = [*unreadable, *now.unreadable]
-    _add_ends(records.own, queue)
     if found is None or queue.jobs:
         found = find_made_shards(folder, plan.spec, known=known, see=see)
+    _add_ends(records.own, queue, found)
 
     undone: StateName = "not visible" if records.unreadable else "not submitted"
     every = range(plan.num_shards)
@@ -856,24 +889,44 @@ def find_state(
     )
 
 
-def _add_ends(records: Sequence[AttemptRecord], queue: Queue) -> None:
+def _add_ends(records: Sequence[AttemptRecord], queue: Queue, made: MadeShards) -> None:
     """Add ends that only Slurm knows, from squeue for some minutes, and later from the end of the log."""
     tasks = queue.tasks()
-    last_restart: dict[tuple[str, int], int] = {}
-    for record in records:
-        last_restart[record.key] = max(record.num_restarts, last_restart.get(record.key, 0))
+    last_restart = _last_restarts(records, made)
     for record in (each for each in records if not each.stopped_by):
         job = _job_of(record, tasks)
+        task = tasks.get(record.key)
+        if task and not record.time_limit:  # a task that is killed cannot write it
+            record.shown_limit = task.time_limit
         stopped_by, ended = "", record.began
         if job and (job.state in CAUSE_OF_STATE or (job.state == CANCELLED and record.ended is None)):
             stopped_by, ended = CAUSE_OF_STATE.get(job.state, CANCELLED), record.began + job.elapsed_s
         elif is_unexplained(record) and record.log and not queue.away and not (job and job.is_live):
             stopped_by = cause_in_log(record, last_restart[record.key] - record.num_restarts)
+        if not stopped_by and job and job.state == COMPLETED and job.exit_code == 0 and record.ended is None:
+            stopped_by, ended = NO_MANIFEST, record.began + job.elapsed_s
         if stopped_by:
             record.stopped_by = stopped_by
             record.ended = record.ended or ended
             if record.user == user_name():
                 job_files.append_end(record)
+
+
+def _last_restarts(records: Iterable[AttemptRecord], made: MadeShards) -> dict[tuple[str, int], int]:
+    """Return the number of the last start of each task: of its records, or the one that made a shard."""
+    last: dict[tuple[str, int], int] = {}
+    for record in records:
+        last[record.key] = max(record.num_restarts, last.get(record.key, 0))
+    for manifest in made.done.values():
+        slurm = manifest.run.slurm
+        key = manifest.run.job_id, _number_of(slurm.get("SLURM_ARRAY_TASK_ID", ""))
+        if key in last:  # that start removed its own record
+            last[key] = max(_number_of(slurm.get("SLURM_RESTART_COUNT", "")), last[key])
+    return last
+
+
+def _number_of(text: str) -> int:
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
 
 
 def _job_of(record: AttemptRecord, tasks: dict[tuple[str, int], Job]) -> Job | None:

@@ -506,7 +506,10 @@ def append_failure(failure: Failure) -> None:
 
 def append_end(record: AttemptRecord) -> None:
     """Append how an attempt ended according to Slurm, before Slurm forgets it. Errors are ignored."""
-    end = _section("end", time=record.ended, stopped_by=record.stopped_by)
+    facts: dict[str, object] = {"time": record.ended, "stopped_by": record.stopped_by}
+    if record.shown_limit:
+        facts["limit"] = record.shown_limit
+    end = _section("end", **facts)
     with contextlib.suppress(OSError):
         files.append_bytes(Path(record.path), end)
 

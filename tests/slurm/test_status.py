@@ -672,6 +672,96 @@ def test_until_done_by_a_person_sends_what_failed_three_times_and_counts_anew(de
     assert desk.sent_shards() == ["1", "1"]
 
 
+# --- what status shows of many shards
+
+
+def test_each_failure_that_status_shows_has_the_end_of_its_log(desk: Desk) -> None:
+    """The newest few."""
+    desk.data = World(desk.tmp / "many").raw({"a.txt": "a\n" * 99}).plan(num_shards=20).data_dir
+    desk.submitted(array(tasks=[str(index) for index in range(20)]))
+    for index in range(20):
+        log = desk.log(f"1_{index}.log", f"shard {index}: libfoo.so: no such file\n")
+        desk.record(f"1_{index}", ended(1, time=2000 + index * 7 % 20), log=str(log))
+    lines = call_main("status", desk.data).out.splitlines()
+    shown = [place for place, line in enumerate(lines) if re.match(r"  shard \d{5}, task", line)]
+    assert len(shown) == 8
+    assert all("libfoo.so" in lines[place + 1] for place in shown)
+
+
+def test_thousands_of_scattered_shards_are_a_short_line_and_a_short_command(desk: Desk) -> None:
+    desk.data = World(desk.tmp / "many").raw({"a.txt": "a\n" * 900}).plan(num_shards=800).data_dir
+    scattered = ",".join(str(number) for number in range(0, 800, 2))
+    for number in range(3):
+        desk.record(f"{number + 1}_0", ended(74), shards=scattered, time=1000 + number)
+    lines = call_main("status", desk.data).out.splitlines()
+    assert max(map(len, lines)) < 500
+    (failed,) = [line for line in lines if "failed, read or write" in line]
+    ids, _, more = failed.partition(": shards ")[2].partition(" and ")
+    assert ids.count(",") + 1 + int(more.split()[0]) == 400
+    assert lines[-1].endswith("--shards 0-798")
+    desk.slurm("retry", "--shards", "0-798", "--dry_run")
+
+
+# --- ends that only squeue knows
+
+
+def test_the_time_limit_of_a_killed_plain_task_is_kept_while_squeue_shows_it(desk: Desk) -> None:
+    desk.record("7_0", time=SINCE_WHEN + 1)
+    desk.queue(squeue_line("0", "CANCELLED", **PLAIN).replace("|N/A|0|", "|7:00|0|"))
+    desk.status()
+    desk.queue("")
+    assert "#SBATCH --time=7\n" in desk.slurm("retry", "--dry_run")
+
+
+def test_a_restarted_task_that_made_its_shard_is_named_by_why_it_was_restarted(desk: Desk) -> None:
+    desk.submitted()
+    parts = [
+        "shardprep: node n1: shard 0 begins\n*** JOB 1 ON n1 CANCELLED AT now DUE TO JOB REQUEUE ***\n",
+        "shardprep: node n1: shard 0 begins\nshardprep: node n1: shard 0 ended with exit code 0\n",
+    ]
+    desk.record("1_0", log=str(desk.log("1_0.log", "".join(parts))))
+    slurm = {"SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "0", "SLURM_RESTART_COUNT": "1"}
+    desk.make_done(0, slurm=slurm)
+    assert desk.status()["restarts"] == {"requeued (scontrol requeue)": 1}
+
+
+def test_a_container_that_exits_with_0_without_working_made_no_manifest(desk: Desk) -> None:
+    desk.submitted()
+    desk.record("1_0")
+    log = "shardprep: node n1: shard 1 begins\nshardprep: node n1: shard 1 ended with exit code 0\n"
+    desk.record("1_1", log=str(desk.log("1_1.log", log)))
+    desk.queue(squeue_line("0", "COMPLETED"))
+    assert desk.status()["causes"] == {"finished without a manifest": "0-1"}
+    desk.queue("")
+    assert desk.status()["causes"] == {"finished without a manifest": "0-1"}
+
+
+def test_an_empty_answer_of_squeue_is_asked_for_once_more_while_tasks_should_run(desk: Desk) -> None:
+    desk.submitted()
+    for index in range(5):
+        desk.record(f"1_{index}")
+    desk.at_waits(lambda _: None)
+    once = f"[[ -e PLACE/asked ]] && echo {shlex.quote(RUNS.strip())}; touch PLACE/asked"
+    desk.answers_by("squeue", once)
+    assert desk.status()["running"] == "0-4"
+    (desk.place / "asked").unlink()
+    desk.slurm("retry")
+    assert not desk.sent()
+    assert not (desk.data / "jobs" / "attempts" / "1_0.r0").read_text().count("end")
+
+
+def test_a_held_task_among_waiting_ones_is_named_with_the_command_that_releases_it(desk: Desk) -> None:
+    desk.submitted()
+    desk.queue(squeue_line("0-4", "PENDING", "JobArrayTaskLimit,JobHeldUser"))
+    (waits,) = desk.status()["waits_for"]
+    assert waits["to_type"] == "scontrol release 1"
+    assert "max_parallel" in waits["means"]
+    assert "held" in waits["means"]
+    reason = "ReqNodeNotAvail, UnavailableNodes:n[1-2]"
+    desk.queue(squeue_line("0-4", "PENDING", reason))
+    assert desk.status()["waits_for"][0]["to_type"] == ""
+
+
 # --- no answer, or an incomplete one
 
 TEXT = squeue_line("0-2", "RUNNING") + squeue_line("3-4", "PENDING", "Priority")

@@ -134,8 +134,8 @@ def test_a_retry_asks_for_what_is_allowed_and_says_what_else_helps(
     site(desk, limit="5:00")
     is_one = request_.get("cpus_per_task", 1) == 1
     tasks = ["0", "1-4"] if is_one else ["0-4"]
-    granted = {"mem_mb": had_mb, "time_min": request_.get("time_min")}
-    desk.submitted(array(request=request_, tasks=tasks, **granted))
+    time_min = request_.get("time_min")
+    desk.submitted(array(request=request_, tasks=tasks, mem_mb=had_mb, time_min=time_min))
     began = {"shards": tasks[0], "time": 1000}
     desk.record("1_0", ended(75, stopped_by=cause, time=1000 + 60 * request_.get("time_min", 1)), **began)
     shown = desk.slurm("retry", "--dry_run", "--shards", tasks[0])

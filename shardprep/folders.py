@@ -376,10 +376,10 @@ class Folder:
         finally:
             os.close(handle)
 
-    def append(self, name: str, data: bytes) -> None:
-        """Append to a file by a single write; create it if missing. Raises OSError, CannotWrite."""
+    def append(self, name: str, data: bytes, *, mode: int = 0o666) -> None:
+        """Append to a file by a single write; create it with ``mode`` if missing. Raises OSError, CannotWrite."""
         parent, last = self._reach_to_write(name)
-        handle = os.open(last, _CREATE | os.O_APPEND, 0o666, dir_fd=parent.fd)
+        handle = os.open(last, _CREATE | os.O_APPEND, mode, dir_fd=parent.fd)
         try:
             files.check_is_regular(self.path_of(name), os.fstat(handle).st_mode)
             os.write(handle, data)

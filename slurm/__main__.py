@@ -35,9 +35,53 @@ def _add_logs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shard_id", type=int, help="number of the shard, from 0")
 
 
+def minutes(text: str) -> int:
+    """Parse minutes, or a time as Slurm writes it."""
+    from slurm.state import minutes_of  # takes time to import
+
+    number = minutes_of(text)
+    if number is None:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected minutes, or Slurm's form: 90, 1:30:00, 1-12")
+    return number
+
+
+def gigabytes(text: str) -> float:
+    """Parse GB, or a size as Slurm writes it, such as 4000M or 4G."""
+    from slurm.state import megabytes_of
+
+    try:
+        return float(text)
+    except ValueError:
+        number_mb = megabytes_of(text)
+    if number_mb is None:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected GB, or Slurm's form with a unit: 4, 4G, 4000M")
+    return number_mb / 1024
+
+
+_SLURMS_FORMS = {"time_min": minutes, "mem_gb": gigabytes, "mem_per_cpu_gb": gigabytes}
+# Flags of sbatch -> ours.
+_HINTS = {
+    "--time": "the flag is --time_min, in minutes or as 1:00:00",
+    "--mem": "the flag is --mem_gb, in GB or as 4G",
+    "--mem_per_cpu": "the flag is --mem_per_cpu_gb, in GB or as 4G",
+    "--qos": "set SBATCH_QOS=NAME, or give --sbatch_args --qos=NAME",
+    "--constraint": "set SBATCH_CONSTRAINT=NAME, or give --sbatch_args --constraint=NAME",
+    "--exclude": "set SBATCH_EXCLUDE=NODES, or give --sbatch_args --exclude=NODES",
+    "--reservation": "give --sbatch_args --reservation=NAME",
+    "--array": "submit makes the array; --shards 0-9 chooses shards, --max_parallel limits tasks at once",
+    "--cpus": "the flag is --cpus_per_task",
+    "-p": "the flag is --partition",
+    "-t": "the flag is --time_min, in minutes or as 1:00:00",
+    "-A": "the flag is --account",
+    "-c": "the flag is --cpus_per_task",
+}
+
+
 def _add_submit(parser: argparse.ArgumentParser) -> None:
     _add_folder(parser)
     add_flags_of(parser, JobRequest)
+    for action in parser._actions:  # noqa: SLF001 - argparse has no other list
+        action.type = _SLURMS_FORMS.get(action.dest, action.type)
     shards = "shards per task (default: 1, more if the site's limits require it)"
     parser.add_argument("--shards_per_task", type=int, help=shards)
     text = "submit only these shards, such as 0-9,12, however often they failed (default: all)"
@@ -50,7 +94,8 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
 
 def _add_retry(parser: argparse.ArgumentParser) -> None:
     _add_submit(parser)
-    parser.add_argument("--round", type=int, default=1, help=argparse.SUPPRESS)
+    # Given by controllers of --until_done alone, so that without it a person has typed the command.
+    parser.add_argument("--round", type=int, help=argparse.SUPPRESS)
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +127,8 @@ _COMMANDS = (
 PROGRAM = Program(
     name="python -m slurm",
     description="Make a planned data set's shards with a Slurm job array.",
-    dashed_values=("--sbatch_args", "--worker_args", "--srun_args"),
+    dashed_values=("--sbatch_args", "--controller_args", "--worker_args", "--srun_args"),
+    hints=_HINTS,
     commands={
         name: Command(summary=summary, add_flags=add_flags, run=f"slurm.{module}:{name}")
         for name, summary, add_flags, module in _COMMANDS

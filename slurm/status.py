@@ -19,11 +19,11 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import shardprep
 from shardprep import console
@@ -33,12 +33,14 @@ from shardprep.files import publish_bytes
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.jobs import read_events, user_name
 from shardprep.format.manifest import Manifest, ShardCounts, TextCounts, longest_of, sum_of_sources
-from shardprep.format.names import TOKENIZER_DIR, id_ranges
+from shardprep.format.names import TOKENIZER_DIR, id_ranges, ids_of_ranges
 from shardprep.format.plan import Plan, PrepConfig, flags_of, is_one_file_a_shard, need_plan
 from shardprep.processes import python_command
+from slurm import own as owns
 from slurm import state as states
 from slurm.state import DatasetState, Shard, StateName, last_lines, log_tail, meaning_of
 
+T = TypeVar("T")
 STATUS_VERSION = 4  # of --json: increased when a field is removed or changes its meaning
 POLL_S = 5.0
 _NEEDED_BAD_FRACTION = r"--max_bad_fraction ([0-9.]+)"  # in the message about too many bad documents
@@ -91,7 +93,7 @@ def _needs_a_person(state: DatasetState) -> bool:
     jobs = [job for job in state.queue.jobs.values() if job.is_live]
     # Verify jobs and controllers wait for the other jobs.
     reasons = [job.reason for job in jobs if not re.match("Dependency$|None$", job.reason)]
-    is_stuck = all(action for _, action in map(meaning_of, reasons))
+    is_stuck = all(meaning_of(each)[1] for reason in reasons for each in states.reasons_of(reason))
     return bool(reasons) and is_stuck and all(job.is_waiting for job in jobs)
 
 
@@ -109,7 +111,8 @@ def logs(args: argparse.Namespace) -> int:
     for each in shard.attempts:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.record.began)) if each.record else ""
         where = f" on {each.node}" if each.node else ""
-        lines.append(f"{when or 'task'} {each.task}{where}: {each.cause(shard_id) or each.state}")
+        whose = f" of {each.owner}" if each.owner else ""
+        lines.append(f"{when or 'task'} {each.task}{whose}{where}: {each.cause(shard_id) or each.state}")
         if message := each.message(shard_id):
             lines.append(f"  {message}")
         if each.log:
@@ -137,7 +140,7 @@ def status_data(state: DatasetState) -> dict[str, Any]:
         **{f"num_{name.replace(' ', '_')}": len(state.ids(name)) for name in get_args(StateName)},
         "causes": {cause: id_ranges(each.shard_id for each in shards) for cause, shards in by_cause.items()},
         "remedies": {cause: states.remedy_of(cause) for cause in by_cause},
-        "can_retry": id_ranges(each.shard_id for each in failed if not states.why_not_retried(each, {})),
+        "can_retry": id_ranges(each.shard_id for each in failed if not owns.why_not_retried(each, {})),
         "not_begun": id_ranges(shard.shard_id for shard in state.shards if shard.without_record),
         "failures": _failures(failed),
         "restarts": _restarts(state),
@@ -168,18 +171,24 @@ def status_data(state: DatasetState) -> dict[str, Any]:
 
 def _failures(failed: Sequence[Shard]) -> list[dict[str, Any]]:
     """Return the last attempt at each failed shard. The newest few include the end of their log."""
-    newest = sorted(failed, key=lambda shard: shard.attempts[-1].ended, reverse=True)[:_MAX_FAILURES]
+    newest = newest_failures(failed, lambda shard: shard.attempts[-1].ended)
     failures = []
     for shard in failed:
         last, message = shard.attempts[-1], shard.attempts[-1].message(shard.shard_id)
         facts = {name: getattr(last, name) for name in ("task", "node", "log", "ended")}
-        facts |= {"shard": shard.shard_id, "cause": shard.cause, "message": message}
+        facts |= {"shard": shard.shard_id, "cause": shard.cause, "message": message, "owner": last.owner}
         facts["num_attempts"] = sum(attempt.state == "failed" for attempt in shard.attempts)
         facts["last_lines"] = [message] if message else []
         if not message and last.log and shard in newest:
             facts["last_lines"] = last_lines(log_tail(Path(last.log)))
         failures.append(facts)
     return failures
+
+
+def newest_failures(failed: Sequence[T], ended: Callable[[T], float]) -> list[T]:
+    """Return the few failures that ended last, which people are shown, in the given order."""
+    places = sorted(range(len(failed)), key=lambda place: ended(failed[place]), reverse=True)
+    return [failed[place] for place in sorted(places[:_MAX_FAILURES])]
 
 
 def _restarts(state: DatasetState) -> dict[str, int]:
@@ -313,30 +322,35 @@ def status_lines(data: dict[str, Any]) -> list[str]:
         *console.source_lines(data["sources"], all_in="--json"),
     ]
     shown = [name for name in ("running", "pending", "not_submitted") if data[name]]
-    lines += [f"  {name.replace('_', ' ')}: {shards_text(data[name])}" for name in shown]
+    lines += [f"  {name.replace('_', ' ')}: {_shown_shards(data[name])}" for name in shown]
     for item in data["waits_for"]:
         means = f": {item['means']}" if item["means"] else ""
         to_type = f"; type: {item['to_type']}" if item["to_type"] else ""
         starts = f"; expected to start at {item['starts'].replace('T', ' ')}" if item["starts"] else ""
         wait = "waits" if item["shards"].isdecimal() else "wait"
-        lines.append(f"    {shards_text(item['shards'])} {wait} for {item['reason']}{means}{to_type}{starts}")
+        lines.append(
+            f"    {_shown_shards(item['shards'])} {wait} for {item['reason']}{means}{to_type}{starts}"
+        )
     if data["not_visible"]:
-        lines.append(f"  not visible: {shards_text(data['not_visible'])} ({data['why_not_visible']})")
+        lines.append(f"  not visible: {_shown_shards(data['not_visible'])} ({data['why_not_visible']})")
     if data["slurm_away"]:
         lines.append(f"  which jobs wait or run is not known: {data['slurm_away']}")
     lines += [f"  {note}" for note in notes(data)]
 
     for cause, ids in data["causes"].items():
-        lines += [f"  failed, {cause}: {shards_text(ids)}", f"    {data['remedies'][cause]}"]
+        lines += [f"  failed, {cause}: {_shown_shards(ids)}", f"    {data['remedies'][cause]}"]
     for how, number in data["restarts"].items():
         lines.append(f"  started again by Slurm after {how}: {counted(number, 'task')}")
     if data["other_plan"]:
-        lines.append(f"  made by another plan: {shards_text(data['other_plan'])}; shardprep verify says more")
+        lines.append(
+            f"  made by another plan: {_shown_shards(data['other_plan'])}; shardprep verify says more"
+        )
     lines += [f"  not done, {why}" for why in data["broken"].values()][:_MAX_FAILURES]
-    for failure in data["failures"][:_MAX_FAILURES]:
+    for failure in newest_failures(data["failures"], lambda each: float(each["ended"])):
         node = f" on {failure['node']}" if failure["node"] else ""
         tries = f", try {failure['num_attempts']}" if failure["num_attempts"] > 1 else ""
-        where = f"task {failure['task']}{node}{tries}"
+        whose = f" of {failure['owner']}" if failure["owner"] else ""
+        where = f"task {failure['task']}{whose}{node}{tries}"
         lines.append(f"  shard {failure['shard']:05d}, {where}: {failure['cause']}")
         lines += [f"    | {line[:300]}" for line in failure["last_lines"]]
         lines.append(f"    {failure['log']}")
@@ -348,9 +362,39 @@ def status_lines(data: dict[str, Any]) -> list[str]:
         when = time.strftime("%m-%d %H:%M", time.localtime(event["time"]))
         words = [f"  {when} {event['event']}"]
         said = {name: event[name] for name in ("round", "causes", "why", "report", "jobs") if event.get(name)}
-        words += [f"{name} {x if isinstance(x, str) else json.dumps(x)}" for name, x in said.items()]
+        words += [f"{name} {_cut(x if isinstance(x, str) else json.dumps(x))}" for name, x in said.items()]
         lines.append(", ".join(words))
     return [*lines, next_line(data)]
+
+
+_MAX_IDS_CHARS = 200
+_MAX_EVENT_CHARS = 400
+
+
+def _shown_shards(ids: str) -> str:
+    """Return shards for people: the first ranges, then how many more."""
+    if len(ids) <= _MAX_IDS_CHARS:
+        return shards_text(ids)
+    first, rest = _first_ranges(ids)
+    return f"{shards_text(first)} and {len(ids_of_ranges(rest)):,} more (--json has all)"
+
+
+def _first_ranges(ids: str) -> tuple[str, str]:
+    """Split long ids at a comma."""
+    end = ids.rindex(",", 0, _MAX_IDS_CHARS)
+    return ids[:end], ids[end + 1 :]
+
+
+def _cut(words: str) -> str:
+    return words if len(words) <= _MAX_EVENT_CHARS else f"{words[:_MAX_EVENT_CHARS]}..."
+
+
+def _to_type(ids: str) -> str:
+    """Return ids for a command: long ones as one range around them, as it leaves out what is done or runs."""
+    if len(ids) <= _MAX_IDS_CHARS:
+        return ids
+    every = ids_of_ranges(ids)
+    return f"{every[0]}-{every[-1]}"
 
 
 _NOTES = {  # field -> text for people, most urgent first
@@ -372,7 +416,7 @@ def notes(data: dict[str, Any]) -> list[str]:
         if value := data[name]:
             words = value if isinstance(value, str) else " ".join(value)
             if name in ("wrong", "not_begun"):
-                words = shards_text(words)
+                words = _shown_shards(words)
             found.append(text.format(words, folder))
     remedy = f"its owner can type: chmod -R a+rX {folder}"
     hidden = [why.partition("; its owner can type:")[0] for why in data["unreadable"]]
@@ -394,7 +438,7 @@ def next_line(data: dict[str, Any]) -> str:
     if data["unrecorded_jobs"]:
         return f"next: wait for the end of the jobs without a record, or: shardprep cancel {folder}"
     if data["not_visible"]:
-        again = f"shardprep submit {folder} --shards {data['not_visible']}"
+        again = f"shardprep submit {folder} --shards {_to_type(data['not_visible'])}"
         return f"next: look where these jobs are visible; if they do not run: {again}"
     # Failed shards that retry does not send have their remedy beside their cause.
     args = data["accepting_args"]  # for shards of bad input
@@ -407,7 +451,7 @@ def next_line(data: dict[str, Any]) -> str:
     if args:
         return f"next: shardprep retry {folder} --worker_args {shlex.quote(args)}"
     if data["failed"]:
-        again = f"shardprep retry {folder} --shards {data['failed']}"
+        again = f"shardprep retry {folder} --shards {_to_type(data['failed'])}"
         is_fixed = data["causes"].keys() <= {states.OUT_OF_MEMORY, states.TIMEOUT}  # retry asks for more
         return f"next: {again}" if is_fixed else f"next: correct the cause, then: {again}"
     if data["not_submitted"]:

@@ -2,7 +2,11 @@
 
 ``jobs/NNNN.json`` is a submission: its job ids and the shards of every task. It is written once and never
 changed. Its number is the next one after those that its writer found, and a hard link claims it: of two
-simultaneous submissions, one fails. ``jobs/history.jsonl`` lists what commands did.
+simultaneous submissions, one fails. ``jobs/control-ID.json`` is a controller of ``--until_done``.
+``jobs/history.jsonl`` lists what commands did.
+
+Several users may write to DATA/jobs. A record is a user's *own* if it is in a file that this user owns and
+nobody else can write to. Commands act on own records alone, see ``slurm.own``.
 
 ``jobs/attempts/`` has a record of each attempt that is running or that left a shard unmade.
 ``slurm/prep_array.sh`` writes the record of a job's task, ``run`` its own. It is text::
@@ -23,6 +27,7 @@ import functools
 import getpass
 import json
 import os
+import pwd
 import re
 import shlex
 import stat
@@ -44,6 +49,9 @@ from shardprep.format.names import Count, Text
 
 HISTORY_NAME = "history.jsonl"  # in jobs/
 _FORMAT = "shardprep-submission"
+_CONTROLLER_FORMAT = "shardprep-controller"
+_CONTROLLER_NAME = re.compile(r"control-[0-9]{1,10}\.json")
+_MAX_CONTROLLER_BYTES = 1 << 16
 _MAX_BYTES = 64 << 20  # the submission of 99,999 shards has 2 MB
 _MAX_TIME_S = 253_402_300_799  # the end of the year 9999, the last that datetime supports
 _Time = Annotated[float, Meta(ge=0, le=_MAX_TIME_S)]  # seconds since 1970
@@ -61,8 +69,6 @@ _MAX_NUMBER = 10**9  # CPUs, GB, minutes or tasks
 _node_flag = functools.partial(option, group="partition, account and nodes")
 _task_flag = functools.partial(option, group="resources of a task")
 _run_flag = functools.partial(option, group="set-up, container and more options")
-# Fields that name commands, or may contain options that do.
-COMMANDS = ("setup", "container", "srun_args", "notify", "sbatch_args", "worker_args")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +100,9 @@ class JobRequest:
         None, "a command that the verify job runs at its end; SHARDPREP_RESULT has the result"
     )
     sbatch_args: str = _run_flag("", "more options of sbatch, quoted as one word")
+    controller_args: str = _run_flag(
+        "", "options of sbatch for the verify job and the controller, such as '--partition=small --mem=2G'"
+    )
     worker_args: str = _run_flag("", "more flags of the worker, such as '--max_bad_fraction 0.05'")
 
     def __post_init__(self) -> None:
@@ -107,19 +116,15 @@ class JobRequest:
             raise errors.UsageError.of_value("--cpus_per_task", self.cpus_per_task, "a number, or: node")
         if self.mem_gb is not None and self.mem_per_cpu_gb is not None:
             raise errors.UsageError(found="--mem_gb and --mem_per_cpu_gb", expected="one of them")
-        for name in ("sbatch_args", "worker_args"):
+        for name in ("sbatch_args", "controller_args", "worker_args"):
             try:
                 shlex.split(getattr(self, name))
             except ValueError as error:
                 expected = f"words of a shell ({error})"
                 raise errors.UsageError.of_value(f"--{name}", getattr(self, name), expected) from None
-        for word in shlex.split(self.sbatch_args):
-            given = f"--sbatch_args {word}"
-            if re.match("--clusters|-M", word):
-                expected = "no cluster; for another one, set SLURM_CLUSTERS=NAME"
-                raise errors.UsageError(found=given, expected=expected)
-            if word.partition("=")[0] in _SET_BY_SUBMIT or re.match(r"-[JaoH]", word):
-                raise errors.UsageError(found=given, expected="options that submit does not set itself")
+        for name in ("sbatch_args", "controller_args"):
+            for word in shlex.split(getattr(self, name)):
+                _check_sbatch_word(f"--{name} {word}", word)
 
     def sbatch_options(self) -> list[str]:
         """Return the options of sbatch. The last of equal ones applies, so that retry can raise memory."""
@@ -144,6 +149,15 @@ class JobRequest:
     def changed(self, **changes: Any) -> JobRequest:
         """Return a copy with changes. Memory of one kind replaces memory of the other kind."""
         return JobRequest(**with_changes(dataclasses.asdict(self), changes))
+
+
+def _check_sbatch_word(given: str, word: str) -> None:
+    """Raise UsageError for an option of sbatch that would break a submission."""
+    if re.match("--clusters|-M", word):
+        expected = "no cluster; for another one, set SLURM_CLUSTERS=NAME"
+        raise errors.UsageError(found=given, expected=expected)
+    if word.partition("=")[0] in _SET_BY_SUBMIT or re.match(r"-[JaoH]", word):
+        raise errors.UsageError(found=given, expected="options that submit does not set itself")
 
 
 def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,6 +203,7 @@ class Submission:
     arrays: Annotated[list[JobArray], Meta(min_length=1)]
     verify: SentJob
     identity: Text  # of the folder, see ``folder_identity``
+    is_typed: bool = False  # a person typed ``retry``, after which failures count anew
     # Whether this user wrote the file and no one else can write to it. Not stored in the file.
     is_own: bool = dataclasses.field(default=True, compare=False)
 
@@ -219,9 +234,46 @@ def read_submissions(folder: DataFolder) -> list[Submission]:
         except (errors.BrokenShard, errors.UnknownVersion, errors.UsageError) as error:
             problem = f"not a valid submission: {error}"
             raise errors.BrokenShard(path=path, found=problem, expected="one; move it away") from None
-        is_own = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
-        found.append(dataclasses.replace(submission, is_own=is_own))
+        found.append(dataclasses.replace(submission, is_own=_is_own(status)))
     return found
+
+
+def _is_own(status: os.stat_result) -> bool:
+    """Return whether this user owns the file and nobody else can write to it."""
+    return status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Controller(SentJob):
+    """A job of ``--until_done``: jobs/control-ID.json. Its owner may rename it."""
+
+    identity: Text  # of the folder
+
+
+def read_own_controllers(folder: DataFolder) -> list[Controller]:
+    """Return the controllers that this user submitted. Other users' and damaged files are ignored."""
+    found = []
+    for name in folder.names(JOBS_FOLDER):
+        if not _CONTROLLER_NAME.fullmatch(name):
+            continue
+        place = f"{JOBS_FOLDER}/{name}"
+        path = folder.path_of(place)
+        with contextlib.suppress(*files.NOT_THERE, ShardprepError):
+            raw, status = folder.read_with_status(place, max_bytes=_MAX_CONTROLLER_BYTES)
+            if _is_own(status):
+                content = names.checked_object(path, raw, _CONTROLLER_FORMAT)
+                found.append(names.as_type(path, content, Controller))
+    return found
+
+
+def publish_controller(folder: DataFolder, controller: Controller) -> None:
+    """Write the record of a controller. Raises CannotWrite or ReadWriteError."""
+    content = names.with_content_hash(_CONTROLLER_FORMAT, dataclasses.asdict(controller))
+    with folder.new_file(f"{JOBS_FOLDER}/control-{controller.job_id}.json") as file:
+        file.write(json.dumps(content, indent=2).encode() + b"\n")
+        file.deny_others_writing()  # commands act on what it says
+        file.sync()
+        file.publish()
 
 
 def user_name() -> str:
@@ -230,6 +282,14 @@ def user_name() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # without a passwd entry, as in many containers; OSError since 3.13
         return str(os.getuid())
+
+
+def _owner_name(uid: int) -> str:
+    """Return the name of the user with this id, or the id."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 def append_event(folder: DataFolder, kind: str, **facts: Any) -> None:
@@ -286,6 +346,8 @@ class AttemptRecord(Struct, kw_only=True):
 
     path: str = ""
     name: str = ""  # in the folder of the data set
+    is_own: bool = False  # this user owns the file, and nobody else can write to it
+    owner: str = ""  # of the file
     shards: list[int] = field(name="shard_ids", default_factory=list)  # empty for a verify job
     failures: dict[int, Failure] = field(default_factory=dict)
     # begin
@@ -390,6 +452,8 @@ def read_attempts(folder: DataFolder, plan_id: str, identity: str = "") -> Attem
         if record is None or record.plan_id != plan_id or record.identity != identity:
             continue
         record.path, record.name = str(path), place
+        record.is_own = _is_own(status)
+        record.owner = _owner_name(status.st_uid)
         if status.st_uid != os.geteuid():  # another user may name any file as the log
             log = "" if "\0" in record.log else os.path.realpath(record.log)
             if os.path.dirname(log) != logs:  # noqa: PTH120
@@ -456,10 +520,12 @@ def _own_record() -> tuple[DataFolder, str] | None:
 
 def append_end(record: AttemptRecord) -> None:
     """Append how an attempt ended according to Slurm, before Slurm forgets it. Errors are ignored."""
-    end = _section("end", time=record.ended, stopped_by=record.stopped_by)
+    facts: dict[str, object] = {"time": record.ended, "stopped_by": record.stopped_by}
+    if record.shown_limit:
+        facts["limit"] = record.shown_limit
     folder = DataFolder(record.path.removesuffix(record.name))
     with contextlib.suppress(ShardprepError, OSError):
-        folder.append(record.name, end)
+        folder.append(record.name, _section("end", **facts))
 
 
 def _section(name: str, **facts: object) -> bytes:
@@ -492,7 +558,8 @@ class RunRecord:
         for _ in range(2):  # another run may remove the empty folder in between
             with contextlib.suppress(ShardprepError, OSError):
                 folder.make_subfolder(ATTEMPTS_FOLDER)
-                folder.append(place, _section("begin", **facts))
+                # Nobody else may write to it: commands act on what it says.
+                folder.append(place, _section("begin", **facts), mode=0o644)
                 self._name = place
                 os.environ[RECORD_VARIABLE] = os.path.abspath(folder.path_of(place))  # noqa: PTH100
                 return

@@ -86,7 +86,7 @@ class Outside:
         self._before = self._files()
 
     def _files(self) -> dict[str, tuple[int, ...]]:
-        found = {}
+        found: dict[str, tuple[int, ...]] = {}
         for path in [self.folder, *self.folder.rglob("*")]:
             status = path.lstat()
             # The number of links shows a hard link, and ctime a change of mode or owner.

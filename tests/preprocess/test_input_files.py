@@ -652,7 +652,7 @@ def test_rows_that_share_a_text_are_decoded_few_at_a_time(
     texts_at_once: list[int] = []  # bytes of the texts that are made at once
 
     def texts_of(values: Iterable[Any]) -> list[Any]:
-        found = read_texts(values)
+        found: list[Any] = read_texts(values)
         texts_at_once.append(sum(len(text) for text in found if isinstance(text, bytes)))
         return found
 

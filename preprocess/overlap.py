@@ -48,7 +48,7 @@ from shardprep import files
 from shardprep.command_line import add_flags_of
 from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text, with_progress
 from shardprep.errors import BadInput, BrokenShard, NotFound, Refused, UsageError
-from shardprep.folders import Folder, OutputFolder
+from shardprep.folders import Folder, OutputFolder, refuse_foreign_file
 from shardprep.format import names
 from shardprep.format.data_folder import OVERLAP_FOLDER, DataFolder
 from shardprep.format.documents import DocumentNames, blank_digests, name_of_place, read_blanked, read_digests
@@ -61,7 +61,7 @@ _WRITTEN = re.compile(r"shard-[0-9]{5}\.[0-9a-f]{12}\.jsonl|overlap\.jsonl?|name
 _NO_NAME = re.compile(r"(?!)")
 _HIT_SHA256 = re.compile(rf"[0-9a-f]{{{2 * names.DIGEST_BYTES}}}")
 _MAX_HIT_BYTES = 1 << 20  # a hit has up to 2,000 characters of text, and names
-_LIST_BEGINS = b"at:"  # of a list of ``duplicates``
+_LIST_BEGINS = re.compile(rb'"?at:')  # of a list of ``duplicates``
 _SEPARATOR = "\x1f"  # between texts; Python counts it as white space
 _BASE = np.uint64(0x9FB21C651E98DF25)
 # How many places of an n-gram are compared, in the evaluation and in a document. Text of more evaluation
@@ -449,11 +449,8 @@ def duplicates_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _refuse_foreign_list(path: Path) -> None:
-    """Raise Refused if a file is there that ``duplicates`` did not write."""
-    beginning = files.read_beginning(path, len(_LIST_BEGINS))
-    if beginning and beginning != _LIST_BEGINS:
-        expected = "a name for a new file, or a list that this command wrote; move it away"
-        raise Refused(path=path, found="another file, which stays", expected=expected)
+    """Raise Refused if a file is there that ``duplicates`` did not write. Remove what killed runs left."""
+    refuse_foreign_file(path, _LIST_BEGINS)
     Folder(path.parent, writable=_NO_NAME).remove_temporaries(path.name, older_than_s=files.STALE_AFTER_S)
 
 

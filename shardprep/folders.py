@@ -33,6 +33,7 @@ _LINK_ERRORS = (errno.ELOOP, errno.ENOTDIR)  # of opening a link with O_NOFOLLOW
 _SPARSE_BYTES = 16 << 20
 _LEAST_SHARE = 0.01
 _STAT_BLOCK_BYTES = 512
+_BEGINNING_BYTES = 1000  # of a file that may be replaced
 _MOST_LEVELS = (
     2  # of folders in a temporary folder; that of ``verify --deep`` has ids/, digests/, quarantine/
 )
@@ -377,7 +378,7 @@ class Folder:
             os.close(handle)
 
     def append(self, name: str, data: bytes, *, mode: int = 0o666) -> None:
-        """Append to a file by a single write; create it with ``mode`` if missing. Raises OSError, CannotWrite."""
+        """Append to a file by a single write; create it, if missing. Raises OSError, CannotWrite."""
         parent, last = self._reach_to_write(name)
         handle = os.open(last, _CREATE | os.O_APPEND, mode, dir_fd=parent.fd)
         try:
@@ -534,3 +535,11 @@ class OutputFolder(Folder):
             self._refuse_other(self._mark, content, what)
         else:
             self.publish_equal(self._mark, content, what=what)
+
+
+def refuse_foreign_file(path: Path, ours: re.Pattern[bytes]) -> None:
+    """Raise Refused if there is a file that the command did not write: ``ours`` matches where its own begin."""
+    beginning = files.read_beginning(path, _BEGINNING_BYTES)
+    if beginning and ours.match(beginning) is None:
+        expected = "a name for a new file, or a file that this command wrote; move it away"
+        raise Refused(path=path, found="another file, which stays", expected=expected)

@@ -37,7 +37,7 @@ import lustre
 from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import CannotWrite, NotFound, ReadWriteError, Refused, ShardprepError, UsageError
-from shardprep.files import is_link, make_subfolder, publish_bytes
+from shardprep.files import is_link
 from shardprep.format import jobs as job_files
 from shardprep.format.data_folder import JOBS_FOLDER, LOGS_FOLDER, DataFolder
 from shardprep.format.jobs import JobArray, JobRequest, Submission
@@ -223,7 +223,7 @@ def _send_held(
         print_lines(*_summary_lines(rendered, len(scripts)), *"\n".join(scripts).split("\n"))
         return None
 
-    make_subfolder(folder, LOGS_FOLDER)
+    DataFolder(folder).make_subfolder(LOGS_FOLDER)
     job_ids: list[str] = []
 
     def submit_held(script: str, *options: str) -> dict[str, Any]:
@@ -266,8 +266,7 @@ def _send_held(
     # Kept for people to read: Slurm deletes its own copies.
     for job_id, script in zip(job_ids, scripts, strict=True):
         with contextlib.suppress(ShardprepError):
-            path = folder / JOBS_FOLDER / f"{submission.number:04d}-{job_id}.sh"
-            publish_bytes(path, script.encode("utf-8"))
+            DataFolder(folder).publish(f"{JOBS_FOLDER}/{submission.number:04d}-{job_id}.sh", script.encode())
     return submission, controller
 
 

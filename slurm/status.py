@@ -30,6 +30,7 @@ from shardprep import console
 from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import NotFound, ReadWriteError
 from shardprep.files import publish_bytes
+from shardprep.folders import refuse_foreign_file
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.jobs import read_events, user_name
 from shardprep.format.manifest import Manifest, ShardCounts, TextCounts, longest_of, sum_of_sources
@@ -463,6 +464,7 @@ def next_line(data: dict[str, Any]) -> str:
 
 # The report. -------------------------------------------------------------------------------------------
 
+_REPORT_BEGINS = re.compile(rb".{,200}shardprep-report", re.DOTALL)  # a page, or JSON
 REPORT_VERSION = 4  # increased when a field is removed or changes its meaning
 _MAPPINGS = {"quarantined", "length_histogram", "sources", "validation"}
 _NUMBERS = [item.name for item in dataclasses.fields(ShardCounts) if item.name not in _MAPPINGS]
@@ -489,6 +491,7 @@ def report(args: argparse.Namespace) -> int:
         print_lines(*lines)
         return 0
     output = args.output or Path("report.html")
+    refuse_foreign_file(output, _REPORT_BEGINS)
     publish_bytes(output, "".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
     say(f"wrote {output}")
     return 0

@@ -538,7 +538,7 @@ class OutputFolder(Folder):
 
 
 def refuse_foreign_file(path: Path, ours: re.Pattern[bytes]) -> None:
-    """Raise Refused if there is a file that the command did not write: ``ours`` matches where its own begin."""
+    """Raise Refused if another program wrote a file: ``ours`` matches where the command's own begin."""
     beginning = files.read_beginning(path, _BEGINNING_BYTES)
     if beginning and ours.match(beginning) is None:
         expected = "a name for a new file, or a file that this command wrote; move it away"

@@ -33,7 +33,7 @@ from shardprep.format import manifest as manifests
 from shardprep.format import names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.index import Records, merge_manifests, read_idx, read_index
-from shardprep.format.plan import read_input_names
+from shardprep.format.plan import read_input_names, read_plan
 
 PathOrUrl: TypeAlias = "str | bytes | os.PathLike[str]"
 InputShards: TypeAlias = "PathOrUrl | Iterable[PathOrUrl]"
@@ -45,6 +45,11 @@ _COMPRESSED_TAR = re.compile(r"\.(tar\.\w+|tgz)$")
 _INDEX_START = re.compile(rb'\{\s*"format":\s*"shardprep-index"')
 
 SplitName = Literal["train", "validation"]
+VALIDATION = "validation"  # the name of a source that is for validation as a whole
+# A data set is for validation, too, if its folder's name has one of these words.
+_VALIDATION_WORDS = {
+    "dev", "eval", "evaluation", "heldout", "holdout", "test", "val", "valid", "validation",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +119,13 @@ class ShardSet:
     validation the last ones, so training samples have the same record numbers as without a split.
     """
 
-    def __init__(self, parts: Iterable[DatasetShards], split: SplitName | None = None) -> None:
+    def __init__(
+        self,
+        parts: Iterable[DatasetShards],
+        split: SplitName | None = None,
+        *,
+        is_for_validation: bool = False,  # whether the caller says so of all parts
+    ) -> None:
         self.parts = tuple(parts)
         self.datasets = [part for part in self.parts if part.records is None]
         self.has_external = len(self.datasets) < len(self.parts)
@@ -129,6 +140,8 @@ class ShardSet:
             remedy = "--validation_fraction"
             expected = f"data sets that were planned with {remedy}; plan the data with it, or omit split"
             raise UsageError(path=path, found='split="train"', expected=expected, remedy=remedy)
+        if split == "validation" and not is_for_validation:
+            _refuse_training_sets(self.datasets)
         self.split = split if self.has_planned else None  # None: the samples of both sides
         held_out = np.concatenate([part.num_validation for part in self.parts])
         self.first_held_out = self.num_records - held_out  # the first record for validation in each shard
@@ -206,6 +219,29 @@ class ShardSet:
         return hashlib.sha256("".join(part.fingerprint for part in self.parts).encode()).hexdigest()
 
 
+def _refuse_training_sets(datasets: Iterable[DatasetShards]) -> None:
+    """Raise UsageError for a data set that holds nothing out and is not for validation as a whole."""
+    for dataset in datasets:
+        if dataset.spec.validation_fraction > 0 or _is_for_validation(dataset.folder):
+            continue
+        remedy = f'input_shards={{"{VALIDATION}": {str(dataset.folder)!r}}}'
+        expected = (
+            "a data set that was planned with --validation_fraction or --split validation; if all its "
+            f"documents are for validation, name it so: {remedy}"
+        )
+        found = 'split="validation" of a data set that holds no document out'
+        raise UsageError(path=dataset.folder, found=found, expected=expected, remedy=remedy)
+
+
+def _is_for_validation(folder: DataFolder) -> bool:
+    """Return whether a data set's folder is named as validation, or only such inputs were planned."""
+    if not _VALIDATION_WORDS.isdisjoint(re.split(r"[^a-z]+", folder.path.name.lower())):
+        return True
+    plan = read_plan(folder)
+    planned = set() if plan is None else {name.strip() for name in plan.options.split.split(",")}
+    return bool(planned - {""}) and planned <= _VALIDATION_WORDS
+
+
 # Finding what ``input_shards`` names
 
 
@@ -215,15 +251,24 @@ def find_sources(
     """Find the shards of each named source. ``count_tokens``: read tars without an idx once, completely."""
     if not sources or not all(isinstance(name, str) and name for name in sources):
         raise UsageError(found=f"input_shards={list(sources)}", expected="names with shards for each")
+    is_for_validation = split == "validation" and is_named_validation(sources)
+    if is_for_validation:
+        sources = {"all": sources[VALIDATION]}
     found = {}
     for name, input_shards in sources.items():
         paths = _find_paths(input_shards, cache_dir)
-        shards = found[name] = ShardSet(_shards_of(paths, count_tokens=count_tokens), split)
+        parts = _shards_of(paths, count_tokens=count_tokens)
+        shards = found[name] = ShardSet(parts, split, is_for_validation=is_for_validation)
         if shards.num_samples == 0:
             side = "" if shards.split is None else f" for {shards.split}"
             raise UsageError(found=f"no sample{side} in {input_shards!r}", expected="at least one")
     _check_sources([dataset for shards in found.values() for dataset in shards.datasets])
     return found
+
+
+def is_named_validation(input_shards: object) -> bool:
+    """Return whether the only source is named ``validation``: all its documents are for validation."""
+    return isinstance(input_shards, Mapping) and [*input_shards] == [VALIDATION]
 
 
 def _find_paths(input_shards: InputShards, cache_dir: Any) -> list[str]:

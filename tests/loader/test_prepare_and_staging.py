@@ -102,12 +102,27 @@ def test_other_options_and_other_inputs_are_refused_on_every_rank(
     for path in planned.raw_dir.iterdir():
         path.touch()  # changes nothing
     assert prepared(0) == prepared(1) == str(planned.data_dir)
-    with refuses(Refused):
-        prepared(1, append_eos=True)
+    before = contents(planned.data_dir)
+    for rank, others in ((1, {"append_eos": True}), (0, {"num_shards": 4})):
+        with refuses(Refused):
+            prepared(rank, **others)
+    assert contents(planned.data_dir) == before
     shutil.rmtree(planned.raw_dir)
     for rank in (0, 1):
         with refuses(Refused):
             prepared(rank)
+
+
+@pytest.mark.processes
+def test_options_that_are_left_out_later_are_refused_too(planned: World, prepared: Prepare) -> None:
+    """The data set has packed rows and holds documents out; the call asks for documents, all for training."""
+    shutil.rmtree(planned.data_dir)
+    options: dict[str, Any] = {"record": "packed", "seq_len": 8, "validation_fraction": 0.1}
+    assert prepared(0, **options) == prepared(0, **options) == str(planned.data_dir)
+    with refuses(Refused):
+        prepared(0, record="packed", seq_len=8)
+    with refuses(Refused):
+        prepared(0)
 
 
 def test_a_rank_waits_until_limit_s(

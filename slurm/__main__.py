@@ -8,6 +8,7 @@ if __name__ == "__main__":
     begin_command()
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +40,8 @@ def minutes(text: str) -> int:
     """Parse minutes, or a time as Slurm writes it."""
     from slurm.state import minutes_of  # takes time to import
 
+    with contextlib.suppress(ValueError):
+        return int(text)
     number = minutes_of(text)
     if number is None:
         raise argparse.ArgumentTypeError(f"{text!r}, expected minutes, or Slurm's form: 90, 1:30:00, 1-12")

@@ -67,11 +67,12 @@ SHARDPREP_STOP_FILE=$(stop_file "$run")
 SHARDPREP_CODE_FILE=$place/.code-$SLURM_JOB_ID-$run
 clean_up() {
   for ((n = 0; n <= run; n++)); do rm -f "$(stop_file "$n")" "$place/.code-$SLURM_JOB_ID-$n"-* || true; done
+  rm -f "$place/.new-$SLURM_JOB_ID"-* || true
 }
 # Others may write to CHECKPOINTS, too. `touch` would follow a link to any file of this user; a rename replaces the link.
 create_stop_file() {
   local temporary
-  { temporary=$(mktemp "$place/.stop-XXXXXXXX.tmp") && mv -fT "$temporary" "$1"; } || say "cannot create $1"
+  { temporary=$(mktemp "$place/.new-$SLURM_JOB_ID-XXXXXXXX") && mv -fT "$temporary" "$1"; } || say "cannot create $1"
 }
 clean_up
 ((run == 0)) || create_stop_file "$(stop_file $((run - 1)))" # stops such processes

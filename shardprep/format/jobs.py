@@ -52,7 +52,8 @@ _FORMAT = "shardprep-submission"
 _CONTROLLER_FORMAT = "shardprep-controller"
 _CONTROLLER_NAME = re.compile(r"control-[0-9]{1,10}\.json")
 _MAX_CONTROLLER_BYTES = 1 << 16
-_MAX_BYTES = 64 << 20  # the submission of 99,999 shards has 2 MB
+_MAX_SUBMISSION_BYTES = 16 << 20  # the submission of 99,999 shards has 2 MB
+_MAX_BYTES = 64 << 20  # of the history, and of a record with a message for each shard
 _MAX_TIME_S = 253_402_300_799  # the end of the year 9999, the last that datetime supports
 _Time = Annotated[float, Meta(ge=0, le=_MAX_TIME_S)]  # seconds since 1970
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -226,7 +227,7 @@ def read_submissions(folder: DataFolder) -> list[Submission]:
         place = f"{JOBS_FOLDER}/{name}"
         path = folder.path_of(place)
         try:
-            raw, status = folder.read_with_status(place, max_bytes=_MAX_BYTES)
+            raw, status = folder.read_with_status(place, max_bytes=_MAX_SUBMISSION_BYTES)
             submission = names.as_type(path, names.checked_object(path, raw, _FORMAT), Submission)
         # Raise for every file that cannot be read: if it were skipped, its shards would be made twice.
         except files.NOT_THERE as error:  # a dangling link, or removed since the listing

@@ -486,6 +486,7 @@ UNREADABLE: list[tuple[Callable[[Path], object], int]] = [
     *((partial(rewrite_json, **{place.strip(): value}), 65) for place, value in FORGED.items()),
     *((partial(Path.write_bytes, data=content), 65) for content in CONTENTS),
     (lambda path: path.write_bytes(path.read_bytes().replace(b'"job_id": "1"', b'"job_id": "3"')), 65),
+    (lambda path: os.truncate(path, 17 << 20), 65),  # sparse
     (lambda path: (path.unlink(), path.mkdir()), 65),
     (lambda path: (path.rmdir(), os.mkfifo(path)), 65),
     (lambda path: (path.unlink(), path.symlink_to("gone")), 65),

@@ -86,7 +86,7 @@ class Outside:
         self._before = self._files()
 
     def _files(self) -> dict[str, tuple[int, ...]]:
-        found = {}
+        found: dict[str, tuple[int, ...]] = {}
         for path in [self.folder, *self.folder.rglob("*")]:
             status = path.lstat()
             # The number of links shows a hard link, and ctime a change of mode or owner.
@@ -399,6 +399,7 @@ def _many_values(name: str, file_format: str, values: str, place: Path, _: objec
     """Replace a JSON file by one with an array of many small values, and a right hash if it can have one."""
     head = {"format": file_format, "version": 3, "x": json.loads(values) if len(values) < 1 << 24 else 0}
     path = place / "data" / name
+    path.parent.mkdir(exist_ok=True)
     if len(values) < 1 << 24:
         _write_json(path, head)
     else:

@@ -224,13 +224,11 @@ def test_a_damaged_list_is_refused_with_a_remedy(worlds: Worlds, evals: Path, tm
     path = next((tmp_path / "out").glob("shard-00001.*"))
     whole = path.read_bytes()
     hit = json.loads(whole.partition(b"\n")[0])
-    other_values = [
-        {**hit, **change}
-        for change in (
-            {"share": "1"}, {"share": None}, {"longest": []}, {"text": 5}, {"document": 5}, {"eval": {}},
-            {"sha256": f"{hit['sha256']}\nat:a.txt:0"},  # another line in the list
-        )
+    wrong_values: list[dict[str, Any]] = [
+        {"share": "1"}, {"share": None}, {"longest": []}, {"text": 5}, {"document": 5}, {"eval": {}},
+        {"sha256": f"{hit['sha256']}\nat:a.txt:0"},  # another line in the list
     ]  # fmt: skip
+    other_values = [{**hit, **change} for change in wrong_values]
     without_share = {name: value for name, value in hit.items() if name != "share"}
     forged = [json.dumps(each).encode() + b"\n" for each in (*other_values, without_share)]
     deep = b"[" * 100_000 + b"]" * 100_000 + b"\n"

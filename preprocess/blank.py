@@ -23,7 +23,7 @@ from preprocess.make.resources import InputSettings
 from preprocess.read.documents import DocumentReader
 from shardprep.console import counted, print_lines, say, with_progress
 from shardprep.errors import NotFound, Refused
-from shardprep.files import STALE_AFTER_S
+from shardprep.files import NOT_THERE, STALE_AFTER_S
 from shardprep.format import documents
 from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
 from shardprep.format.documents import BlankedDocuments
@@ -36,6 +36,7 @@ from shardprep.format.names import (
     id_ranges,
     ids_of_ranges,
     manifest_name,
+    missing_file,
 )  # fmt: skip
 from shardprep.format.plan import (
     Plan,
@@ -195,7 +196,10 @@ def _link_shard(folder: DataFolder, new: DataFolder, shard_id: int) -> None:
             new.make_subfolder(subfolder)
         # A link is read, too: the damage of the old data set must not count as right in the new one.
         is_link = new.publish_link(name, folder)
-        found = new.stamp_of(name) if is_link else new.publish_copy(name, folder, stamp)
+        try:
+            found = new.stamp_of(name) if is_link else new.publish_copy(name, folder, stamp)
+        except NOT_THERE:
+            raise missing_file(folder, name, shard_id) from None
         if found != stamp:
             raise other_hash(folder, name, shard_id, found.sha256, stamp)
         new.sync(subfolder)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,10 @@ def test_a_side_file_of_one_endless_line_is_refused(tmp_path: Path) -> None:
     assert (found.how, found.code) == ("ended", 65)
 
 
+def _code_of(world: World, words: list[object]) -> tuple[int, None]:
+    return world.main(*words).code, None
+
+
 def test_millions_of_ids_in_one_shard_take_no_memory_each(tmp_path: Path) -> None:
     """Their hash is right, and ``peek`` and ``blank`` look for another one."""
     world = (
@@ -159,7 +164,7 @@ def test_millions_of_ids_in_one_shard_take_no_memory_each(tmp_path: Path) -> Non
         ["peek", world.data_dir, "id:none"],
         ["blank", world.data_dir, "--ids", listed, "--output", "new"],
     ):
-        found = ForkedRun(lambda words=words: (world.main(*words).code, None), memory_bytes=150 << 20).end()
+        found = ForkedRun(partial(_code_of, world, words), memory_bytes=150 << 20).end()
         assert (found.how, found.code) == ("ended", 66), words[0]
 
 

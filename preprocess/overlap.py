@@ -444,12 +444,13 @@ def duplicates_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _refuse_foreign_list(path: Path) -> None:
-    """Raise Refused if a file is there that ``duplicates`` did not write."""
-    beginning = files.read_beginning(path, len(_LIST_BEGINS))
+    """Raise Refused if a file is there that ``duplicates`` did not write, and BrokenShard for a link."""
+    folder = Folder(path.parent, writable=_NO_NAME)
+    beginning = folder.read_beginning(path.name, len(_LIST_BEGINS))
     if beginning and beginning != _LIST_BEGINS:
         expected = "a name for a new file, or a list that this command wrote; move it away"
         raise Refused(path=path, found="another file, which stays", expected=expected)
-    Folder(path.parent, writable=_NO_NAME).remove_temporaries(path.name, older_than_s=files.STALE_AFTER_S)
+    folder.remove_temporaries(path.name, older_than_s=files.STALE_AFTER_S)
 
 
 class _Shard(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ from loader.shards import DatasetShards, ShardSet
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
 from shardprep.files import NOT_THERE, read_beginning, read_regular, refuse_fifos
 from shardprep.foreign_tokenizer import ForeignTokenizer, has_bounded_cost
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.index import without_garbage_collection
 from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR, TokenizerSpec, fingerprint_of, is_text
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
@@ -44,7 +46,7 @@ class LoaderTokenizer:
     fingerprint: str  # of the tokenizer that made the ids
     vocab_size: int  # including added tokens
     given: Any = None  # transformers' object; None: load it from ``own``
-    own: tuple[Path, TokenizerSpec] | None = None  # the data set's copy
+    own: tuple[DataFolder, TokenizerSpec] | None = None  # the data set's copy
     pads_with: str | None = None  # token that becomes the pad token of ``loaded``
 
     @staticmethod
@@ -103,27 +105,27 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
             if token_id is not None and getattr(given, name) != token_id:
                 setattr(given, name.removesuffix("_id"), given.convert_ids_to_tokens(token_id))
         return LoaderTokenizer.of_loaded(given, spec.fingerprint)
-    folder = own.folder.path_of(TOKENIZER_DIR)
+    folder = own.folder
     tokenizer = _read_own(folder, own.spec.tokenizer)
     if tokenizer is None:
         tokenizer = LoaderTokenizer.of_loaded(_load_own(folder, own.spec.tokenizer), spec.fingerprint)
     if model_id is not None and model_id != spec.model_id:
         # A folder with the same file need not be loaded. os.path.isdir never raises, unlike Path.is_dir.
         given_file = Path(model_id, "tokenizer.json")
-        if not os.path.isdir(model_id) or _content(given_file) != _content(folder / "tokenizer.json"):  # noqa: PTH112
+        if not os.path.isdir(model_id) or _content(given_file) != _own_content(folder, "tokenizer.json"):  # noqa: PTH112
             _check_same(datasets[0], model_id, _load(model_id))
     return tokenizer
 
 
-def _read_own(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
+def _read_own(folder: DataFolder, spec: TokenizerSpec) -> LoaderTokenizer | None:
     """Read a data set's tokenizer, Llama 3's in 0.5 s. Return None in case of doubt: transformers decides."""
-    raw = _content(folder / "tokenizer.json")
-    if raw is None or _content(folder / "added_tokens.json") is not None:  # transformers 4: more tokens
+    raw = _own_content(folder, "tokenizer.json")
+    if raw is None or _own_content(folder, "added_tokens.json") is not None:  # transformers 4: more tokens
         return None
     with without_garbage_collection():  # 280,000 merges are as many lists
         try:
             data = orjson.loads(raw)
-            config = orjson.loads(_content(folder / "tokenizer_config.json") or b"{}")
+            config = orjson.loads(_own_content(folder, "tokenizer_config.json") or b"{}")
             added = {token["content"]: token["id"] for token in data["added_tokens"]}
             names = {token_id: name for name, token_id in added.items()}
             for name in _SPECIAL_IDS:
@@ -155,16 +157,41 @@ def _content(path: Path) -> bytes | None:
         return None
 
 
-def _load_own(folder: Path, spec: TokenizerSpec) -> Any:
+def _own_content(folder: DataFolder, name: str) -> bytes | None:
+    """Return the content of a file of a data set's tokenizer, or None if it does not exist."""
+    try:
+        return folder.read(f"{TOKENIZER_DIR}/{name}", max_bytes=_MAX_FILE_BYTES)
+    except NOT_THERE:
+        return None
+
+
+def _load_own(folder: DataFolder, spec: TokenizerSpec) -> Any:
     """Load a data set's tokenizer and compare it with the manifests, as transformers reports no damage."""
-    tokenizer = _load(str(folder))
+    # transformers would follow links and wait for a FIFO, so it gets copies of regular files.
+    with tempfile.TemporaryDirectory(prefix="shardprep-") as scratch:
+        for subfolder in (TOKENIZER_DIR, f"{TOKENIZER_DIR}/{CHAT_TEMPLATES_DIR}"):
+            _copy_small_files(folder, subfolder, Path(scratch))
+        tokenizer = _load(str(Path(scratch, TOKENIZER_DIR)))
+    tokenizer.name_or_path = str(folder.path_of(TOKENIZER_DIR))
     pairs = [(name, getattr(tokenizer, name), getattr(spec, name)) for name in _SPECIAL_IDS]
     pairs.append(("fingerprint", _fingerprint(tokenizer)[:12], spec.fingerprint[:12]))
     wrong = [f"{name} {found}, not {expected}" for name, found, expected in pairs if found != expected]
     if wrong:
         expected = f"the tokenizer that made the shards, {spec.model_id!r}; copy the folder from there again"
-        raise OtherTokenizer(path=folder, found="; ".join(wrong), expected=expected)
+        path = folder.path_of(TOKENIZER_DIR)
+        raise OtherTokenizer(path=path, found="; ".join(wrong), expected=expected)
     return tokenizer
+
+
+def _copy_small_files(folder: DataFolder, subfolder: str, target: Path) -> None:
+    """Copy the files of a subfolder of a data set, but no folders in it. Raises BrokenShard for a link."""
+    listed = folder.names(subfolder)
+    if listed:
+        (target / subfolder).mkdir(parents=True)
+    for name in listed:
+        place = f"{subfolder}/{name}"
+        if not folder.is_subfolder(place):
+            (target / place).write_bytes(folder.read(place, max_bytes=_MAX_FILE_BYTES))
 
 
 def _check_same(dataset: DatasetShards, model_id: str, given: Any) -> None:

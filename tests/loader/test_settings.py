@@ -275,7 +275,7 @@ def test_a_loader_loads_its_tokenizer_by_transformers_on_first_access(
         assert asked == []
         tokenizer = loader.tokenizer
         assert loader.tokenizer is tokenizer
-    assert asked == [str(folder)]
+    assert (len(asked), tokenizer.name_or_path) == (1, str(folder))
     known = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     known.pad_token = tokenizer.pad_token
     text = f"하늘과 바다 {EOS} of the moon"

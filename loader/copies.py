@@ -33,8 +33,8 @@ from shardprep import files
 from shardprep.console import Progress, counted, print_lines, quoted, say, short_bytes
 from shardprep.errors import BrokenShard, CannotWrite, MissingShard, NotFound, ReadWriteError, UsageError
 from shardprep.files import FileStamp
+from shardprep.format import commands, names
 from shardprep.format import manifest as manifests
-from shardprep.format import names
 from shardprep.format.index import read_index
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def _other_files(folder: Path) -> Iterator[Path]:
 def _copy_shard(folder: Path, shard_id: int, target: Path, progress: Progress) -> None:
     """Copy a shard's files, its manifest last. Raises BrokenShard if a file differs from the manifest."""
     manifest = manifests.read_manifest(folder, shard_id)
-    remedy = names.remake_command(shard_id, folder)
+    remedy = commands.shard_again(shard_id, folder)
     for path, stamp in manifests.shard_files(folder, manifest):
         _copy_file(path, target / path.relative_to(folder), stamp, remedy)
         if stamp in (manifest.tar, manifest.idx):
@@ -136,7 +136,7 @@ def _copy_file(path: Path, target: Path, stamp: FileStamp | None = None, remedy:
             blocks = (file.read(start, min(READ_BYTES, file.num_bytes - start)) for start in starts)
             _publish(blocks, target, str(path), stamp, remedy)
     except files.NOT_THERE:
-        remedy = f"shardprep verify {quoted(path.parent)}"
+        remedy = commands.on("verify", path.parent)
         raise MissingShard(f"{path} is missing", path=path, remedy=remedy) from None
 
 

@@ -22,8 +22,9 @@ from pathlib import Path
 from preprocess.make import resources
 from preprocess.make.resources import WorkerSettings
 from shardprep.command_line import Command, Program, add_flags_of, given_of, given_words, parse_size
-from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text
+from shardprep.console import Progress, counted, print_lines, say, shards_text
 from shardprep.errors import CannotWrite, NotFound, ShardprepError, UsageError
+from shardprep.format import commands
 from shardprep.format.names import PLAN_NAME, chosen_shards, id_ranges
 from shardprep.format.plan import PrepConfig
 
@@ -112,8 +113,8 @@ def plan_data_set(args: argparse.Namespace) -> int:
         return 0
     from shutil import which
 
-    here = f"shardprep run {quoted(config.output_dir)}"
-    submit = f"shardprep submit {quoted(config.output_dir)}  # or, on this machine: {here}"
+    here = commands.run(config.output_dir)
+    submit = f"{commands.submit(config.output_dir)}  # or, on this machine: {here}"
     print_lines(f"next: {submit if which('sbatch') else here}")
     return 0
 
@@ -145,16 +146,20 @@ def run(args: argparse.Namespace) -> int:
     folder = args.output_dir
     plan = need_plan(folder)
     chosen = chosen_shards(plan.num_shards, args.shards)
-    wanted = range(plan.num_shards) if chosen is None else sorted(chosen)
+    wanted = list(range(plan.num_shards)) if chosen is None else sorted(chosen)
     settings = resources.worker_settings(given_of(args, WorkerSettings))
     todo = missing_shards(folder, plan.plan_id, wanted)
+    if settings.again:
+        if chosen is None:
+            raise UsageError(found="--again", expected="--shards, too", remedy="--shards IDS")
+        todo = wanted
     if len(todo) < len(wanted):
         say(f"{len(wanted) - len(todo)} of {len(wanted)} shards are done already")
     if not todo:
         return 0
     if not os.access(folder, os.W_OK | os.X_OK):
-        expected = "write permission; its owner can make the shards"
-        raise CannotWrite(path=folder, found="a folder that you cannot write to", expected=expected)
+        found, advice = "a folder that you cannot write to", "its owner can make the shards"
+        raise CannotWrite(path=folder, found=found, expected="write permission", advice=advice)
     cpus = resources.allowed_cpus(offset=todo[0])
     assert settings.memory_gb is not None  # worker_settings sets it
     num_proc = args.num_proc
@@ -185,8 +190,7 @@ def run(args: argparse.Namespace) -> int:
     say(f"{len(made)} of {counted(len(todo), 'shard')} made by {counted(num_proc, 'process')}: {total}")
     if failures:
         ids = id_ranges(failure.shard_id for failure in failures)
-        again = f"shardprep run {quoted(folder)} --shards {ids}"
-        say(f"error: failed: {shards_text(ids)}; fix the errors above, then run: {again}")
+        say(f"error: failed: {shards_text(ids)}; fix the errors above, then run: {commands.run(folder, ids)}")
         return failures[0].exit_code
     return 0
 

@@ -46,7 +46,7 @@ from shardprep import files
 from shardprep.command_line import add_flags_of, given_of
 from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text, with_progress
 from shardprep.errors import BadInput, BrokenShard, NotFound, Refused, UsageError
-from shardprep.format import names
+from shardprep.format import commands, names
 from shardprep.format.documents import DocumentNames, blank_digests, name_of_place, read_blanked, read_digests
 from shardprep.format.manifest import done_manifests
 from shardprep.format.plan import Cut, Plan, PlanOptions, need_plan, ranges_between
@@ -348,7 +348,9 @@ def _merge(out: Path, paths: list[Path], data_dir: Path, settings: dict[str, Any
                     listed[f"sha256:{hit['sha256']}\n"] = None
                     file.write(line)
             except (ValueError, LookupError, TypeError):
-                raise BrokenShard(path=path, found="not a hit", remedy=f"rm {quoted(path)}") from None
+                remedy = f"mv {quoted(path)} {quoted(f'{path}.damaged')}"
+                advice = "move it away, and run this again"
+                raise BrokenShard(path=path, found="not a hit", advice=advice, remedy=remedy) from None
         file.sync()
         file.publish()
     files.publish_bytes(names_path, "".join(listed).encode())
@@ -371,7 +373,7 @@ phrase: look at the texts, and try a larger --ngram.{_table(evals.most_common(_M
     print_lines(f"{found}; the lists and overlap.html are in {out}")
     print_lines(*(f"  {source}: {counted(count, 'document')}" for source, count in sources.most_common()))
     if listed:
-        blank = f"shardprep blank {quoted(data_dir)} --ids {quoted(names_path)} --output NEW"
+        blank = commands.blank(data_dir, names_path)
         print_lines(f"next: {blank}  # or plan again with --exclude {quoted(names_path)}")
 
 
@@ -486,6 +488,6 @@ def duplicates(args: argparse.Namespace) -> int:
         print_lines(f"{folder}: {counted(count, 'document')} to remove; list: {path}")
         print_lines(*(f"  {source}: {counted(num, 'document')}" for source, num in each["sources"].items()))
         if count:
-            blank = f"shardprep blank {folder} --ids {path} --output NEW"
-            print_lines(f"  next: shardprep plan --exclude {path} ...  # or: {blank}")
+            blank = commands.blank(Path(each["data_dir"]), Path(each["list"]))
+            print_lines(f"  next: {blank}  # or plan again with --exclude {path}")
     return 0

@@ -33,6 +33,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from shardprep import given
 from shardprep.console import guard_streams, print_lines, say
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped, UsageError
 from shardprep.removed import COMMANDS, FLAGS
@@ -101,7 +102,8 @@ class Program:
             check_names_are_utf8()
             raise_on_stop_signals()
             args = self.parse(words, name=name)
-            code = _resolved(self.commands[args.command].run)(args)
+            with given.flags_are(vars(args)):
+                code = _resolved(self.commands[args.command].run)(args)
             sys.stdout.flush()
             return int(code)  # a signal may come here, too
         except (ShardprepError, Stopped) as error:
@@ -392,7 +394,9 @@ def start_child(target: Callable[..., None], *args: Any) -> BaseProcess:
 
     # Spawn: a fork would copy the state of numpy's and tokenizers' threads, but not the threads.
     spawning = multiprocessing.get_context("spawn")
-    process = spawning.Process(target=_run_child, args=(os.getpid(), target, args), daemon=True)
+    process = spawning.Process(
+        target=_run_child, args=(os.getpid(), dict(given.flags()), target, args), daemon=True
+    )
     with stop_signals_wait(spawns=True):
         process.start()
     return process
@@ -431,11 +435,14 @@ def _answer(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...
         pipe.send(answer)
 
 
-def _run_child(parent: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _run_child(
+    parent: int, flags: Mapping[str, Any], target: Callable[..., None], args: tuple[Any, ...]
+) -> None:
     try:
         raise_on_stop_signals()
         die_with_parent(parent)
-        target(*args)
+        with given.flags_are(flags):
+            target(*args)
     except Stopped as error:
         raise SystemExit(error.exit_code) from None
 

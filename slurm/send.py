@@ -40,6 +40,7 @@ from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import CannotWrite, NotFound, ReadWriteError, Refused, ShardprepError, UsageError
 from shardprep.files import is_link, make_subfolder, publish_bytes
+from shardprep.format import commands
 from shardprep.format import jobs as job_files
 from shardprep.format.jobs import JobArray, JobRequest, Submission, user_name
 from shardprep.format.manifest import Manifest, find_made_shards, read_manifest
@@ -71,7 +72,7 @@ def submit(args: argparse.Namespace) -> int:
         if missing:
             return send_groups(args, state, [(request, missing)])
     except SlurmMissing as error:
-        error.remedy = f"shardprep run {quoted(args.output_dir)}"
+        error.remedy = commands.run(args.output_dir)
         raise
     print_lines(f"nothing to submit: {state.summary}")
     if args.until_done and not args.dry_run:
@@ -144,7 +145,7 @@ def check_queue(state: DatasetState, wanted: set[int] | None) -> None:
         jobs = ", ".join(state.queue.unrecorded)
         found = f"jobs {jobs} wait or run, but no record in {job_files.JOBS_FOLDER}/ names their shards"
         expected = "no such jobs; another command may be sending them now: wait, or end them"
-        remedy = f"shardprep cancel {quoted(state.folder)}"
+        remedy = commands.on("cancel", state.folder)
         raise SlurmRefused(path=state.folder, found=found, expected=expected, remedy=remedy)
     if queued := [each for each in state.ids("running", "pending") if wanted is None or each in wanted]:
         named = shards_text(id_ranges(queued))
@@ -268,7 +269,7 @@ def send_groups(args: argparse.Namespace, state: DatasetState, groups: Groups) -
         remedy = f"scontrol release {ids}"
         if re.search("already finished|Invalid job id", str(error)):
             advice = "Somebody cancelled the jobs before they began; look at the status, then submit again"
-            remedy = f"shardprep status {quoted(state.folder)}"
+            remedy = commands.on("status", state.folder)
         raise type(error)(path=error.path, found=f"{error.found}. {advice}", remedy=remedy) from None
     _announce(args, state, submission, controller)
     return wait_for_jobs(args.output_dir) if args.wait else 0
@@ -303,7 +304,7 @@ def _announce(args: argparse.Namespace, state: DatasetState, submission: Submiss
                 run_slurm("scancel", *before)
         print_lines(f"job {controller}: {_CONTROLLER_TEXT}")
     if not args.wait:
-        print_lines(f"next: shardprep status {quoted(args.output_dir)} --watch")
+        print_lines(f"next: {commands.on('status', args.output_dir, '--watch')}")
 
 
 def _controller(args: argparse.Namespace, state: DatasetState, request: JobRequest, site: Site | None) -> str:
@@ -393,6 +394,10 @@ def check_folder(folder: Path, request: JobRequest) -> Plan:
     if request.setup and not (os.path.isabs(request.setup) and os.path.isfile(request.setup)):  # noqa: PTH113, PTH117 - Path's may raise OSError
         expected = "the path of a file for tasks to source"
         raise UsageError(path=request.setup, found=f"--setup {request.setup}", expected=expected)
+    if plan.options.transform_sha256 and "--transform" not in request.worker_args:
+        found = "a plan with a function for documents, and no file with it for the tasks"
+        expected, remedy = "--worker_args with --transform", commands.submit(folder)
+        raise UsageError(path=folder, found=found, expected=expected, remedy=remedy)
     if not os.path.isdir(plan.input_dir) and "--input_dir" not in request.worker_args:  # noqa: PTH112 - as above
         todo = "Has the input moved? --worker_args '--input_dir NEW'"
         say(f"warning: no {plan.input_dir} on this host; tasks on nodes without it exit with 66. {todo}")
@@ -685,7 +690,7 @@ def shards_to_retry(args: argparse.Namespace, state: DatasetState, changes: dict
     check_queue(state, shard_ids)
     is_tried = state.submissions or any(shard.attempts for shard in state.shards)
     if not is_tried and state.ids("not submitted", "not visible"):
-        remedy = f"shardprep submit {quoted(state.folder)}"
+        remedy = commands.submit(state.folder)
         raise NotFound(path=state.folder, found="nothing was submitted yet", remedy=remedy)
     wanted = [shard for shard in state.shards if shard_ids is None or shard.shard_id in shard_ids]
     # A controller passes on the --shards of the first submission; that does not count as naming them again.
@@ -747,11 +752,11 @@ def _with_own_changes(state: DatasetState, request: JobRequest, changes: dict[st
             foreign[name] = value
     if foreign:
         numbers = ", ".join(f"{each.number:04d}.json" for each in state.submissions if not each.is_own)
-        flags = shlex.join(f"--{name}={value}" for name, value in foreign.items())
+        flags = [f"--{name}={value}" for name, value in foreign.items()]
         found = f"commands in records in jobs/ that another user wrote, or can write to ({numbers})"
         omit = f"omit one with --{next(iter(foreign))}=''"
         expected = f"that you read them and name them yourself, because they run as you; {omit}"
-        remedy = f"shardprep retry {quoted(state.folder)} {flags}"
+        remedy = commands.on("retry", state.folder, *flags)
         raise Refused(path=state.folder, found=found, expected=expected, remedy=remedy)
     return request.changed(**changes)
 

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from shardprep import files
 from shardprep.errors import BadInput, BrokenShard, NotFound, OtherPlan, UsageError
 from shardprep.files import Digest, FileStamp
-from shardprep.format import names
+from shardprep.format import commands, names
 from shardprep.format.names import Count
 from shardprep.format.plan import PlannedShard
 
@@ -221,9 +221,9 @@ def kept_ids(folder: Path, shard_id: int) -> Iterator[tuple[int, int, str]]:
         for line in files.read_lines(path):
             yield _KEPT_ID.decode(line)
     except files.NOT_THERE:
-        raise names.missing_file(path, shard_id, folder) from None
+        raise commands.missing_file(path, shard_id, folder) from None
     except (msgspec.MsgspecError, ValueError):
-        remedy = names.remake_command(shard_id, folder)
+        remedy = commands.shard_again(shard_id, folder)
         raise BrokenShard(path=path, found=f"the line {line[:60]!r}", remedy=remedy) from None
 
 
@@ -233,9 +233,9 @@ def read_digests(folder: Path, shard_id: int, stamp: FileStamp, *, is_checked: b
     try:
         raw = files.read_regular(path, max_bytes=stamp.num_bytes)
     except files.NOT_THERE:
-        raise names.missing_file(path, shard_id, folder) from None
+        raise commands.missing_file(path, shard_id, folder) from None
     if not is_checked and (found := hashlib.sha256(raw).hexdigest()) != stamp.sha256:
-        remedy, expected = names.remake_command(shard_id, folder), stamp.sha256[:12]
+        remedy, expected = commands.shard_again(shard_id, folder), stamp.sha256[:12]
         raise BrokenShard(path=path, found=f"sha256 {found[:12]}", expected=expected, remedy=remedy)
     return _as_digests(path, raw)
 
@@ -282,7 +282,7 @@ def read_blanked(folder: Path, plan_id: str, shard_id: int) -> BlankedDocuments:
         raise
     if (found.plan_id, found.shard_id) != (plan_id, shard_id):
         other = f"shard {found.shard_id} of plan {found.plan_id[:12]}"
-        raise OtherPlan(path=path, found=other, expected=f"{shard_id} of {plan_id[:12]}; {advice}")
+        raise OtherPlan(path=path, found=other, expected=f"{shard_id} of {plan_id[:12]}", advice=advice)
     if len(found.inputs) != len(found.offsets):
         raise names.wrong_value(path, "offsets", found.offsets, f"{len(found.inputs)}, as in inputs")
     return found

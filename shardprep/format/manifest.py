@@ -31,7 +31,7 @@ from msgspec import Meta
 from shardprep import errors, files
 from shardprep.errors import ShardprepError
 from shardprep.files import Digest, FileStamp
-from shardprep.format import names
+from shardprep.format import commands, names
 from shardprep.format.names import Count, DatasetSpec, Seconds, Text
 
 _FORMAT = "shardprep-manifest"
@@ -175,9 +175,9 @@ def read_manifest(folder: Path, shard_id: int) -> Manifest:
     try:
         return names.read_file(path, _FORMAT, Manifest, max_bytes=_MAX_BYTES)
     except files.NOT_THERE:
-        raise names.missing_file(path, shard_id, folder) from None
+        raise commands.missing_file(path, shard_id, folder) from None
     except errors.BrokenShard as error:
-        error.remedy = names.rerun_command(shard_id, folder)
+        error.remedy = commands.shard(shard_id, folder)
         raise
 
 
@@ -191,10 +191,10 @@ def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
     manifest = read_manifest(folder, shard_id)
     if manifest.spec.plan_id != plan_id or manifest.shard_id != shard_id:
         found = f"shard {manifest.shard_id} of plan {manifest.spec.plan_id[:12]}"
-        path, remedy = names.manifest_path(folder, shard_id), names.remake_command(shard_id, folder)
-        expected = f"shard {shard_id} of plan {plan_id[:12]}; use a new folder for other inputs or options, "
-        expected += "or make this shard again"
-        raise errors.OtherPlan(path=path, found=found, expected=expected, remedy=remedy)
+        path, remedy = names.manifest_path(folder, shard_id), commands.shard_of_other_plan(shard_id, folder)
+        expected = f"shard {shard_id} of plan {plan_id[:12]}"
+        advice = "use a new folder for other inputs or options, or move this shard away"
+        raise errors.OtherPlan(path=path, found=found, expected=expected, advice=advice, remedy=remedy)
     check_sizes(folder, manifest, ("tar", "idx"))
     return manifest
 
@@ -213,9 +213,9 @@ def check_sizes(folder: Path, manifest: Manifest, which: Iterable[str] = tuple(n
     for path, stamp in shard_files(folder, manifest, which):
         found = files.size_of_file(path)
         if found is None:
-            raise names.missing_file(path, manifest.shard_id, folder)
+            raise commands.missing_file(path, manifest.shard_id, folder)
         if found != stamp.num_bytes:
-            remedy = names.rerun_command(manifest.shard_id, folder)
+            remedy = commands.shard_without(path, manifest.shard_id, folder)
             size = f"{found} bytes"
             raise errors.BrokenShard(path=path, found=size, expected=stamp.num_bytes, remedy=remedy)
 
@@ -226,10 +226,11 @@ def check_hashes(folder: Path, manifest: Manifest, tar_sha256: str) -> None:
         try:
             found = tar_sha256 if stamp is manifest.tar else files.stamp_file(path).sha256
         except files.NOT_THERE:
-            raise names.missing_file(path, manifest.shard_id, folder) from None
+            raise commands.missing_file(path, manifest.shard_id, folder) from None
         if found != stamp.sha256:
-            remedy, found = names.remake_command(manifest.shard_id, folder), f"sha256 {found[:12]}"
-            raise errors.BrokenShard(path=path, found=found, expected=stamp.sha256[:12], remedy=remedy)
+            remedy = commands.shard_again(manifest.shard_id, folder)
+            wrong, planned = f"sha256 {found[:12]}", stamp.sha256[:12]
+            raise errors.BrokenShard(path=path, found=wrong, expected=planned, remedy=remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,7 +292,7 @@ def refuse_found(folder: Path, findings: Mapping[int, Finding], shard_ids: Itera
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         what = findings[wrong[0]].message.partition("; run: ")[0]  # its remedy is for one shard
         found = f"shard {wrong[0]:05d}{more} is not done, because verify found it wrong: {what}"
-        raise errors.BrokenShard(path=folder, found=found, remedy=f"shardprep run {errors.quoted(folder)}")
+        raise errors.BrokenShard(path=folder, found=found, remedy=commands.run(folder))
 
 
 def refuse_other_plan(folder: Path, plan_id: str) -> None:
@@ -299,8 +300,9 @@ def refuse_other_plan(folder: Path, plan_id: str) -> None:
     # The id is in the first bytes of the file.
     match = _PLAN_ID.search(files.read_beginning(folder / names.PLAN_NAME, 400))
     if match and (found := match[1].decode()) != plan_id:
-        expected = f"{plan_id[:12]}, like its shards; restore the plan, or move plan or shards away"
-        raise errors.OtherPlan(path=folder / names.PLAN_NAME, found=f"plan {found[:12]}", expected=expected)
+        expected, advice = f"{plan_id[:12]}, like its shards", "restore the plan, or move plan or shards away"
+        path = folder / names.PLAN_NAME
+        raise errors.OtherPlan(path=path, found=f"plan {found[:12]}", expected=expected, advice=advice)
 
 
 def find_made_shards(
@@ -372,7 +374,7 @@ def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
     except files.NOT_THERE:
         return {}
     except errors.BrokenShard as error:
-        error.remedy = f"shardprep verify {errors.quoted(folder)}"
+        error.remedy = commands.on("verify", folder)
         raise
     if file.plan_id != plan_id:
         return {}
@@ -423,7 +425,9 @@ def publish_findings(
         path.unlink(missing_ok=True)
     except OSError as error:
         found = f"some shards are wrong, and it cannot be removed: {error.strerror}"
-        raise errors.ReadWriteError(path=path, found=found, expected="no such file; remove it") from None
+        raise errors.ReadWriteError(
+            path=path, found=found, expected="no such file", advice="remove it"
+        ) from None
 
 
 def _manifest_sha256(folder: Path, shard_id: int) -> str:

@@ -27,12 +27,9 @@ from shardprep.errors import CannotWrite, NotFound, ShardprepError, UsageError
 from shardprep.format import commands
 from shardprep.format.names import PLAN_NAME, chosen_shards, id_ranges
 from shardprep.format.plan import PrepConfig
+from shardprep.meanings import HUB_HINT
 
 _HUB_NAME = re.compile(r"(?:(?:hf|https?):/+(?:huggingface\.co/+)?datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")
-_HUB_HINT = (
-    "download a data set of the hub first: hf download NAME --repo-type dataset --local-dir RAW; "
-    "then plan --input_dir RAW --recursive"
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,7 +98,7 @@ def plan_data_set(args: argparse.Namespace) -> int:
     if config.transform and (fields := sorted({"text_field", "text_template"} & given.keys())):
         raise UsageError(found=f"--{fields[0]} --transform", expected="one of them: each gives the text")
     if (name := _HUB_NAME.fullmatch(str(config.input_dir))) and not os.path.lexists(config.input_dir):
-        message = f"--input_dir {config.input_dir} is not a folder; {_HUB_HINT.replace('NAME', name[1])}"
+        message = f"--input_dir {config.input_dir} is not a folder; {HUB_HINT.replace('NAME', name[1])}"
         raise NotFound(message, path=config.input_dir, remedy="hf download")
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
     cut = {"num_shards": args.num_shards, "shard_bytes": shard_bytes}
@@ -241,9 +238,6 @@ def _blank_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(shards=None, fast=True, deep=None)  # of ``run`` and ``verify``
 
 
-_PACKED_HINT = "to pack documents into rows, use --record packed --seq_len 8192"
-_LENGTH_HINT = "documents stay whole here; the loader cuts them: get_llama3_dataloader(..., max_length=2048)"
-_BOOLEAN_HINT = "a flag that is on or off takes no value: use --NAME or --no-NAME"
 _ELSEWHERE = (  # command, its module, which is imported when it is called, and a line of help
     ("verify", "verify", "check all shards and write index.json"),
     ("doctor", "doctor", "check machine, tokenizer and folders before the work"),
@@ -261,12 +255,6 @@ PROGRAM = Program(
     description="Raw text to token shards. Without a command it makes one shard: --shard_id N.",
     epilog="shardprep --shard_id N [...] makes shard N of the plan in --output_dir. Without a plan, it first "
     "plans a shard for each .txt file in --input_dir; shard 0 is the first that ls *.txt shows.",
-    hints={
-        **dict.fromkeys(("--packing", "--pack_sequences"), _PACKED_HINT),
-        **dict.fromkeys(("--dataset", "--dataset_name"), _HUB_HINT),
-        **dict.fromkeys(("--max_length", "--max_seq_length"), _LENGTH_HINT),
-        **dict.fromkeys(("True", "False", "true", "false"), _BOOLEAN_HINT),
-    },
     commands={
         "shard": Command("make one shard: --shard_id N", _shard_flags, task, is_nameless=True),
         "plan": Command(

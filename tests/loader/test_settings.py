@@ -36,7 +36,7 @@ from loader import (
     set_up_training,
 )
 from loader.__main__ import main as show
-from shardprep.removed import ARGUMENTS
+from shardprep.meanings import ARGUMENTS
 from tests import loader_reference
 from tests.forged import rewrite_json
 from tests.oracle.forms import SEQ_LEN, DataSets
@@ -93,7 +93,7 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error_with_all_names(nam
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_a_removed_argument_is_refused_with_what_to_do_instead(name: str) -> None:
+def test_an_argument_of_another_loader_is_refused_with_what_to_do_instead(name: str) -> None:
     make: Any = get_llama3_dataloader
     with pytest.raises(TypeError) as raised:
         make("DATA", 4, **{name: 1})

@@ -29,7 +29,7 @@ class _Meaning(NamedTuple):
     of: Mapping[str, str] = {}
 
 
-_FLAGS = (
+FLAGS = (
     _Meaning(
         typed=(
             "--tokenizer --tokenizer_name --tokenizer_path --tokenizer_id --tokenizer_dir "
@@ -523,7 +523,7 @@ _FLAGS = (
     ),
 )
 
-_COMMANDS = {
+COMMANDS = {
     "plan": "init prepare configure create new setup start dry_run cost estimate",
     "run": "make build process preprocess tokenize encode execute work convert_data generate go",
     "verify": "check validate test fsck integrity",
@@ -569,7 +569,7 @@ ARGUMENTS = {
 
 def meaning_of_flag(typed: str, command: str, known: Collection[str]) -> str:
     """Return a hint for a flag that ``command`` does not have, or "". ``known``: the flags that it has."""
-    for meaning in _FLAGS:
+    for meaning in FLAGS:
         if typed not in meaning.typed.split(" "):
             continue
         for commands, hint in meaning.of.items():
@@ -584,7 +584,7 @@ def meaning_of_flag(typed: str, command: str, known: Collection[str]) -> str:
 
 def meaning_of_command(typed: str) -> str:
     """Return our command for what is typed, or ""."""
-    for command, words in _COMMANDS.items():
+    for command, words in COMMANDS.items():
         if typed in words.split(" "):
             return command
     return ""

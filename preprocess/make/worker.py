@@ -30,7 +30,7 @@ from preprocess.make import engines, resources
 from preprocess.make.engines import Engine
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import Batch, ShardWriter, finished_manifest
-from preprocess.read.documents import BATCH_BYTES, BadDocument, DocumentReader, Documents, Texts
+from preprocess.read.documents import BATCH_BYTES, DocumentReader, Documents, Texts, advice_about
 from shardprep.command_line import start_child
 from shardprep.console import Progress, counted, guard_streams, quoted, say, short_bytes, short_number
 from shardprep.errors import BadInput, CannotWrite, OtherTokenizer, ReadWriteError, ShardprepError, UsageError
@@ -41,7 +41,6 @@ from shardprep.format.plan import (
     EngineName,
     Plan,
     PlannedShard,
-    PlanOptions,
     check_tokenizer_files,
     need_plan,
 )
@@ -51,8 +50,6 @@ if TYPE_CHECKING:  # a task of one shard does without them
 
 _MAX_ENCODERS = 4  # threads that encode and lay out batches; more would wait for the interpreter's lock
 _MAX_NAMED_INPUTS = 3  # of a shard, in the log
-# Reasons why documents are left out if the field of the text is the wrong one.
-_WRONG_FIELD = ("no_field", "null_field", "wrong_type")
 _SLURM_VARIABLES = [
     f"SLURM_{name}" for name in ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CPUS_PER_TASK")
 ]
@@ -260,25 +257,6 @@ class Worker:
         )
         fields = {"found": found, "expected": expected, "advice": advice, "remedy": remedy}
         raise BadInput(message, path=quarantine.path, **fields)
-
-
-def advice_about(bad: Iterable[BadDocument], options: PlanOptions) -> list[str]:
-    """Return sentences about what to change so that documents are not left out, by their reasons."""
-    reasons: set[tuple[str, bool]] = set()  # with whether the input has fields, unlike plain text
-    for each in bad:
-        reasons.add((each.reason, names.input_kind(each.source).format.has_fields))
-    found: list[str] = []
-    if any((reason, True) in reasons for reason in _WRONG_FIELD) and options.text_field:
-        found.append(
-            f"If --text_field {options.text_field} is wrong, plan into a new folder with the right one."
-        )
-    if ("undecodable", False) in reasons:
-        found.append(f"If --encoding {options.encoding} is wrong, plan into a new folder with the right one.")
-    if ("undecodable", True) in reasons:
-        found.append("JSON and tables are read as UTF-8: convert such files with iconv -f ENCODING -t utf-8.")
-    if found:
-        return [*found, "If not, correct the input and plan again."]
-    return ["Correct the input and plan again."]
 
 
 def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[str], None]) -> Engine:

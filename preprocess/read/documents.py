@@ -329,6 +329,29 @@ class BadDocument:
     source_label: str = ""  # source that its record names; "": the source of its file
 
 
+# Reasons why documents are left out if the field of the text is the wrong one.
+_WRONG_FIELD = ("no_field", "null_field", "wrong_type")
+
+
+def advice_about(bad: Iterable[BadDocument], options: PlanOptions) -> list[str]:
+    """Return sentences about what to change so that documents are not left out, by their reasons."""
+    reasons: set[tuple[str, bool]] = set()  # with whether the input has fields, unlike plain text
+    for each in bad:
+        reasons.add((each.reason, input_kind(each.source).format.has_fields))
+    found: list[str] = []
+    if any((reason, True) in reasons for reason in _WRONG_FIELD) and options.text_field:
+        found.append(
+            f"If --text_field {options.text_field} is wrong, plan into a new folder with the right one."
+        )
+    if ("undecodable", False) in reasons:
+        found.append(f"If --encoding {options.encoding} is wrong, plan into a new folder with the right one.")
+    if ("undecodable", True) in reasons:
+        found.append("JSON and tables are read as UTF-8: convert such files with iconv -f ENCODING -t utf-8.")
+    if found:
+        return [*found, "If not, correct the input and plan again."]
+    return ["Correct the input and plan again."]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Documents:
     """A batch: consecutive documents of one input. Empty lines are counted, but are not documents."""

@@ -345,6 +345,7 @@ class TokenLoader(DataLoader[Batch]):
         ``load_state_dict(state_at(step + 200))`` on all ranks. Raises UsageError for a step of an epoch that
         ``set_epoch`` left.
         """
+        step = whole_number("step", step, least=0)
         if step < (least := self.progress.left_at):
             raise UsageError.of_value("step", step, f"at least {least}, where set_epoch left an epoch")
         num_left = self.progress.num_left
@@ -485,7 +486,7 @@ def _warn_of_accumulation(num_batches: int) -> None:
 
 Padding = Literal["longest", "max_length"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_MINIMUM = {"pad_to_multiple_of": 0, "num_workers": 0, "rank": 0, "seed": -(1 << 63)}  # others: 1
+_MINIMUM = {"num_workers": 0, "rank": 0, "seed": -(1 << 63)}  # others: 1
 _CHOICES = {"SplitName": SplitName, "Padding": Padding, "WeightsIn": WeightsIn, "Targets": Targets}
 _PATHS = {"model_id": "a model's folder or its name on the hub", "cache_dir": "a folder"}
 

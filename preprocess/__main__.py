@@ -97,6 +97,9 @@ def plan_data_set(args: argparse.Namespace) -> int:
     config = PrepConfig(**given)
     if config.transform and (fields := sorted({"text_field", "text_template"} & given.keys())):
         raise UsageError(found=f"--{fields[0]} --transform", expected="one of them: each gives the text")
+    if given.get("token_format") == "json" and config.has_rows:
+        expected = "--token_format npy, as rows are always stored, or --record documents"
+        raise UsageError(found="--token_format json", expected=expected, remedy="--token_format npy")
     if (name := _HUB_NAME.fullmatch(str(config.input_dir))) and not os.path.lexists(config.input_dir):
         message = f"--input_dir {config.input_dir} is not a folder; {HUB_HINT.replace('NAME', name[1])}"
         raise NotFound(message, path=config.input_dir, remedy="hf download")

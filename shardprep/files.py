@@ -427,6 +427,9 @@ class PublishedFile:
     def _errors(self, what: str) -> Iterator[None]:
         try:
             yield
+        except IsADirectoryError:
+            found, expected = "a folder", "a file, or a name that is free"
+            raise CannotWrite(path=self.path, found=found, expected=expected) from None
         except OSError as error:
             why = f"{self.path} could not be {what} after {self.num_bytes} bytes: {error.strerror}"
             todo = "nothing is lost: fix the cause (df, lfs df, quota) and run this again"

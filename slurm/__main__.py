@@ -29,6 +29,16 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output_dir", metavar="DATA", type=real_path, help="folder of the data set")
 
 
+def _minutes(text: str) -> int:
+    """Parse minutes, or a time as sbatch takes it: 90, 1:30:00, 1-12:00:00."""
+    from slurm.state import minutes_of
+
+    minutes = int(text) if text.lstrip("-").isdigit() else minutes_of(text)
+    if minutes is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time such as 90 or 1:30:00")
+    return minutes
+
+
 def _add_cancel(parser: argparse.ArgumentParser) -> None:
     _add_folder(parser)
     parser.add_argument("--shards", help="only the tasks of these shards, such as 0-9,12 (default: all)")
@@ -42,6 +52,9 @@ def _add_logs(parser: argparse.ArgumentParser) -> None:
 def _add_submit(parser: argparse.ArgumentParser) -> None:
     _add_folder(parser)
     add_flags_of(parser, JobRequest)
+    for action in parser._actions:  # noqa: SLF001 - argparse has no other list
+        if action.dest == "time_min":  # as SBATCH_TIMELIMIT takes it
+            action.type = _minutes
     shards = "shards per task (default: 1, more if the site's limits require it)"
     parser.add_argument("--shards_per_task", type=int, help=shards)
     text = "submit only these shards, such as 0-9,12, however often they failed (default: all)"

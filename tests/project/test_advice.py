@@ -8,9 +8,11 @@ import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from loader import BrokenShard, OtherRun, UsageError
 from shardprep.__main__ import COMMANDS
 from tests.checkout import PACKAGES, ROOT
 from tests.world import World, call_main, open_loader, type_in
@@ -216,3 +218,38 @@ def test_no_other_place_spells_a_command_on_a_data_set() -> None:
                     assert not spelled, f"{path}:{node.lineno}: {ast.unparse(node)}"
     assert num_files > 60
     assert _SPELLED.search("error; run: shardprep run ")
+
+
+@pytest.mark.processes  # plan tries a function in another process
+def test_a_plan_that_differs_is_described_without_hashes_and_in_the_words_of_flags(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.jsonl": RECORDS})
+    (tmp_path / "t.py").write_text(FUNCTION)
+    (tmp_path / "u.py").write_text(FUNCTION + "\n")
+    world.plan(num_shards=2, transform=tmp_path / "t.py", id_field="words")
+    ended = world.try_plan(num_shards=3, transform=tmp_path / "u.py").ends(78)
+    assert "--id_field was words, now not set" in ended.err
+    assert "the function of --transform differs" in ended.err
+    assert not re.search(r"[0-9a-f]{12}", ended.err.replace(str(tmp_path), "")), ended.err
+
+
+def test_empty_shards_are_announced_unless_the_files_are_empty(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.txt": "a line\n" * 5, "b.txt": ""})
+    assert "95 of 100 shards will be empty" in world.try_plan(num_shards=100, dry_run=True).ends(0).out
+    assert "will be empty" not in world.try_plan(dry_run=True).ends(0).out
+
+
+def test_a_loader_names_the_dict_that_holds_its_state_and_refuses_a_step_that_is_no_number(
+    original: World,
+) -> None:
+    with open_loader(original.data_dir) as loader:
+        state = loader.state_dict()
+        with pytest.raises(BrokenShard, match=re.escape("load_state_dict(checkpoint['data'])")):
+            loader.load_state_dict({"model": {}, "data": state})
+        for step in ("5", 3.5, None, True):
+            wrong: Any = step
+            with pytest.raises(UsageError) as refused:
+                loader.state_at(wrong)
+            assert refused.value.found == f"step={step!r}"
+    with open_loader(original.data_dir, 8) as larger, pytest.raises(OtherRun) as raised:
+        larger.load_state_dict(state)
+    assert "batch_size=4" in str(raised.value.advice)

@@ -179,14 +179,14 @@ def test_each_hint_names_flags_and_commands_that_exist(helps: dict[str, str]) ->
         every |= set(re.findall(r"--(?:no-)?[a-z_]+", text.replace("[no-]", "")))
     every |= {f"--no-{flag[2:]}" for flag in every}
     num_hints = 0
-    for meaning in meanings._FLAGS:
+    for meaning in meanings.FLAGS:
         num_hints += 1
         hints = " ".join((meaning.ours, meaning.otherwise, *meaning.of.values()))
         assert set(re.findall(r"--(?:no-)?[a-z_]+", hints)) <= every, meaning
         assert set(" ".join(meaning.of).split()) <= {*COMMANDS}, meaning
         assert len(set(meaning.typed.split())) == len(meaning.typed.split()), meaning
     assert num_hints > 60
-    for command in meanings._COMMANDS:
+    for command in meanings.COMMANDS:
         assert command in (*COMMANDS, "--version")
 
 

@@ -122,7 +122,9 @@ def close_read(handle: int) -> None:
 def _check_is_regular(path: Path | str, mode: int) -> None:
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.filemode(mode)[0], "a file of another kind")
-        raise BrokenShard(path=path, found=kind, expected="a regular file; put the file itself there")
+        raise BrokenShard(
+            path=path, found=kind, expected="a regular file", advice="put the file itself there"
+        )
 
 
 def refuse_fifos(folder: Path) -> None:

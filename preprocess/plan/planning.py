@@ -229,8 +229,9 @@ def plan_of_task(given: dict[str, Any], *, may_plan: bool, checks_inputs: bool) 
             fingerprint = names.fingerprint_of(names.load_json(raw))
         if fingerprint != plan.tokenizer.fingerprint:
             found = f"--model_id {model_id}, whose tokenizer.json differs, or cannot be compared"
-            expected = f"{plan.tokenizer.model_id}: leave --model_id out, or use a new --output_dir"
-            raise errors.OtherTokenizer(path=folder, found=found, expected=expected, remedy="--output_dir")
+            fields = {"found": found, "expected": plan.tokenizer.model_id, "remedy": "--output_dir"}
+            advice = "leave --model_id out, or use a new --output_dir"
+            raise errors.OtherTokenizer(path=folder, advice=advice, **fields)
     if "input_dir" in given and plans.is_one_file_a_shard(plan):
         check_inputs(plan, given["input_dir"], names_alone=True)
 
@@ -290,10 +291,11 @@ def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> N
         differing = [f"{where}{error.found or error}"]
     if differing:
         more = f" and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
-        expected = f"the {counted(len(planned), 'planned input file')}: bring them back, or plan new ones in "
-        expected += "a folder of their own, with another --output_dir, and give the loader a list of folders"
-        found_now = "; ".join(differing[:_NUM_NAMED]) + more
-        raise errors.Refused(path=input_dir, found=found_now, expected=expected, remedy="--output_dir")
+        expected = f"the {counted(len(planned), 'planned input file')}"
+        advice = "bring them back, or plan new ones in a folder of their own, with another --output_dir, and "
+        advice += "give the loader a list of folders"
+        fields = {"found": "; ".join(differing[:_NUM_NAMED]) + more, "expected": expected, "advice": advice}
+        raise errors.Refused(path=input_dir, remedy="--output_dir", **fields)
 
 
 _NUM_PLACES, _SAMPLE_BYTES = 8, 2 << 20  # of the input that is sampled

@@ -89,8 +89,8 @@ class OpenInput:
                 raise
             if isinstance(cause, FileNotFoundError) and os.path.islink(path):  # noqa: PTH114 - it never raises
                 found = "a broken link"
-            expected = "a regular file that can be read; restore it, or move it away"
-            raise NotFound(path=path, found=found, expected=expected) from None
+            expected, advice = "a regular file that can be read", "restore it, or move it away"
+            raise NotFound(path=path, found=found, expected=expected, advice=advice) from None
         self.stamp = self._status()
 
     def read(self, start: int, end: int) -> bytes:
@@ -117,8 +117,8 @@ class OpenInput:
         found = self._status()
         if found != self.stamp:
             changed = f"a file that changed while it was read: {found}"
-            expected = f"{self.stamp}; run this again once it no longer changes, or plan into a new folder"
-            raise Refused(path=self.path, found=changed, expected=expected)
+            advice = "run this again once it no longer changes, or plan into a new folder"
+            raise Refused(path=self.path, found=changed, expected=self.stamp, advice=advice)
 
     def _status(self) -> Stamp:
         try:
@@ -174,8 +174,9 @@ class RangeReader:
             return
         found = sample_sha256(self.file)
         if (size, found) != (planned.num_bytes, planned.sha256):
-            expected = f"{planned.num_bytes} with {planned.sha256[:12]} as planned; {_RESTORE}"
-            raise Refused(path=part.path, found=f"{size} bytes with sample {found[:12]}", expected=expected)
+            sampled = f"{size} bytes with sample {found[:12]}"
+            expected = f"{planned.num_bytes} with {planned.sha256[:12]} as planned"
+            raise Refused(path=part.path, found=sampled, expected=expected, advice=_RESTORE)
 
     def read(self, start: int, end: int) -> bytes:
         """Return the bytes [start, end). Raises ReadWriteError."""
@@ -450,7 +451,7 @@ class DocumentReader:
         if digest is not None and digest.hexdigest() != shard.sha256:
             names = ", ".join(str(part.path) for part in shard.ranges[:3])
             found = f"other input bytes of shard {shard.shard_id:05d}, with sha256 {digest.hexdigest()[:12]}"
-            raise Refused(path=names, found=found, expected=f"{str(shard.sha256)[:12]}; {_RESTORE}")
+            raise Refused(path=names, found=found, expected=str(shard.sha256)[:12], advice=_RESTORE)
 
     def of_ranges(
         self,

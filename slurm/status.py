@@ -409,8 +409,11 @@ def next_line(data: dict[str, Any]) -> str:
 def _after_failures(data: dict[str, Any], folder: Path, *, has_answer: bool) -> str:
     """Return the command to type after shards failed. What a person has to decide is a comment behind it."""
     # Failed shards that retry does not send have their remedy beside their cause.
+    if data["can_retry"] and has_answer:
+        # The request of a job has what its tasks need; a run on one machine has left none.
+        return commands.on("retry", folder) if data["has_jobs"] else commands.submit(folder, command="retry")
     if data["can_retry"]:
-        return commands.on("retry", folder) if has_answer else commands.run(folder)
+        return commands.run(folder)
     if states.BAD_INPUT in data["causes"]:
         first = ids_of_ranges(data["causes"][states.BAD_INPUT])[0]
         left_out = quarantine_path(folder, first)

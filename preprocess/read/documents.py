@@ -16,6 +16,7 @@ import hashlib
 import importlib
 import itertools
 import os
+import shlex
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, TextFields, Transfo
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, BrokenShard, NotFound, ReadWriteError, Refused, UsageError
 from shardprep.files import ReadFile, with_retries
+from shardprep.format import commands
 from shardprep.format.documents import DocumentNames, canonical_conversation, digests_of, read_excluded
 from shardprep.format.names import InputKind, input_kind, place_text
 from shardprep.format.plan import ByteRange, PlannedShard, PlanOptions
@@ -440,6 +442,9 @@ class DocumentReader:
     @staticmethod
     def of_plan(folder: Path, options: PlanOptions, transform_file: Path | None) -> DocumentReader:
         """Build the reader of a plan. Raises as ``transform_of`` and ``read_excluded``."""
+        if options.transform_sha256 and transform_file is None:
+            found, flags = "a plan with a function for documents", shlex.join(commands.flags_of_input(folder))
+            raise UsageError(path=folder, found=found, expected=f"its file: {flags}", remedy=flags)
         transform = text_fields.transform_of(options, transform_file)
         excluded = read_excluded(folder, options.excluded) if options.excluded else None
         return DocumentReader(options, transform, excluded)

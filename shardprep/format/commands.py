@@ -60,11 +60,11 @@ def shard_of_other_plan(shard_id: int, folder: Path) -> str:
     return f"mkdir -p {beside} && mv {old}.* {beside} && {shard(shard_id, folder)}"
 
 
-def submit(folder: Path, *flags: object) -> str:
-    """Return the command that makes the missing shards as a job array."""
+def submit(folder: Path, *flags: object, command: str = "submit") -> str:
+    """Return the command that makes the missing shards as a job array. ``command``: submit or retry."""
     words = flags_of_input(folder)
     worker_args = ["--worker_args", _line(*words)] if words else []
-    return on("submit", folder, *flags, *worker_args)
+    return on(command, folder, *flags, *worker_args)
 
 
 def blank(folder: Path, ids: Path, new: str = "NEW") -> str:

@@ -253,3 +253,21 @@ def test_a_loader_names_the_dict_that_holds_its_state_and_refuses_a_step_that_is
     with open_loader(original.data_dir, 8) as larger, pytest.raises(OtherRun) as raised:
         larger.load_state_dict(state)
     assert "batch_size=4" in str(raised.value.advice)
+
+
+def test_a_command_without_the_function_of_its_plan_names_the_file(original: World) -> None:
+    """What it advises to add is the copy in the data set."""
+    shown = call_main("verify", original.data_dir, "--deep", "1").ends(2).err
+    flags = shlex.split(shown.rpartition("its file: ")[2])
+    call_main("verify", original.data_dir, "--deep", "1", *flags).ends(0)
+
+
+def test_submit_and_retry_are_refused_and_advised_with_the_function_of_the_plan(made: World) -> None:
+    (made.data_dir / "shard-00001.tar").unlink()
+    function = made.data_dir / "transform/my function.py"
+    ended = made.main("submit", made.data_dir).ends(2)
+    (advice,) = advised(ended.err)
+    assert shlex.split(advice)[1:4] == ["submit", str(made.data_dir), "--worker_args"]
+    assert shlex.split(shlex.split(advice)[4]) == ["--transform", str(function)]
+    shown = type_in(advice).err  # no cluster answers here, so it gets as far as asking
+    assert "a function for documents" not in shown

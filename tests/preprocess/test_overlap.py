@@ -226,7 +226,7 @@ def test_a_damaged_list_is_refused_with_a_remedy(worlds: Worlds, evals: Path, tm
     for damaged in (b"[]\n", b"{}\n", whole + b"no json\n", whole[:-9]):
         path.write_bytes(damaged)
         error = overlap(worlds["documents"], evals, tmp_path / "out").error
-        assert (type(error), error and error.remedy) == (BrokenShard, f"rm {path}")
+        assert (type(error), error and error.remedy) == (BrokenShard, f"mv {path} {path}.damaged")
 
 
 def test_overlap_needs_only_a_plan_and_refuses_changed_inputs(evals: Path, tmp_path: Path) -> None:

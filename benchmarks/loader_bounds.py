@@ -21,8 +21,9 @@ import torch
 from loader_data_sets import BATCH_TOKENS
 
 from loader.chunks import DECODE_BYTES, parse_id_lists
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.index import read_idx, read_index
-from shardprep.format.names import tar_path
+from shardprep.format.names import tar_name
 
 _NUM_ROWS = 8
 _PARSE, _READ = "JSON to ids alone", "read from the page cache"
@@ -32,9 +33,9 @@ _NUM_BATCHES = 300
 
 def bounds_us(folder: Path) -> dict[str, float]:
     """Return the microseconds of CPU of each stage, per BATCH_TOKENS."""
-    spec = read_index(folder).spec
-    records = read_idx(folder, spec, 0)
-    fd = os.open(tar_path(folder, 0), os.O_RDONLY)
+    spec = read_index(DataFolder(folder)).spec
+    records = read_idx(DataFolder(folder), spec, 0)
+    fd = os.open(folder / tar_name(0), os.O_RDONLY)
     try:
         found = _rows(fd, records) if spec.has_rows else _documents(fd, records)
     finally:

@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 from benchmark_text import ROOT
 
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.index import DatasetIndex, idx_num_bytes, read_index
-from shardprep.format.names import tar_path
+from shardprep.format.names import tar_name
 
 NUM_SHARDS = 99_999
 TAR_BYTES = 2_000_000_000 // 512 * 512
@@ -57,7 +58,7 @@ def make_index(model: Path, folder: Path) -> None:
 
     The tars are sparse: to open a data set, the loader only compares their sizes and reads the index.
     """
-    spec = dataclasses.replace(read_index(model).spec, num_shards=NUM_SHARDS)
+    spec = dataclasses.replace(read_index(DataFolder(model)).spec, num_shards=NUM_SHARDS)
     number = np.arange(NUM_SHARDS)
     columns = [240_000 + number % 1000, 240_000 + number % 1000, 480_000_000 + number]
     columns += [np.full(NUM_SHARDS, TAR_BYTES), idx_num_bytes(spec.kind, columns[0])]
@@ -67,7 +68,7 @@ def make_index(model: Path, folder: Path) -> None:
     (folder / "tokenizer").symlink_to(model / "tokenizer")
     (folder / "index.json").write_bytes(index.to_json())
     for shard_id in range(NUM_SHARDS):
-        with tar_path(folder, shard_id).open("wb") as file:
+        with (folder / tar_name(shard_id)).open("wb") as file:
             file.truncate(TAR_BYTES)
 
 

@@ -39,6 +39,7 @@ from loader_shares import (
 from measured_run import machine_line
 
 from loader import get_llama3_dataloader
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.index import read_index
 
 NUM_RESUMES, NUM_FRESH = 50, 9
@@ -189,7 +190,7 @@ def bytes_read(given: LimitData, _core: int) -> Iterator[Finding]:
     torch's queues. It does not include memory maps, but there are none. Three quarters of the part above 1
     are the beginnings of idx files, because these shards have only 2 MB.
     """
-    token_bytes = read_index(given.rows).spec.dtype.itemsize
+    token_bytes = read_index(DataFolder(given.rows)).spec.dtype.itemsize
     ratios = []
     for rank in range(WORLD):
         options: dict[str, Any] = {

@@ -30,6 +30,7 @@ from measured_run import machine_line
 
 from preprocess.make.engines import TokenBatch
 from preprocess.make.shard_writer import START, packer_of
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import DatasetSpec, TokenizerSpec
 
 Lengths = npt.NDArray[np.int64]
@@ -165,7 +166,7 @@ def loader_lines(num_bytes: int) -> Iterator[str]:
             held = footprints(folder, {}, (1, 3), batch_size=1)
             from shardprep.format.index import read_index
 
-            num_rows = int(read_index(folder).columns[:, 0].sum())
+            num_rows = int(read_index(DataFolder(folder)).columns[:, 0].sum())
             cells = [f"{each.resident_bytes / 2**20:.0f}" for each in held]
             yield f"| {seq_len:,} | {num_rows} | {' | '.join(cells)} |"
         yield f"\n{text.caption}"

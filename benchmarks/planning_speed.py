@@ -30,6 +30,7 @@ from benchmark_text import ROOT, lay_out
 from contenders import plan as plan_folder
 from measured_run import Usage, machine_line, run_pinned
 
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.plan import Cut, need_plan, plan_id, publish_plan
 
 BASELINE = "baseline"
@@ -88,7 +89,7 @@ _BYTES_READ = (
 
 def enlarge_plan(data: Path, num_inputs: int) -> int:
     """Add inputs to a plan of one shard, most of them just names. Return the bytes of plan.json."""
-    plan = need_plan(data)
+    plan = need_plan(DataFolder(data))
     first, num_shards = plan.inputs[0], num_inputs // _INPUTS_PER_SHARD
     names = [f"crawl-2026-{number % 100:02d}/part-{number:07d}.txt" for number in range(num_inputs)]
     inputs = [
@@ -99,7 +100,7 @@ def enlarge_plan(data: Path, num_inputs: int) -> int:
     plan = dataclasses.replace(plan, inputs=inputs, cuts=cuts)
     plan = dataclasses.replace(plan, plan_id=plan_id(plan))
     (data / "plan.json").unlink()
-    publish_plan(plan, data)
+    publish_plan(plan, DataFolder(data))
     return (data / "plan.json").stat().st_size
 
 

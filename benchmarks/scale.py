@@ -22,9 +22,10 @@ from benchmark_text import ROOT, lay_out
 from measured_run import machine_line, run_pinned
 
 from shardprep.files import FileStamp
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.index import idx_num_bytes
 from shardprep.format.manifest import Manifest, RunFacts, ShardCounts
-from shardprep.format.names import INDEX_NAME, idx_path, manifest_path, tar_path
+from shardprep.format.names import INDEX_NAME, idx_name, manifest_name, tar_name
 from shardprep.format.plan import Plan, need_plan
 
 BLOCK = ("A line of text, as there are many; its number is not written down anywhere. " * 4 + "\n").encode()
@@ -79,10 +80,10 @@ def make_shards(folder: Path, plan: Plan) -> None:
             ids=None,
             run=RunFacts(engine="gigatoken 0.10.0", host="node0123", num_cpus=4, **TIMES),
         )
-        manifest_path(folder, shard_id).write_bytes(manifest.to_json())
+        (folder / manifest_name(shard_id)).write_bytes(manifest.to_json())
         for path, stamp in (
-            (tar_path(folder, shard_id), manifest.tar),
-            (idx_path(folder, shard_id), manifest.idx),
+            (folder / tar_name(shard_id), manifest.tar),
+            (folder / idx_name(shard_id), manifest.idx),
         ):
             with path.open("wb") as file:
                 file.truncate(stamp.num_bytes)
@@ -126,7 +127,7 @@ def main() -> int:
         report(f"plan of one file of {args.gb:.0f} GB, {args.shards:,} shards", plan, scratch)
         shutil.rmtree(scratch / "huge")
         shards = scratch / "shards"
-        make_shards(shards, need_plan(shards))
+        make_shards(shards, need_plan(DataFolder(shards)))
         report(f"verify --fast of {args.shards:,} shards", ["verify", "--fast", shards], scratch)
         report(f"slurm status of {args.shards:,} shards", ["status", shards], scratch, "slurm")
         num_bytes = (shards / INDEX_NAME).stat().st_size

@@ -28,6 +28,7 @@ from measured_run import machine_line
 from loader.order import Order, choose_windows, share
 from loader.reading import HELD_IDX_BYTES, MAX_OPEN_SHARDS
 from loader.shards import DatasetShards, ShardSet
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.index import (
     ChunkCrcs,
     DatasetIndex,
@@ -37,7 +38,7 @@ from shardprep.format.index import (
     read_idx,
     read_index,
 )
-from shardprep.format.names import DatasetSpec, TokenizerSpec, idx_path
+from shardprep.format.names import DatasetSpec, TokenizerSpec, idx_name
 
 ROW_TOKENS, ROW_BYTES = 2048, 4 * 2048
 ROWS = 100_000  # per shard: 0.8 GB
@@ -96,9 +97,9 @@ def index_of(folder: Path, num_shards: int) -> int:
 
 def shards_of(folder: Path) -> ShardSet:
     """Return all shards of an index, as in the loader."""
-    index = read_index(folder)
+    index = read_index(DataFolder(folder))
     source = DatasetShards(
-        folder=folder,
+        folder=DataFolder(folder),
         spec=index.spec,
         shard_ids=np.arange(index.spec.num_shards),
         num_samples=index.column("num_samples"),
@@ -142,16 +143,16 @@ def large_idx(folder: Path, num_documents: int) -> tuple[float, float, int]:
     dtype = np.dtype([("all", "V28")])
     crcs, records = ChunkCrcs(dtype), np.zeros(num_documents, dtype).tobytes()
     crcs.add(records)
-    path = idx_path(folder, 0)
+    path = folder / idx_name(0)
     path.write_bytes(idx_header(spec, 0) + records + crcs.table())
 
     def block() -> None:
-        idx = IdxFile(folder, spec, 0)
+        idx = IdxFile(DataFolder(folder), spec, 0)
         idx.read(slice(num_documents // 2, num_documents // 2 + 16))
         idx.file.close()
 
     _, block_s, _ = taken(block)
-    _, whole_s, _ = taken(lambda: read_idx(folder, spec, 0))
+    _, whole_s, _ = taken(lambda: read_idx(DataFolder(folder), spec, 0))
     return block_s * 1e3, whole_s * 1e3, path.stat().st_size
 
 

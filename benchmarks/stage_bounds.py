@@ -26,6 +26,7 @@ from preprocess.make.shard_writer import json_ids
 from preprocess.make.worker import Worker
 from preprocess.read.documents import DocumentReader, Documents
 from shardprep.files import WRITE_BYTES
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.plan import need_plan
 
 READ, ENCODE, JSON_IDS = "bytes to lines of str", "engine alone", "ids as JSON alone"
@@ -36,10 +37,10 @@ _TMPFS = Path("/dev/shm")
 
 def stage_seconds(folder: Path) -> dict[str, float]:
     """Return the CPU seconds of each stage over all shards of a data set."""
-    plan, settings = need_plan(folder), WorkerSettings()
+    plan, settings = need_plan(DataFolder(folder)), WorkerSettings()
     paths = {part.path for shard_id in range(plan.num_shards) for part in plan.shard(shard_id).ranges}
     found = {READ: cpu_s(lambda: [path.read_bytes().decode().split("\n") for path in paths])}
-    worker = Worker(plan, folder, settings, num_cpus=1, warn=print)
+    worker = Worker(plan, DataFolder(folder), settings, num_cpus=1, warn=print)
     batches, engine = _batches(worker), worker.engine
     tokens: list[TokenBatch] = []
     found[ENCODE] = cpu_s(lambda: tokens.extend(engine.encode(batch.texts) for batch in batches))

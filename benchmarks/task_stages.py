@@ -37,15 +37,16 @@ def stages_of(data: Path) -> dict[str, float]:
     from preprocess.make.shard_writer import ShardWriter
     from preprocess.make.worker import Worker
     from preprocess.read.documents import DocumentReader
+    from shardprep.format.data_folder import DataFolder
     from shardprep.format.manifest import RunFacts
     from shardprep.format.plan import need_plan
 
     bind_to(sorted(os.sched_getaffinity(0)))
-    plan = need_plan(data)
+    plan = need_plan(DataFolder(data))
     shard = plan.shard(0)
-    worker = Worker(plan, data, WorkerSettings(), num_cpus=1, warn=print)
+    worker = Worker(plan, DataFolder(data), WorkerSettings(), num_cpus=1, warn=print)
     spent = {"start": time.process_time(), "read": 0.0, "encode": 0.0, "lay out": 0.0, "count and write": 0.0}
-    with ShardWriter(data, plan.spec, plan.options, 0) as writer:
+    with ShardWriter(DataFolder(data), plan.spec, plan.options, 0) as writer:
         batches = DocumentReader(plan.options).of_shard(shard)
         while True:
             times = [time.process_time()]

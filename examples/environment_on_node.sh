@@ -7,12 +7,20 @@
 # shellcheck shell=bash
 tar=$(dirname "$(realpath "${BASH_SOURCE[0]}")")/environment.tar
 environment=/tmp/shardprep-$(id -u)-$(stat -c %Y-%s "$tar")
-if [[ ! -e $environment ]]; then
+# Anyone can write to /tmp: do not use a folder or a link of another user.
+is_own() { [[ -O $1 && -d $1 && ! -L $1 ]]; }
+unpack() {
+  local unpacked
+  [[ ! -e $environment ]] || return 0 # another task of this node was first
   unpacked=$(mktemp -d "$environment.XXXXXX")
-  # This fails if another task of this node was first.
   { tar -xf "$tar" -C "$unpacked" && mv -T "$unpacked" "$environment"; } 2>/dev/null || rm -rf "$unpacked"
+}
+if [[ ! -e $environment ]]; then
+  lock=/tmp/shardprep-$(id -u)
+  mkdir -m 700 "$lock" 2>/dev/null
+  if is_own "$lock"; then (flock 9; unpack) 9<"$lock"; else unpack; fi
 fi
-if [[ -O $environment ]]; then # anyone can write to /tmp: do not use a folder of another user
+if is_own "$environment"; then
   export PATH=$environment/bin:$PATH
 else
   echo "environment_on_node.sh: $tar could not be unpacked into $environment" >&2

@@ -5,6 +5,9 @@ docs/architecture.md says which module does what.
 
 from __future__ import annotations
 
+# First: under ``python -m`` it takes the current folder off the path of modules.
+import shardprep as _shardprep  # noqa: F401  # isort: skip
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

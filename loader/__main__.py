@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # Ctrl-C during the imports waits until the command can stop cleanly
-    import signal
+if __name__ == "__main__":
+    from shardprep import begin_command
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    begin_command()
 
 import argparse
 import sys
@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(args: argparse.Namespace) -> int:
     from loader.dataloader import get_llama3_dataloader
+    from loader.tokenizer import limited_decode
 
     options = {name: value for name, value in vars(args).items() if name != "command"}
     with get_llama3_dataloader(**options) as loader:
@@ -35,6 +36,7 @@ def show(args: argparse.Namespace) -> int:
         print_lines(f"{counted(num_samples, 'sample')}, {counted(len(loader), 'batch')} per epoch")
         for name, tensor in batch.items():
             print_lines(f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}")
+        text_of = limited_decode(loader.tokenizer)
         for row, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):
             real = ids[batch["attention_mask"][row].bool()]
             print_lines("", f"sample {row}: {counted(len(real), 'token')}, {len(ids) - len(real)} of padding")
@@ -43,7 +45,7 @@ def show(args: argparse.Namespace) -> int:
                 if len(numbers) > 2 * SHOWN_IDS:
                     shown = f"{str(numbers[:SHOWN_IDS])[:-1]}, ..., {str(numbers[-SHOWN_IDS:])[1:]}"
                 print_lines(f"  {name} {shown}")
-            print_lines(f"  text      {loader.tokenizer.decode(real)[:SHOWN_CHARS]!r}")
+            print_lines(f"  text      {text_of(real.tolist())[:SHOWN_CHARS]!r}")
     return 0
 
 

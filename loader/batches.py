@@ -132,13 +132,19 @@ class PaddedBatches:
             ids[is_blank], attention_mask[is_blank], labels[is_blank] = self.pad.token_id, 0, IGNORED
             # The token after a blanked one would be predicted from padding, so it has no label.
             labels[:, 1:][is_blank[:, :-1]] = IGNORED
-            # Attention over no token may give NaN, so keep one in a row that is all padding.
-            attention_mask[~attention_mask.any(axis=1), 0] = 1
-        return Batch(
+        batch = Batch(
             input_ids=torch.from_numpy(ids),
             attention_mask=torch.from_numpy(attention_mask),
             labels=torch.from_numpy(labels),
         )
+        if self.has_blanks:
+            keep_an_attended_place(batch["attention_mask"])
+        return batch
+
+
+def keep_an_attended_place(attention_mask: torch.Tensor) -> None:
+    """Set the first place of each row without attended places to 1: attention over no token may give NaN."""
+    attention_mask[~attention_mask.bool().any(dim=1), 0] = 1
 
 
 def padded_batches(collate_fn: Collate | None, tokenizer: Any, **options: Any) -> PaddedBatches:
@@ -228,6 +234,8 @@ class StepBatches:
                 for name in ("input_ids", "attention_mask"):
                     batch[name] = batch[name][:, :-1].contiguous()
                 batch["labels"] = batch["labels"][:, 1:].contiguous()
+                if self.padded.has_blanks:  # the last place was perhaps the only one that is not blank
+                    keep_an_attended_place(batch["attention_mask"])
             if self.origins and chunk.documents is not None:
                 origins = chunk.documents.of(tick, first, end).astype(np.int64)
                 origins[:, 0] = np.repeat(np.arange(end - first), chunk.documents.counts[first:end, tick])

@@ -31,17 +31,27 @@ from typing import Any
 from loader.external_tars import scan_tar
 from shardprep import files
 from shardprep.console import Progress, counted, print_lines, quoted, say, short_bytes
-from shardprep.errors import BrokenShard, CannotWrite, MissingShard, NotFound, ReadWriteError, UsageError
+from shardprep.errors import (
+    BrokenShard,
+    CannotWrite,
+    MissingShard,
+    NotFound,
+    ReadWriteError,
+    Refused,
+    UsageError,
+)  # fmt: skip
 from shardprep.files import FileStamp
 from shardprep.format import commands, names
 from shardprep.format import manifest as manifests
+from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
+from shardprep.format.documents import blanked_content, read_blanked, read_excluded
 from shardprep.format.index import read_index
+from shardprep.format.plan import Plan, read_plan, read_tokenizer, refuse_other_tokenizer
 
 logger = logging.getLogger(__name__)
 
-READ_BYTES = 4 << 20
-_SHARD_FOLDERS = (names.QUARANTINE_DIR, names.IDS_DIR, names.DIGESTS_DIR)  # copied with their shards
-_NOT_COPIED = ("jobs",)  # records of submissions and attempts for DATA
+_TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # of a tokenizer's files
+_MARK = ".index.json.claimed.tmp"  # in the folder of a copy that has no plan yet
 URL = re.compile(r"^(?:[a-zA-Z][a-zA-Z0-9+.-]*://|pipe:)")  # as webdataset decides
 _NAME_IN_URL = re.compile(r"[\w.-]+\.tar")
 _URL_OF_OUR_SHARD = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://[^?#]*)/shard-(\d{5})\.tar")
@@ -62,39 +72,49 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def stage(args: argparse.Namespace) -> int:
     """Copy a data set, and return the exit code: 0 if the copy is complete."""
-    folder, target = args.input_shards, args.to
-    if files.size_of_file(folder) is not None and not files.is_folder(folder):
+    source, path = args.input_shards, args.to
+    if files.size_of_file(source) is not None and not files.is_folder(source):
         expected = "the folder of a data set; copy other tars yourself and pass the copies to the loader"
-        raise UsageError(path=folder, found="not a folder", expected=expected)
-    if target.resolve().is_relative_to(folder.resolve()):
-        raise UsageError.of_value("--to", str(target), f"a folder outside of {folder}")
+        raise UsageError(path=source, found="not a folder", expected=expected)
+    if path.resolve().is_relative_to(source.resolve()):
+        raise UsageError.of_value("--to", str(path), f"a folder outside of {source}")
+    folder, target = DataFolder(source), DataFolder(path)
     index = read_index(folder)
     plan_id, num_shards = index.spec.plan_id, index.spec.num_shards
     manifests.refuse_other_plan(folder, plan_id)
     manifests.refuse_found(folder, manifests.read_findings(folder, plan_id), range(num_shards))
-    files.make_folder(target, parents=True)
+    target.make_folder()
     manifests.refuse_other_plan(target, plan_id)
     missing = [n for n in range(num_shards) if manifests.done_manifest(target, n, plan_id, {}) is None]
     num_bytes = int((index.column("tar_bytes") + index.column("idx_bytes"))[missing].sum())
     disk = os.statvfs(target)
-    if num_bytes > (free_bytes := disk.f_bavail * disk.f_frsize):
+    free_bytes = disk.f_bavail * disk.f_frsize
+    if num_bytes > free_bytes:
         expected = f"{short_bytes(num_bytes)} for {counted(len(missing), 'shard')}, or another --to"
         found = f"{short_bytes(free_bytes)} free"
         raise CannotWrite(path=target, found=found, expected=f"{expected}; nothing was copied")
+    plan = read_plan(folder)
+    _claim(target, plan_id, plan)
+    target.remove_temporaries(older_than_s=files.STALE_AFTER_S, subfolders=SUBFOLDERS)
     # Processes start at different shards, so that nodes do not all read from one storage target.
     first = zlib.crc32(f"{socket.gethostname()}:{os.getpid()}".encode()) % max(1, len(missing))
     failures: list[BrokenShard | MissingShard] = []
     progress = Progress("staging", num_bytes)
-    for path in _other_files(folder):
-        _copy_file(path, target / path.relative_to(folder))
+    if plan is None:  # a copy of the shards alone
+        _copy_tokenizer(folder, target)
+    else:
+        _copy_plan(folder, plan, target)
     for shard_id in [*missing[first:], *missing[:first]]:
         try:
             _copy_shard(folder, shard_id, target, progress)
         except (BrokenShard, MissingShard) as error:  # in DATA; go on with the other shards
             failures.append(error)
             say(f"error: {error}")
-    if not failures and os.path.lexists(folder / names.INDEX_NAME):  # the copy refuses a dangling link
-        _copy_file(folder / names.INDEX_NAME, target / names.INDEX_NAME)
+    if not failures and folder.status_of(names.INDEX_NAME) is not None:
+        target.publish(names.INDEX_NAME, index.to_json())
+    if not failures:
+        with contextlib.suppress(OSError):
+            target.remove(_MARK)
     num_copied, num_kept = len(missing) - len(failures), num_shards - len(missing)
     counts = f"{num_copied + num_kept} of {num_shards} shards: {num_copied} copied, {num_kept} kept"
     end = f", {len(failures)} failed" if failures else f"; load {quoted(target)}"
@@ -102,42 +122,80 @@ def stage(args: argparse.Namespace) -> int:
     return failures[0].exit_code if failures else 0
 
 
-def _other_files(folder: Path) -> Iterator[Path]:
-    """Yield the other files of a data set: the plan, the tokenizer, the findings, but no shards or index."""
+def _claim(target: DataFolder, plan_id: str, plan: Plan | None) -> None:
+    """Check that a folder is new, or has a copy of this data set, and mark it. Raises Refused."""
+    if manifests.refuse_other_plan(target, plan_id):  # a copy of this data set
+        return
+    if target.status_of(names.PLAN_NAME) is not None:
+        expected = "no such file, or that of the data set; move it away, or use another folder"
+        raise Refused(
+            path=target.path_of(names.PLAN_NAME), found="another file, which stays", expected=expected
+        )
+    mark = plan_id.encode()
+    if target.read_beginning(_MARK, len(mark)) == mark:  # another process copies the same
+        return
+    refuse_foreign_files(target)
+    if plan is not None:
+        refuse_other_tokenizer(target, plan.tokenizer_files)
+    try:
+        target.create(_MARK, mark)
+    except FileExistsError:  # by another process, which copies the same
+        pass
+    except OSError as error:
+        raise files.not_creatable(target.path_of(_MARK), error) from None
 
-    def fail(error: OSError) -> None:
-        raise error  # os.walk would skip the folder silently
 
-    with files.errors_named(folder):
-        for place, folders, found in os.walk(folder, onerror=fail):
-            if place == str(folder):
-                folders[:] = [name for name in folders if name not in (*_SHARD_FOLDERS, *_NOT_COPIED)]
-                found = [name for name in found if name != names.INDEX_NAME and not name.startswith("shard-")]
-            yield from (Path(place, name) for name in found if not files.TEMPORARY_NAME.fullmatch(name))
+def _copy_plan(folder: DataFolder, plan: Plan, target: DataFolder) -> None:
+    """Copy the plan and the files that it names, but none that somebody else put into DATA."""
+    target.publish_copy(names.PLAN_NAME, folder)
+    target.sync()
+    tokenizer = read_tokenizer(folder, plan)
+    target.make_subfolder(names.TOKENIZER_DIR)
+    for name, content in tokenizer.items():
+        target.publish(f"{names.TOKENIZER_DIR}/{name}", content)
+    what = "that of the data set"
+    if plan.options.excluded:
+        excluded = read_excluded(folder, plan.options.excluded)
+        target.publish_equal(names.EXCLUDED_NAME, excluded.keys.tobytes(), what=what)
+        with contextlib.suppress(*files.NOT_THERE):  # it is only for people
+            target.publish_copy(names.EXCLUDED_LIST_NAME, folder)
+    if plan.options.blanked:
+        target.make_subfolder(names.BLANKED_DIR)
+        for shard_id in names.ids_of_ranges(plan.options.blanked):
+            content = blanked_content(read_blanked(folder, plan.plan_id, shard_id))
+            target.publish_equal(names.blanked_name(shard_id), content, what=what)
 
 
-def _copy_shard(folder: Path, shard_id: int, target: Path, progress: Progress) -> None:
+def _copy_tokenizer(folder: DataFolder, target: DataFolder) -> None:
+    """Copy the tokenizer of a data set without a plan. The loader compares it with the manifests."""
+    if not folder.is_subfolder(names.TOKENIZER_DIR):
+        return
+    target.make_subfolder(names.TOKENIZER_DIR)
+    for name in folder.names(names.TOKENIZER_DIR):
+        if name.endswith(_TOKENIZER_SUFFIXES) and not name.startswith("."):
+            target.publish_copy(f"{names.TOKENIZER_DIR}/{name}", folder)
+    target.sync(names.TOKENIZER_DIR)
+
+
+def _copy_shard(folder: DataFolder, shard_id: int, target: DataFolder, progress: Progress) -> None:
     """Copy a shard's files, its manifest last. Raises BrokenShard if a file differs from the manifest."""
     manifest = manifests.read_manifest(folder, shard_id)
-    remedy = commands.shard_again(shard_id, folder)
-    for path, stamp in manifests.shard_files(folder, manifest):
-        _copy_file(path, target / path.relative_to(folder), stamp, remedy)
+    for name, stamp in manifests.shard_files(manifest):
+        subfolder = name.rpartition("/")[0]
+        if subfolder:
+            target.make_subfolder(subfolder)
+        try:
+            copied = target.publish_copy(name, folder, stamp)
+        except files.NOT_THERE:
+            path, remedy = folder.path_of(name), commands.on("verify", folder)
+            raise MissingShard(f"{path} is missing", path=path, remedy=remedy) from None
+        if copied != stamp:
+            raise manifests.other_hash(folder, name, shard_id, copied.sha256, stamp)
+        target.sync(subfolder)  # the name must survive a power cut before the manifest's does
         if stamp in (manifest.tar, manifest.idx):
             progress.add(stamp.num_bytes)
     # Write the manifest that was compared: DATA's may have changed since.
-    files.publish_bytes(names.manifest_path(target, shard_id), manifest.to_json())
-
-
-def _copy_file(path: Path, target: Path, stamp: FileStamp | None = None, remedy: str | None = None) -> None:
-    files.make_folder(target.parent, parents=True)
-    try:
-        with files.errors_named(path), files.ReadFile(path) as file:
-            starts = range(0, file.num_bytes, READ_BYTES)
-            blocks = (file.read(start, min(READ_BYTES, file.num_bytes - start)) for start in starts)
-            _publish(blocks, target, str(path), stamp, remedy)
-    except files.NOT_THERE:
-        remedy = commands.on("verify", path.parent)
-        raise MissingShard(f"{path} is missing", path=path, remedy=remedy) from None
+    target.publish(names.manifest_name(shard_id), manifest.to_json())
 
 
 def _publish(
@@ -145,7 +203,6 @@ def _publish(
     target: Path,
     source: str,
     stamp: FileStamp | None = None,
-    remedy: str | None = None,
     is_unknown_tar: bool = False,
 ) -> None:
     """Publish a copy atomically. Raises BrokenShard if it is not as stamped, or is a tar that cannot load."""
@@ -154,8 +211,8 @@ def _publish(
             copy.write(memoryview(block))
         found = copy.sync()
         if stamp is not None and found != stamp:
-            what, expected = f"sha256 {found.sha256[:12]}", f"{stamp.sha256[:12]} of its manifest"
-            raise BrokenShard(path=source, found=what, expected=expected, remedy=remedy)
+            expected = f"{stamp.sha256[:12]} of its manifest"
+            raise BrokenShard(path=source, found=f"sha256 {found.sha256[:12]}", expected=expected)
         try:
             if is_unknown_tar:
                 scan_tar(copy.temporary)
@@ -205,21 +262,21 @@ def _digits(url: str) -> str:
     return hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
-def _copy_our_shard(root: str, shard_id: int, folder: Path) -> Path | None:
+def _copy_our_shard(root: str, shard_id: int, path: Path) -> Path | None:
     """Copy the manifest, idx and tar of a shard. Returns None if there is no manifest, so it is not ours."""
-    manifest = names.manifest_path(folder, shard_id)
-    folder.mkdir(exist_ok=True)
+    folder, manifest_name = DataFolder(path), names.manifest_name(shard_id)
+    path.mkdir(exist_ok=True)
     try:
-        _copy_unless_there(f"{root}/{manifest.name}", manifest)
+        _copy_unless_there(f"{root}/{manifest_name}", path / manifest_name)
     except NotFound as error:
         logger.warning("reading a shard as a tar that others wrote, for want of its manifest: %s", error)
         with contextlib.suppress(OSError):
-            folder.rmdir()
+            path.rmdir()
         return None
-    stamped = manifests.shard_files(folder, manifests.read_manifest(folder, shard_id), ("idx", "tar"))
-    for path, stamp in stamped:
-        _copy_unless_there(f"{root}/{path.name}", path, stamp)
-    return names.tar_path(folder, shard_id)
+    stamped = manifests.shard_files(manifests.read_manifest(folder, shard_id), ("idx", "tar"))
+    for name, stamp in stamped:
+        _copy_unless_there(f"{root}/{name}", path / name, stamp)
+    return path / names.tar_name(shard_id)
 
 
 def _copy_unless_there(url: str, target: Path, stamp: FileStamp | None = None, **options: Any) -> None:

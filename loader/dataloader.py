@@ -24,7 +24,18 @@ from loader.boundaries import Boundary, boundary_names
 from loader.chunks import IGNORED
 from loader.order import share
 from loader.ranks import ProcessRank, check_process_rank, find_process_rank
-from loader.run import MAX_EPOCH, Position, Run, resume_run, state_of, whole_number
+from loader.run import (
+    MAX_EPOCH,
+    Position,
+    Resumed,
+    Run,
+    Skips,
+    is_same_run,
+    resume_run,
+    run_as_saved,
+    state_of,
+    whole_number,
+)
 from loader.samples import Sizes, Weights, WeightsIn, check_mixing, choose_sizes, make_run, make_samples
 from loader.shards import InputShards, Origin, ShardSet, SplitName, find_sources
 from loader.stream import BatchStream
@@ -50,8 +61,7 @@ class Progress:
 
     delivered: Position = Position()  # noqa: RUF009  immutable
     trained: Position | None = None  # after the optimizer's last step; None: not tracked
-    num_left: int = 0  # steps that set_epoch skipped, minus the steps that it repeated
-    left_at: int = 0  # num_steps_delivered when set_epoch last left an epoch
+    skips: Skips = Skips()  # noqa: RUF009  immutable
     is_loaded: bool = False  # a state was loaded, and no iter() has started since
 
     @property
@@ -214,7 +224,7 @@ class TokenLoader(DataLoader[Batch]):
     @property
     def num_steps_delivered(self) -> int:
         """Return how many global batches were delivered, over all epochs."""
-        return self.progress.delivered.step - self.progress.num_left
+        return self.progress.delivered.step - self.progress.skips.num_left
 
     @property
     def epoch(self) -> float:
@@ -265,7 +275,9 @@ class TokenLoader(DataLoader[Batch]):
     @property
     def source_samples(self) -> dict[str, int]:
         """Return how many samples of each source were delivered, on all ranks together."""
-        return self.run.source_samples(self.progress.delivered)
+        skips = self.progress.skips
+        since = self.run.source_samples(self.progress.delivered, skips.since)
+        return {name: skips.delivered.get(name, 0) + count for name, count in since.items()}
 
     @property
     def source_epochs(self) -> dict[str, float]:
@@ -319,7 +331,11 @@ class TokenLoader(DataLoader[Batch]):
 
         Save it after the optimizer's step: the newest batch counts as trained, unless you called ``follow``.
         """
-        return state_of(self.run, self.progress.to_save, self._layout, self.progress.num_left)
+        return self._state_at(self.progress.to_save)
+
+    def _state_at(self, position: Position) -> dict[str, Any]:
+        targets = "shifted" if self.step_batches.shifts_targets else "same"
+        return state_of(self.run, position, self._layout, self.progress.skips, targets)
 
     def follow(self, optimizer: Any) -> None:
         """Make ``state_dict()`` return the state after the optimizer's last step, also within the next step.
@@ -345,11 +361,12 @@ class TokenLoader(DataLoader[Batch]):
         ``load_state_dict(state_at(step + 200))`` on all ranks. Raises UsageError for a step of an epoch that
         ``set_epoch`` left.
         """
-        step = whole_number("step", step, least=0)
-        if step < (least := self.progress.left_at):
-            raise UsageError.of_value("step", step, f"at least {least}, where set_epoch left an epoch")
-        num_left = self.progress.num_left
-        return state_of(self.run, Position(step + num_left), self._layout, num_left)
+        num_left, since, _ = self.progress.skips
+        number = whole_number("step", step, least=0, most=self.run.first_step(MAX_EPOCH + 1) - 1 - num_left)
+        least = since - num_left
+        if number < least:
+            raise UsageError.of_value("step", number, f"at least {least}, where set_epoch left an epoch")
+        return self._state_at(Position(number + num_left))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter()`` continue after a saved state. Reads no data.
@@ -358,19 +375,30 @@ class TokenLoader(DataLoader[Batch]):
         step at which its own take effect. Raises Refused (OtherRun, OtherTokenizer, UnknownVersion),
         UsageError or BrokenShard.
         """
-        run, position, num_left, border = resume_run(self._plan, state, self._layout, amend=self.can_amend)
+        resumed = resume_run(self._plan, state, self._layout, current=self.run, amend=self.can_amend)
+        self._continue(resumed)
+        if self.process_rank.rank == 0 and resumed.border is not None:
+            logger.warning(f"the run is amended from step {resumed.border} on:\n{self.describe()}")
+
+    def load_run(self, state: Mapping[str, Any]) -> None:
+        """Continue the run of a state, whatever weights and sizes this loader was given.
+
+        To look at a run, as ``shardprep where`` does: nothing is amended. The next ``iter()`` begins with the
+        state's step. Raises the errors of ``load_state_dict``.
+        """
+        self._continue(run_as_saved(self._plan, state, self._layout))
+
+    def _continue(self, resumed: Resumed) -> None:
+        run, position = resumed.run, resumed.position
         self._newest_iterator_id += 1
-        # Runs are compared as states because states round the weights.
-        if state_of(run, position, {}, 0) == state_of(self.run, position, {}, 0):
+        if is_same_run(run, self.run):
             self._end_unless_persistent()
         else:
             self._stream.end()  # its workers read the previous run
             self.run = run
             self._stream = self._new_stream(self.metrics, self.num_workers)
-        self._move_to(position, num_left=num_left, left_at=0, is_loaded=True)
+        self._move_to(position, skips=resumed.skips, is_loaded=True)
         self._step = _Step(self.run.batches_in_step(position.step), [])
-        if self.process_rank.rank == 0 and border is not None:
-            logger.warning(f"the run is amended from step {border} on:\n{self.describe()}")
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next ``iter()`` yield this epoch. Call it on all ranks.
@@ -393,8 +421,9 @@ class TokenLoader(DataLoader[Batch]):
         if now.delivered == Position():
             problem = f"set_epoch({epoch}) before the first batch starts at the first step of that epoch"
             logger.warning(f"{problem}. To resume inside the epoch, call load_state_dict first")
-        first, before = self.run.first_step(epoch), now.delivered.step
-        self._move_to(Position(first), num_left=now.num_left + first - before, left_at=before - now.num_left)
+        first = self.run.first_step(epoch)
+        num_left = now.skips.num_left + first - now.delivered.step
+        self._move_to(Position(first), skips=Skips(num_left, first, self.source_samples))
         self._newest_iterator_id += 1  # an older iterator would count its batches for the new epoch
         self._end_unless_persistent()
 
@@ -586,9 +615,11 @@ def get_llama3_dataloader(
             model_id: folder or hub name of the model whose tokenizer made tars that shardprep did not write.
                 A data set has its own tokenizer, and another one is refused.
             cache_dir: folder for copies of the tars that URLs name. URLs need it.
-            split: ``"validation"`` selects the documents that ``plan --validation_fraction`` held out (all
-                if it was not set), ``"train"`` the others. A validation loader yields each document once, in
-                the same order each epoch. Samples whose labels are all -100 fill its last global batch.
+            split: ``"validation"`` selects the documents that ``plan --validation_fraction`` held out,
+                ``"train"`` the others. A data set that is for validation as a whole is named so,
+                ``input_shards={"validation": ...}``, by its folder or by ``plan --split validation``. A
+                validation loader yields each document once, in the same order each epoch. Samples whose
+                labels are all -100 fill its last global batch.
 
         What a batch is:
             batch_size: samples per batch on each rank.
@@ -673,7 +704,8 @@ def get_llama3_dataloader(
         count_tokens=seq_len is not None or group > 1 or (weights is not None and weights_in == "tokens"),
         split=split,
     )
-    shards = ShardSet([part for each in shards_by_source.values() for part in each.parts], split)
+    parts = [part for each in shards_by_source.values() for part in each.parts]
+    shards = ShardSet(parts, split, is_for_validation=True)  # checked above
     tokenizer = choose_tokenizer(shards, model_id)
     samples = {
         name: make_samples(

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardprep import HOME
-from shardprep.command_line import check_names_are_utf8
+from shardprep.command_line import check_local_path, check_names_are_utf8
 from shardprep.console import say
-from shardprep.errors import ReadWriteError, ShardprepError, UsageError
+from shardprep.errors import NotFound, ReadWriteError, Refused, ShardprepError, UsageError
 from shardprep.files import publish_bytes, read_regular, size_of_file
 from shardprep.format.names import INDEX_NAME, PLAN_NAME
+from shardprep.processes import start_python
 
 # Variables of rank and world size. They come before Slurm's, since mpirun starts one srun task per node.
 _LAUNCHERS = (
@@ -141,8 +141,6 @@ _LAUNCH = (  # together they identify one start of a job: equal in all its proce
     "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
 )  # fmt: skip
-# Options of ``plan`` that no other command has, since they do not change a document's bytes.
-_PLAN_ONLY = ("num_shards", "shard_bytes", "stripe", "hash_inputs")
 _ERROR_LINE = re.compile(r"(?:shardprep \w+: )?error: (.+)")  # argparse puts the command first
 
 
@@ -172,12 +170,14 @@ def ensure_prepared(
         options: more flags of ``shardprep plan`` by name, such as ``num_shards=64, record="packed"``.
 
     Raises:
-        Refused: ``output_dir`` was planned with other options, or ``input_dir`` has changed since: names,
-            sizes, or a sample of each file whose mtime differs.
+        Refused: ``output_dir`` was planned with other options (also if they are left out now), or
+            ``input_dir`` has changed since: names, sizes, or a sample of each file.
         ShardprepError: rank 0 failed, and all ranks raise its error; or ``limit_s`` is over (ReadWriteError).
     """
     if not limit_s > 0:
         raise UsageError.of_value("limit_s", limit_s, "more than 0")
+    check_local_path(os.fspath(output_dir), "output_dir")
+    check_local_path(os.fspath(input_dir), "input_dir")
     folder, raw = Path(output_dir).absolute(), Path(input_dir).absolute()
     check_names_are_utf8(str(folder), str(raw), model_id)
     who = find_process_rank(rank, world_size)
@@ -209,9 +209,14 @@ def ensure_prepared(
 
 
 def _compare(given: Mapping[str, Any]) -> None:
-    """Raise Refused if the data set was planned with other options or from other inputs."""
-    options = {name: value for name, value in given.items() if name not in _PLAN_ONLY}
-    _run("shard", options, "--shard_id=0", "--check_inputs")  # shard 0 is done, so this only compares
+    """Raise Refused if the data set was planned with other options or from other inputs.
+
+    ``plan`` compares all of them, those that are left out, too. It writes nothing with --dry_run.
+    """
+    try:
+        _run("plan", {**given, "dry_run": True})
+    except NotFound as error:  # the inputs are gone, so these are not the ones that were planned
+        raise Refused(str(error)) from error
 
 
 def _wait_for_index(folder: Path, note: Path, launch: str, limit_s: float, rank: int) -> None:
@@ -245,14 +250,6 @@ def _error_of(exit_code: int, message: str) -> ShardprepError:
     return kinds.get(exit_code, ReadWriteError)(message)
 
 
-# Our packages take precedence over a preprocess.py in the current folder. The child dies with its parent.
-_CODE = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); "
-    "from shardprep.command_line import die_with_parent; die_with_parent(int(sys.argv.pop(1))); "
-    "from shardprep.__main__ import main; sys.exit(main())"
-)
-
-
 def _run(name: str, given: Mapping[str, Any], *words: str) -> None:
     """Run one command, and pass its lines on to standard error. Raises the error that it ended with."""
     flags = []
@@ -261,10 +258,10 @@ def _run(name: str, given: Mapping[str, Any], *words: str) -> None:
             flags.append(f"--{'' if value else 'no-'}{option}")
         elif value is not None:
             flags.append(f"--{option}={value}")
-    command = [sys.executable, "-c", _CODE, str(HOME), str(os.getpid()), name, *words, *flags]
+    call = ["shardprep.__main__:run_for_parent", str(os.getpid()), name, *words, *flags]
     pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     last_error = ""
-    with subprocess.Popen(command, text=True, errors="replace", **pipes) as process:
+    with start_python(*call, text=True, errors="replace", **pipes) as process:
         try:
             for line in process.stdout or ():
                 say(line.rstrip("\n"))

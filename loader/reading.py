@@ -24,7 +24,7 @@ from loader.external_tars import TOKEN_DTYPES
 from loader.order import Int64s
 from loader.shards import DatasetShards, ShardSet
 from shardprep.errors import BrokenShard, MissingShard
-from shardprep.files import NOT_THERE, RETRY_DELAYS_S, ReadFile, wait_to_retry, with_retries
+from shardprep.files import NOT_THERE, RETRY_DELAYS_S, wait_to_retry, with_retries
 from shardprep.format import commands
 from shardprep.format.index import IdxFile
 
@@ -47,7 +47,7 @@ class OpenShard:
         self._idx: IdxFile | None = None
         with contextlib.ExitStack() as opened:  # closes the files if something fails
             try:
-                self.tar = opened.enter_context(ReadFile(path))
+                self.tar = opened.enter_context(part.open_tar(row))
             except NOT_THERE:
                 raise MissingShard(f"{path} is missing", path=path, remedy=self.remedy) from None
             expected = int(part.tar_bytes[row])
@@ -154,6 +154,8 @@ class ShardReader:
         self._buffer = np.empty(0, np.uint8)
         while self._open:
             self._open.popitem()[1].close()
+        for part in self._shards.datasets:
+            part.folder.close()
 
     def _records(self, number: int, rows: slice | Int64s) -> Any:
         """Return the idx records of some samples of a shard, in ascending order."""

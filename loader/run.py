@@ -22,6 +22,8 @@ The price: each source has its own windows, and one with less than 1/64 of the t
 
 from __future__ import annotations
 
+import hashlib
+import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -83,9 +85,17 @@ class Stage:
     is_amended: bool = False  # whether an amendment begins here
 
     def __str__(self) -> str:
-        shares = ", ".join(f"{100 * weight:.4g}% {name}" for name, weight in self.weights.items())
+        shares = ", ".join(f"{_percents(weight)}% {name}" for name, weight in self.weights.items())
         mixture = "" if [*self.weights] == ["all"] else f" ({shares})"  # "all": the data have no source names
         return f"from step {self.step}: global_batch_size {self.global_batch_size}{mixture}"
+
+
+def _percents(share: float) -> str:
+    """Return a share in percents. 10 % is 6,554 of 65,536 ticks, so two decimals: 10, and not 10.0006."""
+    rounded = f"{100 * share:.2f}".rstrip("0").rstrip(".")
+    if rounded in ("0", "100"):  # a share that is nearly nothing, or nearly all
+        return f"{100 * share:.7g}"
+    return rounded
 
 
 class _Stretch(NamedTuple):
@@ -318,10 +328,14 @@ class Run:
         within = np.bincount(pattern.reshape(-1), minlength=len(self.sources)) * self.order.group
         return round_.taken * self.tick_samples + within
 
-    def source_samples(self, position: Position) -> dict[str, int]:
-        """Count the samples of each source that all ranks together have delivered before a position."""
+    def source_samples(self, position: Position, since: int = 0) -> dict[str, int]:
+        """Count the samples of each source from a step to a position, on all ranks together.
+
+        The price: 50 us for each epoch in between.
+        """
         counts = self._samples_before(self.tick_of(position))
-        for epoch in range(self.epoch_of(position.step)):
+        counts = counts - self._samples_before(self.tick_of(Position(since)))
+        for epoch in range(self.epoch_of(since), self.epoch_of(position.step)):
             end = (epoch + 1) * self.ticks_per_epoch
             if num_unused := self.ticks_per_epoch - self.ticks_in(epoch):  # they deliver no samples
                 counts = counts - self._samples_before(end) + self._samples_before(end - num_unused)
@@ -393,22 +407,47 @@ class Run:
         # The round before a change of shares ends at that step, so a new round must begin there.
         round_ended = any(stage.step == step and stage.begins_round for stage in self.stages)
         for stage in plan.stages_from(step):
-            begins_round = stage.weights != before.weights or (round_ended and stage.step == step)
-            if begins_round or stage.global_batch_size != before.global_batch_size:
-                stages.append(replace(stage, begins_round=begins_round, is_amended=stage.step == step))
+            is_border = stage.step == step
+            begins_round = stage.weights != before.weights or (round_ended and is_border)
+            # The border is kept even if nothing changes there, since later arguments count from it on.
+            if is_border or begins_round or stage.global_batch_size != before.global_batch_size:
+                stages.append(replace(stage, begins_round=begins_round, is_amended=is_border))
             before = stage
         return replace(self, sources=tuple(sources), stages=tuple(stages))
+
+    def last_amended(self) -> int:
+        """Return the step at which the last amendment begins; 0 without one."""
+        return max((stage.step for stage in self.stages if stage.is_amended), default=0)
+
+    def with_amended_mark(self, step: int) -> Run:
+        """Return this run with an amendment at a step that changes nothing."""
+        before = [stage for stage in self.stages if stage.step <= step]
+        later = [stage for stage in self.stages if stage.step > step]
+        marked = replace(before[-1], is_amended=True)
+        if marked.step == step:
+            before.pop()
+        else:
+            marked = replace(marked, step=step, begins_round=False)
+        return replace(self, stages=(*before, marked, *later))
 
 
 # The state in a checkpoint has a position and the run that led to it: sources and stages, as lists of plain
 # values. A loader's arguments describe a run, too: the plan. If both are equal from there on, the loader
 # resumes the state's run. Otherwise it raises an error or, with amend, follows the plan from the next border.
 
-STATE_FORMAT, STATE_VERSION = "shardprep-loader-state", 4
+STATE_FORMAT, STATE_VERSION = "shardprep-loader-state", 5
 MAX_EPOCH = 2**31 - 1  # so that ticks, counted through all epochs, fit into an int64
 _Count = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
 _Number = Annotated[int, Meta(ge=1, le=2**62)]
 _SIZES = ("num_samples", "block_samples", "window_samples")  # fields of both Order and _SourceRow
+
+
+class Skips(NamedTuple):
+    """What ``set_epoch`` skipped or repeated."""
+
+    num_left: int = 0  # steps that were skipped, minus those that were repeated
+    since: int = 0  # the step to which it moved last
+    delivered: Mapping[str, int] = {}  # samples of each source that were delivered before it moved there
 
 
 class OtherRun(Refused):
@@ -422,6 +461,7 @@ class _SourceRow(NamedTuple):
     block_samples: _Number
     window_samples: _Number
     added_at: _Count
+    num_delivered: Annotated[int, Meta(ge=0)]  # samples before ``since``
 
 
 class _StageRow(NamedTuple):
@@ -439,62 +479,110 @@ class _State:
     step: _Count
     num_micro: _Count
     num_left: int
+    since: Annotated[int, Meta(ge=0)]
     layout: dict[str, _Number]
+    targets: str
     tick_samples: _Number
     sources: Annotated[list[_SourceRow], Meta(min_length=1)]
     stages: Annotated[list[_StageRow], Meta(min_length=1)]
     fingerprint: dict[str, Any]
 
 
-def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: int) -> dict[str, Any]:
-    """Return the state at a position. ``num_left``: steps that the loop skipped by leaving epochs early.
+def state_of(
+    run: Run, position: Position, layout: Mapping[str, int], skips: Skips, targets: str
+) -> dict[str, Any]:
+    """Return the state at a position. ``layout`` and ``targets`` are those of the batches.
 
     All states have the same keys, and no dicts in lists, as torch.distributed.checkpoint requires.
     """
     epoch = run.epoch_of(position.step)
-    sources, stages = [], []
-    for source in run.sources:
-        sizes = (getattr(source.order, name) for name in _SIZES)
-        sources.append([source.name, source.data, *sizes, source.added_at])
-    for stage in run.stages:
-        shares = list(run.shares(stage.weights)) if stage.begins_round else None
-        stages.append([stage.step, stage.global_batch_size, shares, stage.is_amended])
-    return {
+    sources = [[*row, skips.delivered.get(row[0], 0)] for row in _source_rows(run)]
+    state = {
         "format": STATE_FORMAT,
         "version": STATE_VERSION,
         "epoch": epoch,
         "step": position.step - run.first_step(epoch),
         "num_micro": position.num_micro,
-        "num_left": num_left,
+        "num_left": skips.num_left,
+        "since": skips.since,
         "layout": dict(layout),
+        "targets": targets,
         "tick_samples": run.tick_samples,
         "sources": sources,
-        "stages": stages,
+        "stages": _stage_rows(run),
         "fingerprint": run.fingerprint,
     }
+    return {**state, "checksum": checksum_of(state)}
+
+
+def _source_rows(run: Run) -> list[list[Any]]:
+    """Return the sources as lists of plain values, without the samples that were delivered."""
+    rows = []
+    for source in run.sources:
+        sizes = [getattr(source.order, name) for name in _SIZES]
+        rows.append([source.name, source.data, *sizes, source.added_at])
+    return rows
+
+
+def _stage_rows(run: Run) -> list[list[Any]]:
+    rows = []
+    for stage in run.stages:
+        shares = list(run.shares(stage.weights)) if stage.begins_round else None
+        rows.append([stage.step, stage.global_batch_size, shares, stage.is_amended])
+    return rows
+
+
+def is_same_run(one: Run, other: Run) -> bool:
+    """Return whether two runs deliver the same samples. Rows are compared, since states round the weights."""
+    if (one.tick_samples, one.fingerprint) != (other.tick_samples, other.fingerprint):
+        return False
+    return _source_rows(one) == _source_rows(other) and _stage_rows(one) == _stage_rows(other)
+
+
+def checksum_of(state: Mapping[str, Any]) -> str:
+    """Return the checksum of a state's values, 16 hex digits. Raises TypeError if they are not plain."""
+    names = ["format", "version", *_State.__annotations__]
+    known = {name: state[name] for name in names if name in state}
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class Resumed(NamedTuple):
+    """What a loader continues with."""
+
+    run: Run
+    position: Position
+    skips: Skips
+    border: int | None = None  # the step at which an amendment begins, if this load has made one
 
 
 def resume_run(
-    plan: Run, state: Mapping[str, Any], layout: Mapping[str, int], *, amend: bool
-) -> tuple[Run, Position, int, int | None]:
+    plan: Run, state: Mapping[str, Any], layout: Mapping[str, int], *, current: Run, amend: bool
+) -> Resumed:
     """Resume a loader with a plan from a state, or raise an error that names the difference.
 
-    Returns the run, the position, ``num_left`` of the state, and the step at which an amendment begins.
+    A state of ``current``, the loader's run, is a position in it: the plan has been compared before.
     """
     saved = _read_state(state)
     _check_fingerprint(saved, plan)
     _check_data(saved, plan)
+    skips = _skips_of(saved)
     # Before the first sample an amendment replaces the whole run, which may have another L.
     is_new = not (saved.epoch or saved.step or saved.num_micro)
-    as_planned = plan, Position(), saved.num_left, 0
-    if amend and is_new and saved.tick_samples != plan.tick_samples:
+    as_planned = Resumed(plan, Position(), skips, border=0)
+    has_other_ticks = saved.tick_samples != plan.tick_samples
+    if amend and is_new and has_other_ticks and saved.tick_samples != current.tick_samples:
         return as_planned
     run = _run_of(saved, plan, layout)
     position = _position_of(saved, run, layout)
-    step, given = position.step, {source.name: source.samples for source in plan.sources}
+    if is_same_run(run, current):
+        return Resumed(_with_samples(run, plan, position.step), position, skips)
+    if amend and is_new and has_other_ticks:
+        return as_planned
+    step = position.step
     plan = _in_ticks_of(run, plan)
     # The arguments may already describe an amendment that begins later: compare the steps from it on.
-    since = max([step, *(stage.step for stage in run.stages if stage.is_amended)])
+    amended_at = run.last_amended()
+    since = max(step, amended_at)
     saved_stages = run.stages_from(since)
     planned_stages = plan.in_order_of(run.sources).stages_from(since)
     border = None
@@ -512,13 +600,40 @@ def resume_run(
         if is_new:
             return as_planned
         run, border = run.amended(step, plan)
+    elif amend and plan.in_order_of(run.sources).stages_from(amended_at) != run.stages_from(amended_at):
+        # The arguments differ from the run's past alone. They count from this step on.
+        run = run.with_amended_mark(step)
+    return Resumed(_with_samples(run, plan, step), position, skips, border)
+
+
+def run_as_saved(data: Run, state: Mapping[str, Any], layout: Mapping[str, int]) -> Resumed:
+    """Return the run of a state at the beginning of its step, with the samples of ``data``.
+
+    Stages and sizes of ``data`` do not count. Raises an error for other data or another order.
+    """
+    saved = _read_state(state)
+    _check_fingerprint(saved, data)
+    _check_data(saved, data)
+    run = _run_of(saved, data, layout)
+    position = Position(_position_of(replace(saved, num_micro=0), run, layout).step)
+    return Resumed(_with_samples(run, data, position.step), position, _skips_of(saved))
+
+
+def _with_samples(run: Run, data: Run, step: int) -> Run:
+    """Return a run that reads the samples of ``data``. Raises OtherRun if it needs others from a step on."""
+    given = {source.name: source.samples for source in data.sources}
     for stage in run.stages_from(step):
         for name in stage.weights.keys() - given.keys():
             found = f"sources {list(given)}, but the run has samples of {name} from step {stage.step} on"
             expected = f"{name} in input_shards as well, without a weight if you want to drop it"
             raise OtherRun(found=found, expected=expected)
     sources = [replace(source, samples=given.get(source.name)) for source in run.sources]
-    return replace(run, sources=tuple(sources)), position, saved.num_left, border
+    return replace(run, sources=tuple(sources))
+
+
+def _skips_of(saved: _State) -> Skips:
+    delivered = {row.name: row.num_delivered for row in saved.sources}
+    return Skips(saved.num_left, saved.since, delivered)
 
 
 def _read_state(state: Mapping[str, Any]) -> _State:
@@ -538,6 +653,12 @@ def _read_state(state: Mapping[str, Any]) -> _State:
         found = f"the state has version {state.get('version')!r:.80}"
         advice = "resume with the shardprep that saved it, or start without the state"
         raise UnknownVersion(found=found, expected=STATE_VERSION, advice=advice)
+    try:
+        checksum = checksum_of(state)
+    except (TypeError, ValueError, RecursionError):
+        raise _damaged_state("values are not plain numbers and texts", "the values of state_dict()") from None
+    if state.get("checksum") != checksum:
+        raise _damaged_state("checksum does not fit its values", f"{checksum}, unless values were edited")
     known = {name: state[name] for name in _State.__annotations__ if name in state}
     try:
         saved = as_type(Path("state"), known, _State)
@@ -640,6 +761,8 @@ def _position_of(saved: _State, run: Run, layout: Mapping[str, int]) -> Position
     position = Position(run.first_step(saved.epoch) + saved.step, saved.num_micro)
     if saved.num_micro >= (num_batches := run.batches_in_step(position.step)):
         raise UsageError(found=f"a state with num_micro {saved.num_micro}", expected=f"below {num_batches}")
+    if saved.since > position.step:
+        raise _damaged_state(f"since is {saved.since}", f"at most {position.step}, its step")
     return position
 
 
@@ -659,12 +782,14 @@ def _in_ticks_of(run: Run, plan: Run) -> Run:
     return replace(plan, sources=tuple(sources))
 
 
-def whole_number(name: str, value: object, *, least: int) -> int:
-    """Return the value as an int. Raises UsageError unless it is a whole number of at least ``least``."""
+def whole_number(name: str, value: object, *, least: int, most: int | None = None) -> int:
+    """Return the value as an int. Raises UsageError unless it is whole, and from ``least`` to ``most``."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise UsageError.of_value(name, value, f"a whole number of at least {least}")
     if (number := index(value)) < least:
         raise UsageError.of_value(name, number, f"at least {least}")
+    if most is not None and number > most:
+        raise UsageError.of_value(name, number, f"at most {most}")
     return number
 
 

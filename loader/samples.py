@@ -23,8 +23,18 @@ from loader.chunks import NO_LABEL, Chunk, Integers, Ragged, Window, check_vocab
 from loader.external_tars import TOKEN_DTYPES
 from loader.order import Int32s, Int64s, Order
 from loader.reading import SampleBytes, ShardReader
-from loader.run import CYCLE, Run, Source, Stage, check_batch, sizes_of_order, source_seed, whole_number
-from loader.shards import ShardSet
+from loader.run import (
+    CYCLE,
+    MAX_EPOCH,
+    Run,
+    Source,
+    Stage,
+    check_batch,
+    sizes_of_order,
+    source_seed,
+    whole_number,
+)
+from loader.shards import ShardSet, is_named_validation
 from shardprep.errors import BrokenShard, UsageError
 from shardprep.format.names import BLANK
 
@@ -326,7 +336,7 @@ def _stages(name: str, value: Any) -> Sequence[tuple[int, Any]]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         return [(0, value)]
     try:
-        stages = [(whole_number(name, step, least=0), from_step) for step, from_step in value]
+        stages = [(whole_number(name, step, least=0, most=MAX_EPOCH), held) for step, held in value]
     except (TypeError, ValueError):
         raise UsageError.of_value(name, value, "pairs of a step and the value from it on") from None
     steps = [step for step, _ in stages]
@@ -361,9 +371,9 @@ def check_mixing(input_shards: object, weights: Weights | None, *, is_validation
         if weights is not None:
             remedy = 'input_shards={"web": ..., "code": ...}'
             raise UsageError(found="weights without named sources", expected=remedy, remedy=remedy)
-    elif is_validation:
+    elif is_validation and not (is_named_validation(input_shards) and weights is None):
         raise UsageError(found='split="validation" with named sources', expected="one loader for each source")
-    elif weights is None:
+    elif weights is None and not is_validation:
         raise UsageError(found="named sources without weights", expected="weights= with a weight for each")
 
 

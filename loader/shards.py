@@ -26,12 +26,13 @@ from loader.copies import URL, copy_url
 from loader.external_tars import scan_tar
 from loader.order import Int64s
 from shardprep.command_line import check_names_are_utf8
-from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, UsageError
-from shardprep.files import NOT_THERE, is_folder, names_in, read_beginning, size_of_file, with_retries
+from shardprep.errors import BrokenShard, NotFound, OtherTokenizer, ReadWriteError, UsageError
+from shardprep.files import NOT_THERE, ReadFile, is_folder, size_of_file, with_retries
 from shardprep.format import commands, names
 from shardprep.format import manifest as manifests
-from shardprep.format.index import merge_manifests, read_idx, read_index
-from shardprep.format.plan import read_input_names
+from shardprep.format.data_folder import DataFolder
+from shardprep.format.index import Records, merge_manifests, read_idx, read_index
+from shardprep.format.plan import read_input_names, read_plan
 
 PathOrUrl: TypeAlias = "str | bytes | os.PathLike[str]"
 InputShards: TypeAlias = "PathOrUrl | Iterable[PathOrUrl]"
@@ -43,13 +44,18 @@ _COMPRESSED_TAR = re.compile(r"\.(tar\.\w+|tgz)$")
 _INDEX_START = re.compile(rb'\{\s*"format":\s*"shardprep-index"')
 
 SplitName = Literal["train", "validation"]
+VALIDATION = "validation"  # the name of a source that is for validation as a whole
+# A data set is for validation, too, if its folder's name has one of these words.
+_VALIDATION_WORDS = {
+    "dev", "eval", "evaluation", "heldout", "holdout", "test", "val", "valid", "validation",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetShards:
     """All or some shards of one data set, or one tar of another tool. The arrays have a row per shard."""
 
-    folder: Path
+    folder: DataFolder
     spec: names.DatasetSpec
     shard_ids: Int64s
     num_samples: Int64s
@@ -63,7 +69,13 @@ class DatasetShards:
 
     def path_of(self, row: int) -> Path:
         """Return the path of a shard's tar."""
-        return self.scanned_tar or names.tar_path(self.folder, int(self.shard_ids[row]))
+        return self.scanned_tar or self.folder.path_of(names.tar_name(int(self.shard_ids[row])))
+
+    def open_tar(self, row: int) -> ReadFile:
+        """Open a shard's tar. Raises FileNotFoundError, BrokenShard or OSError."""
+        if self.scanned_tar is not None:
+            return ReadFile(self.scanned_tar)
+        return self.folder.open(names.tar_name(int(self.shard_ids[row])))
 
     @property
     def fingerprint(self) -> str:
@@ -85,8 +97,18 @@ class Origin:
 
 
 # A loop may look up each document of each batch.
-_cached_input_names = lru_cache(maxsize=4)(read_input_names)
-_cached_idx = lru_cache(maxsize=16)(read_idx)
+@lru_cache(maxsize=4)
+def _cached_input_names(folder: DataFolder) -> list[str]:
+    found = read_input_names(folder)
+    folder.close()
+    return found
+
+
+@lru_cache(maxsize=16)
+def _cached_idx(folder: DataFolder, spec: names.DatasetSpec, shard_id: int) -> Records:
+    found = read_idx(folder, spec, shard_id)
+    folder.close()
+    return found
 
 
 class ShardSet:
@@ -96,7 +118,13 @@ class ShardSet:
     validation the last ones, so training samples have the same record numbers as without a split.
     """
 
-    def __init__(self, parts: Iterable[DatasetShards], split: SplitName | None = None) -> None:
+    def __init__(
+        self,
+        parts: Iterable[DatasetShards],
+        split: SplitName | None = None,
+        *,
+        is_for_validation: bool = False,  # whether the caller says so of all parts
+    ) -> None:
         self.parts = tuple(parts)
         self.datasets = [part for part in self.parts if part.records is None]
         self.has_external = len(self.datasets) < len(self.parts)
@@ -111,6 +139,8 @@ class ShardSet:
             remedy = "--validation_fraction"
             expected = f"data sets that were planned with {remedy}; plan the data with it, or omit split"
             raise UsageError(path=path, found='split="train"', expected=expected, remedy=remedy)
+        if split == "validation" and not is_for_validation:
+            _refuse_training_sets(self.datasets)
         self.split = split if self.has_planned else None  # None: the samples of both sides
         held_out = np.concatenate([part.num_validation for part in self.parts])
         self.first_held_out = self.num_records - held_out  # the first record for validation in each shard
@@ -188,6 +218,29 @@ class ShardSet:
         return hashlib.sha256("".join(part.fingerprint for part in self.parts).encode()).hexdigest()
 
 
+def _refuse_training_sets(datasets: Iterable[DatasetShards]) -> None:
+    """Raise UsageError for a data set that holds nothing out and is not for validation as a whole."""
+    for dataset in datasets:
+        if dataset.spec.validation_fraction > 0 or _is_for_validation(dataset.folder):
+            continue
+        remedy = f'input_shards={{"{VALIDATION}": {str(dataset.folder)!r}}}'
+        expected = (
+            "a data set that was planned with --validation_fraction or --split validation; if all its "
+            f"documents are for validation, name it so: {remedy}"
+        )
+        found = 'split="validation" of a data set that holds no document out'
+        raise UsageError(path=dataset.folder, found=found, expected=expected, remedy=remedy)
+
+
+def _is_for_validation(folder: DataFolder) -> bool:
+    """Return whether a data set's folder is named as validation, or only such inputs were planned."""
+    if not _VALIDATION_WORDS.isdisjoint(re.split(r"[^a-z]+", folder.path.name.lower())):
+        return True
+    plan = read_plan(folder)
+    planned = set() if plan is None else {name.strip() for name in plan.options.split.split(",")}
+    return bool(planned - {""}) and planned <= _VALIDATION_WORDS
+
+
 # Finding what ``input_shards`` names
 
 
@@ -197,15 +250,24 @@ def find_sources(
     """Find the shards of each named source. ``count_tokens``: read tars without an idx once, completely."""
     if not sources or not all(isinstance(name, str) and name for name in sources):
         raise UsageError(found=f"input_shards={list(sources)}", expected="names with shards for each")
+    is_for_validation = split == "validation" and is_named_validation(sources)
+    if is_for_validation:
+        sources = {"all": sources[VALIDATION]}
     found = {}
     for name, input_shards in sources.items():
         paths = _find_paths(input_shards, cache_dir)
-        shards = found[name] = ShardSet(_shards_of(paths, count_tokens=count_tokens), split)
+        parts = _shards_of(paths, count_tokens=count_tokens)
+        shards = found[name] = ShardSet(parts, split, is_for_validation=is_for_validation)
         if shards.num_samples == 0:
             side = "" if shards.split is None else f" for {shards.split}"
             raise UsageError(found=f"no sample{side} in {input_shards!r}", expected="at least one")
     _check_sources([dataset for shards in found.values() for dataset in shards.datasets])
     return found
+
+
+def is_named_validation(input_shards: object) -> bool:
+    """Return whether the only source is named ``validation``: all its documents are for validation."""
+    return isinstance(input_shards, Mapping) and [*input_shards] == [VALIDATION]
 
 
 def _find_paths(input_shards: InputShards, cache_dir: Any) -> list[str]:
@@ -270,23 +332,25 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
         folder, name = os.path.split(path)
         if shard := _SHARD_TAR.fullmatch(name):
             if folder not in is_ours:
-                is_ours[folder] = _is_dataset(Path(folder))
+                is_ours[folder] = _is_dataset(DataFolder(folder))
             shard_id = int(shard[1])
-            if is_ours[folder] or size_of_file(names.manifest_path(Path(folder), shard_id)) is not None:
+            manifest_name = names.manifest_name(shard_id)
+            if is_ours[folder] or DataFolder(folder).status_of(manifest_name) is not None:
                 named.setdefault(folder, []).append(shard_id)
                 return []
         if size_of_file(Path(path)) is None:
             raise _not_found(path)
         if name == names.INDEX_NAME:
-            return [_dataset(Path(folder))]
+            return [_dataset(DataFolder(folder))]
         if name.endswith(".tar"):
             return [_external_tar(Path(path), count_tokens=count_tokens)]
         if not is_folder(Path(path)):
             expected = f"a tar, a folder or an {names.INDEX_NAME}; decompress .tar.gz files first"
             raise UsageError(path=path, found="a file that cannot be loaded", expected=expected)
-        if _is_dataset(Path(path)) or manifests.manifest_ids(Path(path)):
-            return [_dataset(Path(path))]
-        inside = names_in(Path(path))
+        data = DataFolder(path)
+        if _is_dataset(data) or manifests.manifest_ids(data):
+            return [_dataset(data)]
+        inside = data.names()
         if compressed := next(filter(_COMPRESSED_TAR.search, inside), None):
             expected = "a tar; decompress it, or name only the tars to read"
             raise UsageError(path=Path(path, compressed), found="compressed", expected=expected)
@@ -300,12 +364,13 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
     for path in paths:
         found += with_retries(f"{path} cannot be read", partial(read, path))
     for folder, ids in named.items():
-        found.append(with_retries(f"{folder} cannot be read", partial(_dataset, Path(folder), ids)))
+        data = DataFolder(folder)
+        found.append(with_retries(f"{folder} cannot be read", partial(_dataset, data, ids)))
         with contextlib.suppress(ReadWriteError):  # some folders can be read but not listed
-            inside = set(names_in(Path(folder)))
-            for wanted in (names.tar_path(Path(folder), shard_id) for shard_id in ids):
-                if wanted.name not in inside:
-                    raise _not_found(str(wanted))
+            inside = set(data.names())
+            for wanted in map(names.tar_name, ids):
+                if wanted not in inside:
+                    raise _not_found(str(data.path_of(wanted)))
     return found
 
 
@@ -327,7 +392,7 @@ def _external_tar(path: Path, *, count_tokens: bool) -> DatasetShards:
         tokenizer=names.TokenizerSpec(model_id="", fingerprint="", vocab_size=2**31, **special_ids),
     )
     return DatasetShards(
-        folder=path.parent,
+        folder=DataFolder(path.parent),
         spec=spec,
         shard_ids=np.zeros(1, np.int64),
         num_samples=np.array([len(records)]),
@@ -344,16 +409,19 @@ def _not_found(path: str) -> NotFound:
     return NotFound(path=path, found="no such file or folder", expected=_EXPECTED)
 
 
-def _has_index(folder: Path) -> bool:
+def _has_index(folder: DataFolder) -> bool:
     """Return whether a folder has our index.json. Other tools also write files of that name."""
-    return _INDEX_START.match(read_beginning(folder / names.INDEX_NAME, 200)) is not None
+    try:
+        return _INDEX_START.match(folder.read_beginning(names.INDEX_NAME, 200)) is not None
+    except BrokenShard:  # a link, as in caches of the hub, or a folder
+        return False
 
 
-def _is_dataset(folder: Path) -> bool:
-    return _has_index(folder) or size_of_file(folder / names.PLAN_NAME) is not None
+def _is_dataset(folder: DataFolder) -> bool:
+    return _has_index(folder) or folder.size_of(names.PLAN_NAME) is not None
 
 
-def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
+def _dataset(folder: DataFolder, shard_ids: list[int] | None = None) -> DatasetShards:
     """Read a data set, or only those shards of it that were named. The others need not exist.
 
     With an index.json this opens four files. The sizes of other files are checked when they are opened.
@@ -363,7 +431,7 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
         num_shards = len(index.columns)
         ids = rows = np.arange(num_shards) if shard_ids is None else np.array(shard_ids)
         if beyond := ids[ids >= num_shards].tolist():
-            path = names.tar_path(folder, beyond[0])
+            path = folder.path_of(names.tar_name(beyond[0]))
             expected = f"one of the {num_shards} shards of the {names.INDEX_NAME} beside it"
             raise NotFound(path=path, found="an unknown shard", expected=expected)
     else:
@@ -371,6 +439,7 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
         ids, rows = np.array(shard_ids), np.arange(len(shard_ids))
     manifests.refuse_other_plan(folder, index.spec.plan_id)
     manifests.refuse_found(folder, manifests.read_findings(folder, index.spec.plan_id), ids.tolist())
+    folder.close()  # a loader may have thousands of data sets
     is_planned = index.spec.validation_fraction > 0
     return DatasetShards(
         folder=folder,

@@ -34,8 +34,9 @@ from loader.batches import LoaderMetrics, StepBatches
 from loader.chunks import Chunk, RunReader
 from loader.order import share
 from loader.run import Position, Run
-from shardprep.command_line import stop_signals_wait
+from shardprep.child_process import new_process
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
+from shardprep.processes import stop_signals_wait
 
 CHUNK_BYTES = 1 << 20  # a worker's message costs about 150 us besides its bytes
 MAX_CHUNK_TICKS = 256
@@ -134,19 +135,18 @@ class BatchStream:
         self._next_start = None
 
     def _start_workers(self) -> None:
-        context: Any = multiprocessing.get_context()
-        spawns = context.get_start_method() != "fork"
-        if spawns:
+        forks = multiprocessing.get_start_method() == "fork"
+        if not forks:
             _check_main_guard()
         try:
             # Workers start with the signals blocked, so that none kills them during their imports.
-            with _start_lock, stop_signals_wait(_BLOCKED_SIGNALS, spawns=spawns):
+            with _start_lock, stop_signals_wait(_BLOCKED_SIGNALS):
                 for number in range(self._num_workers):
                     own_end, worker_end = multiprocessing.Pipe()
                     slots = share(self.slots, number, self._num_workers)
                     num_ahead = self.options.get("prefetch_factor") or 1
                     given = (worker_end, self.run, slots, self._chunk_ticks, self.endless, num_ahead)
-                    process = context.Process(target=_run_worker, args=given, daemon=True)
+                    process = new_process(_run_worker, *given, forks=forks, imports_main=True)
                     with worker_end:
                         process.start()
                     self._workers.append(_Worker(process, own_end, os.getpid()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,8 @@ import orjson
 
 from loader.shards import DatasetShards, ShardSet
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
-from shardprep.files import NOT_THERE, is_folder, read_beginning, read_regular, refuse_fifos
+from shardprep.files import NOT_THERE, read_beginning, read_regular, refuse_fifos
+from shardprep.foreign_tokenizer import ForeignTokenizer, has_bounded_cost
 from shardprep.format.index import without_garbage_collection
 from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR, TokenizerSpec, fingerprint_of, is_text
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
@@ -78,12 +79,12 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
     if not datasets:
         return LoaderTokenizer.of_loaded(_load(str(model_id)))
     spec = datasets[0].spec.tokenizer
-    own = next((dataset for dataset in datasets if is_folder(dataset.folder / TOKENIZER_DIR)), None)
+    own = next((dataset for dataset in datasets if dataset.folder.is_subfolder(TOKENIZER_DIR)), None)
     if own is None:
         if model_id is None:
             remedy = f"model_id={spec.model_id!r}"
             expected = f"a copy of the folder from where the shards were made, or {remedy}"
-            path = datasets[0].folder / TOKENIZER_DIR
+            path = datasets[0].folder.path_of(TOKENIZER_DIR)
             raise NotFound(path=path, found="missing", expected=expected, remedy=remedy)
         given = _load(model_id)
         if model_id != spec.model_id:
@@ -93,7 +94,7 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
             if token_id is not None and getattr(given, name) != token_id:
                 setattr(given, name.removesuffix("_id"), given.convert_ids_to_tokens(token_id))
         return LoaderTokenizer.of_loaded(given, spec.fingerprint)
-    folder = own.folder / TOKENIZER_DIR
+    folder = own.folder.path_of(TOKENIZER_DIR)
     tokenizer = _read_own(folder, own.spec.tokenizer)
     if tokenizer is None:
         tokenizer = LoaderTokenizer.of_loaded(_load_own(folder, own.spec.tokenizer), spec.fingerprint)
@@ -170,6 +171,28 @@ def _fingerprint(tokenizer: Any) -> str:
     return "of a slow tokenizer" if backend is None else fingerprint_of(json.loads(backend.to_str()))
 
 
+def check_loads(folder: Path) -> None:
+    """Raise BadInput if the tokenizer.json of a folder takes too much to load, found in a limited process."""
+    path = folder / "tokenizer.json"
+    content = _content(path)
+    if content is not None and not has_bounded_cost(content):
+        ForeignTokenizer(content, str(path))
+
+
+def limited_decode(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Return the ``decode`` of transformers' tokenizer, or one within limits if its cost is not bounded."""
+    content = tokenizer.backend_tokenizer.to_str().encode()
+    if has_bounded_cost(content):
+        decode: Callable[[list[int]], str] = tokenizer.decode
+        return decode
+    limited = ForeignTokenizer(content, tokenizer.name_or_path)
+    return lambda ids: str(limited.call(_decode, ids))
+
+
+def _decode(tokenizer: Any, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+
 def _load(name: str) -> Any:
     """Load a tokenizer by transformers from a folder, or by its name on the hub."""
     from transformers import AutoTokenizer
@@ -185,6 +208,7 @@ def _load(name: str) -> Any:
             read_beginning(path, 1)
     source = name if is_folder else find_on_hub(name)[1]
     is_local = source != name or is_folder
+    check_loads(Path(source))
     try:
         return AutoTokenizer.from_pretrained(source, local_files_only=is_local, trust_remote_code=False)
     except BaseException as error:

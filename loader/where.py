@@ -28,7 +28,7 @@ from loader.order import Int64s
 from loader.reading import ShardReader
 from loader.run import STATE_FORMAT, Position, Run
 from loader.samples import JoinedRows, Samples
-from loader.shards import ShardSet
+from loader.shards import VALIDATION, ShardSet
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import BrokenShard, NotFound, UsageError
 from shardprep.format.index import ShardSamples
@@ -58,14 +58,17 @@ def where(args: argparse.Namespace) -> int:
     """Print the documents that a step saw, or the steps that saw blanked ones. Returns the exit code."""
     state = find_state(args.state)
     options = {**_named_sources(args.input_shards), **_loader_options(state), "model_id": args.model_id}
+    if options["split"] == "validation":  # also of a data set that is planned without a split
+        options["input_shards"] = {VALIDATION: options["input_shards"]}
     with get_llama3_dataloader(**options) as loader:
-        loader.load_state_dict({**state, "num_micro": 0})
+        loader.load_run(state)
         if args.blanked:
             return _print_steps(loader, is_json=args.json)
         end = loader.progress.delivered.step
         step = max(end - 1, 0) if args.step is None else args.step
-        if step < 0 or (options["amend"] and step >= end):
-            expected = f"at least 0 and below {end}, the state's; later steps depend on the loader's weights"
+        may_change = len(loader.run.stages) > 1 or loader.run.is_mixture
+        if step < 0 or (may_change and step >= end):
+            expected = f"at least 0 and below {end}, the state's; later steps may be amended"
             raise UsageError.of_value("--step", step, expected)
         at = loader.state_at(step)
         loader.load_state_dict(at)
@@ -156,12 +159,14 @@ def _loader_options(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments for a loader that reads the run of a state as one rank. Raises BrokenShard."""
     try:
         run = state["fingerprint"]
+        num_cut = 1 if state["targets"] == "shifted" else 0  # the loader adds this token again
         return {
             **{name: run[name] for name in ("seed", "shuffle", "group_by_length")},
-            **{name: run[name] or None for name in ("seq_len", "max_length", "split")},
+            **{name: run[name] - num_cut if run[name] else None for name in ("seq_len", "max_length")},
+            "targets": state["targets"],
+            "split": "validation" if run["keeps_tail"] else run["split"],
             "batch_size": state["layout"]["batch_size"],
             "global_batch_size": state["tick_samples"],
-            "amend": len(state["stages"]) > 1 or run["is_mixture"],
             "origins": True,
             "rank": 0,
             "world_size": 1,
@@ -176,7 +181,7 @@ def _print_steps(loader: TokenLoader, *, is_json: bool) -> int:
     """Print the steps before the loader's position that saw blanked documents. Returns the exit code."""
     run, num_steps = loader.run, loader.progress.delivered.step
     found = sorted(_steps_with_blanks(run, num_steps).items())
-    if loader.progress.num_left:
+    if loader.progress.skips.num_left:
         say("note: the loop left epochs early by set_epoch; all their steps count as seen")
     steps = [{"step": step, "epoch": run.epoch_of(step), "sources": counts} for step, counts in found]
     if is_json:

@@ -4,6 +4,9 @@
 exit with 0, where ``llite.*.enable_setstripe_gid`` is set (LU-17628).
 """
 
+# First: under ``python -m`` it takes the current folder off the path of modules.
+import shardprep as _shardprep  # noqa: F401  # isort: skip
+
 from lustre.layout import parse_stripe, stripe_line
 from lustre.lfs import Need, space_lines, why_not_usable
 from shardprep.errors import LustreError

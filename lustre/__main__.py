@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # Ctrl-C during the imports waits until the command can stop cleanly
-    import signal
+if __name__ == "__main__":
+    from shardprep import begin_command
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    begin_command()
 
 import argparse
 import re

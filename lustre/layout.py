@@ -216,6 +216,8 @@ _WHAT_TO_DO = (
     "layout, on a node that mounts the file system for writing; or keep the site's layout"
 )
 
+_CORRECT_OPTIONS = "correct the options of --stripe: man lfs-setstripe, or give N[,SIZE][,POOL] such as 8,4M"
+
 
 def set_directory_layout(folder: Path, stripe: Layout, *, dry_run: bool = False) -> str:
     """Set the layout of new files in ``folder`` on Lustre, and return a line to print.
@@ -231,6 +233,8 @@ def set_directory_layout(folder: Path, stripe: Layout, *, dry_run: bool = False)
     before = read_layout(folder)
     notes: list[str] = []
     num_osts = UNKNOWN
+    for pool in _typed_pools(stripe):
+        count_osts(folder, pool)  # raises for a pool without OSTs, which lfs accepts
     if not stripe.typed:
         stripe = _with_pool(stripe, before, folder)
         num_osts = count_osts(folder, stripe.components[0].pool)
@@ -257,13 +261,20 @@ def set_directory_layout(folder: Path, stripe: Layout, *, dry_run: bool = False)
     finally:
         with contextlib.suppress(OSError):
             keeper.unlink()
-    result.checked(_WHAT_TO_DO)
+    result.checked(_CORRECT_OPTIONS if result.is_usage_error else _WHAT_TO_DO)
     after = read_layout(folder)
     if not stripe.typed and not is_as_asked(stripe, after, num_osts):
         found = f"`{command}` exited with 0, but new files get {after.text()}"
         expected = f"{stripe.text()}; ask the site whether it restricts layouts, or keep this layout"
         raise LustreError(path=folder, found=found, expected=expected)
     return "; ".join([f"{folder}: {new_files_text(folder, after)}, before {before.text()}", *notes])
+
+
+def _typed_pools(stripe: Layout) -> list[str]:
+    """Return the pools that a user named in options of lfs setstripe."""
+    options, _ = getopt.getopt(list(stripe.typed), _SHORT, _LONG.split())
+    pools = [value.rpartition(".")[2] for name, value in options if name in {"-p", "--pool"}]
+    return [pool for pool in pools if pool not in {NO_POOL, "inherit", "ignore"}]
 
 
 def setstripe_command(folder: Path, stripe: Layout) -> str:

@@ -95,6 +95,14 @@ class LfsResult(NamedTuple):
         how = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
         return f"`lfs {' '.join(self.arguments)}` {how}: {' / '.join(words[:2])}"
 
+    @property
+    def is_usage_error(self) -> bool:
+        """Return whether lfs refused its options: it exits with 4, or 22 or 1 and a message about a value."""
+        words = f"{self.stderr} {self.stdout}"
+        return self.exit_code == 4 or bool(
+            re.search("usage:|invalid|must be|not a multiple|over 4GB limit", words, re.IGNORECASE)
+        )
+
     def checked(self, what_to_do: str = "look at `lfs check servers`") -> str:
         """Return standard output. Raises LustreError with the message of lfs if the call failed."""
         if self.exit_code:
@@ -146,7 +154,8 @@ _DF_LINE = re.compile(
 )
 # `fs-OST0002_UUID : Cannot send after transport endpoint shutdown`, or `OST0002             : ...`
 _DF_TROUBLE = re.compile(r"^\S*?(OST|MDT)([0-9a-f]{4})(?:_UUID)?\s*: (\S.*)$", re.MULTILINE)
-_MEMBER = re.compile(r"^\S+-OST[0-9a-f]{4}_UUID", re.MULTILINE)
+_MEMBER = re.compile(r"^\S+-OST([0-9a-f]{4})_UUID", re.MULTILINE)
+_POOL = re.compile(r"^[ \t-]*(?:lmm_)?pool:[ \t]*(\w\S*)", re.MULTILINE)  # in lfs getstripe -y
 
 
 class Target(NamedTuple):
@@ -236,14 +245,20 @@ def count_osts(path: Path, pool: str = "") -> int:
             return len(read_targets(path).answered["OST"])
         except LustreError:  # only a note depends on the number
             return UNKNOWN
+    return len(_members_of(path, pool))
+
+
+def _members_of(path: Path, pool: str) -> set[int]:
+    """Return the indices of a pool's OSTs. Raises LustreError if it does not exist or is empty."""
     # A pool's full name begins with the file system's: ``name`` of ``10.0.0.1@tcp:/name/folder``.
     fs_name = lustre_mount(path).source.rpartition(":/")[2].split("/")[0]
     prefix = f"{fs_name}."
     words = run_lfs("pool_list", fs_name).checked().split()
     pools = [word.removeprefix(prefix) for word in words if word.startswith(prefix)]
     members = run_lfs("pool_list", prefix + pool).checked() if pool in pools else ""
-    if num_members := len(_MEMBER.findall(members)):
-        return num_members
+    indices = {int(index, 16) for index in _MEMBER.findall(members)}
+    if indices:
+        return indices
     expected = f"one of: {', '.join(pools) or 'none'}; the first write of a file would fail"
     raise LustreError(path=path, found=f"no pool {pool!r} with OSTs in {fs_name}", expected=expected)
 
@@ -276,7 +291,7 @@ def space_lines(folder: Path, need: Need) -> list[str]:
     try:
         if why_not_usable(folder):
             return []
-        rooms = _read_rooms(existing_part(folder))
+        rooms = _read_rooms(existing_part(folder), need.num_bytes)
     except (ShardprepError, OSError) as error:
         return [f"note: whether it will fit is unknown: {error}"]
     needed = f"about {short_bytes(need.num_bytes)} in {_files_text(3 * need.num_shards)}"
@@ -295,8 +310,20 @@ def space_lines(folder: Path, need: Need) -> list[str]:
     return [f"it needs {needed}; {'; '.join(lefts)}", *warnings]
 
 
-def _read_rooms(folder: Path) -> list[Room]:
-    """Return what targets and the user's quota leave in an existing folder, by three calls of lfs."""
+def _pools_of(folder: Path) -> list[str]:
+    """Return the pools in which new files of a folder are placed; [] for all OSTs, or if it is not known."""
+    try:
+        shown = run_lfs("getstripe", "-d", "-y", folder)
+    except LustreError:
+        return []
+    return [] if shown.exit_code else sorted(set(_POOL.findall(shown.stdout)))
+
+
+def _read_rooms(folder: Path, num_bytes: int) -> list[Room]:
+    """Return what targets and the user's quota leave in an existing folder, by three calls of lfs.
+
+    The folder's pool is asked for only if one of the OSTs has less than ``num_bytes``.
+    """
     try:
         targets = read_targets(folder)
     except LustreError as error:
@@ -304,7 +331,14 @@ def _read_rooms(folder: Path) -> list[Room]:
     else:
         osts = [ost for ost in targets.answered["OST"] if ost.takes_files]
         silent = f"{counted(len(targets.silent), 'target')} did not answer" if targets.silent else ""
-        rooms = [Room(counted(len(osts), "OST"), sum(ost.free_bytes for ost in osts), silent)]
+        what = counted(len(osts), "OST")
+        is_tight = any(ost.free_bytes < num_bytes for ost in targets.answered["OST"])
+        pools = _pools_of(folder) if is_tight else []
+        if pools:
+            members = {f"OST {index}" for pool in pools for index in _members_of(folder, pool)}
+            osts = [ost for ost in osts if ost.name in members]
+            what = f"{counted(len(osts), 'OST')} of pool {', '.join(pools)}"
+        rooms = [Room(what, sum(ost.free_bytes for ost in osts), silent)]
         # A file needs an inode on an MDT and an object on an OST, so the smaller number counts.
         kinds = targets.answered.values()
         is_known = all(each and all(target.free_inodes is not None for target in each) for each in kinds)

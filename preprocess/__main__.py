@@ -5,13 +5,12 @@ Each command imports what it needs when it runs: ``--help`` takes 0.1 s, and a w
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # Ctrl-C during the imports waits until the command can stop cleanly
-    import signal
+if __name__ == "__main__":
+    from shardprep import begin_command
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    begin_command()
 
 import argparse
-import contextlib
 import dataclasses
 import os
 import re
@@ -25,11 +24,12 @@ from shardprep.command_line import Command, Program, add_flags_of, given_of, giv
 from shardprep.console import Progress, counted, print_lines, say, shards_text
 from shardprep.errors import CannotWrite, NotFound, ShardprepError, UsageError
 from shardprep.format import commands
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import PLAN_NAME, chosen_shards, id_ranges
 from shardprep.format.plan import PrepConfig
 from shardprep.meanings import HUB_HINT
 
-_HUB_NAME = re.compile(r"(?:(?:hf|https?):/+(?:huggingface\.co/+)?datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")
+_HUB_NAME = re.compile(r"(?:datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,9 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = PROGRAM.run(words)
     # A job's script records each attempt in a file, see shardprep/format/jobs.py. A successful task removes
     # it, so done shards have no record.
-    if code == 0 and (record := os.environ.get("SHARDPREP_ATTEMPT")):
-        with contextlib.suppress(OSError):
-            os.unlink(record)  # noqa: PTH108 - one call of the file system
+    if code == 0 and "SHARDPREP_ATTEMPT" in os.environ:
+        from shardprep.format.jobs import remove_own_record
+
+        remove_own_record()
     return code
 
 
@@ -51,11 +52,11 @@ def task(args: argparse.Namespace) -> int:
     try:
         resources.check_address_space()  # before anything large is loaded
         given = given_of(args, PrepConfig)
-        folder = given.setdefault("output_dir", PrepConfig.output_dir)
+        folder = DataFolder(given.setdefault("output_dir", PrepConfig.output_dir))
         cpus = resources.allowed_cpus(offset=args.shard_id)
         num_cpus = resources.bind_to(cpus)  # before planning, which may start threads
         may_plan = not (args.planned or args.check_inputs)
-        has_to_plan = may_plan and not os.path.lexists(folder / PLAN_NAME)
+        has_to_plan = may_plan and folder.status_of(PLAN_NAME) is None
         # A task of a job array usually gets only --output_dir. The planner, whose import takes 0.2 s, is
         # needed only to compare other flags with the plan, or to make a missing plan.
         if has_to_plan or args.check_inputs or given.keys() != {"output_dir"}:
@@ -143,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
     from shardprep.format.plan import need_plan
 
     resources.check_address_space()
-    folder = args.output_dir
+    folder = DataFolder(args.output_dir)
     plan = need_plan(folder)
     chosen = chosen_shards(plan.num_shards, args.shards)
     wanted = list(range(plan.num_shards)) if chosen is None else sorted(chosen)
@@ -215,15 +216,16 @@ def blank(args: argparse.Namespace) -> int:
     from preprocess.blank import check_places, start
     from preprocess.verify import verify
 
-    folder, new = args.data_dir, args.output_dir
+    folder, new = DataFolder(args.data_dir), DataFolder(args.output_dir)
     settings = resources.InputSettings(**given_of(args, resources.InputSettings))
-    plan, touched, are_all_found = start(folder, new, args.ids, settings)
-    num_linked = plan.num_shards - len(touched)
-    say(f"{num_linked} of {counted(plan.num_shards, 'shard')} are unchanged: linked or copied")
-    if code := run(args):
+    blanking = start(folder, new, args.ids, settings)
+    num_shards, num_touched = blanking.plan.num_shards, len(blanking.touched)
+    say(f"{num_shards - num_touched} of {counted(num_shards, 'shard')} are unchanged: linked or copied")
+    code = run(args)
+    if code:
         return code
-    check_places(folder, new, touched)
-    return verify(args) or (0 if are_all_found else NotFound.exit_code)
+    check_places(folder, new, blanking.touched)
+    return verify(args) or (0 if blanking.are_all_found else NotFound.exit_code)
 
 
 def _blank_flags(parser: argparse.ArgumentParser) -> None:

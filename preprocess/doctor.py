@@ -11,12 +11,12 @@ import json
 import os
 import platform
 import subprocess
-import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from preprocess.make import resources
 from preprocess.make.engines import PROBE
@@ -26,17 +26,13 @@ from preprocess.plan.tokenizer import document_ends_line
 from shardprep import __version__
 from shardprep.console import counted, print_lines, short_bytes
 from shardprep.errors import ShardprepError, UsageError
-from shardprep.format.names import TOKENIZER_DIR
-from shardprep.format.plan import PrepConfig, need_plan
+from shardprep.format.data_folder import DataFolder
+from shardprep.format.names import TOKENIZER_FILE
+from shardprep.format.plan import PrepConfig, check_tokenizer_files, need_plan
+from shardprep.processes import start_python
 
 _NEEDED = ("numpy", "orjson", "tokenizers", "gigatoken", "tqdm", "transformers")  # by a task or by planning
 _TORCH_LIMIT_S = 180.0
-_ASK_TORCH = """
-import torch
-gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-bf16 = ", bf16 works" if gpus and torch.cuda.is_bf16_supported() else ""
-print(f"torch {torch.__version__}: {', '.join(gpus) or 'no GPU'}{bf16}")
-"""
 
 
 class Finding(NamedTuple):
@@ -96,26 +92,42 @@ def _check_versions() -> Iterator[Finding]:
     yield Finding("versions", f"shardprep {__version__}, Python {platform.python_version()}, {there}")
     if "torch" in found and Path("/dev/nvidiactl").exists():
         # In a child process, which a broken installation may crash.
-        command = [sys.executable, "-W", "ignore", "-c", _ASK_TORCH]
-        why, todo = f"no answer within {_TORCH_LIMIT_S:.0f} s", "look at nvidia-smi"
-        with suppress(subprocess.TimeoutExpired):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_LIMIT_S)
-            if not done.returncode:
-                yield Finding("torch", done.stdout.strip().rpartition("\n")[2])
-                return
-            why = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
-            todo = "install torch again, for this machine"
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with start_python("preprocess.doctor:print_torch", **pipes) as child:
+            try:
+                out, err = child.communicate(timeout=_TORCH_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                why, todo = f"no answer within {_TORCH_LIMIT_S:.0f} s", "look at nvidia-smi"
+            else:
+                if not child.returncode:
+                    yield Finding("torch", out.strip().rpartition("\n")[2])
+                    return
+                why = err.strip().rpartition("\n")[2] or f"exit code {child.returncode}"
+                todo = "install torch again, for this machine"
         yield Finding("torch", f"torch cannot be used: {why}", todo, UsageError.exit_code)
 
 
-def _check_tokenizer(model_id: str | None, folder: Path | None, num_cpus: int) -> Iterator[Finding]:
+def print_torch() -> None:
+    """Print the version of torch, and whether it can use the GPUs."""
+    warnings.simplefilter("ignore")
+    import torch
+
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    bf16 = ", bf16 works" if gpus and torch.cuda.is_bf16_supported() else ""
+    print_lines(f"torch {torch.__version__}: {', '.join(gpus) or 'no GPU'}{bf16}")
+
+
+def _check_tokenizer(model_id: str | None, path: Path | None, num_cpus: int) -> Iterator[Finding]:
     """Load a tokenizer as planning does, or that of a planned folder as tasks do. Raises ShardprepError."""
-    if folder is not None:
+    if path is not None:
+        folder = DataFolder(path)
         plan = need_plan(folder)
         settings = resources.WorkerSettings()
         engine = Worker(plan, folder, settings, num_cpus=num_cpus, warn=lambda _: None).engine
         yield Finding("plan", f"{counted(plan.num_shards, 'shard')} in {folder}")
-        name, ends = engine.name, document_ends_line(plan, engine, folder / TOKENIZER_DIR)
+        content = check_tokenizer_files(folder, plan.tokenizer_files, TOKENIZER_FILE)
+        name, ends = engine.name, document_ends_line(plan, engine, content)
     elif model_id is not None:
         said: list[str] = []
         with scratch_folder() as scratch:  # plan the texts of the probe

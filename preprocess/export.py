@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import struct
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,7 @@ from shardprep import files
 from shardprep.command_line import needs
 from shardprep.console import counted, print_lines, with_progress
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused, UsageError
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.index import ShardSamples
 from shardprep.format.manifest import done_manifests
 from shardprep.format.names import load_json
@@ -38,10 +40,65 @@ class ExportedShard(NamedTuple):
     pieces: Iterator[Ids]  # all ids in order, as arrays uint32[tokens]
 
 
+class WholeDocuments:
+    """The documents of rows that ``--pack best_fit`` made, each in one piece.
+
+    A document longer than a row fills a row, and its rest follows in later rows, in order, with other
+    documents between them. These rows begin without a start of a document, and have its place in the idx.
+    Each is read when its document is written, in a read of its own.
+    """
+
+    def __init__(self, samples: ShardSamples) -> None:
+        """Read where documents begin. Raises BrokenShard if the beginning of a document is missing."""
+        self._samples = samples
+        self._num_continued: list[int] = []  # of each row: the first tokens that continue a document
+        self._rest_of: dict[int, list[int]] = {}  # row that a long document fills -> rows with its rest
+        lengths: list[int] = []
+        position_of_row: dict[int, int] = {}  # row that begins with a document -> its number in ``lengths``
+        row_of_place: dict[tuple[int, int], int] = {}  # place of a document -> row that begins with it
+        places = zip(
+            samples.records["source"].tolist(), samples.records["source_offset"].tolist(), strict=True
+        )
+        for row, (place, num_tokens) in enumerate(
+            zip(places, samples.records["num_tokens"].tolist(), strict=True)
+        ):
+            starts = samples.starts(row).tolist()
+            num_continued = starts[0] if starts else num_tokens
+            self._num_continued.append(num_continued)
+            if num_continued:
+                first = row_of_place.get(place)
+                if first is None:
+                    found = f"row {row} continues a document that no row before it fills"
+                    raise BrokenShard(path=samples.path, found=found)
+                self._rest_of.setdefault(first, []).append(row)
+                lengths[position_of_row[first]] += num_continued
+            elif starts == [0]:
+                row_of_place[place] = row
+                position_of_row[row] = len(lengths)
+            bounds = [*starts, num_tokens]
+            lengths += [end - begin for begin, end in itertools.pairwise(bounds)]
+        self.lengths = np.array(lengths, np.int64)
+
+    def pieces(self) -> Iterator[Ids]:
+        """Yield the ids of all documents in the order of ``lengths``: uint32[tokens]."""
+        num_tokens = self._samples.records["num_tokens"].tolist()
+        row = 0
+        for ids in self._samples.pieces():  # of whole rows
+            begin = 0
+            while begin < len(ids):
+                end = begin + num_tokens[row]
+                yield ids[begin + self._num_continued[row] : end]
+                for later in self._rest_of.get(row, ()):
+                    yield self._samples.ids(later)[: self._num_continued[later]]
+                begin = end
+                row += 1
+
+
 class ExportLayout:
     """The files that another tool reads. A shard is done once the last one of its files exists."""
 
     last_name = ""  # of that file, with ``number`` of the shard and ``num_shards``
+    has_documents = True  # each in one piece; else rows as they are
     two_bytes_below, wide = 1 << 16, "<i4"  # ids of a smaller vocabulary are uint16, others of this type
 
     def __init__(self, folder: Path, vocab_size: int, num_tokens: list[int]) -> None:
@@ -138,7 +195,7 @@ class HuggingFace(ExportLayout):
     A row is a document, or a packed row. pyarrow writes them.
     """
 
-    last_name = "data-{number:05d}-of-{num_shards:05d}.arrow"
+    last_name, has_documents = "data-{number:05d}-of-{num_shards:05d}.arrow", False
 
     def contents(self, path: Path, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
         yield path, self._stream(samples)
@@ -193,11 +250,12 @@ def export_flags(parser: argparse.ArgumentParser) -> None:
 def export(args: argparse.Namespace) -> int:
     """Write the missing files of an export. Raises Refused if the folder has another export."""
     folder: Path = args.output_dir
-    plan = need_plan(args.data_dir)
+    data = DataFolder(args.data_dir)
+    plan = need_plan(data)
     eos = _checked_eos(args, plan)
     parts: list[slice] = []  # the exported samples of each shard, and their tokens
     num_tokens: list[int] = []
-    for manifest in done_manifests(args.data_dir, plan.plan_id, range(plan.num_shards)):
+    for manifest in done_manifests(data, plan.plan_id, range(plan.num_shards)):
         counts, held = manifest.counts, manifest.counts.held_out
         num_train = counts.num_samples - held.num_samples
         part, num_part, num_documents = slice(None), counts.num_tokens, counts.num_documents
@@ -213,12 +271,16 @@ def export(args: argparse.Namespace) -> int:
     _claim(folder, {"to": args.to, "plan_id": plan.plan_id, "put_eos": eos, **side})
     todo = [shard_id for shard_id in range(plan.num_shards) if not layout.is_done(shard_id)]
     for shard_id in with_progress("exporting", todo):
-        with ShardSamples(args.data_dir, plan.spec, shard_id, parts[shard_id]) as samples:
-            stored = samples.document_lengths(is_best_fit=plan.options.pack == "best_fit")
-            documents = stored + (eos is not None)
-            rows = samples.records["num_tokens"].astype(np.int64) if plan.spec.has_rows else documents
+        with ShardSamples(data, plan.spec, shard_id, parts[shard_id]) as samples:
             try:
-                pieces = _with_eos(samples.pieces(), stored, eos)
+                if layout.has_documents and plan.spec.has_rows and plan.options.pack == "best_fit":
+                    whole = WholeDocuments(samples)
+                    stored, pieces = whole.lengths, whole.pieces()
+                else:
+                    stored, pieces = samples.document_lengths(), samples.pieces()
+                documents = stored + (eos is not None)
+                rows = samples.records["num_tokens"].astype(np.int64) if plan.spec.has_rows else documents
+                pieces = _with_eos(pieces, stored, eos)
                 layout.write(shard_id, ExportedShard(documents, rows, pieces))
             except (CannotWrite, ReadWriteError):
                 # An equal export that was faster may have removed this one's temporary files.

@@ -26,6 +26,7 @@ import hashlib
 import heapq
 import itertools
 import json
+import re
 import sys
 import unicodedata
 from collections import Counter, defaultdict
@@ -37,20 +38,30 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.make.engines import TokenBatch, load_tokenizer
+from preprocess.given_inputs import GivenInputs, add_given_inputs, blank_command
+from preprocess.make.engines import TokenBatch, decode, load_tokenizer
 from preprocess.make.resources import InputSettings
 from preprocess.make.worker import load_engine
 from preprocess.plan.inputs import find_inputs, stamp_inputs
 from preprocess.read.documents import DocumentReader, Documents, Numbers, Texts
 from shardprep import files
-from shardprep.command_line import add_flags_of, given_of
+from shardprep.command_line import add_flags_of
 from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text, with_progress
 from shardprep.errors import BadInput, BrokenShard, NotFound, Refused, UsageError
-from shardprep.format import commands, names
+from shardprep.folders import Folder, OutputFolder, refuse_foreign_file
+from shardprep.format import names
+from shardprep.format.data_folder import OVERLAP_FOLDER, DataFolder
 from shardprep.format.documents import DocumentNames, blank_digests, name_of_place, read_blanked, read_digests
 from shardprep.format.manifest import done_manifests
-from shardprep.format.plan import Cut, Plan, PlanOptions, need_plan, ranges_between
+from shardprep.format.plan import Cut, Plan, PlanOptions, check_tokenizer_files, need_plan, ranges_between
 
+_MARK = "overlap.json"  # shows that a folder is this command's
+_HITS, _NAMES, _PAGE = "overlap.jsonl", "names.txt", "overlap.html"
+_WRITTEN = re.compile(r"shard-[0-9]{5}\.[0-9a-f]{12}\.jsonl|overlap\.jsonl?|names\.txt|overlap\.html")
+_NO_NAME = re.compile(r"(?!)")
+_HIT_SHA256 = re.compile(rf"[0-9a-f]{{{2 * names.DIGEST_BYTES}}}")
+_MAX_HIT_BYTES = 1 << 20  # a hit has up to 2,000 characters of text, and names
+_LIST_BEGINS = re.compile(rb'"?at:')  # of a list of ``duplicates``
 _SEPARATOR = "\x1f"  # between texts; Python counts it as white space
 _BASE = np.uint64(0x9FB21C651E98DF25)
 # How many places of an n-gram are compared, in the evaluation and in a document. Text of more evaluation
@@ -83,7 +94,7 @@ RULES = {
 }
 
 
-def _unblanked(plan: Plan, folder: Path, shard_id: int, reader: DocumentReader) -> Iterator[Documents]:
+def _unblanked(plan: Plan, folder: DataFolder, shard_id: int, reader: DocumentReader) -> Iterator[Documents]:
     """Read the documents of a shard that are not blanked. Raises the errors of reading the input."""
     blanked = None
     if plan.options.blanked and shard_id in names.ids_of_ranges(plan.options.blanked):
@@ -117,7 +128,7 @@ def overlap_flags(parser: argparse.ArgumentParser) -> None:
     add("--shards", metavar="IDS", help="search only these, such as 0-9,12 (default: all)")
     text = "folder of the lists (default: DATA/overlap)"
     add("--output", "--output_dir", metavar="OUT", dest="output", type=Path, help=text)
-    add_flags_of(parser, InputSettings, is_grouped=False)
+    add_given_inputs(parser)
     others = {item.name for item in dataclasses.fields(PlanOptions)} - {*_READ_OPTIONS}
     group = parser.add_argument_group("how to read EVALS, as for plan")
     add_flags_of(group, PlanOptions, exclude=others, is_grouped=False)
@@ -125,63 +136,80 @@ def overlap_flags(parser: argparse.ArgumentParser) -> None:
 
 def overlap(args: argparse.Namespace) -> int:
     """Search the missing shards, and merge the hits once all shards are done. Return the exit code."""
-    folder, where = args.data_dir, InputSettings(**given_of(args, InputSettings))
-    plan = need_plan(folder).at(where.input_dir)
+    folder, given = DataFolder(args.data_dir), GivenInputs(args)
+    plan = need_plan(folder)
+    where = given.of(folder, plan)
+    plan = plan.at(where.input_dir)
     chosen = names.chosen_shards(plan.num_shards, args.shards) or set(range(plan.num_shards))
     rule = RULES[args.rule]._replace(**{} if args.ngram is None else {"ngram": args.ngram})
     if rule.ngram < 2:
         raise UsageError.of_value("--ngram", rule.ngram, "2 or more")
     reader = DocumentReader.of_plan(folder, plan.options, where.transform)
-    evals = _read_evaluation(args.against, {name: vars(args)[name] for name in _READ_OPTIONS if name in args})
+    options = {name: vars(args)[name] for name in _READ_OPTIONS if name in args}
+    evals = _read_evaluation(args.against, options, given)
     depends_on = repr((plan.plan_id, plan.options.blanked, rule, evals)).encode()
-    key, out = hashlib.sha256(depends_on).hexdigest()[:12], args.output or folder / "overlap"
-    paths = [out / f"{names.shard_name(number)}.{key}.jsonl" for number in range(plan.num_shards)]
+    key = hashlib.sha256(depends_on).hexdigest()[:12]
+    out = OutputFolder(
+        args.output or folder.path_of(OVERLAP_FOLDER),
+        mark=_MARK,
+        writable=_WRITTEN,
+        may_be_link=args.output is not None,
+    )
+    out.claim(b'{"made_by": "shardprep overlap"}\n')
+    out.remove_temporaries(older_than_s=files.STALE_AFTER_S)
+    names_of_hits = [f"{names.shard_name(number)}.{key}.jsonl" for number in range(plan.num_shards)]
 
     def missing() -> list[int]:
-        existing = {*files.names_in(out)}
-        return [number for number, path in enumerate(paths) if path.name not in existing]
+        existing = {*out.names()}
+        return [number for number, name in enumerate(names_of_hits) if name not in existing]
 
     todo = [number for number in missing() if number in chosen]
     if len(todo) < len(chosen):
         say(f"{len(chosen) - len(todo)} of {counted(len(chosen), 'shard')} are done already")
     if todo:
         search = _Search(folder, plan, rule, evals)
-        files.make_folder(out, parents=True)
         progress = Progress("looking", sum(plan.shard(number).num_bytes for number in todo))
         for number in todo:
             lines = []
             for documents in _unblanked(plan, folder, number, reader):
                 lines += [json.dumps(hit, ensure_ascii=False) + "\n" for hit in search.hits_of(documents)]
                 progress.add(documents.num_bytes)
-            files.publish_bytes(paths[number], "".join(lines).encode("utf-8", "surrogatepass"))
+            out.publish(names_of_hits[number], "".join(lines).encode("utf-8", "surrogatepass"))
     if left := names.id_ranges(missing()):
         print_lines(f"not done yet: {shards_text(left)}; the call that finishes the last writes the lists")
     else:
-        _merge(out, paths, folder, {"evaluation": args.against, "plan_id": plan.plan_id, **rule._asdict()})
+        settings = {"evaluation": args.against, "plan_id": plan.plan_id, **rule._asdict()}
+        _merge(out, names_of_hits, blank_command(folder, out.path_of(_NAMES), where), settings)
     return 0
 
 
-def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, bytes]]:
+def _read_evaluation(path: Path, options: dict[str, Any], given: GivenInputs) -> list[tuple[str, bytes]]:
     """Return FILE:BYTE and text of each document of an evaluation: a file, a folder or a data set.
 
-    ``options`` are the given options of plan. Raises NotFound, UsageError, or BadInput if it has no document.
+    ``options`` are the given options of plan. ``given`` has the function and the inputs of a data set.
+    Raises NotFound, UsageError, or BadInput if it has no document.
     """
     if files.size_of_file(path) is None:
         raise NotFound(path=path, found="no such file or folder", expected="the documents of an evaluation")
-    if files.size_of_file(path / names.PLAN_NAME) is not None:
-        plan = need_plan(path)
+    folder = DataFolder(path)
+    if folder.status_of(names.PLAN_NAME) is not None:
+        plan = need_plan(folder)
         if options:
             expected = "no such flag, as the plan of this data set says how to read its input"
             raise UsageError(path=path, found=f"--{min(options)}", expected=expected)
-        reader = DocumentReader.of_plan(path, plan.options, None)
-        shards = (_unblanked(plan, path, number, reader) for number in range(plan.num_shards))
+        where = given.of(folder, plan)
+        given.check_all_used()
+        plan = plan.at(where.input_dir)
+        reader = DocumentReader.of_plan(folder, plan.options, where.transform)
+        shards = (_unblanked(plan, folder, number, reader) for number in range(plan.num_shards))
         batches = itertools.chain.from_iterable(shards)
     else:
-        read_options, folder, paths = PlanOptions(**options), path.parent, [path]
+        given.check_all_used()
+        read_options, root, paths = PlanOptions(**options), path.parent, [path]
         if files.is_folder(path):
-            folder, paths = path, find_inputs(path, read_options).paths
-        inputs = [item.file for item in stamp_inputs(folder, paths, read_options)]
-        ranges = ranges_between(folder, inputs, Cut(0, 0), Cut(len(inputs), 0))
+            root, paths = path, find_inputs(path, read_options).paths
+        inputs = [item.file for item in stamp_inputs(root, paths, read_options)]
+        ranges = ranges_between(root, inputs, Cut(0, 0), Cut(len(inputs), 0))
         batches = itertools.chain(DocumentReader(read_options).of_ranges(list(ranges)))
     evals, bad = list[tuple[str, bytes]](), Counter[str]()
     for documents in batches:
@@ -200,12 +228,14 @@ def _read_evaluation(path: Path, options: dict[str, Any]) -> list[tuple[str, byt
 class _Search:
     """Finds hits. Takes 250 bytes per unit of the evaluation. Raises BadInput if that has no n-gram."""
 
-    def __init__(self, folder: Path, plan: Plan, rule: Rule, evals: list[tuple[str, bytes]]) -> None:
+    def __init__(self, folder: DataFolder, plan: Plan, rule: Rule, evals: list[tuple[str, bytes]]) -> None:
         self._rule, self._eval_names = rule, [name for name, _ in evals]
         self._number_of = defaultdict[str, int](itertools.count(1).__next__)  # of a word
         if rule.unit == "tokens":
             self._engine = load_engine(plan, folder, "auto", say).bare()
-            self._tokenizer = load_tokenizer(folder / names.TOKENIZER_DIR / names.TOKENIZER_FILE)
+            content = check_tokenizer_files(folder, plan.tokenizer_files, names.TOKENIZER_FILE)
+            tokenizer_path = folder.path_of(f"{names.TOKENIZER_DIR}/{names.TOKENIZER_FILE}")
+            self._tokenizer = load_tokenizer(tokenizer_path, content)
         _, units = self._units_of(Texts([text for _, text in evals]), may_add=True)
         lengths = np.diff(units.offsets)
         num_short, num_evals = int((lengths < rule.ngram).sum()), counted(len(lengths), "evaluation document")
@@ -294,7 +324,7 @@ class _Search:
                 continue
             shared = units_of[number][begin : begin + num_units]
             is_words = rule.unit == "words"
-            text = " ".join(shared) if is_words else self._tokenizer.decode(shared, skip_special_tokens=False)
+            text = " ".join(shared) if is_words else self._tokenizer.call(decode, shared)
             document = documents.only(np.array([number]))
             yield {
                 "document": f"{document.input_path}:{document.offsets[0]}",
@@ -331,32 +361,53 @@ def _is_kept() -> npt.NDArray[np.bool_]:
     return np.array([char.isspace() or unicodedata.category(char)[0] in "LMN" for char in chars])
 
 
-def _merge(out: Path, paths: list[Path], data_dir: Path, settings: dict[str, Any]) -> None:
-    """Merge the files of all shards into the lists and a page. Raises BrokenShard, ReadWriteError."""
+def _hits_in(out: OutputFolder, name: str) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield the lines of a file of hits with their values. Raises BrokenShard for what is no hit."""
+    for line in out.lines(name, max_line_bytes=_MAX_HIT_BYTES):
+        try:
+            hit = json.loads(line)
+            is_valid = _is_hit(hit)
+        except (ValueError, LookupError, TypeError, RecursionError):
+            is_valid = False
+        if not is_valid:
+            path = out.path_of(name)
+            remedy = f"mv {quoted(path)} {quoted(f'{path}.damaged')}"
+            advice = "move it away, and run this again"
+            raise BrokenShard(path=path, found="not a hit", advice=advice, remedy=remedy)
+        yield line, hit
+
+
+def _is_hit(hit: Any) -> bool:
+    """Return whether a value has the types of a hit, and a hash that adds no other line to the list."""
+    has_texts = all(isinstance(hit[name], str) for name in ("document", "eval", "sha256", "text"))
+    has_numbers = isinstance(hit["share"], (int, float)) and isinstance(hit["longest"], int)
+    return has_texts and has_numbers and _HIT_SHA256.fullmatch(hit["sha256"]) is not None
+
+
+def _merge(out: OutputFolder, names_of_hits: list[str], blank: str, settings: dict[str, Any]) -> None:
+    """Merge the files of all shards into the lists and a page. ``blank``: the next command.
+
+    Raises BrokenShard, ReadWriteError.
+    """
     listed: dict[str, None] = {}  # in order, each once
-    merged, names_path, last = out / "overlap.jsonl", out / "names.txt", ""
+    names_path, last = out.path_of(_NAMES), ""
     evals, sources = Counter[str](), Counter[str]()
-    with files.PublishedFile(merged) as file:
-        for path in paths:
-            try:
-                for line in files.read_lines(path):
-                    hit = json.loads(line)
-                    if hit["document"] != last:  # its hits are consecutive
-                        last = hit["document"]
-                        sources[names.source_of_path(last)] += 1
-                    evals[hit["eval"]] += 1
-                    listed[f"sha256:{hit['sha256']}\n"] = None
-                    file.write(line)
-            except (ValueError, LookupError, TypeError):
-                remedy = f"mv {quoted(path)} {quoted(f'{path}.damaged')}"
-                advice = "move it away, and run this again"
-                raise BrokenShard(path=path, found="not a hit", advice=advice, remedy=remedy) from None
+    with out.new_file(_HITS) as file:
+        for name in names_of_hits:
+            for line, hit in _hits_in(out, name):
+                if hit["document"] != last:  # its hits are consecutive
+                    last = hit["document"]
+                    sources[names.source_of_path(last)] += 1
+                evals[hit["eval"]] += 1
+                listed[f"sha256:{hit['sha256']}\n"] = None
+                file.write(line)
         file.sync()
         file.publish()
-    files.publish_bytes(names_path, "".join(listed).encode())
+    out.publish(_NAMES, "".join(listed).encode())
     documents, of_evals = counted(sources.total(), "document"), counted(len(evals), "evaluation document")
     found = f"{documents} with text of {of_evals}: {counted(evals.total(), 'hit')}"
-    top = heapq.nlargest(_MAX_SHOWN, map(json.loads, files.read_lines(merged)), key=lambda hit: hit["share"])
+    hits_in_order = (hit for _, hit in _hits_in(out, _HITS))
+    top = heapq.nlargest(_MAX_SHOWN, hits_in_order, key=lambda hit: hit["share"])
     columns = ("document", "eval", "share", "longest", "text")
     hits = [columns, *(tuple(str(hit[name])[:300] for name in columns) for hit in top)]
     page = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>Overlap with an evaluation</title>
@@ -369,11 +420,10 @@ td{{vertical-align:top;padding:.3em .6em;border-bottom:1px solid #ccc}}</style>
 phrase: look at the texts, and try a larger --ngram.{_table(evals.most_common(_MAX_SHOWN))}
 <h2>Settings</h2>{_table(settings.items())}</html>
 """
-    files.publish_bytes(out / "overlap.html", page.encode("utf-8", "surrogatepass"))
+    out.publish(_PAGE, page.encode("utf-8", "surrogatepass"))
     print_lines(f"{found}; the lists and overlap.html are in {out}")
     print_lines(*(f"  {source}: {counted(count, 'document')}" for source, count in sources.most_common()))
     if listed:
-        blank = commands.blank(data_dir, names_path)
         print_lines(f"next: {blank}  # or plan again with --exclude {quoted(names_path)}")
 
 
@@ -396,12 +446,18 @@ def duplicates_flags(parser: argparse.ArgumentParser) -> None:
     add("data_dirs", metavar="DATA", nargs="+", type=Path, help="folder of a data set, complete")
     text = "list for the first data set; the second one's has .2 before the suffix, and so on"
     add("--output", metavar="FILE", type=Path, required=True, help=text)
-    add_flags_of(parser, InputSettings, is_grouped=False)
+    add_given_inputs(parser)
     add("--json", action="store_true", help="print JSON for programs")
 
 
+def _refuse_foreign_list(path: Path) -> None:
+    """Raise Refused if a file is there that ``duplicates`` did not write. Remove what killed runs left."""
+    refuse_foreign_file(path, _LIST_BEGINS)
+    Folder(path.parent, writable=_NO_NAME).remove_temporaries(path.name, older_than_s=files.STALE_AFTER_S)
+
+
 class _Shard(NamedTuple):
-    folder: Path
+    folder: DataFolder
     plan: Plan
     reader: DocumentReader
     shard_id: int
@@ -410,25 +466,30 @@ class _Shard(NamedTuple):
 
 def duplicates(args: argparse.Namespace) -> int:
     """Find the documents to remove, write the lists, and print the totals. Return the exit code."""
-    plans, where = dict[str, Path](), InputSettings(**given_of(args, InputSettings))
+    plans, given = dict[str, DataFolder](), GivenInputs(args)
     shards: list[_Shard] = []
-    lists: dict[Path, files.PublishedFile] = {}  # by data set
-    removed = Counter[tuple[Path, str]]()  # documents, by data set and source
+    lists: dict[DataFolder, files.PublishedFile] = {}  # by data set
+    inputs: dict[DataFolder, InputSettings] = {}  # by data set
+    removed = Counter[tuple[DataFolder, str]]()  # documents, by data set and source
     with contextlib.ExitStack() as opened:
-        for number, folder in enumerate(args.data_dirs, 1):
+        for number, folder in enumerate(map(DataFolder, args.data_dirs), 1):
             plan = need_plan(folder)
             if (other := plans.setdefault(plan.plan_id, folder)) is not folder:
                 same = f"{other} and {folder}, whose plan is the same"
                 raise UsageError(found=same, expected="each data set once")
             path = args.output if number == 1 else args.output.with_suffix(f".{number}{args.output.suffix}")
+            _refuse_foreign_list(path)
             # Open the list now, so that an error of its folder comes before the work.
             lists[folder] = opened.enter_context(files.PublishedFile(path))
+            where = given.of(folder, plan)
+            inputs[folder] = where
             reader = DocumentReader.of_plan(folder, plan.options, where.transform)
             for manifest in done_manifests(folder, plan.plan_id, range(plan.num_shards)):
                 if (stamp := manifest.digests) is None:
                     expected = "those of plan --digests; plan again with it, into a new folder"
                     raise UsageError(path=folder, found="no digests", expected=expected, remedy="--digests")
                 shards.append(_Shard(folder, plan.at(where.input_dir), reader, manifest.shard_id, stamp))
+        given.check_all_used()
         # Find the groups of equal documents, one part of the digests at a time.
         num_all = sum(shard.stamp.num_bytes // names.DIGEST_BYTES for shard in shards)
         num_parts, blanks = 1 + num_all // _PART_DOCUMENTS, blank_digests(np.array([False, True]))
@@ -438,7 +499,7 @@ def duplicates(args: argparse.Namespace) -> int:
         for part in range(num_parts):
             digests, counts = [], []
             for shard in shards:
-                found = read_digests(shard.folder, shard.shard_id, shard.stamp, is_checked=part > 0)
+                found = read_digests(shard.folder, shard.shard_id, shard.stamp)
                 first_bits = found.view(">u8")[::2].astype(np.uint64) >> _HALF
                 here = found[first_bits * np.uint64(num_parts) >> _HALF == part]
                 digests.append(here[(here != blanks[0]) & (here != blanks[1])])
@@ -484,10 +545,11 @@ def duplicates(args: argparse.Namespace) -> int:
     total = counted(num_documents, "document")
     print_lines(f"{num_copies:,} of {total} are duplicates of {len(groups.keys):,} others")
     for each in data_sets:
-        count, folder, path = sum(each["sources"].values()), quoted(each["data_dir"]), quoted(each["list"])
-        print_lines(f"{folder}: {counted(count, 'document')} to remove; list: {path}")
+        count, data_dir = sum(each["sources"].values()), DataFolder(each["data_dir"])
+        list_path = quoted(each["list"])
+        print_lines(f"{quoted(data_dir)}: {counted(count, 'document')} to remove; list: {list_path}")
         print_lines(*(f"  {source}: {counted(num, 'document')}" for source, num in each["sources"].items()))
         if count:
-            blank = commands.blank(Path(each["data_dir"]), Path(each["list"]))
-            print_lines(f"  next: {blank}  # or plan again with --exclude {path}")
+            blank = blank_command(data_dir, lists[data_dir].path, inputs[data_dir])
+            print_lines(f"  next: {blank}  # or plan again with --exclude {list_path}")
     return 0

@@ -12,32 +12,42 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-import orjson
 
-from preprocess.make.engines import Ids, load_tokenizer
+from preprocess.make.engines import Ids, decode, load_tokenizer
 from shardprep.console import counted, output_is_read, print_lines, with_progress
-from shardprep.errors import NotFound, ShardprepError, UsageError
-from shardprep.files import NOT_THERE, read_lines
+from shardprep.errors import NotFound, UsageError
 from shardprep.format import commands, names
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.documents import kept_ids
 from shardprep.format.index import ShardSamples, read_idx, samples_containing
-from shardprep.format.manifest import manifest_ids, read_manifest
-from shardprep.format.plan import Plan, need_plan
+from shardprep.format.manifest import manifest_ids, read_manifest, side_file_lines
+from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
 
 _IN_SHARD = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?::([0-9]{1,9}))?")
 _DETAIL_CHARS = 300
 Sample = tuple[int, int]  # shard, number in it
 
 
-def _decoder(folder: Path) -> Callable[[Ids, npt.NDArray[np.bool_]], str]:
-    """Return a function that decodes ids, given which have labels. Raises ReadWriteError, BrokenShard."""
-    tokenizer = load_tokenizer(folder / names.TOKENIZER_DIR / names.TOKENIZER_FILE)
+def _special_tokens(tokenizer: Any) -> tuple[list[tuple[int, str]], int]:
+    """Return the ids and names of special tokens, and the size of the vocabulary."""
     added = tokenizer.get_added_tokens_decoder()
-    name_of = {number: token.content for number, token in added.items() if token.special}
-    blanks = [names.BLANK, names.blank_id(tokenizer.get_vocab_size(with_added_tokens=True))]
+    special = [(number, token.content) for number, token in added.items() if token.special]
+    return special, tokenizer.get_vocab_size(with_added_tokens=True)
+
+
+def _decoder(folder: DataFolder, plan: Plan) -> Callable[[Ids, npt.NDArray[np.bool_]], str]:
+    """Return a function that decodes ids, given which have labels. Raises as ``check_tokenizer_files``."""
+    content = check_tokenizer_files(folder, plan.tokenizer_files, names.TOKENIZER_FILE)
+    path = folder.path_of(f"{names.TOKENIZER_DIR}/{names.TOKENIZER_FILE}")
+    tokenizer = load_tokenizer(path, content)
+    special, vocab_size = tokenizer.call(_special_tokens)
+    name_of = dict(special)
+    blanks = [names.BLANK, names.blank_id(vocab_size)]
 
     def text_of(ids: Ids, mask: npt.NDArray[np.bool_]) -> str:
         if len(ids) and np.isin(ids, blanks).all():
@@ -48,7 +58,7 @@ def _decoder(folder: Path) -> Callable[[Ids, npt.NDArray[np.bool_]], str]:
             parts.append("⟪" if is_marked else "")
             for name, some in itertools.groupby(ids[begin:end].tolist(), name_of.get):
                 if name is None:
-                    parts.append(tokenizer.decode(list(some), skip_special_tokens=False))
+                    parts.append(tokenizer.call(decode, list(some)))
                 else:
                     parts += [f"⟦{name}⟧" for _ in some]
             parts.append("⟫" if is_marked else "")
@@ -77,7 +87,7 @@ def peek_flags(parser: argparse.ArgumentParser) -> None:
 
 def peek(args: argparse.Namespace) -> int:
     """Print samples. Raises NotFound if there are none, UsageError."""
-    folder: Path = args.output_dir
+    folder = DataFolder(args.output_dir)
     plan = need_plan(folder)
     for flag, value, least in (("--num", args.num, 1), ("--chars", args.chars, 0)):
         if value < least:
@@ -97,7 +107,7 @@ def peek(args: argparse.Namespace) -> int:
     if not args.addresses:
         made = _made_shards(folder)
         samples = ((each, n) for each in made for n in range(len(read_idx(folder, plan.spec, each))))
-    text_of, num_shown = _decoder(folder), 0
+    text_of, num_shown = _decoder(folder, plan), 0
     for shard_id, of_shard in itertools.groupby(samples, key=lambda sample: sample[0]):
         with ShardSamples(folder, plan.spec, shard_id) as shard:
             for _, number in of_shard:
@@ -121,7 +131,7 @@ def peek(args: argparse.Namespace) -> int:
     return 0
 
 
-def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample, int | None]]:
+def _samples_at(folder: DataFolder, plan: Plan, address: str) -> Iterator[tuple[Sample, int | None]]:
     """Yield the samples at an address, with the document if the address names one.
 
     If the document was left out of its shard, print why, and yield nothing. Raises NotFound, UsageError.
@@ -132,7 +142,7 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
             expected = f"ids of 0 to {plan.num_shards - 1}"
             raise UsageError(found=f"shard {shard_id} in {address}", expected=expected)
         if shard_id not in manifest_ids(folder):
-            path, remedy = names.manifest_path(folder, shard_id), commands.run(folder, str(shard_id))
+            path, remedy = folder.path_of(names.manifest_name(shard_id)), commands.run(folder, str(shard_id))
             raise NotFound(path=path, found="missing: the shard is not made yet", remedy=remedy)
         if number >= (num_samples := len(read_idx(folder, plan.spec, shard_id))):
             raise NotFound(found=f"{address}, no sample", expected=f"samples 0 to {num_samples - 1}")
@@ -144,9 +154,7 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
             found = "no document ids, because its plan has no --id_field"
             raise UsageError(path=folder, found=found, expected="SHARD:SAMPLE or FILE:BYTE")
         wanted = address.removeprefix("id:")
-        looked_at = with_progress("looking for an id", made)
-        kept = (each for shard_id in looked_at for each in kept_ids(folder, shard_id))
-        place = next(((number, byte) for number, byte, id_ in kept if id_ == wanted), (-1, 0))
+        place = _place_of_id(folder, made, wanted)
         if not 0 <= place[0] < len(paths):
             expected = "the id of a document in a finished shard"
             raise NotFound(path=folder, found=f"no id {wanted}", expected=expected)
@@ -167,13 +175,12 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
     inputs_of = {number: [part.input_number for part in plan.shard(number).ranges] for number in made}
     shards = [number for number in made if place[0] in inputs_of[number]]
     for shard_id in shards:  # the document may have been left out
-        with contextlib.suppress(*NOT_THERE, ShardprepError, ValueError, LookupError, TypeError):
-            for entry in map(orjson.loads, read_lines(names.quarantine_path(folder, shard_id))):
-                if (entry["source"], entry["source_offset"]) == (name, place[1]):
-                    size = "" if names.input_kind(name).unit == "row" else f", {entry['num_bytes']} bytes"
-                    why = f"{entry['reason']}{size}: {entry['detail'][:_DETAIL_CHARS]}"
-                    print_lines(f"{name}:{place[1]} was left out of shard {shard_id:05d} as {why}")
-                    return
+        entry = _left_out_at(folder, shard_id, name, place[1])
+        if entry is not None:
+            size = "" if names.input_kind(name).unit == "row" else f", {entry.num_bytes} bytes"
+            why = f"{entry.reason}{size}: {entry.detail[:_DETAIL_CHARS]}"
+            print_lines(f"{name}:{place[1]} was left out of shard {shard_id:05d} as {why}")
+            return
     # The document is in the last shard that has a document which begins at the place or before it.
     for shard_id in reversed(shards):
         records = read_idx(folder, plan.spec, shard_id)
@@ -184,7 +191,46 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
     raise NotFound(found=f"{name}:{place[1]}", expected="a place in a finished shard")
 
 
-def _made_shards(folder: Path) -> list[int]:
+class _LeftOut(msgspec.Struct):
+    """A line of a quarantine file."""
+
+    source: str
+    source_offset: int
+    num_bytes: int
+    reason: str
+    detail: str
+
+
+_LEFT_OUT = msgspec.json.Decoder(_LeftOut)
+
+
+def _left_out_at(folder: DataFolder, shard_id: int, name: str, offset: int) -> _LeftOut | None:
+    """Return what was left out of a shard at a place of an input, or None. Raises BrokenShard."""
+    stamp, found = read_manifest(folder, shard_id).quarantine, None
+    if stamp is None:
+        return None
+    for line in side_file_lines(folder, names.quarantine_name(shard_id), shard_id, stamp):
+        with contextlib.suppress(msgspec.MsgspecError, ValueError):
+            entry = _LEFT_OUT.decode(line)
+            if (entry.source, entry.source_offset) == (name, offset):
+                found = entry
+    return found
+
+
+def _place_of_id(folder: DataFolder, shard_ids: list[int], wanted: str) -> Sample:
+    """Return the input and the place in it of the first document with an id, or (-1, 0)."""
+    for shard_id in with_progress("looking for an id", shard_ids):
+        stamp = read_manifest(folder, shard_id).ids
+        if stamp is None:
+            continue
+        # All are read, because the file is compared with its stamp at its end.
+        places = [(number, at) for number, at, name in kept_ids(folder, shard_id, stamp) if name == wanted]
+        if places:
+            return places[0]
+    return -1, 0
+
+
+def _made_shards(folder: DataFolder) -> list[int]:
     """Return the finished shards of a data set, at least one. Raises NotFound."""
     if not (made := manifest_ids(folder)):
         raise NotFound(path=folder, found="no finished shard", remedy=commands.run(folder))
@@ -198,7 +244,7 @@ def _print_sample(
     record, name = samples.records[number], "row" if plan.spec.has_rows else "document"
     begins_inside = len(documents) > len(samples.starts(number))
     num_tokens, num_trained = len(samples.ids(number)), int(samples.loss_mask(number).sum())
-    counts = read_manifest(samples.path.parent, samples.shard_id).counts
+    counts = read_manifest(samples.folder, samples.shard_id).counts
     num_train = counts.num_samples - counts.held_out.num_samples
     path = names.name_of_input([item.path for item in plan.inputs], int(record["source"]))
     labels = "" if num_trained == num_tokens else f" ({num_trained} with labels)"

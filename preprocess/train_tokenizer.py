@@ -22,13 +22,13 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from preprocess.make.engines import LLAMA3_REGEX
 from preprocess.plan.inputs import find_inputs, sample_documents, stamp_inputs
 from preprocess.plan.tokenizer import write_files
 from shardprep.command_line import add_flags_of, parse_size
 from shardprep.console import Progress, counted, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
 from shardprep.files import PublishedFolder, is_folder, make_folder, names_in, size_of_file
+from shardprep.foreign_tokenizer import LLAMA3_REGEX
 from shardprep.format.names import place_text
 from shardprep.format.plan import PlanOptions
 

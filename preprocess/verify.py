@@ -15,13 +15,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import os
 import random
 import re
 import stat
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -34,8 +33,10 @@ from shardprep import errors, files
 from shardprep.command_line import add_flags_of, given_of
 from shardprep.console import counted, print_lines, say, shards_text, short_bytes, source_lines, with_progress
 from shardprep.format import commands, manifest, names
+from shardprep.format.data_folder import LOGS_FOLDER, SUBFOLDERS, DataFolder
+from shardprep.format.documents import kept_ids, unmatched_names
 from shardprep.format.index import ids_of, merge_manifests, misplaced_samples, read_idx
-from shardprep.format.jobs import LOGS_FOLDER, read_attempts
+from shardprep.format.jobs import read_attempts
 from shardprep.format.manifest import Check, Finding, Manifest, read_manifest
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan, read_plan
 
@@ -53,55 +54,113 @@ def verify_flags(parser: argparse.ArgumentParser) -> None:
     tier = parser.add_mutually_exclusive_group()
     text = "check manifests, sizes and coverage; read no shard"
     tier.add_argument("--fast", action="store_true", help=text)
-    text = "also make N shards again with the engine tokenizers, and compare (default: 0; without N: 3)"
-    tier.add_argument("--deep", nargs="?", type=int, const=3, metavar="N", help=text)
+    text = (
+        "also make N shards, or all, again with the engine tokenizers, and compare (default: 0; without N: 3)"
+    )
+    tier.add_argument("--deep", nargs="?", const="3", metavar="N", help=text)
     add_flags_of(parser.add_argument_group("for --deep"), InputSettings, is_grouped=False)
 
 
 def verify(args: argparse.Namespace) -> int:
     """Check all shards, then write index.json or report the problems. Return the exit code."""
-    if args.deep is not None and args.deep < 1:
-        raise errors.UsageError.of_value("--deep", args.deep, "a number of shards from 1")
-    folder: Path = args.output_dir
+    num_deep = _number_of_deep(args.deep)
+    folder = DataFolder(args.output_dir)
     plan = need_plan(folder)
     check: Check = "fast" if args.fast else "full"
-    standing = manifest.uncleared_findings(folder, plan.plan_id, check)
+    makes_every = num_deep >= plan.num_shards
+    standing = manifest.uncleared_findings(folder, plan.plan_id, "every" if makes_every else check)
     compare_tokenizer = partial(check_tokenizer_files, folder, plan.tokenizer_files)
     files.with_retries(f"the tokenizer in {folder} cannot be read", compare_tokenizer)
-    known = {} if args.deep is not None else standing
+    known = {} if num_deep else standing
     manifests, problems = _check_shards(folder, plan, is_fast=args.fast, standing=known)
+    if num_deep and (makes_every or not problems):
+        again = _make_again(folder, plan, args, num_deep, again=standing, wrong=problems)
+        if again or problems:
+            return _report_problems(folder, plan, {**again, **problems}, "every" if makes_every else "deep")
     if problems:
         return _report_problems(folder, plan, problems, check)
     index = merge_manifests(folder, manifests)
-    if args.deep is not None and (problems := _make_again(folder, plan, args, again=standing)):
-        return _report_problems(folder, plan, problems, "deep")
-    path, content, wrote = folder / names.INDEX_NAME, index.to_json(), "wrote"
+    path, content, wrote = folder.path_of(names.INDEX_NAME), index.to_json(), "wrote"
     try:
-        files.publish_bytes(path, content)
+        folder.publish(names.INDEX_NAME, content)
     except errors.CannotWrite as error:  # for example a read-only folder of a colleague
         existing, wrote = b"", "found the same in"
         with contextlib.suppress(*files.NOT_THERE, errors.BrokenShard):
-            existing = files.read_regular(path, max_bytes=len(content))
+            existing = folder.read(names.INDEX_NAME, max_bytes=len(content))
         if existing != content:
             error.advise(f"all shards are right, but {names.INDEX_NAME} was not written")
             raise
     sums = (counted(int(index.column(f"num_{noun}s").sum()), noun) for noun in ("sample", "token"))
-    print_lines(f"verified {counted(plan.num_shards, 'shard')}: {', '.join(sums)}; {wrote} {path}")
+    # Only who has read every byte may call it verified.
+    done = "checked manifests and sizes of" if args.fast else "verified"
+    print_lines(f"{done} {counted(plan.num_shards, 'shard')}: {', '.join(sums)}; {wrote} {path}")
+    if args.fast:
+        print_lines(f"to also check every byte: shardprep verify {errors.quoted(folder)}")
     counts = {name: dataclasses.asdict(source) for name, source in index.sources.items()}
     print_lines(*source_lines(counts, all_in=names.INDEX_NAME))
+    if plan.options.excluded:
+        print_lines(*_exclude_lines(folder, plan, manifests))
     with contextlib.suppress(OSError):
-        (folder / manifest.FINDINGS_NAME).unlink()
+        folder.remove(manifest.FINDINGS_NAME)
     for record in read_attempts(folder, plan.plan_id).own:  # attempts whose shards others have made
         if record.ended is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(record.path)  # noqa: PTH108
+            with contextlib.suppress(OSError, errors.ShardprepError):
+                folder.remove(record.name)
     return 0
 
 
-def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: Iterable[int]) -> Problems:
-    """Make some shards again, and return the problems of those that differ.
+def _number_of_deep(word: str | None) -> int:
+    """Return the number of shards that --deep asks for, 0 without it. Raises UsageError."""
+    if word is None:
+        return 0
+    if word == "all":
+        return names.MAX_SHARDS
+    if not (word.isdecimal() and int(word) > 0):
+        raise errors.UsageError.of_value("--deep", word, "a number of shards from 1, or: all")
+    return int(word)
 
-    ``args.deep`` shards with input are chosen, the same ones for a plan each time, in addition to ``again``.
+
+def _exclude_lines(folder: DataFolder, plan: Plan, manifests: Sequence[Manifest]) -> list[str]:
+    """Say how many names of --exclude match no document. Reads the quarantine files with excluded documents.
+
+    Says nothing with --limit, because documents that were not read may have these names.
+    """
+    if plan.options.limit:
+        return []
+    id_field = plan.options.id_field
+    quarantines = [
+        (each.shard_id, each.quarantine)
+        for each in manifests
+        if each.quarantine is not None and "excluded" in each.counts.quarantined
+    ]
+    unmatched = unmatched_names(folder, plan.options.excluded, id_field, quarantines)
+    if unmatched is None:
+        return []
+    some_id = _some_id(folder, manifests) if id_field and unmatched.num_unmatched else ""
+    return [unmatched.sentence(some_id)]
+
+
+def _some_id(folder: DataFolder, manifests: Sequence[Manifest]) -> str:
+    """Return the id of a document, as an example, or ""."""
+    for each in manifests:
+        for *_, name in kept_ids(folder, each.shard_id, each.ids) if each.ids is not None else ():
+            if name:
+                return name
+    return ""
+
+
+def _make_again(
+    folder: DataFolder,
+    plan: Plan,
+    args: argparse.Namespace,
+    num_deep: int,
+    *,
+    again: Iterable[int],
+    wrong: Collection[int],
+) -> Problems:
+    """Make some shards again, but none of the ``wrong`` ones. Return the problems of those that differ.
+
+    ``num_deep`` shards with input are chosen, the same ones for a plan each time, in addition to ``again``.
     Raises the errors of loading a Worker.
     """
     from preprocess.make.worker import Worker  # it imports the libraries of a worker
@@ -109,7 +168,7 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
     num_cpus = bind_to(allowed_cpus(offset=0))
     full = [shard_id for shard_id, size in enumerate(plan.shard_bytes()) if size]
     chooser = random.Random(plan.plan_id)  # noqa: S311 - a sample
-    chosen = sorted({*chooser.sample(full, min(args.deep, len(full))), *again})
+    chosen = sorted({*chooser.sample(full, min(num_deep, len(full))), *again} - {*wrong})
     settings = worker_settings(given_of(args, WorkerSettings))
     settings = dataclasses.replace(settings, engine="tokenizers", max_bad_fraction=1.0)
     worker = Worker(plan.at(settings.input_dir), folder, settings, num_cpus=num_cpus, warn=lambda _: None)
@@ -117,11 +176,11 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
     for shard_id in with_progress("making shards again", chosen):
         try:
             # It must not have a shard's name: an attempt at this shard would remove it as a temporary file.
-            with files.PublishedFolder(folder / "verify") as scratch:
-                made = worker.make_in(scratch.temporary, worker.plan.shard(shard_id))
+            with folder.temporary_folder("verify") as (_, scratch):
+                made = worker.make_in(DataFolder(scratch), worker.plan.shard(shard_id))
             found = read_manifest(folder, shard_id)
             others = [name for name in _COMPARED if getattr(found, name) != getattr(made, name)]
-            differing = [str(names.STAMPED_PATHS[name](Path(), shard_id)) for name in others]
+            differing = [names.STAMPED_NAMES[name](shard_id) for name in others]
             for name in (item.name for item in dataclasses.fields(manifest.ShardCounts)):
                 before, now = getattr(found.counts, name), getattr(made.counts, name)
                 if before != now:
@@ -138,12 +197,12 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
     return problems
 
 
-def _report_problems(folder: Path, plan: Plan, problems: Problems, check: Check) -> int:
+def _report_problems(folder: DataFolder, plan: Plan, problems: Problems, check: Check) -> int:
     """Print the problems, record them for other commands, and return the exit code."""
     is_made = False  # whether any shard has a manifest
     for shard_id in range(plan.num_shards):
         error = problems.get(shard_id)
-        manifest_path = str(names.manifest_path(folder, shard_id))
+        manifest_path = str(folder.path_of(names.manifest_name(shard_id)))
         is_made |= not isinstance(error, errors.MissingShard) or error.path != manifest_path
     if is_made:
         _print_problems(folder, problems)
@@ -164,7 +223,7 @@ def _report_problems(folder: Path, plan: Plan, problems: Problems, check: Check)
     return problems[min(wrong or problems)].exit_code
 
 
-def _print_problems(folder: Path, problems: Problems) -> None:
+def _print_problems(folder: DataFolder, problems: Problems) -> None:
     """Print the first problems of each kind, and which other shards have problems of this kind."""
     for kind in dict.fromkeys(map(type, problems.values())):
         same = [shard_id for shard_id, error in problems.items() if type(error) is kind]
@@ -175,7 +234,7 @@ def _print_problems(folder: Path, problems: Problems) -> None:
 
 
 def _check_shards(
-    folder: Path, plan: Plan, *, is_fast: bool, standing: Mapping[int, Finding]
+    folder: DataFolder, plan: Plan, *, is_fast: bool, standing: Mapping[int, Finding]
 ) -> tuple[list[Manifest], Problems]:
     """Return the manifests of the shards that are right, and the problems of the others.
 
@@ -200,8 +259,8 @@ def _check_shards(
                 has = "has" if is_there else "has no"
                 raise errors.BrokenShard(f"the manifest of {name} {has} {what}, unlike the plan")
         if not is_fast:  # every byte of the tar is read once
-            path = names.tar_path(folder, shard_id)
-            with files.errors_named(path), files.HashedFile(path) as tar:
+            tar_name = names.tar_name(shard_id)
+            with files.errors_named(folder.path_of(tar_name)), folder.open_hashed(tar_name) as tar:
                 try:
                     _check_ids(shard, tar, _check_idx(folder, plan, shard))
                 finally:  # a wrong hash is reported instead of what follows from it
@@ -230,7 +289,7 @@ def _check_shards(
     return [result for result in results.values() if isinstance(result, Manifest)], problems
 
 
-def _check_idx(folder: Path, plan: Plan, shard: Manifest) -> Records:
+def _check_idx(folder: DataFolder, plan: Plan, shard: Manifest) -> Records:
     """Check that an idx agrees with the manifest, the plan and the tar's size. Return its records."""
     shard_id, counts, name = shard.shard_id, shard.counts, f"the idx of shard {shard.shard_id:05d}"
     records = read_idx(folder, plan.spec, shard_id)
@@ -302,46 +361,41 @@ def clean(args: argparse.Namespace) -> int:
 
     Raises NotFound, ReadWriteError, or CannotWrite if some could not be removed after all others were.
     """
-    folder: Path = args.output_dir
+    folder = DataFolder(args.output_dir)
     plan = read_plan(folder)
     # Find temporary files in all folders and, if the data set is verified, the logs of its tasks.
-    paths: list[Path] = []
-    subfolders = (names.QUARANTINE_DIR, names.IDS_DIR, names.DIGESTS_DIR, "jobs")
-    for place in (folder, *(folder / name for name in subfolders)):
-        if place == folder or not files.is_link(place):
-            paths += [place / name for name in files.names_in(place) if files.TEMPORARY_NAME.fullmatch(name)]
-    logs = folder / LOGS_FOLDER
-    if files.size_of_file(folder / names.INDEX_NAME) is not None and not files.is_link(logs):
-        paths += [logs / name for name in files.names_in(logs) if _TASK_LOG.fullmatch(name)]
-    if plan is None and not paths:
+    removable = folder.temporaries(SUBFOLDERS)
+    if folder.size_of(names.INDEX_NAME) is not None:
+        with contextlib.suppress(errors.BrokenShard):  # a link
+            logs = filter(_TASK_LOG.fullmatch, folder.names(LOGS_FOLDER))
+            removable += [f"{LOGS_FOLDER}/{name}" for name in logs]
+    if plan is None and not removable:
         found = f"no {names.PLAN_NAME} and no temporary file"
         raise errors.NotFound(path=folder, found=found, expected="the folder of a data set")
     verb = "would remove" if args.dry_run else "removed"
     removed: list[int] = []  # bytes of each path
     num_kept, failed = 0, ""
-    for path in paths:
+    for name in removable:
+        path = folder.path_of(name)
         try:
-            stats = [path.lstat()]
-            if stat.S_ISDIR(stats[0].st_mode):
-                stats += [Path(place, name).lstat() for place, _, inside in os.walk(path) for name in inside]
-            num_bytes = sum(each.st_size for each in stats if not stat.S_ISDIR(each.st_mode))
-            age_s = time.time() - max(each.st_mtime for each in stats)
+            num_bytes, newest = _bytes_and_newest(folder, name)
             # If the shard is not done, an attempt may still be writing the file.
             match, is_done = _OF_SHARD.match(path.name), False
             if plan is not None and match is not None and int(match[1]) < plan.num_shards:
                 with contextlib.suppress(errors.ShardprepError, OSError):
                     is_done = manifest.done_manifest(folder, int(match[1]), plan.plan_id) is not None
-            if age_s < files.STALE_AFTER_S and path.suffix != ".log" and not is_done:
+            is_log = path.suffix == ".log"
+            if time.time() - newest < files.STALE_AFTER_S and not is_log and not is_done:
                 num_kept += 1
                 continue
             if not args.dry_run:
-                files.remove_tree(path)
-                if path.is_dir() and not path.is_symlink():  # a file in it could not be removed
-                    path.rmdir()  # raises the reason
+                remove = folder.remove if is_log else folder.remove_temporary
+                remove(name)
         except FileNotFoundError:
             continue  # another process removed it
-        except OSError as error:
-            failed = f"{path} cannot be removed: {error.strerror}"
+        except (OSError, errors.ReadWriteError, errors.BrokenShard) as error:
+            why = error.strerror if isinstance(error, OSError) else error.found
+            failed = f"{path} cannot be removed: {why}"
             say(f"error: {failed}")
             continue
         removed.append(num_bytes)
@@ -353,3 +407,22 @@ def clean(args: argparse.Namespace) -> int:
     if failed:
         raise errors.CannotWrite(f"{failed}; ask the owner to remove it", path=folder)
     return 0
+
+
+def _bytes_and_newest(folder: DataFolder, name: str) -> tuple[int, float]:
+    """Return the size of a file, or of all files in a folder, and when one was written last, since 1970.
+
+    Raises FileNotFoundError, and OSError.
+    """
+    status = folder.status_of(name)
+    if status is None:
+        raise FileNotFoundError(name)
+    if not stat.S_ISDIR(status.st_mode):
+        return status.st_size, status.st_mtime
+    num_bytes, newest = 0, status.st_mtime
+    for inside in folder.names_below(name):
+        status = folder.status_of(inside)
+        if status is not None:
+            num_bytes += 0 if stat.S_ISDIR(status.st_mode) else status.st_size
+            newest = max(newest, status.st_mtime)
+    return num_bytes, newest

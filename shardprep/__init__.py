@@ -3,10 +3,42 @@
 The other packages build on this one. It imports none of them until one of their names is used.
 """
 
-import signal
+import os
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+
+# Until the current folder has left the path, only modules that Python has loaded itself may be used.
+_HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+_PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
+
+
+def path_without_current_folder(path: list[str]) -> list[str]:
+    """Return a path of modules without the current folder, unless it is ours or PYTHONPATH spells it out.
+
+    Relative entries are relative to the current folder, so they are left out, too.
+    """
+    try:
+        here = os.getcwd()  # noqa: PTH109
+    except OSError:  # the folder is gone
+        here = ""
+    named = [_HOME, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    is_absolute = os.path.isabs
+    return [each for each in path if is_absolute(each) and (each != here or each in named)]
+
+
+def _runs_as_module() -> bool:
+    """Return whether Python is just looking for one of our packages, to run it for ``python -m``."""
+    if sys.argv[:1] != ["-m"] or "-m" not in sys.orig_argv:
+        return False
+    after = sys.orig_argv[sys.orig_argv.index("-m") + 1 :]
+    return after[:1] != [] and after[0].partition(".")[0] in _PACKAGES
+
+
+if _runs_as_module():  # ``python -m`` puts the current folder first
+    sys.path[:] = path_without_current_folder(sys.path)
+
+import signal  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if sys.version_info < (3, 10):  # noqa: UP036  before any syntax that they cannot parse
     raise ImportError(
@@ -18,7 +50,7 @@ if TYPE_CHECKING:
     from loader import get_llama3_dataloader as get_llama3_dataloader
 
 __version__ = "0.1.0"
-HOME = Path(__file__).parents[1]  # our packages are side by side, installed or not
+HOME = Path(_HOME)  # our packages are side by side, installed or not
 
 
 class LeaveOut(Exception):
@@ -26,11 +58,33 @@ class LeaveOut(Exception):
 
 
 def main() -> int:
-    """Run the command of this process. Ctrl-C during the imports waits until it can stop cleanly."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Run the command of this process."""
+    begin_command()
     from shardprep.__main__ import main as run
 
     return run()
+
+
+def begin_command() -> None:
+    """Begin a command, before it imports anything.
+
+    The current folder leaves the path of modules. A signal during the imports waits until the command can
+    stop cleanly.
+    """
+    sys.path[:] = path_without_current_folder(sys.path)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))
+
+
+def call_started() -> None:
+    """Call the function that the first argument names, ``module:name``, and exit with what it returns.
+
+    ``shardprep.processes`` starts Python so.
+    """
+    from importlib import import_module
+
+    sys.path[:] = path_without_current_folder(sys.path)
+    module, _, name = sys.argv.pop(1).partition(":")
+    sys.exit(getattr(import_module(module), name)())
 
 
 def check_not_hidden(package: str) -> None:

@@ -6,10 +6,10 @@ The table below is the only place that knows all packages, as strings. Each pack
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # Ctrl-C during the imports waits until the command can stop cleanly
-    import signal
+if __name__ == "__main__":
+    from shardprep import begin_command
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    begin_command()
 
 import argparse
 import importlib
@@ -22,6 +22,7 @@ from shardprep import __version__, check_not_hidden
 from shardprep.command_line import Command, Program, given_words, show_commands, unknown_command
 from shardprep.console import guard_streams, print_lines, say
 from shardprep.errors import UsageError
+from shardprep.processes import die_with_parent
 
 # Command -> its package, in the order in which a user meets them.
 COMMANDS = {
@@ -63,6 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         say(f"error: {error}")
         return UsageError.exit_code
+
+
+def run_for_parent() -> int:
+    """Run a command, in a process that ends with the one whose id is the first argument."""
+    die_with_parent(int(sys.argv.pop(1)))
+    return main()
 
 
 def _program(package: str) -> Program:

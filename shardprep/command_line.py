@@ -6,43 +6,32 @@ are equal, an unknown command or flag is answered with the nearest one, and an e
 stop signal becomes one line on standard error and an exit code, never a traceback.
 
 The flags of a configuration are the fields of its frozen dataclass, each declared by ``option``.
-
-After ``raise_on_stop_signals``, TERM, USR1 and INT raise ``Stopped``, so that a stopped task cleans up after
-itself; processes started by ``start_child`` do the same. Python drops an exception that is raised in a
-finalizer or a weak reference's callback; a Stopped that was dropped there is raised again a moment later.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import functools
 import importlib.util
 import os
 import re
+import shlex
 import signal
 import sys
 import textwrap
 import traceback
 import types
 import typing
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from shardprep import __version__, given
 from shardprep.console import guard_streams, print_lines, say
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped, UsageError
 from shardprep.meanings import meaning_of_command, meaning_of_flag
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-    from multiprocessing.process import BaseProcess
-
-T = TypeVar("T")
+from shardprep.processes import STOP_SIGNALS, StopSignals, raise_on_stop_signals
 
 
 def given_words(argv: Sequence[str] | None) -> list[str]:
@@ -96,6 +85,20 @@ class Program:
     def run(self, words: Sequence[str], *, name: str | None = None) -> int:
         """Run the command that ``words`` name and return its exit code. ``name``: how it was called."""
         guard_streams()
+        before = StopSignals.now()
+        try:
+            try:
+                return self._run(words, name=name)
+            finally:
+                # A signal that comes now would not find the command any more.
+                signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        except Stopped as error:
+            say(f"error: {error}")
+            return error.exit_code
+        finally:
+            before.restore()
+
+    def _run(self, words: Sequence[str], *, name: str | None) -> int:
         try:
             check_names_are_utf8()
             raise_on_stop_signals()
@@ -103,8 +106,8 @@ class Program:
             with given.flags_are(vars(args)):
                 code = _resolved(self.commands[args.command].run)(args)
             sys.stdout.flush()
-            return int(code)  # a signal may come here, too
-        except (ShardprepError, Stopped) as error:
+            return int(code)
+        except ShardprepError as error:
             message, code = str(error), error.exit_code
         except ModuleNotFoundError as error:
             if (found := missing_library(error, "this command")) is None:
@@ -203,6 +206,56 @@ def show_commands(
     raise SystemExit(UsageError.exit_code)
 
 
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_HUB_URL = re.compile(r"(?:hf|https?)://(?:huggingface\.co/|hf\.co/)?datasets/([\w-][\w.-]*/[\w-][\w.-]*)")
+# How a folder is copied from a store, by the scheme of its URL.
+_COPY_COMMANDS = {
+    "s3": "aws s3 sync {source} {target}",
+    "gs": "gcloud storage rsync --recursive {source} {target}",
+    "az": "azcopy copy {source} {target} --recursive",
+    "hdfs": "hdfs dfs -copyToLocal {source} {target}",
+}
+
+
+def check_local_path(text: str, name: str) -> None:
+    """Raise UsageError for an empty path and for a URL. ``name``: of the flag or argument.
+
+    ``pathlib`` makes the current folder of "", such as an unset variable, and a folder "s3:" of a URL. So
+    each path that a user types or passes goes through here, before it becomes a Path.
+    """
+    if not text.strip():
+        expected = "a path; is the variable set that the command uses?"
+        raise UsageError(found=f"{name} {text!r}", expected=expected)
+    match = _URL.match(text)
+    if match is None:
+        return
+    scheme, rest = match[1].lower(), match[2]
+    expected = "a path on this machine"
+    remedy = None
+    if scheme == "file":
+        remedy = "/" + rest.partition("/")[2]
+        expected += f", such as {remedy}"
+    elif "output" in name or name == "--to":
+        command = _COPY_COMMANDS.get(scheme, "").format(source="FOLDER", target=shlex.quote(text))
+        expected += "; write into a folder here, and copy it afterwards" + f": {command}" * bool(command)
+    else:
+        command = _COPY_COMMANDS.get(scheme, "").format(source=shlex.quote(text), target="FOLDER")
+        hub = _HUB_URL.match(text)
+        if hub is not None:
+            command = f"hf download {hub[1]} --repo-type dataset --local-dir FOLDER"
+        expected += "; copy it here first" + f": {command}" * bool(command)
+        remedy = command or None
+    raise UsageError(found=f"{name} {text}", expected=expected, remedy=remedy)
+
+
+def real_path(text: str) -> Path:
+    """Return the path without links. ``Path.resolve`` raises for a loop of links."""
+    return Path(os.path.realpath(text))
+
+
+_PATH_TYPES = (Path, real_path)  # types of flags
+
+
 class _Formatter(argparse.HelpFormatter):
     """Does not break lines at hyphens, which would split flags."""
 
@@ -219,6 +272,12 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**settings, formatter_class=formatter, allow_abbrev=False)
 
         self.hint = ""  # is added to an error
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if action.type in _PATH_TYPES:
+            name = action.option_strings[0] if action.option_strings else str(action.metavar or action.dest)
+            check_local_path(arg_string, name)
+        return super()._get_value(action, arg_string)  # argparse has no other door
 
     def error(self, message: str) -> NoReturn:
         if self.hint:
@@ -389,127 +448,3 @@ def _type_settings(hint: Any) -> dict[str, Any]:
         choices = typing.get_args(kind)
         return {"choices": choices, "metavar": "{" + ",".join(filter(None, choices)) + "}"}
     return {"type": kind, "metavar": {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")}
-
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_STOP_AGAIN_S = 0.01  # longer than most finalizers take; in a slower one it happens again
-_PR_SET_PDEATHSIG = 1
-
-
-def raise_on_stop_signals() -> None:
-    """Make the first of STOP_SIGNALS raise Stopped in the main thread. Later ones are ignored."""
-    # Slurm sends TERM at a time limit, a preemption and scancel, and KILL some seconds later.
-    if getattr(sys.unraisablehook, "func", None) is not _stop_again:
-        sys.unraisablehook = functools.partial(_stop_again, sys.unraisablehook)
-    for number in STOP_SIGNALS:
-        signal.signal(number, _stop)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # blocked in a child of stop_signals_wait
-
-
-@contextlib.contextmanager
-def stop_signals_wait(
-    numbers: Iterable[signal.Signals] = STOP_SIGNALS, *, spawns: bool = False
-) -> Iterator[None]:
-    """Block these signals within ``with``. ``spawns``: multiprocessing starts a process there."""
-    # The child starts with them blocked. Otherwise a signal during its imports would end it with a traceback.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        if spawns:
-            from multiprocessing import resource_tracker
-
-            resource_tracker.ensure_running()  # if it starts the tracker, it unblocks SIGINT and SIGTERM
-            signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel send TERM to this process when its parent dies, whatever the cause (Linux only)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    # The parent may have died already.
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def start_child(target: Callable[..., None], *args: Any) -> BaseProcess:
-    """Start ``target(*args)`` in a new process, which is stopped when this one ends."""
-    import multiprocessing  # takes 10 ms, and most commands do not need it
-
-    # Spawn: a fork would copy the state of numpy's and tokenizers' threads, but not the threads.
-    spawning = multiprocessing.get_context("spawn")
-    process = spawning.Process(
-        target=_run_child, args=(os.getpid(), dict(given.flags()), target, args), daemon=True
-    )
-    with stop_signals_wait(spawns=True):
-        process.start()
-    return process
-
-
-def call_in_child(function: Callable[..., T], *args: Any) -> T:
-    """Call ``function(*args)`` in a new process, which ends with the call, and return its result.
-
-    Raises the ShardprepError that it raises, or ChildProcessError if the process ends without a result.
-    """
-    from multiprocessing import Pipe
-
-    ours, theirs = Pipe(duplex=False)
-    process = start_child(_answer, theirs, function, args)
-    theirs.close()
-    try:
-        answer = ours.recv()
-    except EOFError:
-        process.join()
-        raise ChildProcessError(f"it ended with {process.exitcode} and without a result") from None
-    finally:
-        ours.close()
-        process.terminate()
-        process.join()
-    if isinstance(answer, ShardprepError):
-        raise answer
-    return answer  # type: ignore[no-any-return]  # as the function says
-
-
-def _answer(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    try:
-        answer = function(*args)
-    except ShardprepError as error:
-        answer = error
-    with contextlib.suppress(BrokenPipeError):
-        pipe.send(answer)
-
-
-def _run_child(
-    parent: int, flags: Mapping[str, Any], target: Callable[..., None], args: tuple[Any, ...]
-) -> None:
-    try:
-        raise_on_stop_signals()
-        die_with_parent(parent)
-        with given.flags_are(flags):
-            target(*args)
-    except Stopped as error:
-        raise SystemExit(error.exit_code) from None
-
-
-def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler's signature
-    for each in STOP_SIGNALS:
-        # Not SIG_IGN: with it, a second signal that is already pending makes Python raise an OSError.
-        signal.signal(each, lambda *_: None)
-    name = signal.Signals(number).name
-    raise Stopped(f"stopped by {name}; nothing unfinished is left, run this again to go on")
-
-
-def _stop_again(hook: Callable[[sys.UnraisableHookArgs], Any], unraisable: sys.UnraisableHookArgs, /) -> None:
-    """Handle a Stopped that Python could not propagate, for example from ``__del__``."""
-    stopped = unraisable.exc_value
-    if not isinstance(stopped, Stopped):
-        hook(unraisable)
-        return
-
-    def raise_again(*_: object) -> NoReturn:
-        raise Stopped(*stopped.args)
-
-    # This hook cannot propagate it either. An alarm raises it again once the finalizer is over.
-    signal.signal(signal.SIGALRM, raise_again)
-    signal.setitimer(signal.ITIMER_REAL, _STOP_AGAIN_S)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import select
 import shutil
 import sys
@@ -20,7 +19,8 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
-from shardprep.errors import ReadWriteError
+from shardprep.errors import CONTROL_IN_TEXT, ReadWriteError, escape
+from shardprep.errors import printable as printable
 from shardprep.errors import quoted as quoted
 
 if TYPE_CHECKING:
@@ -164,22 +164,6 @@ def _scaled(value: float) -> tuple[str, str]:
     return f"{value:.0f}" if value == int(value) else f"{value:.3g}", ""
 
 
-# C0 except the line feed, DEL and C1; marks that change the direction of text; separators of lines and
-# paragraphs; lone surrogates, which names of files may contain. Joiners and other zero-width marks are not
-# escaped: scripts and emoji need them, and terminals do not act on them.
-_CONTROLS = "\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
-_CONTROL_IN_TEXT, _CONTROL_IN_LINE = re.compile(f"[{_CONTROLS}]"), re.compile(f"[\n{_CONTROLS}]")
-
-
-def printable(line: str) -> str:
-    r"""Replace each control character of a line by its Python escape: ``\x1b``, ``\n``, ``\u202e``."""
-    return _CONTROL_IN_LINE.sub(_escape, line)
-
-
-def _escape(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode("ascii")
-
-
 def say(line: str) -> None:
     """Print a line to standard error, where logs and progress go."""
     if _bars:
@@ -238,7 +222,7 @@ class _TolerantFile(io.FileIO):
 
 class _Guarded(io.TextIOWrapper):
     def write(self, text: str, /) -> int:
-        super().write(_CONTROL_IN_TEXT.sub(_escape, text))
+        super().write(CONTROL_IN_TEXT.sub(escape, text))
         return len(text)
 
 

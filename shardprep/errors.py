@@ -6,6 +6,7 @@ Catch ``ShardprepError`` to catch all of them. ``Stopped`` is not an error.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 
 EXIT_CODES = {  # below 128: Slurm mangles others
@@ -20,6 +21,23 @@ EXIT_CODES = {  # below 128: Slurm mangles others
 }
 
 
+# C0 except the line feed, DEL and C1; marks that change the direction of text; separators of lines and
+# paragraphs; lone surrogates, which names of files may contain. Joiners and other zero-width marks are not
+# escaped: scripts and emoji need them, and terminals do not act on them.
+_CONTROLS = "\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+CONTROL_IN_TEXT, _CONTROL_IN_LINE = re.compile(f"[{_CONTROLS}]"), re.compile(f"[\n{_CONTROLS}]")
+
+
+def printable(line: str) -> str:
+    r"""Replace each control character of a line by its Python escape: ``\x1b``, ``\n``, ``\u202e``."""
+    return _CONTROL_IN_LINE.sub(escape, line)
+
+
+def escape(found: re.Match[str]) -> str:
+    """Return the Python escape of the character that was found."""
+    return found[0].encode("unicode_escape").decode("ascii")
+
+
 class ShardprepError(Exception):
     """Base of every error a user can cause or must act on.
 
@@ -32,7 +50,9 @@ class ShardprepError(Exception):
         remedy: the command, flag or argument to type. Unless the message contains it, it is appended:
             ``str(error)`` is ``"...; run: shardprep verify DATA"``.
 
-    Programs can read the fields. Those that do not apply are None. Pickling keeps them.
+    Names and texts from files may be in the message, so ``str(error)`` has control characters as escapes.
+    Programs can read the fields, which are as they were found. Those that do not apply are None. Pickling
+    keeps them.
     """
 
     exit_code = 74
@@ -62,9 +82,9 @@ class ShardprepError(Exception):
                 message += f", expected {self.expected}"
         if self.advice is not None and self.advice not in message:
             message = f"{message}; {self.advice}" if message else self.advice
-        if self.remedy is None or self.remedy in message:
-            return message
-        return f"{message}; run: {self.remedy}"
+        if self.remedy is not None and self.remedy not in message:
+            message = f"{message}; run: {self.remedy}"
+        return printable(message)
 
     def advise(self, advice: str) -> None:
         """Add advice, after that which the error has."""

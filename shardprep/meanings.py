@@ -48,7 +48,7 @@ FLAGS = (
             "--workers --num_workers --nworkers --n_workers --jobs --njobs --n_jobs --num_jobs -j --nproc "
             "--n_proc --num_procs --num_proc --procs --processes --num_processes --nprocs --threads "
             "--num_threads --nthreads --n_threads --parallel --parallelism --cpus --num_cpus --ncpus "
-            "--cores --num_cores --cpus_per_task --preprocessing_num_workers --dataset_num_proc -c -w -p"
+            "--cores --num_cores --cpus_per_task --preprocessing_num_workers --dataset_num_proc -c -w"
         ),
         ours="--num_proc",
         otherwise=(
@@ -352,8 +352,8 @@ FLAGS = (
         otherwise="submit --time_min MINUTES",
     ),
     _Meaning(
-        typed="--queue --slurm_partition --partition",
-        ours="--partition",
+        typed="--queue --slurm_partition --partition -p",
+        ours="--partition --num_proc",
         otherwise="submit --partition NAME",
     ),
     _Meaning(

@@ -3,6 +3,9 @@
 No other package of this project imports this one.
 """
 
+# First: under ``python -m`` it takes the current folder off the path of modules.
+import shardprep as _shardprep  # noqa: F401  # isort: skip
+
 from typing import TYPE_CHECKING, Any
 
 from shardprep import check_not_hidden

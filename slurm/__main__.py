@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # Ctrl-C during the imports waits until the command can stop cleanly
-    import signal
+if __name__ == "__main__":
+    from shardprep import begin_command
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    begin_command()
 
 import argparse
-import os
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardprep.command_line import Command, Program, add_flags_of, given_words
+from shardprep.command_line import Command, Program, add_flags_of, given_words, real_path
 from shardprep.format.jobs import JobRequest
 
 
@@ -23,20 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
-    def real_path(text: str) -> Path:
-        return Path(os.path.realpath(text))  # Path.resolve raises on a loop of links
-
     parser.add_argument("output_dir", metavar="DATA", type=real_path, help="folder of the data set")
-
-
-def _minutes(text: str) -> int:
-    """Parse minutes, or a time as sbatch takes it: 90, 1:30:00, 1-12:00:00."""
-    from slurm.state import minutes_of
-
-    minutes = int(text) if text.lstrip("-").isdigit() else minutes_of(text)
-    if minutes is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time such as 90 or 1:30:00")
-    return minutes
 
 
 def _add_cancel(parser: argparse.ArgumentParser) -> None:
@@ -49,12 +36,39 @@ def _add_logs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shard_id", type=int, help="number of the shard, from 0")
 
 
+def minutes(text: str) -> int:
+    """Parse minutes, or a time as Slurm writes it."""
+    from slurm.state import minutes_of  # takes time to import
+
+    with contextlib.suppress(ValueError):
+        return int(text)
+    number = minutes_of(text)
+    if number is None:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected minutes, or Slurm's form: 90, 1:30:00, 1-12")
+    return number
+
+
+def gigabytes(text: str) -> float:
+    """Parse GB, or a size as Slurm writes it, such as 4000M or 4G."""
+    from slurm.state import megabytes_of
+
+    try:
+        return float(text)
+    except ValueError:
+        number_mb = megabytes_of(text)
+    if number_mb is None:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected GB, or Slurm's form with a unit: 4, 4G, 4000M")
+    return number_mb / 1024
+
+
+_SLURMS_FORMS = {"time_min": minutes, "mem_gb": gigabytes, "mem_per_cpu_gb": gigabytes}
+
+
 def _add_submit(parser: argparse.ArgumentParser) -> None:
     _add_folder(parser)
     add_flags_of(parser, JobRequest)
     for action in parser._actions:  # noqa: SLF001 - argparse has no other list
-        if action.dest == "time_min":  # as SBATCH_TIMELIMIT takes it
-            action.type = _minutes
+        action.type = _SLURMS_FORMS.get(action.dest, action.type)
     shards = "shards per task (default: 1, more if the site's limits require it)"
     parser.add_argument("--shards_per_task", type=int, help=shards)
     text = "submit only these shards, such as 0-9,12, however often they failed (default: all)"
@@ -67,7 +81,8 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
 
 def _add_retry(parser: argparse.ArgumentParser) -> None:
     _add_submit(parser)
-    parser.add_argument("--round", type=int, default=1, help=argparse.SUPPRESS)
+    # Given by controllers of --until_done alone, so that without it a person has typed the command.
+    parser.add_argument("--round", type=int, help=argparse.SUPPRESS)
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +114,7 @@ _COMMANDS = (
 PROGRAM = Program(
     name="python -m slurm",
     description="Make a planned data set's shards with a Slurm job array.",
-    dashed_values=("--sbatch_args", "--worker_args", "--srun_args"),
+    dashed_values=("--sbatch_args", "--controller_args", "--worker_args", "--srun_args"),
     commands={
         name: Command(summary=summary, add_flags=add_flags, run=f"slurm.{module}:{name}")
         for name, summary, add_flags, module in _COMMANDS

@@ -39,6 +39,11 @@ if [[ -z ${SLURM_JOB_ID:-} || -z ${SLURM_ARRAY_TASK_ID:-}${shardprep_what:-} ]];
   (($#)) || set -- DATA
   refuse "not a task of a job array, so there is no shard to make; type: sbatch --array=0-9 $script$(printf ' %q' "$@")"
 fi
+# They are used in arithmetic, where bash would evaluate any other text, and in names of files.
+for name in JOB_ID ARRAY_JOB_ID ARRAY_TASK_ID RESTART_COUNT NTASKS JOB_NUM_NODES CPUS_PER_TASK; do
+  name=SLURM_$name
+  [[ ${!name:-0} =~ ^(0|[1-9][0-9]{0,9})$ ]] || refuse "$name is $(printf %q "${!name}"), expected a number from Slurm"
+done
 
 # Move the log by rename, so that later messages of Slurm itself (time limit, memory) still reach it. A restart must
 # not overwrite the log of the run before.
@@ -63,16 +68,30 @@ what=${shardprep_what:-shard ${SLURM_ARRAY_TASK_ID:-}}
 unset SHARDPREP_ATTEMPT
 record="" stage="set-up" killed_by="" stop_signal="" stopped=""
 begin_record() {
-  local root=${shardprep_folder:-${place[1]}} plan folder log=""
-  plan=$(head -c 400 "$root/plan.json" | sed -n 's/.*"plan_id": *"\([0-9a-f]*\)".*/\1/p') || true
+  local root=${shardprep_folder:-${place[1]}} plan log=""
+  plan=$(read_start "$root/plan.json" | sed -n 's/.*"plan_id": *"\([0-9a-f]*\)".*/\1/p') || true
   [[ -n $plan ]] || return 0
   [[ ! -f /proc/$$/fd/1 ]] || log=$(readlink "/proc/$$/fd/1")
   [[ $root = /* ]] || root=$PWD/$root
-  folder=$root/jobs/attempts record=$root/jobs/attempts/$task.r${SLURM_RESTART_COUNT:-0}
-  # A link in another user's data set could lead to a file of this user.
-  if [[ -L $root/jobs || -L $folder || -L $record ]]; then record=""; return 0; fi
-  print_begin >>"$record" || { mkdir -p "$folder" && print_begin >>"$record"; } || record=""
+  record=$root/jobs/attempts/$task.r${SLURM_RESTART_COUNT:-0}
+  print_begin | append_to_record || record=""
 } 2>/dev/null
+# In another user's data set any name may be a link or a FIFO: the first could lead to a file of this user, the second
+# would make a task wait for ever. So nothing is opened through them.
+read_start() { dd if="$1" iflag=nofollow,nonblock bs=400 count=1 status=none; }
+append_to_record() (
+  umask go-w # of a group that shares DATA, nobody else may write into the record
+  folder=${record%/jobs/attempts/*}
+  cd -P -- "$folder" || exit
+  for folder in jobs attempts; do
+    below=$PWD/$folder
+    [[ -d $folder ]] || mkdir "$folder"
+    cd -P "./$folder" && [[ $PWD = "$below" ]] || exit # otherwise it was a link
+  done
+  file=${record##*/}
+  [[ ! -e $file || -f $file ]] || exit
+  dd of="$file" oflag=append,nofollow,nonblock conv=notrunc bs=64k status=none
+)
 print_begin() {
   echo begin
   env | grep -E '^SLURM(D_NODENAME|_(ARRAY_|RESTART_|JOB_|CPUS_PER_|MEM_PER_)[A-Z_]*)='
@@ -87,13 +106,13 @@ end_record() {
   if [[ -z $record ]] && ((code)); then begin_record; fi # the worker may have made the plan by now
   # After success the worker has removed the record. If it still exists, the node failed, although srun exited with 0,
   # and a record without an end says so.
-  [[ ($code != 0 || $stage != work) && -f $record && ! -L $record ]] || return
+  [[ ($code != 0 || $stage != work) && -f $record ]] || return
   { printf '%s\n' end "time=$(date +%s)" "exit_code=$code" "stage=$stage" "killed_by=$killed_by" \
       "signal=$stop_signal" "stopped=$stopped"
     # Before Slurm 24.11 a task is not told its time limit. A retry needs it.
     [[ -n ${SLURM_JOB_END_TIME:-} || $code = 0 ]] ||
       echo "limit=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%l)"
-  } >>"$record"
+  } | append_to_record
 } 2>/dev/null
 trap 'end_record $?' EXIT
 begin_record
@@ -174,6 +193,7 @@ srun_pid=$! stage=work
 
 # A trapped signal interrupts `wait`. Repeat it until no signal came: only then it returns the worker's exit code.
 until seen=$num_signals rc=0; wait "$srun_pid" || rc=$?; ((num_signals == seen)); do :; done
+((rc >= 0)) || rc=75 # bash may lose the code of a program that ends just as a signal comes
 if ((rc == 255)); then # not a code of the worker
   say "$what did not start: srun failed, see its messages above"
   rc=75 stage=start

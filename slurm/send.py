@@ -7,8 +7,8 @@ nothing. Of two submissions at once only one can write its record; the other one
 If Slurm refuses the number of tasks, half as many are tried.
 
 A script is ``prep_array.sh`` with another head, which contains the table array index -> shards. Slurm keeps a
-copy of the script from submission on, so later changes of files do not affect waiting tasks. Limits of
-accounts and QOS are not read: Slurm refuses jobs beyond them, or gives the reason why they wait.
+copy of the script from submission on, so later changes of files do not affect waiting tasks. Every request
+passes the limits of ``slurm.request``.
 
 ``submit --until_done`` leaves a small job, the controller, on the cluster. When the arrays and their verify
 job have ended, it runs ``retry --until_done``. This writes the report of a verified data set, or sends failed
@@ -29,34 +29,51 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lustre
-from shardprep import HOME
 from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import CannotWrite, NotFound, ReadWriteError, Refused, ShardprepError, UsageError
-from shardprep.files import is_link, make_subfolder, publish_bytes
+from shardprep.files import is_link
 from shardprep.format import commands
 from shardprep.format import jobs as job_files
-from shardprep.format.jobs import JobArray, JobRequest, Submission, user_name
+from shardprep.format.data_folder import JOBS_FOLDER, LOGS_FOLDER, DataFolder
+from shardprep.format.jobs import JobArray, JobRequest, Submission
 from shardprep.format.manifest import Manifest, find_made_shards, read_manifest
 from shardprep.format.names import MAX_SHARDS, chosen_shards, id_ranges, ids_of_ranges
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
+from shardprep.processes import run_shardprep, shardprep_command, start_python
+from slurm import own as owns
 from slurm import state as states
-from slurm.state import DatasetState, Shard, SlurmAway, SlurmMissing, SlurmRefused, run_slurm
+from slurm.own import OwnRecords, own_records
+from slurm.request import (
+    CONTROLLER_JOB,
+    NUM_PROC,
+    TASKS,
+    VERIFY_JOB,
+    Limits,
+    Tester,
+    check_request,
+    controller_request,
+    find_limits,
+    more_memory,
+    more_time,
+    options_of,
+    verify_request,
+)
+from slurm.state import DatasetState, Shard, SlurmAway, SlurmFull, SlurmMissing, SlurmRefused, run_slurm
 from slurm.status import wait_for_jobs
 
 Groups = list[tuple[JobRequest, list[int]]]  # shards to send, grouped by the request of their tasks
 
 # Slurm's messages for more jobs than MaxArraySize, a QOS or an account allows. A QOS that forbids the size or
-# time of a job gives the same message. Fewer tasks are then refused, too, and the message is shown.
+# time of a job gives the same message, and mostly names its limit before.
 _TOO_MANY = re.compile(r"accounting/QOS policy|array specification|submit limit|SubmitJob", re.IGNORECASE)
+_TOO_LARGE = re.compile(r"(QOS|Assoc)\w*(PerJob|PerNode|MaxWall|NotSatisfied)")
 _CONTROLLER_TEXT = "sends failed shards again until the data set is verified (--until_done)"
-_VERIFIED_BYTES_PER_S = 5e6  # bytes of input, on one slow core
 
 
 def submit(args: argparse.Namespace) -> int:
@@ -141,9 +158,10 @@ def check_queue(state: DatasetState, wanted: set[int] | None) -> None:
 
     Raises SlurmRefused if jobs without a record are queued: their shards would be made twice.
     """
-    if state.queue.unrecorded:
-        jobs = ", ".join(state.queue.unrecorded)
-        found = f"jobs {jobs} wait or run, but no record in {job_files.JOBS_FOLDER}/ names their shards"
+    unrecorded = own_records(state).unrecorded
+    if unrecorded:
+        jobs = ", ".join(unrecorded)
+        found = f"jobs {jobs} wait or run, but no record in {JOBS_FOLDER}/ names their shards"
         expected = "no such jobs; another command may be sending them now: wait, or end them"
         remedy = commands.on("cancel", state.folder)
         raise SlurmRefused(path=state.folder, found=found, expected=expected, remedy=remedy)
@@ -153,7 +171,7 @@ def check_queue(state: DatasetState, wanted: set[int] | None) -> None:
 
 
 def _send_held(
-    args: argparse.Namespace, state: DatasetState, groups: Groups, max_tasks: int
+    args: argparse.Namespace, state: DatasetState, groups: Groups, max_tasks: int, site: Site
 ) -> tuple[Submission, str] | None:
     """Submit all jobs held, and return the written record and the controller's job id ("" without one).
 
@@ -162,35 +180,51 @@ def _send_held(
     """
     folder, request = state.folder, groups[0][0]
     name = f"{states.job_name_prefix(folder, state.plan.plan_id)}{state.next_number}"
+    input_bytes = sum(state.plan.shard_bytes())
+    tester = Tester()
     rendered: list[tuple[JobRequest, list[str], str]] = []  # (request, tasks, script)
-    site = None
+    refusals: list[SlurmRefused] = []
+    limits = Limits()
     for group_request, shard_ids in groups:
-        per_task, num_allowed = args.shards_per_task, max_tasks
-        try:
-            site = find_site(group_request.partition)
-            num_allowed = min(max_tasks, site.max_array_size)
-        except SlurmAway:
-            if not args.dry_run:
-                raise
-        if group_request.num_cpus is None and site and per_task is None:
-            per_task = site.max_cpus  # a process on each of the node's CPUs
+        limits = site.limits(group_request)
+        num_allowed = min(max_tasks, limits.max_array_size or max_tasks)
+        per_task = args.shards_per_task
+        if group_request.num_cpus is None and per_task is None:
+            per_task = limits.max_cpus  # a process on each of the node's CPUs
         tasks = tasks_of_shards(shard_ids, num_allowed, per_task)
         script = array_script(folder, name, tasks, group_request)
-        if site:
-            check_script(group_request, script, site)
+        try:
+            check_request(group_request, limits, TASKS)
+            if limits.cluster:
+                tester.check(TASKS, group_request, script, limits)
+        except SlurmRefused as error:
+            # Shards of other causes are sent nevertheless.
+            if len(groups) == 1 or (max_tasks > 1 and _is_too_many(error)):
+                raise
+            say(f"left out: {shards_text(id_ranges(shard_ids))}: {error}")
+            refusals.append(error)
+            continue
         rendered.append((group_request, tasks, script))
+    if not rendered:
+        raise refusals[0]
     # The controller notifies at the very end, so the verify job does not.
     quiet = request.changed(notify=None) if args.until_done else request
-    verify_request = _with_verify_time(state, quiet, site)
+    verify = verify_request(quiet, limits, input_bytes)
     scripts = [script for _, _, script in rendered]
-    scripts.append(verify_script(folder, name + states.VERIFY, state.plan.num_shards, verify_request))
+    scripts.append(verify_script(folder, name + states.VERIFY, state.plan.num_shards, verify))
     if args.until_done:
-        scripts.append(_controller(args, state, request, site))
+        scripts.append(_controller(args, state, request, limits))
+    if limits.cluster:
+        tester.check(VERIFY_JOB, verify, scripts[len(rendered)], limits)
+        if args.until_done:
+            tester.check(
+                CONTROLLER_JOB, controller_request(request, limits, input_bytes), scripts[-1], limits
+            )
     if args.dry_run:
-        print_lines(*"\n".join(scripts).split("\n"))
+        print_lines(*_summary_lines(rendered, len(scripts)), *"\n".join(scripts).split("\n"))
         return None
 
-    make_subfolder(folder, job_files.LOGS_FOLDER)
+    DataFolder(folder).make_subfolder(LOGS_FOLDER)
     job_ids: list[str] = []
 
     def submit_held(script: str, *options: str) -> dict[str, Any]:
@@ -204,26 +238,27 @@ def _send_held(
             del shown["user"]
             arrays.append(JobArray(job_id=job_ids[-1], request=group_request, tasks=tasks, **shown))
         # The verify job also waits for arrays of earlier submissions, but not for their verify jobs.
-        verify_ids = {sent.verify.job_id for sent in state.submissions}
-        queued = [each for each in state.live_job_ids() if each not in verify_ids]
-        shown = submit_held(scripts[len(arrays)], f"--dependency=afterany:{':'.join([*job_ids, *queued])}")
+        after = [*job_ids, *state.jobs_that_make_shards()]
+        shown = submit_held(scripts[len(arrays)], f"--dependency=afterany:{':'.join(after)}")
         facts = {name: shown[name] for name in ("name", "submit_time")}
         submission = Submission(
             number=state.next_number,
             plan_id=state.plan.plan_id,
-            cluster=site.cluster if site else "",
+            cluster=limits.cluster,
             user=shown["user"],
             submitted=round(time.time(), 3),
             arrays=arrays,
             verify=job_files.SentJob(job_id=job_ids[-1], **facts),
-            identity=job_files.folder_identity(folder),
+            identity=job_files.folder_identity(DataFolder(folder)),
+            is_typed=args.command == "retry" and args.round is None,
         )
         controller = ""
         if args.until_done:
             # Submitted before the release, so that a limit on jobs is noticed before any shard is made.
             controller = submit_script(scripts[-1], f"--dependency=afterany:{':'.join(job_ids)}")
             job_ids.append(controller)
-        job_files.publish_submission(folder, submission)
+            record_controller(folder, controller)
+        job_files.publish_submission(DataFolder(folder), submission)
     except BaseException:
         if job_ids:
             with contextlib.suppress(ShardprepError):
@@ -232,28 +267,77 @@ def _send_held(
     # Kept for people to read: Slurm deletes its own copies.
     for job_id, script in zip(job_ids, scripts, strict=True):
         with contextlib.suppress(ShardprepError):
-            path = folder / job_files.JOBS_FOLDER / f"{submission.number:04d}-{job_id}.sh"
-            publish_bytes(path, script.encode("utf-8"))
+            DataFolder(folder).publish(f"{JOBS_FOLDER}/{submission.number:04d}-{job_id}.sh", script.encode())
     return submission, controller
 
 
-def _with_verify_time(state: DatasetState, request: JobRequest, site: Site | None) -> JobRequest:
-    """Return the request with a time limit for verifying all bytes, not just those of one task."""
-    if request.time_min is None:
-        return request
-    wanted = request.time_min + math.ceil(sum(state.plan.shard_bytes()) / _VERIFIED_BYTES_PER_S / 60)
-    return request.changed(time_min=min(wanted, (site.max_time_min if site else None) or wanted))
+def _summary_lines(rendered: Sequence[tuple[JobRequest, list[str], str]], num_jobs: int) -> list[str]:
+    """Return comments above the scripts of a dry run: jobs, tasks at once, and the most that they may use."""
+    lines = [f"# {counted(num_jobs, 'job')}, not submitted: arrays of tasks, then verify"]
+    for request, tasks, _ in rendered:
+        at_once = min(request.max_parallel, len(tasks))
+        words = [f"# {counted(len(tasks), 'task')}, {at_once} at once"]
+        size = "a whole node each" if request.num_cpus is None else f"{counted(request.num_cpus, 'CPU')} each"
+        words.append(size)
+        if request.time_min is None:
+            words.append("no time limit named")
+        else:
+            unit = "node" if request.num_cpus is None else "CPU"
+            hours = len(tasks) * request.time_min * (request.num_cpus or 1) / 60
+            rounds = math.ceil(len(tasks) / at_once)
+            words.append(f"at most {request.time_min} min each")
+            words.append(
+                f"at most {hours:,.1f} {unit}-hours and {rounds * request.time_min / 60:,.1f} hours in all"
+            )
+        lines.append(", ".join(words))
+    return lines
 
 
-def send_groups(args: argparse.Namespace, state: DatasetState, groups: Groups) -> int:
+def _is_too_many(error: SlurmRefused) -> bool:
+    """Return whether fewer tasks may be accepted."""
+    text = str(error)
+    return bool(_TOO_MANY.search(text)) and not _TOO_LARGE.search(text)
+
+
+class Site:
+    """The limits of each request, asked for once. A dry run without Slurm has none."""
+
+    def __init__(self, state: DatasetState, *, is_needed: bool) -> None:
+        self._config = state.queue.config
+        self._is_needed = is_needed
+        self._known: dict[tuple[str, ...], Limits] = {}
+
+    def limits(self, request: JobRequest) -> Limits:
+        """Return the limits for a request's partition, account and QOS. Raises as ``slurm_answer`` does."""
+        key = tuple(options_of(TASKS, request.changed(**_NO_SIZES)))
+        if key not in self._known:
+            try:
+                self._known[key] = find_limits(request, self._config)
+            except SlurmAway:
+                if self._is_needed:
+                    raise
+                self._known[key] = Limits()
+        return self._known[key]
+
+
+_NO_SIZES: dict[str, Any] = {"cpus_per_task": 1, "mem_gb": None, "mem_per_cpu_gb": None, "time_min": None}
+
+
+def send_groups(
+    args: argparse.Namespace, state: DatasetState, groups: Groups, site: Site | None = None
+) -> int:
     """Submit, record and release jobs. Raises ReadWriteError, SlurmRefused, SlurmAway."""
+    site = site or Site(state, is_needed=not args.dry_run)
     max_tasks = max(len(shard_ids) for _, shard_ids in groups)
+    warn_of_whole_nodes(groups[0][0], site)
     while True:
+        send = partial(_send_held, args, state, groups, max_tasks, site)
         try:
-            sent = _send_held(args, state, groups, max_tasks)
+            # No person is there to submit again.
+            sent = states.ask_patiently(send, only=SlurmFull) if args.until_done else send()
             break
         except SlurmRefused as error:
-            if max_tasks == 1 or not _TOO_MANY.search(str(error)):
+            if max_tasks == 1 or not _is_too_many(error):
                 raise
             max_tasks //= 2
     if sent is None:
@@ -287,8 +371,8 @@ def _announce(args: argparse.Namespace, state: DatasetState, submission: Submiss
     if controller:
         facts["controller"] = controller
         if args.command == "retry":
-            facts["round"] = args.round
-    job_files.append_event(args.output_dir, args.command, **facts)
+            facts["round"] = args.round or 1
+    job_files.append_event(DataFolder(args.output_dir), args.command, **facts)
     for array in submission.arrays:
         mem = "no memory limit" if array.mem_mb is None else f"{array.mem_mb} MB"
         limit = "no time limit" if array.time_min is None else f"{array.time_min} min"
@@ -299,7 +383,8 @@ def _announce(args: argparse.Namespace, state: DatasetState, submission: Submiss
         print_lines(f"job {array.job_id}: {tasks}, {mem}, {limit}, for {shards_text(id_ranges(ids))}")
     print_lines(f"job {submission.verify.job_id}: verify, when they have ended")
     if controller:
-        if before := _other_controllers(state):  # two controllers would send failed shards twice
+        before = _other_controllers(state)
+        if before:  # two controllers would send failed shards twice
             with contextlib.suppress(ShardprepError):
                 run_slurm("scancel", *before)
         print_lines(f"job {controller}: {_CONTROLLER_TEXT}")
@@ -307,20 +392,18 @@ def _announce(args: argparse.Namespace, state: DatasetState, submission: Submiss
         print_lines(f"next: {commands.on('status', args.output_dir, '--watch')}")
 
 
-def _controller(args: argparse.Namespace, state: DatasetState, request: JobRequest, site: Site | None) -> str:
+def _controller(args: argparse.Namespace, state: DatasetState, request: JobRequest, limits: Limits) -> str:
     """Render the controller's script. It runs outside of any container, because it needs Slurm's commands."""
-    flags = ["--round", args.round + 1 if args.command == "retry" else 1]
+    flags: list[object] = ["--round", (args.round or 1) + 1 if args.command == "retry" else 1]
     for name in ("shards", "shards_per_task"):
         if getattr(args, name, None) is not None:
             flags += [f"--{name}", getattr(args, name)]
-    command = [sys.executable, "-m", "slurm", "retry", state.folder, "--until_done", *flags]
-    request = _with_verify_time(state, request, site)  # the controller may verify, too
-    small = request.changed(cpus_per_task=1, mem_gb=1.0, mem_per_cpu_gb=None, max_parallel=1)
+    words = shlex.join(shardprep_command("retry", state.folder, "--until_done", *flags))
+    small = controller_request(request, limits, sum(state.plan.shard_bytes()))  # it may verify, too
     name = f"{states.job_name_prefix(state.folder, state.plan.plan_id)}{state.next_number}{states.CONTROL}"
-    lines = _head(state.folder, name, "control-%j", small)
+    lines = _head(state.folder, name, "control-%j", options_of(CONTROLLER_JOB, small))
     lines += [f"source {shlex.quote(request.setup)}"] if request.setup else []
-    words = shlex.join(map(str, command))
-    return "\n".join([*lines, f"cd {shlex.quote(str(HOME.resolve()))}", f"exec {words}", ""])
+    return "\n".join([*lines, f"exec {words}", ""])
 
 
 def submit_controller(args: argparse.Namespace, state: DatasetState, request: JobRequest) -> None:
@@ -328,15 +411,36 @@ def submit_controller(args: argparse.Namespace, state: DatasetState, request: Jo
     if others := _other_controllers(state):
         print_lines(f"job {others[0]} already waits to send failed shards again (--until_done)")
         return
-    job_ids = [each for each in state.jobs_to_wait_for() if each not in state.queue.controllers]
+    controllers = own_records(state).controllers
+    job_ids = [each for each in state.jobs_to_wait_for() if each not in controllers]
     after = [f"--dependency=afterany:{':'.join(job_ids)}"] if job_ids else []
-    job_id = submit_script(_controller(args, state, request, find_site(request.partition)), *after)
-    job_files.append_event(state.folder, args.command, jobs=job_ids, controller=job_id)
+    limits = Site(state, is_needed=True).limits(request)
+    script = _controller(args, state, request, limits)
+    small = controller_request(request, limits, sum(state.plan.shard_bytes()))
+
+    def submit_it() -> str:
+        Tester().check(CONTROLLER_JOB, small, script, limits)
+        return submit_script(script, *after)
+
+    job_id = states.ask_patiently(submit_it, only=SlurmFull)
+    record_controller(state.folder, job_id)
+    job_files.append_event(DataFolder(state.folder), args.command, jobs=job_ids, controller=job_id)
     print_lines(f"job {job_id}: {_CONTROLLER_TEXT}")
 
 
+def record_controller(folder: Path, job_id: str) -> None:
+    """Record a controller, so that it is found after somebody renamed it."""
+    shown = states.slurm_answer(parse_job, "scontrol", "--oneliner", "show", "job", job_id)
+    facts = {name: shown[name] for name in ("name", "submit_time")}
+    identity = job_files.folder_identity(DataFolder(folder))
+    job_files.publish_controller(
+        DataFolder(folder), job_files.Controller(job_id=job_id, identity=identity, **facts)
+    )
+
+
 def _other_controllers(state: DatasetState) -> list[str]:
-    return [each for each in state.queue.controllers if each != os.environ.get("SLURM_JOB_ID")]
+    this_job = os.environ.get("SLURM_JOB_ID")
+    return [each for each in own_records(state).controllers if each != this_job]
 
 
 def submit_script(script: str, *options: str) -> str:
@@ -378,14 +482,12 @@ def parse_job(text: str) -> dict[str, Any]:
 
 # Checks and scripts. -----------------------------------------------------------------------------------
 
-_NODES_AWAY = re.compile("drain|down|maint|fail|reboot|unk|power|reserved", re.IGNORECASE)
-
 
 def check_folder(folder: Path, request: JobRequest) -> Plan:
     """Check folder, tokenizer, set-up file and input as tasks need them, and return the plan."""
-    plan = need_plan(folder)
-    check_tokenizer_files(folder, plan.tokenizer_files)
-    for place in (folder, folder / job_files.JOBS_FOLDER, folder / job_files.LOGS_FOLDER):
+    plan = need_plan(DataFolder(folder))
+    check_tokenizer_files(DataFolder(folder), plan.tokenizer_files)
+    for place in (folder, folder / JOBS_FOLDER, folder / LOGS_FOLDER):
         if place != folder and is_link(place):  # records and Slurm's logs would go to its target
             raise CannotWrite(path=place, found="a link", expected="a folder in its place")
         if os.path.lexists(place) and not (os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)):  # noqa: PTH112 - Path's may raise
@@ -404,41 +506,14 @@ def check_folder(folder: Path, request: JobRequest) -> Plan:
     return plan
 
 
-@dataclass(frozen=True, kw_only=True)
-class Site:
-    """Limits that a submission must fit: the largest array, and the nodes of the partition."""
-
-    cluster: str
-    max_array_size: int  # bounds the index, so our arrays begin at 0
-    nodes: list[tuple[str, int, int]]  # (state, MB, CPUs), of the named or the default partition
-    max_mem_mb: int | None  # of the largest node
-    max_cpus: int | None
-    max_time_min: int | None  # of a job in the partition; None: no limit
-
-
-def find_site(partition: str | None) -> Site:
-    """Ask the controller for the limits. Raises as ``slurm_answer`` does."""
-    config = states.read_config()
-
-    def parse(text: str) -> Site:
-        nodes, limit = [], None
-        for line in text.splitlines():
-            name, state, mem, cpus, max_time = line.split("|")
-            # sinfo marks the default partition with "*". A request may name several, separated by commas.
-            is_asked = name.endswith("*") if partition is None else name.rstrip("*") in partition.split(",")
-            if is_asked:
-                nodes.append((state, int(mem.rstrip("+")), int(cpus.rstrip("+"))))
-                limit = states.minutes_of(max_time)
-        return Site(
-            cluster=config.get("ClusterName", ""),
-            max_array_size=int(config["MaxArraySize"]),
-            nodes=nodes,
-            max_mem_mb=max((mem_mb for _, mem_mb, _ in nodes), default=None),
-            max_cpus=max((num_cpus for _, _, num_cpus in nodes), default=None),
-            max_time_min=limit,
+def warn_of_whole_nodes(request: JobRequest, site: Site) -> None:
+    """Say that a task of few CPUs takes a whole node, in a partition that gives whole nodes only."""
+    limits = site.limits(request)
+    if limits.is_exclusive and request.num_cpus and request.num_cpus < (limits.max_cpus or 1):
+        say(
+            f"warning: the partition gives whole nodes only, so each task uses {request.num_cpus} of "
+            f"{limits.max_cpus} CPUs, and all are charged; to use a node's CPUs: --cpus_per_task node"
         )
-
-    return states.slurm_answer(parse, "sinfo", "--noheader", "--exact", "--format=%P|%T|%m|%c|%l")
 
 
 def tasks_of_shards(shard_ids: Sequence[int], max_tasks: int, shards_per_task: int | None) -> list[str]:
@@ -449,33 +524,19 @@ def tasks_of_shards(shard_ids: Sequence[int], max_tasks: int, shards_per_task: i
     return [id_ranges(shard_ids[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
-def check_script(request: JobRequest, script: str, site: Site) -> None:
-    """Test the script with ``sbatch --test-only``. Raises SlurmRefused."""
-    try:
-        run_slurm("sbatch", "--test-only", text=script)
-    except SlurmRefused as error:
-        num_cpus = request.num_cpus or 1
-        mem_mb = 1024 * (request.mem_gb or (request.mem_per_cpu_gb or 0) * num_cpus)
-        fitting = [node for node in site.nodes if node[1] >= mem_mb and node[2] >= num_cpus]
-        if fitting and all(_NODES_AWAY.search(state) for state, _, _ in fitting):
-            say(f"warning: {error}; the jobs wait until such nodes are back: sinfo -R")
-            return
-        words = f"{error}. Asked for: {shlex.join(request.sbatch_options())}"
-        if site.nodes:
-            words += f"; a node has up to {site.max_cpus} CPUs and {site.max_mem_mb} MB"
-        raise SlurmRefused(found=f"{words}. Nothing was written or submitted") from None
-
-
 def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequest) -> str:
     """Render the script of an array whose task i makes the shards ``tasks[i]``, such as ``17`` or ``0-5``."""
     array = f"--array=0-{len(tasks) - 1}%{min(request.max_parallel, len(tasks))}"
     place, flags = shlex.quote(str(folder)), shlex.join(shlex.split(request.worker_args))
+    several = "*" if re.search(NUM_PROC, request.worker_args) else "*[-,]*"  # only `run` has this flag
     lines = [
         f"shardprep_folder={place}",
-        f"shardprep_identity={job_files.folder_identity(folder)}",  # as this host sees the folder
+        f"shardprep_identity={job_files.folder_identity(DataFolder(folder))}",  # as this host sees the folder
         f"shards_of=({' '.join(tasks)})",
+        "# An index is evaluated: other text than a number could run a command.",
+        "[[ ${SLURM_ARRAY_TASK_ID:-0} =~ ^(0|[1-9][0-9]*)$ ]] || exit 2",
         "shards=${shards_of[${SLURM_ARRAY_TASK_ID:-0}]}",
-        'if [[ $shards = *[-,]* ]]; then shardprep_what="shards $shards"',
+        f'if [[ $shards = {several} ]]; then shardprep_what="shards $shards"',
         f'  shardprep_command=(run {place} --shards "$shards" {flags})',
         'else shardprep_what="shard $shards"',
         f'  shardprep_command=(--shard_id "$shards" --planned --output_dir {place} {flags}); fi',
@@ -484,12 +545,11 @@ def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequ
     ]
     if request.num_cpus is None:
         lines.append("export SLURM_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE")
-    return _script(_head(folder, name, "%A_%a", request, array), request, lines)
+    return _script(_head(folder, name, "%A_%a", [array, *options_of(TASKS, request)]), request, lines)
 
 
 def verify_script(folder: Path, name: str, num_shards: int, request: JobRequest) -> str:
     """Render the script of the job that runs ``verify DATA`` after the arrays, whether they failed or not."""
-    small = request.changed(cpus_per_task=min(4, request.num_cpus or 4), max_parallel=1)
     place = shlex.quote(str(folder))
     lines = [
         f"shardprep_folder={place}",
@@ -497,7 +557,8 @@ def verify_script(folder: Path, name: str, num_shards: int, request: JobRequest)
         f"shardprep_verified={shlex.quote(f'{num_shards} shards of {folder}')}",
     ]
     lines += [f"shardprep_notify={shlex.quote(request.notify)}"] if request.notify else []
-    return _script(_head(folder, name, "verify-%j", small), small, [*lines, _VERIFY_END])
+    head = _head(folder, name, "verify-%j", options_of(VERIFY_JOB, request))
+    return _script(head, request, [*lines, _VERIFY_END])
 
 
 # prep_array.sh calls this at its end. It prints a line to grep for, and runs --notify.
@@ -509,13 +570,13 @@ _VERIFY_END = """shardprep_end() {
 }"""
 
 
-def _head(folder: Path, name: str, log: str, request: JobRequest, *options: str) -> list[str]:
+def _head(folder: Path, name: str, log: str, options: Sequence[str]) -> list[str]:
     """Render the first lines of a script: the shell and the options of sbatch."""
     if "\\" in str(folder):
         expected = "none: Slurm would not put the job id into log names; rename the folder"
         raise UsageError(path=folder, found="a backslash in its name", expected=expected)
-    output = f"--output={str(folder).replace('%', '%%')}/{job_files.LOGS_FOLDER}/{log}.log"
-    options = ("--open-mode=append", f"--job-name={name}", *options, output, *request.sbatch_options())
+    output = f"--output={str(folder).replace('%', '%%')}/{LOGS_FOLDER}/{log}.log"
+    options = ("--open-mode=append", f"--job-name={name}", output, *options)
     return ["#!/bin/bash", *(f"#SBATCH {_quoted_for_sbatch(each)}" for each in options)]
 
 
@@ -557,12 +618,6 @@ def _quoted_for_sbatch(option: str) -> str:
 # Before a time limit or a preemption submitit calls ``checkpoint()``: the worker stops and cleans up, and the
 # same shards are sent again. Finished ones are skipped.
 _STOP_S = 60.0  # a worker's time to remove unfinished files; submitit kills the job 90 s after its signal
-# ``python -m preprocess``, but the current folder, which may contain a preprocess.py, comes last on sys.path.
-_WORKER = (
-    "import sys, runpy; from importlib.util import find_spec; "
-    "sys.path[:] = [place for place in sys.path if place]; find_spec('preprocess') or sys.path.append(''); "
-    "runpy.run_module('preprocess', run_name='__main__', alter_sys=True)"
-)
 
 
 class ShardsFailed(ReadWriteError):
@@ -581,8 +636,10 @@ def submit_with_submitit(
     if shards_per_task is not None and shards_per_task < 1:
         raise UsageError.of_value("shards_per_task", shards_per_task, "1 or more")
     folder = Path(output_dir).resolve()
-    plan = need_plan(folder)
-    missing = sorted(set(range(plan.num_shards)) - find_made_shards(folder, plan.spec).done.keys())
+    plan = need_plan(DataFolder(folder))
+    missing = sorted(
+        set(range(plan.num_shards)) - find_made_shards(DataFolder(folder), plan.spec).done.keys()
+    )
     if not missing:
         return []
     max_tasks = len(missing)
@@ -602,10 +659,8 @@ class MakeShards:
     def __call__(self, folder: str, shards: str) -> list[Manifest]:
         """Make these shards and return their manifests. Raises ShardsFailed."""
         # Slurm sends submitit's USR2 to all processes of a step, and it would kill the worker.
-        self._worker = subprocess.Popen(
-            [sys.executable, "-c", _WORKER, "run", folder, "--shards", shards],
-            preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN),
-        )
+        words = ["preprocess.__main__:main", "run", folder, "--shards", shards]
+        self._worker = start_python(*words, preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN))
         try:
             code = self._worker.wait()
         except BaseException:
@@ -617,7 +672,9 @@ class MakeShards:
             found = f"shards {shards} were not all made: the worker ended with exit code {code}"
             expected = "0; see its messages in the job's log, then submit the missing shards again"
             raise ShardsFailed(path=folder, found=found, expected=expected)
-        return [read_manifest(Path(folder), shard_id) for shard_id in ids_of_ranges(shards, end=MAX_SHARDS)]
+        return [
+            read_manifest(DataFolder(folder), shard_id) for shard_id in ids_of_ranges(shards, end=MAX_SHARDS)
+        ]
 
     def checkpoint(self, folder: str, shards: str) -> Any:
         """Stop the worker, and return the same call for submitit to submit again."""
@@ -655,27 +712,29 @@ def retry(args: argparse.Namespace) -> int:
         return _retry(args)
     except ShardprepError as error:
         if args.until_done and not args.dry_run:
-            job_files.append_event(args.output_dir, "stopped", why=str(error))
+            job_files.append_event(DataFolder(args.output_dir), "stopped", why=str(error))
         raise
 
 
 def _retry(args: argparse.Namespace) -> int:
     changes = with_variables(given_of(args, JobRequest))
-    find = partial(states.find_state, args.output_dir, need_plan(args.output_dir))
+    plan = need_plan(DataFolder(args.output_dir))
+    find = partial(states.find_state, args.output_dir, plan, needs_slurm=not args.dry_run)
     state = states.ask_patiently(find) if args.until_done else find()  # no person is there to ask again
-    groups = shards_to_retry(args, state, changes)
+    site = Site(state, is_needed=not args.dry_run)
+    groups = shards_to_retry(args, state, changes, site)
     if args.until_done and not args.dry_run:
-        request = _with_own_changes(state, _base_request(state), changes)
+        request = _base_request(state, changes)
         if not groups and not state.ids("running", "pending"):
             return _finish(state, _run_verify(args, state), request)
-        if args.round > _MAX_ROUNDS:
+        if (args.round or 1) > _MAX_ROUNDS:
             missing = shards_text(id_ranges(state.ids("failed", "not submitted")))
             return _finish(state, f"not made after {counted(_MAX_ROUNDS, 'round')}: {missing}", request)
         if not groups:
             submit_controller(args, state, request)
             return 0
     if groups:
-        return send_groups(args, state, groups)
+        return send_groups(args, state, groups, site)
     num_left = len(state.ids("failed"))
     left = f"{counted(num_left, 'failed shard')} left out, " if num_left else ""
     print_lines(f"nothing to retry: {left}{state.summary}")
@@ -684,45 +743,62 @@ def _retry(args: argparse.Namespace) -> int:
     return ReadWriteError.exit_code if num_left else 0
 
 
-def shards_to_retry(args: argparse.Namespace, state: DatasetState, changes: dict[str, Any]) -> Groups:
+def shards_to_retry(
+    args: argparse.Namespace, state: DatasetState, changes: dict[str, Any], site: Site
+) -> Groups:
     """Return the missing shards that are not queued, grouped by request. The user's ``changes`` win."""
     shard_ids = chosen_shards(state.plan.num_shards, args.shards)
     check_queue(state, shard_ids)
-    is_tried = state.submissions or any(shard.attempts for shard in state.shards)
-    if not is_tried and state.ids("not submitted", "not visible"):
+    if not state.is_tried and state.ids("not submitted", "not visible"):
         remedy = commands.submit(state.folder)
         raise NotFound(path=state.folder, found="nothing was submitted yet", remedy=remedy)
     wanted = [shard for shard in state.shards if shard_ids is None or shard.shard_id in shard_ids]
-    # A controller passes on the --shards of the first submission; that does not count as naming them again.
-    is_named = shard_ids is not None and not args.until_done
+    # A person who names shards, or wants all to be done, has corrected the cause. Controllers pass --round.
+    is_named = args.round is None and (shard_ids is not None or args.until_done)
     again = []
     for shard in wanted:
-        if why := states.why_not_retried(shard, changes, is_named=is_named):
+        why = owns.why_not_retried(shard, changes, is_named=is_named)
+        if why:
             remedy = states.remedy_of(shard.cause or "")
             say(f"left out: shard {shard.shard_id:05d}: {shard.cause}; {why}; {remedy}")
         elif shard.state in ("failed", "not submitted"):
             again.append(shard)
     if not again:
         return []
-    base = _base_request(state)
-    max_mem_mb = find_site(_with_own_changes(state, base, changes).partition).max_mem_mb
+    base = _base_request(state, changes)
     groups: dict[JobRequest, list[int]] = {}
+    notes: dict[str, list[int]] = {}
     for shard in again:
-        request = _with_own_changes(state, _request_after(shard, base, max_mem_mb), changes)
-        groups.setdefault(request, []).append(shard.shard_id)
+        request, note = _request_after(shard, base, site)
+        groups.setdefault(request.changed(**changes), []).append(shard.shard_id)
+        if note:
+            notes.setdefault(note, []).append(shard.shard_id)
+    for note, noted in notes.items():
+        say(f"{shards_text(id_ranges(noted))}: {note}")
     for request in groups:
         check_folder(state.folder, request)
     return list(groups.items())
 
 
-def _base_request(state: DatasetState) -> JobRequest:
-    """Return the request of the newest submission, or else the resources of a plain sbatch task."""
-    if state.submissions:
-        return _without_dependency(state.submissions[-1].arrays[0].request)
-    plain = [each for each in state.records.own if each.job_id and each.num_cpus]
-    if not plain:
+def _base_request(state: DatasetState, changes: dict[str, Any]) -> JobRequest:
+    """Return the request of the user's newest submission, or of plain sbatch tasks, with the user's changes.
+
+    Raises Refused if only another user submitted: the values of that record would run and be charged as this
+    user's, so the user has to name them.
+    """
+    own = own_records(state)
+    if own.submissions:
+        return _without_dependency(own.submissions[-1].arrays[0].request).changed(**changes)
+    if own.newest_of_others:
+        _refuse_values_of_others(state, own.newest_of_others, changes)
+    return _request_of_plain_tasks(own).changed(**changes)
+
+
+def _request_of_plain_tasks(own: OwnRecords) -> JobRequest:
+    """Return a request for what the newest task of plain sbatch had."""
+    if not own.plain_attempts:
         return JobRequest()
-    had = plain[-1]
+    had = own.plain_attempts[-1]
     return JobRequest(
         partition=had.partition or None,
         account=had.account or None,
@@ -739,52 +815,46 @@ def _without_dependency(request: JobRequest) -> JobRequest:
     return request.changed(sbatch_args=shlex.join(words))
 
 
-def _with_own_changes(state: DatasetState, request: JobRequest, changes: dict[str, Any]) -> JobRequest:
-    """Return a recorded request with the user's changes.
-
-    Raises Refused for a command that only another user's record contains, because it would run as this user.
-    """
-    own = [array.request for each in state.submissions if each.is_own for array in each.arrays]
-    foreign = {}
-    for name in job_files.COMMANDS:
-        value = getattr(request, name)
-        if value and name not in changes and value not in [getattr(each, name) for each in own]:
-            foreign[name] = value
-    if foreign:
-        numbers = ", ".join(f"{each.number:04d}.json" for each in state.submissions if not each.is_own)
-        flags = [f"--{name}={value}" for name, value in foreign.items()]
-        found = f"commands in records in jobs/ that another user wrote, or can write to ({numbers})"
-        omit = f"omit one with --{next(iter(foreign))}=''"
-        expected = f"that you read them and name them yourself, because they run as you; {omit}"
-        remedy = commands.on("retry", state.folder, *flags)
-        raise Refused(path=state.folder, found=found, expected=expected, remedy=remedy)
-    return request.changed(**changes)
-
-
-def _request_after(shard: Shard, base: JobRequest, max_mem_mb: int | None) -> JobRequest:
-    """Return the request of the last attempt, with twice the memory or time if that ran out.
-
-    ``max_mem_mb`` is the memory of the largest node, or None if it is unknown.
-    """
-    last = shard.attempts[-1] if shard.attempts else None
-    array, record = (last.array, last.record) if last else (None, None)
-    request = _without_dependency(array.request) if array else base
-    known = array or record
-    mem_mb = known.mem_mb if known else None
-    if shard.cause == states.OUT_OF_MEMORY and mem_mb:
-        mem_gb = min(2 * mem_mb, max_mem_mb or 2 * mem_mb) / 1024
-        if request.mem_per_cpu_gb is None:
-            request = request.changed(mem_gb=round(mem_gb, 3))
+def _refuse_values_of_others(state: DatasetState, sent: Submission, changes: dict[str, Any]) -> None:
+    """Raise Refused for values of another user's record that this user has not named."""
+    variables = []
+    flags = []
+    for name, value in vars(sent.arrays[0].request).items():
+        if value == getattr(JobRequest(), name) or name in changes:
+            continue
+        if name in ("qos", "constraint", "exclude"):  # have no flag
+            variables.append(f"{states.REQUEST_VARIABLES[name]}={shlex.quote(value)}")
         else:
-            request = request.changed(mem_per_cpu_gb=round(mem_gb / (request.num_cpus or 1), 3))
-    if shard.cause == states.TIMEOUT and last:
+            flags.append(f"--{name}={value}")
+    if not (flags or variables):
+        return
+    found = f"values in a record in jobs/ that another user wrote, or can write to ({sent.number:04d}.json)"
+    expected = "that you read them and name them yourself, because they run as you; omit one with --NAME=''"
+    words = [*variables, "shardprep retry", quoted(state.folder), shlex.join(flags)]
+    raise Refused(path=state.folder, found=found, expected=expected, remedy=" ".join(words).strip())
+
+
+def _request_after(shard: Shard, base: JobRequest, site: Site) -> tuple[JobRequest, str]:
+    """Return the request of the last attempt, with more of what ran out, and what to say about it, or ""."""
+    attempts = owns.own_attempts(shard)
+    if not attempts:
+        return base, ""
+    last = attempts[-1]
+    array = last.array
+    request = _without_dependency(array.request) if array else base
+    cause = last.cause(shard.shard_id)
+    if cause == states.OUT_OF_MEMORY:
+        known = array or last.record
+        had_mb = known.mem_mb if known else None
+        return more_memory(request, had_mb, len(last.shards), site.limits(request))
+    if cause == states.TIMEOUT:
         # `scontrol update timelimit=` may have raised the limit. A plain sbatch task's is not recorded.
-        limit_min = (array.time_min if array else None) or 0
+        limit_min = (array.time_min if array else None) or request.time_min or 0
         ran_min = round(last.elapsed_s / 60)
         if ran_min - limit_min <= _LATE_KILL_MIN:
             ran_min = limit_min or ran_min
-        request = request.changed(time_min=max(2 * ran_min, 2))
-    return request
+        return more_time(request, ran_min, site.limits(request))
+    return request, ""
 
 
 def _run_verify(args: argparse.Namespace, state: DatasetState) -> str:
@@ -793,13 +863,11 @@ def _run_verify(args: argparse.Namespace, state: DatasetState) -> str:
         return ""
     missing = set(range(state.plan.num_shards)) - state.made.done.keys()
     if not missing:
-        command = [sys.executable, "-m", "preprocess", "verify", str(state.folder)]
-        # Run in a folder of ours, because Python imports modules from the current one, perhaps the data set.
-        code = subprocess.run(command, cwd=HOME, check=False).returncode
+        code = run_shardprep("verify", state.folder)
         return "verify failed; its messages are in this log" if code else ""
     words = []
     for cause, shards in state.failed_by_cause().items():
-        why = states.why_not_retried(shards[0], {}) or "left out"
+        why = owns.why_not_retried(shards[0], {}) or "left out"
         ids = id_ranges(each.shard_id for each in shards)
         words.append(f"{shards_text(ids)}: {cause}, {why}; {states.remedy_of(cause)}")
     wanted = chosen_shards(state.plan.num_shards, args.shards)
@@ -813,13 +881,12 @@ def _finish(state: DatasetState, why: str, request: JobRequest) -> int:
     """End --until_done: write the report, or say why a person must help; then run --notify."""
     folder, code = state.folder, ReadWriteError.exit_code if why else 0
     if why:
-        job_files.append_event(folder, "stopped", why=why)
+        job_files.append_event(DataFolder(folder), "stopped", why=why)
         say(f"error: only a person can help now: {why}")
     else:
         output = folder / "report.html"
-        command = [sys.executable, "-m", "slurm", "report", str(folder), "--output", str(output)]
-        subprocess.run(command, cwd=HOME, check=False)
-        job_files.append_event(folder, "finished", report=str(output))
+        run_shardprep("report", folder, "--output", output)
+        job_files.append_event(DataFolder(folder), "finished", report=str(output))
         say(f"{counted(state.plan.num_shards, 'shard')} verified; wrote {output}")
     if request.notify:
         result = {"SHARDPREP_RESULT": "not verified" if why else "verified", "SHARDPREP_EXIT_CODE": str(code)}
@@ -831,38 +898,37 @@ def _finish(state: DatasetState, why: str, request: JobRequest) -> int:
 
 
 def cancel(args: argparse.Namespace) -> int:
-    """Cancel every waiting or running job of a data set: ``cancel DATA``. Finished shards stay."""
-    state = states.find_state(args.output_dir, need_plan(args.output_dir))
-    queue = state.queue
+    """Cancel every waiting or running job of a data set: ``cancel DATA``. Finished shards stay.
+
+    Only jobs of this user's own records, or with a name that only this data set's jobs have.
+    """
+    state = states.find_state(args.output_dir, need_plan(DataFolder(args.output_dir)))
+    own = own_records(state)
+    others = owns.others_with_jobs(state)
     if args.shards is None:
         # Controllers first: one that runs would send the cancelled shards again.
-        jobs = [*queue.controllers, *queue.unrecorded, *state.live_job_ids()]
+        jobs = [*own.controllers, *own.unrecorded, *own.live_job_ids()]
     else:
-        jobs = _tasks_of_shards(args, state)
+        chosen = _tasks_of_shards(args, state)
+        jobs = [task for task in chosen if task.partition("_")[0] not in others]
+        others = {task: others[task.partition("_")[0]] for task in chosen if task not in jobs}
     if jobs:
         # Printed first, because scancel may end this process, too.
         job_id = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID", "")
         task = f"{job_id}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
         if here := next((each for each in (job_id, task) if each in jobs), None):
             say(f"warning: this command runs in job {here}, which it cancels, too: {', '.join(jobs)}")
-        try:
-            run_slurm("scancel", *jobs)
-        except SlurmRefused as error:
-            if "denied" not in str(error):
-                raise
-            # scancel has still cancelled this user's jobs, which controllers and unrecorded jobs always are.
-            user_of = {job.job_id: job.user for job in queue.jobs.values()}
-            owners = {each: user_of.get(each.partition("_")[0], user_name()) for each in jobs}
-            if own := [each for each in jobs if owners[each] == user_name()]:
-                job_files.append_event(args.output_dir, "cancel", jobs=own, shards=args.shards)
-            whose = ", ".join(sorted({*owners.values()} - {user_name()})) or "another user"
-            found = f"{whose} submitted jobs of this data set; {error}; cancelled: {', '.join(own) or 'none'}"
-            expected = "that user or an administrator to cancel the others"
-            raise SlurmRefused(found=found, expected=expected) from None
-        job_files.append_event(args.output_dir, "cancel", jobs=jobs, shards=args.shards)
-    if queue.foreign and args.shards is None:
-        ids = " ".join(queue.foreign)
+        run_slurm("scancel", *jobs)
+        job_files.append_event(DataFolder(args.output_dir), "cancel", jobs=jobs, shards=args.shards)
+    if state.queue.foreign and args.shards is None:
+        ids = " ".join(state.queue.foreign)
         say(f"not cancelled: jobs of the folder that this one was copied from; for them type: scancel {ids}")
+    if others:
+        whose = ", ".join(sorted(set(others.values())))
+        found = f"{whose} submitted jobs {', '.join(sorted(others))} of this data set"
+        done = f"cancelled: {', '.join(jobs) or 'none'}"
+        expected = "that user or an administrator to cancel them"
+        raise SlurmRefused(found=f"{found}; {done}", expected=expected)
     nothing = "nothing is queued" if args.shards is None else "none of these shards is queued"
     print_lines(f"cancelled: {', '.join(jobs)}" if jobs else f"{nothing}; {state.summary}")
     if not_visible := state.ids("not visible"):
@@ -874,8 +940,10 @@ def cancel(args: argparse.Namespace) -> int:
 def _tasks_of_shards(args: argparse.Namespace, state: DatasetState) -> list[str]:
     """Return the tasks that make the shards of --shards. Raises UsageError if a task makes others, too."""
     wanted = chosen_shards(state.plan.num_shards, args.shards) or set()
-    attempts = [each for shard_id in wanted for each in state.shards[shard_id].attempts if each.job]
-    chosen = {each.task: each for each in attempts if each.state in ("running", "pending")}
+    chosen = {}
+    for shard_id in wanted:
+        for each in owns.live_attempts(state.shards[shard_id]):
+            chosen[each.task] = each
     for task, each in chosen.items():
         if not wanted.issuperset(each.shards):
             expected = f"all shards of task {task}: {shards_text(id_ranges(each.shards))}"

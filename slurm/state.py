@@ -11,11 +11,13 @@ submit time are in the record: a controller that lost its state gives old ids to
 has a later submit time, and must have the same name; otherwise a user may have renamed it. Jobs of plain
 ``sbatch slurm/prep_array.sh DATA`` are known from the records of their tasks, once one has begun. The absence
 of a job proves nothing if jobs may be hidden.
+
+A job of this user belongs to the data set only by an own record or by its name. Records that other users
+wrote name jobs of these users; ``slurm.own`` keeps them out of everything that a command does.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import re
@@ -33,7 +35,8 @@ from shardprep.errors import NotFound, ReadWriteError, ShardprepError, UsageErro
 from shardprep.files import open_regular
 from shardprep.format import commands
 from shardprep.format import jobs as job_files
-from shardprep.format.jobs import AttemptRecord, JobArray, JobRequest, Submission, user_name
+from shardprep.format.data_folder import LOGS_FOLDER, DataFolder
+from shardprep.format.jobs import AttemptRecord, JobArray, Submission, user_name
 from shardprep.format.manifest import MadeShards, Manifest, find_made_shards, is_verified
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
 from shardprep.format.plan import Plan
@@ -64,6 +67,7 @@ _AWAY = re.compile(
     r"can't be reached now|Munge|authentication|not available right now",
     re.IGNORECASE,
 )
+_FULL = re.compile("Resource temporarily unavailable|Slurm temporarily unable to accept job", re.IGNORECASE)
 _IS_IT_UP = {"expected": "a controller that is up", "remedy": "scontrol ping"}
 # "Zero Bytes" is the client's whole message if munge considers its credential expired.
 _CLOCKS = "a controller that is up, and a clock here that is right to 5 min (date)"
@@ -76,6 +80,10 @@ class SlurmRefused(UsageError):
 
 class SlurmAway(ReadWriteError):
     """Slurm did not answer: its controller is down, slow, or not reachable from this host."""
+
+
+class SlurmFull(SlurmAway):
+    """Slurm has as many jobs as its MaxJobCount allows, and takes more when some have ended."""
 
 
 class SlurmMissing(SlurmAway):
@@ -133,6 +141,10 @@ def run_slurm(*command: str, text: str | None = None) -> subprocess.CompletedPro
         raise SlurmAway(found=f"{command[0]} did not answer in 120 s", **_IS_IT_UP) from None
     if done.returncode:
         words = " ".join((done.stderr or done.stdout).split())
+        if _FULL.search(words):
+            found = f"{command[0]} refused: {words}. Slurm's queue is full (MaxJobCount); no job is too large"
+            expected = "room in the queue: try again later, or send fewer tasks: --shards_per_task"
+            raise SlurmFull(found=found, expected=expected)
         if _AWAY.search(words) and "known by database" not in words:  # the latter is a wrong SLURM_CLUSTERS
             hint = {**_IS_IT_UP, "expected": _CLOCKS} if "Zero Bytes" in words else _IS_IT_UP
             raise SlurmAway(found=f"{command[0]} got no answer: {words}", **hint)
@@ -175,14 +187,19 @@ def read_config() -> dict[str, str]:
     return slurm_answer(parse, "scontrol", "show", "config")
 
 
-def ask_patiently(question: Callable[[], T]) -> T:
-    """Call ``question`` until Slurm answers, for about an hour: a restarting controller takes a minute."""
+def ask_patiently(question: Callable[[], T], only: type[SlurmAway] | None = None) -> T:
+    """Call ``question`` until Slurm answers, for about an hour: a restarting controller takes a minute.
+
+    ``only``: be patient with this error alone.
+    """
     for delay_s in _DELAYS_S:
         try:
             return question()
         except SlurmMissing:
             raise
         except SlurmAway as error:
+            if only and not isinstance(error, only):
+                raise
             say(f"{error}; asking again in {delay_s} s. Running jobs are not affected")
             sleep(delay_s)
     return question()
@@ -202,6 +219,7 @@ _SUSPENDED = frozenset({"SUSPENDED", "STOPPED"})
 LOG_NOT_OPENED = 128 + 53  # a task whose log could not be opened; Slurm reports "signal" 53
 PLAIN = -1  # in place of a submission's number, for plain sbatch: index N makes shard N
 _CLOCKS_DIFFER_S = 600
+_ASK_AGAIN_S = 0.5  # after an empty answer
 
 # Pattern of Slurm's reason, its meaning, and what a person must do: release the job, cancel it (and submit
 # again, because it can never run) or ask an administrator. The first match counts.
@@ -232,16 +250,33 @@ _REASONS = (
 
 
 def meaning_of(reason: str) -> tuple[str, str]:
-    """Return the meaning of a reason, and ``release``, ``cancel`` or ``ask`` if a person must act."""
-    for pattern, meaning, action in _REASONS:
-        if re.match(pattern, reason):
-            return meaning, action
-    return "", ""
+    """Return the meaning of a reason, and ``release``, ``cancel`` or ``ask`` if a person must act.
+
+    squeue joins the reasons of an array's waiting tasks by commas, such as ``JobArrayTaskLimit,JobHeldUser``.
+    """
+    meanings: list[str] = []
+    actions: list[str] = []
+    for each in reasons_of(reason):
+        for pattern, meaning, action in _REASONS:
+            if re.match(pattern, each):
+                meanings.append(meaning)
+                actions.append(action)
+                break
+    shown = meanings[:1] + [f"some are {meaning}" for meaning in meanings[1:] if meaning.startswith("held")]
+    action = next((action for action in actions if action), "")
+    if len(actions) > 1 and action == "ask" and os.geteuid() == 0:
+        action = "release"  # this user is an administrator
+    return "; ".join(shown), action
+
+
+def reasons_of(reason: str) -> list[str]:
+    """Return the reasons that squeue joined. A comma before a blank is a part of one reason."""
+    return re.split(r",(?=[A-Z][A-Za-z]+(?:,|$|\())", reason)
 
 
 def job_name_prefix(folder: Path, plan_id: str) -> str:
     """Return the prefix of the names of a data set's jobs; the number of the submission follows it."""
-    return f"{JOB_NAME}-{plan_id[:12]}-{job_files.folder_identity(folder)}-"
+    return f"{JOB_NAME}-{plan_id[:12]}-{job_files.folder_identity(DataFolder(folder))}-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +295,7 @@ class Job:
     exit_code: int = 0
     node: str = ""
     elapsed_s: int = 0
+    time_limit: str = ""  # as Slurm writes it, such as 1:00:00; "" without a limit
 
     @property
     def key(self) -> tuple[str, int]:
@@ -311,8 +347,8 @@ def _local_time(text: str) -> str:
 _FIELDS = {
     "ArrayJobID": "job_id", "ArrayTaskID": "index", "State": "state", "Reason": "reason",
     "exit_code": "exit_code", "NodeList": "node", "TimeUsed": "elapsed_s", "JobID": "", "UserName": "user",
-    "SubmitTime": "submit_time", "StartTime": "start_time", "EndTime": "", "RestartCnt": "num_restarts",
-    "Name": "name",
+    "SubmitTime": "submit_time", "StartTime": "start_time", "TimeLimit": "time_limit",
+    "RestartCnt": "num_restarts", "Name": "name",
 }  # fmt: skip
 
 
@@ -332,6 +368,7 @@ def parse_queue(text: str) -> list[Job]:
         facts["start_time"] = _local_time(facts["start_time"])
         facts["exit_code"] = _exit_code(facts["exit_code"])
         facts["elapsed_s"] = seconds_of(facts["elapsed_s"]) or 0
+        facts["time_limit"] = facts["time_limit"] if seconds_of(facts["time_limit"]) else ""
         facts["node"] = "" if facts["node"].startswith("None") else facts["node"]
         jobs += [Job(**{**facts, "index": index}) for index in _indices(facts["index"])]
     return jobs
@@ -389,30 +426,40 @@ def find_queue(
     ``copied``: submissions of the folder that this one was copied from. ``config``: of the controller, or {}.
     """
     me = user_name()
-    recorded = {job.job_id for sent in submissions for job in sent.jobs}
-    plain = {each.key: each for each in open_records if each.job_id not in recorded}
+    recorded = {job.job_id for sent in submissions for job in sent.jobs if sent.is_own}
+    of_all = {job.job_id for sent in submissions for job in sent.jobs}
+    plain = {
+        each.key: each for each in open_records if each.job_id not in (recorded if each.is_own else of_all)
+    }
     users = {me, *(each.user for each in (*submissions, *copied)), *(each.user for each in plain.values())}
-    shown = [job for user in sorted(users - {""}) for job in jobs_of_user(user)]
+    is_expected = any(each.user == me for each in open_records)
+    shown: list[Job] = []
+    for user in sorted(users - {""}):
+        jobs_shown = jobs_of_user(user)
+        if not jobs_shown and user == me and is_expected:
+            # A busy slurmctld may answer with nothing for a moment, and tasks should be running.
+            sleep(_ASK_AGAIN_S)
+            jobs_shown = jobs_of_user(user)
+        shown += jobs_shown
     own = [each for each in shown if each.user == me and each.is_live and each.job_id not in recorded]
     if not config and (submissions or copied or users - {me, ""}):
         config = read_config()
     queue = Queue(config=config)
 
     for sent in submissions:
-        queue.jobs |= {(sent.number, *each.key): each for each in _jobs_of(sent, shown)}
+        queue.jobs |= {(sent.number, *each.key): each for each in _jobs_of(sent, shown, me)}
     for sent in copied:
-        queue.foreign += [job.job_id for job in _jobs_of(sent, shown) if job.is_live]
+        queue.foreign += [job.job_id for job in _jobs_of(sent, shown, me) if job.is_live]
 
     # Tasks of plain sbatch: those with an open record, and this user's other tasks of the same arrays.
-    began = {(each.job_id, each.user): each.began for each in plain.values()}
+    began = {(each.job_id, each.user): each.began for each in plain.values() if each.is_own}
     own_keys = {each.key for each in own}
     for job in shown:
         record = plain.get(job.key)
-        is_plain = record is not None and record.user == job.user
+        is_plain = record is not None and _is_start_of(record, job, me)
         if not is_plain and job.key in own_keys:
             # A task of this array must have begun for this data set after the array was submitted.
-            latest = began.get((job.job_id, job.user), 0) + _CLOCKS_DIFFER_S
-            is_plain = job.submit_time <= datetime.fromtimestamp(latest, timezone.utc).strftime(_TIME)
+            is_plain = job.submit_time <= _latest_submit_time(began.get((job.job_id, job.user), 0))
         if is_plain:
             queue.jobs[PLAIN, job.job_id, job.index] = job
 
@@ -427,36 +474,66 @@ def find_queue(
         elif hides_users and user not in seen_users:
             queue.hidden[job_id] = f"this site shows the jobs of {user} only to {user}"
 
-    # Jobs without a record are recognized by their names.
+    # Jobs without a record are recognized by their names, and controllers by their records, too.
     known = {job_id for number, job_id, _ in queue.jobs if number == PLAIN}
     prefix = job_name_prefix(folder, plan_id)
     copied_prefixes = tuple(f"{JOB_NAME}-{plan_id[:12]}-{each.identity}-" for each in copied)
-    names = {each.job_id: each.name for each in own if each.job_id not in known}
-    for job_id in sorted(names, key=int):
-        is_controller = names[job_id].endswith(CONTROL)
-        if names[job_id].startswith(prefix):
+    jobs = {each.job_id: each for each in own if each.job_id not in known}
+    identity = job_files.folder_identity(DataFolder(folder))
+    sent_controllers = {}
+    if jobs:
+        for each in job_files.read_own_controllers(DataFolder(folder)):
+            if each.identity == identity:
+                sent_controllers[each.job_id] = each
+    for job_id in sorted(jobs, key=int):
+        job = jobs[job_id]
+        is_controller = job.name.endswith(CONTROL)
+        controller = sent_controllers.get(job_id)
+        if controller and _is_sent_as(job, controller):
+            queue.controllers.append(job_id)
+        elif job.name.startswith(prefix):
             (queue.controllers if is_controller else queue.unrecorded).append(job_id)
-        elif is_controller and names[job_id].startswith(copied_prefixes):
+        elif is_controller and job.name.startswith(copied_prefixes):
             queue.foreign.append(job_id)
     queue.foreign = sorted(set(queue.foreign), key=int)
     return queue
 
 
-def _jobs_of(submission: Submission, jobs: Iterable[Job]) -> list[Job]:
-    """Return the jobs that belong to a submission."""
+def _jobs_of(submission: Submission, jobs: Iterable[Job], me: str) -> list[Job]:
+    """Return the jobs that belong to a submission. A record of another user names no job of this one."""
     own = {job.job_id: job for job in submission.jobs}
     found = []
     for job in jobs:
         sent = own.get(job.job_id)
-        if sent is None or job.user != submission.user:
+        if sent is None or job.user != submission.user or (job.user == me and not submission.is_own):
             continue
-        is_same_time = job.submit_time == sent.submit_time
-        is_later = job.num_restarts > 0 and job.submit_time > sent.submit_time
-        # A user may have renamed the job, but not to a name of another submission.
-        is_renamed = is_same_time and not job.name.startswith(f"{JOB_NAME}-")
-        if (job.name == sent.name and (is_same_time or is_later)) or is_renamed:
+        if _is_sent_as(job, sent):
             found.append(job)
     return found
+
+
+def _is_sent_as(job: Job, sent: job_files.SentJob) -> bool:
+    """Return whether a job with a recorded id is the recorded one: Slurm may use an id again."""
+    is_same_time = job.submit_time == sent.submit_time
+    is_later = job.num_restarts > 0 and job.submit_time > sent.submit_time
+    # A user may have renamed the job, but not to a name of another submission.
+    is_renamed = is_same_time and not job.name.startswith(f"{JOB_NAME}-")
+    return (job.name == sent.name and (is_same_time or is_later)) or is_renamed
+
+
+def _is_start_of(record: AttemptRecord, job: Job, me: str) -> bool:
+    """Return whether a task with the id of an open record is the recorded one, or a later start of it.
+
+    A record of another user names no job of this one.
+    """
+    if record.user != job.user or (job.user == me and not record.is_own):
+        return False
+    return job.num_restarts > record.num_restarts or job.submit_time <= _latest_submit_time(record.began)
+
+
+def _latest_submit_time(began: float) -> str:
+    """Return the latest time, as Slurm writes it, at which a job that began then was submitted."""
+    return datetime.fromtimestamp(began + _CLOCKS_DIFFER_S, timezone.utc).strftime(_TIME)
 
 
 # Why an attempt failed, and what to do. ----------------------------------------------------------------
@@ -466,6 +543,7 @@ TIMEOUT = "TIMEOUT"
 NODE_FAIL = "NODE_FAIL"
 PREEMPTED = "PREEMPTED"
 CANCELLED = "CANCELLED"
+COMPLETED = "COMPLETED"
 REQUEUED = "requeued (scontrol requeue)"
 BAD_INPUT = "bad input (65)"
 SETUP = "set-up or usage (2)"
@@ -500,6 +578,10 @@ _CAUSES_IN_LOG = (
     (r"\*\*\* JOB .* CANCELLED AT", CANCELLED),
     (r"\*\*\* STEP .* CANCELLED AT", STEP_STOPPED),
     ("srun: error: Unable to (confirm allocation|create step)", SRUN_FAILED),  # srun exits with 1
+    (
+        r"^shardprep: node \S+: shards? \S+ ended with exit code 0$",
+        NO_MANIFEST,
+    ),  # a container that did nothing
 )
 _RESENT = "retry sends it again"
 # Cause -> what to do. A person must help first if retry alone would fail in the same way.
@@ -507,8 +589,8 @@ _REMEDIES = {
     **dict.fromkeys(
         (CANCELLED, PREEMPTED, REQUEUED, "DEADLINE", STOPPED, STEP_STOPPED, VANISHED, NO_MANIFEST), _RESENT
     ),
-    OUT_OF_MEMORY: "retry asks for twice the memory",
-    TIMEOUT: "retry asks for twice the time",
+    OUT_OF_MEMORY: "retry asks for twice the memory, or starts fewer processes where a node has no more",
+    TIMEOUT: "retry asks for twice the time, as far as the site's limits allow",
     NODE_FAIL: f"{_RESENT}; to leave out a node: export SBATCH_EXCLUDE=NODE",
     SRUN_FAILED: f"{_RESENT}; if it fails again, look at --srun_args and at srun's messages in the log",
     SETUP: "correct what its message names (--setup, --worker_args); then retry",
@@ -594,7 +676,7 @@ def cause_in_log(record: AttemptRecord, num_later: int) -> str:
     path = Path(record.log)
     moved = path.with_name(f"{path.stem}.before-restart-{record.num_restarts + 1}.log")
     log = log_tail(moved) or log_tail(path, num_later)
-    return next((cause for words, cause in _CAUSES_IN_LOG if re.search(words, log)), "")
+    return next((cause for words, cause in _CAUSES_IN_LOG if re.search(words, log, re.MULTILINE)), "")
 
 
 def log_tail(path: Path, num_later: int = 0) -> str:
@@ -619,7 +701,6 @@ def last_lines(log: str, number: int = 3) -> list[str]:
 
 # Attempts and shards. ----------------------------------------------------------------------------------
 
-_MAX_ATTEMPTS = 3  # that fail in the same way
 _PRECEDENCE: tuple[StateName, ...] = ("running", "pending", "not visible", "failed")  # if attempts differ
 
 
@@ -634,7 +715,9 @@ class Attempt:
     log: str = ""
     record: AttemptRecord | None = None
     job: Job | None = None  # the same start of the same task, as Slurm shows it
-    array: JobArray | None = None  # of the submission; None for plain sbatch and run
+    array: JobArray | None = None  # of an own submission; None for plain sbatch and run
+    is_typed: bool = False  # a person's ``retry`` sent it
+    owner: str = ""  # the user who wrote its record, if that is not this user
 
     def cause(self, shard_id: int) -> str | None:
         """Return why it did not make a shard, or None if it has not failed."""
@@ -700,6 +783,11 @@ class DatasetState:
     def summary(self) -> str:
         return f"{len(self.made.done)} of {self.plan.num_shards} shards are done"
 
+    @property
+    def is_tried(self) -> bool:
+        """Return whether anybody submitted jobs, or tried to make a shard that is not done."""
+        return bool(self.submissions) or any(shard.attempts for shard in self.shards)
+
     def ids(self, *states: StateName) -> list[int]:
         """Return the shards in one of these states, ascending."""
         return [shard.shard_id for shard in self.shards if shard.state in states]
@@ -724,6 +812,11 @@ class DatasetState:
         """Return the recorded jobs that wait or run, verify jobs included."""
         return sorted({job_id for (_, job_id, _), job in self.queue.jobs.items() if job.is_live}, key=int)
 
+    def jobs_that_make_shards(self) -> list[str]:
+        """Return the recorded jobs that wait or run, without verify jobs."""
+        verify_ids = {sent.verify.job_id for sent in self.submissions}
+        return [each for each in self.live_job_ids() if each not in verify_ids]
+
     def jobs_to_wait_for(self) -> list[str]:
         """Return all live jobs except the verify jobs of earlier submissions, which change nothing."""
         obsolete = {each.verify.job_id for each in self.submissions[:-1]}
@@ -744,9 +837,9 @@ def find_state(
     If Slurm does not answer and ``needs_slurm`` is False, shards that may be in a job are ``not visible``.
     Shards done in an earlier state ``before`` are not read again. ``see`` is passed to ``find_made_shards``.
     """
-    identity, unreadable = job_files.folder_identity(folder), list[str]()
+    identity, unreadable = job_files.folder_identity(DataFolder(folder)), list[str]()
     try:
-        sent = job_files.read_submissions(folder)
+        sent = job_files.read_submissions(DataFolder(folder))
     except ReadWriteError as error:
         if needs_slurm or "Permission denied" not in str(error):
             raise
@@ -755,12 +848,12 @@ def find_state(
     copied = [each for each in sent if each.identity != identity]  # this folder is a copy of another one
 
     known = before.made if before else None
-    records = job_files.read_attempts(folder, plan.plan_id, identity)
+    records = job_files.read_attempts(DataFolder(folder), plan.plan_id, identity)
     open_records = [each for each in records.own if each.ended is None and each.job_id]
     found, queue = None, Queue()
     asks_slurm = bool(sent or open_records)
     if not asks_slurm:  # tasks of plain sbatch may wait, unless all shards are done
-        found = find_made_shards(folder, plan.spec, known=known, see=see)
+        found = find_made_shards(DataFolder(folder), plan.spec, known=known, see=see)
         asks_slurm = len(found.done) < plan.num_shards and shutil.which("squeue") is not None
     if asks_slurm:
         config = before.queue.config if before else {}
@@ -774,12 +867,12 @@ def find_state(
             queue = Queue(hidden=dict.fromkeys(ids, "Slurm does not answer"), away=str(error))
     # Read records and manifests after asking Slurm: a task that it shows as ended has written them by then.
     listed = {each.path for each in records.own}
-    now = job_files.read_attempts(folder, plan.plan_id, identity)
+    now = job_files.read_attempts(DataFolder(folder), plan.plan_id, identity)
     records.own = [each for each in now.own if each.path in listed]
     records.unreadable = [*unreadable, *now.unreadable]
-    _add_ends(records.own, queue)
     if found is None or queue.jobs:
-        found = find_made_shards(folder, plan.spec, known=known, see=see)
+        found = find_made_shards(DataFolder(folder), plan.spec, known=known, see=see)
+    _add_ends(records.own, queue, found)
 
     undone: StateName = "not visible" if records.unreadable else "not submitted"
     every = range(plan.num_shards)
@@ -792,30 +885,50 @@ def find_state(
         next_number=max((each.number for each in sent), default=-1) + 1,
         records=records,
         made=found,
-        is_verified=is_verified(folder, plan.spec, found),
+        is_verified=is_verified(DataFolder(folder), plan.spec, found),
         shards=shards,
         queue=queue,
     )
 
 
-def _add_ends(records: Sequence[AttemptRecord], queue: Queue) -> None:
+def _add_ends(records: Sequence[AttemptRecord], queue: Queue, made: MadeShards) -> None:
     """Add ends that only Slurm knows, from squeue for some minutes, and later from the end of the log."""
     tasks = queue.tasks()
-    last_restart: dict[tuple[str, int], int] = {}
-    for record in records:
-        last_restart[record.key] = max(record.num_restarts, last_restart.get(record.key, 0))
+    last_restart = _last_restarts(records, made)
     for record in (each for each in records if not each.stopped_by):
         job = _job_of(record, tasks)
+        task = tasks.get(record.key)
+        if task and not record.time_limit:  # a task that is killed cannot write it
+            record.shown_limit = task.time_limit
         stopped_by, ended = "", record.began
         if job and (job.state in CAUSE_OF_STATE or (job.state == CANCELLED and record.ended is None)):
             stopped_by, ended = CAUSE_OF_STATE.get(job.state, CANCELLED), record.began + job.elapsed_s
         elif is_unexplained(record) and record.log and not queue.away and not (job and job.is_live):
             stopped_by = cause_in_log(record, last_restart[record.key] - record.num_restarts)
+        if not stopped_by and job and job.state == COMPLETED and job.exit_code == 0 and record.ended is None:
+            stopped_by, ended = NO_MANIFEST, record.began + job.elapsed_s
         if stopped_by:
             record.stopped_by = stopped_by
             record.ended = record.ended or ended
             if record.user == user_name():
                 job_files.append_end(record)
+
+
+def _last_restarts(records: Iterable[AttemptRecord], made: MadeShards) -> dict[tuple[str, int], int]:
+    """Return the number of the last start of each task: of its records, or the one that made a shard."""
+    last: dict[tuple[str, int], int] = {}
+    for record in records:
+        last[record.key] = max(record.num_restarts, last.get(record.key, 0))
+    for manifest in made.done.values():
+        slurm = manifest.run.slurm
+        key = manifest.run.job_id, _number_of(slurm.get("SLURM_ARRAY_TASK_ID", ""))
+        if key in last:  # that start removed its own record
+            last[key] = max(_number_of(slurm.get("SLURM_RESTART_COUNT", "")), last[key])
+    return last
+
+
+def _number_of(text: str) -> int:
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
 
 
 def _job_of(record: AttemptRecord, tasks: dict[tuple[str, int], Job]) -> Job | None:
@@ -833,12 +946,16 @@ def _add_attempts(
 ) -> None:
     """Add the attempts at each shard that is not done, oldest first, and set its state by them."""
     tasks = queue.tasks()
-    arrays = {array.job_id: (each.submitted, array) for each in submissions for array in each.arrays}
+    arrays = {array.job_id: (each, array) for each in submissions if each.is_own for array in each.arrays}
+    submitted_at = {job.job_id: each.submitted for each in submissions for job in each.arrays}
     found: list[Attempt] = []
     for record in records:
         job = _job_of(record, tasks)
         # Order attempts by submission, because the clocks of nodes may differ.
-        submitted, array = arrays.get(record.job_id, (record.began, None))
+        submitted = submitted_at.get(record.job_id, record.began)
+        own_submission, array = arrays.get(record.job_id, (None, None)) if record.is_own else (None, None)
+        if own_submission:
+            submitted = own_submission.submitted
         found.append(
             Attempt(
                 state=_state_of_record(record, job, is_hidden=record.job_id in queue.hidden),
@@ -849,6 +966,8 @@ def _add_attempts(
                 record=record,
                 job=job,
                 array=array,
+                is_typed=own_submission is not None and own_submission.is_typed,
+                owner="" if record.is_own else record.owner,
             )
         )
 
@@ -883,9 +1002,11 @@ def _add_attempts(
                         task=task,
                         shards=shard_ids,
                         submitted=submission.submitted,
-                        log=f"{folder}/{job_files.LOGS_FOLDER}/{task}.log",
+                        log=f"{folder}/{LOGS_FOLDER}/{task}.log",
                         job=job,
-                        array=array,
+                        array=array if submission.is_own else None,
+                        is_typed=submission.is_own and submission.is_typed,
+                        owner="" if submission.is_own else submission.user,
                     )
                 )
     for (number, job_id, index), job in queue.jobs.items():
@@ -915,23 +1036,3 @@ def _state_of_record(record: AttemptRecord, job: Job | None, *, is_hidden: bool)
     if job is None:
         return "not visible" if is_hidden else "failed"
     return "running" if job.state_of_shards == "running" else "failed"
-
-
-def why_not_retried(shard: Shard, changes: dict[str, Any], *, is_named: bool = False) -> str | None:
-    """Return why a shard is not tried again, or None if it is.
-
-    A shard of bad input is tried again only if ``changes`` have other worker_args, and one that failed three
-    times in the same way only if ``changes`` differ from its request or a person named it.
-    """
-    if shard.state != "failed":
-        return None
-    cause, array = shard.cause, shard.attempts[-1].array
-    causes = [each.cause(shard.shard_id) for each in reversed(shard.attempts)]
-    num_same = len(list(itertools.takewhile(lambda each: each == cause, causes)))
-    before = array.request if array else JobRequest()
-    changed = {name for name, value in changes.items() if getattr(before, name) != value}
-    if cause == BAD_INPUT and "worker_args" not in changed:
-        return "the same input fails in the same way"
-    if num_same >= _MAX_ATTEMPTS and not changed and not is_named:
-        return f"failed in the same way {num_same} times"
-    return None

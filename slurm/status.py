@@ -19,25 +19,30 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import shardprep
 from shardprep import console
 from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import NotFound, ReadWriteError
 from shardprep.files import publish_bytes
+from shardprep.folders import refuse_foreign_file
 from shardprep.format import commands
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.jobs import read_events, user_name
 from shardprep.format.manifest import Manifest, ShardCounts, TextCounts, longest_of, sum_of_sources
-from shardprep.format.names import TOKENIZER_DIR, id_ranges, ids_of_ranges, quarantine_path
+from shardprep.format.names import TOKENIZER_DIR, id_ranges, ids_of_ranges, quarantine_name
 from shardprep.format.plan import Plan, PrepConfig, flags_of, is_one_file_a_shard, need_plan
+from shardprep.processes import python_command
+from slurm import own as owns
 from slurm import state as states
 from slurm.state import DatasetState, Shard, StateName, last_lines, log_tail, meaning_of
 
+T = TypeVar("T")
 STATUS_VERSION = 4  # of --json: increased when a field is removed or changes its meaning
 POLL_S = 5.0
 _NEEDED_BAD_FRACTION = r"--max_bad_fraction ([0-9.]+)"  # in the message about too many bad documents
@@ -49,7 +54,7 @@ _MAX_EVENTS = 5  # of the history
 
 def status(args: argparse.Namespace) -> int:
     """Print the state of every shard, and why shards failed: ``status DATA``."""
-    plan, state = need_plan(args.output_dir), None
+    plan, state = need_plan(DataFolder(args.output_dir)), None
     while True:
         state = states.find_state(args.output_dir, plan, needs_slurm=False, before=state)
         data = status_data(state)
@@ -69,7 +74,7 @@ def status(args: argparse.Namespace) -> int:
 
 def wait_for_jobs(folder: Path) -> int:
     """Show progress until all jobs have ended or wait for a person. Return 0 if the data set is verified."""
-    plan = need_plan(folder)
+    plan = need_plan(DataFolder(folder))
     state: DatasetState | None = None
     sizes, done = plan.shard_bytes(), set[int]()
     progress = console.Progress(f"{plan.num_shards} shards", sum(sizes))
@@ -90,13 +95,13 @@ def _needs_a_person(state: DatasetState) -> bool:
     jobs = [job for job in state.queue.jobs.values() if job.is_live]
     # Verify jobs and controllers wait for the other jobs.
     reasons = [job.reason for job in jobs if not re.match("Dependency$|None$", job.reason)]
-    is_stuck = all(action for _, action in map(meaning_of, reasons))
+    is_stuck = all(meaning_of(each)[1] for reason in reasons for each in states.reasons_of(reason))
     return bool(reasons) and is_stuck and all(job.is_waiting for job in jobs)
 
 
 def logs(args: argparse.Namespace) -> int:
     """Print the attempts at one shard, newest last, with the ends of their logs: ``logs DATA N``."""
-    plan, shard_id = need_plan(args.output_dir), args.shard_id
+    plan, shard_id = need_plan(DataFolder(args.output_dir)), args.shard_id
     if not 0 <= shard_id < plan.num_shards:
         expected = f"0 to {plan.num_shards - 1}, as the plan has {plan.num_shards} shards"
         raise NotFound(found=f"shard {shard_id}", expected=expected)
@@ -108,7 +113,8 @@ def logs(args: argparse.Namespace) -> int:
     for each in shard.attempts:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.record.began)) if each.record else ""
         where = f" on {each.node}" if each.node else ""
-        lines.append(f"{when or 'task'} {each.task}{where}: {each.cause(shard_id) or each.state}")
+        whose = f" of {each.owner}" if each.owner else ""
+        lines.append(f"{when or 'task'} {each.task}{whose}{where}: {each.cause(shard_id) or each.state}")
         if message := each.message(shard_id):
             lines.append(f"  {message}")
         if each.log:
@@ -124,7 +130,7 @@ def status_data(state: DatasetState) -> dict[str, Any]:
     """Return everything that ``status`` prints as plain data, described in docs/status_json.md."""
     failed = [shard for shard in state.shards if shard.state == "failed"]
     by_cause = state.failed_by_cause()
-    queue, history = state.queue, read_events(state.folder)
+    queue, history = state.queue, read_events(DataFolder(state.folder))
     waits = _waits_for(state)
     sources = sum_of_sources(each.counts.sources for each in state.made.done.values())
     return {
@@ -136,7 +142,7 @@ def status_data(state: DatasetState) -> dict[str, Any]:
         **{f"num_{name.replace(' ', '_')}": len(state.ids(name)) for name in get_args(StateName)},
         "causes": {cause: id_ranges(each.shard_id for each in shards) for cause, shards in by_cause.items()},
         "remedies": {cause: states.remedy_of(cause) for cause in by_cause},
-        "can_retry": id_ranges(each.shard_id for each in failed if not states.why_not_retried(each, {})),
+        "can_retry": id_ranges(each.shard_id for each in failed if not owns.why_not_retried(each, {})),
         "not_begun": id_ranges(shard.shard_id for shard in state.shards if shard.without_record),
         "failures": _failures(failed),
         "restarts": _restarts(state),
@@ -167,18 +173,24 @@ def status_data(state: DatasetState) -> dict[str, Any]:
 
 def _failures(failed: Sequence[Shard]) -> list[dict[str, Any]]:
     """Return the last attempt at each failed shard. The newest few include the end of their log."""
-    newest = sorted(failed, key=lambda shard: shard.attempts[-1].ended, reverse=True)[:_MAX_FAILURES]
+    newest = newest_failures(failed, lambda shard: shard.attempts[-1].ended)
     failures = []
     for shard in failed:
         last, message = shard.attempts[-1], shard.attempts[-1].message(shard.shard_id)
         facts = {name: getattr(last, name) for name in ("task", "node", "log", "ended")}
-        facts |= {"shard": shard.shard_id, "cause": shard.cause, "message": message}
+        facts |= {"shard": shard.shard_id, "cause": shard.cause, "message": message, "owner": last.owner}
         facts["num_attempts"] = sum(attempt.state == "failed" for attempt in shard.attempts)
         facts["last_lines"] = [message] if message else []
         if not message and last.log and shard in newest:
             facts["last_lines"] = last_lines(log_tail(Path(last.log)))
         failures.append(facts)
     return failures
+
+
+def newest_failures(failed: Sequence[T], ended: Callable[[T], float]) -> list[T]:
+    """Return the few failures that ended last, which people are shown, in the given order."""
+    places = sorted(range(len(failed)), key=lambda place: ended(failed[place]), reverse=True)
+    return [failed[place] for place in sorted(places[:_MAX_FAILURES])]
 
 
 def _restarts(state: DatasetState) -> dict[str, int]:
@@ -312,30 +324,33 @@ def status_lines(data: dict[str, Any]) -> list[str]:
         *console.source_lines(data["sources"], all_in="--json"),
     ]
     shown = [name for name in ("running", "pending", "not_submitted") if data[name]]
-    lines += [f"  {name.replace('_', ' ')}: {shards_text(data[name])}" for name in shown]
+    lines += [f"  {name.replace('_', ' ')}: {_shown_shards(data[name])}" for name in shown]
     for item in data["waits_for"]:
         means = f": {item['means']}" if item["means"] else ""
         to_type = f"; type: {item['to_type']}" if item["to_type"] else ""
         starts = f"; expected to start at {item['starts'].replace('T', ' ')}" if item["starts"] else ""
         wait = "waits" if item["shards"].isdecimal() else "wait"
-        lines.append(f"    {shards_text(item['shards'])} {wait} for {item['reason']}{means}{to_type}{starts}")
+        lines.append(
+            f"    {_shown_shards(item['shards'])} {wait} for {item['reason']}{means}{to_type}{starts}"
+        )
     if data["not_visible"]:
-        lines.append(f"  not visible: {shards_text(data['not_visible'])} ({data['why_not_visible']})")
+        lines.append(f"  not visible: {_shown_shards(data['not_visible'])} ({data['why_not_visible']})")
     if data["slurm_away"]:
         lines.append(f"  which jobs wait or run is not known: {data['slurm_away']}")
     lines += [f"  {note}" for note in notes(data)]
 
     for cause, ids in data["causes"].items():
-        lines += [f"  failed, {cause}: {shards_text(ids)}", f"    {data['remedies'][cause]}"]
+        lines += [f"  failed, {cause}: {_shown_shards(ids)}", f"    {data['remedies'][cause]}"]
     for how, number in data["restarts"].items():
         lines.append(f"  started again by Slurm after {how}: {counted(number, 'task')}")
     if data["other_plan"]:
-        lines.append(f"  made by another plan: {shards_text(data['other_plan'])}; verify says more")
+        lines.append(f"  made by another plan: {_shown_shards(data['other_plan'])}; verify says more")
     lines += [f"  not done, {why}" for why in data["broken"].values()][:_MAX_FAILURES]
-    for failure in data["failures"][:_MAX_FAILURES]:
+    for failure in newest_failures(data["failures"], lambda each: float(each["ended"])):
         node = f" on {failure['node']}" if failure["node"] else ""
         tries = f", try {failure['num_attempts']}" if failure["num_attempts"] > 1 else ""
-        where = f"task {failure['task']}{node}{tries}"
+        whose = f" of {failure['owner']}" if failure["owner"] else ""
+        where = f"task {failure['task']}{whose}{node}{tries}"
         lines.append(f"  shard {failure['shard']:05d}, {where}: {failure['cause']}")
         lines += [f"    | {line[:300]}" for line in failure["last_lines"]]
         lines.append(f"    {failure['log']}")
@@ -347,9 +362,39 @@ def status_lines(data: dict[str, Any]) -> list[str]:
         when = time.strftime("%m-%d %H:%M", time.localtime(event["time"]))
         words = [f"  {when} {event['event']}"]
         said = {name: event[name] for name in ("round", "causes", "why", "report", "jobs") if event.get(name)}
-        words += [f"{name} {x if isinstance(x, str) else json.dumps(x)}" for name, x in said.items()]
+        words += [f"{name} {_cut(x if isinstance(x, str) else json.dumps(x))}" for name, x in said.items()]
         lines.append(", ".join(words))
     return [*lines, next_line(data)]
+
+
+_MAX_IDS_CHARS = 200
+_MAX_EVENT_CHARS = 400
+
+
+def _shown_shards(ids: str) -> str:
+    """Return shards for people: the first ranges, then how many more."""
+    if len(ids) <= _MAX_IDS_CHARS:
+        return shards_text(ids)
+    first, rest = _first_ranges(ids)
+    return f"{shards_text(first)} and {len(ids_of_ranges(rest)):,} more (--json has all)"
+
+
+def _first_ranges(ids: str) -> tuple[str, str]:
+    """Split long ids at a comma."""
+    end = ids.rindex(",", 0, _MAX_IDS_CHARS)
+    return ids[:end], ids[end + 1 :]
+
+
+def _cut(words: str) -> str:
+    return words if len(words) <= _MAX_EVENT_CHARS else f"{words[:_MAX_EVENT_CHARS]}..."
+
+
+def _to_type(ids: str) -> str:
+    """Return ids for a command: long ones as one range around them, as it leaves out what is done or runs."""
+    if len(ids) <= _MAX_IDS_CHARS:
+        return ids
+    every = ids_of_ranges(ids)
+    return f"{every[0]}-{every[-1]}"
 
 
 _NOTES = {  # field -> text for people, most urgent first
@@ -372,7 +417,7 @@ def notes(data: dict[str, Any]) -> list[str]:
         if value := data[name]:
             words = value if isinstance(value, str) else " ".join(value)
             if name in ("wrong", "not_begun"):
-                words = shards_text(words)
+                words = _shown_shards(words)
             found.append(text.format(words, folder, go_on))
     remedy = f"its owner can type: chmod -R a+rX {folder}"
     hidden = [why.partition("; its owner can type:")[0] for why in data["unreadable"]]
@@ -394,7 +439,7 @@ def next_line(data: dict[str, Any]) -> str:
     if data["unrecorded_jobs"]:
         return f"next: wait for the end of the jobs without a record, or: {commands.on('cancel', folder)}"
     if data["not_visible"]:
-        again = commands.submit(folder, "--shards", data["not_visible"])
+        again = commands.submit(folder, "--shards", _to_type(data["not_visible"]))
         return f"next: look where these jobs are visible; if they do not run: {again}"
     has_answer = data["has_slurm"] and not data["slurm_away"]
     if data["failed"]:
@@ -416,15 +461,16 @@ def _after_failures(data: dict[str, Any], folder: Path, *, has_answer: bool) -> 
         return commands.run(folder)
     if states.BAD_INPUT in data["causes"]:
         first = ids_of_ranges(data["causes"][states.BAD_INPUT])[0]
-        left_out = quarantine_path(folder, first)
+        data_dir = DataFolder(folder)
+        left_out = quarantine_name(first)
         about = _about_left_out(data, folder, has_answer=has_answer)
-        if os.path.lexists(left_out):
-            return f"head -n 3 {quoted(left_out)}  # {about}"
+        if data_dir.status_of(left_out) is not None:
+            return f"head -n 3 {quoted(data_dir.path_of(left_out))}  # {about}"
         if data["accepting_args"]:
             return f"{commands.on('logs', folder, first)}  # {about}"
     if not has_answer:
         return commands.run(folder)
-    again = commands.on("retry", folder, "--shards", data["failed"])
+    again = commands.on("retry", folder, "--shards", _to_type(data["failed"]))
     is_fixed = data["causes"].keys() <= {states.OUT_OF_MEMORY, states.TIMEOUT}  # retry asks for more
     return again if is_fixed else f"correct the cause, then: {again}"
 
@@ -443,6 +489,7 @@ def _about_left_out(data: dict[str, Any], folder: Path, *, has_answer: bool) -> 
 
 # The report. -------------------------------------------------------------------------------------------
 
+_REPORT_BEGINS = re.compile(rb".{,200}shardprep-report", re.DOTALL)  # a page, or JSON
 REPORT_VERSION = 4  # increased when a field is removed or changes its meaning
 _MAPPINGS = {"quarantined", "length_histogram", "sources", "validation"}
 _NUMBERS = [item.name for item in dataclasses.fields(ShardCounts) if item.name not in _MAPPINGS]
@@ -454,7 +501,7 @@ _URL_SECRET = re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|password|signature
 def report(args: argparse.Namespace) -> int:
     """Write the report of a data set, finished or not: ``report DATA``."""
     folder = args.output_dir.absolute()
-    plan, manifests = need_plan(folder), dict[int, Manifest]()
+    plan, manifests = need_plan(DataFolder(folder)), dict[int, Manifest]()
     progress = console.Progress("reading manifests", plan.num_shards, unit="shards")
 
     def keep(manifest: Manifest) -> None:
@@ -469,6 +516,7 @@ def report(args: argparse.Namespace) -> int:
         print_lines(*lines)
         return 0
     output = args.output or Path("report.html")
+    refuse_foreign_file(output, _REPORT_BEGINS)
     publish_bytes(output, "".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
     say(f"wrote {output}")
     return 0
@@ -595,6 +643,11 @@ def _work(state: DatasetState) -> dict[str, Any]:
     }
 
 
+def write_chat_template() -> None:
+    """Write the chat template of the data set that the first argument names to NEW.jinja."""
+    Path("NEW.jinja").write_text(need_plan(DataFolder(Path(sys.argv[1]))).options.chat_template, "utf-8")
+
+
 def _how_to_repeat(folder: Path, plan: Plan, manifests: Sequence[Manifest]) -> dict[str, Any]:
     """Return the commands that make the same data set again, and the versions that made this one.
 
@@ -610,17 +663,15 @@ def _how_to_repeat(folder: Path, plan: Plan, manifests: Sequence[Manifest]) -> d
     command += ["--hash_inputs"] if plan.cuts[0].sha256 else []
     commands = []
     if plan.options.chat_template:
-        code = (
-            "import sys; from pathlib import Path; from shardprep.format.plan import need_plan; "
-            "Path('NEW.jinja').write_text(need_plan(Path(sys.argv[1])).options.chat_template, 'utf-8')"
-        )
-        commands.append(shlex.join([sys.executable, "-c", code, str(folder)]))
+        commands.append(shlex.join(python_command("slurm.status:write_chat_template", str(folder))))
         command += ["--chat_template_file", "NEW.jinja"]
     commands += [shlex.join(command), "shardprep run NEW", "shardprep verify NEW"]
     versions: dict[str, Counter[str]] = {}
     for manifest in manifests:
         for name in ("shardprep", "engine", "python"):
             versions.setdefault(name, Counter())[getattr(manifest.run, name)[:80] or "?"] += 1
+        for name, version in manifest.run.libraries.items():  # of --transform
+            versions.setdefault(name[:80], Counter())[version[:80] or "?"] += 1
     return {
         "commands": commands,
         "transform_sha256": plan.options.transform_sha256,

@@ -4,10 +4,13 @@
 #   sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=8 --time=12:00:00 \
 #       slurm/train_ddp.sh examples/train_llama.py DATA CHECKPOINTS [its flags]
 #
-# The program must put whole checkpoints into CHECKPOINTS by rename. When the file SHARDPREP_STOP_FILE appears, it must
-# save and exit with 75. The job is then requeued, at most SHARDPREP_MAX_REQUEUES (20) times, only with a newer
-# checkpoint, and never after `scancel`.
+# The program must put whole checkpoints, files or folders, into CHECKPOINTS by rename. When the file SHARDPREP_STOP_FILE
+# appears, it must save and exit with 75. The job is then requeued, at most SHARDPREP_MAX_REQUEUES (20) times, only with
+# a newer checkpoint, and never after `scancel`. In a job array only the task itself is requeued; give each task its own
+# CHECKPOINTS.
 #
+#   SHARDPREP_CHECKPOINTS   names of checkpoints: 'step-*.pt', 'checkpoint-*'. Default: all names with a number, and
+#                           *.pt, *.pth, *.ckpt, *.safetensors, but no logs of TensorBoard, wandb and others
 #   SHARDPREP_LAUNCHER      srun (default): one task per process, from --ntasks-per-node.
 #                           torchrun: one task per node with SHARDPREP_PROCS processes (default: its GPUs, or 1)
 #   SHARDPREP_SETUP         a file to source first: modules, conda, a virtual environment
@@ -31,6 +34,14 @@ if (($# < 3)) || [[ -z ${SLURM_JOB_ID:-} || $3 = -* ]]; then
   say "type: sbatch --nodes=2 slurm/train_ddp.sh PROGRAM.py DATA CHECKPOINTS [flags]"
   exit 2
 fi
+# They are used in arithmetic, where bash would evaluate any other text, and in names of files.
+numbers=(JOB_ID RESTART_COUNT ARRAY_JOB_ID ARRAY_TASK_ID JOB_NUM_NODES NTASKS NTASKS_PER_NODE CPUS_PER_TASK)
+for name in "${numbers[@]/#/SLURM_}" SHARDPREP_MAX_REQUEUES; do
+  [[ ${!name:-0} =~ ^(0|[1-9][0-9]{0,9})$ ]] || { say "$name is $(printf %q "${!name}"), expected a number"; exit 2; }
+done
+# The id of the last task of an array is also that of the array: with it, Slurm would requeue all tasks.
+job=$SLURM_JOB_ID
+[[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 checkpoints=$3
 [[ -r $1 ]] || { say "no program $1 (relative to $PWD)"; exit 2; }
 mkdir -p "$checkpoints"
@@ -55,16 +66,22 @@ SHARDPREP_STOP_FILE=$(stop_file "$run")
 # it killed, and torchrun always returns 1.
 SHARDPREP_CODE_FILE=$place/.code-$SLURM_JOB_ID-$run
 clean_up() {
-  for ((n = 0; n <= run; n++)); do rm -f "$(stop_file "$n")" "$place/.code-$SLURM_JOB_ID-$n"-*; done
+  for ((n = 0; n <= run; n++)); do rm -f "$(stop_file "$n")" "$place/.code-$SLURM_JOB_ID-$n"-* || true; done
+  rm -f "$place/.new-$SLURM_JOB_ID"-* || true
+}
+# Others may write to CHECKPOINTS, too. `touch` would follow a link to any file of this user; a rename replaces the link.
+create_stop_file() {
+  local temporary
+  { temporary=$(mktemp "$place/.new-$SLURM_JOB_ID-XXXXXXXX") && mv -fT "$temporary" "$1"; } || say "cannot create $1"
 }
 clean_up
-((run == 0)) || touch "$(stop_file $((run - 1)))" # stops such processes
+((run == 0)) || create_stop_file "$(stop_file $((run - 1)))" # stops such processes
 num_signals=0
 # shellcheck disable=SC2317,SC2329  # a trap calls it
 ask_to_stop() {
   num_signals=$((num_signals + 1))
   say "asked to stop; waiting for the program to save"
-  touch "$SHARDPREP_STOP_FILE"
+  create_stop_file "$SHARDPREP_STOP_FILE"
 }
 trap ask_to_stop USR1 TERM
 trap clean_up EXIT
@@ -76,18 +93,27 @@ fi
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export SHARDPREP_STOP_FILE SHARDPREP_CODE_FILE MASTER_ADDR="${MASTER_ADDR:-${hosts%%$'\n'*}}"
 export MASTER_PORT="${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 10000))}"
-newest() {
-  find "$checkpoints" -maxdepth 1 -type f ! -name '.*' ! -name '*.tmp' ! -name '*.jsonl' -printf '%T@ %f\n' |
-    sort -n | tail -n 1
+# Print a line for each checkpoint, the newest last: time, number and name. A new checkpoint has a new line. A folder has
+# no time, because a program may change files in it later.
+list_checkpoints() {
+  local names=(-name '*[0-9]*' -o -name '*.pt' -o -name '*.pth' -o -name '*.ckpt' -o -name '*.safetensors')
+  local logs='.*/(events\.out\..*|(tmp|run|offline-run|version|logs?)[-_].*|.*[-_.]logs?|.*\.tmp.*|'
+  logs+='.*\.(log|jsonl?|txt|csv|tsv|ya?ml|toml|out|err|html|png|pdf|lock|py|sh)|wandb.*|runs.*|.*tensorboard.*)'
+  [[ -z ${SHARDPREP_CHECKPOINTS:-} ]] || names=(-name "$SHARDPREP_CHECKPOINTS") logs='.*\.tmp'
+  find "$place" -mindepth 1 -maxdepth 1 ! -name '.*' ! -name $'*\n*' \( "${names[@]}" \) \
+    -regextype posix-extended ! -iregex "$logs" \
+    \( -type f -printf '%T@ %T@ %i %f\n' -o -type d -printf '%T@ 0 %i %f\n' \) | sort -n | cut -d ' ' -f 2-
 }
-before=$(newest)
+before=$(list_checkpoints)
+# Print the name of the newest checkpoint that was not there at the start, if there is one.
+new_checkpoint() { list_checkpoints | grep -vxFf <(printf '%s\n' "$before") | tail -n 1 | cut -d ' ' -f 3- | tr -cd '[:print:]'; }
 
-# The rank's shell ignores signals, which are for the program. With set -C only the first rank that fails can create
-# the file. A rank that stopped on request exits with 0 under torchrun, which would start it again otherwise.
+# The rank's shell ignores signals, which are for the program. Only the first rank that fails can create the file, and
+# not through a link or into a FIFO. A rank that stopped on request exits with 0 under torchrun, which would start it again otherwise.
 # shellcheck disable=SC2016  # the rank's own shell expands it
 keep_code='trap : TERM USR1; rc=0; "$@" || rc=$?
-  ((rc == 0)) || (set -C; echo "$rc ${RANK:-0} ${SLURMD_NODENAME:-}" \
-    >"$SHARDPREP_CODE_FILE-${TORCHELASTIC_RESTART_COUNT:-0}") 2>/dev/null
+  ((rc == 0)) || echo "$rc ${RANK:-0} ${SLURMD_NODENAME:-}" |
+    dd of="$SHARDPREP_CODE_FILE-${TORCHELASTIC_RESTART_COUNT:-0}" conv=excl status=none 2>/dev/null
   [[ -z ${TORCHELASTIC_RUN_ID:-} || $rc != 75 || ! -e $SHARDPREP_STOP_FILE ]] || rc=0
   exit "$rc"'
 common=(--export=ALL --kill-on-bad-exit=1)
@@ -124,12 +150,14 @@ srun "${common[@]}" ${srun_args[@]+"${srun_args[@]}"} ${container[@]+"${containe
 srun_pid=$!
 # A trapped signal interrupts `wait`. Repeat it until no signal came: only then it returns the program's exit code.
 until seen=$num_signals rc=0; wait "$srun_pid" || rc=$?; ((num_signals == seen)); do :; done
+((rc >= 0)) || rc=75 # bash may lose the code of a program that ends just as a signal comes
 
-code_file=$(find "$place" -maxdepth 1 -name "${SHARDPREP_CODE_FILE##*/}-*" | sort -V | tail -n 1)
-if [[ -s $code_file ]]; then
-  read -r first_rc first_rank first_node <"$code_file"
+code_file=$(find "$place" -maxdepth 1 -type f -user "$EUID" -name "${SHARDPREP_CODE_FILE##*/}-*" | sort -V | tail -n 1)
+first=$(dd if="$code_file" iflag=nofollow,nonblock bs=400 count=1 status=none 2>/dev/null | tr -d '\0') || true
+if [[ $first =~ ^([1-9][0-9]{0,2})\ ([0-9]{1,9})\ ([[:alnum:]._-]{0,255})$ ]]; then
+  first_rc=${BASH_REMATCH[1]} first_rank=${BASH_REMATCH[2]} first_node=${BASH_REMATCH[3]}
   # With rc 0, torchrun started the ranks again and they succeeded, unless they stopped on request.
-  if ((rc != 0)) || [[ $first_rc = 75 && -e $SHARDPREP_STOP_FILE ]]; then
+  if ((first_rc < 256)) && { ((rc != 0)) || [[ $first_rc = 75 && -e $SHARDPREP_STOP_FILE ]]; }; then
     rc=$first_rc
     ((rc < 128)) || say "rank $first_rank on $first_node was killed by signal $((rc - 128))"
     say "the first to fail was rank $first_rank on $first_node, with exit code $rc"
@@ -137,24 +165,26 @@ if [[ -s $code_file ]]; then
 fi
 if ((rc == 0)); then exit 0; fi
 state=unknown runs=$run
-if answer=$(squeue --noheader --jobs="$SLURM_JOB_ID" --Format=State:30,RestartCnt:10 2>/dev/null); then
+if answer=$(squeue --noheader --jobs="$job" --Format=State:30,RestartCnt:10 2>/dev/null); then
   read -r state runs <<<"$answer" || true
 fi
+newer=$(new_checkpoint) || true
 if [[ ${runs:-$run} != "$run" ]]; then
   say "Slurm has requeued the job and started another run: this one ends"
 elif [[ $state != RUNNING && $state != unknown ]]; then
   say "the job is $state: Slurm decides whether it starts again"
 elif [[ ! -e $SHARDPREP_STOP_FILE ]] && ((rc != 75 && rc != 128 + 15)); then # a preemption may signal only the ranks
   say "the program ended with exit code $rc without being asked to stop: not requeued"
-elif [[ $(newest) = "$before" ]]; then
-  say "stopped with exit code $rc, but no newer checkpoint than '${before#* }' in $checkpoints: not requeued"
+elif [[ -z $newer ]]; then
+  say "stopped with exit code $rc, but no new checkpoint in $checkpoints: not requeued; if its name has no number, set" \
+    "SHARDPREP_CHECKPOINTS='NAME*'"
 elif ((run >= ${SHARDPREP_MAX_REQUEUES:-20})); then
   say "requeued $run times, the most that SHARDPREP_MAX_REQUEUES allows: not again"
 else
-  say "saved $(newest | cut -d ' ' -f 2); requeueing"
+  say "saved $newer; requeueing"
   clean_up
   trap - TERM # with TERM Slurm ends this script
-  if scontrol requeue "$SLURM_JOB_ID"; then sleep 60; fi # Slurm ends this script meanwhile
+  if scontrol requeue "$job"; then sleep 60; fi # Slurm ends this script meanwhile
   say "scontrol requeue failed; submit the same line again"
 fi
 ((rc < 128)) || rc=75

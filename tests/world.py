@@ -16,12 +16,12 @@ import functools
 import io
 import json
 import math
-import multiprocessing.util
 import os
 import random
 import shlex
 import shutil
 import signal
+import subprocess
 import tarfile
 import tempfile
 from collections import Counter
@@ -333,7 +333,7 @@ class World:
         """
         new = World(folder.parent, tokenizer=self.tokenizer, raw_dir=self.raw_dir, data_dir=folder)
         words = ["blank", self.data_dir, "--ids", ids, "--output", folder, *flags_of(options)]
-        with mock.patch.object(multiprocessing.util, "spawnv_passfds", side_effect=BlockingIOError):
+        with mock.patch.object(subprocess, "Popen", side_effect=BlockingIOError):
             call_main(*words)
         new.run(*(int(path.stem[6:]) for path in (folder / "blanked").iterdir()), **options)
         call_main(*words).ends(0)

@@ -8,16 +8,15 @@ always encodes a text with a code point that newer Unicode versions may classify
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
+import importlib
 import itertools
 import resource
-import sys
 import threading
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,9 @@ import numpy.typing as npt
 import orjson
 
 from preprocess.read.documents import BETWEEN, Documents, Numbers, Texts
-from shardprep.errors import BadInput, ReadWriteError, ShardprepError
+from shardprep.errors import BadInput, ShardprepError
 from shardprep.files import read_regular
+from shardprep.foreign_tokenizer import FREE_BYTES, ForeignTokenizer, check_bounded_cost, split_tokenizer
 from shardprep.format.names import MAX_TOKENIZER_BYTES
 from shardprep.format.plan import MaskRule
 from shardprep.hub import is_library_fault, words_of_fault
@@ -49,6 +49,22 @@ class TokenBatch:
         offsets = np.zeros(len(ids) + 1, np.int64)
         np.cumsum([len(item) for item in ids], out=offsets[1:])
         return TokenBatch(ids=np.concatenate(ids) if ids else np.empty(0, np.uint32), offsets=offsets)
+
+    @staticmethod
+    def of_buffers(ids: Ids | bytes, offsets: Numbers | bytes) -> TokenBatch:
+        """Build a batch from its arrays, which are bytes if another process made them."""
+        if isinstance(ids, bytes):
+            ids = np.frombuffer(bytearray(ids), np.uint32)
+        if isinstance(offsets, bytes):
+            offsets = np.frombuffer(bytearray(offsets), np.int64)
+        return TokenBatch(ids=ids, offsets=offsets)
+
+    @staticmethod
+    def joined(batches: Sequence[TokenBatch]) -> TokenBatch:
+        """Join consecutive batches, at least one."""
+        if len(batches) == 1:
+            return batches[0]
+        return TokenBatch.of([ids for batch in batches for ids in batch.documents()])
 
     def documents(self) -> list[Ids]:
         """Return the ids of each document."""
@@ -79,7 +95,7 @@ class Engine:
 
     @property
     def version(self) -> str:
-        module = sys.modules[self.name]
+        module = importlib.import_module(self.name)
         # For gigatoken it is in the name of the .dist-info folder. importlib.metadata would open 30 files.
         site = Path(str(module.__file__)).parent.parent
         names = (folder.name.removesuffix(".dist-info") for folder in site.glob(f"{self.name}-*.dist-info"))
@@ -111,47 +127,87 @@ class Engine:
         )
 
 
-def load_tokenizer(path: Path, content: bytes | None = None) -> Any:
-    """Load a ``tokenizers.Tokenizer`` from a tokenizer.json, or from its ``content`` if that is given.
+def load_tokenizer(path: Path, content: bytes | None = None) -> ForeignTokenizer:
+    """Load a tokenizer.json, or its ``content`` if that is given.
 
-    Raises ReadWriteError, or BrokenShard if it is not a regular file.
+    Raises ReadWriteError, BadInput if it takes too much, or BrokenShard if it is not a regular file.
     """
-    from tokenizers import Tokenizer
-
     if content is None:  # read it here: Rust cannot open every path, such as one in another encoding
         content = read_regular(path, max_bytes=MAX_TOKENIZER_BYTES)
-    try:
-        return Tokenizer.from_buffer(content)
-    except BaseException as error:
-        if not is_library_fault(error):
-            raise
-        message = f"{path} cannot be loaded: {error}; restore the folder as it was"
-        raise ReadWriteError(message) from error
+    return ForeignTokenizer(content, str(path))
 
 
-def reference_engine(tokenizer: Any, *, allow_special_tokens: bool, name: str) -> Engine:
-    """Return the reference engine of a ``tokenizers.Tokenizer``, whose settings this changes.
+def reference_engine(tokenizer: ForeignTokenizer, *, allow_special_tokens: bool, name: str) -> Engine:
+    """Return the reference engine of a tokenizer, whose settings this changes.
 
     A control token's string in a text stays text unless ``allow_special_tokens``. Errors show ``name``.
     """
+    tokenizer.set_up(_set_up, allow_special_tokens)
+
+    def encode_each(function: Callable[..., Any], texts: list[bytes], *args: Any) -> TokenBatch:
+        strings = [text.decode() for text in texts]
+        num_bytes = sum(map(len, texts))
+        return TokenBatch.of_buffers(*tokenizer.call(function, name, strings, *args, num_bytes=num_bytes))
+
+    def groups(texts: Texts) -> Iterable[slice]:
+        return _groups(texts) if tokenizer.is_limited else [slice(None)]
+
+    def encode(texts: Texts, add_special_tokens: bool) -> TokenBatch:
+        parts = [encode_each(_encode, texts.each[group], add_special_tokens) for group in groups(texts)]
+        return TokenBatch.joined(parts)
+
+    def encode_chat(texts: Texts, spans: Sequence[Spans], mask_rule: MaskRule) -> TokenBatch:
+        slices = groups(texts)
+        parts = [encode_each(_encode_chat, texts.each[it], spans[it], mask_rule) for it in slices]
+        return TokenBatch.joined(parts)
+
+    return Engine(name="tokenizers", encode_with=encode, encode_chat=encode_chat)
+
+
+def _groups(texts: Texts) -> Iterator[slice]:
+    """Yield slices of texts, each of about FREE_BYTES, so that a call of a limited tokenizer is short."""
+    begin = num_bytes = 0
+    for number, text in enumerate(texts.each):
+        num_bytes += len(text)
+        if num_bytes >= FREE_BYTES:
+            yield slice(begin, number + 1)
+            begin, num_bytes = number + 1, 0
+    if begin < len(texts) or not texts:
+        yield slice(begin, len(texts))
+
+
+# These are called with a ``tokenizers.Tokenizer``, perhaps in another process.
+
+
+def _set_up(tokenizer: Any, allow_special_tokens: bool) -> None:
     tokenizer.encode_special_tokens = not allow_special_tokens
     tokenizer.no_truncation()
     tokenizer.no_padding()
 
-    def encode(texts: Texts, add_special_tokens: bool) -> TokenBatch:
-        call = functools.partial(tokenizer.encode_batch_fast, add_special_tokens=add_special_tokens)
-        encodings = _encodings(call, [text.decode() for text in texts.each], name)
-        return TokenBatch.of([np.array(encoding.ids, np.uint32) for encoding in encodings])
 
-    def encode_chat(texts: Texts, spans: Sequence[Spans], mask_rule: MaskRule) -> TokenBatch:
-        call = functools.partial(tokenizer.encode_batch, add_special_tokens=False)
-        encodings = _encodings(call, [text.decode() for text in texts.each], name)
-        ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
-        for text_ids, encoding, spans_of_text in zip(ids, encodings, spans, strict=True):
-            text_ids[~_are_written(encoding, spans_of_text, mask_rule)] |= NO_LOSS
-        return TokenBatch.of(ids)
+def decode(tokenizer: Any, ids: list[int]) -> str:
+    """Return the text of ids, with the names of special tokens."""
+    text: str = tokenizer.decode(ids, skip_special_tokens=False)
+    return text
 
-    return Engine(name="tokenizers", encode_with=encode, encode_chat=encode_chat)
+
+def _encode(tokenizer: Any, name: str, texts: list[str], add_special_tokens: bool) -> tuple[Ids, Numbers]:
+    call = functools.partial(tokenizer.encode_batch_fast, add_special_tokens=add_special_tokens)
+    encodings = _encodings(call, texts, name)
+    batch = TokenBatch.of([np.array(encoding.ids, np.uint32) for encoding in encodings])
+    return batch.ids, batch.offsets
+
+
+def _encode_chat(
+    tokenizer: Any, name: str, texts: list[str], spans: Sequence[Spans], mask_rule: MaskRule
+) -> tuple[Ids, Numbers]:
+    call = functools.partial(tokenizer.encode_batch, add_special_tokens=False)
+    encodings = _encodings(call, texts, name)
+    ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
+    for text_ids, encoding, spans_of_text in zip(ids, encodings, spans, strict=True):
+        text_ids[~_are_written(encoding, spans_of_text, mask_rule)] |= NO_LOSS
+    batch = TokenBatch.of(ids)
+    return batch.ids, batch.offsets
 
 
 def _encodings(encode: Callable[[list[str]], list[Any]], texts: list[str], name: str) -> list[Any]:
@@ -257,6 +313,7 @@ class FastTokenizer:
 
     def __init__(self, tokenizer_json: bytes, allow_special_tokens: bool) -> None:
         head, model = split_tokenizer(tokenizer_json)
+        check_bounded_cost(head)
         self._before, self._after = ids_around(head.get("post_processor"))
         added = head.get("added_tokens") or []
         token = next((token for token in added if token["special"]), None)
@@ -339,21 +396,6 @@ _fast_tokenizer = functools.lru_cache(maxsize=1)(FastTokenizer)
 def _resident_bytes() -> int:
     with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - a Path would double the time
         return int(file.read().split()[1]) * resource.getpagesize()
-
-
-def split_tokenizer(tokenizer_json: bytes) -> tuple[dict[str, Any], bytes]:
-    """Split a tokenizer.json into the parts before the model, parsed, and the bytes ``"model": {...}}``.
-
-    ``tokenizers`` writes the model last, and it is most of the file. In this order it is not parsed.
-    """
-    model = tokenizer_json[max(0, tokenizer_json.find(b'"model": {')) :]
-    head = tokenizer_json[: -len(model)].rstrip().rstrip(b",") + b"}"
-    with contextlib.suppress(orjson.JSONDecodeError):
-        parsed: dict[str, Any] = orjson.loads(head)
-        if parsed.keys() >= {"added_tokens", "pre_tokenizer", "post_processor"}:
-            return parsed, model
-    parsed = orjson.loads(tokenizer_json)
-    return parsed, orjson.dumps({"model": parsed.pop("model")})[1:]
 
 
 def ids_around(processor: dict[str, Any] | None) -> tuple[list[int], list[int]]:
@@ -525,9 +567,3 @@ def ids_sha256(batches: Iterable[TokenBatch]) -> str:
         digest.update(batch.ids.astype("<u4").tobytes())
         digest.update(np.diff(batch.offsets).astype("<i8").tobytes())
     return digest.hexdigest()
-
-
-LLAMA3_REGEX = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)

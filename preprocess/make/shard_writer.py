@@ -19,7 +19,6 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,9 +28,10 @@ import orjson
 from preprocess.make.engines import NO_LOSS, Ids, TokenBatch
 from preprocess.read.documents import BadDocument, Documents, Numbers, Texts
 from shardprep import files
-from shardprep.errors import BadInput, OtherTokenizer
+from shardprep.errors import BadInput, CannotWrite, OtherTokenizer
 from shardprep.format import manifest as manifests
 from shardprep.format import names
+from shardprep.format.data_folder import SHARD_FOLDERS, DataFolder
 from shardprep.format.documents import DIGEST, are_for_validation
 from shardprep.format.index import IDX_DOCUMENT, IDX_DTYPES, ChunkCrcs, Records, idx_header
 from shardprep.format.manifest import LENGTH_BITS, Manifest, RunFacts, ValidationCounts, done_manifest
@@ -626,47 +626,46 @@ class Counting:
         return counts, texts
 
 
-def _marks(folder: Path, shard_id: int) -> tuple[Path, Path]:
-    """Return the paths of two marks, which show other attempts at a shard without a listing of DATA.
+def _marks(shard_id: int) -> tuple[str, str]:
+    """Return the names of two marks, which show other attempts at a shard without a listing of DATA.
 
     The first exists during an attempt, and stays if that is killed. An attempt that finds it adds the second.
     """
-    first, second = (folder / f".{names.shard_name(shard_id)}.{word}.tmp" for word in ("begun", "again"))
-    return first, second
+    stem = f".{names.shard_name(shard_id)}"
+    return f"{stem}.begun.tmp", f"{stem}.again.tmp"
 
 
-def _make_mark(mark: Path) -> bool:
+def _make_mark(folder: DataFolder, mark: str) -> bool:
     """Create a mark. Return False if it exists. If it cannot be created, the tar's error will say why."""
     try:
-        mark.touch(exist_ok=False)
-    except OSError as error:
+        folder.create(mark)
+    except (OSError, CannotWrite) as error:
         return not isinstance(error, FileExistsError)
     return True
 
 
-def _remove_marks(marks: list[Path]) -> None:
+def _remove_marks(folder: DataFolder, marks: list[str]) -> None:
     """Remove the marks of an attempt. Runs as a finalizer, in case a second signal interrupts the cleanup."""
     for mark in marks:
-        with contextlib.suppress(OSError):
-            mark.unlink()
+        with contextlib.suppress(OSError, CannotWrite):
+            folder.remove(mark)
 
 
-def remove_temporaries_of(shard_ids: Iterable[int], folder: Path, *, older_than_s: float = 0) -> None:
+def remove_temporaries_of(shard_ids: Iterable[int], folder: DataFolder, *, older_than_s: float = 0) -> None:
     """Remove the temporary files and marks of attempts at some shards, with one listing of the folder."""
-    subfolders = [names.QUARANTINE_DIR, names.IDS_DIR, names.DIGESTS_DIR]
     stems = map(names.shard_name, shard_ids)
-    files.remove_temporaries(folder, *stems, older_than_s=older_than_s, subfolders=subfolders)
+    folder.remove_temporaries(*stems, older_than_s=older_than_s, subfolders=SHARD_FOLDERS)
 
 
-def finished_manifest(folder: Path, plan_id: str, shard_id: int) -> Manifest | None:
+def finished_manifest(folder: DataFolder, plan_id: str, shard_id: int) -> Manifest | None:
     """Return the manifest of a shard if it is done, and remove temporary files of other attempts at it."""
     manifest = done_manifest(folder, shard_id, plan_id)
-    if manifest and any(files.size_of_file(mark) is not None for mark in _marks(folder, shard_id)):
+    if manifest and any(folder.status_of(mark) is not None for mark in _marks(shard_id)):
         remove_temporaries_of([shard_id], folder)
     return manifest
 
 
-def missing_shards(folder: Path, plan_id: str, shard_ids: Collection[int]) -> list[int]:
+def missing_shards(folder: DataFolder, plan_id: str, shard_ids: Collection[int]) -> list[int]:
     """Return the shards that are not done. Remove temporary files of those that are, with one listing."""
     findings = manifests.read_findings(folder, plan_id)
     done = [number for number in shard_ids if done_manifest(folder, number, plan_id, findings)]
@@ -678,7 +677,7 @@ def missing_shards(folder: Path, plan_id: str, shard_ids: Collection[int]) -> li
 class ShardWriter:
     """Writes one shard, as a context manager. Only ``commit`` publishes it; a failure leaves nothing."""
 
-    def __init__(self, folder: Path, spec: DatasetSpec, options: PlanOptions, shard_id: int) -> None:
+    def __init__(self, folder: DataFolder, spec: DatasetSpec, options: PlanOptions, shard_id: int) -> None:
         """Write into ``folder``, the plan's or another one."""
         self._folder, self._spec, self._options, self._shard_id = folder, spec, options, shard_id
         members = RowMembers if spec.has_rows else DocumentMembers
@@ -692,21 +691,21 @@ class ShardWriter:
 
     def __enter__(self) -> ShardWriter:
         folder, shard_id = self._folder, self._shard_id
-        begun, self._again = _marks(folder, shard_id)
+        begun, self._again = _marks(shard_id)
         ours = [begun]  # before it is created: a signal may come in between
         with self._files as opened:
-            opened.callback(weakref.finalize(self, _remove_marks, ours))
-            self._found_no_mark = _make_mark(begun)
+            opened.callback(weakref.finalize(self, _remove_marks, folder, ours))
+            self._found_no_mark = _make_mark(folder, begun)
             if not self._found_no_mark:
                 ours.clear()
-                _make_mark(self._again)
+                _make_mark(folder, self._again)
                 remove_temporaries_of([shard_id], folder, older_than_s=files.STALE_AFTER_S)
-            self._tar = self._file(names.tar_path(folder, shard_id))
-            self._idx = self._file(names.idx_path(folder, shard_id))
+            self._tar = self._file(names.tar_name(shard_id))
+            self._idx = self._file(names.idx_name(shard_id))
             if self._options.id_field:
-                self._side_files["ids"] = self._file(names.ids_path(folder, shard_id))
+                self._side_files["ids"] = self._file(names.ids_name(shard_id))
             if self._options.digests:
-                self._side_files["digests"] = self._file(names.digests_path(folder, shard_id))
+                self._side_files["digests"] = self._file(names.digests_name(shard_id))
             self._idx.write(idx_header(self._spec, shard_id))
             self._files = opened.pop_all()
         return self
@@ -714,10 +713,11 @@ class ShardWriter:
     def __exit__(self, *_: object) -> None:
         self._files.close()
 
-    def _file(self, path: Path) -> files.PublishedFile:
-        if path.parent != self._folder:
-            files.make_subfolder(self._folder, path.parent.name)
-        return self._files.enter_context(files.PublishedFile(path))
+    def _file(self, name: str) -> files.PublishedFile:
+        subfolder = name.rpartition("/")[0]
+        if subfolder:
+            self._folder.make_subfolder(subfolder)
+        return self._files.enter_context(self._folder.new_file(name))
 
     def lay_out(self, documents: Documents, tokens: TokenBatch, digests: Digests | None = None) -> Batch:
         """Lay out the members of a batch if they depend on it alone. Runs in a thread.
@@ -769,7 +769,7 @@ class ShardWriter:
         written = {"tar": self._tar, "idx": self._idx, **self._side_files}
         if (quarantine := self.quarantine()) is not None:
             written["quarantine"] = quarantine
-        stamps: dict[str, Any] = dict.fromkeys(names.STAMPED_PATHS)
+        stamps: dict[str, Any] = dict.fromkeys(names.STAMPED_NAMES)
         stamps |= {name: file.sync() for name, file in written.items()}
         validation = None
         if self._spec.validation_fraction:
@@ -781,13 +781,14 @@ class ShardWriter:
         counts, texts = self.counting.counts(self._num_samples, self._members, validation)
         facts = {"counts": counts, "run": replace(run, texts=texts), "made_from": made_from, **stamps}
         manifest = Manifest(spec=self._spec, shard_id=self._shard_id, **facts)
-        for file in written.values():
+        for key, file in written.items():
             file.publish()
-            if file.path.parent != self._folder:
-                files.sync_folder(file.path.parent)
-        files.sync_folder(self._folder)
-        files.publish_bytes(names.manifest_path(self._folder, self._shard_id), manifest.to_json())
-        if not self._found_no_mark or files.size_of_file(self._again) is not None:
+            subfolder = names.STAMPED_NAMES[key](self._shard_id).rpartition("/")[0]
+            if subfolder:
+                self._folder.sync(subfolder)
+        self._folder.sync()
+        self._folder.publish(names.manifest_name(self._shard_id), manifest.to_json())
+        if not self._found_no_mark or self._folder.status_of(self._again) is not None:
             remove_temporaries_of([self._shard_id], self._folder)
         return manifest
 
@@ -795,7 +796,7 @@ class ShardWriter:
         """Write a quarantine file if documents were left out, and return it before it is published."""
         if not self.counting.bad:
             return None
-        file = self._file(names.quarantine_path(self._folder, self._shard_id))
+        file = self._file(names.quarantine_name(self._shard_id))
         for bad in self.counting.bad:
             entry = asdict(bad)
             del entry["source_label"]

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,10 +30,10 @@ from preprocess.make.engines import Engine
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import Batch, ShardWriter, finished_manifest
 from preprocess.read.documents import BATCH_BYTES, DocumentReader, Documents, Texts, advice_about
-from shardprep.command_line import start_child
 from shardprep.console import Progress, counted, guard_streams, quoted, say, short_bytes, short_number
 from shardprep.errors import BadInput, CannotWrite, OtherTokenizer, ReadWriteError, ShardprepError, UsageError
 from shardprep.format import names
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.documents import BlankedDocuments, are_for_validation, blank_digests, read_blanked
 from shardprep.format.manifest import Manifest, RunFacts
 from shardprep.format.plan import (
@@ -58,7 +57,7 @@ OnBatch = Callable[[int, dict[str, int]], None]  # is called with bytes of input
 
 
 def make_shard(
-    folder: Path, shard_id: int, settings: WorkerSettings, num_cpus: int, memory_note: str | None
+    folder: DataFolder, shard_id: int, settings: WorkerSettings, num_cpus: int, memory_note: str | None
 ) -> int:
     """Make one shard of a folder's plan on the CPUs of this process. Return the exit code."""
     # Open the plan. If the shard is done, nothing else is loaded.
@@ -95,12 +94,14 @@ def input_line(plan: Plan, shard: PlannedShard) -> str:
     return f"shard {shard.shard_id:05d} of {plan.num_shards}: {amount if inputs else 'no input'}"
 
 
-def done_line(manifest: Manifest, folder: Path) -> str:
+def done_line(manifest: Manifest, folder: DataFolder) -> str:
     """Return a log line with the counts of a finished shard, its speed and its cost."""
     run, counts, shard_id = manifest.run, manifest.counts, manifest.shard_id
     facts = [amounts_line(counts.input_bytes, counts.num_documents, counts.num_tokens, run.wall_s)]
     if left_out := sum(counts.quarantined.values()):
-        facts.append(f"{counted(left_out, 'document')} left out: {names.quarantine_path(folder, shard_id)}")
+        facts.append(
+            f"{counted(left_out, 'document')} left out: {folder.path_of(names.quarantine_name(shard_id))}"
+        )
     facts.append(f"{run.cpu_s:.1f} s of CPU")
     if run.transform_cpu_s:
         facts.append(f"{run.transform_cpu_s:.1f} of them in --transform")
@@ -122,7 +123,7 @@ class Worker:
     def __init__(
         self,
         plan: Plan,
-        folder: Path,
+        folder: DataFolder,
         settings: WorkerSettings,
         *,
         num_cpus: int,
@@ -169,7 +170,9 @@ class Worker:
                 raise
             return manifest
 
-    def make_in(self, folder: Path, shard: PlannedShard, progress: OnBatch = lambda *_: None) -> Manifest:
+    def make_in(
+        self, folder: DataFolder, shard: PlannedShard, progress: OnBatch = lambda *_: None
+    ) -> Manifest:
         """Make a shard in ``folder``: the plan's, or a temporary one, as ``verify --deep`` does."""
         began, wall_began, cpu_began = time.time(), time.monotonic(), time.process_time()
         plan, options, transform = self.plan, self.plan.options, self._reader.transform
@@ -201,6 +204,7 @@ class Worker:
                 cpu_s=round(time.process_time() - cpu_began, 3),
                 max_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 transform_cpu_s=round(transform.cpu_s - transform_began_s, 3) if transform else 0.0,
+                libraries=transform.versions() if transform else {},
             )
             return writer.commit(facts, made_from=None if blanked is None else blanked.made_from)
 
@@ -259,13 +263,13 @@ class Worker:
         raise BadInput(message, path=quarantine.path, **fields)
 
 
-def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[str], None]) -> Engine:
+def load_engine(plan: Plan, folder: DataFolder, wanted: EngineName, warn: Callable[[str], None]) -> Engine:
     """Return an engine that gives the planned ids for the plan's probe.
 
     Raises OtherTokenizer if the tokenizer's files changed, or if even the reference gives other ids.
     Raises UsageError if ``wanted`` cannot be used.
     """
-    path = folder / names.TOKENIZER_DIR / names.TOKENIZER_FILE
+    path = folder.path_of(f"{names.TOKENIZER_DIR}/{names.TOKENIZER_FILE}")
     options, probe, expected = plan.options, Texts.of_strings(plan.probe), plan.probe_sha256
     allow = options.encodes_control_tokens
     if wanted == "gigatoken" or (wanted == "auto" and plan.fast_engine_is_equal):
@@ -326,6 +330,8 @@ class _Process:
         """Send a shard to the process, which is started if needed."""
         from multiprocessing import Pipe
 
+        from shardprep.child_process import start_child
+
         self.shard_id = shard_id
         if self._child is None:
             self.pipe, theirs = Pipe()
@@ -358,7 +364,7 @@ class _Process:
 
 
 def run_shards(
-    folder: Path,
+    folder: DataFolder,
     settings: WorkerSettings,
     shard_ids: Iterable[int],
     cpus_of: list[list[int]],
@@ -417,7 +423,9 @@ def run_shards(
     return made, sorted(failures, key=lambda failure: failure.shard_id)
 
 
-def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: bool, pipe: Any) -> None:
+def _serve(
+    folder: DataFolder, settings: WorkerSettings, cpus: list[int], is_verbose: bool, pipe: Any
+) -> None:
     """Make the shards whose ids come through the pipe, and send events back. Runs in a worker process."""
     from shardprep.format.jobs import Failure
 

@@ -17,7 +17,6 @@ import dataclasses
 import fnmatch
 import heapq
 import itertools
-import json
 import os
 import re
 import stat
@@ -26,26 +25,32 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import unquote
+from typing import NamedTuple
 
 from preprocess.plan.other_files import advice_about, ascii_if_odd
+from preprocess.plan.table_versions import (
+    TableOfOthers,
+    former_files,
+    kind_of_note,
+    refuse_several_builds,
+    tables_around,
+)
 from preprocess.read import documents
 from preprocess.read.documents import Documents, OpenInput, Start
 from preprocess.read.lines import COMPRESSIONS, decompressed
-from preprocess.read.text_fields import Transform
-from shardprep.command_line import needs
+from preprocess.read.transform import Transform
 from shardprep.console import counted, with_progress
 from shardprep.errors import BadInput, NotFound, ShardprepError, UsageError
 from shardprep.format.names import MAX_SHARDS, input_kind, known_input_kind, known_suffixes
 from shardprep.format.plan import SPLITS, Cut, InputFile, PlanOptions, PrepConfig, ranges_between
 
 _UNKNOWN, _UNDERSCORE = "unknown suffix", "begins with _"
+_UNFINISHED = "unfinished folder"
 # How a user can take names that are left out, by the reason in plan.json.
 _REMEDIES = {
     "file of a repository": "; --also '{pattern}' takes it",
     "cache of datasets": "; --also '{pattern}' takes it",
-    "note of Iceberg": "; files of old snapshots are taken, too: export the table if rows were replaced",
+    _UNFINISHED: "; its writer would have renamed it: rename it, or --also '{pattern}' takes it",
     "hidden": "; rename it if it is an input",
     "folder": "; --recursive takes the files in it",
     "link to a folder": "; --recursive --follow_links takes the files in it",
@@ -66,8 +71,9 @@ _SPLIT_WORDS = {
     "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
     "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
 }  # fmt: skip
+# Folders in which datasets and others write; the last step is to rename them.
+_UNFINISHED_ENDINGS = (".incomplete", ".inprogress", ".partial", ".tmp", ".temp")
 _COMPARED_BYTES = 64 << 10  # of the text of two files that may be equal
-_DELTA_LOG = "_delta_log"
 
 
 def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
@@ -75,7 +81,7 @@ def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
 
     Each folder and file is taken once: a link to a folder that is taken, or a second name of a file, is left
     out. Links to folders are followed last, in the order of their paths. Raises NotFound, UsageError, and
-    BadInput for a Delta table whose current files are unknown.
+    BadInput for a table whose current files are unknown.
     """
     listing = InputListing(input_dir, options)
     try:
@@ -83,12 +89,7 @@ def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
             raise NotFound(path=input_dir, found="not a folder", expected="a folder of input files")
         listing.scan(options)
         listing.leave_out_same_files()
-        for table in listing.delta_tables:
-            current, below = _files_of_delta_table(input_dir / table), f"{table}/" if table else ""
-            for path in list(listing.taken):
-                is_of_table = path.startswith(below) and path.endswith(".parquet")
-                if is_of_table and path.removeprefix(below) not in current:
-                    listing.leave_out(path, "old version in a Delta table")
+        listing.leave_out_former_files()
     except OSError as error:
         where, found = error.filename or input_dir, f"it cannot be listed: {error.strerror}"
         raise NotFound(path=where, found=found, expected="a folder that you can read") from None
@@ -116,7 +117,7 @@ class InputListing:
         self.left_out: dict[str, list[str]] = {}  # by reason
         self.follows_links = False  # whether a link to a folder was followed
         self.used_patterns: set[str] = set()  # patterns of --also that matched a name
-        self.delta_tables: list[str] = []
+        self.tables: list[TableOfOthers] = []
         self._input_dir = input_dir
         # As in a shell, only a pattern that begins with a dot matches a hidden name. The same holds for _.
         self._also = {
@@ -147,8 +148,9 @@ class InputListing:
                 self.follows_links |= is_link
             with os.scandir(place) as entries:
                 for entry in entries:
-                    if entry.name == _DELTA_LOG:
-                        self.delta_tables.append(folder)
+                    kind = kind_of_note(entry.name)
+                    if kind is not None:
+                        self.tables.append(TableOfOthers(place, kind, f"{folder}/" if folder else "", ""))
                     path = f"{folder}/{entry.name}" if folder else entry.name
                     is_file, is_folder = _is_file_or_folder(entry)
                     reason = _why_left_out(entry.name, is_file=is_file)
@@ -197,49 +199,18 @@ class InputListing:
             if beginning and beginning == _beginning_of_text(self._input_dir / path):
                 self.leave_out(path, "compressed form of a file that is taken")
 
+    def leave_out_former_files(self) -> None:
+        """Leave out files that are no part of the current data of a table, see ``table_versions``."""
+        refuse_several_builds(self._input_dir, self.left_out.get("note of datasets", ()))
+        for table in [*tables_around(self._input_dir), *self.tables]:
+            reason, former = former_files(table, self.taken)
+            for path in former:
+                self.leave_out(path, reason)
+
     def leave_out(self, path: str, reason: str) -> None:
         self.taken.pop(path, None)
         shown = os.fsencode(path).decode("utf-8", "backslashreplace")
         self.left_out.setdefault(reason, []).append(shown)
-
-
-def _files_of_delta_table(folder: Path) -> set[str]:
-    """Return the data files of a Delta table's current version, relative to its folder. Raises BadInput."""
-    log, first, why = folder / _DELTA_LOG, 0, ""  # first: the number of the first commit to read
-    commits = {int(path.stem): path for path in log.glob("*.json") if re.fullmatch(r"\d{20}", path.stem)}
-    vectors: dict[str, Any] = {}  # data file -> its deletion vector, if it has one
-    path = log  # the file that is read, for errors
-    try:
-        checkpoints = sorted(log.glob("*.checkpoint.parquet"))
-        if 0 not in commits and checkpoints:
-            from pyarrow.parquet import read_table
-
-            path = checkpoints[-1]
-            first = int(path.name.partition(".")[0]) + 1
-            for added in read_table(path, columns=["add"], use_threads=False)["add"].to_pylist():
-                if added is not None:
-                    vectors[added["path"]] = added.get("deletionVector")
-        numbers = sorted(number for number in commits if number >= first)
-        if numbers != list(range(first, first + len(numbers))) or not (numbers or first):
-            why = "the log has gaps, or its checkpoint has several parts"
-        for path in map(commits.__getitem__, numbers):
-            for line in path.read_bytes().splitlines():
-                action = json.loads(line)
-                if added := action.get("add"):
-                    vectors[added["path"]] = added.get("deletionVector")
-                elif removed := action.get("remove"):
-                    vectors.pop(removed["path"], None)
-        if deleted := [path for path, vector in vectors.items() if vector is not None]:
-            why = f"a deletion vector deletes rows of {deleted[0]}"
-    except ImportError:
-        raise UsageError(needs("the checkpoint of a Delta table", "pyarrow")) from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        why = f"{path.name}: {error}"
-    if why:
-        found = f"a Delta table whose current files cannot be determined ({why})"
-        expected = "its current rows, written from deltalake's DeltaTable(...).to_pyarrow_table()"
-        raise BadInput(path=folder, found=found, expected=expected)
-    return {unquote(path) for path in vectors}
 
 
 def _is_file_or_folder(entry: os.DirEntry[str]) -> tuple[bool, bool]:
@@ -262,7 +233,7 @@ def _why_left_out(name: str, *, is_file: bool) -> str:
     if name.startswith("_") and "=" not in name:  # a partition may have such a name: _year=2026
         return _UNDERSCORE
     if not is_file:
-        return ""
+        return _UNFINISHED if name.lower().endswith(_UNFINISHED_ENDINGS) else ""
     if known_input_kind(name) is None:
         return _UNKNOWN
     if name in _NOTES_OF_DATASETS:

@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 import lustre
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
@@ -32,13 +35,22 @@ from preprocess.plan.inputs import NUM_THREADS, divide_inputs, find_inputs, samp
 from preprocess.plan.tokenizer import added_ids, document_ends_line, resolve_tokenizer
 from preprocess.read import chat
 from preprocess.read.documents import Documents, RangeReader, Texts, advice_about, read_records
-from preprocess.read.text_fields import RecordFields, Transform, UnusableText, from_json, value_at
+from preprocess.read.text_fields import RecordFields, UnusableText, from_json, value_at
+from preprocess.read.transform import Transform
 from shardprep import errors, files
-from shardprep.command_line import call_in_child
+from shardprep.child_process import call_in_child
 from shardprep.console import counted, printable, say, short_bytes, short_time
 from shardprep.format import names
 from shardprep.format import plan as plans
-from shardprep.format.documents import read_names
+from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
+from shardprep.format.documents import (
+    DocumentNames,
+    lines_of,
+    publish_excluded,
+    read_names,
+    unmatched_of,
+)  # fmt: skip
+from shardprep.format.jobs import start_ticks
 from shardprep.format.manifest import RunFacts
 from shardprep.format.plan import Cut, InputFile, Plan, PlannedShard, PlanOptions, PrepConfig, ranges_between
 
@@ -76,13 +88,14 @@ def make_plan(
         found = "--input_dir" if is_same else f"it is inside --input_dir {input_dir}, where --recursive looks"
         expected = "a folder outside of the raw text, because plan.json would be an input"
         raise errors.UsageError(path=config.output_dir, found=found, expected=expected)
-    transform, excluded = None, b""
+    transform, excluded = None, None
     if config.transform is not None:
         transform = Transform(config.transform, config.transform_files)
         config = dataclasses.replace(config, transform_sha256=transform.sha256)
     if config.exclude is not None:
-        excluded = read_names(config.exclude, id_field=config.id_field).keys.tobytes()
-        config = dataclasses.replace(config, excluded=hashlib.sha256(excluded).hexdigest())
+        excluded = read_names(config.exclude, id_field=config.id_field)
+        sha256 = hashlib.sha256(excluded.keys.tobytes()).hexdigest()
+        config = dataclasses.replace(config, excluded=sha256)
     # List the inputs, and divide them into shards.
     listing = find_inputs(config.input_dir, config)
     found_out: dict[str, Any] = {"also": ",".join(sorted(listing.used_patterns))}  # options as found
@@ -143,8 +156,8 @@ def make_plan(
         if tries_fast:
             # The fast engine must give equal ids for the probe, a sample of the input and the gate's texts.
             sample = [text.encode() for text in resolved.probe]
-            for documents in sample_of_plan(plan, 1 << 18, transform):
-                sample += documents.texts
+            for documents in sample_of_plan(plan, _COMPARED_BYTES, transform):
+                sample += map(_beginning, itertools.islice(documents.texts, _MOST_COMPARED_TEXTS))
             texts, saved, path = Texts(sample), resolved.saved, scratch / names.TOKENIZER_FILE
             sha256 = ids_sha256([engine.encode(texts)])
             content = saved.get(names.FAST_TOKENIZER_FILE, saved[names.TOKENIZER_FILE])
@@ -154,7 +167,7 @@ def make_plan(
             else:
                 why = fast if isinstance(fast, str) else "its ids differ from those of tokenizers"
                 say(f"gigatoken is not used for this tokenizer ({why}); tokenizers is several times slower")
-        if line := document_ends_line(plan, resolved.reference, scratch):
+        if line := document_ends_line(plan, resolved.reference, resolved.saved[names.TOKENIZER_FILE]):
             say(line)
         if not (plan.options.has_rows or plan.options.append_eos):
             todo = "add --append_eos, or train with seq_len=, which puts EOS after each document"
@@ -162,19 +175,23 @@ def make_plan(
                 todo = "name the eos_token in the tokenizer_config.json of a copy of the model's folder"
             say(f"note: documents end without EOS, so a fine-tuned model never learns to stop; {todo}")
         engine = engine if plan.options.add_special_tokens else engine.bare()
-        lines, output_bytes = measure(plan, engine, transform)
+        lookup = None if excluded is None or config.exclude is None else Lookup(excluded, config.exclude)
+        lines, output_bytes = measure(plan, engine, transform, lookup)
         # Freeze the plan, or compare it with the one in the folder.
+        folder = DataFolder(config.output_dir)
         if not dry_run:
             try:
-                files.make_folder(config.output_dir, parents=True)
+                folder.make_folder()
             except errors.CannotWrite as error:
                 found, expected = f"it cannot be created: {error.found}", "a folder that you can write to"
                 raise errors.CannotWrite(path=config.output_dir, found=found, expected=expected) from None
-            stems = (names.PLAN_NAME, names.INDEX_NAME, names.TOKENIZER_DIR)  # left by attempts that died
-            files.remove_temporaries(config.output_dir, *stems, older_than_s=files.STALE_AFTER_S)
-        frozen = plans.read_plan(config.output_dir)
+            # Left by attempts that died.
+            folder.remove_temporaries(older_than_s=files.STALE_AFTER_S, subfolders=SUBFOLDERS)
+        frozen = plans.read_plan(folder)
         if frozen is not None:
-            plans.refuse_another_plan(frozen, plan, config.output_dir)
+            plans.refuse_another_plan(frozen, plan, folder)
+        else:
+            refuse_foreign_files(folder)
         # "auto" says nothing about a planned folder, and about a folder that is not on Lustre.
         is_quiet = stripe == "auto" and (frozen or lustre.why_not_usable(config.output_dir))
         if stripe != "none" and not is_quiet:
@@ -182,14 +199,13 @@ def make_plan(
         if dry_run:
             return plan, lines, output_bytes
         if frozen is None:
-            resolved.publish(config.output_dir, resolved.files)
-        frozen = plans.publish_plan(plan, config.output_dir)
-        # Again, because another planner may have put its own files there, or they may be damaged.
-        resolved.publish(config.output_dir, frozen.tokenizer_files)
+            resolved.publish_first(folder)
+        frozen = plans.publish_plan(plan, folder)
+        resolved.repair(folder, frozen.tokenizer_files)
         if transform is not None:
-            transform.publish_copy(config.output_dir)
-        if excluded:
-            files.publish_bytes(config.output_dir / names.EXCLUDED_NAME, excluded)
+            transform.publish_copy(folder)
+        if excluded is not None and config.exclude is not None:
+            publish_excluded(folder, config.exclude, excluded, id_field=config.id_field)
         return frozen, lines, output_bytes
 
 
@@ -204,7 +220,7 @@ def _sha256_of_input(shard: PlannedShard) -> str:
 
 def plan_of_task(given: dict[str, Any], *, may_plan: bool, checks_inputs: bool) -> None:
     """Compare the plan in ``output_dir`` with the flags of a task, or make one with a shard per file."""
-    folder: Path = given["output_dir"]
+    folder = DataFolder(given["output_dir"])
     plan = plans.read_plan(folder) if may_plan else plans.need_plan(folder)
     if plan is not None and checks_inputs:
         check_inputs(plan, given.get("input_dir", PrepConfig.input_dir))
@@ -239,30 +255,52 @@ def plan_of_task(given: dict[str, Any], *, may_plan: bool, checks_inputs: bool) 
 def _plan_once(config: PrepConfig) -> Plan:
     """Return the plan of another task that is planning, if it is written soon, or else make one."""
     # A file shows that a task is planning. It is not a lock: if several tasks plan, the first plan counts.
-    folder, claim = config.output_dir, config.output_dir / _CLAIM_NAME
-    is_ours = is_new_folder = False
+    is_new_folder = False
     with contextlib.suppress(OSError):  # planning will say what is wrong with the folder
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir()
-            is_new_folder = True
-        claim.touch(exist_ok=False)
-        is_ours = True
+        config.output_dir.mkdir()
+        is_new_folder = True
+    folder = DataFolder(config.output_dir)
+    is_ours = _claim(folder)
     try:
         plan = plans.read_plan(folder)
-        if not is_ours and files.size_of_file(claim) is not None:
+        if not is_ours and folder.status_of(_CLAIM_NAME) is not None:
             say("another task is planning: waiting for its plan")
             num_files = len(find_inputs(config.input_dir, config).paths)
             until = time.monotonic() + _MIN_WAIT_S + num_files / _FILES_STAMPED_PER_S
-            while plan is None and files.size_of_file(claim) is not None and time.monotonic() < until:
+            while plan is None and folder.status_of(_CLAIM_NAME) is not None and time.monotonic() < until:
                 time.sleep(_LOOK_EVERY_S)
                 plan = plans.read_plan(folder)
         return plan or plans.read_plan(folder) or make_plan(config)[0]
     finally:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, errors.ShardprepError):
             if is_ours:
-                claim.unlink()
+                folder.remove(_CLAIM_NAME)
             if is_new_folder:
-                folder.rmdir()  # fails if the folder is not empty
+                config.output_dir.rmdir()  # fails if the folder is not empty
+
+
+def _claim(folder: DataFolder) -> bool:
+    """Show other tasks that this process is planning. Return False if another one is."""
+    pid = os.getpid()
+    ours = f"{os.uname().nodename} {pid} {start_ticks(pid)}".encode()
+    for _ in range(2):
+        try:
+            folder.create(_CLAIM_NAME, ours)
+        except FileExistsError:
+            pass
+        except (OSError, errors.ShardprepError):  # planning will say what is wrong with the folder
+            return False
+        else:
+            return True
+        # The file of a planner that was killed on this host would cost every later task the wait.
+        host, _, process = folder.read_beginning(_CLAIM_NAME, 400).decode(errors="replace").partition(" ")
+        numbers = process.split()
+        is_here = host == os.uname().nodename and len(numbers) == 2 and numbers[0].isdecimal()
+        if not is_here or str(start_ticks(int(numbers[0]))) == numbers[1]:
+            return False
+        with contextlib.suppress(OSError):
+            folder.remove(_CLAIM_NAME)
+    return False
 
 
 def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> None:
@@ -299,12 +337,23 @@ def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> N
 
 
 _NUM_PLACES, _SAMPLE_BYTES = 8, 2 << 20  # of the input that is sampled
+_COMPARED_BYTES = 1 << 18  # of the input that both engines encode
+# The reference takes about 250 bytes of memory per token, so it gets only the beginning of a long text.
+_MOST_COMPARED_TEXT_BYTES = 1 << 16
+_MOST_COMPARED_TEXTS = 2048  # of a batch; the reference takes 2 kB for each text
 _NUM_SHOWN = 20  # names of fields, in an error
 _FUNCTION_BYTES = 1 << 18  # of the input that a user's function is tried on
 _STARTUP_S = 3.0  # for a task's Python and tokenizer, a generous estimate
 _LONG_SHARD_S = 600.0  # on one core; a longer shard gets a warning
 _MANY_SHARDS = 1000  # this many small shards, each of one input file, get a warning
 _SHARD_BYTES = 256 << 20  # of input, which takes minutes on one core
+
+
+def _beginning(text: bytes) -> bytes:
+    """Return the beginning of a text, up to _MOST_COMPARED_TEXT_BYTES."""
+    if len(text) <= _MOST_COMPARED_TEXT_BYTES:
+        return text
+    return text[:_MOST_COMPARED_TEXT_BYTES].decode(errors="ignore").encode()
 
 
 def sample_of_plan(plan: Plan, num_bytes: int, transform: Transform | None) -> Iterator[Documents]:
@@ -314,13 +363,46 @@ def sample_of_plan(plan: Plan, num_bytes: int, transform: Transform | None) -> I
     return sample_documents(plan.input_dir, plan.inputs, plan.options, num_bytes=num_bytes, **how)
 
 
-def measure(plan: Plan, engine: Engine, transform: Transform | None) -> tuple[list[str], int]:
+class Lookup:
+    """Looks up the documents of a sample in the list of --exclude."""
+
+    def __init__(self, listed: DocumentNames, path: Path) -> None:
+        self._listed, self._path = listed, path
+        self._is_matched = np.zeros(len(listed.keys), np.bool_)
+        self._some_id = ""  # of a document, to compare with the names
+
+    def see(self, documents: Documents) -> None:
+        ids = documents.columns.get("id")
+        path, offsets = documents.input_path, documents.offsets
+        positions = self._listed.of_documents(path, offsets, ids, documents.digests)
+        self._is_matched[positions[positions >= 0]] = True
+        self._some_id = self._some_id or next(filter(None, ids or ()), "")
+
+    def line(self, *, has_all: bool, id_field: str) -> str:
+        """Return what is known about names that match nothing. ``has_all``: all documents were seen."""
+        lines = lines_of(self._path, self._listed, ~self._is_matched, id_field=id_field)
+        unmatched = unmatched_of(self._listed, self._is_matched, lines)
+        if has_all:
+            return unmatched.sentence(self._some_id)
+        shown = f", such as {unmatched.examples[0]}" if unmatched.examples else ""
+        compared = f"; ids of documents are such as {self._some_id}" if self._some_id else ""
+        return (
+            f"--exclude: {counted(unmatched.num_names, 'name')}{shown}{compared}; after the run, verify says "
+            "how many match no document"
+        )
+
+
+def measure(
+    plan: Plan, engine: Engine, transform: Transform | None, lookup: Lookup | None = None
+) -> tuple[list[str], int]:
     """Estimate the cost by a sample in a worker's stages. Returns lines to print, and the bytes on disk."""
     num_bytes, mask_rule = 0, plan.options.chat_mask_rule
     found: dict[str, bool] = {}  # whether any record has a value, by column, such as "id" and "source"
-    with scratch_folder() as folder, ShardWriter(folder, plan.spec, plan.options, 0) as writer:
+    with scratch_folder() as path, ShardWriter(DataFolder(path), plan.spec, plan.options, 0) as writer:
         began = time.process_time()
         for documents in sample_of_plan(plan, _SAMPLE_BYTES, transform):
+            if lookup is not None:
+                lookup.see(documents)
             tokens = engine.encode_documents(documents, end_id=plan.end_id, mask_rule=mask_rule)
             writer.append(writer.lay_out(documents, tokens))
             num_bytes += documents.num_bytes
@@ -339,7 +421,12 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None) -> tuple[li
     unseen = [f"--{name}_field {fields[name]}" for name in fields if not found.get(name, True)]
     if unseen:
         warnings.append(f"no record of a sample has a value for {', '.join(unseen)}; check the spelling")
-    sizes, num_shards, num_bytes = plan.shard_bytes(), plan.num_shards, max(1, num_bytes)
+    sizes, num_shards = plan.shard_bytes(), plan.num_shards
+    notes = []
+    if lookup is not None:
+        has_all = num_bytes >= sum(sizes) and not plan.options.limit
+        notes.append(lookup.line(has_all=has_all, id_field=plan.options.id_field))
+    num_bytes = max(1, num_bytes)
     num_documents = counting.num_documents * sum(sizes) / num_bytes
     fraction = min(1.0, (plan.options.limit or num_documents) / max(1.0, num_documents))  # 1 without --limit
     scale = sum(sizes) / num_bytes * fraction
@@ -365,7 +452,7 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None) -> tuple[li
         f"{core_hours:.2g} core hours; one core per task is best, and the longest shard takes "
         f"{short_time(round(longest_s))} on it"
     )
-    return [text, *(f"warning: {warning}" for warning in warnings)], output_bytes
+    return [text, *(f"warning: {warning}" for warning in warnings), *notes], output_bytes
 
 
 def _check_sample(plan: Plan, counting: Counting) -> None:
@@ -471,23 +558,24 @@ def _try(plan: Plan, path: Path, transform: Transform | None = None) -> tuple[st
         failures += [bad.detail for bad in documents.bad if bad.reason == "transform_error"]
         for text in documents.texts:
             digest.update(len(text).to_bytes(8, "big") + text)
+        digest.update(repr([(bad.line, bad.reason) for bad in documents.bad]).encode())
     return digest.hexdigest(), num_documents, failures
 
 
 def check_transform(plan: Plan, transform: Transform, say: Callable[[str], None]) -> None:
     """Check that a function works on a sample, with equal texts each time. Raises UsageError or BadInput."""
     try:  # first in another process, in case the function ends its process
-        texts_elsewhere, _, _ = call_in_child(_try, plan, transform.path)
+        texts_elsewhere, num_documents, failures = call_in_child(_try, plan, transform.path)
     except ChildProcessError as error:
         found = f"a function that ended the process that tried it: {error}"
         raise errors.UsageError(path=transform.path, found=found, expected="a text") from None
-    texts, num_documents, failures = _try(plan, transform.path, transform)
     if failures:
         found = f"--transform {transform.path} fails for {len(failures)} of {num_documents} sampled documents"
         message = f"{found}, first with: {failures[0]}"
         if len(failures) == num_documents:
             raise errors.BadInput(message, path=transform.path)
         say(f"warning: {message}")
+    texts, _, _ = _try(plan, transform.path, transform)
     texts_again, _, _ = _try(plan, transform.path, transform)
     if {texts_again, texts_elsewhere} != {texts}:
         where = "the second time" if texts_again != texts else "in another process"

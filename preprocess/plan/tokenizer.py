@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 import sys
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -31,12 +32,14 @@ import shardprep
 from preprocess.make import engines
 from preprocess.read.documents import Texts, fetch_command
 from shardprep import errors, files
-from shardprep.command_line import call_in_child
+from shardprep.child_process import ChildEnded, call_in_child
 from shardprep.errors import ShardprepError
 from shardprep.files import Digest, FileStamp
+from shardprep.foreign_tokenizer import ForeignTokenizer, split_tokenizer
 from shardprep.format import names
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR, TOKENIZER_FILE, TokenizerSpec
-from shardprep.format.plan import Plan, check_tokenizer_files
+from shardprep.format.plan import Plan, check_tokenizer_files, refuse_other_tokenizer
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -44,6 +47,8 @@ SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
 MODEL_CONFIG = "config.json"
 _COPIED = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "chat_template.jinja")
+# What transformers may take to load and save a tokenizer of 256,000 tokens, several times over.
+_SAVE_MEMORY_BYTES, _SAVE_CPU_S = 4 << 30, 300
 _MAX_ENTRY_BYTES = 2 * names.MAX_TOKENIZER_BYTES  # of an entry of the cache
 
 Files = dict[Annotated[str, msgspec.Meta(pattern=r"\A[\w.-]+\Z")], bytes]  # contents by name
@@ -83,26 +88,24 @@ class ResolvedTokenizer(TokenizerFacts):
                 verdict.touch()
         return is_equal
 
-    def publish(self, output_dir: Path, planned: dict[str, FileStamp]) -> None:
-        """Write this tokenizer to ``output_dir/tokenizer``, unless the planned files are there."""
-        target = output_dir / TOKENIZER_DIR
+    def publish_first(self, folder: DataFolder) -> None:
+        """Write DATA/tokenizer, before there is a plan. Raises Refused if there is another one."""
+        if not folder.publish_folder(TOKENIZER_DIR, self.saved):
+            refuse_other_tokenizer(folder, self.files)  # the same one may be of another planner
 
-        def is_there() -> bool:
-            try:
-                check_tokenizer_files(output_dir, planned)
-            except (errors.OtherTokenizer, errors.NotFound, errors.BrokenShard):
-                return False
-            return True
-
-        if is_there():  # possibly written by another planner
+    def repair(self, folder: DataFolder, planned: dict[str, FileStamp]) -> None:
+        """Write the files of a plan's tokenizer that are missing or damaged. Raises OtherTokenizer."""
+        with contextlib.suppress(errors.OtherTokenizer, errors.NotFound, errors.BrokenShard):
+            check_tokenizer_files(folder, planned)
             return
         if self.files != planned:
             expected = "the planned ones: use the planned transformers and tokenizers, or a new folder"
-            raise errors.OtherTokenizer(path=target, found="damaged files", expected=expected)
-        with files.PublishedFolder(target) as folder:
-            write_files(self.saved, folder.temporary)
-            if not folder.publish_first() and not is_there():  # another planner may have been faster
-                folder.publish()
+            path = folder.path_of(TOKENIZER_DIR)
+            raise errors.OtherTokenizer(path=path, found="damaged files", expected=expected)
+        folder.make_subfolder(TOKENIZER_DIR)
+        for name, content in self.saved.items():
+            folder.publish(f"{TOKENIZER_DIR}/{name}", content)
+        check_tokenizer_files(folder, planned)  # files that the plan does not have stay, and are refused
 
 
 def resolve_tokenizer(
@@ -128,8 +131,8 @@ def resolve_tokenizer(
                 facts = msgspec.msgpack.decode(raw[32:], type=TokenizerFacts)
             del raw  # 20 MB for Llama 3's
     if facts is not None:
-        tokenizer = Tokenizer.from_str(facts.saved[TOKENIZER_FILE].decode())
-    elif given is not None and (plain := plain_files(given)) is not None:
+        tokenizer = ForeignTokenizer(facts.saved[TOKENIZER_FILE], model_id)
+    elif given is not None and (plain := plain_files(given, model_id)) is not None:
         saved, tokenizer = plain
     else:
         saved, tokenizer = _saved_by_transformers(name, folder, given)
@@ -139,7 +142,7 @@ def resolve_tokenizer(
         if dropout := (data.get("model") or {}).get("dropout"):
             found = f"model.dropout {dropout}, which gives a text other ids each time"
             raise errors.UsageError(path=model_id, found=found, expected="null, in a copy of the folder")
-        vocab = tokenizer.get_vocab(with_added_tokens=True)
+        vocab = tokenizer.call(_vocabulary)
         named = special_tokens_of(_json_object(saved, TOKENIZER_CONFIG))
         special_ids = {f"{role}_id": vocab.get(token) if token else None for role, token in named.items()}
         fingerprint, size = names.fingerprint_of(data), max(vocab.values()) + 1
@@ -159,11 +162,20 @@ def resolve_tokenizer(
     return ResolvedTokenizer(folder=folder, cache_entry=entry, reference=engine, **fields)
 
 
-def _saved_by_transformers(name: str, folder: Path, given: Files | None) -> tuple[Files, Tokenizer]:
+def _vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
+    vocab: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    return vocab
+
+
+def _saved_by_transformers(name: str, folder: Path, given: Files | None) -> tuple[Files, ForeignTokenizer]:
     """Let transformers load and save a tokenizer. Returns the saved files, and the tokenizer in them."""
     try:
         call_in_child(save_tokenizer, name, folder)
-    except ChildProcessError as error:
+    except ChildEnded as error:
+        if error.exit_code in (-signal.SIGXCPU, -signal.SIGABRT, -signal.SIGSEGV):
+            found = f"a tokenizer that ends its process ({error})"
+            expected = f"one that takes at most {_SAVE_CPU_S} s and {_SAVE_MEMORY_BYTES >> 30} GiB to load"
+            raise errors.BadInput(path=name, found=found, expected=expected) from None
         found = f"no answer from the process that loads it: {error}; run this again"
         raise errors.ReadWriteError(path=name, found=found) from None
     paths = [folder / each for each in files.names_in(folder)]
@@ -226,7 +238,7 @@ _SHOWN_ATTRIBUTES = (
 )  # fmt: skip
 
 
-def plain_files(given: Files) -> tuple[Files, Tokenizer] | None:
+def plain_files(given: Files, name: str) -> tuple[Files, ForeignTokenizer] | None:
     """Return the files that transformers would save, and the tokenizer, or None if it might change ids."""
     try:
         data, config, model, named = (
@@ -251,16 +263,25 @@ def plain_files(given: Files) -> tuple[Files, Tokenizer] | None:
             and all({"id": int(number), **token} == added.get(number) for number, token in decoder.items())
         ):
             return None
-        tokenizer = Tokenizer.from_str(given[TOKENIZER_FILE].decode())
-    except BaseException as error:
-        if not is_library_fault(error):
-            raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, errors.BrokenShard):
         return None  # transformers will report what is wrong
-    if data.get("post_processor") is None:
-        tokenizer.post_processor = processors.TemplateProcessing("$A:0", "$A:0 $B:1", special_tokens=[])
+    try:
+        tokenizer = ForeignTokenizer(given[TOKENIZER_FILE], name)
+    except errors.ReadWriteError:  # it is no tokenizer
+        return None
+    tokenizer.set_up(_add_processor)
     copied = {name: given[name] for name in _COPIED if name in given}
     # Like transformers, let tokenizers write the file.
-    return {TOKENIZER_FILE: tokenizer.to_str(pretty=True).encode(), **copied}, tokenizer
+    return {TOKENIZER_FILE: tokenizer.call(_written).encode(), **copied}, tokenizer
+
+
+def _add_processor(tokenizer: Tokenizer) -> None:
+    if tokenizer.post_processor is None:
+        tokenizer.post_processor = processors.TemplateProcessing("$A:0", "$A:0 $B:1", special_tokens=[])
+
+
+def _written(tokenizer: Tokenizer) -> str:
+    return str(tokenizer.to_str(pretty=True))
 
 
 def _json_object(contents: Files, name: str) -> dict[str, Any]:
@@ -282,6 +303,13 @@ def save_tokenizer(model_id: str, folder: Path) -> None:
     tokenizer.json as it is, and has only settings that a user sees. torch cannot be imported afterwards.
     """
     sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads would take address space
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import transformers  # noqa: F401  takes some of both
+
+    from shardprep.limited_process import limit_this_process
+
+    limit_this_process(_SAVE_MEMORY_BYTES, _SAVE_CPU_S)
     tokenizer = _auto_tokenizer(model_id)
     kind = type(tokenizer).__name__
     if not getattr(tokenizer, "is_fast", False):
@@ -361,8 +389,8 @@ def added_ids(engine: engines.Engine) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def document_ends_line(plan: Plan, engine: engines.Engine, folder: Path) -> str:
-    """Describe the tokens with which documents begin and end. ``folder`` has the tokenizer's files."""
+def document_ends_line(plan: Plan, engine: engines.Engine, tokenizer_json: bytes) -> str:
+    """Describe the tokens with which documents begin and end."""
     if plan.options.is_chat:
         return ""
     before, after = added_ids(engine) if plan.options.add_special_tokens else ([], [])
@@ -370,8 +398,7 @@ def document_ends_line(plan: Plan, engine: engines.Engine, folder: Path) -> str:
         after = [*after, plan.end_id]
     if not (before or after):
         return "documents begin and end without a control token"
-    raw = files.read_regular(folder / TOKENIZER_FILE, max_bytes=names.MAX_TOKENIZER_BYTES)
-    head, _ = engines.split_tokenizer(raw)
+    head, _ = split_tokenizer(tokenizer_json)
     shown = {token["id"]: f"{token['content']} ({token['id']})" for token in head.get("added_tokens") or []}
     words = [" ".join(shown.get(each, str(each)) for each in ids) for ids in (before, after)]
     begin, end = (f"with {each}" if each else "without a control token" for each in words)

@@ -1,8 +1,8 @@
 """Render conversations as texts with a model's chat template, and find what the assistant wrote in them.
 
 transformers renders them, so the texts are those of ``apply_chat_template``. It runs in a process of its own,
-without torch, which reads questions and writes answers as lines of JSON. The process starts in about 2.5 s,
-renders about 3,000 short conversations per second, and is kept for the next shard.
+without torch. The process starts in about 2.5 s, renders about 3,000 short conversations per second, and is
+kept for the next shard.
 
 The assistant's parts are those that the template puts between ``{% generation %}`` and ``{% endgeneration
 %}``. A template without these tags is rendered up to each answer, with the generation prompt, and again with
@@ -14,38 +14,29 @@ A conversation over a limit fails the attempt. It is not left out, as its time d
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import datetime
 import functools
 import json
 import os
 import re
-import resource
-import signal
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from preprocess.read.text_fields import MAX_JSON_DEPTH, UnusableText
-from shardprep import HOME
-from shardprep.command_line import STOP_SIGNALS, stop_signals_wait
-from shardprep.console import guard_streams
-from shardprep.errors import BadInput, ReadWriteError, Refused, UsageError
+from shardprep.errors import BadInput, Refused, UsageError
 from shardprep.format.plan import MaskRule
+from shardprep.hub import no_tokenizer
+from shardprep.limited_process import CallFailed, LimitedProcess
 
 # Today's date, for templates that ask for it: equal inputs give equal bytes on any day.
 FIXED_DATE = datetime.datetime(2024, 7, 26)  # noqa: DTZ001  the one that Llama 3.1's template falls back on
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_ENDS_WITHIN_S = 10.0
 _MOST_CPU_S = 20  # for one conversation; an ordinary one takes 0.0003 s, one of 4 MiB about 1 s
 _MOST_MEMORY_BYTES = 1 << 30  # beyond what importing transformers takes
-_OUT_OF_MEMORY = 99  # exit code of the process
 _MOST_RENDERED_CHARS = 16 << 20  # of one conversation; a longer one is left out
 _MOST_BATCH_BYTES = 256 << 20  # of answers for a batch, which has 0.5 MiB of messages
 # Rendering takes quadratic time, so conversations with very many answers are left out. Their work is the
@@ -54,7 +45,6 @@ _MOST_BATCH_BYTES = 256 << 20  # of answers for a batch, which has 0.5 MiB of me
 _MOST_WORK, _MOST_TAGGED_WORK = 1 << 28, 1 << 35
 _MESSAGE_CHARS = 256
 _PROBE = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A probe."}]
-_CODE = "import sys; sys.path[0] = sys.argv[1]; from preprocess.read.chat import serve; serve()"
 
 Spans = list[tuple[int, int]]  # characters [begin, end) of a text
 
@@ -101,7 +91,11 @@ def chat_template_of(
     If the template has the tags, the rule is that of the installed transformers. Raises UsageError if there
     is no template, or if it cannot render a conversation, and Refused if the rule is unknown.
     """
-    (found,) = _asked({"folder": str(folder)}, 1)
+    try:
+        (answer,) = _PROCESS.call_each(_tokenizer_facts, (), [str(folder)])
+    except CallFailed as error:
+        raise no_tokenizer(str(folder), error.what) from None
+    found = json.loads(answer)
     text = found["template"]
     if given is not None:
         try:
@@ -133,119 +127,51 @@ def chat_template_of(
 
 def render_conversations(template: ChatTemplate, conversations: list[str]) -> list[Rendered | UnusableText]:
     """Render conversations, given as JSON, or return why not. Raises TooCostly and ReadWriteError."""
-    answers = _asked({"template": template, "conversations": conversations}, len(conversations))
-    return [UnusableText(**each) if isinstance(each, dict) else Rendered(*each) for each in answers]
-
-
-# The process that asks. ---------------------------------------------------------------------------------
-
-_LOCK = threading.Lock()
-
-
-def _asked(question: dict[str, Any], num_answers: int) -> list[Any]:
-    """Send a question to this process's renderer, as a line of JSON, and return its answers."""
-    answers: list[Any] = []
-    num_bytes = 0
-    with _LOCK:
-        child = _renderer()
-        with contextlib.suppress(OSError, ValueError):  # if it ends, a line is missing or cut
-            child.stdin.write(json.dumps(question).encode() + b"\n")
-            child.stdin.flush()
-            while len(answers) < num_answers and num_bytes <= _MOST_BATCH_BYTES:
-                line = child.stdout.readline()
-                num_bytes += len(line)
-                answers.append(json.loads(line))
-        if len(answers) == num_answers and num_bytes <= _MOST_BATCH_BYTES:
-            return answers
-        code = _end(child)
-        _renderer.cache_clear()
-    if num_bytes > _MOST_BATCH_BYTES:
-        what = f"made more than {_MOST_BATCH_BYTES >> 20} MiB of text from {len(answers)} conversations"
-        raise TooCostly(len(answers) - 1, what)
-    if code == -signal.SIGXCPU:
-        raise TooCostly(len(answers), f"took more than {_MOST_CPU_S} s of CPU time")
-    if code == _OUT_OF_MEMORY:
-        raise TooCostly(len(answers), f"took more than {_MOST_MEMORY_BYTES >> 20} MiB of memory")
-    what = f"the process that renders chat templates ended with exit code {code} and without a message"
-    raise ReadWriteError(f"{what}; is there too little memory? Run this again")
-
-
-@functools.lru_cache(maxsize=1)
-def _renderer() -> Any:
-    """Start the process that renders for this one, and return it. It ends when this process ends."""
-    command = [sys.executable, "-c", _CODE, str(HOME)]
-    environ = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-    environ["TOKENIZERS_PARALLELISM"] = "false"  # threads would take address space
-    with stop_signals_wait():
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
-    atexit.register(_end, child)
-    return child
-
-
-def _end(child: Any) -> int:
-    """End a renderer by closing its pipes, or by a signal after a while. Returns its exit code."""
-    for pipe in (child.stdin, child.stdout):
-        with contextlib.suppress(OSError):
-            pipe.close()
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a template that does not end
-        child.wait(_ENDS_WITHIN_S)
-    child.kill()  # does nothing if it has ended
-    return int(child.wait())
+    try:
+        answers = _PROCESS.call_each(_rendered, (template,), conversations)
+    except CallFailed as error:
+        raise TooCostly(error.number, error.what) from None
+    found = map(json.loads, answers)
+    return [UnusableText(**each) if isinstance(each, dict) else Rendered(*each) for each in found]
 
 
 # The process that renders. ------------------------------------------------------------------------------
 
 
-def serve() -> None:
-    """Answer questions until the process that asks ends."""
-    asker = os.getppid()
-
-    def end_with_asker() -> None:  # also if it was killed while a template does not end
-        while os.getppid() == asker:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=end_with_asker, daemon=True).start()
-    for number in STOP_SIGNALS:  # the asking process handles them, and closes the input when it ends
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dump when the CPU limit ends this process
+def _prepare() -> None:
+    os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads would take address space
     sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
     # transformers walks through messages with recursive functions, some of which take two calls per level.
     sys.setrecursionlimit(20 * MAX_JSON_DEPTH)
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print must not look like an answer
-    guard_streams()
-
-    def say(what: Any) -> None:
-        answers.write(json.dumps(what, default=str).encode() + b"\n")  # a token may not be a str
-        answers.flush()
-
-    def limit(which: int, most: int) -> None:  # enforced by the kernel, whatever a template does
-        _, hard = resource.getrlimit(which)
-        resource.setrlimit(which, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-
-    with contextlib.suppress(BrokenPipeError):
-        for line in sys.stdin.buffer:
-            question = json.loads(line)
-            if "template" not in question:
-                say(_tokenizer_facts(question["folder"]))
-                continue
-            renderer = _Renderer(ChatTemplate(*question["template"]))
-            num_pages = int(Path("/proc/self/statm").read_text().split()[0])
-            limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + _MOST_MEMORY_BYTES)
-            for text in question["conversations"]:
-                # The kernel's limit has whole seconds, and counts from the start of the process.
-                limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + _MOST_CPU_S)
-                try:
-                    say(renderer.answer(text))
-                except _Unusable as error:
-                    say(vars(UnusableText(*error.args)))
-                except MemoryError:
-                    os._exit(_OUT_OF_MEMORY)
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+    from transformers.utils import chat_template_utils  # noqa: F401
 
 
-def _tokenizer_facts(folder: str) -> dict[str, Any]:
+_PROCESS = LimitedProcess(
+    name="renders chat templates",
+    prepare=_prepare,
+    memory_bytes=_MOST_MEMORY_BYTES,
+    cpu_s=_MOST_CPU_S,
+    answer_bytes=_MOST_BATCH_BYTES,
+)
+
+
+def _rendered(template: ChatTemplate, conversation: str) -> str:
+    """Return a text and its spans, or the fields of an UnusableText, as JSON: it may have lone surrogates."""
+    try:
+        return json.dumps(_renderer(template).answer(conversation))
+    except _Unusable as error:
+        return json.dumps(vars(UnusableText(*error.args)))
+
+
+@functools.lru_cache(maxsize=1)
+def _renderer(template: ChatTemplate) -> _Renderer:
+    return _Renderer(template)
+
+
+def _tokenizer_facts(folder: str) -> str:
+    """Return the template of a tokenizer, its tokens, and the rule of loss masks of transformers, as JSON."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -268,11 +194,12 @@ def _tokenizer_facts(folder: str) -> dict[str, Any]:
         return_assistant_tokens_mask=True,
     )
     masks = {(0, 1, 1, 1, 0, 1): "overlap", (0, 1, 0, 0, 0, 0): "char_to_token"}
-    return {
+    facts = {
         "template": template,
         "tokens": {"named": tokenizer.special_tokens_map, "control": control},
         "mask_rule": masks.get(tuple(found["assistant_masks"]), ""),
     }
+    return json.dumps(facts, default=str)  # a token may not be a str
 
 
 class _Unusable(Exception):

@@ -10,13 +10,13 @@ function, chat templates and exclusions are applied here, in the same way for al
 
 from __future__ import annotations
 
+import codecs
 import errno
 import functools
 import hashlib
 import importlib
 import itertools
 import os
-import shlex
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,11 +26,12 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.read import text_fields
-from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, TextFields, Transform, UnusableText
+from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, TextFields, UnusableText
+from preprocess.read.transform import Transform, transform_of
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, BrokenShard, NotFound, ReadWriteError, Refused, UsageError
 from shardprep.files import ReadFile, with_retries
-from shardprep.format import commands
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.documents import DocumentNames, canonical_conversation, digests_of, read_excluded
 from shardprep.format.names import InputKind, input_kind, place_text
 from shardprep.format.plan import ByteRange, PlannedShard, PlanOptions
@@ -54,7 +55,6 @@ _HASHED_BYTES = 512 << 10  # read at once, if bytes are only hashed
 # Of the JSON of a conversation's messages. The time to render them grows faster than their length.
 _MAX_MESSAGE_CHARS = 4 << 20
 _TOO_LONG = UnusableText("too_long", f"its messages have more than {_MAX_MESSAGE_CHARS} characters")
-_EXCLUDED = UnusableText("excluded", "--exclude names it")
 
 
 # Inputs. -----------------------------------------------------------------------------------------------
@@ -130,18 +130,31 @@ class OpenInput:
         return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
-# Beginnings of the pointers that git-lfs and git-annex leave in place of a file, and the command to fetch it.
+# Beginnings of the pointers that git-lfs, git-annex and git-xet leave in place of a file, and the command to
+# fetch it. The first version of git-lfs had other names.
 _POINTERS = {
-    b"version https://git-lfs.github.com/spec/v1\n": "git lfs pull",
+    b"version https://git-lfs.github.com/spec/": "git lfs pull",
+    b"version https://hawser.github.com/spec/": "git lfs pull",
+    b"version http://git-media.io/v/": "git lfs pull",
     b"/annex/objects/": "git annex get .",
+    b".git/annex/objects/": "git annex get .",  # a link that is a file, where git makes no links
+    b"# xet version ": "git xet materialize .",
 }
 MOST_POINTER_BYTES = 1024
 
 
 def fetch_command(data: bytes) -> str | None:
-    """Return the command that fetches the file, if ``data`` is only a pointer to it, or else None."""
+    """Return the command that fetches the file, if ``data`` is only a pointer to it, or else None.
+
+    Git may have changed the line ends of a pointer, and an editor may have put a byte order mark before it.
+    """
+    if len(data) > MOST_POINTER_BYTES:
+        return None
+    text = data.removeprefix(codecs.BOM_UTF8).lstrip()
+    while text.startswith(b"../"):
+        text = text[3:]
     for beginning, command in _POINTERS.items():
-        if data.startswith(beginning) and len(data) <= MOST_POINTER_BYTES:
+        if text.startswith(beginning):
             return command
     return None
 
@@ -440,12 +453,9 @@ class DocumentReader:
             self._template = ChatTemplate(options.chat_template, options.chat_tokens, allows)
 
     @staticmethod
-    def of_plan(folder: Path, options: PlanOptions, transform_file: Path | None) -> DocumentReader:
+    def of_plan(folder: DataFolder, options: PlanOptions, transform_file: Path | None) -> DocumentReader:
         """Build the reader of a plan. Raises as ``transform_of`` and ``read_excluded``."""
-        if options.transform_sha256 and transform_file is None:
-            found, flags = "a plan with a function for documents", shlex.join(commands.flags_of_input(folder))
-            raise UsageError(path=folder, found=found, expected=f"its file: {flags}", remedy=flags)
-        transform = text_fields.transform_of(options, transform_file)
+        transform = transform_of(folder, options, transform_file)
         excluded = read_excluded(folder, options.excluded) if options.excluded else None
         return DocumentReader(options, transform, excluded)
 
@@ -453,6 +463,8 @@ class DocumentReader:
         """Yield the documents of a shard. Raises as ``of_ranges``, and Refused if its input changed."""
         digest = None if shard.sha256 is None else hashlib.sha256()
         yield from self.of_ranges(shard.ranges, batch_bytes, digest, shard.max_documents)
+        if self.transform is not None:
+            self.transform.files.check_unchanged()
         if digest is not None and digest.hexdigest() != shard.sha256:
             names = ", ".join(str(part.path) for part in shard.ranges[:3])
             found = f"other input bytes of shard {shard.shard_id:05d}, with sha256 {digest.hexdigest()[:12]}"
@@ -490,8 +502,11 @@ class DocumentReader:
                 found = excluded.of_documents(documents.input_path, documents.offsets, ids, documents.digests)
                 is_named = found.max(axis=0, initial=-1) >= 0  # by its id, text or place
                 if is_named.any():
-                    pairs = zip(documents.texts, is_named, strict=True)
-                    documents = documents.with_texts(_EXCLUDED if named else text for text, named in pairs)
+                    texts: list[bytes | UnusableText] = list(documents.texts)
+                    for number in np.flatnonzero(is_named).tolist():
+                        why = excluded.why_excluded(found[:, number])
+                        texts[number] = UnusableText("excluded", why)
+                    documents = documents.with_texts(texts)
             if num_left is not None and len(documents.lines) >= num_left:
                 # The limit is reached. This batch also counts the bytes that will not be read.
                 end_line = int(documents.lines[num_left - 1]) + 1 if num_left else documents.first_line
@@ -539,6 +554,7 @@ def _render(documents: Documents, template: ChatTemplate) -> Documents:
     """Render conversations, whose texts so far are the JSON of their messages."""
     from preprocess.read.chat import Rendered, TooCostly, render_conversations
 
+    _refuse_tools(documents)
     documents = documents.with_texts(
         text if len(text.decode()) <= _MAX_MESSAGE_CHARS else _TOO_LONG for text in documents.texts
     )
@@ -555,6 +571,25 @@ def _render(documents: Documents, template: ChatTemplate) -> Documents:
     documents = replace(documents, columns={**documents.columns, "messages": messages, "spans": spans})
     texts = (each.text.encode() if isinstance(each, Rendered) else each for each in rendered)
     return documents.with_texts(texts)
+
+
+_NO_TOOLS = {"", "null", "[]", "{}", "false"}
+
+
+def _refuse_tools(documents: Documents) -> None:
+    """Raise BadInput if a record has tools or documents, which its chat template names but does not get."""
+    for name, column in documents.columns.items():
+        if not name.startswith(text_fields.TOOLS_COLUMN):
+            continue
+        for number, value in enumerate(column):
+            if value.strip() not in _NO_TOOLS:
+                field_name = name.removeprefix(text_fields.TOOLS_COLUMN)
+                place = place_text(documents.input_path, int(documents.offsets[number]))
+                found = f"a conversation with {field_name}, which the chat template uses, at {place}"
+                expected = "conversations without, as this version renders messages only; for these, put "
+                expected += "what the model should see into a system message with --transform, or pass a "
+                expected += f"template that does not name {field_name} as --chat_template_file"
+                raise BadInput(found=found, expected=expected, remedy="--transform")
 
 
 def format_of(name: str) -> Format:

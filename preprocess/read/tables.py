@@ -24,6 +24,7 @@ import struct
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +35,15 @@ import pyarrow.parquet as parquet
 import pyarrow.types as types
 
 from preprocess.read import documents, text_fields
-from preprocess.read.documents import Inspected, OpenInput, RangeReader, Records, Start, Stretches
+from preprocess.read.documents import (
+    Inspected,
+    Numbers,
+    OpenInput,
+    RangeReader,
+    Records,
+    Start,
+    Stretches,
+)
 from preprocess.read.text_fields import FieldPath, TextFields, UnusableText
 from shardprep.errors import BadInput, ReadWriteError
 from shardprep.files import with_retries
@@ -44,6 +53,10 @@ from shardprep.format.plan import PlanOptions
 arrow.set_memory_pool(arrow.system_memory_pool())
 
 _MOST_ROWS = 8192  # at a time
+_MOST_DECODED_BYTES = 16 << 20  # of rows that pyarrow decodes at once, unless one row has more
+_VALUE_BYTES = 16  # a decoded value takes at least so much, however few bits encode it
+_SEEN_ROWS = 64  # read to see the dictionaries of a row group
+_FEW_ROWS = 16  # decoded at once if their size is unknown
 _BUFFER_BYTES = 1 << 20  # read at once of a column, so that no row group is in memory as a whole
 _SIGNATURE_BYTES = 28  # nonce and tag after the footer, in a file whose columns are encrypted
 # Bases of pyarrow's errors, and what its Python code raises for damaged files, such as for a huge size.
@@ -51,12 +64,20 @@ _BUILT_IN_ERRORS = (ValueError, OSError, RuntimeError, LookupError, TypeError, O
 
 
 class InputStream(io.RawIOBase):
-    """Spans of an input as one file for pyarrow. They are read from ``memory``, if given, without a copy."""
+    """``head``, and then spans of an input, as one file for pyarrow.
 
-    def __init__(self, file: OpenInput, spans: Stretches, memory: mmap.mmap | None = None) -> None:
+    The spans are read from ``memory``, if given, without a copy.
+    """
+
+    def __init__(
+        self, file: OpenInput, spans: Stretches, memory: mmap.mmap | None = None, head: bytes = b""
+    ) -> None:
         super().__init__()
         view = None if memory is None else memoryview(memory)
         self._read = file.read_all if view is None else lambda start, end: view[start:end]
+        self._head = head
+        # The first span stands for the head.
+        spans = [(0, len(head)), *spans]
         self._spans = spans
         self._ends = [*itertools.accumulate(end - start for start, end in spans)]
         self._position = 0
@@ -78,11 +99,15 @@ class InputStream(io.RawIOBase):
     def read(self, size: int | None = -1) -> Any:
         """Return up to ``size`` bytes, or all that are left. Raises OSError."""
         stop = self._ends[-1] if size is None or size < 0 else min(self._position + size, self._ends[-1])
-        pieces = []
+        pieces: list[Any] = []
         while self._position < stop:
             number = bisect.bisect_right(self._ends, self._position)
             shift = self._spans[number][1] - self._ends[number]  # from a position in the stream to the file's
             end = min(self._ends[number], stop)
+            if number == 0:
+                pieces.append(self._head[self._position : end])
+                self._position = end
+                continue
             try:
                 pieces.append(self._read(self._position + shift, end + shift))
             except ReadWriteError as error:
@@ -128,13 +153,17 @@ class Parquet:
         return documents.starts_among(places, file, stretches)
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
-        file, part = reader.file, reader.part
         reader.hash_rest()
-        if not file.stamp.num_bytes:
-            return
+        if reader.file.stamp.num_bytes:
+            yield from _joined(self._decoded(reader, fields, batch_bytes), batch_bytes)
+
+    def _decoded(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
+        """Yield the records of a part as they are decoded, perhaps few at a time."""
+        file, part = reader.file, reader.part
         table, stream, fields = self._open(file, fields)
         counted_end = part.start  # end of the bytes that the records so far count
         with refused_by_name(file, "Parquet", stream):
+            dictionaries = _Dictionaries(stream, table.metadata, fields)
             groups, first_row = _row_groups(table.metadata), 0
             ends = [*(start for start, _ in groups[1:]), part.end]
             for (start, numbers), end in zip(groups, ends, strict=False):
@@ -144,9 +173,9 @@ class Parquet:
                     continue
                 if start >= part.end:
                     break
-                text_bytes, num_rows = _text_bytes(table.metadata, numbers, fields), 0
+                num_rows = 0
                 for batch in table.iter_batches(
-                    batch_size=_rows_at_once(expected, text_bytes, batch_bytes),
+                    batch_size=min(map(partial(_rows_decoded_at_once, dictionaries, batch_bytes), numbers)),
                     row_groups=numbers,
                     columns=[".".join(path) for path in fields.paths],
                     use_threads=False,
@@ -192,18 +221,132 @@ def _row_groups(metadata: Any) -> list[tuple[int, list[int]]]:
     return [(start if number else 0, [number]) for number, start in enumerate(starts)]
 
 
+def _columns_in_use(metadata: Any, number: int, fields: TextFields) -> Iterator[Any]:
+    """Yield the metadata of a row group's columns in use: leaves, such as a.b.list.element."""
+    wanted = {".".join(path) for path in fields.paths}
+    group = metadata.row_group(number)
+    for place in range(group.num_columns):
+        column = group.column(place)
+        # A field of a struct is a column, as is everything in it.
+        if not wanted.isdisjoint(itertools.accumulate(column.path_in_schema.split("."), "{}.{}".format)):
+            yield column
+
+
 def _text_bytes(metadata: Any, groups: Sequence[int], fields: TextFields) -> int:
     """Estimate the text of row groups by the decompressed size of the columns in use."""
-    wanted = {".".join(path) for path in fields.paths}
     num_bytes = 0
     for number in groups:
-        group = metadata.row_group(number)
-        for place in range(group.num_columns):
-            column = group.column(place)
-            # A field of a struct is a column, as is everything in it, such as a.b.list.element.
-            if not wanted.isdisjoint(itertools.accumulate(column.path_in_schema.split("."), "{}.{}".format)):
-                num_bytes += column.total_uncompressed_size
+        for column in _columns_in_use(metadata, number, fields):
+            num_bytes += column.total_uncompressed_size
     return num_bytes
+
+
+class _Dictionaries:
+    """Looks up how long the values in the dictionaries of a Parquet file are.
+
+    A dictionary has a text once that many rows have, so the encoded size of rows says little about their
+    decoded size. To see a row group's dictionaries, a few rows are read: about a page of each column.
+    """
+
+    def __init__(self, stream: InputStream, metadata: Any, fields: TextFields) -> None:
+        self.metadata, self.fields = metadata, fields
+        self._stream = stream
+        self._table: Any = None
+
+    def most_row_bytes(self, number: int) -> int | None:
+        """Return how many bytes a row of a row group may take by its dictionaries, None if it is unknown.
+
+        In a column of lists each row counts as many values as the rows have on average.
+        """
+        num_rows = max(1, self.metadata.row_group(number).num_rows)
+        names: list[str] = []  # of columns of texts
+        has_dictionary = False
+        values_per_row = 1
+        for column in _columns_in_use(self.metadata, number, self.fields):
+            if "DELTA_BYTE_ARRAY" in column.encodings:  # values share beginnings
+                return None
+            if column.physical_type == "BYTE_ARRAY":
+                names.append(column.path_in_schema)
+                has_dictionary |= column.has_dictionary_page
+                values_per_row = max(values_per_row, -(-column.num_values // num_rows))
+        if not has_dictionary:
+            return 0
+        if self._table is None:
+            self._table = parquet.ParquetFile(
+                self._stream, metadata=self.metadata, read_dictionary=names, buffer_size=_BUFFER_BYTES
+            )
+        rows = self._table.iter_batches(
+            batch_size=_SEEN_ROWS, row_groups=[number], columns=names, use_threads=False
+        )
+        try:
+            found = [_longest_values(column) for row in itertools.islice(rows, 1) for column in row.columns]
+        except NotImplementedError:
+            return None
+        longest = list(itertools.chain.from_iterable(found))
+        # A column without a value in the first rows shows no dictionary.
+        return sum(longest) * values_per_row if len(longest) == len(names) and all(longest) else None
+
+
+def _longest_values(array: Any) -> list[int]:
+    """Return the length of the longest value in each dictionary of an array, 0 for an empty one."""
+    if types.is_dictionary(array.type):
+        lengths = compute.binary_length(array.dictionary)
+        return [compute.max(lengths).as_py() or 0]
+    if types.is_struct(array.type):
+        inner = [array.field(number) for number in range(array.type.num_fields)]
+    elif types.is_map(array.type):
+        inner = [array.keys, array.items]
+    elif hasattr(array.type, "value_field"):
+        inner = [array.values]
+    else:
+        inner = []
+    return [length for each in inner for length in _longest_values(each)]
+
+
+def _rows_decoded_at_once(dictionaries: _Dictionaries, batch_bytes: int, number: int) -> int:
+    """Return how many rows of a row group pyarrow may decode at once."""
+    num_rows = dictionaries.metadata.row_group(number).num_rows
+    num_bytes = 0
+    for column in _columns_in_use(dictionaries.metadata, number, dictionaries.fields):
+        num_bytes += max(column.total_uncompressed_size, _VALUE_BYTES * column.num_values)
+    most = _rows_at_once(num_rows, num_bytes, batch_bytes)
+    row_bytes = dictionaries.most_row_bytes(number)
+    if row_bytes is None:
+        return min(most, _FEW_ROWS)
+    return max(1, min(most, _MOST_DECODED_BYTES // max(1, row_bytes)))
+
+
+def _joined(records: Iterator[Records], batch_bytes: int) -> Iterator[Records]:
+    """Join records until they have about ``batch_bytes`` of text, or _MOST_ROWS rows."""
+    some: list[Records] = []
+    num_rows = num_bytes = 0
+    for each in records:
+        some.append(each)
+        num_rows += len(each.texts)
+        for text in each.texts:
+            num_bytes += 0 if isinstance(text, UnusableText) else len(text)
+        if num_bytes >= batch_bytes or num_rows >= _MOST_ROWS:
+            yield _join(some)
+            some = []
+            num_rows = num_bytes = 0
+    if some:
+        yield _join(some)
+
+
+def _join(some: list[Records]) -> Records:
+    if len(some) == 1:
+        return some[0]
+    columns: dict[str, list[Any]] = {}
+    for each in some:
+        for name, values in each.columns.items():
+            columns.setdefault(name, []).extend(values)
+    return Records(
+        texts=list(itertools.chain.from_iterable(each.texts for each in some)),
+        starts=np.concatenate([each.starts for each in some]),
+        sizes=np.concatenate([each.sizes for each in some]),
+        num_bytes=sum(each.num_bytes for each in some),
+        columns=columns,
+    )
 
 
 # Arrow. -------------------------------------------------------------------------------------------------
@@ -277,8 +420,13 @@ class Arrow:
         self, file: OpenInput, messages: Sequence[_Message], fields: TextFields, memory: mmap.mmap | None
     ) -> tuple[Any, InputStream, TextFields]:
         """Return pyarrow's reader of some messages, for the columns in use, its stream, and the fields."""
-        stream = InputStream(file, [(each.start, each.end) for each in messages], memory)
+        spans = [(each.start, each.end) for each in messages]
+        stream = InputStream(file, spans, memory)
         with refused_by_name(file, "Arrow", stream):
+            if messages[0].start == messages[0].end:  # the schema is in the footer
+                whole = InputStream(file, [(0, file.stamp.num_bytes)])
+                head = ipc.open_file(whole).schema.serialize().to_pybytes()
+                stream = InputStream(file, spans, memory, head)
             schema = ipc.open_stream(stream).schema
             fields = _fields_in(file, schema, fields)
             wanted = {path[0] for path in fields.paths}
@@ -298,6 +446,9 @@ def _messages_of(file: OpenInput) -> Iterator[_Message]:
         position, end = 8, size - 10 - int.from_bytes(tail[:4], "little")
         if not tail.endswith(_MAGIC) or end <= position:
             raise _broken(file, f"it does not end in a footer and {_MAGIC!r}")
+        if not _begins_with_schema(file, position, end):
+            yield from _messages_of_footer(file, end, size - 10)
+            return
     while position < end:
         message = _message_at(file, position, end)
         if begins != (message.kind == _SCHEMA):
@@ -310,6 +461,53 @@ def _messages_of(file: OpenInput) -> Iterator[_Message]:
             if end - position > _MOST_PADDING_BYTES or file.read(position, end).strip(b"\0"):
                 raise _broken(file, f"its stream ends at byte {position}, and its footer begins at {end}")
             return
+
+
+def _begins_with_schema(file: OpenInput, position: int, end: int) -> bool:
+    try:
+        return _message_at(file, position, end).kind == _SCHEMA
+    except BadInput:
+        return False
+
+
+def _messages_of_footer(file: OpenInput, begin: int, end: int) -> Iterator[_Message]:
+    """Yield the messages of a file by its footer, which is in the bytes [begin, end).
+
+    polars writes no header before its schema, which others read from the footer alone. The schema that this
+    yields has no bytes.
+    """
+    if end - begin > _MOST_HEADER_BYTES:
+        raise _broken(file, f"its footer has {end - begin} bytes")
+    data = file.read_all(begin, end)
+    places: list[tuple[int, int]] = []  # where each message begins and ends
+    try:
+        root = struct.unpack_from("<I", data)[0]
+        for number in (2, 3):  # dictionaries, record batches
+            place, offset = _field(data, root, number, "<I")
+            if not place:
+                continue
+            (num_blocks,) = struct.unpack_from("<I", data, place + offset)
+            for block in range(num_blocks):
+                at = place + offset + 4 + block * _BLOCK.size
+                start, header_bytes, body_bytes = _BLOCK.unpack_from(data, at)
+                places.append((start, start + header_bytes + body_bytes))
+    except struct.error:
+        raise _broken(file, "its footer is damaged") from None
+    places.sort()
+    yield _Message(_SCHEMA, 0, 0, 0)
+    # The schema before the messages takes less than the footer, which has it, too. No bytes are left over
+    # but padding and the end marker, so a second file behind the first is noticed.
+    position, most_between = 8, len(data) + _MOST_PADDING_BYTES  # after the magic and its padding
+    for start, stop in places:
+        if not position <= start <= position + most_between or stop > begin:
+            raise _broken(file, f"its footer has a message at byte {start}, where none can be")
+        message = _message_at(file, start, begin)
+        if message.kind not in (_DICTIONARY, _BATCH) or message.end != stop:
+            raise _broken(file, f"its footer and the message at byte {start} differ")
+        yield message
+        position, most_between = stop, _MOST_PADDING_BYTES
+    if begin - position > most_between + len(_CONTINUES) + 4:
+        raise _broken(file, f"its last message ends at byte {position}, and its footer begins at {begin}")
 
 
 def _message_at(file: OpenInput, position: int, file_end: int) -> _Message:
@@ -342,26 +540,30 @@ def _broken(file: OpenInput, why: str) -> BadInput:
 
 def _header(data: bytes) -> tuple[int, int, int]:
     """Return (kind, body_bytes, num_rows) of a message, given its header. Raises if that is invalid."""
-
-    def at(place: int, code: str) -> int:
-        return int(struct.unpack_from(code, data, place)[0])
-
-    def field(table: int, number: int, code: str) -> tuple[int, int]:
-        """Return the place and the value of a field of a flatbuffer's table, two zeros if it is absent."""
-        vtable, entry = table - at(table, "<i"), 4 + 2 * number
-        offset = at(vtable + entry, "<H") if entry + 2 <= at(vtable, "<H") else 0
-        return (table + offset, at(table + offset, code)) if offset else (0, 0)
-
-    root, num_rows = at(0, "<I"), 0
-    _, kind = field(root, 1, "<B")
-    inner, offset = field(root, 2, "<I")
-    _, body_bytes = field(root, 3, "<q")
+    root, num_rows = int(struct.unpack_from("<I", data)[0]), 0
+    _, kind = _field(data, root, 1, "<B")
+    inner, offset = _field(data, root, 2, "<I")
+    _, body_bytes = _field(data, root, 3, "<q")
     if kind == _BATCH and inner:
-        _, num_rows = field(inner + offset, 0, "<q")
+        _, num_rows = _field(data, inner + offset, 0, "<q")
     is_known = kind in (_SCHEMA, _DICTIONARY) or (kind == _BATCH and inner)
     if not is_known or body_bytes < 0 or num_rows < 0:
         raise ValueError(f"kind {kind}")
     return kind, body_bytes, num_rows
+
+
+_BLOCK = struct.Struct("<qi4xq")  # of a footer: where a message begins, the bytes of its header and its body
+
+
+def _field(data: bytes, table: int, number: int, code: str) -> tuple[int, int]:
+    """Return the place and the value of a field of a flatbuffer's table, two zeros if it is absent."""
+
+    def at(place: int, code: str) -> int:
+        return int(struct.unpack_from(code, data, place)[0])
+
+    vtable, entry = table - at(table, "<i"), 4 + 2 * number
+    offset = at(vtable + entry, "<H") if entry + 2 <= at(vtable, "<H") else 0
+    return (table + offset, at(table + offset, code)) if offset else (0, 0)
 
 
 # Columns. -----------------------------------------------------------------------------------------------
@@ -432,12 +634,10 @@ def _records(
     columns = {path: _column(batch, path) for path in fields.paths}
     arrays = [column for column, _ in columns.values() if column is not None]
     most = _rows_at_once(batch.num_rows, sum(array.nbytes for array in arrays), 2 * batch_bytes)
-    # The size of a slice of a dictionary array is unknown.
-    arrays = [array for array in arrays if not types.is_dictionary(array.type)]
     first = 0
     while first < max(1, batch.num_rows):
         num = min(most, batch.num_rows - first)
-        while num > 1 and sum(array.slice(first, num).nbytes for array in arrays) > 8 * batch_bytes:
+        while num > 1 and sum(_value_bytes(array.slice(first, num)) for array in arrays) > 2 * batch_bytes:
             num //= 2
         values: dict[FieldPath, list[Any]] = {
             path: [None] * num if column is None else _json_values(column.slice(first, num), read)
@@ -469,7 +669,49 @@ def _column(batch: Any, path: FieldPath) -> tuple[Any, _Read]:
     stored, read = _stored(column.type)
     column = column.view(stored)
     column.validate(full=True)
-    return compute.run_end_decode(column) if types.is_run_end_encoded(stored) else column, read
+    return column, read
+
+
+def _value_bytes(array: Any) -> int:
+    """Return how many bytes the values of an array take at most, each counted as often as it occurs.
+
+    Arrays may share values: those of a dictionary, of a run, and of views into one buffer.
+    """
+    kind = array.type
+    if types.is_dictionary(kind):
+        return len(array) * _longest_value_bytes(array.dictionary)
+    if types.is_run_end_encoded(kind):
+        return len(array) * _longest_value_bytes(array.values)
+    if types.is_struct(kind):
+        return sum(_value_bytes(each) for each in array.flatten())
+    if types.is_map(kind):
+        entries = array.offsets[-1].as_py() - array.offsets[0].as_py()
+        first = array.offsets[0].as_py()
+        return sum(_value_bytes(each.slice(first, entries)) for each in (array.keys, array.items))
+    name = str(kind).partition("<")[0]
+    if name in ("list_view", "large_list_view"):
+        num_values = compute.sum(array.sizes).as_py() or 0
+        return num_values * _longest_value_bytes(array.values)
+    if hasattr(kind, "value_field"):
+        return _value_bytes(array.flatten())
+    if name in ("string_view", "binary_view"):
+        return int(_view_lengths(array).sum()) + 16 * len(array)
+    return max(array.nbytes, 8 * len(array))
+
+
+def _longest_value_bytes(array: Any) -> int:
+    """Return how many bytes a value of an array takes at most."""
+    if array.type in _TEXT_OF or array.type in _BINARY_OF:
+        if "view" in str(array.type):
+            return int(_view_lengths(array).max(initial=0))
+        return compute.max(compute.binary_length(array)).as_py() or 0
+    return _value_bytes(array)
+
+
+def _view_lengths(array: Any) -> Numbers:
+    """Return the lengths of an array of views: int64[n]. A view takes 16 bytes and begins with its length."""
+    views = np.frombuffer(array.buffers()[1], "<i4").reshape(-1, 4)[array.offset : array.offset + len(array)]
+    return views[:, 0].astype(np.int64)
 
 
 # Values. ------------------------------------------------------------------------------------------------
@@ -490,6 +732,8 @@ class _NoValue(Exception):
 
 def _json_values(array: Any, read: _Read) -> list[Any]:
     """Return the JSON values of an array in its stored type, an UnusableText for one that has none."""
+    if types.is_run_end_encoded(array.type):
+        array = compute.run_end_decode(array)
     if types.is_dictionary(array.type) and "view" not in str(array.type.value_type):
         array = array.dictionary.take(array.indices)  # a thirtieth of the time; not implemented for views
     if read is _text and array.type in _TEXT_OF:

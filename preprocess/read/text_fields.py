@@ -1,36 +1,18 @@
-"""Take the text out of a record: one field, several fields in a template, or the result of a user's function.
-
-``plan --transform FILE`` names the file of the function, which is called for each document:
-
-    def transform(record):             # fields of the line or row (of .txt: "text"), "input" and "place"
-        return record["text"].strip()  # a str, for --record chat a list of messages; None leaves it out
-
-A task runs the file that its own ``--transform`` names, if it has the planned hash. The copy in the data set
-is only for reading, and is never run.
-"""
+"""Take the text out of a record: one field, several fields in a template, or whole records for a function."""
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import re
 import string
-import sys
-import time
-import traceback
-import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import orjson
 
-from shardprep import LeaveOut
-from shardprep.errors import NotFound, Refused, UsageError
-from shardprep.files import NOT_THERE, make_subfolder, publish_bytes, read_regular
-from shardprep.format.names import TRANSFORM_DIR
+from shardprep.errors import UsageError
 from shardprep.format.plan import PlanOptions
 
 FieldPath = tuple[str, ...]
@@ -39,9 +21,6 @@ MOST_DOCUMENT_BYTES = 64 << 20
 # Levels of lists and objects. Python's own limit depends on its version and stack; orjson's is 1,024.
 MAX_JSON_DEPTH = 512
 _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
-_MAX_FILE_BYTES = 64 << 20  # of the function's file, and of each file that it uses
-_MAX_REASONS = 100  # of LeaveOut in a shard, because its manifest lists them
-_MAX_REASON_CHARS = 80
 
 
 @dataclass(frozen=True)
@@ -135,12 +114,27 @@ def _parsed_template(template: str) -> tuple[list[FieldPath], list[str]]:
     return paths, literals
 
 
+TOOLS_COLUMN = "field of the template: "  # begins the names of columns with such fields
+_TEMPLATE_CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
+_TEMPLATE_STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
+
+
 class MessageFields(TextFields):
-    """Takes conversations out of records. The text is the JSON of their messages, to be rendered later."""
+    """Takes conversations out of records. The text is the JSON of their messages, to be rendered later.
+
+    If the chat template names tools or documents, these fields of a record are columns, too, because a
+    template that does not get them renders another text than the data is meant for.
+    """
 
     def __init__(self, options: PlanOptions) -> None:
         super().__init__(options)
         self.plain_name = None
+        (messages,) = self.text_paths
+        code = " ".join(_TEMPLATE_CODE.findall(options.chat_template))
+        for name in ("tools", "documents"):
+            if re.search(rf"(?<![\w.]){name}\b", _TEMPLATE_STRING.sub("", code)):
+                for path in ((name,), (*messages[:-1], name)):  # also beside nested messages
+                    self.named[TOOLS_COLUMN + ".".join(path)] = path
 
     def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:
         """Return the messages as JSON, given the value of the field."""
@@ -247,141 +241,3 @@ def text_fields_of(options: PlanOptions) -> TextFields:
     if options.transform_sha256:
         return RecordFields(options)
     return MessageFields(options) if options.record == "chat" else TextFields(options)
-
-
-# The user's function. -----------------------------------------------------------------------------------
-
-
-class Transform:
-    """A user's function, loaded into this process."""
-
-    def __init__(self, path: Path, files: str, planned_sha256: str | None = None) -> None:
-        """Load it. Raises NotFound, UsageError, and Refused before any code runs if the hash differs.
-
-        ``files``: names of other files that it uses, in the folder of ``path``: "words.txt,helpers.py".
-        """
-        self.path = path
-        self.contents: dict[str, bytes] = {}
-        for name in [path.name, *filter(None, map(str.strip, files.split(",")))]:
-            if name in self.contents or Path(name).name != name:
-                raise UsageError.of_value("--transform_files", name, f"names of other files beside {path}")
-            try:
-                self.contents[name] = read_regular(path.with_name(name), max_bytes=_MAX_FILE_BYTES)
-            except NOT_THERE:
-                missing = path.with_name(name)
-                raise NotFound(f"{missing}, of --transform, does not exist", path=missing) from None
-        hashes = {name: hashlib.sha256(raw).hexdigest() for name, raw in self.contents.items()}
-        function_hash = hashes.pop(path.name)  # the name of the file does not count
-        self.sha256 = hashlib.sha256(json.dumps([function_hash, hashes], sort_keys=True).encode()).hexdigest()
-        if planned_sha256 not in (None, self.sha256):
-            expected = f"{str(planned_sha256)[:12]} of the planned function; a copy is in "
-            expected += f"DATA/{TRANSFORM_DIR}/; restore the function, or plan into a new folder"
-            raise Refused(path=path, found=f"sha256 {self.sha256[:12]}", expected=expected)
-        self.cpu_s = 0.0  # so far, in the function
-        module = types.ModuleType("shardprep_transform")
-        module.__file__ = str(path)
-        folder = path.resolve().parent
-        if len(self.contents) > 1 and str(folder) not in sys.path:
-            sys.path.append(str(folder))  # last, so that a file there hides no library
-        before = {*sys.modules}
-        try:
-            exec(compile(self.contents[path.name], str(path), "exec"), vars(module))  # noqa: S102
-        except (Exception, SystemExit) as error:  # sys.exit(0) would look like success
-            found = f"a function that cannot be loaded: {_describe(error, path)}"
-            raise UsageError(path=path, found=found, expected="transform(record)") from None
-        for name in {*sys.modules} - before:
-            imported = Path(getattr(sys.modules[name], "__file__", None) or "/")
-            if imported.parent == folder and imported.name not in self.contents:
-                files = ",".join([*list(self.contents)[1:], imported.name])
-                message = f"{path} imports {imported.name}; to plan it, too, add --transform_files {files}"
-                raise UsageError(message, path=imported, remedy="--transform_files")
-        self._function: Any = vars(module).get("transform")
-        if not callable(self._function):
-            raise UsageError(path=path, found="no function transform(record)", expected="transform")
-
-    def texts(
-        self, documents: Iterable[tuple[dict[str, Any], int]], name: str, reasons: set[str], *, is_chat: bool
-    ) -> Iterator[bytes | UnusableText]:
-        """Yield the text of each document (of a chat, its messages as JSON), or why it is left out.
-
-        ``documents``: (record, place in the input) of each. ``name``: of the input. ``reasons``: those of
-        LeaveOut so far in this shard; new ones are added.
-        """
-        began_s = time.thread_time()
-        for record, place in documents:
-            record["input"], record["place"] = name, place
-            try:
-                result = self._function(record)
-            except LeaveOut as error:
-                shown = "".join(char if char.isprintable() else " " for char in _message_of(error))
-                reason = " ".join(shown.split())[:_MAX_REASON_CHARS]
-                # A reason that contains, say, a score would be different for each document.
-                if not reason or (reason not in reasons and len(reasons) >= _MAX_REASONS):
-                    yield UnusableText("transform", reason)
-                else:
-                    reasons.add(reason)
-                    yield UnusableText(f"transform: {reason}", reason)
-            except (Exception, SystemExit) as error:
-                yield UnusableText("transform_error", f"{_describe(error, self.path)}, for {name}:{place}")
-            else:
-                yield _checked(result, is_chat=is_chat)
-        self.cpu_s += time.thread_time() - began_s
-
-    def publish_copy(self, folder: Path) -> None:
-        """Copy the files into a data set, for people to read. Raises CannotWrite, ReadWriteError."""
-        for name, raw in self.contents.items():
-            publish_bytes(make_subfolder(folder, TRANSFORM_DIR) / name, raw)
-
-
-def transform_of(options: PlanOptions, path: Path | None) -> Transform | None:
-    """Load the function of a plan from ``--transform``, ``path``. Returns None if the plan has none.
-
-    Raises Refused if it is not the planned function, UsageError if only one of plan and path has a function.
-    """
-    planned = options.transform_sha256
-    if not planned and path is None:
-        return None
-    if path is None:
-        found = f"a plan with a function for documents (sha256 {planned[:12]}), but no file with it"
-        raise UsageError(found=found, expected="--transform FILE", remedy="--transform FILE")
-    if not planned:
-        expected = "none, as the plan has no function; or plan with it into a new folder"
-        raise UsageError(found=f"--transform {path}", expected=expected)
-    return Transform(path, options.transform_files, planned)
-
-
-def _checked(result: object, *, is_chat: bool) -> bytes | UnusableText:
-    """Return what a function returned as a text, or as JSON of messages. A blank text becomes empty."""
-    if result is None:
-        return UnusableText("transform", "the function left it out")
-    if isinstance(result, str) and not is_chat:
-        try:
-            text = b"" if result.isspace() else result.encode()
-        except UnicodeEncodeError:
-            return UnusableText("surrogate", "half of a surrogate pair, in what the function returned")
-        return too_long("its text") if len(text) > MOST_DOCUMENT_BYTES else text
-    expected = "a list of messages" if is_chat else "a str"
-    why = f"it returned {type(result).__name__}, expected {expected} or None"
-    if isinstance(result, list) and is_chat:
-        try:
-            return json.dumps(result, ensure_ascii=False, allow_nan=False).encode()
-        except (TypeError, ValueError) as error:
-            why = f"it returned messages that cannot be JSON ({error})"
-    return UnusableText("transform_error", why)
-
-
-def _describe(error: BaseException, path: Path) -> str:
-    """Describe an exception, with the last line of the user's file in its traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    if isinstance(error, SyntaxError) and error.lineno:
-        lines = [error.lineno]
-    at = f" ({path.name} line {lines[-1]})" if lines else ""
-    return f"{type(error).__name__}: {_message_of(error)}{at}"
-
-
-def _message_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # a user's exception class, whose __str__ fails
-        return ""

@@ -16,14 +16,16 @@ import shlex
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
-from shardprep import files, given
+from shardprep import given
 from shardprep.errors import MissingShard, ShardprepError, quoted
 from shardprep.format import names
+from shardprep.format.data_folder import DataFolder
 
+_Folder: TypeAlias = "DataFolder | str | os.PathLike[str]"  # of a data set
 _HEAD_BYTES = 4 << 20  # of plan.json; its head is longer only if a chat template is
 _MAKING = ("shard", "run", "blank")  # commands that take _KEPT
 _KEPT = ("max_bad_fraction", "engine", "memory_gb")  # flags of a process that its advice repeats
@@ -31,45 +33,51 @@ _KEPT = ("max_bad_fraction", "engine", "memory_gb")  # flags of a process that i
 FILE = "FILE"
 
 
-def on(command: str, folder: str | os.PathLike[str], *flags: object) -> str:
+def on(command: str, folder: _Folder, *flags: object) -> str:
     """Return ``shardprep COMMAND DATA FLAGS``, for a command that does not read the plan's input."""
     return _line("shardprep", *command.split(), Path(os.path.abspath(folder)), *flags)  # noqa: PTH100 - as in quoted
 
 
-def run(folder: Path, shards: str = "", *flags: object) -> str:
+def run(folder: _Folder, shards: str = "", *flags: object) -> str:
     """Return the command that makes the missing shards on this machine. ``shards``: only these, "0-2,5"."""
     chosen = ["--shards", shards] if shards else []
     return on("run", folder, *chosen, *flags, *_given_flags("num_proc"), *flags_of_input(folder, flags))
 
 
-def shard(shard_id: int, folder: Path, *flags: object) -> str:
+def shard(shard_id: int, folder: _Folder, *flags: object) -> str:
     """Return the command that makes one shard, if it is not done."""
     words = ["--shard_id", shard_id, "--output_dir", Path(os.path.abspath(folder)), *flags]  # noqa: PTH100
     return _line("shardprep", *words, *_given_flags(), *flags_of_input(folder, flags))
 
 
-def shard_again(shard_id: int, folder: Path) -> str:
+def shard_again(shard_id: int, folder: _Folder) -> str:
     """Return the command that makes a damaged shard again though its manifest is there."""
     return shard(shard_id, folder, "--again")
 
 
-def shard_of_other_plan(shard_id: int, folder: Path) -> str:
+def shard_of_other_plan(shard_id: int, folder: _Folder) -> str:
     """Return the command that moves a shard of another plan out of the folder, and makes the right one."""
-    old = quoted(folder / names.shard_name(shard_id))
+    old = quoted(_data_folder(folder).path_of(names.shard_name(shard_id)))
     beside = quoted(f"{os.path.abspath(folder)}_other_plan")  # noqa: PTH100 - as in quoted
     return f"mkdir -p {beside} && mv {old}.* {beside} && {shard(shard_id, folder)}"
 
 
-def submit(folder: Path, *flags: object, command: str = "submit") -> str:
+def submit(folder: _Folder, *flags: object, command: str = "submit") -> str:
     """Return the command that makes the missing shards as a job array. ``command``: submit or retry."""
     words = flags_of_input(folder)
     worker_args = ["--worker_args", _line(*words)] if words else []
     return on(command, folder, *flags, *worker_args)
 
 
-def blank(folder: Path, ids: Path, new: str = "NEW") -> str:
-    """Return the command that copies a data set without the documents of a list."""
-    return on("blank", folder, "--ids", Path(os.path.abspath(ids)), "--output", new, *flags_of_input(folder))  # noqa: PTH100
+def blank(
+    folder: _Folder,
+    ids: str | os.PathLike[str],
+    new: str = "NEW",
+    flags: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the command that copies a data set without some documents. ``flags``: of this data set."""
+    words = ["--ids", os.path.abspath(ids), "--output", new]  # noqa: PTH100
+    return on("blank", folder, *words, *flags_of_input(folder, flags=flags))
 
 
 def plan(input_dir: str, output_dir: str) -> str:
@@ -78,23 +86,29 @@ def plan(input_dir: str, output_dir: str) -> str:
     return _line("shardprep", "plan", *folders, "--model_id", "MODEL", "--num_shards", "N")
 
 
-def shard_without(path: Path, shard_id: int, folder: Path) -> str:
+def shard_without(name: str, shard_id: int, folder: _Folder) -> str:
     """Return the command that makes a shard of which a file is missing, or has another size."""
     # A shard is done even without its side files, which are in subfolders.
-    return shard(shard_id, folder) if path.parent == folder else shard_again(shard_id, folder)
+    return shard_again(shard_id, folder) if "/" in name else shard(shard_id, folder)
 
 
-def missing_file(path: Path, shard_id: int, folder: Path) -> MissingShard:
+def missing_file(folder: DataFolder, name: str, shard_id: int) -> MissingShard:
     """Build the error for a missing file of a shard."""
-    return MissingShard(path=path, found="missing", remedy=shard_without(path, shard_id, folder))
+    remedy = shard_without(name, shard_id, folder)
+    return MissingShard(path=folder.path_of(name), found="missing", remedy=remedy)
 
 
-def flags_of_input(folder: Path, given_already: Iterable[object] = ()) -> list[str]:
+def flags_of_input(
+    folder: _Folder, given_already: Iterable[object] = (), flags: Mapping[str, Any] | None = None
+) -> list[str]:
     """Return the flags with which a command finds the input and the function of a folder's plan.
 
-    Without a plan that can be read there are none: the command itself then says what is wrong.
+    ``flags``: for this data set (default: those of this process). Without a plan that can be read there are
+    none: the command itself then says what is wrong.
     """
-    head, flags = _head_of(folder), given.flags()
+    head = _head_of(folder)
+    if flags is None:
+        flags = given.flags()
     words = list(map(str, given_already))
     found: list[str] = []
     input_dir = flags.get("input_dir")
@@ -106,7 +120,7 @@ def flags_of_input(folder: Path, given_already: Iterable[object] = ()) -> list[s
     if not isinstance(options, Mapping):
         options = {}
     if options.get("transform_sha256") and "--transform" not in words:
-        found += ["--transform", _function_of(folder, options)]
+        found += ["--transform", _function_of(_data_folder(folder), options, flags)]
     return found
 
 
@@ -120,26 +134,29 @@ def _given_flags(*more: str) -> list[str]:
     return found
 
 
-def _function_of(folder: Path, options: Mapping[str, Any]) -> str:
+def _function_of(folder: DataFolder, options: Mapping[str, Any], flags: Mapping[str, Any]) -> str:
     """Return the file of the plan's function: as given, or its copy in the data set, or else FILE."""
-    path = given.flags().get("transform")
+    path = flags.get("transform")
     if isinstance(path, Path):
         return os.path.abspath(path)  # noqa: PTH100
     # A person would run the copy. So nobody else may be able to change it, or the plan that has its hash.
     beside = str(options.get("transform_files", "")).split(",")
-    copies = folder / names.TRANSFORM_DIR
     try:
-        own = [name for name in files.names_in(copies) if name not in map(str.strip, beside)]
-        if len(own) == 1 and all(map(_is_own, (folder, folder / names.PLAN_NAME, copies, copies / own[0]))):
-            return os.path.abspath(copies / own[0])  # noqa: PTH100
+        own = [name for name in folder.names(names.TRANSFORM_DIR) if name not in map(str.strip, beside)]
+        if len(own) == 1:
+            copy = f"{names.TRANSFORM_DIR}/{own[0]}"
+            if all(_is_own(folder, name) for name in (".", names.PLAN_NAME, names.TRANSFORM_DIR, copy)):
+                return os.path.abspath(folder.path_of(copy))  # noqa: PTH100
     except (OSError, ShardprepError):
         pass
     return FILE
 
 
-def _is_own(path: Path) -> bool:
+def _is_own(folder: DataFolder, name: str) -> bool:
     """Return whether only this user or root can have written a file or folder."""
-    status = path.lstat()
+    status = folder.status_of(name)
+    if status is None or stat.S_ISLNK(status.st_mode):
+        return False
     others_write = stat.S_IWOTH
     # A user's private group, which has the number of the user, has no other members.
     if status.st_gid != status.st_uid:
@@ -151,23 +168,30 @@ def _is_same(path: Path, other: str) -> bool:
     return os.path.realpath(path) == os.path.realpath(other)
 
 
-def _head_of(folder: Path) -> Mapping[str, Any]:
+def _data_folder(folder: _Folder) -> DataFolder:
+    return folder if isinstance(folder, DataFolder) else DataFolder(os.fspath(folder))
+
+
+def _head_of(folder: _Folder) -> Mapping[str, Any]:
     """Return the head of a folder's plan.json, or {} if it has none that can be read."""
-    path = Path(os.path.abspath(folder), names.PLAN_NAME)  # noqa: PTH100
     try:
-        status = path.stat()
-    except OSError:
+        status = _data_folder(folder).status_of(names.PLAN_NAME)
+    except (OSError, ShardprepError):
         return {}
+    if status is None:
+        return {}
+    path = os.path.abspath(folder)  # noqa: PTH100
     return _parsed_head(path, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=8)
-def _parsed_head(path: Path, *_: int) -> Mapping[str, Any]:
-    """Parse the first line of a plan. The other arguments change when the file does."""
+def _parsed_head(folder: str, *_: int) -> Mapping[str, Any]:
+    """Parse the first line of a folder's plan. The other arguments change when the file does."""
     try:
-        line = files.read_beginning(path, _HEAD_BYTES).partition(b"\n")[0]
+        beginning = DataFolder(folder).read_beginning(names.PLAN_NAME, _HEAD_BYTES)
+        line = beginning.partition(b"\n")[0]
         head = msgspec.json.decode(line if line.endswith(b"}") else line + b"}")
-    except (ShardprepError, msgspec.MsgspecError, ValueError, RecursionError):
+    except (ShardprepError, OSError, msgspec.MsgspecError, ValueError, RecursionError):
         return {}
     return head if isinstance(head, dict) else {}
 

@@ -5,8 +5,11 @@ encoded, or of a conversation's messages. Equal documents have equal digests, an
 validation split. Digests are in DATA/digests.
 
 A list for ``plan --exclude`` or ``blank --ids`` names a document per line: an id of --id_field, ``sha256:``
-and the sha256 of a text, or ``at:FILE:BYTE``, its place in an input. A name becomes a key of 16 bytes, so a
-million names take 16 MB in each process that looks for them.
+and the sha256 of a text, or ``at:FILE:BYTE``, its place in an input. Lists are read as editors, spreadsheets
+and ``jq`` write them: with a byte order mark, any line ends, padding, or names in quotes. White space around
+an id does not count, in the list and in the data. A name becomes a key of 16 bytes, so a million names take
+16 MB in each process that looks for them. The line of an excluded document in the quarantine file has the
+keys that name it, so ``verify`` can tell which names match no document.
 
 A blanked document keeps its place: each of its ids is replaced by BLANK, and its text, its id and its digest
 are removed. Making the shard again gives the same bytes. The plan's option ``blanked`` lists the shards that
@@ -15,23 +18,30 @@ have a file DATA/blanked/shard-N.json.
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import hashlib
+import io
+import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shardprep import files
+from shardprep import errors, files
 from shardprep.errors import BadInput, BrokenShard, NotFound, OtherPlan, UsageError
 from shardprep.files import Digest, FileStamp
 from shardprep.format import commands, names
+from shardprep.format.data_folder import DataFolder
+from shardprep.format.manifest import read_side_file, side_file_lines
 from shardprep.format.names import Count
 from shardprep.format.plan import PlannedShard
 
@@ -41,8 +51,19 @@ Numbers = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.void]  # DIGEST[n]
 _TEXT, _PLACE = "sha256:", "at:"
 _EXPECTED = "an id in UTF-8, sha256: and 64 hex digits, or at:FILE:BYTE"
+_HEX_DIGITS = re.compile("[0-9a-fA-F]{64}")
+_CSV_STRING = re.compile('"(?:[^"]|"")*"')
+_SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}  # of columns
+# Encodings that a byte order mark shows; UTF-32 comes first, as its mark begins with that of UTF-16.
+_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
+}  # fmt: skip
+EXCLUDED_DETAIL = "--exclude names it: "  # then keys of the document, in hex digits
 _MOST_NAMES = 10_000_000
+_MAX_LINE_CHARS = 1 << 20  # of a list
 _FORMAT = "shardprep-blanked"
+_NUM_EXAMPLES = 3  # names that match no document
 _KEPT_ID = msgspec.json.Decoder(tuple[Count, Count, str])  # a line of DATA/ids
 _MAX_BLANKED_BYTES = 256 << 20  # about 10^7 documents
 # Digests of blanked documents for training and for validation, so that these stay on their side of the split.
@@ -98,7 +119,15 @@ class DocumentNames:
             keys.append(keys_of_places(path, offsets))
         return np.array([self.find(each) for each in keys], np.intp).reshape(len(keys), len(offsets))
 
-    def may_be_in(self, folder: Path, shard: PlannedShard, stamp: FileStamp | None) -> bool:
+    def why_excluded(self, positions: npt.NDArray[np.intp]) -> str:
+        """Return the detail of an excluded document in the quarantine file, with the keys that name it.
+
+        ``positions``: of one document, intp[kinds], as ``of_documents`` returns them.
+        """
+        keys = [self.keys[position].tobytes().hex() for position in positions.tolist() if position >= 0]
+        return EXCLUDED_DETAIL + " ".join(keys)
+
+    def may_be_in(self, folder: DataFolder, shard: PlannedShard, stamp: FileStamp | None) -> bool:
         """Return whether a shard may have a listed text or place. ``stamp``: of its digests, if kept."""
         if "text" in self.kinds:
             if stamp is None:
@@ -116,8 +145,12 @@ class DocumentNames:
 
 
 def keys_of_ids(ids: Iterable[str]) -> Digests:
-    """Return the keys of ids: DIGEST[n]."""
-    return digests_of(b"id:" + name.encode() for name in ids)
+    """Return the keys of ids: DIGEST[n]. White space and byte order marks around an id do not count."""
+    return digests_of(b"id:" + _unpadded(name).encode() for name in ids)
+
+
+def _unpadded(name: str) -> str:
+    return name.strip().strip("\ufeff").strip()
 
 
 def keys_of_places(path: str, offsets: Numbers) -> Digests:
@@ -129,14 +162,13 @@ def keys_of_places(path: str, offsets: Numbers) -> Digests:
 
 
 def name_of_place(path: str, offset: int) -> str:
-    """Return the line that names a document by its place. Raises UsageError if the path has a line end."""
-    if "\n" in path:
-        raise UsageError(path=path, found="an input with a line end in its name", expected="one without")
-    return f"{_PLACE}{path}:{offset}"
+    """Return the line that names a document by its place, as a JSON string if the path needs it."""
+    name = f"{_PLACE}{path}:{offset}"
+    return name if name.isprintable() else json.dumps(name)
 
 
 def read_names(path: Path, *, id_field: str) -> DocumentNames:
-    """Read a user's list; a million lines take 1 s and 50 MB. Raises BadInput, NotFound or UsageError."""
+    """Read a user's list; a million lines take 2 s and 50 MB. Raises BadInput, NotFound or UsageError."""
     keys, kinds = bytearray(), set[NameKind]()
     for _, key, kind in _names_in(path, id_field):
         keys += key
@@ -155,50 +187,122 @@ def lines_of(
 ) -> Iterator[str]:
     """Yield the lines of a list that are ``wanted``: bool[names]."""
     for line, key, _ in _names_in(path, id_field):
-        if wanted[listed.find(np.frombuffer(key, DIGEST))[0]]:
+        position = listed.find(np.frombuffer(key, DIGEST))[0]
+        if position >= 0 and wanted[position]:
             yield line
 
 
 def _names_in(path: Path, id_field: str) -> Iterator[tuple[str, bytes, NameKind]]:
-    """Yield each non-empty line, its key of 16 bytes, and its kind."""
+    """Yield each line that is not blank, without padding, its key of 16 bytes, and its kind.
+
+    Raises BadInput also at the end: if all lines have columns, the list is a table.
+    """
+    num_ids = 0
+    columns: dict[str, set[int]] = {each: set() for each in _SEPARATORS}  # numbers of separators in a line
     try:
-        for number, raw in enumerate(files.read_lines(path), 1):
-            try:
-                line = raw.decode().strip()
-                key, kind = _key_of(line)
-            except ValueError as error:  # also a UnicodeDecodeError
-                found = f"{raw[:80]!r} in line {number} ({error})"
-                raise BadInput(path=path, found=found, expected=_EXPECTED) from None
+        for number, raw in _lines_in(path):
+            line = _unpadded(raw)
             if not line:
                 continue
+            try:
+                name = _name_in(line)
+                key, kind = _key_of(name, has_ids=bool(id_field))
+            except ValueError as error:  # also a UnicodeEncodeError
+                found = f"{os.fsencode(line[:80])!r} in line {number} ({error})"
+                raise BadInput(path=path, found=found, expected=_EXPECTED) from None
             if kind == "id" and not id_field:
                 found, expected = f"an id in line {number}, without --id_field", "sha256:HEX, or at:FILE:BYTE"
                 raise UsageError(path=path, found=found, expected=expected, remedy="--id_field")
+            if kind == "id" and name == line:  # not in quotes
+                num_ids += 1
+                for separator, numbers in columns.items():
+                    numbers.add(line.count(separator))
             yield line, key, kind
     except files.NOT_THERE:
         raise NotFound(path=path, found="no such file") from None
+    for separator, numbers in columns.items():
+        if num_ids > 1 and len(numbers) == 1 and numbers != {0}:
+            num = numbers.pop()
+            found = f"a table, with {num} {_SEPARATORS[separator]}{'s' * (num > 1)} in each line"
+            column = "cut -f 1" if separator == "\t" else f"cut -d '{separator}' -f 1"
+            expected = (
+                f"one name a line, such as: {column} {errors.quoted(path)} > ids.txt; ids that contain "
+            )
+            expected += f"a {_SEPARATORS[separator]} are written in double quotes, as JSON strings"
+            raise BadInput(path=path, found=found, expected=expected)
 
 
-def _key_of(line: str) -> tuple[bytes, NameKind]:
-    """Return the key and the kind of a line. Raises ValueError."""
-    if line.startswith(_TEXT):
-        digest = bytes.fromhex(line.removeprefix(_TEXT))
+def _lines_in(path: Path) -> Iterator[tuple[int, str]]:
+    r"""Yield the number, from 1, and the text of each line; ``\n``, ``\r\n`` and ``\r`` end a line.
+
+    Bytes that are not UTF-8 become surrogates, and UTF-16 and UTF-32 need a byte order mark.
+    """
+    with files.errors_named(path), os.fdopen(files.open_regular(path), "rb") as raw:
+        beginning = raw.read(4)
+        raw.seek(0)
+        encoding = next((each for mark, each in _MARKS.items() if beginning.startswith(mark)), "utf-8")
+        handling = "surrogateescape" if encoding == "utf-8" else "strict"
+        text = io.TextIOWrapper(raw, encoding=encoding, errors=handling)
+        number = 0
+        try:
+            while line := text.readline(_MAX_LINE_CHARS + 1):
+                number += 1
+                if len(line) > _MAX_LINE_CHARS:
+                    found = f"a line of more than {_MAX_LINE_CHARS} characters: line {number}"
+                    raise BadInput(path=path, found=found, expected=_EXPECTED)
+                yield number, line
+        except UnicodeDecodeError as error:
+            found = f"bytes that are not {encoding}, after line {number} ({error.reason})"
+            raise BadInput(path=path, found=found, expected=_EXPECTED) from None
+
+
+def _name_in(line: str) -> str:
+    """Return the name in a line, which may be a string of JSON or of CSV. Raises ValueError."""
+    if not line.isascii():
+        line.encode()  # raises ValueError for bytes that are not UTF-8
+    if "\0" in line:
+        raise ValueError("a NUL: save the list as UTF-8")
+    if line[0] == '"':
+        try:
+            return str(json.loads(line))
+        except ValueError:
+            if _CSV_STRING.fullmatch(line):
+                return line[1:-1].replace('""', '"')
+        raise ValueError("more than one string: write one a line, as jq -r '.[]' does")
+    if line[0] in "[]{}":
+        try:
+            is_json = len(line) == 1 or isinstance(json.loads(line.removesuffix(",")), (list, dict))
+        except RecursionError:
+            is_json = True
+        except ValueError:
+            is_json = False
+        if is_json:
+            raise ValueError("JSON, but not a string: write one name a line, as jq -r '.[]' or '.id' does")
+    return line
+
+
+def _key_of(name: str, *, has_ids: bool) -> tuple[bytes, NameKind]:
+    """Return the key and the kind of a name. Without ids 64 hex digits are a sha256. Raises ValueError."""
+    if not has_ids and _HEX_DIGITS.fullmatch(name):
+        name = _TEXT + name
+    if name.startswith(_TEXT):
+        digest = bytes.fromhex(name.removeprefix(_TEXT))
         if len(digest) not in (names.DIGEST_BYTES, 32):
             raise ValueError("wrong length")
         return digest[: names.DIGEST_BYTES], "text"
-    if line.startswith(_PLACE):
-        place = re.fullmatch(r"(.+):([0-9]{1,18})", line.removeprefix(_PLACE), re.DOTALL)
+    if name.startswith(_PLACE):
+        place = re.fullmatch(r"(.+):([0-9]{1,18})", name.removeprefix(_PLACE), re.DOTALL)
         if place is None:
             raise ValueError("not a file and a byte")
         return keys_of_places(place[1], np.array([int(place[2])])).tobytes(), "place"
-    return keys_of_ids([line]).tobytes(), "id"
+    return keys_of_ids([name]).tobytes(), "id"
 
 
-def read_excluded(folder: Path, sha256: str) -> DocumentNames:
+def read_excluded(folder: DataFolder, sha256: str) -> DocumentNames:
     """Read the list of a plan's --exclude. ``sha256``: its hash in the options. Raises BrokenShard."""
-    path = folder / names.EXCLUDED_NAME
+    path = folder.path_of(names.EXCLUDED_NAME)
     try:
-        raw = files.read_regular(path, max_bytes=_MOST_NAMES * names.DIGEST_BYTES + 1)
+        raw = folder.read(names.EXCLUDED_NAME, max_bytes=_MOST_NAMES * names.DIGEST_BYTES + 1)
         found = hashlib.sha256(raw).hexdigest()
     except files.NOT_THERE:
         raw, found = b"", "missing"
@@ -208,36 +312,127 @@ def read_excluded(folder: Path, sha256: str) -> DocumentNames:
     return DocumentNames(keys=_as_digests(path, raw))
 
 
+class _Quarantined(msgspec.Struct):
+    """What is needed of a line of a quarantine file."""
+
+    reason: str
+    detail: str
+
+
+_QUARANTINED = msgspec.json.Decoder(_Quarantined)
+
+
+class UnmatchedNames(NamedTuple):
+    """The names of a plan's --exclude list that match no document."""
+
+    num_names: int  # in the list
+    num_unmatched: int
+    examples: list[str]  # a few of them, as they are in the list
+
+    def sentence(self, some_id: str = "") -> str:
+        """Say how many names match no document. ``some_id``: of any document, to compare with the names."""
+        if not self.num_unmatched:
+            return f"--exclude: all of the {self.num_names:,} names match documents"
+        shown = f", such as {', '.join(self.examples)}" if self.examples else ""
+        compared = f"; ids of documents are such as {some_id}" if some_id else ""
+        if any(map(_HEX_DIGITS.fullmatch, self.examples)):
+            compared += "; the sha256 of a text is written sha256:HEX"
+        return (
+            f"warning: {self.num_unmatched:,} of {self.num_names:,} names of --exclude match no document"
+            f"{shown}{compared}"
+        )
+
+
+def unmatched_names(
+    folder: DataFolder, sha256: str, id_field: str, quarantines: Iterable[tuple[int, FileStamp]]
+) -> UnmatchedNames | None:
+    """Find the names that match no document, by the quarantine files of all shards with excluded documents.
+
+    Returns None for shards of versions that did not record the names. ``sha256``: as in ``read_excluded``.
+    ``quarantines``: shards and the stamps of their quarantine files.
+    """
+    listed = read_excluded(folder, sha256)
+    is_matched = np.zeros(len(listed.keys), np.bool_)
+    for shard_id, stamp in quarantines:
+        name = names.quarantine_name(shard_id)
+        path = folder.path_of(name)
+        for line in side_file_lines(folder, name, shard_id, stamp):
+            try:
+                entry = _QUARANTINED.decode(line)
+                if entry.reason != "excluded":
+                    continue
+                if not entry.detail.startswith(EXCLUDED_DETAIL):
+                    return None
+                raw = bytes.fromhex(entry.detail.removeprefix(EXCLUDED_DETAIL))
+            except (msgspec.MsgspecError, ValueError):
+                remedy = commands.shard_again(shard_id, folder)
+                raise BrokenShard(path=path, found=f"the line {line[:60]!r}", remedy=remedy) from None
+            positions = listed.find(_as_digests(path, raw))
+            is_matched[positions[positions >= 0]] = True
+    lines = _kept_lines(folder, listed, ~is_matched, has_ids=bool(id_field))
+    return unmatched_of(listed, is_matched, lines)
+
+
+def _kept_lines(
+    folder: DataFolder, listed: DocumentNames, wanted: npt.NDArray[np.bool_], *, has_ids: bool
+) -> Iterator[str]:
+    """Yield the lines of DATA/excluded.txt, which is only for people, that are ``wanted``: bool[names]."""
+    for raw in folder.lines(names.EXCLUDED_LIST_NAME, max_line_bytes=4 * _MAX_LINE_CHARS):
+        line = raw.decode("utf-8", "replace").rstrip("\n")
+        key, _ = _key_of(_name_in(line), has_ids=has_ids)
+        position = listed.find(np.frombuffer(key, DIGEST))[0]
+        if position >= 0 and wanted[position]:
+            yield line
+
+
+def unmatched_of(
+    listed: DocumentNames, is_matched: npt.NDArray[np.bool_], lines: Iterator[str]
+) -> UnmatchedNames:
+    """Return the names of a list that are not matched. ``lines``: of them, as in the list, for examples."""
+    num_unmatched = int((~is_matched).sum())
+    examples: list[str] = []
+    if num_unmatched:
+        # The list is only for people: without it there are no examples.
+        with contextlib.suppress(errors.ShardprepError, OSError, ValueError):
+            examples = list(itertools.islice(lines, _NUM_EXAMPLES))
+    return UnmatchedNames(len(listed.keys), num_unmatched, examples)
+
+
+def publish_excluded(folder: DataFolder, path: Path, listed: DocumentNames, *, id_field: str) -> None:
+    """Write the keys of a list into a data set, and its lines, which are only for people."""
+    folder.publish(names.EXCLUDED_NAME, listed.keys.tobytes())
+    with folder.new_file(names.EXCLUDED_LIST_NAME) as file:
+        for line, _, _ in _names_in(path, id_field):
+            file.write(f"{line}\n".encode())
+        file.sync()
+        file.publish()
+
+
 def _as_digests(path: Path, raw: bytes) -> Digests:
     if len(raw) % names.DIGEST_BYTES:
         raise BrokenShard(path=path, found=f"{len(raw)} bytes", expected="whole digests of 16 bytes")
     return np.frombuffer(raw, DIGEST)
 
 
-def kept_ids(folder: Path, shard_id: int) -> Iterator[tuple[int, int, str]]:
-    """Yield the input, the place in it and the id of each document of a shard planned with --id_field."""
-    path = names.ids_path(folder, shard_id)
-    try:
-        for line in files.read_lines(path):
+def kept_ids(folder: DataFolder, shard_id: int, stamp: FileStamp) -> Iterator[tuple[int, int, str]]:
+    """Yield the input, the place in it and the id of each document of a shard planned with --id_field.
+
+    ``stamp``: of the file of ids, from the manifest. Raises BrokenShard after the last one if the file is not
+    as stamped, so none may be relied on before all were read.
+    """
+    name = names.ids_name(shard_id)
+    for line in side_file_lines(folder, name, shard_id, stamp):
+        try:
             yield _KEPT_ID.decode(line)
-    except files.NOT_THERE:
-        raise commands.missing_file(path, shard_id, folder) from None
-    except (msgspec.MsgspecError, ValueError):
-        remedy = commands.shard_again(shard_id, folder)
-        raise BrokenShard(path=path, found=f"the line {line[:60]!r}", remedy=remedy) from None
+        except (msgspec.MsgspecError, ValueError):
+            path, remedy = folder.path_of(name), commands.shard_again(shard_id, folder)
+            raise BrokenShard(path=path, found=f"the line {line[:60]!r}", remedy=remedy) from None
 
 
-def read_digests(folder: Path, shard_id: int, stamp: FileStamp, *, is_checked: bool = False) -> Digests:
-    """Read the digests of a shard, see docs/format.md. ``is_checked``: skip the check of their hash."""
-    path = names.digests_path(folder, shard_id)
-    try:
-        raw = files.read_regular(path, max_bytes=stamp.num_bytes)
-    except files.NOT_THERE:
-        raise commands.missing_file(path, shard_id, folder) from None
-    if not is_checked and (found := hashlib.sha256(raw).hexdigest()) != stamp.sha256:
-        remedy, expected = commands.shard_again(shard_id, folder), stamp.sha256[:12]
-        raise BrokenShard(path=path, found=f"sha256 {found[:12]}", expected=expected, remedy=remedy)
-    return _as_digests(path, raw)
+def read_digests(folder: DataFolder, shard_id: int, stamp: FileStamp) -> Digests:
+    """Read the digests of a shard, see docs/format.md, and compare them with their stamp."""
+    name = names.digests_name(shard_id)
+    return _as_digests(folder.path_of(name), read_side_file(folder, name, shard_id, stamp))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,20 +456,18 @@ def blank_digests(is_for_validation: npt.NDArray[np.bool_]) -> Digests:
     return _BLANK_DIGESTS[is_for_validation.astype(np.intp)]
 
 
-def publish_blanked(folder: Path, documents: BlankedDocuments) -> None:
-    """Write DATA/blanked/shard-N.json."""
-    path = names.blanked_path(folder, documents.shard_id)
-    files.make_subfolder(folder, path.parent.name)
-    content = json.dumps(names.with_content_hash(_FORMAT, asdict(documents)))
-    files.publish_bytes(path, content.encode() + b"\n")
+def blanked_content(documents: BlankedDocuments) -> bytes:
+    """Return the content of DATA/blanked/shard-N.json."""
+    return json.dumps(names.with_content_hash(_FORMAT, asdict(documents))).encode() + b"\n"
 
 
-def read_blanked(folder: Path, plan_id: str, shard_id: int) -> BlankedDocuments:
+def read_blanked(folder: DataFolder, plan_id: str, shard_id: int) -> BlankedDocuments:
     """Read DATA/blanked/shard-N.json. Raises BrokenShard also if it is missing."""
-    path = names.blanked_path(folder, shard_id)
+    name = names.blanked_name(shard_id)
+    path = folder.path_of(name)
     advice = "restore the original file: without it the shard would contain what was blanked"
     try:
-        found = names.read_file(path, _FORMAT, BlankedDocuments, max_bytes=_MAX_BLANKED_BYTES)
+        found = names.read_file(folder, name, _FORMAT, BlankedDocuments, max_bytes=_MAX_BLANKED_BYTES)
     except files.NOT_THERE:
         raise BrokenShard(f"{path} is missing; {advice}", path=path, found="missing") from None
     except BrokenShard as error:

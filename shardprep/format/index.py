@@ -27,8 +27,9 @@ import orjson
 from msgspec import Meta
 
 from shardprep import errors
-from shardprep.files import NOT_THERE, ReadFile, errors_named, size_of_file, with_retries
+from shardprep.files import NOT_THERE, errors_named, with_retries
 from shardprep.format import commands, names
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.manifest import Manifest, SourceCounts, manifest_ids, read_manifest, sum_of_sources
 from shardprep.format.names import Count, DatasetSpec, Text
 
@@ -68,6 +69,7 @@ IDX_CHAT_ROW = np.dtype([*IDX_ROW.descr, ("mask_offset", "<u8")])
 # Kind of samples -> dtype of a record. New kinds go last.
 IDX_DTYPES = {"json": IDX_DOCUMENT, "npy": IDX_DOCUMENT, "packed": IDX_ROW, "chat": IDX_CHAT_ROW}
 READ_BYTES = 4 << 20  # of ids per read, unless a single sample has more
+MAX_JSON_ID_BYTES = 12  # of a token id in a list, so that a list takes no more memory than its tokens
 MAX_OFFSET = 2**62  # so that sums stay in an int64; readers also compare offsets with the tar's size
 Records = npt.NDArray[np.void]  # of one of IDX_DTYPES
 
@@ -96,21 +98,21 @@ class ChunkCrcs:
 class IdxFile:
     """An open idx with a checked header and size. The caller closes ``file``."""
 
-    def __init__(self, folder: Path, spec: DatasetSpec, shard_id: int) -> None:
+    def __init__(self, folder: DataFolder, spec: DatasetSpec, shard_id: int) -> None:
         """Open it. Raises MissingShard, BrokenShard, UnknownVersion, OtherPlan or OSError."""
         self._folder, self._shard_id, self.dtype = folder, shard_id, IDX_DTYPES[spec.kind]
-        path, header = names.idx_path(folder, shard_id), idx_header(spec, shard_id)
+        name, header = names.idx_name(shard_id), idx_header(spec, shard_id)
         with ExitStack() as opened:  # closes the file on an error, whose traceback may keep it alive
             try:
-                self.file = opened.enter_context(ReadFile(path))
+                self.file = opened.enter_context(folder.open(name))
             except NOT_THERE:
-                raise commands.missing_file(path, shard_id, folder) from None
+                raise commands.missing_file(folder, name, shard_id) from None
             found = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
             if len(found) < HEADER_BYTES or found[:8] != header[:8]:
                 raise self._error(errors.BrokenShard, f"not an idx: begins {found[:8]!r}", f"{header[:8]!r}")
             values, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (found, header))
             if (version := int(values["version"])) != names.FORMAT_VERSION:
-                raise names.unknown_version(path, version)
+                raise names.unknown_version(self.file.path, version)
             for name in IDX_HEADER.names or ():
                 if values[name] != wanted[name]:
                     raise self._error(errors.OtherPlan, f"an idx for {name} {values[name]}", wanted[name])
@@ -167,9 +169,9 @@ def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
     return HEADER_BYTES + num_samples * IDX_DTYPES[kind].itemsize + num_chunks * CHUNK_CRC.itemsize
 
 
-def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> Records:
+def read_idx(folder: DataFolder, spec: DatasetSpec, shard_id: int) -> Records:
     """Return a shard's idx as a structured array of one of IDX_DTYPES, a record per sample."""
-    with errors_named(names.idx_path(folder, shard_id)):
+    with errors_named(folder.path_of(names.idx_name(shard_id))):
         idx = IdxFile(folder, spec, shard_id)
         with idx.file:
             return idx.read(slice(0, idx.num_samples))
@@ -185,7 +187,8 @@ def misplaced_samples(spec: DatasetSpec, records: Records, tar_bytes: int) -> np
     offset = records["offset"].astype(np.int64)
     wrong = (offset < 0) | (offset > tar_bytes - size)
     if spec.kind == "json":
-        wrong |= size < np.maximum(2, 2 * tokens)  # [7] is the shortest of one token
+        # [7] is the shortest list of one token; an id has at most ten digits, and ", " before it.
+        wrong |= (size < np.maximum(2, 2 * tokens)) | (size > MAX_JSON_ID_BYTES * tokens + 2)
     elif spec.kind == "npy":
         wrong |= size != tokens * spec.dtype.itemsize
     else:
@@ -237,18 +240,21 @@ def samples_containing(records: Records, place: tuple[int, int], num_train: int)
 class ShardSamples:
     """A shard, or a part of its samples, open for reading within ``with``."""
 
-    def __init__(self, folder: Path, spec: DatasetSpec, shard_id: int, part: slice = slice(None)) -> None:
+    def __init__(
+        self, folder: DataFolder, spec: DatasetSpec, shard_id: int, part: slice = slice(None)
+    ) -> None:
         self.spec = spec
         self.shard_id = shard_id
         records = read_idx(folder, spec, shard_id)
         self.records = records[part]  # one of IDX_DTYPES per sample
-        self.path = names.tar_path(folder, shard_id)
-        self._folder = folder
+        self.folder = folder
+        name = names.tar_name(shard_id)
+        self.path = folder.path_of(name)
         try:
             with errors_named(self.path):
-                self._tar = ReadFile(self.path)
+                self._tar = folder.open(name)
         except NOT_THERE:
-            raise commands.missing_file(self.path, shard_id, folder) from None
+            raise commands.missing_file(folder, name, shard_id) from None
         wrong = misplaced_samples(spec, records, self._tar.num_bytes)
         if wrong.any():
             self._tar.close()
@@ -256,7 +262,7 @@ class ShardSamples:
             raise errors.BrokenShard(path=self.path, found=found, remedy=self._remedy())
 
     def _remedy(self) -> str:
-        return commands.shard_again(self.shard_id, self._folder)
+        return commands.shard_again(self.shard_id, self.folder)
 
     def __enter__(self) -> ShardSamples:
         return self
@@ -300,17 +306,17 @@ class ShardSamples:
                 first += len(rows)
             yield ids.astype(np.uint32)
 
-    def document_lengths(self, *, is_best_fit: bool) -> npt.NDArray[np.int64]:
+    def document_lengths(self) -> npt.NDArray[np.int64]:
         """Return the number of tokens of each document, in the order of ``pieces``: int64[documents].
 
-        In packed rows a document that continues in the next row counts once. With ``is_best_fit`` (``--pack
-        best_fit``) the next row may have other documents, so each piece counts separately.
+        In packed rows a document that continues in the next row counts once. Rows of ``--pack best_fit`` may
+        continue a document elsewhere, see ``preprocess/export.py``.
         """
         lengths = self.records["num_tokens"].astype(np.int64)
         if not self.spec.has_rows or not len(lengths):
             return lengths
         row_begins = np.cumsum(lengths) - lengths
-        begins = [row_begins if is_best_fit else row_begins[:1]]
+        begins = [row_begins[:1]]
         begins += [row_begins[number] + self.starts(number) for number in range(len(lengths))]
         return np.diff(np.unique(np.concatenate(begins)), append=lengths.sum())
 
@@ -445,7 +451,7 @@ def without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex:
+def merge_manifests(folder: DataFolder, manifests: Iterable[Manifest]) -> DatasetIndex:
     """Merge the manifests of all shards of a folder, given in order. Raises OtherPlan or BrokenShard."""
     spec: DatasetSpec | None = None
     rows: list[tuple[Any, ...]] = []
@@ -454,7 +460,7 @@ def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex
     for manifest in manifests:
         spec = spec or manifest.spec
         if manifest.spec != spec:
-            path = names.manifest_path(folder, manifest.shard_id)
+            path = folder.path_of(names.manifest_name(manifest.shard_id))
             found, expected = f"plan {manifest.spec.plan_id[:12]}", f"{spec.plan_id[:12]}, like the others"
             remedy = commands.shard_of_other_plan(manifest.shard_id, folder)
             raise errors.OtherPlan(path=path, found=found, expected=expected, remedy=remedy)
@@ -469,16 +475,16 @@ def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex
         raise errors.MissingShard("no manifest was given")
     total, shards_blanked = sum_of_sources(sources), names.id_ranges(blanked)
     return _index_of(
-        spec, rows, total, shards_blanked, lambda row: (names.manifest_path(folder, row), "counts")
+        spec, rows, total, shards_blanked, lambda row: (folder.path_of(names.manifest_name(row)), "counts")
     )
 
 
-def read_index(folder: Path) -> DatasetIndex:
+def read_index(folder: DataFolder) -> DatasetIndex:
     """Return the index of a data set: index.json, or if there is none, its manifests merged in memory."""
-    path = folder / names.INDEX_NAME
+    path = folder.path_of(names.INDEX_NAME)
     try:
         with without_garbage_collection():
-            file = names.read_file(path, _FORMAT, _IndexFile, max_bytes=MAX_INDEX_BYTES)
+            file = names.read_file(folder, names.INDEX_NAME, _FORMAT, _IndexFile, max_bytes=MAX_INDEX_BYTES)
             if file.columns != [*COLUMNS, "tar_sha256"]:
                 raise names.wrong_value(path, "columns", file.columns, f"{', '.join(COLUMNS)}, tar_sha256")
             if (num_rows := len(file.shards)) != file.spec.num_shards:
@@ -492,14 +498,14 @@ def read_index(folder: Path) -> DatasetIndex:
         error.remedy = commands.on("verify", folder)
         raise
     remedy = commands.run(folder)
-    if not present and size_of_file(folder / names.PLAN_NAME) is not None:
+    if not present and folder.size_of(names.PLAN_NAME) is not None:
         raise errors.NotFound(path=folder, found="a plan without shards", remedy=remedy)
     if not present:
         found = f"not a data set: it has neither {names.INDEX_NAME} nor a manifest of a shard"
         raise errors.NotFound(path=folder, found=found)
     num_shards = read_manifest(folder, present[0]).spec.num_shards
     if present[-1] >= num_shards:
-        path = names.manifest_path(folder, present[-1])
+        path = folder.path_of(names.manifest_name(present[-1]))
         expected = f"shards 0 to {num_shards - 1}; move it with its tar and idx to its own data set"
         raise errors.OtherPlan(path=path, found="a shard of another data set", expected=expected)
     if missing := sorted(set(range(num_shards)) - set(present)):

@@ -2,7 +2,11 @@
 
 ``jobs/NNNN.json`` is a submission: its job ids and the shards of every task. It is written once and never
 changed. Its number is the next one after those that its writer found, and a hard link claims it: of two
-simultaneous submissions, one fails. ``jobs/history.jsonl`` lists what commands did.
+simultaneous submissions, one fails. ``jobs/control-ID.json`` is a controller of ``--until_done``.
+``jobs/history.jsonl`` lists what commands did.
+
+Several users may write to DATA/jobs. A record is a user's *own* if it is in a file that this user owns and
+nobody else can write to. Commands act on own records alone, see ``slurm.own``.
 
 ``jobs/attempts/`` has a record of each attempt that is running or that left a shard unmade.
 ``slurm/prep_array.sh`` writes the record of a job's task, ``run`` its own. It is text::
@@ -23,6 +27,7 @@ import functools
 import getpass
 import json
 import os
+import pwd
 import re
 import shlex
 import stat
@@ -39,18 +44,20 @@ from shardprep import errors, files
 from shardprep.command_line import option
 from shardprep.errors import ShardprepError
 from shardprep.format import names
+from shardprep.format.data_folder import ATTEMPTS_FOLDER, JOBS_FOLDER, LOGS_FOLDER, DataFolder
 from shardprep.format.names import Count, Text
 
-JOBS_FOLDER = "jobs"
 HISTORY_NAME = "history.jsonl"  # in jobs/
 _FORMAT = "shardprep-submission"
-_MAX_BYTES = 64 << 20  # the submission of 99,999 shards has 2 MB
+_CONTROLLER_FORMAT = "shardprep-controller"
+_CONTROLLER_NAME = re.compile(r"control-[0-9]{1,10}\.json")
+_MAX_CONTROLLER_BYTES = 1 << 16
+_MAX_SUBMISSION_BYTES = 16 << 20  # the submission of 99,999 shards has 2 MB
+_MAX_BYTES = 64 << 20  # of the history, and of a record with a message for each shard
 _MAX_TIME_S = 253_402_300_799  # the end of the year 9999, the last that datetime supports
 _Time = Annotated[float, Meta(ge=0, le=_MAX_TIME_S)]  # seconds since 1970
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
-ATTEMPTS_FOLDER = "jobs/attempts"
-LOGS_FOLDER = "jobs/logs"
 RECORD_VARIABLE = "SHARDPREP_ATTEMPT"  # contains the path of this process's record
 _MAX_REASON_CHARS = 2000
 _Number = Annotated[int, Meta(ge=-1, le=names.MAX_INT64)]
@@ -63,8 +70,6 @@ _MAX_NUMBER = 10**9  # CPUs, GB, minutes or tasks
 _node_flag = functools.partial(option, group="partition, account and nodes")
 _task_flag = functools.partial(option, group="resources of a task")
 _run_flag = functools.partial(option, group="set-up, container and more options")
-# Fields that name commands, or may contain options that do.
-COMMANDS = ("setup", "container", "srun_args", "notify", "sbatch_args", "worker_args")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +101,9 @@ class JobRequest:
         None, "a command that the verify job runs at its end; SHARDPREP_RESULT has the result"
     )
     sbatch_args: str = _run_flag("", "more options of sbatch, quoted as one word")
+    controller_args: str = _run_flag(
+        "", "options of sbatch for the verify job and the controller, such as '--partition=small --mem=2G'"
+    )
     worker_args: str = _run_flag("", "more flags of the worker, such as '--max_bad_fraction 0.05'")
 
     def __post_init__(self) -> None:
@@ -109,19 +117,15 @@ class JobRequest:
             raise errors.UsageError.of_value("--cpus_per_task", self.cpus_per_task, "a number, or: node")
         if self.mem_gb is not None and self.mem_per_cpu_gb is not None:
             raise errors.UsageError(found="--mem_gb and --mem_per_cpu_gb", expected="one of them")
-        for name in ("sbatch_args", "worker_args"):
+        for name in ("sbatch_args", "controller_args", "worker_args"):
             try:
                 shlex.split(getattr(self, name))
             except ValueError as error:
                 expected = f"words of a shell ({error})"
                 raise errors.UsageError.of_value(f"--{name}", getattr(self, name), expected) from None
-        for word in shlex.split(self.sbatch_args):
-            given = f"--sbatch_args {word}"
-            if re.match("--clusters|-M", word):
-                expected = "no cluster; for another one, set SLURM_CLUSTERS=NAME"
-                raise errors.UsageError(found=given, expected=expected)
-            if word.partition("=")[0] in _SET_BY_SUBMIT or re.match(r"-[JaoH]", word):
-                raise errors.UsageError(found=given, expected="options that submit does not set itself")
+        for name in ("sbatch_args", "controller_args"):
+            for word in shlex.split(getattr(self, name)):
+                _check_sbatch_word(f"--{name} {word}", word)
 
     def sbatch_options(self) -> list[str]:
         """Return the options of sbatch. The last of equal ones applies, so that retry can raise memory."""
@@ -146,6 +150,15 @@ class JobRequest:
     def changed(self, **changes: Any) -> JobRequest:
         """Return a copy with changes. Memory of one kind replaces memory of the other kind."""
         return JobRequest(**with_changes(dataclasses.asdict(self), changes))
+
+
+def _check_sbatch_word(given: str, word: str) -> None:
+    """Raise UsageError for an option of sbatch that would break a submission."""
+    if re.match("--clusters|-M", word):
+        expected = "no cluster; for another one, set SLURM_CLUSTERS=NAME"
+        raise errors.UsageError(found=given, expected=expected)
+    if word.partition("=")[0] in _SET_BY_SUBMIT or re.match(r"-[JaoH]", word):
+        raise errors.UsageError(found=given, expected="options that submit does not set itself")
 
 
 def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,6 +204,7 @@ class Submission:
     arrays: Annotated[list[JobArray], Meta(min_length=1)]
     verify: SentJob
     identity: Text  # of the folder, see ``folder_identity``
+    is_typed: bool = False  # a person typed ``retry``, after which failures count anew
     # Whether this user wrote the file and no one else can write to it. Not stored in the file.
     is_own: bool = dataclasses.field(default=True, compare=False)
 
@@ -200,19 +214,20 @@ class Submission:
         return [*self.arrays, self.verify]
 
 
-def read_submissions(folder: Path) -> list[Submission]:
+def read_submissions(folder: DataFolder) -> list[Submission]:
     """Return all submissions of a data set, oldest first. Raises BrokenShard or ReadWriteError."""
-    jobs = folder / JOBS_FOLDER
-    listed = files.names_in(jobs)
-    if not listed and files.size_of_file(jobs) is not None and not files.is_folder(jobs):
-        raise errors.ReadWriteError(path=jobs, found="not a folder", expected="a folder of submissions")
+    listed = folder.names(JOBS_FOLDER)
+    if not listed and folder.status_of(JOBS_FOLDER) is not None and not folder.is_subfolder(JOBS_FOLDER):
+        path = folder.path_of(JOBS_FOLDER)
+        raise errors.ReadWriteError(path=path, found="not a folder", expected="a folder of submissions")
     found = []
     for name in listed:
         if not re.fullmatch(r"[0-9]{4}\.json", name):
             continue
-        path = jobs / name
+        place = f"{JOBS_FOLDER}/{name}"
+        path = folder.path_of(place)
         try:
-            raw, status = files.read_with_status(path, max_bytes=_MAX_BYTES)
+            raw, status = folder.read_with_status(place, max_bytes=_MAX_SUBMISSION_BYTES)
             submission = names.as_type(path, names.checked_object(path, raw, _FORMAT), Submission)
         # Raise for every file that cannot be read: if it were skipped, its shards would be made twice.
         except files.NOT_THERE as error:  # a dangling link, or removed since the listing
@@ -220,9 +235,46 @@ def read_submissions(folder: Path) -> list[Submission]:
         except (errors.BrokenShard, errors.UnknownVersion, errors.UsageError) as error:
             problem = f"not a valid submission: {error}"
             raise errors.BrokenShard(path=path, found=problem, expected="one; move it away") from None
-        is_own = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
-        found.append(dataclasses.replace(submission, is_own=is_own))
+        found.append(dataclasses.replace(submission, is_own=_is_own(status)))
     return found
+
+
+def _is_own(status: os.stat_result) -> bool:
+    """Return whether this user owns the file and nobody else can write to it."""
+    return status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Controller(SentJob):
+    """A job of ``--until_done``: jobs/control-ID.json. Its owner may rename it."""
+
+    identity: Text  # of the folder
+
+
+def read_own_controllers(folder: DataFolder) -> list[Controller]:
+    """Return the controllers that this user submitted. Other users' and damaged files are ignored."""
+    found = []
+    for name in folder.names(JOBS_FOLDER):
+        if not _CONTROLLER_NAME.fullmatch(name):
+            continue
+        place = f"{JOBS_FOLDER}/{name}"
+        path = folder.path_of(place)
+        with contextlib.suppress(*files.NOT_THERE, ShardprepError):
+            raw, status = folder.read_with_status(place, max_bytes=_MAX_CONTROLLER_BYTES)
+            if _is_own(status):
+                content = names.checked_object(path, raw, _CONTROLLER_FORMAT)
+                found.append(names.as_type(path, content, Controller))
+    return found
+
+
+def publish_controller(folder: DataFolder, controller: Controller) -> None:
+    """Write the record of a controller. Raises CannotWrite or ReadWriteError."""
+    content = names.with_content_hash(_CONTROLLER_FORMAT, dataclasses.asdict(controller))
+    with folder.new_file(f"{JOBS_FOLDER}/control-{controller.job_id}.json") as file:
+        file.write(json.dumps(content, indent=2).encode() + b"\n")
+        file.deny_others_writing()  # commands act on what it says
+        file.sync()
+        file.publish()
 
 
 def user_name() -> str:
@@ -233,17 +285,26 @@ def user_name() -> str:
         return str(os.getuid())
 
 
-def append_event(folder: Path, kind: str, **facts: Any) -> None:
+def _owner_name(uid: int) -> str:
+    """Return the name of the user with this id, or the id."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def append_event(folder: DataFolder, kind: str, **facts: Any) -> None:
     """Append what a command did to DATA/jobs/history.jsonl. Errors are ignored."""
     line = json.dumps({"time": round(time.time(), 3), "event": kind, "user": user_name(), **facts})
     with contextlib.suppress(ShardprepError, OSError):
-        files.append_bytes(files.make_subfolder(folder, JOBS_FOLDER) / HISTORY_NAME, f"{line}\n".encode())
+        folder.make_subfolder(JOBS_FOLDER)
+        folder.append(f"{JOBS_FOLDER}/{HISTORY_NAME}", f"{line}\n".encode())
 
 
-def read_events(folder: Path) -> list[dict[str, Any]]:
+def read_events(folder: DataFolder) -> list[dict[str, Any]]:
     """Return the history of a data set, oldest first, without invalid lines."""
     try:
-        lines = files.read_regular(folder / JOBS_FOLDER / HISTORY_NAME, max_bytes=_MAX_BYTES).split(b"\n")
+        lines = folder.read(f"{JOBS_FOLDER}/{HISTORY_NAME}", max_bytes=_MAX_BYTES).split(b"\n")
     except (*files.NOT_THERE, ShardprepError):
         return []
     events = []
@@ -255,20 +316,18 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     return events
 
 
-def publish_submission(folder: Path, submission: Submission) -> None:
+def publish_submission(folder: DataFolder, submission: Submission) -> None:
     """Write a submission. Raises ReadWriteError if its number is taken, and CannotWrite."""
-    jobs = folder / JOBS_FOLDER
     content = dataclasses.asdict(submission)
     del content["is_own"]
-    with files.PublishedFile(jobs / f"{submission.number:04d}.json") as file:
+    with folder.new_file(f"{JOBS_FOLDER}/{submission.number:04d}.json") as file:
         file.write(json.dumps(names.with_content_hash(_FORMAT, content), indent=2).encode() + b"\n")
+        file.deny_others_writing()  # retry runs commands from it
         file.sync()
-        with contextlib.suppress(OSError):  # only the owner may write to it: retry runs commands from it
-            file.temporary.chmod(stat.S_IMODE(file.temporary.stat().st_mode) & ~_OTHERS_WRITE)
         if not file.publish_first():
             why = "there was another submission at the same time; the jobs of this one were cancelled"
             raise errors.ReadWriteError(f"{file.path} exists by now: {why}", path=file.path)
-    files.sync_folder(jobs)
+    folder.sync(JOBS_FOLDER)
 
 
 class Failure(Struct, frozen=True, kw_only=True):
@@ -287,6 +346,9 @@ class AttemptRecord(Struct, kw_only=True):
     """One attempt at some shards, from its record. Missing values are None, 0 or ""."""
 
     path: str = ""
+    name: str = ""  # in the folder of the data set
+    is_own: bool = False  # this user owns the file, and nobody else can write to it
+    owner: str = ""  # of the file
     shards: list[int] = field(name="shard_ids", default_factory=list)  # empty for a verify job
     failures: dict[int, Failure] = field(default_factory=dict)
     # begin
@@ -344,7 +406,7 @@ class AttemptRecord(Struct, kw_only=True):
         """Return whether the process of a ``run`` is alive, or None if it is not on this host."""
         if not self.pid or self.node != os.uname().nodename:
             return None
-        return _start_ticks(self.pid) == self.pid_began
+        return start_ticks(self.pid) == self.pid_began
 
 
 @dataclass(kw_only=True)
@@ -355,40 +417,44 @@ class AttemptRecords:
     unreadable: list[str]  # messages about records that could not be read
 
 
-def folder_identity(folder: Path) -> str:
+def folder_identity(folder: DataFolder) -> str:
     """Return an id that copies of the folder do not share: inode and file system, as ``stat`` prints them."""
     # It survives a move within the file system and is equal on all nodes. Roots of file systems share inodes.
     try:
         number = os.statvfs(folder).f_fsid
-        return f"{folder.stat().st_ino}.{(number & 0xFFFFFFFF) << 32 | number >> 32:x}"
+        return f"{folder.path.stat().st_ino}.{(number & 0xFFFFFFFF) << 32 | number >> 32:x}"
     except OSError as error:
         raise errors.ReadWriteError(f"{folder} cannot be read: {error.strerror}", path=folder) from None
 
 
-def read_attempts(folder: Path, plan_id: str, identity: str = "") -> AttemptRecords:
+def read_attempts(folder: DataFolder, plan_id: str, identity: str = "") -> AttemptRecords:
     """Read all records, one file per attempt that is running or failed. Invalid lines are ignored."""
     identity = identity or folder_identity(folder)
     logs = os.path.join(os.path.realpath(folder), LOGS_FOLDER)  # noqa: PTH118 - Path.resolve may raise
     records = AttemptRecords(own=[], unreadable=[])
     try:
-        listed = files.names_in(folder / ATTEMPTS_FOLDER)
+        listed = folder.names(ATTEMPTS_FOLDER)
     except ShardprepError as error:
         records.unreadable.append(str(error))
         return records
     for name in listed:
         if not (_SLURM_NAME.fullmatch(name) or _RUN_NAME.fullmatch(name)):
             continue
-        path = folder / ATTEMPTS_FOLDER / name
+        place = f"{ATTEMPTS_FOLDER}/{name}"
+        path = folder.path_of(place)
         try:
-            content, status = files.read_with_status(path, max_bytes=_MAX_BYTES)
+            content, status = folder.read_with_status(place, max_bytes=_MAX_BYTES)
         except FileNotFoundError:  # all its shards were made since the listing
             continue
         except ShardprepError as error:
             records.unreadable.append(str(error))
             continue
-        record = _record_of(path, content)
+        record = _record_of(content)
         if record is None or record.plan_id != plan_id or record.identity != identity:
             continue
+        record.path, record.name = str(path), place
+        record.is_own = _is_own(status)
+        record.owner = _owner_name(status.st_uid)
         if status.st_uid != os.geteuid():  # another user may name any file as the log
             log = "" if "\0" in record.log else os.path.realpath(record.log)
             if os.path.dirname(log) != logs:  # noqa: PTH120
@@ -398,7 +464,7 @@ def read_attempts(folder: Path, plan_id: str, identity: str = "") -> AttemptReco
     return records
 
 
-def _record_of(path: Path, content: bytes) -> AttemptRecord | None:
+def _record_of(content: bytes) -> AttemptRecord | None:
     """Parse a record, or return None. If a job id was reused, the last "begin" counts."""
     facts: dict[str, Any] = {}
     failures: dict[int, Failure] = {}
@@ -422,24 +488,45 @@ def _record_of(path: Path, content: bytes) -> AttemptRecord | None:
             record.shards = names.ids_of_ranges(record.shard_ranges)
     except (msgspec.MsgspecError, ValueError):
         return None
-    record.path, record.failures = str(path), failures
+    record.failures = failures
     return record
 
 
 def append_failure(failure: Failure) -> None:
     """Append a failed shard to the record of this process, if it has one. Errors are ignored."""
-    if path := os.environ.get(RECORD_VARIABLE):
+    record = _own_record()
+    if record is not None:
+        folder, name = record
         reason = failure.reason[:_MAX_REASON_CHARS].encode("utf-8", "replace").decode()
         line = msgspec.json.encode(msgspec.structs.replace(failure, reason=reason))
-        with contextlib.suppress(OSError):
-            files.append_bytes(Path(path), line + b"\n")
+        with contextlib.suppress(ShardprepError, OSError):
+            folder.append(name, line + b"\n")
+
+
+def remove_own_record() -> None:
+    """Remove the record of this process, which made its shards, if it has one. Errors are ignored."""
+    record = _own_record()
+    if record is not None:
+        folder, name = record
+        with contextlib.suppress(ShardprepError, OSError):
+            folder.remove(name)
+
+
+def _own_record() -> tuple[DataFolder, str] | None:
+    """Return the data set of this process's record, and the record's name in it, or None without a record."""
+    path = os.environ.get(RECORD_VARIABLE, "")
+    folder, _, name = path.rpartition(f"/{ATTEMPTS_FOLDER}/")
+    return (DataFolder(folder), f"{ATTEMPTS_FOLDER}/{name}") if folder and "/" not in name else None
 
 
 def append_end(record: AttemptRecord) -> None:
     """Append how an attempt ended according to Slurm, before Slurm forgets it. Errors are ignored."""
-    end = _section("end", time=record.ended, stopped_by=record.stopped_by)
-    with contextlib.suppress(OSError):
-        files.append_bytes(Path(record.path), end)
+    facts: dict[str, object] = {"time": record.ended, "stopped_by": record.stopped_by}
+    if record.shown_limit:
+        facts["limit"] = record.shown_limit
+    folder = DataFolder(record.path.removesuffix(record.name))
+    with contextlib.suppress(ShardprepError, OSError):
+        folder.append(record.name, _section("end", **facts))
 
 
 def _section(name: str, **facts: object) -> bytes:
@@ -451,8 +538,8 @@ def _section(name: str, **facts: object) -> bytes:
 class RunRecord:
     """Keeps the record of a ``run`` within ``with``, unless a job's script keeps one already."""
 
-    def __init__(self, folder: Path, plan_id: str, shard_ids: Iterable[int], *, num_cpus: int) -> None:
-        self._path: Path | None = None
+    def __init__(self, folder: DataFolder, plan_id: str, shard_ids: Iterable[int], *, num_cpus: int) -> None:
+        self._folder, self._name = folder, ""
         self.exit_code = 0
         if os.environ.get(RECORD_VARIABLE):
             return
@@ -466,37 +553,38 @@ class RunRecord:
             index, restarts = os.environ.get("SLURM_ARRAY_TASK_ID"), os.environ.get("SLURM_RESTART_COUNT")
             name = f"{job_id}_{index or 0}.r{restarts or 0}"
         else:
-            facts |= {"pid": os.getpid(), "pid_began": _start_ticks(os.getpid())}
+            facts |= {"pid": os.getpid(), "pid_began": start_ticks(os.getpid())}
             name = f"{host}-{os.getpid()}.{int(now * 1000)}"  # one process may call run twice in a second
-        path = folder / ATTEMPTS_FOLDER / name
+        place = f"{ATTEMPTS_FOLDER}/{name}"
         for _ in range(2):  # another run may remove the empty folder in between
             with contextlib.suppress(ShardprepError, OSError):
-                files.make_subfolder(folder, ATTEMPTS_FOLDER)
-                files.append_bytes(path, _section("begin", **facts))
-                self._path = path
-                os.environ[RECORD_VARIABLE] = str(path)
+                folder.make_subfolder(ATTEMPTS_FOLDER)
+                # Nobody else may write to it: commands act on what it says.
+                folder.append(place, _section("begin", **facts), mode=0o644)
+                self._name = place
+                os.environ[RECORD_VARIABLE] = os.path.abspath(folder.path_of(place))  # noqa: PTH100
                 return
 
     def __enter__(self) -> RunRecord:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if self._path is None:
+        if not self._name:
             return
         del os.environ[RECORD_VARIABLE]
         code = self.exit_code if error is None else int(getattr(error, "exit_code", 1))
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(ShardprepError, OSError):
             if code:
                 signal = "stop" if code == 75 else ""
                 end = _section("end", time=round(time.time(), 3), exit_code=code, stage="work", signal=signal)
-                files.append_bytes(self._path, end)
+                self._folder.append(self._name, end)
                 return
-            self._path.unlink()
-            self._path.parent.rmdir()  # the folders, if they are empty
-            self._path.parent.parent.rmdir()
+            self._folder.remove(self._name)
+            self._folder.remove_subfolder(ATTEMPTS_FOLDER)  # if it is empty
+            self._folder.remove_subfolder(JOBS_FOLDER)
 
 
-def _start_ticks(pid: int) -> int:
+def start_ticks(pid: int) -> int:
     """Return when a process began, in clock ticks since boot, or -1 if there is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])

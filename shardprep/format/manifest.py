@@ -15,6 +15,7 @@ This module does not import numpy, which takes 0.1 s to load.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -22,7 +23,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -32,6 +32,7 @@ from shardprep import errors, files
 from shardprep.errors import ShardprepError
 from shardprep.files import Digest, FileStamp
 from shardprep.format import commands, names
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import Count, DatasetSpec, Seconds, Text
 
 _FORMAT = "shardprep-manifest"
@@ -40,11 +41,13 @@ _MANIFEST_NAME = re.compile(r"shard-(\d{5})\.json", re.ASCII)
 _Length = Annotated[str, Meta(pattern=r"\A[0-9]{1,19}\Z")]
 LENGTH_BITS = 4  # binary digits of a length in TextCounts
 FINDINGS_NAME = "findings.json"
-Check = Literal["fast", "full", "deep"]  # how thorough a verify was, in ascending order
-_THOROUGHNESS: Mapping[Check, int] = {"fast": 0, "full": 1, "deep": 2}
+# How thorough a verify was, in ascending order. "every" is a deep one that made all shards again.
+Check = Literal["fast", "full", "deep", "every"]
+_THOROUGHNESS: Mapping[Check, int] = {"fast": 0, "full": 1, "deep": 2, "every": 2}
 _FINDINGS_FORMAT = "shardprep-findings"
-_MAX_FINDINGS_BYTES = 256 << 20
-_MAX_MESSAGE_CHARS = 400  # so that findings for MAX_SHARDS shards fit into the limit
+_MAX_FINDINGS_BYTES = 64 << 20
+_MAX_MESSAGE_CHARS = 400
+_MAX_MESSAGES_CHARS = 8 << 20  # of all findings; each takes at most six bytes in the file
 _PLAN_ID = re.compile(rb'"plan_id": ?"([0-9a-f]{64})"')
 # Errors of a shard that is wrong. Others mean that it could not be read or compared.
 SHARD_ERRORS = (errors.BrokenShard, errors.MissingShard, errors.OtherPlan, errors.UnknownVersion)
@@ -134,6 +137,7 @@ class RunFacts:
     max_rss_bytes: Count = 0
     texts: dict[str, TextCounts] | None = None  # by source
     transform_cpu_s: Seconds = 0.0  # part of cpu_s, in the function of --transform
+    libraries: dict[str, Text] = field(default_factory=dict)  # versions of what that function imported
 
     @property
     def ended(self) -> float:
@@ -165,33 +169,38 @@ class Manifest:
         content = asdict(self)
         if self.made_from is None:
             del content["made_from"]
+        if not self.run.libraries:
+            del content["run"]["libraries"]
         data = names.with_content_hash(_FORMAT, content, run=content.pop("run"))
         return json.dumps(data, ensure_ascii=False, indent=1).encode() + b"\n"
 
 
-def read_manifest(folder: Path, shard_id: int) -> Manifest:
+def read_manifest(folder: DataFolder, shard_id: int) -> Manifest:
     """Read a manifest. Raises MissingShard, BrokenShard, UnknownVersion or ReadWriteError."""
-    path = names.manifest_path(folder, shard_id)
+    name = names.manifest_name(shard_id)
     try:
-        return names.read_file(path, _FORMAT, Manifest, max_bytes=_MAX_BYTES)
+        return names.read_file(folder, name, _FORMAT, Manifest, max_bytes=_MAX_BYTES)
     except files.NOT_THERE:
-        raise commands.missing_file(path, shard_id, folder) from None
+        raise commands.missing_file(folder, name, shard_id) from None
     except errors.BrokenShard as error:
         error.remedy = commands.shard(shard_id, folder)
         raise
 
 
-def manifest_ids(folder: Path) -> list[int]:
+def manifest_ids(folder: DataFolder) -> list[int]:
     """Return the ids of shards with a manifest in a folder, ascending."""
-    return [int(match[1]) for match in map(_MANIFEST_NAME.fullmatch, files.names_in(folder)) if match]
+    return [int(match[1]) for match in map(_MANIFEST_NAME.fullmatch, folder.names()) if match]
 
 
-def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
+def check_shard(folder: DataFolder, shard_id: int, plan_id: str) -> Manifest:
     """Return the manifest of a shard if it is of this plan, and tar and idx have the sizes in it."""
     manifest = read_manifest(folder, shard_id)
     if manifest.spec.plan_id != plan_id or manifest.shard_id != shard_id:
         found = f"shard {manifest.shard_id} of plan {manifest.spec.plan_id[:12]}"
-        path, remedy = names.manifest_path(folder, shard_id), commands.shard_of_other_plan(shard_id, folder)
+        path, remedy = (
+            folder.path_of(names.manifest_name(shard_id)),
+            commands.shard_of_other_plan(shard_id, folder),
+        )
         expected = f"shard {shard_id} of plan {plan_id[:12]}"
         advice = "use a new folder for other inputs or options, or move this shard away"
         raise errors.OtherPlan(path=path, found=found, expected=expected, advice=advice, remedy=remedy)
@@ -200,37 +209,82 @@ def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
 
 
 def shard_files(
-    folder: Path, manifest: Manifest, which: Iterable[str] = tuple(names.STAMPED_PATHS)
-) -> list[tuple[Path, FileStamp]]:
-    """Return the files of a shard with their stamps in its manifest. ``which``: keys of these files."""
-    paths, shard_id = names.STAMPED_PATHS, manifest.shard_id
-    stamps = ((paths[name](folder, shard_id), getattr(manifest, name)) for name in which)
-    return [(path, stamp) for path, stamp in stamps if stamp is not None]
+    manifest: Manifest, which: Iterable[str] = tuple(names.STAMPED_NAMES)
+) -> list[tuple[str, FileStamp]]:
+    """Return the names of a shard's files with their stamps. ``which``: keys of these files."""
+    stamps = ((names.STAMPED_NAMES[key](manifest.shard_id), getattr(manifest, key)) for key in which)
+    return [(name, stamp) for name, stamp in stamps if stamp is not None]
 
 
-def check_sizes(folder: Path, manifest: Manifest, which: Iterable[str] = tuple(names.STAMPED_PATHS)) -> None:
+def check_sizes(
+    folder: DataFolder, manifest: Manifest, which: Iterable[str] = tuple(names.STAMPED_NAMES)
+) -> None:
     """Compare the sizes of a shard's files with its manifest. ``which``: keys of these files."""
-    for path, stamp in shard_files(folder, manifest, which):
-        found = files.size_of_file(path)
+    for name, stamp in shard_files(manifest, which):
+        found = folder.size_of(name)
         if found is None:
-            raise commands.missing_file(path, manifest.shard_id, folder)
+            raise commands.missing_file(folder, name, manifest.shard_id)
         if found != stamp.num_bytes:
-            remedy = commands.shard_without(path, manifest.shard_id, folder)
-            size = f"{found} bytes"
-            raise errors.BrokenShard(path=path, found=size, expected=stamp.num_bytes, remedy=remedy)
+            raise errors.BrokenShard(
+                path=folder.path_of(name),
+                found=f"{found} bytes",
+                expected=stamp.num_bytes,
+                remedy=commands.shard_without(name, manifest.shard_id, folder),
+            )
 
 
-def check_hashes(folder: Path, manifest: Manifest, tar_sha256: str) -> None:
+def check_hashes(folder: DataFolder, manifest: Manifest, tar_sha256: str) -> None:
     """Compare the sha256 of a shard's files with its manifest. The hash of the tar is given."""
-    for path, stamp in shard_files(folder, manifest):
+    for name, stamp in shard_files(manifest):
         try:
-            found = tar_sha256 if stamp is manifest.tar else files.stamp_file(path).sha256
+            found = tar_sha256 if stamp is manifest.tar else folder.stamp_of(name).sha256
         except files.NOT_THERE:
-            raise commands.missing_file(path, manifest.shard_id, folder) from None
+            raise commands.missing_file(folder, name, manifest.shard_id) from None
         if found != stamp.sha256:
-            remedy = commands.shard_again(manifest.shard_id, folder)
-            wrong, planned = f"sha256 {found[:12]}", stamp.sha256[:12]
-            raise errors.BrokenShard(path=path, found=wrong, expected=planned, remedy=remedy)
+            raise other_hash(folder, name, manifest.shard_id, found, stamp)
+
+
+def other_hash(
+    folder: DataFolder, name: str, shard_id: int, found: str, stamp: FileStamp
+) -> errors.BrokenShard:
+    """Build the error for a file of a shard with another sha256, ``found``, than in its manifest."""
+    return errors.BrokenShard(
+        path=folder.path_of(name),
+        found=f"sha256 {found[:12]}",
+        expected=stamp.sha256[:12],
+        remedy=commands.shard_again(shard_id, folder),
+    )
+
+
+def read_side_file(folder: DataFolder, name: str, shard_id: int, stamp: FileStamp) -> bytes:
+    """Return the content of a side file of a shard: ids, digests or quarantine.
+
+    Raises MissingShard if it does not exist, and BrokenShard if its size or sha256 is not that of ``stamp``.
+    """
+    try:
+        raw = folder.read(name, max_bytes=stamp.num_bytes)
+    except files.NOT_THERE:
+        raise commands.missing_file(folder, name, shard_id) from None
+    found = hashlib.sha256(raw).hexdigest()
+    if found != stamp.sha256:
+        raise other_hash(folder, name, shard_id, found, stamp)
+    return raw
+
+
+def side_file_lines(folder: DataFolder, name: str, shard_id: int, stamp: FileStamp) -> Iterator[bytes]:
+    """Yield the lines of a side file of a shard, which may be too large for memory.
+
+    Raises as ``read_side_file``, but only after the last line: until then no line may be relied on.
+    """
+    digest = hashlib.sha256()
+    try:
+        for line in folder.lines(name):
+            digest.update(line)
+            yield line
+    except files.NOT_THERE:
+        raise commands.missing_file(folder, name, shard_id) from None
+    if digest.hexdigest() != stamp.sha256:
+        raise other_hash(folder, name, shard_id, digest.hexdigest(), stamp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +305,19 @@ class _FindingsFile:
     findings: list[Finding]
 
 
+class _PlanId(msgspec.Struct):
+    """The part of ``spec`` in index.json that ``is_verified`` compares."""
+
+    plan_id: str
+
+
+class _IndexCounts(msgspec.Struct):
+    """The part of index.json that ``is_verified`` compares, see ``DatasetIndex``."""
+
+    spec: _PlanId
+    shards: list[tuple[int, int, int, int, int, int, str]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class MadeShards:
     """The state of the shards in a folder, by shard id."""
@@ -261,7 +328,7 @@ class MadeShards:
     broken: Mapping[int, str]  # what is wrong with manifest, tar or idx
 
 
-def done_manifests(folder: Path, plan_id: str, shard_ids: Iterable[int]) -> Iterator[Manifest]:
+def done_manifests(folder: DataFolder, plan_id: str, shard_ids: Iterable[int]) -> Iterator[Manifest]:
     """Yield the manifests of shards that must all be done. Raises OtherPlan, or as ``read_manifest``."""
     findings = read_findings(folder, plan_id)
     for shard_id in shard_ids:
@@ -271,7 +338,7 @@ def done_manifests(folder: Path, plan_id: str, shard_ids: Iterable[int]) -> Iter
 
 
 def done_manifest(
-    folder: Path, shard_id: int, plan_id: str, findings: Mapping[int, Finding] | None = None
+    folder: DataFolder, shard_id: int, plan_id: str, findings: Mapping[int, Finding] | None = None
 ) -> Manifest | None:
     """Return the manifest of a shard if it is done, or None if it has to be made.
 
@@ -286,7 +353,7 @@ def done_manifest(
     return None if shard_id in findings else manifest
 
 
-def refuse_found(folder: Path, findings: Mapping[int, Finding], shard_ids: Iterable[int]) -> None:
+def refuse_found(folder: DataFolder, findings: Mapping[int, Finding], shard_ids: Iterable[int]) -> None:
     """Raise BrokenShard if verify found one of these shards wrong."""
     if wrong := sorted(findings.keys() & set(shard_ids)):
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
@@ -295,18 +362,22 @@ def refuse_found(folder: Path, findings: Mapping[int, Finding], shard_ids: Itera
         raise errors.BrokenShard(path=folder, found=found, remedy=commands.run(folder))
 
 
-def refuse_other_plan(folder: Path, plan_id: str) -> None:
-    """Raise OtherPlan if the plan in a folder does not have ``plan_id``, the id of its shards or index."""
+def refuse_other_plan(folder: DataFolder, plan_id: str) -> bool:
+    """Raise OtherPlan if the plan in a folder does not have ``plan_id``, the id of its shards or index.
+
+    Returns whether the folder has this plan. It has not if the file begins with no id of a plan.
+    """
     # The id is in the first bytes of the file.
-    match = _PLAN_ID.search(files.read_beginning(folder / names.PLAN_NAME, 400))
-    if match and (found := match[1].decode()) != plan_id:
+    match = _PLAN_ID.search(folder.read_beginning(names.PLAN_NAME, 400))
+    if match and match[1].decode() != plan_id:
+        path, found = folder.path_of(names.PLAN_NAME), f"plan {match[1].decode()[:12]}"
         expected, advice = f"{plan_id[:12]}, like its shards", "restore the plan, or move plan or shards away"
-        path = folder / names.PLAN_NAME
-        raise errors.OtherPlan(path=path, found=f"plan {found[:12]}", expected=expected, advice=advice)
+        raise errors.OtherPlan(path=path, found=found, expected=expected, advice=advice)
+    return match is not None
 
 
 def find_made_shards(
-    folder: Path,
+    folder: DataFolder,
     spec: DatasetSpec,
     *,
     known: MadeShards | None = None,
@@ -320,7 +391,7 @@ def find_made_shards(
     file that cannot be read raises ReadWriteError: it may be the manifest of a done shard.
     """
     present = [number for number in manifest_ids(folder) if number < spec.num_shards]
-    if not present and not files.is_folder(folder):
+    if not present and not folder.exists():
         raise errors.NotFound(path=folder, found="no such folder", expected="the folder of a data set")
     findings = read_findings(folder, spec.plan_id)
     made = {number: known.done[number] for number in present if number in known.done} if known else {}
@@ -349,51 +420,59 @@ def find_made_shards(
     return MadeShards(done=done, wrong=findings, other_plan=other_plan, broken=broken)
 
 
-def is_verified(folder: Path, spec: DatasetSpec, made: MadeShards) -> bool:
+def is_verified(folder: DataFolder, spec: DatasetSpec, made: MadeShards) -> bool:
     """Return whether all shards are done and index.json has their counts."""
     if len(made.done) != spec.num_shards or made.wrong:
         return False
     try:
-        raw = files.read_regular(folder / names.INDEX_NAME, max_bytes=_MAX_FINDINGS_BYTES)
-        data = msgspec.json.decode(raw)
-        rows = [(row[2], row[3]) for row in data["shards"]]
-        plan_id = data["spec"]["plan_id"]
+        raw = folder.read(names.INDEX_NAME, max_bytes=_MAX_FINDINGS_BYTES)
+        # Only these values become objects: the file of another user may have millions of others.
+        index = msgspec.json.decode(raw, type=_IndexCounts)
     except (*files.NOT_THERE, errors.BrokenShard):
         return False
-    except (msgspec.MsgspecError, ValueError, RecursionError, LookupError, TypeError):  # not an index
+    except (msgspec.MsgspecError, ValueError, RecursionError):  # not an index
         return False
+    rows = [(num_tokens, tar_bytes) for _, _, num_tokens, tar_bytes, *_ in index.shards]
     counts = [(each.counts.num_tokens, each.tar.num_bytes) for each in made.done.values()]
-    return bool(plan_id == spec.plan_id) and rows == counts
+    return index.spec.plan_id == spec.plan_id and rows == counts
 
 
-def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
+def read_findings(folder: DataFolder, plan_id: str) -> dict[int, Finding]:
     """Return the findings of verify by shard id, except those of shards that were made again since."""
     try:
-        path = folder / FINDINGS_NAME
-        file = names.read_file(path, _FINDINGS_FORMAT, _FindingsFile, max_bytes=_MAX_FINDINGS_BYTES)
+        file = names.read_file(
+            folder, FINDINGS_NAME, _FINDINGS_FORMAT, _FindingsFile, max_bytes=_MAX_FINDINGS_BYTES
+        )
     except files.NOT_THERE:
         return {}
     except errors.BrokenShard as error:
-        error.remedy = commands.on("verify", folder)
+        # Nobody knows any more which shards were wrong, or how thorough the check was that found them.
+        error.remedy = commands.on("verify", folder, "--deep", "all")
+        error.advise("only a verify that makes every shard again can clear it")
         raise
     if file.plan_id != plan_id:
         return {}
-    # This opens one manifest per finding.
-    return {
-        each.shard: each
-        for each in file.findings
-        if _manifest_sha256(folder, each.shard) == each.manifest_sha256
-    }
+    digests: dict[int, str] = {}  # of the manifests; each is read once, however often the file names it
+    found: dict[int, Finding] = {}
+    for each in file.findings:
+        if each.shard not in digests:
+            digests[each.shard] = _manifest_sha256(folder, each.shard)
+        if digests[each.shard] == each.manifest_sha256:
+            found[each.shard] = each
+    return found
 
 
 def uncleared_findings(
-    folder: Path, plan_id: str, check: Check, not_read: Collection[int] = ()
+    folder: DataFolder, plan_id: str, check: Check, not_read: Collection[int] = ()
 ) -> dict[int, Finding]:
-    """Return the findings that this verify cannot clear: of a more thorough one, or of shards not read."""
+    """Return the findings that this verify cannot clear: of a more thorough one, or of shards not read.
+
+    Raises BrokenShard if findings.json is damaged, unless ``check`` is "every": a deep one of all shards.
+    """
     try:
         found = read_findings(folder, plan_id)
     except errors.BrokenShard:
-        if check == "fast":
+        if check != "every" or not_read:
             raise
         return {}
     return {
@@ -404,37 +483,46 @@ def uncleared_findings(
 
 
 def publish_findings(
-    folder: Path, plan_id: str, wrong: Mapping[int, ShardprepError], check: Check, not_read: Collection[int]
+    folder: DataFolder,
+    plan_id: str,
+    wrong: Mapping[int, ShardprepError],
+    check: Check,
+    not_read: Collection[int],
 ) -> None:
     """Add the shards that a verify found wrong to findings.json, and remove index.json."""
     if not wrong:
         return
     findings = uncleared_findings(folder, plan_id, check, not_read)
+    max_chars = min(_MAX_MESSAGE_CHARS, _MAX_MESSAGES_CHARS // (len(wrong) + len(findings)))
     for shard_id in wrong.keys() - findings.keys():
-        if digest := _manifest_sha256(folder, shard_id):
+        digest = _manifest_sha256(folder, shard_id)
+        if digest:
             # The file cannot contain lone surrogates and NULs.
-            message = str(wrong[shard_id])[:_MAX_MESSAGE_CHARS].encode(errors="replace").decode()
+            message = str(wrong[shard_id])[:max_chars].encode(errors="replace").decode()
             message = message.replace("\0", "?")
-            findings[shard_id] = Finding(shard=shard_id, message=message, manifest_sha256=digest, check=check)
+            found_by: Check = "deep" if check == "every" else check
+            findings[shard_id] = Finding(
+                shard=shard_id, message=message, manifest_sha256=digest, check=found_by
+            )
     if findings:
         content = {"plan_id": plan_id, "findings": [asdict(findings[number]) for number in sorted(findings)]}
         raw = msgspec.json.encode(names.with_content_hash(_FINDINGS_FORMAT, content)) + b"\n"
-        files.publish_bytes(folder / FINDINGS_NAME, raw)
-    path = folder / names.INDEX_NAME
+        folder.publish(FINDINGS_NAME, raw)
     try:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            folder.remove(names.INDEX_NAME)
     except OSError as error:
+        path = folder.path_of(names.INDEX_NAME)
         found = f"some shards are wrong, and it cannot be removed: {error.strerror}"
         raise errors.ReadWriteError(
             path=path, found=found, expected="no such file", advice="remove it"
         ) from None
 
 
-def _manifest_sha256(folder: Path, shard_id: int) -> str:
+def _manifest_sha256(folder: DataFolder, shard_id: int) -> str:
     """Return the hash of a manifest's bytes, or "" if it cannot be read."""
     try:
-        path = names.manifest_path(folder, shard_id)
-        content = files.read_regular(path, max_bytes=_MAX_BYTES)
+        content = folder.read(names.manifest_name(shard_id), max_bytes=_MAX_BYTES)
     except (*files.NOT_THERE, errors.BrokenShard):
         return ""
     return hashlib.sha256(content).hexdigest()

@@ -24,7 +24,8 @@ import msgspec
 from msgspec import Meta
 
 from shardprep.errors import BrokenShard, UnknownVersion, UsageError
-from shardprep.files import Digest, read_regular
+from shardprep.files import Digest
+from shardprep.folders import Folder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,7 +53,8 @@ CHAT_TEMPLATES_DIR = "additional_chat_templates"  # in a tokenizer's folder; a n
 QUARANTINE_DIR = "quarantine"
 IDS_DIR = "ids"
 DIGESTS_DIR = "digests"
-EXCLUDED_NAME = "excluded.keys"  # names of documents left out by --exclude
+EXCLUDED_NAME = "excluded.keys"  # keys of the names of documents left out by --exclude
+EXCLUDED_LIST_NAME = "excluded.txt"  # these names, only for people
 BLANKED_DIR = "blanked"  # lists of blanked documents, in a data set made by ``blank``
 TRANSFORM_DIR = "transform"  # a copy of the --transform file, only for reading; it is never run
 ROW_IDS_FIELD = "token_ids.npy"
@@ -67,20 +69,43 @@ def shard_name(shard_id: int) -> str:
     return f"shard-{shard_id:05d}"
 
 
-def _path_function(pattern: str) -> Callable[[Path, int], Path]:
-    return lambda folder, shard_id: folder / pattern.format(shard_name(shard_id))
+def tar_name(shard_id: int) -> str:
+    """Return the name of a shard's tar in the folder of its data set."""
+    return f"shard-{shard_id:05d}.tar"
 
 
-# Functions (folder, shard_id) -> path, for the files whose FileStamps are in the manifest.
-STAMPED_PATHS = {
-    "tar": _path_function("{}.tar"),
-    "idx": _path_function("{}.idx"),
-    "quarantine": _path_function(f"{QUARANTINE_DIR}/{{}}.jsonl"),
-    "ids": _path_function(f"{IDS_DIR}/{{}}.jsonl"),
-    "digests": _path_function(f"{DIGESTS_DIR}/{{}}.digests"),
+def idx_name(shard_id: int) -> str:
+    return f"shard-{shard_id:05d}.idx"
+
+
+def manifest_name(shard_id: int) -> str:
+    return f"shard-{shard_id:05d}.json"
+
+
+def quarantine_name(shard_id: int) -> str:
+    return f"{QUARANTINE_DIR}/shard-{shard_id:05d}.jsonl"
+
+
+def ids_name(shard_id: int) -> str:
+    return f"{IDS_DIR}/shard-{shard_id:05d}.jsonl"
+
+
+def digests_name(shard_id: int) -> str:
+    return f"{DIGESTS_DIR}/shard-{shard_id:05d}.digests"
+
+
+def blanked_name(shard_id: int) -> str:
+    return f"{BLANKED_DIR}/shard-{shard_id:05d}.json"
+
+
+# Names of the files whose FileStamps are in the manifest, by their keys there.
+STAMPED_NAMES: Mapping[str, Callable[[int], str]] = {
+    "tar": tar_name,
+    "idx": idx_name,
+    "quarantine": quarantine_name,
+    "ids": ids_name,
+    "digests": digests_name,
 }
-tar_path, idx_path, quarantine_path, ids_path, digests_path = STAMPED_PATHS.values()
-manifest_path, blanked_path = _path_function("{}.json"), _path_function(f"{BLANKED_DIR}/{{}}.json")
 
 
 def is_chosen(reason: str) -> bool:
@@ -257,6 +282,7 @@ FORMAT_VERSION = 3  # of all files in this package
 CONTENT_HASH = "content_sha256"
 RUN = "run"  # the part that may vary between equal files; it has a hash of its own
 RUN_HASH = "run_sha256"
+_MAX_VALUES = 3_000_000  # in a JSON file; the index of 99,999 shards has 800,000
 MAX_INT64 = 2**63 - 1  # the largest number in the columns of an index
 Count = Annotated[int, Meta(ge=0, le=MAX_INT64)]
 Seconds = Annotated[float, Meta(ge=0, le=MAX_INT64)]
@@ -283,13 +309,20 @@ def with_content_hash(
     return data if run is None else {**data, RUN: {**run, RUN_HASH: content_sha256(run)}}
 
 
-def read_file(path: Path, file_format: str, kind: type[T], *, max_bytes: int) -> T:
+def read_file(folder: Folder, name: str, file_format: str, kind: type[T], *, max_bytes: int) -> T:
     """Read a JSON file as a dataclass. Raises FileNotFoundError, which the caller explains."""
-    return as_type(path, checked_object(path, read_regular(path, max_bytes=max_bytes), file_format), kind)
+    raw = folder.read(name, max_bytes=max_bytes)
+    path = folder.path_of(name)
+    return as_type(path, checked_object(path, raw, file_format), kind)
 
 
 def checked_object(path: Path, raw: bytes | bytearray, file_format: str) -> dict[str, Any]:
     """Check format, version and hashes of a JSON file. Return its other values."""
+    # Types are checked after decoding. A value takes up to 90 bytes of memory, but two bytes in the file.
+    if len(raw) > _MAX_VALUES:
+        num_values = raw.count(b",") + raw.count(b"[") + raw.count(b"{")
+        if num_values > _MAX_VALUES:
+            raise BrokenShard(path=path, found=f"{num_values} values", expected=f"at most {_MAX_VALUES}")
     try:
         data: Any = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: not UTF-8

@@ -16,7 +16,6 @@ only the head and the blocks of its own shard.
 from __future__ import annotations
 
 import codecs
-import contextlib
 import hashlib
 import itertools
 import os
@@ -34,6 +33,7 @@ from shardprep import errors, files
 from shardprep.command_line import option
 from shardprep.files import Digest, FileStamp
 from shardprep.format import commands, names
+from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import Count, DatasetSpec, Record, Text, TokenFormat, TokenizerSpec
 
 # How the assistant's tokens are found from its characters; see docs/training_data.md.
@@ -99,7 +99,9 @@ class PlanOptions:
     source_field: str = _fields(
         "", "field of a document's source, for counts per source", shown="the first subfolder"
     )
-    transform_files: str = _text("", "files next to --transform that it uses: 'words.txt,helpers.py'")
+    transform_files: str = _text(
+        "", "files and packages next to --transform that it uses: 'words.txt,helpers.py,rules'"
+    )
     limit: int = _text(
         0,
         "for a trial: take at most this many documents in total, spread evenly over shards",
@@ -571,7 +573,7 @@ def _id_of(plan: _Decisions, inputs_sha256: str, cuts_sha256: str) -> str:
     return hashlib.sha256(msgspec.json.encode(identity, order="sorted")).hexdigest()
 
 
-def publish_plan(plan: Plan, output_dir: Path) -> Plan:
+def publish_plan(plan: Plan, output_dir: DataFolder) -> Plan:
     """Write plan.json, or return the plan that the folder has. Raises Refused if that is another one."""
     tables: dict[str, Any] = {}
     body = bytearray()
@@ -594,18 +596,18 @@ def publish_plan(plan: Plan, output_dir: Path) -> Plan:
         "tables": tables,
     }
     first_line = msgspec.json.encode(names.with_content_hash(_FORMAT, head))[:-1]
-    with files.PublishedFile(output_dir / names.PLAN_NAME) as file:
+    with output_dir.new_file(names.PLAN_NAME) as file:
         file.write(first_line + b"\n" + body + b"}\n")
         file.sync()
         if file.publish_first():
-            files.sync_folder(output_dir)
+            output_dir.sync()
             return plan
     frozen = need_plan(output_dir)
     refuse_another_plan(frozen, plan, output_dir)
     return frozen
 
 
-def refuse_another_plan(frozen: Plan, plan: Plan, output_dir: Path) -> None:
+def refuse_another_plan(frozen: Plan, plan: Plan, output_dir: DataFolder) -> None:
     """Raise Refused, with the differences, if a folder's plan, ``frozen``, is not ``plan``."""
     if frozen.plan_id == plan.plan_id:
         return
@@ -634,10 +636,10 @@ def refuse_another_plan(frozen: Plan, plan: Plan, output_dir: Path) -> None:
     raise errors.Refused(path=output_dir, found=found, advice=advice, remedy=remedy)
 
 
-def read_plan(output_dir: Path) -> Plan | None:
+def read_plan(output_dir: DataFolder) -> Plan | None:
     """Return the plan of a data set, or None if it has none. Tables are read when they are used."""
     try:
-        return _open_plan(output_dir / names.PLAN_NAME)
+        return _open_plan(output_dir)
     except FileNotFoundError:
         return None
     except NotADirectoryError:
@@ -647,13 +649,13 @@ def read_plan(output_dir: Path) -> Plan | None:
         raise
 
 
-def need_plan(output_dir: Path) -> Plan:
+def need_plan(output_dir: DataFolder) -> Plan:
     """Return the plan of a data set. Raises NotFound, with the command to plan, if there is none."""
     plan = read_plan(output_dir)
     if plan is None:
-        found = f"no {names.PLAN_NAME}" if files.is_folder(output_dir) else "no such folder"
+        found = f"no {names.PLAN_NAME}" if output_dir.exists() else "no such folder"
         raw, made = "RAW", os.path.abspath(output_dir)  # noqa: PTH100 - Path.resolve() would follow links
-        listed = files.names_in(output_dir)
+        listed = output_dir.names()
         # A folder with raw inputs was probably given as the output folder by mistake.
         if any(map(names.known_input_kind, listed)) and not any(name.startswith("shard-") for name in listed):
             raw, made = made, f"{made}_shards"
@@ -662,14 +664,15 @@ def need_plan(output_dir: Path) -> Plan:
     return plan
 
 
-def read_input_names(folder: Path) -> list[str]:
+def read_input_names(folder: DataFolder) -> list[str]:
     """Return the paths of a data set's inputs in the input folder. An idx refers to them by position."""
     return [item.path for item in need_plan(folder).inputs]
 
 
-def _open_plan(path: Path) -> Plan:
+def _open_plan(folder: DataFolder) -> Plan:
+    path = folder.path_of(names.PLAN_NAME)
     with files.errors_named(path):
-        file = files.ReadFile(path)  # closed when the plan and its tables are freed
+        file = folder.open(names.PLAN_NAME)  # closed when the plan and its tables are freed
         file.expect_scattered_reads()
         raw = file.read(0, min(file.num_bytes, _HEAD_BYTES))
         while b"\n" not in raw and len(raw) < min(file.num_bytes, _MAX_HEAD_BYTES):
@@ -706,29 +709,66 @@ def _open_plan(path: Path) -> Plan:
     return Plan(**values, input_dir=Path(head.input_dir))
 
 
-def check_tokenizer_files(output_dir: Path, planned: dict[str, FileStamp], wanted: str = "") -> bytes:
+def check_tokenizer_files(folder: DataFolder, planned: dict[str, FileStamp], wanted: str = "") -> bytes:
     """Check that DATA/tokenizer has the planned files and no others. Return the contents of file ``wanted``.
 
-    Hidden files are ignored. Hashing Llama 3's files takes 18 ms of CPU.
+    Hidden files are ignored. Hashing Llama 3's files takes 18 ms of CPU. Raises NotFound for a missing file,
+    OtherTokenizer for another one, and BrokenShard for a link.
     """
-    folder, stamps, content = output_dir / names.TOKENIZER_DIR, dict[str, FileStamp](), b""
-    for name in files.names_in(folder):
-        with contextlib.suppress(*files.NOT_THERE):  # a link to nothing
-            if name == wanted:
-                content = files.read_regular(folder / name, max_bytes=names.MAX_TOKENIZER_BYTES)
-                sha256 = hashlib.sha256(content).hexdigest()
-                stamps[name] = FileStamp(num_bytes=len(content), sha256=sha256)
-            elif not name.startswith("."):
-                stamps[name] = files.stamp_file(folder / name)
-    for name in sorted(planned.keys() | stamps.keys()):
-        if stamps.get(name) == planned.get(name):
+    content = b""
+    listed = {name for name in folder.names(names.TOKENIZER_DIR) if not name.startswith(".")}
+    for name in sorted(planned.keys() | listed):
+        stamp, found = planned.get(name), "no such file"
+        kind: type[errors.ShardprepError] = errors.NotFound
+        if stamp is None:  # not read: its size says nothing
+            found, kind = "a file that the plan does not have", errors.OtherTokenizer
+        elif name in listed:
+            raw, found = _read_stamped(folder, f"{names.TOKENIZER_DIR}/{name}", stamp, keeps=name == wanted)
+            content = raw or content
+            kind = errors.OtherTokenizer
+        if not found:
             continue
-        found, expected = (
-            "no such file" if stamp is None else f"{stamp.num_bytes} bytes of sha256 {stamp.sha256[:12]}"
-            for stamp in (stamps.get(name), planned.get(name))
+        planned_text = "no such file" if stamp is None else _stamp_text(stamp)
+        raise kind(
+            path=folder.path_of(f"{names.TOKENIZER_DIR}/{name}"),
+            found=found,
+            expected=f"{planned_text}, as planned",
+            advice="restore it, or plan again with the same inputs, options and libraries",
         )
-        advice = "restore it, or plan again with the same inputs, options and libraries"
-        kind = errors.OtherTokenizer if name in stamps else errors.NotFound
-        as_planned = f"{expected}, as planned"
-        raise kind(path=folder / name, found=found, expected=as_planned, advice=advice)
     return content
+
+
+def read_tokenizer(folder: DataFolder, plan: Plan) -> dict[str, bytes]:
+    """Return the contents of DATA/tokenizer by name. Raises as ``check_tokenizer_files``."""
+    return {name: check_tokenizer_files(folder, plan.tokenizer_files, name) for name in plan.tokenizer_files}
+
+
+def refuse_other_tokenizer(folder: DataFolder, wanted: dict[str, FileStamp]) -> None:
+    """Raise Refused if a folder without a plan has another tokenizer, which a plan would replace."""
+    if folder.status_of(names.TOKENIZER_DIR) is None:
+        return
+    try:
+        check_tokenizer_files(folder, wanted)
+    except (errors.OtherTokenizer, errors.NotFound, errors.BrokenShard) as error:
+        found = f"{error.found}, in a folder of somebody else, or of another plan"
+        expected = f"no {names.TOKENIZER_DIR} there, or the same; move it away, or use another folder"
+        raise errors.Refused(path=error.path, found=found, expected=expected) from None
+
+
+def _read_stamped(folder: DataFolder, name: str, stamp: FileStamp, *, keeps: bool) -> tuple[bytes, str]:
+    """Read a file. Returns its content if it ``keeps`` it, and how it differs from its stamp, or ""."""
+    raw = b""
+    with files.errors_named(folder.path_of(name)), folder.open_hashed(name) as file:
+        if file.num_bytes != stamp.num_bytes:
+            return raw, f"{file.num_bytes} bytes"
+        if keeps:
+            raw = files.read_whole(file, max_bytes=names.MAX_TOKENIZER_BYTES)
+            sha256 = hashlib.sha256(raw).hexdigest()
+        else:
+            sha256 = file.sha256()
+    now = FileStamp(num_bytes=stamp.num_bytes, sha256=sha256)
+    return raw, "" if now == stamp else _stamp_text(now)
+
+
+def _stamp_text(stamp: FileStamp) -> str:
+    return f"{stamp.num_bytes} bytes of sha256 {stamp.sha256[:12]}"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from tests.faults import disturbed_files, disturbed_runs, power_loss
+from tests.faults import disturbed_files, disturbed_runs, hostile_sets, power_loss
 from tests.faults.judging import KINDS, Outcome, failures
 from tests.faults.os_calls import preload
 from tests.faults.small_data_sets import FORMS, make_small_data_sets
@@ -42,6 +42,7 @@ CAMPAIGNS = {
     "power_loss": Campaign(power_loss.outcomes, num_quick=1),
     "races": Campaign(disturbed_runs.races),
     "clocks": Campaign(disturbed_runs.clocks),
+    "hostile_sets": Campaign(hostile_sets.outcomes, ("with_ids", "best_fit")),
 }
 _QUICK_FORMS = ("best_fit",)
 # Per file or command. All campaigns take about 2 hours of one core, and --quick about 4 s per campaign.

@@ -50,7 +50,13 @@ class ForkedRun:
     any other exception as a traceback.
     """
 
-    def __init__(self, work: Callable[[], tuple[int, Any]], *, cpu_limit_s: int = _CPU_LIMIT_S) -> None:
+    def __init__(
+        self,
+        work: Callable[[], tuple[int, Any]],
+        *,
+        cpu_limit_s: int = _CPU_LIMIT_S,
+        memory_bytes: int = _MORE_MEMORY_BYTES,
+    ) -> None:
         self._printed = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - end() closes both
         self._result = tempfile.TemporaryFile("a+b")  # noqa: SIM115
         sys.stdout.flush()
@@ -59,7 +65,7 @@ class ForkedRun:
         if self.pid == 0:
             try:
                 os.setpgid(0, 0)
-                self._be_child(work, cpu_limit_s)
+                self._be_child(work, cpu_limit_s, memory_bytes)
             finally:
                 os._exit(0)
         with contextlib.suppress(OSError):  # both processes do it, so that the group exists in any case
@@ -87,13 +93,13 @@ class ForkedRun:
             how = "memory"
         return Ended(how=how, text=f"{'' if facts else f'ended with {code}: '}{_last_words(text)}")
 
-    def _be_child(self, work: Callable[[], tuple[int, Any]], cpu_limit_s: int) -> None:
+    def _be_child(self, work: Callable[[], tuple[int, Any]], cpu_limit_s: int, memory_bytes: int) -> None:
         facts: dict[str, Any] = {"how": "traceback"}
         try:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             for stream in (1, 2):
                 os.dup2(self._printed.fileno(), stream)
-            _limit(cpu_limit_s)
+            _limit(cpu_limit_s, memory_bytes)
             time.sleep = lambda _seconds: None
             facts = _facts(work)
             threading._shutdown()  # type: ignore[attr-defined]  # wait for threads, as Python does at exit
@@ -126,11 +132,11 @@ def _last_words(text: str) -> str:
     return f"{lines[-1][:120] if lines else 'no output'} ({ours[-1] if ours else '?'})"
 
 
-def _limit(cpu_limit_s: int) -> None:
+def _limit(cpu_limit_s: int, memory_bytes: int) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, _WALL_LIMIT_S)
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_limit_s, cpu_limit_s + 5))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    size = pages * resource.getpagesize() + _MORE_MEMORY_BYTES
+    size = pages * resource.getpagesize() + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (size, size))

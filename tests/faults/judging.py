@@ -160,7 +160,7 @@ def _verdict_on_damage(
     verdict = verdict_of_end(ended, expected)
     if verdict != EQUAL:
         return verdict
-    other = _different(data_set.published(), expected.files, damaged)
+    other = different(data_set.published(), expected.files, damaged)
     # An edit of the index may not change its values, for example by repeating a key.
     if other and not (command == "stage" and damaged == "data/index.json" and other == ["staged/index.json"]):
         raise Failure("wrong", f"ended with 0, but other bytes: {', '.join(other)}")
@@ -205,7 +205,7 @@ def check_state(data_set: SmallDataSet, hit: Hit, expected: Undisturbed, *, has_
     ``has_ended``: whether the run ended with 0, so that all files must be complete.
     """
     left = data_set.published()
-    other = [name for name in _different(left, expected.files) if not name.startswith("litter/")]
+    other = [name for name in different(left, expected.files) if not name.startswith("litter/")]
     # Wrong files that a reader would trust. Files of unfinished shards do not count.
     unfinished = [name for name in left if f"{name.rpartition('.')[0]}.json" not in left]
     trusted = [name for name in other if name in left]
@@ -216,11 +216,11 @@ def check_state(data_set: SmallDataSet, hit: Hit, expected: Undisturbed, *, has_
         raise Failure("wrong", f"ended with 0, but other bytes: {', '.join(other)}")
     if hit.command not in _READERS:
         _must_succeed("run again, it", data_set.run(hit.command))
-        if other := _different(data_set.published(), expected.files):
+        if other := different(data_set.published(), expected.files):
             raise Failure("wrong", f"run again: other bytes: {', '.join(other)}")
 
 
-def _different(found: Mapping[str, str], expected: Mapping[str, str], but: str = "") -> list[str]:
+def different(found: Mapping[str, str], expected: Mapping[str, str], but: str = "") -> list[str]:
     """Return the names of files that are missing, superfluous or not equal."""
     names = sorted({*found, *expected} - {but})
     return [name for name in names if found.get(name) != expected.get(name)]

@@ -56,8 +56,13 @@ _WORDS = {
     "export megatron": "export DATA --to megatron --output_dir EXPORTED/megatron",
     "export nanogpt": "export DATA --to nanogpt --output_dir EXPORTED/nanogpt",
     "export hf": "export DATA --to hf --output_dir EXPORTED/hf",
+    "blank by id": "blank DATA --ids LISTED --output_dir STAGED --num_proc 1 --max_bad_fraction 0.5",
+    "overlap in data": "overlap DATA --against RAW",
+    "peek at id": "peek DATA id:doc-3",
+    "peek at place": "peek DATA a.txt:0",
+    "verify --deep": "verify DATA --deep 1",
 }
-Stage = Literal["raw", "planned", "made", "verified", "littered"]
+Stage = Literal["raw", "planned", "made", "verified", "littered", "full", "blanked"]
 _MADE_BY: dict[Stage, list[str]] = {
     "raw": [],
     "planned": ["plan"],
@@ -72,9 +77,17 @@ FORMS: dict[str, list[str]] = {
     "concat": ["--record", "packed", "--seq_len", "64"],
     "best_fit": ["--record", "packed", "--seq_len", "64", "--pack", "best_fit"],
     "formats": [],  # its raw text is also in one file of each format
+    "with_ids": ["--id_field", "id", "--exclude", "EXCLUDED"],  # its raw text is also in a file with ids
 }
+_KEPT = ("raw", "model", "tmp", "blanked", "listed", "excluded")  # by the next form
 # Library modules that commands import late. The loader imports torch.
-_IMPORTED_AHEAD = ["isal.igzip_lib", "tokenizers.trainers", "transformers.models.auto.tokenization_auto"]
+_IMPORTED_AHEAD = [
+    "encodings.utf_16_le",
+    "encodings.utf_32_le",
+    "isal.igzip_lib",
+    "tokenizers.trainers",
+    "transformers.models.auto.tokenization_auto",
+]
 
 
 def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[int, Any]]:
@@ -207,10 +220,13 @@ class SmallDataSet:
     def make(self) -> None:
         """Run the commands of each stage and save the workplace after each."""
         for path in self.place.iterdir():  # left by the previous form
-            if path.name not in ("raw", "model", "tmp", "blanked"):
+            if path.name not in _KEPT:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         if self.form == "formats":
             write_every_format(self.place / "raw")
+        if self.form == "with_ids":
+            lines = [json.dumps({"id": f"doc-{n}", "text": f"document {n}"}) for n in range(20)]
+            (self.place / "raw" / "c.jsonl").write_text("\n".join(lines), encoding="utf-8")
         for stage, names in _MADE_BY.items():
             for name in names:
                 ended = self.run(name)
@@ -260,7 +276,7 @@ def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSe
     calls = OsCalls(place)
     options = ["--digests", "--max_bad_fraction", "0.5"]
     sets = [SmallDataSet(form, [*FORMS[form], *options], place, folder / form, calls) for form in forms]
-    sets.sort(key=lambda data_set: data_set.form == "formats")  # last, because it adds to raw/
+    sets.sort(key=lambda data_set: ("with_ids", "formats").count(data_set.form))  # last: they add to raw/
     ended = sets[0].run("train_tokenizer")
     assert ended.is_well, ended
     (place / "trained").rename(place / "model")
@@ -296,3 +312,5 @@ def _write_raw(place: Path) -> None:
     (place / "raw" / "b.txt").write_bytes(b"".join(lines[40:]))
     blanked = hashlib.sha256(lines[3].removesuffix(b"\n")).hexdigest()
     (place / "blanked").write_text(f"sha256:{blanked}\n", encoding="ascii")
+    (place / "listed").write_text("doc-3\n", encoding="ascii")
+    (place / "excluded").write_text("doc-5\n", encoding="ascii")

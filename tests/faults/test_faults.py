@@ -32,6 +32,7 @@ CAMPAIGNS: dict[str, tuple[int, set[str]]] = {
     "races": (3, {"equal"}),
     "changes": (3, {"refused"}),
     "clocks": (8, {"equal"}),
+    "hostile_sets": (30, {"refused", "equal"}),
 }
 Outcomes = dict[str, list[dict[str, Any]]]
 

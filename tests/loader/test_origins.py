@@ -34,6 +34,7 @@ SETS: dict[str, dict[str, Any]] = {
     "best fit": {"record": "packed", "seq_len": 16, "pack": "best_fit", "append_eos": False},
     "sides": {"validation_fraction": 0.3},
     "sides of rows": {"record": "packed", "seq_len": 16, "validation_fraction": 0.3},
+    "validation": {},
     "low": {},
     "high": {"token_format": "npy"},
 }
@@ -111,6 +112,7 @@ CASES: dict[str, tuple[Form, Options]] = {
     ),
     "mixed and packed at load": (["low", "high"], {"weights": {"low": 1, "high": 3}, "seq_len": 16}),
 }
+WHOLE = {"all documents as validation": ("validation", {"split": "validation"})}
 SHIFTED: dict[str, tuple[Form, Options]] = {
     "shifted": ("mixed", {"targets": "shifted"}),
     "shifted rows": ("npy", {"seq_len": 16, "targets": "shifted"}),
@@ -197,7 +199,7 @@ def test_peek_shows_the_reason_for_a_document_that_was_left_out(data: Path) -> N
 RANKS, STEP = 2, 8
 
 
-@pytest.mark.parametrize(("form", "options"), params_of(CASES))
+@pytest.mark.parametrize(("form", "options"), params_of(CASES | WHOLE | SHIFTED))
 def test_where_names_the_documents_of_a_step_on_two_ranks(
     data: Path, tmp_path: Path, form: Form, options: Options
 ) -> None:
@@ -229,6 +231,32 @@ def test_where_names_the_documents_of_a_step_on_two_ranks(
     assert all(each["address"] in shown and each["place"] in shown for each in got)
     num_rows = len({(each["rank"], each["batch"], each["row"]) for each in got})
     assert num_rows == (3 * L if isinstance(options.get("global_batch_size"), list) else L)
+
+
+# Runs of weights that differ from equal ones: first, and from a step on.
+UNEVEN: list[tuple[dict[str, float], int, dict[str, float]]] = [
+    ({"low": 0.9, "high": 0.1}, 9, {"low": 1, "high": 1}),
+    ({"low": 0.1, "high": 0.9}, 70, {"low": 0.1, "high": 0.9}),
+]
+
+
+@pytest.mark.parametrize(("first", "later", "weights"), UNEVEN)
+def test_where_reads_the_run_of_a_state_and_amends_nothing(
+    blanked: Path, tmp_path: Path, first: dict[str, float], later: int, weights: dict[str, float]
+) -> None:
+    """Also at steps that begin a round, and if a schedule ends with equal weights."""
+    form: Form = ["low", "high"]
+    seen = []
+    with load(blanked, form, weights=[(0, first), (later, weights)]) as loader:
+        for batch in islice(endless(loader), 75):
+            origins = [loader.origin(*origin) for origin in batch["origins"][:, 2:].tolist()]
+            seen.append([(each.source, each.address) for each in origins])
+        (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
+    words = ["--state", tmp_path / "state.json"]
+    for step in (0, 1, later - 1, later, 63, 64, 74):
+        documents = answer(*words_of(blanked, form), *words, "--step", step)["documents"]
+        assert [(each["source"], each["address"]) for each in documents] == seen[step], step
+    assert "amended" not in call_main("where", *words_of(blanked, form, ".new"), *words, "--blanked").text
 
 
 def test_where_refuses_files_without_a_state_and_invalid_steps(data: Path, tmp_path: Path) -> None:

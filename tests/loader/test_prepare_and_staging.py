@@ -102,12 +102,27 @@ def test_other_options_and_other_inputs_are_refused_on_every_rank(
     for path in planned.raw_dir.iterdir():
         path.touch()  # changes nothing
     assert prepared(0) == prepared(1) == str(planned.data_dir)
-    with refuses(Refused):
-        prepared(1, append_eos=True)
+    before = contents(planned.data_dir)
+    for rank, others in ((1, {"append_eos": True}), (0, {"num_shards": 4})):
+        with refuses(Refused):
+            prepared(rank, **others)
+    assert contents(planned.data_dir) == before
     shutil.rmtree(planned.raw_dir)
     for rank in (0, 1):
         with refuses(Refused):
             prepared(rank)
+
+
+@pytest.mark.processes
+def test_options_that_are_left_out_later_are_refused_too(planned: World, prepared: Prepare) -> None:
+    """The data set has packed rows and holds documents out; the call asks for documents, all for training."""
+    shutil.rmtree(planned.data_dir)
+    options: dict[str, Any] = {"record": "packed", "seq_len": 8, "validation_fraction": 0.1}
+    assert prepared(0, **options) == prepared(0, **options) == str(planned.data_dir)
+    with refuses(Refused):
+        prepared(0, record="packed", seq_len=8)
+    with refuses(Refused):
+        prepared(0)
 
 
 def test_a_rank_waits_until_limit_s(
@@ -197,6 +212,31 @@ def test_a_broken_shard_is_not_staged_and_the_others_are(
     assert not (node / "index.json").exists()
     with pytest.raises(ShardprepError):
         open_loader(node)
+
+
+@pytest.mark.parametrize("content", [b'{"steps": []}', b""])
+def test_stage_replaces_no_plan_json_of_another_program(sets: DataSets, node: Path, content: bytes) -> None:
+    node.mkdir()
+    (node / "plan.json").write_bytes(content)
+    ended = stage(sets["concat"], node)
+    assert (ended.code, str(node / "plan.json") in ended.text) == (78, True)
+    assert [(path.name, path.read_bytes()) for path in node.iterdir()] == [("plan.json", content)]
+
+
+def test_a_folder_that_stage_cannot_write_to_is_named(
+    sets: DataSets, node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first file that stage creates is its mark."""
+    real = os.open
+
+    def refuse(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_CREAT and str(path).startswith(".index.json."):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    ended = stage(sets["concat"], node)
+    assert (ended.code, f"{node} cannot be written to: Permission denied" in ended.text) == (73, True)
 
 
 def test_a_small_disk_ends_stage_with_73(sets: DataSets, node: Path, monkeypatch: pytest.MonkeyPatch) -> None:

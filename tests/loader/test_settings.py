@@ -331,8 +331,31 @@ def test_plan_and_rank_0_warn_if_training_documents_get_no_eos(
     planned = world.try_plan(num_shards=1, append_eos=append_eos or None)
     assert planned.text.count("--append_eos") == of_plan
     world.run(0).verify()
-    levels = [level for level, _ in logged(caplog, world.data_dir, **options)]
+    folder: Any = {"validation": world.data_dir} if "split" in options else world.data_dir
+    levels = [level for level, _ in logged(caplog, folder, **options)]
     assert levels.count(logging.WARNING) == of_loader
+
+
+def test_a_set_that_holds_nothing_out_is_for_validation_only_if_somebody_said_so(tmp_path: Path) -> None:
+    """By a name in the call, by its folder's name, or by the split that was planned."""
+    text = {"a.txt": "of a kettle\n" * 20, "x-validation.txt": "of a lake\n" * 20}
+    world = World(tmp_path).raw(text).make(num_shards=1)
+    planned = World(tmp_path, data_dir=tmp_path / "a side").make(num_shards=1, split="validation")
+    named = world.copy(tmp_path / "web_val")
+    refused: list[Any] = [
+        world.data_dir,
+        [named.data_dir, world.data_dir],
+        [world.data_dir / "shard-00000.tar"],
+    ]
+    for wrong in refused:
+        with refuses(UsageError, path=world.data_dir, remedy='input_shards={"validation": '):
+            open_loader(wrong, 4, split="validation")
+    with refuses(UsageError):
+        open_loader({"web": world.data_dir}, 4, split="validation")
+    for right, count in ((named.data_dir, 40), (planned.data_dir, 20), ({"validation": world.data_dir}, 40)):
+        with open_loader(right, 4, split="validation") as loader:
+            assert (loader.run.is_validation, loader.source_names) == (True, ("all",))
+            assert sum(len(batch["input_ids"]) for batch in loader) == count
 
 
 def test_python_m_loader_prints_a_decoded_batch(sets: DataSets, capsys: pytest.CaptureFixture[str]) -> None:

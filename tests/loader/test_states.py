@@ -13,7 +13,7 @@ import pickle
 import random
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from loader import OtherRun, OtherTokenizer, TokenLoader, UsageError
+from loader.run import checksum_of
 from tests.external_tars import write_numbered_tars
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import ids_of, open_loader, refuses
@@ -37,6 +38,11 @@ WORKERS: list[Any] = [
 
 def load(data: Path, batch_size: int = 8, **options: Any) -> TokenLoader:
     return open_loader(data, batch_size, **{"model_id": data, "global_batch_size": 8, "seed": 3, **options})
+
+
+def signed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an edited state with the checksum of its values."""
+    return {**state, "checksum": checksum_of(state)}
 
 
 def numbers(batch: Any) -> list[int]:
@@ -131,7 +137,9 @@ def test_states_are_few_numbers_and_no_path(numbered: Path, whole: list[list[int
         inside = loader.state_dict()
         state = loader.state_at(3)
         with refuses(OtherTokenizer):
-            loader.load_state_dict({**state, "fingerprint": {**state["fingerprint"], "tokenizer": "0" * 64}})
+            loader.load_state_dict(
+                signed({**state, "fingerprint": {**state["fingerprint"], "tokenizer": "0" * 64}})
+            )
     assert inside["num_micro"] == 1
     assert fresh.keys() == inside.keys()
     for name in ("fingerprint", "layout"):
@@ -210,6 +218,8 @@ AMENDED: list[tuple[dict[str, Any], list[Any]]] = [
     ({"names": "web code books", "weights": [(0, {"web": 1, "code": 1}), (400, {"books": 1})]},
      [FIRST, (400, L, "100% books")]),
     ({"weights": {"web": 5, "code": 5}}, [FIRST]),
+    ({"weights": {"web": 9, "code": 1}}, [FIRST, (128, L, "90% web, 10% code")]),
+    ({"weights": {"web": 1e5, "code": 2}}, [FIRST, (128, L, "99.99847% web, 0.001525879% code")]),
 ]  # fmt: skip
 
 
@@ -228,6 +238,40 @@ def test_an_amendment_takes_effect_at_the_next_border_and_the_loader_logs_it(
     with mix(sources, **options) as loader:  # afterwards amend=True is not needed
         loader.load_state_dict(again)
         assert loader.state_dict() == again
+
+
+HALF = {"web": 1, "code": 1}
+THIRD = {"web": 2, "code": 1}
+# Steps before and after the amendment, the arguments of the run, and those that equal what it has planned.
+EQUAL: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
+    # The border is step 64 or 128, after the planned step.
+    (10, 20, {**MIXED, "global_batch_size": [(0, L), (40, 2 * L)]}, {**MIXED, "global_batch_size": 2 * L}),
+    (10, 20, {"weights": [(0, HALF), (40, THIRD)]}, {"weights": THIRD}),
+    # The planned step is over.
+    (50, 55, {"weights": [(0, HALF), (40, THIRD)]}, {"weights": THIRD}),
+    (50, 50, {**MIXED, "global_batch_size": [(0, L), (40, 2 * L)]}, {**MIXED, "global_batch_size": 2 * L}),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "options", "equal"), EQUAL)
+def test_an_amendment_that_equals_what_is_planned_is_recorded(
+    sources: Sources, before: int, after: int, options: dict[str, Any], equal: dict[str, Any]
+) -> None:
+    """Later arguments count from it on: without amend=True, and from every step of the run."""
+    with mix(sources, **options) as loader:
+        state = loader.state_at(before)
+        taken = [numbers(batch) for batch in islice(loader, 3)]
+    with mix(sources, amend=True, **equal) as loader:
+        loader.load_state_dict(state)
+        state = loader.state_at(after)
+        loader.load_state_dict(loader.state_at(0))
+        assert [numbers(batch) for batch in islice(loader, 3)] == taken, "state_at(0) of this loader"
+    for amend in (False, True):
+        with mix(sources, amend=amend, **equal) as loader:
+            loader.load_state_dict(state)
+            assert loader.state_dict() == state
+            loader.load_state_dict(loader.state_at(0))
+            assert [numbers(batch) for batch in islice(loader, 3)] == taken
 
 
 @pytest.mark.parametrize(("step", "amend"), [(5, False), (0, True), (5, True)])
@@ -294,7 +338,7 @@ def test_a_run_keeps_its_initial_block_sizes_after_an_amendment(sources: Sources
     for row in state["sources"]:
         row[3:5] = [2, 6]
     with mix(sources, **MIXED) as loader:
-        loader.load_state_dict(state)
+        loader.load_state_dict(signed(state))
         whole = [numbers(batch) for batch in islice(loader, 8)]
         assert whole != usual
         state = loader.state_at(5)

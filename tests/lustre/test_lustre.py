@@ -568,3 +568,40 @@ def test_a_broken_lfs_fails_no_command_except_show_and_apply(on_lustre: FakeLust
                 codes.add(code)
         assert codes <= ({0, 73} if command.startswith("lustre") else {0}), command
         assert 73 in codes or not command.startswith("lustre"), command
+
+
+# --- pools and options as typed
+
+
+@both_dialects
+@pytest.mark.parametrize(
+    "stripe", ["-c 4 -p empty", "-E 1G -c 1 -p flash -E -1 -c 4 --pool=fakefs.empty", "-p gone"]
+)
+def test_a_typed_pool_without_osts_is_refused_before_setstripe(on_lustre: FakeLustre, stripe: str) -> None:
+    on_lustre.give(pools={"flash": [0, 1], "empty": []})
+    apply(on_lustre.folder, stripe).ends(73, "one of: ")
+    assert not on_lustre.setstripe_calls()
+
+
+@both_dialects
+def test_space_is_that_of_the_folders_pool(on_lustre: FakeLustre) -> None:
+    """Its OSTs are full, although others are empty."""
+    full = {"used": 1 << 30, "available": 1, "flags": ""}
+    on_lustre.give(osts=[full, full, *[OST] * 6], pools={"flash": [0, 1], "disk": [2, 3]})
+    on_lustre.set_by_hand("-c 2 -p flash")
+    lines = space_lines(on_lustre.folder, Need(num_bytes=10 << 20, num_shards=1))
+    assert "2 OSTs of pool flash" in lines[0]
+    assert any(line.startswith("warning: it will not fit: 2 OSTs of pool flash") for line in lines)
+    on_lustre.set_by_hand("-c 2 -p disk")
+    lines = space_lines(on_lustre.folder, Need(num_bytes=10 << 20, num_shards=1))
+    assert not any("will not fit" in line for line in lines)
+
+
+@both_dialects
+@pytest.mark.parametrize("stripe", ["-c 2001", "-S 100", "-c many"])
+def test_wrong_options_are_answered_with_their_page_not_with_the_servers(
+    on_lustre: FakeLustre, stripe: str
+) -> None:
+    said = apply(on_lustre.folder, stripe).ends(73).err
+    assert "man lfs-setstripe" in said
+    assert "lfs df" not in said

@@ -252,12 +252,19 @@ class Run:
             begins = first == border and any(stage[0] == border for stage in self.weights)
             if begins or cycle_counts(held, names) != cycle_counts(run.weights[-1][1], names):
                 run.weights.append((first, held))
-        has_other_size = held_at(run.sizes, border) != held_at(self.sizes, border - 1)
-        if has_other_size or any(first == border for first, _ in run.weights):
-            run.amended_at = border
-        elif self.amended_at >= border:  # amendments from the border on are replaced; earlier ones stay
-            run.amended_at = 0
+        run.amended_at = border  # also if nothing changes there
         run._begins = [(0, 0)]
+        return run
+
+    def confirmed(self, step: int, sizes: Stages, weights: Stages) -> Run:
+        """Amend the run before a step, from which on it already has these stages.
+
+        Nothing changes, but if it had others earlier, the stages that were given count from this step on.
+        """
+        if self.holds(self.amended_at, sizes, weights):
+            return self
+        run = copy.copy(self)
+        run.amended_at = step
         return run
 
     def holds(self, step: int, sizes: Stages, weights: Stages) -> bool:

@@ -9,12 +9,13 @@ earlier amendment has taken effect. ``LAW=all`` runs many more histories.
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from tests.oracle.law import Run, Sample, Source, Weights
 from tests.word_tokenizers import save_word_tokenizer
-from tests.world import Ranks, World
+from tests.world import Ranks, World, call_main
 
 IS_CAMPAIGN = os.environ.get("LAW") == "all"
 NUM_HISTORIES = {"plain": 40, "mixed": 95} if IS_CAMPAIGN else {"plain": 2, "mixed": 2}
@@ -106,6 +107,13 @@ def mean_tokens(source: str) -> Fraction:
     return Fraction(len(joined(source)) / SIZES[source] - 1)  # EOS is not stored
 
 
+@functools.cache
+def first_samples(folder: Path) -> list[int]:
+    """Return the number of the first sample of each shard of a data set."""
+    manifests = [json.loads(path.read_text()) for path in sorted(folder.glob("shard-*.json"))]
+    return [*accumulate((each["counts"]["num_samples"] for each in manifests), initial=0)]
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("law")
@@ -161,6 +169,7 @@ class Pair:
         batch_size: int | None = None,
         **options: Any,
     ) -> Ranks:
+        self.layout = {"world_size": world_size, "batch_size": batch_size}
         arguments: dict[str, Any] = {"seed": self.seed, "state": state, "global_batch_size": self.sizes}
         folders: Any = {name: self.data / name / "data" for name in sources}
         if self.weights:
@@ -222,6 +231,33 @@ class Pair:
             return weights
         return {name: Fraction(str(share)) * times(name) for name, share in weights.items()}
 
+    def look_back(self, step: int) -> None:
+        """Compare what ``where`` says about an earlier step with the law, and what the loaders deliver."""
+        state = self.ranks.state()
+        path = self.data / "state.json"
+        path.write_text(json.dumps(state))
+        names = self.sources_from(step)
+        folders = [f"{name}={self.data / name / 'data'}" for name in names]
+        if not self.weights:
+            folders = [folder.partition("=")[2] for folder in folders]
+        shown = call_main("where", *folders, "--state", path, "--step", step, "--json").ends(0)
+        told = []
+        for each in json.loads(shown.out.splitlines()[-1])["documents"]:
+            shard, sample, *_ = map(int, each["address"].split(":"))
+            name = each["source"] if self.weights else names[0]
+            told.append((name, first_samples(self.data / name / "data")[shard] + sample))
+        expected = [(sample.source, sample.number) for sample in chain(*self.law.step(step))]
+        assert sorted(told) == sorted(expected), f"where of step {step}"
+        delivered = self.ranks
+        self.ranks = self.load(state, self.sources_from(step), **self.layout)
+        for loader in self.ranks.loaders:
+            loader.load_state_dict(loader.state_at(step))
+        assert [sample["input_ids"] for sample in self.ranks.step()] == [
+            self.ids(sample) for sample in chain(*self.law.step(step))
+        ], f"state_at({step})"
+        self.ranks.close()
+        self.ranks = delivered
+
     def first_of_epoch(self, epoch: int) -> int:
         return next(step for step in range(10**6) if self.law.position(step)[0] == epoch)
 
@@ -233,7 +269,9 @@ class Pair:
         sources, of_law = self.sources_from(self.step), self.of_law(self.weights)
         state = self.ranks.loaders[0].state_at(self.step)
         border = self.step
-        if not self.law.holds(self.step, self.sizes, of_law):
+        if self.law.holds(self.step, self.sizes, of_law):
+            self.law = self.law.confirmed(self.step, self.sizes, of_law)
+        else:
             of_sources = {name: self.source(name) for name in sources}
             self.law, border = self.law.amended(self.step, of_sources, self.sizes, of_law)
         self.ranks.close()
@@ -300,6 +338,15 @@ def machine(data: Path, form: Form, workers: Sequence[int]) -> type[RuleBasedSta
             if num_steps == 2:  # check across the border, where the steps before it must not change
                 pair.resume(max(border - 1, 0))
                 pair.check(2)
+
+        @rule(drawn=st.data())
+        def look_back(self, drawn: st.DataObject) -> None:
+            """``where`` names the samples of an earlier step, and state_at moves these loaders there."""
+            pair = self.pair
+            if pair.step and "seq_len" not in form.options and "large" not in form.sources:
+                # A round's first step shows whether where has read the round's own shares.
+                steps = st.integers(0, pair.step - 1)
+                pair.look_back(drawn.draw(steps | steps.map(lambda step: step - step % 64)))
 
         def teardown(self) -> None:
             if hasattr(self, "pair"):

@@ -294,7 +294,7 @@ ROWS = [
     row("run $MY_DATA", 78, found="1", changes={"plan.json": {"version": 1}}, remedy=PLAN.format("NEW")),
     row("run $MY_DATA", 65, expected="JSON", changes={"plan.json": lambda data: data[:100]}),
     row("run $MY_DATA", 65, changes={"plan.json": lambda data: data.replace(b'"line"', b'"file"', 1)}),
-    row("run $MY_DATA", 65, changes={"findings.json": "{"}, remedy="shardprep verify $MY_DATA"),
+    row("run $MY_DATA", 65, changes={"findings.json": "{"}, remedy="shardprep verify $MY_DATA --deep all"),
     row("run $MY_DATA", 78, changes={MANIFEST: ("shard", "$OTHER", 1)}, remedy=MOVE),
     row("--shard_id 1 --output_dir $MY_DATA", 78, changes={MANIFEST: ("shard", "$OTHER", 1)}, remedy=MOVE),
     row("run $RAW", 66, "$RAW", expected="plan.json",

@@ -325,6 +325,57 @@ def test_plan_warns_of_what_a_template_cannot_render_or_leaves_out(tmp_path: Pat
     assert all(words in warnings[0] for words in quoted)
 
 
+_TOOLS = [{"type": "function", "function": {"name": "get_weather"}}]
+_WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + PLAIN
+
+
+@pytest.mark.parametrize(
+    ("template", "extra", "is_refused"),
+    [
+        (_WITH_TOOLS, {"tools": _TOOLS}, True),
+        (_WITH_TOOLS, {"tools": json.dumps(_TOOLS)}, True),
+        ("{%- for each in documents or [] -%}{{ each.text }}{%- endfor -%}" + PLAIN,
+         {"documents": [{"text": "a"}]}, True),
+        (_WITH_TOOLS, {"tools": []}, False),
+        (_WITH_TOOLS, {"tools": None, "documents": ["a"]}, False),
+        (PLAIN + "{# tools #}{{ messages[0].tools }}{{ messages[0]['tools'] }}", {"tools": _TOOLS}, False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_tools_that_the_template_names_are_refused(
+    tmp_path: Path, template: str, extra: dict[str, Any], is_refused: bool, suffix: str
+) -> None:
+    """Also if no record of plan's sample has them: the task ends with 65."""
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    records: list[Any] = [{"messages": chat}, {"messages": chat, **extra}]
+    world = World(tmp_path, tokenizer=save_tokenizer(tmp_path / "model", template))
+    if suffix == "jsonl":
+        world.raw({"a.jsonl": records})
+    else:
+        columns: dict[str, list[Any]] = {"messages": [chat, chat]}
+        columns |= {name: [None, value] for name, value in extra.items()}
+        world.raw({"a.parquet": table_bytes(columns, "parquet")})
+    options: dict[str, Any] = {"record": "chat", "seq_len": 64, "num_shards": 1}
+    ended = world.try_plan(**options)
+    if is_refused:
+        ended.ends(65, next(iter(extra)), "--transform")
+        # A function says what becomes of them.
+        function = tmp_path / "messages.py"
+        function.write_text("def transform(record):\n    return record['messages']\n")
+        world.plan(transform=function, **options)
+    else:
+        ended.ends(0)
+
+
+def test_tools_beyond_the_sample_of_plan_end_the_task(tmp_path: Path) -> None:
+    world = world_of(tmp_path, _WITH_TOOLS, [])
+    chat = [{"role": "user", "content": "a" * 4000}, {"role": "assistant", "content": "b"}]
+    records: list[Any] = [{"chat": {"messages": chat}} for _ in range(1200)]
+    records[300]["chat"]["tools"] = [1]  # between two places that are sampled
+    planned(world.raw({"chats.jsonl": records}), text_field="chat.messages")
+    world.try_shard(0).ends(65, "chat.tools", "chats.jsonl")
+
+
 def test_a_template_with_todays_date_gives_equal_bytes_on_any_day(tmp_path: Path) -> None:
     world = planned(world_of(tmp_path, "{{ strftime_now('%d %b %Y') }}\n" + TAGGED, CHATS)).run()
     assert "26 Jul 2024" in world.main("peek", world.data_dir, num=1).out

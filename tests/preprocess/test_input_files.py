@@ -6,6 +6,8 @@ import contextlib
 import datetime
 import decimal
 import gzip
+import importlib
+import io
 import itertools
 import json
 import lzma
@@ -17,7 +19,7 @@ import sys
 import uuid
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -535,10 +537,31 @@ def of_dictionary(texts: list[str]) -> pa.Table:
     return pa.table({"n": range(len(texts)), "text": pa.chunked_array(chunks)})
 
 
+def of_one_dictionary(texts: list[str]) -> pa.Table:
+    return pa.table({"n": range(len(texts)), "text": pa.array(texts).dictionary_encode()})
+
+
+LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")
+
+
 def stream(texts: list[str], *, is_old: bool = False, has_dictionary: bool = False) -> bytes:
     table = of_dictionary(texts) if has_dictionary else pa.table({"text": pa.array(texts, "string")})
     options = pa.ipc.IpcWriteOptions(use_legacy_format=is_old, emit_dictionary_deltas=True)
     return table_bytes(table, "stream", rows=6, options=options)
+
+
+def by_polars(file: bytes) -> bytes:
+    """Return an Arrow file as polars 2 writes it: without the 8 bytes before the schema."""
+    size = int.from_bytes(file[12:16], "little")
+    return file[:8] + file[16 : 16 + size] + bytes(8) + file[16 + size :]
+
+
+def moved(file: bytes, num_bytes: int) -> bytes:
+    """Return an Arrow file whose footer has the first record batch elsewhere."""
+    footer = len(file) - 10 - int.from_bytes(file[-10:-6], "little")
+    at = 16 + int.from_bytes(STREAM[4:8], "little")  # of the first record batch, behind the schema
+    place = file.index(struct.pack("<q", at), footer)
+    return file[:place] + struct.pack("<q", at + num_bytes) + file[place + 8 :]
 
 
 STREAM, FILE = stream(FIRST), table_bytes({"text": FIRST}, "file", rows=6)
@@ -552,6 +575,11 @@ READ: dict[str, tuple[bytes, list[str]]] = {
     "no end mark behind the second": (STREAM + stream(SECOND).removesuffix(END_MARK), FIRST + SECOND),
     "before 0.15": (stream(FIRST, is_old=True, has_dictionary=True), FIRST),
     "before 0.15 and behind it": (stream(FIRST, is_old=True) + stream(SECOND), FIRST + SECOND),
+    "polars 2": (by_polars(FILE), FIRST),
+    "polars 2, dictionaries": (by_polars(table_bytes(of_one_dictionary(FIRST), "file", rows=6)), FIRST),
+    "polars 2, lz4": (by_polars(table_bytes({"text": FIRST}, "file", rows=6, options=LZ4)), FIRST),
+    "polars 2, no rows": (by_polars(table_bytes({"text": pa.array([], "string")}, "file")), []),
+    "a file whose schema is in the footer alone": (FILE[:8] + bytes(4) + FILE[12:], FIRST),
 }
 
 
@@ -561,6 +589,87 @@ def test_all_arrow_streams_of_a_file_are_read_wherever_shards_begin(tmp_path: Pa
     texts = {f"{kind}.arrow": texts for kind, (_, texts) in READ.items()}
     world = World(tmp_path).raw(files).make(num_shards=num_shards)
     assert world.texts() == [text for name in sorted(files) for text in texts[name]]
+
+
+LONG = "boilerplate " * 7500
+MANY = 600  # rows: 54 MB of text, if they were decoded at once
+
+
+def repeated(form: str) -> bytes:
+    """Return a small file in which most rows share one text of 90 kB, after rows that do not show it."""
+    first = [None] * 100 if form in ("struct.parquet", "lists.parquet") else [None]
+    texts: list[str | None] = [*first, "a", *[LONG] * MANY, *(f"b {n}" for n in range(50))]
+    column = pa.array(texts)
+    encoded = column.dictionary_encode()
+    options: dict[str, Any] = {"row_group_size": 1 << 20}
+    if form == "prefixes.parquet":
+        options |= {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}
+    if form == "lists.parquet":
+        said = pa.array([None if text is None else [{"text": text}] for text in texts])
+        table = pa.table({"text": pa.array(["short"] * len(texts)), "said": said})
+    elif form == "struct.parquet":
+        table = pa.table({"text": pa.StructArray.from_arrays([column], names=["in"])})
+    elif form == "views.arrow":
+        one = pa.array([None, "a", LONG], pa.string_view())
+        views = one.buffers()[1].to_pybytes()
+        rest = pa.array([f"b {n}" for n in range(50)], pa.string_view())
+        views = views[:32] + views[32:48] * MANY + rest.buffers()[1].to_pybytes()[: 16 * 50]
+        valid = pa.py_buffer(b"\xfe" + b"\xff" * (len(texts) // 8))
+        buffers = [valid, pa.py_buffer(views), *one.buffers()[2:]]
+        table = pa.table({"text": pa.Array.from_buffers(pa.string_view(), len(texts), buffers)})
+    else:  # "dictionary.arrow", "type.parquet" and "text.parquet"
+        table = pa.table({"text": column if form == "text.parquet" or "prefix" in form else encoded})
+    sink = io.BytesIO()
+    if form.endswith(".parquet"):
+        pa.parquet.write_table(table, sink, **options)
+    else:
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    return sink.getvalue()
+
+
+SHARED = (
+    *("text.parquet", "type.parquet", "prefixes.parquet", "struct.parquet"),
+    pytest.param("lists.parquet", marks=pytest.mark.processes),  # plan tries a function in a process
+    *("dictionary.arrow", "views.arrow"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", SHARED)
+def test_rows_that_share_a_text_are_decoded_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """A file of some kB may have gigabytes of text, so its encoded size says little."""
+    decoded: list[int] = []  # bytes of each batch of rows, as pyarrow decoded it
+    read = pa.parquet.ParquetFile.iter_batches
+
+    def iter_batches(*given: Any, **options: Any) -> Any:
+        for batch in read(*given, **options):
+            decoded.append(batch.nbytes)
+            yield batch
+
+    texts_at_once: list[int] = []  # bytes of the texts that are made at once
+
+    def texts_of(values: Iterable[Any]) -> list[Any]:
+        found: list[Any] = read_texts(values)
+        texts_at_once.append(sum(len(text) for text in found if isinstance(text, bytes)))
+        return found
+
+    monkeypatch.setattr(pa.parquet.ParquetFile, "iter_batches", iter_batches)
+    read_texts = importlib.import_module("preprocess.read.documents").texts_of
+    monkeypatch.setattr("preprocess.read.documents.texts_of", texts_of)
+    monkeypatch.setattr("preprocess.plan.planning._SAMPLE_BYTES", 1 << 18)  # enough to decode a batch
+    options: dict[str, Any] = {"text_field": "text.in" if form == "struct.parquet" else None}
+    if form == "lists.parquet":
+        function = tmp_path / "beginning.py"
+        function.write_text("def transform(record):\n    return str(record['said'])[:500]\n")
+        options = {"transform": function}
+    world = World(tmp_path).raw({f"a.{form}": repeated(form)})
+    world.try_plan(dry_run=True, max_bad_fraction=1, **options).ends(0)
+    assert 0 < max(texts_at_once) < 2 << 20
+    if form.endswith(".parquet"):
+        assert 0 < max(decoded) < 20 << 20
 
 
 PARQUET, GZIP, LINES = table_bytes({"text": FIRST}, "parquet"), gzip_member("first"), json_lines(TEXTS)
@@ -594,8 +703,11 @@ REFUSED: dict[str, bytes] = {
     "nulls that no bit says.arrow": table_bytes({"text": ["한글"] * 5}, "stream", rows=5).replace(
         struct.pack("<qq", 5, 0), struct.pack("<qq", 5, 2)
     ),
-    # Only the footer has a valid schema.
-    "a file without a schema behind its mark.arrow": FILE[:8] + bytes(4) + FILE[12:],
+    "two files of polars.arrow": by_polars(FILE) * 2,
+    "polars, a message moved.arrow": moved(by_polars(FILE), 64),
+    "polars, a message beyond the end.arrow": moved(by_polars(FILE), 1 << 40),
+    "polars, a message before the first.arrow": moved(by_polars(FILE), -128),
+    "polars, cut in the middle.arrow": by_polars(FILE)[:300] + by_polars(FILE)[500:],
     "broken name of a column.parquet": b"\xe5ext".join(PARQUET.rsplit(b"text", 1)),
     "column of another type.parquet": table_bytes({"text": [1, 2]}, "parquet"),
     # With encrypted columns, pyarrow writes a nonce and a tag after the footer.

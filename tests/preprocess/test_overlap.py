@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import multiprocessing.util
 import random
+import shlex
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from tokenizers import Tokenizer
@@ -223,7 +226,16 @@ def test_a_damaged_list_is_refused_with_a_remedy(worlds: Worlds, evals: Path, tm
     search(worlds["documents"], evals, tmp_path / "out")
     path = next((tmp_path / "out").glob("shard-00001.*"))
     whole = path.read_bytes()
-    for damaged in (b"[]\n", b"{}\n", whole + b"no json\n", whole[:-9]):
+    hit = json.loads(whole.partition(b"\n")[0])
+    changes: list[dict[str, Any]] = [
+        {"share": "1"}, {"share": None}, {"longest": []}, {"text": 5}, {"document": 5}, {"eval": {}},
+        {"sha256": f"{hit['sha256']}\nat:a.txt:0"},  # another line in the list
+    ]  # fmt: skip
+    other_values = [{**hit, **change} for change in changes]
+    without_share = {name: value for name, value in hit.items() if name != "share"}
+    forged = [json.dumps(each).encode() + b"\n" for each in (*other_values, without_share)]
+    deep = b"[" * 100_000 + b"]" * 100_000 + b"\n"
+    for damaged in (b"[]\n", b"{}\n", whole + b"no json\n", whole[:-9], deep, *forged):
         path.write_bytes(damaged)
         error = overlap(worlds["documents"], evals, tmp_path / "out").error
         assert (type(error), error and error.remedy) == (BrokenShard, f"mv {path} {path}.damaged")
@@ -355,6 +367,55 @@ def test_duplicates_ignores_blanked_documents_and_finds_moved_inputs(tmp_path: P
     newer = new.blanked(names, tmp_path / "newer", input_dir=tmp_path / "moved")
     answer, _ = find_copies(newer.data_dir, "--output", names)
     assert (answer["num_duplicates"], answer["num_documents"]) == (0, len(counts))
+
+
+@pytest.mark.processes  # plan tries a function in a process
+def test_data_sets_with_other_functions_and_moved_inputs_are_compared(tmp_path: Path) -> None:
+    """The flags are repeated, in any order. The inputs have one name and size, the helpers one name."""
+    text, worlds, moved, functions = EVALS[1], list[World](), list[Any](), list[Any]()
+    for name, mark in (("a", "#"), ("b", "_"), ("c", "")):
+        folder = tmp_path / name
+        world = World(folder).raw({"x.jsonl": [{"text": f"{mark}{text}"}, {"text": f"{mark}own {name}"}]})
+        options: dict[str, Any] = {}
+        if mark:
+            function = "import helpers\ndef transform(record): return record['text'].strip(helpers.MARK)"
+            function += "\nprint('not in the JSON')"
+            (folder / "clean.py").write_text(function)
+            (folder / "helpers.py").write_text(f"MARK = {mark!r}")
+            options["transform"] = folder / "clean.py"
+            functions += ["--transform", options["transform"]]
+        files = {"transform_files": "helpers.py"} if mark else {}
+        worlds.append(world.plan(num_shards=1, digests=True, **files, **options).run(**options))
+        world.raw_dir.rename(folder / "moved")
+        moved[:0] = ["--input_dir", folder / "moved"]
+    folders = [world.data_dir for world in worlds]
+    names = ["--output", tmp_path / "names.txt"]
+    for order in (functions, [*functions[2:], *functions[:2]]):
+        assert list(map(len, find_copies(*folders, *names, *moved, *order)[1])) == [0, 1, 1]
+    for data_dir, other in (folders[:2], folders[1::-1]):
+        out = tmp_path / f"overlap of {data_dir.parent.name}"
+        words = ["overlap", data_dir, "--against", other, "--output", out, *moved[2:], *functions]
+        call_main(*words).ends(0)
+        assert len((out / "overlap.jsonl").read_text().splitlines()) == 1
+    # The command that comes next works as it is printed.
+    printed = call_main("duplicates", *folders, *names, *moved, *functions).out
+    (blank,) = (
+        line.partition("shardprep ")[2]
+        for line in printed.replace("# or: ", "\n").split("\n")
+        if f"blank {folders[1]} " in line
+    )
+    new = tmp_path / "new"
+    with mock.patch.object(multiprocessing.util, "spawnv_passfds", side_effect=BlockingIOError):
+        assert "--transform" not in call_main(*shlex.split(blank.replace("NEW", str(new)))).err
+    assert (new / "transform" / "clean.py").exists()
+    # A data set whose function or folder is not among them is named, and so is a flag too many.
+    duplicates = ["duplicates", *folders, *names]
+    call_main(*duplicates, *moved).ends(2, folders[0], "--transform")
+    call_main(*duplicates, *moved, *functions[:2]).ends(78, folders[1], "--transform")
+    call_main(*duplicates, *moved[2:], *functions).ends(66, folders[2], "--input_dir")
+    (tmp_path / "other.py").write_text("def transform(record): return None")
+    call_main(*duplicates, *moved, *functions, "--transform", tmp_path / "other.py").ends(2, "other.py")
+    call_main(*duplicates, *moved, *functions, "--input_dir", tmp_path).ends(2, f"--input_dir {tmp_path}")
 
 
 def test_duplicates_refuses_unsuitable_data_sets_and_leaves_no_list(tmp_path: Path) -> None:

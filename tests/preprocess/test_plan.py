@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import json
 import os
 import random
 import re
@@ -376,19 +377,26 @@ def test_sockets_and_unprintable_names_are_named(odd_world: World, monkeypatch: 
 
 
 OID = "4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393"
-POINTERS = {
-    "git lfs pull": f"version https://git-lfs.github.com/spec/v1\noid sha256:{OID}\nsize 12345\n",
-    "git annex get": f"/annex/objects/SHA256E-s12345--{OID}.txt\n",
+_LFS = f"oid sha256:{OID}\nsize 12345\n"
+POINTERS = {  # by how it came to be: the command, and the file
+    "git-lfs": ("git lfs pull", f"version https://git-lfs.github.com/spec/v1\n{_LFS}"),
+    "git-lfs, CRLF": ("git lfs pull", f"version https://git-lfs.github.com/spec/v1\r\n{_LFS}"),
+    "git-lfs of an editor": ("git lfs pull", f"\ufeffversion https://git-lfs.github.com/spec/v1\r\n{_LFS}"),
+    "git-lfs before 1.0": ("git lfs pull", f"version https://hawser.github.com/spec/v1\n{_LFS}"),
+    "git-annex": ("git annex get", f"/annex/objects/SHA256E-s12345--{OID}.txt\n"),
+    "git-annex without links": ("git annex get", f"../../.git/annex/objects/k/z/SHA256E-s9--{OID}/{OID}"),
+    "git-xet": ("git xet materialize", f"# xet version 0\nfilesize = 12345\nhash = '{OID}'\n"),
 }
 
 
-@pytest.mark.parametrize("command", POINTERS)
-def test_a_pointer_file_is_refused_with_the_command_that_fetches_it(tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize("kind", POINTERS)
+def test_a_pointer_file_is_refused_with_the_command_that_fetches_it(tmp_path: Path, kind: str) -> None:
+    command, pointer = POINTERS[kind]
     for name in ("b.txt", "b.jsonl", "b.parquet", "b.arrow", "b.txt.zst"):
-        world = World(tmp_path / name).raw({"a.txt": "a document\n", name: POINTERS[command]})
+        world = World(tmp_path / name).raw({"a.txt": "a document\n", name: pointer})
         world.try_plan().ends(65, world.raw_dir / name, command)
         assert not world.data_dir.exists()
-    texts = {"a.txt": "A pointer begins with:\n" + POINTERS[command], "b.txt": POINTERS[command] * 20}
+    texts = {"a.txt": "A pointer begins with:\n" + pointer, "b.txt": pointer * 20}
     assert World(tmp_path).raw(texts).plan().inputs() == ["a.txt", "b.txt"], "texts about pointers are inputs"
 
 
@@ -469,6 +477,196 @@ def test_a_delta_table_gives_only_current_files_or_is_refused(tmp_path: Path, ki
     else:
         ended = world.try_plan(recursive=True).ends(65, "01.json: " if kind == "no JSON" else "")
         assert getattr(ended.error, "path", None) == str(world.raw_dir), ended.text
+
+
+# Names in the log of a Delta table for the files part-0.parquet and "day=a b%20c/part-1.parquet" of RAW.
+NAMES_OF_DELTA = {
+    "relative": ("part-0.parquet", "day=a%20b%2520c/part-1.parquet"),
+    "not encoded": ("part-0.parquet", "day=a b%20c/part-1.parquet"),
+    "dots": ("./part-0.parquet", "x/../day=a%20b%2520c/part-1.parquet"),
+    "absolute": ("RAW/part-0.parquet", "RAW/day=a%20b%2520c/part-1.parquet"),
+    "file URI": ("file:RAW/part-0.parquet", "file://RAW/day=a%20b%2520c/part-1.parquet"),
+    "host": ("file:///RAW/part-0.parquet", "file://localhost/RAW/day=a%20b%2520c/part-1.parquet"),
+    "elsewhere": ("part-0.parquet", "s3://bucket/table/day=a%20b%2520c/part-1.parquet"),
+    "moved": ("part-0.parquet", "file:///old/table/day=a%20b%2520c/part-1.parquet"),
+    "missing": ("part-0.parquet", "part-7.parquet"),
+}
+
+
+@pytest.mark.parametrize("how", NAMES_OF_DELTA)
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_files_of_a_delta_table_are_found_by_any_name_or_it_is_refused(
+    tmp_path: Path, how: str, is_linked: bool
+) -> None:
+    raw = tmp_path / "raw"
+    names = [name.replace("RAW", str(raw)) for name in NAMES_OF_DELTA[how]]
+    log = json_lines_of([{"add": {"path": name}} for name in names])
+    parts = ["part-0.parquet", "day=a b%20c/part-1.parquet"]
+    World(tmp_path).raw({name: table_of([name]) for name in [*parts, "part-old.parquet"]})
+    (tmp_path / "link").symlink_to("raw")
+    world = World(tmp_path, raw_dir=tmp_path / "link" if is_linked else raw)
+    world.raw({f"_delta_log/{'0' * 20}.json": log})
+    if how in ("elsewhere", "moved", "missing"):
+        world.try_plan(recursive=True).ends(65, names[1])
+        return
+    planned(world, num_shards=1)
+    assert sorted(world.run().texts()) == sorted(parts)
+    assert left_out(world)["old version in a Delta table"] == ["part-old.parquet"]
+
+
+def json_lines_of(records: Sequence[Any]) -> bytes:
+    return b"".join(f"{json.dumps(record)}\n".encode() for record in records)
+
+
+def write_arrow(path: Path, texts: list[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(table_bytes({"text": texts}, "arrow"))
+
+
+FORMER = [text.upper() for text in DOCS[:10]]
+
+
+def unfinished(raw: Path) -> Path:
+    write_arrow(raw / "default/0.0.0/abc/set-train.arrow", DOCS)
+    for ending in (".incomplete", ".tmp", ".INPROGRESS"):
+        write_arrow(raw / f"default/0.0.0/abc{ending}/set-train-00000-00000-of-NNNNN.arrow", FORMER)
+    return raw
+
+
+def saved_twice(raw: Path) -> Path:
+    for number in range(3):
+        write_arrow(raw / f"train/data-0000{number}-of-00003.arrow", DOCS[number * 10 : number * 10 + 10])
+    write_arrow(raw / "train/data-00000-of-00001.arrow", FORMER)
+    names = [{"filename": f"data-0000{number}-of-00003.arrow"} for number in range(3)]
+    (raw / "train/state.json").write_text(json.dumps({"_data_files": names, "_split": None}))
+    (raw / "state.json").write_text("[" * 9)  # another tool's
+    return raw
+
+
+def hub_cache(raw: Path, *, given: str = "") -> Path:
+    """Two revisions, with one file in common."""
+    repo = raw / "datasets--owner--name"
+    files = {"new": {"a": DOCS[:10], "b": DOCS[10:]}, "old": {"a": DOCS[:10], "b": FORMER}}
+    for revision, texts in files.items():
+        for name, of_file in texts.items():
+            blob = repo / "blobs" / f"{name}{of_file[0][:1]}"
+            write_arrow(blob, of_file)
+            link = repo / "snapshots" / revision / "data" / f"{name}.arrow"
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(Path("../../../blobs") / blob.name)
+    (repo / "refs").mkdir()
+    (repo / "refs/main").write_text("new")
+    return repo / given if given else raw
+
+
+def hudi(raw: Path, *, given: str = "", timeline: str = "") -> Path:
+    notes = raw / ".hoodie" / timeline
+    notes.mkdir(parents=True)
+    (raw / ".hoodie/hoodie.properties").write_text("hoodie.table.name=t\n")
+    first, second, third = "20240101000000000", "20240102000000000", "20240103000000000"
+    done = f"_{third}" if timeline else ""
+    for name in (f"{second}{done}.commit", f"{second}.commit.requested", f"{second}.inflight"):
+        (notes / name).touch()
+    (notes / f"{third}.commit.requested").touch()
+    (raw / "eu/1").mkdir(parents=True)
+    for group, instant, texts in (
+        ("f1-0", first, FORMER), ("f1-0", second, DOCS[:10]), ("f1-0", third, FORMER),
+        ("f2-0", first, DOCS[10:]), ("f3-0", third, FORMER),
+    ):  # fmt: skip
+        (raw / f"eu/1/{group}_0-21-{instant[7]}_{instant}.parquet").write_bytes(table_of(texts))
+    return raw / given if given else raw
+
+
+CURRENT: dict[str, Callable[[Path], Path]] = {
+    "a build of datasets that was interrupted": unfinished,
+    "save_to_disk with fewer files": saved_twice,
+    "two revisions in a cache": hub_cache,
+    "the snapshots of a cache": partial(hub_cache, given="snapshots"),
+    "one revision": partial(hub_cache, given="snapshots/new"),
+    "Hudi": hudi,
+    "Hudi 1.0": partial(hudi, timeline="timeline"),
+    "a partition of Hudi": partial(hudi, given="eu"),
+}
+
+
+@pytest.mark.parametrize("kind", CURRENT)
+def test_only_current_rows_of_what_others_keep_are_taken(tmp_path: Path, kind: str) -> None:
+    world = World(tmp_path, raw_dir=CURRENT[kind](tmp_path / "table"))
+    planned(world, num_shards=1)
+    assert sorted(world.run().texts()) == sorted(DOCS)
+
+
+def iceberg(raw: Path, num_current: int, *, num_deletes: int = 0, given: str = "") -> Path:
+    for number in range(3):
+        path = raw / f"data/day={number}/0000{number}-0-a.parquet"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(table_of(DOCS[number * 10 : number * 10 + 10]))
+    (raw / "metadata").mkdir()
+    summary = {"total-data-files": str(num_current), "total-delete-files": str(num_deletes)}
+    snapshots = [
+        {"snapshot-id": 6, "summary": {"total-data-files": "9"}},
+        {"snapshot-id": 7, "summary": summary},
+    ]
+    note = {"current-snapshot-id": 7, "snapshots": snapshots}
+    (raw / "metadata/00009-0a-b.metadata.json").write_text("{}")
+    (raw / "metadata/00010-0a-b.metadata.json").write_text(json.dumps(note))
+    return raw / given if given else raw
+
+
+@pytest.mark.parametrize("given", ["", "data"])
+def test_an_iceberg_table_is_taken_if_its_snapshot_has_all_files(tmp_path: Path, given: str) -> None:
+    world = World(tmp_path, raw_dir=iceberg(tmp_path / "table", 3, given=given))
+    planned(world, num_shards=1)
+    assert sorted(world.run().texts()) == sorted(DOCS)
+
+
+def ambiguous_refs(raw: Path) -> Path:
+    hub_cache(raw)
+    (raw / "datasets--owner--name/refs/pr").write_text("old\n")
+    return raw
+
+
+def two_builds(raw: Path) -> Path:
+    for build in ("0a" * 32, "1b" * 32):
+        write_arrow(raw / f"default/0.0.0/{build}/set-train.arrow", DOCS)
+        (raw / f"default/0.0.0/{build}/dataset_info.json").write_text("{}")
+    return raw
+
+
+def clustered(raw: Path) -> Path:
+    hudi(raw)
+    (raw / ".hoodie/20240104000000000.replacecommit").touch()
+    return raw
+
+
+UNDECIDED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "Iceberg with former files": (partial(iceberg, num_current=2), "2 of the 3 data files"),
+    "Iceberg with deletes": (partial(iceberg, num_current=3, num_deletes=1), "1 file of deletes"),
+    "a partition of Iceberg": (partial(iceberg, num_current=3, given="data/day=1"), "3 of the 1"),
+    "refs to two revisions": (ambiguous_refs, "snapshots/REVISION"),
+    "two builds in the cache of datasets": (two_builds, "one of these folders"),
+    "Hudi with replaced files": (clustered, "replacecommit"),
+}
+
+
+@pytest.mark.parametrize("kind", UNDECIDED)
+def test_a_table_whose_current_files_are_unknown_is_refused(tmp_path: Path, kind: str) -> None:
+    write, named = UNDECIDED[kind]
+    world = World(tmp_path, raw_dir=write(tmp_path / "table"))
+    world.try_plan(recursive=True).ends(65, named)
+    assert not world.data_dir.exists()
+
+
+def test_a_partition_of_a_delta_table_has_only_current_files(tmp_path: Path) -> None:
+    world = World(tmp_path).raw(
+        {f"day=1/part-{number}.parquet": table_of([str(number)]) for number in (0, 1)}
+    )
+    log = [{"add": {"path": f"day=1/part-{number}.parquet"}} for number in (0, 1)]
+    log.append({"remove": {"path": "day=1/part-0.parquet"}})
+    world.raw({f"_delta_log/{'0' * 20}.json": json_lines_of(log)})
+    part = World(tmp_path, raw_dir=world.raw_dir / "day=1")
+    planned(part)
+    assert part.inputs() == ["part-1.parquet"]
 
 
 def by_pyarrow(raw: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from tests.documented import examples_of
@@ -24,7 +26,7 @@ FUNCTION = """
 def transform(record):
     if record.get("lang") == "en":
         return None
-    return f"{record['text'].upper()} of {record['input']} at {record['place']}"
+    return f"{record['text'].upper()} of {record.input_path} at {record.input_offset}"
 """
 
 
@@ -58,18 +60,40 @@ def test_each_document_is_the_return_value_of_the_function(tmp_path: Path) -> No
     assert work["transform_cpu_s"] == round(sum(run["transform_cpu_s"] for run in runs), 1)
 
 
-def test_with_record_chat_the_function_returns_a_list_of_messages(tmp_path: Path) -> None:
+def test_with_record_chat_the_function_returns_messages_from_fields_of_any_name(tmp_path: Path) -> None:
     function = """
 def transform(record):
-    return [{"role": "user", "content": record["q"]}, {"role": "assistant", "content": record["a"]}]
+    return [{"role": "user", "content": record["input"]}, {"role": "assistant", "content": record["place"]}]
 """
     template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     (tmp_path / "chat.jinja").write_text(template)
-    raw = {"a.jsonl": [{"q": f"ask {n}", "a": f"say {n}"} for n in range(5)]}
+    raw = {"a.jsonl": [{"input": f"ask {n}", "place": f"say {n}"} for n in range(5)]}
     options = {"record": "chat", "seq_len": 1024, "chat_template_file": tmp_path / "chat.jinja"}
     world = made(tmp_path, function, raw, **options)
     shown = re.sub("[⟪⟫]|\n  ", "", world.main("peek", world.data_dir, num=99, chars=0).out)
     assert all(f"user: ask {n}assistant: say {n}" in shown for n in range(5)), shown
+
+
+# Fields that a name of ours could hide: those that the function once got, attributes, and methods of dicts.
+OWN_FIELDS = ("input", "place", "input_path", "input_offset", "record", "items", "__class__")
+RECORDS = [{"text": "the text", **{name: f"own {name} {n}" for name in OWN_FIELDS}} for n in range(3)]
+ALL_FIELDS = "import json\ndef transform(record): return json.dumps({**record})"
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_the_function_gets_exactly_the_fields_of_the_data_and_the_place_as_attributes(
+    tmp_path: Path, form: str
+) -> None:
+    columns = {name: [record[name] for record in RECORDS] for name in RECORDS[0]}
+    raw = {"a.jsonl": RECORDS} if form == "jsonl" else {"a.parquet": table_bytes(columns, "parquet")}
+    world = made(tmp_path, ALL_FIELDS, raw)
+    assert list(map(json.loads, world.texts())) == RECORDS
+
+
+def test_a_line_of_text_has_one_field_and_its_place(tmp_path: Path) -> None:
+    function = "def transform(record): return f'{dict(record)} {record.input_path} {record.input_offset}'"
+    world = made(tmp_path, function, {"sub/a.txt": "one\ntwo\n"}, recursive=True)
+    assert world.texts() == ["{'text': 'one'} sub/a.txt 0", "{'text': 'two'} sub/a.txt 4"]
 
 
 NUMBERED = {"a.txt": "".join(f"line {number}\n" for number in range(300))}
@@ -154,6 +178,8 @@ WRONG: dict[str, tuple[str, int]] = {
     "is a class": ("class transform:\n  def __init__(self, record): pass", 65),
     "is a generator": ("def transform(record):\n  yield record['text']", 65),
     "has a syntax error": ("def transform(record):\n  return (", 2),
+    "needs a file to be loaded": ("open('/nowhere/words.txt')\ndef transform(record): return ''", 2),
+    "cannot be loaded for now": ("raise OSError(116, 'Stale')\ndef transform(record): return ''", 74),
     "raises at import": ("1/0\ndef transform(record): return ''", 2),
     "ends the program": ("import sys\ndef transform(record): sys.exit(0)", 65),
     "ends the process": ("import os\ndef transform(record): os._exit(0)", 2),
@@ -172,6 +198,18 @@ WRONG: dict[str, tuple[str, int]] = {
     "leaves out with a reason that is not a text": (
         "from shardprep import LeaveOut\ndef transform(record): raise LeaveOut(3, 4)", 0
     ),
+    "panics": ("class Panic(BaseException): pass\ndef transform(record): raise Panic('None')", 65),
+    "raises half of a pair": ("def transform(record): raise ValueError('\\udc80')", 65),
+    "ends the process when it is loaded": ("import os\nos._exit(0)\ndef transform(record): return 'a'", 2),
+    "kills the process": ("import os\ndef transform(record): os.kill(os.getpid(), 9)", 2),
+    "starts processes": (
+        "import multiprocessing\ndef transform(record): return multiprocessing.Pool(1).apply(str, ('a',))", 65
+    ),
+    "sets a signal's handler": (
+        "import signal\ndef transform(record): return str(signal.signal(signal.SIGALRM, signal.SIG_IGN))", 65
+    ),
+    "lacks a library": ("def transform(record):\n  import no_such_library", 2),
+    "reads a file that is missing": ("def transform(record): return open('/nowhere/words.txt').read()", 74),
     "changes the folder": ("import os\nos.chdir('/')\ndef transform(record): return record['text']", 0),
     "returns a str of its own": ("class S(str): pass\ndef transform(record): return S(record['text'])", 0),
     "changes its record": ("def transform(record):\n  record.clear()\n  return 'a'", 0),
@@ -191,6 +229,83 @@ def test_a_wrong_function_makes_no_shard_and_its_error_is_located(tmp_path: Path
     assert not code or not list(world.data_dir.glob("shard-*"))
     if name == "raises":
         assert re.search(r"KeyError.*clean\.py line 3.*a\.jsonl:0", ended.err)
+
+
+def test_a_passing_error_ends_the_task_and_the_next_one_has_all_documents(tmp_path: Path) -> None:
+    function = """
+from pathlib import Path
+def transform(record):
+    if record["text"] == "plain 7" and Path(__file__).with_name("away").exists():
+        raise ValueError("no words") from OSError(116, "Stale file handle")
+    return record["text"]
+"""
+    world = planned(tmp_path, function)
+    (tmp_path / "away").touch()
+    world.try_shard(0, transform=tmp_path / "clean.py").ends(74, "clean.py line 5", "b.txt:")
+    assert not list(world.data_dir.glob("shard-*"))
+    (tmp_path / "away").unlink()
+    world.run(transform=tmp_path / "clean.py").verify()
+    assert len(world.texts()) == 50
+    assert not world.left_out()
+
+
+def test_a_named_package_is_copied_for_readers_and_versions_of_libraries_are_in_the_manifest(
+    tmp_path: Path,
+) -> None:
+    """A copy without some documents has the files, too."""
+    (tmp_path / "rules").mkdir()
+    (tmp_path / "rules" / "__init__.py").write_text("import orjson\n")
+    (tmp_path / "rules" / "words.txt").write_text("one\n")
+    function = "def transform(record):\n  import rules\n  return record['text']"
+    assert (
+        planned(tmp_path / "bare", "def transform(record): return 'a'")
+        .run(transform=tmp_path / "bare" / "clean.py")
+        .manifests()[0]["run"]
+        .get("libraries")
+        is None
+    )
+    world, file = planned(tmp_path, function, transform_files="rules", digests=True), tmp_path / "clean.py"
+    world.run(transform=file)
+    assert [*world.manifests()[0]["run"]["libraries"]] == ["orjson"]
+    (tmp_path / "ids.txt").write_text(f"sha256:{hashlib.sha256(b'line 3').hexdigest()}\n")
+    new = world.blanked(tmp_path / "ids.txt", tmp_path / "new", transform=file)
+    for folder in (world.data_dir, new.data_dir):
+        copies = {
+            path.relative_to(folder / "transform").as_posix(): path.read_text()
+            for path in (folder / "transform").rglob("*.*")
+        }
+        assert copies == {
+            "clean.py": function,
+            "rules/__init__.py": "import orjson\n",
+            "rules/words.txt": "one\n",
+        }
+    versions = json.loads(world.main("report", world.data_dir, "--json").ends(0).out)["again"]["versions"]
+    assert versions["orjson"] == {orjson.__version__: 1}
+
+
+def test_a_table_that_changes_while_a_shard_is_made_makes_no_shard(tmp_path: Path) -> None:
+    function = """
+from pathlib import Path
+TABLE = Path(__file__).with_name("table.txt")
+def transform(record):
+    if record["text"] == "plain 7" and TABLE.with_name("edited").exists():
+        TABLE.write_text("two")
+    return TABLE.read_text() + record["text"]
+"""
+    (tmp_path / "table.txt").write_text("one")
+    world = planned(tmp_path, function, transform_files="table.txt")
+    (tmp_path / "edited").touch()
+    world.try_shard(0, transform=tmp_path / "clean.py").ends(78, "table.txt")
+    assert not list(world.data_dir.glob("shard-*"))
+
+
+def test_what_a_function_prints_is_not_in_the_output_of_plan(tmp_path: Path) -> None:
+    function = "print('spoiled')\ndef transform(record):\n  print('spoiled')\n  return record['text']"
+    World(tmp_path).raw(INPUTS)
+    (tmp_path / "clean.py").write_text(function)
+    ended = World(tmp_path).try_plan(transform=tmp_path / "clean.py").ends(0)
+    assert "spoiled" not in ended.out
+    assert "spoiled" in ended.err
 
 
 def test_limit_counts_only_documents_that_the_function_keeps(tmp_path: Path) -> None:

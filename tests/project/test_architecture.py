@@ -87,6 +87,35 @@ def test_imports_inside_a_package_have_no_cycle(package: str) -> None:
     TopologicalSorter({name: names - {name} for name, names in imported.items()}).prepare()
 
 
+# Modules that show records of other users, too, or tell own records from them.
+SHOWN = {"slurm/state.py", "slurm/status.py", "slurm/own.py"}
+RECORDS = {"submissions", "records", "attempts", "controllers", "unrecorded", "is_own"}
+READERS = {"read_submissions", "read_attempts", "read_own_controllers", "read_events"}
+
+
+def test_commands_of_slurm_get_records_from_the_door_for_own_records_alone() -> None:
+    """Otherwise a record that another user wrote could name a job to cancel, or a command to run."""
+    checked = []
+    for path in (ROOT / "slurm").glob("*.py"):
+        if path.relative_to(ROOT).as_posix() in SHOWN:
+            continue
+        own: set[str] = set()  # names that hold the result of own_records
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("own_records("):
+                own.add(ast.unparse(node.targets[0]))
+        own |= {arg.arg for arg in ast.walk(tree) if isinstance(arg, ast.arg) and arg.arg == "own"}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in RECORDS | READERS | {"jobs"}:
+                value = ast.unparse(node.value)
+                is_of_queue = node.attr == "jobs" and not value.endswith("queue")
+                assert is_of_queue or value in own or value.startswith("own_records("), (
+                    f"{path.name}:{node.lineno}: {ast.unparse(node)}; take it from slurm.own"
+                )
+                checked.append(node.attr)
+    assert checked
+
+
 def test_the_format_imports_only_the_standard_library_numpy_orjson_and_msgspec() -> None:
     allowed = {*sys.stdlib_module_names, "numpy", "orjson", "msgspec", "shardprep", "typing_extensions"}
     for path in (ROOT / "shardprep" / "format").glob("*.py"):

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from loader import ensure_prepared
 from shardprep import meanings
 from shardprep.__main__ import COMMANDS
+from shardprep.errors import UsageError
 from tests import command_reference
 from tests.children import run_child
-from tests.world import World, call_main, tokenizer_dir
+from tests.world import World, call_main, refuses, tokenizer_dir
 
 HEAVY = ("numpy", "torch", "tokenizers", "transformers", "orjson", "tqdm", "webdataset")
 
@@ -210,6 +212,55 @@ def test_output_dir_names_the_data_set_wherever_a_word_does(world: World, tmp_pa
 
 def test_the_version_is_printed_for_both_flags() -> None:
     assert call_main("-V").ends(0).out == call_main("--version").out == call_main("plan", "--version").out
+
+
+_PATHS = "input_dir|output_dir|output|exclude|transform|chat_template_file|ids|against|to|state"
+PATH_FLAGS = re.compile(rf"^  (--(?:{_PATHS})) [A-Z]+\b", re.MULTILINE)
+
+
+def test_an_empty_path_or_a_url_is_refused_by_every_command(
+    helps: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unset variable would be the current folder, and a URL a new folder "s3:"."""
+    monkeypatch.chdir(tmp_path)
+    num_tried = 0
+    for command, text in helps.items():
+        words = command.split()
+        given = [[*words, flag] for flag in PATH_FLAGS.findall(text)]
+        positional = text.splitlines()[0].partition(f"{command} ")[2].partition(" ")[0]
+        if positional in ("DATA", "PATH") and command != "where":  # its DATA may be a URL
+            given.append(words)
+        for each in given:
+            for value in ("", " ", "s3://bucket/some", "HTTPS://host/a%20b", "file:///data/raw"):
+                ended = call_main(*each, value)
+                assert ended.code == 2, (each, value, ended.text)
+                assert repr(value) in ended.err or value in ended.err, (each, value, ended.text)
+                num_tried += 1
+    assert num_tried > 150
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["plan", "--input_dir=s3://bucket/raw"], "aws s3 sync s3://bucket/raw FOLDER"),
+        (["plan", "--input_dir", "hf://datasets/a/b"], "hf download a/b --repo-type dataset"),
+        (["plan", "--input_dir", "https://huggingface.co/datasets/a/b"], "hf download a/b"),
+        (["plan", "--output_dir", "gs://b/it's"], "rsync --recursive FOLDER"),
+        (["verify", "file://host/data"], "such as /data"),
+        (["plan", "--input_dir="], "is the variable set"),
+    ],
+)
+def test_the_refusal_of_a_url_says_how_to_get_it_here(words: list[str], named: str) -> None:
+    call_main(*words).ends(2, named)
+
+
+@pytest.mark.parametrize("value", ["", "s3://bucket/some"])
+def test_ensure_prepared_refuses_the_same_paths(value: str) -> None:
+    with refuses(UsageError, found=f"output_dir {value or repr(value)}"):
+        ensure_prepared(value, input_dir="raw", model_id="model")
+    with refuses(UsageError, found=f"input_dir {value or repr(value)}"):
+        ensure_prepared("data", input_dir=value, model_id="model")
 
 
 @pytest.mark.processes

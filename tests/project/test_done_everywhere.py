@@ -24,6 +24,7 @@ from tests.forged import rewrite_json
 from tests.world import World, tokenizer_dir
 
 WRONG = 1  # the wrong shard, of three
+Watch = Callable[..., list[str]]
 
 
 @pytest.fixture
@@ -114,12 +115,22 @@ def test_no_damage_of_the_findings_makes_a_wrong_shard_count_as_done(wrong: Worl
             ended.ends(65, "findings.json")
         assert load(wrong) == export(wrong) == 65, content
         assert manifest.read_bytes() == of_manifest, content
-    wrong.main("verify", wrong.data_dir, fast=True).ends(65)  # cannot find out what is wrong
-    wrong.main("verify", wrong.data_dir).ends(65)  # writes new findings
+    # Nobody knows which check found what is wrong, so only one of all shards may clear it.
+    for flags in ({"fast": True}, {}, {"deep": 1}):
+        wrong.main("verify", wrong.data_dir, **flags).ends(65, "findings.json")
+        assert path.read_bytes() == damaged[-1]
+    wrong.main("verify", wrong.data_dir, deep="all").ends(65)  # writes new findings
     assert done_and_wrong(wrong)[1] == str(WRONG)
 
 
-Watch = Callable[..., list[str]]
+def test_a_manifest_is_read_once_however_often_the_findings_name_it(wrong: World, watch: Watch) -> None:
+    path = wrong.data_dir / "findings.json"
+    (finding,) = json.loads(path.read_bytes())["findings"]
+    others = [{**finding, "manifest_sha256": "0" * 64}] * 500
+    rewrite_json(path, findings=[finding, *others])
+    opened = watch("open")
+    assert done_and_wrong(wrong) == ("0,2", "1")
+    assert 1 <= opened.count(f"shard-{WRONG:05d}.json") <= 2
 
 
 @pytest.fixture
@@ -233,7 +244,8 @@ UNREADABLE = [
     ),
     ("verify", "open", "shard-00001.idx", "ETIMEDOUT"),
     *((command, "open", "shard-00001.json", "EACCES") for command in ("verify", "status", "run", "load")),
-    ("stage", "scandir", "data", "ESTALE"),  # os.walk would silently skip the folder
+    ("stage", "open", "shard-00001.tar", "ESTALE"),
+    ("stage", "open", "tokenizer", "EIO"),
 ]
 
 

@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loader import NotFound, ShardprepError, get_llama3_dataloader
+from loader import BrokenShard, NotFound, ShardprepError, get_llama3_dataloader
 from tests.checkout import ROOT
 from tests.external_tars import write_tar
 from tests.forged import rewrite_plan
 from tests.random_inputs import PACKERS
 from tests.slurm.fake_slurm import Desk, ended, install_fake_slurm
-from tests.world import World, open_loader, tokenizer_dir
+from tests.world import World, open_loader, refuses, tokenizer_dir
 
 SECRETS = {
     "HF_TOKEN": "hf_secretOfTheHub0123456789",
@@ -240,21 +240,27 @@ def test_a_name_in_a_plan_that_leads_elsewhere_is_refused_by_every_command(
 
 
 @pytest.mark.processes
-def test_links_to_inputs_and_links_to_all_files_of_a_data_set_are_followed(tmp_path: Path) -> None:
-    """``cp -rs`` makes a data set of links."""
+def test_links_to_inputs_are_followed_and_links_in_a_data_set_are_not(tmp_path: Path) -> None:
+    """``cp -rs`` makes a data set of links. The folder itself may be named by a link."""
     (tmp_path / "real.txt").write_bytes(SECRET)
     world = World(tmp_path)
     (world.raw_dir / "a.txt").symlink_to(tmp_path / "real.txt")
     world.plan(num_shards=1)
     world.main("run", world.data_dir).ends(0)
+    (tmp_path / "named").symlink_to(world.data_dir)
+    world.main("verify", tmp_path / "named").ends(0)
     farm = tmp_path / "farm"
     shutil.copytree(world.data_dir, farm, copy_function=lambda old, new: Path(new).symlink_to(old))
-    world.main("verify", farm).ends(0)
+    for command in ("verify", "status", "peek"):
+        world.main(command, farm).ends(65, "plan.json", "a link to")
+    with refuses(BrokenShard, path=farm / "plan.json"):
+        open_loader(farm)
 
 
 LINKED: list[Any] = [
     *((names, "shard", 73) for names in ("ids", "digests", "quarantine")),
-    *((names, "clean", 0) for names in ("ids", "digests", "quarantine", "jobs")),
+    *((names, "clean", 0) for names in ("ids", "digests", "quarantine", "jobs", "blanked", "overlap")),
+    ("overlap", "overlap", 73),
 ]
 LINKED_OF_PROCESSES = [
     # run fails here, so it would keep its record.
@@ -278,7 +284,8 @@ def test_no_command_writes_or_removes_anything_through_a_link(
     to = {"jobs/history.jsonl": other / "shard-00000.jsonl"}
     paths = [link(world, name, to.get(name, other)) for name in names.split()]
     before = {path: path.is_dir() or path.read_text() for path in other.rglob("*")}
-    done = world.try_shard(0) if command == "shard" else world.main(command, world.data_dir)
+    words = ["--against", world.raw_dir, "--ngram=2"] if command == "overlap" else []
+    done = world.try_shard(0) if command == "shard" else world.main(command, world.data_dir, *words)
     done.ends(code, *(paths[:1] if code and command != "run" else ()))
     assert {path: path.is_dir() or path.read_text() for path in other.rglob("*")} == before
     assert bool(desk.sent()) == ((command, code) == ("submit", 0))

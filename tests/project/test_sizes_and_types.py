@@ -127,6 +127,16 @@ def test_an_index_or_a_manifest_of_impossible_sizes_takes_no_memory(world: World
     exit_codes(world, "report", "verify", "load")
 
 
+def test_an_index_of_millions_of_empty_lists_takes_status_no_memory(world: World) -> None:
+    """``status`` compares only the counts in it."""
+    world.verify()
+    path = world.data_dir / "index.json"
+    spec = json.loads(path.read_bytes())["spec"]
+    path.write_text(f'{{"spec": {json.dumps(spec)}, "shards": [{"[]," * 20_000_000}0]}}', encoding="ascii")
+    found = ForkedRun(lambda: (world.main("status", world.data_dir).code, None), memory_bytes=1 << 30).end()
+    assert (found.how, found.code) == ("ended", 0)
+
+
 def test_a_side_file_of_one_endless_line_is_refused(tmp_path: Path) -> None:
     lines = [{"text": f"text {number}", "id": f"i{number}"} for number in range(9)]
     world = World(tmp_path).raw({"a.jsonl": lines}).plan(num_shards=1, id_field="id").run()

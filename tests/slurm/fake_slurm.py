@@ -218,6 +218,10 @@ class Desk:
         path.write_text(json.dumps({**facts, "content_sha256": content_sha256(facts)}))
         return path
 
+    def submission(self, number: int = 0) -> Any:
+        """Return the record of a submission."""
+        return json.loads((self.data / "jobs" / f"{number:04d}.json").read_text())
+
     def record(self, task: str, *rest: str, **begin: Any) -> Path:
         """Write the record of an attempt of task JOB_INDEX at shard INDEX, like prep_array.sh."""
         job_id, _, index = task.partition("_")

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -136,6 +138,44 @@ def test_a_shard_is_made_even_if_no_record_can_be_written(desk: Desk) -> None:
     desk.task()
     assert (desk.data / "shard-00000.tar").exists()
     assert str(desk.data / "jobs") in desk.slurm("submit", code=73)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "jobs", "jobs/attempts", "jobs/attempts/7_0.r0"])
+def test_a_task_does_not_wait_for_a_fifo_that_stands_in_its_way(desk: Desk, name: str) -> None:
+    """A FIFO without a writer or reader. The worker itself refuses a plan that is one."""
+    path = desk.data / name
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(path)
+    desk.task(srun="exit 65", code=65)
+    assert path.is_fifo()
+
+
+def test_a_record_is_not_appended_through_a_link_that_appears_while_the_task_runs(desk: Desk) -> None:
+    secret = desk.tmp / "secret"
+    secret.write_text("words")
+    record = shlex.quote(str(desk.data / "jobs" / "attempts" / "7_0.r0"))
+    desk.task(srun=f"rm {record} && ln -s {shlex.quote(str(secret))} {record}; exit 65", code=65)
+    assert secret.read_text() == "words"
+
+
+NOT_NUMBERS = ("run[$(touch RAN)]", "08", "-1", "1 2", "rc", "9" * 11)
+
+
+@pytest.mark.parametrize("name", ["SLURM_ARRAY_TASK_ID", "SLURM_NTASKS", "SLURM_RESTART_COUNT"])
+def test_a_task_evaluates_no_text_in_place_of_a_number_of_slurm(desk: Desk, name: str) -> None:
+    for value in NOT_NUMBERS:
+        assert name in desk.task(environ={name: value}, code=2)
+    assert not list(desk.tmp.rglob("RAN"))
+
+
+def test_a_script_of_submit_evaluates_no_text_in_place_of_its_index(desk: Desk) -> None:
+    script = desk.slurm("submit", "--dry_run").partition("#!/bin/bash")[2].partition("#!/bin/bash")[0]
+    (desk.tmp / "job.sh").write_text(f"#!/bin/bash{script}")
+    for value in NOT_NUMBERS:
+        own = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": value}
+        run_child(["bash", "job.sh"], cwd=desk.tmp, env={**os.environ, **own}, code=2)
+    assert not (desk.tmp / "RAN").exists()
 
 
 # --- slurm/train_ddp.sh
@@ -292,3 +332,116 @@ def test_torchrun_does_not_restart_ranks_that_stop_when_asked(tmp_path: Path) ->
     log = end_of(process, code=None)
     assert (tmp_path / "requeued").exists(), log
     assert len(list(tmp_path.glob("began-*"))) == 4, "there was no third start"
+
+
+def train(place: Path, srun: str, *, code: int, **environ: str) -> str:
+    """Run train_ddp.sh with a stand-in for srun, with PLACE as the folder of checkpoints. Returns its log."""
+    commands, checkpoints = place / "bin", place / "ck"
+    commands.mkdir(exist_ok=True)
+    checkpoints.mkdir(exist_ok=True)
+    scontrol = f'case $1 in show) echo n0;; requeue) echo "$2" >>"{place}/requeued"; kill "$PPID";; esac'
+    srun = f"cd {shlex.quote(str(checkpoints))}; {srun}"
+    for name, body in {"srun": srun, "scontrol": scontrol, "squeue": "echo RUNNING 0"}.items():
+        (commands / name).write_text(f"#!/bin/bash\n{body}\n")
+        (commands / name).chmod(0o755)
+    (place / "program.py").touch()
+    settings = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS": "1"}
+    settings |= {"SLURM_JOB_NODELIST": "n0", "PATH": f"{commands}:{os.environ['PATH']}", **environ}
+    words: list[str | Path] = [
+        "bash",
+        ROOT / "slurm" / "train_ddp.sh",
+        place / "program.py",
+        "DATA",
+        checkpoints,
+    ]
+    return run_child(words, env={**os.environ, **settings}, cwd=place, code=code).stderr
+
+
+@pytest.mark.parametrize("text", [*NOT_NUMBERS, "300 0 n1", "5 run[$(touch RAN)] n1", "5 0 $(touch RAN)", ""])
+def test_a_code_file_that_another_user_wrote_is_only_read_as_numbers(tmp_path: Path, text: str) -> None:
+    log = train(tmp_path, f"printf '%s\\n' {shlex.quote(text)} >.code-7-0-0; exit 6", code=6)
+    assert "the first to fail" not in log
+    assert not list(tmp_path.rglob("RAN"))
+
+
+@pytest.mark.parametrize("plant", ["ln -s ../secret", "mkfifo", "mkdir"])
+def test_training_opens_no_link_or_fifo_in_the_folder_of_checkpoints(tmp_path: Path, plant: str) -> None:
+    """Its rank fails behind such a name, and another one stands where the next stop file will be."""
+    (tmp_path / "secret").write_text("5 0 words-of-a-private-file")
+    rank = 'while [[ $1 = --* ]]; do shift; done; RANK=0 "$@"'
+    srun = f"{plant} .code-7-0-0; {plant} .stop-7-0; kill -USR1 $PPID; sleep 0.3; {rank}"
+    log = train(tmp_path, srun, code=1, SHARDPREP_PYTHON="false")
+    assert "private" not in log
+    assert (tmp_path / "secret").read_text() == "5 0 words-of-a-private-file"
+    dangling = train(tmp_path, "ln -s ../new .stop-7-0; kill -USR1 $PPID; sleep 0.3; exit 3", code=3)
+    assert "asked to stop" in dangling
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["SLURM_RESTART_COUNT", "SHARDPREP_MAX_REQUEUES", "SLURM_JOB_ID"])
+def test_training_evaluates_no_text_in_place_of_a_number(tmp_path: Path, name: str) -> None:
+    for value in NOT_NUMBERS:
+        assert name in train(tmp_path, "exit 75", code=2, **{name: value})
+    assert not list(tmp_path.rglob("RAN"))
+
+
+SAVED = {
+    "mkdir checkpoint-12": "checkpoint-12",  # Trainer
+    "mkdir checkpoint_0": "checkpoint_0",  # Accelerate
+    "mkdir global_step30; echo global_step30 >latest": "global_step30",  # DeepSpeed
+    "mkdir 100": "100",  # distributed checkpoints
+    "mkdir epoch=1-step=9.ckpt": "epoch=1-step=9.ckpt",  # Lightning, sharded
+    "echo new >last.ckpt.x; mv last.ckpt.x last.ckpt": "last.ckpt",
+    "touch step-00000003.pt": "step-00000003.pt",
+}
+NOT_SAVED = (
+    "touch events.out.tfevents.1732.n1.7.0", "mkdir -p runs/Nov28_n1", "mkdir wandb", "mkdir version_1",
+    "touch log-2.txt", "touch metrics-1.jsonl", "mkdir tmp-checkpoint-9", "mkdir checkpoint-9.tmp",
+    "touch step-1.pt/later",
+)  # fmt: skip
+
+
+def test_a_new_checkpoint_is_a_file_or_folder_and_logs_count_as_none(tmp_path: Path) -> None:
+    (tmp_path / "ck" / "step-1.pt").mkdir(parents=True)
+    for how in NOT_SAVED:
+        assert "no new checkpoint" in train(tmp_path, f"{how}; exit 75", code=75)
+    assert not (tmp_path / "requeued").exists()
+    for how, name in SAVED.items():
+        assert f"saved {name}; requeueing" in train(tmp_path, f"{how}; exit 75", code=-15)
+        assert "no new checkpoint" in train(tmp_path, "exit 75", code=75), "it was there before"
+
+
+def test_only_checkpoints_of_the_programs_own_names_count(tmp_path: Path) -> None:
+    named = {"SHARDPREP_CHECKPOINTS": "*.best"}
+    train(tmp_path, "mkdir checkpoint-3; exit 75", code=75, **named)
+    assert "saved a.best" in train(tmp_path, "mkdir a.best; exit 75", code=-15, **named)
+
+
+@pytest.mark.parametrize("in_the_way", ["nothing", "a link to a folder of this user"])
+def test_tasks_that_begin_together_unpack_the_environment_once(tmp_path: Path, in_the_way: str) -> None:
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    (tmp_path / "env" / "bin" / "python").write_bytes(os.urandom(4 << 20))
+    run_child(["tar", "-C", "env", "-cf", "environment.tar", "."], cwd=tmp_path)
+    script = (ROOT / "examples" / "environment_on_node.sh").read_text()
+    (node := tmp_path / "node").mkdir()
+    (tmp_path / "on_node.sh").write_text(script.replace("/tmp/", f"{node}/"))
+    stamp = (tmp_path / "environment.tar").stat()
+    unpacked = node / f"shardprep-{os.getuid()}-{int(stamp.st_mtime)}-{stamp.st_size}"
+    if in_the_way != "nothing":
+        unpacked.symlink_to(tmp_path)
+    (node / "tar").write_text(f'#!/bin/bash\necho >>{node}/calls; exec {shutil.which("tar")} "$@"\n')
+    (node / "tar").chmod(0o755)
+    together = "for i in {1..8}; do (. ./on_node.sh; echo $PATH) & done; wait"
+    environ = {**os.environ, "PATH": f"{node}:{os.environ['PATH']}"}
+    paths = run_child(["bash", "-c", together], cwd=tmp_path, env=environ).stdout.splitlines()
+    if in_the_way == "nothing":
+        assert [path.partition(":")[0] for path in paths] == [f"{unpacked}/bin"] * 8
+        assert (node / "calls").read_text() == "\n", "tar ran once"
+    else:
+        assert not any(path.startswith(str(unpacked)) for path in paths)
+
+
+def test_a_task_of_an_array_requeues_only_itself(tmp_path: Path) -> None:
+    task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    train(tmp_path, "touch step-1.pt; exit 75", code=-15, **task)
+    assert (tmp_path / "requeued").read_text() == "7_3\n"

@@ -28,7 +28,7 @@ import pytest
 
 from tests.checkout import ROOT
 from tests.children import run_child
-from tests.forged import rewrite_json
+from tests.forged import content_sha256, rewrite_json
 from tests.slurm.fake_slurm import ALL, CONFIG, NAME, QUEUES, WHEN, Desk, array, ended, failure, squeue_line
 from tests.world import World, call_main, hostile_text, save_tokenizer
 
@@ -492,9 +492,10 @@ UNREADABLE: list[tuple[Callable[[Path], object], int]] = [
     *((partial(rewrite_json, **{place.strip(): value}), 65) for place, value in FORGED.items()),
     *((partial(Path.write_bytes, data=content), 65) for content in CONTENTS),
     (lambda path: path.write_bytes(path.read_bytes().replace(b'"job_id": "1"', b'"job_id": "3"')), 65),
+    (lambda path: os.truncate(path, 17 << 20), 65),  # sparse
     (lambda path: (path.unlink(), path.mkdir()), 65),
     (lambda path: (path.rmdir(), os.mkfifo(path)), 65),
-    (lambda path: (path.unlink(), path.symlink_to("gone")), 74),
+    (lambda path: (path.unlink(), path.symlink_to("gone")), 65),
 ]
 
 
@@ -508,6 +509,264 @@ def test_a_damaged_submission_is_reported_and_blocks_nobody(desk: Desk) -> None:
         spoil(path)
         for command in ("status", "submit"):
             assert "jobs/0000.json" in desk.slurm(command, code=code)
+
+
+# --- records that other users wrote
+
+
+OTHER = 12345
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+
+
+def give_away(path: Path) -> None:
+    """Make a file one that another user wrote."""
+    os.chown(path, OTHER, OTHER)
+
+
+TRAINING = squeue_line("N/A", "RUNNING", job="777", name="train-llama")
+
+
+def foreign_submission(desk: Desk) -> None:
+    give_away(desk.submitted(array("777", name="train-llama"), verify="778"))
+
+
+def foreign_verify_job(desk: Desk) -> None:
+    job = {"job_id": "777", "name": "train-llama", "submit_time": WHEN}
+    give_away(desk.submitted(verify=job["job_id"]))
+
+
+def foreign_attempt(desk: Desk) -> None:
+    give_away(desk.record("777_0", time=SINCE_WHEN + 1))
+
+
+def foreign_attempt_at_an_array(desk: Desk) -> None:
+    give_away(desk.record("777_0", time=SINCE_WHEN + 1))
+    desk.queue(
+        squeue_line("0", "RUNNING", job="777", name="x"), squeue_line("1-9", "PENDING", job="777", name="x")
+    )
+
+
+def foreign_controller(desk: Desk) -> None:
+    facts = {"format": "shardprep-controller", "version": 3, "job_id": "777", "name": "train-llama"}
+    facts |= {"submit_time": WHEN, "identity": desk.identity}
+    path = desk.data / "jobs" / "control-777.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({**facts, "content_sha256": content_sha256(facts)}))
+    give_away(path)
+
+
+def event_of_a_controller(desk: Desk) -> None:
+    path = desk.data / "jobs" / "history.jsonl"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"time": 1, "event": "submit", "user": "root", "controller": "777"}) + "\n")
+
+
+@AS_ROOT
+@pytest.mark.parametrize(
+    "plant",
+    [foreign_submission, foreign_verify_job, foreign_attempt, foreign_attempt_at_an_array, foreign_controller,
+     event_of_a_controller],
+)  # fmt: skip
+def test_no_job_of_this_user_is_cancelled_or_counted_because_another_user_recorded_it(
+    desk: Desk, plant: Step
+) -> None:
+    desk.queue(TRAINING)
+    plant(desk)
+    state = desk.status()
+    assert (state["running"], state["pending"], state["controller_jobs"]) == ("", "", [])
+    desk.slurm("cancel")
+    desk.slurm("cancel", "--shards", "0-4")
+    desk.slurm("submit", "--until_done")
+    assert not desk.calls("scancel")
+    assert desk.sent_shards() == [ALL]
+
+
+@AS_ROOT
+def test_a_foreign_record_does_not_hide_a_job_with_this_data_sets_name(desk: Desk) -> None:
+    """It names the user's controller, so that cancel would not see it."""
+    give_away(desk.submitted(array("9"), verify="10"))
+    desk.queue(squeue_line("N/A", "PENDING", "Dependency", job="9", name=f"{desk.job_name}-control"))
+    desk.slurm("cancel")
+    assert desk.calls("scancel") == ["9"]
+
+
+@AS_ROOT
+def test_jobs_of_another_user_are_shown_and_left_to_that_user(desk: Desk) -> None:
+    give_away(desk.submitted(user="kim"))
+    desk.queue(squeue_line("0-4", "RUNNING", user="kim"))
+    assert desk.status()["running"] == "0-4"
+    assert "kim submitted jobs 1" in desk.slurm("cancel", code=2)
+    assert "kim submitted jobs 1_0" in desk.slurm("cancel", "--shards", 0, code=2)
+    assert not desk.calls("scancel")
+    desk.slurm("submit")
+    assert not desk.sent(), "they hold back what is queued"
+
+
+@AS_ROOT
+def test_retry_counts_no_attempt_and_takes_no_value_that_another_user_recorded(desk: Desk) -> None:
+    """Such as bad input, three failures, a need for memory, and an account to charge."""
+    desk.make_done(3, 4)
+    own = desk.submitted(array(request={"mem_gb": 1, "time_min": 5}, mem_mb=1024, time_min=5))
+    for step in failures(0, *[ended(74)] * 3), failures(1, ended(65)):
+        for each in step:
+            each(desk)
+    desk.record("5_2", ended(75, stopped_by="OUT_OF_MEMORY"), SLURM_MEM_PER_NODE=8000)
+    for path in (desk.data / "jobs" / "attempts").iterdir():
+        give_away(path)
+    assert "task 3_0 of 12345" in call_main("status", desk.data).out, "it is shown whose they are"
+    assert desk.status()["can_retry"] == "0-2"
+    assert "of 12345" in desk.slurm("logs", 0)
+    desk.slurm("retry", "--dry_run")
+    desk.slurm("retry")
+    assert "#SBATCH --mem=1024M" in desk.sent()[0]
+    assert desk.sent_shards() == ["0 1 2"]
+    for path in (own, desk.data / "jobs" / "0001.json"):
+        path.unlink()
+    request = {"account": "theirs", "mem_gb": 9, "qos": "high"}
+    give_away(desk.submitted(array(request=request)))
+    refusal = desk.slurm("retry", code=78)
+    for words in ("--account=theirs", "--mem_gb=9", "SBATCH_QOS=high"):
+        assert words in refusal
+    desk.slurm("retry", "--account", "mine", "--mem_gb", 1, "--dry_run", SBATCH_QOS="low")
+
+
+def test_a_record_that_others_may_write_to_does_not_count_for_actions(desk: Desk) -> None:
+    desk.submitted().chmod(0o666)
+    desk.queue(RUNS)
+    desk.slurm("cancel")
+    assert not desk.calls("scancel")
+
+
+def test_a_task_of_a_group_keeps_its_record_to_itself(desk: Desk) -> None:
+    mask = os.umask(0o002)
+    try:
+        desk.task(srun="exit 65", code=65)
+    finally:
+        os.umask(mask)
+    (record,) = (desk.data / "jobs" / "attempts").iterdir()
+    assert record.stat().st_mode & 0o777 == 0o644
+
+
+# --- a controller that somebody renamed
+
+
+def test_a_renamed_controller_is_cancelled_and_replaced_by_its_id_and_submit_time(desk: Desk) -> None:
+    desk.slurm("submit", "--until_done")
+    renamed = squeue_line("N/A", "PENDING", "Dependency", job="3", name="prep-control")
+    desk.queue(renamed)
+    state = desk.status()
+    assert (state["controller_jobs"], state["controller_lost"]) == (["3"], "")
+    desk.slurm("cancel")
+    assert desk.calls("scancel") == ["3"]
+    for other in ({"submit": LATER}, {"name": "shardprep-ba9876543210-1.0-0"}, {"user": "kim"}):
+        desk.queue(squeue_line("N/A", "PENDING", **{"job": "3", "name": "prep-control", **other}))
+        desk.slurm("cancel")
+        assert desk.calls("scancel") == ["3"], "Slurm gave the number to another job"
+
+
+def test_until_done_by_a_person_sends_what_failed_three_times_and_counts_anew(desk: Desk) -> None:
+    desk.make_done(0, 2, 3, 4)
+    for step in failures(1, *[ended(2)] * 3):
+        step(desk)
+    desk.slurm("retry", "--until_done", "--round", 2, code=74)
+    assert not desk.sent(), "a controller does not"
+    desk.slurm("retry", "--until_done")
+    assert desk.sent_shards() == ["1"]
+    assert "--round 2" in desk.sent()[-1]
+    desk.record("1_0", ended(2), shards="1", time=5000)
+    assert desk.status()["can_retry"] == "1", "its fourth failure is the first after the retry"
+    desk.slurm("retry", "--until_done", "--round", 2)
+    assert desk.sent_shards() == ["1", "1"]
+
+
+# --- what status shows of many shards
+
+
+def test_each_failure_that_status_shows_has_the_end_of_its_log(desk: Desk) -> None:
+    """The newest few."""
+    desk.data = World(desk.tmp / "many").raw({"a.txt": "a\n" * 99}).plan(num_shards=20).data_dir
+    desk.submitted(array(tasks=[str(index) for index in range(20)]))
+    for index in range(20):
+        log = desk.log(f"1_{index}.log", f"shard {index}: libfoo.so: no such file\n")
+        desk.record(f"1_{index}", ended(1, time=2000 + index * 7 % 20), log=str(log))
+    lines = call_main("status", desk.data).out.splitlines()
+    shown = [place for place, line in enumerate(lines) if re.match(r"  shard \d{5}, task", line)]
+    assert len(shown) == 8
+    assert all("libfoo.so" in lines[place + 1] for place in shown)
+
+
+def test_thousands_of_scattered_shards_are_a_short_line_and_a_short_command(desk: Desk) -> None:
+    desk.data = World(desk.tmp / "many").raw({"a.txt": "a\n" * 900}).plan(num_shards=800).data_dir
+    scattered = ",".join(str(number) for number in range(0, 800, 2))
+    for number in range(3):
+        desk.record(f"{number + 1}_0", ended(74), shards=scattered, time=1000 + number)
+    lines = call_main("status", desk.data).out.splitlines()
+    assert max(map(len, lines)) < 500
+    (failed,) = [line for line in lines if "failed, read or write" in line]
+    ids, _, more = failed.partition(": shards ")[2].partition(" and ")
+    assert ids.count(",") + 1 + int(more.split()[0]) == 400
+    assert lines[-1].endswith("--shards 0-798")
+    desk.slurm("retry", "--shards", "0-798", "--dry_run")
+
+
+# --- ends that only squeue knows
+
+
+def test_the_time_limit_of_a_killed_plain_task_is_kept_while_squeue_shows_it(desk: Desk) -> None:
+    desk.record("7_0", time=SINCE_WHEN + 1)
+    desk.queue(squeue_line("0", "CANCELLED", **PLAIN).replace("|N/A|0|", "|7:00|0|"))
+    desk.status()
+    desk.queue("")
+    assert "#SBATCH --time=7\n" in desk.slurm("retry", "--dry_run")
+
+
+def test_a_restarted_task_that_made_its_shard_is_named_by_why_it_was_restarted(desk: Desk) -> None:
+    desk.submitted()
+    parts = [
+        "shardprep: node n1: shard 0 begins\n*** JOB 1 ON n1 CANCELLED AT now DUE TO JOB REQUEUE ***\n",
+        "shardprep: node n1: shard 0 begins\nshardprep: node n1: shard 0 ended with exit code 0\n",
+    ]
+    desk.record("1_0", log=str(desk.log("1_0.log", "".join(parts))))
+    slurm = {"SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "0", "SLURM_RESTART_COUNT": "1"}
+    desk.make_done(0, slurm=slurm)
+    assert desk.status()["restarts"] == {"requeued (scontrol requeue)": 1}
+
+
+def test_a_container_that_exits_with_0_without_working_made_no_manifest(desk: Desk) -> None:
+    desk.submitted()
+    desk.record("1_0")
+    log = "shardprep: node n1: shard 1 begins\nshardprep: node n1: shard 1 ended with exit code 0\n"
+    desk.record("1_1", log=str(desk.log("1_1.log", log)))
+    desk.queue(squeue_line("0", "COMPLETED"))
+    assert desk.status()["causes"] == {"finished without a manifest": "0-1"}
+    desk.queue("")
+    assert desk.status()["causes"] == {"finished without a manifest": "0-1"}
+
+
+def test_an_empty_answer_of_squeue_is_asked_for_once_more_while_tasks_should_run(desk: Desk) -> None:
+    desk.submitted()
+    for index in range(5):
+        desk.record(f"1_{index}")
+    desk.at_waits(lambda _: None)
+    once = f"[[ -e PLACE/asked ]] && echo {shlex.quote(RUNS.strip())}; touch PLACE/asked"
+    desk.answers_by("squeue", once)
+    assert desk.status()["running"] == "0-4"
+    (desk.place / "asked").unlink()
+    desk.slurm("retry")
+    assert not desk.sent()
+    assert not (desk.data / "jobs" / "attempts" / "1_0.r0").read_text().count("end")
+
+
+def test_a_held_task_among_waiting_ones_is_named_with_the_command_that_releases_it(desk: Desk) -> None:
+    desk.submitted()
+    desk.queue(squeue_line("0-4", "PENDING", "JobArrayTaskLimit,JobHeldUser"))
+    (waits,) = desk.status()["waits_for"]
+    assert waits["to_type"] == "scontrol release 1"
+    assert "max_parallel" in waits["means"]
+    assert "held" in waits["means"]
+    reason = "ReqNodeNotAvail, UnavailableNodes:n[1-2]"
+    desk.queue(squeue_line("0-4", "PENDING", reason))
+    assert desk.status()["waits_for"][0]["to_type"] == ""
 
 
 # --- no answer, or an incomplete one
@@ -664,7 +923,12 @@ def test_status_reports_a_verify_job_that_ran_out_of_time_or_cannot_start(desk: 
 def note_opened(patch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that gets the names of all files opened from now on."""
     opened, open_ = list[str](), os.open
-    patch.setattr(os, "open", lambda path, *rest: opened.append(Path(path).name) or open_(path, *rest))
+
+    def noting(path: str, *rest: Any, **at: Any) -> int:
+        opened.append(Path(path).name)
+        return open_(path, *rest, **at)
+
+    patch.setattr(os, "open", noting)
     return opened
 
 

@@ -1,0 +1,567 @@
+"""Run a user's Python file, and the files that it names, from exactly the bytes that were hashed.
+
+``CodeFiles`` reads and hashes the files, and runs nothing. ``UserCode`` compiles those bytes, and calls them
+in one thread of its own: what was set up while the module was loaded (a database, a thread-local) works in
+every call, and the depth of the stack is the same in every command.
+
+While the code runs, these rules hold in this process. A rule that is broken ends the work with its error,
+even if the code catches what is raised:
+
+- A module of the user runs only if it was named. Its bytes are the hashed ones, whatever is on the disk now.
+  An audit hook sees all code that runs from a file, however it is imported, and refuses other files of the
+  code's folders and of the current folder. It costs 0.1 µs for each event that Python audits.
+- The code does not end or replace this process, so exit code 0 still means that the shard is done.
+- What it prints goes to standard error, because standard output has results.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import hashlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import posix
+import queue
+import sys
+import sysconfig
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from shardprep import HOME
+from shardprep.console import quoted
+from shardprep.errors import NotFound, Refused, ShardprepError, UsageError
+from shardprep.files import NOT_THERE, is_folder, read_with_status
+
+T = TypeVar("T")
+_MAX_FILE_BYTES = 64 << 20
+_MAX_FILES = 1000
+# The same on every machine, whatever ``ulimit -s`` says: a deep recursion ends at the same depth.
+_STACK_BYTES = 16 << 20
+_MODULE_NAME = "shardprep_transform"  # of the main file, for classes that are pickled
+_OUR_PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
+_CODE_SUFFIXES = (".py", ".pyc", ".pyw")
+_MAX_LIBRARIES = 200
+_MAX_VERSION_CHARS = 100
+
+
+# Files. -------------------------------------------------------------------------------------------------
+
+
+class CodeFiles:
+    """The bytes of a user's file and of the files that it names, and their hash."""
+
+    def __init__(self, path: Path, names: str) -> None:
+        """Read them. Raises NotFound, UsageError, BrokenShard or ReadWriteError.
+
+        ``names``: other files and folders that the code uses, such as "words.txt,helpers.py,rules". They are
+        beside ``path``, or if it is a link, beside the file that it names.
+        """
+        self.path = Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links
+        self.folders = list(dict.fromkeys([self.path.parent, path.resolve().parent]))
+        self.names = [name for name in map(str.strip, names.split(",")) if name]
+        self.contents: dict[str, bytes] = {}  # by name, relative to the folder; the main file comes first
+        self.paths: dict[str, Path] = {}  # where each was found
+        self._stats: dict[str, tuple[int, ...]] = {}
+        self._read(self.path.name, self.path)
+        for name in self.names:
+            self._add(name)
+        # Both forms of each path, because an import may follow links or not.
+        self.name_of_path = {os.path.realpath(found): name for name, found in self.paths.items()}
+        self.name_of_path |= {str(found): name for name, found in self.paths.items()}
+        hashes = {name: hashlib.sha256(raw).hexdigest() for name, raw in self.contents.items()}
+        main_hash = hashes.pop(self.path.name)  # the name of the main file does not count
+        self.sha256 = hashlib.sha256(json.dumps([main_hash, hashes], sort_keys=True).encode()).hexdigest()
+
+    def _add(self, name: str) -> None:
+        relative = Path(name)
+        if relative.is_absolute() or ".." in relative.parts or relative.as_posix() in self.contents:
+            expected = f"names of other files or folders beside {self.path}"
+            raise UsageError.of_value("--transform_files", name, expected)
+        found = next((folder / name for folder in self.folders if os.path.lexists(folder / name)), None)
+        if found is None:
+            missing = self.path.parent / name
+            raise NotFound(f"{missing}, of --transform_files, does not exist", path=missing)
+        if not is_folder(found):
+            self._read(relative.as_posix(), found)
+            return
+        for folder, subfolders, files in os.walk(found):
+            # Hidden files, caches and backups of editors come and go.
+            subfolders[:] = sorted(each for each in subfolders if each[0] != "." and each != "__pycache__")
+            inside = relative / Path(folder).relative_to(found)
+            for file in sorted(files):
+                if file[0] != "." and not file.endswith(("~", ".pyc")):
+                    self._read((inside / file).as_posix(), Path(folder, file))
+
+    def _read(self, name: str, path: Path) -> None:
+        if len(self.contents) == _MAX_FILES:
+            expected = f"at most {_MAX_FILES} files; name a smaller folder"
+            raise UsageError(found="--transform_files", expected=expected)
+        try:
+            content, status = read_with_status(path, max_bytes=_MAX_FILE_BYTES)
+        except NOT_THERE:
+            raise NotFound(f"{path}, of --transform, does not exist", path=path) from None
+        self.contents[name] = content
+        self.paths[name] = path
+        self._stats[name] = (status.st_size, status.st_mtime_ns, status.st_ino)
+
+    def check_unchanged(self) -> None:
+        """Raise Refused if a file has other bytes now. The code may read tables whenever it is called."""
+        for name, path in self.paths.items():
+            try:
+                status = os.stat(path)  # noqa: PTH116
+                if (status.st_size, status.st_mtime_ns, status.st_ino) == self._stats[name]:
+                    continue
+                is_equal = self.is_as_hashed(name)
+            except NOT_THERE:
+                is_equal = False
+            if not is_equal:
+                raise self.changed(name)
+
+    def is_as_hashed(self, name: str) -> bool:
+        """Return whether a file on the disk has the hashed bytes. Raises NOT_THERE and ReadWriteError."""
+        return read_with_status(self.paths[name], max_bytes=_MAX_FILE_BYTES)[0] == self.contents[name]
+
+    def changed(self, name: str) -> Refused:
+        """Build the error for a file that changed while the code was in use."""
+        expected = "the same bytes as at the start; restore the file and run this again, or plan again"
+        return Refused(path=self.paths[name], found="other bytes while it was in use", expected=expected)
+
+    def module_file(self, name: str) -> str | None:
+        """Return the named file of a module such as "rules.words", or None. A package wins, as in Python."""
+        path = name.replace(".", "/")
+        candidates = (f"{path}/__init__.py", f"{path}.py")
+        return next((each for each in candidates if each in self.contents), None)
+
+    def has_modules_in(self, folder: str) -> bool:
+        """Return whether a named file is a module below a folder."""
+        return any(name.startswith(f"{folder}/") and name.endswith(".py") for name in self.contents)
+
+    def imported_names(self) -> set[str]:
+        """Return the top-level modules that import statements in the files name."""
+        found: set[str] = set()
+        for name, content in self.contents.items():
+            if not name.endswith(".py") and name != self.path.name:
+                continue
+            with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+                for node in ast.walk(ast.parse(content)):
+                    if isinstance(node, ast.Import):
+                        found |= {each.name.partition(".")[0] for each in node.names}
+                    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                        found.add(node.module.partition(".")[0])
+        return found
+
+    def not_named(self, path: str) -> UsageError:
+        """Build the error for a module of the user that was not named, with the flag that names it."""
+        # The whole package that a module is in, because its modules import each other.
+        root = Path(path)
+        while (root.parent / "__init__.py").exists() and root.parent not in self.folders:
+            root = root.parent
+        found = f"{self.path} imports {path}, which is not planned"
+        folder = next((each for each in self.folders if root.is_relative_to(each)), None)
+        if folder is None:
+            name, copied = root.name, f"copy {quoted(root)} beside {quoted(self.path)}, and "
+        else:
+            name, copied = root.relative_to(folder).as_posix(), ""
+        flag = f"--transform_files {','.join([*self.names, name])}"
+        message = f"{found}; {copied}plan with {flag}"
+        return UsageError(message, path=path, found=f"{path}, which is not planned", remedy=flag)
+
+
+# Modules. -----------------------------------------------------------------------------------------------
+
+
+class _HashedModule(importlib.abc.InspectLoader):
+    """Loads a module from hashed bytes."""
+
+    def __init__(self, code: UserCode, name: str) -> None:
+        self._code = code
+        self._name = name
+        self.path = str(code.files.paths[name])
+
+    def get_filename(self, fullname: str) -> str:  # noqa: ARG002 - importlib's signature
+        return self.path
+
+    def is_package(self, fullname: str) -> bool:  # noqa: ARG002
+        return self._name.endswith("/__init__.py")
+
+    def get_source(self, fullname: str) -> str:  # noqa: ARG002
+        return importlib.util.decode_source(self._code.files.contents[self._name])
+
+    def get_data(self, path: str) -> bytes:
+        """Return the bytes of a named file: what pkgutil.get_data asks for."""
+        name = self._code.files.name_of_path.get(os.path.abspath(path))  # noqa: PTH100
+        if name is None:
+            raise FileNotFoundError(f"{path} is not among --transform_files")
+        return self._code.files.contents[name]
+
+    def get_resource_reader(self, fullname: str) -> Any:  # noqa: ARG002
+        from importlib.readers import FileReader
+
+        return FileReader(self)  # type: ignore[arg-type]  # it uses only ``path``
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        content = self._code.files.contents[self._name]
+        # dont_inherit: the features that this module imports from __future__ are not the user's.
+        compiled = compile(content, self.path, "exec", dont_inherit=True)
+        self._code.served = compiled
+        exec(compiled, vars(module))  # noqa: S102
+
+
+class _HashedModules(importlib.abc.MetaPathFinder):
+    """Finds the modules among the named files, before those of any folder."""
+
+    def __init__(self, code: UserCode) -> None:
+        self._code = code
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: types.ModuleType | None = None,  # noqa: ARG002 - importlib's signature
+    ) -> importlib.machinery.ModuleSpec | None:
+        code, parent = self._code, fullname.rpartition(".")[0]
+        # By its name, unless it is a module of a library's package.
+        if not parent or parent in code.module_names:
+            file, folder = code.files.module_file(fullname), fullname.replace(".", "/")
+            if file is not None:
+                return self._named(fullname, file)
+            if code.files.has_modules_in(folder):  # a folder without __init__.py
+                code.module_names.add(fullname)
+                spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
+                spec.submodule_search_locations = [str(each / folder) for each in code.files.folders]
+                return spec
+        # By its file, in a folder that the code added to sys.path. Python could take a .pyc of other bytes.
+        found = importlib.machinery.PathFinder.find_spec(fullname, path)
+        file = code.name_of(_absolute(found.origin)) if found is not None and found.origin else None
+        if file is not None and file.endswith(".py"):
+            return self._named(fullname, file)
+        if path is None:
+            code.library_names.add(fullname)
+        return None
+
+    def _named(self, fullname: str, file: str) -> importlib.machinery.ModuleSpec:
+        self._code.module_names.add(fullname)
+        return self._code.spec_of(fullname, file)
+
+
+class _Ended(BaseException):
+    """Ends a call of the user's code, whose error UserCode keeps. No ``except Exception`` catches it."""
+
+
+class UserCode:
+    """A user's module, loaded from ``files`` into this process."""
+
+    def __init__(self, files: CodeFiles) -> None:
+        self.files = files
+        self.served: types.CodeType | None = None  # the last module that was compiled from hashed bytes
+        self.module_names: set[str] = set()  # those that came from ``files``
+        self.library_names = files.imported_names()  # top-level modules that the code asked for
+        self.error: ShardprepError | None = None  # of the rule that was broken
+        self.modules: dict[str, types.ModuleType] = {}  # by name, while other code has its place
+        self._finder = _HashedModules(self)
+        self._started_in = _current_folder()
+        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._jobs.put, None)
+
+    def load(self) -> types.ModuleType:
+        """Run the main file, and return its module. Raises whatever it raises, and UsageError."""
+        return self.call(self._load)
+
+    def _load(self) -> types.ModuleType:
+        tops = {name.partition("/")[0].removesuffix(".py") for name in [*self.files.contents][1:]}
+        for top in sorted(tops):
+            is_module = self.files.module_file(top) is not None or self.files.has_modules_in(top)
+            if is_module and (top in sys.stdlib_module_names or top in sys.modules or _is_installed(top)):
+                found = f"--transform_files with {top}, which hides Python's module of this name"
+                raise UsageError(found=found, expected="a name that no library has; rename it")
+        spec = self.spec_of(_MODULE_NAME, self.files.path.name)
+        module = importlib.util.module_from_spec(spec)
+        self.module_names.add(_MODULE_NAME)
+        sys.modules[_MODULE_NAME] = module
+        assert spec.loader is not None  # spec_of gives one
+        spec.loader.exec_module(module)
+        return module
+
+    def spec_of(self, name: str, file: str) -> importlib.machinery.ModuleSpec:
+        """Return how a module is loaded from a named file."""
+        loader = _HashedModule(self, file)
+        is_package = file.endswith("/__init__.py")
+        spec = importlib.util.spec_from_file_location(
+            name,
+            loader.path,
+            loader=loader,
+            submodule_search_locations=[str(Path(loader.path).parent)] if is_package else None,
+        )
+        assert spec is not None  # it is None only if there is no loader
+        spec.cached = None  # there is no .pyc of hashed bytes
+        return spec
+
+    def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function in the code's thread, and return its result or raise its exception.
+
+        Raises the error of a rule that the code breaks.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._jobs,), daemon=True)
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                self._thread.start()
+            finally:
+                threading.stack_size(before)
+        answer: Future[T] = Future()
+        self._jobs.put((answer, functools.partial(self._call, function, *args)))
+        return answer.result()
+
+    def _call(self, function: Callable[..., T], *args: Any) -> T:
+        with _running_code(self, self._finder):
+            try:
+                result = function(*args)
+            except BaseException:
+                self.raise_if_ended()
+                raise
+        self.raise_if_ended()
+        return result
+
+    def raise_if_ended(self) -> None:
+        """Raise the error of a rule that the code broke, even if it caught the exception."""
+        if self.error is not None:
+            raise self.error
+
+    def end(self, error: ShardprepError) -> NoReturn:
+        """End the call with an error."""
+        self.error = error
+        raise _Ended(str(error))
+
+    def check_may_run(self, filename: str) -> None:
+        """End the call if code from a file may not run."""
+        if not filename or filename.startswith("<"):  # such as <string>
+            return
+        path = _absolute(filename)
+        while not os.path.lexists(path) and "/" in path:  # a module in a zip file
+            path = os.path.dirname(path)  # noqa: PTH120
+        name = self.name_of(path)
+        if name is None:
+            if self._is_of_user(path):
+                self.end(self.files.not_named(path))
+        elif not self.files.is_as_hashed(name):  # loaded by other means than ``import``
+            self.end(self.files.changed(name))
+
+    def check_may_read(self, filename: str) -> None:
+        """End the call if a file of code, which it would run as text, is not named."""
+        path = _absolute(filename)
+        if self.name_of(path) is None and os.path.lexists(path) and self._is_of_user(path):
+            self.end(self.files.not_named(path))
+
+    def name_of(self, path: str) -> str | None:
+        """Return the name of a file among the named ones, or None."""
+        return self.files.name_of_path.get(path, self.files.name_of_path.get(os.path.realpath(path)))
+
+    def keep_modules(self, new_names: Iterable[str]) -> None:
+        """Remember the modules that came from the files, also those that were found by other means."""
+        for name in new_names:
+            if getattr(sys.modules[name], "__file__", None) in self.files.name_of_path:
+                self.module_names.add(name)
+        self.modules = {name: sys.modules[name] for name in self.module_names if name in sys.modules}
+
+    def missing_module(self, error: ImportError) -> UsageError | None:
+        """Return the error for a module that was not found, but is in a folder of the user."""
+        top = (error.name or "").partition(".")[0]
+        if not top.isidentifier():
+            return None
+        for folder in [*self.files.folders, *filter(None, [self._started_in])]:
+            for path in (folder / f"{top}.py", folder / top / "__init__.py", folder / top):
+                if path.exists() and (path.suffix or any(path.glob("*.py"))):
+                    return self.files.not_named(str(path))
+        return None
+
+    def _is_of_user(self, path: str) -> bool:
+        """Return whether a file is in the code's folders, or imported from the current folder."""
+        if _is_library(path):
+            return False
+        real = os.path.realpath(path)
+        if any(_is_below(each, str(folder)) for folder in self.files.folders for each in (path, real)):
+            return True
+        # A module counts as imported from the longest folder of sys.path that it is in.
+        roots = [root for root in map(_absolute, sys.path) if _is_below(path, root)]
+        root = max(roots, key=len, default=os.path.dirname(path))  # noqa: PTH120
+        currents = {str(each) for each in (self._started_in, _current_folder()) if each is not None}
+        return root in currents or os.path.realpath(root) in currents
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the libraries that the code imported, "" if one does not say it."""
+        found: dict[str, str] = {}
+        for name in sorted(self.library_names):
+            is_other = name in sys.stdlib_module_names or name in _OUR_PACKAGES or name in self.module_names
+            if is_other or name.startswith("_") or name not in sys.modules:
+                continue
+            if len(found) == _MAX_LIBRARIES:
+                break
+            found[name] = _version_of(name)[:_MAX_VERSION_CHARS]
+        return found
+
+
+def _is_installed(name: str) -> bool:
+    spec = importlib.machinery.PathFinder.find_spec(name)
+    return spec is not None and spec.origin is not None and _is_library(spec.origin)
+
+
+def _version_of(name: str) -> str:
+    version = getattr(sys.modules[name], "__version__", None)
+    if not isinstance(version, str):
+        from importlib import metadata  # takes 20 ms, and is rarely needed
+
+        try:
+            version = metadata.version(name)
+        except (metadata.PackageNotFoundError, ValueError):
+            version = ""
+    return version.encode("utf-8", "backslashreplace").decode()
+
+
+def _current_folder() -> Path | None:
+    with contextlib.suppress(OSError):  # it was removed
+        return Path.cwd()
+    return None
+
+
+def _absolute(path: str) -> str:
+    """Return the absolute path, links not followed, or the path itself if the current folder was removed."""
+    with contextlib.suppress(OSError):
+        return os.path.abspath(path)  # noqa: PTH100
+    return path
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path.startswith(folder.rstrip("/") + "/")
+
+
+@functools.cache
+def _library_folders() -> list[str]:
+    folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders += [str(HOME / name) for name in _OUR_PACKAGES]
+    return [*folders, *map(os.path.realpath, folders)]
+
+
+def _is_library(path: str) -> bool:
+    """Return whether a file belongs to Python, to an installed library or to shardprep."""
+    parts = path.split("/")
+    if "site-packages" in parts or "dist-packages" in parts:
+        return True
+    return any(_is_below(path, folder) for folder in _library_folders())
+
+
+# What holds while the code runs. ------------------------------------------------------------------------
+
+_turn = threading.Lock()  # the rules hold for the whole process, so one code runs at a time
+_running: UserCode | None = None
+_loaded: UserCode | None = None  # whose modules are in sys.modules
+_ENDINGS = [(module, name) for module in (os, posix) for name in ("_exit", "execv", "execve")]
+
+
+def _serve(jobs: queue.SimpleQueue[Any]) -> None:
+    """Run jobs until there is None. It holds no reference to the UserCode between them."""
+    while True:
+        job = jobs.get()
+        if job is None:
+            return
+        answer, function = job
+        try:
+            answer.set_result(function())
+        except BaseException as error:
+            answer.set_exception(error)
+        del job, answer, function
+
+
+@contextlib.contextmanager
+def _running_code(code: UserCode, finder: importlib.abc.MetaPathFinder) -> Iterator[None]:
+    """Make the rules of this module hold."""
+    global _running
+    with _turn, _output_to_stderr():
+        _install_audit()
+        _bring_modules(code)
+        before = [getattr(module, name) for module, name in _ENDINGS]
+        for (module, name), real in zip(_ENDINGS, before, strict=True):
+            setattr(module, name, functools.partial(_end_process, code, name, real, os.getpid()))
+        sys.meta_path.insert(0, finder)
+        modules_before = {*sys.modules}
+        _running = code
+        try:
+            yield
+        finally:
+            _running = None
+            with contextlib.suppress(ValueError):  # the code removed it
+                sys.meta_path.remove(finder)
+            for (module, name), real in zip(_ENDINGS, before, strict=True):
+                setattr(module, name, real)
+            code.keep_modules(sys.modules.keys() - modules_before)
+
+
+@functools.cache
+def _install_audit() -> None:
+    sys.addaudithook(_audit)  # it cannot be removed
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    """See all code that runs from a file: modules, extension modules, and files of code that are read."""
+    code = _running
+    if code is None:
+        return
+    if event == "exec":
+        if args[0] is not code.served:
+            code.check_may_run(str(getattr(args[0], "co_filename", "")))
+    elif event == "import":
+        if args[1]:
+            code.check_may_run(os.fsdecode(args[1]))
+    elif event == "open" and isinstance(args[0], (str, bytes)):
+        path = os.fsdecode(args[0])
+        if path.endswith(_CODE_SUFFIXES) and "__pycache__" not in path:
+            code.check_may_read(path)
+
+
+def _bring_modules(code: UserCode) -> None:
+    """Put the code's modules into sys.modules, in place of those of the code that ran before."""
+    global _loaded
+    if _loaded is code:
+        return
+    for name, module in (_loaded.modules if _loaded else {}).items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+    sys.modules.update(code.modules)
+    _loaded = code
+
+
+def _end_process(code: UserCode, name: str, real: Callable[..., Any], pid: int, *args: Any) -> None:
+    """Stand in for a function that ends or replaces the process, which only our main thread may."""
+    if os.getpid() != pid or threading.current_thread() is threading.main_thread():
+        real(*args)
+    found = f"a function that calls os.{name}, which would end the task"
+    code.end(UsageError(path=code.files.path, found=found, expected="one that returns or raises"))
+
+
+@contextlib.contextmanager
+def _output_to_stderr() -> Iterator[None]:
+    """Send standard output to standard error, also that of libraries and of child processes."""
+    real = -1
+    with contextlib.suppress(OSError):  # one of them is closed
+        real = os.dup(1)
+        os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            if sys.__stdout__ is not None:
+                sys.__stdout__.flush()
+        if real >= 0:
+            os.dup2(real, 1)
+            os.close(real)

@@ -1,0 +1,545 @@
+"""A folder that others may write to: everything in it is reached by descriptors, and never through a link.
+
+``Folder`` opens the folder itself once. Names in it are relative, with "/": ``ids/shard-00000.jsonl``. Each
+part of a name is opened with O_NOFOLLOW, so neither a link that lies there nor one that is planted during the
+work leads a command to another place. Only regular files are opened, without waiting for a FIFO, and a file
+whose size is mostly a hole is refused before memory is taken for it.
+
+``writable`` is a pattern of the names that the owner of a folder, such as the format of a data set, defines.
+Nothing else is written or removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import stat
+import time
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from shardprep import files
+from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused
+from shardprep.files import FileStamp, HashedFile, PublishedFile, ReadFile
+
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO would wait for a writer
+_FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_LINK_ERRORS = (errno.ELOOP, errno.ENOTDIR)  # of opening a link with O_NOFOLLOW, as a file and as a folder
+# A larger file must have this share of its size on disk. No compression of a file system comes close.
+_SPARSE_BYTES = 16 << 20
+_LEAST_SHARE = 0.01
+_STAT_BLOCK_BYTES = 512
+_BEGINNING_BYTES = 1000  # of a file that may be replaced
+_MOST_LEVELS = (
+    2  # of folders in a temporary folder; that of ``verify --deep`` has ids/, digests/, quarantine/
+)
+
+
+class _Handle:
+    """A descriptor of a folder, closed when nobody uses it any more."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        files.close_read(self.fd)
+
+
+class Folder:
+    """The folder at ``path``, opened at the first access. A copy in another process opens it anew.
+
+    Methods that read raise FileNotFoundError or NotADirectoryError for what does not exist, BrokenShard for
+    a link, for anything else that is not a regular file, and for a size that is not on disk. Other errors of
+    the system are ReadWriteErrors; those of ``open`` are OSErrors, which ``files.with_retries`` repeats.
+    Methods that write raise CannotWrite or ReadWriteError.
+    """
+
+    _handle: _Handle | None = None
+
+    def __init__(self, path: Path | str, *, writable: re.Pattern[str], may_be_link: bool = True) -> None:
+        """``may_be_link``: whether ``path`` itself may be a link; a path that a person gave may be one."""
+        self.path = Path(path)
+        self._writable = writable
+        self._flags = _FOLDER if may_be_link else _FOLDER | os.O_NOFOLLOW
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Folder) and self.path == other.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "_handle"}
+
+    def close(self) -> None:
+        """Close the folder. The next access opens it again."""
+        self._handle = None
+
+    def path_of(self, name: str) -> Path:
+        """Return the path of a name, for messages and for programs that take paths."""
+        return self.path / name
+
+    # Reaching a name. -------------------------------------------------------------------------------------
+
+    def _opened(self) -> _Handle:
+        """Return the folder's descriptor. Raises OSError."""
+        if self._handle is None:
+            try:
+                fd = os.open(self.path, self._flags)
+            except PermissionError:  # a folder that may be passed through, but not listed
+                fd = os.open(self.path, self._flags | os.O_PATH)
+            except NotADirectoryError:
+                if self._flags & os.O_NOFOLLOW and files.is_link(self.path):
+                    found = f"a link to {os.readlink(self.path)!r}"  # noqa: PTH115
+                    raise CannotWrite(path=self.path, found=found, expected="a folder in its place") from None
+                raise
+            self._handle = _Handle(fd)
+        return self._handle
+
+    def _reach(self, name: str) -> tuple[_Handle, str]:
+        """Return the folder of a name, and the last part of the name. Raises BrokenShard or OSError."""
+        subfolder, _, last = name.rpartition("/")
+        return self._open_subfolder(subfolder) if subfolder else self._opened(), last
+
+    def _open_subfolder(self, name: str) -> _Handle:
+        """Open a folder below this one. Raises BrokenShard for a link, and OSError."""
+        handle, reached = self._opened(), ""
+        for part in name.split("/"):
+            reached = f"{reached}/{part}" if reached else part
+            try:
+                handle = _Handle(os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=handle.fd))
+            except OSError as error:
+                raise self._named(error, handle, reached) from None
+        return handle
+
+    def _named(self, error: OSError, parent: _Handle, name: str) -> OSError | BrokenShard:
+        """Return the error of an access to a name with its path, or a BrokenShard if the name is a link."""
+        path = self.path_of(name)
+        if error.errno in files.RETRIED:
+            self._handle = None  # a stale descriptor stays stale: the next attempt opens another one
+        if error.errno in _LINK_ERRORS:
+            with contextlib.suppress(OSError):
+                found = f"a link to {os.readlink(name.rpartition('/')[2], dir_fd=parent.fd)!r}"
+                return BrokenShard(
+                    path=path, found=found, expected="no link; put the file or folder itself there"
+                )
+        return type(error)(error.errno, error.strerror, str(path))
+
+    # Reading. ---------------------------------------------------------------------------------------------
+
+    def exists(self) -> bool:
+        """Return whether the folder itself exists. Raises ReadWriteError."""
+        return files.is_folder(self.path)
+
+    def _open(self, name: str) -> int:
+        """Return a descriptor of a regular file. Raises BrokenShard or OSError."""
+        parent, last = self._reach(name)
+        try:
+            handle = os.open(last, _READ, dir_fd=parent.fd)
+        except OSError as error:
+            raise self._named(error, parent, name) from None
+        try:
+            status = os.fstat(handle)
+            self._check_is_regular(name, status)
+            if status.st_size > _SPARSE_BYTES:
+                self._check_is_on_disk(name, handle, status)
+        except BaseException:
+            files.close_read(handle)
+            raise
+        return handle
+
+    def _check_is_regular(self, name: str, status: os.stat_result) -> None:
+        if not stat.S_ISREG(status.st_mode):
+            files.check_is_regular(self.path_of(name), status.st_mode)
+
+    def _check_is_on_disk(self, name: str, handle: int, status: os.stat_result) -> None:
+        """Raise BrokenShard if a large file is mostly a hole, which costs its writer nothing."""
+        wanted_bytes = status.st_size * _LEAST_SHARE
+        if status.st_blocks * _STAT_BLOCK_BYTES >= wanted_bytes:
+            return
+        # Some file systems count no blocks, but they have no holes either.
+        with contextlib.suppress(OSError):
+            if os.lseek(handle, 0, os.SEEK_HOLE) >= status.st_size:
+                os.lseek(handle, 0, os.SEEK_SET)
+                return
+            os.lseek(handle, 0, os.SEEK_SET)
+        # A file that was moved to an archive comes back when it is read.
+        os.pread(handle, 1, 0)
+        num_bytes = os.fstat(handle).st_blocks * _STAT_BLOCK_BYTES
+        if num_bytes < wanted_bytes:
+            found = f"{status.st_size} bytes, of which only {num_bytes} are on disk: the rest is a hole"
+            raise BrokenShard(path=self.path_of(name), found=found, expected="a whole file; copy it again")
+
+    def open(self, name: str) -> ReadFile:
+        """Open a regular file. Raises FileNotFoundError, NotADirectoryError, BrokenShard or OSError."""
+        return ReadFile(partial(self.path_of, name), self._open(name))
+
+    def open_hashed(self, name: str) -> HashedFile:
+        """Open a regular file that is hashed while it is read. Raises as ``open``."""
+        return HashedFile(partial(self.path_of, name), self._open(name))
+
+    def read(self, name: str, *, max_bytes: int) -> bytes:
+        """Return all bytes of a file, at most ``max_bytes``."""
+        with files.errors_named(partial(self.path_of, name)), self.open(name) as file:
+            return files.read_whole(file, max_bytes=max_bytes)
+
+    def read_with_status(self, name: str, *, max_bytes: int) -> tuple[bytes, os.stat_result]:
+        """Read as ``read`` does, and also return the status of the file that was read."""
+        with files.errors_named(partial(self.path_of, name)), self.open(name) as file:
+            return files.read_whole(file, max_bytes=max_bytes), file.status()
+
+    def read_beginning(self, name: str, num_bytes: int) -> bytes:
+        """Return a file's first bytes, none if it does not exist."""
+        try:
+            with files.errors_named(partial(self.path_of, name)), self.open(name) as file:
+                return file.read_beginning(0, num_bytes)
+        except files.NOT_THERE:
+            return b""
+
+    def lines(self, name: str, *, max_line_bytes: int = files.MAX_LINE_BYTES) -> Iterator[bytes]:
+        """Yield the lines of a file, each with its end. Raises BrokenShard for a line that is too long."""
+        path = self.path_of(name)
+        with files.errors_named(path):
+            yield from files.lines_of(path, self._open(name), max_line_bytes)
+
+    def stamp_of(self, name: str) -> FileStamp:
+        """Return the size and sha256 of a file, read in blocks of 4 MiB."""
+        with files.errors_named(partial(self.path_of, name)), self.open_hashed(name) as file:
+            return FileStamp(num_bytes=file.num_bytes, sha256=file.sha256())
+
+    def status_of(self, name: str) -> os.stat_result | None:
+        """Return the status of whatever has this name, a link's own; None if nothing has it."""
+        try:
+            with files.errors_named(partial(self.path_of, name)):
+                parent, last = self._reach(name)
+                return os.stat(last, dir_fd=parent.fd, follow_symlinks=False)
+        except files.NOT_THERE:
+            return None
+
+    def size_of(self, name: str) -> int | None:
+        """Return the size of a regular file in bytes, or None if it does not exist."""
+        status = self.status_of(name)
+        if status is None:
+            return None
+        self._check_is_regular(name, status)
+        return status.st_size
+
+    def is_subfolder(self, name: str) -> bool:
+        """Return whether a name is a folder, and no link to one."""
+        status = self.status_of(name)
+        return status is not None and stat.S_ISDIR(status.st_mode)
+
+    def names(self, subfolder: str = "") -> list[str]:
+        """Return the names in the folder or in one below it, sorted; none if it does not exist."""
+        try:
+            with files.errors_named(self.path_of(subfolder)):
+                # Opened again: threads that list through one descriptor would disturb each other.
+                handle = self._open_subfolder(subfolder or ".")
+                return sorted(os.listdir(handle.fd))  # noqa: PTH208 - a Path has no descriptors of folders
+        except files.NOT_THERE:
+            return []
+
+    def names_below(self, subfolder: str) -> list[str]:
+        """Return the names of all that is in a subfolder, each after the folder that it is in.
+
+        Raises OSError if it is nested deeper than a temporary folder of ours.
+        """
+        found = [f"{subfolder}/{name}" for name in self.names(subfolder)]
+        for name in found:  # it grows meanwhile
+            if self.is_subfolder(name):
+                if name.count("/") - subfolder.count("/") > _MOST_LEVELS:
+                    why = "it has folders in folders, as no attempt leaves; remove it yourself"
+                    raise OSError(errno.ENOTEMPTY, why, str(self.path_of(subfolder)))
+                found += [f"{name}/{inside}" for inside in self.names(name)]
+        return found
+
+    # Writing. ---------------------------------------------------------------------------------------------
+
+    def _reach_to_write(self, name: str) -> tuple[_Handle, str]:
+        """Reach a name of the folder's owner. Raises CannotWrite."""
+        if self._writable.fullmatch(name) is None:
+            raise ValueError(f"{name!r} is no name that may be written in {self.path}")
+        try:
+            return self._reach(name)
+        except BrokenShard as error:
+            found = f"{error.found}, where files of the same name would be replaced"
+            raise CannotWrite(path=error.path, found=found, expected="a folder in its place") from None
+        except OSError as error:
+            raise files.not_creatable(self.path_of(name), error) from None
+
+    def make_folder(self) -> None:
+        """Create the folder itself and its parents, if missing. Raises CannotWrite or ReadWriteError."""
+        files.make_folder(self.path, parents=True)
+
+    def make_subfolder(self, name: str) -> None:
+        """Create a folder below this one, if missing, and sync its parent. Raises CannotWrite."""
+        reached = ""
+        for part in name.split("/"):
+            reached = f"{reached}/{part}" if reached else part
+            parent, last = self._reach_to_write(reached)
+            try:
+                os.mkdir(last, dir_fd=parent.fd)
+            except FileExistsError:
+                if self.is_subfolder(reached):
+                    continue
+                found = "a file or a link, where a folder is needed"
+                raise CannotWrite(path=self.path_of(reached), found=found, expected="a folder") from None
+            except OSError as error:
+                raise files.not_creatable(self.path_of(reached), error) from None
+            self._sync(parent, reached)
+
+    def new_file(self, name: str) -> PublishedFile:
+        """Begin a file that appears under its name when it is published, in a subfolder that exists."""
+        parent, _ = self._reach_to_write(name)
+        return PublishedFile(self.path_of(name), os.dup(parent.fd))
+
+    def publish(self, name: str, content: bytes) -> None:
+        """Replace a file's content atomically, and sync it and its folder."""
+        with self.new_file(name) as file:
+            file.write(content)
+            file.sync()
+            file.publish()
+        self.sync(name.rpartition("/")[0])
+
+    def publish_equal(self, name: str, content: bytes, *, what: str) -> None:
+        """Write a file unless it exists. Raises Refused if the one that exists has another content."""
+        with self.new_file(name) as file:
+            file.write(content)
+            file.sync()
+            if file.publish_first():
+                self.sync(name.rpartition("/")[0])
+                return
+        self._refuse_other(name, content, what)
+
+    def _refuse_other(self, name: str, content: bytes, what: str) -> None:
+        """Raise Refused if a file has another content."""
+        found = None
+        with contextlib.suppress(*files.NOT_THERE, BrokenShard):
+            found = self.read(name, max_bytes=len(content))
+        if found != content:
+            expected = f"nothing, or {what}; move it away, or name another folder"
+            raise Refused(path=self.path_of(name), found="another file, which stays", expected=expected)
+
+    def publish_copy(self, name: str, source: Folder, stamp: FileStamp | None = None) -> FileStamp:
+        """Publish a copy of the file of this name in another folder. Return the stamp of what was read.
+
+        With another ``stamp`` than the given one nothing is published. The folder is not synced. Raises
+        FileNotFoundError or NotADirectoryError if there is no such file, and errors of reading and writing.
+        """
+        with files.errors_named(source.path_of(name)), source.open(name) as file, self.new_file(name) as copy:
+            for start in range(0, file.num_bytes, files.WRITE_BYTES):
+                num_bytes = min(files.WRITE_BYTES, file.num_bytes - start)
+                copy.write(memoryview(file.read(start, num_bytes)))
+            found = copy.sync()
+            if stamp is None or found == stamp:
+                copy.publish()
+        return found
+
+    def publish_link(self, name: str, source: Folder) -> bool:
+        """Make a name a hard link to the file of this name in another folder. Return whether it could.
+
+        The folder is not synced. Raises BrokenShard if it is not a regular file, and CannotWrite.
+        """
+        parent, last = self._reach_to_write(name)
+        temporary = files.temporary_name(Path(last)).name
+        try:
+            there, last_there = source._reach(name)
+            os.link(last_there, temporary, src_dir_fd=there.fd, dst_dir_fd=parent.fd, follow_symlinks=False)
+            status = os.stat(temporary, dir_fd=parent.fd, follow_symlinks=False)
+            files.check_is_regular(source.path_of(name), status.st_mode)
+            # It does nothing if both are links to the same file already.
+            os.rename(temporary, last, src_dir_fd=parent.fd, dst_dir_fd=parent.fd)
+        except OSError:
+            return False
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=parent.fd)
+        return True
+
+    def create(self, name: str, content: bytes = b"") -> None:
+        """Create a small file that no other process has created. Raises FileExistsError or OSError."""
+        parent, last = self._reach_to_write(name)
+        handle = os.open(last, _CREATE | os.O_EXCL, 0o666, dir_fd=parent.fd)
+        try:
+            os.write(handle, content)
+        finally:
+            os.close(handle)
+
+    def append(self, name: str, data: bytes, *, mode: int = 0o666) -> None:
+        """Append to a file by a single write; create it, if missing. Raises OSError, CannotWrite."""
+        parent, last = self._reach_to_write(name)
+        handle = os.open(last, _CREATE | os.O_APPEND, mode, dir_fd=parent.fd)
+        try:
+            files.check_is_regular(self.path_of(name), os.fstat(handle).st_mode)
+            os.write(handle, data)
+        finally:
+            os.close(handle)
+
+    def sync(self, subfolder: str = "") -> None:
+        """Fsync the folder or one below it, so that its names survive a crash. Raises ReadWriteError."""
+        try:
+            handle = self._open_subfolder(subfolder) if subfolder else self._opened()
+        except OSError as error:
+            raise files.not_synced(self.path_of(subfolder), error) from None
+        self._sync(handle, subfolder)
+
+    def _sync(self, handle: _Handle, name: str) -> None:
+        try:
+            os.fsync(handle.fd)
+        except OSError as error:
+            raise files.not_synced(self.path_of(name), error) from None
+
+    def remove(self, name: str) -> None:
+        """Remove a file. Raises FileNotFoundError, CannotWrite or OSError."""
+        parent, last = self._reach_to_write(name)
+        os.unlink(last, dir_fd=parent.fd)
+
+    def remove_subfolder(self, name: str) -> None:
+        """Remove an empty folder below this one. Raises OSError, also if it is not empty."""
+        parent, last = self._reach_to_write(name)
+        os.rmdir(last, dir_fd=parent.fd)
+
+    # Temporaries. -----------------------------------------------------------------------------------------
+
+    def publish_folder(self, name: str, contents: Mapping[str, bytes]) -> bool:
+        """Publish a folder of files at once, unless a file or a folder that is not empty has its name.
+
+        Returns whether the name was free.
+        """
+        with self.temporary_folder(name) as (temporary, path):
+            unfinished = Folder(path, writable=re.compile("[^/]+"))
+            for file_name, content in contents.items():
+                with unfinished.new_file(file_name) as file:
+                    file.write(content)
+                    file.sync()
+                    file.publish()
+            unfinished.sync()
+            parent, last = self._reach_to_write(name)
+            try:
+                # It also replaces an empty folder.
+                os.rename(temporary, last, src_dir_fd=parent.fd, dst_dir_fd=parent.fd)
+            except OSError as error:
+                if error.errno not in {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}:
+                    raise files.not_creatable(self.path_of(name), error) from None
+                return False
+            self._sync(parent, name)
+        return True
+
+    @contextlib.contextmanager
+    def temporary_folder(self, name: str) -> Iterator[tuple[str, Path]]:
+        """Create a temporary folder for ``name``, and remove it at the end of the block.
+
+        Yields its name, and a path by which no link leads elsewhere.
+        """
+        parent, last = self._reach_to_write(name)
+        temporary = files.temporary_name(Path(last)).name
+        path = Path(f"/proc/self/fd/{parent.fd}", temporary)
+        try:
+            os.mkdir(temporary, dir_fd=parent.fd)
+        except OSError as error:
+            raise files.not_creatable(self.path_of(name), error) from None
+        try:
+            yield temporary, path
+        finally:
+            subfolder, _, _ = name.rpartition("/")
+            with contextlib.suppress(OSError, BrokenShard, ReadWriteError):
+                self.remove_temporary(f"{subfolder}/{temporary}" if subfolder else temporary)
+
+    def temporaries(self, subfolders: Collection[str] = ()) -> list[str]:
+        """Return the names of temporary files and folders here and in some subfolders.
+
+        A subfolder that is a link is left out.
+        """
+        found = [name for name in self.names() if files.TEMPORARY_NAME.fullmatch(name)]
+        for subfolder in subfolders:
+            with contextlib.suppress(BrokenShard):
+                inside = filter(files.TEMPORARY_NAME.fullmatch, self.names(subfolder))
+                found += [f"{subfolder}/{name}" for name in inside]
+        return found
+
+    def remove_temporaries(
+        self, *stems: str, older_than_s: float = 0, subfolders: Collection[str] = ()
+    ) -> None:
+        """Remove temporary files of earlier attempts, by their stems (default: all). Errors are ignored.
+
+        Nobody can tell whether such an attempt still runs. If it does, it fails without its temporary file.
+        """
+        prefixes = tuple(f".{stem}." for stem in stems) or (".",)
+        temporaries: list[str] = []
+        with contextlib.suppress(ReadWriteError):  # a later attempt tries again
+            temporaries = self.temporaries(subfolders)
+        for name in temporaries:
+            if name.rpartition("/")[2].startswith(prefixes):
+                with contextlib.suppress(OSError, ReadWriteError, BrokenShard):
+                    status = self.status_of(name)
+                    if status is not None and time.time() - status.st_mtime >= older_than_s:
+                        self.remove_temporary(name)
+
+    def remove_temporary(self, name: str) -> None:
+        """Remove a temporary file, or a temporary folder with all that is in it.
+
+        Raises OSError, BrokenShard, ReadWriteError.
+        """
+        parent, last = self._reach(name)
+        if files.TEMPORARY_NAME.fullmatch(last) is None:
+            raise ValueError(f"{name!r} is no temporary name")
+        if self.is_subfolder(name):
+            # Files before the folders that they are in.
+            for inside in reversed(self.names_below(name)):
+                inner, inner_last = self._reach(inside)
+                remove = os.rmdir if self.is_subfolder(inside) else os.unlink
+                with contextlib.suppress(FileNotFoundError):  # another process removes it, too
+                    remove(inner_last, dir_fd=inner.fd)
+            os.rmdir(last, dir_fd=parent.fd)
+        else:
+            os.unlink(last, dir_fd=parent.fd)
+
+
+class OutputFolder(Folder):
+    """A folder that a command fills, and nobody else: new, empty, or claimed by an earlier run of it.
+
+    ``mark`` is the name of the file that claims it.
+    """
+
+    def __init__(
+        self, path: Path | str, *, mark: str, writable: re.Pattern[str], may_be_link: bool = True
+    ) -> None:
+        super().__init__(path, writable=writable, may_be_link=may_be_link)
+        self._mark = mark
+
+    def claim(self, content: bytes) -> None:
+        """Create the folder if it is missing, and write the mark.
+
+        Raises Refused, with the name of a file of another program, if there is one but no mark, and if the
+        mark has another content; CannotWrite or ReadWriteError.
+        """
+        self.make_folder()
+        others = [name for name in self.names() if not files.TEMPORARY_NAME.fullmatch(name)]
+        if others and self._mark not in others:
+            expected = f"a new or an empty folder, or one with {self._mark}; nothing was changed"
+            raise Refused(path=self.path_of(others[0]), found="a file of somebody else", expected=expected)
+        what = "the same settings"
+        if self._mark in others:
+            self._refuse_other(self._mark, content, what)
+        else:
+            self.publish_equal(self._mark, content, what=what)
+
+
+def refuse_foreign_file(path: Path, ours: re.Pattern[bytes]) -> None:
+    """Raise Refused if another program wrote a file: ``ours`` matches where the command's own begin."""
+    beginning = files.read_beginning(path, _BEGINNING_BYTES)
+    if beginning and ours.match(beginning) is None:
+        expected = "a name for a new file, or a file that this command wrote; move it away"
+        raise Refused(path=path, found="another file, which stays", expected=expected)

@@ -1,0 +1,75 @@
+"""The folder of a data set: the one way to its files, for reading, publishing, listing and removing.
+
+Whatever lies in the folder of a data set is untrusted, because others may have written it. ``DataFolder``
+reaches it by descriptors, see ``shardprep/folders.py``, and writes and removes only names of the format.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from shardprep.errors import Refused
+from shardprep.files import TEMPORARY_NAME
+from shardprep.folders import Folder
+from shardprep.format import names
+
+ATTEMPTS_FOLDER = "jobs/attempts"
+LOGS_FOLDER = "jobs/logs"
+JOBS_FOLDER = "jobs"
+OVERLAP_FOLDER = "overlap"  # lists that are no part of the data set
+# Subfolders in which files are written under temporary names first.
+SUBFOLDERS = (
+    names.QUARANTINE_DIR, names.IDS_DIR, names.DIGESTS_DIR, names.BLANKED_DIR, names.TOKENIZER_DIR,
+    names.TRANSFORM_DIR, JOBS_FOLDER, ATTEMPTS_FOLDER, LOGS_FOLDER, OVERLAP_FOLDER,
+)  # fmt: skip
+SHARD_FOLDERS = (names.QUARANTINE_DIR, names.IDS_DIR, names.DIGESTS_DIR)  # of files in the manifests
+_NAME = r"(?!\.\.?(?:/|\Z))[^/\0]+"  # of a file, not "." or ".."
+_WRITABLE = re.compile(
+    rf"""
+    (?: plan | index | findings )\.json | excluded\.(?: keys | txt )
+    | shard-\d{{5}} \. (?: tar | idx | json )
+    | (?: quarantine | ids ) / shard-\d{{5}} \.jsonl | digests / shard-\d{{5}} \.digests
+    | blanked / shard-\d{{5}} \.json
+    | (?: tokenizer | jobs | jobs/attempts | jobs/logs | overlap ) / {_NAME}
+    | transform (?: / {_NAME} )+
+    | {"|".join(SUBFOLDERS)}
+    | \.shard-\d{{5}} \. (?: begun | again ) \.tmp | \.(?:plan|index)\.json\.claimed\.tmp
+    | verify  # a folder that exists under a temporary name only
+    """,
+    re.VERBOSE | re.ASCII,
+)
+
+
+class DataFolder(Folder):
+    """The folder of a data set."""
+
+    def __init__(self, path: Path | str) -> None:
+        super().__init__(path, writable=_WRITABLE)
+
+
+# ``plan`` and ``blank`` write these before the plan, and compare those that are there.
+_BEFORE_PLAN = frozenset(
+    {
+        names.TOKENIZER_DIR,
+        names.BLANKED_DIR,
+        names.EXCLUDED_NAME,
+        names.EXCLUDED_LIST_NAME,
+        names.TRANSFORM_DIR,
+    }
+)
+_NOTHING_REPLACED = frozenset({JOBS_FOLDER, OVERLAP_FOLDER, "verify"})  # in folders of these names
+
+
+def refuse_foreign_files(folder: DataFolder) -> None:
+    """Check that a folder without a plan has no files with names of the format, which would be replaced.
+
+    Raises Refused for the first one, unless it is one that ``plan`` or ``blank`` compare before they use it.
+    """
+    for name in folder.names():
+        if name in _BEFORE_PLAN | _NOTHING_REPLACED or TEMPORARY_NAME.fullmatch(name):
+            continue
+        if _WRITABLE.fullmatch(name):
+            found = f"it is there, but no {names.PLAN_NAME} that it belongs to"
+            expected = "a folder without such files: move them away, restore the plan, or use another folder"
+            raise Refused(path=folder.path_of(name), found=found, expected=expected)

@@ -1,0 +1,97 @@
+"""The records by which a command may act: those that this user wrote, and nobody else can change.
+
+Whoever can write to DATA/jobs can put a record there that names any job, cause, resource or command.
+``status``, ``logs`` and ``report`` show such records and say whose they are. ``submit``, ``retry``,
+``cancel`` and the controller of ``--until_done`` get records from here alone. So another user's record can
+only hold them back, while Slurm shows a live job of that user for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardprep.format.jobs import AttemptRecord, JobRequest, Submission, user_name
+from slurm import state as states
+from slurm.state import Attempt, DatasetState, Job, Shard
+
+_MAX_ATTEMPTS = 3  # that fail in the same way
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnRecords:
+    """This user's own records of a data set."""
+
+    submissions: list[Submission]  # oldest first
+    newest_of_others: Submission | None  # only for messages
+    plain_attempts: list[AttemptRecord]  # at shards, by tasks of plain sbatch; oldest first
+    jobs: list[Job]  # recorded ones that wait or run
+    controllers: list[str]  # ids of this user's live jobs of --until_done, by name or by own records
+    unrecorded: list[str]  # ids of live jobs with a name that only this data set's jobs have
+
+    def live_job_ids(self) -> list[str]:
+        """Return the recorded jobs that wait or run, verify jobs included."""
+        return sorted({job.job_id for job in self.jobs}, key=int)
+
+
+def own_records(state: DatasetState) -> OwnRecords:
+    """Return the records of a data set that this user owns."""
+    me = user_name()
+    sent = [each for each in state.submissions if each.is_own]
+    recorded = {job.job_id for each in sent for job in each.jobs}
+    plain = [each for each in state.records.own if each.is_own and each.job_id not in ("", *recorded)]
+    return OwnRecords(
+        submissions=sent,
+        newest_of_others=next((each for each in reversed(state.submissions) if not each.is_own), None),
+        plain_attempts=[each for each in plain if each.num_cpus],
+        # A job of this user is in the queue only by an own record, see ``find_queue``.
+        jobs=[job for job in state.queue.jobs.values() if job.is_live and job.user == me],
+        controllers=state.queue.controllers,
+        unrecorded=state.queue.unrecorded,
+    )
+
+
+def own_attempts(shard: Shard) -> list[Attempt]:
+    """Return the attempts at a shard by this user, oldest first."""
+    return [each for each in shard.attempts if not each.owner]
+
+
+def live_attempts(shard: Shard) -> list[Attempt]:
+    """Return the attempts at a shard whose job waits or runs, of any user: Slurm shows it."""
+    return [each for each in shard.attempts if each.job and each.state in ("running", "pending")]
+
+
+def others_with_jobs(state: DatasetState) -> dict[str, str]:
+    """Return job id -> user, for live jobs of the data set that another user submitted."""
+    me = user_name()
+    return {job.job_id: job.user for job in state.queue.jobs.values() if job.is_live and job.user != me}
+
+
+def why_not_retried(shard: Shard, changes: dict[str, Any], *, is_named: bool = False) -> str | None:
+    """Return why a shard is not tried again, or None if it is.
+
+    A shard of bad input is tried again only if ``changes`` have other worker_args, and one that failed three
+    times in the same way only if ``changes`` differ from its request or a person named it. Failures count
+    from the last ``retry`` that a person typed.
+    """
+    attempts = own_attempts(shard)
+    if shard.state != "failed" or not attempts:
+        return None
+    last = attempts[-1]
+    cause = last.cause(shard.shard_id)
+    num_same = 0
+    typed_job = ""
+    for attempt in reversed(attempts):
+        job_id = attempt.task.partition("_")[0]
+        if attempt.cause(shard.shard_id) != cause or typed_job not in ("", job_id):
+            break
+        num_same += 1
+        if attempt.is_typed:
+            typed_job = job_id
+    before = last.array.request if last.array else JobRequest()
+    changed = {name for name, value in changes.items() if getattr(before, name) != value}
+    if cause == states.BAD_INPUT and "worker_args" not in changed:
+        return "the same input fails in the same way"
+    if num_same >= _MAX_ATTEMPTS and not changed and not is_named:
+        return f"failed in the same way {num_same} times"
+    return None

@@ -1,0 +1,687 @@
+"""Hostile data sets and output folders: commands must stay in their own folders, and within limits.
+
+Each file and each subfolder of a data set is replaced by a link, a FIFO, a device and the like, or forged
+with right hashes. Output folders have files of somebody else before a command writes there. A folder
+``outside`` is the target of all links. No file in it may be read, changed or removed, and none may be added.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import stat
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from tests.faults.forked_case import Ended
+from tests.faults.judging import EQUAL, Failure, Outcome, Verdict, different, outcome_of, verdict_of_end
+from tests.faults.small_data_sets import Hit, SmallDataSet, Stage, Undisturbed
+from tests.forged import content_sha256, rewrite_json
+
+_OTHER_USER = 12345
+_OLD_S = 1_000_000_000  # an access time before the last change, so that the next read updates it
+_SPARSE_BYTES = 3 << 30
+_MEMORY_BYTES = 1 << 30
+_STACKS_BYTES = 256 << 20  # addresses of the stacks of threads
+_M_ARENA_MAX = -8  # of mallopt
+_SECRET = b"a-private-line-of-somebody-else\n"
+_QUICK_FAULTS = 8
+_QUICK_RUNS = 32
+_LARGE = re.compile(r"forged: .*(million|MB|GiB|10\^|2\^)")  # forgeries that take seconds to write or to read
+Change = Callable[[Path, "Outside"], object]  # of a path in the workplace
+
+# Commands that read a finished data set, and those that write shards.
+_READERS = (
+    "load", "peek", "peek at place", "status", "verify", "verify --fast", "stage", "clean", "duplicates",
+    "overlap", "overlap in data", "export megatron", "export nanogpt", "export hf", "report", "doctor",
+    "plan", "shard", "submit",
+)  # fmt: skip
+_OF_IDS = ("peek at id",)
+# They start processes, which takes seconds.
+_SLOW = ("run", "blank", "blank by id", "verify --deep")
+_WRITERS = ("shard again", "run again")
+_OTHER_DATA = ("load", "peek", "export", "overlap")  # commands that compare no hashes of tars, or of lists
+
+
+class Outside:
+    """A folder beside the workplace that no command may look into."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._before: dict[str, tuple[int, ...]] = {}
+
+    def make(self) -> None:
+        """Make it anew, with a secret."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir()
+        (self.folder / "secret").write_bytes(_SECRET)
+
+    def copy_of(self, path: Path) -> Path:
+        """Return the path of a copy of a file or a folder."""
+        copy = self.folder / "copy"
+        if path.is_dir():
+            shutil.copytree(path, copy, symlinks=True)
+        elif path.exists():
+            shutil.copy(path, copy)
+        else:
+            copy.write_bytes(_SECRET)
+        return copy
+
+    def remember(self) -> None:
+        """Remember all files. The next read of one will be noticed by its access time."""
+        for path in self.folder.rglob("*"):
+            if path.is_file():
+                os.utime(path, ns=(_OLD_S * 10**9, path.stat().st_mtime_ns))
+        self._before = self._files()
+
+    def _files(self) -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {}
+        for path in [self.folder, *self.folder.rglob("*")]:
+            status = path.lstat()
+            # The number of links shows a hard link, and ctime a change of mode or owner.
+            facts = (status.st_mode, status.st_uid, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+            is_file = stat.S_ISREG(status.st_mode)
+            found[str(path)] = (*facts, status.st_nlink, status.st_atime_ns if is_file else 0)
+        return found
+
+    def check(self, place: Path) -> None:
+        """Raise Failure if a file was read, changed, added or removed, or if a copy of the secret exists."""
+        now = self._files()
+        for name in sorted({*now, *self._before}):
+            if name not in now or name not in self._before:
+                raise Failure(
+                    "wrong", f"outside: {Path(name).name} was {'added' if name in now else 'removed'}"
+                )
+            if now[name][:-1] != self._before[name][:-1]:
+                raise Failure("wrong", f"outside: {Path(name).name} was changed")
+            if now[name] != self._before[name]:
+                raise Failure("wrong", f"outside: {Path(name).name} was read")
+        for path in place.rglob("*"):
+            is_small = not path.is_symlink() and path.is_file() and path.stat().st_size < _MEMORY_BYTES
+            if is_small and _SECRET.strip() in path.read_bytes():
+                raise Failure("wrong", f"the secret is in {path.name}")
+
+
+@dataclass(frozen=True)
+class Attack:
+    """A change of a workplace, before a command runs there."""
+
+    words: str
+    stage: Stage
+    commands: Sequence[str]
+    apply: Callable[[Path, Outside], object]  # called with the workplace
+    hidden: str = ""  # what is attacked, below the workplace: it may differ from the undisturbed run
+    may_differ: bool = False  # if the command ends with 0
+    kept: str = ""  # an output folder whose files the command must neither replace nor remove
+
+
+def _instead(make: Change) -> Change:
+    """Return a change that removes a file or a folder and calls ``make``."""
+
+    def apply(path: Path, outside: Outside) -> None:
+        copy = outside.copy_of(path)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make(path, outside)
+        if not path.is_symlink():
+            shutil.rmtree(copy) if copy.is_dir() else copy.unlink()
+
+    return apply
+
+
+def _device(path: Path, _: Outside) -> None:
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5))  # /dev/zero
+    except OSError:  # without the right to do so
+        path.symlink_to("/dev/zero")
+
+
+def _sparse(path: Path, _: Outside) -> None:
+    if path.is_dir():
+        return
+    with path.open("ab") as file:
+        file.truncate(_SPARSE_BYTES)
+
+
+def _flipped(path: Path, _: Outside) -> None:
+    data = bytearray(path.read_bytes())
+    if data:
+        data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+_OTHER_KINDS: dict[str, Change] = {
+    "a link to a copy outside": _instead(lambda path, outside: path.symlink_to(outside.folder / "copy")),
+    "a link to a secret": _instead(lambda path, outside: path.symlink_to(outside.folder / "secret")),
+    "a link to nothing outside": _instead(lambda path, outside: path.symlink_to(outside.folder / "new")),
+    "a link to the folder outside": _instead(lambda path, outside: path.symlink_to(outside.folder)),
+    "a FIFO": _instead(lambda path, _: os.mkfifo(path)),
+    "a device": _instead(_device),
+    "a file": _instead(lambda path, _: path.write_bytes(b"{}")),
+    "a folder": _instead(lambda path, _: path.mkdir()),
+    "an empty file": _instead(lambda path, _: path.touch()),
+    "a hole of 3 GiB": _instead(_sparse),
+}
+_CHANGED_FILES: dict[str, Change] = {"3 GiB, mostly a hole": _sparse, "a flipped bit": _flipped}
+
+
+def _replacements(data_set: SmallDataSet, stage: Stage) -> Iterator[Attack]:
+    """Replace each file and subfolder of a data set by each kind."""
+    data = data_set.templates / stage / "data"
+    # Of the second shard only the files that the first one has not.
+    paths = [path for path in sorted(data.rglob("*")) if "shard-00001" not in path.name]
+    paths += sorted((data / "quarantine").glob("*"))
+    names = [path.relative_to(data).as_posix() for path in paths]
+    names += ["findings.json", "ids", "blanked", "jobs/attempts/1_0.r0"]
+    for name in dict.fromkeys(names):
+        is_file = (data / name).is_file()
+        kinds = {**_OTHER_KINDS, **(_CHANGED_FILES if is_file else {})}
+        for kind, change in kinds.items():
+            yield Attack(
+                words=f"{stage}: {name} is {kind}",
+                stage=stage,
+                commands=(*_READERS, *(_OF_IDS if (data / "ids").is_dir() else ()), *_WRITERS, *_SLOW),
+                apply=partial(_apply_to, f"data/{name}", change),
+                hidden=f"data/{name}",
+            )
+
+
+def _apply_to(name: str, change: Change, place: Path, outside: Outside) -> None:
+    change(place / name, outside)
+
+
+# Output folders. ----------------------------------------------------------------------------------------
+
+_OUTPUTS = {
+    "stage": "staged",
+    "blank": "staged",
+    "overlap": "exported/overlap",
+    "export megatron": "exported/megatron",
+    "export nanogpt": "exported/nanogpt",
+    "export hf": "exported/hf",
+    "train_tokenizer": "trained",
+    "duplicates": "names",
+    "report": "report",
+}
+_FOREIGN = (
+    "README.md", "plan.json", "index.json", "findings.json", "shard-00000.tar", "shard-00000.idx",
+    "shard-00000.json", "tokenizer", "tokenizer/tokenizer.json", "tokenizer/model.safetensors",
+    "ids/shard-00000.jsonl", "digests/shard-00000.digests", "quarantine/shard-00001.jsonl",
+    "blanked/shard-00000.json", "excluded.keys", "overlap.json", "overlap.jsonl", "names.txt",
+    "overlap.html", "tokenizer.json", "train.bin", "shard-00000.bin", "dataset_info.json", "data_args.txt",
+)  # fmt: skip
+_FOREIGN_KINDS: dict[str, Change] = {
+    "a file": lambda path, _: path.write_bytes(b"of somebody else"),
+    "an empty file": lambda path, _: path.touch(),
+    "a link outside": lambda path, outside: path.symlink_to(outside.folder / "secret"),
+    "a link to the folder outside": lambda path, outside: path.symlink_to(outside.folder),
+    "a link to nothing outside": lambda path, outside: path.symlink_to(outside.folder / "new"),
+    "a FIFO": lambda path, _: os.mkfifo(path),
+}
+
+
+def _outputs() -> Iterator[Attack]:
+    """Put files of somebody else into the folders that commands write."""
+    for command, output in _OUTPUTS.items():
+        stage: Stage = "raw" if command == "train_tokenizer" else "full"
+        for name in _FOREIGN if command not in ("duplicates", "report") else ("",):
+            for kind, change in _FOREIGN_KINDS.items():
+                if not name and kind == "an empty file":
+                    continue  # a new list may replace it
+                yield Attack(
+                    words=f"{output}/{name} is {kind}",
+                    stage=stage,
+                    commands=(command,),
+                    apply=partial(_put_foreign, f"{output}/{name}".rstrip("/"), change),
+                    may_differ=True,
+                    kept=output,
+                )
+
+
+def _put_foreign(name: str, change: Change, place: Path, outside: Outside) -> None:
+    path = place / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    change(path, outside)
+
+
+def _entries(path: Path) -> dict[str, tuple[object, ...]]:
+    """Return what is in a folder, or the file itself: mode, inode, and the content or target."""
+    found: dict[str, tuple[object, ...]] = {}
+    for each in [path, *sorted(path.rglob("*"))] if not path.is_symlink() else [path]:
+        if not os.path.lexists(each) or (each.is_dir() and not each.is_symlink()):
+            continue
+        mode = each.lstat().st_mode
+        content = bytes(each.readlink()) if stat.S_ISLNK(mode) else b""
+        if stat.S_ISREG(mode):
+            content = each.read_bytes()
+        found[str(each)] = (mode, content)
+    return found
+
+
+# Forged files, with right hashes. -----------------------------------------------------------------------
+
+
+def _write_json(path: Path, data: dict[str, object]) -> None:
+    data.pop("content_sha256", None)
+    digest = content_sha256(data)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**data, "content_sha256": digest}, separators=(",", ":")), encoding="utf-8")
+
+
+def _rewrite_idx(change: Callable[[np.ndarray], object], data: Path) -> None:
+    """Change the records of shard 0 and update crc32s and the manifest."""
+    manifest = json.loads((data / "shard-00000.json").read_bytes())
+    names = ["offset", "num_bytes", "num_tokens", "source", "source_offset"]
+    types = ["<u8", "<u4", "<u4", "<u4", "<u8"]
+    if manifest["spec"]["record"] != "documents":
+        names += ["starts_offset", "num_starts"]
+        types += ["<u8", "<u4"]
+    path, dtype = data / "shard-00000.idx", np.dtype([*zip(names, types, strict=True)])
+    raw = path.read_bytes()
+    num = manifest["counts"]["num_samples"]
+    records = np.frombuffer(raw[64 : 64 + num * dtype.itemsize], dtype).copy()
+    change(records)
+    parts = [records[start : start + 512].tobytes() for start in range(0, num, 512)]
+    crcs = np.array([zlib.crc32(part) for part in parts], "<u4").tobytes()
+    path.write_bytes(raw[:64] + b"".join(parts) + crcs)
+    _restamp(data, "idx", "shard-00000.idx")
+
+
+def _restamp(data: Path, key: str, name: str, shard: int = 0) -> None:
+    """Put size and sha256 of a file into the manifest of its shard."""
+    with (data / name).open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 24):
+            digest.update(block)
+    stamp = {"num_bytes": (data / name).stat().st_size, "sha256": digest.hexdigest()}
+    rewrite_json(data / f"shard-{shard:05d}.json", **{key: stamp})
+
+
+def _side_file(key: str, name: str, shard: int, content: Callable[[], bytes], place: Path, _: object) -> None:
+    path = place / "data" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content())
+    _restamp(place / "data", key, name, shard)
+
+
+def _idx_forgeries() -> Iterator[tuple[str, Callable[[np.ndarray], object]]]:
+    def set_all(name: str, value: int, records: np.ndarray) -> None:
+        records[name] = value
+
+    def set_one(name: str, value: int, records: np.ndarray) -> None:
+        records[name][0] = value
+
+    for name in ("offset", "num_bytes", "num_tokens", "source", "source_offset"):
+        largest = 2**64 - 1 if name in ("offset", "source_offset") else 2**32 - 1
+        for value in (0, 2**31, largest, largest // 2 + 1):
+            yield f"one {name} of {value}", partial(set_one, name, value)
+            yield f"all {name} of {value}", partial(set_all, name, value)
+
+
+def _large_document(place: Path, _: object) -> None:
+    """Let a document of few tokens have 4 GiB in the idx, in a tar of that size."""
+    data = place / "data"
+    with (data / "shard-00000.tar").open("ab") as file:
+        file.truncate(5 << 30)
+
+    def change(records: np.ndarray) -> None:
+        records["num_bytes"][-1] = 2**32 - 1
+        records["offset"][-1] = 4096
+
+    _rewrite_idx(change, data)
+    stamp = {"num_bytes": 5 << 30, "sha256": "0" * 64}
+    rewrite_json(data / "shard-00000.json", tar=stamp)
+    rewrite_json(data / "index.json", **{"shards.0.3": 5 << 30})
+
+
+def _many_samples(place: Path, _: object) -> None:
+    """Let index and manifest have 2^30 samples, in a tar and an idx that are holes."""
+    data = place / "data"
+    spec = json.loads((data / "shard-00000.json").read_bytes())["spec"]
+    num = 1 << 30
+    record_bytes = 28 if spec["record"] == "documents" else 40
+    idx_bytes = 64 + num * record_bytes + 4 * (num // 512)
+    sizes = {"tar": (num * 1024, "shard-00000.tar"), "idx": (idx_bytes, "shard-00000.idx")}
+    for key, (num_bytes, name) in sizes.items():
+        os.truncate(data / name, num_bytes)
+        rewrite_json(data / "shard-00000.json", **{f"{key}.num_bytes": num_bytes})
+    counts = {"counts.num_samples": num, "counts.num_documents": num, "counts.num_tokens": num}
+    rewrite_json(data / "shard-00000.json", **counts)
+    row = {f"shards.0.{place}": value for place, value in enumerate((num, num, num, num * 1024, idx_bytes))}
+    rewrite_json(data / "index.json", **row)
+
+
+def _huge_index(place: Path, _: object) -> None:
+    row = {f"shards.0.{place}": 2**62 for place in range(6)}
+    rewrite_json(place / "data" / "index.json", **row)
+
+
+def _plan_tables(num_rows: int, num_blocks: int, place: Path, _: object) -> None:
+    path = place / "data" / "plan.json"
+    line, _, behind = path.read_bytes().partition(b"\n")
+    head = json.loads(line + b"}")
+    for table in head["tables"].values():
+        table["num_rows"] = num_rows
+        table["blocks"] = [[0, "0" * 64]] * num_blocks
+    head["content_sha256"] = content_sha256(head)
+    path.write_bytes(json.dumps(head, separators=(",", ":")).encode()[:-1] + b"\n" + behind)
+
+
+def _findings(num: int, is_one_shard: bool, manifest_bytes: int, place: Path, _: object) -> None:
+    """Write many findings, about as many shards or about one, whose manifest is large."""
+    data = place / "data"
+    plan_id = json.loads((data / "shard-00000.json").read_bytes())["spec"]["plan_id"]
+    if manifest_bytes:
+        path = data / "shard-00000.json"
+        path.write_bytes(path.read_bytes() + b" " * manifest_bytes)
+    digest = hashlib.sha256((data / "shard-00000.json").read_bytes()).hexdigest()
+    one = {"message": "", "manifest_sha256": digest, "check": "fast"}
+    found = [{"shard": 0 if is_one_shard else n % 99_999, **one} for n in range(num)]
+    head = {"format": "shardprep-findings", "version": 3, "plan_id": plan_id, "findings": found}
+    _write_json(data / "findings.json", head)
+
+
+def _many_values(name: str, file_format: str, values: str, place: Path, _: object) -> None:
+    """Replace a JSON file by one with an array of many small values, and a right hash if it can have one."""
+    head = {"format": file_format, "version": 3, "x": json.loads(values) if len(values) < 1 << 24 else 0}
+    path = place / "data" / name
+    if len(values) < 1 << 24:
+        _write_json(path, head)
+    else:
+        path.write_text(f'{{"format": "{file_format}", "version": 3, "shards": {values}}}', encoding="ascii")
+
+
+def _nested_folder(place: Path, _: object) -> None:
+    """Make a temporary folder of a killed attempt with 3,000 levels."""
+    depth = 3000
+    top = place / "data" / ".index.json.host-1-0123abcd.tmp"
+    top.mkdir()
+    handle = os.open(top, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir("d", dir_fd=handle)
+        inner = os.open("d", os.O_RDONLY, dir_fd=handle)
+        os.close(handle)
+        handle = inner
+    os.close(handle)
+    os.utime(top, (_OLD_S, _OLD_S))
+
+
+def _hit_lines(content: Callable[[], bytes], place: Path, _: object) -> None:
+    for path in (place / "data" / "overlap").glob("shard-*.jsonl"):
+        path.write_bytes(content())
+
+
+_FORMATS = {
+    "findings.json": "shardprep-findings", "index.json": "shardprep-index", "plan.json": "shardprep-plan",
+    "shard-00000.json": "shardprep-manifest", "jobs/0000.json": "shardprep-submission",
+    "blanked/shard-00000.json": "shardprep-blanked",
+}  # fmt: skip
+_HITS = {
+    "no JSON": lambda: b"x\n",
+    "a list": lambda: b"[]\n",
+    "numbers": lambda: b'{"document": 5, "eval": 5, "sha256": 5, "share": 5}\n',
+    "no share": lambda: b'{"document": "a.txt:0", "eval": "b", "sha256": "c"}\n',
+    "shares of two types": lambda: b"".join(
+        b'{"document": "a.txt:0", "eval": "b", "sha256": "c", "longest": 1, "text": "", "share": %s}\n'
+        % share
+        for share in (b'"x"', b"1", b"null", b"[]")
+    ),
+    "deep nesting": lambda: b"[" * 100_000 + b"]" * 100_000 + b"\n",
+    "a name of another document": lambda: (
+        b'{"document": "a.txt:0", "eval": "b", "sha256": "x\\nat:a.txt:9", "longest": 1,'
+        b' "text": "", "share": 1}\n'
+    ),
+    "a line of 3 MB": lambda: b'{"document": "' + b"x" * 3_000_000 + b'"}\n',
+}
+
+
+def _forgeries(data_set: SmallDataSet) -> Iterator[Attack]:
+    """Forge files with right hashes."""
+    has_ids = "--id_field" in data_set.options
+    readers = ("load", "peek", "verify", "verify --fast", "stage", "status", "export hf", "clean", "shard")
+
+    def attack(words: str, apply: Callable[[Path, Outside], object], commands: Sequence[str]) -> Attack:
+        return Attack(words=f"forged: {words}", stage="full", commands=commands, apply=apply, may_differ=True)
+
+    for words, change in _idx_forgeries():
+        forge = lambda place, _, change=change: _rewrite_idx(change, place / "data")  # noqa: E731
+        yield attack(f"an idx with {words}", forge, ("load", "peek", "peek at place", "export hf", "verify"))
+    yield attack("a document of 4 GiB", _large_document, readers)
+    yield attack("2^30 samples in holes", _many_samples, readers)
+    yield attack("an index with huge counts", _huge_index, readers)
+    yield attack("a plan of 2^40 rows", partial(_plan_tables, 2**40, 1), (*readers, "plan", "blank"))
+    yield attack("a plan of 10^5 blocks", partial(_plan_tables, 512 * 10**5, 10**5), (*readers, "plan"))
+    yield attack("10^5 findings", partial(_findings, 10**5, False, 0), readers)
+    yield attack("10^5 findings of a large manifest", partial(_findings, 10**5, True, 4_000_000), readers)
+    for name, file_format in _FORMATS.items():
+        for words, values in {
+            "2.9 million numbers": f"[{'0,' * 2_900_000}0]",
+            "2.9 million floats": f"[{'0.5,' * 2_900_000}0]",
+            "2.9 million lists": f"[{'[],' * 1_400_000}0]",
+            "60 MB of lists": f"[{'[],' * 20_000_000}0]",
+            "deep nesting": "[" * 500 + "]" * 500,
+        }.items():
+            forge = partial(_many_values, name, file_format, values)
+            yield attack(f"{name} has {words}", forge, (*readers, "report", "blank"))
+    for words, content in _HITS.items():
+        yield attack(f"a hit of overlap: {words}", partial(_hit_lines, content), ("overlap in data",))
+    yield attack("a deep temporary folder", _nested_folder, ("clean", "stage", "blank", "plan", "shard"))
+    quarantined = {
+        "a line of 100 MB": lambda: b'{"source": "' + b"x" * 100_000_000 + b'"}\n',
+        "a line of 200 MB": lambda: b'{"source": "' + b"x" * 200_000_000 + b'"}\n',
+        "deep nesting": lambda: b"[" * 1_000_000 + b"\n",
+        "other types": lambda: b'{"source": 1, "source_offset": "x"}\n' * 10,
+        "10^6 lines": lambda: (
+            b'{"source":"a.txt","source_offset":0,"num_bytes":1,"reason":"\\u001b[31m","detail":""}\n' * 10**6
+        ),
+    }
+    for words, content in quarantined.items():
+        forge = partial(_side_file, "quarantine", "quarantine/shard-00001.jsonl", 1, content)
+        yield attack(f"a quarantine with {words}", forge, ("peek at place", "verify", "stage"))
+    digests = {"17 bytes": lambda: b"x" * 17, "160 MB": lambda: b"\0" * 160_000_000, "none": lambda: b""}
+    for words, content in digests.items():
+        forge = partial(_side_file, "digests", "digests/shard-00000.digests", 0, content)
+        yield attack(f"digests of {words}", forge, ("duplicates", "verify", "stage", "blank"))
+    ids = {
+        "3 million lines": lambda: b'[0,0,"doc-3"]\n' * 3_000_000,
+        "huge numbers": lambda: b'[999999999999999999,999999999999999999,"doc-3"]\n',
+        "larger numbers": lambda: b'[99999999999999999999999,0,"doc-3"]\n',
+        "negative numbers": lambda: b'[-1,-1,"doc-3"]\n',
+        "one endless line": lambda: b'[0,0,"' + b"x" * 130_000_000,
+        "deep nesting": lambda: b"[" * 1_000_000 + b"\n",
+        "NULs": lambda: bytes(1000),
+    }
+    for words, content in ids.items() if has_ids else ():
+        forge = partial(_side_file, "ids", "ids/shard-00001.jsonl", 1, content)
+        yield attack(f"ids with {words}", forge, ("peek at id", "verify", "stage", "blank by id"))
+
+
+# The campaign. ------------------------------------------------------------------------------------------
+
+
+def _add_all_files(data_set: SmallDataSet, *, is_quick: bool) -> None:
+    """Make the stages "full", with every subfolder that the format defines, and "blanked"."""
+    data = data_set.place / "data"
+    data_set.reset("verified")
+    ended = data_set.run("overlap in data")
+    assert ended.is_well, ended
+    plan_id = json.loads((data / "shard-00000.json").read_bytes())["spec"]["plan_id"]
+    files = {
+        "transform/code.py": "raise SystemExit(9)\n",
+        "jobs/attempts/1_0.r0": f"begin\nplan_id={plan_id}\nidentity=1.1\ntime=1\nshards=0\n",
+        "jobs/logs/1_0.log": "a log\n",
+        ".index.json.host-1-0123abcd.tmp": "half",
+        "tokenizer/.tokenizer.json.host-1-0123abcd.tmp": "half",
+    }
+    for name, content in files.items():
+        path = data / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content, encoding="ascii")
+        os.utime(path, (_OLD_S, _OLD_S))
+    shutil.copytree(data_set.place, data_set.templates / "full", symlinks=True)
+    if is_quick:
+        return
+    data_set.reset("verified")
+    for name in ("blank", "load"):
+        ended = data_set.run(name)
+        assert ended.is_well, ended
+    shutil.rmtree(data)
+    (data_set.place / "staged").rename(data)
+    ended = data_set.run("verify")
+    assert ended.is_well, ended
+    shutil.copytree(data_set.place, data_set.templates / "blanked", symlinks=True)
+
+
+def _without_first_shard(data_set: SmallDataSet) -> None:
+    """Remove a manifest, so that the shard has to be made again."""
+    (data_set.place / "data" / "shard-00000.json").unlink(missing_ok=True)
+    (data_set.place / "data" / "index.json").unlink(missing_ok=True)
+
+
+def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
+    """Attack each file of each data set and each output folder, then run each command that may meet it.
+
+    ``num_faults``: with a small number, each attack meets one command, and only some are tried.
+    """
+    is_quick = num_faults <= _QUICK_FAULTS
+    for data_set in data_sets:
+        data_set.place.parent.chmod(0o755)  # other users reach the workplace
+        _add_all_files(data_set, is_quick=is_quick)
+        attacks = [*_replacements(data_set, "full"), *_outputs(), *_forgeries(data_set)]
+        if not is_quick:
+            attacks += _replacements(data_set, "blanked")
+        runs = list(_runs(attacks, num_faults))
+        if is_quick:
+            fast = [run for run in runs if run[1] not in _SLOW and "again" not in run[1]]
+            fast = [run for run in fast if not _LARGE.match(run[0].words)]
+            runs = fast[:: max(1, len(fast) // _QUICK_RUNS)]
+        for number, (attack, command) in enumerate(runs):
+            yield _attacked(data_set, attack, command, user=_user_of(number, command))
+
+
+def _user_of(number: int, command: str) -> str:
+    """Return whether another user runs the command, or owns the data set, in the run of this number."""
+    if os.getuid() != 0:
+        return ""
+    # Another user may not be able to start this Python.
+    may_be_other = command not in _SLOW and "run" not in command
+    return {5: "other" if may_be_other else "owner", 6: "owner"}.get(number % 7, "")
+
+
+def _runs(attacks: Sequence[Attack], num_faults: int) -> Iterator[tuple[Attack, str]]:
+    """Yield attacks with commands, a share of them if ``num_faults`` is below 200."""
+    for number, attack in enumerate(attacks):
+        chosen = list(attack.commands)
+        slow = [command for command in chosen if command in _SLOW or "run" in command]
+        # Commands that start processes meet one attack of each kind only.
+        fast = [command for command in chosen if command not in slow]
+        num_kept = min(len(fast), max(1, len(fast) * num_faults // 200))
+        fast = random.Random(attack.words).sample(fast, num_kept)
+        if slow and (not fast or number % 4 == 0):
+            fast.append(slow[(number // 4) % len(slow)])
+        for command in dict.fromkeys(fast):
+            yield attack, command
+
+
+def _attacked(data_set: SmallDataSet, attack: Attack, command: str, *, user: str) -> Outcome:
+    """Run a command on an attacked workplace, and judge it. ``user``: "other" runs it, or is the "owner"."""
+    place, outside = data_set.place, Outside(data_set.place.parent / "outside")
+    is_again = command.endswith(" again")
+    name = command.removesuffix(" again")
+    prepare = _without_first_shard if is_again else _nothing
+    expected = data_set.undisturbed(name, attack.stage, prepare)
+    data_set.reset(attack.stage)
+    outside.make()
+    prepare(data_set)
+    attack.apply(place, outside)
+    if user == "owner":
+        for path in (place / "data").rglob("*"):
+            os.chown(path, _OTHER_USER, _OTHER_USER, follow_symlinks=False)
+    elif user:
+        for path in (place, place / "tmp"):
+            os.chown(path, _OTHER_USER, _OTHER_USER)
+    kept = _entries(place / attack.kept) if attack.kept else {}
+    around = _names_around(place)
+    outside.remember()
+    ended = data_set.start(name, partial(_limited, is_other=user == "other")).end()
+
+    def judge() -> Verdict:
+        outside.check(place)
+        if _names_around(place) != around:
+            raise Failure("wrong", "something beside the workplace's folders was added or removed")
+        now = _entries(place / attack.kept) if attack.kept else {}
+        for path, entry in kept.items():
+            if now.get(path) != entry:
+                raise Failure("wrong", f"{attack.kept} had a file of somebody else, which was replaced")
+        if _SECRET.decode().strip() in ended.text:
+            raise Failure("wrong", "a private line was printed")
+        return _verdict(data_set, attack, command, ended, expected)
+
+    words = attack.words + {"": "", "other": ", as another user", "owner": ", of another user"}[user]
+    return outcome_of("hostile_sets", data_set, Hit(command, attack.stage, command), words, judge)
+
+
+def _nothing(_: SmallDataSet) -> None:
+    pass
+
+
+def _limited(*, is_other: bool) -> None:
+    """Limit this process to 1 GiB in addition to what it has, and let another user run it."""
+    ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)  # each thread would reserve 64 MiB of addresses
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limit = pages * resource.getpagesize() + _MEMORY_BYTES + _STACKS_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    if is_other:
+        os.setgroups([])
+        os.setgid(_OTHER_USER)
+        os.setuid(_OTHER_USER)
+
+
+def _names_around(place: Path) -> list[str]:
+    """Return what is beside the workplace and, in it, beside the folders that commands write."""
+    written = {"staged", "exported", "names", "trained", "report", "data", "tmp"}
+    inside = [str(path) for path in place.iterdir() if path.name not in written]
+    return sorted([*map(str, place.parent.iterdir()), *inside])
+
+
+def _verdict(
+    data_set: SmallDataSet, attack: Attack, command: str, ended: Ended, expected: Undisturbed
+) -> Verdict:
+    is_compared = not attack.may_differ
+    if "flipped bit" in attack.words and command.startswith(_OTHER_DATA):
+        is_compared = False  # they compare no hash of a tar
+    if attack.hidden == "data/index.json" and command == "report":
+        is_compared = False  # it says that the data set is not verified
+    verdict = verdict_of_end(ended, expected if is_compared else None)
+    if verdict != EQUAL or not is_compared:
+        return verdict
+    left = _published(data_set)
+    other = [
+        name for name in different(left, expected.files)
+        if not (name == attack.hidden or name.startswith((f"{attack.hidden}/", "litter/")))
+    ]  # fmt: skip
+    if other:
+        raise Failure("wrong", f"ended with 0, but other bytes: {', '.join(other[:3])}")
+    return EQUAL
+
+
+def _published(data_set: SmallDataSet) -> dict[str, str]:
+    """Return the digests of the files that count. Links and holes are left out."""
+    for path in data_set.place.rglob("*"):
+        if path.is_symlink() or (path.is_file() and path.stat().st_size >= _MEMORY_BYTES):
+            path.unlink()
+    return data_set.published()

@@ -95,7 +95,7 @@ def verify(args: argparse.Namespace) -> int:
     done = "checked manifests and sizes of" if args.fast else "verified"
     print_lines(f"{done} {counted(plan.num_shards, 'shard')}: {', '.join(sums)}; {wrote} {path}")
     if args.fast:
-        print_lines(f"to also check every byte: shardprep verify {errors.quoted(folder)}")
+        print_lines(f"to also check every byte: {commands.on('verify', folder)}")
     counts = {name: dataclasses.asdict(source) for name, source in index.sources.items()}
     print_lines(*source_lines(counts, all_in=names.INDEX_NAME))
     if plan.options.excluded:

@@ -197,10 +197,8 @@ def check_shard(folder: DataFolder, shard_id: int, plan_id: str) -> Manifest:
     manifest = read_manifest(folder, shard_id)
     if manifest.spec.plan_id != plan_id or manifest.shard_id != shard_id:
         found = f"shard {manifest.shard_id} of plan {manifest.spec.plan_id[:12]}"
-        path, remedy = (
-            folder.path_of(names.manifest_name(shard_id)),
-            commands.shard_of_other_plan(shard_id, folder),
-        )
+        path = folder.path_of(names.manifest_name(shard_id))
+        remedy = commands.shard_of_other_plan(shard_id, folder)
         expected = f"shard {shard_id} of plan {plan_id[:12]}"
         advice = "use a new folder for other inputs or options, or move this shard away"
         raise errors.OtherPlan(path=path, found=found, expected=expected, advice=advice, remedy=remedy)

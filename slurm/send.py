@@ -830,8 +830,8 @@ def _refuse_values_of_others(state: DatasetState, sent: Submission, changes: dic
         return
     found = f"values in a record in jobs/ that another user wrote, or can write to ({sent.number:04d}.json)"
     expected = "that you read them and name them yourself, because they run as you; omit one with --NAME=''"
-    words = [*variables, "shardprep retry", quoted(state.folder), shlex.join(flags)]
-    raise Refused(path=state.folder, found=found, expected=expected, remedy=" ".join(words).strip())
+    remedy = " ".join([*variables, commands.on("retry", state.folder, *flags)])
+    raise Refused(path=state.folder, found=found, expected=expected, remedy=remedy)
 
 
 def _request_after(shard: Shard, base: JobRequest, site: Site) -> tuple[JobRequest, str]:

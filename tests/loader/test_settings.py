@@ -341,7 +341,7 @@ def test_a_set_that_holds_nothing_out_is_for_validation_only_if_somebody_said_so
     text = {"a.txt": "of a kettle\n" * 20, "x-validation.txt": "of a lake\n" * 20}
     world = World(tmp_path).raw(text).make(num_shards=1)
     planned = World(tmp_path, data_dir=tmp_path / "a side").make(num_shards=1, split="validation")
-    named = world.copy(tmp_path / "web_val")
+    named = World(tmp_path, data_dir=tmp_path / "web_val").make(num_shards=1)
     refused: list[Any] = [
         world.data_dir,
         [named.data_dir, world.data_dir],

@@ -10,6 +10,7 @@ import inspect
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
@@ -131,6 +132,9 @@ class TokenLoader(DataLoader[Batch]):
         self._worker_options = workers
         self._layout = {"world_size": process_rank.world_size, "batch_size": batch_size}
         self._newest_iterator_id = 0  # older iterators may not be used
+        self._is_inside_loop = (
+            False  # the newest iterator has delivered a batch, but not the last of its epoch
+        )
         self._step = _Step(run.batches_in_step(0), [])
         self.run = run
         self._stream = self._new_stream(self.metrics, self.num_workers)
@@ -345,7 +349,12 @@ class TokenLoader(DataLoader[Batch]):
         """
         optimizer = getattr(optimizer, "optimizer", optimizer)
         optimizer.register_step_post_hook(lambda *_: self.mark_trained())
-        self.mark_trained()
+        self.begin_tracking()
+
+    def begin_tracking(self) -> None:
+        """Count the batches delivered so far as trained, unless an optimizer was followed before."""
+        if self.progress.trained is None:
+            self.mark_trained()
 
     def mark_trained(self) -> None:
         """Make ``state_dict()`` return the state after the batches delivered so far.
@@ -428,6 +437,7 @@ class TokenLoader(DataLoader[Batch]):
         self._end_unless_persistent()
 
     def _move_to(self, position: Position, **changes: Any) -> None:
+        self._is_inside_loop = False
         trained = None if self.progress.trained is None else position
         self.progress = replace(self.progress, delivered=position, trained=trained, **changes)
 
@@ -445,6 +455,8 @@ class TokenLoader(DataLoader[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         check_process_rank(self.process_rank)
+        self._refuse_another_batch_size()
+        self.return_to_trained()
         if len({stage.global_batch_size for stage in self.run.stages}) == 1:
             _warn_of_accumulation(self.run.batches_in_step(0))
         if (start := self._next_position) != self.progress.delivered:  # validation restarts its epoch
@@ -452,6 +464,36 @@ class TokenLoader(DataLoader[Batch]):
         self._newest_iterator_id += 1
         self.progress.is_loaded = False
         return self._epoch_batches(self.progress.delivered, self._newest_iterator_id)
+
+    def _refuse_another_batch_size(self) -> None:
+        """Raise UsageError if accelerate calls the training loop again with another batch size.
+
+        It does so after an out-of-memory error. A loader that was made before keeps its batch size, and the
+        batch that did not fit is delivered, but not trained.
+        """
+        given = _batch_size_of_accelerate()
+        if given is not None and given != self.step_batches.batch_size:
+            size = self.step_batches.batch_size
+            found = f"find_executable_batch_size with a batch size of {given}, for a loader with {size}"
+            expected = (
+                "a loader that is made inside that function, with its batch size, the same global_batch_size "
+                "and load_state_dict; or no auto_find_batch_size"
+            )
+            raise UsageError(found=found, expected=expected)
+
+    def return_to_trained(self) -> None:
+        """Go back to the optimizer's last step if it is followed and the last loop ended inside an epoch.
+
+        Batches that were delivered since then are not trained, for example as memory ran out. ``iter()``
+        calls this itself.
+        """
+        trained, delivered = self.progress.trained, self.progress.delivered
+        if self._is_inside_loop and trained is not None and trained != delivered:
+            logger.warning(
+                f"the loop ended after batches that were not trained: going back to step {trained.step}"
+            )
+            self._move_to(trained)
+            self._end_unless_persistent()
 
     def __enter__(self) -> TokenLoader:
         return self
@@ -482,9 +524,11 @@ class TokenLoader(DataLoader[Batch]):
                 while batches:  # pop, so that a delivered batch is released
                     batch, counts = batches.pop(0)
                     position = progress.delivered = position.after(num_batches)
+                    self._is_inside_loop = True
                     self.metrics.count(*counts)
                     yield pinned(batch) if pins else batch
                     self._check_is_newest(iterator_id)
+            self._is_inside_loop = False
         except GeneratorExit:
             raise
         except BaseException:  # also Ctrl-C: a message may be half read, so the workers must end
@@ -499,6 +543,18 @@ class TokenLoader(DataLoader[Batch]):
         if iterator_id != self._newest_iterator_id:
             found = "an old iterator: its loader was closed, iterated again, or given a state or an epoch"
             raise UsageError(found=found, expected="a new loop: for batch in loader")
+
+
+def _batch_size_of_accelerate() -> int | None:
+    """Return the batch size of accelerate's find_executable_batch_size, if it has called this loop."""
+    memory = sys.modules.get("accelerate.utils.memory")  # not imported: not in use
+    if memory is None:
+        return None
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        if frame.f_globals is vars(memory) and isinstance(frame.f_locals.get("batch_size"), int):
+            batch_size: int = frame.f_locals["batch_size"]
+            return batch_size
+    return None
 
 
 def _warn_of_accumulation(num_batches: int) -> None:
@@ -613,7 +669,8 @@ def get_llama3_dataloader(
                 (``shard-{00000..00009}.tar``, ``*``), or a list of these. A mixture is a dict of them by
                 source name, ``{"web": ..., "code": ...}``. An incomplete folder is refused.
             model_id: folder or hub name of the model whose tokenizer made tars that shardprep did not write.
-                A data set has its own tokenizer, and another one is refused.
+                Default for these: meta-llama/Meta-Llama-3-8B. A data set has its own tokenizer, and another
+                one is refused.
             cache_dir: folder for copies of the tars that URLs name. URLs need it.
             split: ``"validation"`` selects the documents that ``plan --validation_fraction`` held out,
                 ``"train"`` the others. A data set that is for validation as a whole is named so,

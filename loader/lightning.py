@@ -29,7 +29,7 @@ class LoaderCallback(_library.Callback):
         for optimizer in trainer.optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
                 loader.follow(optimizer)
-        loader.mark_trained()
+        loader.begin_tracking()
         self._global_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:

@@ -7,6 +7,7 @@ load than everything else, so it is imported only when its tokenizer object is n
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from shardprep.format.index import without_garbage_collection
 from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR, TokenizerSpec, fingerprint_of, is_text
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 
+logger = logging.getLogger(__name__)
+
+DEFAULT_MODEL = "meta-llama/Meta-Llama-3-8B"  # whose tokenizer made tars that name none
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _MAX_FILE_BYTES = 256 << 20  # the largest known tokenizers take 40 MB
 
@@ -72,10 +76,15 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
     """Return the data set's own tokenizer, which needs no network, else the tokenizer of ``model_id``."""
     datasets = shards.datasets
     model_id = None if model_id is None else os.fspath(model_id)
-    if shards.has_external and model_id is None:
-        found, remedy = "tars that other tools wrote, without a tokenizer", "model_id="
+    if shards.has_external and model_id is None and datasets:
+        found, remedy = "tars that other tools wrote, beside data sets", "model_id="
         expected = f"{remedy}, the model whose tokenizer made their token ids"
         raise UsageError(found=found, expected=expected, remedy=remedy)
+    if model_id is None and not datasets:
+        model_id = DEFAULT_MODEL
+        logger.info(
+            f"tars that other tools wrote, without model_id=: the tokenizer of {DEFAULT_MODEL} is used"
+        )
     if not datasets:
         return LoaderTokenizer.of_loaded(_load(str(model_id)))
     spec = datasets[0].spec.tokenizer

@@ -10,6 +10,7 @@ weights. ``train(resume_from_checkpoint=...)`` continues after that step, on any
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from transformers import Trainer as _Trainer  # the base class after the mixin
 else:
     _Trainer = object
+
+
+logger = logging.getLogger(__name__)
 
 
 class LoaderMixin(_Trainer):
@@ -89,10 +93,14 @@ class LoaderMixin(_Trainer):
         if type(self).compute_loss is LoaderMixin.compute_loss:
             for loader in loaders:
                 self._refuse_shifted(loader)
+        _warn_of_ignored_arguments(
+            self.args, train_loader, has_collator=kwargs.get("data_collator") is not None
+        )
         self._epochs = LoaderEpochs(train_loader)
         self._losses = _Losses.for_loader(train_loader)
         fields = train_loader.step_batches.boundaries
         self._is_unchecked = bool(check_boundaries and fields and train_loader.run.row_tokens)
+        _refuse_auto_find_batch_size(self.args)
         if len(train_loader.run.stages) == 1 and not train_loader.can_amend:  # else sizes depend on the state
             check_trainer_arguments(self.args, train_loader)
         self.args.ignore_data_skip = True  # the loader resumes at its position itself
@@ -124,10 +132,28 @@ class LoaderMixin(_Trainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the ``eval_loader`` of this name, else Trainer's DataLoader for the data set."""
+        if isinstance(eval_dataset, TokenLoader):
+            return self._checked_eval_loader(eval_dataset)
         name = None if eval_dataset is self._placeholder else eval_dataset
         if (name is None or isinstance(name, str)) and name in self._eval_loaders:
             return self._eval_loaders[name]
         return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Return a TokenLoader as it is, else Trainer's DataLoader for the data set."""
+        if isinstance(test_dataset, TokenLoader):
+            return self._checked_eval_loader(test_dataset)
+        return super().get_test_dataloader(test_dataset)
+
+    def _checked_eval_loader(self, loader: TokenLoader) -> TokenLoader:
+        """Return a loader to evaluate. Raises UsageError for one whose epochs differ."""
+        if not loader.run.is_validation:
+            found = "evaluate() or predict() with a loader of training batches, which would go on in its run"
+            expected = 'a loader with split="validation", here or as eval_loader= of the trainer'
+            raise UsageError(found=found, expected=expected)
+        if type(self).compute_loss is LoaderMixin.compute_loss:
+            self._refuse_shifted(loader)
+        return loader
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Train a step. The first steps check the model's boundaries, until a batch allows the check."""
@@ -217,6 +243,7 @@ class LoaderEpochs:
 
     def begin(self, args: Any, global_step: int) -> int:
         """Start at ``global_step``, and return Trainer's ``max_steps``. Raises UsageError if none is left."""
+        self.loader.return_to_trained()
         run, first = self.loader.run, self.loader.progress.delivered.step
         max_steps: int = args.max_steps
         if max_steps <= 0:
@@ -250,6 +277,7 @@ def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) 
         again = f"train_loader.load_state_dict(train_loader.state_at({step}))"
         expected = f"a state that was saved after the optimizer's step, or {again}"
         raise UsageError(found=f"a loader inside a step, after {num_micro} of its batches", expected=expected)
+    _refuse_auto_find_batch_size(args)
     global_batch_size = run.stages_from(step)[0].global_batch_size
     for stage in run.stages_from(step):
         if stage.step < step + num_steps and stage.global_batch_size != global_batch_size:
@@ -261,6 +289,28 @@ def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) 
     wanted = f"batches of {loader.step_batches.batch_size} samples, steps of {global_batch_size}"
     if given != wanted:
         raise UsageError(found=f"TrainingArguments with {given}", expected=f"the loader's {wanted}")
+
+
+def _warn_of_ignored_arguments(args: Any, loader: TokenLoader, *, has_collator: bool) -> None:
+    """Log a warning for arguments of Trainer's own DataLoader, which TokenLoaders do not use."""
+    ignored = ["data_collator, pass collate_fn="] if has_collator else []
+    if args.dataloader_num_workers and args.dataloader_num_workers != loader.num_workers:
+        ignored.append(f"dataloader_num_workers={args.dataloader_num_workers}, pass num_workers=")
+    if args.dataloader_prefetch_factor is not None:
+        ignored.append(f"dataloader_prefetch_factor={args.dataloader_prefetch_factor}, pass prefetch_factor=")
+    if ignored and loader.process_rank.rank == 0:
+        text = "; ".join(ignored)
+        logger.warning(
+            f"the loader ignores these arguments of Trainer: {text} to get_llama3_dataloader instead"
+        )
+
+
+def _refuse_auto_find_batch_size(args: Any) -> None:
+    """Raise UsageError: a loader keeps its batch size, and a retry would lose the batch that failed."""
+    if args.auto_find_batch_size:
+        found = "TrainingArguments(auto_find_batch_size=True), which the loader's batch size cannot follow"
+        expected = "auto_find_batch_size=False, with a smaller batch_size and more accumulated batches"
+        raise UsageError(found=found, expected=expected)
 
 
 def load_checkpoint(loader: TokenLoader, folder: Path) -> int:
@@ -306,7 +356,7 @@ class LoaderStateCallback(TrainerCallback, ExportableState):
             state.global_step = self._epochs.global_step
             objects["lr_scheduler"].step()
         self._num_trained = state.global_step
-        self._epochs.loader.mark_trained()
+        self._epochs.loader.begin_tracking()
         optimizer = getattr(objects["optimizer"], "optimizer", objects["optimizer"])
         if optimizer is not self._followed and hasattr(optimizer, "register_step_post_hook"):
             optimizer.register_step_post_hook(lambda *_: self.on_optimizer_step())

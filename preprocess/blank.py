@@ -39,6 +39,7 @@ from shardprep.format.names import (
     id_ranges,
     ids_of_ranges,
     manifest_name,
+    missing_file,
 )  # fmt: skip
 from shardprep.format.plan import (
     Plan,
@@ -51,6 +52,7 @@ from shardprep.format.plan import (
 
 _NUM_THREADS = 4  # hashing releases the interpreter's lock
 _MAX_PRINTED = 20  # names that were not found
+_MAX_IDS = 100_000  # of a shard, in memory at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,16 +141,17 @@ def _places_in_shard(
     shard, manifest = plan.shard(shard_id), read_manifest(folder, shard_id)
     places = [np.empty((0, 2), np.int64)]
     if "id" in names.kinds and manifest.ids is not None:
-        kept = list(documents.kept_ids(folder, shard_id, manifest.ids))
-        of_ids = np.array([place for *place, _ in kept], np.int64).reshape(-1, 2)
-        matches = names.find(documents.keys_of_ids(name for *_, name in kept))
-        places.append(of_ids[matches >= 0])
-        is_found[matches[matches >= 0]] = True
+        ids = documents.kept_ids(folder, shard_id, manifest.ids)
+        while kept := list(itertools.islice(ids, _MAX_IDS)):
+            of_ids = np.array([place for *place, _ in kept], np.int64).reshape(-1, 2)
+            matches = names.find(documents.keys_of_ids(name for *_, name in kept))
+            places.append(of_ids[matches >= 0])
+            is_found[matches[matches >= 0]] = True
     # Read the input only if it may have a document that is named by its text or its place.
     if names.may_be_in(folder, shard, manifest.digests):
         for batch in reader.of_shard(shard):
-            ids = batch.columns.get("id")
-            matches = names.of_documents(batch.input_path, batch.offsets, ids, batch.digests)
+            ids_of_batch = batch.columns.get("id")
+            matches = names.of_documents(batch.input_path, batch.offsets, ids_of_batch, batch.digests)
             is_found[matches[matches >= 0]] = True
             offsets = batch.offsets[(matches >= 0).any(axis=0)]  # by a name of any kind
             places.append(np.stack([np.full_like(offsets, batch.input_number), offsets], axis=1))
@@ -202,7 +205,10 @@ def _link_shard(folder: DataFolder, new: DataFolder, shard_id: int) -> None:
             new.make_subfolder(subfolder)
         # A link is read, too: the damage of the old data set must not count as right in the new one.
         is_link = new.publish_link(name, folder)
-        found = new.stamp_of(name) if is_link else new.publish_copy(name, folder, stamp)
+        try:
+            found = new.stamp_of(name) if is_link else new.publish_copy(name, folder, stamp)
+        except NOT_THERE:
+            raise missing_file(folder, name, shard_id) from None
         if found != stamp:
             raise other_hash(folder, name, shard_id, found.sha256, stamp)
         new.sync(subfolder)

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import re
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,13 +24,19 @@ from shardprep import files
 from shardprep.command_line import needs
 from shardprep.console import counted, print_lines, with_progress
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused, UsageError
+from shardprep.folders import OutputFolder
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.index import ShardSamples
 from shardprep.format.manifest import done_manifests
 from shardprep.format.names import load_json
 from shardprep.format.plan import Plan, need_plan
 
-_SETTINGS = "export.json"
+_SETTINGS = "export.json"  # the mark of the folder
+_STREAM = "train.bin"  # of nanoGPT
+_WRITTEN = re.compile(
+    r"export\.json|data_args\.txt|train\.bin|dataset_info\.json|state\.json"
+    r"|shard-[0-9]{5}(_document\.(bin|idx)|\.bin\.partial)|data-[0-9]{5}-of-[0-9]{5}\.arrow"
+)
 
 
 class ExportedShard(NamedTuple):
@@ -95,37 +102,41 @@ class WholeDocuments:
 
 
 class ExportLayout:
-    """The files that another tool reads. A shard is done once the last one of its files exists."""
+    """The files that another tool reads. A shard is done once all its files exist."""
 
-    last_name = ""  # of that file, with ``number`` of the shard and ``num_shards``
+    last_name = ""  # of a shard's last file, with ``number`` of the shard and ``num_shards``
     has_documents = True  # each in one piece; else rows as they are
     two_bytes_below, wide = 1 << 16, "<i4"  # ids of a smaller vocabulary are uint16, others of this type
 
-    def __init__(self, folder: Path, vocab_size: int, num_tokens: list[int]) -> None:
-        self.folder, self.num_tokens, num_shards = folder, num_tokens, len(num_tokens)  # with added EOS
+    def __init__(self, folder: OutputFolder, vocab_size: int, num_tokens: list[int]) -> None:
+        self.folder = folder
+        self.num_tokens = num_tokens  # of each shard, with added EOS
+        num_shards = len(num_tokens)
         self.dtype = np.dtype("<u2" if vocab_size < self.two_bytes_below else self.wide)
-        names = (self.last_name.format(number=number, num_shards=num_shards) for number in range(num_shards))
-        self.last_files = [folder / name for name in names]
+        self.last_names = [
+            self.last_name.format(number=number, num_shards=num_shards) for number in range(num_shards)
+        ]
 
     def is_done(self, shard_id: int) -> bool:
-        return files.size_of_file(self.last_files[shard_id]) is not None
+        return self.folder.size_of(self.last_names[shard_id]) is not None
 
-    def contents(self, path: Path, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
-        """Yield the path of each file of a shard, and its bytes in pieces. ``path`` is the last one's."""
-        yield path, (ids.astype(self.dtype).tobytes() for ids in samples.pieces)
+    def contents(self, name: str, samples: ExportedShard) -> Iterator[tuple[str, Iterable[bytes]]]:
+        """Yield the name of each file of a shard, and its bytes in pieces. ``name`` is the last one's."""
+        yield name, (ids.astype(self.dtype).tobytes() for ids in samples.pieces)
 
     def write(self, shard_id: int, samples: ExportedShard) -> None:
         """Write the files of a shard. Raises CannotWrite, ReadWriteError and what reading raises."""
         with contextlib.ExitStack() as stack:
             written: list[files.PublishedFile] = []
-            for path, pieces in self.contents(self.last_files[shard_id], samples):
-                written.append(stack.enter_context(files.PublishedFile(path)))
+            for name, pieces in self.contents(self.last_names[shard_id], samples):
+                file = stack.enter_context(self.folder.new_file(name))
+                written.append(file)
                 for piece in pieces:
-                    written[-1].write(piece)
-                written[-1].sync()
+                    file.write(piece)
+                file.sync()
             for file in written:
                 file.publish()
-        files.sync_folder(self.folder)
+                self.folder.sync()  # after a power cut no file may be there without those before it
 
     def finish(self) -> str:
         """Write the files that list all shards, and return how the tool opens them."""
@@ -142,20 +153,29 @@ class Megatron(ExportLayout):
 
     last_name, two_bytes_below = "shard-{number:05d}_document.idx", 65_500
 
-    def contents(self, path: Path, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
-        yield from super().contents(path.with_suffix(".bin"), samples)
+    def is_done(self, shard_id: int) -> bool:
+        ids_bytes = self.num_tokens[shard_id] * self.dtype.itemsize
+        return super().is_done(shard_id) and self.folder.size_of(self._bin_name(shard_id)) == ids_bytes
+
+    def _bin_name(self, shard_id: int) -> str:
+        return self.last_names[shard_id].removesuffix(".idx") + ".bin"
+
+    def contents(self, name: str, samples: ExportedShard) -> Iterator[tuple[str, Iterable[bytes]]]:
+        yield from super().contents(name.removesuffix(".idx") + ".bin", samples)
         size, lengths = self.dtype.itemsize, samples.documents
         code, num = (8 if size == 2 else 4), len(lengths)
         offsets = (np.cumsum(lengths) - lengths) * size
         head = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, num, num + 1)
         arrays = (lengths.astype("<i4"), offsets.astype("<i8"), np.arange(num + 1, dtype="<i8"))
-        yield path, (head, *(array.tobytes() for array in arrays))
+        yield name, (head, *(array.tobytes() for array in arrays))
 
     def finish(self) -> str:
-        pairs = zip(self.num_tokens, self.last_files, strict=True)
-        words = [f"{number} {path.absolute().with_suffix('')}" for number, path in pairs if number]
-        files.publish_bytes(self.folder / "data_args.txt", " ".join(words).encode() + b"\n")
-        return f"Megatron: --data-args-path {self.folder / 'data_args.txt'}"
+        words = []
+        for number, name in zip(self.num_tokens, self.last_names, strict=True):
+            if number:
+                words.append(f"{number} {self.folder.path_of(name).absolute().with_suffix('')}")
+        self.folder.publish("data_args.txt", " ".join(words).encode() + b"\n")
+        return f"Megatron: --data-args-path {self.folder.path_of('data_args.txt')}"
 
 
 class NanoGpt(ExportLayout):
@@ -167,26 +187,32 @@ class NanoGpt(ExportLayout):
     last_name, two_bytes_below, wide = "shard-{number:05d}.bin.partial", (1 << 16) + 1, "<u4"
 
     def is_done(self, shard_id: int) -> bool:
-        return super().is_done(shard_id) or files.size_of_file(self.folder / "train.bin") is not None
+        return super().is_done(shard_id) or self.folder.size_of(_STREAM) is not None
 
     def finish(self) -> str:
-        target = self.folder / "train.bin"
-        if files.size_of_file(target) is None:
-            with files.PublishedFile(target) as file:
-                for path in self.last_files:
-                    with files.errors_named(path):
-                        file.write_file(path)
+        target = self.folder.path_of(_STREAM)
+        if self.folder.size_of(_STREAM) is None:
+            with self.folder.new_file(_STREAM) as file:
+                for name in self.last_names:
+                    self._append(file, name)
                 file.sync()
                 file.publish()
-            files.sync_folder(self.folder)
-        found, expected = files.size_of_file(target), sum(self.num_tokens) * self.dtype.itemsize
+            self.folder.sync()
+        found, expected = self.folder.size_of(_STREAM), sum(self.num_tokens) * self.dtype.itemsize
         if found != expected:
             again = f"{expected}; remove this file and run the export again"
             raise ReadWriteError(path=target, found=f"{found} bytes", expected=again)
-        for path in self.last_files:
+        for name in self.last_names:
             with contextlib.suppress(OSError):
-                path.unlink()
+                self.folder.remove(name)
         return f'nanoGPT: np.memmap("{target}", dtype=np.{self.dtype.name}, mode="r")'
+
+    def _append(self, stream: files.PublishedFile, name: str) -> None:
+        """Append the ids of a shard to the stream of all shards."""
+        with files.errors_named(self.folder.path_of(name)), self.folder.open(name) as file:
+            for start in range(0, file.num_bytes, files.WRITE_BYTES):
+                num_bytes = min(files.WRITE_BYTES, file.num_bytes - start)
+                stream.write(memoryview(file.read(start, num_bytes)))
 
 
 class HuggingFace(ExportLayout):
@@ -197,8 +223,8 @@ class HuggingFace(ExportLayout):
 
     last_name, has_documents = "data-{number:05d}-of-{num_shards:05d}.arrow", False
 
-    def contents(self, path: Path, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
-        yield path, self._stream(samples)
+    def contents(self, name: str, samples: ExportedShard) -> Iterator[tuple[str, Iterable[bytes]]]:
+        yield name, self._stream(samples)
 
     def _stream(self, samples: ExportedShard) -> Iterator[bytes]:
         try:
@@ -222,10 +248,10 @@ class HuggingFace(ExportLayout):
         info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
         state: dict[str, Any] = dict.fromkeys(("_format_columns", "_format_type", "_split"))
         state |= {"_format_kwargs": {}, "_output_all_columns": False}
-        state["_data_files"] = [{"filename": path.name} for path in self.last_files]
-        state["_fingerprint"] = files.stamp_file(self.folder / _SETTINGS).sha256[:16]
-        files.publish_bytes(self.folder / "dataset_info.json", json.dumps(info, indent=1).encode())
-        files.publish_bytes(self.folder / "state.json", json.dumps(state, indent=1).encode())
+        state["_data_files"] = [{"filename": name} for name in self.last_names]
+        state["_fingerprint"] = self.folder.stamp_of(_SETTINGS).sha256[:16]
+        self.folder.publish("dataset_info.json", json.dumps(info, indent=1).encode())
+        self.folder.publish("state.json", json.dumps(state, indent=1).encode())
         return f'datasets: load_from_disk("{self.folder}")'
 
 
@@ -249,7 +275,7 @@ def export_flags(parser: argparse.ArgumentParser) -> None:
 
 def export(args: argparse.Namespace) -> int:
     """Write the missing files of an export. Raises Refused if the folder has another export."""
-    folder: Path = args.output_dir
+    folder = OutputFolder(args.output_dir, mark=_SETTINGS, writable=_WRITTEN)
     data = DataFolder(args.data_dir)
     plan = need_plan(data)
     eos = _checked_eos(args, plan)
@@ -290,9 +316,7 @@ def export(args: argparse.Namespace) -> int:
         opened_by = layout.finish()
     except (CannotWrite, ReadWriteError, FileNotFoundError):  # the other export has written the files by now
         opened_by = layout.finish()
-    with contextlib.suppress(OSError, ReadWriteError):  # left by dead attempts; a running one needs none
-        for name in filter(files.TEMPORARY_NAME.fullmatch, files.names_in(folder)):
-            files.remove_tree(folder / name)
+    folder.remove_temporaries()  # left by dead attempts; a running one needs none
     sums = f"{counted(plan.num_shards, 'shard')}, {counted(sum(num_tokens), 'token')}"
     print_lines(f"{sums} in {folder}; {opened_by}")
     return 0
@@ -338,26 +362,19 @@ def _checked_eos(args: argparse.Namespace, plan: Plan) -> int | None:
     return plan.tokenizer.eos_token_id
 
 
-def _claim(folder: Path, settings: dict[str, Any]) -> None:
+def _claim(folder: OutputFolder, settings: dict[str, Any]) -> None:
     """Record the settings of the export in its folder. Raises Refused if the folder has another one."""
-    path, fresh = folder / _SETTINGS, "a new folder for --output_dir"
-    files.make_folder(folder, parents=True)
-    there = [name for name in files.names_in(folder) if not files.TEMPORARY_NAME.fullmatch(name)]
-    if there and _SETTINGS not in there:
-        raise Refused(path=folder, found=f"{there[0]} but no {_SETTINGS}", expected=fresh)
-    if not there:
-        try:
-            with files.PublishedFile(path) as file:
-                file.write(json.dumps(settings).encode())
-                file.sync()
-                file.publish_first()  # of two exports at the same time one succeeds
-        except (CannotWrite, ReadWriteError):
-            # An equal export that was faster may have removed this one's temporary file at any time.
-            if not path.exists():
-                raise
-        files.sync_folder(folder)
-    found: Any = "another"
-    with contextlib.suppress(ValueError, BrokenShard):
-        found = load_json(files.read_regular(path, max_bytes=1 << 20))
-    if found != settings:
-        raise Refused(path=folder, found=f"an export of {found!r:.200}", expected=f"{settings}; use {fresh}")
+    try:
+        folder.claim(json.dumps(settings).encode())
+    except Refused as error:
+        found: Any = "another"
+        with contextlib.suppress(ValueError, BrokenShard, *files.NOT_THERE):
+            found = load_json(folder.read(_SETTINGS, max_bytes=1 << 20))
+        if found == "another":
+            raise
+        expected = f"{settings}; use a new folder for --output_dir"
+        raise Refused(path=error.path, found=f"an export of {found!r:.200}", expected=expected) from None
+    except (CannotWrite, ReadWriteError):
+        # An equal export that was faster may have removed this one's temporary file at any time.
+        if folder.size_of(_SETTINGS) is None:
+            raise

@@ -223,10 +223,13 @@ def _place_of_id(folder: DataFolder, shard_ids: list[int], wanted: str) -> Sampl
         stamp = read_manifest(folder, shard_id).ids
         if stamp is None:
             continue
+        found: Sample | None = None
         # All are read, because the file is compared with its stamp at its end.
-        places = [(number, at) for number, at, name in kept_ids(folder, shard_id, stamp) if name == wanted]
-        if places:
-            return places[0]
+        for number, at, name in kept_ids(folder, shard_id, stamp):
+            if name == wanted and found is None:
+                found = (number, at)
+        if found is not None:
+            return found
     return -1, 0
 
 

@@ -34,6 +34,7 @@ _SPARSE_BYTES = 16 << 20
 _LEAST_SHARE = 0.01
 _STAT_BLOCK_BYTES = 512
 _BEGINNING_BYTES = 1000  # of a file that may be replaced
+_NO_NAME = re.compile(r"(?!)")
 _MOST_LEVELS = (
     2  # of folders in a temporary folder; that of ``verify --deep`` has ids/, digests/, quarantine/
 )
@@ -538,8 +539,11 @@ class OutputFolder(Folder):
 
 
 def refuse_foreign_file(path: Path, ours: re.Pattern[bytes]) -> None:
-    """Raise Refused if another program wrote a file: ``ours`` matches where the command's own begin."""
-    beginning = files.read_beginning(path, _BEGINNING_BYTES)
+    """Check that a file may be replaced: the command wrote it, as ``ours`` matches where its own begin.
+
+    Raises Refused if another program wrote it, and BrokenShard if it is a link or no regular file.
+    """
+    beginning = Folder(path.parent, writable=_NO_NAME).read_beginning(path.name, _BEGINNING_BYTES)
     if beginning and ours.match(beginning) is None:
         expected = "a name for a new file, or a file that this command wrote; move it away"
         raise Refused(path=path, found="another file, which stays", expected=expected)

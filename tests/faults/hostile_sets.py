@@ -399,6 +399,7 @@ def _many_values(name: str, file_format: str, values: str, place: Path, _: objec
     """Replace a JSON file by one with an array of many small values, and a right hash if it can have one."""
     head = {"format": file_format, "version": 3, "x": json.loads(values) if len(values) < 1 << 24 else 0}
     path = place / "data" / name
+    path.parent.mkdir(exist_ok=True)
     if len(values) < 1 << 24:
         _write_json(path, head)
     else:
@@ -408,7 +409,7 @@ def _many_values(name: str, file_format: str, values: str, place: Path, _: objec
 def _nested_folder(place: Path, _: object) -> None:
     """Make a temporary folder of a killed attempt with 3,000 levels."""
     depth = 3000
-    top = place / "data" / ".index.json.host-1-0123abcd.tmp"
+    top = place / "data" / ".plan.json.host-1-0123abcd.tmp"
     top.mkdir()
     handle = os.open(top, os.O_RDONLY)
     for _ in range(depth):
@@ -664,8 +665,8 @@ def _verdict(
     is_compared = not attack.may_differ
     if "flipped bit" in attack.words and command.startswith(_OTHER_DATA):
         is_compared = False  # they compare no hash of a tar
-    if attack.hidden == "data/index.json" and command == "report":
-        is_compared = False  # it says that the data set is not verified
+    if command == "report":
+        is_compared = False  # it says what is damaged
     verdict = verdict_of_end(ended, expected if is_compared else None)
     if verdict != EQUAL or not is_compared:
         return verdict

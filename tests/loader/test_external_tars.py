@@ -18,8 +18,8 @@ import webdataset
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from loader import BrokenShard, ShardprepError
-from tests.external_tars import write_numbered_tars, write_tar
+from loader import BrokenShard, ShardprepError, tokenizer
+from tests.external_tars import write_numbered_data, write_numbered_tars, write_tar
 from tests.oracle.forms import DataSets
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import epoch_of, open_loader, refuses
@@ -355,3 +355,17 @@ def is_list_of_ids(text: str) -> bool:
     except ValueError:
         return False
     return isinstance(ids, list) and all(type(each) is int and 0 <= each < VOCAB_SIZE for each in ids)
+
+
+def test_tars_that_name_no_model_are_read_with_the_tokenizer_of_llama_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a call get_llama3_dataloader(tars, batch_size=4). Beside a data set a model must be named."""
+    folder = write_numbered_data(tmp_path, 8, 1)
+    named: list[str] = []
+    real = tokenizer._load
+    monkeypatch.setattr(tokenizer, "_load", lambda name: named.append(name) or real(str(folder)))
+    with caplog.at_level("INFO"), open_loader(folder, 4) as loader:
+        assert len(loader) == 2
+    assert named == ["meta-llama/Meta-Llama-3-8B"]
+    assert sum(named[0] in record.getMessage() for record in caplog.records) == 1

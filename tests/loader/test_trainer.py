@@ -162,6 +162,97 @@ def test_trainer_refuses_unsuitable_loaders_at_once(data: Path, tmp_path: Path) 
         type("Wrong", (Trainer, LoaderMixin), {})
 
 
+class OutOfMemory(OwnTrainer):
+    fails_at = 3
+
+    def training_step(self, *args: Any, **more: Any) -> Any:
+        if self.state.global_step == self.fails_at:
+            self.fails_at = -1
+            raise RuntimeError("CUDA out of memory.")
+        return super().training_step(*args, **more)
+
+
+def test_a_loop_that_is_restarted_loses_no_global_batch(data: Path, tmp_path: Path) -> None:
+    """Trainer's auto_find_batch_size and accelerate's own are refused; a followed loader goes back."""
+    memory = pytest.importorskip("accelerate.utils.memory")
+    loader = load(data)
+    with refuses(UsageError, found="auto_find_batch_size"):
+        trainer_of(loader, tmp_path, max_steps=6, auto_find_batch_size=True)
+    trainer, seen = trainer_of(loader, tmp_path, max_steps=6, kind=OutOfMemory)
+    trainer.args.auto_find_batch_size = True
+    with refuses(UsageError):
+        trainer.train()
+    trainer.args.auto_find_batch_size = False
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    expected = train_by_hand(data, 6).seen
+    assert seen == expected[:3]
+    trainer.train()
+    assert seen[3:6] == expected[3:], "the batch that failed is the first of the next loop"
+    sizes = []
+
+    def loop(batch_size: int, made: Any = None) -> None:
+        sizes.append(batch_size)
+        for _ in made or load(data, batch_size):
+            if batch_size == 8:
+                raise RuntimeError("CUDA out of memory.")
+
+    with_retries = memory.find_executable_batch_size
+    with_retries(loop, starting_batch_size=8)()  # a loader in each attempt
+    with refuses(UsageError, found="for a loader with 8"):
+        with_retries(loop, starting_batch_size=8)(load(data))
+    assert sizes[0] == sizes[2] == 8
+    assert sizes[1] == sizes[3] < 8
+
+
+def test_a_followed_loop_of_ones_own_that_fails_goes_on_with_the_batch_that_was_not_trained(
+    data: Path,
+) -> None:
+    """Not at the end of an epoch, whose last step a gradient scaler may have skipped."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    loader = load(data, 4, global_batch_size=8)
+    expected = [batch["input_ids"][:, 0].tolist() for batch in load(data, 4, global_batch_size=8)]
+    loader.follow(optimizer)
+    seen: list[list[int]] = []
+    for fails_at in (5, 2, None):
+        for number, batch in enumerate(loader):
+            if number == fails_at:  # 5: in the second batch of a step
+                break
+            seen.append(batch["input_ids"][:, 0].tolist())
+            if loader.ends_step:
+                optimizer.step()
+        if fails_at is not None:
+            del seen[len(seen) // 2 * 2 :]
+    assert seen == expected
+    assert [len([*loader]), len([*loader])] == [len(expected)] * 2
+
+
+def test_evaluate_and_predict_take_a_validation_loader(data: Path, tmp_path: Path) -> None:
+    trainer, _ = trainer_of(load(data), tmp_path)
+    held_out = load(data, split="validation")
+    expected = evaluation_loss(trainer.model, held_out)
+    assert trainer.evaluate(held_out)["eval_loss"] == pytest.approx(expected)
+    assert trainer.predict(held_out).metrics["test_loss"] == pytest.approx(expected)
+    for wrong in (trainer.train_loader, load(data)):
+        for method in (trainer.evaluate, trainer.predict):
+            with refuses(UsageError, expected="eval_loader="):
+                method(wrong)
+
+
+def test_arguments_of_trainers_own_loader_are_warned_of(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = arguments_of(tmp_path, dataloader_num_workers=3)
+    for options, named in (({}, "dataloader_num_workers=3"), ({"data_collator": list}, "collate_fn=")):
+        caplog.clear()
+        given: dict[str, Any] = {"model": SmallModel(), "args": args, "train_loader": load(data), **options}
+        OwnTrainer(**given)
+        assert [
+            named in record.getMessage() for record in caplog.records if record.name == "loader.trainer"
+        ] == [True]
+
+
 def test_shifted_targets_need_a_loss_that_does_not_shift_again(data: Path, tmp_path: Path) -> None:
     shifted = load(data, seq_len=16, targets="shifted")
 

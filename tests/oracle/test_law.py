@@ -169,7 +169,7 @@ class Pair:
         batch_size: int | None = None,
         **options: Any,
     ) -> Ranks:
-        self.layout = {"world_size": world_size, "batch_size": batch_size}
+        self.layout: dict[str, Any] = {"world_size": world_size, "batch_size": batch_size}
         arguments: dict[str, Any] = {"seed": self.seed, "state": state, "global_batch_size": self.sizes}
         folders: Any = {name: self.data / name / "data" for name in sources}
         if self.weights:

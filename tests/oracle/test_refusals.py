@@ -429,7 +429,7 @@ ROWS = [
     row(load(["$DATA", "$OTHER"]), OtherTokenizer, "$OTHER"),
     row(load("$TMP/o.tar", model_id="$TMP/nowhere"), NotFound, "$TMP/nowhere", expected="tokenizer.json",
         files={"o.tar": OTHERS}),
-    row(load("$TMP/o.tar"), UsageError, "", remedy="model_id=", files={"o.tar": OTHERS}),
+    row(load(["$DATA", "$TMP/o.tar"]), UsageError, "", remedy="model_id=", files={"o.tar": OTHERS}),
     row(load_tars("$TMP/o.tar"), BrokenShard, found="json", expected="token_ids.json or token_ids.npy",
         files={"o.tar": tar({"a.json": b"[1]"})}),
     row(load_tars("$TMP/ids.tar"), BrokenShard, found="'a'",

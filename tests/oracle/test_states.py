@@ -135,7 +135,7 @@ def test_source_samples_counts_what_was_delivered_and_not_what_set_epoch_skipped
 def test_state_at_takes_whole_numbers_and_gives_states_that_can_be_loaded(data: Path) -> None:
     with open_ranks(data, "plain") as ranks:
         (loader,) = ranks.loaders
-        state = loader.state_at(np.int64(4))  # type: ignore[arg-type]
+        state = loader.state_at(np.int64(4))
         assert json.loads(json.dumps(state)) == state == loader.state_at(4)
         wrong: Any
         for wrong in (-1, "4", None, 3.5, True, 2**40, np.float64(4)):

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import random
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -280,3 +281,18 @@ def test_plan_exclude_leaves_out_the_same_list(made: Made, tmp_path: Path, form:
     other = fresh.copy(tmp_path / "other", but=["shard-*"])
     (other.data_dir / "excluded.keys").write_bytes(bytes(16))
     assert other.try_shard(0).code == 65, "the list differs from the plan's"
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_folder_of_side_files_that_is_missing_or_a_file_is_named(tmp_path: Path, is_file: bool) -> None:
+    """Of a shard that is only linked."""
+    world = World(tmp_path).raw({"a.txt": "one\ntwo\n", "b.txt": b"three\n\xff\n"})
+    world.plan(num_shards=2, max_bad_fraction=0.9).run(max_bad_fraction=0.9)
+    folder = world.data_dir / "quarantine"
+    shutil.rmtree(folder)
+    if is_file:
+        folder.touch()
+    listed = tmp_path / "listed"
+    listed.write_text("at:a.txt:0\n", encoding="ascii")
+    ended = world.main("blank", world.data_dir, "--ids", listed, "--output", tmp_path / "new")
+    ended.ends(66, folder / "shard-00001.jsonl", "missing")

@@ -452,3 +452,16 @@ def test_duplicates_compares_whole_digests(tmp_path: Path, digests: tuple[int, i
         assert not (tmp_path / "names.txt").exists()
     else:
         assert find_copies(world.data_dir, "--output", tmp_path / "names.txt")[1] == copies_in([documents])
+
+
+@pytest.mark.parametrize("has_target", [True, False])
+def test_duplicates_replaces_no_link_at_the_lists_name(tmp_path: Path, has_target: bool) -> None:
+    """Neither does it read what the link leads to."""
+    world = World(tmp_path / "a").raw({"a.txt": "one\none\n"}).plan(num_shards=1, digests=True).run()
+    listed, target = tmp_path / "listed", tmp_path / "target"
+    if has_target:
+        target.write_bytes(b"at:a.txt:0\n")
+    listed.symlink_to(target)
+    world.main("duplicates", world.data_dir, "--output", listed).ends(65, listed)
+    assert listed.is_symlink()
+    assert target.exists() == has_target

@@ -122,6 +122,82 @@ def test_the_format_imports_only_the_standard_library_numpy_orjson_and_msgspec()
         assert {name.partition(".")[0] for name in imports_of(path)} <= allowed, path.name
 
 
+# Functions that touch a file or a folder by its path, besides those of shardprep/files.py and folders.py.
+_OF_OS = {
+    "open", "unlink", "remove", "rename", "replace", "link", "symlink", "scandir", "listdir", "walk", "mkdir",
+    "makedirs", "rmdir", "truncate", "chmod",
+}  # fmt: skip
+_OF_PATHS = {
+    "open", "read_text", "read_bytes", "write_text", "write_bytes", "unlink", "rename", "touch", "iterdir",
+    "glob", "rglob", "rmdir", "mkdir", "symlink_to", "hardlink_to", "chmod",
+}  # fmt: skip
+_OF_SHUTIL = {"rmtree", "copy", "copyfile", "copytree", "move"}
+_OF_FILES = {
+    "open_regular", "read_regular", "read_with_status", "read_beginning", "read_lines", "stamp_file",
+    "names_in", "make_folder", "append_bytes", "publish_bytes", "HashedFile", "PublishedFile",
+    "PublishedFolder", "remove_tree", "refuse_fifos", "sync_folder",
+}  # fmt: skip
+# What is touched so, by module: none of it lies in a data set.
+AROUND_FOLDERS = {
+    "loader/copies.py": "the cache of tars behind URLs, in a folder of this user",
+    "loader/external_tars.py": "tars of other tools",
+    "loader/ranks.py": "a note beside the data set, for other ranks",
+    "loader/shards.py": "patterns and tars of other tools",
+    "loader/stream.py": "the user's script",
+    "loader/tokenizer.py": "a model's folder",
+    "loader/where.py": "a state that the user names",
+    "lustre/__main__.py": "names for a table",
+    "lustre/layout.py": "a new file that keeps a layout, created exclusively",
+    "lustre/lfs.py": "/proc",
+    "preprocess/doctor.py": "/sys and a scratch folder",
+    "preprocess/make/engines.py": "/proc, and the folder of libraries",
+    "preprocess/make/resources.py": "/proc and /sys",
+    "preprocess/overlap.py": "lists of duplicates, at names that the user gives",
+    "preprocess/plan/inputs.py": "the raw input",
+    "preprocess/plan/planning.py": "a model's folder, scratch folders, and a new folder",
+    "preprocess/plan/table_versions.py": "the raw input",
+    "preprocess/plan/tokenizer.py": "a model's folder, the cache of tokenizers, scratch folders",
+    "preprocess/read/chat.py": "the user's template",
+    "preprocess/read/lines.py": "decompression, from memory",
+    "preprocess/read/user_code.py": "the user's function",
+    "preprocess/train_tokenizer.py": "a new folder for a tokenizer",
+    "shardprep/child_process.py": "a pipe",
+    "shardprep/command_line.py": "/proc",
+    "shardprep/console.py": "/dev/null",
+    "shardprep/format/documents.py": "a list that the user names",
+    "shardprep/format/jobs.py": "/proc",
+    "shardprep/limited_process.py": "/proc and a pipe",
+    "slurm/send.py": "our own batch script",
+    "slurm/state.py": "logs, whose paths are compared with the data set's first",
+    "slurm/status.py": "the report, at a name that the user gives",
+}
+
+
+def touches_paths(path: Path) -> bool:
+    """Return whether a module calls a function that touches a file by its path."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        called = node.func
+        if isinstance(called, ast.Name) and called.id in _OF_FILES | {"open"}:
+            return True
+        if isinstance(called, ast.Attribute):
+            owner = ast.unparse(called.value)
+            if called.attr == "open" and owner.endswith("folder"):
+                continue  # of a Folder
+            wanted = {"os": _OF_OS, "shutil": _OF_SHUTIL, "files": _OF_FILES}.get(owner, _OF_PATHS)
+            if called.attr in wanted and owner not in ("re", "str"):
+                return True
+    return False
+
+
+def test_files_are_touched_through_folders_or_where_the_table_says_why() -> None:
+    """A new module reaches a data set, and an output folder, through ``Folder`` alone."""
+    own = {"shardprep/files.py", "shardprep/folders.py"}
+    names = {path.relative_to(ROOT).as_posix() for path in FILES if touches_paths(path)}
+    assert names - own == AROUND_FOLDERS.keys()
+
+
 # A sitecustomize: each process that makes shards reports its imported modules when it exits.
 REPORTING = """
 import atexit, json, multiprocessing.util, os, sys

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,28 @@ def test_a_side_file_of_one_endless_line_is_refused(tmp_path: Path) -> None:
     os.truncate(world.data_dir / "ids/shard-00000.jsonl", 60 << 30)  # a sparse file
     found = ForkedRun(lambda: (world.main("peek", world.data_dir, "id:none").code, None)).end()
     assert (found.how, found.code) == ("ended", 65)
+
+
+def _code_of(world: World, words: list[object]) -> tuple[int, None]:
+    return world.main(*words).code, None
+
+
+def test_millions_of_ids_in_one_shard_take_no_memory_each(tmp_path: Path) -> None:
+    """Their hash is right, and ``peek`` and ``blank`` look for another one."""
+    world = (
+        World(tmp_path).raw({"a.jsonl": [{"text": "a", "id": "i0"}]}).plan(num_shards=1, id_field="id").run()
+    )
+    path, listed = world.data_dir / "ids/shard-00000.jsonl", tmp_path / "listed"
+    path.write_bytes(b'[0,0,"i0"]\n' * 1_500_000)
+    stamp = {"num_bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    rewrite_json(world.data_dir / "shard-00000.json", ids=stamp)
+    listed.write_text("none\n", encoding="ascii")
+    for words in (
+        ["peek", world.data_dir, "id:none"],
+        ["blank", world.data_dir, "--ids", listed, "--output", "new"],
+    ):
+        found = ForkedRun(partial(_code_of, world, words), memory_bytes=150 << 20).end()
+        assert (found.how, found.code) == ("ended", 66), words[0]
 
 
 def test_ids_that_are_no_places_or_missing_are_refused_with_what_to_type(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import functools
 import gzip
+import hashlib
 import io
 import json
 import re
@@ -77,10 +78,17 @@ class Use:
     call: Callable[[Scene, str], Ended | None]  # the second argument is a remedy to add, or ""
 
 
+def checksum_of(state: Mapping[str, Any]) -> str:
+    """Return the checksum of a state: sha256 of its other values."""
+    values = {name: value for name, value in state.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def load(data: Any = "$DATA", /, *, reads: bool = False, state: Any = None, **arguments: Any) -> Use:
     """Make a loader, and read an epoch if ``reads``, or load a ``state``.
 
-    If ``state`` is a dict, its values replace those of a state of DATA or of its fingerprint.
+    If ``state`` is a dict, its values replace those of a state of DATA or of its fingerprint, and the
+    checksum fits them.
     """
 
     def call(scene: Scene, remedy: str) -> None:
@@ -91,6 +99,7 @@ def load(data: Any = "$DATA", /, *, reads: bool = False, state: Any = None, **ar
             held = open_loader(scene.filled("$DATA")).state_dict()
             for values in (held, held["fingerprint"]):
                 values |= {name: state[name] for name in state.keys() & values.keys()}
+            held["checksum"] = checksum_of(held)
         with open_loader(scene.filled(data), **{**scene.filled(arguments), **more}) as loader:
             if state is not None:
                 loader.load_state_dict(held)
@@ -342,7 +351,8 @@ ROWS = [
         remedy="shardprep --shard_id 0 --output_dir $PLANNED"),
     row("export $DATA --to nanogpt --output_dir $NEW --split train", 2, "$DATA", found="--split",
         remedy="--validation_fraction"),
-    row("export $DATA --to nanogpt --output_dir $TMP/x", 78, "$TMP/x", found="mine", files={"x/mine": ""}),
+    row("export $DATA --to nanogpt --output_dir $TMP/x", 78, "$TMP/x/mine", found="a file of somebody else",
+        files={"x/mine": ""}),
     row("export $DATA --to megatron --output_dir '$TMP/a b'", 2, "$TMP/a b", found="white space"),
     row(f"{BLANK} --ids $TMP/none", 66, "$TMP/none"),
     row(f"{BLANK} --ids $TMP/blank", 65, expected="a line for each", files={"blank": "\n \n"}),

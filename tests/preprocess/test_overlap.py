@@ -400,8 +400,8 @@ def test_data_sets_with_other_functions_and_moved_inputs_are_compared(tmp_path: 
     # The command that comes next works as it is printed.
     printed = call_main("duplicates", *folders, *names, *moved, *functions).out
     (blank,) = (
-        line.partition("shardprep ")[2]
-        for line in printed.replace("# or: ", "\n").split("\n")
+        line.partition("shardprep ")[2].partition("  # ")[0]
+        for line in printed.split("\n")
         if f"blank {folders[1]} " in line
     )
     new = tmp_path / "new"
